@@ -265,10 +265,10 @@ _SOME_CUDNN = 91300
 
 @contextlib.contextmanager
 def attention_given_to(handler: Callable[..., Any], platform: str = "") -> Iterator[None]:
-    """Gives what `jax.nn.dot_product_attention` does in ordinary operations to `handler(function, *args, **kwargs)`.
+    """Routes the unfused implementation of `jax.nn.dot_product_attention` to `handler(function, *args, **kwargs)`.
 
     The function is private, and public names of it may have been imported long ago; so it is replaced once, where JAX
-    looks it up at each call, by one that asks whether the caller is within this context. For the platform "cuda" the
+    looks it up at each call, by one that checks whether the caller is within this context. For the platform "cuda" the
     version of cuDNN is taken as given in the same way where none is installed; for others cuDNN is refused.
     """
     if not hasattr(_nn._dot_product_attention_xla, "__wrapped__"):
@@ -324,7 +324,7 @@ class PallasGrid:
 
 
 def pallas_grid(params: Mapping[str, Any]) -> PallasGrid | None:
-    """What the parameters of a `pallas_call` say of its grid; None for a kernel with effects or a grid of its own.
+    """Returns the grid of a `pallas_call` from its parameters; None for a kernel with effects or a grid of its own.
 
     There is no public name for a grid mapping; its fields are those of JAX 0.10.2 to 0.12.
     """
@@ -401,9 +401,9 @@ def _block_size(block: Any) -> int | None:
 
 
 def sdy_rule(given: Any, static: Sequence[Any], operands: Sequence[Any], results: Sequence[Any]) -> Any:
-    """The `SdyShardingRule` of a `custom_partitioning` call, whose rule may be a function of types, and that a string.
+    """Returns the `SdyShardingRule` of a `custom_partitioning` call, given as a rule, a string, or a function of types.
 
-    What reads such strings is private.
+    JAX's parser of such strings is private.
     """
     options: dict[str, Any] = {}
     if callable(given):
@@ -419,7 +419,7 @@ def spec_of(aval: Any) -> jax.ShapeDtypeStruct:
 
 
 def _solved(params: Mapping[str, Any], *operands: Any) -> Any:
-    """What is solved for. Operands are the constants of four functions, of which one solves, and right-hand sides."""
+    """Solves a linear system. Operands: the constants of four functions, of which one solves, and right-hand sides."""
     lengths, jaxprs = params["const_lengths"], params["jaxprs"]
     first = lengths.matvec + lengths.vecmat
     rest = first + lengths.solve + lengths.transpose_solve
@@ -568,9 +568,9 @@ def replacing_callbacks(replace: ReplaceCallback) -> Iterator[None]:
 
 @contextlib.contextmanager
 def standing_in(is_held: Held) -> Iterator[None]:
-    """Puts opaque operations in place of what its body binds and `is_held` says, with the same operands and results.
+    """Replaces equations in its body that `is_held` selects by opaque operations with the same operands and results.
 
-    JAX lowers some operations for devices that are there only.
+    JAX lowers some operations only for devices that are present.
     """
     token = _held.set(is_held)
     try:
@@ -589,12 +589,12 @@ def lowers_for(primitive: Any, platform: str) -> bool:
 
 
 def _mlir_knows(primitive: Any) -> bool:
-    """Whether a primitive is lowered anywhere; what is not, JAX expands before."""
+    """Returns whether a primitive has a platform-specific lowering. JAX expands those without a lowering earlier."""
     return any(primitive in table for table in _mlir_tables._platform_specific_lowerings.values())
 
 
 def _hold(primitive: Any, params: Mapping[str, Any], operands: Sequence[Any]) -> list[Any]:
-    """What an opaque operation makes that reads the operands of an equation: arrays like its results.
+    """Returns the results of an opaque operation on the operands of an equation: arrays like the equation's results.
 
     A foreign function lowers for every platform, whether there is one of that name or not. It has no random keys.
     """
@@ -776,7 +776,7 @@ def with_weak_type(block: Any, weak: bool) -> Any:
 
 
 def constant_of(op: Any) -> Any:
-    """What an operation of MLIR that makes a constant holds: its attribute, or for complex numbers the text of it.
+    """Returns the value of a constant operation of MLIR: its attribute, or for complex numbers the text of it.
 
     The bindings of jaxlib (0.10 to 0.12) have no class for dense complex attributes, and raise where one is read.
     """
@@ -960,10 +960,10 @@ _writing = threading.RLock()
 
 @contextlib.contextmanager
 def writing_executables() -> Iterator[None]:
-    """What is compiled within is written to JAX's compilation cache whichever number this process has.
+    """Writes executables compiled in its body to JAX's compilation cache, whichever number this process has.
 
     JAX leaves writing to process 0, which has no program for the devices of others alone; and on CPUs, where the key of
-    a program depends on the process, what process 0 writes is of use to no other. There is no option for it.
+    a program depends on the process, no other process can use the entries of process 0. There is no option for it.
     """
     with _writing:
         original = _compiler._cache_write
@@ -1068,9 +1068,10 @@ def values_unchecked() -> Iterator[None]:
 def job_of(
     address: str | None, count: int | None, number: int | None, timeout: float
 ) -> tuple[str | None, int | None, int | None]:
-    """The coordinator, the number of processes and the number of this one, as `jax.distributed.initialize` finds them.
+    """Returns the coordinator, the process count and this process's number, as `jax.distributed.initialize` finds them.
 
-    What is given is kept; what neither is given nor found is None. Its way to look is private, and it starts at once.
+    Given values are kept; one neither given nor found is None. JAX's detection is private, and `initialize` starts at
+    once.
     """
     address = address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     detect = _clusters.ClusterEnv.auto_detect_unset_distributed_params

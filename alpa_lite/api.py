@@ -268,14 +268,14 @@ class ParallelStep(Generic[P, R]):
         return self._compiled(args, kwargs).plan
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
-        """The arguments as arrays sharded as the plan wants them. Never aliases the caller's buffers.
+        """Returns the arguments as arrays sharded as in the plan. Never aliases the caller's buffers.
 
         Takes the batch alone, too, once the step is planned: `batch = step.place(batch)`. One argument is returned as
         it is, several as a tuple.
 
-        Of several processes each may give the whole batch, the same in all, or only the rows of it that its devices
-        read, `step.rows()`: what has the shapes of a planned batch is taken as the whole one, what has as many rows as
-        those as a part of the last one, and anything else as a batch of another size.
+        In a multi-process run each process may give the whole batch, the same in all, or only the rows of it that its
+        devices read, `step.rows()`: a batch with the shapes of a planned one is taken as the whole, one with as many
+        rows as those as a part of the last one, and anything else as a batch of another size.
         """
         known = [] if kwargs else self._calls()
         if not around.is_batch_alone(known, args):
@@ -304,11 +304,11 @@ class ParallelStep(Generic[P, R]):
         return around.rows_of(known[0])
 
     def prefetch(self, batches: Iterable[Any], size: int = 2) -> Prefetch:
-        """The batches, put where the plan reads them by a thread of its own while the step computes.
+        """Returns the batches, placed on the devices as in the plan by a separate thread while the step computes.
 
         Batches of other shapes (a short last one) are planned for when they come. Until the step is planned, batches
         come as they are. An error of `batches` is raised where its batch would have come; `close()` ends the thread.
-        Of several processes, all must have equally many batches: one that has more waits for the others in its step.
+        In a multi-process run, all must have equally many batches: one that has more waits for the others in its step.
 
         Args:
           batches: each the argument that is the batch, or the tuple of these if there are several; whole or in the rows
@@ -424,7 +424,7 @@ class ParallelStep(Generic[P, R]):
 
     @property
     def options(self) -> Options:
-        """What `parallelize` was given."""
+        """The options given to `parallelize`."""
         return self._options
 
     @property
@@ -488,10 +488,10 @@ class ParallelStep(Generic[P, R]):
 
     @contextlib.contextmanager
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[_Planned]:
-        """What is kept for the signature of a call, for one thread at a time. Drops the signatures used longest ago.
+        """Yields the cache entry of a call's signature, to one thread at a time. Drops the signatures used longest ago.
 
-        What `_current` runs counts as used just before. An entry that is dropped while a thread works on it, or runs
-        its executable, lives until that thread is done.
+        Entries whose executable is `_current` count as used just before. An entry that is dropped while a thread works
+        on it, or runs its executable, lives until that thread is done.
         """
         options = self._options
         call = calls.calling(self._fun, args, kwargs, options.static_argnums, options.static_argnames)
@@ -515,7 +515,7 @@ class ParallelStep(Generic[P, R]):
                             del self._planned[key]
 
     def _relate(self, key: Any, paths: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Lets a new signature share what is kept for one of the same program, or logs how it differs from others.
+        """Lets a new signature share the entry of one with the same program, or logs how it differs from others.
 
         Only signatures that differ in weak dtypes alone are traced to compare the programs.
         """
@@ -597,7 +597,7 @@ def _wrap(step: ParallelStep[..., Any], fun: Callable[..., Any]) -> None:
 
 
 class _Planned:
-    """What a step keeps for one signature, or several that make the same program; whoever makes it holds the lock."""
+    """The cache entry of one signature, or several with the same program; whoever plans or loads it holds the lock."""
 
     def __init__(self, settings: tuple[Any, ...]) -> None:
         """Args:
@@ -638,7 +638,7 @@ class _Planned:
 def _loaded(
     compiled: Compiled, options: Options, owned: Owned, copies: DeviceCopies, settings: tuple[Any, ...]
 ) -> tuple[Compiled, Executable]:
-    """The executable of a planned step, on the devices that are here, and the step with what its check has found."""
+    """Returns a planned step with the findings of its HLO check, and its executable on the addressable devices."""
     how = LoadOptions(
         donate=options.donate, owned=owned, copies=copies, settings=settings,
         compiler_options=dict(options.compiler_options),

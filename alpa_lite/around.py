@@ -26,11 +26,11 @@ from alpa_lite.runtime.step import Executable
 
 
 class Shardings(NamedTuple):
-    """Where the arguments and the results of a step lie: pytrees like theirs with a `NamedSharding` for each array.
+    """The shardings of the arguments and results of a step: pytrees like theirs with a `NamedSharding` for each array.
 
     Attributes:
       arguments: the tuple of positional arguments; with keywords, that tuple and a dict of the keywords.
-      results: what the step returns. What NNX objects hold after the call lies as before it.
+      results: of the step. The arrays that NNX objects hold after the call are sharded as before it.
     """
 
     arguments: Any

@@ -132,10 +132,10 @@ class PlanRequest:
 
     @property
     def remat(self) -> tuple[Choice, ...]:
-        """What the backward pass of one mesh may compute again, the least first. Textbook plans compute nothing again.
+        """The rematerialisation choices of one mesh, least recomputation first. Textbook plans rematerialise nothing.
 
         Raises:
-          OptionError: something is asked for that the compiler of the platform would undo.
+          OptionError: the requested rematerialisation would be undone by the compiler of the platform.
         """
         asked = (
             self.base.remat if isinstance(self.base, Sharded) else "auto" if isinstance(self.method, Auto) else "none"
@@ -151,5 +151,5 @@ class PlanRequest:
 
     @property
     def inexact(self) -> dict[str, Any]:
-        """What the loop over micro-batches may do, as arguments of `microbatches.accumulate`."""
+        """The keyword arguments of `microbatches.accumulate` that control inexact micro-batches."""
         return {"allow_inexact": self.options.allow_inexact, "retrace": lambda shapes: self.trace(shapes=shapes)}

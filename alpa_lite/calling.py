@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Form = tuple[int, tuple[str, ...], tuple[tuple[int | str, type, Any], ...]]
-"""How many arguments are positional, the dynamic keywords, and (position or keyword, type, value) of what is static."""
+"""The number of positional arguments, the dynamic keywords, (position or keyword, type, value) of static arguments."""
 
 
 @dataclass(frozen=True, eq=False)

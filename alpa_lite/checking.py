@@ -58,7 +58,7 @@ class LeafError:
 
 @dataclass(frozen=True)
 class Checked:
-    """What `check` found.
+    """The result of `check`.
 
     Attributes:
       leaves: of the results, in their order.
@@ -73,7 +73,7 @@ class Checked:
 
     @property
     def ok(self) -> bool:
-        """Whether the planned step computes what the step as written computes."""
+        """Whether the results of the planned step equal those of the step as written, within the tolerances."""
         return self.difference is None and all(leaf.ok for leaf in self.leaves)
 
     def __bool__(self) -> bool:
@@ -102,12 +102,12 @@ class Checked:
 def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: Any) -> Checked:
     """Runs a planned step and the step as written once, on copies of the arguments, and compares every leaf.
 
-    Nothing is donated, and NNX objects are not updated. Where leaves differ, the first operation that differs is looked
-    for, which compiles each kind of operation once and holds the values of the step that it compares in memory.
-    Functions that the step calls on the host are called by both runs.
+    Nothing is donated, and NNX objects are not updated. Where leaves differ, the first operation that differs is
+    searched for, which compiles each kind of operation once and holds the values of the step that it compares in
+    memory. Functions that the step calls on the host are called by both runs.
 
-    Of several processes all call it, with the same arguments. Each runs the step as written by itself and compares the
-    blocks that it has; the largest error of all counts in each. Operations are not compared then.
+    In a multi-process run all call it, with the same arguments. Each runs the step as written by itself and compares
+    its own blocks; the largest error of all counts in each. Operations are not compared then.
 
     Args:
       step: of `parallelize`.
@@ -116,10 +116,10 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
         and 5e-2 for bfloat16, of the least exact dtype of which a leaf is made. Integers must be equal.
 
     Returns:
-      A `Checked`, which is true if nothing differs, and prints what does.
+      A `Checked`, which is true if nothing differs, and prints the differences.
 
     Raises:
-      OptionError: `step` is no planned step.
+      OptionError: `step` is not a planned step.
     """
     if not isinstance(step, ParallelStep) or isinstance(step.options.method, Off):
         raise OptionError(f"step={step!r}: give a step of parallelize that is planned, so without method='off'")

@@ -55,7 +55,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Dispatch:
-    """What a process takes to start a task of a pipeline, a run or a transfer: it starts one at a time.
+    """The seconds that a process takes to start a task of a pipeline, a run or a transfer: it starts one at a time.
 
     Attributes:
       task: seconds for each task.
@@ -72,7 +72,7 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Curve:
-    """What a collective over groups of devices was measured to take, interpolated between payloads.
+    """The measured seconds of a collective over groups of devices, interpolated between payloads.
 
     Seconds are linear in the payload between two points. Below the first they are those of the first; beyond the last
     they are proportional to the payload. (Linear in log payload instead, they are no nearer to XLA's tables.)
@@ -323,7 +323,7 @@ class Cluster:
         return tuple(levels)
 
     def controller(self, device: int) -> int:
-        """The number of the process that dispatches what a device does: there is one for each node, or host of TPUs."""
+        """Returns the number of the process that dispatches to a device: there is one per node, or per host of TPUs."""
         node, inside = divmod(device, self.devices_per_node)
         if not self.topology:
             return node
@@ -342,7 +342,7 @@ class Cluster:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """What compilers for these devices are asked for, as of `jax.stages.Lowered.compile`."""
+        """The compiler options for these devices, as of `jax.stages.Lowered.compile`."""
         return dict(presets.OVERLAPPING.get(self.platform, {})) if self.overlaps else {}
 
     def part(self, num_devices: int) -> Cluster:

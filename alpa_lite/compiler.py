@@ -1,4 +1,4 @@
-"""From a train step written for one device to what every device does: the whole compiler, in order.
+"""The compiler, from a train step written for one device to the program of every device: all passes, in order.
 
     step ──tracing──▶ graph ──factors──▶ Step ──search──▶ Staged ──plan──▶ Plan ──checks──▶ the plan is true
 
@@ -186,7 +186,7 @@ def rebuild_stages(run: Passes, step: Step, asked: PlanRequest, plan: Plan, budg
 
 
 def add_donation(staged: Staged, step: Step, asked: PlanRequest) -> Staged:
-    """The same with what the user named donated."""
+    """Returns the step with the user's named leaves donated; unchanged where the option is "auto"."""
     named = asked.options.donate
     return staged if named == "auto" else donating(staged, donated_leaves(step.traced, named))
 
@@ -199,7 +199,7 @@ def tracer(
     pins: Pins,
     platform: str,
 ) -> Callable[..., Traced]:
-    """What traces a step, under the mesh of the context; with other shapes for some flat arguments if given."""
+    """Returns a tracer of a step, under the mesh of the context; it takes other shapes for some flat arguments."""
     trace = functools.partial(
         tracing.trace, fun, args, kwargs,
         batch_argnums=options.batch_argnums, batch_argnames=options.batch_argnames,

@@ -1,4 +1,4 @@
-"""What computing and communicating cost on a cluster, in seconds.
+"""The costs of computation and communication on a cluster, in seconds.
 
 **Collectives** cost alpha + payload * beta, where the payload is what plans report
 (`alpa_lite.plan.Collective.bytes`): the bytes of the result per device, for a reduce-scatter those of the operand. The
@@ -157,7 +157,7 @@ class MeshCost:
         return max(flops, bytes_moved / cluster.memory_bandwidth) + cluster.kernel_start_alone
 
     def matmul_efficiency(self, m: int, n: int, k: int, batch: int = 1) -> float | None:
-        """The fraction of the peak that a product of [m, k] and [k, n] reaches in a step; None where it is not one.
+        """Returns the fraction of the peak that a product of [m, k] and [k, n] reaches in a step; None if a dim is 1.
 
         With tiles of A x B, t = batch * ceil(m / A) * ceil(n / B) of them, and U units that work at once,
 
@@ -169,9 +169,9 @@ class MeshCost:
         T x T; libraries have smaller ones for short sides, A the least power of two from 16 up that holds m, and B
         likewise n. The seconds 2 batch m n k / efficiency never fall as a dim grows.
 
-        A product with m, n or k of 1 is none that needs a matrix unit: XLA emits a multiplication, or a multiplication
+        A product with m, n or k of 1 does not use a matrix unit: XLA emits a multiplication, or a multiplication
         and a sum, for GPUs, TPUs and CPUs alike (as compiled by jaxlib 0.12, but for single vectors on CPUs, which
-        still read each matrix once). What bounds it is bytes.
+        still read each matrix once). It is bound by bytes.
         """
         if 0 in (m, n, k, batch):
             return self.cluster.step_efficiency

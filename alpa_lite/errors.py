@@ -65,4 +65,4 @@ class CheckpointError(AlpaLiteError, RuntimeError):
 
 
 class ProcessError(AlpaLiteError, RuntimeError):
-    """The processes of one program do not do the same, or one of them does not answer; says which, and what differs."""
+    """A divergence of the processes of one program, or a process that does not answer; names it, and the difference."""

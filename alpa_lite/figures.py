@@ -1,4 +1,4 @@
-"""What reports say of a plan beyond its decisions: where work goes, what is held, and how other methods would do.
+"""Figures of a plan beyond its decisions: its work, the activations held, and the predictions for other methods.
 
 Units are seconds per step, bytes per device, and FLOPs per step, unless an attribute says otherwise.
 """
@@ -13,14 +13,14 @@ from jax.sharding import PartitionSpec
 
 @dataclass(frozen=True)
 class AxisUse:
-    """What one axis of a mesh is for.
+    """The uses of one axis of a mesh.
 
     Attributes:
       name, size: the axis, and its devices.
       products: what the axis divides in the matrix products and convolutions -> the share of their FLOPs: "data" (the
-        batch's leading dim), "sequence", "space", "expert" or "tensor". What is missing to 1 is computed by all
+        batch's leading dim), "sequence", "space", "expert" or "tensor". The remainder to 1 is computed by all
         devices of the axis alike.
-      params, optimizer: the share of the parameters' bytes, and of the optimizer state's, that lies sharded over it.
+      params, optimizer: the share of the parameters' bytes, and of the optimizer state's, that is sharded over it.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Spending:
-    """What all operations of one kind in one place that the same resource bounds take per step, as predicted.
+    """The predicted seconds per step of all operations of one kind in one place that the same resource bounds.
 
     Attributes:
       where: the source line and the name scope; numbers in scopes are written `#`, so that layers are one place.

@@ -20,7 +20,7 @@ from alpa_lite.calling import Calling
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What is known of one value.
+    """The type of one value.
 
     Attributes:
       shape: its dims; for typed random keys the logical dims, without the key's own words.
@@ -106,7 +106,7 @@ class Block:
 
 
 class KeyWriter(Protocol):
-    """What writes the keys of ops, as `passes.ir.keys.Keys` does."""
+    """A writer of the keys of ops, as `passes.ir.keys.Keys` is."""
 
     def head(self, primitive: Any, params: Mapping[str, Any], *, structured: bool = False) -> str:
         """The part of a key that says which function it is."""
@@ -121,7 +121,7 @@ class KeyWriter(Protocol):
         ...
 
     def block(self, block: Block, values: Callable[[int], Value]) -> str:
-        """The part of a key that says what a body does."""
+        """Returns the part of a key that identifies the computation of a body."""
         ...
 
 

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class DecodeError(ValueError):
-    """The data do not have the wanted type; the message names the place, what was found, and what was wanted."""
+    """A type error in data; the message names the place, the data found, and the expected type."""
 
 
 def encode(value: Any) -> Any:
@@ -65,7 +65,7 @@ def encode_fields(value: Any) -> dict[str, Any]:
 
 
 def decode_fields(cls: type[T], data: object, where: str = "") -> T:
-    """A `cls` from what `encode_fields` gave.
+    """Returns a `cls` decoded from the result of `encode_fields`.
 
     Args:
       cls: a dataclass.

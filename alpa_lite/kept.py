@@ -81,7 +81,7 @@ def redivided(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> Staged
 
 
 def cut_as(run: Passes, loop: Accumulated, plan: Plan) -> tuple[Accumulated, tuple[StageGraph, ...]]:
-    """A step over micro-batches in the layers of a plan, computing again what it does, and its stages.
+    """Returns a step over micro-batches cut into the layers of a plan, with its rematerialisation, and its stages.
 
     Raises:
       PlanError: the step has other layers.

@@ -74,10 +74,10 @@ def types_of(arrays: Sequence[Any]) -> Types:
 
 @functools.lru_cache(maxsize=512)
 def results_of(kernel: Kernel, types: Types) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes and dtypes of what a kernel returns for operands of these types. The function is traced, not run.
+    """Returns the shapes and dtypes of a kernel's results for operands of these types. The function is traced, not run.
 
     Raises:
-      RuleError: they do not fit the rule. What the function itself raises is passed on.
+      RuleError: they do not fit the rule. Errors of the function itself are passed on.
     """
     found = jax.eval_shape(kernel.fun, *_specs(types))
     shapes = [shape for shape, _ in types]
@@ -194,7 +194,7 @@ class Derivative:
 
 @dataclass(frozen=True)
 class _Linearised:
-    """A function together with what its reverse pass needs.
+    """A function, with the residuals that its reverse pass needs.
 
     Attributes:
       fun: the function.
@@ -305,10 +305,10 @@ def derivative(kernel: Kernel, wrt: tuple[int, ...], types: Types) -> Derivative
 def _kept(
     kernel: Kernel, rule: Notation, wrt: tuple[int, ...], types: Types
 ) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, Tensor], ...]]:
-    """What the reverse pass is given of what `jax.vjp` keeps, and which of these the forward pass returns beside y.
+    """Returns the residuals of `jax.vjp` given to the reverse pass, and which of them the forward pass returns after y.
 
-    Not kept is what is an operand, and what lacks a name that may be sharded, or has it in an unknown place: the
-    reverse pass makes it again from the operands.
+    Not kept are operands, and residuals that lack a name that may be sharded, or have it in an unknown place: the
+    reverse pass computes these again from the operands.
     """
     shapes = [shape for shape, _ in types]
     outs = results_of(kernel, types)
@@ -457,7 +457,7 @@ def register_rule(
     reduce: str | Mapping[str, str] = MappingProxyType({}),
     replicate: str | Sequence[str] = (),
 ) -> Any:
-    """Says which dims of an operation belong together, so that plans may shard what they could not look into.
+    """Registers a sharding rule of an operation: which of its dims belong together, for operations opaque to plans.
 
     Args:
       target: a function (one that calls a Pallas kernel, say), a JAX primitive, or the name of an FFI target.
@@ -507,7 +507,7 @@ def registered(primitive: Any, params: Mapping[str, Any]) -> Notation | None:
 
 
 def label(primitive: Any, params: Mapping[str, Any]) -> str:
-    """What an equation is called in messages and plans."""
+    """Returns the name of an equation in messages and plans."""
     if primitive is KERNEL:
         return params["kernel"].name
     return params["target_name"] if primitive.name == "ffi_call" else primitive.name

@@ -76,7 +76,7 @@ class Likeness:
         return Pins(found, pieces, frozenset(state))
 
     def covers(self, flat: Sequence[tuple[str, Any]]) -> bool:
-        """Whether a call has all state of the plans, in the same shapes; what comes with each batch may differ."""
+        """Returns whether a call has all state of the plans, in the same shapes; arguments of each batch may differ."""
         here = {(path, kind_of(leaf)) for path, leaf in flat}
         state = [place for place in self.places if place.kind[0] and place.role != "other"]
         return bool(state) and all((place.path, place.kind) in here for place in state)

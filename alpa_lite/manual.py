@@ -28,7 +28,7 @@ from alpa_lite.methods import (
 )
 
 REGEX = "re:"
-"""What keys that are regular expressions begin with."""
+"""The prefix of keys that are regular expressions."""
 
 NAMES = ("x", "y", "z")
 """The names of the axes of searched meshes, major to minor."""
@@ -46,7 +46,7 @@ class Manual(Method):
     - a path, as plans print it (`state/params/w`) or as `jax.tree_util.keystr` writes it (`state['params']['w']`), of
       one argument, or of a subtree, whose leaves all get the spec;
     - a glob on printed paths, `"*/h_0/Dense_*/kernel"`: `*` stands for any text, slashes included, `?` for one
-      character, `[ab]` for one of some. What matches a subtree gives the spec to its leaves;
+      character, `[ab]` for one of some. A match of a subtree gives the spec to its leaves;
     - a regular expression: `re.compile(r"h_\\d+/Dense_0/kernel$")` or the same text after `"re:"`, which is searched
       for anywhere in printed paths.
 

@@ -20,7 +20,7 @@ STRATEGIES: Mapping[str, str] = {
     "zero": "updates are cut over devices, and new parameters gathered after them (ZeRO-1 and 2)",
     "tensor parallel": "products work on blocks of parameters",
 }
-"""The strategies that `allow` and `forbid` name, and what each is."""
+"""The strategies that `allow` and `forbid` name, each with a description."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Rules as users write them: an einsum-like string that says what a function does with every dim.
+"""Rules in the notation of users: an einsum-like string that describes the role of every dim in a function.
 
     "b s h d, b t h d, b t h d -> b s h d"
 
@@ -6,7 +6,7 @@ One name stands for one factor (`strategy.Factor`) wherever it occurs. `(h g)` i
 major to minor; `_` is a dim that no device may have a part of, and needs no name; `...` stands for any number of
 leading dims, which are aligned at their ends. A tensor without dims is written as nothing: `"b d, -> b d"`.
 
-What a name means follows from where it is:
+The meaning of a name follows from its place:
 
     in operands and in every result    parallel: the function does the same on blocks, each block by itself
     missing from a result              `reduce` says how blocks make up that result: "sum", "max", "min"
@@ -53,7 +53,7 @@ class Notation:
     text: str = ""
 
     def kind(self, name: str) -> FactorKind:
-        """What a factor of this name is; a "sum" that a result has is parallel there."""
+        """Returns the kind of the factor of this name; in a result that has it, a "sum" factor is parallel."""
         given = any(name in dim for tensor in self.operands for dim in tensor)
         if name in self.whole or not given:
             return "replicate"

@@ -59,9 +59,9 @@ class Options:
       constrain: glob on scopes -> `PartitionSpec` of the scope's output: of the last value of a scope's forward
         operations that another scope reads. Scopes are those of Flax modules and `jax.named_scope`, with slashes:
         `{"*/h_0/mlp": P("x", None)}`; `*` stands for any text, slashes included. Held as pairs.
-      allow, forbid: names of strategies: "data parallel", "fsdp", "zero", "tensor parallel" (`methods.STRATEGIES` says
-        what each is). Whatever is not allowed, if any is, and whatever is forbidden is left out of the search, which is
-        that of one mesh. Both are held as tuples.
+      allow, forbid: names of strategies: "data parallel", "fsdp", "zero", "tensor parallel" (`methods.STRATEGIES`
+        describes each). The search, over plans of one mesh, excludes forbidden strategies, and those not in `allow` if
+        it is given. Both are held as tuples.
       donate_argnums, donate_argnames: the arguments whose buffers the step may reuse; "auto" stands for the state.
       in_shardings, out_shardings: as in `jax.jit`: pytree prefixes of the positional arguments and of the result, with
         a `NamedSharding` over all devices, a `PartitionSpec`, or None where the plan may choose. They are constraints
@@ -73,8 +73,8 @@ class Options:
       like: steps made by `parallelize`, or plans, whose state the arguments are, or hold: it stays where they have it.
       communication: "explicit" writes every collective out; "compiler" gives shardings and leaves the rest to XLA.
       overlap: whether predicted seconds count communication that hides behind computing (gradient synchronisation, and
-        gathers of parameters ahead of their use), of all plans that are compared alike; what is compiled for GPUs then
-        asks for it. On CPUs nothing overlaps.
+        gathers of parameters ahead of their use), of all plans that are compared alike; compilation for GPUs then
+        requests it. On CPUs nothing overlaps.
       plan: a plan, or the path of one, to run without solving.
       verify: "shardy" checks each plan against the partitioner, "hlo" also the compiled program, "off" neither.
       effort: the budget of work of the search: "quick", "normal" or "thorough", about 3, 20 and 180 CPU seconds for the
@@ -158,7 +158,7 @@ class Options:
 
 
 class PlanOptions(TypedDict, total=False):
-    """The keywords of `make_plan` beside the cluster, as a caller gives them; `Options` says what each means."""
+    """The keywords of `make_plan` in addition to the cluster, as a caller gives them; `Options` describes each."""
 
     method: Method | Literal["auto", "off"]
     memory_per_device: int | str | None
@@ -199,7 +199,7 @@ class StepOptions(PlanOptions, total=False):
 
 
 def _validate(options: Options) -> None:
-    """Raises OptionError for what the conversions of `Options` let through."""
+    """Raises OptionError for invalid values that the conversions of `Options` let through."""
 
     def refuse(name: str, remedy: str) -> None:
         raise OptionError(f"{name}={getattr(options, name)!r}: {remedy}")

@@ -47,7 +47,7 @@ tasks and transfers, at about 1e-4 seconds each for one controller (`benchmarks/
 
 
 MOVED = "in each call"
-"""What the notes on leaves that move have in common."""
+"""The text that all notes on moved leaves contain."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -326,7 +326,7 @@ def _of_mesh(pins: Pins, mesh: LogicalMesh, first: int) -> str:
 
 
 def moves(traced: Traced, graphs: Sequence[StageGraph], pins: Pins) -> tuple[str, ...]:
-    """What a plan says of leaves that another submesh reads, too: they are copied to it in each call."""
+    """Returns a plan's notes on leaves that another submesh reads, too: they are copied to it in each call."""
     lines = []
     for number, where in moved(traced, graphs).items():
         leaf = traced.graph.block.inputs[number]
@@ -344,7 +344,7 @@ def moves(traced: Traced, graphs: Sequence[StageGraph], pins: Pins) -> tuple[str
 
 
 def reason(pins: Pins) -> str:
-    """What a plan says of the division."""
+    """Returns a plan's reason for the division into stages."""
     why = dict.fromkeys(pin.why for pin in pins.arguments.values())
     return (
         f"divided by where {len(pins.arguments)} arguments lie ({'; '.join(why)}): an operation runs on the submesh "

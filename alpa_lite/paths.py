@@ -45,7 +45,7 @@ def keys(path: str) -> tuple[str, ...]:
 
 
 def spellings(name: str) -> tuple[str, ...]:
-    """What a path that somebody typed may be in print: itself, and what it is as a stored path."""
+    """Returns the printed forms that a typed path may stand for: itself, and those of it as a stored path."""
     mixed = "/".join(shown(part) for part in name.strip().split("/"))
     return tuple(dict.fromkeys(text.strip("/") for text in (name.strip(), shown(name.strip()), mixed)))
 

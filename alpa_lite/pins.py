@@ -112,11 +112,11 @@ NO_PINS = Pins()
 
 @dataclass(frozen=True)
 class Wish:
-    """What a user says of where one leaf or value lies, by names of axes; the mesh may still be searched.
+    """A user's sharding of one leaf or value, by names of axes; the mesh may still be searched.
 
     Attributes:
       dims: for each dim the axes that shard it; None leaves the dim free.
-      why: who says so, to follow "because of".
+      why: the source of the wish, to follow "because of".
     """
 
     dims: tuple[Axes | None, ...]
@@ -148,7 +148,7 @@ class Wishes:
     forbidden: frozenset[str] = frozenset()
 
     def leaf(self, path: str) -> Wish | None:
-        """What is said of a leaf, or of the whole that it is a slice of."""
+        """Returns the wish for a leaf, or for the whole that it is a slice of; None if there is none."""
         return self.leaves.get(path) or self.leaves.get(_SLICE.sub("", path))
 
     def names_leaf(self, path: str) -> bool:

@@ -30,12 +30,12 @@ SCHEMA = 7
 """The version of the plan file. Raised whenever a file of the old version could no longer be read."""
 
 _COMPARING, _WEIGHING = "_comparing", "_weighing"
-"""Where a plan keeps what evaluates other methods and alternatives, until somebody asks; no fields, and in no file."""
+"""Attributes with a plan's deferred evaluations of other methods and alternatives; neither fields nor saved."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)  # the record compares and hashes
 class Plan(PlanRecord):
-    """What was decided, what it costs, and why; the fields are those of `records.PlanRecord`."""
+    """A plan: its decisions, their costs and the reasons; the fields are those of `records.PlanRecord`."""
 
     def __str__(self) -> str:
         """A summary that fits a screen; `details` is everything."""
@@ -117,12 +117,12 @@ class Plan(PlanRecord):
         return {name: value for name, value in self.__dict__.items() if name not in (_COMPARING, _WEIGHING)}
 
     def explain(self, path_or_operation: str) -> str:
-        """Why the named argument or operation is sharded as it is, and what would make another choice win.
+        """Explains the sharding of the named argument or operation, and which changes would make another choice win.
 
         Args:
           path_or_operation: the path of an argument or its last keys, in either notation, with or without indices; or
             (part of) the name or source line of an operation. One match is explained and the others are listed;
-            `alpa_lite.report.explain.explain` says which.
+            `alpa_lite.report.explain.explain` describes which.
 
         Raises:
           PlanError: if nothing has that name; the message holds close matches.
@@ -204,7 +204,7 @@ class Plan(PlanRecord):
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Reads what `save` wrote.
+        """Reads a plan that `save` wrote.
 
         Raises:
           PlanError: if the file cannot be read, is not a plan, or has another schema version.

@@ -1,11 +1,11 @@
 """Plans on disk: a step that was planned once, in any process, is not planned again.
 
-A file holds a plan and what it is the answer to (`key_of`): the program as traced, what its arguments are, where they
-lie and what the user says of them, the options that matter, the rules of its operations, the cluster, and the versions
-of JAX and of this library. The name of the file is a digest of that. On a hit the plan is replayed: the step is divided
-and lowered as it says, without solving, and its seconds and bytes are compared with those that were written. What
-cannot be read, or is the answer to something else, or comes out otherwise, is planned again and written anew, with a
-warning. Files are replaced whole, so that several processes may share a directory.
+A file holds a plan and its key (`key_of`): the program as traced, the roles of its arguments, their shardings and the
+user's constraints on them, the options that matter, the rules of its operations, the cluster, and the versions of JAX
+and of this library. The name of the file is a digest of the key. On a hit the plan is replayed: the step is divided and
+lowered as in the plan, without solving, and its seconds and bytes are compared with those that were written. A plan
+that cannot be read, has another key, or replays with other figures is planned again and written anew, with a warning.
+Files are replaced whole, so that several processes may share a directory.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ WITHOUT_EFFECT = frozenset(
 """Options that decide nothing about a plan, or are in the key in another form."""
 
 ROUNDING = 1e-9
-"""By what share the seconds of a replayed step may differ from those written."""
+"""The largest relative difference of the seconds of a replayed step from those written."""
 
 
 class PlanCache:
@@ -94,7 +94,7 @@ class PlanCache:
         logger.warning("the cached plan %s is not used, and planned again: %s", self.path, why)
 
     def save(self, plan: Plan) -> None:
-        """Writes the plan; what cannot be written is a warning, since the plan itself is good."""
+        """Writes the plan; a failure to write is only a warning, since the plan itself is good."""
         text = json.dumps({"key": self.key, "plan": plan.to_json()})
         part = None
         try:

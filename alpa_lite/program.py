@@ -1,4 +1,4 @@
-"""What a pipelined step does: stage executables, and one list of instructions for each submesh.
+"""The program of a pipelined step: stage executables, and one list of instructions for each submesh.
 
 A `Program` is data: it holds no devices, and it is printed, checked, simulated and executed from the same lists. Each
 submesh walks its own list in order. The lists meet only in transfers: `Send` in the source's list starts one, `Receive`
@@ -315,9 +315,9 @@ def _check_transfers(program: Program) -> None:
 
 
 def sparing(program: Program, owned: Collection[int]) -> Program:
-    """The program that consumes none of the `owned` buffers, such as arguments that the caller keeps.
+    """Returns the program that consumes none of the `owned` buffers, such as arguments that the caller keeps.
 
-    What consumed them is followed by a `Free`, so that what was proven of their ends holds.
+    A run that consumed them is followed by a `Free`, so that each buffer still ends once, in the same place.
     """
     spared: dict[int, set[int]] = {}  # executable -> positions
     lists = []
@@ -338,9 +338,9 @@ def sparing(program: Program, owned: Collection[int]) -> Program:
 
 
 def live_bytes(program: Program) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """After every instruction in the program's order: (submesh, position, bytes per device of live buffers on each).
+    """Yields, after every instruction in order, (submesh, position, bytes per device of live buffers on each submesh).
 
-    What a transfer brings takes memory from its send on: it may arrive at any time from then, wanted or not.
+    The result of a transfer takes memory from its send on: it may arrive at any time from then, wanted or not.
     """
     held = [0] * len(program.submeshes)
     for number in _given(program):

@@ -1,4 +1,4 @@
-"""What a plan consists of: records without methods that print, so that `report` and `plan` can both stand on them.
+"""The records of a plan, without methods that print, so that `report` and `plan` can both build on them.
 
 Units are seconds per step, bytes per device, and FLOPs, unless an attribute says otherwise.
 """
@@ -94,24 +94,24 @@ class Memory:
 
 @dataclass(frozen=True)
 class Stage:
-    """One mesh and what runs on it, planned as a separate step. A plan without a pipeline has one stage.
+    """One mesh and its computation, planned as a separate step. A plan without a pipeline has one stage.
 
     Attributes:
       mesh_shape, axis_names: the mesh; axes are major to minor in device number.
       arguments, results: the flat arguments and results of the step that the stage keeps, in the step's order.
-      received, sent: what comes from other stages and goes to them, as flat arguments and results of the stage.
+      received, sent: the values from and to other stages, as flat arguments and results of the stage.
       memory: bytes per device.
       seconds: predicted seconds per step.
-      compute_seconds, communication_seconds: what `seconds` consists of, less `hidden_seconds`.
-      hidden_seconds: of the communication, what takes no time of its own since the device computes meanwhile; counted
-        where the cluster says so (`Cluster.overlap`).
+      compute_seconds, communication_seconds: `seconds` is their sum less `hidden_seconds`.
+      hidden_seconds: of the communication, the part that overlaps with computation; counted where the cluster allows it
+        (`Cluster.overlap`).
       hideable_seconds: of the communication, the gradient synchronisation and the gathers of parameters.
       solver: how the shardings of the stage were found.
-      decisions: what was chosen, which replaying needs.
-      fixed: what could not be chosen, and replaying needs, too.
-      replicated: what is not distributed, the most expensive first.
-      ingredients: what the stage belongs to (JAX version, program, argument signature, mesh), each as text.
-      axes: what each mesh axis is for.
+      decisions: the choices, which replaying needs.
+      fixed: the strategies fixed by the method, which replaying needs, too.
+      replicated: the operations that are not distributed, the most expensive first.
+      ingredients: the key of the stage (JAX version, program, argument signature, mesh), each as text.
+      axes: the uses of each mesh axis.
       held: the activations that wait for the backward pass.
       spending: where `compute_seconds` go.
     """
@@ -299,7 +299,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen for one operation or argument, and for all that are tied to it.
+    """The choice for one operation or argument, and for all that are tied to it.
 
     Attributes:
       key: structural and stable across JAX versions; replaying finds the operation by it.
@@ -336,7 +336,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Fixed:
-    """What the method, not the search, decided for operations: replaying needs it where the program alone allows more.
+    """A strategy that the method, not the search, fixed; replaying needs it where the program alone allows more.
 
     Attributes:
       key: as `Decision.key`.
@@ -500,7 +500,7 @@ class PlanRecord:
 
     @property
     def replicated(self) -> tuple[Replicated, ...]:
-        """What is not distributed, of all stages."""
+        """The operations that are not distributed, of all stages."""
         return tuple(row for stage in self.stages for row in stage.replicated)
 
     @property

@@ -44,7 +44,7 @@ def same_program(one: Traced, other: Traced) -> bool:
 
 
 def why(new: Signature, paths: Sequence[str], planned: Mapping[Signature, Sequence[str]]) -> str:
-    """What makes a new signature another one than the planned one with which it has most in common, in words.
+    """Describes the differences of a new signature from the planned one with which it has most in common.
 
     Args:
       new: the new signature.

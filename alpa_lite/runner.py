@@ -18,7 +18,7 @@ _checking: ContextVar[bool] = ContextVar("checking", default=False)
 
 
 class Passes:
-    """What the passes of one compilation are run with: `value = run("name of the lap", a_pass, ...)`.
+    """The runner of the passes of one compilation: `value = run("name of the lap", a_pass, ...)`.
 
     A pass may run several times; its laps are added up.
 
@@ -27,12 +27,12 @@ class Passes:
     """
 
     def __init__(self, show: progress.Report, write: dump.Write) -> None:
-        """`show` is told what works, `write` is given each value."""
+        """`show` is given the name of each running pass, `write` each name and value."""
         self.seconds: dict[str, float] = {}
         self._show, self._write = show, write
 
     def __call__(self, name: str, a_pass: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The value of a pass; what it raises, it raises, with its seconds counted."""
+        """Runs a pass, and returns its value. The seconds of a pass that raises are counted, too."""
         self._show.stage(name)
         start = time.perf_counter()
         try:

@@ -51,7 +51,7 @@ _WHOLE: tuple[TaskKind, ...] = ("forward", "backward")
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one stage does for one micro-batch, or one slice of its sequence. See the module for the kinds."""
+    """The work of one stage for one micro-batch, or one slice of its sequence. See the module for the kinds."""
 
     kind: TaskKind
     stage: int
@@ -242,7 +242,7 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 
 def in_flight_formula(name: str, num_meshes: int, num_microbatches: int, mesh: int, virtual: int = 1) -> int:
-    """What `in_flight` gives for one submesh, in closed form.
+    """Returns `in_flight` of one submesh, in closed form.
 
     gpipe: B. 1f1b: min(S-i, B). eager-1f1b: min(2(S-i)-1, B). interleaved-1f1b with v > 1: min(2(S-i-1) + (v-1)S + 1,
     vB). zb-h1: min(S, B). forward: 1.
@@ -372,18 +372,18 @@ def simulate(
     weight: float | Sequence[float] = 0.0,
     transfer: float | Sequence[float] = 0.0,
 ) -> Timeline:
-    """When each task runs if every submesh starts the next one of its list as soon as what it needs has arrived.
+    """Simulates a schedule; every submesh starts the next task of its list as soon as its operands have arrived.
 
     Each of two submeshes has a link to the other. Transfers overlap with computation, and those of one link take turns.
     Results that stay on their submesh need none.
 
     Args:
-      schedule: what `schedule` gives, or any other.
+      schedule: of `schedule`, or any other.
       forward: seconds of one task of each stage, or one number for all.
       backward: seconds of the gradients of inputs, likewise, or of all gradients where `weight` is 0.
       weight: seconds of the gradients of parameters, likewise. A schedule that does not split the backward task takes
         `backward` plus `weight` for it.
-      transfer: seconds between stage s and stage s+1, either way, likewise.
+      transfer: seconds between stage s and stage s+1, in either direction, likewise.
 
     Raises:
       PlanError: the lists wait for each other.

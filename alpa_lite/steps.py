@@ -133,6 +133,6 @@ def remembered(path: Path) -> NamedStep | None:
 
 
 def _value(name: str, what: str) -> Any:
-    """What a name stands for, called if it is a function."""
+    """Returns the object of a name, or its result if it is a function."""
     found = attribute(name, what)
     return found() if callable(found) else found

@@ -52,7 +52,7 @@ class Rule:
 
     @functools.cached_property
     def placements(self) -> dict[Any, Any]:
-        """What `local.forms` keeps of a rule: the layouts that assignments to its factors give, on their meshes."""
+        """The cache of `local.forms` for a rule: the layouts that assignments to its factors give, on their meshes."""
         return {}
 
 
@@ -82,7 +82,7 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Buffers:
-    """What lives when, per device, for the memory constraint.
+    """The buffers per device and their lifetimes, for the memory constraint.
 
     Buffer b lives over the closed interval [start[b], end[b]] of program points; its size in bytes is
     `size[b][class]`, where the class is that of the chosen strategy of `owner[b]`: with `transfer[b] < 0` the owner is
@@ -125,7 +125,7 @@ class StrategyGraph:
 
 @dataclass(frozen=True)
 class Solution:
-    """What the solver found.
+    """The result of the solver.
 
     Attributes:
       status: "optimal", "feasible" (a gap remains), "infeasible", or "cutoff" (cannot beat the given cutoff).

@@ -1,7 +1,7 @@
-"""When everything of one pipelined step ran: predicted by a simulation, or measured. A value.
+"""The timeline of one pipelined step, predicted by a simulation, or measured. A value.
 
-Times are seconds from the start of the step. What runs on a submesh and what leaves it are told apart by the kind of
-the event: transfers overlap with computation, everything else on one submesh takes turns.
+Times are seconds from the start of the step. The kind of an event distinguishes runs on a submesh from transfers that
+leave it: transfers overlap with computation, everything else on one submesh takes turns.
 """
 
 from __future__ import annotations

@@ -53,10 +53,10 @@ class Piece:
 
 
 def fit_sizes(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """How many members of each level `count` devices occupy, filling the innermost levels first.
+    """Returns the number of members of each level that `count` devices occupy, filling the innermost levels first.
 
     A count that does not fill a level evenly takes the greatest common divisor there and the rest further out: 12
-    devices on nodes of 8 are 3 nodes with 4 each. What fits nowhere widens the outermost level that joins anything.
+    devices on nodes of 8 are 3 nodes with 4 each. A remainder widens the outermost level of more than one member.
     """
     used = [1] * len(sizes)
     for level in reversed(range(len(sizes))):

@@ -61,7 +61,7 @@ MEASURED: Mapping[str, str] = {
     "TPU7x": "products in published steps of v5e",
     "cpu": "rates of virtual devices of one machine",
 }
-"""By `Cluster.device`, what presets take from measurements elsewhere; everything else is of data sheets, or assumed."""
+"""By `Cluster.device`, the preset figures from measurements; all others are of data sheets, or assumed."""
 
 
 def origin(cluster: Cluster) -> str:

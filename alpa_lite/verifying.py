@@ -1,8 +1,8 @@
 """`alpa-lite verify`: a plan against the compiler of its target, in a process of its own.
 
 A vendor's compiler is a large library made for its own machines. Away from them it may abort the process or wait for
-something that is not there, so it runs in another process, which has a time limit, and which hands back JSON. What it
-compiles is exactly what would run: the plan is replayed, which fails if the step is not the plan's own.
+something that is not there, so it runs in another process, which has a time limit, and which hands back JSON. It
+compiles exactly the executables that would run: the plan is replayed, which fails if the step is not the plan's own.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from alpa_lite.errors import AlpaLiteError, OptionError, VerificationError
 from alpa_lite.steps import NamedStep
 
 TOLERANCE = 0.15
-"""By what share of it the predicted memory may differ from the compiler's."""
+"""The largest relative difference of the predicted memory from the compiler's."""
 
 _LINES = 12  # of the compiler's last words, where it says nothing else
 
 
 def verify(plan_file: Path, step: NamedStep, target: str | None, time_limit: float) -> dict[str, Any]:
-    """What the target's compiler makes of a plan.
+    """Compiles a plan for its target, and returns the comparison with the compiler's result.
 
     Args:
       plan_file: the plan.
@@ -41,7 +41,7 @@ def verify(plan_file: Path, step: NamedStep, target: str | None, time_limit: flo
       JSON values: see `report`.
 
     Raises:
-      AlpaLiteError: the plan, the step or the target cannot be used, or the compiler failed; says why.
+      AlpaLiteError: the plan, the step or the target cannot be used, or the compiler failed; the message has the cause.
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"

@@ -1,4 +1,4 @@
-"""What a model of this folder provides, and how a training step is made of it.
+"""The interface of the models in this folder, and the training steps made of them.
 
 A model file gives a configuration class, sizes, a module, a loss and the fields of its batch. `ModelSpec` turns these
 into steps: `build` and `build_nnx` with arrays, `abstract` with shapes. Shapes come from `nnx.eval_shape`, which runs

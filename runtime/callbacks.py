@@ -141,7 +141,7 @@ def _definition(callback: Any) -> str:
 
 
 class _Located:
-    """A user's callback that names, in what it raises, the executable, the micro-batch and its source line.
+    """A user's callback whose errors name the executable, the micro-batch and its source line.
 
     The micro-batch is its last operand, or negative.
     """

@@ -1,6 +1,6 @@
-"""Compiles functions of flat arrays, and keeps what is compiled in JAX's compilation cache.
+"""Compiles functions of flat arrays, and keeps the executables in JAX's compilation cache.
 
-JAX writes what process 0 compiles (`jax_compilation_cache_dir`). An executable of a submesh that process 0 has no
+JAX writes the executables of process 0 (`jax_compilation_cache_dir`). An executable of a submesh that process 0 has no
 device of is written here by the first process that has one; on CPUs, where each process has keys of its own, by every
 process. So a restarted job finds every executable.
 
@@ -40,7 +40,7 @@ def compile_lowered(
 
 
 def persistent_cache(devices: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
-    """Within it, what is compiled for these devices is written to JAX's compilation cache if there is one."""
+    """Returns a context that writes executables for these devices to JAX's compilation cache if there is one."""
     own, users = jax.process_index(), list(devices)
     if own == 0 or (users[0].platform != "cpu" and own != min(device.process_index for device in users)):
         return contextlib.nullcontext()

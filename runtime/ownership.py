@@ -61,7 +61,7 @@ class Owned:
         self.last = weakref.ref(canary, self._forget), others, following
 
     def last_pattern(self, owner: WeakTypes, state: Sequence[Any]) -> WeakPattern | None:
-        """Returns the weak types of a call of `owner` if its state is, leaf for leaf, what the last call returned."""
+        """Returns the weak types of a call of `owner` if its state is, leaf for leaf, the last result; else None."""
         last = self.last
         if last is None or last[2] is None or last[2].owner is not owner:
             return None
@@ -74,7 +74,7 @@ class Owned:
                 self._known[id(array)] = array
 
     def flush(self) -> None:
-        """Forgets the order of what the last call returned: its arrays become known by id."""
+        """Forgets the order of the last call's results: its arrays become known by id."""
         last, self.last = self.last, None
         if last is not None:
             self.add((last[0](), *last[1]))

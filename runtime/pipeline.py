@@ -132,7 +132,7 @@ class PipelineExecutable(Executable):
 
     @property
     def _program_shardings(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
-        """As of `Executable`. What no stage reads may be anywhere: it is replicated on the first submesh."""
+        """As of `Executable`. An argument that no stage reads is replicated on the first submesh."""
         anywhere = NamedSharding(self._compiler.meshes[0], PartitionSpec())
         arguments = [self._sharding(group[0]) if group else anywhere for group in self._program.inputs]
         results = list(map(self._sharding, self._program.outputs))
@@ -194,7 +194,7 @@ class PipelineExecutable(Executable):
                 raise self._located(error, self._items[number]) from error
 
     def _wait_for_inflight(self, buffers: Sequence[Any]) -> None:
-        """Waits for what is under way, whether it fails or not; not in a multi-process run."""
+        """Waits for the arrays in flight, whether they fail or not; not in a multi-process run."""
         for array in buffers if self._remote is None else ():
             if array is not None and not array.is_deleted():
                 with contextlib.suppress(Exception):

@@ -93,7 +93,7 @@ class WeakTypes:
     """
 
     def __init__(self, traced: Traced, state: Iterable[tuple[int, int]], kept: Iterable[int]) -> None:
-        """Accepts what was planned for.
+        """Accepts the weak types of the planned arguments.
 
         Args:
           traced: the step.
@@ -151,7 +151,7 @@ class Flattening:
         return leaves
 
     def along(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The flat arguments, flattened faster if the state, all positional, is what the last call returned.
+        """Returns the flat arguments, flattened faster if the state, all positional, is that of the last call's result.
 
         In place of an array, that also takes a pytree, which `check_leaf` refuses as it refuses a string.
         """

@@ -189,7 +189,7 @@ class _Leaf:
         return out
 
     def join(self, parts: Sequence[Any]) -> Any:
-        """The whole of some parts. Of several processes, all that have a part of it call this."""
+        """Joins parts of a leaf into the whole. In a multi-process run, all processes that have a part call this."""
         if self.whole is None:
             return lax.concatenate(list(parts), 0)
         if not self.in_place:

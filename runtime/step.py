@@ -5,13 +5,13 @@ back-end run the program, and returns the results as the user's pytree. Back-end
 executable, and `pipeline.PipelineExecutable`, which walks a list of instructions. docs/runtime.md follows one call.
 
 Flattening and unflattening are JAX's, in C++, and replace those that `jax.jit` would do on the pytrees. To call a
-`jax.jit` with the pytrees themselves would cost more: what is donated must be looked at leaf by leaf, which means to
+`jax.jit` with the pytrees themselves would cost more: donated arguments must be checked leaf by leaf, which means to
 flatten a second time.
 
 A call makes sure of these:
 
-1. *The signature is the planned one* (`signatures`). Whatever differs raises `NewSignature` before anything runs, and
-   the caller plans for the new signature.
+1. *The signature is the planned one* (`signatures`). Any difference raises `NewSignature` before anything runs, and the
+   caller plans for the new signature.
 2. *Donated arrays are ours.* A donated buffer is overwritten. Arrays that the step did not make (`ownership`) or that
    are not placed as planned are copied (`placement`), and so are those whose buffers the call is given twice. With the
    user's own `donate_argnums`, an array that is placed is taken as it is.

@@ -45,7 +45,7 @@ class Transfer:
     """
 
     def __init__(self, plans: Sequence[TransferPlan], devices: Sequence[Any]) -> None:
-        """Compiles what the plans need.
+        """Compiles the executables of the plans.
 
         Args:
           plans: one for each array, all between the same two submeshes.

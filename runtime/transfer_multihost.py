@@ -230,7 +230,7 @@ class CrossProcessTransfer:
     def __init__(
         self, plans: Sequence[TransferPlan], devices: Sequence[Any], zeros: dict[Any, Any] | None = None
     ) -> None:
-        """Compiles what the plans need. Every process with devices at either end makes one, and no other.
+        """Compiles the executables of the plans. Every process with devices at either end makes one, and no other.
 
         Args:
           plans: one for each array, all between the same two submeshes.

@@ -45,7 +45,7 @@ MAX_KEPT_BYTES = 2**16
 """Bytes of an array that is kept until it is computed, to tell whether its instruction is done."""
 
 active: list[Watchdog] = []
-"""The watchdogs around what runs now, in whatever thread, the innermost last."""
+"""The watchdogs around the running code, in any thread, the innermost last."""
 
 
 class Watchdog:
@@ -85,7 +85,7 @@ class Watchdog:
         self._thread.join(timeout=5.0)
 
     def now(self) -> str:
-        """Returns what this process does, in words."""
+        """Returns a description of the current activities of this process."""
         current = list(self._activities.values())
         if current:
             return "; ".join(one.describe() for one in current)
@@ -173,7 +173,7 @@ class Activity:
         self._results: list[weakref.ref[Any]] = []
 
     def record_results(self, results: Any) -> None:
-        """Records what a step returned, which devices may still compute."""
+        """Records the results of a step, which devices may still compute."""
         self._results = [weakref.ref(x) for x in jax.tree.leaves(results) if isinstance(x, jax.Array)]
 
     def is_running(self) -> bool:

@@ -1,10 +1,10 @@
-"""Measures the devices at hand, and fits to that what the cost model assumes of a cluster.
+"""Measures the addressable devices, and fits the cost model's parameters of a cluster to them.
 
-    samples     what is measured
+    samples     the measurements to make
     measuring   seconds of products, elementwise operations, collectives and the start of tasks, on all devices at once
     fitting     the parameters of `alpa_lite.cluster.Cluster` that explain them best, with the error of each fit
-    storing     what was found, and the file that `alpa-lite calibrate` writes and `Cluster.calibrated` reads
+    storing     the results, and the file that `alpa-lite calibrate` writes and `Cluster.calibrated` reads
 
-What is measured is what plans do: every device has the same work at the same time, so that devices that share cores,
-memory or links are measured while they share them. `docs/calibration.md` has the whole of it.
+Measurements mimic plans: every device has the same work at the same time, so that devices that share cores, memory or
+links are measured while they share them. `docs/calibration.md` describes it in full.
 """

@@ -18,7 +18,7 @@ Read = TypeVar("Read")
 
 
 def read(path: str | os.PathLike[str], make: Callable[[Any], Read]) -> Read:
-    """What `make` makes of the data of a file.
+    """Reads the data of a calibration file, and returns `make` of them.
 
     Raises:
       OptionError: the file cannot be read, is damaged, or has another version.

@@ -1,11 +1,11 @@
-"""Fits the parameters of a cluster to what was measured.
+"""Fits the parameters of a cluster to measurements.
 
 Relative errors are made small, since operations of a microsecond and of a second matter in their own plans.
 
     products      peak * efficiency of each dtype, and one tile for all (and for one dtype after the other the same
                   parallel units as the preset has): the formula of `MeshCost.matmul`, with the least mean |log ratio|
-    elementwise   bytes/s of memory: twice the bytes of all arrays over all seconds, so that large arrays decide: what
-                  fits a cache takes little time either way
+    elementwise   bytes/s of memory: twice the bytes of all arrays over all seconds, so that large arrays decide: those
+                  that fit a cache take little time in either case
     sustained     seconds of a large product by itself over those after seconds of nothing else
     kernel        seconds that a kernel takes to start within a program
     attention     FLOPs of a pass, as `passes.ir.attention` counts them, over its seconds and the peak
@@ -14,7 +14,7 @@ Relative errors are made small, since operations of a microsecond and of a secon
     links         where permutations between the devices of a node were measured: their bandwidth and latency, for
                   transfers and for groups that were not measured
 
-What was not measured stays as it was.
+Parameters that were not measured keep their values.
 """
 
 from __future__ import annotations

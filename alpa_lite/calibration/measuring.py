@@ -2,11 +2,11 @@
 
 An operation of the device is repeated in a loop inside one compiled program, whose number of rounds is an argument: the
 seconds of `n` rounds less those of none, divided by `n`. Each round depends on the one before by one element, so that
-the compiler can neither leave a round out nor join two. What starts a task is measured as a pipeline does it: every
-submesh is given its turn, and nothing is waited for until the end.
+the compiler can neither leave a round out nor join two. The start of a task is measured as in a pipeline: every submesh
+is given its turn, and nothing is waited for until the end.
 
-All cases are compiled first and then measured in turn, several times, so that what disturbs the machine for a second
-disturbs a little of everything. Of each case the lower quartile counts: other processes can only slow it down.
+All cases are compiled first and then measured in turn, several times, so that a disturbance of the machine for a second
+affects a little of everything. Of each case the lower quartile counts: other processes can only slow it down.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.layout import Axes, LogicalMesh
 
 COMPILING = 0.6
-"""The share of the time in which cases are compiled; what has not been by then is left out."""
+"""The share of the time in which cases are compiled; cases not compiled by then are left out."""
 
 ONE = 0.012
 """Seconds of one timing, about: a hundred times what the clock and the call disturb it by."""
@@ -51,7 +51,7 @@ Case = Callable[[], float]
 """Times one operation once: its seconds."""
 
 Count = Callable[[str, int, int], None]
-"""Called with what is counted, how many are done, and how many there are."""
+"""A progress callback: called with the name of the counted items, the number done, and the total."""
 
 
 def calibrate(
@@ -62,9 +62,9 @@ def calibrate(
 
     Args:
       devices: or how many of those that JAX has here, by default all; they must belong to this process.
-      seconds: about how long it may take, compiling included. What there is no time for stays as the preset says.
+      seconds: about how long it may take, compiling included. Parameters left unmeasured stay as in the preset.
       grid: the sizes that are measured; by default those of `Grid.of`.
-      progress: told how many cases have been compiled and measured.
+      progress: called with the numbers of cases compiled and of rounds measured.
 
     Raises:
       OptionError: the devices belong to several processes, no preset describes them, or there is too little time.
@@ -105,7 +105,7 @@ def rounds(ready: Sequence[tuple[Sample, Case]], end: float, progress: Count) ->
 
 
 def case(sample: Sample, devices: Sequence[Any], mesh: LogicalMesh | None, axes: Axes) -> Case:
-    """Compiles what a sample is of, and runs it once."""
+    """Compiles the operation that a sample measures, runs it once, and returns its case."""
     match sample.figure:
         case "run":
             return _tasks(_runs(sample.sizes[0], devices))
@@ -182,7 +182,7 @@ def _sustained(timed: Case) -> Case:
 
 
 def _collective(kind: str, mesh: LogicalMesh, axes: Axes, elements: int) -> tuple[Callable[[Any], Any], int]:
-    """What a round does to each device's operand, and the operand's elements, for a payload of so many elements."""
+    """Returns a round's operation on each device's operand, and the operand's elements, for a payload in elements."""
     size = mesh.product(axes)
     rounded = max(1, elements // size) * size
 
@@ -254,7 +254,7 @@ def _submeshes(size: int, devices: Sequence[Any]) -> list[NamedSharding]:
 
 
 def _runs(size: int, devices: Sequence[Any]) -> Callable[[int, dict[int, Any]], Any]:
-    """Starts the next executable of a submesh on what the one before made."""
+    """Returns a task that starts the next executable of a submesh on the results of the one before."""
     start: dict[int, Any] = {}
     compiled = []
     for number, sharding in enumerate(_submeshes(size, devices)):

@@ -1,4 +1,4 @@
-"""What is measured: a value for each measurement, and the list of those that a calibration makes."""
+"""Samples: a value for each measurement, and the list of those that a calibration makes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from alpa_lite.cost import CollectiveKind, MeshCost
 from alpa_lite.layout import Axes, LogicalMesh
 
 Figure = Literal["product", "sustained", "elementwise", "kernel", "attention", "collective", "run", "transfer"]
-"""What a sample is of.
+"""The quantity that a sample measures.
 
     product      a matrix product of [m, k] and [k, n] on each device; `sizes` is (m, n, k)
     sustained    a product after some seconds of nothing else, when power and heat limit the clock
@@ -106,7 +106,7 @@ class Grid:
 
 
 def cases(grid: Grid, cluster: Cluster) -> Iterator[tuple[Sample, LogicalMesh | None, Axes]]:
-    """What is to be measured, the most important first since time may not suffice; of a collective the mesh and axes.
+    """Yields the samples to measure, those of collectives with mesh and axes; most important first as time may end.
 
     Products, arrays and the start of tasks come first, then collectives, those over the most devices before others.
     """

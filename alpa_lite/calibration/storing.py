@@ -19,12 +19,12 @@ from alpa_lite.cluster import Cluster
 
 @dataclass(frozen=True)
 class Calibration:
-    """What measuring devices found.
+    """The results of measuring devices.
 
     Attributes:
-      cluster: the devices, with what was measured.
+      cluster: the devices, with the measured parameters.
       fits: the parameters and their errors.
-      samples: what was measured.
+      samples: the measurements.
       wanted: how many samples there would be with more time.
       seconds: how long it took.
       jax: the version of JAX.

@@ -213,7 +213,7 @@ class CheckpointManager:
         return create_collective(f"{description} in {self.folder}", self._timeout).broadcast("result", function)
 
     def _remove_old(self) -> None:
-        """Removes the oldest checkpoints, and what incomplete saves left."""
+        """Removes the oldest checkpoints, and the temporary folders of incomplete saves."""
         good = [step for step in _list_steps(self.folder) if step not in self._damaged]
         old = [self.folder / str(step) for step in good[: -self._keep if self._keep else 0]]
         temporary = [path.get() for path in ocp.step.all_temporary_paths(self.folder)]

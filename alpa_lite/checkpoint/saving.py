@@ -89,7 +89,7 @@ class Save:
         self._complete.result()
 
     def _create_folder(self, replace: bool) -> None:
-        """Creates the temporary folder in place of what an earlier save left."""
+        """Creates the temporary folder in place of one that an earlier save left."""
         if not replace and self.final.exists() and ocp.utils.is_checkpoint_finalized(self.final):
             raise CheckpointError(f"{self.final} is there already; save under another name or step")
         try:

@@ -1,4 +1,4 @@
-"""What commands share: how errors are said, the terminal, files."""
+"""Helpers that commands share: reporting of errors, the terminal, files."""
 
 from __future__ import annotations
 

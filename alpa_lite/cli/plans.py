@@ -180,7 +180,7 @@ def explain(
         ),
     ],
 ) -> None:
-    """Explain why something is sharded as it is, and what would make another choice win."""
+    """Explain the sharding of an argument or operation, and which changes would make another choice win."""
     from alpa_lite.plan import Plan
 
     base.console().print(Plan.load(file).explain(path))

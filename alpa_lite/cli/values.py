@@ -1,4 +1,4 @@
-"""What options of the command line mean: methods, shapes, settings, steps by name."""
+"""Parsers of command-line options: methods, shapes, settings, steps by name."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Collective:
         return make() if self.count == 1 else self._reply(name, make, seconds)
 
     def gather(self, name: str, make: Callable[[], Any], combine: Callable[[list[Any]], Any] = list) -> Any:
-        """Returns to all processes what process 0 combines of the JSON values that all processes make.
+        """Returns, in all processes, the value that process 0 combines from the JSON values of all.
 
         Args:
           name: of this round, for error messages.
@@ -151,7 +151,7 @@ class Collective:
         return value
 
     def _combine(self, name: str, own: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """Returns what process 0 combines of the values of all; the others raise its error without a prefix."""
+        """Returns the combined values of all processes, in process 0; the others raise its error without a prefix."""
         until = time.monotonic() + self._seconds
         try:
             others = [self._receive(p, name, until - time.monotonic()) for p in range(1, self.count)]

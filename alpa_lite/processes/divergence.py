@@ -128,13 +128,13 @@ class CallLog:
         return point
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what the other processes have to know, as JSON values."""
+        """Returns the part of the log that the other processes need, as JSON values."""
         last = slice(-POSTED_CHANGES, None)
         changes = [(call, step, program) for step, ones in [*self._changes.items()] for call, program in ones[last]]
         return {"planning": {**self._planning}, "passed": self._passed[last], "programs": sorted(changes)[last]}
 
     def compare(self, others: Mapping[int, Mapping[str, Any]]) -> tuple[int, int] | None:
-        """Compares with what the other processes posted, and records which of their points this one has passed.
+        """Compares this log with those posted by the others, and records which of their points this one has passed.
 
         Returns:
           A process, and a call at which it ran another program than this one; at the second comparison that finds it.

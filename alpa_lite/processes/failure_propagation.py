@@ -97,7 +97,7 @@ class FailureMonitor:
         return self._board is not None
 
     def start(self) -> None:
-        """Begins to poll, and to post what ends the program, if there are several processes."""
+        """Starts to poll, and to post the end of the program and its cause, if there are several processes."""
         with self._lock:
             if self.is_running or jax.process_count() == 1 or _jax.coordination_client() is None:
                 return

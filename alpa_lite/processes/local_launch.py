@@ -179,7 +179,7 @@ class _ProcessGroup:
 
     @contextlib.contextmanager
     def terminated_at_exit(self) -> Iterator[None]:
-        """Forwards SIGINT and SIGTERM while its body runs, and kills what is left then, descendants too."""
+        """Forwards SIGINT and SIGTERM while its body runs, then kills the remaining processes, descendants too."""
         before = {one: signal.signal(one, self._forward) for one in _FORWARDED_SIGNALS}
         try:
             yield

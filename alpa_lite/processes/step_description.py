@@ -31,7 +31,7 @@ _DIGESTS = {
 
 
 def describe_step(step: Step, request: PlanRequest) -> dict[str, dict[str, Any]]:
-    """Returns what a process traced, as JSON values in levels: where one level differs, the next ones are not named.
+    """Returns a description of the traced step, as JSON values in levels: if one differs, the next ones are not named.
 
     `values` has the versions, the number of devices, and the type of each flat argument by its path; `operations` the
     number of operations of each name, those of loop bodies included; `digests` all else that the plan depends on.

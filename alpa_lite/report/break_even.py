@@ -114,7 +114,7 @@ def _batch(now: int | None, other: Outcome, chosen: Outcome) -> list[str]:
 
 
 def _ratio(above: float, below: float) -> float | None:
-    """above / below where the lines cross within a factor of a thousand of what is now; None where they do not."""
+    """Returns above / below if the lines cross within a factor of a thousand of the present value; None otherwise."""
     if above == 0 or below == 0 or not 1 / _REACH <= above / below <= _REACH:
         return None
     return above / below

@@ -50,7 +50,7 @@ def bounds(rows: Iterable[Spending]) -> dict[str, float]:
 
 
 def bounds_text(rows: Iterable[Spending]) -> str:
-    """`bounds` as shares, such as "FLOPs 61 %, bytes 20 %, links 19 %"; what is next to nothing is left out."""
+    """Returns `bounds` as shares, such as "FLOPs 61 %, bytes 20 %, links 19 %", without those of 0.05 % or less."""
     found = bounds(rows)
     whole = sum(found.values())
     return ", ".join(f"{name} {units.percent(s, whole)}" for name, s in found.items() if s > 5e-4 * whole)
@@ -73,7 +73,7 @@ def line_text(row: Spending) -> str:
 
 
 def operation_table(rows: Sequence[Spending]) -> Table:
-    """The operations; a terminal shows the first ones, and what all others take."""
+    """Returns the table of operations; a terminal shows the first ones, and the sums of all others."""
     whole = sum(row.total for row in rows)
 
     def cells(row: Spending) -> Row:

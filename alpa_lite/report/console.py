@@ -26,7 +26,7 @@ def plain(content: RenderableType, width: int = WIDTH) -> str:
 
 
 def render(parts: Iterable[Section | Block]) -> Group:
-    """Sections, and blocks outside of sections, without what only pages show."""
+    """Renders sections, and blocks outside of sections, except those that only pages show."""
     return Group(*(_section(part) if isinstance(part, Section) else _block(part) for part in parts if _is_shown(part)))
 
 

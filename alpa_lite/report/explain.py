@@ -38,14 +38,14 @@ def explain(plan: Plan, name: str) -> str:
     2. the last keys of a path: `mlp/up/kernel`;
     3. the same without indices: `layers/mlp/up/kernel` for `layers/3/mlp/up/kernel`, `h/mlp/up/kernel` for `h_3/...`;
     4. the name or the key of an operation;
-    5. a part of an operation's name, source line or scope, in upper or lower case; of operations that the plan had
-       nothing to decide about, as of those that a textbook method fixes, it says what they take.
+    5. a part of an operation's name, source line or scope, in upper or lower case; for operations without a
+       decision in the plan, such as those that a textbook method fixes, it reports their seconds.
 
     In a path, `{0-11}` stands for any number and `{q,k}` for any of the names, as the printout writes them. After any
     name, ` (stage 1)` or ` (stages 0-3)` leaves out the other stages of a pipeline.
 
-    Of several matches, one with alternatives is explained before one without; then an argument with fewer keys in its
-    path (a parameter before its optimizer moments), and an operation that costs more seconds; then the first in the
+    Among several matches, one with alternatives is explained before one without; then an argument with fewer keys in
+    its path (a parameter before its optimizer moments), and an operation that costs more seconds; then the first in the
     plan. Layers that share one decision, and stages with the same explanation, are one match.
 
     Args:

@@ -39,7 +39,7 @@ class Row:
 
 
 def group(items: Iterable[tuple[str, Hashable]]) -> list[Row]:
-    """Groups (path, what must agree) pairs into rows, in order of first appearance."""
+    """Groups (path, attributes that must agree) pairs into rows, in order of first appearance."""
     by_template: dict[tuple[str, Hashable], list[str]] = {}
     for path, attributes in items:
         by_template.setdefault((_NUMBER.sub("#", path), attributes), []).append(path)

@@ -26,7 +26,7 @@ class Place:
 
     @staticmethod
     def of(where: str) -> Place:
-        """The parts of what `_jax.where` wrote."""
+        """Returns the parts of a text that `_jax.where` wrote."""
         match = _PLACE.fullmatch(where)
         return Place(match[1] or "", match[2] or "", match[3]) if match else Place("", "", where)
 

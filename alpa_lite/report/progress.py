@@ -29,7 +29,7 @@ DELAY = 1.0
 """Seconds of work before anything shows."""
 
 Count = Callable[[str, int, int], None]
-"""Called with what is counted, how many are done, and how many there are."""
+"""A progress callback: called with the name of the counted items, the number done, and the total."""
 
 Show = Callable[[str], None]
 
@@ -59,7 +59,7 @@ class Report:
         self._name, self._since = name, time.perf_counter()
 
     def count(self, what: str, done: int, total: int, lasting: bool = False) -> None:
-        """Shows that `done` of `total` things are done; `what` names them, such as "mesh shapes solved".
+        """Shows that `done` of `total` items are done. The text `what` names them, such as "mesh shapes solved".
 
         A count ends with its stage, a `lasting` one when all are done; counts of stages do not replace it.
         """
@@ -69,7 +69,7 @@ class Report:
         self._counted = None if lasting and done == total else (what, done, total)
 
     def line(self) -> str:
-        """The stage at work, and what of it is done and left."""
+        """Returns the current stage, with its count and a progress bar if there is one."""
         text = f"{self.title}: {self._name}" if self._name else self.title
         counted = self._counted
         if counted is None:
@@ -91,7 +91,7 @@ class Report:
 
 @contextmanager
 def planning(title: str = "planning", stream: TextIO | None = None, delay: float = DELAY) -> Iterator[Report]:
-    """Shows what is done of some work, once `delay` seconds have passed.
+    """Shows the progress of some work, once `delay` seconds have passed.
 
     Args:
       title: the name of the work, at the beginning of the line.

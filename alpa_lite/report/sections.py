@@ -70,7 +70,7 @@ def _of(plan: Plan, preposition: str, group: Sequence[int]) -> str:
 
 
 def _time(plan: Plan) -> Table:
-    """Seconds by what they are spent on, each with its share of the step."""
+    """Returns the seconds of each use of time, with their shares of the step."""
     where, whole = stages.spent(plan), max(plan.step_seconds, 1e-300)
     rows = [("compute", where.compute, "green")]
     rows += [(f"over {units.axes(axes)}", seconds, "yellow") for axes, seconds in where.communication.items()]

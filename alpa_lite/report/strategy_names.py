@@ -40,7 +40,7 @@ def sentences(plan: Plan) -> Iterator[Sentence]:
 
 
 def _pipeline(plan: Plan) -> tuple[str, ...]:
-    """The schedule of a pipeline, and what its stages compute again."""
+    """Returns the schedule of a pipeline, and the recomputation of its stages."""
     meshes = stages.sizes(plan)
     alike = len(set(meshes)) == 1
     sizes = str(meshes[0]) if alike else ", ".join(map(str, meshes))
@@ -56,7 +56,7 @@ def _pipeline(plan: Plan) -> tuple[str, ...]:
 
 
 def _loop(plan: Plan) -> tuple[str, ...]:
-    """The micro-batches of one mesh, and what it computes again."""
+    """Returns the micro-batches of one mesh, and its recomputation."""
     count = plan.num_microbatches
     return *([f"{count} micro-batches, one after another"] if count > 1 else []), *_recomputed(plan)
 

@@ -131,7 +131,7 @@ def _predicted(plan: Plan) -> Table:
 
 
 def _formula(plan: Plan) -> str:
-    """The utilisation, and what it is worked out from."""
+    """Returns the utilisation, and the figures that give it; empty without FLOPs of products."""
     if not plan.products.flops:
         return ""
     return (

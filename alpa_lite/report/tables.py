@@ -169,7 +169,7 @@ Block = str | Sentence | Table | Grid | Legend | Text
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, and what stands below it.
+    """A heading, and the blocks below it.
 
     Attributes:
       name: on pages, for links; sections of one name have one link.

@@ -1,7 +1,7 @@
-"""Is the plan true? What compilers made of a step, against what the plan says.
+"""Verification of plans: the communication and the memory of a compiled step against those that its plan states.
 
-In: a plan and the program that it describes. Out: the same plan with what was checked; a difference raises. Shardy is
-asked about every plan, the compiled HLO and the compiler's memory where there is an executable.
+In: a plan and the program that it describes. Out: the same plan with a list of the checks; a difference raises. Shardy
+checks every plan; the compiled HLO and the compiler's memory are checked where there is an executable.
 """
 
 from alpa_lite.passes.checks.hlo import compare_hlo

@@ -1,10 +1,10 @@
-"""Whether a compiled program communicates as planned, up to what compilers are known to rewrite.
+"""Comparison of the collectives of a compiled program with the planned ones, up to known rewrites of compilers.
 
-Collectives are told apart by (kind, axes, bytes), and counted by their executions per step. Those that are planned and
-found as they are, or differ in kind or width by a rule below, are paired at once, so that as little as can be is left
-(`checks.matching`). Each other rule, in order, explains a part of what is missing or pairs it with what is extra; what
-no rule explains is a difference, and the comparison fails. With what was seen to do it (CPU: JAX 0.10.2 and 0.12; TPU:
-libtpu 0.0.42 and 0.0.50; GPU: JAX's CUDA plugin 0.12.0.1):
+Collectives are identified by (kind, axes, bytes), and counted by their executions per step. Those that are planned and
+found as they are, or differ in kind or width by a rule below, are paired at once, so that as few as possible are left
+(`checks.matching`). Each other rule, in order, explains a part of the missing ones or pairs it with extra ones; those
+that no rule explains are differences, and the comparison fails. The rules, with the compilers that were seen to apply
+them (CPU: JAX 0.10.2 and 0.12; TPU: libtpu 0.0.42 and 0.0.50; GPU: JAX's CUDA plugin 0.12.0.1):
 
     combined                several operands in one op: equal logically, listed only                      CPU, TPU
     split all-to-all        one piece per device in a tuple: equal logically, listed only                 CPU
@@ -26,8 +26,8 @@ libtpu 0.0.42 and 0.0.50; GPU: JAX's CUDA plugin 0.12.0.1):
 
 Those that merge, reassociate, hoist or remove lose communication. With the lowered module at hand each must be admitted
 by it (`checks.redundancy`), as often as it is used, and only what it writes may be rewritten at all; without, only
-hoisting that the metadata proves and merging into one that is still there are accepted, and the report says that they
-are unproven.
+hoisting that the metadata proves and merging into one that is still there are accepted, and the report marks them
+as unproven.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from alpa_lite.records import Collective
 
 _WIDE = ("f32", "f16", "bf16")
 _OTHER_WIDTH = 50.0
-"""What it costs to take a payload of equal bytes for one of items of another width; more than any change."""
+"""The cost of pairing payloads of equal bytes whose items differ in width; more than that of any change."""
 _TILE = 512
 _TILES = 4096
 _LOSING = ("hoisted", "merged duplicates", "reassociated sums", "removed constants", "removed empty")
@@ -87,12 +87,13 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class HloReport:
-    """What a compiled program communicates, against a plan.
+    """The collectives of a compiled program, compared with a plan.
 
     Attributes:
       found: the logical collectives of the program.
       rewrites: the compiler's rewrites that explain where it differs from the plan.
-      differences: what no rewrite explains, and what may communicate but cannot be read; empty if the plan is true.
+      differences: one message for each difference that no rewrite explains, and for each line that may communicate but
+        cannot be read; empty if the plan is true.
     """
 
     found: tuple[HloCollective, ...]
@@ -197,10 +198,10 @@ def _forms() -> list[tuple[str, str, str, int, int]]:
 
 
 class _Match:
-    """What is planned and not yet found, what is found and not yet planned, and the rules that pair them.
+    """The planned collectives not yet found, the found ones not yet planned, and the rules that pair them.
 
-    Found executions are told apart by dtype and by whether the metadata names them after the primitive of their kind,
-    since a compiler that changes the kind makes an op of its own.
+    Found executions are distinguished by dtype and by whether the metadata names them after the primitive of their
+    kind, since a compiler that changes the kind makes an op of its own.
     """
 
     def __init__(self, missing: Counter[Key], found: Sequence[HloCollective], redundancy: Redundancy | None) -> None:
@@ -210,7 +211,7 @@ class _Match:
         self.extra: dict[Key, Counter[tuple[str, bool]]] = defaultdict(Counter)
         operands = Counter((c.kind, c.op) for c in found)
         for c in found:
-            # What is combined has the name of one of its parts; which kinds the others were, the lowered module knows.
+            # A combined op has the name of one of its parts; which kinds the others were, the lowered module knows.
             named = operands[(c.kind, c.op)] == 1 or redundancy is None
             native = named and c.where.rsplit("/", 1)[-1].startswith(_PRIMITIVES.get(c.kind, ()))
             self.extra[(c.kind, c.axes, c.bytes)][(c.dtype, native)] += c.count
@@ -233,7 +234,7 @@ class _Match:
                 self._note(name, n, key, f" as {at[2]} bytes of {form[0]}" if at[2] != key[2] else "")
 
     def _changes(self, planned: Iterable[tuple[Key, int | None]]) -> dict[tuple[Any, Any], tuple[float, str]]:
-        """Planned and found collective -> what making the one into the other costs, and its name; "" for equal ones."""
+        """Planned and found collective -> the cost of changing one into the other, and its name; "" for equal ones."""
         out: dict[tuple[Any, Any], tuple[float, str]] = {}
         forms = list(enumerate(_forms(), start=1))
         for key, bits in planned:
@@ -290,7 +291,7 @@ class _Match:
                 self._note("packed into a tile", n, key, f" as an all-reduce of {_TILE} bytes of u32")
 
     def in_two_levels(self, crossing: Sequence[Collective], part: LogicalMesh) -> None:
-        """Pairs what is left of collectives over several slices with the parts of them that run within one."""
+        """Pairs the remaining collectives over several slices with the parts of them that run within one."""
         allowed: Counter[Key] = Counter()
         for c in crossing:
             if c.kind == "all_reduce":
@@ -312,7 +313,7 @@ class _Match:
                 self.extra[key][form] -= taken
 
     def lost(self) -> None:
-        """Explains what is missing and has no counterpart: the program runs fewer collectives than planned."""
+        """Explains missing collectives without a counterpart: the program runs fewer collectives than planned."""
         r = self.redundancy
         for key in [key for key, n in self.missing.items() if n > 0 and key[2] == 0]:
             n, self.missing[key] = self.missing[key], 0
@@ -332,7 +333,7 @@ class _Match:
                     self._note(name, lost, key)
 
     def differences(self) -> tuple[str, ...]:
-        """What is left on both sides."""
+        """Returns one message for each collective that remains on either side."""
         out = [f"planned but not found: {_text(key, n)}" for key, n in sorted(self.missing.items()) if n > 0]
         for key, forms in sorted(self.extra.items()):
             for (dtype, _), n in sorted(forms.items()):
@@ -351,7 +352,7 @@ class _Match:
         return self.redundancy is None or key in self.redundancy.item_bits
 
     def _width(self, key: Key, bits: int | None, dtype: str, up: int, down: int) -> bool:
-        """Whether `dtype` can be what a compiler made of the planned items by a factor up / down."""
+        """Whether `dtype` can result from the planned items if a compiler changes their width by up / down."""
         if up == down:
             return True
         if not dtype.startswith(_WIDE if up > down else _NARROW):

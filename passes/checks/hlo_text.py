@@ -10,16 +10,16 @@ and the entry computation reaches the others through `while` (body and condition
 collective in c runs n(c) times. A branch counts as if it were taken, and a loop whose trip count the plan does not know
 as if it ran once, as in a plan.
 
-What the backends write differently comes out equal: one op with a tuple of operands (the combiner's work) is one
+Differences between the backends are normalised: one op with a tuple of operands (the combiner's work) is one
 `HloCollective` per operand; an all-to-all of k pieces is one; `-start` ops and `async-start` wrappers are the op that
 they start, and the `-done` ops nothing; groups are axes of the mesh (`checks.replica_groups`). The TPU compiler runs a
 collective in steps next to other work: each step is a fusion with a copy of the instruction, and the copies of one
-collective share a `chain_id`, so only the first of a chain counts. What reads like a collective but is none of the
-known five (`send`, `ragged-all-to-all`, ...) is reported under its opcode.
+collective share a `chain_id`, so only the first of a chain counts. An op that reads like a collective but is not
+one of the known five (`send`, `ragged-all-to-all`, ...) is reported under its opcode.
 
 A newer compiler's text never stops the reading, but nothing that may communicate is passed over in silence: a line that
 cannot be read and holds a word that collectives have is *unread*, and so is a computation with collectives that the
-entry is not seen to reach, since compilers leave no dead ones. `compare_hlo` fails on what is unread.
+entry is not seen to reach, since compilers leave no dead ones. `compare_hlo` fails on unread parts.
 """
 
 from __future__ import annotations
@@ -104,12 +104,12 @@ class HloCollective:
 
 @dataclass(frozen=True)
 class HloText:
-    """What the text of a compiled module says of communication.
+    """The communication in the text of a compiled module.
 
     Attributes:
       collectives: in the order of the text; not those over groups of one device.
-      transfers: what the program of a TPU slice exchanges with other slices (`checks.slices`), by its kind, over no
-        axes, with the bytes that a device sends.
+      transfers: the exchanges of the program of a TPU slice with other slices (`checks.slices`), by kind, over no axes,
+        with the bytes that a device sends.
       unread: each line that may communicate and cannot be read, and each instruction in a computation that the entry is
         not seen to reach, with the name of its computation in front.
     """
@@ -137,10 +137,10 @@ def parse_hlo(text: str, mesh: LogicalMesh | int) -> tuple[HloCollective, ...]:
 
 
 def read_hlo(text: str, mesh: LogicalMesh | int) -> HloText:
-    """The logical collectives of a compiled module, and what may be one and cannot be read.
+    """Returns the logical collectives of a compiled module, and the lines that may be one and cannot be read.
 
     Args:
-      text: what `Compiled.as_text()` returns, for CPU, GPU or TPU.
+      text: the result of `Compiled.as_text()`, for CPU, GPU or TPU.
       mesh: the mesh whose axes name the replica groups; a device count stands for one axis `devices`.
     """
     if isinstance(mesh, int):

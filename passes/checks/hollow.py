@@ -1,4 +1,4 @@
-"""Leaves out of a module what Shardy cannot change: the bodies of fully manual regions."""
+"""Removal of the parts of a module that Shardy cannot change: the bodies of fully manual regions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hollow(module: Any) -> None:
 
 
 def _hollow_blocks(op: Any, meshes: dict[str, Axes]) -> set[str]:
-    """Hollows the regions within `op`; the functions that what is left calls."""
+    """Hollows the regions within `op`, and returns the names of the functions that the remaining operations call."""
     calls: set[str] = set()
     for region in op.regions:
         for block in region.blocks:
@@ -72,7 +72,7 @@ def _hollow_region(op: Any) -> None:
     Every operand is wanted, and every result comes, in the sharding that it had. Nothing is propagated through such a
     region, so that is all that Shardy sees of it; but it takes time quadratic in the operands of one region.
 
-    What leaves nothing to decide is left out, which in a step is nearly everything and is most of the time of Shardy:
+    Values that leave nothing to decide are left out, which in a step are nearly all and take most of Shardy's time:
     arguments of the function that come as they are wanted, and results that it returns as they come.
     """
     wanted = sdy.TensorShardingPerValueAttr(op.attributes["in_shardings"]).shardings

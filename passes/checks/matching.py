@@ -25,7 +25,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 LOST, OPEN = 1e2, 1e4
-"""What leaving out one execution costs, and what one that nothing explains costs. Costs of pairs are below both."""
+"""The cost of leaving out one execution, and that of one that nothing explains. Costs of pairs are below both."""
 
 Planned = TypeVar("Planned", bound=Hashable)
 Found = TypeVar("Found", bound=Hashable)

@@ -26,7 +26,7 @@ def is_unknown_loop(text: str) -> bool:
 
 
 def names(attributes: Any) -> list[str]:
-    """What a dict of attributes names; `get` of JAX's makes one."""
+    """Returns the names in a `DictAttr`, whose `get` constructs one instead of looking a name up."""
     return [one.name for one in attributes]
 
 
@@ -111,7 +111,7 @@ def trip_count(op: Any) -> int | None:
 
 
 def _step(body: Any, index: int) -> int | None:
-    """What one iteration adds to the counter, None where it is not a constant."""
+    """Returns the increment of the counter in one iteration, None where it is not a constant."""
     add = maker(terminator(body).operands[index])
     if add is None or add.name != "stablehlo.add":
         return None
@@ -158,6 +158,6 @@ def item_bits(kind: Any) -> int:
 
 
 def nbytes(kind: Any) -> int:
-    """Bytes of a tensor type, 0 for what is no tensor."""
+    """Bytes of a tensor type, 0 for any other type."""
     bits = item_bits(kind)
     return math.prod(kind.shape) * bits // 8 if bits else 0

@@ -1,8 +1,8 @@
-"""Which written collectives a compiler may leave out without changing what the step computes.
+"""The written collectives that a compiler may leave out without changing the results of the step.
 
 Compilers merge two collectives of one value, fold one of a constant, add first and sum once where two sums are added,
-and compute a loop-invariant one before its loop. Each is allowed exactly as often as the lowered program admits it,
-which value numbering tells: two values have one number if the same operation with the same attributes makes them from
+and compute a loop-invariant one before its loop. Each is allowed exactly as often as the lowered program admits it, as
+value numbering determines: two values have one number if the same operation with the same attributes makes them from
 values of equal numbers; a slice of all, or a reshape to the same shape, is what it is made from, and so are what is
 multiplied or divided by one, what zero is added to or taken from, what is chosen between equal values, what is reduced
 over one element, and what stands behind a barrier, which some compilers drop before they merge (XLA:CPU before JAX
@@ -92,7 +92,7 @@ class _Numbering:
         self.constants: set[int] = set()
         self.zeros: set[int] = set()
         self.ones: set[int] = set()
-        # What is a sum over devices, and the constants that it has been multiplied or divided by since.
+        # Sums over devices, and the constants that each has been multiplied or divided by since.
         self.sums: dict[int, tuple[Key, tuple[tuple[str, int], ...]]] = {}
         self.reshaped: dict[int, tuple[int, Any]] = {}  # what it is a reshape of, and of which type
         self.communicating: dict[str, bool] = {}  # functions by name
@@ -111,10 +111,10 @@ class _Numbering:
     def block(
         self, block: Any, arguments: list[int], loops: tuple[_Loop, ...], known: dict[Any, list[int]]
     ) -> list[int]:
-        """Numbers the operations of a block, given its arguments' numbers and what is known where it stands.
+        """Numbers the operations of a block, given its arguments' numbers and the operations known at its place.
 
         Returns:
-          The numbers of what its terminator passes on.
+          The numbers of the operands of its terminator.
         """
         values = dict(zip(block.arguments, arguments, strict=True))
         return self._operations(block, values, loops, known)
@@ -183,7 +183,7 @@ class _Numbering:
         return numbers
 
     def _unchanged(self, name: str, operands: list[int]) -> int | None:
-        """The number of what is multiplied or divided by one, what zero is added to, or the one choice; else None."""
+        """The number of the operand that equals the result (x * 1, x / 1, x + 0, x - 0, equal choices); else None."""
         if name == "stablehlo.select":
             return operands[1] if operands[1] == operands[2] else None
         neutral = self.ones if name in ("stablehlo.multiply", "stablehlo.divide") else self.zeros
@@ -194,7 +194,7 @@ class _Numbering:
         return None
 
     def _reshaped(self, op: Any, operand: int, known: dict[Any, list[int]]) -> int:
-        """The number of a reshape of a value, which is one of what that value was reshaped from."""
+        """Returns the number of a reshape, as one of the value from which its operand was reshaped."""
         origin, shape = self.reshaped.get(operand, (operand, op.operands[0].type))
         if shape == op.results[0].type:
             return origin
@@ -212,7 +212,7 @@ class _Numbering:
         return known[key][0]
 
     def _numbered(self, op: Any, operands: list[int], values: dict[Any, int], known: dict[Any, list[int]]) -> list[int]:
-        """The numbers of what a loop or branches without collectives make: they are one operation."""
+        """Returns the numbers of the results of a loop or branches without collectives, which are one operation."""
         read: list[int] = []
         regions = _regions(op, values, read, self.functions)
         key = (op.name, tuple(operands), _attributes(op), tuple(r.type for r in op.results), regions)
@@ -299,7 +299,7 @@ class _Numbering:
         return [n if keep else self._outside(loops) for n, keep in zip(operands, kept, strict=True)]
 
     def _outside(self, loops: tuple[_Loop, ...]) -> int:
-        """The number of what a loop or a branch returns: it varies with every loop around, to be safe."""
+        """Returns the number of a result of a loop or a branch; to be safe, it varies with every loop around."""
         number = self.fresh()
         if loops:
             self.varies[number] = number

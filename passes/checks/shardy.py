@@ -1,4 +1,4 @@
-"""What communicates in a lowered step: exactly the collectives that the plan wrote, and none that Shardy would add.
+"""Check of the collectives of a lowered step: exactly those that the plan wrote, and none that Shardy would add.
 
 A step is emitted as `shard_map` regions (`sdy.manual_computation` in StableHLO) whose collectives are spelled out.
 Two sets decide whether the plan is true:
@@ -78,7 +78,7 @@ class ShardyReport:
 
 
 def check_shardy(module_or_text: Any, mesh: LogicalMesh, planned: Sequence[Collective]) -> ShardyReport:
-    """Checks that a lowered step communicates as planned and in no other way.
+    """Checks that a lowered step has the planned collectives and no others.
 
     Args:
       module_or_text: the StableHLO module of `jax.jit(...).trace(...).lower(...).compiler_ir("stablehlo")`, or its
@@ -87,7 +87,7 @@ def check_shardy(module_or_text: Any, mesh: LogicalMesh, planned: Sequence[Colle
       planned: the plan's collectives. Entries that agree in kind, axes and bytes are added up.
 
     Returns:
-      What was found.
+      The collectives that were found.
 
     Raises:
       VerificationError: naming each collective that is planned but not found, or found but not planned.
@@ -274,7 +274,7 @@ def _join(found: Sequence[Collective]) -> tuple[Collective, ...]:
 
 
 def _totals(collectives: Sequence[Collective], mesh: LogicalMesh) -> Counter[tuple[str, Axes, int]]:
-    """Executions per step by kind, axes and bytes; what runs over axes of one device communicates nothing."""
+    """Executions per step by kind, axes and bytes; collectives over axes of one device are left out."""
     totals: Counter[tuple[str, Axes, int]] = Counter()
     for c in collectives:
         if axes := normal_axes(c.axes, mesh):

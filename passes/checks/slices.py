@@ -30,7 +30,7 @@ from alpa_lite.passes.checks.replica_groups import normal_axes
 from alpa_lite.records import Collective
 
 SUMS = ("all_reduce", "reduce_scatter")
-"""Kinds whose transfers are of what a device of a slice has of the sum, not of its own part."""
+"""Kinds whose transfers carry a device's part of the sum over its slice, not a block of its own."""
 
 _PARTITIONS = re.compile(r"^HloModule [^\n]*\bnum_partitions=(\d+)")
 _Value = TypeVar("_Value", int, Counter[int])
@@ -87,15 +87,15 @@ def _whole(axes: Axes, mesh: LogicalMesh) -> Axes:
 def transfers(
     found: Sequence[HloCollective], crossed: Sequence[Collective], mesh: LogicalMesh, part: LogicalMesh, spare: int
 ) -> tuple[str, list[str]]:
-    """What is moved between slices, against the plan.
+    """Compares the transfers between slices with the plan.
 
     Args:
       found: the transfers of the program.
-      crossed: what the plan has over several slices.
+      crossed: the planned collectives over several slices.
       spare: executions that a compiler may leave out.
 
     Returns:
-      What was found, in words; and what is not as planned.
+      The transfers that were found, in words; and one message for each difference from the plan.
     """
     count, there = sum(c.count for c in crossed), sum(c.count for c in found)
     least = sum(_least(c, mesh, part) * c.count for c in crossed)

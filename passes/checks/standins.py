@@ -22,7 +22,7 @@ _PRINTS = frozenset({"debug_callback", "debug_print"})
 
 
 class StandIns:
-    """Says of equations whether something stands in for them, and remembers what they are called."""
+    """A predicate for the equations that a stand-in replaces, which records their names."""
 
     def __init__(self, platform: str) -> None:
         self._platform = platform
@@ -39,7 +39,7 @@ class StandIns:
         return found
 
     def line(self) -> tuple[str, ...]:
-        """What the plan says of them."""
+        """Returns the plan's line about the replaced operations; () without any."""
         if not self.names:
             return ()
         return (

@@ -1,4 +1,4 @@
-"""Is the plan true? Three checks, each on what a compiler made of the step, and none on what we meant.
+"""Three checks of a plan, each on the output of a compiler, and none on the planner's own representation.
 
     check_shardy   the lowered StableHLO: exactly the planned collectives within the written regions, and no others
     compare_hlo    the optimised HLO of CPU, GPU or TPU: the planned collectives, up to rewrites listed by name
@@ -215,18 +215,18 @@ class CompiledReport:
 
     @property
     def bytes(self) -> int:
-        """Measured bytes per device of what the plan predicts; 0 without statistics."""
+        """Measured bytes per device: the peak of a whole step, else the temporaries; 0 without statistics."""
         if self.memory is None:
             return 0
         return self.memory.peak if self.step else self.memory.temporaries
 
 
 def compiled_reports(plan: Plan, staged: Staged, compiled: Iterable[Any], platform: str) -> Iterator[CompiledReport]:
-    """What a compiler made of each executable, against the plan. Raises nothing.
+    """Compares each compiled executable with the plan. Raises nothing.
 
     Args:
-      compiled: the `jax.stages.Compiled` of each executable, in the program's order; None for what others compile.
-      platform: what they are compiled for: "cpu", "cuda", "rocm" or "tpu".
+      compiled: the `jax.stages.Compiled` of each executable, in the program's order; None for those of other processes.
+      platform: the one that they are compiled for: "cpu", "cuda", "rocm" or "tpu".
     """
     program = staged.program
     for number, one in enumerate(compiled):
@@ -287,7 +287,7 @@ def _predicted(plan: Plan, stage: PlannedStage, segment: Segment) -> int:
 
 
 def _in_words(found: CompiledReport) -> str | None:
-    """The memory of an executable beside what was predicted."""
+    """The memory of an executable next to the prediction, in words; None without either."""
     memory = found.memory
     if memory is None or memory.predicted is None:
         return None

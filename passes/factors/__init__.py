@@ -1,7 +1,7 @@
-"""Each operation as a map of factors: which dims of its operands and results are one, and which are summed over.
+"""Operations as maps of factors: the dims that operands and results share, and those that are summed over.
 
 In: the operations of a graph. Out: `alpa_lite.strategy.Rule` by operation key. Sharding, micro-batches, layers and
-local forms all read the same rules. What no rule describes is opaque, with the reason.
+local forms all read the same rules. Operations without a rule are opaque, with the reason.
 """
 
 from alpa_lite.passes.factors.rules import check, describe, rules_of

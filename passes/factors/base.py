@@ -1,4 +1,4 @@
-"""What the modules of factor rules share: an equation as the tables see it, and a notebook for factors."""
+"""Common parts of the factor rules: an equation as the tables see it, and a collector of factors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Call:
 
 
 def shape(aval: Any) -> tuple[int, ...]:
-    """The shape of an abstract value; () for what has none, such as a token."""
+    """The shape of an abstract value; () for one without a shape, such as a token."""
     return tuple(getattr(aval, "shape", ()))
 
 

@@ -1,7 +1,7 @@
 """The rules that users of `custom_partitioning` gave: Shardy's notation, one name a factor.
 
-What JAX calls a reduction factor is the business of the user's partitioning function, which writes the collective
-itself, in no way that a plan could know: it is whole here, as are factors that need replication or a permutation.
+The collective of a reduction factor, as JAX calls it, is written by the user's partitioning function, where no plan can
+see it: the factor is whole here, as are factors that need replication or a permutation.
 Source: `jax/_src/custom_partitioning_sharding_rule.py`, JAX 0.10.2 and 0.12.0.
 """
 

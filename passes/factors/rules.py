@@ -1,20 +1,20 @@
-"""What each operation is, as a map of factors.
+"""The factor rules of all operations: their dims as products of factors.
 
 The problem: to shard an operation one must know which dims of its operands and results go together, and what becomes of
 the result when one of them is split. An operation is described by a `Rule`: its dims are products of *factors* (the
 indices of an einsum), and each factor has a kind. Sharding is then an assignment of mesh axes to factors.
 
-The source: XLA's partitioner Shardy carries such a rule for every StableHLO operation, and `factors.shardy` asks it
-for products, reductions, broadcasts, transposes, concatenations, sorts and FFTs. Hand tables describe what has no
-rule (`top_k`, `argmax`, random bits, batched linear algebra), what Shardy's kinds do not tell apart (`sum` from
-`max`; a window from a reversal), and what its versions answer differently (reshape, convolution).
+The source: XLA's partitioner Shardy carries such a rule for every StableHLO operation, and `factors.shardy` queries it
+for products, reductions, broadcasts, transposes, concatenations, sorts and FFTs. Hand tables describe operations that
+have no rule (`top_k`, `argmax`, random bits, batched linear algebra), that Shardy's kinds do not distinguish (`sum`
+from `max`; a window from a reversal), and on which its versions differ (reshape, convolution).
 `tests/passes/factors/test_rules.py` holds the tables to Shardy's answers wherever it has one, and to the operation
 itself.
 
 A primitive that is not listed here is opaque: a rule read off its lowering would not be sound, since a lowering may
 hold constants that come from the shape (a mean divides by it) while the primitive is bound again on the local shape.
 
-Conventions. "Factor" below means one that operands and results share, unless said otherwise. A dim of size one (or
+Conventions. "Factor" below means one that operands and results share, unless stated otherwise. A dim of size one (or
 zero) and every dim of a literal have no factor. A `special` factor may have a size that is smaller than the dims it
 is in: then it is the greatest common divisor of their sizes, so that a number of devices that divides it divides the
 dims. `sum` becomes `replicate` where the result is not a number (bool products), `max`/`min` where it is complex.
@@ -111,7 +111,7 @@ from alpa_lite.strategy import Factor, Rule
 _REMEDIES = {
     "ffi_call": "; alpa_lite.register_rule on the name of its target says which dims may be sharded",
 }
-"""What gives a rule to operations that only their user knows."""
+"""Hints, by primitive, on how to give a rule to operations that only their user knows."""
 
 TABLES_MUST_HOLD = contextvars.ContextVar("tables_must_hold", default=False)
 """Whether an error in a table of rules is raised, as tests want it, instead of leaving the operation opaque."""
@@ -160,7 +160,7 @@ def describe(call: Call) -> Rule:
 
 
 def finish(rule: Rule, call: Call) -> Rule:
-    """The rule with what holds for every operation: literals are whole, and sums are sums of numbers."""
+    """Applies the conditions common to all operations to a rule: literals are whole, and sums are sums of numbers."""
     used = {f for dims, literal in zip(rule.operands, call.literals, strict=True) if literal for d in dims for f in d}
     factors = []
     for number, factor in enumerate(rule.factors):

@@ -60,7 +60,7 @@ def pairs(queries: int, keys: int, *, causal: bool, window: int | None = None) -
 
 
 def attention_of(op: Op, values: Sequence[Value]) -> Attention | None:
-    """What an operation is, if it is a pass of fused attention."""
+    """Returns the pass of fused attention that an operation is; None for any other operation."""
     if op.name == "pallas_call":
         return _pallas(op, values)
     if op.name not in CUDNN:

@@ -1,4 +1,4 @@
-"""What a `Graph` means: an evaluator, which is the executable definition of the program that passes work on.
+"""An evaluator of a `Graph`: the executable definition of the program that passes work on.
 
     evaluate(graph, leaves) computes exactly what the traced function computes, bit for bit.
 
@@ -22,11 +22,11 @@ from alpa_lite.graph import Block, Graph, Lit, Op
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 
 Place = Callable[[int, Any], Any]
-"""Called with a value's number and its array, once it is computed; what it returns takes the array's place."""
+"""A function of a value's number and its array, called once it is computed; its result takes the array's place."""
 
 
 Own = Mapping[int, Callable[..., Sequence[Any]]]
-"""What to call with the operands of some ops, by their index, in place of binding them."""
+"""Functions to call with the operands of some ops, by op index, in place of binding their primitives."""
 NOTHING: Own = MappingProxyType({})
 
 UNKNOWN_TRIPS = "unknown_trips"

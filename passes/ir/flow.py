@@ -39,7 +39,7 @@ def uses(block: Block) -> Counter[int]:
 
 
 def made_of(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
-    """These values, and what ops make of any of them, directly or through others."""
+    """Returns these values and all results that depend on any of them, directly or through others."""
     found = set(values)
     for op in ops:
         if not found.isdisjoint(op.reads):
@@ -48,7 +48,7 @@ def made_of(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
 
 
 def made_of_all(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
-    """These values, and what ops make of nothing else."""
+    """Returns these values and all results that depend on nothing else."""
     found = set(values)
     for op in ops:
         if found.issuperset(op.reads):
@@ -57,9 +57,9 @@ def made_of_all(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
 
 
 def reach(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> dict[T, None]:
-    """What `following` leads to from `start`, which is included; each once, in the order of the visit.
+    """Returns the items that `following` reaches from `start`, itself included; each once, in the order of the visit.
 
-    The visit goes on with what was found last, so that it takes memory for what waits, and no recursion.
+    The visit is depth-first: it continues with the last item found, without recursion, and stores only waiting items.
     """
     found: dict[T, None] = {}
     waiting = list(start)

@@ -1,10 +1,10 @@
-"""Which values a compiled program writes to memory and reads from it: a model of the fusion of operations.
+"""A model of the fusion of operations: the values that a compiled program writes to memory and reads from it.
 
 Problem. Compilers put operations into kernels. Within one, values stay in registers: a chain of elementwise operations
-reads its sources once and writes its end. What an operation costs is therefore not what it touches, but which of that
-is in memory. The rule is that of XLA's GPU passes (`priority_fusion`, `multi_output_fusion`, `softmax_rewriter_triton`
-in xla/service/gpu/transforms), as seen in programs that they compile for an H100; `benchmarks/bytes_accessed.py`
-compares the bytes.
+reads its sources once and writes its end. The cost of an operation is therefore that of the values in
+memory, not of all values that it touches. The rule is that of XLA's GPU passes (`priority_fusion`,
+`multi_output_fusion`, `softmax_rewriter_triton` in xla/service/gpu/transforms), as seen in programs that they compile
+for an H100; `benchmarks/bytes_accessed.py` compares the bytes.
 
 Operations are of the kinds of `ir.items`.
 
@@ -31,25 +31,25 @@ from alpa_lite.passes.ir.items import Item, Sizes
 
 #: The longest row that a kernel holds whole.
 _ROW = 4096
-#: What it costs to compute an expensive function of one element once more, in bytes of memory that could be moved.
+#: The cost of computing an expensive function of one element once more, in bytes of memory that could be moved.
 _EXPENSIVE = 4
 #: A kernel has at most so many stored results: registers and parameters of a kernel are limited.
 _MOST_OUTPUTS = 16
 #: The kernels of one value beyond so many are not told apart, and siblings are looked for among so many neighbours.
 _MANY, _NEAR = 32, 8
-#: What a kernel needs is kept of so many kernels before it, or up to twice as many, and those before are taken to be
-#: needed: long programs would take bits, and time, by the square of their length.
+#: The needs of a kernel are kept of this number of kernels before it, or up to twice it, and those before are taken to
+#: be needed: long programs would take bits, and time, by the square of their length.
 _FAR = 4096
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What each item reads and writes.
+    """The memory reads and writes of each item.
 
     Attributes:
       reads: for each item, operand -> how often it is read there, by all kernels together; of parts their share.
       writes: for each item, the results that it writes.
-      stored: the values that are in memory beside the inputs.
+      stored: the values that are in memory in addition to the inputs.
       starts: the items that start a kernel: one of each that several are merged into.
     """
 
@@ -111,7 +111,7 @@ class _Kernel:
     needs: int = 0  # the kernels that must run before, and itself, a bit for each
 
     def waits_for(self, kernel: int) -> bool:
-        """Whether a kernel must run before; taken to be so of what is before `base`."""
+        """Whether a kernel must run before this one; assumed for every kernel before `base`."""
         return kernel < self.base or bool(self.needs >> (kernel - self.base) & 1)
 
 
@@ -148,7 +148,7 @@ class _Fusion:
         return self.source.get(value, value)
 
     def wire(self) -> None:
-        """Notes who makes and who reads what."""
+        """Records the producer and the users of each value, and the sources of each operand."""
         source, users = self.source, self.users
         for n, item in enumerate(self.items):
             own = [source.get(v, v) for v in item.operands]
@@ -181,7 +181,7 @@ class _Fusion:
             stored.update([v for v in item.results if v not in source])
 
     def softmaxes(self) -> set[int]:
-        """Reductions that stay within the kernel of what they reduce: step 5 of the rule."""
+        """Reductions that stay within the kernel of their operand: step 5 of the rule."""
         found: set[int] = set()
         for n, item in enumerate(self.items):
             if item.kind == "reduce" and 0 < item.row <= _ROW and len(item.results) == 1:
@@ -226,7 +226,7 @@ class _Fusion:
             kernels[n] = frozenset(list(into)[:_MANY])
 
     def computing(self) -> dict[int, float]:
-        """Loop -> what it costs to compute it once more, in bytes."""
+        """Loop -> the cost of computing it once more, in bytes."""
         nbytes = self.nbytes
         found: dict[int, float] = {}
         least: dict[int, float] = {}  # the bytes that a value costs where it is computed from what is in memory
@@ -296,7 +296,7 @@ class _Fusion:
         return out
 
     def collect(self, kernel: _Kernel, inside: Mapping[int, int]) -> None:
-        """Notes what a kernel reads.
+        """Records the values that a kernel reads from memory.
 
         Args:
           inside: value -> the item that makes it, of values that are not in memory.
@@ -357,12 +357,12 @@ class _Fusion:
 
     @staticmethod
     def direct(kernels: Sequence[_Kernel], a: int, b: int) -> bool:
-        """Whether kernel b reads what a makes, and nothing else that needs a."""
+        """Whether kernel b, which reads a result of a, has as many elements and reads nothing else that needs a."""
         if kernels[a].elements != kernels[b].elements:
             return False
         return not any(kernels[k].waits_for(a) for k in kernels[b].before if k != a)
 
     @staticmethod
     def independent(kernels: Sequence[_Kernel], some: Sequence[int], others: Sequence[int]) -> bool:
-        """Whether no kernel needs what one of the others makes."""
+        """Whether no kernel of one list needs a result of another kernel of the other list."""
         return not any(kernels[max(a, b)].waits_for(min(a, b)) for a in some for b in others if a != b)

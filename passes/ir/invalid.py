@@ -83,7 +83,7 @@ def _in_block(block: Block, inputs: Sequence[Any], invalid: Invalid) -> tuple[Or
 
 
 def _inside(op: Op, operands: Sequence[Any], invalid: Invalid) -> Origin:
-    """The origin of what an operation makes of valid operands: the operation itself, or one within it."""
+    """The origin of an invalid result of valid operands: the operation itself, or one within it."""
     found = None
     if op.name == "scan":
         found = _in_scan(op, operands, invalid)

@@ -1,4 +1,4 @@
-"""What an operation is for a compiler that puts several into one kernel (`ir.fusion`).
+"""The kinds of operations for a compiler that puts several into one kernel (`ir.fusion`).
 
 Operations are of these kinds:
 

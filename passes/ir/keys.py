@@ -33,7 +33,7 @@ CONTROL_FLOW_JAXPRS = frozenset({"jaxpr", "cond_jaxpr", "body_jaxpr", "branches"
 
 
 class Keys:
-    """Writes keys for the operations of one trace and of its rewritings; remembers what it has rendered."""
+    """A writer of keys for the operations of one trace and of its rewritings, which caches rendered parameters."""
 
     def __init__(self) -> None:
         self._rendered: dict[str, list[Any]] = {}  # what has a repr without an address, by it
@@ -208,7 +208,7 @@ class Keys:
 
 
 def placeless(op: Op, values: Callable[[int], Value]) -> str:
-    """The key of an operation, without where a slice begins or where what is padded lies.
+    """Returns the key of an operation, without the position of a slice or of the padded operand.
 
     No layout depends on that: a dim of which a part is taken, or that is padded, is not sharded, whichever part it is.
     Layers that read one row each of an array are alike so. A stride, or padding between elements, does shard.
@@ -231,7 +231,7 @@ _NUMBERED = primitives.ELEMENTWISE | {"dynamic_slice"}
 
 
 def _has_numbers(op: Op) -> bool:
-    """Whether an operation has numbers on which only what it computes depends, not how."""
+    """Whether an operation has literals that change its results, but not the computation of them."""
     return op.name in _NUMBERED and any(isinstance(a, Lit) for a in op.operands)
 
 

@@ -1,7 +1,7 @@
-"""Loops by the roles of what they take and give: the one place that counts `num_consts`, `num_carry` and their like.
+"""Loops by the roles of their operands and results: the one place that counts `num_consts`, `num_carry` and the like.
 
-A scan takes constants, what its first iteration carries, and what it scans over; it gives what its last iteration
-carries, and what its iterations stack. The inputs and outputs of its body are in the same order:
+A scan takes constants, initial carries and scanned inputs; it gives final carries and stacked outputs. The inputs and
+outputs of its body are in the same order:
 
     operands, body inputs    consts, carry, xs
     results, body outputs    carry, ys
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Taken(NamedTuple, Generic[T]):
-    """What a scan takes, or its body does."""
+    """The operands of a scan, or the inputs of its body, by role."""
 
     consts: tuple[T, ...]
     carry: tuple[T, ...]
@@ -31,7 +31,7 @@ class Taken(NamedTuple, Generic[T]):
 
 
 class Given(NamedTuple, Generic[T]):
-    """What a scan gives, or its body does."""
+    """The results of a scan, or the outputs of its body, by role."""
 
     carry: tuple[T, ...]
     ys: tuple[T, ...]
@@ -54,7 +54,7 @@ class ScanView:
 
     @property
     def body(self) -> Block:
-        """What one iteration does."""
+        """The block of one iteration."""
         return self.op.bodies[0]
 
     @property
@@ -108,7 +108,7 @@ class ScanView:
 
     @property
     def carries(self) -> list[Carried]:
-        """What is carried."""
+        """The carried values."""
         parts = self.operands.carry, self.inputs.carry, self.outputs.carry, self.results.carry
         return list(map(Carried._make, zip(*parts, strict=True)))
 
@@ -124,12 +124,12 @@ class ScanView:
 
     @cached_property
     def accumulators(self) -> Mapping[int, tuple[Op, int]]:
-        """Carry number -> (the op that adds to it, what it adds), for carries to which values are added alone."""
+        """Carry number -> (the op that adds to it, the added value): `additions` without those of literals."""
         return {n: (op, added) for n, (op, added) in self.additions.items() if isinstance(added, int)}
 
     @cached_property
     def additions(self) -> Mapping[int, tuple[Op, Atom]]:
-        """Carry number -> (the op that adds to it, what it adds), for carries that nothing but an addition reads."""
+        """Carry number -> (the op that adds to it, the added atom), for carries that nothing but an addition reads."""
         uses, makers = flow.uses(self.body), flow.producers(self.body.ops)
         found: dict[int, tuple[Op, Atom]] = {}
         for number, (value, out) in enumerate(zip(self.inputs.carry, self.outputs.carry, strict=True)):
@@ -165,7 +165,7 @@ class ScanView:
 
 
 class WhileTaken(NamedTuple, Generic[T]):
-    """What a while takes."""
+    """The operands of a while loop, by role."""
 
     cond_consts: tuple[T, ...]
     body_consts: tuple[T, ...]

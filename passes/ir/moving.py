@@ -1,4 +1,4 @@
-"""What the operations of a graph read and write, once a compiler has put several into one kernel (`ir.fusion`)."""
+"""The memory traffic of the operations of a graph, once a compiler has put several into one kernel (`ir.fusion`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alpa_lite.passes.ir.primitives import COLLECTIVES
 
 @dataclass(frozen=True)
 class Moved:
-    """What one operation of a graph moves on one device, each time it runs.
+    """The memory traffic of one operation of a graph on one device, each time it runs.
 
     Attributes:
       reads: for each operand the bytes that are read of it.
@@ -32,7 +32,7 @@ class Moved:
 
 
 def moved(block: Block, values: Sequence[Value]) -> dict[int, Moved]:
-    """Op index -> what it moves, for all operations of a block and of the bodies in it."""
+    """Op index -> memory traffic, for all operations of a block and of the bodies in it."""
     out: dict[int, Moved] = {}
     sizes = [v.nbytes for v in values]
     alike: dict[object, Item] = {}

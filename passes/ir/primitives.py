@@ -1,9 +1,9 @@
-"""The primitives of JAX by what they do: every set of their names that a pass asks for, one meaning each.
+"""Sets of JAX's primitives by purpose: every set of names that a pass tests, one meaning each.
 
-A pass that must know what an operation is asks `op.name in primitives.PRODUCTS`, not for names of its own, so that two
-passes that mean the same ask the same set. Tables that map a primitive to a function (rules of factors, local forms)
-stand in their rooms. Names are those of JAX 0.10.2 to 0.12; a name that none of these versions has is an error, which
-`tests/passes/ir/test_primitives.py` finds.
+A pass that must classify an operation tests `op.name in primitives.PRODUCTS`, not names of its own, so that two passes
+that mean the same test the same set. Tables that map a primitive to a function (rules of factors, local forms) are in
+the modules of their passes. Names are those of JAX 0.10.2 to 0.12; a name that none of these versions has is an error,
+which `tests/passes/ir/test_primitives.py` finds.
 
 Three sets could be called "heavy". They differ, because they answer different questions: `COMPUTE_INTENSIVE` (would it
 defeat micro-batches to do this on the whole batch?), `EXPENSIVE_TO_REPEAT` (may every stage do it for itself?) and
@@ -38,7 +38,7 @@ PAIRWISE = _names("optimization_barrier device_put reshard pvary")
 """Result k is operand k, whatever the other operands are."""
 
 CONSTRAINT = "user_constraint"
-"""What the user says of where a value lies (`_jax.CONSTRAINT`); `tracing` writes it for what JAX has."""
+"""The user's constraint on the sharding of a value (`_jax.CONSTRAINT`); `tracing` writes it for JAX's primitives."""
 
 PLACEMENT = _names("device_put pvary reshard sharding_constraint user_constraint")
 """Operations that only say where a value lies."""
@@ -163,7 +163,7 @@ CHEAP_TO_REPEAT = RESHAPES | _names("""
 """Costs less to do again than it costs in memory to keep the result."""
 
 KEPT = DRAWS | CONTROL | _names("conv_general_dilated sort top_k fft")
-"""What the selective choice of rematerialisation keeps, beside products without batch dims."""
+"""Primitives whose results selective rematerialisation keeps, in addition to products without batch dims."""
 
 UNFUSED = (
     PRODUCTS

@@ -1,10 +1,10 @@
-"""Removes what nobody reads, and numbers what is left densely.
+"""Removal of dead operations and values, and dense numbering of the remaining ones.
 
 An op is live if one of its results is read by a live op or by an output, or if it has effects. Liveness goes backward
 through a block once. Through control flow it goes value by value:
 
     scan     a carry is live if its final value is, or if the body reads it for something live (least fixed point); of
-             a single iteration nothing is read again, and what it starts with is a constant if its end is not live
+             a single iteration nothing is read again, and its initial value is a constant if its end is not live
     while    likewise, and every carry that the condition reads
     cond     a result that is not read is removed from every branch
     io_callback   a result that is not read is removed: no device sends it to the others
@@ -63,7 +63,7 @@ def indexed(block: Block) -> tuple[Block, dict[int, int]]:
 
 
 def live_block(block: Block) -> Block:
-    """A block without what its outputs do not need; nothing is renumbered, and all inputs stay."""
+    """Returns a block without its dead ops; nothing is renumbered, and all inputs stay."""
     return Block(block.inputs, _live_ops(block.ops, block.outputs)[0], block.outputs)
 
 
@@ -107,7 +107,7 @@ def _scan(op: Op, used: list[bool]) -> Op:
 
 
 def _once(op: Op, used: list[bool]) -> tuple[Op, list[bool]]:
-    """Makes carries constants whose end is not read after one iteration; with what is used of the results left."""
+    """Turns carries of a one-iteration scan with unread ends into constants; returns it, and which results are used."""
     view = ScanView(op)
     ends, ys = view.given(used)
     if view.length != 1 or all(ends):

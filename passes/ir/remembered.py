@@ -1,4 +1,4 @@
-"""What follows from a frozen value alone, worked out once for as long as the value lives."""
+"""A cache for functions of one frozen value, which lasts as long as the value lives."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ V = TypeVar("V")
 
 
 def remembered(function: Callable[[K], V]) -> Callable[[K], V]:
-    """The same function, which looks at each value once; two values are the same only if they are one object.
+    """Returns the same function with a cache by value; two values are the same only if they are one object.
 
-    What it returns must not be changed by who gets it, nor hold the value, which else would live for ever.
+    Callers must not change its results, and a result must not hold the value, which would then live for ever.
     """
     known: weakref.WeakKeyDictionary[K, V] = weakref.WeakKeyDictionary()
 

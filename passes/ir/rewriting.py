@@ -103,7 +103,7 @@ class Rewriter:
         return Op(self.index(origin), primitive, params, tuple(operands), tuple(results), (), source, key, ctx)
 
     def barrier(self, values: Sequence[int], source: Any) -> tuple[Op, dict[int, int]]:
-        """An `optimization_barrier` on some values, and what each is called after it."""
+        """An `optimization_barrier` on some values, and the name of each after it."""
         after = {value: self.fresh(value) for value in values}
         return self.op(_jax.optimization_barrier_primitive(), {}, values, list(after.values()), source), after
 
@@ -196,7 +196,7 @@ class Rewriter:
 
 
 def renamed_atom(atom: Atom, names: Mapping[int, Atom]) -> Any:
-    """What an atom is called; itself if it has no other name."""
+    """Returns the new name of an atom; itself if it has no other name."""
     return names.get(atom, atom) if isinstance(atom, int) else atom
 
 

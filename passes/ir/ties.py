@@ -24,10 +24,10 @@ _SELECTING = primitives.EXTREMA | {"max", "min"}  # the gradients of these two c
 
 @dataclass(frozen=True)
 class Tie:
-    """A comparison with a maximum of what is compared.
+    """A comparison of values with their own maximum or minimum.
 
     Attributes:
-      operands: the values that are compared and among which the maximum is chosen.
+      operands: the values that are compared and among which it is chosen.
       chain: the operation that chooses, and those that reshape its result for the comparison.
     """
 
@@ -53,7 +53,7 @@ def ties(ops: Iterable[Op]) -> Mapping[int, Tie]:
 
 
 def _chain(atom: object, makers: Mapping[int, Op]) -> tuple[Op, ...]:
-    """The operation that chose a value, and what reshaped it since; empty if it was not chosen."""
+    """The operation that chose a value, and the reshapes since; empty if it was not chosen."""
     chain: list[Op] = []
     while isinstance(atom, int) and atom in makers:
         maker = makers[atom]

@@ -1,4 +1,4 @@
-"""From layers to stages: where every operation of the step runs.
+"""Assignment of every operation of the step to a stage, given the stages of the layers.
 
 A forward operation runs on the stage of its layer. Its value v is *available* on A(v): the stage that makes it and
 those whose forward operations read it, since it is sent there anyway. Parameters, and what is made of them, are
@@ -17,8 +17,8 @@ Backward operations are placed in three sweeps.
 
 The accumulation of a contribution runs with it. Operations after the scan follow their largest operand that has a home:
 parameters are at home where the forward pass reads them, accumulators where they are filled, optimizer state where its
-operations are; operations on scalars of several stages run on the lowest of them. What has none (functions of a step
-counter) follows its lowest user. Operations before the scan run where their users do.
+operations are; operations on scalars of several stages run on the lowest of them. An operation without such an operand
+(a function of a step counter) follows its lowest user. Operations before the scan run where their users do.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class _Assigner:
                     self.shared.add(op.index)
 
     def find_available(self) -> None:
-        """A(v) for forward values and the body's inputs, ascending; nothing for what the forward pass does not read.
+        """Computes A(v) for forward values and the body's inputs, ascending; values available nowhere are left out.
 
         Of the batch, masks are made wherever they are used: these users do not draw the gradient products of others.
         """
@@ -240,7 +240,7 @@ class _Assigner:
         return homes
 
     def split(self) -> None:
-        """Finds the accumulators whose contributions come from several stages, and dissolves what joins them."""
+        """Finds accumulators with contributions from several stages, and dissolves the additions that join them."""
         for number, (adding, contribution) in sorted(self.sums.items()):
             if adding.index in self.layering.forward:
                 continue
@@ -251,7 +251,7 @@ class _Assigner:
                 self.dissolved.update(op.index for op in (*joins, adding))
 
     def summands(self, value: int, joins: list[Op]) -> list[tuple[int, int]]:
-        """(value, stage) of what is added up, looking through additions that nobody else reads."""
+        """(value, stage) of each summand, looking through additions over several stages with no other reader."""
         op = self.defined.get(value)
         if op is None or op.index in self.layering.forward or op.index not in self.stage:
             return [(value, self.stage.get(op.index, 0) if op is not None else 0)]
@@ -433,7 +433,7 @@ class _Assigner:
 
 
 def _meet(kept: Sequence[tuple[int, ...]], highest: int) -> int:
-    """The highest stage up to `highest` in all sets; if there is none, the lowest of what each would take."""
+    """The highest stage up to `highest` in all sets; if there is none, the lowest of the highest stages of each set."""
     common = set(range(highest + 1)).intersection(*kept) if kept else {highest}
     if common:
         return max(common)

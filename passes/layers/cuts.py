@@ -57,10 +57,10 @@ def _sum(ops: Sequence[Op], rules: Mapping[object, Rule], values: Sequence[Value
 
 
 def fingerprint(ops: Sequence[Op], values: Sequence[Value], free: Mapping[int, str] | None = None) -> str:
-    """A digest of what some operations compute: their keys, and how they are wired.
+    """Returns a digest of the computation of some operations: their keys, and how they are wired.
 
     Args:
-      free: of the values that operations without activations make, what each is (`free_values`). Those operations
+      free: digests of the values that operations without activations make (`free_values`). Those operations
         count where their values are read, not where they stand: of layers that read one mask, none contains it.
     """
     known: dict[int, int] = {}
@@ -76,7 +76,7 @@ def fingerprint(ops: Sequence[Op], values: Sequence[Value], free: Mapping[int, s
 
 
 def free_values(order: Sequence[Op], free: frozenset[int], values: Sequence[Value]) -> dict[int, str]:
-    """For each value that a free op makes, a digest of the expression that it is, down to what is given."""
+    """For each value that a free op makes, a digest of its expression, down to the given values."""
     found: dict[int, str] = {}
     for op in order:
         if op.index in free:
@@ -87,7 +87,7 @@ def free_values(order: Sequence[Op], free: frozenset[int], values: Sequence[Valu
 
 
 def _wire(atom: Any, values: Sequence[Value], known: dict[int, int], free: Mapping[int, str]) -> str:
-    """What an operand is: a number if it was met before, else what describes it; `known` gets its number."""
+    """Describes an operand: by its number if `known` has it, else by a new one, added there, and its digest or type."""
     if isinstance(atom, Lit):
         return "L"
     if atom in known:

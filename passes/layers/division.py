@@ -113,10 +113,10 @@ def divided(step: Divisible, cuts: Sequence[int], remat: Sequence[Choice] = ()) 
 
 
 def recomputing(step: Divisible, remat: Remat) -> Accumulated:
-    """The step as one mesh runs it, whose backward pass computes again what `remat` says.
+    """Returns the step as one mesh runs it, whose backward pass recomputes the layers that `remat` selects.
 
     Raises:
-      OptionError: it is for another number of layers.
+      OptionError: `remat` is for another number of layers.
     """
     cuts: list[int] = []
     choices: list[Choice] = [remat.choice]
@@ -169,7 +169,7 @@ def _coarse(step: Divisible, cuts: Sequence[int], split_arguments: bool = True) 
 
 
 def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice]) -> Layering:
-    """The step in which the backward pass of each stage computes again what its choice does not save.
+    """Makes the backward pass of each stage recompute the values that its choice does not save.
 
     Args:
       cuts: the first layer of each stage after the first.

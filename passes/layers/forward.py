@@ -1,4 +1,4 @@
-"""What each operation of a micro-batch is: forward or backward, and whether it needs an activation.
+"""Classification of the operations of a micro-batch: forward or backward, and whether they need an activation.
 
 Forward and backward. JAX marks every equation of a differentiated function in its name stack: `jvp(...)` for the
 function and what its derivative needs of it, `transpose(jvp(...))` for the reverse pass. The outermost mark counts.
@@ -8,9 +8,9 @@ before it, for a penalty or an adversarial example); an unmarked operation is ba
 needs is backward, which holds for every trace of reverse mode: the transposed equations come after the loss.
 
 Kinds of values. Every value depends on parameters (state), on inputs (the batch, keys, counters), on both, or on
-neither. What depends on both is an activation. An operation without activations is *free*: it stands wherever its
-users are, and may run once on each stage, unless it is expensive, has effects, or reduces parameters (their norm): its
-result is then cheaper to move than its operands.
+neither. Those of both are activations. An operation without activations is *free*: it stands wherever its users are,
+and may run once on each stage, unless it is expensive, has effects, or reduces parameters (their norm): its result is
+then cheaper to move than its operands.
 """
 
 from __future__ import annotations

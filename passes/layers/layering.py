@@ -97,7 +97,7 @@ def layering(
 def _ordered(ops: Sequence[Op], parts: Split) -> list[Op]:
     """The forward ops: program order, each free op right before its first user that is not free.
 
-    What reduces parameters (a regulariser) stands before the first other user of these parameters. A free op that only
+    Reductions of parameters (a regulariser) stand before the first other user of these parameters. A free op that only
     the backward pass reads keeps its place.
     """
     forward = [op for op in ops if op.index in parts.forward]

@@ -98,7 +98,7 @@ def copy_ops(
 
 
 def place_at_first_use(copies: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
-    """Ops with copies among them, each right before the first op that needs it; what outputs need is at the end."""
+    """Merges copies into ops, each right before the first op that needs it; those that only outputs need come last."""
     waiting = flow.producers(copies)
     found: list[Op] = []
     for op in (*ops, None):

@@ -1,4 +1,4 @@
-"""What the backward pass of one mesh computes again: a choice, for all layers or for the first of them."""
+"""The rematerialisation of the backward pass of one mesh: a choice, for all layers or for the first of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from alpa_lite.passes.layers.rematerialisation import Choice
 
 @dataclass(frozen=True)
 class Remat:
-    """What is computed again.
+    """The layers that are rematerialised, and the choice for them.
 
     Attributes:
-      choice: what of a layer, as `rematerialisation` has it.
+      choice: the values of a layer that are recomputed, as in `rematerialisation`.
       first: (k, n): in the first k of n layers alone, whose activations wait longest for the backward pass; None: in
         all layers.
     """

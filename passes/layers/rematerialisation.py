@@ -1,12 +1,13 @@
-"""Keeping less for the backward pass: what is not saved is computed again.
+"""Rematerialisation: the backward pass recomputes the forward values that are not saved.
 
 The backward pass of a micro-batch reads values of its forward pass, which live from one to the other; with several
 micro-batches in flight that is most of a stage's memory. Given the values to save, every other forward value that a
 backward operation reads is made again by copies of forward operations. For each layer, the values that enter the copies
 go through one `optimization_barrier`, without which XLA would merge the copies with the originals; the cotangent of the
 first backward operation that needs them goes through it too, so that nothing is computed again before its time. Each
-copy stands right before its first use. A copied random draw has the same key, so it draws the same numbers. What needs
-no activation (masks, casts of parameters) passes no barrier: all stages may need it, and none may wait for another's.
+copy stands right before its first use. A copied random draw has the same key, so it draws the same numbers. Copies
+that need no activation (masks, casts of parameters) pass no barrier: all stages may need them, and none may wait for
+those of another.
 
     choice      saved                                                       computed again
     none        everything                                                  nothing
@@ -15,8 +16,8 @@ no activation (masks, casts of parameters) passes no barrier: all stages may nee
                 dims
     layer       what crosses layers                                         all of the forward pass
 
-(Chen et al. 2016, sublinear memory; Korthikanti et al. 2022, section 5, for the selective choice. Saving products
-without batch dims is what JAX calls `dots_with_no_batch_dims_saveable`.)
+(Chen et al. 2016, sublinear memory; Korthikanti et al. 2022, section 5, for the selective choice. JAX calls the
+saving of products without batch dims `dots_with_no_batch_dims_saveable`.)
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ def rematerialise(
     free: Collection[int] = (),
     stages: Mapping[int, int] | None = None,
 ) -> Rewritten:
-    """Makes backward operations read only what is saved, and what none of `layers` makes.
+    """Makes backward operations read only saved values, and values that none of `layers` makes.
 
     Args:
       traced: the step.
       scan: the index of the scan over micro-batches.
       layers: forward ops of the scan's body, by index: those that may be copied; one barrier for each layer.
       backward: the ops of the body, by index, that are to read only saved values.
-      saved: values of the body. What no op of `layers` makes (parameters, what other stages send) needs no mention.
+      saved: values of the body. Those that no op of `layers` makes (parameters, values of other stages) are implied.
       free: those of `layers` that need no activation. Any stage can run them: each stage has its own copies.
       stages: the stage of each op of `layers` and of `backward`, by index; None for one stage.
 
@@ -148,7 +149,7 @@ class _Body:
         return value in self.made and value not in self.saved and not self.made[value].has_effects
 
     def tie(self, op: Op) -> Tie | None:
-        """What an op compares with, if it is saved but must be chosen again: what it was chosen among is made again."""
+        """The tie of an op whose maximum is saved but must be chosen again from recomputed operands; else None."""
         tie = self.ties.get(op.index)
         if tie is None or self.is_again(tie.chain[0].results[0]):
             return None
@@ -163,7 +164,7 @@ class _Body:
         return list(dict.fromkeys(v for one in (op, *tie.chain) for v in one.reads if v not in inner))
 
     def chosen_again(self, op: Op, names: dict[int, Atom]) -> None:
-        """Copies the choice that an op compares with, and adds what it is called to `names`."""
+        """Copies the choice that an op compares with, and adds the names of its results to `names`."""
         tie = self.tie(op)
         for one in tie.chain if tie is not None else ():
             copy = self.rewriter.copy(one, names, _jax.rematted(one.source))
@@ -188,7 +189,7 @@ class _Body:
                     self.entering.setdefault(self.layer_of[op.index], set()).add(value)
 
     def make(self, wanted: Op, user: Op) -> None:
-        """Copies an op for another, after copies of what it needs."""
+        """Copies an op for another, after copies of the ops that it needs."""
         stack = [(wanted, user)]
         while stack:
             op, reader = stack[-1]

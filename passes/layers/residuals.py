@@ -132,7 +132,7 @@ def _rewrite(rewriter: Rewriter, forward: Op, backward: Op, choice: _Choice) -> 
     invariants = {value: atom for atom, value in before.consts}
 
     def enter(value: int) -> int:
-        """What the backward body calls a value of the forward body that is not computed again."""
+        """Returns the backward body's input for a forward value that is not recomputed, and adds it if need be."""
         if value in invariants:
             group, atom = consts, invariants[value]
         elif value in operands and value not in stacks:

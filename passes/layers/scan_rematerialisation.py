@@ -25,7 +25,7 @@ from alpa_lite.passes.layers.rematerialisation import Choice, is_kept
 
 
 def rematerialise_scans(traced: Traced, scan: int, choices: Mapping[int, Choice]) -> Rewritten:
-    """Makes backward scans compute again what forward scans stacked for them.
+    """Makes backward scans recompute the values that forward scans stacked for them.
 
     Args:
       traced: the step.
@@ -76,7 +76,7 @@ def dropped(op: Op, body: Block, choice: Choice) -> frozenset[int]:
 
 
 def _scans(op: Op, value: int) -> bool:
-    """Whether an op reads a value as what it scans over, and in no other way."""
+    """Whether an op that reads a value is a scan, and reads it as a scanned input only."""
     if op.name != "scan":
         return False
     consts, carry, _ = ScanView(op).operands
@@ -84,7 +84,7 @@ def _scans(op: Op, value: int) -> bool:
 
 
 def _forward(rewriter: Rewriter, op: Op, gone: Mapping[int, Op], choice: Choice) -> tuple[Op, dict[int, int]]:
-    """The forward scan without the results that are gone; it stacks its carries, and what else is saved."""
+    """Returns the forward scan without the dropped results, with its carries and other saved values stacked."""
     view = ScanView(op)
     ys = [(atom, value) for atom, value in view.ys if value not in gone]
     stacks = {atom: value for atom, value in ys if isinstance(atom, int)}

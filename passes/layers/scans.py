@@ -60,7 +60,7 @@ class Cut(Rewritten):
     ranges: Mapping[int, tuple[int, int, int]]
 
     def part(self, index: int) -> tuple[int, int]:
-        """(index before the cutting, first iteration) of an op; -1 for the index of what is new."""
+        """(index before the cutting, first iteration) of an op; -1 for the index of a new op."""
         if index in self.pieces or index in self.ranges:
             before, start, _ = self.pieces.get(index) or self.ranges[index]
             return before, start
@@ -180,7 +180,7 @@ def cut_by_arguments(traced: Traced, bounds: Mapping[int, Bounds], rules: Mappin
 
 
 class _Walk:
-    """One block, its ops taken in order; what is stacked over cut layers is held in pieces."""
+    """A walk over the ops of one block, in order; stacks over cut layers are held in pieces."""
 
     def __init__(self, rewriter: Rewriter, rules: Mapping[object, Rule], block: Block) -> None:
         self.rewriter, self.rules, self.source_block = rewriter, rules, block
@@ -337,7 +337,7 @@ class _Body(_Walk):
                 self.walk(op)
 
     def linked(self, op: Op) -> Bounds | None:
-        """The bounds of a scan that reads what a cut scan stacked."""
+        """The bounds of a scan that reads stacks of a cut scan; None for any other op."""
         if op.name != "scan":
             return None
         scanned = values_in(ScanView(op).operands.xs)

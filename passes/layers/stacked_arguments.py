@@ -6,7 +6,7 @@ to the others whole.
 
 Answer. An argument that is read in slices of dim 0 alone, which cover it, and whose new value is the concatenation of
 as many parts (or itself), becomes one argument a slice, and its new value one result a part. Then each stage owns its
-slice, as any other leaf. What the user gives and gets are whole leaves all the same: `Stacked` says which arguments and
+slice, as any other leaf. The user still passes and receives whole leaves: `Stacked` records which arguments and
 results make up which leaf, and the runtime takes leaves apart and puts them together.
 """
 
@@ -120,7 +120,7 @@ def _concatenated(
 
 
 def _without(ops: Sequence[Op], gone: set[int], renamed: Mapping[int, int]) -> tuple[Op, ...]:
-    """The ops but those that make what is an input now, with some operands renamed."""
+    """Returns the ops without those whose results are inputs now, with some operands renamed."""
     out = []
     for op in ops:
         if op.results and gone.issuperset(op.results):

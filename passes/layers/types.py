@@ -57,7 +57,7 @@ class Layering:
 
     @property
     def body(self) -> Block:
-        """What one micro-batch does."""
+        """The block of one micro-batch."""
         return self.scan_op.bodies[0]
 
 

@@ -1,4 +1,4 @@
-"""What one device computes of an operation whose factors are sharded.
+"""Local forms: the computation of one device for an operation whose factors are sharded.
 
 In: an operation and which mesh axes shard its factors. Out: a function of the blocks that one device holds, with the
 collectives that it needs, or the reason why there is none. A micro-batch is a block in time, so the loop over

@@ -1,4 +1,4 @@
-"""What each device does to compute its block of an operation: the operation's *local form*.
+"""The *local form* of an operation: the computation of each device for its own block.
 
 The problem. A strategy shards an operation's factors over mesh axes. The step is emitted as one `jax.shard_map`, in
 which every device runs every operation on its own blocks, so for each operation and each sharding we need the local
@@ -137,7 +137,7 @@ def _layouts(
     parts: Mapping[int, int],
     partial: Axes,
 ) -> tuple[Layout, ...] | None:
-    """The layout of each tensor, or None where one would have to shard what is not the leading part of a dim."""
+    """The layout of each tensor, or None where one would have to shard a part of a dim that is not the leading one."""
     out = []
     for tensor in tensors:
         dims = []
@@ -209,7 +209,7 @@ def _concatenate(s: Setting) -> LocalForm | None:
 
 
 def _identity(s: Setting) -> LocalForm:
-    """What only says where a value should lie: inside the region, the plan has said that."""
+    """The form of an operation that only places its operand: inside a region, the plan has placed it already."""
     return s.form(lambda *operands: list(operands))
 
 

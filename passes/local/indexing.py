@@ -4,8 +4,8 @@ Let dim d of the operand, of size N, be indexed with windows of one element and 
 block starts at o. A row of indices with component i for dim d belongs to the device with o <= i < o + B, where its
 local index is i - o.
 
-Gather. Every device looks its own rows up and has zeros elsewhere: a partial sum. What JAX does with i outside [0,
-N) is kept: "clip" clips i globally first; "fill_or_drop" yields the fill value, exactly once over the devices, from
+Gather. Every device looks its own rows up and has zeros elsewhere: a partial sum. JAX's handling of i outside
+[0, N) is kept: "clip" clips i globally first; "fill_or_drop" yields the fill value, exactly once over the devices, from
 the first of them; "promise_in_bounds" promises nothing, and is clipped as the compiler does.
 
 Scatter. Every device shifts i by o and applies its own rows; the rows of others fall outside of its block and are
@@ -165,7 +165,7 @@ def _keep_own(
 def _with_bin(
     operand: jax.Array, indices: jax.Array, looked_up: Sequence[tuple[int, int]]
 ) -> tuple[jax.Array, jax.Array]:
-    """The block with one more row along each dim that is looked up, and indices that put there what others own."""
+    """The block with one more row along each dim that is looked up, and indices that put the rows of others there."""
     config = [(0, 0, 0)] * operand.ndim
     for component, dim in looked_up:
         size = operand.shape[dim]
@@ -181,7 +181,7 @@ def _addable(dtype: Any) -> bool:
 
 
 def _signed(indices: jax.Array, largest: int) -> jax.Array:
-    """The indices as signed integers of at least 32 bits, what was out of bounds staying so: room for the shift."""
+    """The indices as signed integers of at least 32 bits, to have room for the shift; those out of bounds stay so."""
     if jnp.issubdtype(indices.dtype, jnp.unsignedinteger) and np.iinfo(indices.dtype).max > largest:
         indices = jnp.minimum(indices, jnp.asarray(largest, indices.dtype))
     return indices if indices.dtype in (np.int32, np.int64) else lax.convert_element_type(indices, np.int32)

@@ -1,4 +1,4 @@
-"""Local forms of what makes values from positions: iota, and the counter-based random streams.
+"""Local forms of operations that make values from positions: iota, and the counter-based random streams.
 
 With `jax_threefry_partitionable` (JAX's default) element n of a draw is a function of the key and of the 64-bit
 counter n, its flat index in the whole draw: threefry2x32(key, (n >> 32, n & 0xffffffff)) = (b1, b2), and the bits

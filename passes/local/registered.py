@@ -22,7 +22,7 @@ _JOINS = {"max": lax.pmax, "min": lax.pmin}
 
 
 def maker(op: Op) -> Callable[[Setting], LocalForm | None] | None:
-    """What makes the form of an operation that its user gave a rule for; None for any other."""
+    """Returns the maker of the form of an operation that its user gave a rule for; None for any other."""
     return _form if kernels.registered(op.primitive, op.params) is not None else None
 
 

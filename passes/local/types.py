@@ -78,7 +78,7 @@ Changes = Mapping[str, Any]
 
 
 def changes_of(op: Op, form: LocalForm) -> Changes | None:
-    """What a form of an operation that only binds its primitive again changes; None for a form of another kind."""
+    """The parameters that a form which only binds its primitive again changes; None for a form of another kind."""
     params = rebinding(form)
     if params is None:
         return None

@@ -1,4 +1,4 @@
-"""Local forms of what looks at neighbours along a dim: convolutions, window reductions, slices, pads, reversals.
+"""Local forms of operations that read neighbours along a dim: convolutions, window reductions, slices, pads, reversals.
 
 A window operation with window k (dilated: kd = (k - 1) r + 1), stride t and low padding l makes output j from the
 inputs [j t - l, j t - l + kd). Cut N inputs and M = N / t outputs into p blocks each, B = N / p = t Q: device i
@@ -33,7 +33,7 @@ from alpa_lite.passes.local.types import (
 
 @dataclass(frozen=True)
 class _Halo:
-    """What one sharded window dim needs: `left` and `right` elements of the neighbours, then `padding` (at most 0)."""
+    """The halo of one sharded window dim: `left` and `right` elements of the neighbours, then `padding` (at most 0)."""
 
     dim: int
     axes: Axes

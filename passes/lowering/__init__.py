@@ -1,7 +1,7 @@
-"""From a decided step to what each device does: local operations, with every collective written out.
+"""Lowering of a decided step to the program of each device: local operations, with every collective written out.
 
-In: a graph, its groups, and the strategy of each. Out: `LocalProgram`, instructions as data. `collectives` lists from
-it what the plan says, and `function_of` makes it a function of global arrays: the plan lists what is run.
+In: a graph, its groups, and the strategy of each. Out: `LocalProgram`, instructions as data. `collectives` reads the
+plan's list off it, and `function_of` makes it a function of global arrays: the plan lists what is run.
 """
 
 from alpa_lite.passes.lowering.emission import function_of

@@ -118,7 +118,7 @@ def _region(
     shared: bool,
     *blocks: Any,
 ) -> list[Any]:
-    """What each device does in one region."""
+    """Runs the instructions of one region on the blocks of a device."""
     layouts = program.registers
     inputs = [b[0] if layouts[r].partial else b for r, b in zip(taken, blocks, strict=True)]
     if shared:
@@ -162,9 +162,9 @@ def _crossing_spec(layout: Layout) -> PartitionSpec:
 
 
 def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Callable[..., list[Any]]:
-    """The same function with the plan's layouts as constraints, its collectives left to the compiler.
+    """Returns the function of `emit` with the plan's layouts as constraints, its collectives left to the compiler.
 
-    What the compiler cannot look into (kernels), and what it would divide wrongly, is a region of its own.
+    Operations that the compiler cannot look into (kernels), or would divide wrongly, are regions of their own.
     """
     layouts: dict[int, Layout] = {}
     own: dict[int, Callable[..., Sequence[Any]]] = {}
@@ -208,11 +208,11 @@ def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Ca
 
 
 def _misdivided(op: Op, mesh: AnyMesh) -> bool:
-    """Whether XLA's partitioner divides an operation wrongly, or into what its backends do not have.
+    """Whether XLA's partitioner divides an operation wrongly, or into operations that its backends do not have.
 
     Seen on JAX 0.10.2 and 0.12.0.1: a convolution in groups whose kernel is sharded over its outputs takes each
     device's outputs for all groups (silently other numbers); a product or a convolution on a mesh of three axes, one of
-    which is summed over and then divides the result beside the others, exchanges blocks (silently, too: of random
+    which is summed over and then divides the result with the others, exchanges blocks (silently, too: of random
     shardings of operands and result 40 in 10,000; on meshes of two axes none); XLA:CPU has no all-reduce of bitwise
     operations.
     """

@@ -1,10 +1,10 @@
-"""Communication that hides behind computing: the seconds of one run of some instructions on two streams.
+"""Communication that overlaps with computing: the seconds of one run of some instructions on two streams.
 
 Compilers for GPUs and TPUs start a collective and go on computing until its result is needed (XLA's latency hiding
-scheduler). What can hide is what computing does not wait for at once: the *synchronisation of gradients*, which only
-the update reads (Li et al. 2020, "PyTorch Distributed", section 3.2.3), and *gathers of parameters*, whose operands are
-there from the start (Zhao et al. 2023, "PyTorch FSDP", section 3.3). The model is a list of instructions on two
-streams, one that computes and one that sends, each of which does one thing at a time and in order:
+scheduler). Communication can hide if computing does not wait for it at once: the *synchronisation of gradients*, which
+only the update reads (Li et al. 2020, "PyTorch Distributed", section 3.2.3), and *gathers of parameters*, whose
+operands are there from the start (Zhao et al. 2023, "PyTorch FSDP", section 3.3). The model is a list of instructions
+on two streams, one that computes and one that sends, each of which does one thing at a time and in order:
 
     computing     starts when the stream is free and the operands are there; the update comes last
     reductions    gradients are joined as they are made, until a bucket has `BUCKET` bytes or is needed; it starts when
@@ -22,7 +22,7 @@ Which kinds of collectives a compiler runs so is a fact of its platform (`preset
 that for TPUs gathers, that for CPUs none.
 
 Errors. Sending takes memory bandwidth and a few cores from computing, which is not counted. A gather ahead of its use
-holds one more gathered tensor than without overlap; the plan says how large, and its memory does not count it.
+holds one more gathered tensor than without overlap; the plan states its size, and its memory does not count it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ BUCKET = 30 * 2**20
 
 @dataclass(frozen=True)
 class Overlap:
-    """What hides of one run of some instructions.
+    """The communication that hides in one run of some instructions.
 
     Attributes:
       hidden: seconds of communication that take no time of their own.
@@ -62,7 +62,7 @@ class Overlap:
 
 
 class Overlapping:
-    """Finds what can hide in the instructions of a step.
+    """A search for the communication that can hide in the instructions of a step.
 
     Args:
       prices: of the step.
@@ -72,7 +72,7 @@ class Overlapping:
         self._prices, self._hiding = prices, Hiding(prices.traced, prices.cost.cluster.hides)
 
     def of(self, items: Sequence[Instruction]) -> Overlap:
-        """What hides of one run of some instructions."""
+        """Returns the communication that hides in one run of some instructions."""
         streams = _Streams()
         inner = Overlap()
         for item in self._issued(items):
@@ -103,9 +103,9 @@ class Overlapping:
         return inner + Overlap(hidden=max(0.0, streams.serial - streams.end()))
 
     def _issued(self, items: Sequence[Instruction]) -> Iterator[Instruction]:
-        """The instructions in the order in which they start: what can hide as early as it may.
+        """Yields the instructions in the order in which they start: those that can hide as early as they may.
 
-        What is made of sums of gradients, the update, comes after everything else.
+        The update, which depends on sums of gradients, comes after everything else.
         """
         written = {register: i for i, item in enumerate(items) for register in writes(item)}
         keys, before = [], -1
@@ -133,7 +133,7 @@ class Overlapping:
         return self._hides(item) and self._hiding.is_weight(item.value)
 
     def _is_gradient(self, item: Reshard) -> bool:
-        """Whether an instruction sums what a reverse pass made and what only the update of the state reads."""
+        """Whether an instruction sums a result of a reverse pass that only the update of the state reads."""
         return self._hides(item) and self._hiding.is_gradient(item.value)
 
     def _hides(self, item: Reshard) -> bool:
@@ -164,7 +164,7 @@ class Overlapping:
         return sum(alpha for (alpha, _), _ in found), sum(beta * c.bytes for (_, beta), c in found)
 
     def _size(self, item: Reshard) -> int:
-        """Bytes per device of what is received."""
+        """Bytes per device of the result of a resharding."""
         value, layout = self._prices.traced.graph.values[item.value], item.steps[-1].after
         return value.nbytes // block_count(layout, self._prices.program.mesh)
 
@@ -205,7 +205,7 @@ class _Streams:
         self._put(item, self._computing)
 
     def both(self, item: Instruction, at: float, seconds: float, *, counted: bool = False) -> None:
-        """Does what both streams wait for."""
+        """Runs an instruction that both streams wait for, and that waits for both."""
         self.serial += 0.0 if counted else seconds
         self._computing = self._links = max(self._computing, self._links, at) + seconds
         self._put(item, self._computing)

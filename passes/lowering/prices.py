@@ -1,14 +1,14 @@
-"""What the instructions of a decided step cost: the one price list of the solver, of plans and of simulations.
+"""The costs of the instructions of a decided step: the one price list of the solver, of plans and of simulations.
 
 The integer program prices groups of operations and the passages of values between them. Instructions belong to these:
 
     an operation      its share of the seconds of its group, with the strategy that was chosen. Operations share a group
                       in proportion to what each would take by itself, max(FLOPs / peak, bytes / bandwidth) + starts,
                       where bytes and starts are those of the compiled program (`ir.fusion`);
-    a collective      alpha * share + bytes * beta, where share is what the program charged of the latency: collectives
-                      that the compiler combines start together.
+    a collective      alpha * share + bytes * beta, where share is the part of the latency that the program charged:
+                      collectives that the compiler combines start together.
 
-What bounds an operation is the larger of the two terms of its group: the operations of a fused chain are bound by its
+An operation is bound by the larger of the two terms of its group: the operations of a fused chain are bound by its
 bytes together, whatever each computes.
 
 So the seconds of all instructions of a step add up to the objective of its integer program, but for what a pipeline
@@ -36,7 +36,7 @@ from alpa_lite.strategy import Rule
 
 @dataclass(frozen=True)
 class Price:
-    """What an operation costs a device per step, all trips of its loops together.
+    """The cost of an operation per device and step, all trips of its loops together.
 
     Attributes:
       flops, bytes: seconds that its FLOPs take at the rate that they reach, and that its bytes take.
@@ -105,7 +105,7 @@ class Prices:
         return total
 
     def links(self, items: Iterable[Instruction]) -> Iterator[tuple[Op | None, float, float]]:
-        """What waits for each of `collectives`, an operation or an output, with seconds of latency and on links."""
+        """Yields the op that waits for each of `collectives` (None: an output), its seconds of latency and on links."""
         for found, move, op in self._communicated(items):
             yield op, *self.waiting(found, move)
 

@@ -1,4 +1,4 @@
-"""What each device does in a step, as data: instructions over registers, and what they communicate.
+"""The program of each device in a step, as data: instructions over registers, and their communication.
 
 `lowering.lowering.lower` makes a `LocalProgram`, `lowering.emission.emit` makes it a function of global arrays, and
 `collectives` reads the plan's list off it, so that what the plan lists is what is emitted.
@@ -77,7 +77,7 @@ Instruction = Compute | Reshard | Loop | Outside
 
 @dataclass(frozen=True, eq=False)
 class LocalProgram:
-    """What each device does in a step.
+    """The program of each device in a step.
 
     Attributes:
       body: its inputs are the flat arguments and constants, in `inputs` layouts; its outputs are in `outputs` layouts.
@@ -167,7 +167,7 @@ def in_mesh_order(axes: Axes, mesh: LogicalMesh) -> Axes:
 
 
 def where_of(op: Op | None) -> str:
-    """The source line of what uses a value; None is an output of the step."""
+    """The source line of the op that uses a value; None is an output of the step."""
     return _jax.where(op.source) if op is not None else "output"
 
 

@@ -1,7 +1,7 @@
-"""Runs of instructions that repeat, so that what looks at a program looks at each distinct run once.
+"""Runs of instructions that repeat, so that readers of a program process each distinct run once.
 
 The instructions of an unrolled model repeat with the layers. Two runs are equal if instruction by instruction they do
-the same (operation, local form, layouts, steps) and are wired in the same way: every operand is the same
+the same (operation, local form, layouts, steps) and are wired alike: every operand is the same
 result within the run, or the same one of its inputs, and the same results leave it. Equal runs are one function, called
 several times. Which number a literal of an elementwise operation is does not matter, as each layer folds its own into
 the key of its dropout: where equal runs have several, the function takes it as one more input.
@@ -134,8 +134,8 @@ def _tokens(instructions: Sequence[Instruction], traced: Traced) -> np.ndarray:
 def _cuts(tokens: np.ndarray) -> list[int]:
     """Where runs begin, and the end.
 
-    What repeats whole is cut first, then what repeats but for a few instructions, such as layers each of which reads a
-    row of its own of one array: the parts between those.
+    Whole repeats are cut first, then repeats but for a few instructions, such as layers each of which reads a row of
+    its own of one array: the parts between those.
     """
     cuts = {0, len(tokens)}
     free = np.ones(len(tokens), dtype=bool)

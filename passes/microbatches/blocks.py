@@ -280,7 +280,7 @@ class Scope:
         if params is not None and not role.scale:
             self.ops.append(self.builder.moved(op, operands, self._define(op, role), params))
             return
-        # What is added to is taken in one micro-batch alone, whatever examples that has.
+        # The operand that a scatter adds to is taken in one micro-batch alone, whatever examples that has.
         once = op.name in primitives.SCATTER_ADDITIONS and role.operands[0].kind != "sliced"
         kind = None
         if op.name in primitives.DRAWS:  # many operations, the same in every layer
@@ -360,14 +360,14 @@ class Scope:
 
 
 class Nested(Scope):
-    """A body of control flow inside of the loop. What it reads from outside comes in as it is asked for."""
+    """A body of control flow inside of the loop. Values that it reads from outside become inputs on request."""
 
     def __init__(self, parent: Scope, block: Block, atoms: Sequence[Atom], kinds: Sequence[str]):
         super().__init__(parent.builder, parent)
         self._ports = {v: (a, k) for v, a, k in zip(block.inputs, atoms, kinds, strict=True) if k != "carry"}
 
     def carry(self, inputs: Sequence[int], states: Sequence[State]) -> list[int]:
-        """New inputs for what the loop carries."""
+        """Creates new inputs for the values that the loop carries."""
         out = []
         for value, state in zip(inputs, states, strict=True):
             out.append(self.builder.new_part(value, state))

@@ -1,4 +1,4 @@
-"""What the whole step would cost with another strategy: a decision's alternatives, weighed against the choice.
+"""Alternatives of each decision, weighed against the choice: the cost of the whole step with another strategy.
 
 For strategy s of node i let best(i, s) be the seconds of the best plan that takes s. Solving again for each would cost
 hundreds of integer programs. Two numbers enclose it instead, and where they meet both are best(i, s):
@@ -121,7 +121,7 @@ class _Answers:
             self.bound, self.bounds = _bounds(problem, offset, sweeps)
 
     def plan(self, node: int, strategy: int) -> Changes | None:
-        """A plan in which a node takes a strategy and no other wants to move; None if it holds what is forbidden."""
+        """Returns a plan where a node takes a strategy and no other gains by moving; None if its cost is infinite."""
         forced = changed_choice(self._chosen, {node: strategy})
         after = self._descent.run(forced, self._descent.neighbours(node), _VISITS, fixed=node).tolist()
         plan = {i: s for i, (s, before) in enumerate(zip(after, self._chosen, strict=True)) if s != before}

@@ -46,7 +46,7 @@ TEXTBOOK: Mapping[str, Method] = {
 
 @dataclass(frozen=True, eq=False)
 class Comparing:
-    """What comparing needs of a step. Called, it evaluates every method.
+    """A planned step, ready to be compared with textbook methods. A call evaluates every method.
 
     Attributes:
       traced, rules: the step as one mesh runs it.
@@ -110,10 +110,10 @@ def _gib(size: float) -> str:
 
 
 def of(traced: Traced, rules: Mapping[Any, Rule], staged: Staged, cluster: Cluster, budget: float) -> Comparing:
-    """What evaluates textbook methods beside a planned step.
+    """Returns the comparison of a planned step with textbook methods.
 
     Args:
-      traced, rules: the user's step, which beside a pipeline is compared as it is.
+      traced, rules: the user's step, which is compared as it is when the plan is a pipeline.
       budget: bytes per device.
     """
     if staged.program.schedule != "none":
@@ -124,7 +124,7 @@ def of(traced: Traced, rules: Mapping[Any, Rule], staged: Staged, cluster: Clust
 
 
 def beside(staged: Staged, name: str, other: Staged | Comparison | str) -> Staged:
-    """The same with what was weighed against it for its plan: another way to run the step, or why there is none."""
+    """Returns the plan with a rejected configuration added to its verdict: its figures, or why there is none."""
     if isinstance(other, str):
         compared = Comparison(name, reason=other)
     elif isinstance(other, Comparison):

@@ -1,4 +1,4 @@
-"""What was decided of each operation and argument of a stage, under names that people know."""
+"""The decisions on each operation and argument of a stage, under readable names."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def transfer_seconds(found: MeshSolution) -> list[tuple[int, np.ndarray]]:
 
 
 def fixed_of(grouping: Grouping, found: MeshSolution, arguments: int) -> tuple[Fixed, ...]:
-    """What operations and constants do that had no choice, and those of one key of which the method treats some apart.
+    """Returns the strategies of operations without a choice, and of equal keys that the method distinguishes.
 
     Args:
-      arguments: their number; where they lie is recorded with them.
+      arguments: their number; their layouts are recorded with them.
     """
     if found.mesh.size == 1:
         return ()
@@ -100,7 +100,7 @@ def _renamed(
 def _named(
     traced: Traced, grouping: Grouping, node: Node, paths: Mapping[int, str]
 ) -> tuple[str, str, tuple[str, ...]]:
-    """What a decision is called, where it is, and the paths of the arguments that it decides."""
+    """Returns the name of a decision, its source location, and the paths of the arguments that it decides."""
     group = grouping.groups[node.group]
     own = tuple(paths[m] for m in node.members if m in paths)
     first = grouping.ops[group.ops[0]] if group.ops and group.index not in paths else None

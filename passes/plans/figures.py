@@ -1,4 +1,4 @@
-"""What a planned stage does, for reports: what each mesh axis is for, what is held, and where compute seconds go."""
+"""Figures of a planned stage for reports: the use of each mesh axis, the bytes held, and the seconds of computing."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class _Spent:
 
 
 def spending(planned: PlannedStage) -> tuple[Spending, ...]:
-    """What a stage's operations take, by place, primitive and what bounds their computing, in program order.
+    """Returns the seconds of a stage's operations by place, primitive and limiting resource, in program order.
 
-    Reading the arguments, and collectives of results, belong to no operation and come last.
+    Reads of the arguments, and collectives of results, belong to no operation and come last.
     """
     found: dict[tuple[str, str, bool], _Spent] = {}
     places: dict[tuple[Any, str], str] = {}  # reading a traceback costs more than everything else here
@@ -138,10 +138,10 @@ def examples(traced: Traced) -> int:
 
 
 def axis_uses(planned: PlannedStage, examples: int) -> tuple[AxisUse, ...]:
-    """What each axis of a stage's mesh is for.
+    """Returns the use of each axis of a stage's mesh.
 
     Args:
-      examples: of a micro-batch. Of what other stages send, the first dim of this size is taken for the batch's.
+      examples: of a micro-batch. In values from other stages, the first dim of this size is taken as the batch dim.
     """
     traced, grouping, found = planned.graph.traced, planned.grouping, planned.found
     names = _Names(planned, examples)
@@ -183,7 +183,7 @@ def _sharded(planned: PlannedStage) -> dict[str, dict[str, float]]:
 
 
 class _Names:
-    """What a factor of a group is in the user's words, by the dims of arguments that it is connected with."""
+    """Names of a group's factors in the user's words, by the dims of arguments that they are connected with."""
 
     def __init__(self, planned: PlannedStage, examples: int) -> None:
         traced, grouping, rules = planned.graph.traced, planned.grouping, planned.rules
@@ -212,7 +212,7 @@ class _Names:
         self.named.update((self._at(*factor), "data") for factor in data)
 
     def of(self, group: int, factor: int) -> str:
-        """The name of a factor; "tensor" for what no name is known of."""
+        """Returns the name of a factor; "tensor" for a factor without a known name."""
         return self.named.get(self._at(group, factor), "tensor")
 
     def _at(self, group: int, factor: int) -> int:

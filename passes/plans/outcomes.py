@@ -1,10 +1,10 @@
-"""What a whole plan consists of: its seconds by cause and its bytes, so that one can say when another would win.
+"""Seconds by cause and bytes of a whole plan, from which follows when another plan would win.
 
     seconds = compute + latency + bandwidth            communication = latency + bandwidth
-    seconds = growing + fixed                          growing: what is proportional to the batch
+    seconds = growing + fixed                          growing: the part proportional to the batch
 
-Latency is what remains of communication with unlimited links. What grows with the batch, to first order, are the
-operations with a dim that the batch's leading dim flows into, and the bytes of the values that have such a dim; the
+Latency is the communication that remains with unlimited links. To first order, the parts that grow with the batch are
+the operations with a dim that the batch's leading dim flows into, and the bytes of the values that have such a dim; the
 dims are found by following values from the batch arguments through the groups that use them (`growing_factors`).
 
 A plan differs from the chosen one in a few nodes, so only those and the transfers around them are summed again.

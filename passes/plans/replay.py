@@ -111,10 +111,10 @@ def check_layers(plan: Plan, found: int) -> None:
 
 
 def remat_of(plan: Plan) -> tuple[Remat, ...]:
-    """What each stage computes again.
+    """Returns the rematerialisation of each stage.
 
     Raises:
-      PlanError: this version does not know it.
+      PlanError: this version does not support it.
     """
     out = []
     for name in plan.division.remat:
@@ -153,12 +153,12 @@ def _check_arguments(traced: Traced, stage: Stage, here: Mapping[str, str]) -> N
 
 @dataclass(frozen=True, eq=False)
 class _Recorded(Operations):
-    """What a plan says of operations.
+    """The operations' strategies that a plan records.
 
     Attributes:
-      fixed: group -> the number and the strategy of what the method fixed.
-      decided: key -> the strategy that was chosen of several.
-      axes: of the mesh, those of more than one device.
+      fixed: group -> the number and the strategy that the method fixed.
+      decided: key -> the strategy that was chosen among several.
+      axes: the mesh axes of more than one device.
     """
 
     fixed: Mapping[int, tuple[int, Strategy]]
@@ -166,7 +166,7 @@ class _Recorded(Operations):
     axes: frozenset[str]
 
     def wanted(self, group: Group) -> Strategy | None:
-        """What the plan says of a group; None if nothing."""
+        """Returns the recorded strategy of a group; None if there is none."""
         return self.fixed[group.index][1] if group.index in self.fixed else self.decided.get(group.color)
 
     def key(self, group: Group) -> int:

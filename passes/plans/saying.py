@@ -1,4 +1,4 @@
-"""What became of everything that the user said of shardings: one note for each kind, read off the planned stages."""
+"""Notes on the user's shardings: one for each kind, read from the planned stages, with the reason if it is not met."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MOST = 12
 
 
 def heeded(staged: Staged, wishes: Wishes) -> tuple[str, ...]:
-    """A note for what the step's own constraints fix, and what annotations and arrays fix, or why they do not.
+    """Returns notes on the step's own constraints, and on annotations and arrays: heeded, or the reason why not.
 
-    What `Manual` fixes is the method of the plan, and needs no note.
+    Entries of `Manual` are the method of the plan, and need no note.
     """
     found: Counter[tuple[str, str]] = Counter()
     first: dict[tuple[str, str], str] = {}
@@ -54,7 +54,7 @@ def _of_values(stage: PlannedStage) -> Iterator[tuple[str, str]]:
 
 
 def _of_arguments(stage: PlannedStage, wishes: Wishes) -> Iterator[tuple[str, str, str]]:
-    """(Path, what is said, why it is not heeded or nothing) of annotated arguments."""
+    """Yields (path, the user's constraint, the reason why it is not heeded or "") of each annotated argument."""
     traced, mesh = stage.graph.traced, stage.program.mesh
     inputs = zip(traced.arguments, stage.program.inputs, traced.graph.block.inputs, strict=False)
     for argument, layout, value in inputs:
@@ -68,7 +68,7 @@ def _of_arguments(stage: PlannedStage, wishes: Wishes) -> Iterator[tuple[str, st
 
 
 def fulfils(layout: Layout, wish: Wish, mesh: LogicalMesh) -> bool:
-    """Whether a layout does what is said of it."""
+    """Returns whether a layout has the axes that a constraint requires."""
     real = [None if axes is None else tuple(a for a in axes if mesh.axis_size(a) > 1) for axes in wish.dims]
     return all(axes is None or axes == have for axes, have in zip(real, layout.dims, strict=False))
 

@@ -1,4 +1,4 @@
-"""What attention that writes its scores to memory takes, and what a fused kernel would take in its place.
+"""Cost of attention that writes its scores to memory, next to that of a fused kernel in its place.
 
 Scores are the result of a product over pairs of a query and a key that becomes, element by element and by a softmax, an
 operand of another product. Everything that reads or writes a value of that shape is taken to be a part of attention,

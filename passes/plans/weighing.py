@@ -34,7 +34,7 @@ _KEPT_OF_OTHERS = 2  # elementwise operations follow their neighbours
 
 @dataclass(frozen=True, eq=False)
 class Weighing:
-    """What weighing the alternatives needs of a planned step. Called with a plan's stages, it adds them.
+    """Decided stages, ready for weighing alternatives. A call with a plan's stages adds the alternatives to them.
 
     Attributes:
       stages: as they were planned. budget: bytes per device.
@@ -57,7 +57,7 @@ class Weighing:
 
 
 def of(staged: Staged, budget: float) -> Weighing:
-    """What weighs the alternatives of a planned step, within `budget` bytes per device."""
+    """Returns the weighing of a planned step's alternatives, within `budget` bytes per device."""
     return Weighing(
         tuple(DecidedStage(one.graph, one.rules, one.grouping, one.found, one.cluster) for one in staged.stages), budget
     )
@@ -111,7 +111,7 @@ def _alternatives(
 
 
 class _Layouts:
-    """What the strategies of a group mean for its tensors."""
+    """Layouts and bytes of a group's tensors under its strategies."""
 
     def __init__(self, traced: Traced, grouping: Grouping, mesh: LogicalMesh) -> None:
         self._traced, self._grouping, self._mesh = traced, grouping, mesh

@@ -126,7 +126,7 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annot
 
 
 def _overlapped(stages: Sequence[PlannedStage], cluster: Cluster) -> list[str]:
-    """What hides behind computing, what that counts on and what it takes, where plans count on it."""
+    """Returns notes on overlap with computing: its collectives, scheduler and memory; none where overlap is off."""
     if not cluster.overlap:
         return []
     if not cluster.overlaps:
@@ -144,13 +144,13 @@ def _overlapped(stages: Sequence[PlannedStage], cluster: Cluster) -> list[str]:
 
 
 def _scheduler(cluster: Cluster) -> str:
-    """What is to schedule collectives beside computing."""
+    """Names the scheduler that runs collectives concurrently with computing."""
     options = ", ".join(f"{name}={value}" for name, value in cluster.compiler_options.items())
     return f"XLA, which is asked by {options}," if options else "XLA, by itself on this platform,"
 
 
 def _measured(cluster: Cluster) -> list[str]:
-    """What of the prices was measured, if anything was; where nothing was, all are the preset's."""
+    """Returns a note that names the measured prices; none where all prices are the preset's."""
     if not cluster.measured:
         return []
     return [f"prices measured on the devices: {', '.join(cluster.measured)}; all other prices are those of the preset"]
@@ -217,7 +217,7 @@ def _stage(
 
 
 def _transfers(program: Program) -> list[tuple[Collective, float]]:
-    """What goes between submeshes, equal transfers joined. Bytes are those of one device of the receiver."""
+    """Returns the transfers between submeshes with seconds, equal ones joined. Bytes are per receiving device."""
     found: dict[tuple[tuple[int, int], int, str], list[float]] = {}
     for transfer in program.transfers:
         size = sum(program.buffers[b].bytes for b in transfer.received)
@@ -233,7 +233,7 @@ def _transfers(program: Program) -> list[tuple[Collective, float]]:
 
 
 def _whole_ingredients(staged: Staged, stages: Sequence[Stage], cluster: Cluster) -> dict[str, str]:
-    """What the plan belongs to: the ingredients of its stages, how the step was divided, and JAX's settings."""
+    """Returns the ingredients of a whole plan: those of its stages, the division of the step, and JAX's settings."""
     program = staged.program
     divided = zip(staged.first_layers, staged.written.mesh_of, staged.remat, strict=True)
     out = {
@@ -263,7 +263,7 @@ def _signature(traced: Traced) -> list[str]:
 def ingredients(
     traced: Traced, grouping: Grouping, cluster: Cluster, mesh: LogicalMesh, communication: str
 ) -> dict[str, str]:  # fmt: skip
-    """What a stage belongs to. Two programs are the same if they have the same groups, each as often."""
+    """Returns the ingredients of a stage. Two programs are the same if they have the same groups, each as often."""
     colors = sorted(f"{color} {len(members)}" for color, members in grouping.classes.items())
     return {
         "program": _digest(colors),
@@ -276,7 +276,7 @@ def ingredients(
 
 
 def fingerprint(parts: Mapping[str, str]) -> str:
-    """A hash of what a plan belongs to, the JAX version left out: another version may trace the same program."""
+    """Returns a hash of a plan's ingredients without the JAX version: another version may trace the same program."""
     return _digest([f"{k}={v}" for k, v in sorted(parts.items()) if k != "jax"])
 
 

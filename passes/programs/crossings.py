@@ -1,4 +1,4 @@
-"""What transfers between processes need in memory beyond the arrays that they move.
+"""Memory that transfers between processes need beyond the arrays that they move.
 
 Such a transfer is one program over the devices of both submeshes (`runtime.transfer_multihost`), in which every device
 gives a block and gets one. A device of the destination, which sends nothing, gives a block of zeros as large as one at
@@ -6,10 +6,10 @@ the source; these are made once, shared by all transfers of such blocks, and sta
 receives nothing, gets a block as large as one that lands; it is dropped as soon as the program has run. With g the
 bytes of a block at the source and l those of one that lands, a device thus needs
 
-    sum of g over the distinct blocks of what it receives                         always
+    sum of g over the distinct blocks that it receives                            always
     max over its sends of (sum of l over the arrays of the send)                  while it sends
 
-Which submeshes are of one process is `Cluster.controller`'s answer: within one, blocks move singly, without either.
+`Cluster.controller` determines which submeshes belong to one process: within one, blocks move singly, without either.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a message between two devices occupies, and how long a set of messages takes.
+"""Resources that a message between two devices occupies, and the time that a set of messages takes.
 
 A message from device s to device d occupies *resources*: the port by which s sends, the port by which d receives, and,
 between nodes, the uplinks of both nodes, which all devices of a node share. On a torus it occupies every link of the
-way that goes dim by dim, the shorter way round a ring. A resource is busy for the sum of what its messages need,
+route that goes dim by dim, in the shorter direction round a ring. A resource is busy for the sum over its messages of
 
     seconds of message m on resource r  =  bytes of m / bandwidth of r  (+ the latency of m, on the ports)
 
@@ -25,7 +25,7 @@ Route = tuple[tuple[Resource, float, float], ...]
 
 @functools.lru_cache(maxsize=200_000)
 def route(cluster: Cluster, source: int, destination: int) -> Route:
-    """What a message between two devices, by number, occupies. Nothing where they are the same.
+    """Returns the resources that a message between two devices, by number, occupies; none where they are the same.
 
     Raises:
       ValueError: a device is not in the cluster.

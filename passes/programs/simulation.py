@@ -107,7 +107,7 @@ def run_event(program: Program, run: Run, start: float, end: float) -> Event:
 
 
 def transfer_event(program: Program, number: int, makers: dict[int, Executable], start: float, end: float) -> Event:
-    """The event of a transfer, named after what made its first buffer; `makers` is `producers(program)`."""
+    """Returns the event of a transfer, named after the task of its first buffer; `makers` is `producers(program)`."""
     transfer = program.transfers[number]
     maker = makers.get(transfer.sent[0]) if transfer.sent else None
     part = f" {transfer.microbatch}" if transfer.microbatch >= 0 else ""

@@ -202,15 +202,15 @@ def donating(staged: Staged, arguments: Collection[int]) -> Staged:
 
 
 def notes(staged: Staged) -> tuple[str, ...]:
-    """What a plan says of devices that are left over."""
+    """Returns a plan's notes on idle devices."""
     return (staged.verdict.idle_devices,) if staged.verdict.idle_devices else ()
 
 
 def estimated_bytes(stages: Sequence[PlannedStage], mesh_of: Sequence[int], schedule: Schedule) -> list[float]:
-    """For each submesh the bytes per device that its stages will need: as in `Staged.bytes`, without a program.
+    """Estimates the bytes per device of each submesh that its stages need: as in `Staged.bytes`, without a program.
 
-    What waits to be sent is left out. Where the backward pass is split, a micro-batch is counted with the larger of
-    what its backward task and its weight task read.
+    Buffers that wait to be sent are left out. Where the backward pass is split, a micro-batch counts with the larger of
+    the bytes that its backward task and its weight task read.
     """
     flying = schedules.in_flight(schedule)
     fixed, each, most = ([0.0] * len(flying) for _ in range(3))

@@ -1,4 +1,4 @@
-"""What a planned pipeline in slices of the sequence says of the seconds of a slice."""
+"""Predicted seconds of slices in a planned pipeline over slices of the sequence."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alpa_lite.program import Program, Run, Send
 
 
 def samples(program: Program, lengths: Sequence[int]) -> tuple[Sample, ...]:
-    """What a planned pipeline in slices of these lengths says: one sample for each stage and slice."""
+    """Returns the samples of a planned pipeline in slices of these lengths: one for each stage and slice."""
     seconds: dict[tuple[int, int], float] = defaultdict(float)
     sent: dict[tuple[int, int], float] = defaultdict(float)
     for executable in program.executables:

@@ -51,11 +51,11 @@ _PLANNED = 4
 
 @dataclass(frozen=True)
 class Piece:
-    """What one device sends to another of an array.
+    """A piece of an array that one device sends to another.
 
     Attributes:
-      source, destination: numbers of devices in the cluster. The same where the piece is there already.
-      ranges: which part of the global array.
+      source, destination: numbers of devices in the cluster; equal where the piece is already in place.
+      ranges: the part of the global array.
       bytes: its size.
     """
 
@@ -188,7 +188,7 @@ def price(
 
 @dataclass(frozen=True)
 class _Array:
-    """What is to go where: the arguments of `plan_transfer`."""
+    """An array with its source and destination layouts: the arguments of `plan_transfer`."""
 
     shape: tuple[int, ...]
     dtype: Any

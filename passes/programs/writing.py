@@ -164,7 +164,7 @@ class _Writer:
     # -- buffers --------------------------------------------------------------------------------------------------
 
     def _kind(self, mesh: int, kind: tuple) -> Buffer:
-        """What all buffers of a shape, dtype and layout on a submesh have in common."""
+        """Returns the template of all buffers of a shape, dtype and layout on a submesh."""
         if (mesh, kind) not in self.kinds:
             shape, dtype, layout = kind
             self.kinds[mesh, kind] = buffer(mesh, self.submeshes[mesh], layout, shape, dtype)
@@ -298,7 +298,7 @@ class _Writer:
         self.lists[self.mesh_of[stage]].append(run)
 
     def _call(self, stage: int, position: int) -> _Call:
-        """What a segment takes and gives."""
+        """Returns the inputs and outputs of a segment."""
         key = stage, position
         if key not in self.calls:
             parts, mesh = self.stages[stage], self.mesh_of[stage]
@@ -314,9 +314,9 @@ class _Writer:
         return self.calls[key]
 
     def _tables(self, stage: int, microbatch: int) -> Mapping[str, dict[int, int]]:
-        """Where what a stage reads and makes for a micro-batch is: kind of wire -> its number -> buffer.
+        """Returns the locations of a stage's values for a micro-batch: kind of wire -> its number -> buffer.
 
-        What all micro-batches share is in the same table for all: of the top level, accumulators and literals.
+        Values that all micro-batches share are in the same table for all: of the top level, accumulators and literals.
         """
         key = stage, microbatch
         if key not in self.tables:
@@ -365,7 +365,7 @@ class _Writer:
         waiting: dict[tuple[int, int, int], int] = {}  # what the next task of a submesh lacks -> the submesh
 
         def look(mesh: int) -> None:
-            """Finds out when the next task of a submesh starts, or what it waits for."""
+            """Finds out when the next task of a submesh starts, or which value it waits for."""
             if positions[mesh] == len(lists[mesh]):
                 return
             task = lists[mesh][positions[mesh]]
@@ -410,7 +410,7 @@ class _Writer:
     def _send_crossing(
         self, task: Task, readers: dict[int, list[tuple[int, str, int]]], end: float
     ) -> list[tuple[int, int, int]]:
-        """Sends what a task that ends at `end` made for other stages, together what is first read by the same task.
+        """Sends the outputs of a task that ends at `end` to other stages, those first read by one task in one transfer.
 
         Returns the keys of `arrival` that this sets.
         """

@@ -36,7 +36,7 @@ _RANKS: Mapping[Choice, int] = {"none": 0, "selective": 1, "layer": 2}
 
 @dataclass(frozen=True)
 class ExecutionConfig:
-    """A number of micro-batches, and what the backward pass computes again."""
+    """A number of micro-batches, and the rematerialisation of the backward pass."""
 
     microbatches: int = 1
     remat: Remat = NOTHING

@@ -159,7 +159,7 @@ class OneMeshSearch:
         return max(self.bound_of_all(config), min(known, default=unknown))
 
     def overflow(self, config: ExecutionConfig) -> float:
-        """By what factor a configuration's bytes exceed the budget at least, as far as that is known; else 1."""
+        """Returns the least factor by which a configuration's bytes exceed the budget, as far as known; else 1."""
         record = self.records.get(config)
         return 1.0 if record is None else max(1.0, record.least / self.request.budget)
 
@@ -223,7 +223,7 @@ class OneMeshSearch:
         self, config: ExecutionConfig, name: str, mesh: LogicalMesh, status: str, seconds: float | None = None,
         size: int | None = None,
     ) -> None:  # fmt: skip
-        """Lists what came of a mesh shape or method, unless it has a plan already that is faster."""
+        """Lists the result of a mesh shape or method, unless a faster plan is already listed for it."""
         rows, key = self.record(config).rows, (name, mesh.shape)
         before = rows.get(key)
         if before is None or before.step_seconds is None or (seconds is not None and seconds < before.step_seconds):

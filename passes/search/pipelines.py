@@ -205,7 +205,7 @@ class Pipelines:
         return (2, 0)
 
     def estimate(self) -> tuple[float, float]:
-        """The bound, and what one mesh computes for with the overhead of a pipeline."""
+        """Returns the bound in seconds, and the computing of one mesh with the overhead of a pipeline."""
         computing = max(self.search.bound, self.search.computing())
         return self.search.bound, computing * (1 + EXPECTED_OVERHEAD)
 

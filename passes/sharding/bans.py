@@ -1,11 +1,12 @@
-"""Named strategies that a user forbids, as what the integer program leaves out.
+"""Strategies that a user forbids by name, as exclusions from the integer program.
 
-data parallel     a dim that hangs together with the first dim of a batch argument is cut, in any operation
+data parallel     a dim that is connected with the first dim of a batch argument is cut, in any operation
 fsdp              a parameter, or a copy of it in another form, is gathered for the operations that read it
 zero              a new parameter is gathered after its update, which was cut
 tensor parallel   a product or a gather works on blocks of a parameter
 
-Factors hang together if a value passes between them: what the batch's examples become, micro-batches included.
+Factors are connected if a value passes between them: those of the batch are all dims that its examples become,
+micro-batches included.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from alpa_lite.passes.sharding.kinds import parameter_of, state_kinds
 
 @dataclass(frozen=True)
 class Bans:
-    """What is left out.
+    """Exclusions from the integer program of a step.
 
     Attributes:
       factors: group -> those of its factors that must not be cut.
@@ -38,7 +39,7 @@ NO_BANS = Bans()
 
 
 def bans(traced: Traced, grouping: Grouping, forbidden: Collection[str]) -> Bans:
-    """What forbidding some of `STRATEGIES` leaves out of the program of a step."""
+    """Returns the exclusions from the program of a step that follow from forbidding some of `STRATEGIES`."""
     assert set(forbidden) <= set(STRATEGIES)
     if not forbidden:
         return NO_BANS

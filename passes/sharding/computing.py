@@ -29,14 +29,14 @@ from alpa_lite.strategy import Rule
 
 @dataclass(eq=False)
 class _Work:
-    """What a group does.
+    """The work of a group.
 
     Attributes:
       flops: of all its operations. dtype: whose peak bounds them.
       efficiency: the fraction of the peak that they reach, where it does not depend on sizes; else None.
       starts: kernels.
-      moved: dims in the group's factors -> bytes of what has these dims.
-      made: values and bytes of what is laid out as `produced` says.
+      moved: dims in the group's factors -> bytes of the tensors with these dims.
+      made: values and bytes of the tensors in the layouts of `produced`.
     """
 
     flops: float = 0.0
@@ -102,7 +102,7 @@ class Computing:
         return np.array([found.flops / choices.cuts * rate, moved * byte, starts])
 
     def work(self, group: Group) -> _Work:
-        """What a group does, whatever its strategy."""
+        """Returns the work of a group, which is the same for all strategies."""
         out = _Work()
         for number, factors in zip(group.ops, group.op_factors, strict=True):
             op, moved = self.shared.grouping.ops[number], self.shared.moved[number]
@@ -133,7 +133,7 @@ class Computing:
         return out
 
     def efficiencies(self, group: Group, choices: Choices, found: _Work) -> Sequence[float | None]:
-        """The share of the peak that a product reaches at its local sizes, by strategy; None for what is none there."""
+        """Returns the share of the peak that operations reach, by strategy (at a product's local sizes); or None."""
         op = self.shared.grouping.ops[group.ops[0]] if group.kind == "heavy" else None
         if op is None or op.name not in PRODUCTS:
             return [found.efficiency] * (len(choices.strategies) if op else 1)

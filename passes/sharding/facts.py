@@ -1,4 +1,4 @@
-"""What methods ask of a grouped step, each fact worked out once for all methods and meshes."""
+"""Facts of a grouped step that methods use, each computed once for all methods and meshes."""
 
 from __future__ import annotations
 

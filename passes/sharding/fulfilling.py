@@ -1,4 +1,4 @@
-"""Whether a mesh can do what a user says of a tensor, and the layouts that do it."""
+"""Feasibility of a user's constraint on a tensor on one mesh, and the layouts that meet it."""
 
 from __future__ import annotations
 

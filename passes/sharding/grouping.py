@@ -77,7 +77,7 @@ def is_lazy_source(op: Op, values: Sequence[Value]) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """What of an operation its key says, so that it is worked out once for all operations of one key.
+    """The properties that an operation's key determines, computed once for all operations of one key.
 
     Attributes:
       rule: its rule.
@@ -273,7 +273,7 @@ class _Builder:
     def want(
         self, atom: Atom, index: int, dims: Dims, trips: int, op: int = -1, operand: int = -1, likeness: str = ""
     ) -> None:
-        """Records a demand; on a lazy value, the demands on what it is made from."""
+        """Records a demand; on a lazy value, the demands on its sources."""
         if isinstance(atom, Lit):
             return
         if index == 0:
@@ -296,7 +296,7 @@ class _Builder:
     # -- straight-line operations ---------------------------------------------------------------------------------
 
     def form(self, op: Op, rule: Rule) -> _Form:
-        """What the key of an operation says; `rule` is always the same for a key."""
+        """Returns the properties that an operation's key determines; `rule` is always the same for a key."""
         found = self.forms.get(op.key)
         if found is None:
             found = self.forms[op.key] = _form(op, rule, self.values)
@@ -426,7 +426,7 @@ class _Builder:
                 draft.name = op.name if len(draft.ops) == 1 else draft.name
 
     def lazy_signature(self, atom: int) -> Any:
-        """What a lazy value is made by; None for one that is not lazy."""
+        """Returns the signature of a lazy value's computation; None for a value that is not lazy."""
         made = self.lazy.get(atom)
         if made is None:
             return None
@@ -462,7 +462,7 @@ def _opaque(op: Op, values: Sequence[Value]) -> Rule:
 
 
 def _form(op: Op, rule: Rule, values: Sequence[Value]) -> _Form:
-    """What an operation and its rule say."""
+    """Returns the properties that an operation and its rule determine."""
     light = _is_light(rule, op)
     lazy: Literal["", "always", "as operands"] = ""
     if len(op.results) == 1 and all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims):

@@ -23,16 +23,16 @@ from alpa_lite.passes.sharding.space import Space
 from alpa_lite.strategy import StrategyGraph
 
 SHARE = 0.1
-"""Of the price of what may hide, in the program that counts on it."""
+"""The share of its price at which hideable communication enters the program that counts on hiding it."""
 
 _FORMS = primitives.LINEAR_CHAIN | primitives.ADDITIONS | {"concatenate", "stack", "pad", "dynamic_update_slice"}
 
 
 class Hiding:
-    """What of the values of a step may be communicated while a device computes.
+    """The values of a step that may be communicated while a device computes.
 
     Args:
-      hides: the kinds of collectives that the compiler runs beside computing.
+      hides: the kinds of collectives that the compiler runs concurrently with computing.
     """
 
     def __init__(self, traced: Traced, hides: frozenset[str]) -> None:
@@ -56,7 +56,7 @@ class Hiding:
         return self._sums and value in self._reverse and self._waits(value)
 
     def cheaper(self, space: Space) -> StrategyGraph:
-        """The program of a mesh with what may hide at `SHARE` of its price."""
+        """Returns the program of a mesh with hideable transfers at `SHARE` of their price."""
         transfers = (
             replace(transfer, cost=SHARE * transfer.cost)
             if self.is_weight(move.value) or self.is_gradient(move.value)
@@ -101,7 +101,7 @@ class Hiding:
         return self._waiting[value]
 
     def _taken(self, value: int) -> list[int]:
-        """What a value is called where a body hands it on, or a loop takes it."""
+        """Returns the numbers of a value where a body hands it on, or a loop takes it; -1 where they are unknown."""
         inner = [
             inside
             for op in self._readers.get(value, ())

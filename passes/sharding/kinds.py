@@ -1,12 +1,12 @@
-"""What the values of a step are for: parameters, gradients, optimizer state, and the rest, which are activations.
+"""Roles of the values of a step: parameters, gradients, optimizer state, and the rest, which are activations.
 
-The roles of arguments (`graph.Argument`) say what is state. Of state, *parameters* are what a derivative is taken
-around: JAX marks the operations of a differentiated function in their name stacks (`_jax.derivative`), and state that
-such an operation reads, directly or by way of others, is a parameter. New state is a border: what is read of it counts
-for the state that it replaces, so that the moments of one network are no parameters where another network's loss reads
-the first one's new weights. State that only new state is made of (moments, counters, averages) belongs to the
-optimizer. Where a step has no marks, state that influences a result which is no state (the loss) is a parameter, and if
-there is no such result, all state of floats is.
+The roles of arguments (`graph.Argument`) identify state. *Parameters* are the state around which a derivative is
+taken: JAX marks the operations of a differentiated function in their name stacks (`_jax.derivative`), and state that
+such an operation reads, directly or through others, is a parameter. New state is a border: reads of it count for the
+state that it replaces, so that the moments of one network are not parameters where another network's loss reads the
+first one's new weights. State that only new state is made of (moments, counters, averages) belongs to the optimizer.
+Where a step has no marks, state that influences a result that is not state (the loss) is a parameter, and if there is
+no such result, all state of floats is.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _is_marked(op: Op) -> bool:
 
 
 def _follow(ops: Iterable[Op], needed: set[int], borders: Mapping[int, object]) -> None:
-    """Adds to `needed` what makes it, and what marked operations read; what makes a border is left out."""
+    """Adds to `needed` the inputs of its makers and of marked operations; makers of a border are left out."""
     for op in reversed(list(ops)):
         inside = any(v in needed and v not in borders for v in op.results)
         if inside or (_is_marked(op) and not any(v in borders for v in op.results)):
@@ -172,7 +172,7 @@ def _in_order(block: Block, found: dict[int, int]) -> Iterator[Op]:
 
 
 def _hand_on(pairs: Iterable[tuple[Atom, int]], found: dict[int, int]) -> None:
-    """Adds what some values are handed on as."""
+    """Adds the values as which those in `found` are handed on."""
     for old, new in pairs:
         if isinstance(old, int) and old in found:
             found[new] = found[old]

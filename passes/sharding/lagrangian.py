@@ -1,7 +1,8 @@
-"""Searches mesh shapes at a price of memory, for what shares its budget with others: layers, and stages of a pipeline.
+"""Searches mesh shapes at a price of memory, for programs that share a budget: layers, and stages of a pipeline.
 
-What a stage may fill depends on how many micro-batches are in flight, on what its neighbours send, and on what runs
-in addition; no separate budget says that. So in place of a budget memory has a price (Lagrange), and the program is
+The bytes that a stage may fill depend on how many micro-batches are in flight, on the values that its neighbours send,
+and on other work that runs meanwhile; no separate budget expresses that. So in place of a budget memory has a price
+(Lagrange), and the program is
 
     minimise  seconds + price * bytes, averaged over the program's points.
 
@@ -165,7 +166,7 @@ def _solve_roughly(
 
 
 def _solved(problems: Mapping[int, Known], price: float, *, gap: float, max_work: int) -> dict[int, Solution]:
-    """The best choices at a price in seconds per byte; objectives include what memory costs."""
+    """Returns the best choices at a price in seconds per byte; objectives include the price of memory."""
     out = {}
     for i, known in problems.items():
         points = len(known.problem.base)

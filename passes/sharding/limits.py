@@ -1,14 +1,14 @@
-"""What a method and its user allow: the meshes of a cluster, the layouts of arguments, and what operations may do.
+"""Constraints that a method and its user set: the meshes of a cluster, layouts of arguments, strategies of operations.
 
-Whatever is not named here is free. Of several that say something of one argument the first holds:
+Everything that is not named here is free. Where several sources constrain one argument, the first of these holds:
 
     1. pins: where the state already is (`pins.Pin`);
     2. entries of `Manual`;
-    3. textbook methods, on the arguments that they speak of;
+    3. textbook methods, on the arguments that they constrain;
     4. annotations of arguments, and arrays that arrive sharded (`pins.Wish`).
 
 Textbook methods fix operations, too (`sharding.textbook`), on those axes that `Manual` does not name. Where the state
-already lies, or `Manual` names every axis, they fix arguments alone.
+is already placed, or `Manual` names every axis, they fix arguments alone.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ Layouts = dict[int, tuple[Layout, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Limits:
-    """What is allowed on one mesh.
+    """The constraints on one mesh.
 
     Attributes:
       layouts: of groups that are not free.
-      operations: what operations may do; None if they are free.
-      gathers_again: whether parameters are gathered for the backward pass again, whatever the memory.
+      operations: the constraints on operations; None if they are free.
+      gathers_again: whether parameters are gathered for the backward pass again, regardless of memory.
     """
 
     layouts: Mapping[int, tuple[Layout, ...]] = field(default_factory=dict)
@@ -126,20 +126,20 @@ def _orders(shape: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
 
 
 Admitted = tuple[tuple[LogicalMesh, Limits], ...]
-"""Meshes, and what is allowed on each."""
+"""Meshes, each with its constraints."""
 
 
 def admitted(
     traced: Traced, grouping: Grouping, cluster: Cluster, method: Any, wishes: Wishes = NO_WISHES,
     pins: Pins = NO_PINS, max_axes: int = 3, facts: Facts | None = None,
 ) -> Admitted:  # fmt: skip
-    """The meshes of a cluster on which a method can do what is asked, and what is allowed there.
+    """Returns the meshes of a cluster on which a method can meet its constraints, with the constraints on each.
 
     Args:
-      facts: of the grouped step, to work them out once for several methods.
+      facts: of the grouped step, to compute them once for several methods.
 
     Raises:
-      OptionError: there is none; says why of the first.
+      OptionError: there is none; gives the reason of the first.
     """
     found: list[tuple[LogicalMesh, Limits]] = []
     errors: list[OptionError] = []
@@ -158,7 +158,7 @@ def limits(
     traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh, wishes: Wishes = NO_WISHES,
     pins: Pins = NO_PINS, facts: Facts | None = None,
 ) -> Limits:  # fmt: skip
-    """What is allowed on a mesh; see the module.
+    """Returns the constraints on a mesh; see the module.
 
     - DataParallel: the batch sharded over its first dim, state replicated and updated whole on every device.
     - Zero(1), Zero(2): the same with optimizer state sharded; Zero(3): parameters too.
@@ -218,7 +218,7 @@ def pinned(grouping: Grouping, pins: Pins) -> Layouts:
 
 
 def _put(out: Layouts, traced: Traced, grouping: Grouping, mesh: LogicalMesh, number: int, wishes: Wishes) -> None:
-    """Limits the group of an argument to what `Manual` gives.
+    """Limits the group of an argument to the layouts that `Manual` gives.
 
     Raises:
       OptionError: the spec does not fit the argument.
@@ -238,7 +238,7 @@ def _put(out: Layouts, traced: Traced, grouping: Grouping, mesh: LogicalMesh, nu
 def _textbook(
     facts: Facts, method: DataParallel | Zero | TensorParallel, mesh: LogicalMesh, axes: Axes, wishes: Wishes
 ) -> Layouts:
-    """What a textbook method fixes of arguments, with data parallelism over some axes. Frozen weights are parameters.
+    """Returns the argument layouts of a textbook method, data-parallel over some axes. Frozen weights are parameters.
 
     Raises:
       OptionError: the batch does not divide, or there is none that data parallelism could shard.

@@ -83,18 +83,18 @@ class MeshProgram:
 
     @property
     def regathers(self) -> bool:
-        """Whether the platform's compiler keeps apart what is gathered twice."""
+        """Whether the platform's compiler keeps repeated gathers of a value apart."""
         return self.platform not in strategies.MERGING
 
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """What solving a program came to.
+    """The result of solving a program.
 
     Attributes:
       space: the program of the solution.
-      solution: the best choice within the budget; its status says if there is none.
-      free_bound: seconds that no choice takes less of, whatever the memory.
+      solution: the best choice within the budget; its status reports if there is none.
+      free_bound: a lower bound on the seconds of every choice, regardless of memory.
       work: cells visited.
     """
 

@@ -1,9 +1,10 @@
-"""What the integer programs of one step on one mesh have in common, whatever a method allows of it.
+"""Tables that the integer programs of one step on one mesh share, for every method.
 
 A search builds several programs on a mesh: of each textbook method, of all strategies, and with state gathered again.
-They differ in which strategies the groups have, and in who is served when. What a strategy of a group is, costs and
-leads to is the same in all of them, so that it is worked out once: these are its tables, which `sharding.strategies`
-fills as it needs them. Groups whose strategies are equal share one `Choices`, by which nodes and layouts are found.
+They differ in which strategies the groups have, and in which consumers are served when. The definition, the cost and
+the layouts of a group's strategy are the same in all of them, and are computed once: these are the tables, which
+`sharding.strategies` fills as needed. Groups whose strategies are equal share one `Choices`, by which nodes and layouts
+are found.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from alpa_lite.passes.sharding.space import Node, Strategy
 
 @dataclass(frozen=True, eq=False)
 class Moves:
-    """What it costs to get tensors of one shape from some layouts to others.
+    """The costs of resharding tensors of one shape from some layouts to others.
 
     Attributes:
       joint, alpha, beta: [P, Q] as of `prices.pairs`; alpha is inf where the shape does not divide.
-      copies: (q, into how many blocks layout q cuts, [P] one where getting there costs anything, else zero), of those q
-        that cost anything.
+      copies: (q, into how many blocks layout q cuts, [P] one where resharding to it costs anything, else zero), of
+        those q that cost anything.
     """
 
     joint: np.ndarray
@@ -78,7 +79,7 @@ class MeshTables:
     def moves(
         self, shape: tuple[int, ...], nbytes: int, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]
     ) -> Moves:
-        """What it costs to get tensors of a shape and of such bytes from some layouts to others."""
+        """Returns the costs of resharding tensors of a shape and of `nbytes` bytes from some layouts to others."""
         key = shape, nbytes, produced, wanted
         found = self._moves.get(key)
         if found is None:

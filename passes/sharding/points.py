@@ -70,7 +70,7 @@ def _counts(start: np.ndarray, end: np.ndarray, kind: np.ndarray, points: np.nda
 
 
 def _change(counts: np.ndarray) -> np.ndarray:
-    """How rows differ from the first, without what does not change: that lies on every line."""
+    """Returns the differences of rows to the first one, without constant columns, which never decide."""
     change = counts - counts[:1]
     return change[:, change.any(0)]
 
@@ -118,9 +118,9 @@ def _ends(counts: np.ndarray) -> Iterator[int]:
 
 
 def _undominated(counts: np.ndarray, chunk: int, near: int = 8) -> np.ndarray:
-    """Mask of the rows that no row close by is at least.
+    """Returns a mask of the rows that no nearby row dominates by being at least as large in every column.
 
-    What is at least in every column is so in sums of columns, which few others are.
+    A dominating row is at least as large in sums of columns, too, which rules out most pairs early.
     """
     keep = np.ones(len(counts), dtype=bool)
     parts = np.add.reduceat(counts, np.arange(0, counts.shape[1], max(1, counts.shape[1] // _PARTS)), axis=1)

@@ -1,7 +1,7 @@
-"""What it costs to get a tensor from one layout to another.
+"""Costs of resharding a tensor from one layout to another.
 
-Every pair of layouts has one pair of coefficients, latency and seconds per byte of the whole tensor: whatever the
-tensor, or for each size of one where the cluster has measured collectives, whose rate depends on the payload.
+Every pair of layouts has one pair of coefficients, latency and seconds per byte of the whole tensor: the same for all
+tensors, or one for each size where the cluster has measured collectives, whose rate depends on the payload.
 """
 
 from __future__ import annotations

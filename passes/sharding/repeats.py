@@ -1,8 +1,8 @@
-"""What of one planned program runs in parts, each of which lays out anew what it reads.
+"""The parts in which one planned program runs, each of which reshards its inputs anew.
 
 One integer program plans a stage, but a schedule runs the stage in parts: forward and backward, or both once for each
-slice of the sequence. A part keeps no other layout of a parameter, of the batch, or of what it makes of these cheaply:
-a later part that wants that layout communicates again (`stages.cutting`). The program pays such a transfer once for
+slice of the sequence. A part keeps no other layout of a parameter, of the batch, or of values made cheaply of these:
+a later part that needs that layout communicates again (`stages.cutting`). The program pays such a transfer once for
 each part.
 """
 

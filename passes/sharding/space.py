@@ -53,7 +53,7 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Resharding:
-    """What a transfer of the integer program stands for: `count` identical values, each moved `trips` times."""
+    """A transfer of the integer program: `count` identical values, each moved `trips` times."""
 
     value: int
     src: int
@@ -66,7 +66,7 @@ class Resharding:
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """The integer program of one mesh, and what its numbers mean.
+    """The integer program of one mesh, and the meaning of its numbers.
 
     Attributes:
       program: for `sharding.solver.solve.solve`.

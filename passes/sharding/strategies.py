@@ -71,8 +71,8 @@ def build(
 
 
 MERGING = frozenset({"cpu"})
-"""Platforms whose compiler drops optimization barriers, and merges what is computed or gathered again with the first
-time (measured on CPU, JAX 0.10.2): a plan that counts on doing it again would not be true there."""
+"""Platforms whose compiler drops optimization barriers, and merges recomputed or regathered values with the first ones
+(measured on CPU, JAX 0.10.2): a plan that counts on repeating either would not be true there."""
 
 
 def classes(grouping: Grouping, allowed: Limits = NO_LIMITS, bans: Bans = NO_BANS) -> Iterator[tuple[int, ...]]:
@@ -179,8 +179,8 @@ class _Builder:
         """The assignments that have a local form; for products, those that leave the fewest axes idle.
 
         The others repeat the same work. On one axis, products of the whole step that hold no examples, such as those of
-        small weights, may do so, as those of textbook methods may. What the user says of a value leaves those that
-        fulfil it.
+        small weights, may do so, as those of textbook methods may. A user's constraint on a value leaves the strategies
+        that meet it.
         """
         if self.grouping.ops[group.ops[0]].name == CONSTRAINT:
             return self.constrained_strategies(group)
@@ -198,14 +198,14 @@ class _Builder:
         return _busiest(found) if self.operations.fills(group) else found
 
     def fills(self, group: Group) -> bool:
-        """Whether of a product only what leaves the fewest axes idle is of interest, where nothing is fixed."""
+        """Returns whether only the strategies of a product with the fewest idle axes count, where nothing is fixed."""
         if sum(size > 1 for size in self.mesh.shape) > 1:
             return True
         examples = self.shared.facts.examples
         return group.index in examples or not examples
 
     def constrained_strategies(self, group: Group) -> list[Strategy]:
-        """The strategies that do what the user says of a value; all where this mesh cannot."""
+        """Returns the strategies that meet the user's constraint on a value; all where this mesh cannot meet it."""
         op = self.grouping.ops[group.ops[0]]
         (value,) = op.results
         shape, dims = self.values[value].shape, self.grouping.homes[value].dims
@@ -317,7 +317,7 @@ class _Builder:
     def transfers(
         self, tables: Tables, choices: Sequence[Choices]
     ) -> tuple[list[Resharding], list[Transfer], list[tuple[Passage, Moves]]]:
-        """The transfers of the program, what each stands for, and the passage that it is; those that cost are kept."""
+        """Returns the transfers of the program that cost anything, with the resharding and the passage of each."""
         moves, transfers, passing = [], [], []
         for passage in tables.passages:
             first = passage.values[0]

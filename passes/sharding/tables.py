@@ -1,4 +1,4 @@
-"""What the integer programs of all meshes have in common: nodes, edges, and what lives when.
+"""Nodes, edges and lifetimes of buffers that the integer programs of all meshes share.
 
 Only the layouts and their costs depend on the mesh. A search over mesh shapes makes these tables once.
 """
@@ -99,17 +99,17 @@ class Shared:
 
     @functools.cached_property
     def facts(self) -> Facts:
-        """What methods ask."""
+        """The facts of the step that methods use."""
         return Facts(self.traced, self.grouping)
 
     @functools.cached_property
     def moved(self) -> dict[int, moving.Moved]:
-        """Op index -> what it reads and writes on one device, with what compilers fuse left out."""
+        """Reads and writes of operations on one device, by op index, without those that compilers fuse away."""
         return moving.moved(self.traced.graph.block, self.traced.graph.values)
 
     @functools.cached_property
     def works(self) -> dict[tuple[int, int], Any]:
-        """What `sharding.computing` keeps of groups, which is the same on all meshes."""
+        """A cache of `sharding.computing` for properties of groups that are the same on all meshes."""
         return {}
 
     @functools.cached_property
@@ -164,7 +164,7 @@ class Shared:
             self.homes_of.setdefault(home.group, []).append(value)
 
     def on(self, cost: MeshCost) -> MeshTables:
-        """What the programs on one mesh have in common."""
+        """Returns the tables that the programs on one mesh share."""
         if cost not in self.meshes:
             self.meshes[cost] = MeshTables(cost)
         return self.meshes[cost]

@@ -1,24 +1,24 @@
-"""What textbook methods fix of the operations of a step; of its arguments, `sharding.limits` does.
+"""Strategies of operations that textbook methods fix; the layouts of arguments are fixed by `sharding.limits`.
 
 DataParallel, Zero    An operation whose factors hold examples is cut into blocks of examples, over all axes. Every
                       other one works on whole values. Partial sums (gradients) may travel through additions. Zero may
-                      also cut what holds no examples, along one factor over all axes: updates, and with stage 3 what
-                      reads a parameter in blocks before it is gathered.
+                      also cut operations without examples, along one factor over all axes: updates, and with stage 3
+                      those that read a parameter in blocks before it is gathered.
     Zero(1)           adds up whole gradients in a loop over micro-batches; Zero(2) and Zero(3) may cut them there.
     Zero(3)           holds parameters in blocks within loops, too, and gathers them again for the backward pass.
 
 TensorParallel        Nothing is cut between examples. A product of examples that reads a parameter is cut along a dim
                       of that parameter (output features, input features, heads, experts), and the parameter is stored
                       so. A gather from a parameter is cut along the dim that it looks up, the vocabulary. Everything
-                      else may be cut along what hangs together with dims of parameters; what lies between the pairs of
-                      matrices (norms, residuals) is done whole. Parameters, gradients and new parameters do not move,
-                      but for optimizers that need whole gradients; activations are all-reduced, or gathered where no
-                      second matrix of a pair sums them up. Which matrix of a pair is cut by columns and which by rows
-                      follows from the cost.
+                      else may be cut along factors connected with dims of parameters; the operations between the pairs
+                      of matrices (norms, residuals) are done whole. Parameters, gradients and new parameters do not
+                      move, but for optimizers that need whole gradients; activations are all-reduced, or gathered where
+                      no second matrix of a pair sums them up. Which matrix of a pair is cut by columns and which by
+                      rows follows from the cost.
 
-What cannot be cut so (six heads over eight devices, a sort of the examples) is not cut; an operation that has no such
-strategy either keeps all of its own. Whatever is left open (which dim of an optimizer's state, whether a softmax is
-gathered before or after) is decided by the cost.
+An operation that cannot be cut so (six heads over eight devices, a sort of the examples) is not cut; an operation that
+has no such strategy either keeps all of its own. All other choices (which dim of an optimizer's state, whether a
+softmax is gathered before or after) are decided by the cost.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from alpa_lite.passes.sharding.space import Strategy
 
 @dataclass(frozen=True, eq=False)
 class Operations:
-    """What operations may do."""
+    """The strategies that a method allows for operations."""
 
     def key(self, group: Group) -> Hashable:
         """Groups of one colour and equal keys are allowed the same."""
@@ -53,7 +53,7 @@ class Operations:
         raise NotImplementedError
 
     def fills(self, group: Group) -> bool:
-        """Whether of what is kept only what leaves the fewest axes idle is of interest, if it is a product."""
+        """Returns whether only the kept strategies with the fewest idle axes count, if the group is a product."""
         del group
         return False
 
@@ -72,10 +72,10 @@ class Operations:
 
 @dataclass(frozen=True, eq=False)
 class _Textbook(Operations):
-    """What the two families have in common.
+    """Common parts of the two families of textbook methods.
 
     Attributes:
-      mesh, axes: those of its axes that the method is about; strategies of the others are free.
+      mesh, axes: the mesh, and those of its axes that the method is about; strategies of the others are free.
     """
 
     mesh: LogicalMesh
@@ -207,11 +207,11 @@ def textbook(
     facts: Facts, method: DataParallel | Zero | TensorParallel, mesh: LogicalMesh, axes: Sequence[str],
     named: frozenset[int] = frozenset(),
 ) -> Operations | None:  # fmt: skip
-    """What a method allows of the operations; None where no argument is the batch, and all of it is free.
+    """Returns the strategies that a method allows for operations; None where all are free: no batch, or one device.
 
     Args:
       axes: of the mesh: those that the method is about.
-      named: arguments, by number, that the user says something of.
+      named: arguments, by number, that the user constrains.
     """
     traced, grouping, counts = facts.traced, facts.grouping, facts.examples
     over = frozenset(axis for axis in axes if mesh.axis_size(axis) > 1)
@@ -321,9 +321,9 @@ def _features(grouping: Grouping, start: Collection[int]) -> dict[int, frozenset
 def _readers(
     grouping: Grouping, read: Collection[int], counts: Mapping[int, Mapping[int, int]]
 ) -> dict[int, tuple[frozenset[int], ...]]:
-    """Group -> what a product or a gather over examples is cut along that reads a parameter.
+    """Returns by group the factors along which products and gathers over examples that read a parameter are cut.
 
-    That of a gather is what it looks up, if that divides.
+    For a gather, the factors that it looks up are the first choice, if there are any.
     """
     dims: dict[int, set[int]] = {}
     for demand in _reading(grouping, read, counts):

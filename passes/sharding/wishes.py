@@ -28,7 +28,7 @@ from alpa_lite.pins import Wish, Wishes
 
 
 def manual(traced: Traced, method: Manual) -> dict[str, Wish]:
-    """Stored path of an argument -> what the method says of it, state that follows a parameter included.
+    """Returns the wish of each argument that the method names, by stored path, with the state that follows a parameter.
 
     Raises:
       OptionError: an entry names no argument, or a path is that of several, or two paths are those of one argument.

@@ -1,4 +1,4 @@
-"""What the user's own shardings cost: the same program on the same mesh, solved without each of them, and without all.
+"""Costs of the user's own shardings: the same program on the same mesh, solved without each of them, and without all.
 
 Only where that is cheap: for few shardings, and programs with few strategies. Nothing is claimed otherwise.
 """

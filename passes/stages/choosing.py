@@ -22,12 +22,12 @@ ROUGH_GAP = 3e-2
 """The same, where it only says which costs of layers to work out."""
 
 CERTAIN = 0.02
-"""By what share an estimate of bytes or seconds may be exceeded without anything following from it."""
+"""The share by which an estimate of bytes or seconds may be exceeded without any consequence."""
 
 
 @dataclass(frozen=True, eq=False)
 class StagePlan:
-    """Chosen stages, and what else there was.
+    """Chosen stages, with the alternatives that were compared.
 
     Attributes:
       priced: the step in layers, and their costs.
@@ -53,19 +53,19 @@ def choose(
     priced: LayerCosts, method: Pipeline, counts: Sequence[int], budget: float,
     *, rough: bool = False, names: tuple[str, ...] = schedules.NAMES,
 ) -> StagePlan:  # fmt: skip
-    """What the stage DP chooses.
+    """Returns the stages that the DP chooses.
 
     Args:
       priced: the costs of layers.
-      method: what is given.
+      method: the options that are given.
       counts: the numbers of micro-batches to choose from.
       budget: bytes per device.
       rough: whether to look at equal submeshes alone, and to stop farther from the optimum.
       names: the schedules that are compared, where the method gives none.
 
     Raises:
-      InfeasibleError: no pipeline fits; names what binds.
-      OptionError: the method asks for a rematerialisation that there is not.
+      InfeasibleError: no pipeline fits; names the binding constraint.
+      OptionError: the method requests a rematerialisation that does not exist.
     """
     shapes = method.mesh_shapes
     if method.lengths:  # whose gradients of parameters are not computed apart

@@ -6,10 +6,10 @@ parameters are computed apart, weight, each once for every micro-batch; the upda
 exchange values between (a global norm).
 
 Answer. Instructions are sorted into segments by the op that they belong to; a resharding belongs to its first reader.
-What one segment makes and a later one reads becomes an output of the one and an input of the other, a `Wire`, in the
-layout that its register has. Values that a later segment can make again from state and the micro-batch's number alone,
-without a matrix product or a gather, are made again: holding a gathered parameter or a mask for each micro-batch in
-flight would cost memory for nothing.
+A value that one segment makes and a later one reads becomes an output of the one and an input of the other, a `Wire`,
+in the layout that its register has. Values that a later segment can make again from state and the micro-batch's number
+alone, without a matrix product or a gather, are made again: holding a gathered parameter or a mask for each micro-batch
+in flight would cost memory for nothing.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class _Cut:
     def _ends(
         self, body: Body, made_in: Mapping[int, int], carried: Mapping[int, int]
     ) -> list[tuple[Wire, Operand, int]]:
-        """What leaves the body: wire, register or literal, and the phase that gives it out."""
+        """Returns the outputs of the body: wire, register or literal, and the phase that gives it out."""
         after, ys = self._view.given(body.outputs)
         before = self._view.taken(body.inputs).carry
         crossing = [Wire("crossing", port.number) for port in self.stage.outputs if port.kind == "crossing"]
@@ -295,7 +295,7 @@ class _Cut:
         return [item for item in self.early if not found.keys().isdisjoint(writes(item))]
 
     def _prologue(self, later: Sequence[Segment]) -> Segment | None:
-        """What the loop needs before it starts: made registers, and the first values of the carries."""
+        """Returns the segment before the loop: made registers, and the first values of the carries; None if empty."""
         loop = self.loop
         if loop is None:
             return None
@@ -326,7 +326,7 @@ class _Cut:
         )
 
     def _update(self) -> list[Segment]:
-        """The rounds of the update; what it needs of the instructions before the loop is done in it.
+        """Returns the rounds of the update, with the instructions before the loop that only it needs.
 
         New state comes first among the results, and the old state in the same order first among the inputs: JAX gives
         the buffers of donated arguments to the results of their type as they come. Where a leaf's new value is written
@@ -429,9 +429,9 @@ class _Cut:
         return self._late(items, ends, out)
 
     def _late(self, items: Sequence[Instruction], ends: set[int], rounds: Sequence[int]) -> list[int]:
-        """The rounds, but what is made of state and gradients for a later round alone is made in that round.
+        """Returns the rounds, with values of state and gradients that only a later round reads made in that round.
 
-        It would be held from one round to the other, beside what it is made of or in its place.
+        They would be held from one round to the other, in addition to their operands or in place of them.
         """
         out = list(rounds)
         there = {*self.program.body.inputs, *(self.loop.results[: self._view.num_carry] if self.loop else ())}

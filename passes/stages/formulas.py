@@ -65,7 +65,7 @@ def terms(
 
 
 def _started(schedule: str, costs: StageCosts, kind: Any) -> tuple[Any, Any]:
-    """Seconds of starting what is done for one micro-batch: its share for one stage, and that of its whole process."""
+    """Returns the seconds of starting one micro-batch's tasks: the share of one stage, and the sum of its process."""
     hosts = costs.hosts
     if hosts is None:
         return 0.0, 0.0

@@ -1,7 +1,7 @@
-"""What one layer costs as a stage of its own, on each kind of submesh, at each price of memory: what a stage DP sums.
+"""Costs of one layer as a stage of its own, on each kind of submesh, at each price of memory: the terms of a stage DP.
 
 A range of layers shares one budget, which no layer alone can know. So a layer is planned with memory for nothing and at
-prices (`sharding.lagrangian`): the first is the fastest choice, the others shard or gather whatever saves more memory
+prices (`sharding.lagrangian`): the first is the fastest choice, the others shard or gather where that saves more memory
 than it costs time. The stage DP then finds which of them a stage can afford.
 """
 
@@ -106,7 +106,7 @@ class LayerCost:
 
 
 class Layer:
-    """A layer as a stage, and what it costs on the submeshes and at the prices of memory that were asked for."""
+    """A layer as a stage, and its costs on the requested submeshes at the requested prices of memory."""
 
     def __init__(self, graph: StageGraph, wishes: Wishes = NO_WISHES) -> None:
         """`wishes`: what the user says of arguments."""
@@ -295,7 +295,7 @@ def _apart(planned: PlannedStage) -> float:
 
 
 def _computed_again(planned: PlannedStage, choice: Choice) -> tuple[tuple[Instruction, ...], float]:
-    """What the backward pass of a micro-batch computes again, and the bytes per device of results that are saved."""
+    """Returns the instructions that a micro-batch's backward pass recomputes, and bytes per device of saved results."""
     segment = planned.segments.of("forward")
     if segment is None:
         return (), 0.0
@@ -304,7 +304,7 @@ def _computed_again(planned: PlannedStage, choice: Choice) -> tuple[tuple[Instru
 
 
 def _seconds(planned: PlannedStage, again: Sequence[Instruction]) -> tuple[float, float]:
-    """Of instructions of the forward pass, for one micro-batch; and of these what does not depend on its size."""
+    """Returns seconds of forward instructions for one micro-batch, and the part that does not depend on its size."""
     segment = planned.segments.of("forward")
     if segment is None:
         return 0.0, 0.0

@@ -40,7 +40,7 @@ def body(ops: Sequence[Op], copies: AbstractSet[int], lasting: Iterable[int]) ->
 
 
 def _before(ops: Sequence[Op], early: AbstractSet[int]) -> list[Op]:
-    """The ops with early ones right before what reads them first."""
+    """Returns the ops with each early one right before its first reader."""
     makers = {value: op for op in ops if op.index in early for value in op.results}
     out: dict[Op, None] = {}
     for first in (*(op for op in ops if op.index not in early), *ops):
@@ -49,7 +49,7 @@ def _before(ops: Sequence[Op], early: AbstractSet[int]) -> list[Op]:
 
 
 def _behind(ops: Sequence[Op], early: AbstractSet[int]) -> list[Op]:
-    """The ops with those that only a result is made of right behind what they read last."""
+    """Returns the ops with those that serve only one result right behind the last op that they read from."""
     readers, last = users(ops), set[int]()
     for op in reversed(ops):
         others = {other.index for value in op.results for other in readers.get(value, ())}
@@ -82,9 +82,9 @@ def update(ops: Sequence[Op], rounds: Mapping[int, int], sums: Sequence[int]) ->
 
 
 def needed(values: Iterable[int], makers: Mapping[int, Op]) -> tuple[list[Op], list[int]]:
-    """The ops that make some values, in the order in which they are needed; and what they read that nothing makes.
+    """Returns the ops that make some values, in the order in which they are needed, and their inputs that no op makes.
 
-    Each op is behind the makers of what it reads.
+    Each op is behind the makers of its operands.
     """
     out: dict[Op, None] = {}
     inputs: dict[int, None] = {}
@@ -98,7 +98,7 @@ def needed(values: Iterable[int], makers: Mapping[int, Op]) -> tuple[list[Op], l
 
 
 def _put(first: Op, makers: Mapping[int, Op], out: dict[Op, None]) -> list[Op]:
-    """Adds an op to what is there, behind the makers of what it reads; returns what was added."""
+    """Appends an op to `out`, behind the makers of its operands; returns the ops that were appended."""
     stack, added = [first], []
     while stack:
         missing = [makers[v] for v in stack[-1].reads if v in makers and makers[v] not in out]

@@ -34,7 +34,7 @@ def moved(traced: Traced, graphs: Sequence[StageGraph]) -> dict[int, tuple[int, 
 
 
 class _Step:
-    """What is known of the whole step before any part is built."""
+    """Facts of the whole step, collected before any part is built."""
 
     def __init__(self, traced: Traced, ownership: Ownership) -> None:
         self.traced, self.ownership, self.block = traced, ownership, traced.graph.block

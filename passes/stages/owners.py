@@ -1,26 +1,27 @@
-"""Which submesh runs which operation, where arguments already lie on submeshes and stay there.
+"""Assignment of operations to submeshes, where arguments are already placed on submeshes and stay there.
 
-Problem. After a pipelined train step the state lies on submeshes. Any other function of it (an evaluation, a norm, a
-step that generates with a cache, another optimizer) must be divided such that no leaf leaves its submesh, and as little
-as possible of what is computed does.
+Problem. After a pipelined train step the state is placed on submeshes. Any other function of it (an evaluation, a norm,
+a step that generates with a cache, another optimizer) must be divided such that no leaf leaves its submesh, and as few
+as possible of the computed values do.
 
-Mathematics. What reads a leaf, or what is made of leaves alone and has as many elements (a cast, a transpose, a decayed
-average), runs where the leaf lies; of leaves on several submeshes, where most of their bytes are. So does what makes
-the new value of a leaf. All else is free, as is what reads no more of the leaves than scalars and random keys. With
-l(i) the submesh of operation i, and p(v) the operation that makes value v, minimise
+Mathematics. An operation that reads a leaf, or is computed from leaves alone and has as many elements (a cast, a
+transpose, a decayed average), runs where the leaf is placed; of leaves on several submeshes, where most of their bytes
+are. So does the operation that makes the new value of a leaf. All others are free, as are those that read no more of
+the leaves than scalars and random keys. With l(i) the submesh of operation i, and p(v) the operation that makes value
+v, minimise
 
     sum over values v  bytes(v) * |{ l(r) : r reads v } - { l(p(v)) }|:
 
 each value is sent once to every other submesh that reads it. This is a labelling with costs on hyperedges. It starts
-where values flow forward (the highest submesh of what an operation reads), and takes the best *expansion* of one
+where values flow forward (the highest submesh of an operation's operands), and takes the best *expansion* of one
 submesh after the other: the cheapest of all labellings in which any operations move to that submesh and no others move.
 An expansion is a minimum cut, since each term pays for a reader apart from its producer (it is submodular): with two
-submeshes the first cut is the optimum. Transfers may go both ways: operations have rounds (`staging`), so a norm of all
-leaves is summed where these lie, and a clipped update happens there too.
+submeshes the first cut is the optimum. Transfers may go in both directions: operations have rounds (`staging`), so a
+norm of all leaves is summed where these are placed, and a clipped update happens there too.
 
-What needs no leaf and is cheap (masks, positions, of the batch alone) is *shared*: every submesh that reads it makes it
-for itself. Arguments that lie nowhere yet cost nothing to read: they are put where they are read. Of these, state has
-one owner, where its new value is made.
+Cheap operations that need no leaf (masks, positions, of the batch alone) are *shared*: every submesh that reads them
+repeats them. Arguments without a placement yet cost nothing to read: they are put where they are read. Of these, state
+has one owner, where its new value is made.
 
 Source: Boykov, Veksler, Zabih, "Fast approximate energy minimization via graph cuts", PAMI 2001 (expansions).
 """
@@ -84,7 +85,7 @@ def ownership(traced: Traced, pinned: Mapping[int, int], count: int) -> Ownershi
 
 
 class _Anchors:
-    """What is known before anything is chosen: shared ops, and the ops that run where their leaves lie.
+    """Facts known before the assignment: shared ops, and the ops that run where their leaves are placed.
 
     Attributes:
       maker: value -> the op that makes it.
@@ -110,7 +111,7 @@ class _Anchors:
         self.find_fixed()
 
     def find_shared(self) -> None:
-        """What is made of the batch and of constants alone, and is cheap."""
+        """Finds the cheap ops that depend on the batch and on constants alone."""
         owned = {*self.place, *self.source}
         free = {value for value in self.block.inputs if value not in owned}
         kept = set(self.source.values())
@@ -122,7 +123,7 @@ class _Anchors:
         self.free = free
 
     def find_fixed(self) -> None:
-        """What reads leaves, or values as large as those, and what makes the new values of leaves."""
+        """Finds the ops that read leaves, or values as large as those, and the makers of the new values of leaves."""
         leaves = {v: where for v, where in self.place.items() if not is_small(self.values[v])}  # and what is as large
         for op in self.block.ops:
             found = [value for value in op.reads if value in leaves]
@@ -208,7 +209,7 @@ class _Labels:
         return ~node if node < 0 else label[node]
 
     def energy(self, label: Mapping[int, int]) -> int:
-        """What is sent."""
+        """Returns the cost of all values that are sent, as of `_Edge.cost`."""
         total = 0
         for edge in self.edges:
             where = {self.at(reader, label) for reader in edge.readers}

@@ -1,12 +1,12 @@
 """Joins the small values that go between the segments of a stage, so that a task has few arguments.
 
 Problem. A call of a compiled executable costs the host time for each argument and each result: measured, from one to
-several microseconds an array on each device. A stage of many layers has hundreds: parameters, sums of gradients, what
-the backward pass reads of the forward pass. Most are small (biases, scales, statistics).
+several microseconds an array on each device. A stage of many layers has hundreds: parameters, sums of gradients, values
+of the forward pass that the backward pass reads. Most are small (biases, scales, statistics).
 
 Answer. Small values of one dtype that the same segments make and the same segments read share a buffer, a *pack*: on
 each device their blocks, flat, end to end. Arguments that the micro-batches read are packed once a step, by the
-prologue; the update reads them where they are. What a pack costs is a copy on the device. So a value counts as small if
+prologue; the update reads them where they are. A pack costs a copy on the device. So a value counts as small if
 reading and writing it takes no longer than an array takes the host,
 
     2 * bytes / memory bandwidth <= ARGUMENT_SECONDS.
@@ -27,7 +27,7 @@ from alpa_lite.layout import Layout, local_shape
 from alpa_lite.passes.stages.segments import Pack, Segment, Segments, Wire
 
 ARGUMENT_SECONDS = 1e-6
-"""What an array costs the host in a call, as argument or result, of one device (`benchmarks/pipeline_overhead.py`)."""
+"""Host seconds of one array in a call, as argument or result, of one device (`benchmarks/pipeline_overhead.py`)."""
 FEWEST = 4
 """Fewer values than these are not worth the copies."""
 

@@ -86,7 +86,7 @@ class PathProblem:
 
 @dataclass(frozen=True)
 class Minimum:
-    """What `minimise` found.
+    """The result of `minimise`.
 
     Attributes:
       seconds, path: the best path below the cutoff; inf and None if there is none.
@@ -175,7 +175,7 @@ def least_bytes_together(problem: PathProblem, meshes: int, virtual: int) -> flo
 
 
 def _below(best: float, gap: float) -> float:
-    """What a value must be less than to count as better than `best` by more than `gap`, or than rounding."""
+    """Returns the limit below which a value is better than `best` by more than `gap`, and than rounding."""
     return best if math.isinf(best) else best - abs(best) * max(gap, _ROUNDING)
 
 
@@ -302,7 +302,7 @@ class _Search:
         return total, found, p.exact_count or box.stages[0] == box.stages[1] or self._fits(found, box.stages)
 
     def _fits(self, path: Path, stages: tuple[int, int]) -> bool:
-        """Whether a path obeys what shortest paths without positions ignore."""
+        """Returns whether a path meets the constraints that shortest paths without positions ignore."""
         p, length = self.problem, len(path)
         if not stages[0] <= length <= stages[1]:
             return False
@@ -338,7 +338,7 @@ class _Search:
         return tables
 
     def _end(self, combine: np.ufunc) -> np.ndarray:
-        """What reaching the end with d devices left costs."""
+        """Returns the cost of reaching the end with d devices left."""
         done = 0.0 if combine is np.add else -np.inf
         return np.where((self.columns == 0) | self.problem.fewer, done, np.inf)
 

@@ -1,6 +1,6 @@
 """Plans one stage of a pipeline: the integer program on its submesh, lowered and cut into segments.
 
-A stage is a step of its own (`staging`), so the passes of one mesh plan it. What is added here is what a stage costs as
+A stage is a step of its own (`staging`), so the passes of one mesh plan it. This module adds the costs of a stage as
 part of a pipeline: seconds of each of its segments, and bytes that depend on how many micro-batches are in flight.
 """
 
@@ -105,7 +105,7 @@ class PlannedStage(DecidedStage):
 
     @cached_property
     def prices(self) -> Prices:
-        """What its instructions cost."""
+        """The costs of its instructions."""
         if self.twin is not None:
             return replace(self.twin.prices, traced=self.graph.traced, program=self.program)
         cost = MeshCost(self.cluster, self.found.mesh)
@@ -129,7 +129,7 @@ class PlannedStage(DecidedStage):
 
     @cached_property
     def overlap(self) -> dict[Segment, Overlap]:
-        """What of the communication of one run of each segment hides behind its computing."""
+        """The communication of one run of each segment that hides behind its computing."""
         if not self.cluster.overlaps:
             return dict.fromkeys(self.segments.items, Overlap())
         if self.twin is not None:
@@ -175,7 +175,7 @@ class PlannedStage(DecidedStage):
         return Held(fixed, saved, entering, apart)
 
     def _of_twin(self, table: Mapping[Segment, T]) -> dict[Segment, T]:
-        """What the twin has of each of its segments, for those of this stage."""
+        """Returns the twin's table for the segments of this stage."""
         return dict(zip(self.segments.items, table.values(), strict=True))
 
     def runs(self, segment: Segment) -> int:
@@ -288,7 +288,7 @@ def lowered_whole(stage: DecidedStage, communication: str) -> PlannedStage:
 def settled(
     traced: Traced, groups: Grouping, rules: Mapping[Any, Rule], cluster: Cluster, found: MeshSolution
 ) -> float:  # fmt: skip
-    """Seconds of a step that is not divided, with what of its communication hides behind computing."""
+    """Returns the seconds of a step that is not divided, without communication that hides behind computing."""
     if not cluster.overlaps:
         return found.solution.objective
     decided = DecidedStage(staging.whole(traced, -1), rules, groups, found, cluster)

@@ -31,13 +31,13 @@ from alpa_lite.passes.stages.slices import StageChoice
 from alpa_lite.pins import NO_WISHES, Wishes
 
 _ONCE = ("update", "fixed", "steady", "adding", "lasting", "leading", "parts")
-"""Tables of what does not depend on the size of a micro-batch."""
+"""Tables of costs that do not depend on the size of a micro-batch."""
 
 _COSTS = ("forward", "steady", "backward", "adding", "update", "fixed", "inflight", "split", "temporary", "lasting")
 """Tables of seconds and bytes."""
 
 REMAT: tuple[Choice, ...] = ("none", "layer", "selective")
-"""What the backward pass of a stage may compute again."""
+"""Rematerialisations to choose from for the backward pass of a stage."""
 
 VARIANTS: tuple[tuple[int, Choice], ...] = tuple(itertools.product(range(len(layer_costs.PRICES)), REMAT))
 """Variants of a stage: the index of its price of memory, and what it computes again."""
@@ -52,7 +52,7 @@ FORMS = 3
 
 @dataclass(frozen=True, eq=False)
 class LayerCosts:
-    """A step in layers, and what each layer costs at one number of micro-batches.
+    """A step in layers, and the costs of each layer at one number of micro-batches.
 
     Attributes:
       step: the step in layers.
@@ -68,8 +68,8 @@ class LayerCosts:
       shapes: the logical meshes of the forms, by the numbers of the kind of submesh and of the price: those that
         suit some layers best, by the seconds of those, most first. Where there are fewer, the last stands for others.
       num_stages: if it is given.
-      beyond: by the number of a layer and that of devices, bytes per device by which a stage with it exceeds what the
-        costs say, as planned stages have shown.
+      beyond: by the number of a layer and that of devices, bytes per device by which a stage with it exceeds
+        its costs, as planned stages have shown.
     """
 
     step: Divisible
@@ -98,7 +98,7 @@ class LayerCosts:
 
     @cached_property
     def hosts(self) -> Hosts:
-        """What processes start for each micro-batch, whatever their number."""
+        """Tasks and transfers that processes start for each micro-batch, for every number of micro-batches."""
         return hosts(self.cluster, self.devices, self.num_stages or len(self.step.layering.layers))
 
     @cached_property
@@ -335,7 +335,7 @@ def _tables(layers: Sequence[Sequence[Sequence[Sequence[LayerCost]]]]) -> dict[s
 
 
 def hosts(cluster: Cluster, kinds: Sequence[int], layers: int) -> Hosts:
-    """What processes start for each micro-batch, as `programs.simulation` counts it: runs, and transfers at both ends.
+    """Returns the tasks and transfers that processes start for each micro-batch, as `programs.simulation` counts them.
 
     Of S equal stages on all devices, or as many as there are layers, a process has the m whose devices are its own.
     They have m + 1 cuts, or S - 1 if those are fewer.

@@ -1,4 +1,4 @@
-"""What each range of layers costs as a stage, on each kind of submesh, in each variant: what `stages.slicing` reads."""
+"""Costs of each range of layers as a stage, for each kind of submesh and variant, as `stages.slicing` reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alpa_lite.errors import OptionError
 
 @dataclass(frozen=True)
 class Hosts:
-    """What processes start for each micro-batch, where stages on one kind of submesh fill them. K kinds of submesh.
+    """Work that a process starts for each micro-batch, filled with stages on one kind of submesh. K kinds of submesh.
 
     Attributes:
       stages: [K], of a process.
@@ -26,7 +26,7 @@ class Hosts:
     seconds: tuple[float, ...]
 
     def period(self, runs: int) -> np.ndarray:
-        """[K], seconds that a process takes to start what is done for one micro-batch, each stage run so often."""
+        """Returns [K], seconds that a process takes to start one micro-batch's tasks, each stage run `runs` times."""
         return (runs * np.array(self.stages) + np.array(self.transfers)) * np.array(self.seconds)
 
 

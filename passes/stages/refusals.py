@@ -58,7 +58,7 @@ def _least_bytes(tasks: Sequence[Task], options: SliceOptions, *, fewer: bool) -
 
 
 def _no_schedule(costs: Sequence[StageCosts], options: SliceOptions) -> str:
-    """Why nothing can be searched, and what to change."""
+    """Returns the reason why nothing can be searched, and a remedy."""
     layers, least = costs[0].num_layers, stage_range(costs[0], options)[0]
     counts = [c.num_microbatches for c in costs]
     room = costs[0].total_devices // min(costs[0].devices)

@@ -1,7 +1,7 @@
-"""Which segments of a stage lay out again what others have laid out: known before the stage is planned.
+"""Predicts the segments of a stage that repeat reshardings of others, before the stage is planned.
 
-`cutting` sorts the instructions of a lowered stage into segments and makes cheap values again. Here the same is said of
-the operations of the stage's graph, so that the integer program counts collectives as often as they will run.
+`cutting` sorts the instructions of a lowered stage into segments and makes cheap values again. This module predicts
+the same for the operations of the stage's graph, so that the integer program counts collectives as often as they run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from alpa_lite.passes.stages.staging import StageGraph
 
 
 def repeats(stage: StageGraph, *, split_weights: bool = False) -> Repeats:
-    """The segments of the loop's body, by number, and what each of them lays out for itself; none of a whole step.
+    """Returns the loop-body segments that run each op, and the values that each of them reshards; none of a whole step.
 
     Args:
       split_weights: whether gradients of parameters are computed in a segment of their own.

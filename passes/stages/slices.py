@@ -1,4 +1,4 @@
-"""What `stages.slicing` is asked and what it answers."""
+"""Options and results of `stages.slicing`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Infeasible:
 
 @dataclass(frozen=True)
 class StageSlicing:
-    """What `slice_stages` found.
+    """The result of `slice_stages`.
 
     Attributes:
       all_devices: the fastest pipeline that uses every device; None if there is none.
@@ -118,7 +118,7 @@ class StageSlicing:
 
 @dataclass(frozen=True)
 class SliceOptions:
-    """What is given rather than searched.
+    """Options that are given rather than searched.
 
     Attributes:
       budget: bytes per device.

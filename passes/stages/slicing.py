@@ -151,7 +151,7 @@ def _validate(costs: Sequence[StageCosts], options: SliceOptions) -> None:
 def _fastest(
     tasks: Sequence[Task], options: SliceOptions, *, fewer: bool, known: StageSlices | None = None
 ) -> tuple[_Best, tuple[Weighed, ...]]:
-    """The best of all tasks, in the order of their simplest bounds, and what each came to; or `known`, if none is."""
+    """Returns the best of all tasks, in order of their simplest bounds, or else `known`; and the result of each."""
     best = known
     bound = math.inf
     limit = math.inf if known is None else known.seconds
@@ -214,9 +214,9 @@ def _minimise(
 
 
 def _first_guess(task: Task, options: SliceOptions, fewer: bool) -> float:
-    """A cutoff under which a pipeline remains that is found as if every cut were as slow as for its slowest kinds.
+    """Returns a cutoff above a pipeline that is found as if every cut were as slow as for its slowest kinds.
 
-    What is within the gap of a cutoff is not wanted, so the cutoff is above that pipeline by the gap and a little more.
+    Pipelines within the gap of a cutoff are rejected, so the cutoff is above that one by the gap and a little more.
     """
     slowest = in_one_graph(task, np.max)
     found, problem = _minimise(slowest, options, fewer, math.inf)
@@ -245,7 +245,7 @@ def _holds(task: Task, problem: PathProblem, path: Path, options: SliceOptions) 
 
 
 def _weighed(task: Task, problem: PathProblem | None, found: Minimum) -> list[Weighed]:
-    """What the search of one task came to, by number of stages."""
+    """Returns the results of the search of one task, by number of stages."""
     key = task.costs.num_microbatches, task.schedule, task.virtual
     if problem is None or not found.by_stages:
         reason = "infeasible" if math.isinf(found.bound) else "cutoff"

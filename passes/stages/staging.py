@@ -1,18 +1,18 @@
 """Cuts an accumulated step into one graph for each stage.
 
-Problem. After `accumulation` a step is [whole ops] [one scan over micro-batches] [update ops], and an `Assignment` says
-which stage runs each op of the scan's body and each update op. What must each stage be, so that it can be planned and
-lowered by itself, by the same passes as a step on one mesh?
+Problem. After `accumulation` a step is [whole ops] [one scan over micro-batches] [update ops], and an `Assignment`
+gives the stage that runs each op of the scan's body and each update op. Each stage must be defined so that it can be
+planned and lowered by itself, by the same passes as a step on one mesh.
 
 Answer. A stage is again an accumulated step: its own whole ops, a scan over micro-batches whose body holds its own ops,
-forward ones first, and its own update ops. What crosses between stages becomes arguments and results:
+forward ones first, and its own update ops. Values that cross between stages become arguments and results:
 
     a body value that another stage reads     result of the producer's scan, stacked over micro-batches; argument there
     state that several stages read            argument of its owner, which updates it, and received whole by the others
     an update value that another stage reads  result and argument ("late": exchanged between rounds of the update)
 
-The stacks exist only on paper. `cutting` cuts each planned stage again, into what runs once, what runs forward for one
-micro-batch, and what runs backward; the values then travel one micro-batch at a time.
+The stacks exist only on paper. `cutting` cuts each planned stage again, into the parts that run once, forward for one
+micro-batch, and backward; the values then travel one micro-batch at a time.
 
 Whole ops, and ops of the body that the assignment calls shared (masks, positions), are copied into every stage that
 reads them. Update ops have *rounds*: an op is one round after a late value that it reads was made; round r of every
@@ -41,7 +41,7 @@ PortKind = Literal["argument", "copy", "crossing", "late"]
 
 @dataclass(frozen=True)
 class Port:
-    """What an argument or a result of a stage's graph is in the whole step.
+    """The role of an argument or a result of a stage's graph in the whole step.
 
     kind / number:
       argument: flat argument `number` of the step; as a result: flat result `number`.
@@ -129,7 +129,7 @@ def whole(traced: Traced, scan: int) -> StageGraph:
 
 
 class _Step:
-    """What is known of the whole step before any stage is built."""
+    """Facts of the whole step, collected before any stage is built."""
 
     def __init__(self, traced: Traced, assignment: Assignment, scan: int) -> None:
         self.traced, self.assignment = traced, assignment

@@ -28,7 +28,7 @@ from alpa_lite.passes.layers.types import Assignment
 
 
 def split_sums(traced: Traced, scan: int, assignment: Assignment) -> tuple[Traced, Assignment]:
-    """The step with `assignment.split_sums` carried out, and the assignment of what was added to it."""
+    """Returns the step with `assignment.split_sums` carried out, and the assignment extended by the added ops."""
     if not assignment.split_sums:
         return traced, assignment
     return _Splitter(traced, scan, assignment).result()
@@ -97,7 +97,7 @@ class _Splitter:
         return replace(template, index=index, operands=(left, right), results=(result,))
 
     def add(self, template: Op, left: int, right: int, stage: int, sources: Sequence[int]) -> int:
-        """Appends an addition to the body; it runs when what it adds is made."""
+        """Appends an addition to the body; it runs as soon as its operands are made."""
         op = self.addition(template, left, right, self.rewriter.fresh(template.results[0]), stage)
         self.body.append(op)
         if self.phases:

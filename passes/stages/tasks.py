@@ -1,4 +1,4 @@
-"""What one search for stages is of: one number of micro-batches and one schedule, as a graph of choices."""
+"""Tasks of a search for stages: one number of micro-batches and one schedule each, as a graph of choices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stage_range(costs: StageCosts, options: SliceOptions) -> tuple[int, int]:
 
 
 def tasks_of(costs: StageCosts, options: SliceOptions) -> list[Task]:
-    """What can be searched for one B."""
+    """Returns the tasks that can be searched for one B, the number of micro-batches."""
     count, layers = costs.num_microbatches, costs.num_layers
     lowest, highest = stage_range(costs, options)
     tasks = []
@@ -60,7 +60,7 @@ def tasks_of(costs: StageCosts, options: SliceOptions) -> list[Task]:
 
 
 def equal_tasks(costs: StageCosts, options: SliceOptions) -> list[Task]:
-    """What can be searched for one B on equal submeshes that take up all devices, one stage on each."""
+    """Returns the tasks for one B on equal submeshes that take up all devices, one stage on each."""
     lowest, highest = stage_range(costs, options)
     tasks = []
     for kind, size in enumerate(costs.devices):

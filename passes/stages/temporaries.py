@@ -1,18 +1,19 @@
 """The bytes that one run of a segment needs in addition to its inputs and outputs.
 
 Registers live from where they are written to where they are last read. Those that the compiled program holds in memory
-(`ir.fusion`) take it: what products, collectives and loops read, what reductions and products make, and what several
-kernels read. A loop kernel writes its result over an operand of equal size that nobody needs after it. The buffer of an
-output holds one other value at a time until it is written, but for those that are given as inputs and added to.
+(`ir.fusion`) take it: operands of products, collectives and loops, results of reductions and products, and values that
+several kernels read. A loop kernel writes its result over an operand of equal size that nobody needs after it. The
+buffer of an output holds one other value at a time until it is written, but for those that are given as inputs and
+added to.
 
-What goes out in a pack is joined when all its members are there. On CPUs that is the end of the program, and a library
-call, to which each member is given. On GPUs it is a loop, which takes in the loops that make the members; where the
-pack is given, it is joined apart from it and copied. A GPU's product adds to a sum where that is. TPUs are taken to be
-like GPUs, which was not measured.
+An output pack is joined when all its members are there. On CPUs that is the end of the program, and a library call, to
+which each member is given. On GPUs it is a loop, which takes in the loops that make the members; where the pack is
+given, it is joined apart from it and copied. A GPU's product adds to a sum where that is. TPUs are taken to be like
+GPUs, which was not measured.
 
-On CPUs reductions are library calls, too; products copy operands whose dims they want in another order; what is copied
-out of a pack is copied first; and the gradient of a maximum over windows finds its place by an index for each dim.
-The CPU compiler of JAX 0.10 also computes in float32 what is in half precision, and brings it back at the end.
+On CPUs reductions are library calls, too; products copy operands whose dims they want in another order; values copied
+out of a pack are copied first; and the gradient of a maximum over windows finds its place by an index for each dim.
+The CPU compiler of JAX 0.10 also computes half-precision values in float32, and converts them back at the end.
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ class _Sizes:
         return buffers
 
     def narrowed(self, items: list[Item], sizes: dict[int, int], wide: set[int]) -> set[int]:
-        """What outputs in float32 are brought back to half precision as, at the end; adds the items that do it."""
+        """Returns the half-precision buffers of outputs in float32; adds the items that convert them at the end."""
         least = min([0, *sizes])
         numbers = range(least - len(wide), least)
         for number, register in zip(numbers, sorted(wide), strict=True):

@@ -77,7 +77,7 @@ def first(tokens: int, step: int, most: int = MOST) -> tuple[int, ...]:
 
 
 def _lengths(parts: Sequence[int], step: int, tokens: int) -> tuple[int, ...]:
-    """Multiples of a step, of which the last also has what is left of the tokens."""
+    """Returns multiples of a step, the last of which includes the rest of the tokens."""
     lengths = [part * step for part in parts]
     lengths[-1] = tokens - sum(lengths[:-1])
     return tuple(lengths)

@@ -1,19 +1,19 @@
 """Seconds of a slice of the sequence on each stage, by its length and by the tokens before it.
 
 Problem. The lengths that a pipeline should have depend on the seconds of slices that nobody has planned yet. Given
-planned pipelines of the same stages in a few slices (`Sample`), say what any slice takes.
+planned pipelines of the same stages in a few slices (`Sample`), predict the seconds of any slice.
 
 Model. A slice of l tokens behind c others, of a part r of the batch, takes on one stage, forward and backward,
 
     t(r, l, c) = a + r (b l + d (c + l) + e l (c + l)),        a, b, d, e >= 0
 
-a: what every slice costs whatever its length: latencies, and parameters that are held sharded, gathered again. b: its
-tokens. d: what is done once for each token that it sees, such as adding to the cotangents of their keys and values.
+a: the cost of a slice of any length: latencies, and parameters that are held sharded, gathered again. b: its tokens.
+d: the work that is done once for each token that it sees, such as adding to the cotangents of their keys and values.
 e: attention. The coefficients are those with the least sum of squared errors (non-negative least squares, Lawson and
-Hanson, 1974), each as a share of what the slowest stage takes for the same slice: it alone sets the pace. Prices of
-operations are not exactly of this form (short slices are computed less well), so `error` says by what share the model
-misses a sample at most. What is sent behind a stage, and comes back, has a model of the same form. What follows from
-both is a proposal, and is simulated.
+Hanson, 1974), each as a share of the seconds of the slowest stage for the same slice: it alone sets the pace. Prices of
+operations are not exactly of this form (short slices are computed less well), so `error` is the largest share by which
+the model misses a sample. Transfers behind a stage, in both directions, have a model of the same form. The proposal
+that follows from both is simulated.
 """
 
 from __future__ import annotations
@@ -87,6 +87,6 @@ def fitted(known: Sequence[Sample]) -> Latency:
 
 
 def _terms(part: float, length: np.ndarray, context: np.ndarray) -> np.ndarray:
-    """[4, ...] what a, b, d and e are multiplied by."""
+    """Returns [4, ...], the factors of a, b, d and e."""
     seen = length + context
     return np.stack([np.ones_like(length, float), part * length, part * seen, part * length * seen])

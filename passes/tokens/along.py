@@ -22,7 +22,7 @@ from alpa_lite.passes.tokens.windows import window
 
 
 class Along(Pieces):
-    """What is written of them.
+    """Operations along the sequence, with the pieces of their values.
 
     Attributes:
       forward: indices of the forward operations. again: those that the backward pass does again.
@@ -35,7 +35,7 @@ class Along(Pieces):
         self.forward, self.again = forward, computed_again(block, forward)
 
     def _begin(self, op: Op, piece: int) -> None:
-        """What is written from here on belongs to a piece of an operation."""
+        """Sets the phase of a piece of an operation for all operations that are written from here on."""
         if op.index in self.again:  # as soon as the backward pass begins: it waits for its readers in the end
             self._now = self.slices
         else:

@@ -1,11 +1,11 @@
-"""What is known of a matrix of attention without computing it: that a token does not see those behind it.
+"""Static knowledge of a matrix of attention: that a token does not see those behind it.
 
-A causal mask is false wherever the column (the key) lies behind the row (the query). From there the knowledge follows
-the operations: what is selected by the mask is minus infinity there, or what stands for it; its exponential, less the
-maximum of its row, is zero; so is what is multiplied by it, the cotangents of the backward pass among them. A sum over
-columns, or a product that sums over them, then needs none of these columns, and a maximum neither.
+A causal mask is false wherever the column (the key) is behind the row (the query). From there the knowledge follows
+the operations: values selected by the mask are minus infinity there, or a number that stands for it; their exponential,
+less the maximum of its row, is zero; so are products with it, the cotangents of the backward pass among them. A sum
+over columns, or a product that sums over them, then needs none of these columns, and a maximum neither.
 
-A number of at most `NEGATIVE` counts as minus infinity, whatever finite number is added to it: its exponential is zero
+A number of at most `NEGATIVE` counts as minus infinity, with any finite number added to it: its exponential is zero
 in every type of float. A row of which no column is seen is the one place where this is not so: all its columns are
 equal then, and the weights of attention are those of the columns that are computed, where the mathematics has a mean
 over all. Such a row means nothing, and models do not read it.
@@ -65,12 +65,12 @@ def known(
     statics: Statics,
     given: Known | None = None,
 ) -> Known:
-    """What is known of the values that a block's operations make.
+    """Returns the knowledge of the values that a block's operations make.
 
     Args:
       ops: in program order.
       rules: `Op.key` -> its rule.
-      given: what is known of the block's inputs.
+      given: the knowledge of the block's inputs.
     """
     found: dict[int, tuple[Beyond, ...]] = dict(given or {})
     masks: dict[int, tuple[Beyond, ...]] = {}  # by the array, which several layers may share
@@ -104,7 +104,7 @@ def known(
 
 
 def _read(array: np.ndarray) -> tuple[Beyond, ...]:
-    """What a static array holds behind the diagonal, for each order of two dims that are not constant."""
+    """Returns the number that a static array holds behind the diagonal, for each order of two dims not constant."""
     wide = [d for d, n in enumerate(array.shape) if n > 1]
     if len(wide) < 2 or array.dtype.kind not in "bif":
         return ()
@@ -136,7 +136,7 @@ def _number(atom: Atom, statics: Statics) -> float | None:
 def _computed(
     op: Op, pair: tuple[int, int], operands: Sequence[tuple[Beyond, ...]], numbers: Sequence[float | None]
 ) -> Beyond | None:
-    """What an elementwise operation makes of what is known of its operands, for rows and columns on two dims."""
+    """Derives the knowledge of an elementwise result, for rows and columns on two dims; None if there is none."""
     held = [next((b for b in some if (b.row, b.column) == pair), None) for some in operands]
     given = [
         (b.value, b.exact) if b else (None if n is None else (n, True)) for b, n in zip(held, numbers, strict=True)

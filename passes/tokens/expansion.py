@@ -1,16 +1,17 @@
-"""A block in slices of the sequence: every operation once for each slice, with what it takes of the slices before.
+"""A block in slices of the sequence: every operation once for each slice, with its inputs from the slices before.
 
 Problem. Given a micro-batch's block, the lengths of the slices, and where the sequence is (`states`), write a block
 that computes the same, in which each operation belongs to a *phase*: forward of slice 0, 1, ..., S - 1, then backward
 of slice S - 1, ..., 1, 0. A pipeline runs the phases of a stage as tasks of their own.
 
-Answer. Piece i of a value has the rows of slice i. An operation's piece takes of each operand what its factors say: the
-same rows; of keys and values those of all slices up to i, joined; of what is there from the start, a cut. Its phase is
-that of the last piece that it takes, and its own at least, so what is written is right whatever the model does. Where a
+Answer. Piece i of a value has the rows of slice i. An operation's piece takes of each operand the ranges of its
+factors: the same rows; of keys and values those of all slices up to i, joined; of values from the start, a cut. Its
+phase is that of the last piece that it takes, and its own at least, so the block is correct for every model. Where a
 forward piece has to wait for a later slice, `late` names the operation: the model is not causal there.
 
-Sums over the rows (gradients of parameters, the loss) add up in the order of the phases. What a slice gives to the
-cotangents of the keys before it adds up likewise; that of a slice is complete when all slices behind it are done.
+Sums over the rows (gradients of parameters, the loss) add up in the order of the phases. The contributions of slices to
+the cotangents of the keys before them add up likewise; those of a slice are complete when all slices behind it are
+done.
 
 Source: the schedule of TeraPipe (Li et al., ICML 2021), here found in the step's own operations.
 """
@@ -111,13 +112,13 @@ class _Expansion(Along):
         return Expanded(block, phase, self.owner, tuple(self.late))
 
     def _output(self, value: int) -> Atom:
-        """An output in one piece; what joins it is a part of the operation that makes it, and runs where that does."""
+        """Returns an output in one piece; its joins belong to the operation that makes it, and run where that does."""
         maker = self._makers.get(value)
         self._owner, self._now = -1 if maker is None else maker.index, 0
         return self._fetch(value)
 
     def _sunk(self, outputs: Sequence[Atom]) -> dict[int, int]:
-        """The phases, where what is computed again waits for the first that reads it."""
+        """Returns the phases, where recomputed operations wait for the first phase that reads them."""
         last = 2 * self.slices - 1
         until: dict[int, int] = dict.fromkeys(values_in(outputs), last)
         phase: dict[int, int] = {}
@@ -131,7 +132,7 @@ class _Expansion(Along):
     # -- operations -----------------------------------------------------------------------------------------------
 
     def _operand(self, op: Op, number: int, extents: Mapping[int, Range]) -> Atom:
-        """What one piece of an operation takes of an operand."""
+        """Returns the part of an operand that one piece of an operation takes."""
         atom, rule = op.operands[number], self.rules[op.key]
         dims = rule.operands[number]
         if isinstance(atom, Lit):
@@ -248,7 +249,7 @@ class _Expansion(Along):
         return params
 
     def _emit_sum(self, op: Op, way: Way) -> None:
-        """What each slice gives, added up in the order of the phases; of "spread", for each slice on its own."""
+        """Writes the sum over slices, in the order of the phases; of "spread", a sum for each slice on its own."""
         (value,) = op.results
         state = self.found.of.get(value)
         total: Atom | None = None
@@ -285,7 +286,7 @@ class _Expansion(Along):
         ]
 
     def _padded(self, atom: Atom, state: State, piece: int, own: Range) -> Atom:
-        """What a slice gives to the first rows of a piece, with zeros for the rest."""
+        """Returns a slice's contribution to some rows of a piece, with zeros for the rest."""
         first, stop = self.extents.held(state, piece)
         missing = stop - first - own[1]
         if not missing and not own[0]:

@@ -1,9 +1,9 @@
-"""What each piece of an operation takes of its operands: rows of its own slice, and columns as far as they count.
+"""Ranges of operands for each piece of an operation: rows of its own slice, and columns as far as they count.
 
-Rows follow from the lengths of the slices. Columns are found backwards, from what reads a matrix of attention: a sum,
-or a product that sums over keys, needs them up to the last that is not known to add nothing (`beyond`), a maximum up to
-the last that is not as good as minus infinity; what makes the matrix needs to make no more. Where one number is known
-to be behind, nothing needs to make it, whoever reads it (`behind`).
+Rows follow from the lengths of the slices. Columns are found backwards, from the readers of a matrix of attention: a
+sum, or a product that sums over keys, needs them up to the last that is not known to add nothing (`beyond`), a maximum
+up to the last that is not as good as minus infinity; the makers of the matrix need to make no more. Where one number is
+known to be behind, nothing needs to make it, whoever reads it (`behind`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Extents:
                 yield piece, (a - first, b - first)
 
     def of(self, op: Op, way: Way, piece: int) -> Mapping[int, Range] | None:
-        """What one piece of an operation takes; None where it has no rows."""
+        """Returns the range of each factor that one piece of an operation takes; None where it has no rows."""
         rule = self.rules[op.key]
         out: dict[int, Range] = {}
         state = self._leading(op, way)
@@ -139,7 +139,7 @@ class Extents:
         return next(of, None)
 
     def _demand(self, op: Op) -> None:
-        """What an operation needs of its operands' columns."""
+        """Notes the columns of its operands that an operation needs."""
         way = self.found.ways[op.index]
         for value in op.results:
             state = self.found.of.get(value)

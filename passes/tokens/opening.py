@@ -52,7 +52,7 @@ def opened(rewriter: Rewriter, block: Block) -> tuple[Block, dict[int, int]]:
 
 
 def _inner(rewriter: Rewriter, op: Op) -> Graph | None:
-    """What an operation does; None if that is not known, or holds arrays of its own."""
+    """Returns the graph of a kernel; None if it holds a kernel of unknown operations, or arrays of its own."""
     if len(values_in(op.operands)) < len(op.operands):
         return None
     specs = [_jax.spec_of(rewriter.values[v].aval) for v in values_in(op.operands)]

@@ -1,8 +1,8 @@
-"""Pieces of values while a step in slices is written: what there is, cuts and joins of it, and the phases.
+"""Pieces of values while a step in slices is written, with their cuts and joins, and the phases.
 
-Whatever is written belongs to the phase and the operation that are set (`_now`, `_owner`), or to the latest phase of
-what it reads. A cut or a join is made once for each phase: what one phase makes and another one reads would have to be
-kept between them.
+An operation that is written belongs to the phase and the operation that are set (`_now`, `_owner`), or to the latest
+phase of its operands. A cut or a join is made once for each phase: values that one phase makes and another one reads
+would have to be kept between them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from alpa_lite.passes.tracing import conversion
 
 
 class Pieces:
-    """What is written.
+    """The operations that are written, and the pieces of their values.
 
     Attributes:
-      pieces: value -> what holds each of its pieces; None where a slice has none of its rows.
-      whole: value -> what holds all of it.
+      pieces: value -> the atom of each of its pieces; None where a slice has none of its rows.
+      whole: value -> the atom of all of it.
       phase: value -> the phase that makes it.
       ops: with their phases, in an order in which they can run. owner: op index -> `_owner` when it was written.
     """

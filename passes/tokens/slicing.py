@@ -1,12 +1,12 @@
 """A layered step over micro-batches, in slices of the sequence: which dims are the sequence, and whether slices help.
 
-Problem. A user says how many tokens each slice has, and nothing else. Find the dims of the batch that are the sequence,
-and write the step in slices; or say which operation stands in the way.
+Problem. A user gives the number of tokens of each slice, and nothing else. Find the dims of the batch that are the
+sequence, and write the step in slices; or report the operation that prevents it.
 
-Answer. The sequence is a dim of the batch beside that of the examples. Each size that such dims have (tokens may have
-one more than what the model reads, for the labels) is tried, for all arguments that have it, then for each of them by
-itself. The step is legal to slice if no product of the forward pass waits for a later slice. What is written is right
-in any case (`expansion`), so this decides about use, not about truth.
+Answer. The sequence is a dim of the batch in addition to that of the examples. Each size that such dims have (tokens
+may have one more than the model reads, for the labels) is tried, for all arguments that have it, then for each of them
+by itself. The step is legal to slice if no product of the forward pass waits for a later slice. The step that is
+written is correct in any case (`expansion`), so this decides about usefulness, not about correctness.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Slicer:
         self._study(self.layers.body)
 
     def _study(self, body: Block) -> None:
-        """What is known of the body, with attention in operations."""
+        """Collects facts of the body, with attention in operations."""
         self.body, part_of = opened(self.rewriter, body)
         self._parts(part_of)
         new = [op for op in (*self.early, *walk(self.body)) if op.key not in self.rules]
@@ -202,7 +202,7 @@ class _Slicer:
         return expansion.expand(self.rewriter, self.body, self.rules, self.known, found, self.forward, lengths)
 
     def _late(self, made: expansion.Expanded) -> expansion.Late | None:
-        """What a product of the forward pass waits for, if one waits."""
+        """Returns the first operation that waits for a later slice, if a product of the forward pass waits."""
         return made.late[0] if any(late.op.name in _PRODUCTS for late in made.late) else None
 
     # -- the new step ---------------------------------------------------------------------------------------------
@@ -240,9 +240,9 @@ class _Slicer:
         return layering, {place[i]: phase for i, phase in made.phase.items() if i in place}
 
     def _cuts_of_constants(self, block: Block, free: Set[int]) -> set[int]:
-        """Cuts and joins, by index, of what depends on no argument that is trained, and on no example: masks, zeros.
+        """Returns the cuts and joins, by index, that depend on no trained argument and no example: masks, zeros.
 
-        They are made once for all operations of a phase, and like what they cut, wherever they are read.
+        They are made once for all operations of a phase, and like the values that they cut, wherever they are read.
         """
         held = zip(self.graph.block.inputs, self.traced.arguments, strict=False)
         of_state = {value for value, argument in held if argument.stays}

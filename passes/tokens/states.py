@@ -121,7 +121,7 @@ def states(
 
 
 def _orientation(ops: Sequence[Op], rules: Mapping[object, Rule], known: Known) -> dict[int, tuple[int, int]]:
-    """Which dims of a value are rows and columns, where that is known of it or of what it becomes."""
+    """Returns the dims of rows and columns of values, where known of a value or of a result that it leads to."""
     out = {value: (b[0].row, b[0].column) for value, b in known.items() if len(b) == 1}
     # A mask is also known the other way around (true, before the diagonal), so what is made of numbers decides.
     for value, some in known.items():
@@ -275,7 +275,7 @@ class _Walk:
         return choose(offset for offset, own in pairs if own == stride), stride
 
     def _label(self, op: Op, rule: Rule, given: Sequence[State | None]) -> None:
-        """Which dim of what is made of the batch is the sequence; the first operand that says so decides."""
+        """Labels the sequence dim of results made of the batch; the first operand with a label decides."""
         for dims, state in zip(rule.operands, given, strict=True):
             if state is None:
                 continue

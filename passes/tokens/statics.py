@@ -61,7 +61,7 @@ class Statics:
     def of(self, atom: Atom) -> np.ndarray | None:
         """The array, of the rank of the value, with size one along dims where it is constant; None if not static.
 
-        What several layers compute alike, such as their masks, is computed once, and is one array.
+        Arrays that several layers compute alike, such as their masks, are computed once, and are one array.
         """
         if isinstance(atom, Lit):
             return np.asarray(atom.value)
@@ -87,7 +87,7 @@ class Statics:
         return self._alike[key]
 
     def _of_operation(self, op: Op, given: list[np.ndarray], value: int) -> np.ndarray | None:
-        """What an operation makes of arrays; None of one that is too large."""
+        """Returns the result of an operation on arrays; None if it is too large."""
         if math.prod(np.broadcast_shapes(*(x.shape for x in given)) if op.name in NUMPY else ()) > LARGEST:
             return None
         return self._computed(op, given, self.values[value])

@@ -1,9 +1,9 @@
 """Loops that do not run along the sequence, such as a scan over layers, as the operations of their iterations.
 
 Slices cut operations, and a loop's body is one for all iterations: a slice of it would have to leave keys and values
-of every iteration for the slices behind it. Written out, iterations are layers like any others. What an iteration
-stacks, and the same iteration of another loop takes from the stack (residuals), goes there directly; only other readers
-see the stack, which is then put together once.
+of every iteration for the slices behind it. Written out, iterations are layers like any others. A value that an
+iteration stacks, and the same iteration of another loop takes from the stack (a residual), goes there directly; only
+other readers see the stack, which is then put together once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def operations(op: Op) -> int:
 
 
 def coupled(block: Block, loops: Set[int]) -> list[Op]:
-    """Loops, given by the indices of their ops, and those that take row by row what these stack (residuals)."""
+    """Returns loops, given by the indices of their ops, and those that read their stacks row by row (residuals)."""
     stacks: set[int] = set()
     out = []
     for op in block.ops:
@@ -116,7 +116,7 @@ class _Unrolling:
             self.stacks[value] = op, some[::-1] if op.params["reverse"] else some
 
     def row(self, op: Op, atom: Atom, number: int) -> Atom:
-        """What an iteration takes of a stack."""
+        """Returns the row of a stack that an iteration takes."""
         assert isinstance(atom, int)
         if atom in self.stacks:
             return self.stacks[atom][1][number]

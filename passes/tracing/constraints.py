@@ -75,12 +75,12 @@ class _Constrainer:
         self.used: set[str] = set()
 
     def block(self, block: Block, outer: Scope, is_forward: bool, first: int) -> Block:
-        """A block within a scope, with constraints after what they constrain.
+        """Returns a block within a scope, with each constraint behind the value that it constrains.
 
         Args:
           is_forward: whether the operation that carries the block belongs to the forward pass.
           first: the number of its first outputs that come before the others: the carry of a scan, whose stacked
-            outputs may be what the backward pass reads.
+            outputs may be residuals that the backward pass reads.
         """
         scopes = [_scope_of(op, outer) for op in block.ops]
         known = {scope[:n] for scope in scopes for n in range(1, len(scope) + 1)}

@@ -41,7 +41,7 @@ def _indexes(op: Op) -> bool:
 
 
 class _Fields(NamedTuple):
-    """The names that the dimension numbers of gathers, or of scatters, have for what both have."""
+    """Names of the dimension-number fields that gathers and scatters have in common, for one of the two."""
 
     indexed: str
     single: str
@@ -97,7 +97,7 @@ class _Rows:
         return [output for output, _ in found], [value for _, value in found]
 
     def _batched(self, op: Op) -> list[Op]:
-        """The operation with batch dims for rows that it indexes by their own number, behind what makes its indices."""
+        """Returns the operation with batch dims for rows that it indexes by their own number, behind new index ops."""
         operand, indices = op.operands[:2]
         if isinstance(operand, Lit) or isinstance(indices, Lit):
             return [op]
@@ -138,7 +138,7 @@ class _Rows:
         return parts if all(self._shape(part)[last] == 1 for part in parts) else []
 
     def _joined(self, op: Op, indices: int, kept: list[int], parts: list[Atom], ops: list[Op]) -> Atom:
-        """Index vectors of some components, or of none; appends to `ops` what makes them."""
+        """Returns index vectors of some components, or of none; appends the operations that make them to `ops`."""
         (*rows, _), dtype = self.values[indices].shape, self.values[indices].dtype
 
         def emit(primitive: Any, size: int, operands: list[Atom], **params: Any) -> Atom:

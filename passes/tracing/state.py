@@ -286,7 +286,7 @@ class _Matcher:
         return self._outputs.subtrees(self._outputs.trees[0])
 
     def _may_update(self, result: Tree, argument: Tree) -> bool:
-        """Whether one array may be the new value of another, by its type and what it depends on."""
+        """Returns whether one array may be the new value of another, by its type and its dependences."""
         changed = self._named or self._changed(result, argument)
         return bool(changed) and self._evidence.depends(result.start, argument.start)
 

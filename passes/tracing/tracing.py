@@ -212,7 +212,7 @@ class _Run:
         return results
 
     def spread(self, option: str, prefix: Any) -> list[Any]:
-        """For each flat result what a pytree prefix of the result gives it."""
+        """Returns for each flat result the value that a pytree prefix of the result gives it; None without one."""
         found = [] if prefix is None else spread(option, prefix, self.result)
         return [None] * (len(self.outputs.paths) - len(found)) + found
 
@@ -254,7 +254,7 @@ _CONCRETE = {
     jax.errors.NonConcreteBooleanIndexError: "a traced boolean mask as an index, whose result has no fixed shape",
     jax.errors.ConcretizationTypeError: "the value of a traced array",
 }
-"""The errors of steps that read values in Python, and what they use."""
+"""The errors of steps that read values in Python, each with a description of the read."""
 _NOT_THE_USER = tuple(
     os.path.dirname(os.path.realpath(path)) + os.sep for path in (jax.__file__, __file__, os.__file__) if path
 )

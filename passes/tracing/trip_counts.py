@@ -79,7 +79,7 @@ class _Counter:
         self.known.update((v, scalar) for v, scalar in zip(values, scalars, strict=False) if scalar is not None)
 
     def _trips(self, view: WhileView) -> tuple[int, dict[int, Any]] | None:
-        """The iterations, and what each known carry ends as, by its number; None if they are not known."""
+        """Returns the iterations, and the final value of each known carry by its number; None if not known."""
         cond, body = view.op.bodies
         asked, carried = view.cond(cond.inputs)[1], view.body(body.inputs)[1]
         start = enumerate(map(self.read, view.taken(view.op.operands).carry))
@@ -99,7 +99,7 @@ class _Counter:
         return None
 
     def _run(self, ops: Sequence[Op], scalars: dict[int, Any]) -> Callable[[Atom], Any]:
-        """Reads the scalars after some operations, from those of carries before; None for what is not known."""
+        """Returns a reader of the scalars after some operations, given those of the carries before; None if unknown."""
 
         def read(atom: Atom) -> Any:
             known = scalars.get(atom) if isinstance(atom, int) else None

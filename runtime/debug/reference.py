@@ -25,7 +25,7 @@ from alpa_lite.runtime.meshes import mesh_of
 from alpa_lite.runtime.step import Executable
 
 ROUNDING: Mapping[str, float] = {"float64": 1e-9, "complex128": 1e-9, "float16": 1e-2, "bfloat16": 5e-2}
-"""The relative error of leaves that counts as rounding, by dtype; 1e-3 for what is not listed, 5e-2 below 16 bits."""
+"""The relative error of leaves that counts as rounding, by dtype; 1e-3 for other dtypes, 5e-2 below 16 bits."""
 
 
 class NotComparable(Exception):
@@ -191,7 +191,7 @@ def _pieces(traced: Traced, leaves: Sequence[Any]) -> list[Any]:
 
 
 def _inputs(stage: PlannedStage, number: int, known: Mapping[tuple[str, int], Any]) -> list[Any]:
-    """The arguments of a stage, what other stages send it as the step as written has it."""
+    """Returns the arguments of a stage; values from other stages are those of the step as written."""
     out = []
     for port in stage.graph.inputs:
         kind = "argument" if port.kind in ("argument", "copy") else port.kind
@@ -231,7 +231,7 @@ def _values(staged: Staged, leaves: Sequence[Any]) -> dict[tuple[str, int], Any]
 
 
 def _exchanged(stage: PlannedStage, known: dict[tuple[str, int], Any]) -> bool:
-    """Adds the late results of a stage that follow from what is known, such as its summand of a sum over stages.
+    """Adds the late results of a stage that follow from known values, such as its summand of a sum over stages.
 
     Returns:
       Whether there were any.

@@ -60,7 +60,7 @@ class Parts(NamedTuple):
 
 @compiled
 def _collect(parts: Parts, cells: np.ndarray, given: np.ndarray, k: int, end: int, found: np.ndarray) -> None:
-    """The least of the cells of each class of an end, less what is given to the other end."""
+    """Compute the least of the cells of each class of an end, less the amounts given to the other end."""
     at, high, wide = parts.part[k, CELL], parts.part[k, HIGH], parts.part[k, HIGH + 1]
     row, column = parts.part[k, ROW], parts.part[k, ROW + 1]
     out, other = found[column : column + wide], given[column : column + wide]
@@ -83,7 +83,7 @@ def _collect(parts: Parts, cells: np.ndarray, given: np.ndarray, k: int, end: in
 
 @compiled
 def collect(parts: Parts, cells: np.ndarray, given: np.ndarray, found: np.ndarray) -> None:
-    """For each message the least of its cells, less what is given to the other end."""
+    """Compute for each message the least of its cells, less the amounts given to the other end."""
     for h in parts.end:
         _collect(parts, cells, given, h >> 1, h & 1, found)
 
@@ -249,7 +249,7 @@ def choose(
     parts: Parts, cost: np.ndarray, cells: np.ndarray, messages: np.ndarray, total: np.ndarray, backward: bool,
     chosen: np.ndarray,
 ) -> None:  # fmt: skip
-    """Choose node by node what is best given the nodes before, whose cells are the messages from then on.
+    """Choose node by node the best strategy given the nodes before, whose cells are the messages from then on.
 
     Args: total: to work in. chosen: [nodes] is written.
     """
@@ -293,7 +293,7 @@ def _reply(
     edges: Edges, cells: np.ndarray, large: float, choice: np.ndarray, e: int, i: int, total: np.ndarray,
     wanted: np.ndarray,
 ) -> None:  # fmt: skip
-    """Add to `total` what an edge pays under each strategy of a node, but for what it pays under all of them."""
+    """Add to `total` the cost of an edge under each strategy of a node, without the part paid under all of them."""
     src, at, wide, rows, begin = edges.edge[e]
     stop = edges.edge[e + 1, 4]
     for q in range(wide):

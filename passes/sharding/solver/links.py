@@ -175,7 +175,7 @@ class Links:
         return np.concatenate([self.source, self.klass])
 
     def prepared(self, kind: Callable[[Links], T]) -> T:
-        """What `kind` works out of the structure, once."""
+        """Returns the structure that `kind` derives from these links, computed once."""
         if kind not in self._prepared:
             self._prepared[kind] = kind(self)
         return self._prepared[kind]

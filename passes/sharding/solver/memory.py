@@ -23,8 +23,8 @@ from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.passes.sharding.solver.problem import Problem, forget_seconds, price_memory
 
 REACH, WIDER = 0.002, 3.0
-"""Half the width of the first box, a price at which what is over the budget costs this share of all seconds, and how
-much wider a success makes it."""
+"""Half the width of the first box, a price at which the bytes over the budget cost this share of all seconds, and the
+factor by which a success widens it."""
 
 
 class MemoryDual:

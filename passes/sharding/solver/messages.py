@@ -102,7 +102,7 @@ class Ascent:
         return totals
 
     def _collected(self, given: np.ndarray) -> np.ndarray:
-        """[messages] the least of their cells, less what is given to the other end."""
+        """Returns for each message ([messages]) the least of its cells, less the amounts given to the other end."""
         found = np.zeros(len(given))
         kernels.collect(self._plan.parts, self._cells, given, found)
         return found

@@ -70,7 +70,7 @@ class Edge:
         return sorted({int(klass[choice[node]]) for node, klass in self.consumers})
 
     def seconds(self, choice: Sequence[int] | np.ndarray) -> float:
-        """What a choice pays for the transfer."""
+        """Returns the seconds that a choice pays for the transfer."""
         paid = self.cost[self.src_class[choice[self.src]]]
         if len(self.consumers) == 1:  # the usual case, quickly
             node, klass = self.consumers[0]

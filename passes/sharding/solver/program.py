@@ -344,7 +344,7 @@ def _bounds(program: LinearProgram) -> np.ndarray:
 
 
 def _row_scale(program: LinearProgram) -> float:
-    """What makes the budget of a row `SCALE`, in which the solver's tolerance is one part in 1e10 of the budget."""
+    """Returns the factor that makes a row's budget `SCALE`, where the solver's tolerance is 1e-10 of the budget."""
     budget = program.problem.budget
     return SCALE / abs(budget) if budget else 1.0
 

@@ -1,6 +1,6 @@
-"""A sharding problem without the strategies that nothing allows.
+"""A sharding problem restricted to strategies that its constraints allow.
 
-A strategy is out if its cost is infinite, or if a neighbour has none left that may be paired with it. What is left is a
+A strategy is out if its cost is infinite, or if a neighbour has none left that may be paired with it. The rest is a
 smaller problem over the same nodes: classes that no strategy is in are dropped, and so are consumers that are equal;
 the bytes that every strategy of a node has move to the base. Message passing needs problems so restricted.
 """
@@ -90,10 +90,10 @@ class _Left:
 
 
 class _Last:
-    """What was left of some links, the last time.
+    """The latest restriction of some links.
 
     A program is solved without its budget, within it and at prices of memory; the same strategies are mostly allowed in
-    each. What message passing prepares of the links that are left then serves all of them.
+    each. The tables that message passing prepares for the links that are left then serve all of them.
     """
 
     def __init__(self, links: Links) -> None:
@@ -101,7 +101,7 @@ class _Last:
         self._last: tuple[np.ndarray, _Left] | None = None
 
     def of(self, keep: np.ndarray) -> _Left:
-        """What a mask of the strategies leaves."""
+        """Returns the restriction of the links to a mask of the strategies."""
         if self._last is None or not np.array_equal(self._last[0], keep):
             self._last = keep, _left(self._links, keep)
         return self._last[1]

@@ -90,7 +90,7 @@ class Search:
         return self.choice is not None and self._is_close(self.objective, self.bound)
 
     def solution(self, status: Literal["optimal", "feasible", "infeasible", "cutoff"]) -> Solution:
-        """What was found, as the caller gets it."""
+        """Returns the result of the search, as the caller gets it."""
         found = self.choice is not None and status in ("optimal", "feasible")
         bound = self.bound
         if found and self.objective - bound <= ROUNDING * self.objective:
@@ -433,7 +433,7 @@ class Search:
         self._polish(restriction, price)
 
     def _polish(self, restriction: Restriction, price: np.ndarray | None) -> None:
-        """Offer what descent makes of the best choice, at lower and lower prices of memory."""
+        """Offer the results of descent from the best choice, at lower and lower prices of memory."""
         for factor in POLISH if price is not None and price.any() else (0.0,):
             start = None if self.choice is None else restriction.lower(self.choice)
             if start is None or self.closed:

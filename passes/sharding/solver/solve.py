@@ -76,7 +76,7 @@ def solve(
 
 
 class Known:
-    """What solves of one graph have found out: where the next one, with another budget, may begin.
+    """The results of solves of one graph, from which the next one, with another budget, may start.
 
     Attributes:
       problem: the graph in arrays.
@@ -90,7 +90,7 @@ class Known:
         self.choices: list[np.ndarray] = []
 
     def note(self, search: Search) -> None:
-        """Add what a search has found out."""
+        """Add the results of a search."""
         self.messages = search.messages
         if search.choice is not None:
             self.choices = [search.choice, *self.choices][:CHOICES]
