@@ -1,0 +1,50 @@
+"""Docstrings and pages read like those of the field: how sentences begin, and words that have a technical form."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.test_house import KNOWN
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+RELATIVE = re.compile(r"(?:^|(?<=[.!?:])\s+)(What|That which|Whatever|Of several)\b")
+"""How no sentence of a docstring or page begins."""
+
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    """(line, text) of the docstrings of a module, its classes, functions and constants."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        for one in getattr(node, "body", None) or () if not isinstance(node, ast.Lambda | ast.IfExp) else ():
+            is_text = isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
+            if is_text and isinstance(one.value.value, str):
+                yield one.lineno, one.value.value.strip()
+
+
+def first_sentence(text: str) -> str:
+    return re.split(r"(?<=[.:])\s", " ".join(text.split("\n\n")[0].split()), maxsplit=1)[0]
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_docstrings_name_their_subject(name: str) -> None:
+    """No first sentence has a relative clause with "what", and no sentence begins with one."""
+    for line, text in docstrings(KNOWN[name]):
+        where = f"{KNOWN[name].relative_to(ROOT)}:{line}: {first_sentence(text)}"
+        assert not RELATIVE.search(text), where
+        assert not re.search(r"\bwhat\b", first_sentence(text)), where
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_sentences_of_pages_name_their_subject(page: Path) -> None:
+    """Questions may begin with "What"."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for paragraph in text.split("\n\n"):
+        if paragraph.startswith(("#", "|", "    ")):
+            continue
+        for sentence in re.split(r"(?<=[.!?:])\s+(?=[A-Z])", " ".join(paragraph.split())):
+            assert not (RELATIVE.match(sentence) and not sentence.endswith("?")), f"{page.name}: {sentence}"
