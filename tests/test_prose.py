@@ -17,6 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 RELATIVE = re.compile(r"(?:^|(?<=[.!?:])\s+)(What|That which|Whatever|Of several)\b")
 """How no sentence of a docstring or page begins."""
 
+
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """(line, text) of the docstrings of a module, its classes, functions and constants."""
     for node in ast.walk(ast.parse(path.read_text())):
