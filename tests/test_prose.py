@@ -21,10 +21,11 @@ RELATIVE = re.compile(r"(?:^|(?<=[.!?:])\s+)(What|That which|Whatever|Of several
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """(line, text) of the docstrings of a module, its classes, functions and constants."""
     for node in ast.walk(ast.parse(path.read_text())):
-        for one in getattr(node, "body", None) or () if not isinstance(node, ast.Lambda | ast.IfExp) else ():
-            is_text = isinstance(one, ast.Expr) and isinstance(one.value, ast.Constant)
-            if is_text and isinstance(one.value.value, str):
-                yield one.lineno, one.value.value.strip()
+        body = getattr(node, "body", None)
+        for one in body if isinstance(body, list) else ():
+            match one:
+                case ast.Expr(value=ast.Constant(value=str(text))):
+                    yield one.lineno, text.strip()
 
 
 def first_sentence(text: str) -> str:
