@@ -1,4 +1,4 @@
-"""Sums of stacks: what an outer scan adds to is added to within the scan that stacks the summands.
+"""Sums of stacks: additions to carries of an outer scan move into the scan that stacks the summands.
 
 Problem. A loop over micro-batches adds the gradients of a step to those of the steps before. Where layers are scanned,
 the backward scan writes a stack of gradients, which is then read, with the sum, to write the new sum: four passes over
