@@ -247,6 +247,7 @@ def run(program: Program, contest: Contest) -> Outcome:
     outcome.leaves += compare("first call", first, want, fresh, conditioning)
     kept = jax.tree.map(_words, jax.tree.map(_copied, got))
     again = jax.tree.map(_copied, got[0])
+    _calls(step)  # conditioning, too, runs callbacks
     with contest.features.context():
         try:
             want = jitted(*contest.features.arguments(again, fresh()[1]))
