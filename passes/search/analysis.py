@@ -108,7 +108,7 @@ class Analyses:
         traced = loop.traced
         if traced is self._step.traced:
             rules = self._step.rules
-        elif config.remat == NOTHING and traced is self._loop(config.microbatches).traced:
+        elif loop.scan >= 0 and config.remat == NOTHING and traced is self._loop(config.microbatches).traced:
             rules = self._rules(config.microbatches)
         else:
             rules = self._run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
