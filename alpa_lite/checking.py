@@ -143,7 +143,7 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
         )
     if all(leaf.ok for leaf in leaves):
         return Checked(leaves)
-    limit = max(limits, default=0.0) if rtol is None else rtol
+    limit = reference.least_exact(compiled.source) if rtol is None else rtol
     return _searched(leaves, compiled.staged, reference.flat_arguments(compiled.source, args, kwargs), limit)
 
 

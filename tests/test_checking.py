@@ -214,3 +214,18 @@ def test_each_leaf_is_as_exact_as_what_it_is_made_of():
     run = reference.reference_run(planned("mesh", metrics).planned(arguments, {})[0].source, arguments, {})
     weights, mixed, *_ = run.conditioning()
     assert weights < 1e-6 < 1e-3 < mixed
+
+
+def test_operations_round_though_all_results_are_integers(monkeypatch):
+    """Operations are compared with the tolerance of the step, also where no leaf has one."""
+
+    def classes(w: Any, x: Any) -> Any:
+        return (jnp.sin(x @ w) > 0.9).astype(jnp.int32)
+
+    limits: list[float] = []
+    monkeypatch.setattr(reference, "first_difference", lambda staged, arguments, limit: limits.append(limit))
+    break_form(monkeypatch, "sin")
+    rng = np.random.default_rng(0)
+    checked = alpa_lite.check(planned("mesh", classes), *(jnp.asarray(rng.normal(size=(16, 16)), "f4") for _ in "wx"))
+    assert not checked.ok and [leaf.tolerance for leaf in checked.leaves] == [0.0]
+    assert limits == [1e-3]

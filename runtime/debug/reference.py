@@ -102,6 +102,12 @@ def _alone(leaf: Any) -> Any:
     return jax.device_put(leaf, jax.local_devices()[0])
 
 
+def least_exact(traced: Traced) -> float:
+    """Returns the error that counts as rounding in the least exact dtype that a step computes in."""
+    dtypes = {str(v.dtype) for v in traced.graph.values if jnp.issubdtype(v.dtype, jnp.inexact)}
+    return max(map(_rounding, dtypes), default=1e-3)
+
+
 def tolerances(traced: Traced, rtol: float | None = None) -> list[float]:
     """Returns the error that counts as rounding in each flat result: none, if it holds no floats.
 
