@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import TypeVar
 
-from alpa_lite.graph import Atom, Block, Op
+import numpy as np
+
+from alpa_lite.graph import Atom, Block, Lit, Op
 
 T = TypeVar("T", bound=Hashable)
 
@@ -31,6 +33,16 @@ def users(ops: Iterable[Op]) -> dict[int, list[Op]]:
         for value in dict.fromkeys(op.reads):
             found.setdefault(value, []).append(op)
     return found
+
+
+def is_literal_zero(atom: Atom) -> bool:
+    """Whether an atom is a literal all of whose elements are zero."""
+    return isinstance(atom, Lit) and not np.any(atom.value)
+
+
+def makes_zeros(op: Op) -> bool:
+    """Whether an operation broadcasts a literal zero."""
+    return op.name == "broadcast_in_dim" and is_literal_zero(op.operands[0])
 
 
 def uses(block: Block) -> Counter[int]:

@@ -27,7 +27,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Lit, Op, Value
 from alpa_lite.layout import Layout
-from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.local.types import LocalForm
 
 AXIS = "microbatch"
@@ -162,7 +162,7 @@ def is_zero(atom: Atom, producers: dict[int, tuple[Op, int]]) -> bool:
         if op.name not in primitives.RESHAPES or len(op.operands) != 1:
             return False
         atom = op.operands[0]
-    return not np.any(np.asarray(atom.value))
+    return flow.is_literal_zero(atom)
 
 
 _UPDATES = {"scatter": (0, 2), "scatter-add": (0, 2), "scatter-sub": (0, 2), "dynamic_update_slice": (0, 1)}

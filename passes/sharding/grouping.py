@@ -33,12 +33,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced, Value
-from alpa_lite.passes.ir import keys, primitives
+from alpa_lite.passes.ir import flow, keys, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.effects import NeedsOutside
 from alpa_lite.passes.sharding.colors import Digests, colors_of
 from alpa_lite.passes.sharding.groups import Demand, Dims, Draft, Group, Grouping, GroupKind, Home
-from alpa_lite.passes.sharding.linear import find_linear, is_zero, keeps_dims
+from alpa_lite.passes.sharding.linear import find_linear, keeps_dims
 from alpa_lite.strategy import Factor, Rule
 
 
@@ -314,7 +314,7 @@ class _Builder:
             depths[value] = depth + 1
         if op.name == "optimization_barrier":
             self.barrier(op)
-        elif rule.source == "opaque" or not (rule.factors or op.index in self.linear.ops or is_zero(op)):
+        elif rule.source == "opaque" or not (rule.factors or op.index in self.linear.ops or flow.makes_zeros(op)):
             self.member(op, form, 0, (), trips)
         elif lazy or form.lazy == "always":
             self.lazy.update({value: (op.index, i) for i, value in enumerate(op.results)})

@@ -19,8 +19,6 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from alpa_lite.graph import Atom, Block, Lit, Op, Value
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import Carried, ScanView
@@ -60,11 +58,6 @@ def keeps_dims(rule: Rule) -> bool:
     single = all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims)
     once = all(len(fs) == len(set(fs)) for fs in ([f for dim in dims for f in dim] for dims in rule.results))
     return single and once and len(shown) == len(rule.factors)
-
-
-def is_zero(op: Op) -> bool:
-    """Whether an operation makes zeros, which are a partial sum over any axes."""
-    return op.name == "broadcast_in_dim" and isinstance(op.operands[0], Lit) and not np.any(op.operands[0].value)
 
 
 class _Block:
@@ -125,9 +118,10 @@ class _Block:
         return slices[0] if is_added and flow.uses(view.body)[slices[0]] == 1 else None
 
     def starts_at_zero(self, start: Atom) -> bool:
+        """Whether a carry starts with zeros, which are a partial sum over any axes."""
         if isinstance(start, Lit):
-            return not np.any(start.value)
-        return start in self.producers and is_zero(self.producers[start])
+            return flow.is_literal_zero(start)
+        return start in self.producers and flow.makes_zeros(self.producers[start])
 
     def addition(self, op: Op) -> None:
         if not self.rules[op.key].factors and not any(a in self.found.values for a in op.operands):

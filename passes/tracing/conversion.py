@@ -37,7 +37,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.errors import TracingError
 from alpa_lite.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
-from alpa_lite.passes.ir import primitives, pruning
+from alpa_lite.passes.ir import flow, primitives, pruning
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.tracing import equations
 from alpa_lite.passes.tracing.rows import with_batched_rows
@@ -259,8 +259,6 @@ class _Builder:
         bodies: tuple[Block, ...] = ()
         is_ordered = _jax.has_ordered_effects(eqn)
         results = [self.value(var.aval) for var in eqn.outvars]
-        if equations.makes_zeros(eqn, operands):
-            self._zeros.update(results)
         if name in primitives.CONTROL:
             params, operands, bodies = self._control(name, params, operands, is_ordered)
         elif is_ordered:
@@ -281,6 +279,8 @@ class _Builder:
         source = self._source(eqn, stack)
         values = tuple(operands), tuple(results)
         ops.append(Op(self._index(), primitive, params, *values, bodies, source, key, eqn.ctx, effects))
+        if flow.makes_zeros(ops[-1]):
+            self._zeros.update(results)
         return results[is_ordered:]
 
     def _op(

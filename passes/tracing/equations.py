@@ -13,8 +13,8 @@ from jax import lax
 from jax.core import Tracer
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Graph, Lit
-from alpa_lite.passes.ir import primitives
+from alpa_lite.graph import Atom, Graph
+from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.tracing import manual_regions
 
 _CLAMPING = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
@@ -75,22 +75,16 @@ def nonzero_addend(eqn: Any, operands: Sequence[Atom], zeros: Set[int]) -> Atom 
         return None
     result = eqn.outvars[0].aval.strip_weak_type()
     for atom, other, var in ((operands[0], operands[1], eqn.invars[0]), (operands[1], operands[0], eqn.invars[1])):
-        added_is_zero = not np.any(other.value) if isinstance(other, Lit) else other in zeros
-        if added_is_zero and var.aval.strip_weak_type() == result:
+        if (flow.is_literal_zero(other) or other in zeros) and var.aval.strip_weak_type() == result:
             return atom
     return None
-
-
-def makes_zeros(eqn: Any, operands: Sequence[Atom]) -> bool:
-    """Whether an equation broadcasts a literal zero."""
-    return eqn.primitive.name == "broadcast_in_dim" and isinstance(operands[0], Lit) and not np.any(operands[0].value)
 
 
 def is_zero(eqn: Any, operands: Sequence[Atom]) -> bool:
     """Whether an equation multiplies integers by zero: no compiler keeps what makes the other factor."""
     if eqn.primitive.name != "mul" or not np.issubdtype(eqn.outvars[0].aval.dtype, np.integer):
         return False
-    return any(isinstance(atom, Lit) and not np.any(atom.value) for atom in operands)
+    return any(map(flow.is_literal_zero, operands))
 
 
 def is_empty(eqn: Any) -> bool:

@@ -21,7 +21,7 @@ from jax.core import ShapedArray
 from jax.extend.core import primitives as lax_primitives
 
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op
-from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.tracing.trip_counts import constant_inputs
@@ -194,7 +194,7 @@ class _Rows:
         if test is None or test.name != "lt":
             return False
         index, zero = test.operands
-        return isinstance(zero, Lit) and not np.any(zero.value) and self._position(index) is not None
+        return flow.is_literal_zero(zero) and self._position(index) is not None
 
     def _resolved(self, atom: Atom) -> Atom:
         """The atom outside of bodies that an input of a body is in each of its runs."""
