@@ -363,7 +363,7 @@ class ParallelStep(Generic[P, R]):
         birth = ShardedInit(init_fn, args)
         known = self._calls()
         call = known[-1] if known else self._call(*around.completed(self._fun, birth.shapes, rest))
-        state, arrays = around.born(birth, call, room=self.cluster.usable_memory / 4)
+        state, arrays = around.init_sharded(birth, call, room=self.cluster.usable_memory / 4)
         self._owned.add(arrays)
         return state
 

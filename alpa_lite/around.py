@@ -208,7 +208,7 @@ def _binds(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return True
 
 
-def born(birth: ShardedInit, call: Call, room: float) -> tuple[Any, list[jax.Array]]:
+def init_sharded(birth: ShardedInit, call: Call, room: float) -> tuple[Any, list[jax.Array]]:
     """The state that an initialisation makes, as a planned call reads it, and its flat arrays.
 
     The result is the argument, or the tuple of arguments, whose leaves it has most of in common: path, shape and dtype.

@@ -315,9 +315,9 @@ class _Conditioning:
         self.traced = traced
 
     def of(self, args: tuple[Any, ...]) -> list[float]:
-        return self.whole(reference.reference_run(self.traced, args, {}).conditioning())
+        return self.with_passed_through(reference.reference_run(self.traced, args, {}).conditioning())
 
-    def whole(self, figures: list[float]) -> list[float]:
+    def with_passed_through(self, figures: list[float]) -> list[float]:
         """Figures of the results that are computed, with zeros for arguments that are handed through."""
         for place, _ in self.traced.through:
             figures.insert(place, 0.0)
@@ -333,7 +333,7 @@ def compare(where: str, got: Any, want: Any, fresh: Callable[[], tuple[Any, ...]
     mine, others = jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want)
     if jax.tree.structure(got) != jax.tree.structure(want):
         raise Failure(where, "Structure differs")
-    limits = conditioning.whole(reference.tolerances(conditioning.traced))
+    limits = conditioning.with_passed_through(reference.tolerances(conditioning.traced))
     wrong: dict[int, tuple[float, float]] = {}
     for i, ((_, a), b, allowed) in enumerate(zip(mine, others, limits, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:

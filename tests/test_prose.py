@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_docs import PAGES
 from tests.test_house import KNOWN
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 RELATIVE = re.compile(r"(?:^|(?<=[.!?:])\s+)(What|That which|Whatever|Of several)\b")
 """How no sentence of a docstring or page begins."""
