@@ -93,6 +93,11 @@ def carry_settings(function: Callable[..., Any]) -> Callable[..., Any]:
     return carried
 
 
+def x64_in_all_threads() -> bool:
+    """Returns whether threads without a setting of their own have 64 bits. JAX publishes that of the caller alone."""
+    return bool(_config.enable_x64.get_global())
+
+
 # --- tracing: reading jaxprs, and emitting their equations again -----------------------------------------------------
 
 # Up to 0.10 closed jaxprs are a class of their own.

@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.errors import ExecutionError
+from alpa_lite.errors import ExecutionError, OptionError
 from alpa_lite.graph import Op
 from alpa_lite.passes.lowering.program import Instruction, Reshard
 from alpa_lite.processes.failure_propagation import monitor
@@ -85,6 +85,8 @@ def locate_callbacks(function: Callable[..., Any], name: str, failures: Failures
         *own, number = arrays
 
         def replace(params: Any, source: Any, operands: Sequence[Any]) -> Any:
+            if failures is not None:
+                _refuse_64_bits(name, [*params.get("result_avals", ()), *map(jax.typeof, operands)])
             shapes = [(aval.shape, aval.dtype) for aval in params.get("result_avals", ())]
             line = _jax.source_line(source)
             line = f"at {line}" if line else _definition(params["callback"])
@@ -95,6 +97,21 @@ def locate_callbacks(function: Callable[..., Any], name: str, failures: Failures
             return function(*own)
 
     return run
+
+
+def _refuse_64_bits(name: str, avals: Iterable[Any]) -> None:
+    """Raises OptionError for values of 64 bits if the calling thread alone has them.
+
+    On several devices JAX runs callbacks in threads of the backend and makes 32 bits of what they read and return. A
+    result of another dtype than expected fails on the device that calls, outside of the wrapper, and all others wait.
+    """
+    wide = sorted({str(aval.dtype) for aval in avals} & {"float64", "int64", "uint64", "complex128"})
+    if wide and not _jax.x64_in_all_threads():
+        raise OptionError(
+            f"{name}: a callback takes or returns {', '.join(wide)} under `with jax.enable_x64():`, which holds in the "
+            "calling thread alone; JAX runs callbacks of several devices in other threads. "
+            "Use jax.config.update('jax_enable_x64', True)"
+        )
 
 
 def lower_failure_check(name: str, mesh: Mesh, results: Sequence[Any], failures: Failures) -> jax.stages.Lowered:

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.experimental import io_callback
 
 import alpa_lite
 from alpa_lite import _jax
@@ -203,3 +204,32 @@ def test_settings_are_carried_to_a_thread_and_left_there():
     before = _jax.trace_context()
     assert carried() == own != before
     assert _jax.trace_context() == before
+
+
+@pytest.mark.parametrize(
+    ("callback", "wide"),
+    [
+        (lambda x: io_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), x, ordered=True), "float64"),
+        (
+            lambda x: jax.pure_callback(lambda x: np.argsort(x), jax.ShapeDtypeStruct((8,), "int64"), x[0]),
+            "float64, int64",
+        ),
+        (lambda x: jax.debug.callback(lambda x: None, jnp.sum(x)), "float64"),
+        (
+            lambda x: jax.lax.cond(x[0, 0] > 0, lambda: jax.debug.callback(lambda x: None, x[0]), lambda: None),
+            "float64",
+        ),
+        (lambda x: jax.lax.map(lambda x: io_callback(np.sin, jax.ShapeDtypeStruct((8,), "float64"), x), x), "float64"),
+    ],
+)
+def test_callbacks_with_64_bits_of_one_thread_are_refused_on_several_devices(callback, wide):
+    """JAX calls back in threads that have 32 bits; a result of another dtype would leave the other devices waiting."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        y = x @ state
+        called = callback(y)
+        return state * 0.5, y.mean() if called is None else called
+
+    run = alpa_lite.parallelize(step, batch_argnums=1, **METHODS["one mesh"]())
+    with jax.enable_x64(True), pytest.raises(alpa_lite.OptionError, match=f"{wide} under.*jax.config.update"):
+        run(jnp.eye(8, dtype="float64"), np.ones((16, 8)))
