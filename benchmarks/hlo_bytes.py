@@ -21,8 +21,10 @@ _BITS = {"pred": 8, "bf16": 16, "c64": 64, "c128": 128}
 _SHAPE = re.compile(r"\b(pred|bf16|[sufc]\d+)(?:e\d\w*)?\[([\d,]*)\]")
 _LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([a-z][\w\-]*)\((.*)$")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLED = re.compile(r"\b(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation)="
-                     r"\{?%?([\w.\-]+(?:, ?%?[\w.\-]+)*)")  # fmt: skip
+_CALLED = re.compile(
+    r"\b(?:calls|body|condition|to_apply|branch_computations|true_computation|false_computation)="
+    r"(?:\{([^}]*)\}|%?([\w.\-]+))"
+)
 _FREE = frozenset(
     ("parameter", "constant", "bitcast", "get-tuple-element", "tuple", "after-all", "partition-id", "replica-id")
 )
@@ -83,7 +85,7 @@ def _parse(text: str) -> tuple[str, dict[str, _Computation]]:
         target = re.search(r'custom_call_target="([^"]*)"', after)
         item = _Instruction(
             name, opcode, [_bytes(*s) for s in _SHAPE.findall(shape)], re.findall(r"%([\w.\-]+)", inside),
-            [c.strip().lstrip("%") for found in _CALLED.findall(after) for c in found.split(",")],
+            [c.strip().lstrip("%") for many, one in _CALLED.findall(after) for c in (many or one).split(",")],
             int(trips[1]) if trips else 1, bool(root), int(inside) if opcode == "parameter" else -1,
             target[1] if target else "",
         )  # fmt: skip

@@ -19,13 +19,15 @@ Rule.
    same value (siblings), or if one reads what the other writes.
 5. A reduction of a short last dim whose result is repeated along that dim and meets there what was reduced is within
    one kernel with it, as both of a softmax are.
+6. A product that only an addition reads is accumulated in place onto the other operand of the addition, if that is in
+   memory and nothing else reads it: the GEMM with beta = 1 (`gemm_rewriter`), as in loops that accumulate gradients.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from alpa_lite.passes.ir.items import Item, Sizes
 
@@ -119,7 +121,8 @@ class _Fusion:
     """The rule of the module's docstring, applied to one straight line of items.
 
     Attributes:
-      source: result of a view -> the value whose bytes it is.
+      source: result of a view or an accumulation -> the value whose bytes it is.
+      products: result of an accumulation -> the product that it adds.
       sources: for each item the values whose bytes its operands are. operands: those, each once.
       maker: value -> the item that makes it. users: value -> the items that read it.
       inner: reductions that stay within the kernel of what they reduce.
@@ -129,14 +132,19 @@ class _Fusion:
 
     def __init__(self, items: Sequence[Item], nbytes: Sizes, outputs: frozenset[int]):
         self.items, self.nbytes = items, nbytes
-        self.source: dict[int, int] = {}
-        self.sources: list[list[int]] = []
-        self.operands: list[tuple[int, ...]] = []
-        self.maker: dict[int, int] = {}
-        self.users: dict[int, list[int]] = {}
+        self.products: dict[int, int] = {}
         self.wire()
+        if found := self.accumulations(outputs):
+            self.items = list(items)
+            for n, (product, transpositions, onto) in found.items():
+                (total,) = items[n].results
+                self.products[total] = product
+                self.items[n] = Item("accumulation", (onto,), (total,), items[n].elements)
+                for k in transpositions:
+                    self.items[k] = replace(items[k], kind="view")
+            self.wire()
         self.inner = self.softmaxes()
-        self.loops = [item.kind == "loop" for item in items]
+        self.loops = [item.kind == "loop" for item in self.items]
         for n in self.inner:
             self.loops[n] = True
         self.stored = {self.of(v) for v in outputs}
@@ -149,7 +157,12 @@ class _Fusion:
 
     def wire(self) -> None:
         """Records the producer and the users of each value, and the sources of each operand."""
-        source, users = self.source, self.users
+        source: dict[int, int] = {}
+        users: dict[int, list[int]] = {}
+        self.source, self.users = source, users
+        self.sources: list[list[int]] = []
+        self.operands: list[tuple[int, ...]] = []
+        self.maker: dict[int, int] = {}
         for n, item in enumerate(self.items):
             own = [source.get(v, v) for v in item.operands]
             operands = tuple(own if len(own) < 2 else dict.fromkeys(own))
@@ -158,6 +171,8 @@ class _Fusion:
             if item.kind in ("view", "barrier"):
                 source.update(zip(item.results, own, strict=False))
                 self.maker.update((v, n) for v in item.results if v not in source)
+            elif item.kind == "accumulation":
+                source[item.results[0]] = self.of(self.products[item.results[0]])
             else:
                 for v in item.results:
                     self.maker[v] = n
@@ -168,13 +183,43 @@ class _Fusion:
                     else:
                         users[v] = [n]
 
+    def accumulations(self, outputs: frozenset[int]) -> dict[int, tuple[int, list[int], int]]:
+        """Addition -> its product, the transpositions of that, and the value that is added to: step 6 of the rule."""
+        kept = {self.of(v) for v in outputs}
+        found: dict[int, tuple[int, list[int], int]] = {}
+        for n, (item, operands) in enumerate(zip(self.items, self.operands, strict=True)):
+            if item.linear != "addition" or len(operands) != 2:
+                continue
+            for v, onto in (operands, operands[::-1]):
+                chain = self.product_before(v, n, kept)
+                maker = self.maker.get(onto)
+                in_memory = maker is None or maker in found or self.items[maker].kind != "loop"
+                alone = onto not in kept and self.users[onto] == [n] and self.nbytes[onto] == self.nbytes[v]
+                if chain and in_memory and alone:
+                    found[n] = *chain, onto
+                    break
+        return found
+
+    def product_before(self, value: int, reader: int, kept: set[int]) -> tuple[int, list[int]] | None:
+        """The product that a value is, and the transpositions since; None if more than a reader needs any of them."""
+        transpositions: list[int] = []
+        while value not in kept and self.users[value] == [reader] and value in self.maker:
+            reader = self.maker[value]
+            if self.items[reader].kind == "product":
+                return value, transpositions
+            if self.items[reader].linear != "transposition" or len(self.operands[reader]) != 1:
+                break
+            transpositions.append(reader)
+            (value,) = self.operands[reader]
+        return None
+
     def store(self) -> None:
         """Step 1 of the rule."""
         stored, source = self.stored, self.source
         for item, operands, loop in zip(self.items, self.operands, self.loops, strict=True):
             if loop or item.kind == "view":
                 continue
-            if item.kind in ("library", "control", "barrier"):
+            if item.kind in ("product", "accumulation", "library", "control", "barrier"):
                 stored.update(operands)
             elif item.kind == "update":
                 stored.update(operands[:1])
@@ -249,7 +294,7 @@ class _Fusion:
         starts: set[int] = set()
         for group in self.merged(kernels):
             root = kernels[group[0]].root
-            if self.items[root].kind != "control":
+            if self.items[root].kind not in ("control", "accumulation"):
                 starts.add(root)
             own: set[int] = set()
             together = kernels[group[0]].reads
@@ -266,7 +311,9 @@ class _Fusion:
                     mine[operand] = mine.get(operand, 0.0) + share
         stored, nothing = self.stored, {}
         writes = [
-            () if item.kind in ("view", "barrier", "control") else tuple([v for v in item.results if v in stored])
+            ()
+            if item.kind in ("view", "barrier", "control", "accumulation")
+            else tuple([v for v in item.results if v in stored])
             for item in self.items
         ]
         every = tuple([reads.get(n, nothing) for n in range(len(self.items))])
@@ -291,7 +338,7 @@ class _Fusion:
             kernel.needs = 1 << len(out) - kernel.base
             for k in kernel.before:
                 kernel.needs |= out[k].needs >> kernel.base - out[k].base
-            owner.update(dict.fromkeys(item.results, len(out)))
+            owner.update((self.of(v) if item.kind == "accumulation" else v, len(out)) for v in item.results)
             out.append(kernel)
         return out
 

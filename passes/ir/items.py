@@ -7,7 +7,9 @@ Operations are of these kinds:
     loop      elementwise operations, broadcasts, slices, transpositions, gathers: may be a part of any kernel
     reduce    takes what it reduces into its kernel, and ends it
     update    writes a part of its first operand in place (scatter, dynamic_update_slice), and ends its kernel
-    library   a kernel of its own, which takes in nothing: products, sorts, Fourier transforms, collectives
+    product   a kernel of a library, which may add its result to a value in memory
+    accumulation   that addition (found by `ir.fusion`)
+    library   a kernel of its own, which takes in nothing: sorts, Fourier transforms, convolutions, collectives
     control   its bodies are programs of their own, whose inputs and outputs are in memory
 
 A product without a depth is a multiplication, one of a vector is a multiplication and a sum (see
@@ -24,7 +26,7 @@ from typing import Literal
 from alpa_lite.graph import Atom, Lit, Op, Value
 from alpa_lite.passes.ir import primitives
 
-Kind = Literal["view", "barrier", "loop", "reduce", "update", "library", "control"]
+Kind = Literal["view", "barrier", "loop", "reduce", "update", "product", "accumulation", "library", "control"]
 
 Sizes = Mapping[int, int] | Sequence[int]
 """Bytes of each value."""
@@ -41,6 +43,7 @@ class Item:
       partly: it reads no more of its first operand than its result has.
       row: the length of the last dim where it reduces that alone, else 0.
       expensive: a function that takes many instructions.
+      linear: an addition of two values, or a transposition, which GEMMs do in passing.
       update: of an update the operand that says how much is written, and how often memory is touched for it.
     """
 
@@ -52,6 +55,7 @@ class Item:
     row: int = 0
     update: tuple[int, int] = (-1, 0)
     expensive: bool = False
+    linear: Literal["", "addition", "transposition"] = ""
 
     def taken(self, nbytes: Sizes) -> float:
         """The share of its first operand that it reads."""
@@ -79,7 +83,7 @@ def kind_of(op: Op, values: Sequence[Value]) -> Kind:
         return "view" if same else "loop"
     if name == "dot_general":
         m, n, k = _product(op, values)
-        return "loop" if k == 1 else "reduce" if 1 in (m, n) else "library"
+        return "loop" if k == 1 else "reduce" if 1 in (m, n) else "product"
     if name in primitives.SCATTERS or name == "dynamic_update_slice":
         return "update"
     return "loop" if name in primitives.IN_LOOPS else "reduce" if name in primitives.FOLDS else "library"
@@ -100,7 +104,9 @@ def item_of(op: Op, values: Sequence[Value]) -> Item:
         wrote = op.operands[1 if op.name == "dynamic_update_slice" else -1]
         update = (-1, 0) if isinstance(wrote, Lit) else (wrote, 1 if op.name == "dynamic_update_slice" else 2)
     partly = op.name in primitives.SELECTIONS and bool(operands)
-    return Item(kind, operands, op.results, elements, partly, row, update, op.name in primitives.TRANSCENDENTAL)
+    expensive = op.name in primitives.TRANSCENDENTAL
+    linear = "addition" if op.name in primitives.ADDS else "transposition" if op.name == "transpose" else ""
+    return Item(kind, operands, op.results, elements, partly, row, update, expensive, linear)
 
 
 def _size(atom: Atom, values: Sequence[Value]) -> int:

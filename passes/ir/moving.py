@@ -71,8 +71,9 @@ def _item_like(op: Op, values: Sequence[Value], alike: dict[object, Item]) -> It
         return known
     operands = tuple([a for a in op.operands if not isinstance(a, Lit)])
     return Item(
-        known.kind, operands, op.results, known.elements, known.partly, known.row, known.update, known.expensive
-    )
+        known.kind, operands, op.results, known.elements, known.partly, known.row, known.update, known.expensive,
+        known.linear,
+    )  # fmt: skip
 
 
 def moved_bytes(block: Block, values: Sequence[Value]) -> float:

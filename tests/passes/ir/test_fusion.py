@@ -127,11 +127,36 @@ def test_a_sum_is_added_to_as_soon_as_its_part_is_there():
 
     def step(a, b, x):
         one, two = x @ x, (x + 1) @ x
-        return a + one, b + two
+        return a - one, b - two
 
     assert lives(step, *[f32(N, N)] * 3) == [
-        ("dot_general", 0, 0.5), ("add", 0.5, 5), ("add", 1, 2), ("dot_general", 2, 2.5), ("add", 2.5, 5),
+        ("dot_general", 0, 0.5), ("sub", 0.5, 5), ("add", 1, 2), ("dot_general", 2, 2.5), ("sub", 2.5, 5),
     ]  # fmt: skip
+
+
+def test_a_product_is_accumulated_in_place():
+    """The GEMM with beta = 1 reads the sum and writes it; elsewhere the sum is a kernel, which reads two values."""
+    square = 4 * N * N
+
+    def accumulate(a, x):
+        return a + (x @ x).T
+
+    def twice(a, x):
+        return a + x @ x, a.sum()
+
+    def shared(a, x):
+        y = x @ x
+        return a + y, y
+
+    def unrolled(a, x):
+        return a + x @ x + (x * 2) @ x
+
+    arguments = f32(N, N), f32(N, N)
+    assert moved(accumulate, *arguments) == 3 * square
+    assert lives(accumulate, *arguments) == [("dot_general", 0, 3)]
+    assert moved(twice, *arguments) > 4 * square
+    assert moved(shared, *arguments) == 5 * square
+    assert moved(unrolled, *arguments) == (3 + 2 + 4) * square
 
 
 def test_a_loop_of_several_results_ends_no_softmax():
