@@ -303,3 +303,23 @@ def test_activations_are_seen_in_slices_of_the_sequence(num_microbatches):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("trips", [1, 5])
+def test_what_a_callback_communicates_is_in_the_predicted_seconds(trips):
+    """Its results reach the other devices in each iteration of a loop."""
+
+    def step(state, x):
+        def called(y):
+            return io_callback(recorded, jax.ShapeDtypeStruct(y.shape, y.dtype), y)
+
+        y = jax.lax.fori_loop(0, trips, lambda _, y: called(y), x @ state) if trips > 1 else called(x @ state)
+        return 0.9 * state, y.sum()
+
+    cluster = alpa_lite.Cluster.preset("a100")
+    plan = alpa_lite.parallelize(step, method=DataParallel(), batch_argnums=1, cluster=cluster).plan(
+        jax.ShapeDtypeStruct((256, 256), "float32"), jax.ShapeDtypeStruct((64, 256), "float32")
+    )
+    reduced = sum(c.count for c in plan.collectives if c.kind == "all_reduce" and c.bytes == 64 * 256 * 4)
+    assert reduced == trips
+    assert plan.step_seconds > sum(plan.collective_seconds)

@@ -25,7 +25,7 @@ import numpy as np
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Lit, Traced, Value
 from alpa_lite.layout import Axes, Layout, LogicalMesh
-from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS
+from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS, working_dtype
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.sharding.bans import NO_BANS, Bans
@@ -291,10 +291,29 @@ class _Builder:
     def priced(self, members: tuple[int, ...], choices: Choices) -> Node:
         group = self.grouping.groups[members[0]]
         terms, communication = np.zeros((3, len(choices.strategies))), np.zeros(len(choices.strategies))
-        if group.kind != "fixed" and not self.is_constraint(group):
+        if group.kind == "fixed":
+            terms[:, 0], communication[0] = self.opaque(group)
+        elif not self.is_constraint(group):
             terms = self.computing.terms(group, choices, members[len(members) // 2], self.produced) * group.trips
             communication = self.communication(group, choices) * group.trips
         return Node(group.index, members, choices.strategies, terms, communication)
+
+    def opaque(self, group: Group) -> tuple[np.ndarray, float]:
+        """[3] seconds as those of `Computing.terms`, and of collectives, of the operations that no rule describes."""
+        trips = {demand.op: demand.trips for demand in self.grouping.demands if demand.group == group.index}
+        terms, communication = np.zeros(3), 0.0
+        for number in group.ops:
+            op = self.grouping.ops[number]
+            rule = self.rules[op.key]
+            if rule.source == "opaque":
+                runs, moved = trips.get(number, 1), self.shared.moved[number]
+                terms[1] += runs * self.cost.compute(0.0, moved.bytes, working_dtype(op, self.values))
+                terms[2] += runs * moved.starts * self.cost.cluster.kernel_start
+                form = local_form(op, rule, (), self.values, self.mesh)
+                for c in form.collectives if form else ():
+                    alpha, beta = self.cost.coefficients(c.kind, c.axes, c.bytes)
+                    communication += runs * (alpha + beta * c.bytes)
+        return terms, communication
 
     def is_constraint(self, group: Group) -> bool:
         """Whether a group only says where a value lies, which takes no time."""
