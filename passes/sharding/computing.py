@@ -20,8 +20,8 @@ from alpa_lite.graph import Block, Lit, Op, Traced, Value
 from alpa_lite.kernels import KERNEL
 from alpa_lite.passes.ir.attention import attention_of
 from alpa_lite.passes.ir.primitives import PRODUCTS, work, working_dtype
-from alpa_lite.passes.sharding.choices import Choices, Reached
 from alpa_lite.passes.sharding.groups import Dims, Group, Grouping
+from alpa_lite.passes.sharding.mesh_tables import Choices, Reached
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.strategy import Rule

@@ -147,8 +147,8 @@ def search_at_prices(
     """
     shared = shared or Shared(traced, grouping)
     spaces = tuple(
-        strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), allowed=allowed, shared=shared)
-        for mesh, allowed in admitted
+        strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), constraints=constraints, shared=shared)
+        for mesh, constraints in admitted
     )  # fmt: skip
     return _solve_roughly(tuple(mesh for mesh, _ in admitted), spaces, max_work, gap)
 

@@ -23,7 +23,7 @@ from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.methods import Method
 from alpa_lite.passes.ir.primitives import PRODUCTS
-from alpa_lite.passes.sharding import bans, computing, limits, strategies, tables
+from alpa_lite.passes.sharding import computing, limits, strategies, tables
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space, Strategy
@@ -117,9 +117,9 @@ def mesh_programs(
     Raises:
       OptionError: the method cannot be applied to these arguments or this number of devices.
     """
-    banned, out = bans.bans(traced, grouping, wishes.forbidden), []
-    for mesh, allowed in limits.admitted(traced, grouping, cluster, method, wishes, pins, facts=shared.facts):
-        cost, given = MeshCost(cluster, mesh), {"budget": budget, "allowed": allowed, "bans": banned, "shared": shared}
+    out = []
+    for mesh, constraints in limits.admitted(traced, grouping, cluster, method, wishes, pins, facts=shared.facts):
+        cost, given = MeshCost(cluster, mesh), {"budget": budget, "constraints": constraints, "shared": shared}
         build = functools.cache(functools.partial(strategies.build, traced, grouping, rules, cost, **given))
         peak_seconds = functools.partial(computing.at_peak, shared, cost)
         out.append(MeshProgram(mesh, cluster.platform, build, peak_seconds))
@@ -204,13 +204,13 @@ def has_all_plans_of(
     Raises:
       OptionError: the method cannot be applied.
     """
-    ((_, allowed),) = limits.admitted(traced, grouping, cluster, method, facts=shared.facts)
-    if allowed.operations is not None:
+    ((_, constraints),) = limits.admitted(traced, grouping, cluster, method, facts=shared.facts)
+    if constraints.operations is not None:
         groups = [grouping.groups[index] for index in shared.facts.examples]
         products = [group for group in groups if group.kind == "heavy" and grouping.ops[group.ops[0]].name in PRODUCTS]
-        if not all(map(allowed.operations.fills, products)):
+        if not all(map(constraints.operations.fills, products)):
             return False
-    return sum(1 for _ in strategies.classes(grouping, allowed)) == len(grouping.classes)
+    return sum(1 for _ in strategies.classes(grouping, constraints)) == len(grouping.classes)
 
 
 def peak_bound(program: MeshProgram) -> tuple[float, float]:
@@ -244,16 +244,16 @@ def minimise_memory(programs: Sequence[MeshProgram]) -> LeastMemory | None:
 
 def budget_error(traced: Traced, cluster: Cluster, budget: float, least: LeastMemory | None) -> InfeasibleError:
     """The error that names the tensors that bind, the smallest budget that works, and the ways out."""
-    values, inputs = traced.graph.values, traced.graph.block.inputs
-    sizes = [(values[v].nbytes, shown(a.path)) for v, a in zip(inputs, traced.arguments, strict=False)]
-    largest = ", ".join(f"{path} ({units.nbytes(size)})" for size, path in sorted(sizes, reverse=True)[:5])
-    total = sum(values[v].nbytes for v in inputs)
     if least is None:
         return InfeasibleError(
             f"the method admits no sharding of this step on {cluster.num_devices} devices, whatever the memory: the "
             "constraints on arguments and operations contradict each other. Use method='auto', or constrain less "
             "(constrain, allow, forbid)."
         )
+    values, inputs = traced.graph.values, traced.graph.block.inputs
+    sizes = [(values[v].nbytes, shown(a.path)) for v, a in zip(inputs, traced.arguments, strict=False)]
+    largest = ", ".join(f"{path} ({units.nbytes(size)})" for size, path in sorted(sizes, reverse=True)[:5])
+    total = sum(values[v].nbytes for v in inputs)
     smallest = units.exact_bytes(math.ceil(least.peak))
     known = smallest if least.peak <= least.bound * (1 + PROVEN_PEAK) else f"at most {smallest}"
     shape = " x ".join(map(str, least.program.mesh.shape))
