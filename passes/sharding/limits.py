@@ -38,13 +38,12 @@ from alpa_lite.methods import STRATEGIES, DataParallel, Sharded, TensorParallel
 from alpa_lite.passes.sharding import connected, kinds
 from alpa_lite.passes.sharding.facts import Facts
 from alpa_lite.passes.sharding.fulfilling import completions, described, fits
-from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.groups import Grouping, factors_in
 from alpa_lite.passes.sharding.textbook import (
     Operations,
     OverExamples,
     Textbook,
     by_group,
-    factors_in,
     parameters_of_products,
     reads_weights,
     share_in_pieces,
@@ -120,9 +119,7 @@ def meshes(cluster: Cluster, method: Any, max_axes: int = 3, wishes: Wishes = NO
         shapes = ((count,),)
     else:
         shapes = cluster.mesh_shapes(max(max_axes, len(names)))
-    if not names:
-        return tuple(LogicalMesh(tuple(shape), NAMES[: len(shape)]) for shape in shapes)
-    if set(names) <= set(NAMES) and not wishes.more:  # of searched meshes, those that have the axes
+    if not names or (set(names) <= set(NAMES) and not wishes.more):  # of searched meshes, those that have the axes
         found = [LogicalMesh(tuple(s), NAMES[: len(s)]) for s in shapes if len(s) >= len(names)]
         if found:
             return tuple(found)
@@ -252,8 +249,8 @@ def _forbidden(facts: Facts, names: Collection[str]) -> tuple[dict[int, frozense
     if "fsdp" in names:
         ungathered |= read
     if "zero" in names:
-        block = traced.graph.block
-        new = (block.outputs[out] for out, argument in traced.state if facts.state.get(argument) == "params")
+        block, of = traced.graph.block, kinds.state_kinds(traced)
+        new = (block.outputs[out] for out, argument in traced.state if of.get(argument) == "params")
         ungathered.update(a for a in new if isinstance(a, int) and a not in block.inputs)
     return by_group(whole), frozenset(ungathered)
 
@@ -307,7 +304,7 @@ def _textbook(facts: Facts, method: Textbook, mesh: LogicalMesh, axes: Axes, nam
                 )
             out[group] = whole if shape[0] % count else (Layout((axes, *whole[0].dims[1:])),)
         elif argument.stays:
-            sharded = stage == 3 or (stage and facts.state.get(number) == "optimizer")
+            sharded = stage == 3 or (stage and kinds.state_kinds(traced).get(number) == "optimizer")
             out[group] = (sharded and blocks(group, shape)) or whole
     if isinstance(method, DataParallel):
         out |= _whole_updates(traced, grouping, named)

@@ -31,7 +31,7 @@ from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.sharding.computing import Computing
 from alpa_lite.passes.sharding.fulfilling import completions, fits
-from alpa_lite.passes.sharding.groups import Group, Grouping
+from alpa_lite.passes.sharding.groups import Group, Grouping, factors_in
 from alpa_lite.passes.sharding.limits import UNCONSTRAINED, Constraints
 from alpa_lite.passes.sharding.mesh_tables import Choices, Moves, Reached, classify
 from alpa_lite.passes.sharding.prices import divides, gathers
@@ -245,7 +245,7 @@ class _Builder:
             return form.results[op.results.index(value)]
         sums = {a for f, axes in zip(group.factors, strategy.axes, strict=True) if f.kind == "sum" for a in axes}
         dims = self.grouping.homes[value].dims
-        used = {a for dim in dims for f in dim for a in strategy.axes[f]}
+        used = {a for f in factors_in(dims) for a in strategy.axes[f]}
         return layout_of(dims, strategy, tuple(a for a in self.mesh.axis_names if a in sums - used))
 
     # -- nodes ----------------------------------------------------------------------------------------------------
@@ -327,12 +327,12 @@ class _Builder:
             size.append(self.values[kept.value].nbytes * kept.count / made.blocks)
         for number, (move, _, passage, costs) in enumerate(moves):
             nbytes = self.values[move.value].nbytes
-            spans = list(zip(passage.spans.tolist(), passage.holders, strict=True))
+            spans = passage.spans.tolist()
             for q, parts, costly in costs.copies if spans else ():
                 if nbytes / parts >= small:
-                    rows += [(first, last, move.src, number, q, value) for (first, last, _), value in spans]
+                    rows += [(first, last, move.src, number, q, value) for value, first, last, _ in spans]
                     klass += [_EMPTY] * len(spans)
-                    size += [costly * (nbytes / parts * count) for (_, _, count), _ in spans]
+                    size += [costly * (nbytes / parts * count) for *_, count in spans]
         start, end, owner, transfer, copy, held = np.array(rows, dtype=int).reshape(-1, 6).T
         buffers = Buffers(tables.points, start, end, owner, transfer, copy, tuple(klass), tuple(size))
         return buffers, tuple(held.tolist())

@@ -6,7 +6,6 @@ Only the layouts and their costs depend on the mesh. A search over mesh shapes m
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,8 +35,7 @@ class Passage:
       phase: the part that lays them out for itself (`sharding.repeats`), or 1 for late uses of state that are served
         again; else 0.
       demands: those on the first of the values.
-      spans: [n, 3] first point, last point, and number of values of equal span.
-      holders: for each span a value that has it.
+      spans: [n, 4] a value, its first and its last point, and the number of values of equal span.
       share: the share of the latency that it pays, since the compiler combines it with others.
     """
 
@@ -46,7 +44,6 @@ class Passage:
     phase: int
     demands: tuple[Demand, ...]
     spans: np.ndarray
-    holders: tuple[int, ...]
     share: float
 
 
@@ -86,6 +83,7 @@ class Shared:
 
     Attributes:
       repeats: the parts that the program runs in.
+      works: a cache of `sharding.computing` for properties of groups that are the same on all meshes.
     """
 
     traced: Traced
@@ -95,6 +93,7 @@ class Shared:
     uses: dict[int, list[Demand]] = field(default_factory=dict)
     homes_of: dict[int, list[int]] = field(default_factory=dict)
     meshes: dict[MeshCost, MeshTables] = field(default_factory=dict)
+    works: dict[tuple[int, int], Any] = field(default_factory=dict)
 
     @functools.cached_property
     def facts(self) -> Facts:
@@ -105,11 +104,6 @@ class Shared:
     def moved(self) -> dict[int, moving.Moved]:
         """Reads and writes of operations on one device, by op index, without those that compilers fuse away."""
         return moving.moved(self.traced.graph.block, self.traced.graph.values)
-
-    @functools.cached_property
-    def works(self) -> dict[tuple[int, int], Any]:
-        """A cache of `sharding.computing` for properties of groups that are the same on all meshes."""
-        return {}
 
     @functools.cached_property
     def living(self) -> tuple[tuple[int, int, int], ...]:
@@ -231,49 +225,34 @@ class _Maker:
     def tables(self) -> Tables:
         found = self.edges()
         shares = self.latency_shares(found)
-        rows: list[tuple[int, int, int, int]] = []  # type, start, end, value
+        rows: list[tuple[int, int, int, int, int]] = []  # transfer or -1, type, start, end, value
         types: dict[object, int] = {}
-        homes = self.grouping.homes
-        node_of, values, copies_of = self.node_of, self.values, self.copies
+        homes, node_of, values = self.grouping.homes, self.node_of, self.values
         for value, start, end in self.living:
             home = homes[value]
             key = (node_of[home.group], home.dims, values[value].nbytes, self.kinds.get(value))
-            rows.append((types.setdefault(key, len(types)), start, end, value))
-        own = len(rows)
-        first_of: list[int] = []
+            rows.append((-1, types.setdefault(key, len(types)), start, end, value))
         for number, members in enumerate(found.values()):
-            first_of.append(len(rows))
-            if values[members[0][0]].nbytes < self.small:
-                continue
-            for value, demands in members:
+            for value, demands in members if values[members[0][0]].nbytes >= self.small else ():
                 places = [d.position for d in demands]
-                kind = types.setdefault((number, copies_of.get(value)), len(types))
-                rows.append((kind, min(places), max(places), value))
-        first_of.append(len(rows))
-        kind, start, end, value = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+                kind = types.setdefault((number, self.copies.get(value)), len(types))
+                rows.append((number, kind, min(places), max(places), value))
+        number, kind, start, end, value = np.array(rows, dtype=np.int64).reshape(-1, 5).T
         points = needed_points(start, end, kind, self.alike())
         start, end, live = compressed(points, start, end)
-        mine = np.flatnonzero(live[:own])
-        first, count = tally(kind[mine], start[mine], end[mine])
-        columns = (column[mine[first]].tolist() for column in (value, start, end))
-        kept = [
-            Kept(v, node_of[homes[v].group], *times) for v, *times in zip(*columns, count.tolist(), strict=True)
-        ]  # fmt: skip
-        copies = own + np.flatnonzero(live[own:])
-        number = np.repeat(np.arange(len(found)), np.diff(first_of))[copies - own]
-        first, count = tally(number, kind[copies], start[copies], end[copies])
-        rows_of = copies[first]
-        spans = np.stack([start[rows_of], end[rows_of], count], axis=1)
-        holders = value[rows_of].tolist()
-        at = np.searchsorted(number[first], np.arange(len(found) + 1)).tolist()
+        number, kind, start, end, value = (column[live] for column in (number, kind, start, end, value))
+        first, count = tally(number, kind, start, end)
+        spans = np.stack([value[first], start[first], end[first], count], axis=1)
+        own, *copies = np.split(spans, np.searchsorted(number[first], np.arange(len(found))))
+        kept = tuple([Kept(v, node_of[homes[v].group], *times) for v, *times in own.tolist()])
         passages = [
             Passage(
                 src=key[0], values=tuple([v for v, _ in members]), phase=key[3], demands=tuple(members[0][1]),
-                spans=spans[a:b], holders=tuple(holders[a:b]), share=shares.get((members[0][0], key[3]), 1.0),
+                spans=some, share=shares.get((members[0][0], key[3]), 1.0),
             )
-            for (key, members), (a, b) in zip(found.items(), itertools.pairwise(at), strict=True)
+            for (key, members), some in zip(found.items(), copies, strict=True)
         ]  # fmt: skip
-        return Tables(self.members, self.node_of, self.late_from, tuple(passages), tuple(kept), len(points))
+        return Tables(self.members, node_of, self.late_from, tuple(passages), kept, len(points))
 
     def edges(self) -> _Edges:
         """The values of each transfer, and the demands on each of them."""
@@ -284,10 +263,7 @@ class _Maker:
             for phase, some in self.served(value, demands).items():
                 wanting = frozenset([(node_of[d.group], d.likeness if d.group else "", d.dims) for d in some])
                 key = (node_of[home.group], home.likeness if home.group else value, wanting, phase)
-                if key in found:
-                    found[key].append((value, some))
-                else:
-                    found[key] = [(value, some)]
+                found.setdefault(key, []).append((value, some))
         return found
 
     def latency_shares(self, found: _Edges) -> dict[tuple[int, int], float]:

@@ -36,7 +36,7 @@ from alpa_lite.methods import DataParallel, TensorParallel, Zero
 from alpa_lite.passes.ir.primitives import DECIDING, PRODUCTS, UNFUSED
 from alpa_lite.passes.sharding import connected, kinds
 from alpa_lite.passes.sharding.facts import Facts
-from alpa_lite.passes.sharding.groups import Demand, Dims, Group, Grouping
+from alpa_lite.passes.sharding.groups import Demand, Group, Grouping, factors_in
 from alpa_lite.passes.sharding.space import Strategy
 
 Textbook = DataParallel | Zero | TensorParallel
@@ -217,7 +217,7 @@ def textbook(
         ports = {grouping.homes[v].group for v in forms if v in grouping.homes} if stage == 3 else set()
         leaves = {g for g in ports if grouping.groups[g].kind == "leaf"} - {0}
         return OverExamples(mesh, over, counts, stage, frozenset(leaves))
-    read = facts.parameters | forms
+    read = kinds.parameters(traced) | forms
     own, _ = facts.kinds
     new = {a for out, _ in traced.state if isinstance(a := block.outputs[out], int) and own.get(a) == "params"}
     gradients = {value for value, kind in own.items() if kind == "gradients"}
@@ -259,11 +259,6 @@ def parameters_of_products(facts: Facts, parts: int) -> set[int]:
         if sorted(shape) in (sorted(whole), sorted(whole[1:])) and _divides(facts, demand, parts):
             found.add(origins[demand.value])
     return {number for number in range(len(traced.arguments)) if inputs[number] in found}
-
-
-def factors_in(dims: Dims) -> set[int]:
-    """The factors that some dims are made of."""
-    return {f for dim in dims for f in dim}
 
 
 def _reading(facts: Facts, read: Collection[int]) -> Iterator[Demand]:
@@ -308,7 +303,7 @@ def _updates_read_whole_values(facts: Facts, read: Collection[int]) -> bool:
 
 def _features(facts: Facts) -> dict[int, frozenset[int]]:
     """Group -> the factors that hang together with dims of parameters."""
-    homes = [facts.grouping.homes[v] for v in facts.parameters]
+    homes = [facts.grouping.homes[v] for v in kinds.parameters(facts.traced)]
     places = [(home.group, f) for home in homes if home.group for f in factors_in(home.dims)]
     return by_group(connected.connected(facts.grouping, places))
 
