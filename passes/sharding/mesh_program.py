@@ -72,19 +72,15 @@ class MeshProgram:
     """The integer program of one mesh, built on demand.
 
     Attributes:
+      regathers: whether the platform's compiler keeps repeated gathers of a value apart.
       build: builds it, with or without `regather`; each once.
       peak_seconds: seconds that no mesh of as many devices has less of, given a built program.
     """
 
     mesh: LogicalMesh
-    platform: str
+    regathers: bool
     build: Callable[..., Space]
     peak_seconds: Callable[[Space], float]
-
-    @property
-    def regathers(self) -> bool:
-        """Whether the platform's compiler keeps repeated gathers of a value apart."""
-        return self.platform not in strategies.MERGING
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +118,7 @@ def mesh_programs(
         cost, given = MeshCost(cluster, mesh), {"budget": budget, "constraints": constraints, "shared": shared}
         build = functools.cache(functools.partial(strategies.build, traced, grouping, rules, cost, **given))
         peak_seconds = functools.partial(computing.at_peak, shared, cost)
-        out.append(MeshProgram(mesh, cluster.platform, build, peak_seconds))
+        out.append(MeshProgram(mesh, cluster.platform not in strategies.MERGING, build, peak_seconds))
 
     def key(program: MeshProgram) -> tuple[bool, int, float]:
         shape = program.mesh.shape
@@ -140,20 +136,17 @@ def solve_within_budget(
     Raises nothing: the status says whether there is a choice, and "cutoff" whether none can be below the cutoff.
     """
     free = solve.solve(replace(space.program, budget=None), cutoff=cutoff, roof=budget, known=known)
-    work = free.work
     if free.status == "cutoff" or (free.choice and free.peak <= budget):
-        return Solved(space, free, free.bound, work)
-    exceeds = bool(free.choice) and free.peak > budget
-    bound = free.bound if exceeds else None
+        return Solved(space, free, free.bound, free.work)
+    bound = free.bound if free.choice else None
     solution = solve.solve(space.program, cutoff=cutoff, free=bound, known=known)
-    work += solution.work
-    if exceeds and program.regathers and solution.objective * (1 - NEAR_FREE) > free.bound:
+    work = free.work + solution.work
+    if free.choice and program.regathers and solution.objective * (1 - NEAR_FREE) > free.bound:
         again = program.build(regather=True)
-        limit = min(cutoff, solution.objective) if solution.choice else cutoff
         # Serving a value twice costs no less: the bound without the budget holds here, too.
-        other = solve.solve(again.program, cutoff=limit, free=bound, start=solution)
+        other = solve.solve(again.program, cutoff=min(cutoff, solution.objective), free=bound, start=solution)
         work += other.work
-        if other.choice and (not solution.choice or other.objective < solution.objective):
+        if other.choice and other.objective < solution.objective:
             return Solved(again, other, free.bound, work)
     elif solution.choice and program.regathers and solution.bound > free.bound:
         solution = replace(solution, status="feasible", bound=free.bound)  # gathering again was not tried
@@ -162,11 +155,9 @@ def solve_within_budget(
 
 def solve_meshes(programs: Sequence[MeshProgram], budget: float) -> tuple[MeshProgram, Space, Solution] | None:
     """The best plan of some meshes within a budget, in the order of their bounds; None if none fits."""
-    bounded = []
-    for program in programs:
-        bound = solve.Bound(program.build().program)
+    bounded = [(solve.Bound(program.build().program), program) for program in programs]
+    for bound, _ in bounded:
         bound.improve()
-        bounded.append((bound, program))
     best: tuple[MeshProgram, Space, Solution] | None = None
     for bound, program in sorted(bounded, key=lambda pair: pair[0].seconds):
         cutoff = math.inf if best is None else best[2].objective
@@ -233,8 +224,7 @@ def minimise_memory(programs: Sequence[MeshProgram]) -> LeastMemory | None:
     """The plan that takes the fewest bytes per device on any mesh; None if no program has a choice."""
     best: LeastMemory | None = None
     for program in programs:
-        for regather in (False, True) if program.regathers else (False,):
-            space = program.build(regather=True) if regather else program.build()
+        for space in [program.build(), program.build(regather=True)] if program.regathers else [program.build()]:
             peak, solution = solve.minimal_budget(space.program, gap=PEAK_GAP)
             if solution.choice and (best is None or peak < best.peak):
                 bound = peak if solution.status == "optimal" else 0.0
