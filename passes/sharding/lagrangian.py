@@ -100,7 +100,7 @@ class LagrangianSearch:
                 solutions[i] = rough
             elif rough.objective <= MAX_SLOWDOWN * fastest:
                 waiting[i] = self.known[i]
-        solutions |= _solved(waiting, price * self.unit, self.gap / max(1.0, price), self.max_work)
+        solutions |= _solved(waiting, price * self.unit, gap=self.gap / max(1.0, price), max_work=self.max_work)
         free = self.rough if price else [solutions.get(i, rough) for i, rough in enumerate(self.rough)]
         best = min(solutions, key=lambda i: solutions[i].objective)
         problem, space, solution = self.known[best].problem, self.spaces[best], solutions[best]
@@ -154,13 +154,13 @@ def search_at_prices(
 def _solve_roughly(spaces: tuple[Space, ...], max_work: int, gap: float) -> LagrangianSearch:
     """Programs with their rough solutions."""
     known = tuple(Known(space.program) for space in spaces)
-    rough = tuple(_solved(dict(enumerate(known)), 0.0, max(gap, ROUGH_GAP), max_work).values())
+    rough = tuple(_solved(dict(enumerate(known)), 0.0, gap=max(gap, ROUGH_GAP), max_work=max_work).values())
     offered = LagrangianSearch(spaces, known, rough, 1.0, max_work, gap)
     seconds, size = offered.fastest
     return replace(offered, unit=seconds / size)
 
 
-def _solved(problems: Mapping[int, Known], price: float, gap: float, max_work: int) -> dict[int, Solution]:
+def _solved(problems: Mapping[int, Known], price: float, *, gap: float, max_work: int) -> dict[int, Solution]:
     """Returns the best choices at a price in seconds per byte; objectives include the price of memory."""
     out = {}
     for i, known in problems.items():

@@ -111,7 +111,7 @@ class MeshTables:
     _known: dict[Hashable, Any] = field(default_factory=dict)
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, called for each key once; a key begins with the name of its table."""
+        """Returns the result of `make`, called for each key once; a key begins with the name of its table."""
         if key not in self._known:
             self._known[key] = make()
         return self._known[key]
