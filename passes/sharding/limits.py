@@ -325,7 +325,9 @@ def _stacked(grouping: Grouping) -> dict[int, set[int]]:
 
 def _whole_updates(traced: Traced, grouping: Grouping, named: Collection[int]) -> Layouts:
     """Replication for the groups that compute new state, so that gradients are all-reduced."""
-    ranks = {home.group: len(home.dims) for _, home in reversed(grouping.homes.items())}  # of the first value of each
+    ranks: dict[int, int] = {}  # of the first value of each
+    for home in grouping.homes.values():
+        ranks.setdefault(home.group, len(home.dims))
     ours = {number for number, argument in traced.state if argument in named}
     groups = kinds.update_groups(traced, grouping) - kinds.update_groups(traced, grouping, ours)
     return {g: (Layout(((),) * ranks[g]),) for g in groups if grouping.groups[g].kind == "light"}

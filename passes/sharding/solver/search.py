@@ -143,8 +143,7 @@ class Search:
                     self.messages = ascent.messages
                 self._raise_bound(min(ascent.bound, best))
                 close = best - ascent.bound <= LOOSE * best or ascent.bound - lower <= 0.2 * LOOSE * ascent.bound
-                roofed = close and self.choice is not None and math.isfinite(self.roof)
-                if roofed and self.problem.peak(self.choice) > self.roof:
+                if close and self._is_over_roof():
                     return
                 waited = waited + 1 if best - ascent.bound > STALLED * before else 0
                 if self._is_close(best, ascent.bound) or waited == PATIENCE:
@@ -309,6 +308,9 @@ class Search:
         if math.isfinite(self.bound) and self.cutoff - self.bound <= ROUNDING * self.bound:
             self.bound = max(self.bound, self.cutoff)
             raise CutoffReached
+
+    def _is_over_roof(self) -> bool:
+        return self.choice is not None and math.isfinite(self.roof) and self.problem.peak(self.choice) > self.roof
 
     def _is_close(self, value: float, bound: float) -> bool:
         return math.isfinite(value) and value - bound <= max(self.gap, ROUNDING) * value
