@@ -22,7 +22,7 @@ from alpa_lite.passes.layers.remat import Remat
 from alpa_lite.passes.plans.writing import ingredients
 from alpa_lite.passes.sharding import grouping, strategies
 from alpa_lite.passes.sharding.groups import Group, Grouping
-from alpa_lite.passes.sharding.limits import Limits
+from alpa_lite.passes.sharding.limits import Constraints
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver.solve import evaluate
 from alpa_lite.passes.sharding.space import Strategy
@@ -61,11 +61,11 @@ def replay(
     here = ingredients(traced, groups, cluster, mesh, communication)
     _check_arguments(traced, stage, here)
     recorded = _recorded(groups, stage, mesh)
-    allowed = Limits(_argument_layouts(traced, groups, stage), recorded)
+    fixed = Constraints(_argument_layouts(traced, groups, stage), recorded)
     regather = stage.ingredients.get("state gathered anew for late uses") == "True"
     shared = Shared(traced, groups, repeating.repeats(graph, split_weights=split_weights))
     cost = MeshCost(cluster, mesh)
-    space = strategies.build(traced, groups, rules, cost, allowed=allowed, regather=regather, shared=shared)
+    space = strategies.build(traced, groups, rules, cost, constraints=fixed, regather=regather, shared=shared)
     choice, missing = [], []
     for node in space.nodes:
         group = groups.groups[node.group]

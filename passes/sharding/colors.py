@@ -15,34 +15,22 @@ from typing import Any
 from alpa_lite.passes.sharding.groups import Demand, Draft, Home
 
 
-class Digests:
-    """Short texts that are equal, in every process, where things are that have the same `repr`; remembers them."""
+class Digests(dict[Any, str]):
+    """Short texts of things that are equal, in every process, where the things have the same `repr`."""
 
-    def __init__(self) -> None:
-        self._known: dict[Any, str] = {}
-
-    def __call__(self, thing: Any) -> str:
-        """The text of a thing, which must be hashable."""
-        text = self._known.get(thing)
-        if text is None:
-            text = self._known[thing] = hashlib.blake2b(repr(thing).encode(), digest_size=10).hexdigest()
+    def __missing__(self, thing: Any) -> str:
+        text = self[thing] = hashlib.blake2b(repr(thing).encode(), digest_size=10).hexdigest()
         return text
 
 
-def colors_of(
-    drafts: Sequence[Draft], demands: Sequence[Demand], homes: Mapping[int, Home], rounds: int = 2
-) -> list[str]:
+def colors_of(drafts: Sequence[Draft], demands: Sequence[Demand], homes: Mapping[int, Home]) -> list[str]:
     """The colour of each group; that of group 0 is "fixed"."""
-    digest = Digests()
-
-    def part(item: Any) -> Any:
-        return item if item[0] == "leaf" else (digest(item[0]), item[1], item[2])
-
-    colors = [
-        digest((d.kind, d.trips, tuple((f.size, f.kind) for f in d.factors), tuple(part(s) for s in d.signature)))
-        for d in drafts
-    ]
-    for _ in range(rounds):
+    digests = Digests()
+    colors = []
+    for d in drafts:
+        parts = [s if s[0] == "leaf" else (digests[s[0]], *s[1:]) for s in d.signature]
+        colors.append(digests[d.kind, d.trips, tuple((f.size, f.kind) for f in d.factors), tuple(parts)])
+    for _ in range(_ROUNDS):
         arriving: list[list[Any]] = [[] for _ in drafts]
         leaving: list[list[Any]] = [[] for _ in drafts]
         for demand in demands:
@@ -51,7 +39,10 @@ def colors_of(
             wanted = demand.likeness if demand.group else ""
             leaving[home.group].append((home.likeness, colors[demand.group], wanted, demand.dims))
         colors = [
-            digest((own, tuple(sorted(a)), tuple(sorted(b)))) if i else "fixed"
+            digests[own, tuple(sorted(a)), tuple(sorted(b))] if i else "fixed"
             for i, (own, a, b) in enumerate(zip(colors, arriving, leaving, strict=True))
         ]
     return colors
+
+
+_ROUNDS = 2  # of refinement

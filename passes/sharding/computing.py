@@ -20,8 +20,8 @@ from alpa_lite.graph import Block, Lit, Op, Traced, Value
 from alpa_lite.kernels import KERNEL
 from alpa_lite.passes.ir.attention import attention_of
 from alpa_lite.passes.ir.primitives import PRODUCTS, work, working_dtype
-from alpa_lite.passes.sharding.choices import Choices, Reached
-from alpa_lite.passes.sharding.groups import Dims, Group, Grouping
+from alpa_lite.passes.sharding.groups import Dims, Group, factors_in
+from alpa_lite.passes.sharding.mesh_tables import Choices, Reached
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.strategy import Rule
@@ -52,7 +52,7 @@ class _Work:
         return sum(self.moved.values()) + sum(nbytes for _, nbytes in self.made)
 
     def add(self, dims: Dims, factors: tuple[int, ...], nbytes: float) -> None:
-        """Bytes of a tensor with such dims of an operation whose factors are these of the group."""
+        """Adds bytes of a tensor with such dims of an operation whose factors are these of the group."""
         own = tuple([tuple([factors[f] for f in dim]) for dim in dims])
         self.moved[own] = self.moved.get(own, 0.0) + nbytes
 
@@ -85,11 +85,10 @@ class Computing:
             layers are fused with other neighbours than all those between.
           produced: the layouts in which a value may be made, by the strategies of its group.
         """
-        shown = self.shared.grouping.groups[typical]
         key = group.index, typical
-        found = self.shared.works.get(key)
-        if found is None:
-            found = self.shared.works[key] = self.work(shown)
+        if key not in self.shared.works:
+            self.shared.works[key] = self.work(self.shared.grouping.groups[typical])
+        found = self.shared.works[key]
         moved = np.zeros(len(choices.strategies))
         for dims, nbytes in found.moved.items():
             moved += nbytes / choices.cut(dims)
@@ -137,7 +136,7 @@ class Computing:
         op = self.shared.grouping.ops[group.ops[0]] if group.kind == "heavy" else None
         if op is None or op.name not in PRODUCTS:
             return [found.efficiency] * (len(choices.strategies) if op else 1)
-        left, right = ({f for dim in dims for f in dim} for dims in self.rules[op.key].operands[:2])
+        left, right = map(factors_in, self.rules[op.key].operands[:2])
         out, known = [], {}
         for row in choices.parts.astype(int).tolist():
             sizes = {"m": 1, "n": 1, "k": 1, "batch": 1}
@@ -179,19 +178,6 @@ def at_peak(shared: Shared, cost: MeshCost, space: Space) -> float:
             computed = cost.compute(work.flops, work.bytes, work.dtype, work.efficiency)
             total += runs * (computed / cost.cluster.num_devices + work.starts * cost.cluster.kernel_start)
     return total
-
-
-def products_seconds(
-    grouping: Grouping, rules: Mapping[Any, Rule], values: Sequence[Value], cluster: Cluster
-) -> float:  # fmt: skip
-    """Seconds that the products of a step take on all devices at the rate of large ones, each product once."""
-    total = 0.0
-    for group in grouping.groups:
-        for op in [grouping.ops[number] for number in group.ops]:
-            if op.name in PRODUCTS and not _jax.is_computed_again(op.source):
-                flops = work(op, rules[op.key], values) * group.trips
-                total += flops / (cluster.peak(working_dtype(op, values)) * cluster.step_efficiency)
-    return total / cluster.num_devices
 
 
 def products_bound(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster) -> float:

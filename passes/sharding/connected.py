@@ -10,7 +10,7 @@ them holds, since only the major part of a dim that is made of several factors b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from alpa_lite.graph import Traced
 from alpa_lite.passes.ir.remembered import remembered
@@ -24,19 +24,12 @@ _Link = tuple[int, tuple[int, ...], int, tuple[int, ...]]
 
 def connected(grouping: Grouping, start: Iterable[Place]) -> set[Place]:
     """The factors that hang together with some, those included."""
-    links = _links(grouping)
-    near: dict[Place, set[Place]] = {}
-    for maker, made, user, used in {link for some in links.values() for link in some}:
-        for a in made:
-            for b in used:
-                near.setdefault((maker, a), set()).add((user, b))
-    found: set[Place] = set()
-    waiting = list(start)
+    links, found, waiting = _links(grouping), set[Place](), list(start)
     while waiting:
-        place = waiting.pop()
-        if place not in found:
-            found.add(place)
-            waiting += near.get(place, ())
+        group, factor = waiting.pop()
+        if (group, factor) not in found:
+            found.add((group, factor))
+            waiting += [(other, f) for _, here, other, there in links.get(group, ()) if factor in here for f in there]
     return found
 
 
@@ -58,10 +51,9 @@ def examples(traced: Traced, grouping: Grouping) -> dict[int, dict[int, int]]:
     """
     links, sizes = _links(grouping), [[f.size for f in group.factors] for group in grouping.groups]
     found: dict[int, dict[int, int]] = {}
-    waiting: set[int] = set()
     for group, factor in of_the_batch(traced, grouping):
         found.setdefault(group, {})[factor] = sizes[group][factor]
-        waiting.add(group)
+    waiting = set(found)
     while waiting:
         group = waiting.pop()
         mine = found[group]
@@ -79,9 +71,9 @@ def examples(traced: Traced, grouping: Grouping) -> dict[int, dict[int, int]]:
     return {group: some for group, some in found.items() if some}
 
 
-def _count(dim: Collection[int], counts: Mapping[int, int], sizes: Collection[int]) -> int:
+def _count(dim: Collection[int], counts: Mapping[int, int], sizes: Sequence[int]) -> int:
     """How many examples a dim holds that is made of some factors: those of the major ones that hold nothing else."""
-    sizes, out = list(sizes), 1
+    out = 1
     for factor in dim:
         out *= counts.get(factor, 1)
         if counts.get(factor, 1) < sizes[factor]:

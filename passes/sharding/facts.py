@@ -25,16 +25,6 @@ class Facts:
         return connected.examples(self.traced, self.grouping)
 
     @cached_property
-    def state(self) -> Mapping[int, str]:
-        """As of `kinds.state_kinds`."""
-        return kinds.state_kinds(self.traced)
-
-    @cached_property
-    def parameters(self) -> frozenset[int]:
-        """As of `kinds.parameters`."""
-        return frozenset(kinds.parameters(self.traced))
-
-    @cached_property
     def kinds(self) -> tuple[Mapping[int, str], Mapping[int, str]]:
         """As of `kinds.value_kinds`."""
         return kinds.value_kinds(self.traced, self.grouping)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.passes.sharding.space import assignments
 from alpa_lite.pins import Wish
+from alpa_lite.strategy import Factor
 
 
 def fits(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> str | None:
@@ -28,20 +30,10 @@ def completions(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> Iterat
     dims = tuple(() if size == 1 else axes for size, axes in zip(shape, dims, strict=True))
     used = {a for axes in dims for a in axes or ()}
     left = [a for a in mesh.axis_names if a not in used and mesh.axis_size(a) > 1]
-    free = [i for i, axes in enumerate(dims) if axes is None]
+    factors = [Factor(size, "parallel" if d is None else "replicate") for size, d in zip(shape, dims, strict=True)]
     fixed = [tuple(a for a in axes or () if mesh.axis_size(a) > 1) for axes in dims]
-
-    def assigned(rest: Sequence[str], now: list[Axes]) -> Iterator[Layout]:
-        if not rest:
-            yield Layout(tuple(now))
-            return
-        yield from assigned(rest[1:], now)
-        for i in free:
-            axes = (*now[i], rest[0])
-            if shape[i] % mesh.product(axes) == 0:
-                yield from assigned(rest[1:], [*now[:i], axes, *now[i + 1 :]])
-
-    yield from assigned(left, fixed)
+    for more in assignments(factors, mesh, left):
+        yield Layout(tuple(own or axes for own, axes in zip(fixed, more, strict=True)))
 
 
 def described(mesh: LogicalMesh) -> str:

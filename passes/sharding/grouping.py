@@ -28,6 +28,7 @@ bounded number of classes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -37,7 +38,7 @@ from alpa_lite.passes.ir import flow, keys, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.effects import NeedsOutside
 from alpa_lite.passes.sharding.colors import Digests, colors_of
-from alpa_lite.passes.sharding.groups import Demand, Dims, Draft, Group, Grouping, GroupKind, Home
+from alpa_lite.passes.sharding.groups import Demand, Dims, Draft, Group, Grouping, GroupKind, Home, factors_in
 from alpa_lite.passes.sharding.linear import find_linear, keeps_dims
 from alpa_lite.strategy import Factor, Rule
 
@@ -54,25 +55,12 @@ def group(traced: Traced, rules: Mapping[Any, Rule], apart: Set[int] = frozenset
     return builder.finish()
 
 
-def pull(rule: Rule, result_dims: Dims, result: int = 0) -> dict[int, tuple[int, ...]]:
-    """For each factor of a rule with single-factor dims, the group factors that a demand on its result gives it."""
-    out: dict[int, tuple[int, ...]] = {}
-    for own, wanted in zip(rule.results[result], result_dims, strict=True):
-        if own:
-            out[own[0]] = wanted
-    return out
-
-
 def is_lazy_source(op: Op, values: Sequence[Value]) -> bool:
     """Whether an operation makes a large value out of nothing, or out of a small one."""
-    if op.name == "iota":
-        return True
-    if op.name != "broadcast_in_dim":
-        return False
-    source = op.operands[0]
-    if isinstance(source, Lit):
-        return True
-    return values[op.results[0]].nbytes > values[source].nbytes
+    if op.name == "broadcast_in_dim":
+        source = op.operands[0]
+        return isinstance(source, Lit) or values[op.results[0]].nbytes > values[source].nbytes
+    return op.name == "iota"
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +72,7 @@ class _Form:
       key: as `keys.placeless`.
       light: whether it only follows, see `_is_light`.
       lazy: whether its result is made anew for each consumer, or is so where its operands are.
-      whole: the operands that have all factors of the results.
+      whole: the operands that have all factors of the results; literals may be among them.
     """
 
     rule: Rule
@@ -113,12 +101,13 @@ class _Builder:
         self.outputs: list[tuple[int, Dims] | None] = []
         self.clock = 0
         self.linear = find_linear(graph.block, rules, graph.values, apart)
-        self.digest = Digests()
+        self.digests = Digests()
         self.needs_outside = NeedsOutside()
         self.forms: dict[Any, _Form] = {}
         self.placed: dict[Any, tuple[tuple[Dims, ...], tuple[Dims, ...]]] = {}
         self.followed: dict[Any, tuple[int, ...] | None] = {}
         self.lazy_signatures: dict[int, Any] = {}
+        self.regions = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
@@ -146,35 +135,26 @@ class _Builder:
     def body(self, block: Block, trips: int) -> None:
         for op in block.ops:
             self.ops[op.index] = op
+            self.clock += 1
+            depth = self.clock
             if self.needs_outside(op):
-                self.clock += 1
-                self.positions[op.index] = self.clock
-                self.depth.update(dict.fromkeys(op.results, self.clock))
                 self.member(op, self.form(op, _opaque(op, self.values)), 0, (), trips)
-            elif op.name == "scan":
-                self.scan(op, trips)
-            elif op.name == "while":
-                self.while_loop(op, trips)
-            elif op.name == "cond":
-                self.cond(op, trips)
+            elif op.name in self.regions:
+                self.regions[op.name](op, trips)
             else:
-                self.clock += 1
-                self.positions[op.index] = self.clock
-                self.straight(op, trips)
+                depth = self.straight(op, trips)
+            self.positions[op.index] = self.clock
             for value in op.results:
-                self.defined[value] = self.positions[op.index]
+                self.defined[value], self.depth[value] = self.clock, depth
 
     def scan(self, op: Op, trips: int) -> None:
         view = ScanView(op)
         inner = trips * max(1, view.length)
-        self.clock += 1
-        start = self.clock
         kinds = ["const"] * view.num_consts + ["carry"] * view.num_carry + ["xs"] * len(view.inputs.xs)
         for atom, value, kind in zip(op.operands, view.body.inputs, kinds, strict=True):
             self.port(atom, value, trips, kind, times=inner, stacked=kind == "xs")
         self.body(view.body, inner)
         self.clock += 1
-        self.positions[op.index] = self.clock
         for one in view.carries:
             home = self.homes[one.input]
             self.want(one.output, home.group, home.dims, inner)
@@ -183,54 +163,41 @@ class _Builder:
             port, dims = self.new_leaf(self.values[result].shape[1:], inner, "ys", result in self.linear.values)
             self.want(atom, port, dims, inner)
             self.adopt(result, port, ((), *dims))
-        self.depth.update(dict.fromkeys(op.results, start))
 
     def while_loop(self, op: Op, trips: int) -> None:
         cond, body = op.bodies
         view = WhileView(op)
         cond_consts, body_consts, init = view.taken(op.operands)
         (cond_inputs, asked), (body_inputs, carried) = view.cond(cond.inputs), view.body(body.inputs)
-        self.clock += 1
-        start = self.clock
         for atom, value in zip((*cond_consts, *body_consts), (*cond_inputs, *body_inputs), strict=True):
             self.port(atom, value, trips, "const")
         for atom, value, seen in zip(init, carried, asked, strict=True):
-            port = self.port(atom, value, trips, "carry", times=trips)
-            self.adopt(seen, port, self.homes[value].dims)
-            self.defined[seen] = self.clock
-            self.depth[seen] = self.clock
+            port = self.port(atom, value, trips, "carry")
+            self.enter(seen, port, self.homes[value].dims)
         self.body(cond, trips)
         self.want(cond.outputs[0], 0, (), trips)
         self.body(body, trips)
         self.clock += 1
-        self.positions[op.index] = self.clock
         for atom, value, result in zip(body.outputs, carried, op.results, strict=True):
             home = self.homes[value]
             self.want(atom, home.group, home.dims, trips)
             self.adopt(result, home.group, home.dims)
-        self.depth.update(dict.fromkeys(op.results, start))
 
     def cond(self, op: Op, trips: int) -> None:
-        self.clock += 1
-        start = self.clock
         self.want(op.operands[0], 0, (), trips)
         for i, atom in enumerate(op.operands[1:]):
             first = op.bodies[0].inputs[i]
             port = self.port(atom, first, trips, "operand")
             for branch in op.bodies[1:]:
-                self.adopt(branch.inputs[i], port, self.homes[first].dims)
-                self.defined[branch.inputs[i]] = self.clock
-                self.depth[branch.inputs[i]] = self.clock
+                self.enter(branch.inputs[i], port, self.homes[first].dims)
         for branch in op.bodies:
             self.body(branch, trips)
         self.clock += 1
-        self.positions[op.index] = self.clock
         for i, result in enumerate(op.results):
             port, dims = self.new_leaf(self.values[result].shape, trips, "result")
             self.adopt(result, port, dims)
             for branch in op.bodies:
                 self.want(branch.outputs[i], port, dims, trips)
-        self.depth.update(dict.fromkeys(op.results, start))
 
     # -- leaves and ports -----------------------------------------------------------------------------------------
 
@@ -239,34 +206,34 @@ class _Builder:
 
         Scalars belong to the fixed group unless they may be partial sums.
         """
-        factors = [Factor(size, "parallel") for size in shape if size > 1]
+        factors, dims = _leaf(shape)
         if not factors and not is_sum:
-            return 0, ((),) * len(shape)
+            return 0, dims
         draft = Draft("linear" if is_sum else "leaf", factors, trips, name)
         draft.signature.append(("leaf", name, shape))
         self.drafts.append(draft)
-        return len(self.drafts) - 1, _leaf_dims(shape)
+        return len(self.drafts) - 1, dims
 
     def leaf(self, value: int, trips: int, name: str) -> int:
         index, dims = self.new_leaf(self.values[value].shape, trips, name, value in self.linear.values)
-        self.adopt(value, index, dims, "leaf")
-        self.defined[value] = self.clock
-        self.depth[value] = 0
+        self.enter(value, index, dims, "leaf")
         return index
+
+    def enter(self, value: int, index: int, dims: Dims, likeness: str = "") -> None:
+        """Adopts an input of a block."""
+        self.adopt(value, index, dims, likeness)
+        self.defined[value] = self.depth[value] = self.clock
 
     def port(self, atom: Atom, value: int, trips: int, name: str, *, times: int = 0, stacked: bool = False) -> int:
         """A leaf for `value`, an input of a nested body that runs `times` times, wanted from `atom` outside."""
         index = self.leaf(value, times or trips, name)
-        self.depth[value] = self.clock
         dims = self.homes[value].dims
         self.want(atom, index, ((), *dims) if stacked else dims, trips)
         return index
 
     def adopt(self, value: int, index: int, dims: Dims, likeness: str = "") -> None:
         draft = self.drafts[index]
-        rank = len(self.values[value].shape)
-        if index == 0:
-            dims = ((),) * rank
+        dims = dims if index else ((),) * len(dims)
         self.homes[value] = Home(index, dims, draft.values, likeness or f"slot {draft.values}")
         draft.values += 1
 
@@ -276,13 +243,12 @@ class _Builder:
         """Records a demand; on a lazy value, the demands on its sources."""
         if isinstance(atom, Lit):
             return
-        if index == 0:
-            dims = ((),) * len(self.values[atom].shape)
+        dims = dims if index else ((),) * len(self.values[atom].shape)
         if atom in self.lazy:
             number, result = self.lazy[atom]
             lazy = self.ops[number]
             rule = self.rules[lazy.key]
-            given = pull(rule, dims, result)
+            given = {own[0]: wanted for own, wanted in zip(rule.results[result], dims, strict=True) if own}
             for k, source in enumerate(lazy.operands):
                 if not isinstance(source, Lit):
                     inner = tuple(given.get(d[0], ()) if d else () for d in rule.operands[k])
@@ -302,16 +268,11 @@ class _Builder:
             found = self.forms[op.key] = _form(op, rule, self.values)
         return found
 
-    def straight(self, op: Op, trips: int) -> None:
+    def straight(self, op: Op, trips: int) -> int:
+        """Places an operation without a region; returns its depth."""
         form = self.form(op, self.rules[op.key])
-        rule, depths = form.rule, self.depth
-        depth, lazy = 0, form.lazy == "as operands"
-        for atom in op.operands:
-            if isinstance(atom, int):
-                depth = max(depth, depths.get(atom, 0))
-                lazy = lazy and atom in self.lazy
-        for value in op.results:
-            depths[value] = depth + 1
+        rule, operands = form.rule, [atom for atom in op.operands if isinstance(atom, int)]
+        lazy = form.lazy == "as operands" and all(atom in self.lazy for atom in operands)
         if op.name == "optimization_barrier":
             self.barrier(op)
         elif rule.source == "opaque" or not (rule.factors or op.index in self.linear.ops or flow.makes_zeros(op)):
@@ -324,6 +285,7 @@ class _Builder:
             self.light(op, form, trips)
         else:
             self.alone("heavy", op, form, trips)
+        return 1 + max([self.depth.get(atom, 0) for atom in operands], default=0)
 
     def barrier(self, op: Op) -> None:
         """Each result stays in its operand's home: a barrier moves nothing."""
@@ -345,22 +307,20 @@ class _Builder:
         self.member(op, form, len(self.drafts) - 1, tuple(range(len(factors))), trips)
 
     def light(self, op: Op, form: _Form, trips: int) -> None:
-        best, main = -1, None
-        for k in form.whole:
-            atom = op.operands[k]
-            assert not isinstance(atom, Lit)
-            if atom not in self.lazy and self.homes[atom].group and self.depth[atom] > best:
-                best, main = self.depth[atom], k
-        if main is None:
+        whole = [(k, a) for k in form.whole if isinstance(a := op.operands[k], int) and a not in self.lazy]
+        whole = [(k, atom) for k, atom in whole if self.homes[atom].group]
+        if not whole:
             self.alone("light", op, form, trips)
             return
-        atom = op.operands[main]
-        assert not isinstance(atom, Lit)
+        main, atom = max(whole, key=lambda one: self.depth[one[1]])
         home = self.homes[atom]
         index, dims = home.group, home.dims
         if self.drafts[index].kind in ("heavy", "linear") or self.drafts[index].trips != trips:
-            index = self.follower(atom, trips)
-            dims = _leaf_dims(self.values[atom].shape)
+            factors, dims = _leaf(self.values[atom].shape)
+            if atom not in self.followers:  # the light group that hangs on a value of a heavy group
+                self.followers[atom] = len(self.drafts)
+                self.drafts.append(Draft("light", factors, trips, "follow"))
+            index = self.followers[atom]
         case = (op.key, main, dims)
         if case not in self.followed:
             self.followed[case] = _followed(form.rule, main, dims)
@@ -370,28 +330,13 @@ class _Builder:
         else:
             self.member(op, form, index, factors, trips)
 
-    def follower(self, atom: int, trips: int) -> int:
-        """The light group that hangs on a value of a heavy group."""
-        if atom not in self.followers:
-            shape = self.values[atom].shape
-            self.drafts.append(Draft("light", [Factor(s, "parallel") for s in shape if s > 1], trips, "follow"))
-            self.followers[atom] = len(self.drafts) - 1
-        return self.followers[atom]
-
-    def dims_within(
-        self, op: Op, rule: Rule, factors: tuple[int, ...] | None
-    ) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
-        """Dims of operands and of results in a group that has these factors for those of the rule; None: group 0."""
-        case = (op.key, factors)
-        found = self.placed.get(case)
-        if found is None:
-            found = self.placed[case] = _placed(rule.operands, factors), _placed(rule.results, factors)
-        return found
-
     def member(self, op: Op, form: _Form, index: int, factors: tuple[int, ...], trips: int) -> None:
         """Makes an op a member of a group: its demands, the homes of its results, and the group's signature."""
         draft, homes, key = self.drafts[index], self.homes, form.key
-        operands, results = self.dims_within(op, form.rule, factors if index else None)
+        case = (op.key, factors if index else None)
+        if case not in self.placed:
+            self.placed[case] = _placed(form.rule.operands, case[1]), _placed(form.rule.results, case[1])
+        operands, results = self.placed[case]
         inside = draft.kind in ("light", "leaf")
         refs: list[Any] = []
         likes: list[Any] = []
@@ -412,7 +357,7 @@ class _Builder:
             refs.append(("want", draft.wants + len(wanted), dims, lazy))
             likes.append(("want", dims, lazy))
             wanted.append(k)
-        likeness = self.digest((key, tuple(likes), factors))
+        likeness = self.digests[key, tuple(likes), factors]
         for k in wanted:
             place = "" if op.name in primitives.JOINING else f" {k}"
             self.want(op.operands[k], index, operands[k], trips, op.index, k, likeness + place)
@@ -422,21 +367,17 @@ class _Builder:
         draft.op_factors.append(factors)
         if index:
             draft.signature.append((key, tuple(refs), factors))
-            if draft.name == "follow" or draft.kind == "light":
-                draft.name = op.name if len(draft.ops) == 1 else draft.name
+            if len(draft.ops) == 1 and draft.kind == "light":
+                draft.name = op.name
 
     def lazy_signature(self, atom: int) -> Any:
         """Returns the signature of a lazy value's computation; None for a value that is not lazy."""
-        made = self.lazy.get(atom)
-        if made is None:
-            return None
-        found = self.lazy_signatures.get(atom)
-        if found is None:
-            op = self.ops[made[0]]
-            key = keys.placeless(op, self.values.__getitem__)
+        if atom in self.lazy and atom not in self.lazy_signatures:
+            number, result = self.lazy[atom]
+            op = self.ops[number]
             parts = tuple("lit" if isinstance(a, Lit) else self.lazy_signature(a) for a in op.operands)
-            found = self.lazy_signatures[atom] = (key, made[1], parts)
-        return found
+            self.lazy_signatures[atom] = keys.placeless(op, self.values.__getitem__), result, parts
+        return self.lazy_signatures.get(atom)
 
     # -- colours --------------------------------------------------------------------------------------------------
 
@@ -468,12 +409,8 @@ def _form(op: Op, rule: Rule, values: Sequence[Value]) -> _Form:
     if len(op.results) == 1 and all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims):
         tensors = any(not isinstance(atom, Lit) for atom in op.operands)
         lazy = "always" if is_lazy_source(op, values) else "as operands" if light and tensors else ""
-    every = {f for dims in rule.results for dim in dims for f in dim}
-    whole = tuple(
-        k
-        for k, (atom, dims) in enumerate(zip(op.operands, rule.operands, strict=True))
-        if not isinstance(atom, Lit) and every.issubset(f for dim in dims for f in dim)
-    )
+    every = factors_in(*rule.results)
+    whole = tuple(k for k, dims in enumerate(rule.operands) if every <= factors_in(dims))
     return _Form(rule, keys.placeless(op, values.__getitem__), light, lazy, whole)
 
 
@@ -490,12 +427,11 @@ def _followed(rule: Rule, main: int, dims: Dims) -> tuple[int, ...] | None:
     return tuple(of[f] for f in range(len(rule.factors))) if len(of) == len(rule.factors) else None
 
 
-def _leaf_dims(shape: tuple[int, ...]) -> Dims:
-    out, count = [], 0
-    for size in shape:
-        out.append((count,) if size > 1 else ())
-        count += size > 1
-    return tuple(out)
+def _leaf(shape: tuple[int, ...]) -> tuple[list[Factor], Dims]:
+    """The factors of a tensor of which every dim may be sharded, and its dims by these."""
+    factors = [Factor(size, "parallel") for size in shape if size > 1]
+    numbers = itertools.count()
+    return factors, tuple([(next(numbers),) if size > 1 else () for size in shape])
 
 
 def _is_light(rule: Rule, op: Op) -> bool:

@@ -10,6 +10,13 @@ from alpa_lite.graph import Op
 from alpa_lite.strategy import Factor
 
 Dims = tuple[tuple[int, ...], ...]
+
+
+def factors_in(*tensors: Dims) -> set[int]:
+    """The factors that the dims of some tensors are made of."""
+    return {f for dims in tensors for dim in dims for f in dim}
+
+
 GroupKind = Literal["fixed", "leaf", "heavy", "linear", "light"]
 
 
@@ -103,6 +110,5 @@ class Draft:
     ops: list[int] = field(default_factory=list)
     op_factors: list[tuple[int, ...]] = field(default_factory=list)
     signature: list[Any] = field(default_factory=list)
-    dims: Dims = ()
     values: int = 0
     wants: int = 0

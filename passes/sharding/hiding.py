@@ -41,9 +41,7 @@ class Hiding:
         self._reverse: set[int] = set()  # values that a reverse pass makes
         self._marked: set[int] = set()  # operations of derivatives
         self._readers: dict[int, list[Op]] = {}
-        self._handed: dict[
-            int, list[int]
-        ] = {}  # an output of a body -> what it is handed on as; -1: to what is unknown
+        self._handed: dict[int, list[int]] = {}  # output of a body -> what it is handed on as; -1: to what is unknown
         self._waiting: dict[int, bool] = {}
         self._enter(traced.graph.block, False, False)
 
@@ -70,19 +68,15 @@ class Hiding:
         for op in block.ops:
             backward = reverse or _jax.is_reverse(op.source)
             inside = marked or _jax.derivative(op.source) is not None
-            if backward:
-                self._reverse.update(op.results)
-            if inside:
-                self._marked.add(op.index)
+            self._reverse.update(op.results if backward else ())
+            self._marked.update([op.index] if inside else ())
             for atom in op.operands:
                 if not isinstance(atom, Lit):
                     self._readers.setdefault(atom, []).append(op)
+            pairs = [(atom, -1) for body in op.bodies for atom in body.outputs]
             if op.name == "scan":
                 view = ScanView(op)
-                pairs = [*view.ys, *((one.output, one.end) for one in view.carries)]
-                pairs += [(one.output, one.input) for one in view.carries]
-            else:
-                pairs = [(atom, -1) for body in op.bodies for atom in body.outputs]
+                pairs = [*view.ys, *((one.output, later) for one in view.carries for later in (one.end, one.input))]
             for atom, handed in pairs:
                 if not isinstance(atom, Lit):
                     self._handed.setdefault(atom, []).append(handed)

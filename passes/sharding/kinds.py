@@ -11,7 +11,7 @@ no such result, all state of floats is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import jax.numpy as jnp
 
@@ -53,8 +53,8 @@ def state_kinds(traced: Traced) -> Mapping[int, str]:
             needed = set(block.inputs)
     found = {argument for value, some in replaced.items() if value in needed for argument in some}
     return {
-        i: "params" if (block.inputs[i] in needed or i in found) and _is_float(traced, i) else "optimizer"
-        for i in made.values()
+        i: "params" if (v in needed or i in found) and jnp.issubdtype(values[v].dtype, jnp.inexact) else "optimizer"
+        for i, v in ((i, block.inputs[i]) for i in made.values())
     }
 
 
@@ -74,10 +74,6 @@ def parameter_of(traced: Traced) -> Mapping[int, int]:
 def forms(traced: Traced) -> frozenset[int]:
     """Values that are some parameter in another form: those of `parameter_of` without the parameters."""
     return frozenset(parameter_of(traced).keys() - parameters(traced))
-
-
-def _is_float(traced: Traced, argument: int) -> bool:
-    return bool(jnp.issubdtype(traced.graph.values[traced.graph.block.inputs[argument]].dtype, jnp.inexact))
 
 
 def _is_marked(op: Op) -> bool:
@@ -110,10 +106,8 @@ def value_kinds(traced: Traced, grouping: Grouping) -> tuple[dict[int, str], dic
     block, values = traced.graph.block, traced.graph.values
     inputs = {v: i for i, v in enumerate(block.inputs)}
     kinds = state_kinds(traced)
-    own: dict[int, str] = {}
-    for i, argument in enumerate(traced.arguments):
-        if i in kinds or argument.role == "frozen":
-            own[block.inputs[i]] = kinds.get(i, "frozen")
+    frozen = {i: "frozen" for i, argument in enumerate(traced.arguments) if argument.role == "frozen"}
+    own = {block.inputs[i]: kind for i, kind in (frozen | dict(kinds)).items()}
     copies = {v: "gathered" if kind in ("params", "frozen") else kind for v, kind in own.items()}
     for value in forms(traced):
         own.setdefault(value, "gathered")
@@ -138,12 +132,24 @@ def value_kinds(traced: Traced, grouping: Grouping) -> tuple[dict[int, str], dic
 def origins(block: Block, start: Iterable[int]) -> dict[int, int]:
     """Value -> of which of some weights it is another form (cast, reshaped, cut out of a stack), those included."""
     found = {value: value for value in start}
-    for op in _in_order(block, found):
-        name = op.primitive.name
-        if name == "optimization_barrier":  # one of rematerialisation holds all that a layer reads
-            _hand_on(zip(op.operands, op.results, strict=True), found)
-        elif name in _COPIES and len(op.results) == 1:
-            _hand_on([(op.operands[0], op.results[0])], found)
+
+    def visit(block: Block) -> None:
+        for op in block.ops:
+            pairs: Iterable[tuple[Atom, int]] = ()
+            if op.name == "scan":
+                view = ScanView(op)
+                pairs = (*view.consts, *view.xs)
+            elif op.name == "cond":
+                pairs = [pair for body in op.bodies for pair in zip(op.operands[1:], body.inputs, strict=True)]
+            elif op.name == "optimization_barrier":  # one of rematerialisation holds all that a layer reads
+                pairs = zip(op.operands, op.results, strict=True)
+            elif op.name in _COPIES and len(op.results) == 1:
+                pairs = [(op.operands[0], op.results[0])]
+            found.update((new, found[old]) for old, new in pairs if isinstance(old, int) and old in found)
+            for body in op.bodies if op.name in ("scan", "cond") else ():
+                visit(body)
+
+    visit(block)
     return found
 
 
@@ -153,29 +159,6 @@ def served_again(traced: Traced, grouping: Grouping) -> frozenset[int]:
     own = {v for v in forms(traced) if v in homes and groups[homes[v].group].kind == "leaf"}
     leaves = set(grouping.leaves)
     return frozenset(own | {v for v in traced.graph.block.inputs if homes[v].group in leaves})
-
-
-def _in_order(block: Block, found: dict[int, int]) -> Iterator[Op]:
-    """The operations of a block and of its bodies; before a body, its inputs that are weights are added to `found`."""
-    for op in block.ops:
-        if op.bodies:
-            pairs = []
-            if op.name == "scan":
-                view = ScanView(op)
-                pairs = [*view.consts, *view.xs]
-            elif op.name == "cond":
-                pairs = [pair for body in op.bodies for pair in zip(op.operands[1:], body.inputs, strict=True)]
-            _hand_on(pairs, found)
-            for body in op.bodies if pairs else ():
-                yield from _in_order(body, found)
-        yield op
-
-
-def _hand_on(pairs: Iterable[tuple[Atom, int]], found: dict[int, int]) -> None:
-    """Adds the values as which those in `found` are handed on."""
-    for old, new in pairs:
-        if isinstance(old, int) and old in found:
-            found[new] = found[old]
 
 
 def _updated(traced: Traced, kinds: Mapping[int, str]) -> set[int]:

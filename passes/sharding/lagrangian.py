@@ -30,7 +30,7 @@ from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.sharding import strategies
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.limits import Admitted
-from alpa_lite.passes.sharding.mesh_program import MeshSolution
+from alpa_lite.passes.sharding.mesh_program import MeshSolution, choice_of
 from alpa_lite.passes.sharding.solver.problem import price_memory
 from alpa_lite.passes.sharding.solver.search import Search
 from alpa_lite.passes.sharding.solver.solve import Known
@@ -57,7 +57,6 @@ class LagrangianSearch:
       gap: at which a choice counts as optimal: of its seconds, so that at a price it is a part of that.
     """
 
-    meshes: tuple[LogicalMesh, ...]
     spaces: tuple[Space, ...]
     known: tuple[Known, ...]
     rough: tuple[Solution, ...]
@@ -65,9 +64,14 @@ class LagrangianSearch:
     max_work: int
     gap: float
 
+    @property
+    def meshes(self) -> tuple[LogicalMesh, ...]:
+        """Those of the programs."""
+        return tuple(space.mesh for space in self.spaces)
+
     def reset(self) -> LagrangianSearch:
         """The same programs, of which nothing is known but rough solutions: what is found depends on a price alone."""
-        return replace(_solve_roughly(self.meshes, self.spaces, self.max_work, self.gap), unit=self.unit)
+        return replace(_solve_roughly(self.spaces, self.max_work, self.gap), unit=self.unit)
 
     @property
     def fastest(self) -> tuple[float, float]:
@@ -78,12 +82,10 @@ class LagrangianSearch:
     def on(self, shape: tuple[int, ...]) -> LagrangianSearch:
         """The same with the meshes of one shape alone, if there are any."""
         kept = [i for i, mesh in enumerate(self.meshes) if mesh.shape == shape]
-        if not kept:
-            return self
-        meshes, spaces, known, rough = (
-            tuple(values[i] for i in kept) for values in (self.meshes, self.spaces, self.known, self.rough)
-        )
-        return replace(self, meshes=meshes, spaces=spaces, known=known, rough=rough)
+        fields = {
+            name: tuple(getattr(self, name)[i] for i in kept) for name in ("spaces", "known", "rough")
+        }  # fmt: skip
+        return replace(self, **fields) if kept else self
 
     def at(self, price: float) -> MeshSolution:
         """The best choice at a price of memory; its seconds and bytes are without it.
@@ -92,27 +94,23 @@ class LagrangianSearch:
         """
         fastest = min(rough.objective for rough in self.rough)
         solutions: dict[int, Solution] = {}
-        waiting: list[int] = []
+        waiting: dict[int, Known] = {}
         for i, rough in enumerate(self.rough):
             if not price and (rough.gap <= self.gap or rough.bound >= fastest):
                 solutions[i] = rough
             elif rough.objective <= MAX_SLOWDOWN * fastest:
-                waiting.append(i)
-        solutions |= _solved(
-            {i: self.known[i] for i in waiting}, price * self.unit, gap=self.gap / max(1.0, price),
-            max_work=self.max_work,
-        )  # fmt: skip
+                waiting[i] = self.known[i]
+        solutions |= _solved(waiting, price * self.unit, gap=self.gap / max(1.0, price), max_work=self.max_work)
         free = self.rough if price else [solutions.get(i, rough) for i, rough in enumerate(self.rough)]
         best = min(solutions, key=lambda i: solutions[i].objective)
         problem, space, solution = self.known[best].problem, self.spaces[best], solutions[best]
-        choice = tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
         candidates = []
-        for i, (mesh, other) in enumerate(zip(self.meshes, self.known, strict=True)):
+        for i, other in enumerate(self.known):
             found = solutions.get(i, self.rough[i])
             seconds, size = other.problem.seconds(found.choice), int(other.problem.peak(found.choice))
             faster = seconds < problem.seconds(solution.choice)
             status = "chosen" if i == best else "more memory" if faster else "slower"
-            candidates.append(Candidate("Sharded", mesh.shape, seconds, size, status))
+            candidates.append(Candidate("Sharded", self.spaces[i].mesh.shape, seconds, size, status))
         solution = replace(
             solution,
             status="feasible" if price else solution.status,
@@ -120,7 +118,7 @@ class LagrangianSearch:
             bound=min(solution.bound for solution in free),
             peak=problem.peak(solution.choice),
         )
-        return MeshSolution(self.meshes[best], space, solution, choice, tuple(candidates))
+        return MeshSolution(space.mesh, space, solution, choice_of(space, solution), tuple(candidates))
 
 
 def search_at_prices(
@@ -147,20 +145,17 @@ def search_at_prices(
     """
     shared = shared or Shared(traced, grouping)
     spaces = tuple(
-        strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), allowed=allowed, shared=shared)
-        for mesh, allowed in admitted
+        strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), constraints=constraints, shared=shared)
+        for mesh, constraints in admitted
     )  # fmt: skip
-    return _solve_roughly(tuple(mesh for mesh, _ in admitted), spaces, max_work, gap)
+    return _solve_roughly(spaces, max_work, gap)
 
 
-def _solve_roughly(
-    meshes: tuple[LogicalMesh, ...], spaces: tuple[Space, ...], max_work: int, gap: float
-) -> LagrangianSearch:  # fmt: skip
+def _solve_roughly(spaces: tuple[Space, ...], max_work: int, gap: float) -> LagrangianSearch:
     """Programs with their rough solutions."""
     known = tuple(Known(space.program) for space in spaces)
-    solved = _solved(dict(enumerate(known)), 0.0, gap=max(gap, ROUGH_GAP), max_work=max_work)
-    rough = tuple(solved[i] for i in range(len(known)))
-    offered = LagrangianSearch(meshes, spaces, known, rough, 1.0, max_work, gap)
+    rough = tuple(_solved(dict(enumerate(known)), 0.0, gap=max(gap, ROUGH_GAP), max_work=max_work).values())
+    offered = LagrangianSearch(spaces, known, rough, 1.0, max_work, gap)
     seconds, size = offered.fastest
     return replace(offered, unit=seconds / size)
 

@@ -9,13 +9,23 @@ Everything that is not named here is free. Where several sources constrain one a
 
 Textbook methods fix operations, too (`sharding.textbook`), on those axes that `Manual` does not name. Where the state
 is already placed, or `Manual` names every axis, they fix arguments alone.
+
+Strategies that the user forbids by name are left out of the integer program:
+
+data parallel     a dim that is connected with the first dim of a batch argument is cut, in any operation
+fsdp              a parameter, or a copy of it in another form, is gathered for the operations that read it
+zero              a new parameter is gathered after its update, which was cut
+tensor parallel   a product or a gather works on blocks of a parameter
+
+Factors are connected if a value passes between them: those of the batch are all dims that its examples become,
+micro-batches included.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,16 +34,21 @@ from alpa_lite.errors import MicrobatchError, OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import Axes, Layout, LogicalMesh
 from alpa_lite.manual import NAMES, Manual
-from alpa_lite.methods import DataParallel, Sharded, TensorParallel, Zero
+from alpa_lite.methods import STRATEGIES, DataParallel, Sharded, TensorParallel
+from alpa_lite.passes.sharding import connected, kinds
 from alpa_lite.passes.sharding.facts import Facts
 from alpa_lite.passes.sharding.fulfilling import completions, described, fits
-from alpa_lite.passes.sharding.groups import Grouping
-from alpa_lite.passes.sharding.kinds import update_groups
+from alpa_lite.passes.sharding.groups import Grouping, factors_in
 from alpa_lite.passes.sharding.textbook import (
     Operations,
+    OverExamples,
+    Textbook,
+    by_group,
     parameters_of_products,
+    reads_weights,
     share_in_pieces,
     textbook,
+    zero_stage,
 )
 from alpa_lite.paths import shown
 from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wish, Wishes
@@ -43,21 +58,27 @@ Layouts = dict[int, tuple[Layout, ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class Limits:
-    """The constraints on one mesh.
+class Constraints:
+    """All that the integer program of one mesh must respect; the rest is free.
 
     Attributes:
       layouts: of groups that are not free.
       operations: the constraints on operations; None if they are free.
       gathers_again: whether parameters are gathered for the backward pass again, regardless of memory.
+      whole: group -> those of its factors that must not be cut.
+      ungathered: values that must not be gathered.
+      unheeded: operations of `ir.primitives.CONSTRAINT` that may be ignored.
     """
 
     layouts: Mapping[int, tuple[Layout, ...]] = field(default_factory=dict)
     operations: Operations | None = None
     gathers_again: bool = False
+    whole: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    ungathered: frozenset[int] = frozenset()
+    unheeded: frozenset[int] = frozenset()
 
 
-NO_LIMITS = Limits()
+UNCONSTRAINED = Constraints()
 
 
 def base(method: Any) -> Any:
@@ -94,13 +115,11 @@ def meshes(cluster: Cluster, method: Any, max_axes: int = 3, wishes: Wishes = NO
         return (mesh,)
     if given is not None:
         shapes: Sequence[tuple[int, ...]] = (tuple(given),)
-    elif isinstance(rest, DataParallel | Zero | TensorParallel) and len(names) < 2:
+    elif isinstance(rest, Textbook) and len(names) < 2:
         shapes = ((count,),)
     else:
         shapes = cluster.mesh_shapes(max(max_axes, len(names)))
-    if not names:
-        return tuple(LogicalMesh(tuple(shape), NAMES[: len(shape)]) for shape in shapes)
-    if set(names) <= set(NAMES) and not wishes.more:  # of searched meshes, those that have the axes
+    if not names or (set(names) <= set(NAMES) and not wishes.more):  # of searched meshes, those that have the axes
         found = [LogicalMesh(tuple(s), NAMES[: len(s)]) for s in shapes if len(s) >= len(names)]
         if found:
             return tuple(found)
@@ -125,7 +144,7 @@ def _orders(shape: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
             yield tuple([sizes.get(i, 1) for i in range(count)])
 
 
-Admitted = tuple[tuple[LogicalMesh, Limits], ...]
+Admitted = tuple[tuple[LogicalMesh, Constraints], ...]
 """Meshes, each with its constraints."""
 
 
@@ -141,7 +160,7 @@ def admitted(
     Raises:
       OptionError: there is none; gives the reason of the first.
     """
-    found: list[tuple[LogicalMesh, Limits]] = []
+    found: list[tuple[LogicalMesh, Constraints]] = []
     errors: list[OptionError] = []
     facts = facts or Facts(traced, grouping)
     for mesh in tuple(mesh for mesh, _ in pins.meshes) or meshes(cluster, method, max_axes, wishes):
@@ -157,7 +176,7 @@ def admitted(
 def limits(
     traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh, wishes: Wishes = NO_WISHES,
     pins: Pins = NO_PINS, facts: Facts | None = None,
-) -> Limits:  # fmt: skip
+) -> Constraints:  # fmt: skip
     """Returns the constraints on a mesh; see the module.
 
     - DataParallel: the batch sharded over its first dim, state replicated and updated whole on every device.
@@ -168,95 +187,96 @@ def limits(
       MicrobatchError: micro-batches have too few examples for data parallelism.
       OptionError: if a batch argument does not divide over the devices, or a spec does not fit an argument.
     """
-    out: Layouts = {}
     rest, facts = base(method), facts or Facts(traced, grouping)
+    values, inputs = traced.graph.values, traced.graph.block.inputs
     for op in facts.constraints:
         if op.params["mesh"] is None:  # of the option `constrain`
-            shape = traced.graph.values[op.results[0]].shape
-            wrong = fits(Wish(op.params["dims"], op.params["why"]), shape, mesh)
-            if wrong is not None:
-                raise OptionError(f"{op.params['why']} does not fit a value of shape {shape}: {wrong}.")
+            _check(Wish(op.params["dims"], op.params["why"]), values[op.results[0]].shape, mesh, "a value")
+    found: Layouts = {}
+    named: Layouts = {}
+    own = frozenset(number for number, a in enumerate(traced.arguments) if wishes.names_leaf(a.path))
     for number, argument in enumerate(traced.arguments):
-        wish = wishes.leaf(argument.path)
-        group = grouping.leaves[number]
-        if wish is not None and not wishes.names_leaf(argument.path) and group:
-            shape = traced.graph.values[traced.graph.block.inputs[number]].shape
-            if fits(wish, shape, mesh) is None:
-                out[group] = tuple(completions(wish, shape, mesh))
+        wish, shape = wishes.leaf(argument.path), values[inputs[number]].shape
+        if wish is None:
+            continue
+        if number in own:
+            _check(wish, shape, mesh, repr(shown(argument.path)))
+        elif fits(wish, shape, mesh) is not None:
+            continue
+        if group := grouping.leaves[number]:
+            (named if number in own else found)[group] = tuple(completions(wish, shape, mesh))
     operations = None
-    if isinstance(rest, DataParallel | Zero | TensorParallel):
-        named = {a for p in wishes.given for axes in wishes.leaves[p].dims for a in axes or ()}
-        free = tuple(a for a in mesh.axis_names if a not in named)
-        out |= _textbook(facts, rest, mesh, free or mesh.axis_names, wishes)
+    if isinstance(rest, Textbook):
+        taken = {a for p in wishes.given for axes in wishes.leaves[p].dims for a in axes or ()}
+        free = tuple(a for a in mesh.axis_names if a not in taken)
+        found |= _textbook(facts, rest, mesh, free or mesh.axis_names, own)
         if free and not pins:
-            said = frozenset(i for i, a in enumerate(traced.arguments) if wishes.names_leaf(a.path))
-            operations = textbook(facts, rest, mesh, free, said)
-            _check_pieces(grouping, operations, mesh.product(free))
-    for number, argument in enumerate(traced.arguments):
-        if wishes.names_leaf(argument.path):
-            _put(out, traced, grouping, mesh, number, wishes)
-    again = operations is not None and isinstance(rest, Zero) and rest.stage == 3
-    return Limits(out | pinned(grouping, pins), operations, again)
-
-
-def _check_pieces(grouping: Grouping, operations: Operations | None, count: int) -> None:
-    """Raises MicrobatchError if most of the step works on too few examples at a time to cut them over the devices."""
-    if share_in_pieces(grouping, operations, count) > _MOST:
-        raise MicrobatchError(
-            f"most of the step works on fewer examples at a time than divide over {count} devices, or on a number that "
-            "does not: use fewer micro-batches, a larger batch, or method='auto'."
-        )
+            operations = textbook(facts, rest, mesh, free, own)
+            count = mesh.product(free)
+            if isinstance(operations, OverExamples) and share_in_pieces(facts, count) > _MOST:
+                raise MicrobatchError(
+                    f"most of the step works on fewer examples at a time than divide over {count} devices, or on a "
+                    "number that does not: use fewer micro-batches, a larger batch, or method='auto'."
+                )
+    pinned = {grouping.leaves[number]: (pin.layout,) for number, pin in pins.arguments.items()}
+    layouts = found | named | {group: layouts for group, layouts in pinned.items() if group}
+    again = operations is not None and zero_stage(rest) == 3
+    return Constraints(layouts, operations, again, *_forbidden(facts, wishes.forbidden))
 
 
 _MOST = 0.5  # of the work of products
 
 
-def pinned(grouping: Grouping, pins: Pins) -> Layouts:
-    """Group -> the layout of the argument that is pinned there."""
-    groups = {grouping.leaves[number]: (pin.layout,) for number, pin in pins.arguments.items()}
-    return {group: layouts for group, layouts in groups.items() if group}
-
-
-def _put(out: Layouts, traced: Traced, grouping: Grouping, mesh: LogicalMesh, number: int, wishes: Wishes) -> None:
-    """Limits the group of an argument to the layouts that `Manual` gives.
-
-    Raises:
-      OptionError: the spec does not fit the argument.
-    """
-    path = traced.arguments[number].path
-    wish = wishes.leaf(path)
-    assert wish is not None
-    shape = traced.graph.values[traced.graph.block.inputs[number]].shape
+def _check(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh, name: str) -> None:
+    """Raises OptionError where a wish does not fit a value."""
     wrong = fits(wish, shape, mesh)
     if wrong is not None:
-        raise OptionError(f"{wish.why} does not fit {shown(path)!r} of shape {shape}: {wrong}.")
-    group = grouping.leaves[number]
-    if group:
-        out[group] = tuple(completions(wish, shape, mesh))
+        raise OptionError(f"{wish.why} does not fit {name} of shape {shape}: {wrong}.")
 
 
-def _textbook(
-    facts: Facts, method: DataParallel | Zero | TensorParallel, mesh: LogicalMesh, axes: Axes, wishes: Wishes
-) -> Layouts:
+def _forbidden(facts: Facts, names: Collection[str]) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
+    """Returns `whole` and `ungathered` of `Constraints` if some of `STRATEGIES` are forbidden."""
+    assert set(names) <= set(STRATEGIES)
+    traced, grouping = facts.traced, facts.grouping
+    read = kinds.parameter_of(traced).keys()
+    whole: set[connected.Place] = set()
+    ungathered: set[int] = set()
+    if "data parallel" in names:
+        whole |= connected.connected(grouping, connected.of_the_batch(traced, grouping))
+    if "tensor parallel" in names:
+        demands = [demand for demand in grouping.demands if reads_weights(grouping, demand, read)]
+        whole.update((demand.group, f) for demand in demands for f in factors_in(demand.dims))
+    if "fsdp" in names:
+        ungathered |= read
+    if "zero" in names:
+        block, of = traced.graph.block, kinds.state_kinds(traced)
+        new = (block.outputs[out] for out, argument in traced.state if of.get(argument) == "params")
+        ungathered.update(a for a in new if isinstance(a, int) and a not in block.inputs)
+    return by_group(whole), frozenset(ungathered)
+
+
+def _textbook(facts: Facts, method: Textbook, mesh: LogicalMesh, axes: Axes, named: Collection[int]) -> Layouts:
     """Returns the argument layouts of a textbook method, data-parallel over some axes. Frozen weights are parameters.
+
+    Args:
+      named: arguments, by number, whose layouts `Manual` gives.
 
     Raises:
       OptionError: the batch does not divide, or there is none that data parallelism could shard.
     """
-    traced, grouping = facts.traced, facts.grouping
+    traced, grouping, values = facts.traced, facts.grouping, facts.traced.graph.values
     if isinstance(method, DataParallel) and not traced.state and all(a.role != "batch" for a in traced.arguments):
         raise OptionError(
             "method=DataParallel() shards the batch, but no argument was taken as the batch; name it with "
             "batch_argnums=(i,) or batch_argnames=(name,), or use another method"
         )
     out: Layouts = {}
-    count = mesh.product(axes)
-    kinds = facts.state
-    data = [v for v, a in zip(traced.graph.block.inputs, traced.arguments, strict=False) if a.role == "batch"]
-    sizes = {traced.graph.values[value].shape[0] for value in data if traced.graph.values[value].shape}
-    may_be_whole = not traced.batch_named and any(size % count == 0 for size in sizes)
+    count, stage, tensor = mesh.product(axes), zero_stage(method), isinstance(method, TensorParallel)
+    shapes = [values[v].shape for v in traced.graph.block.inputs]
+    batch = [shape for shape, a in zip(shapes, traced.arguments, strict=False) if a.role == "batch" and shape]
+    may_be_whole = not traced.batch_named and any(shape[0] % count == 0 for shape in batch)
     cut_by_loops = _stacked(grouping)
-    in_blocks = parameters_of_products(facts, count) if isinstance(method, TensorParallel) else set()
+    in_blocks = parameters_of_products(facts, count) if tensor else set()
 
     def blocks(group: int, shape: tuple[int, ...]) -> tuple[Layout, ...]:
         """One dim over all axes; a stack of layers along another one than the stack's, if that divides."""
@@ -264,36 +284,30 @@ def _textbook(
         kept = [d for d in dims if d not in cut_by_loops.get(group, ())] or dims
         return tuple(Layout(tuple(axes if i == d else () for i in range(len(shape)))) for d in kept)
 
-    for number, argument in enumerate(traced.arguments):
-        group = grouping.leaves[number]
+    for number, (argument, group) in enumerate(zip(traced.arguments, grouping.leaves, strict=False)):
         if group == 0:
             continue
-        shape = traced.graph.values[traced.graph.block.inputs[number]].shape
-        whole = Layout(((),) * len(shape))
-        if argument.role == "batch":
-            if isinstance(method, TensorParallel):
-                out[group] = (whole,)
-            elif wishes.names_leaf(argument.path):
+        shape = shapes[number]
+        whole = (Layout(((),) * len(shape)),)
+        if tensor:
+            if argument.role == "batch":
+                out[group] = whole
+            elif number in in_blocks - set(named) and (found := blocks(group, shape)):
+                out[group] = found
+        elif argument.role == "batch":
+            if number in named:
                 continue
-            elif shape[0] % count and may_be_whole:
-                out[group] = (whole,)
-            elif shape[0] % count:
+            if shape[0] % count and not may_be_whole:
                 raise OptionError(
                     f"argument {shown(argument.path)} has a batch of {shape[0]} (shape {shape}), which does not "
                     f"divide over {count} devices; use a batch that is a multiple of {count}, or method='auto'."
                 )
-            else:
-                out[group] = (Layout((axes, *whole.dims[1:])),)
-        elif argument.stays and not isinstance(method, TensorParallel):
-            stage = method.stage if isinstance(method, Zero) else 0
-            if stage == 3 or (stage and kinds.get(number) == "optimizer"):
-                out[group] = blocks(group, shape) or (whole,)
-            else:
-                out[group] = (whole,)
-        elif number in in_blocks and not wishes.names_leaf(argument.path) and (found := blocks(group, shape)):
-            out[group] = found
+            out[group] = whole if shape[0] % count else (Layout((axes, *whole[0].dims[1:])),)
+        elif argument.stays:
+            sharded = stage == 3 or (stage and kinds.state_kinds(traced).get(number) == "optimizer")
+            out[group] = (sharded and blocks(group, shape)) or whole
     if isinstance(method, DataParallel):
-        out.update(_whole_updates(traced, grouping, wishes))
+        out |= _whole_updates(traced, grouping, named)
     return out
 
 
@@ -309,11 +323,11 @@ def _stacked(grouping: Grouping) -> dict[int, set[int]]:
     return out
 
 
-def _whole_updates(traced: Traced, grouping: Grouping, wishes: Wishes) -> Layouts:
+def _whole_updates(traced: Traced, grouping: Grouping, named: Collection[int]) -> Layouts:
     """Replication for the groups that compute new state, so that gradients are all-reduced."""
-    ranks: dict[int, int] = {}
-    for value, home in grouping.homes.items():
-        ranks.setdefault(home.group, len(traced.graph.values[value].shape))
-    ours = {number for number, argument in traced.state if wishes.names_leaf(traced.arguments[argument].path)}
-    groups = update_groups(traced, grouping) - update_groups(traced, grouping, ours)
+    ranks: dict[int, int] = {}  # of the first value of each
+    for home in grouping.homes.values():
+        ranks.setdefault(home.group, len(home.dims))
+    ours = {number for number, argument in traced.state if argument in named}
+    groups = kinds.update_groups(traced, grouping) - kinds.update_groups(traced, grouping, ours)
     return {g: (Layout(((),) * ranks[g]),) for g in groups if grouping.groups[g].kind == "light"}

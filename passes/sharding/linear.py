@@ -15,13 +15,14 @@ choice; here is found out where it has one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
 from alpa_lite.graph import Atom, Block, Lit, Op, Value
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import Carried, ScanView
+from alpa_lite.passes.sharding.groups import factors_in
 from alpa_lite.strategy import Rule
 
 # Linear in their one tensor operand: partial sums pass through them, `reshape` and `reduce_sum` only if dims stay.
@@ -54,10 +55,9 @@ def keeps_dims(rule: Rule) -> bool:
     """Whether every dim of a rule's tensors is one parallel factor or none, and every factor is in each result."""
     if any(f.kind != "parallel" for f in rule.factors):
         return False
-    shown = {f for dims in rule.results for dim in dims for f in dim}
     single = all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims)
-    once = all(len(fs) == len(set(fs)) for fs in ([f for dim in dims for f in dim] for dims in rule.results))
-    return single and once and len(shown) == len(rule.factors)
+    once = all(len(factors_in(dims)) == sum(map(len, dims)) for dims in rule.results)
+    return single and once and len(factors_in(*rule.results)) == len(rule.factors)
 
 
 class _Block:
@@ -70,18 +70,21 @@ class _Block:
         self.block, self.rules, self.values, self.found, self.apart = block, rules, values, found, apart
         self.producers, self.uses = flow.producers(block.ops), flow.uses(block)
 
+    def within(self, body: Block) -> _Block:
+        return _Block(body, self.rules, self.values, self.found)
+
     def visit(self) -> None:
         for op in self.block.ops:
             if op.name == "scan":
                 self.scan(ScanView(op))
             elif op.bodies:
                 for body in op.bodies:
-                    _Block(body, self.rules, self.values, self.found).visit()
+                    self.within(body).visit()
             elif op.name in primitives.ADDITIONS and op.key in self.rules:
                 self.addition(op)
 
     def scan(self, view: ScanView) -> None:
-        inside, held = _Block(view.body, self.rules, self.values, self.found), self.found.values
+        inside, held = self.within(view.body), self.found.values
         sums = [
             (view.carries[number], adds)
             for number, (adds, _) in view.additions.items()
@@ -152,14 +155,12 @@ class _Block:
         return None
 
     def is_linear_unary(self, op: Op) -> bool:
-        if len(flow.values_in(op.operands)) != 1 or not all(kind in "fVc" for kind in self.kinds(op)):
+        tensors = flow.values_in(op.operands)
+        kinds = [getattr(self.values[value].dtype, "kind", "O") for value in (*op.results, *tensors)]
+        if len(tensors) != 1 or not all(kind in "fVc" for kind in kinds):
             return False
         if op.name == "mul" or (op.name == "div" and isinstance(op.operands[1], Lit)):
             return True
         if op.name in ("reshape", "reduce_sum"):
             return keeps_dims(self.rules[op.key]) and not op.params.get("dimensions")
         return op.name in _LINEAR_UNARY
-
-    def kinds(self, op: Op) -> Iterator[str]:
-        for value in (*op.results, *flow.values_in(op.operands)):
-            yield getattr(self.values[value].dtype, "kind", "O")

@@ -23,7 +23,7 @@ from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.methods import Method
 from alpa_lite.passes.ir.primitives import PRODUCTS
-from alpa_lite.passes.sharding import bans, computing, limits, strategies, tables
+from alpa_lite.passes.sharding import computing, limits, strategies, tables
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space, Strategy
@@ -72,19 +72,15 @@ class MeshProgram:
     """The integer program of one mesh, built on demand.
 
     Attributes:
+      regathers: whether the platform's compiler keeps repeated gathers of a value apart.
       build: builds it, with or without `regather`; each once.
       peak_seconds: seconds that no mesh of as many devices has less of, given a built program.
     """
 
     mesh: LogicalMesh
-    platform: str
+    regathers: bool
     build: Callable[..., Space]
     peak_seconds: Callable[[Space], float]
-
-    @property
-    def regathers(self) -> bool:
-        """Whether the platform's compiler keeps repeated gathers of a value apart."""
-        return self.platform not in strategies.MERGING
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,12 +113,12 @@ def mesh_programs(
     Raises:
       OptionError: the method cannot be applied to these arguments or this number of devices.
     """
-    banned, out = bans.bans(traced, grouping, wishes.forbidden), []
-    for mesh, allowed in limits.admitted(traced, grouping, cluster, method, wishes, pins, facts=shared.facts):
-        cost, given = MeshCost(cluster, mesh), {"budget": budget, "allowed": allowed, "bans": banned, "shared": shared}
+    out = []
+    for mesh, constraints in limits.admitted(traced, grouping, cluster, method, wishes, pins, facts=shared.facts):
+        cost, given = MeshCost(cluster, mesh), {"budget": budget, "constraints": constraints, "shared": shared}
         build = functools.cache(functools.partial(strategies.build, traced, grouping, rules, cost, **given))
         peak_seconds = functools.partial(computing.at_peak, shared, cost)
-        out.append(MeshProgram(mesh, cluster.platform, build, peak_seconds))
+        out.append(MeshProgram(mesh, cluster.platform not in strategies.MERGING, build, peak_seconds))
 
     def key(program: MeshProgram) -> tuple[bool, int, float]:
         shape = program.mesh.shape
@@ -140,20 +136,17 @@ def solve_within_budget(
     Raises nothing: the status says whether there is a choice, and "cutoff" whether none can be below the cutoff.
     """
     free = solve.solve(replace(space.program, budget=None), cutoff=cutoff, roof=budget, known=known)
-    work = free.work
     if free.status == "cutoff" or (free.choice and free.peak <= budget):
-        return Solved(space, free, free.bound, work)
-    exceeds = bool(free.choice) and free.peak > budget
-    bound = free.bound if exceeds else None
+        return Solved(space, free, free.bound, free.work)
+    bound = free.bound if free.choice else None
     solution = solve.solve(space.program, cutoff=cutoff, free=bound, known=known)
-    work += solution.work
-    if exceeds and program.regathers and solution.objective * (1 - NEAR_FREE) > free.bound:
+    work = free.work + solution.work
+    if free.choice and program.regathers and solution.objective * (1 - NEAR_FREE) > free.bound:
         again = program.build(regather=True)
-        limit = min(cutoff, solution.objective) if solution.choice else cutoff
         # Serving a value twice costs no less: the bound without the budget holds here, too.
-        other = solve.solve(again.program, cutoff=limit, free=bound, start=solution)
+        other = solve.solve(again.program, cutoff=min(cutoff, solution.objective), free=bound, start=solution)
         work += other.work
-        if other.choice and (not solution.choice or other.objective < solution.objective):
+        if other.choice and other.objective < solution.objective:
             return Solved(again, other, free.bound, work)
     elif solution.choice and program.regathers and solution.bound > free.bound:
         solution = replace(solution, status="feasible", bound=free.bound)  # gathering again was not tried
@@ -162,11 +155,9 @@ def solve_within_budget(
 
 def solve_meshes(programs: Sequence[MeshProgram], budget: float) -> tuple[MeshProgram, Space, Solution] | None:
     """The best plan of some meshes within a budget, in the order of their bounds; None if none fits."""
-    bounded = []
-    for program in programs:
-        bound = solve.Bound(program.build().program)
+    bounded = [(solve.Bound(program.build().program), program) for program in programs]
+    for bound, _ in bounded:
         bound.improve()
-        bounded.append((bound, program))
     best: tuple[MeshProgram, Space, Solution] | None = None
     for bound, program in sorted(bounded, key=lambda pair: pair[0].seconds):
         cutoff = math.inf if best is None else best[2].objective
@@ -204,13 +195,13 @@ def has_all_plans_of(
     Raises:
       OptionError: the method cannot be applied.
     """
-    ((_, allowed),) = limits.admitted(traced, grouping, cluster, method, facts=shared.facts)
-    if allowed.operations is not None:
+    ((_, constraints),) = limits.admitted(traced, grouping, cluster, method, facts=shared.facts)
+    if constraints.operations is not None:
         groups = [grouping.groups[index] for index in shared.facts.examples]
         products = [group for group in groups if group.kind == "heavy" and grouping.ops[group.ops[0]].name in PRODUCTS]
-        if not all(map(allowed.operations.fills, products)):
+        if not all(map(constraints.operations.fills, products)):
             return False
-    return sum(1 for _ in strategies.classes(grouping, allowed)) == len(grouping.classes)
+    return sum(1 for _ in strategies.classes(grouping, constraints)) == len(grouping.classes)
 
 
 def peak_bound(program: MeshProgram) -> tuple[float, float]:
@@ -233,8 +224,7 @@ def minimise_memory(programs: Sequence[MeshProgram]) -> LeastMemory | None:
     """The plan that takes the fewest bytes per device on any mesh; None if no program has a choice."""
     best: LeastMemory | None = None
     for program in programs:
-        for regather in (False, True) if program.regathers else (False,):
-            space = program.build(regather=True) if regather else program.build()
+        for space in [program.build(), program.build(regather=True)] if program.regathers else [program.build()]:
             peak, solution = solve.minimal_budget(space.program, gap=PEAK_GAP)
             if solution.choice and (best is None or peak < best.peak):
                 bound = peak if solution.status == "optimal" else 0.0
@@ -244,16 +234,16 @@ def minimise_memory(programs: Sequence[MeshProgram]) -> LeastMemory | None:
 
 def budget_error(traced: Traced, cluster: Cluster, budget: float, least: LeastMemory | None) -> InfeasibleError:
     """The error that names the tensors that bind, the smallest budget that works, and the ways out."""
-    values, inputs = traced.graph.values, traced.graph.block.inputs
-    sizes = [(values[v].nbytes, shown(a.path)) for v, a in zip(inputs, traced.arguments, strict=False)]
-    largest = ", ".join(f"{path} ({units.nbytes(size)})" for size, path in sorted(sizes, reverse=True)[:5])
-    total = sum(values[v].nbytes for v in inputs)
     if least is None:
         return InfeasibleError(
             f"the method admits no sharding of this step on {cluster.num_devices} devices, whatever the memory: the "
             "constraints on arguments and operations contradict each other. Use method='auto', or constrain less "
             "(constrain, allow, forbid)."
         )
+    values, inputs = traced.graph.values, traced.graph.block.inputs
+    sizes = [(values[v].nbytes, shown(a.path)) for v, a in zip(inputs, traced.arguments, strict=False)]
+    largest = ", ".join(f"{path} ({units.nbytes(size)})" for size, path in sorted(sizes, reverse=True)[:5])
+    total = sum(values[v].nbytes for v in inputs)
     smallest = units.exact_bytes(math.ceil(least.peak))
     known = smallest if least.peak <= least.bound * (1 + PROVEN_PEAK) else f"at most {smallest}"
     shape = " x ".join(map(str, least.program.mesh.shape))

@@ -24,12 +24,11 @@ import numpy as np
 
 _RUNS = 64  # runs that are tried among corresponding points, which then stay as they are
 _STRIDES = 4
-_PARTS = 16  # sums of columns that are compared before all columns
+_PARTS, _CHUNK = 16, 512  # sums of columns that are compared before all columns, and columns at a time
+_NEAR = 8  # rows before and after one that may dominate it
 
 
-def needed_points(
-    start: np.ndarray, end: np.ndarray, kind: np.ndarray, alike: np.ndarray, chunk: int = 512
-) -> np.ndarray:
+def needed_points(start: np.ndarray, end: np.ndarray, kind: np.ndarray, alike: np.ndarray) -> np.ndarray:
     """The program points that imply all others, in order.
 
     Args:
@@ -37,7 +36,6 @@ def needed_points(
       kind: [buffers] its type, from 0.
       alike: [points] a number for each program point; corresponding points of repeated layers should share one. Any
         numbers are safe: they say only where to look.
-      chunk: columns that are compared at a time.
     """
     if not len(start):
         return np.zeros(1, dtype=np.int64)
@@ -55,7 +53,7 @@ def needed_points(
             known[key] = _implying(change)
         kept.append(rows[known[key]])
     rows = np.sort(np.concatenate(kept))
-    return points[rows[_undominated(counts[rows], chunk)]]
+    return points[rows[_undominated(counts[rows])]]
 
 
 def _counts(start: np.ndarray, end: np.ndarray, kind: np.ndarray, points: np.ndarray) -> np.ndarray:
@@ -117,22 +115,22 @@ def _ends(counts: np.ndarray) -> Iterator[int]:
         yield from range(a + 1, b + 1)
 
 
-def _undominated(counts: np.ndarray, chunk: int, near: int = 8) -> np.ndarray:
+def _undominated(counts: np.ndarray) -> np.ndarray:
     """Returns a mask of the rows that no nearby row dominates by being at least as large in every column.
 
     A dominating row is at least as large in sums of columns, too, which rules out most pairs early.
     """
     keep = np.ones(len(counts), dtype=bool)
     parts = np.add.reduceat(counts, np.arange(0, counts.shape[1], max(1, counts.shape[1] // _PARTS)), axis=1)
-    for step in [s for k in range(1, near + 1) for s in (k, -k)]:
+    for step in [s for k in range(1, _NEAR + 1) for s in (k, -k)]:
         alive = np.flatnonzero(keep)
         other = np.arange(len(alive)) + step
         inside = (other >= 0) & (other < len(alive))
         mine, theirs = alive[inside], alive[other[inside]]
         lower = (parts[mine] <= parts[theirs]).all(1)
         mine, theirs = mine[lower], theirs[lower]
-        for low in range(0, counts.shape[1], chunk):
-            some = slice(low, low + chunk)
+        for low in range(0, counts.shape[1], _CHUNK):
+            some = slice(low, low + _CHUNK)
             lower = (counts[mine, some] <= counts[theirs, some]).all(1)
             mine, theirs = mine[lower], theirs[lower]
         keep[mine] = False  # a row that is dropped leads, in this one direction, to one that stays

@@ -31,23 +31,26 @@ def _moves(differ: tuple[tuple[Axes, Axes], ...], src_partial: Axes, dst_partial
     return reshard_moves(src, Layout(tuple([after for _, after in differ]), dst_partial))
 
 
-def _coefficients(cost: MeshCost, src: Layout, dst: Layout, nbytes: float) -> tuple[float, float, float]:
+@functools.lru_cache(maxsize=100_000)
+def _coefficients(
+    cost: MeshCost, changes: tuple[tuple[Axes, Axes], ...], src: Axes, dst: Axes, nbytes: float
+) -> tuple[float, float, float]:  # fmt: skip
     """Seconds of resharding: (latency of steps that may be combined, other latency, seconds per byte of the tensor).
 
     Args:
+      changes: the axes of each dim that changes, before and after. src, dst: those of partial sums.
       nbytes: of the tensor, less by what dims that do not change are cut into.
 
-    The latency is inf where it cannot be done. A dim that does not change takes no part in any step: it is left out
-    here, and the seconds per byte are those of a tensor that it does not cut. Nor do the names of the axes matter.
+    The latency is inf where it cannot be done. A dim that does not change takes no part in any step: the seconds per
+    byte are those of a tensor that it does not cut. Nor do the names of the axes matter.
     """
     names: dict[str, str] = {}
 
     def renamed(axes: Axes) -> Axes:
         return tuple([names.setdefault(a, f"{len(names)}") for a in axes])
 
-    changes = zip(src.dims, dst.dims, strict=True)
-    differ = [(renamed(before), renamed(after)) for before, after in changes if before != after]
-    moves = _moves(tuple(differ), renamed(src.partial), renamed(dst.partial))
+    differ = tuple([(renamed(before), renamed(after)) for before, after in changes])
+    moves = _moves(differ, renamed(src), renamed(dst))
     if moves is None:
         return 0.0, math.inf, 0.0
     joins = combinable(cost)
@@ -70,12 +73,6 @@ def _coefficients(cost: MeshCost, src: Layout, dst: Layout, nbytes: float) -> tu
     return alpha[0], alpha[1], beta
 
 
-@functools.lru_cache(maxsize=64)
-def _known(cost: MeshCost) -> dict[object, tuple[float, float, float]]:
-    """The coefficients known so far on one mesh, by everything that decides them: sums, and dims that change."""
-    return {}
-
-
 class Recent:
     """Arrays by key, those used last, as many as take a number of bytes.
 
@@ -91,14 +88,11 @@ class Recent:
     def get(self, key: object, make: Callable[[], np.ndarray]) -> np.ndarray:
         """The array of a key, made if it is not there."""
         with self._lock:
-            if key in self._arrays:
-                self._arrays.move_to_end(key)
-                return self._arrays[key]
-        array = make()
-        with self._lock:
             if key not in self._arrays:
-                self._arrays[key] = array
-                self.nbytes += array.nbytes
+                self._arrays[key] = make()
+                self.nbytes += self._arrays[key].nbytes
+            self._arrays.move_to_end(key)
+            array = self._arrays[key]
             while self.nbytes > self.limit:
                 self.nbytes -= self._arrays.popitem(last=False)[1].nbytes
         return array
@@ -143,15 +137,11 @@ def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, .
         cuts, cut = np.unique(unchanged, return_inverse=True)
         kind = kind * len(cuts) + cut.reshape(number.shape)
     _, first, kind = np.unique(kind, return_index=True, return_inverse=True)
-    found, known = [], _known(cost)
+    found = []
     for i in first.tolist():
         src, dst = produced[i // len(wanted)], wanted[i % len(wanted)]
         changed = tuple([pair for pair in zip(src.dims, dst.dims, strict=True) if pair[0] != pair[1]])
-        size = nbytes / float(unchanged.flat[i])
-        key = changed, src.partial, dst.partial, size
-        if key not in known:
-            known[key] = _coefficients(cost, src, dst, size)
-        found.append(known[key])
+        found.append(_coefficients(cost, changed, src.partial, dst.partial, nbytes / float(unchanged.flat[i])))
     table = np.moveaxis(np.array(found)[kind.reshape(number.shape)], -1, 0).copy()
     table[2] /= unchanged
     table.flags.writeable = False

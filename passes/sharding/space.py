@@ -50,6 +50,11 @@ class Node:
         """[strategies] the roofline of its work, the larger of the first two terms, and the starts of its kernels."""
         return self.terms[:2].max(0) + self.terms[2]
 
+    @cached_property
+    def seconds(self) -> np.ndarray:
+        """[strategies] of all its groups."""
+        return (self.compute + self.communication) * len(self.members)
+
 
 @dataclass(frozen=True, eq=False)
 class Resharding:
@@ -105,14 +110,16 @@ def strategy_of(dims: Dims, layout: Layout, factors: int) -> Strategy:
     return Strategy(tuple(axes))
 
 
-def assignments(factors: Sequence[Factor], mesh: LogicalMesh, *, orders: bool = False) -> Iterator[tuple[Axes, ...]]:
-    """Every assignment of mesh axes to factors that divides their sizes; an axis may stay unused.
+def assignments(
+    factors: Sequence[Factor], mesh: LogicalMesh, axes: Sequence[str] | None = None, *, orders: bool = False
+) -> Iterator[tuple[Axes, ...]]:  # fmt: skip
+    """Every assignment of mesh axes, all or some, to factors that divides their sizes; an axis may stay unused.
 
     Axes on one factor are in mesh order; with `orders`, two axes on one factor come in both orders, since gathering
     only the minor axis is cheap and different consumers gather different axes (the 3-D algorithm needs both).
     """
     usable = [i for i, f in enumerate(factors) if f.kind != "replicate" and f.size > 1]
-    axes = [a for a in mesh.axis_names if mesh.axis_size(a) > 1]
+    axes = [a for a in mesh.axis_names if mesh.axis_size(a) > 1] if axes is None else axes
     for places in itertools.product((-1, *usable), repeat=len(axes)):
         out: list[Axes] = [()] * len(factors)
         for axis, place in zip(axes, places, strict=True):

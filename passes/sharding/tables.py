@@ -6,8 +6,7 @@ Only the layouts and their costs depend on the mesh. A search over mesh shapes m
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,8 +35,7 @@ class Passage:
       phase: the part that lays them out for itself (`sharding.repeats`), or 1 for late uses of state that are served
         again; else 0.
       demands: those on the first of the values.
-      spans: [n, 3] first point, last point, and number of values of equal span.
-      holders: for each span a value that has it.
+      spans: [n, 4] a value, its first and its last point, and the number of values of equal span.
       share: the share of the latency that it pays, since the compiler combines it with others.
     """
 
@@ -46,7 +44,6 @@ class Passage:
     phase: int
     demands: tuple[Demand, ...]
     spans: np.ndarray
-    holders: tuple[int, ...]
     share: float
 
 
@@ -56,7 +53,6 @@ class Kept:
 
     value: int
     node: int
-    dims: Dims
     start: int
     end: int
     count: int
@@ -87,6 +83,7 @@ class Shared:
 
     Attributes:
       repeats: the parts that the program runs in.
+      works: a cache of `sharding.computing` for properties of groups that are the same on all meshes.
     """
 
     traced: Traced
@@ -96,6 +93,7 @@ class Shared:
     uses: dict[int, list[Demand]] = field(default_factory=dict)
     homes_of: dict[int, list[int]] = field(default_factory=dict)
     meshes: dict[MeshCost, MeshTables] = field(default_factory=dict)
+    works: dict[tuple[int, int], Any] = field(default_factory=dict)
 
     @functools.cached_property
     def facts(self) -> Facts:
@@ -108,37 +106,25 @@ class Shared:
         return moving.moved(self.traced.graph.block, self.traced.graph.values)
 
     @functools.cached_property
-    def works(self) -> dict[tuple[int, int], Any]:
-        """A cache of `sharding.computing` for properties of groups that are the same on all meshes."""
-        return {}
-
-    @functools.cached_property
     def living(self) -> tuple[tuple[int, int, int], ...]:
         """(value, first point, last point) of everything that takes memory worth counting."""
-        return tuple(self._living())
-
-    def _living(self) -> Iterator[tuple[int, int, int]]:
-        values, groups, defined = self.traced.graph.values, self.grouping.groups, self.grouping.defined
+        found: list[tuple[int, int, int]] = []
+        values, defined = self.traced.graph.values, self.grouping.defined
         inputs, end, small = set(self.traced.graph.block.inputs), self.grouping.points - 1, smallest(self.traced)
         for value, home in self.grouping.homes.items():
+            group = self.grouping.groups[home.group]
             if values[value].nbytes < small:
                 continue
             if value in inputs:
-                yield value, 0, end
-                continue
-            start = defined.get(value)
-            if start is None:
-                continue
-            number = home.group
-            group = groups[number]
-            if not (group.ops or group.kind in ("leaf", "linear") or number == 0):
-                continue
-            uses = self.uses.get(value, ())
-            last = max([d.position for d in uses], default=start)
-            if group.kind == "linear" and not group.ops and uses and last > start:
-                last -= 1  # what is added to it is added in place
-            if last - start > _FUSED or any(d.group != number for d in uses):
-                yield value, start, last
+                found.append((value, 0, end))
+            elif value in defined and (group.ops or group.kind in ("fixed", "leaf", "linear")):
+                start, uses = defined[value], self.uses.get(value, ())
+                last = max([d.position for d in uses], default=start)
+                if group.kind == "linear" and not group.ops and uses and last > start:
+                    last -= 1  # what is added to it is added in place
+                if last - start > _FUSED or any(d.group != home.group for d in uses):
+                    found.append((value, start, last))
+        return tuple(found)
 
     @functools.cached_property
     def peak(self) -> float:
@@ -149,13 +135,19 @@ class Shared:
 
     @functools.cached_property
     def fullest(self) -> int:
-        """As of `fullest_point`."""
-        return fullest_point(self.traced, self.grouping)
+        """The program point of the derivative at which most bytes of intermediate values live, were nothing sharded.
 
-    @functools.cached_property
-    def served_again(self) -> frozenset[int]:
-        """As of `kinds.served_again`."""
-        return kinds.served_again(self.traced, self.grouping)
+        Of all points where no operation is marked as the derivative's.
+        """
+        values, inputs, defined = self.traced.graph.values, set(self.traced.graph.block.inputs), self.grouping.defined
+        made = [v for v in self.uses if v in defined and v not in inputs]
+        last = np.array([max(demand.position for demand in self.uses[v]) for v in made], dtype=int)
+        sizes = np.array([float(values[v].nbytes) for v in made])
+        live = timeline(self.grouping.points + 1, np.array([defined[v] for v in made], dtype=int), last, sizes)
+        marked = [self.grouping.positions[op.index] for op in self.traced.graph.ops() if _jax.derivative(op.source)]
+        if marked:
+            live[: min(marked)] = live[max(marked) + 1 :] = -1
+        return int(np.argmax(live))
 
     def __post_init__(self) -> None:
         for demand in self.grouping.demands:
@@ -210,28 +202,6 @@ def in_equal_parts(shared: Shared, devices: int) -> float:
     return shared.peak / devices
 
 
-def fullest_point(traced: Traced, grouping: Grouping) -> int:
-    """The program point of the derivative at which most bytes of intermediate values live, were nothing sharded.
-
-    Of all points where no operation is marked as the derivative's.
-    """
-    values = traced.graph.values
-    change = np.zeros(grouping.points + 2)
-    last: dict[int, int] = {}
-    for demand in grouping.demands:
-        last[demand.value] = max(last.get(demand.value, 0), demand.position)
-    inputs = set(traced.graph.block.inputs)
-    for value, end in last.items():
-        if value not in inputs and value in grouping.defined:
-            change[grouping.defined[value]] += values[value].nbytes
-            change[end + 1] -= values[value].nbytes
-    live = np.cumsum(change)
-    marked = [grouping.positions[op.index] for op in traced.graph.ops() if _jax.derivative(op.source)]
-    if marked:
-        live[: min(marked)] = live[max(marked) + 1 :] = -1
-    return int(np.argmax(live))
-
-
 def smallest(traced: Traced) -> float:
     """Bytes below which a value is left out of the memory constraint."""
     return _SMALL * sum(traced.graph.values[v].nbytes for v in traced.graph.block.inputs)
@@ -246,7 +216,7 @@ class _Maker:
         self.members, self.node_of = members, node_of
         self.leaf_groups = set(self.grouping.leaves)
         self.late_from = shared.fullest if regather else None
-        self.served_again = shared.served_again if regather else frozenset()
+        self.served_again = kinds.served_again(self.traced, self.grouping) if regather else frozenset()
         self.repeated, positions = shared.repeats.values, self.grouping.positions
         self.parts = {positions[i]: parts for i, parts in shared.repeats.parts.items() if i in positions}
         self.kinds, self.copies = shared.facts.kinds
@@ -255,54 +225,34 @@ class _Maker:
     def tables(self) -> Tables:
         found = self.edges()
         shares = self.latency_shares(found)
-        rows: list[tuple[int, int, int, int]] = []  # type, start, end, value
+        rows: list[tuple[int, int, int, int, int]] = []  # transfer or -1, type, start, end, value
         types: dict[object, int] = {}
-        homes = self.grouping.homes
-        node_of, values, copies_of = self.node_of, self.values, self.copies
+        homes, node_of, values = self.grouping.homes, self.node_of, self.values
         for value, start, end in self.living:
             home = homes[value]
             key = (node_of[home.group], home.dims, values[value].nbytes, self.kinds.get(value))
-            rows.append((types.setdefault(key, len(types)), start, end, value))
-        own = len(rows)
-        first_of: list[int] = []
+            rows.append((-1, types.setdefault(key, len(types)), start, end, value))
         for number, members in enumerate(found.values()):
-            first_of.append(len(rows))
-            if values[members[0][0]].nbytes < self.small:
-                continue
-            for value, demands in members:
+            for value, demands in members if values[members[0][0]].nbytes >= self.small else ():
                 places = [d.position for d in demands]
-                kind = types.setdefault((number, copies_of.get(value)), len(types))
-                rows.append((kind, min(places), max(places), value))
-        first_of.append(len(rows))
-        kind, start, end, value = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+                kind = types.setdefault((number, self.copies.get(value)), len(types))
+                rows.append((number, kind, min(places), max(places), value))
+        number, kind, start, end, value = np.array(rows, dtype=np.int64).reshape(-1, 5).T
         points = needed_points(start, end, kind, self.alike())
         start, end, live = compressed(points, start, end)
-        kept = []
-        mine = np.flatnonzero(live[:own])
-        for i, count in zip(*tally(kind[mine], start[mine], end[mine]), strict=True):
-            row = mine[i]
-            home = homes[int(value[row])]
-            kept.append(
-                Kept(
-                    value=int(value[row]), node=node_of[home.group], dims=home.dims, start=int(start[row]),
-                    end=int(end[row]), count=int(count),
-                )
-            )  # fmt: skip
-        copies = own + np.flatnonzero(live[own:])
-        number = np.repeat(np.arange(len(found)), np.diff(first_of))[copies - own]
-        first, count = tally(number, kind[copies], start[copies], end[copies])
-        rows_of = copies[first]
-        spans = np.stack([start[rows_of], end[rows_of], count], axis=1)
-        holders = value[rows_of].tolist()
-        at = np.searchsorted(number[first], np.arange(len(found) + 1)).tolist()
+        number, kind, start, end, value = (column[live] for column in (number, kind, start, end, value))
+        first, count = tally(number, kind, start, end)
+        spans = np.stack([value[first], start[first], end[first], count], axis=1)
+        own, *copies = np.split(spans, np.searchsorted(number[first], np.arange(len(found))))
+        kept = tuple([Kept(v, node_of[homes[v].group], *times) for v, *times in own.tolist()])
         passages = [
             Passage(
                 src=key[0], values=tuple([v for v, _ in members]), phase=key[3], demands=tuple(members[0][1]),
-                spans=spans[a:b], holders=tuple(holders[a:b]), share=shares.get((members[0][0], key[3]), 1.0),
+                spans=some, share=shares.get((members[0][0], key[3]), 1.0),
             )
-            for (key, members), (a, b) in zip(found.items(), itertools.pairwise(at), strict=True)
+            for (key, members), some in zip(found.items(), copies, strict=True)
         ]  # fmt: skip
-        return Tables(self.members, self.node_of, self.late_from, tuple(passages), tuple(kept), len(points))
+        return Tables(self.members, node_of, self.late_from, tuple(passages), kept, len(points))
 
     def edges(self) -> _Edges:
         """The values of each transfer, and the demands on each of them."""
@@ -313,10 +263,7 @@ class _Maker:
             for phase, some in self.served(value, demands).items():
                 wanting = frozenset([(node_of[d.group], d.likeness if d.group else "", d.dims) for d in some])
                 key = (node_of[home.group], home.likeness if home.group else value, wanting, phase)
-                if key in found:
-                    found[key].append((value, some))
-                else:
-                    found[key] = [(value, some)]
+                found.setdefault(key, []).append((value, some))
         return found
 
     def latency_shares(self, found: _Edges) -> dict[tuple[int, int], float]:
@@ -333,19 +280,15 @@ class _Maker:
 
     def served(self, value: int, demands: Sequence[Demand]) -> Mapping[int, Sequence[Demand]]:
         """By phase, as `Passage.phase`, the uses of a value."""
-        if value not in self.repeated and (self.late_from is None or value not in self.served_again):
+        repeated, late = value in self.repeated, self.late_from if value in self.served_again else None
+        if not repeated and late is None:
             return {0: demands}
         found: dict[int, list[Demand]] = {}
         for demand in demands:
-            for phase in self.phases(demand, value):
+            once = int(not repeated and late is not None and demand.position >= late)
+            for phase in self.parts.get(demand.position, (0,)) if repeated else (once,):
                 found.setdefault(phase, []).append(demand)
         return found
-
-    def phases(self, demand: Demand, value: int) -> Collection[int]:
-        """The phases of a use of a value that is laid out more than once."""
-        if value in self.repeated:
-            return self.parts.get(demand.position, _ONCE)
-        return _LATE if self.late_from is not None and demand.position >= self.late_from else _ONCE
 
     def alike(self) -> np.ndarray:
         """[points] a number for each program point, the same for identical operations."""
@@ -358,7 +301,6 @@ class _Maker:
         return np.array(out, dtype=np.int64)
 
 
-_ONCE, _LATE = (0,), (1,)
 _Key = tuple[int, str | int, frozenset[tuple[int, str, Dims]], int]
 _Edges = dict[_Key, list[tuple[int, Sequence[Demand]]]]
 # A value used again by its own group within so many operations is fused away rather than kept.

@@ -36,8 +36,10 @@ from alpa_lite.methods import DataParallel, TensorParallel, Zero
 from alpa_lite.passes.ir.primitives import DECIDING, PRODUCTS, UNFUSED
 from alpa_lite.passes.sharding import connected, kinds
 from alpa_lite.passes.sharding.facts import Facts
-from alpa_lite.passes.sharding.groups import Demand, Group, Grouping
+from alpa_lite.passes.sharding.groups import Demand, Group, Grouping, factors_in
 from alpa_lite.passes.sharding.space import Strategy
+
+Textbook = DataParallel | Zero | TensorParallel
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,18 +78,24 @@ class _Textbook(Operations):
 
     Attributes:
       mesh, axes: the mesh, and those of its axes that the method is about; strategies of the others are free.
+      examples: as of `connected.examples`.
     """
 
     mesh: LogicalMesh
     axes: frozenset[str]
+    examples: Mapping[int, Mapping[int, int]]
 
-    def ours(self, strategy: Strategy) -> list[frozenset[str]]:
-        """The axes of the method on each factor."""
-        return [self.axes.intersection(axes) for axes in strategy.axes]
+    def cut(self, strategy: Strategy) -> set[int]:
+        """The factors that axes of the method cut."""
+        return {f for f, axes in enumerate(strategy.axes) if self.axes.intersection(axes)}
+
+    def uses_all(self, strategy: Strategy) -> bool:
+        """Whether every axis of the method cuts some factor."""
+        return self.axes.issubset(a for axes in strategy.axes for a in axes)
 
     def unused(self, found: Sequence[Strategy]) -> list[Strategy]:
         """The strategies that cut nothing over the method's axes; all if there is none."""
-        return [s for s in found if not any(self.ours(s))] or list(found)
+        return [s for s in found if not self.cut(s)] or list(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,12 +103,10 @@ class OverExamples(_Textbook):
     """DataParallel and Zero.
 
     Attributes:
-      examples: as of `connected.examples`.
       stage: of ZeRO; 0 for DataParallel.
       ports: the groups of parameters within loops, which stage 3 holds in blocks.
     """
 
-    examples: Mapping[int, Mapping[int, int]]
     stage: int = 0
     ports: frozenset[int] = frozenset()
 
@@ -110,11 +116,12 @@ class OverExamples(_Textbook):
 
     def kept(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
         """As of `Operations`."""
+        summed = [s for s in found if not self.axes.intersection(s.partial)]
         counts = self.examples.get(group.index)
         if counts:
-            return [s for s in found if self._by_examples(s, counts)] or self.unused(found)
+            return [s for s in summed if self.uses_all(s) and self._by_examples(s, counts)] or self.unused(found)
         whole = self.unused(found)
-        blocks = [s for s in found if self._one_factor(s)]
+        blocks = [s for s in summed if any(self.axes.issubset(axes) for axes in s.axes)]
         if group.index in self.ports:
             return blocks or whole
         adds_up = group.kind == "linear" and group.trips > 1
@@ -125,20 +132,8 @@ class OverExamples(_Textbook):
         return group.index in self.examples
 
     def _by_examples(self, strategy: Strategy, counts: Mapping[int, int]) -> bool:
-        """Whether all axes of the method cut examples, whole ones."""
-        if self.axes.intersection(strategy.partial):
-            return False
-        ours = self.ours(strategy)
-        used = {factor for factor, axes in enumerate(ours) if axes}
-        return (
-            used <= counts.keys()
-            and frozenset().union(*ours) == self.axes
-            and all(counts[f] % self.mesh.product(strategy.axes[f]) == 0 for f in used)
-        )
-
-    def _one_factor(self, strategy: Strategy) -> bool:
-        """Whether one factor is cut over all axes of the method."""
-        return self.axes in self.ours(strategy) and not self.axes.intersection(strategy.partial)
+        """Whether the axes of the method cut into whole examples."""
+        return all(counts.get(f, 1) % self.mesh.product(strategy.axes[f]) == 0 for f in self.cut(strategy))
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +141,6 @@ class OverFeatures(_Textbook):
     """TensorParallel.
 
     Attributes:
-      examples: as of `connected.examples`.
       features: group -> the factors that hang together with dims of parameters.
       readers: group -> what a product or a gather that reads a parameter is cut along, the first choice first.
       still: values that do not move: parameters, their other forms, new parameters, and gradients.
@@ -155,7 +149,6 @@ class OverFeatures(_Textbook):
       floats: values that are differentiated.
     """
 
-    examples: Mapping[int, Mapping[int, int]]
     features: Mapping[int, frozenset[int]]
     readers: Mapping[int, tuple[frozenset[int], ...]]
     still: frozenset[int]
@@ -171,17 +164,13 @@ class OverFeatures(_Textbook):
     def kept(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
         """As of `Operations`."""
         for along in self.readers.get(group.index, ()):
-            cut = [s for s in found if self._along(s, along) and frozenset().union(*self.ours(s)) == self.axes]
+            cut = [s for s in found if self.cut(s) <= along and self.uses_all(s)]
             if cut:
                 return cut
         if group.index in self.readers:
             return self.unused(found)
         along = self.features.get(group.index, frozenset()) - self.examples.get(group.index, {}).keys()
-        return [s for s in found if self._along(s, along)] or list(found)
-
-    def _along(self, strategy: Strategy, factors: frozenset[int]) -> bool:
-        """Whether the axes of the method cut these factors alone."""
-        return all(f in factors for f, axes in enumerate(self.ours(strategy)) if axes)
+        return [s for s in found if self.cut(s) <= along] or list(found)
 
     def follows(self, demand: Demand, layout: Layout) -> bool:
         """As of `Operations`: what is between the products of two pairs is done whole, like what they make."""
@@ -203,10 +192,14 @@ class OverFeatures(_Textbook):
         return out
 
 
+def zero_stage(method: Textbook) -> int:
+    """The stage of ZeRO; 0 of another method."""
+    return method.stage if isinstance(method, Zero) else 0
+
+
 def textbook(
-    facts: Facts, method: DataParallel | Zero | TensorParallel, mesh: LogicalMesh, axes: Sequence[str],
-    named: frozenset[int] = frozenset(),
-) -> Operations | None:  # fmt: skip
+    facts: Facts, method: Textbook, mesh: LogicalMesh, axes: Sequence[str], named: frozenset[int] = frozenset()
+) -> Operations | None:
     """Returns the strategies that a method allows for operations; None where all are free: no batch, or one device.
 
     Args:
@@ -218,42 +211,39 @@ def textbook(
     if not counts or not over:
         return None
     block = traced.graph.block
-    start, forms = facts.parameters, kinds.forms(traced)
+    forms = kinds.forms(traced)
     if not isinstance(method, TensorParallel):
-        stage = method.stage if isinstance(method, Zero) else 0
+        stage = zero_stage(method)
         ports = {grouping.homes[v].group for v in forms if v in grouping.homes} if stage == 3 else set()
         leaves = {g for g in ports if grouping.groups[g].kind == "leaf"} - {0}
         return OverExamples(mesh, over, counts, stage, frozenset(leaves))
-    read = start | forms
+    read = kinds.parameters(traced) | forms
     own, _ = facts.kinds
     new = {a for out, _ in traced.state if isinstance(a := block.outputs[out], int) and own.get(a) == "params"}
     gradients = {value for value, kind in own.items() if kind == "gradients"}
-    if _updates_read_whole_values(traced, grouping, read, counts):
+    if _updates_read_whole_values(facts, read):
         gradients = set()
     free = {block.inputs[number] for number in named}
     for op in facts.constraints:
         free.update(a for a in (*op.operands, *op.results) if isinstance(a, int))
-    readers = _readers(grouping, read, counts)
-    free |= {
-        demand.value
-        for demand in _reading(grouping, read, counts)
-        if not _divides(grouping, counts, demand, mesh.product(tuple(over)))
-    }
-    still = frozenset(read | new | gradients)
-    followers = frozenset(index for index in counts if _follows(grouping, grouping.groups[index]))
+    parts = mesh.product(tuple(over))
+    free |= {demand.value for demand in _reading(facts, read) if not _divides(facts, demand, parts)}
     dtypes = enumerate(value.dtype for value in traced.graph.values)
-    floats = frozenset(value for value, dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact))
     return OverFeatures(
-        mesh, over, counts, _features(grouping, start), readers, still, frozenset(free), followers, floats
+        mesh, over, counts,
+        features=_features(facts),
+        readers=_readers(facts, read),
+        still=frozenset(read | new | gradients),
+        free=frozenset(free),
+        followers=frozenset(index for index in counts if _follows(grouping, grouping.groups[index])),
+        floats=frozenset(value for value, dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)),
     )  # fmt: skip
 
 
 def _follows(grouping: Grouping, group: Group) -> bool:
     """Whether a group is elementwise, a reduction, or a value that a loop carries."""
-    if group.kind != "heavy":
-        return True
-    op = grouping.ops[group.ops[0]]
-    return op.name in UNFUSED - DECIDING and op.name != "fft"
+    name = grouping.ops[group.ops[0]].name if group.kind == "heavy" else ""
+    return not name or (name in UNFUSED - DECIDING and name != "fft")
 
 
 def parameters_of_products(facts: Facts, parts: int) -> set[int]:
@@ -264,44 +254,46 @@ def parameters_of_products(facts: Facts, parts: int) -> set[int]:
     traced, values, inputs = facts.traced, facts.traced.graph.values, facts.traced.graph.block.inputs
     origins = kinds.parameter_of(traced)
     found = set()
-    for demand in _reading(facts.grouping, origins.keys(), facts.examples):
+    for demand in _reading(facts, origins.keys()):
         shape, whole = values[demand.value].shape, values[origins[demand.value]].shape
-        divides = _divides(facts.grouping, facts.examples, demand, parts)
-        if divides and sorted(shape) in (sorted(whole), sorted(whole[1:])):
+        if sorted(shape) in (sorted(whole), sorted(whole[1:])) and _divides(facts, demand, parts):
             found.add(origins[demand.value])
     return {number for number in range(len(traced.arguments)) if inputs[number] in found}
 
 
-def _reading(
-    grouping: Grouping, read: Collection[int], counts: Mapping[int, Mapping[int, int]]
-) -> Iterator[Demand]:  # fmt: skip
+def _reading(facts: Facts, read: Collection[int]) -> Iterator[Demand]:
     """How products and gathers over examples read parameters."""
-    for demand in grouping.demands:
-        over_examples = demand.op >= 0 and demand.value in read and demand.group in counts
-        if over_examples and grouping.ops[demand.op].name in PRODUCTS | {"gather"}:
+    for demand in facts.grouping.demands:
+        if demand.group in facts.examples and reads_weights(facts.grouping, demand, read):
             yield demand
 
 
-def _divides(
-    grouping: Grouping, counts: Mapping[int, Mapping[int, int]], demand: Demand, parts: int
-) -> bool:  # fmt: skip
+def reads_weights(grouping: Grouping, demand: Demand, weights: Collection[int]) -> bool:
+    """Whether a product or a gather wants one of some values."""
+    reads = demand.value in weights and demand.op >= 0
+    return reads and grouping.ops[demand.op].name in PRODUCTS | {"gather"}
+
+
+def _features_of(facts: Facts, demand: Demand) -> set[int]:
+    """The factors that a demand is made of and that hold no examples."""
+    return factors_in(demand.dims) - facts.examples[demand.group].keys()
+
+
+def _divides(facts: Facts, demand: Demand, parts: int) -> bool:
     """Whether the reader of a parameter divides along a dim of it into `parts`: 2 groups of channels do not into 8."""
-    factors, is_gather = grouping.groups[demand.group].factors, grouping.ops[demand.op].name == "gather"
-    mine = {f for dim in demand.dims for f in dim} - counts[demand.group].keys()
-    return any((is_gather or factors[f].kind in ("parallel", "sum")) and factors[f].size % parts == 0 for f in mine)
+    factors, is_gather = facts.grouping.groups[demand.group].factors, facts.grouping.ops[demand.op].name == "gather"
+    mine = [factors[f] for f in _features_of(facts, demand)]
+    return any((is_gather or f.kind in ("parallel", "sum")) and f.size % parts == 0 for f in mine)
 
 
-def _updates_read_whole_values(
-    traced: Traced, grouping: Grouping, read: Collection[int], counts: Mapping[int, Mapping[int, int]]
-) -> bool:
+def _updates_read_whole_values(facts: Facts, read: Collection[int]) -> bool:
     """Whether an update works on whole gradients, as decompositions and products of them do; they are gathered then."""
-    values, inputs = traced.graph.values, set(traced.graph.block.inputs)
-    shapes = {values[v].shape for v in inputs.intersection(read) if values[v].shape}
+    grouping, counts, values = facts.grouping, facts.examples, facts.traced.graph.values
+    shapes = {values[v].shape for v in facts.traced.graph.block.inputs if v in read and values[v].shape}
     for demand in grouping.demands:
         home = grouping.homes[demand.value]
-        if values[demand.value].shape not in shapes or counts.get(home.group, {}).keys() & {
-            f for dim in home.dims for f in dim
-        }:
+        over_examples = not factors_in(home.dims).isdisjoint(counts.get(home.group, ()))
+        if values[demand.value].shape not in shapes or over_examples:
             continue
         product = demand.op >= 0 and grouping.ops[demand.op].name in PRODUCTS
         if demand.group == 0 or (product and demand.value not in read and demand.group not in counts):
@@ -309,41 +301,42 @@ def _updates_read_whole_values(
     return False
 
 
-def _features(grouping: Grouping, start: Collection[int]) -> dict[int, frozenset[int]]:
+def _features(facts: Facts) -> dict[int, frozenset[int]]:
     """Group -> the factors that hang together with dims of parameters."""
-    places = [(home.group, f) for v in start if (home := grouping.homes[v]).group for dim in home.dims for f in dim]
+    homes = [facts.grouping.homes[v] for v in kinds.parameters(facts.traced)]
+    places = [(home.group, f) for home in homes if home.group for f in factors_in(home.dims)]
+    return by_group(connected.connected(facts.grouping, places))
+
+
+def by_group(places: Collection[connected.Place]) -> dict[int, frozenset[int]]:
+    """Group -> those of its factors that are among some."""
     found: dict[int, set[int]] = {}
-    for group, factor in connected.connected(grouping, places):
+    for group, factor in places:
         found.setdefault(group, set()).add(factor)
     return {group: frozenset(some) for group, some in found.items()}
 
 
-def _readers(
-    grouping: Grouping, read: Collection[int], counts: Mapping[int, Mapping[int, int]]
-) -> dict[int, tuple[frozenset[int], ...]]:
+def _readers(facts: Facts, read: Collection[int]) -> dict[int, tuple[frozenset[int], ...]]:
     """Returns by group the factors along which products and gathers over examples that read a parameter are cut.
 
     For a gather, the factors that it looks up are the first choice, if there are any.
     """
+    grouping = facts.grouping
     dims: dict[int, set[int]] = {}
-    for demand in _reading(grouping, read, counts):
-        mine = {f for dim in demand.dims for f in dim} - counts[demand.group].keys()
-        dims.setdefault(demand.group, set()).update(mine)
+    for demand in _reading(facts, read):
+        dims.setdefault(demand.group, set()).update(_features_of(facts, demand))
     out: dict[int, tuple[frozenset[int], ...]] = {}
     for group, some in dims.items():
         op = grouping.ops[grouping.groups[group].ops[0]]
-        kept = {f for dim in grouping.homes[op.results[0]].dims for f in dim}
-        looked = frozenset(some - kept) if op.name == "gather" else frozenset()
-        out[group] = tuple(one for one in (looked, frozenset(some)) if one)
+        looked = some - factors_in(grouping.homes[op.results[0]].dims) if op.name == "gather" else set()
+        out[group] = tuple(frozenset(one) for one in (looked, some) if one)
     return out
 
 
-def least_state(traced: Traced, method: DataParallel | Zero | TensorParallel, parts: int) -> float:
+def least_state(traced: Traced, method: Textbook, parts: int) -> float:
     """Bytes per device of state and frozen weights that no plan of a method over so many devices has less of."""
-    values, stage = traced.graph.values, 3
-    if not isinstance(method, TensorParallel):
-        stage = method.stage if isinstance(method, Zero) else 0
-    of = kinds.state_kinds(traced)
+    values, of = traced.graph.values, kinds.state_kinds(traced)
+    stage = 3 if isinstance(method, TensorParallel) else zero_stage(method)
     total = 0.0
     for number, (argument, value) in enumerate(zip(traced.arguments, traced.graph.block.inputs, strict=False)):
         if argument.stays:
@@ -352,26 +345,24 @@ def least_state(traced: Traced, method: DataParallel | Zero | TensorParallel, pa
     return total
 
 
-def share_in_pieces(grouping: Grouping, operations: Operations | None, parts: int) -> float:
+def _products(facts: Facts) -> Iterator[tuple[Group, Collection[int]]]:
+    """The products over examples, and by how many examples each of their factors runs."""
+    for group in facts.grouping.groups:
+        if group.index in facts.examples and group.ops and facts.grouping.ops[group.ops[0]].name in PRODUCTS:
+            yield group, facts.examples[group.index].values()
+
+
+def share_in_pieces(facts: Facts, parts: int) -> float:
     """The share of the work of products over examples whose examples do not divide into so many parts."""
-    if not isinstance(operations, OverExamples):
-        return 0.0
     total = stuck = 0.0
-    for group in grouping.groups:
-        counts = operations.examples.get(group.index)
-        if counts and group.ops and grouping.ops[group.ops[0]].name in PRODUCTS:
-            work = math.prod(factor.size for factor in group.factors) * group.trips
-            total += work
-            stuck += work * all(count % parts for count in counts.values())
+    for group, counts in _products(facts):
+        work = math.prod(factor.size for factor in group.factors) * group.trips
+        total += work
+        stuck += work * all(count % parts for count in counts)
     return stuck / total if total else 0.0
 
 
 def may_be_cut(facts: Facts, parts: int) -> bool:
     """Whether there is a product over examples whose examples divide into so many parts, or no such product."""
-    found = [
-        count
-        for group, counts in facts.examples.items()
-        if (ops := facts.grouping.groups[group].ops) and facts.grouping.ops[ops[0]].name in PRODUCTS
-        for count in counts.values()
-    ]
+    found = [count for _, counts in _products(facts) for count in counts]
     return not found or any(count % parts == 0 for count in found)

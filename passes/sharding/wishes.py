@@ -9,6 +9,7 @@ the end `Dense_0/kernel` of `state/params/Dense_0/kernel`. If several parameters
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -18,10 +19,11 @@ from alpa_lite.errors import OptionError
 from alpa_lite.graph import Traced
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.manual import NAMES, REGEX, Manual, dims_of, matches
-from alpa_lite.methods import Auto, DataParallel, Method, Sharded, TensorParallel, Zero
+from alpa_lite.methods import Auto, Method, Sharded
 from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding.fulfilling import described
 from alpa_lite.passes.sharding.kinds import state_kinds
+from alpa_lite.passes.sharding.textbook import Textbook
 from alpa_lite.passes.tracing.annotations import Annotation, logical_mesh
 from alpa_lite.paths import shown, tokens
 from alpa_lite.pins import Wish, Wishes
@@ -91,19 +93,17 @@ def of(
             mesh, why = candidate, source
         elif candidate != mesh:
             notes.append(f"{source} has the mesh {described(candidate)}: not heeded beside {why or method.describe()}")
-    textbook = isinstance(method, DataParallel | Zero | TensorParallel)
     leaves: dict[str, Wish] = {}
     for one in said:
         path = traced.arguments[one.number].path
         if one.dims is None:
             notes.append(f"{one.why}: not heeded")
+        elif path in found or one.mesh not in (None, mesh):
             continue
-        if path in found or (one.mesh is not None and one.mesh != mesh):
-            continue
-        if textbook:
+        elif isinstance(method, Textbook):
             notes.append(f"{one.why} ({shown(path)}): the method {method.describe()} comes before it")
-            continue
-        leaves[path] = Wish(one.dims, one.why)
+        else:
+            leaves[path] = Wish(one.dims, one.why)
     spoken = dict.fromkeys(a for wish in leaves.values() for axes in wish.dims for a in axes or ())
     if mesh is None and len(spoken) > MAX_BARE_NAMES:
         notes.append(
@@ -125,8 +125,6 @@ MAX_BARE_NAMES = 3
 more names layers and not axes: without rules they say nothing of a mesh."""
 
 _ARRAYS = "an array that arrives sharded"
-
-
 _SHARDINGS = "in_shardings or out_shardings"
 
 
@@ -148,24 +146,21 @@ def _meshes(traced: Traced, said: Sequence[Annotation], context: Any) -> dict[Lo
 
 def _admits(method: Method, mesh: LogicalMesh, names: Sequence[str]) -> bool:
     """Whether a method can be planned on the mesh of some arrays."""
-    if isinstance(method, Manual | Sharded) and method.mesh_shape not in (None, mesh.shape):
-        return False
-    return isinstance(method, Auto | Sharded | Manual) and set(names) <= set(mesh.axis_names)
+    other = isinstance(method, Manual | Sharded) and method.mesh_shape not in (None, mesh.shape)
+    return not other and isinstance(method, Auto | Sharded | Manual) and set(names) <= set(mesh.axis_names)
 
 
 def _followers(traced: Traced, named: Mapping[str, Wish]) -> dict[str, Wish]:
     """The same with the state that follows a named parameter."""
-    kinds = state_kinds(traced)
     shapes = _shapes(traced)
-    of_kind: dict[str, list[str]] = {"params": [], "optimizer": []}
-    for number, kind in kinds.items():
-        of_kind[kind].append(traced.arguments[number].path)
+    kinds = {traced.arguments[number].path: kind for number, kind in state_kinds(traced).items()}
     ends: dict[tuple[tuple[int, ...], str], list[str]] = {}
-    for path in of_kind["params"]:
-        ends.setdefault((shapes[path], tokens(path)[-1]), []).append(path)
+    for path in kinds:
+        if kinds[path] == "params":
+            ends.setdefault((shapes[path], tokens(path)[-1]), []).append(path)
     out = dict(named)
-    for path in of_kind["optimizer"]:
-        if path in named or not shapes[path]:
+    for path in kinds:
+        if kinds[path] == "params" or path in named or not shapes[path]:
             continue
         like = ends.get((shapes[path], tokens(path)[-1]), [])
         common = {one: _common_end(one, path) for one in like}
@@ -178,12 +173,8 @@ def _followers(traced: Traced, named: Mapping[str, Wish]) -> dict[str, Wish]:
 
 def _common_end(one: str, other: str) -> int:
     """How many keys two paths have in common at their ends."""
-    count = 0
-    for a, b in zip(reversed(tokens(one)), reversed(tokens(other)), strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
+    pairs = zip(reversed(tokens(one)), reversed(tokens(other)), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _shapes(traced: Traced) -> dict[str, tuple[int, ...]]:

@@ -6,6 +6,7 @@ Only where that is cheap: for few shardings, and programs with few strategies. N
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from alpa_lite import _jax
@@ -14,7 +15,6 @@ from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Traced
 from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding import limits, strategies, tables
-from alpa_lite.passes.sharding.bans import bans
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver import solve
@@ -49,17 +49,17 @@ def worth(
     if not said or len(said) > SHARDINGS or size > STRATEGIES or found.solution.status != "optimal":
         return ()
     if len(said) > 1:
-        together = [frozenset().union(*parts) for parts in zip(*said.values(), strict=True)]
-        said["all of the user's shardings"] = (together[0], together[1])
+        ops, leaves = zip(*said.values(), strict=True)
+        said["all of the user's shardings"] = frozenset().union(*ops), frozenset().union(*leaves)
     shared = tables.Shared(traced, grouping)
     notes = []
     for name, (ops, leaves) in said.items():
         left = {path: wish for path, wish in wishes.leaves.items() if path not in leaves}
-        others = Wishes(wishes.mesh, wishes.names, wishes.more, wishes.why, left, wishes.given)
+        others = replace(wishes, leaves=left)
+        constraints = limits.limits(traced, grouping, method, found.mesh, others, pins, shared.facts)
         space = strategies.build(
             traced, grouping, rules, MeshCost(cluster, found.mesh), budget=budget,
-            allowed=limits.limits(traced, grouping, method, found.mesh, others, pins),
-            bans=bans(traced, grouping, wishes.forbidden), unheeded=ops, shared=shared,
+            constraints=replace(constraints, unheeded=ops), shared=shared,
         )  # fmt: skip
         solution = solve.solve(space.program)
         if solution.status == "optimal":

@@ -46,8 +46,8 @@ class Descent:
 
     def neighbours(self, i: int) -> dict[int, None]:
         """The nodes that share an edge with node i, in a fixed order."""
-        links = self._problem.links
-        return dict.fromkeys(n for e in links.touching[i] for n in sorted(links.members[e]) if n != i)
+        edges = [self._problem.edges[e] for e in self._problem.touching[i]]
+        return dict.fromkeys(n for edge in edges for n in sorted(edge.nodes) if n != i)
 
 
 def descend(problem: Problem, choice: np.ndarray | None = None) -> np.ndarray:

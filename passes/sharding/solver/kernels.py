@@ -229,11 +229,8 @@ def _divide(
         for p in range(high):
             taken = messages[parts.part[k, ROW] + p]
             cell = parts.part[k, CELL] + p * wide
-            out, fits, mores = (
-                cells[cell : cell + wide],
-                need[p * wide : (p + 1) * wide],
-                wants[p * wide : (p + 1) * wide],
-            )
+            out = cells[cell : cell + wide]
+            fits, mores = need[p * wide : (p + 1) * wide], wants[p * wide : (p + 1) * wide]
             for q in range(wide):
                 out[q] = max(taken + others[q], 0.0) * fits[q] + mores[q]
     for n in range(l0, l1):

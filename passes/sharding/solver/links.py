@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from alpa_lite.passes.sharding.solver import kernels
-from alpa_lite.passes.sharding.solver.ragged import offsets, ranges
+from alpa_lite.passes.sharding.solver.ragged import entries, offsets, split
 
 T = TypeVar("T")
 
@@ -72,12 +72,12 @@ class Links:
     @cached_property
     def source_strategy(self) -> np.ndarray:
         """The strategy of each number in `source`."""
-        return ranges(self.first[self.src], self.sizes[self.src])
+        return entries(self.first, self.src)
 
     @cached_property
     def klass_strategy(self) -> np.ndarray:
         """The strategy of each number in `klass`."""
-        return ranges(self.first[self.node], self.sizes[self.node])
+        return entries(self.first, self.node)
 
     @cached_property
     def row_at(self) -> np.ndarray:
@@ -109,27 +109,6 @@ class Links:
         """[edges] how many consumers each has."""
         return np.bincount(self.edge, minlength=len(self.src))
 
-    @cached_property
-    def shapes(self) -> list[tuple[int, int]]:
-        """[P, Q] of each edge."""
-        return list(zip(self.rows.tolist(), self.columns.tolist(), strict=True))
-
-    @cached_property
-    def _consumer_at(self) -> list[int]:
-        return offsets(self.counts).tolist()
-
-    def consumers_of(self, e: int) -> range:
-        """The consumers of an edge."""
-        return range(self._consumer_at[e], self._consumer_at[e + 1])
-
-    def klass_of(self, c: int) -> np.ndarray:
-        """[S] the column of each strategy of a consumer's node."""
-        return self.klass[self.klass_at[c] : self.klass_at[c + 1]]
-
-    def src_class_of(self, e: int) -> np.ndarray:
-        """[S] the row of each strategy of an edge's source."""
-        return self.source[self.source_at[e] : self.source_at[e + 1]]
-
     def cells_of(self, choice: np.ndarray) -> np.ndarray:
         """The cells that a choice pays, each once, ascending."""
         row = self.source[self.source_at[:-1] + choice[self.src]]
@@ -138,21 +117,9 @@ class Links:
         return np.unique(cells)
 
     @cached_property
-    def members(self) -> list[set[int]]:
-        """The nodes of each edge."""
-        out = [{src} for src in self.src.tolist()]
-        for e, node in zip(self.edge.tolist(), self.node.tolist(), strict=True):
-            out[e].add(node)
-        return out
-
-    @cached_property
     def touching(self) -> list[list[int]]:
         """For each node the edges that it is part of."""
-        out: list[list[int]] = [[] for _ in range(self.nodes)]
-        for e, nodes in enumerate(self.members):
-            for node in nodes:
-                out[node].append(e)
-        return out
+        return [edges.tolist() for edges in split(self.tables.touching, self.tables.node[:, 1])]
 
     @cached_property
     def tables(self) -> kernels.Edges:

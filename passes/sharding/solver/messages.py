@@ -18,7 +18,7 @@ import numpy as np
 from alpa_lite.passes.sharding.solver import kernels
 from alpa_lite.passes.sharding.solver.links import Links
 from alpa_lite.passes.sharding.solver.problem import Problem
-from alpa_lite.passes.sharding.solver.ragged import offsets, ranges, reduced
+from alpa_lite.passes.sharding.solver.ragged import entries, offsets, ranges, reduced
 
 
 class Ascent:
@@ -81,9 +81,8 @@ class Ascent:
         floor = reduced(np.minimum, spare, links.first)
         spare -= np.repeat(floor, links.sizes)
         least, cells, rest = np.zeros(len(self._messages)), np.zeros(len(self.problem.cells)), self._rest()
-        lost = max(
-            self.bound - float(floor.sum() + rest.sum()), 0.0
-        )  # a sweep that divides cells anew may lower the sum
+        # A sweep that divides cells anew may lower the sum.
+        lost = max(self.bound - float(floor.sum() + rest.sum()), 0.0)
         kernels.least(plan.parts, spare, least)
         kernels.excess(plan.parts, self._cells, self._messages - least, rest, cells)
         # A neighbour's own slack counts once, however many parts lead to it.
@@ -141,7 +140,7 @@ class _Plan:
         _, pair, times = np.unique(nodes.min(1) * links.nodes + nodes.max(1), return_inverse=True, return_counts=True)
         self.times = times[pair]
         area = shape.prod(1)
-        self.cells = ranges(links.cell[edge], area)
+        self.cells = entries(links.cell, edge)
         divided = (links.counts > 1) | (np.bincount(own_edge, minlength=len(links.src)) > 0)
         origin = np.where(divided[edge], -1, links.cell[edge])
         e = np.flatnonzero(divided)

@@ -23,7 +23,7 @@ import numpy as np
 
 from alpa_lite.passes.sharding.solver import kernels
 from alpa_lite.passes.sharding.solver.links import Links
-from alpa_lite.passes.sharding.solver.ragged import offsets, ranges, reduced
+from alpa_lite.passes.sharding.solver.ragged import entries, offsets, reduced, split
 
 Consumer = tuple[int, np.ndarray]
 
@@ -93,15 +93,13 @@ class Items:
 
     def of(self, which: np.ndarray) -> Items:
         """Some of the items."""
-        length = np.diff(self.at)[which]
-        size = self.size[ranges(self.at[which], length)]
-        return Items(self.owner[which], self.start[which], self.end[which], offsets(length), size)
+        at, size = offsets(np.diff(self.at)[which]), self.size[entries(self.at, which)]
+        return Items(self.owner[which], self.start[which], self.end[which], at, size)
 
 
-def no_items() -> Items:
-    """No bytes at all."""
-    none = np.zeros(0, dtype=np.int64)
-    return Items(none, none, none, np.zeros(1, dtype=np.int64), np.zeros(0))
+_NONE = np.zeros(0, dtype=np.int64)
+NO_ITEMS = Items(_NONE, _NONE, _NONE, np.zeros(1, dtype=np.int64), np.zeros(0))
+"""No bytes at all."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +136,8 @@ class Problem:
         edge = np.searchsorted(links.cell, cells, side="right") - 1
         counts = np.concatenate([np.ones(links.nodes, dtype=np.int64), np.bincount(edge, minlength=len(links.src))])
         taken = np.concatenate([choice, cells - links.cell[edge]])
-        first = offsets(counts)
         times = counts[items.owner]
-        where = np.repeat(items.at[:-1], times) + taken[ranges(first[items.owner], times)]
+        where = np.repeat(items.at[:-1], times) + taken[entries(offsets(counts), items.owner)]
         start, end = np.repeat(items.start, times), np.repeat(items.end, times)
         return self.base + timeline(len(self.base), start, end, items.size[where])
 
@@ -148,18 +145,15 @@ class Problem:
         """[points] the bytes of some nodes and edges alone under a choice."""
         spans, sizes = [np.zeros((0, 2), dtype=np.int64)], [np.zeros(0)]
         for i in nodes:
-            memory = self.nodes[i].memory
-            spans.append(memory.span)
-            sizes.append(memory.size[:, choice[i]])
-        for e in edges:
-            edge = self.edges[e]
-            if edge.memory:
-                made = edge.memory.size[:, edge.src_class[choice[edge.src]]]
-                for wanted in edge.wanted(choice):
-                    spans.append(edge.memory.span)
-                    sizes.append(made[:, wanted])
-        span = np.concatenate(spans)
-        return timeline(len(self.base), span[:, 0], span[:, 1], np.concatenate(sizes))
+            spans.append(self.nodes[i].memory.span)
+            sizes.append(self.nodes[i].memory.size[:, choice[i]])
+        for edge in [self.edges[e] for e in edges if self.edges[e].memory]:
+            made = edge.memory.size[:, edge.src_class[choice[edge.src]]]
+            for wanted in edge.wanted(choice):
+                spans.append(edge.memory.span)
+                sizes.append(made[:, wanted])
+        start, end = np.concatenate(spans).T
+        return timeline(len(self.base), start, end, np.concatenate(sizes))
 
     def peak(self, choice: Sequence[int] | np.ndarray) -> float:
         """Bytes at the fullest program point; zero without program points."""
@@ -168,11 +162,6 @@ class Problem:
     def fits(self, choice: Sequence[int] | np.ndarray) -> bool:
         """Whether a choice stays within the budget, but for rounding of sums of fractional bytes."""
         return self.budget is None or self.peak(choice) <= allowance(self.budget)
-
-    def with_costs(self, entries: np.ndarray) -> Problem:
-        """The problem with other seconds of its entries."""
-        cut = len(self.cost)
-        return replace(self, cost=entries[:cut], cells=entries[cut:])
 
     @cached_property
     def _items_at(self) -> np.ndarray:
@@ -188,17 +177,21 @@ class Problem:
     @cached_property
     def nodes(self) -> tuple[Vertex, ...]:
         """The nodes one by one, for who reads few of them."""
-        costs = np.split(self.cost, self.links.first[1:-1]) if self.links.nodes else []
-        return tuple(Vertex(cost, self._bytes_at(i, cost.shape)) for i, cost in enumerate(costs))
+        costs = enumerate(split(self.cost, self.links.first))
+        return tuple(Vertex(cost, self._bytes_at(i, cost.shape)) for i, cost in costs)
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
         """The edges one by one, likewise."""
         links, out = self.links, []
-        for e, (src, shape) in enumerate(zip(links.src.tolist(), links.shapes, strict=True)):
-            cost = self.cells[links.cell[e] : links.cell[e + 1]].reshape(shape)
-            consumers = tuple((int(links.node[c]), links.klass_of(c)) for c in links.consumers_of(e))
-            out.append(Edge(src, links.src_class_of(e), consumers, cost, self._bytes_at(links.nodes + e, shape)))
+        consumers: list[list[Consumer]] = [[] for _ in range(len(links.src))]
+        for e, node, klass in zip(links.edge, links.node.tolist(), split(links.klass, links.klass_at), strict=True):
+            consumers[e].append((node, klass))
+        cells, source = split(self.cells, links.cell), split(links.source, links.source_at)
+        for e, src in enumerate(links.src.tolist()):
+            cost = cells[e].reshape(links.rows[e], links.columns[e])
+            memory = self._bytes_at(links.nodes + e, cost.shape)
+            out.append(Edge(src, source[e], tuple(consumers[e]), cost, memory))
         return tuple(out)
 
     @property
@@ -224,16 +217,14 @@ class Problem:
 
 def forget_memory(problem: Problem) -> Problem:
     """The same problem without bytes and budget: a relaxation."""
-    return replace(problem, items=no_items(), base=np.zeros(0), budget=None)
+    return replace(problem, items=NO_ITEMS, base=np.zeros(0), budget=None)
 
 
 def forget_seconds(problem: Problem) -> Problem:
     """The same problem with every allowed cost zero: what remains is memory."""
 
-    def free(cost: np.ndarray) -> np.ndarray:
-        return np.where(np.isinf(cost), np.inf, 0.0)
-
-    return replace(problem, cost=free(problem.cost), cells=free(problem.cells), budget=None)
+    cost, cells = (np.where(np.isinf(seconds), np.inf, 0.0) for seconds in (problem.cost, problem.cells))
+    return replace(problem, cost=cost, cells=cells, budget=None)
 
 
 def price_memory(problem: Problem, price: np.ndarray) -> Problem:
@@ -243,7 +234,8 @@ def price_memory(problem: Problem, price: np.ndarray) -> Problem:
     each = total[items.end + 1] - total[items.start]
     entries = np.concatenate([problem.cost, problem.cells])
     kernels.add_items(links.begin[items.owner], items.at, items.size, each, entries)
-    return forget_memory(problem.with_costs(entries))
+    cut = len(problem.cost)
+    return forget_memory(replace(problem, cost=entries[:cut], cells=entries[cut:]))
 
 
 def timeline(points: int, start: np.ndarray, end: np.ndarray, size: np.ndarray) -> np.ndarray:

@@ -17,7 +17,7 @@ needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -25,6 +25,7 @@ from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 from alpa_lite.passes.sharding.solver.problem import Edge, Problem, timeline
+from alpa_lite.passes.sharding.solver.ragged import joined
 from alpa_lite.passes.sharding.solver.work import BRANCH_NODES, INTEGER_WORK, NODE_ITERATIONS
 
 SCALE = 1e4  # the solver's tolerances are absolute, 1e-7 to 1e-6: this many units make the objective and a memory row
@@ -105,23 +106,21 @@ class Relaxed:
 
 
 @dataclass
-class _Triplets:
-    """Entries of a sparse matrix, collected."""
+class _Matrix:
+    """A sparse matrix, collected; `add` numbers rows from the first that is not finished."""
 
-    rows: list[np.ndarray]
-    columns: list[np.ndarray]
-    values: list[np.ndarray]
+    rows: list[np.ndarray] = field(default_factory=list)
+    columns: list[np.ndarray] = field(default_factory=list)
+    values: list[np.ndarray] = field(default_factory=list)
     height: int = 0
 
     def add(self, rows: np.ndarray, columns: np.ndarray, value: float) -> None:
-        self.rows.append(rows)
+        self.rows.append(self.height + rows)
         self.columns.append(columns)
         self.values.append(np.full(len(rows), value))
 
     def matrix(self, width: int) -> sparse.csr_array:
-        if not self.rows:
-            return sparse.csr_array((self.height, width))
-        entries = (np.concatenate(self.values), (np.concatenate(self.rows), np.concatenate(self.columns)))
+        entries = joined(self.values, np.float64), (joined(self.rows), joined(self.columns))
         return sparse.csr_array(entries, shape=(self.height, width))
 
 
@@ -137,38 +136,37 @@ class _Draft:
     """A program under construction: all x are there, z and w are added edge by edge."""
 
     def __init__(self, problem: Problem) -> None:
-        sizes = [len(node.cost) for node in problem.nodes]
-        self.problem, self.nodes = problem, len(sizes)
-        self.first = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        self.problem, self.first = problem, problem.links.first
         self.width = int(self.first[-1])
-        self.equal, self.at_most = _Triplets([], [], []), _Triplets([], [], [])
-        self.equal.add(np.repeat(np.arange(len(sizes)), sizes), np.arange(self.width), 1.0)
-        self.equal.height = len(sizes)
-        self.cost = [node.cost for node in problem.nodes]
-        self.items: list[tuple[int, int, np.ndarray, np.ndarray]] = []  # start, end, variables, bytes
+        self.equal, self.at_most = _Matrix(), _Matrix()
+        self.equal.add(np.repeat(np.arange(problem.links.nodes), problem.links.sizes), np.arange(self.width), 1.0)
+        self.equal.height = problem.links.nodes
+        self.cost = [problem.cost]
+        self.items: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # span, variables, bytes
         self.pairs: list[tuple[np.ndarray, np.ndarray]] = []  # edge, flat (p, q)
         for i, node in enumerate(problem.nodes):
             self._add_bytes(node.memory.span, node.memory.size, self._x(i))
 
     def program(self) -> LinearProgram:
         equal_to = np.zeros(self.equal.height)
-        equal_to[: self.nodes] = 1.0
-        counts = [len(variables) for _, _, variables, _ in self.items]
-        empty, none = [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
+        equal_to[: self.problem.links.nodes] = 1.0
+        spans = np.array([span for span, _, _ in self.items], dtype=np.int64).reshape(-1, 2)
+        counts = np.array([len(variables) for _, variables, _ in self.items], dtype=np.int64)
+        start, end = np.repeat(spans, counts, axis=0).T
         return LinearProgram(
             problem=self.problem,
             first=self.first,
-            cost=np.concatenate([*none, *self.cost]),
+            cost=joined(self.cost, np.float64),
             equal=self.equal.matrix(self.width),
             equal_to=equal_to,
             at_most=self.at_most.matrix(self.width),
             at_most_to=np.zeros(self.at_most.height),
-            start=np.repeat(np.array([start for start, _, _, _ in self.items], dtype=np.int64), counts),
-            end=np.repeat(np.array([end for _, end, _, _ in self.items], dtype=np.int64), counts),
-            variable=np.concatenate([*empty, *(variables for _, _, variables, _ in self.items)]),
-            size=np.concatenate([*none, *(size for _, _, _, size in self.items)]),
-            pair_edge=np.concatenate([*empty, *(edge for edge, _ in self.pairs)]),
-            pair=np.concatenate([*empty, *(pair for _, pair in self.pairs)]),
+            start=start,
+            end=end,
+            variable=joined([variables for _, variables, _ in self.items]),
+            size=joined([size for _, _, size in self.items], np.float64),
+            pair_edge=joined([edge for edge, _ in self.pairs]),
+            pair=joined([pair for _, pair in self.pairs]),
         )
 
     def add_edge(self, e: int, edge: Edge) -> None:
@@ -193,11 +191,11 @@ class _Draft:
         """A consumer that is the source itself: its pair is the sum of the x of the strategies in that pair."""
         src_x, w = self._x(edge.src), once[edge.src_class, klass]
         names, row = np.unique(w[w >= 0], return_inverse=True)
-        self.at_most.add(self.at_most.height + row, src_x[w >= 0], 1.0)
-        self.at_most.add(self.at_most.height + np.arange(len(names)), names, -1.0)
+        self.at_most.add(row, src_x[w >= 0], 1.0)
+        self.at_most.add(np.arange(len(names)), names, -1.0)
         self.at_most.height += len(names)
         banned = np.flatnonzero(np.isinf(edge.cost[edge.src_class, klass]))
-        self.equal.add(np.full(len(banned), self.equal.height), src_x[banned], 1.0)
+        self.equal.add(np.zeros_like(banned), src_x[banned], 1.0)
         self.equal.height += bool(len(banned))
 
     def _add_consumer(
@@ -209,15 +207,15 @@ class _Draft:
         p, c = np.nonzero(np.isfinite(edge.cost[:, wanted]))
         q = wanted[c]
         z = self._new_pairs(edge, p, q, wants[q] <= 1, name=e)  # w pays for what several may want
-        self.equal.add(self.equal.height + p, z, 1.0)
-        self.equal.add(self.equal.height + edge.src_class, self._x(edge.src), -1.0)
-        self.equal.add(self.equal.height + rows + c, z, 1.0)
-        self.equal.add(self.equal.height + rows + column, self._x(node), -1.0)
+        self.equal.add(p, z, 1.0)
+        self.equal.add(edge.src_class, self._x(edge.src), -1.0)
+        self.equal.add(rows + c, z, 1.0)
+        self.equal.add(rows + column, self._x(node), -1.0)
         self.equal.height += rows + len(wanted)
         w = once[p, q]
         count = int((w >= 0).sum())
-        self.at_most.add(self.at_most.height + np.arange(count), z[w >= 0], 1.0)
-        self.at_most.add(self.at_most.height + np.arange(count), w[w >= 0], -1.0)
+        self.at_most.add(np.arange(count), z[w >= 0], 1.0)
+        self.at_most.add(np.arange(count), w[w >= 0], -1.0)
         self.at_most.height += count
 
     def _new_pairs(self, edge: Edge, p: np.ndarray, q: np.ndarray, pays: np.ndarray, *, name: int) -> np.ndarray:
@@ -234,21 +232,23 @@ class _Draft:
         return np.arange(self.first[i], self.first[i + 1])
 
     def _add_bytes(self, spans: np.ndarray, sizes: np.ndarray, variables: np.ndarray) -> None:
-        for (start, end), size in zip(spans, sizes, strict=True):
-            self.items.append((int(start), int(end), variables[size > 0], size[size > 0]))
+        for span, size in zip(spans, sizes, strict=True):
+            self.items.append((span, variables[size > 0], size[size > 0]))
 
 
 def relax(program: LinearProgram, points: Sequence[int], unit: float) -> Relaxed:
     """The linear relaxation with the memory rows of some program points. unit: about the seconds of the objective."""
     rows, limits = _memory_rows(program, points)
     scale = SCALE / unit
+    bounds = np.zeros((len(program.cost), 2))
+    bounds[:, 1] = np.where(np.arange(len(bounds)) < program.integers, 1.0, np.inf)
     result = linprog(
         program.cost * scale,
         A_ub=sparse.csr_array(sparse.vstack([program.at_most, rows])),
         b_ub=np.concatenate([program.at_most_to, limits]),
         A_eq=program.equal,
         b_eq=program.equal_to,
-        bounds=_bounds(program),
+        bounds=bounds,
         method="highs-ds",  # the interior point method is no faster at these sizes, and its threads wait spinning
         options={"disp": False},
     )
@@ -272,9 +272,7 @@ def branch(
 ) -> Relaxed:
     """The integer program with the memory rows of some program points, and with sets of which not all may be chosen."""
     rows, limits = _memory_rows(program, points)
-    constraints = [_rows(program.equal, program.equal_to, program.equal_to)]
-    if len(program.at_most_to):
-        constraints.append(_rows(program.at_most, -np.inf, program.at_most_to))
+    constraints = _own_rows(program, len(program.cost))
     if len(points):
         constraints.append(_rows(rows, -np.inf, limits))
     if covers:
@@ -292,17 +290,22 @@ def flatten(program: LinearProgram, points: Sequence[int], integral: bool, gap: 
     width = len(program.cost)
     column = sparse.csr_array(np.full((len(points), 1), -1.0))
     peak = _rows(sparse.csr_array(sparse.hstack([matrix * scale, column])), -np.inf, -base * scale)
-
-    def wider(rows: sparse.csr_array) -> sparse.csr_array:
-        return sparse.csr_array((rows.data, rows.indices, rows.indptr), shape=(len(rows.indptr) - 1, width + 1))
-
-    constraints = [peak, _rows(wider(program.equal), program.equal_to, program.equal_to)]
-    if len(program.at_most_to):
-        constraints.append(_rows(wider(program.at_most), -np.inf, program.at_most_to))
     cost = np.zeros(width + 1)
     cost[-1] = 1.0
-    result = _milp(program, cost, constraints, 1.0 / scale, gap, integral)
+    result = _milp(program, cost, [peak, *_own_rows(program, width + 1)], 1.0 / scale, gap, integral)
     return replace(result, x=None if result.x is None else result.x[:width])
+
+
+def _own_rows(program: LinearProgram, width: int) -> list[LinearConstraint]:
+    """The rows of a program, those of memory aside, over its own variables and others behind them."""
+
+    def wider(rows: sparse.csr_array) -> sparse.csr_array:
+        return sparse.csr_array((rows.data, rows.indices, rows.indptr), shape=(len(rows.indptr) - 1, width))
+
+    rows = [_rows(wider(program.equal), program.equal_to, program.equal_to)]
+    if len(program.at_most_to):
+        rows.append(_rows(wider(program.at_most), -np.inf, program.at_most_to))
+    return rows
 
 
 def _milp(
@@ -334,13 +337,6 @@ def _milp(
 def _rows(matrix: sparse.csr_array, low: np.ndarray | float, high: np.ndarray | float) -> LinearConstraint:
     """low <= matrix @ x <= high. SciPy takes arrays, but its defaults make type checkers expect numbers."""
     return LinearConstraint(matrix, cast(float, low), cast(float, high))
-
-
-def _bounds(program: LinearProgram) -> np.ndarray:
-    bounds = np.zeros((len(program.cost), 2))
-    bounds[:, 1] = np.inf
-    bounds[: program.integers, 1] = 1.0
-    return bounds
 
 
 def _row_scale(program: LinearProgram) -> float:

@@ -14,11 +14,21 @@ def offsets(lengths: np.ndarray | Sequence[int]) -> np.ndarray:
     return out
 
 
+def split(values: np.ndarray, at: np.ndarray) -> list[np.ndarray]:
+    """The rows, which begin at `at` [n + 1]."""
+    return np.split(values, at[1:-1]) if len(at) > 1 else []
+
+
 def ranges(begin: np.ndarray, length: np.ndarray) -> np.ndarray:
     """The numbers of the ranges [begin, begin + length), end to end."""
     ends = np.cumsum(length)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(begin - (ends - length), length) + np.arange(total)
+
+
+def entries(at: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """The numbers of the entries of some rows, end to end, where rows begin at `at` [n + 1]."""
+    return ranges(at[rows], np.diff(at)[rows])
 
 
 def joined(parts: Sequence[np.ndarray], dtype: type = np.int64) -> np.ndarray:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from alpa_lite.passes.sharding.solver.links import Links
-from alpa_lite.passes.sharding.solver.problem import Items, Problem, no_items
+from alpa_lite.passes.sharding.solver.problem import NO_ITEMS, Items, Problem
 from alpa_lite.passes.sharding.solver.ragged import joined, offsets, ranges, summed
 from alpa_lite.strategy import Buffers, StrategyGraph, Transfer
 
@@ -19,15 +19,13 @@ def from_graph(graph: StrategyGraph) -> Problem:
       ValueError: a node without strategies, or a cost, class or buffer that cannot be (negative, NaN, out of range).
     """
     costs = [np.asarray(cost, dtype=np.float64) for cost in graph.node_cost]
-    for i, cost in enumerate(costs):
-        if cost.ndim != 1 or not cost.size:
-            _check_node(cost, i, graph)
-    first, cost = offsets([len(cost) for cost in costs]), joined(costs, np.float64)
-    if not (cost >= 0).all():
+    cost = joined(costs, np.float64)
+    if any(one.ndim != 1 or not one.size for one in costs) or not (cost >= 0).all():
         for i, one in enumerate(costs):
             _check_node(one, i, graph)
+    first = offsets([len(one) for one in costs])
     links, cells, number = _links(graph.transfers, first)
-    points, items = 0, no_items()
+    points, items = 0, NO_ITEMS
     if graph.buffers is not None:
         points = graph.buffers.points
         _check_buffers(graph.buffers)

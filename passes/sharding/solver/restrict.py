@@ -15,7 +15,7 @@ import numpy as np
 from alpa_lite.passes.sharding.solver import kernels
 from alpa_lite.passes.sharding.solver.links import Links
 from alpa_lite.passes.sharding.solver.problem import Items, Problem, timeline
-from alpa_lite.passes.sharding.solver.ragged import offsets, ranges, reduced
+from alpa_lite.passes.sharding.solver.ragged import entries, offsets, ranges, reduced, split
 
 
 class Contradiction(Exception):
@@ -42,7 +42,7 @@ class Restriction:
     def kept(self) -> tuple[np.ndarray, ...]:
         """For each node, the numbers of its strategies in the original problem."""
         numbers = self.strategies - np.repeat(self.original[:-1], self.problem.links.sizes)
-        return tuple(np.split(numbers, self.problem.links.first[1:-1])) if self.problem.links.nodes else ()
+        return tuple(split(numbers, self.problem.links.first))
 
     def lift(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
         """A choice of the restricted problem as one of the original."""
@@ -108,58 +108,39 @@ class _Last:
 
 
 def _left(links: Links, keep: np.ndarray) -> _Left:
+    """The links of a mask of the strategies: the rows and columns that these are in, and distinct consumers."""
     row, column = np.zeros(links.row_at[-1], dtype=bool), np.zeros(links.column_at[-1], dtype=bool)
-    row[links.source_row[keep[links.source_strategy]]] = True
-    column[links.klass_column[keep[links.klass_strategy]]] = True
-    smaller, cells, dropped = _smaller(links, keep, row, column)
-    return _Left(smaller, np.flatnonzero(keep), cells, _places(links, row, column, dropped))
-
-
-def _smaller(
-    links: Links, keep: np.ndarray, row: np.ndarray, column: np.ndarray
-) -> tuple[Links, np.ndarray, np.ndarray]:
-    """The links that are left, the cells that are left, and a mask of the consumers that are equal to others."""
-    source_kept, klass_kept = keep[links.source_strategy], keep[links.klass_strategy]
-    first = offsets(reduced(np.add, keep.astype(np.int64), links.first))
-    rows, columns = (
-        reduced(np.add, row.astype(np.int64), links.row_at),
-        reduced(np.add, column.astype(np.int64), links.column_at),
+    source_row = links.source_row[keep[links.source_strategy]]
+    klass_column = links.klass_column[keep[links.klass_strategy]]
+    row[source_row] = column[klass_column] = True
+    first, row_at, column_at = (
+        offsets(reduced(np.add, mask.astype(np.int64), at))
+        for mask, at in ((keep, links.first), (row, links.row_at), (column, links.column_at))
     )
-    source = (np.cumsum(row) - 1)[links.source_row[source_kept]]
-    source -= np.repeat(offsets(rows)[:-1], np.diff(first)[links.src])
-    klass = (np.cumsum(column) - 1)[links.klass_column[klass_kept]]
-    klass -= np.repeat(offsets(columns)[links.edge], np.diff(first)[links.node])
+    source = (np.cumsum(row) - 1 - np.repeat(row_at[:-1], links.rows))[source_row]
+    klass = (np.cumsum(column) - 1 - np.repeat(column_at[:-1], links.columns))[klass_column]
+    rows, columns = np.diff(row_at), np.diff(column_at)
     which = np.flatnonzero(row)
     edge_of = np.repeat(np.arange(len(rows)), rows)
     begin = links.cell[edge_of] + (which - links.row_at[edge_of]) * links.columns[edge_of]
     taken = np.flatnonzero(column) - np.repeat(links.column_at[:-1], columns)
     wide = columns[edge_of]
-    cells = np.repeat(begin, wide) + taken[ranges(offsets(columns)[edge_of], wide)]
+    cells = np.repeat(begin, wide) + taken[entries(column_at, edge_of)]
     dropped = np.zeros(len(links.edge), dtype=bool)
     at = offsets(np.diff(first)[links.node])
-    for c, others in _twins(links):
-        mine = klass[at[c] : at[c + 1]]
-        dropped[c] = any(not dropped[d] and (klass[at[d] : at[d + 1]] == mine).all() for d in others)
+    key = links.edge * (links.nodes + 1) + links.node
+    _, pair, times = np.unique(key, return_inverse=True, return_counts=True)
+    seen: set[tuple[int, bytes]] = set()
+    for c in np.flatnonzero(times[pair] > 1).tolist():
+        same = int(key[c]), klass[at[c] : at[c + 1]].tobytes()
+        dropped[c] = same in seen
+        seen.add(same)
     edge, node = links.edge, links.node
     if dropped.any():
-        stay = ~dropped
-        klass = klass[ranges(at[:-1][stay], np.diff(at)[stay])]
-        edge, node = edge[stay], node[stay]
-    return Links(first, links.src, rows, columns, source, edge, node, klass), cells, dropped
-
-
-def _twins(links: Links) -> list[tuple[int, list[int]]]:
-    """Consumers that share edge and node with earlier ones, and these."""
-    key = links.edge * (links.nodes + 1) + links.node
-    if len(np.unique(key)) == len(key):
-        return []
-    found: dict[int, list[int]] = {}
-    out = []
-    for c, k in enumerate(key.tolist()):
-        if k in found:
-            out.append((c, list(found[k])))
-        found.setdefault(k, []).append(c)
-    return out
+        stay = np.flatnonzero(~dropped)
+        klass, edge, node = klass[entries(at, stay)], edge[stay], node[stay]
+    smaller = Links(first, links.src, rows, columns, source, edge, node, klass)
+    return _Left(smaller, np.flatnonzero(keep), cells, _places(links, row, column, dropped))
 
 
 def _remaining(problem: Problem, keep: np.ndarray, cells: np.ndarray, sizes: np.ndarray) -> tuple[Items, np.ndarray]:
@@ -169,13 +150,14 @@ def _remaining(problem: Problem, keep: np.ndarray, cells: np.ndarray, sizes: np.
         return items, base
     entry = np.concatenate([keep, np.zeros(len(problem.cells), dtype=bool)])
     entry[len(keep) + cells] = True
-    mask = entry[ranges(links.begin[items.owner], np.diff(items.at))]
+    entry_of = ranges(links.begin[items.owner], np.diff(items.at))
+    mask = entry[entry_of]
     at = offsets(reduced(np.add, mask.astype(np.int64), items.at))
     size = items.size[mask]
     banned = np.isinf(problem.cells)
     if banned.any():
         banned = np.concatenate([np.zeros(len(keep), dtype=bool), banned])
-        size[banned[ranges(links.begin[items.owner], np.diff(items.at))][mask]] = 0.0
+        size[banned[entry_of][mask]] = 0.0
     of_node = items.owner < links.nodes
     least = np.where(of_node, reduced(np.minimum, size, at), 0.0)
     base = base + timeline(len(base), items.start, items.end, least)
@@ -193,9 +175,9 @@ def _places(links: Links, row: np.ndarray, column: np.ndarray, dropped: np.ndarr
     edge = links.edge[stay]
     high, wide = np.diff(row_at)[edge], np.diff(column_at)[edge]
     begin = at[stay] - links.row_at[edge]
-    mine = np.repeat(begin, high) + rows[ranges(row_at[edge], high)]
+    mine = np.repeat(begin, high) + rows[entries(row_at, edge)]
     begin = at[stay] + links.rows[edge] - links.column_at[edge]
-    theirs = np.repeat(begin, wide) + columns[ranges(column_at[edge], wide)]
+    theirs = np.repeat(begin, wide) + columns[entries(column_at, edge)]
     out = np.zeros(len(mine) + len(theirs), dtype=np.int64)
     new = offsets(high + wide)
     out[ranges(new[:-1], high)] = mine

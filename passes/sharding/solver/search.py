@@ -75,6 +75,7 @@ class Search:
     choice: np.ndarray | None = None
     objective: float = math.inf
     bound: float = 0.0
+    peak: float = math.inf  # bytes of the choice, where the least are looked for
     peak_bound: float = 0.0  # bytes that no choice undercuts
     ceiling: float = math.inf  # choices at least this expensive may have been forbidden
     roof: float = math.inf  # bytes above which a choice is of no interest but for its bound
@@ -91,20 +92,12 @@ class Search:
 
     def solution(self, status: Literal["optimal", "feasible", "infeasible", "cutoff"]) -> Solution:
         """Returns the result of the search, as the caller gets it."""
-        found = self.choice is not None and status in ("optimal", "feasible")
-        bound = self.bound
-        if found and self.objective - bound <= ROUNDING * self.objective:
-            bound = self.objective
-        return Solution(
-            status=status,
-            choice=tuple(int(s) for s in self.choice) if found and self.choice is not None else (),
-            objective=self.objective if found else math.inf,
-            bound=bound,
-            peak=self.problem.peak(self.choice) if found and self.choice is not None else math.inf,
-            work=self.work,
-            variables=self.variables,
-            constraints=self.constraints,
-        )
+        choice, objective, bound, peak = (), math.inf, self.bound, math.inf
+        if self.choice is not None and status in ("optimal", "feasible"):
+            choice, objective = tuple(self.choice.tolist()), self.objective
+            bound = objective if objective - bound <= ROUNDING * objective else bound
+            peak = self.problem.peak(self.choice)
+        return Solution(status, choice, objective, bound, peak, self.work, self.variables, self.constraints)
 
     def run(self, free: float | None = None) -> None:
         """Steps 1 to 4 of the module's docstring; step 1 only if its bound is not known."""
@@ -157,10 +150,10 @@ class Search:
                     break
             if self.closed or (self._is_close(best, ascent.bound) and not fits):
                 return
-            smaller = self._forbid(restriction, ascent.bound, ascent.slack(), best * (1 + ROUNDING))
-            stuck = smaller.problem.size > 0.5 * problem.size
-            restriction, messages, whole = smaller, ascent.messages[smaller.messages], False
-            if stuck:
+            slack = ascent.slack()
+            restriction, smaller = self._forbid(restriction, ascent.bound, slack, best * (1 + ROUNDING), 0.5)
+            messages, whole = ascent.messages[restriction.messages], False
+            if not smaller:
                 break
         if fits or self.problem.budget is None or restriction.problem.settled:
             self._finish(restriction)
@@ -172,7 +165,7 @@ class Search:
         if self.choice is None:
             search = replace(self, problem=replace(self.problem, budget=None))
             try:
-                search._flatten(_for_memory_alone(search.problem), enough=budget)
+                search._flatten(consistent(forget_seconds(search.problem)), enough=budget)
             finally:
                 self.work = search.work
             if search.peak_bound > budget * (1 + 1e-6):
@@ -192,14 +185,14 @@ class Search:
                     break
             price = dual.price
             self._bisect_price(restriction, price, dual)
-            self._note_peaks()
+            if self.choice is not None and not self.points:  # begin the memory rows where the best choice is fullest
+                self.points = peaks(self.problem.bytes(self.choice), 0.98 * (self.problem.budget or 0.0))
             if self.closed or math.isinf(self.objective):
                 break
             self._charge(SWEEPS * sweep_work(problem.links))
-            smaller = self._forbid(restriction, *dual.slack(SWEEPS), self._limit())
-            stuck = smaller.problem.size > 0.7 * problem.size
-            restriction, messages = smaller, dual.messages[smaller.messages]
-            if stuck:
+            restriction, smaller = self._forbid(restriction, *dual.slack(SWEEPS), self._limit())
+            messages = dual.messages[restriction.messages]
+            if not smaller:
                 break
         if not self.closed:
             self._finish(restriction)
@@ -207,31 +200,23 @@ class Search:
     def minimise_peak(self) -> tuple[float, bool]:
         """Find a choice of the least peak; returns the peak, and whether that is proven minimal within the gap."""
         try:
-            restriction = _for_memory_alone(self.problem)
+            self._flatten(consistent(forget_seconds(self.problem)), -math.inf)
         except Contradiction:
             return math.inf, True
-        with suppress(WorkExhausted):
-            self._flatten(restriction, -math.inf)
-        if self.choice is None:
-            return math.inf, False
-        best = self.problem.peak(self.choice)
-        return best, self._is_close(best, self.peak_bound)
+        except WorkExhausted:
+            pass
+        return self.peak, self._is_close(self.peak, self.peak_bound)
 
     def bound_peak(self) -> tuple[float, float]:
         """Bytes that no peak undercuts, and the least peak met on the way; in a few steps, without integer programs."""
         try:
-            restriction = _for_memory_alone(self.problem)
+            restriction = consistent(forget_seconds(self.problem))
         except Contradiction:
             return math.inf, math.inf
-        self.peak_bound, best = float(restriction.problem.base.max(initial=0.0)), math.inf
-        dual = MemoryDual(restriction.problem)
+        self.peak_bound = float(restriction.problem.base.max(initial=0.0))
         with suppress(WorkExhausted):
-            for i in range(FEW_STEPS):
-                best = self._offer_peak(restriction.lift(self._step(dual, i)), best)
-                self.peak_bound = max(self.peak_bound, min(dual.bound, best))
-                if self._is_close(best, self.peak_bound) or dual.finished:
-                    break
-        return self.peak_bound, best
+            self._price_peak(restriction, FEW_STEPS, -math.inf)
+        return self.peak_bound, self.peak
 
     def _step(self, dual: MemoryDual, number: int) -> np.ndarray:
         """The choice of the next step of a dual."""
@@ -239,53 +224,58 @@ class Search:
         self._charge(sweeps * sweep_work(links) + choice_work(links))
         return dual.step(sweeps)
 
+    def _price_peak(self, restriction: Restriction, steps: int, enough: float) -> MemoryDual | None:
+        """Look for a low peak by prices of memory; returns the last ones, or None where the search is over."""
+        dual = MemoryDual(restriction.problem)
+        for i in range(steps):
+            self._offer_peak(restriction.lift(self._step(dual, i)))
+            if self._is_flat(dual.bound, enough):
+                return None
+            if dual.finished:
+                break
+        return dual
+
     def _flatten(self, restriction: Restriction, enough: float) -> None:
         """Look for a choice of the least peak, or one of at most `enough` bytes; raises `peak_bound`."""
-        self.peak_bound, best = float(restriction.problem.base.max(initial=0.0)), math.inf
-        while True:
-            problem = restriction.problem
-            dual = MemoryDual(problem)
-            for i in range(STEPS):
-                best = self._offer_peak(restriction.lift(self._step(dual, i)), best)
-                if self._is_flat(dual.bound, best, enough):
-                    return
-                if dual.finished:
-                    break
-            if problem.settled or math.isinf(best):
+        self.peak_bound = float(restriction.problem.base.max(initial=0.0))
+        while (dual := self._price_peak(restriction, STEPS, enough)) is not None:
+            if restriction.problem.settled or math.isinf(self.peak):
                 break
-            self._charge(SWEEPS * sweep_work(problem.links))
+            self._charge(SWEEPS * sweep_work(restriction.problem.links))
             try:
-                smaller = self._forbid(restriction, *dual.slack(SWEEPS), best * (1 + ROUNDING))
+                restriction, smaller = self._forbid(restriction, *dual.slack(SWEEPS), self.peak * (1 + ROUNDING))
             except Contradiction:
-                self.peak_bound = best
+                self.peak_bound = self.peak
                 return
-            stuck = smaller.problem.size > 0.7 * problem.size
-            restriction = smaller
-            if stuck:
+            if not smaller:
                 break
-        self._flatten_exactly(restriction, enough, best)
+        else:
+            return
+        self._flatten_exactly(restriction, enough)
 
-    def _is_flat(self, bound: float, best: float, enough: float) -> bool:
+    def _is_flat(self, bound: float, enough: float) -> bool:
         """Whether a bound of the peaks, which is noted, ends the search for a peak of at most `enough`."""
-        self.peak_bound = bound = max(self.peak_bound, min(bound, best))
-        return self._is_close(best, bound) or best <= enough or bound > enough * (1 + 1e-6) > 0
+        self.peak_bound = bound = max(self.peak_bound, min(bound, self.peak))
+        return self._is_close(self.peak, bound) or self.peak <= enough or bound > enough * (1 + 1e-6) > 0
 
-    def _flatten_exactly(self, restriction: Restriction, enough: float, best: float) -> None:
+    def _flatten_exactly(self, restriction: Restriction, enough: float) -> None:
         """The rest of `_flatten`, by linear and integer programs over ever more program points."""
         problem = restriction.problem
+        cheapest = np.zeros(len(problem.nodes), dtype=int)
         if problem.settled:
-            peak = self._offer_peak(restriction.lift(np.zeros(len(problem.nodes), dtype=int)), best)
-            self.peak_bound = max(self.peak_bound, peak)
+            self._offer_peak(restriction.lift(cheapest))
+            self.peak_bound = max(self.peak_bound, self.peak)
             return
         if problem.size > LARGEST_LINEAR:
             return
         program = self._build(forget_seconds(problem))
-        points = peaks(problem.bytes(np.zeros(len(problem.nodes), dtype=int)), -1.0)
+        points = peaks(problem.bytes(cheapest), -1.0)
         for integral in (False, True)[: 1 + (problem.size <= LARGEST_INTEGER)]:
             while True:
                 answer = self._solve_program(flatten, program, points, integral, self.gap)
-                best = best if answer.x is None else self._offer_peak(restriction.lift(program.round(answer.x)), best)
-                if self._is_flat(answer.bound, best, enough) or answer.x is None:
+                if answer.x is not None:
+                    self._offer_peak(restriction.lift(program.round(answer.x)))
+                if self._is_flat(answer.bound, enough) or answer.x is None:
                     return
                 live = problem.bytes(program.round(answer.x)) if integral else program.bytes(answer.x)
                 new = [t for t in peaks(live, self.peak_bound * (1 + ROUNDING)) if t not in points]
@@ -293,12 +283,11 @@ class Search:
                     break
                 points += new
 
-    def _offer_peak(self, choice: np.ndarray, best: float) -> float:
-        """Keep an allowed choice if its peak is below the best peak; returns the new best peak."""
-        if not math.isfinite(seconds := self.problem.seconds(choice)) or self.problem.peak(choice) >= best:
-            return best
-        self.choice, self.objective = choice, seconds
-        return self.problem.peak(choice)
+    def _offer_peak(self, choice: np.ndarray) -> None:
+        """Keep an allowed choice if its peak is the lowest."""
+        seconds, peak = self.problem.seconds(choice), self.problem.peak(choice)
+        if math.isfinite(seconds) and peak < self.peak:
+            self.choice, self.objective, self.peak = choice, seconds, peak
 
     def _offer(self, choice: np.ndarray) -> bool:
         """Keep a choice of the original problem if it fits and is the best; returns whether it fits."""
@@ -332,8 +321,13 @@ class Search:
         self.ceiling = min(self.ceiling, limit)
         return limit
 
-    def _forbid(self, restriction: Restriction, bound: float, slack: Slack, limit: float) -> Restriction:
+    def _forbid(
+        self, restriction: Restriction, bound: float, slack: Slack, limit: float, share: float = 0.7
+    ) -> tuple[Restriction, bool]:
         """Forbid the strategies, and the cells of edges, that lift a choice above a limit.
+
+        Returns:
+          The rest, and whether it is no more than a share of what there was.
 
         Raises:
           Contradiction: nothing is below the limit.
@@ -341,7 +335,8 @@ class Search:
         problem, (strategies, cells) = restriction.problem, slack
         cost = np.where(strategies > limit - bound, np.inf, problem.cost)
         cells = np.where(cells > limit - bound, np.inf, problem.cells)
-        return restriction.further(replace(problem, cost=cost, cells=cells))
+        rest = restriction.further(replace(problem, cost=cost, cells=cells))
+        return rest, rest.problem.size <= share * problem.size
 
     def _finish(self, restriction: Restriction) -> None:
         """Steps 3 and 4: relax, round, forbid, again while that helps, then branch."""
@@ -367,13 +362,11 @@ class Search:
             self._polish(restriction, relaxed.price)
             if self.closed:
                 return
-            smaller = restriction
+            smaller = False
             if relaxed.reduced_cost is not None and math.isfinite(self.objective):
                 slack = program.slack(relaxed.reduced_cost)
-                smaller = self._forbid(restriction, relaxed.bound, slack, self._limit())
-            stuck = smaller.problem.size > 0.7 * problem.size
-            restriction = smaller
-            if stuck and not restriction.problem.settled:
+                restriction, smaller = self._forbid(restriction, relaxed.bound, slack, self._limit())
+            if not smaller and not restriction.problem.settled:
                 self._branch(restriction)
                 return
 
@@ -397,10 +390,8 @@ class Search:
 
     def _unit(self, program: LinearProgram) -> float:
         """Seconds that the objective amounts to, at least roughly."""
-        for guess in (self.objective, self.bound, float(program.cost.max())):
-            if math.isfinite(guess) and guess > 0:
-                return guess
-        return 1.0
+        guesses = (self.objective, self.bound, float(program.cost.max()))
+        return next((guess for guess in guesses if math.isfinite(guess) and guess > 0), 1.0)
 
     def _relax(self, program: LinearProgram) -> Relaxed:
         """The relaxation with as many memory rows as it takes to satisfy all."""
@@ -414,11 +405,6 @@ class Search:
             if not new:
                 return relaxed
             self.points += new
-
-    def _note_peaks(self) -> None:
-        """Begin the memory rows with the program points where the best choice is fullest."""
-        if self.choice is not None and self.problem.budget is not None and not self.points:
-            self.points = peaks(self.problem.bytes(self.choice), 0.98 * self.problem.budget)
 
     def _bisect_price(self, restriction: Restriction, price: np.ndarray, dual: MemoryDual) -> None:
         """Offer choices that are good at multiples of a price of memory: the least that fits is the best."""
@@ -464,11 +450,6 @@ class Search:
             if not new:  # within the solver's tolerance, but not within the budget
                 covers.append(_cover(program, choice, int(live.argmax())))
             self.points += new
-
-
-def _for_memory_alone(problem: Problem) -> Restriction:
-    """The problem without seconds and budget."""
-    return consistent(replace(forget_seconds(problem), budget=None))
 
 
 def _cover(program: LinearProgram, choice: np.ndarray, point: int) -> np.ndarray:

@@ -70,9 +70,7 @@ def solve(
         return search.solution("cutoff")
     finally:
         known.note(search)
-    if search.choice is None:
-        return search.solution("infeasible")
-    return search.solution("optimal" if search.closed else "feasible")
+    return search.solution("infeasible" if search.choice is None else "optimal" if search.closed else "feasible")
 
 
 class Known:
@@ -106,12 +104,12 @@ class Bound:
     Attributes:
       known: for `solve`.
       seconds: the bound; `inf` if every choice uses something forbidden.
-      improved: how often it was improved. work: of that, in the unit of `solver.work`.
+      work: of improving it, in the unit of `solver.work`.
     """
 
     def __init__(self, graph: StrategyGraph) -> None:
         """Raises ValueError as `solve`."""
-        self.improved, self.work, self.seconds, self.known = 0, 0, 0.0, Known(graph)
+        self.work, self.seconds, self.known = 0, 0.0, Known(graph)
         self._ascent: Ascent | None = None
         try:
             self._restriction = consistent(forget_memory(self.known.problem))
@@ -121,7 +119,6 @@ class Bound:
 
     def improve(self) -> None:
         """Raise the bound: mostly within a tenth of the optimum at first, and within a few percent after that."""
-        self.improved += 1
         if self._ascent is not None:
             self._ascent.sweep(SWEEPS)
             self.work += SWEEPS * sweep_work(self._restriction.problem.links)

@@ -21,7 +21,7 @@ from alpa_lite.passes.checks import shardy, verification
 from alpa_lite.passes.lowering import emission
 from alpa_lite.passes.lowering.program import LocalProgram, Reshard
 from alpa_lite.passes.sharding import grouping, strategies
-from alpa_lite.passes.sharding.limits import Limits
+from alpa_lite.passes.sharding.limits import Constraints
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.runtime import meshes
@@ -130,9 +130,9 @@ def deep_program(regather: bool) -> tuple[Traced, LocalProgram, Any]:
     traced = tracing.trace(deep_step, args, {})
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     groups = grouping.group(traced, rules)
-    allowed = Limits({groups.leaves[i]: (Layout((("x",), ())),) for i in range(4)})
+    constraints = Constraints({groups.leaves[i]: (Layout((("x",), ())),) for i in range(4)})
     cost = MeshCost(Cluster.local(jax.devices()[:4]), mesh)
-    space = strategies.build(traced, groups, rules, cost, allowed=allowed, regather=regather)
+    space = strategies.build(traced, groups, rules, cost, constraints=constraints, regather=regather)
     rows = []
     for node in space.nodes:
         wanted = _zero_3_axes([f.size for f in groups.groups[node.group].factors])

@@ -61,7 +61,8 @@ def test_programs_that_share_are_those_that_are_built_alone(shape: tuple[int, ..
     sizes = set()
     for method in METHODS:
         for regather in (False, True):
-            asked = {"allowed": limits.limits(traced, groups, method, cost.mesh), "regather": regather, "budget": 1e9}
+            fixed = limits.limits(traced, groups, method, cost.mesh)
+            asked = {"constraints": fixed, "regather": regather, "budget": 1e9}
             mine = numbers(strategies.build(traced, groups, rules, cost, shared=shared, **asked))
             alone = numbers(strategies.build(traced, groups, rules, cost, **asked))
             assert len(mine) == len(alone)

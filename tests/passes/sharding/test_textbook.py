@@ -135,10 +135,10 @@ def test_the_search_has_every_strategy_of_data_parallelism_on_one_axis(fun: Any,
     shared = Shared(traced, groups)
     within = mesh_program.has_all_plans_of(traced, groups, H100, method, shared)
     assert within == (name != "tensor")
-    ((mesh, allowed),) = limits.admitted(traced, groups, H100, method)
+    ((mesh, constraints),) = limits.admitted(traced, groups, H100, method)
     free, own = (
-        strategies.build(traced, groups, rules, MeshCost(H100, mesh), allowed=some, shared=shared)
-        for some in (limits.NO_LIMITS, allowed)
+        strategies.build(traced, groups, rules, MeshCost(H100, mesh), constraints=some, shared=shared)
+        for some in (limits.UNCONSTRAINED, constraints)
     )
     if not within:
         return
