@@ -27,7 +27,7 @@ from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.plan import Plan
 from alpa_lite.processes.channel import Collective
 from alpa_lite.processes.failure_propagation import monitor
-from alpa_lite.processes.launcher import check_joined
+from alpa_lite.processes.initialization import check_joined
 from alpa_lite.processes.step_description import check_same_step, describe_step, program_digest
 
 logger = logging.getLogger(__name__)
