@@ -73,14 +73,9 @@ def find_reasons(failures: Iterable[Failure], own: int, begun: int, raised: Coll
 
 
 class FailureMonitor:
-    """Posts the failures of this process, and ends it after those of others.
-
-    Attributes:
-      call_log: of this process.
-    """
+    """Posts the failures and the call log of this process, and ends it after failures of others, once started."""
 
     def __init__(self) -> None:
-        """Does nothing until it is started."""
         self.call_log = CallLog()
         self._board: Board | None = None  # once started
         self._failures: dict[str, Failure] = {}  # of this process, the last of each kind
@@ -137,24 +132,17 @@ class FailureMonitor:
             self._post(end=Failure(jax.process_index(), _summarise(error), self.call_log.calls, True))
 
     def _post(self, **failures: Failure) -> None:
-        """Posts the call log and the failures of this process, if they have changed.
-
-        Args:
-          failures: new ones, by kind. The last of a kind counts.
-        """
+        """Posts the call log and the failures of this process, the last of each kind, if they have changed."""
         with self._lock:
             self._failures |= failures
-            status = {
-                "failures": [*self._failures.values()],
-                "over": "over" in self._failures,
-                **self.call_log.to_json(),
-            }
+            failed = {"failures": [*self._failures.values()], "over": "over" in self._failures}
+            status = {**failed, **self.call_log.to_json()}
             if self._board is not None and status != self._posted:
                 self._posted = status
                 self._board.post(status)
 
     def _statuses(self) -> dict[int, Any]:
-        """Returns what each process has posted."""
+        """Returns the posted status of each process."""
         return {} if self._board is None else self._board.poll()
 
     def _find_reasons(self, statuses: Mapping[int, Any]) -> list[Failure]:
@@ -208,12 +196,11 @@ class FailureMonitor:
 
     def _find_predecessor(self, error: str) -> Failure | None:
         """Returns the failure of another process that preceded an exception here, unless it is the same error."""
-        own = jax.process_index()
         with contextlib.suppress(Exception):  # without the store, JAX ends this process
             found = self._find_reasons(self._statuses())
-            others = [one for one in found if one.process != own and one.text != error]
-            if others and all(one.process != own for one in found):
-                return min(others, key=lambda one: not one.ends)
+            if all(one.process != jax.process_index() for one in found):
+                others = [one for one in found if one.text != error]
+                return min(others, key=lambda one: not one.ends, default=None)
         return None
 
     def _leave(self, thread: threading.Thread) -> None:
