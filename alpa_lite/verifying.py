@@ -129,7 +129,9 @@ def _collectives(found: Sequence[Any]) -> list[dict[str, Any]]:
     """Planned and found executions of one run of each executable, by kind, axes and bytes."""
     counts: defaultdict[tuple[str, str, int], list[int]] = defaultdict(lambda: [0, 0])
     for one in found:
-        for column, collectives in enumerate((one.planned, one.hlo.found) if one.hlo else ()):
+        if one.hlo is None:
+            continue
+        for column, collectives in enumerate((one.planned, one.hlo.found)):
             for c in collectives:
                 counts[c.kind, ", ".join(c.axes), c.bytes][column] += c.count
     return [

@@ -192,8 +192,9 @@ class Collective:
         message = json.loads(zlib.decompress(b"".join(parts)))
         if "error" in message:
             kind = getattr(errors, message["error"], None)
-            is_ours = isinstance(kind, type) and issubclass(kind, AlpaLiteError)
-            raise (kind if is_ours else self._error)(message["text"])
+            if not (isinstance(kind, type) and issubclass(kind, AlpaLiteError)):
+                kind = self._error
+            raise kind(message["text"])
         if message["name"] != name:
             raise self._error(f"{self._activity}: process {process} is at {message['name']}, not at {name}")
         return message["value"]
