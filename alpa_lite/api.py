@@ -31,8 +31,7 @@ from alpa_lite.passes.tracing import calls
 from alpa_lite.plan import Plan
 from alpa_lite.processes.divergence import ProgramPoint
 from alpa_lite.processes.failure_propagation import monitor
-from alpa_lite.processes.plan_broadcast import common_cluster
-from alpa_lite.processes.step_description import program_digest
+from alpa_lite.processes.plan_broadcast import common_cluster, program_digest
 from alpa_lite.report import timeline
 from alpa_lite.runtime import watchdog
 from alpa_lite.runtime.jit_fallback import jit_fallback

@@ -129,8 +129,9 @@ def place_batch(known: Sequence[Call], args: tuple[Any, ...], planned: Callable[
     if jax.process_count() == 1:
         call = planned(*known[0].given(places, args))
         return jax.tree_util.tree_unflatten(tree, placement.copies(leaves, [one for _, one in _batch_of(call, names)]))
-    call = next((call for call in known if _are_whole(leaves, _batch_of(call, names))), None)
-    if call is None and _are_parts(leaves, _batch_of(known[0], names)):
+    kinds = list(map(kind_of, leaves))
+    call = next((call for call in known if kinds == [kind for kind, _ in _batch_of(call, names)]), None)
+    if call is None and _are_parts(kinds, _batch_of(known[0], names)):
         call = known[0]
     call = call or planned(*known[0].given(places, args))
     wanted = zip(leaves, _batch_of(call, names), strict=True)
@@ -153,16 +154,9 @@ def _batch_of(call: Call, names: Sequence[str]) -> list[tuple[Kind, NamedShardin
     return [(kind, sharding) for name in names for path, kind, sharding in leaves if keys(path)[0] == name]
 
 
-def _are_whole(leaves: Sequence[Any], batch: Sequence[tuple[Kind, NamedSharding]]) -> bool:
-    return list(map(kind_of, leaves)) == [kind for kind, _ in batch]
-
-
-def _are_parts(leaves: Sequence[Any], batch: Sequence[tuple[Kind, NamedSharding]]) -> bool:
-    """Whether leaves have, each, the rows of a planned batch that this process reads."""
-    if len(leaves) != len(batch):
-        return False
-    kinds = list(map(kind_of, leaves))
-    return all(
+def _are_parts(kinds: Sequence[Kind | None], batch: Sequence[tuple[Kind, NamedSharding]]) -> bool:
+    """Whether leaves of some kinds are, each, the rows of a planned batch that this process reads."""
+    return len(kinds) == len(batch) and all(
         kind is not None and kind[1] == dtype and prefetch.is_part(kind[0], sharding, shape)
         for kind, ((shape, dtype), sharding) in zip(kinds, batch, strict=True)
     )
@@ -231,7 +225,7 @@ def init_sharded(birth: ShardedInit, call: Call, room: float) -> tuple[Any, list
     shardings, found = [], 0
     anywhere = NamedSharding(leaves[0][2].mesh, jax.sharding.PartitionSpec())
     for (outer, inner, kind), (root, skip) in zip(made, roots, strict=True):
-        place = exact.get(((root, *outer[skip:], *inner), kind)) or ends.find_keys((*outer, *inner), kind)
+        place = exact.get(((root, *outer[skip:], *inner), kind)) or ends.find((*outer, *inner), kind)
         found += place is not None
         shardings.append(place or anywhere)
     if not found:
@@ -254,19 +248,19 @@ def _roots(
       exact: what the arguments have, by path in keys and kind.
     """
 
-    def hits(numbers: Sequence[int], name: str, skip: int) -> int:
-        return sum(((name, *made[n][0][skip:], *made[n][1]), made[n][2]) in exact for n in numbers)
-
-    def best(numbers: Sequence[int], skip: int) -> str:
-        return max(names, key=lambda name: hits(numbers, name, skip))
-
-    everything = range(len(made))
     parts: dict[str, list[int]] = {}
-    for n in everything:
-        parts.setdefault(made[n][0][0] if made[n][0] else "", []).append(n)
-    whole = best(everything, 0)
-    each = {part: best(some, 1) for part, some in parts.items()}
-    if sum(hits(some, each[part], 1) for part, some in parts.items()) > hits(everything, whole, 0):
-        chosen = {n: (each[part], 1) for part, some in parts.items() for n in some}
-        return [chosen[n] for n in everything]
-    return [(whole, 0)] * len(made)
+    for number, (path, _, _) in enumerate(made):
+        parts.setdefault(path[0] if path else "", []).append(number)
+
+    def best(numbers: Sequence[int], skip: int) -> tuple[int, str]:
+        """How many of some results the argument has that has the most of them, and its name."""
+        ends = [((*made[n][0][skip:], *made[n][1]), made[n][2]) for n in numbers]
+        hits = {name: sum(((name, *end), kind) in exact for end, kind in ends) for name in names}
+        name = max(names, key=hits.__getitem__)
+        return hits[name], name
+
+    num_whole, whole = best(range(len(made)), 0)
+    each = {part: best(numbers, 1) for part, numbers in parts.items()}
+    if sum(count for count, _ in each.values()) <= num_whole:
+        return [(whole, 0)] * len(made)
+    return [(each[path[0] if path else ""][1], 1) for path, _, _ in made]

@@ -24,9 +24,10 @@ from jax.sharding import NamedSharding
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import Compiled, compile_step
 from alpa_lite.errors import InfeasibleError, OptionError, PlanError
-from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.layout import LogicalMesh
 from alpa_lite.options import Auto, Options, Sharded
 from alpa_lite.passes.tracing import calls, leaves
+from alpa_lite.paths import keys
 from alpa_lite.pins import Piece, Pin, Pins, layout_of_spec
 from alpa_lite.placing import Ends, kind_of, places_of
 from alpa_lite.plan import Plan
@@ -61,15 +62,13 @@ class Likeness:
         state = set()
         for number, (path, leaf) in enumerate(flat):
             kind = kind_of(leaf)
-            where = None if kind is None else self._ends.find(path, kind)
+            where = None if kind is None else self._ends.find(keys(path), kind)
             if where is not None:
                 state.add(number)
             elif state_alone:
                 continue
-            there = _lies(leaf, meshes)
-            if there is not None:
-                found[number] = Pin(there[0], there[1], there[2], self.why)
-            elif isinstance(where, Pin):
+            where = _lies(leaf, meshes, self.why) or where
+            if isinstance(where, Pin):
                 found[number] = where
             elif where is not None:
                 pieces[number] = where
@@ -93,14 +92,14 @@ class Likeness:
         return out
 
 
-def _lies(leaf: Any, meshes: Mapping[Any, tuple[LogicalMesh, int]]) -> tuple[LogicalMesh, int, Layout] | None:
-    """Mesh, first device and layout of an array that lies on one of some meshes."""
+def _lies(leaf: Any, meshes: Mapping[Any, tuple[LogicalMesh, int]], why: str) -> Pin | None:
+    """The pin of an array that lies on one of some meshes."""
     sharding = getattr(leaf, "sharding", None) if isinstance(leaf, jax.Array) else None
     if not isinstance(sharding, NamedSharding):
         return None
     mesh, grid = sharding.mesh, np.array(sharding.mesh.devices)
     found = meshes.get((tuple(mesh.axis_names), grid.shape, tuple(device.id for device in grid.flat)))
-    return None if found is None else (*found, layout_of_spec(sharding.spec, leaf.ndim))
+    return None if found is None else Pin(*found, layout_of_spec(sharding.spec, leaf.ndim), why)
 
 
 def plans_of(like: Sequence[Any], given: Mapping[str, Any]) -> tuple[Plan, ...]:
@@ -164,10 +163,10 @@ def compile_alike(
       why: the reason that is logged.
       shared: whether all processes call this, and take the plan of process 0.
     """
-    planned = functools.partial(compile_step, shared=shared)
+    planned = functools.partial(compile_step, fun, args, kwargs, cluster=cluster, why=why, shared=shared)
     if options.plan is not None:
         try:
-            return planned(fun, args, kwargs, options, cluster, why=why)
+            return planned(options=options)
         except PlanError:
             if not own:
                 raise
@@ -176,30 +175,28 @@ def compile_alike(
     flat = leaves.flat_arguments(call, args, kwargs)
     if options.like:
         names = ", ".join(getattr(one, "__name__", "the plan") for one in options.like)
-        positional = dict(zip(call.names, args, strict=True))
-        found = Likeness(
-            plans_of(options.like, {**positional, **kwargs}), f"the state is kept where {names} has it"
-        ).pins(flat)
+        plans = plans_of(options.like, {**dict(zip(call.names, args, strict=True)), **kwargs})
+        found = Likeness(plans, f"the state is kept where {names} has it").pins(flat)
         if not found:
             logger.warning("%s: no argument has a leaf of like=%s: it is planned by itself", _name(fun), names)
-        return planned(fun, args, kwargs, options, cluster, found, why=why)
+        return planned(options=options, pins=found)
     kept = f"the state is kept where {_name(fun)} has it for other shapes"
     alike = ((plan, Likeness([plan], kept)) for plan in own if plan.cluster == cluster)
     like, likeness = next(((plan, one) for plan, one in alike if one.covers(flat)), (None, None))
     if like is None or likeness is None:
-        return planned(fun, args, kwargs, options, cluster, why=why)
+        return planned(options=options)
     found = likeness.pins(flat, state_alone=True)
     try:
         try:
-            return planned(fun, args, kwargs, options, cluster, found, like, why)
+            return planned(options=options, pins=found, like=like)
         except OptionError as error:  # such as a short last batch that does not divide over the devices
             if like.pipelined or isinstance(options.method, Auto | Sharded):
                 raise
             logger.info("%s is sharded freely for these shapes, its state where it is: %s", _name(fun), error)
-            return planned(fun, args, kwargs, replace(options, method=Sharded()), cluster, found, like, why)
+            return planned(options=replace(options, method=Sharded()), pins=found, like=like)
     except InfeasibleError as error:
         logger.warning("%s is planned anew for these shapes, and moves its state: %s", _name(fun), error)
-        return planned(fun, args, kwargs, options, cluster, why=why)
+        return planned(options=options)
 
 
 def _name(fun: Any) -> str:

@@ -67,12 +67,8 @@ class Ends(Generic[T]):
                 self._ends[end] = known if where in known else (*known, where)
         self._ends.update((end, (where,)) for end, where in whole.items())
 
-    def find(self, path: str, kind: Kind) -> T | None:
-        """Where the leaf is that a path most likely stands for; None if there is none, or if there are several."""
-        return self.find_keys(keys(path), kind)
-
-    def find_keys(self, path: Sequence[str], kind: Kind) -> T | None:
-        """The same for a path in keys."""
+    def find(self, path: Sequence[str], kind: Kind) -> T | None:
+        """Where the leaf is that some keys most likely stand for; None if there is none, or if there are several."""
         found = self.candidates(path, kind)
         return found[0] if len(found) == 1 else None
 

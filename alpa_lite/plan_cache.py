@@ -36,22 +36,10 @@ logger = logging.getLogger(__name__)
 VARIABLE = "ALPA_LITE_CACHE_DIR"
 """The environment variable that names the directory where `cache_dir` is not given."""
 
-WITHOUT_EFFECT = frozenset(
-    [
-        "plan",
-        "cluster",
-        "dump_dir",
-        "cache_dir",
-        "verify",
-        "like",
-        "in_shardings",
-        "out_shardings",
-        "keep_unused",
-        "inline",
-        "compiler_options",
-        "planning_time_limit",
-    ]
-)
+WITHOUT_EFFECT = frozenset((
+    "plan", "cluster", "dump_dir", "cache_dir", "verify", "like", "in_shardings", "out_shardings", "keep_unused",
+    "inline", "compiler_options", "planning_time_limit",
+))  # fmt: skip
 """Options that decide nothing about a plan, or are in the key in another form."""
 
 ROUNDING = 1e-9
@@ -75,19 +63,16 @@ class PlanCache:
         """The plan of the file; None if there is none, or with a warning if it cannot be used."""
         try:
             data = json.loads(self.path.read_text(encoding="utf-8"))
+            if not isinstance(data, dict) or data.get("key") != self.key:
+                raise PlanError("it is of another program, version, cluster or request")
+            return Plan.from_json(data.get("plan"), f"the file {str(self.path)!r}")
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, RecursionError) as error:
-            self.refuse(f"it cannot be read ({error})")
-            return None
-        if not isinstance(data, dict) or data.get("key") != self.key:
-            self.refuse("it is of another program, version, cluster or request")
-            return None
-        try:
-            return Plan.from_json(data.get("plan"), f"the file {str(self.path)!r}")
         except PlanError as error:
             self.refuse(str(error))
-            return None
+        except (OSError, ValueError, RecursionError) as error:
+            self.refuse(f"it cannot be read ({error})")
+        return None
 
     def refuse(self, why: str) -> None:
         """Says why the plan of the file is not used."""

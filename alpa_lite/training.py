@@ -6,9 +6,9 @@ It is an ordinary loop on purpose: a user's own loop looks like this with `alpa_
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -66,14 +66,6 @@ def abstract(
         raise OptionError(str(error)) from error
 
 
-@dataclass(frozen=True)
-class Trained:
-    """The result of training: the loss of every step, and the state, placed as the last plan wants it."""
-
-    losses: list[float]
-    state: Any
-
-
 def train(
     model: str,
     size: str,
@@ -87,23 +79,26 @@ def train(
     seed: int,
     on_plan: Callable[[Plan], None],
     on_line: Callable[[str], None],
+    on_trace: Callable[[Timeline], None],
     memory_per_device: int | None = None,
     num_microbatches: int | Literal["auto"] = "auto",
     plan: Path | None = None,
     trace: Path | None = None,
-    on_trace: Callable[[Timeline], None] | None = None,
     state: Any = None,
-) -> Trained:
+) -> Any:
     """Plans and trains; language models on text, other models on one random batch repeatedly.
 
     Args:
       on_plan: gets the plan before the first step.
       on_line: gets each line about the progress.
+      on_trace: gets the timeline of one more step, after the last, of a pipeline.
       text: files; None for the sources of Python's standard library.
       plan: a file with a plan to run instead of solving.
-      trace: where to write the timeline of one more step, after the last; for pipelines.
-      on_trace: gets that timeline of a pipeline, written or not.
-      state: the state to continue from, such as another plan's `Trained.state`; None for a fresh model.
+      trace: where to write that timeline.
+      state: the state to continue from, such as another plan's; None for a fresh model.
+
+    Returns:
+      The state, placed as the plan wants it.
 
     Raises:
       OptionError: for a model, size, attribute or file that does not exist, or a trace of a plan without a pipeline.
@@ -132,17 +127,12 @@ def train(
     on_line(f"{model} {size}: {spec.parameters(size, **settings):,} parameters, {source}, {steps} steps")
     if state is not fresh:
         state, _ = step.place(state, example)  # it lies where another plan had it
-    start = time.perf_counter()
-    trained = _loop(step, state, batches, steps, on_line)
-    losses = trained.losses
-    on_line(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {units.seconds(time.perf_counter() - start)}")
-    if found.pipelined and (trace is not None or on_trace is not None):
-        executed = step.trace(trace, trained.state, next(batches))
-        if on_trace is not None:
-            on_trace(executed)
+    state = _loop(step, state, batches, steps, on_line)
+    if found.pipelined:
+        on_trace(step.trace(trace, state, next(batches)))
     if trace is not None:
         on_line(f"executed and predicted timeline of one step saved to {trace}: open it in https://ui.perfetto.dev")
-    return trained
+    return state
 
 
 def _batches(
@@ -152,34 +142,30 @@ def _batches(
     if not (hasattr(config, "vocab") and hasattr(config, "seq") and {"inputs", "targets"} <= set(example)):
         if text is not None:
             raise ValueError("--text is for language models; leave it out for this one")
-        return _repeat(example), f"one random batch of {batch}, repeated"
+        return itertools.repeat(example), f"one random batch of {batch}, repeated"
     data = texts.read(text)
     if config.vocab < texts.VOCAB:
         raise ValueError(f"vocab={config.vocab}: text is read as bytes, so it must be at least {texts.VOCAB}")
     return texts.batches(data, batch, config.seq, seed), f"{units.nbytes(len(data))} of text"
 
 
-def _repeat(example: Any) -> Iterator[Any]:
-    while True:
-        yield example
-
-
 def _loop(
     step: Callable[..., Any], state: Any, batches: Iterator[Any], steps: int, on_line: Callable[[str], None]
-) -> Trained:
+) -> Any:
     """Runs the step. Losses are fetched only for the lines, so that steps overlap; the first step compiles."""
-    losses: list[Any] = []
+    losses: list[float] = []
     every = max(1, steps // _LINES)
-    since, done = time.perf_counter(), 0
+    start = since = time.perf_counter()
+    done = 0
     for number in range(1, steps + 1):
         state, metrics = step(state, next(batches))
-        losses.append(metrics["loss"])
         if number == 1 or number % every == 0 or number == steps:
-            loss = float(metrics["loss"])
+            losses.append(float(metrics["loss"]))
             now = time.perf_counter()
             speed = f"compiled and run in {units.seconds(now - since)}"
             if number > 1:
                 speed = f"{(number - done) / (now - since):.1f} steps/s"
-            on_line(f"step {number:>5}  loss {loss:.4f}  {speed}")
+            on_line(f"step {number:>5}  loss {losses[-1]:.4f}  {speed}")
             since, done = now, number
-    return Trained([float(loss) for loss in losses], state)
+    on_line(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {units.seconds(time.perf_counter() - start)}")
+    return state

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -127,18 +127,16 @@ def options_of(fun: Any) -> dict[str, Any]:
 
 def _collectives(found: Sequence[Any]) -> list[dict[str, Any]]:
     """Planned and found executions of one run of each executable, by kind, axes and bytes."""
-    planned: Counter[tuple[str, str, int]] = Counter()
-    there: Counter[tuple[str, str, int]] = Counter()
+    counts: defaultdict[tuple[str, str, int], list[int]] = defaultdict(lambda: [0, 0])
     for one in found:
         if one.hlo is None:
             continue
-        for c in one.planned:
-            planned[c.kind, ", ".join(c.axes), c.bytes] += c.count
-        for c in one.hlo.found:
-            there[c.kind, ", ".join(c.axes), c.bytes] += c.count
+        for column, collectives in enumerate((one.planned, one.hlo.found)):
+            for c in collectives:
+                counts[c.kind, ", ".join(c.axes), c.bytes][column] += c.count
     return [
-        {"kind": key[0], "axes": key[1], "bytes": key[2], "planned": planned[key], "found": there[key]}
-        for key in sorted(planned.keys() | there.keys())
+        {"kind": kind, "axes": axes, "bytes": size, "planned": planned, "found": there}
+        for (kind, axes, size), (planned, there) in sorted(counts.items())
     ]
 
 

@@ -198,10 +198,7 @@ class PipelineCompiler:
         """Compiles all executables."""
         program = self._program
         processes = [device.process_index for device in self.devices]
-        order: Any = program.order
-        if len(set(processes)) > 1:
-            ordering.check_program(program, processes)
-            order = ordering.issue_order(program, processes)
+        order: Any = program.order if len(set(processes)) == 1 else ordering.issue_order(program, processes)
         mine = [number for number, one in enumerate(program.executables) if self.here[one.mesh]]
         functions = {number: self._function(number) for number in mine}
         initial, numbers = self._initial_buffers({number for number, one in functions.items() if one.calls_back})

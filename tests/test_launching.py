@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import socket
@@ -12,9 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
 
 from alpa_lite.errors import OptionError
 from alpa_lite.processes import initialization, local_launch
+
+launch = functools.partial(local_launch.launch, echo=typer.echo)
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = [sys.executable, "-c", "from alpa_lite.cli import main; main()", "launch"]
@@ -59,8 +63,8 @@ def eventually(what: object, seconds: float = 120.0) -> None:
 def launcher(folder: Path, count: int, body: str, grace: float = 120.0) -> subprocess.Popen[str]:
     """A process that launches a script, without the command line, whose import of JAX takes a second."""
     (folder / "script.py").write_text(body)
-    call = f"launch(['script.py'], processes={count}, grace={grace})"
-    code = f"import sys; from alpa_lite.processes.local_launch import launch; sys.exit({call})"
+    call = f"launch(['script.py'], echo=typer.echo, processes={count}, grace={grace})"
+    code = f"import sys, typer; from alpa_lite.processes.local_launch import launch; sys.exit({call})"
     env = dict(os.environ, PYTHONPATH=str(ROOT))
     return subprocess.Popen(
         [sys.executable, "-c", code], cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -78,7 +82,7 @@ def test_each_process_has_its_number_its_devices_and_its_lines(
     )
     os.environ["OMPI_COMM_WORLD_SIZE"] = "3"
     try:
-        code = local_launch.launch(["script.py", "--x"], processes=2, devices_per_process=3, platform="cpu")
+        code = launch(["script.py", "--x"], processes=2, devices_per_process=3, platform="cpu")
     finally:
         del os.environ["OMPI_COMM_WORLD_SIZE"]
     out, err = capfd.readouterr()
@@ -96,7 +100,7 @@ sys.exit(7) if number == "1" else time.sleep(600)
 """
     (scripts / "script.py").write_text(SLEEPER.replace("number =", stubborn + "number =", 1) + ends)
     start = time.monotonic()
-    assert local_launch.launch(["script.py"], processes=3, grace=0.5) == 7
+    assert launch(["script.py"], processes=3, grace=0.5) == 7
     assert time.monotonic() - start < 200
     assert len(pids(scripts)) == 6
     eventually(lambda: not any(map(alive, pids(scripts))))
@@ -133,17 +137,17 @@ def test_processes_die_with_a_launcher_that_is_killed(scripts: Path) -> None:
 
 def test_what_cannot_be_launched_says_why(scripts: Path) -> None:
     with pytest.raises(OptionError, match=r"the script 'no\.py' does not exist"):
-        local_launch.launch(["no.py"])
+        launch(["no.py"])
     with pytest.raises(OptionError, match="'no-such-program' is not a Python file"):
-        local_launch.launch(["no-such-program"])
+        launch(["no-such-program"])
     with pytest.raises(OptionError, match="there is no script to launch"):
-        local_launch.launch([])
+        launch([])
     with socket.socket() as taken:
         taken.bind((local_launch.HOST, 0))
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(OptionError, match=f"port {port} cannot be used: Address already in use; give another"):
-            local_launch.launch([sys.executable, "-c", ""], port=port)
+            launch([sys.executable, "-c", ""], port=port)
         with pytest.raises(OptionError, match=rf"cannot start the coordinator at 127\.0\.0\.1:{port}: Address already"):
             initialization.initialize(f"127.0.0.1:{port}", 2, 0, timeout=1)
     start = time.monotonic()

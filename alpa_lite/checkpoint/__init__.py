@@ -12,8 +12,8 @@ complete unless the storage damaged it, which the checksums detect. A leaf is st
 sharding, so that a process reads, of any checkpoint, the blocks that its own devices have under the current plan.
 """
 
+from alpa_lite.checkpoint.files import Metadata
 from alpa_lite.checkpoint.manager import CheckpointManager, Restored, restore, save
-from alpa_lite.checkpoint.metadata import Metadata
 from alpa_lite.errors import CheckpointError
 
 __all__ = ["CheckpointError", "CheckpointManager", "Metadata", "Restored", "restore", "save"]

@@ -1,4 +1,4 @@
-"""Files of a checkpoint and their checksums."""
+"""Files of a checkpoint: its metadata, and the checksums of the others."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import jax
 from etils import epath
 
-from alpa_lite.checkpoint.metadata import FORMAT, read_metadata
 from alpa_lite.errors import CheckpointError
+from alpa_lite.plan import Plan
+from alpa_lite.version import __version__
 
-STATE, CHECKSUMS = "state", "checksums.json"
+FORMAT, STATE, METADATA, CHECKSUMS = "alpa_lite.checkpoint", "state", "metadata/metadata", "checksums.json"
 
 _READ_BYTES = 8 * 2**20
 
@@ -22,8 +25,71 @@ Checksums = Mapping[str, Sequence[int]]
 """Path within a checkpoint -> size in bytes and CRC-32 of a file."""
 
 
+@dataclass(frozen=True)
+class Metadata:
+    """Metadata of a checkpoint.
+
+    Attributes:
+      step: its number; None if it was saved without one.
+      plan: the JSON of the plan that the state was sharded by, as `Plan.to_json` gives it; None if it was not given.
+      fingerprint: the digest of that plan.
+      jax, alpa_lite: the versions that saved it.
+      keys: path of each leaf of typed random keys -> the name of their implementation. They are stored as their data.
+      empty: path of each array without elements -> its shape, and the name of its dtype. They are not stored.
+      user: metadata of the user.
+    """
+
+    step: int | None = None
+    plan: Mapping[str, Any] | None = None
+    fingerprint: str | None = None
+    jax: str = ""
+    alpa_lite: str = ""
+    keys: Mapping[str, str] = field(default_factory=dict)
+    empty: Mapping[str, Any] = field(default_factory=dict)
+    user: Any = None
+
+    @staticmethod
+    def create(step: int | None, plan: Plan | None, user: Any) -> Metadata:
+        """Returns the metadata of a new checkpoint; raises CheckpointError if JSON cannot hold that of the user."""
+        try:
+            json.dumps(user)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"metadata= is stored as JSON, which cannot hold it: {error}") from error
+        planned = {} if plan is None else {"plan": plan.to_json(), "fingerprint": plan.fingerprint}
+        return Metadata(step, jax=jax.__version__, alpa_lite=__version__, user=user, **planned)
+
+    def load_plan(self) -> Plan | None:
+        """Returns the plan that the state was sharded by, for `parallelize(plan=...)`.
+
+        Raises:
+          PlanError: another version of alpa_lite wrote it.
+        """
+        return None if self.plan is None else Plan.from_json(dict(self.plan), "the plan of the checkpoint")
+
+    def write(self, folder: epath.Path) -> None:
+        """Writes the metadata into the folder of a checkpoint."""
+        (folder / METADATA).parent.mkdir(exist_ok=True)
+        (folder / METADATA).write_text(json.dumps({"format": FORMAT, **asdict(self)}))
+
+
+def read_metadata(folder: epath.Path) -> Metadata:
+    """Returns the metadata of a checkpoint; raises CheckpointError if it is damaged.
+
+    JSON of other writers is the metadata of the user.
+    """
+    path = folder / METADATA
+    if not path.exists():
+        return Metadata()
+    try:
+        data = json.loads(path.read_text())
+        is_ours = isinstance(data, dict) and data.pop("format", None) == FORMAT
+        return Metadata(**data) if is_ours else Metadata(user=data)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{METADATA} is damaged: {error}") from error
+
+
 def resolve_path(path: Any) -> epath.Path:
-    """The path of a user; a path in the file system is made absolute, as Orbax requires."""
+    """Returns the path of a user; a path in the file system is made absolute, as Orbax requires."""
     found = epath.Path(path)
     return found if "://" in str(found) else found.expanduser().absolute()
 
@@ -35,24 +101,20 @@ def remove(folder: epath.Path) -> None:
 
 
 def list_files(folder: epath.Path, prefix: str = "") -> list[str]:
-    """The files in a folder and in its folders, as paths relative to it."""
+    """Returns the files in a folder and in its folders, as paths relative to it."""
     out: list[str] = []
-    for path in sorted(folder.iterdir(), key=lambda path: path.name) if folder.is_dir() else ():
+    for path in folder.iterdir() if folder.is_dir() else ():
         out += list_files(path, f"{prefix}{path.name}/") if path.is_dir() else [f"{prefix}{path.name}"]
     return out
 
 
 def file_size(path: epath.Path) -> int | None:
-    """The size of a file in bytes; None if it does not exist."""
+    """Returns the size of a file in bytes; None if it does not exist."""
     return path.stat().length if path.exists() else None
 
 
-def compute_checksums(folder: epath.Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """Size and CRC-32 of files."""
-    return {name: _checksum(folder / name) for name in names}
-
-
-def _checksum(path: epath.Path) -> list[int]:
+def checksum(path: epath.Path) -> list[int]:
+    """Returns the size in bytes and the CRC-32 of a file."""
     size = crc = 0
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
@@ -67,7 +129,7 @@ def write_checksums(folder: epath.Path, known: Checksums) -> None:
       known: the checksums of files that TensorStore wrote, and synchronised.
     """
     rest = [name for name in list_files(folder) if name not in known]
-    checksums = {**known, **compute_checksums(folder, rest)}
+    checksums = {**known, **{name: checksum(folder / name) for name in rest}}
     (folder / CHECKSUMS).write_text(json.dumps({"format": FORMAT, "crc32": checksums}))
     synchronise(folder / name for name in (*rest, CHECKSUMS, ""))
 
@@ -85,7 +147,7 @@ def synchronise(paths: Iterable[epath.Path]) -> None:
 
 
 def find_damage(folder: epath.Path, process: int = 0, count: int = 1) -> str:
-    """The damage of a checkpoint in words; "" for none. Process `process` of `count` reads a part of the files.
+    """Returns the damage of a checkpoint; "" for none. Process `process` of `count` reads a part of the files.
 
     Sizes are compared first, since a truncated file is the most frequent damage.
     """
@@ -98,7 +160,7 @@ def find_damage(folder: epath.Path, process: int = 0, count: int = 1) -> str:
             if found != size:
                 return f"{name} is missing" if found is None else f"{name} has {found} bytes of {size}"
         for name in sorted(checksums, key=lambda name: (-checksums[name][0], name))[process::count]:
-            if _checksum(folder / name) != checksums[name]:
+            if checksum(folder / name) != checksums[name]:
                 return f"the contents of {name} are not what was written"
     except (OSError, CheckpointError) as error:
         return str(error)

@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 
 def owned_blocks(array: jax.Array, name: str) -> Iterator[Block]:
-    """The blocks of an array that this process writes, still on their devices."""
+    """Yields the blocks of an array that this process writes, still on their devices."""
     block_size = math.prod(array.sharding.shard_shape(array.shape))
     replicas = len(array.sharding.device_set) * block_size // array.size
     for shard in array.addressable_shards:
@@ -69,13 +69,13 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
             return []
         save_args = [ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)] * len(owned)
         futures = await super().serialize(*zip(*owned, strict=True), save_args)  # type: ignore[misc]
-        for array in arrays:
+        for array, _ in owned:
             array.addressable_shards.clear()  # Orbax holds it until all is written
         return futures
 
 
 def pytree_handler() -> ocp.PyTreeCheckpointHandler:
-    """Orbax's handler of pytrees, with `ArrayHandler` for `jax.Array`s."""
+    """Returns Orbax's handler of pytrees, with `ArrayHandler` for `jax.Array`s."""
     handlers = ocp.type_handlers
     scalars = [(kind, handlers.ScalarHandler()) for kind in (int, float, np.number)]
     arrays = (np.ndarray, handlers.NumpyHandler()), (jax.Array, ArrayHandler())

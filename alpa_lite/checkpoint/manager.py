@@ -6,16 +6,15 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import orbax.checkpoint as ocp
 from etils import epath
 
 from alpa_lite.checkpoint import files
-from alpa_lite.checkpoint.metadata import Metadata, read_metadata
+from alpa_lite.checkpoint.files import Metadata, read_metadata
+from alpa_lite.checkpoint.leaves import OtherModelError, Template
 from alpa_lite.checkpoint.saving import Save, create_collective
-from alpa_lite.checkpoint.template import OtherModelError, Template
 from alpa_lite.errors import CheckpointError, OptionError
 from alpa_lite.plan import Plan
 from alpa_lite.processes.channel import describe_error
@@ -111,8 +110,7 @@ class CheckpointManager:
           folder: is created by the first save.
           keep: number of the newest checkpoints that stay; older ones are removed after a newer one is complete. None
             keeps all.
-          verify: whether restoring compares the checksums of all files first; each process reads a part of the files.
-          timeout: time limit in seconds of files and of other processes.
+          verify, timeout: as of `restore`.
 
         Raises:
           OptionError: `keep` is less than one, or `timeout` is not positive.
@@ -150,16 +148,16 @@ class CheckpointManager:
             self._on_first("removing old checkpoints", self._remove_old)
 
     def steps(self) -> list[int]:
-        """The steps of the complete checkpoints, ascending, without those that were found damaged."""
+        """Returns the steps of the complete checkpoints, ascending, without those that were found damaged."""
         found = self._on_first("listing checkpoints", lambda: _list_steps(self.folder))
         return [step for step in found if step not in self._damaged]
 
     def latest_step(self) -> int | None:
-        """The newest of `steps()`; None if there is none."""
+        """Returns the newest of `steps()`; None if there is none."""
         return max(self.steps(), default=None)
 
     def metadata(self, step: int) -> Metadata:
-        """The metadata of the checkpoint of a step.
+        """Returns the metadata of the checkpoint of a step.
 
         Raises:
           CheckpointError: there is none, or it is damaged.
@@ -199,9 +197,7 @@ class CheckpointManager:
     def __enter__(self) -> CheckpointManager:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: Any, error: BaseException | None, trace: Any) -> None:
         if error is None:
             self.close()
         elif self._save is not None:  # other processes may not come here, and a failure of the save is in the log
@@ -209,7 +205,7 @@ class CheckpointManager:
                 self._save.wait()
 
     def _on_first(self, description: str, function: Callable[[], Any]) -> Any:
-        """The result of a function that process 0 calls, on all processes."""
+        """Returns the result of a function that process 0 calls, on all processes."""
         return create_collective(f"{description} in {self.folder}", self._timeout).broadcast("result", function)
 
     def _remove_old(self) -> None:
@@ -222,24 +218,21 @@ class CheckpointManager:
 
 
 def _list_steps(folder: epath.Path) -> list[int]:
-    """The steps of the complete checkpoints in a folder, ascending."""
+    """Returns the steps of the complete checkpoints in a folder, ascending."""
     return sorted(found.step for found in ocp.step.standard_name_format().find_all(folder))
 
 
 def _read(folder: epath.Path, template: Template, verify: bool, timeout: float) -> tuple[Any, Metadata] | str:
-    """The state and the metadata of a checkpoint; or its damage, the same on all processes.
+    """Returns the state and the metadata of a checkpoint; or its damage, the same on all processes.
 
     Raises:
       CheckpointError: it holds the state of another model; or it cannot be read, though its checksums are right.
     """
     collective = create_collective(f"restoring {folder}", timeout)
-    if verify:
-        damage = collective.gather("damage", lambda: files.find_damage(folder, collective.process, collective.count))
-        if any(damage):
-            return next(filter(None, damage))
     found: list[Any] = []
 
     def read() -> str:
+        """Returns why this process cannot read it, if it cannot."""
         try:
             found.extend((template.restore(folder), read_metadata(folder)))
         except OtherModelError:
@@ -248,7 +241,14 @@ def _read(folder: epath.Path, template: Template, verify: bool, timeout: float) 
             return describe_error(error)
         return ""
 
-    failed = next(filter(None, collective.gather("read", read)), "")
+    def first(problems: list[str]) -> str:
+        return next(filter(None, problems), "")
+
+    if verify:
+        number, count = collective.process, collective.count
+        if damage := collective.gather("damage", lambda: files.find_damage(folder, number, count), first):
+            return str(damage)
+    failed = collective.gather("read", read, first)
     if failed and verify and (folder / files.CHECKSUMS).exists():
         raise CheckpointError(f"{folder} could not be read, though its checksums are right: {failed}")
     return failed or (found[0], found[1])

@@ -25,9 +25,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from alpa_lite.checkpoint import files
+from alpa_lite.checkpoint.files import Metadata
 from alpa_lite.checkpoint.handler import pytree_handler
 from alpa_lite.checkpoint.leaves import flatten, to_storable
-from alpa_lite.checkpoint.metadata import Metadata
 from alpa_lite.errors import CheckpointError
 from alpa_lite.processes.channel import Collective, describe_error
 
@@ -47,11 +47,7 @@ def create_collective(activity: str, timeout: float) -> Collective:
 
 
 class Save:
-    """A checkpoint that is being written.
-
-    Attributes:
-      final: its folder when it is complete.
-    """
+    """A checkpoint that is being written, to the folder `final`."""
 
     def __init__(
         self, final: epath.Path, state: Any, metadata: Metadata, timeout: float, replace: bool = False
@@ -62,13 +58,11 @@ class Save:
           replace: whether a complete checkpoint in the folder is replaced.
 
         Raises:
-          CheckpointError: there is one, and it is not to be replaced; the folder cannot be created; or a leaf cannot be
-            stored.
+          CheckpointError: there is one that is not to be replaced, or the folder or a leaf cannot be stored.
         """
         leaves, types = to_storable(flatten(state))
         self.final, self._metadata, self._timeout = final, dataclasses.replace(metadata, **types), timeout
-        path_class = ocp.path.atomicity_defaults.get_default_temporary_path_class(final)
-        self._temporary = path_class.from_final(final)
+        self._temporary = ocp.path.atomicity_defaults.get_default_temporary_path_class(final).from_final(final)
         self._folder: epath.Path = self._temporary.get()
         self._handler = pytree_handler()
         self._collective = create_collective(f"saving {final}", timeout)
@@ -81,11 +75,7 @@ class Save:
         pool.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Returns when the checkpoint is complete.
-
-        Raises:
-          CheckpointError: it could not be written.
-        """
+        """Returns when the checkpoint is complete; raises CheckpointError if it could not be written."""
         self._complete.result()
 
     def _create_folder(self, replace: bool) -> None:
@@ -126,7 +116,9 @@ class Save:
             message = f"the files were not written within {self._timeout:g} s; timeout= waits longer"
             raise CheckpointError(message) from error
         store = f"{files.STATE}/ocdbt.process_{self._collective.process}"
-        return files.compute_checksums(self._folder, files.list_files(self._folder / store, f"{store}/"))
+        return {
+            name: files.checksum(self._folder / name) for name in files.list_files(self._folder / store, f"{store}/")
+        }
 
     def _commit(self, checksums: Sequence[files.Checksums]) -> None:
         """Merges the stores of all processes, writes the other files, and renames the folder."""
@@ -141,11 +133,7 @@ class Save:
 
 
 def _wait_until_visible(folder: epath.Path, checksums: Sequence[files.Checksums]) -> None:
-    """Waits until process 0 sees the files of others: network file systems may take seconds to show them.
-
-    Raises:
-      CheckpointError: it does not see a file in time.
-    """
+    """Waits until process 0 sees the files of others, which network file systems may take seconds to show."""
     deadline = time.monotonic() + _VISIBILITY_SECONDS
     for process, own in enumerate(checksums):
         for name, (size, _) in own.items():

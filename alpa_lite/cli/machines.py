@@ -100,7 +100,7 @@ def launch(
 
     raise typer.Exit(
         local_launch.launch(
-            script, processes=processes, devices_per_process=devices_per_process, platform=platform, port=port,
-            grace=grace,
+            script, echo=typer.echo, processes=processes, devices_per_process=devices_per_process, platform=platform,
+            port=port, grace=grace,
         )
     )  # fmt: skip

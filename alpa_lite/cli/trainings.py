@@ -26,12 +26,12 @@ def demo(
     Without an accelerator it runs on 8 virtual CPU devices. The pipeline continues from the state of the first plan.
     """
     shared: dict[str, Any] = {"devices": devices, "batch": 32, "text": None, "settings": None}
-    first = _train("gpt", "tiny", steps=steps, method="auto", seed=0, **shared)
+    state = _train("gpt", "tiny", steps=steps, method="auto", seed=0, **shared)
     if (stages or 1) > 1:
         base.console().print(f"\nthe same training, now as a pipeline of {stages} stages\n", style="bold")
         _train(
             "gpt", "tiny", steps=max(1, steps // 2), method="pipeline", seed=1, stages=stages, schedule=schedule,
-            microbatches=microbatches, trace=trace, state=first.state, brief=True, **shared,
+            microbatches=microbatches, trace=trace, state=state, brief=True, **shared,
         )  # fmt: skip
 
 

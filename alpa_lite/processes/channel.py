@@ -61,13 +61,11 @@ def timeout() -> float:
       OptionError: the environment variable is not a positive number.
     """
     given = os.environ.get(TIMEOUT_VARIABLE, "")
-    try:
+    with contextlib.suppress(ValueError):
         seconds = float(given) if given else DEFAULT_TIMEOUT_SECONDS
-    except ValueError:
-        seconds = 0.0
-    if not seconds > 0:
-        raise OptionError(f"{TIMEOUT_VARIABLE}={given!r}: give a positive number of seconds")
-    return seconds
+        if seconds > 0:
+            return seconds
+    raise OptionError(f"{TIMEOUT_VARIABLE}={given!r}: give a positive number of seconds")
 
 
 class Collective:
@@ -86,19 +84,27 @@ class Collective:
         remedy: str = _REMEDY, local: bool = False,
     ) -> None:  # fmt: skip
         """Args:
-        kind: namespace; collectives of one kind are numbered.
-        activity: subject of error messages, such as "saving step 3".
-        seconds: how long to wait for another process; by default `timeout()`.
-        error: class of errors that are not one of alpa_lite's.
-        remedy: end of the message about a process that did not respond.
-        local: whether this process takes part alone.
+          kind: namespace; collectives of one kind are numbered.
+          activity: subject of error messages, such as "saving step 3".
+          seconds: how long to wait for another process; by default `timeout()`.
+          error: class of errors that are not one of alpa_lite's.
+          remedy: end of the message about a process that did not respond.
+          local: whether this process takes part alone.
+
+        Raises:
+          ProcessError: there are several processes, but no coordination service.
         """
         self.process, self.count = (0, 1) if local else (jax.process_index(), jax.process_count())
+        self._client: Any = _jax.coordination_client()
+        if self.count > 1 and self._client is None:
+            raise ProcessError(
+                f"there are {self.count} processes, but no coordination service: call jax.distributed.initialize() at "
+                "the start of the program"
+            )
         self._kind, self._number = kind, -1 if local else next(_numbers[kind])
         self._activity, self._error, self._remedy = activity, error, remedy
         self._seconds = timeout() if seconds is None else seconds
         self._round, self._sent = 0, False
-        self._client: Any = None if self.count == 1 else _client()
 
     def broadcast(self, name: str, make: Callable[[], Any], seconds: float | None = None) -> Any:
         """Returns the JSON value that process 0 makes.
@@ -107,7 +113,15 @@ class Collective:
           name: of this round, for error messages.
           seconds: how long to wait for process 0.
         """
-        return make() if self.count == 1 else self._reply(name, make, seconds)
+        if self.count == 1:
+            return make()
+        if self.process == 0:
+            with self.error_scope():
+                self._send(name=name, value=(value := make()))
+        else:
+            value = self._receive(0, name, self._seconds + REPLY_MARGIN_SECONDS if seconds is None else seconds)
+        self._round, self._sent = self._round + 1, False
+        return value
 
     def gather(self, name: str, make: Callable[[], Any], combine: Callable[[list[Any]], Any] = list) -> Any:
         """Returns, in all processes, the value that process 0 combines from the JSON values of all.
@@ -121,81 +135,93 @@ class Collective:
         with self.error_scope():
             own = json.loads(json.dumps(make()))
         if self.process > 0:
-            self._send({"name": name, "value": own})
-        return self._reply(name, lambda: self._combine(name, own, combine))
+            self._send(name=name, value=own)
+
+        def combined() -> Any:
+            """Returns the combined values, in process 0."""
+            until = time.monotonic() + self._seconds
+            with self.error_scope(of_all=True):
+                others = [self._receive(p, name, until - time.monotonic()) for p in range(1, self.count)]
+                self._remove_old()
+                return combine([own, *others])
+
+        return self.broadcast(name, combined)
 
     @contextlib.contextmanager
-    def error_scope(self) -> Iterator[None]:
-        """Sends an error that is raised within it in place of this process's next message."""
+    def error_scope(self, of_all: bool = False) -> Iterator[None]:
+        """Sends an error that is raised within it in place of this process's next message.
+
+        Args:
+          of_all: whether an error of alpa_lite is that of all processes; else the message names this one.
+        """
         try:
             yield
         except BaseException as error:
-            if not self._sent:
-                ours = isinstance(error, AlpaLiteError)
-                text = str(error) if ours else f"{type(error).__name__}: {describe_error(error)}"
-                self._send_error(error, f"{self._activity}: process {self.process} failed: {text}")
+            is_ours = isinstance(error, AlpaLiteError)
+            text = str(error) if is_ours else f"{type(error).__name__}: {describe_error(error)}"
+            if not (of_all and is_ours):
+                text = f"{self._activity}: process {self.process} failed: {text}"
+            if self.count > 1 and not self._sent:
+                with contextlib.suppress(Exception):  # without the store, JAX ends the others
+                    self._send(error=type(error).__name__, text=text)
             raise
 
     def check_peers(self) -> None:
         """Called every few seconds while this process waits; an error that it raises ends the wait."""
 
-    def _reply(self, name: str, make: Callable[[], Any], seconds: float | None = None) -> Any:
-        """Ends a round by the value that process 0 makes, and the others receive."""
-        if self.process == 0:
-            with self.error_scope():
-                value = make()
-                self._send({"name": name, "value": value})
-        else:
-            value = self._receive(0, name, self._seconds + REPLY_MARGIN_SECONDS if seconds is None else seconds)
-        self._round, self._sent = self._round + 1, False
-        return value
-
-    def _combine(self, name: str, own: Any, combine: Callable[[list[Any]], Any]) -> Any:
-        """Returns the combined values of all processes, in process 0; the others raise its error without a prefix."""
-        until = time.monotonic() + self._seconds
-        try:
-            others = [self._receive(p, name, until - time.monotonic()) for p in range(1, self.count)]
-            self._remove_old()
-            return combine([own, *others])
-        except Exception as error:
-            self._send_error(error, str(error))
-            raise
-
-    def _send(self, message: dict[str, Any]) -> None:
-        """Puts the one message of this process in this round."""
-        text = json.dumps(message)
+    def _send(self, **message: Any) -> None:
+        """Puts the one message of this process in this round: its parts, and then their number under its own key."""
+        data = zlib.compress(json.dumps(message).encode(), 1)
         self._sent = True
-        _put(self._client, f"{self._prefix(self._number)}/{self._round}/{self.process}", text)
-
-    def _send_error(self, error: BaseException, text: str) -> None:
-        if self._client is not None:
-            with contextlib.suppress(Exception):  # without the store, JAX ends the others
-                self._send({"error": type(error).__name__, "text": text})
+        key = self._key(self.process)
+        parts = [data[start : start + MAX_PART_BYTES] for start in range(0, len(data), MAX_PART_BYTES)]
+        for number, part in enumerate(parts):
+            self._client.key_value_set_bytes(f"{key}/{number}", part)
+        self._client.key_value_set_bytes(key, str(len(parts)).encode())
 
     def _receive(self, process: int, name: str, seconds: float) -> Any:
         """Returns the value that a process sends in this round, or raises the error that it sends."""
-        key = f"{self._prefix(self._number)}/{self._round}/{process}"
-        text = _get(self._client, key, seconds, self.check_peers)
-        if text is None:
+        key = self._key(process)
+        count = self._wait(key, time.monotonic() + seconds)
+        if count is None:
             waited = self._seconds if self.process == 0 else seconds
             raise self._error(
                 f"{self._activity}: process {process} did not respond within {waited:g} s ({name}); {self._remedy}"
             )
-        message = json.loads(text)
+        parts = [self._wait(f"{key}/{number}", math.inf) or b"" for number in range(int(count))]
+        message = json.loads(zlib.decompress(b"".join(parts)))
         if "error" in message:
-            raise _error_class(message["error"], self._error)(message["text"])
+            kind = getattr(errors, message["error"], None)
+            if not (isinstance(kind, type) and issubclass(kind, AlpaLiteError)):
+                kind = self._error
+            raise kind(message["text"])
         if message["name"] != name:
             raise self._error(f"{self._activity}: process {process} is at {message['name']}, not at {name}")
         return message["value"]
 
-    def _prefix(self, number: int) -> str:
-        return f"alpa_lite/{self._kind}/{number}"
+    def _wait(self, key: str, until: float) -> bytes | None:
+        """Returns the value of a key as soon as it is set; None if it is not in time."""
+        while True:
+            turn = max(0.01, min(_POLL_SECONDS, until - time.monotonic()))
+            try:
+                return self._client.blocking_key_value_get_bytes(key, int(1000 * turn))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise ProcessError(
+                        f"the coordination service, which process 0 holds, does not answer: {str(error)[:300]}"
+                    ) from error
+            if time.monotonic() >= until:
+                return None
+            self.check_peers()
+
+    def _key(self, process: int) -> str:
+        return f"alpa_lite/{self._kind}/{self._number}/{self._round}/{process}"
 
     def _remove_old(self) -> None:
         """Removes messages of earlier collectives, once all processes have begun this one."""
         first, last = _oldest[self._kind], self._number - RETAINED_COLLECTIVES
         for number in range(first, last):
-            self._client.key_value_delete(self._prefix(number))
+            self._client.key_value_delete(f"alpa_lite/{self._kind}/{number}")
         _oldest[self._kind] = max(first, last)
 
 
@@ -238,50 +264,3 @@ def describe_error(error: BaseException) -> str:
         if str(seen) and str(seen) not in " ".join(out):
             out.append(str(seen))
     return ": ".join(out)
-
-
-def _error_class(name: str, default: type[AlpaLiteError]) -> type[AlpaLiteError]:
-    found = getattr(errors, name, None)
-    return found if isinstance(found, type) and issubclass(found, AlpaLiteError) else default
-
-
-def _client() -> Any:
-    client = _jax.coordination_client()
-    if client is None:
-        raise ProcessError(
-            f"there are {jax.process_count()} processes, but no coordination service: call "
-            "jax.distributed.initialize() at the start of the program"
-        )
-    return client
-
-
-def _put(client: Any, key: str, text: str) -> None:
-    data = zlib.compress(text.encode(), 1)
-    parts = [data[start : start + MAX_PART_BYTES] for start in range(0, len(data), MAX_PART_BYTES)]
-    for number, part in enumerate(parts):
-        client.key_value_set_bytes(f"{key}/{number}", part)
-    client.key_value_set_bytes(key, str(len(parts)).encode())  # now all parts are there
-
-
-def _get(client: Any, key: str, seconds: float, check: Callable[[], None]) -> str | None:
-    """Returns the text of a key as soon as it is put; None if it is not within `seconds`."""
-    count = _wait(client, key, time.monotonic() + seconds, check)
-    if count is None:
-        return None
-    parts = [_wait(client, f"{key}/{number}", math.inf, lambda: None) for number in range(int(count))]
-    return zlib.decompress(b"".join(part for part in parts if part is not None)).decode()
-
-
-def _wait(client: Any, key: str, until: float, check: Callable[[], None]) -> bytes | None:
-    while True:
-        turn = max(0.01, min(_POLL_SECONDS, until - time.monotonic()))
-        try:
-            return client.blocking_key_value_get_bytes(key, int(1000 * turn))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise ProcessError(
-                    f"the coordination service, which process 0 holds, does not answer: {str(error)[:300]}"
-                ) from error
-        if time.monotonic() >= until:
-            return None
-        check()

@@ -12,11 +12,10 @@ a finding counts when a second comparison repeats it.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -24,19 +23,14 @@ CALLS = "calls"
 """The series of the calls of all steps."""
 
 RETAINED_CALLS = 1000
-"""How many calls back anything is known. Processes are apart by the programs that a device admits, some dozens."""
+"""Calls with new arguments that are known. Processes are apart by the programs that a device admits, some dozens."""
 
 POSTED_CHANGES = 32
 """How many changes of programs, and how many passed points, are posted."""
 
 
 class ProgramPoint(NamedTuple):
-    """A point of the program that every process reaches.
-
-    Attributes:
-      series: the calls, or the batches of one prefetch.
-      number: within it, from 1.
-    """
+    """A point of the program that every process reaches: its number, from 1, in a series of calls or of batches."""
 
     series: str
     number: int
@@ -49,15 +43,14 @@ class CallLog:
     """Numbered log of step calls and prefetched batches. Each thread is at a point of its own."""
 
     def __init__(self) -> None:
-        """Creates an empty log."""
         self._reached: dict[str, float] = {CALLS: 0}  # the last point of each series that counts
         self._unplaced: Counter[str] = Counter()  # the last batch of each that was returned unplaced
-        self._planned: set[ProgramPoint] = set()
+        self._planned: deque[ProgramPoint] = deque(maxlen=RETAINED_CALLS)
         self._planning: dict[str, int] = {}  # the last point of each series that this process planned at
         self._candidates: set[ProgramPoint] = set()  # others plan there, and the last comparison found them passed
         self._passed: list[ProgramPoint] = []
         self._changes: dict[int, list[tuple[int, str]]] = defaultdict(list)  # of a step: from which call which program
-        self._undecided: set[int] = set()  # calls whose program is not known yet
+        self._undecided: deque[int] = deque(maxlen=RETAINED_CALLS)  # calls whose program is not known yet
         self._mismatch: tuple[int, int] | None = None  # at the last comparison
         self._thread = threading.local()
         self._prefetches = itertools.count(1)
@@ -88,10 +81,7 @@ class CallLog:
             placed = place(item)
         finally:
             self.end()
-        if placed is item:
-            self._unplaced[series] = number
-        else:
-            self._reached[series] = number
+        (self._unplaced if placed is item else self._reached)[series] = number
         return placed
 
     def end_prefetch(self, series: str) -> None:
@@ -100,11 +90,8 @@ class CallLog:
 
     def record_new_arguments(self, point: ProgramPoint) -> None:
         """Records that a call has other arguments than the call of this step before."""
-        self._planned.add(point)
-        self._undecided.add(point.number)
-        if len(self._planned) > RETAINED_CALLS:
-            self._planned = {one for one in self._planned if not self._is_old(one)}
-            self._undecided = {one for one in self._undecided if one > self.calls - RETAINED_CALLS}
+        self._planned.append(point)
+        self._undecided.append(point.number)
 
     def record_program(self, point: ProgramPoint, step: int, program: str) -> None:
         """Records the program that a step runs from a call on.
@@ -117,13 +104,14 @@ class CallLog:
         if not changes or changes[-1][1] != program:
             changes.append((point.number, program))
             self._changes[step] = changes[-RETAINED_CALLS:]
-        self._undecided.discard(point.number)
+        if point.number in self._undecided:
+            self._undecided.remove(point.number)
 
     def record_planning(self) -> ProgramPoint | None:
         """Records that this thread plans. Returns the point that it is at, if it is at one."""
         point: ProgramPoint | None = getattr(self._thread, "point", None)
         if point is not None:
-            self._planned.add(point)
+            self._planned.append(point)
             self._planning[point.series] = point.number
         return point
 
@@ -143,31 +131,24 @@ class CallLog:
         candidates = set(filter(self._has_passed, points))
         self._passed += sorted((candidates & self._candidates).difference(self._passed))
         self._candidates = candidates
-        mismatch = next(
-            (
-                (process, call) for process, other in others.items() for call, step, program in other["programs"]
-                if self._program_at(step, call) not in (None, program)
-            ), None,
+        mismatches = (
+            (process, call) for process, other in others.items() for call, step, program in other["programs"]
+            if self._program_at(step, call) not in (None, program)
         )  # fmt: skip
-        before, self._mismatch = self._mismatch, mismatch
-        return mismatch if mismatch == before else None
+        before, self._mismatch = self._mismatch, next(mismatches, None)
+        return self._mismatch if self._mismatch == before else None
 
     def _program_at(self, step: int, call: int) -> str | None:
         """Returns the program of a step at a call; None if it is not known (yet), or the call is of another step."""
-        if call > self.calls or call in self._undecided or step not in self._changes:
+        if call > self.calls or call in self._undecided:
             return None
-        changes = self._changes[step]
-        position = bisect.bisect_right(changes, call, key=lambda change: change[0])
-        return changes[position - 1][1] if position else None
+        known = [program for first, program in self._changes.get(step, []) if first <= call]
+        return known[-1] if known else None
 
     def _has_passed(self, point: ProgramPoint) -> bool:
-        """Returns whether this process has reached a point without planning there."""
+        """Returns whether this process has reached a point without planning there, as far as is known."""
         reached = self._unplaced[point.series] < point.number <= self._reached.get(point.series, 0)
-        return reached and point not in self._planned and not self._is_old(point)
-
-    def _is_old(self, point: ProgramPoint) -> bool:
-        """Returns whether nothing is known of a call any more."""
-        return point.series == CALLS and point.number <= self.calls - RETAINED_CALLS
+        return reached and point not in self._planned
 
 
 def find_passed(point: ProgramPoint, others: Mapping[int, Mapping[str, Any]]) -> int | None:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import sys
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -42,8 +42,7 @@ _MAX_CHARACTERS = 1000
 """Characters of an error that are posted."""
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """A reason for other processes to end.
 
     Attributes:
@@ -74,14 +73,9 @@ def find_reasons(failures: Iterable[Failure], own: int, begun: int, raised: Coll
 
 
 class FailureMonitor:
-    """Posts the failures of this process, and ends it after those of others.
-
-    Attributes:
-      call_log: of this process.
-    """
+    """Posts the failures and the call log of this process, and ends it after failures of others, once started."""
 
     def __init__(self) -> None:
-        """Creates a monitor that does nothing until it is started."""
         self.call_log = CallLog()
         self._board: Board | None = None  # once started
         self._failures: dict[str, Failure] = {}  # of this process, the last of each kind
@@ -117,7 +111,7 @@ class FailureMonitor:
 
     def check_not_passed(self, point: ProgramPoint | None, name: str) -> None:
         """Raises ProcessError if another process has passed a point where this one plans the step `name`."""
-        process = None if point is None or self._board is None else find_passed(point, self._board.poll())
+        process = None if point is None else find_passed(point, self._statuses())
         if process is not None:
             raise ProcessError(
                 f"process {process} goes through {point} as it was planned before, and process {jax.process_index()} "
@@ -138,42 +132,38 @@ class FailureMonitor:
             self._post(end=Failure(jax.process_index(), _summarise(error), self.call_log.calls, True))
 
     def _post(self, **failures: Failure) -> None:
-        """Posts the call log and the failures of this process, if they have changed.
-
-        Args:
-          failures: new ones, by kind. The last of a kind counts.
-        """
+        """Posts the call log and the failures of this process, the last of each kind, if they have changed."""
         with self._lock:
             self._failures |= failures
-            status = {"failures": [asdict(one) for one in self._failures.values()], **self.call_log.to_json()}
-            status["over"] = "over" in self._failures
+            failed = {"failures": [*self._failures.values()], "over": "over" in self._failures}
+            status = {**failed, **self.call_log.to_json()}
             if self._board is not None and status != self._posted:
                 self._posted = status
                 self._board.post(status)
 
+    def _statuses(self) -> dict[int, Any]:
+        """Returns the posted status of each process."""
+        return {} if self._board is None else self._board.poll()
+
     def _find_reasons(self, statuses: Mapping[int, Any]) -> list[Failure]:
-        """Returns the posted failures after which this process cannot go on."""
-        posted = [Failure(**one) for status in statuses.values() for one in status["failures"]]
+        """Returns the failures of `find_reasons` among those posted."""
+        posted = [Failure(*one) for status in statuses.values() for one in status["failures"]]
         return find_reasons(posted, jax.process_index(), self.call_log.calls, self._raised)
 
     def _poll(self) -> None:
         """Ends this process `GRACE_SECONDS` after the first poll that finds a reason."""
-        own, since = jax.process_index(), 0.0
+        own, since = jax.process_index(), math.inf
         while not self._stopped.wait(POLL_SECONDS):
             try:
-                statuses = self._board.poll() if self._board is not None else {}
+                statuses = self._statuses()
             except Exception:
                 return  # the runtime was left, or process 0 is gone and JAX ends this one
             self._compare_calls(statuses)
-            found = self._find_reasons(statuses)
-            if not found:
-                since = 0.0
-                continue
-            since = since or time.monotonic()
-            first = next((one for one in found if one.process != own), found[0])
+            found = sorted(self._find_reasons(statuses), key=lambda one: one.process == own)
+            since = min(since, time.monotonic()) if found else math.inf
             # A process whose own callback raised has more time to raise what the devices make of it.
-            if time.monotonic() - since >= (2 * GRACE_SECONDS if first.process == own else GRACE_SECONDS):
-                _log_end(first, own)
+            if found and time.monotonic() - since >= GRACE_SECONDS * (2 if found[0].process == own else 1):
+                _log_end(found[0], own)
                 _end(own)
                 return
 
@@ -181,16 +171,16 @@ class FailureMonitor:
         """Posts the call log, and a failure if another process ran another program in the same call."""
         own = jax.process_index()
         mismatch = self.call_log.compare({process: log for process, log in statuses.items() if process != own})
-        if mismatch is None:
-            self._post()
-            return
-        process, call = mismatch
-        error = ProcessError(
-            f"process {own} and process {process} run call {call} of a step as planned for other arguments: every "
-            "process must give arrays of the same global shapes and dtypes, in equally many calls"
-        )
-        # The one with the higher index stands for what is wrong: the other one ends first, and process 0 with it.
-        self._post(mismatch=Failure(max(own, process), _summarise(error), call, True))
+        failures = {}
+        if mismatch is not None:
+            process, call = mismatch
+            error = ProcessError(
+                f"process {own} and process {process} run call {call} of a step as planned for other arguments: every "
+                "process must give arrays of the same global shapes and dtypes, in equally many calls"
+            )
+            # The one with the higher index stands for what is wrong: the other one ends first, and process 0 with it.
+            failures["mismatch"] = Failure(max(own, process), _summarise(error), call, True)
+        self._post(**failures)
 
     def _chain_excepthook(self) -> None:
         """Posts exceptions that nobody catches, after the hook of the program has shown them."""
@@ -206,12 +196,11 @@ class FailureMonitor:
 
     def _find_predecessor(self, error: str) -> Failure | None:
         """Returns the failure of another process that preceded an exception here, unless it is the same error."""
-        own = jax.process_index()
         with contextlib.suppress(Exception):  # without the store, JAX ends this process
-            found = self._find_reasons(self._board.poll() if self._board is not None else {})
-            others = [one for one in found if one.process != own and one.text != error]
-            if others and all(one.process != own for one in found):
-                return min(others, key=lambda one: not one.ends)
+            found = self._find_reasons(self._statuses())
+            if all(one.process != jax.process_index() for one in found):
+                others = [one for one in found if one.text != error]
+                return min(others, key=lambda one: not one.ends, default=None)
         return None
 
     def _leave(self, thread: threading.Thread) -> None:
@@ -240,12 +229,11 @@ class FailureMonitor:
         nobody. JAX has the processes leave together: it waits for one that is gone until a heartbeat is missed, and
         aborts. So this process goes there if all others come there too, and ends by itself if not.
         """
-        assert self._board is not None
         own = jax.process_index()
         _log_end(failure, own)
         until = time.monotonic() + GRACE_SECONDS
         with contextlib.suppress(Exception):  # as above
-            while sum(status["over"] for status in self._board.poll().values()) < jax.process_count():
+            while sum(status["over"] for status in self._statuses().values()) < jax.process_count():
                 if time.monotonic() > until:
                     _end(own)
                     return

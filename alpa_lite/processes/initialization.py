@@ -3,20 +3,35 @@
 Without it, stock JAX (0.10.2 and 0.12, measured) ends process 0 with a segmentation fault or "Failed to start RPC
 server" where the coordinator's port is in use, and aborts a process that cannot reach the coordinator from C++ after
 the whole time with "DEADLINE_EXCEEDED ... RegisterTask", which names neither the address nor who is missing.
+
+A process that its launcher started as one of several, and that has not joined the others, has its own devices alone,
+trains by itself, and overwrites the files of the others. Nothing fails; so `check_joined` reads the variables that
+launchers set for their processes.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
+from collections.abc import Mapping
 
 import jax
 
 from alpa_lite import _jax
-from alpa_lite.errors import OptionError
+from alpa_lite.errors import OptionError, ProcessError
 
 logger = logging.getLogger(__name__)
+
+ALONE_VARIABLE = "ALPA_LITE_ALONE"
+"""The environment variable that lets each process of a launcher train by itself."""
+
+COUNT_VARIABLES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Variables that `srun`, Open MPI and MPICH set to the number of processes that they have started together."""
+
+ADDRESS_VARIABLE = "JAX_COORDINATOR_ADDRESS"
+"""The variable that JAX reads, and `alpa-lite launch` sets."""
 
 _RETRY_SECONDS = 0.2
 
@@ -61,11 +76,18 @@ def initialize(
             f"coordinator_address={address!r}, num_processes={count!r}, process_id={number!r}: the environment "
             "defines only some of these; pass the missing ones explicitly"
         )
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit():
+        raise OptionError(f"coordinator_address={address!r} is not HOST:PORT")
     until = time.monotonic() + timeout
     if number == 0:
-        _check_free(address)
+        _check_free(address, int(port))
     else:
-        _wait_for(address, timeout, number)
+        _wait_for(
+            (host.strip("[]"), int(port)),
+            until,
+            f"process {number} cannot reach the coordinator at {address} after {timeout:g} s",
+        )
     logger.info("process %d of %d: waiting for the others at %s, at most %g s", number, count, address, timeout)
     jax.distributed.initialize(
         address,
@@ -78,16 +100,30 @@ def initialize(
     return count
 
 
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit():
-        raise OptionError(f"coordinator_address={address!r} is not HOST:PORT")
-    return host.strip("[]"), int(port)
+def detected_launcher(environment: Mapping[str, str]) -> str | None:
+    """Returns `NAME=value` of the launcher variable that announces several processes, or None."""
+    for name in COUNT_VARIABLES:
+        if environment.get(name, "").isdigit() and int(environment[name]) > 1:
+            return f"{name}={environment[name]}"
+    address = environment.get(ADDRESS_VARIABLE)
+    return f"{ADDRESS_VARIABLE}={address}" if address else None
 
 
-def _check_free(address: str) -> None:
+def check_joined(name: str) -> None:
+    """Raises ProcessError if this process, which calls the step `name`, should have joined others and has not."""
+    if _jax.coordination_client() is not None or os.environ.get(ALONE_VARIABLE):
+        return
+    found = detected_launcher(os.environ)
+    if found is not None:
+        raise ProcessError(
+            f"{name}: {found} announces several processes, but this one has not joined the others: call "
+            "alpa_lite.initialize() or jax.distributed.initialize() at the start of the program; if each is to train "
+            f"by itself, set {ALONE_VARIABLE}=1"
+        )
+
+
+def _check_free(address: str, port: int) -> None:
     """Raises OptionError if the port, on which this process is about to start the coordinator, is in use."""
-    _, port = _host_and_port(address)
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a job before may be closing
         try:
@@ -99,24 +135,17 @@ def _check_free(address: str) -> None:
             ) from error
 
 
-def _wait_for(address: str, timeout: float, number: int) -> None:
-    """Waits until the coordinator listens.
-
-    Raises:
-      OptionError: it does not within the time.
-    """
-    host, port = _host_and_port(address)
-    until = time.monotonic() + timeout
+def _wait_for(address: tuple[str, int], until: float, failure: str) -> None:
+    """Returns as soon as the coordinator listens; raises OptionError, which begins with `failure`, if it does not."""
     while True:
         try:
             wait = max(_RETRY_SECONDS, min(5.0, until - time.monotonic()))
-            socket.create_connection((host, port), timeout=wait).close()
+            socket.create_connection(address, timeout=wait).close()
             return
         except OSError as error:
             if time.monotonic() >= until:
                 raise OptionError(
-                    f"process {number} cannot reach the coordinator at {address} after {timeout:g} s: "
-                    f"{error.strerror or error}; check that process 0 runs and has not failed, and that its host and "
-                    "port can be reached from here"
+                    f"{failure}: {error.strerror or error}; check that process 0 runs and has not failed, and that its "
+                    "host and port can be reached from here"
                 ) from error
             time.sleep(_RETRY_SECONDS)

@@ -13,6 +13,7 @@ group of its own, so that its descendants are ended with it, except in the last 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import signal
@@ -21,19 +22,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from alpa_lite.errors import OptionError
 
 HOST = "127.0.0.1"
+"""The address of the coordinator. All processes are on this machine."""
+
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 if os.getppid() == int(sys.argv[1]):  # else it has been killed meanwhile
     os.execvp(sys.argv[2], sys.argv[2:])
 """
+"""The program that becomes that of a process. Only Linux has PR_SET_PDEATHSIG.
+
+`preexec_fn` would do this between fork and exec, where no Python code is safe in a process with threads.
+"""
+
 _POLL_SECONDS = 0.02
 _FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _OTHER_LAUNCHERS = ("SLURM_", "OMPI_", "PMIX_", "PMI_", "JAX_COORDINATOR_", "JAX_LOCAL_DEVICE_IDS")
@@ -43,6 +51,7 @@ _OTHER_LAUNCHERS = ("SLURM_", "OMPI_", "PMIX_", "PMI_", "JAX_COORDINATOR_", "JAX
 def launch(
     command: Sequence[str],
     *,
+    echo: Callable[..., None],
     processes: int = 2,
     devices_per_process: int = 1,
     platform: str | None = None,
@@ -53,6 +62,7 @@ def launch(
 
     Args:
       command: a Python script and its arguments; `-m` and a module; or any program and its arguments.
+      echo: writes a line, of a process with its number in front; with `err=True` to standard error. As `typer.echo`.
       processes: their number.
       devices_per_process: virtual devices of the CPU, or the share of this machine's accelerators.
       platform: that JAX shall use, such as "cpu"; by default the one that JAX finds.
@@ -67,7 +77,7 @@ def launch(
       OptionError: there is no such script, or the port is in use.
     """
     argv, address = resolve_command(command), f"{HOST}:{find_free_port(port)}"
-    group = _ProcessGroup(grace)
+    group = _ProcessGroup(grace, echo)
     with group.terminated_at_exit():
         for number in range(processes):
             group.start(argv, make_environment(os.environ, number, processes, devices_per_process, platform, address))
@@ -133,28 +143,28 @@ def make_environment(
 class _ProcessGroup:
     """The processes of one launch."""
 
-    def __init__(self, grace: float) -> None:
-        self._grace = grace
+    def __init__(self, grace: float, echo: Callable[..., None]) -> None:
+        self._grace, self._echo, self._echo_lock = grace, echo, threading.Lock()
         self._all: list[subprocess.Popen[bytes]] = []
         self._running: dict[int, subprocess.Popen[bytes]] = {}  # by number; not reaped, so that the id stays theirs
         self._printers: list[threading.Thread] = []
-        self._print_lock = threading.Lock()
-        self._kill_at: float | None = None  # when processes that were asked to end get SIGKILL
+        self._kill_at = math.inf  # when processes that were asked to end get SIGKILL
         self._signalled = False
 
     def start(self, argv: Sequence[str], env: Mapping[str, str]) -> None:
-        """Starts the next process, and threads that print its lines with its number in front."""
+        """Starts the next process, and threads that echo its lines with its number in front."""
         number = len(self._all)
+        if sys.platform.startswith("linux"):
+            argv = [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *argv]
         process = subprocess.Popen(
-            [*_die_with_parent(), *argv], env=env, process_group=0,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            argv, env=env, process_group=0, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
         self._all.append(process)
         self._running[number] = process
-        for stream, out in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
-            thread = threading.Thread(target=self._print, args=(f"[{number}] ", stream, out), daemon=True)
-            thread.start()
-            self._printers.append(thread)
+        for stream in (process.stdout, process.stderr):
+            given = (f"[{number}] ", stream, stream is process.stderr)
+            self._printers.append(threading.Thread(target=self._echo_lines, args=given, daemon=True))
+            self._printers[-1].start()
 
     def wait(self) -> int:
         """Waits until all processes have ended. Returns the exit code of the launch."""
@@ -164,16 +174,17 @@ class _ProcessGroup:
                 del self._running[number]
                 if code == 0:
                     continue
-                _report(f"process {number} {_describe_code(code)}")
+                how = f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+                self._report(f"process {number} {how}")
                 if first == 0:
                     first = code if code > 0 else 128 - code
                     if self._running and not self._signalled:
-                        _report(f"ending the other processes: {', '.join(map(str, self._running))}")
-                        self._ask_to_end(signal.SIGTERM)
-            if self._kill_at is not None and time.monotonic() > self._kill_at and self._running:
-                _report(f"killing what did not end within {self._grace:g} s: {', '.join(map(str, self._running))}")
+                        self._report(f"ending the other processes: {', '.join(map(str, self._running))}")
+                        self._signal(signal.SIGTERM)
+            if time.monotonic() > self._kill_at and self._running:
+                still = ", ".join(map(str, self._running))
+                self._report(f"killing what did not end within {self._grace:g} s: {still}")
                 self._signal(signal.SIGKILL)
-                self._kill_at = None
             time.sleep(_POLL_SECONDS)
         return first
 
@@ -195,17 +206,12 @@ class _ProcessGroup:
     def _forward(self, number: int, _: Any) -> None:
         """Sends a signal of the launcher to every process; a second one kills them."""
         again, self._signalled = self._signalled, True
-        _report(f"{signal.Signals(number).name} {'again: killing' if again else 'forwarded to'} all processes")
-        if again:
-            self._signal(signal.SIGKILL)
-        else:
-            self._ask_to_end(signal.Signals(number))
-
-    def _ask_to_end(self, number: signal.Signals) -> None:
-        self._kill_at = time.monotonic() + self._grace
-        self._signal(number)
+        self._report(f"{signal.Signals(number).name} {'again: killing' if again else 'forwarded to'} all processes")
+        self._signal(signal.SIGKILL if again else signal.Signals(number))
 
     def _signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the processes that run. They have the time of grace to end, unless it is SIGKILL."""
+        self._kill_at = math.inf if number == signal.SIGKILL else time.monotonic() + self._grace
         for process in self._running.values():
             _signal_group(process, number)
 
@@ -218,26 +224,15 @@ class _ProcessGroup:
                 out.append((number, found.si_status if found.si_code == os.CLD_EXITED else -found.si_status))
         return out
 
-    def _print(self, prefix: str, stream: IO[bytes], out: Any) -> None:
+    def _echo_lines(self, prefix: str, stream: IO[bytes], err: bool) -> None:
         with stream:
             for line in stream:
                 text = line.decode(errors="replace").rstrip("\n")
-                with self._print_lock:
-                    out.write(f"{prefix}{text}\n")
-                    out.flush()
+                with self._echo_lock:
+                    self._echo(f"{prefix}{text}", err=err)
 
-
-def _report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _die_with_parent() -> list[str]:
-    """Returns a command prefix that sets PR_SET_PDEATHSIG and then executes the program. Only Linux has it.
-
-    `preexec_fn` would do this between fork and exec, where no Python code is safe in a process with threads.
-    """
-    linux = sys.platform.startswith("linux")
-    return [sys.executable, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())] if linux else []
+    def _report(self, line: str) -> None:
+        self._echo(line, err=True)
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
@@ -245,7 +240,3 @@ def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> N
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
-
-
-def _describe_code(code: int) -> str:
-    return f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"

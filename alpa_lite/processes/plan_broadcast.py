@@ -2,7 +2,7 @@
 
 Three rounds of one `channel.Collective`:
 
-1. `step`: process 0 compares what every process traced (`step_description`).
+1. `step`: process 0 compares what every process traced (`describe_step`).
 2. `plan`: process 0 plans, or finds the plan in its cache, and broadcasts it; the others replay it, without solving.
 3. `program`: process 0 compares the digests of the programs that the processes have written from the plan.
 
@@ -13,27 +13,44 @@ goes on without planning, since its arguments have not changed, is noticed by th
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
+from alpa_lite import plan_cache
 from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import ProcessError
+from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.programs.staged import Staged
+from alpa_lite.paths import shown
 from alpa_lite.plan import Plan
 from alpa_lite.processes.channel import Collective
 from alpa_lite.processes.failure_propagation import monitor
-from alpa_lite.processes.launcher import check_joined
-from alpa_lite.processes.step_description import check_same_step, describe_step, program_digest
+from alpa_lite.processes.initialization import check_joined
+from alpa_lite.program import Program
 
 logger = logging.getLogger(__name__)
 
 _MACHINE_FIELDS = ("device", "platform", "devices_per_node", "nodes", "topology", "devices_per_card")
 """Fields of a cluster that must be equal in all processes. Rates may differ, and those of process 0 count."""
+
+MAX_NAMED = 3
+"""The most differences that a message names."""
+
+_DIGESTS = {
+    "program": "the step has the same operations, in another order or with other parameters",
+    "constants": "arrays that the step closes over have other values",
+    "options": "the options of parallelize are others",
+    "cluster": "the clusters are others",
+    "like": "the steps of like= have other plans",
+    "pins": "the arguments are placed otherwise",
+}
 
 
 class PlanBroadcast(Collective):
@@ -63,7 +80,7 @@ class PlanBroadcast(Collective):
         self, step: Step, request: PlanRequest, make: Callable[[], tuple[Plan, Staged]],
         replay: Callable[[Plan], Staged],
     ) -> tuple[Plan, Staged]:  # fmt: skip
-        """Returns the plan of process 0, and the step divided by it.
+        """Returns the plan of process 0, and the step divided by it. Called within `error_scope`.
 
         Args:
           step, request: what this process traced, and its request.
@@ -76,25 +93,16 @@ class PlanBroadcast(Collective):
         """
         if self.count == 1:
             return make()
-        planned: list[tuple[Plan, Staged]] = []
-
-        def make_plan() -> Any:
-            """Plans, and returns the plan as JSON values."""
-            planned.append(make())
-            return planned[0][0].to_json()
-
-        def replay_plan() -> str:
-            """Replays the broadcast plan, and returns the digest of the program."""
-            if not planned:
-                plan = Plan.from_json(data, "the plan of process 0")
-                planned.append((plan, replay(plan)))
-            return program_digest(planned[0][1].program)
-
         self.gather("step", lambda: describe_step(step, request), lambda found: check_same_step(found, self._name))
-        data = self.broadcast("plan", make_plan, math.inf)
-        self.gather("program", replay_plan, self._check_digests)
+        planned = make() if self.process == 0 else None
+        data = self.broadcast("plan", lambda: planned and planned[0].to_json(), math.inf)
+        if planned is None:
+            plan = Plan.from_json(data, "the plan of process 0")
+            planned = plan, replay(plan)
+        digest = program_digest(planned[1].program)
+        self.gather("program", lambda: digest, self._check_digests)
         logger.info("%s: %s processes run the plan of process 0", self._name, self.count)
-        return planned[0]
+        return planned
 
     def _check_digests(self, digests: Sequence[str]) -> None:
         """Raises ProcessError unless all processes have written the same program."""
@@ -118,7 +126,7 @@ def common_cluster(here: Cluster) -> Cluster:
 
 
 def _merge(clusters: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the first of some clusters as JSON values, with the least memory."""
+    """Returns the first cluster, as JSON values, with the least memory of all."""
     first = clusters[0]
     for process, other in enumerate(clusters):
         unlike = [name for name in _MACHINE_FIELDS if first[name] != other[name]]
@@ -126,3 +134,76 @@ def _merge(clusters: Sequence[dict[str, Any]]) -> dict[str, Any]:
             fields = ", ".join(f"{name} is {other[name]!r} and not {first[name]!r}" for name in unlike)
             raise ProcessError(f"process {process} sees another machine than process 0: {fields}; give cluster=")
     return first | {"memory": min(other["memory"] for other in clusters)}
+
+
+def describe_step(step: Step, request: PlanRequest) -> dict[str, dict[str, Any]]:
+    """Returns a description of the traced step, as JSON values in levels: if one differs, the next ones are not named.
+
+    `values` has the versions, the number of devices, and the type of each flat argument by its path; `operations` the
+    number of operations of each name, those of loop bodies included; `digests` all else that the plan depends on, and
+    the closed-over constants that are here whole.
+    """
+    graph = step.traced.graph
+    here = [one for one in graph.constants if not isinstance(one, jax.Array) or one.is_fully_addressable]
+    constants = hashlib.blake2b(Keys().text(here).encode(), digest_size=16).hexdigest()
+    digests = {**plan_cache.key_of(step, request), "constants": constants}
+    types = [f"{graph.values[n].dtype}{list(graph.values[n].shape)}" for n in graph.block.inputs]
+    return {
+        "values": {
+            "JAX": digests.pop("jax"),
+            "alpa_lite": digests.pop("alpa_lite"),
+            "number of devices": jax.local_device_count(),
+            **{shown(a.path): t for a, t in zip(step.traced.arguments, types, strict=False)},
+        },
+        "operations": Counter(op.name for op in graph.ops()),
+        "digests": digests,
+    }
+
+
+def check_same_step(descriptions: Sequence[Mapping[str, Any]], name: str) -> None:
+    """Raises ProcessError unless all processes trace the same step.
+
+    Args:
+      descriptions: of `describe_step`, by process.
+      name: of the step.
+    """
+    found = [_differences(descriptions[0], other, process) for process, other in enumerate(descriptions)]
+    lines = [line for lines in found for line in lines]
+    if lines:
+        count = sum(map(bool, found))
+        more = f" ({len(lines) - MAX_NAMED} more differences, in {count} processes)" if len(lines) > MAX_NAMED else ""
+        raise ProcessError(
+            f"the processes do not call {name} with the same step and arguments, so nothing has run: "
+            f"{'; '.join(lines[:MAX_NAMED])}{more}. Every process must run the same code, and give arrays of the same "
+            "global shapes"
+        )
+
+
+def _differences(here: Mapping[str, Any], there: Mapping[str, Any], process: int) -> list[str]:
+    """Returns how the description of a process (`there`) differs from that of process 0 (`here`)."""
+
+    def changed(level: str, default: Any) -> list[tuple[str, Any, Any]]:
+        one, other = here[level], there[level]
+        both = [(label, other.get(label, default), one.get(label, default)) for label in {**one, **other}]
+        return [(label, b, a) for label, b, a in both if a != b]
+
+    if values := changed("values", "absent"):
+        return [f"{label} is {b} in process {process}, {a} in process 0" for label, b, a in values]
+    if operations := changed("operations", 0):
+        counts = [f"{b} {label} instead of {a}" for label, b, a in sorted(operations)]
+        return [
+            f"the step has {sum(there['operations'].values())} operations in process {process}, "
+            f"{sum(here['operations'].values())} in process 0: {', '.join(counts[:MAX_NAMED])}"
+            f"{', ...' * (len(counts) > MAX_NAMED)}"
+        ]
+    reasons = [_DIGESTS.get(label, f"its {label} are others") for label, *_ in changed("digests", None)]
+    return [f"{reason}, in process {process} than in process 0" for reason in reasons]
+
+
+def program_digest(program: Program) -> str:
+    """Returns a digest of everything of a program that must be equal in all processes."""
+    buffers = [(b.mesh, str(b.layout), b.shape, str(b.dtype)) for b in program.buffers]
+    runs = [(e.name, e.mesh, e.donated) for e in program.executables]
+    moves = [(t.source, t.destination, t.sent, t.received) for t in program.transfers]
+    parts = (program.submeshes, buffers, runs, moves, program.inputs, program.outputs, program.numbers, *program.lists)
+    return hashlib.blake2b("\n".join(map(repr, parts)).encode(), digest_size=16).hexdigest()

@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import typer
 
 from alpa_lite import checkpoint
 from alpa_lite.processes import local_launch
@@ -31,7 +32,7 @@ def test_two_processes_save_and_restore_what_one_had_and_one_what_two_had(
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     command = ["-m", "tests.checkpoint.two_processes", str(tmp_path)]
     monkeypatch.chdir(ROOT)
-    code = local_launch.launch(command, processes=2, devices_per_process=4, platform="cpu")
+    code = local_launch.launch(command, echo=typer.echo, processes=2, devices_per_process=4, platform="cpu")
     assert code == 0, capfd.readouterr()
     said = [pickle.loads((tmp_path / f"said {number}.pkl").read_bytes()) for number in range(2)]
     for number, own in enumerate(said):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from alpa_lite.processes.launcher import detected_launcher
+from alpa_lite.processes.initialization import detected_launcher
 from tests.processes import driver
 
 SAID = {
