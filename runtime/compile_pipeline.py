@@ -14,8 +14,6 @@ theirs can name it.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,13 +32,10 @@ from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages import functions, segments
 from alpa_lite.processes import ordering
 from alpa_lite.program import Free, Instruction, Program, Receive, Run, Send
-from alpa_lite.report import log_messages, progress
 from alpa_lite.runtime import callbacks, global_array, meshes, placement
-from alpa_lite.runtime.compile import Call, FlatFunction, picker
+from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker
 from alpa_lite.runtime.transfer import Transfer
 from alpa_lite.runtime.transfer_multihost import CrossProcessTransfer
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,21 +87,6 @@ class Drop:
 Item = Launch | Move | Drop
 
 
-@dataclass(frozen=True, eq=False)
-class CompiledPipeline:
-    """A program on its devices.
-
-    Attributes:
-      compiled: the `jax.stages.Compiled` of each executable, in the program's order; None for those of other processes.
-      items: what the dispatch loop walks.
-      initial: all buffers before the arguments are placed: constants and micro-batch numbers, else None.
-    """
-
-    compiled: tuple[Any, ...]
-    items: list[Item]
-    initial: list[Any]
-
-
 class PipelineCompiler:
     """The executables of a pipeline on its submeshes.
 
@@ -134,14 +114,13 @@ class PipelineCompiler:
                 f"the plan's {len(self._program.submeshes)} submeshes have {needed} devices, but there are "
                 f"{len(self.devices)}; plan for a cluster of {len(self.devices)}, or start JAX with more devices"
             )
-        self.meshes = [
-            meshes.mesh_of(s.mesh, self.devices[s.first : s.first + s.mesh.size]) for s in self._program.submeshes
-        ]  # fmt: skip
+        self.meshes = [meshes.submesh_of(submesh, self.devices) for submesh in self._program.submeshes]
         here = jax.process_index()
         self.here = [any(device.process_index == here for device in mesh.devices.flat) for mesh in self.meshes]
-        self._everywhere = [NamedSharding(mesh, PartitionSpec()) for mesh in self.meshes]
         self._shardings: dict[Any, NamedSharding] = {}
         self._failures = callbacks.Failures()
+        self._movers: dict[Any, Callable[[Sequence[Any]], Sequence[Any]]] = {}
+        self._zeros: dict[Any, Any] = {}  # blocks that transfers between processes share
         self._runs = [item for items in self._program.lists for item in items if isinstance(item, Run)]
         outputs = zip(self._program.outputs, traced.outputs, strict=True)
         weak = {buffer for buffer, output in outputs if output.weak}
@@ -194,8 +173,14 @@ class PipelineCompiler:
         )
 
     @_jax.without_mesh()
-    def compile(self) -> CompiledPipeline:
-        """Compiles all executables."""
+    def compile(self) -> tuple[tuple[Any, ...], list[Item], list[Any]]:
+        """Compiles all executables.
+
+        Returns:
+          The `jax.stages.Compiled` of each executable, in the program's order, None for those of other processes; the
+          items that the dispatch loop walks; and all buffers before the arguments are placed, None but for constants
+          and micro-batch numbers.
+        """
         program = self._program
         processes = [device.process_index for device in self.devices]
         order: Any = program.order
@@ -203,39 +188,43 @@ class PipelineCompiler:
             ordering.check_program(program, processes)
             order = ordering.issue_order(program, processes)
         mine = [number for number, one in enumerate(program.executables) if self.here[one.mesh]]
-        functions = {number: self._function(number) for number in mine}
-        initial, numbers = self._initial_buffers({number for number, one in functions.items() if one.calls_back})
-        calls: dict[int, Call] = {}
-        compiled: list[Any] = [None] * len(program.executables)
-        start = time.perf_counter()
-        with progress.planning(f"compiling {self._traced.name}") as report:
-            for done, (number, function) in enumerate(functions.items()):
-                report.count("executables compiled", done, len(mine))
-                compiled[number], calls[number] = function.compile(self._options)
-        logger.info(log_messages.compiled(self._traced.name, len(mine), time.perf_counter() - start))
-        moves = _Moves(self.devices)
+        functions = [self._function(number) for number in mine]
+        made, called = compile_all(self._traced.name, functions, self._options)
+        calls, compiled = dict(zip(mine, called, strict=True)), dict(zip(mine, made, strict=True))
+        numbered = {number for number, one in zip(mine, functions, strict=True) if one.calls_back}
+        initial, numbers = self._initial_buffers(numbered)
         items: list[Item] = []
         for mesh, position in order:
             item: Instruction = program.lists[mesh][position]
             match item:
                 case Run(executable=number) if self.here[mesh]:
                     kept = [b for n, b in enumerate(item.inputs) if n not in program.executables[number].donated]
-                    if functions[number].calls_back:
+                    if number in numbered:
                         kept.append(numbers[mesh, item.microbatch])
                     donated = program.consumed(item)
                     items.append(Launch(item, calls[number], picker(donated), picker(kept), donated, item.outputs))
                 case Send(transfer=number):
                     transfer = program.transfers[number]
-                    begins, ends = self.here[transfer.source], self.here[transfer.destination]
-                    if begins or ends:
-                        call = moves.call(transfers.plans_of(program, number, self._cluster))
-                        sent, received = transfer.sent if begins else (), transfer.received if ends else ()
-                        items.append(Move(item, call, sent, received))
+                    sent = transfer.sent if self.here[transfer.source] else ()
+                    received = transfer.received if self.here[transfer.destination] else ()
+                    if sent or received:
+                        items.append(Move(item, self._mover(number), sent, received))
                 case Free(buffers=buffers) if self.here[mesh]:
                     items.append(Drop(item, buffers))
                 case Run() | Receive() | Free():
                     pass  # of another process; the whole transfer is issued where it is sent
-        return CompiledPipeline(tuple(compiled), items, initial)
+        return tuple(map(compiled.get, range(len(program.executables)))), items, initial
+
+    def _mover(self, number: int) -> Callable[[Sequence[Any]], Sequence[Any]]:
+        """A transfer of the program, within this process or between several; equal plans share one."""
+        plans = transfers.plans_of(self._program, number, self._cluster)
+        if plans not in self._movers:
+            ends = {*plans[0].src_mesh.devices, *plans[0].dst_mesh.devices}
+            if all(self.devices[n].process_index == jax.process_index() for n in ends):
+                self._movers[plans] = Transfer(plans, self.devices)
+            else:
+                self._movers[plans] = CrossProcessTransfer(plans, self.devices, self._zeros)
+        return self._movers[plans]
 
     def _initial_buffers(self, numbered: set[int]) -> tuple[list[Any], dict[tuple[int, int], int]]:
         """All buffers, of which there are constants and micro-batch numbers; those that callbacks need come last.
@@ -248,40 +237,19 @@ class PipelineCompiler:
         """
         program = self._program
         out: list[Any] = [None] * len(program.buffers)
-        numbers: dict[tuple[int, int], int] = {}
         for constant, buffers in zip(self._traced.graph.constants, program.constants, strict=False):
-            for number in buffers:
-                if self.here[program.buffers[number].mesh]:
-                    (out[number],) = placement.copies([constant], [self.sharding(number)])
-        for mesh, buffers in enumerate(program.numbers):
-            for i, number in enumerate(buffers):
-                if self.here[mesh]:
-                    (out[number],) = global_array.put([np.int32(i)], [self.sharding(number)])
-                    numbers[mesh, i] = number
+            for b in buffers:
+                if self.here[program.buffers[b].mesh]:
+                    (out[b],) = placement.copies([constant], [self.sharding(b)])
+        numbers = {
+            (mesh, i): b for mesh, buffers in enumerate(program.numbers) if self.here[mesh]
+            for i, b in enumerate(buffers)
+        }  # fmt: skip
+        for (_, microbatch), b in numbers.items():
+            (out[b],) = global_array.put([np.int32(microbatch)], [self.sharding(b)])
         runs = [run for run in self._runs if run.executable in numbered]
         needed = {(program.executables[run.executable].mesh, run.microbatch) for run in runs}
         for mesh, microbatch in sorted(needed - numbers.keys()):
             numbers[mesh, microbatch] = len(out)
-            out += global_array.put([np.int32(microbatch)], [self._everywhere[mesh]])
+            out += global_array.put([np.int32(microbatch)], [NamedSharding(self.meshes[mesh], PartitionSpec())])
         return out, numbers
-
-
-class _Moves:
-    """The transfers of a program; equal plans share one."""
-
-    def __init__(self, devices: Sequence[Any]) -> None:
-        """Args: the devices of the cluster, by number."""
-        self._devices = devices
-        self._zeros: dict[Any, Any] = {}  # blocks that transfers between processes share
-        self._known: dict[Any, Callable[[Sequence[Any]], Sequence[Any]]] = {}
-
-    def call(self, plans: tuple[Any, ...]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-        """Moves arrays as planned, within this process or between several."""
-        if plans not in self._known:
-            here = jax.process_index()
-            numbers = {*plans[0].src_mesh.devices, *plans[0].dst_mesh.devices}
-            if all(self._devices[number].process_index == here for number in numbers):
-                self._known[plans] = Transfer(plans, self._devices)
-            else:
-                self._known[plans] = CrossProcessTransfer(plans, self._devices, self._zeros)
-        return self._known[plans]

@@ -122,9 +122,8 @@ class PipelineExecutable(Executable):
     # -- the back-end -----------------------------------------------------------------------------------------
 
     def _compile(self) -> tuple[Any, ...]:
-        pipeline = self._compiler.compile()
-        self._items, self._initial = pipeline.items, pipeline.initial
-        return pipeline.compiled
+        compiled, self._items, self._initial = self._compiler.compile()
+        return compiled
 
     def lowered(self) -> Iterator[jax.stages.Lowered]:
         """Each executable lowered for its submesh, whose devices may be those of a topology that is described alone."""
@@ -147,7 +146,13 @@ class PipelineExecutable(Executable):
         return buffers
 
     def _execute(self, buffers: list[Any]) -> list[Any]:
-        self._dispatch(buffers, self._tracker() if watchdog.active else None)
+        watch = None
+        if watchdog.active:
+            items, program = self._items, self._program
+            watch = watchdog.track_instructions(
+                lambda number: describe(program, items[number].source), [item.outputs for item in items]
+            )
+        self._dispatch(buffers, watch)
         outputs = [buffers[i] for i in self._program.outputs]
         shared = [n for n in self._shared if outputs[n] is not None]
         for n, copied in zip(shared, placement.fresh([outputs[n] for n in shared]), strict=True):
@@ -155,12 +160,6 @@ class PipelineExecutable(Executable):
         for n in self._unlabelled:
             outputs[n] = _jax.array_with_weak_type(outputs[n], self._traced.outputs[n].weak)
         return outputs if self._remote is None else self._remote.complete(outputs)
-
-    def _tracker(self) -> Watch | None:
-        """Returns the watchdog's tracker of the instructions."""
-        return watchdog.track_instructions(
-            lambda number: describe(self._program, self._items[number].source), [item.outputs for item in self._items]
-        )
 
     def _dispatch(self, buffers: list[Any], watch: Watch | None = None) -> None:
         """Walks the items. Nothing but `buffers` holds a buffer, so that what is dropped there is free."""

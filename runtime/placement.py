@@ -16,6 +16,7 @@ call, with a warning once it comes again: even if it is read-only, other views o
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
@@ -102,22 +103,27 @@ def prepare_donation(
 @_jax.without_mesh()
 def copies(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
     """Returns copies of the leaves with these shardings that share no memory with anything."""
-    sizes = [np.size(leaf) * getattr(getattr(leaf, "dtype", None), "itemsize", 4) for leaf in leaves]
-    limit = max([sum(sizes) // _GROUPS, *sizes]) if sizes else 0
     out: list[jax.Array] = []
-    start = 0
-    while start < len(leaves):
-        stop, total = start + 1, sizes[start]
-        while stop < len(leaves) and total + sizes[stop] <= limit:
-            total += sizes[stop]
-            stop += 1
-        put = fresh(global_array.put(leaves[start:stop], shardings[start:stop]))
-        if any(isinstance(leaves[i], np.ndarray) for i in range(start, stop)):
+    for group in in_groups([np.size(leaf) * getattr(getattr(leaf, "dtype", None), "itemsize", 4) for leaf in leaves]):
+        put = fresh(global_array.put(leaves[group.start : group.stop], shardings[group.start : group.stop]))
+        if any(isinstance(leaves[i], np.ndarray) for i in group):
             jax.block_until_ready(put)  # what was put may be the caller's memory, which the caller may write next
         out.extend(put)
         del put
-        start = stop
     return out
+
+
+def in_groups(sizes: Sequence[int]) -> list[range]:
+    """Returns ranges of positions, each with about an eighth of the bytes, or no more than the largest item has."""
+    limit = max([sum(sizes) // _GROUPS, *sizes])
+    stops = []
+    held = 0
+    for n, size in enumerate(sizes):
+        if held + size > limit:
+            stops.append(n)
+            held = 0
+        held += size
+    return [range(*ends) for ends in itertools.pairwise([0, *stops, len(sizes)])]
 
 
 @_jax.without_mesh()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,13 +10,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.graph import Lit, Traced
-from alpa_lite.report import log_messages, progress
 from alpa_lite.runtime import callbacks, global_array, placement, state_aliasing
 from alpa_lite.runtime.binding import Buffers
-from alpa_lite.runtime.compile import Call, FlatFunction, picker
+from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker
 from alpa_lite.runtime.step import Executable, LoadOptions
-
-logger = logging.getLogger(__name__)
 
 
 class SingleExecutable(Executable):
@@ -67,10 +62,8 @@ class SingleExecutable(Executable):
         in_place = {n: n for n in state_aliasing.donated_arguments(traced, in_specs, out_specs, "auto")}
         if not in_place.keys() >= set(donated):  # another donated argument may share a buffer: each call has to look
             in_place = {}
-        inputs_of = [(n,) for n in range(count)]
-        buffers = Buffers(
-            inputs_of, self._in_shardings.__getitem__, frozenset(donated), in_place, takes_uncommitted=True
-        )
+        inputs_of, sharding = [(n,) for n in range(count)], self._in_shardings.__getitem__
+        buffers = Buffers(inputs_of, sharding, frozenset(donated), in_place, takes_uncommitted=True)
         calls_back = calls_back and mesh.size > 1
         weak = [output.weak for output in traced.outputs]
         self._function = FlatFunction(
@@ -86,16 +79,11 @@ class SingleExecutable(Executable):
         yield self._function.lower()
 
     def _compile(self) -> tuple[Any, ...]:
-        start, name = time.perf_counter(), self._traced.name
-        with progress.planning(f"compiling {name}") as report:
-            report.count("executables compiled", 0, 1)
-            count = len(self._traced.arguments)
-            constants: list[Any] = placement.copies(self._traced.graph.constants, self._in_shardings[count:])
-            compiled, self._call = self._function.compile(self._options.compiler_options)
-        logger.info(log_messages.compiled(name, 1, time.perf_counter() - start))
+        (compiled,), (self._call,) = compile_all(self._traced.name, [self._function], self._options.compiler_options)
+        constants = self._traced.graph.constants
+        self._constants = placement.copies(constants, self._in_shardings[len(self._traced.arguments) :])
         if self._function.calls_back:
-            constants += global_array.put([np.int32(-1)], [NamedSharding(self.mesh, PartitionSpec())])
-        self._constants = constants
+            self._constants += global_array.put([np.int32(-1)], [NamedSharding(self.mesh, PartitionSpec())])
         return (compiled,)
 
     def _start(self, leaves: Sequence[Any]) -> list[Any]:

@@ -1,14 +1,12 @@
 """State whose buffers a step overwrites: which arguments are donated, and which come back where the next call reads
-them.
+them. Known from the program alone, before anything runs.
 
 On one mesh, XLA reuses a donated buffer for an output of the same type and sharding, and for no other; JAX warns of a
 donated buffer that no output can use. So "auto" donates the state leaves whose new value has their sharding, and of the
 arguments that a user names those are donated that find such an output. JAX gives the buffers to the outputs of their
 type in order. Where a leaf's new value is written over another leaf, XLA copies the old values that are still to be
-read; so donated arguments are in the order of the outputs that replace them.
-
-In a pipeline the program says which buffers end where. State that comes back in place needs no check by the next call,
-as long as it is the same state; this is known from the program alone, before anything runs.
+read; so donated arguments are in the order of the outputs that replace them. In a pipeline the program says which
+buffers end where.
 """
 
 from __future__ import annotations
@@ -42,10 +40,8 @@ def donated_arguments(
         return tuple(aval.shape), aval.dtype, layout_of_spec(spec, len(aval.shape))
 
     arguments = [kind(values[number], spec) for number, spec in zip(block.inputs, in_specs, strict=False)]
-    outputs = [
-        kind(values[atom] if isinstance(atom, int) else atom.aval, spec)
-        for atom, spec in zip(block.outputs, out_specs, strict=True)
-    ]
+    atoms = [values[atom] if isinstance(atom, int) else atom.aval for atom in block.outputs]
+    outputs = list(map(kind, atoms, out_specs))
     if isinstance(donate, str):
         if donate != "auto":
             raise OptionError(f'donate_argnums is {donate!r}; give "auto", an int or a tuple of ints')
@@ -93,21 +89,3 @@ def shared_outputs(program: Program, traced: Traced) -> list[int]:
         if n in state:
             held.add(buffer)
     return sorted(found)
-
-
-def pieces_of(traced: Traced) -> list[tuple[int, ...]]:
-    """Returns for each flat argument of the user's step the arguments of the program that it consists of."""
-    if traced.stacked is None:
-        return [(n,) for n in range(len(traced.arguments))]
-    return [pieces.numbers for pieces in traced.stacked.arguments]
-
-
-def user_state(traced: Traced) -> list[tuple[int, int]]:
-    """Returns (argument, result) of state, by the flat arguments and results of the user's step."""
-    new_value = {argument: output for output, argument in traced.state}
-    if traced.stacked is None:
-        return list(new_value.items())
-    result_of = {pieces.numbers[0]: n for n, pieces in enumerate(traced.stacked.results)}
-    return [
-        (n, result_of[new_value[numbers[0]]]) for n, numbers in enumerate(pieces_of(traced)) if numbers[0] in new_value
-    ]

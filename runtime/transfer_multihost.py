@@ -30,7 +30,7 @@ from alpa_lite.passes.programs.rounds import Part, Round, rounds
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan
 from alpa_lite.runtime import backpressure
 from alpa_lite.runtime.compile import compile_lowered
-from alpa_lite.runtime.meshes import mesh_of
+from alpa_lite.runtime.meshes import submesh_of
 from alpa_lite.runtime.transfer import compile_reshard
 
 _AXIS = "union"
@@ -237,11 +237,9 @@ class CrossProcessTransfer:
           devices: the devices of the cluster, by number.
           zeros: as for `PermuteTransfer`.
         """
-        source, destination = plans[0].src_mesh, plans[0].dst_mesh
-        numbers = sorted({*source.devices, *destination.devices})
+        start, end = submesh_of(plans[0].src_mesh, devices), submesh_of(plans[0].dst_mesh, devices)
+        numbers = sorted({*plans[0].src_mesh.devices, *plans[0].dst_mesh.devices})
         union = [devices[n] for n in numbers]
-        start = mesh_of(source.mesh, [devices[n] for n in source.devices])
-        end = mesh_of(destination.mesh, [devices[n] for n in destination.devices])
         self._keys = {n: plan.dtype for n, plan in enumerate(plans) if _is_key(plan.dtype)}
         specs = []
         for plan in plans:
@@ -256,10 +254,7 @@ class CrossProcessTransfer:
             specs.append(spec_between(shape, dtype, *ends, union, parts))
         self._permute = PermuteTransfer(specs, list(start.devices.flat), union, zeros)
         self._starts_here = any(device.process_index == jax.process_index() for device in start.devices.flat)
-        self._resharded = [n for n, plan in enumerate(plans) if plan.steps]
-        self._reshard: Any = None
-        if self._resharded and self._permute.lands_here:
-            self._reshard = compile_reshard([plans[n] for n in self._resharded], end)
+        self._reshard = compile_reshard(plans, end) if self._permute.lands_here else None
 
     def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays on the destination's submesh, each in its `dst` layout; None where they do not land.
@@ -275,10 +270,7 @@ class CrossProcessTransfer:
         out = list(moved)
         for n, dtype in self._keys.items():
             out[n] = jax.random.wrap_key_data(out[n], impl=_jax.key_kind(dtype)[0])
-        if self._reshard is not None:
-            for n, array in zip(self._resharded, self._reshard(*[out[n] for n in self._resharded]), strict=True):
-                out[n] = array
-        return out
+        return out if self._reshard is None else self._reshard(out)
 
 
 def _is_key(dtype: Any) -> bool:
