@@ -7,6 +7,7 @@ the buffer.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +17,13 @@ import jax
 from jax.sharding import NamedSharding
 
 from alpa_lite.graph import Traced
+from alpa_lite.paths import shown
+from alpa_lite.report import units
 from alpa_lite.runtime import global_array, placement
 from alpa_lite.runtime.placement import DeviceCopies, is_placed
 from alpa_lite.runtime.signatures import check_leaf
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,12 +87,7 @@ class ArgumentBinder:
     """The slots of a program's arguments."""
 
     def __init__(self, traced: Traced, buffers: Buffers, steady: Collection[int], copies: DeviceCopies) -> None:
-        """Args:
-        traced: the step.
-        buffers: of its program.
-        steady: the arguments that need no look when the state is what the last call returned.
-        copies: of frozen weights.
-        """
+        """Args: `steady` are the arguments that need no look when the state is that which the last call returned."""
         self._name, self._arguments, self._copies = traced.name, traced.arguments, copies
         self._avals = [traced.graph.values[v].aval for v in traced.graph.block.inputs[: len(traced.arguments)]]
         self._takes_uncommitted = buffers.takes_uncommitted
@@ -107,9 +107,7 @@ class ArgumentBinder:
         """Fills the buffers. Puts and copies what is not placed as planned; logs if it has to move state.
 
         Args:
-          buffers: of the program.
           leaves: the arguments of the program.
-          may_overwrite: of an array.
           steady: whether the buffers of steady state are filled.
 
         Raises:
@@ -117,15 +115,11 @@ class ArgumentBinder:
         """
         if not steady:
             self._check(leaves)
-            state = {n: one for n, one in self._first.items() if self._arguments[n].role == "state"}
-            paths = [self._arguments[n].path for n in state]
-            taken, first = [leaves[n] for n in state], not self._called
-            placement.warn_if_resharded(self._name, taken, list(state.values()), paths, first=first)
-            self._called = True
+            self._warn_if_resharded(leaves)
         for n in self._unread:
             check_leaf(leaves[n], self._avals[n])
         moved: list[Slot] = []
-        donated: list[Slot] = []
+        copied: list[Slot] = []
         for slot in self._rest if steady else self._slots:
             leaf = leaves[slot.argument]
             array = slot.recall(leaf)
@@ -133,12 +127,18 @@ class ArgumentBinder:
                 check_leaf(leaf, self._avals[slot.argument])
                 if not slot.concerns_this_process(leaf):
                     continue
-                array = None if slot.donated else self._placed(slot, leaf)
+                if slot.donated:
+                    array = leaf if may_overwrite(leaf) and is_placed(leaf, slot.sharding) else None
+                else:
+                    array = self._placed(slot, leaf)
                 if array is None:
-                    (donated if slot.donated else moved).append(slot)
+                    (copied if slot.donated else moved).append(slot)
             buffers[slot.buffer] = array
-        _fill(buffers, moved, leaves, lambda taken, where: global_array.put(placement.snapshot(taken), where))
-        _fill(buffers, donated, leaves, lambda taken, where: placement.prepare_donation(taken, where, may_overwrite))
+        for slots, put in ((moved, _put), (copied, placement.copies)):
+            if slots:
+                arrays = put([leaves[slot.argument] for slot in slots], [slot.sharding for slot in slots])
+                for slot, array in zip(slots, arrays, strict=True):
+                    buffers[slot.buffer] = array
 
     def copy_all(self, leaves: list[Any]) -> list[Any]:
         """Replaces the leaves by copies where the program reads them first, and returns the copies.
@@ -165,15 +165,33 @@ class ArgumentBinder:
             slot.remember(leaf, array)
         return array
 
+    def _warn_if_resharded(self, leaves: Sequence[Any]) -> None:
+        """Logs a warning with the bytes of state that a call has to move to where the plan reads it.
+
+        The first call has to place arrays of the host and of one device: of it only those on several devices count.
+        """
+        first, self._called = not self._called, True
+        moved = [
+            (leaf.nbytes, argument.path)
+            for n, (leaf, argument) in enumerate(zip(leaves, self._arguments, strict=True))
+            if argument.role == "state" and n in self._first and hasattr(leaf, "nbytes")
+            and not is_placed(leaf, self._first[n])
+            and (not first or (isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1))
+        ]  # fmt: skip
+        if moved:
+            size, path = max(moved)
+            logger.warning(
+                "%s moves %s of state in this call: %s leaves do not lie as its plan wants them, the largest of them "
+                "%s of %s. Pass on what the last call returned, or what step.place or step.init returned",
+                self._name, units.exact_bytes(sum(size for size, _ in moved)), len(moved), shown(path),
+                units.nbytes(size),
+            )  # fmt: skip
+
     def _check(self, leaves: Sequence[Any]) -> None:
         """Raises NewSignature unless the leaves have the planned shapes and dtypes."""
         for leaf, aval in zip(leaves, self._avals, strict=True):
             check_leaf(leaf, aval)
 
 
-def _fill(
-    buffers: list[Any], slots: Sequence[Slot], leaves: Sequence[Any], put: Callable[[list[Any], list[Any]], Any]
-) -> None:
-    arrays = put([leaves[slot.argument] for slot in slots], [slot.sharding for slot in slots]) if slots else ()
-    for slot, array in zip(slots, arrays, strict=True):
-        buffers[slot.buffer] = array
+def _put(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    return global_array.put(placement.snapshot(leaves), shardings)

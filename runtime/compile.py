@@ -35,11 +35,7 @@ Call = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 def compile_lowered(
     lowered: jax.stages.Lowered, devices: Iterable[Any], options: Mapping[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Returns the executable of a lowered program for these devices, from the cache if it is there.
-
-    Args:
-      options: for XLA.
-    """
+    """Returns the executable of a lowered program for these devices, from the cache if it is there."""
     with persistent_cache(devices):
         return _jax.accept_default_layouts(lowered.compile(dict(options or {}) or None))
 
@@ -65,8 +61,6 @@ class FlatFunction:
 
     Attributes:
       name: of the executable.
-      function: from the inputs to the results.
-      mesh: its devices.
       inputs, results: types, with shardings on the mesh.
       donated: the numbers of the inputs that are donated, in the order of the results that replace them.
       weak: for each result whether its dtype is weak.
@@ -132,12 +126,7 @@ class FlatFunction:
 def compile_all(
     step: str, functions: Sequence[FlatFunction], options: Mapping[str, Any]
 ) -> tuple[list[jax.stages.Compiled], list[Call]]:
-    """Returns the executables of a step, and how each is called; logs how long it took.
-
-    Args:
-      step: the name of the step.
-      options: for XLA.
-    """
+    """Returns the executables of a step of this name, and how each is called; logs how long it took."""
     start, made = time.perf_counter(), []
     with progress.planning(f"compiling {step}") as report:
         for done, function in enumerate(functions):

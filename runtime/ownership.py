@@ -109,10 +109,7 @@ class Disjoint:
     """
 
     def __init__(self, donated: Iterable[tuple[Any, Any]], has: Callable[[Any], bool]) -> None:
-        """Args:
-        donated: sharding and abstract value of the donated arguments.
-        has: whether the step made an array.
-        """
+        """Args: sharding and abstract value of the donated arguments, and whether the step made an array."""
         self._has = has
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._places: defaultdict[Any, list[int]] = defaultdict(list)  # by the type of the blocks
@@ -171,13 +168,7 @@ def any_deleted(leaves: Sequence[Any]) -> bool:
 
 
 def check_alive(leaves: Sequence[Any], arguments: Sequence[Argument], name: str) -> None:
-    """Raises DonatedError if a leaf was donated or deleted.
-
-    Args:
-      leaves: of a call.
-      arguments: of the step.
-      name: of the step.
-    """
+    """Raises DonatedError if a leaf of a call of the step `name` was donated or deleted."""
     if not any_deleted(leaves):
         return
     argument = next(one for leaf, one in zip(leaves, arguments, strict=True) if any_deleted((leaf,)))

@@ -40,7 +40,9 @@ from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.placement import DeviceCopies
 from alpa_lite.runtime.signatures import FORM, SETTINGS, STRUCTURE, WEAK, NewSignature, weak_flags
 from alpa_lite.runtime.stacked import StackedLeaves
-from alpa_lite.runtime.state_aliasing import Donate
+
+Donate = str | int | Sequence[int | str]
+"""The user's choice of donation: "auto", or positions and names of arguments."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +79,6 @@ class Executable(abc.ABC):
 
         Args:
           traced: the step, of which each argument is one of the program.
-          buffers: of the program.
           stacked: the leaves of the user's step that are several arguments here, if there are any.
         """
         assert traced.calling is not None
@@ -275,10 +276,6 @@ class Executable(abc.ABC):
     def _bind(self, leaves: Sequence[Any], steady: bool) -> list[Any]:
         """All buffers at the start of a step. Takes the leaves that are placed, and copies what it will donate.
 
-        Args:
-          leaves: of the user's call.
-          steady: whether the state needs no look.
-
         Raises:
           NewSignature: a leaf has another shape or dtype.
         """
@@ -313,13 +310,7 @@ class Executable(abc.ABC):
         return self._bind(leaves, steady=False)
 
     def _split(self, leaves: Sequence[Any], may_overwrite: Callable[[Any], bool], *, add: bool) -> Sequence[Any]:
-        """The arguments of the program: stacked leaves in the parts that stages own.
-
-        Args:
-          leaves: of the user's call.
-          may_overwrite: of an array.
-          add: whether the parts become the step's own.
-        """
+        """The arguments of the program: stacked leaves in the parts that stages own, which `add` makes the step's."""
         if self._stacked is None:
             return leaves
         parts = self._stacked.split(leaves, may_overwrite)

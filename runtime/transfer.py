@@ -56,7 +56,6 @@ class Transfer:
             raise ValueError("plans of one transfer are between the same two submeshes; make a transfer for each pair")
         source, destination = submesh_of(plans[0].src_mesh, devices), submesh_of(plans[0].dst_mesh, devices)
         self._expected = [NamedSharding(source, spec_of(plan.src)) for plan in plans]
-        self._seen: list[Any] = [None] * len(plans)
         self._landings = [NamedSharding(destination, spec_of(plan.landing)) for plan in plans]
         self._shapes = [plan.shape for plan in plans]
         self._whole = [i for i, plan in enumerate(plans) if plan.equal]
@@ -80,9 +79,12 @@ class Transfer:
         Raises:
           ValueError: an array is sharded otherwise. (It would arrive permuted, or through the host.)
         """
-        for i, array in enumerate(arrays):
-            if array.sharding is not self._seen[i]:
-                self._check(i, array)
+        for i, (array, expected) in enumerate(zip(arrays, self._expected, strict=True)):
+            if not array.sharding.is_equivalent_to(expected, array.ndim):
+                raise ValueError(
+                    f"arrays[{i}] lies as {array.sharding}, but the transfer was planned from {expected}; give the "
+                    "executable that makes it these output shardings"
+                )
         held: list[Any] = [shard.data for i in self._split for shard in arrays[i].addressable_shards]
         for cut, numbers in self._cuts:
             held += cut(*[held[n] for n in numbers])
@@ -97,16 +99,6 @@ class Transfer:
             parts = [here[n] for n in numbers]
             out[i] = jax.make_array_from_single_device_arrays(self._shapes[i], self._landings[i], parts)
         return out if self._reshard is None else self._reshard(out)
-
-    def _check(self, position: int, array: jax.Array) -> None:
-        """Compares an array's sharding with the planned one. Executables hand out one object: it is met once."""
-        expected = self._expected[position]
-        if not array.sharding.is_equivalent_to(expected, array.ndim):
-            raise ValueError(
-                f"arrays[{position}] lies as {array.sharding}, but the transfer was planned from {expected}; give the "
-                "executable that makes it these output shardings"
-            )
-        self._seen[position] = array.sharding
 
     def _plan_cuts(self, plans: Sequence[TransferPlan], devices: Sequence[Any]) -> dict[tuple[int, int], int]:
         """Compiles one function for each device that sends parts of its blocks.

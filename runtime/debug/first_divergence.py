@@ -136,12 +136,13 @@ class _Search:
 
     def _chunk(self, body: Body, first: int, known: dict[int, Any]) -> tuple[int, list[int]]:
         """The end of the next chunk, and the registers that judging it takes."""
-        wanted: dict[int, int] = {}  # with their bytes
-        stop = first
-        while stop < len(body.instructions) and (stop == first or sum(wanted.values()) < CHUNK):
+        wanted: dict[int, None] = {}
+        size, stop = 0, first
+        while stop < len(body.instructions) and (size < CHUNK or stop == first):
             item = body.instructions[stop]
             new = {*reads(item), *writes(item)} - known.keys() - wanted.keys()
-            wanted |= {register: self._bytes(item, register) for register in sorted(new)}
+            wanted |= dict.fromkeys(sorted(new))
+            size += sum(self._bytes(item, register) for register in new)
             stop += 1
         return stop, list(wanted)
 
@@ -271,13 +272,10 @@ class _Search:
 def first_difference(
     program: LocalProgram, traced: Traced, mesh: Mesh, leaves: Sequence[Any], limit: float
 ) -> Difference | None:
-    """The first instruction of a local program that differs.
+    """The first instruction of a local program that differs from its stage as traced by more than a relative error.
 
     Args:
-      program, traced: of one stage.
-      mesh: its devices.
       leaves: its flat arguments and constants, whole.
-      limit: the relative error that counts as rounding.
     """
     search = _Search(program, traced, mesh, limit, {})
     raw = {r: search.placed(r, leaf) for r, leaf in zip(program.body.inputs, leaves, strict=True)}
