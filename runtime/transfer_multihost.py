@@ -7,8 +7,8 @@ the one order of the plan (`processes.ordering`).
 Every device of the union gives a block and gets one, since all run one program: a device that sends nothing gives a
 block of zeros, which is made once and kept; what a device gets that receives nothing is dropped at once. The pieces
 travel in rounds (`programs.rounds`). An array of the union is a list of blocks along dim 0, so that arrays of either
-end become arrays of the union, and back, without a copy. (An array
-without dims has no such dim: it is called replicated, which nobody relies on.)
+end become arrays of the union, and back, without a copy. (An array without dims has no such dim: it is called
+replicated, which nobody relies on.)
 """
 
 from __future__ import annotations
