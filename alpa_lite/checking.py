@@ -144,7 +144,7 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
     if all(leaf.ok for leaf in leaves):
         return Checked(leaves)
     limit = reference.least_exact(compiled.source) if rtol is None else rtol
-    return _searched(leaves, compiled.staged, reference.flat_arguments(compiled.source, args, kwargs), limit)
+    return _searched(leaves, compiled.staged, written.leaves, limit)
 
 
 def _searched(leaves: tuple[LeafError, ...], staged: Any, arguments: Sequence[Any], limit: float) -> Checked:

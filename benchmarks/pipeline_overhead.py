@@ -40,8 +40,7 @@ import numpy as np
 
 import alpa_lite
 from alpa_lite.passes.stages import packing
-from alpa_lite.runtime.compile_pipeline import Launch, Move
-from alpa_lite.runtime.pipeline import PipelineExecutable
+from alpa_lite.runtime.pipeline import Launch, Move, PipelineExecutable
 from alpa_lite.runtime.transfer import Transfer
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_overhead.json"

@@ -177,7 +177,7 @@ def instrumented(executable: Any, clocks: Any) -> tuple[int, Calls]:
     Returns:
       The runs of this process, and what calls executables now.
     """
-    from alpa_lite.runtime.compile_pipeline import Launch, Move
+    from alpa_lite.runtime.pipeline import Launch, Move
     from alpa_lite.runtime.transfer_multihost import CrossProcessTransfer
     from benchmarks import pipeline_overhead
 

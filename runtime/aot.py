@@ -53,8 +53,7 @@ class Target:
     Attributes:
       platform: "tpu" or "cuda".
       kind: the generation of the TPU, or the file that describes the GPU.
-      shape: the devices along each dim of the slice; of GPUs the nodes, and the GPUs of
-        each.
+      shape: the devices along each dim of the slice; of GPUs the nodes, and the GPUs of each.
       slices: TPU slices joined by a network; 1 of GPUs.
     """
 
@@ -174,20 +173,15 @@ def _cuda_devices(target: Target) -> list[Any]:
         config = Path(target.kind).read_text(encoding="utf-8")
     except OSError as error:
         raise OptionError(f"--target {target}: {target.kind!r} cannot be read: {error.strerror}") from error
-    names = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13", "jax_cuda12_plugin", "jax_cuda13_plugin")
-    if not any(_found(name) for name in names):
+    names = ["jax_cuda12_plugin", "jax_cuda13_plugin"]
+    if importlib.util.find_spec("jax_plugins") is not None:
+        names += ["jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"]
+    if not any(map(importlib.util.find_spec, names)):
         raise OptionError(
             f"--target {target}: JAX's CUDA plugin is not installed; pip install 'alpa-lite[cuda-verify]'"
         )
     shape = "1x" + "x".join(map(str, target.shape))
     return _described(target, "cuda", "", {"target_config": config, "topology": shape})
-
-
-def _found(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _described(target: Target, platform: str, name: str, more: dict[str, Any]) -> list[Any]:

@@ -39,7 +39,6 @@ def throttle(call: Callable[..., Any], devices: Iterable[Any], *, unread: bool =
     have one device here, for each device.
 
     Args:
-      call: returns arrays.
       devices: of the program, of all processes.
       unread: whether the results may be dropped at once, as those of a transfer are by its sender.
 
@@ -64,11 +63,7 @@ def throttle(call: Callable[..., Any], devices: Iterable[Any], *, unread: bool =
 
 
 def drain(results: Iterable[Any]) -> None:
-    """Waits on CPU devices, if there are several here, until the programs that a step has launched are done.
-
-    Args:
-      results: of the step, those that are here.
-    """
+    """Waits on CPU devices, if there are several here, until the programs that a step has launched are done."""
     if _has_to_drain():
         unread = [one for last in _unread.values() for one in last if not one.is_deleted()]  # else a later run has it
         jax.block_until_ready([*results, *unread])

@@ -7,6 +7,7 @@ the buffer.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +17,13 @@ import jax
 from jax.sharding import NamedSharding
 
 from alpa_lite.graph import Traced
+from alpa_lite.paths import shown
+from alpa_lite.report import units
 from alpa_lite.runtime import global_array, placement
 from alpa_lite.runtime.placement import DeviceCopies, is_placed
-from alpa_lite.runtime.signatures import STRUCTURE, NewSignature, check_leaf
+from alpa_lite.runtime.signatures import check_leaf
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,19 +58,13 @@ class Slot:
       argument: its number.
       buffer: the number of the buffer.
       sharding: of the buffer.
-      aval: the planned type.
       donated: whether a run overwrites the buffer.
-      frozen: whether the argument is a frozen weight.
-      takes_uncommitted: as of `Buffers`.
     """
 
     argument: int
     buffer: int
     sharding: NamedSharding
-    aval: Any
     donated: bool
-    frozen: bool
-    takes_uncommitted: bool
     _last: tuple[weakref.ref[Any], weakref.ref[Any]] | None = field(default=None, init=False)
 
     def recall(self, leaf: Any) -> Any:
@@ -73,19 +72,9 @@ class Slot:
         last = self._last
         return last[1]() if last is not None and last[0]() is leaf else None
 
-    def place(self, leaf: Any, device_copies: DeviceCopies) -> Any:
-        """Returns the array that stands for a leaf, or None if it has to be put there by this call."""
-        if self.frozen:
-            array = device_copies.get(leaf, self.sharding)
-        else:
-            array = leaf if is_placed(leaf, self.sharding, own_mesh=False) else None
-        if array is None and self.takes_uncommitted and not getattr(leaf, "committed", isinstance(leaf, jax.Array)):
-            if not isinstance(leaf, jax.Array):
-                return placement.snapshot([leaf])[0]
-            array = leaf
-        if array is not None:
-            self._last = weakref.ref(leaf), weakref.ref(array)
-        return array
+    def remember(self, leaf: Any, array: Any) -> None:
+        """Records the array that stands for a leaf which cannot change."""
+        self._last = weakref.ref(leaf), weakref.ref(array)
 
     def concerns_this_process(self, leaf: Any) -> bool:
         """Returns whether a device of this process reads the leaf, or has to send it to those that do."""
@@ -98,51 +87,58 @@ class ArgumentBinder:
     """The slots of a program's arguments."""
 
     def __init__(self, traced: Traced, buffers: Buffers, steady: Collection[int], copies: DeviceCopies) -> None:
-        """Args:
-        traced: the step.
-        buffers: of its program.
-        steady: the arguments that need no look when the state is what the last call returned.
-        copies: of frozen weights.
-        """
-        values, block = traced.graph.values, traced.graph.block
+        """Args: `steady` are the arguments that need no look when the state is that which the last call returned."""
         self._name, self._arguments, self._copies = traced.name, traced.arguments, copies
-        self._avals = [values[number].aval for number in block.inputs[: len(traced.arguments)]]
+        self._avals = [traced.graph.values[v].aval for v in traced.graph.block.inputs[: len(traced.arguments)]]
+        self._takes_uncommitted = buffers.takes_uncommitted
         self._slots = [
-            Slot(
-                n, b, buffers.sharding(b), self._avals[n],
-                donated=b in buffers.donated,
-                frozen=traced.arguments[n].role == "frozen",
-                takes_uncommitted=buffers.takes_uncommitted,
-            )
-            for n, group in enumerate(buffers.inputs) for b in group
-        ]  # fmt: skip
+            Slot(n, b, buffers.sharding(b), b in buffers.donated)
+            for n, group in enumerate(buffers.inputs)
+            for b in group
+        ]
         self._rest = [slot for slot in self._slots if slot.argument not in steady]
-        self._unread = [n for n, group in enumerate(buffers.inputs) if not group]
+        self._first = {slot.argument: slot.sharding for slot in reversed(self._slots)}  # where each is read first
+        self._unread = [n for n in range(len(self._avals)) if n not in self._first]
         self._called = False
 
-    def bind_rest(self, buffers: list[Any], leaves: Sequence[Any], may_overwrite: Callable[[Any], bool]) -> None:
-        """Fills the buffers of all arguments but steady state. Puts and copies what is not placed as planned.
+    def bind(
+        self, buffers: list[Any], leaves: Sequence[Any], may_overwrite: Callable[[Any], bool], steady: bool
+    ) -> None:
+        """Fills the buffers. Puts and copies what is not placed as planned; logs if it has to move state.
 
         Args:
-          buffers: of the program.
           leaves: the arguments of the program.
-          may_overwrite: of an array.
+          steady: whether the buffers of steady state are filled.
 
         Raises:
           NewSignature: a leaf has another shape or dtype.
         """
-        self._bind(self._rest, buffers, leaves, may_overwrite)
-
-    def bind_all(self, buffers: list[Any], leaves: Sequence[Any], may_overwrite: Callable[[Any], bool]) -> None:
-        """Fills the buffers of all arguments, as `bind_rest`; logs if it has to move state."""
-        self._check(leaves)
-        first = {slot.argument: slot for slot in reversed(self._slots)}
-        state = [slot for n, slot in first.items() if self._arguments[n].role == "state"]
-        paths = [self._arguments[slot.argument].path for slot in state]
-        taken, shardings = [leaves[slot.argument] for slot in state], [slot.sharding for slot in state]
-        placement.warn_if_resharded(self._name, taken, shardings, paths, first=not self._called)
-        self._called = True
-        self._bind(self._slots, buffers, leaves, may_overwrite)
+        if not steady:
+            self._check(leaves)
+            self._warn_if_resharded(leaves)
+        for n in self._unread:
+            check_leaf(leaves[n], self._avals[n])
+        moved: list[Slot] = []
+        copied: list[Slot] = []
+        for slot in self._rest if steady else self._slots:
+            leaf = leaves[slot.argument]
+            array = slot.recall(leaf)
+            if array is None:
+                check_leaf(leaf, self._avals[slot.argument])
+                if not slot.concerns_this_process(leaf):
+                    continue
+                if slot.donated:
+                    array = leaf if may_overwrite(leaf) and is_placed(leaf, slot.sharding) else None
+                else:
+                    array = self._placed(slot, leaf)
+                if array is None:
+                    (copied if slot.donated else moved).append(slot)
+            buffers[slot.buffer] = array
+        for slots, put in ((moved, _put), (copied, placement.copies)):
+            if slots:
+                arrays = put([leaves[slot.argument] for slot in slots], [slot.sharding for slot in slots])
+                for slot, array in zip(slots, arrays, strict=True):
+                    buffers[slot.buffer] = array
 
     def copy_all(self, leaves: list[Any]) -> list[Any]:
         """Replaces the leaves by copies where the program reads them first, and returns the copies.
@@ -150,45 +146,52 @@ class ArgumentBinder:
         Leaves that it never reads stay as they are.
         """
         self._check(leaves)
-        first = {slot.argument: slot.sharding for slot in reversed(self._slots)}
-        copied = placement.copies([leaves[n] for n in first], list(first.values()))
-        for n, array in zip(first, copied, strict=True):
+        copied = placement.copies([leaves[n] for n in self._first], list(self._first.values()))
+        for n, array in zip(self._first, copied, strict=True):
             leaves[n] = array
         return copied
 
-    def _bind(
-        self, slots: Sequence[Slot], buffers: list[Any], leaves: Sequence[Any], may_overwrite: Callable[[Any], bool]
-    ) -> None:
-        for n in self._unread:
-            check_leaf(leaves[n], self._avals[n])
-        moved: list[Slot] = []
-        donated: list[Slot] = []
-        for slot in slots:
-            leaf = leaves[slot.argument]
-            array = slot.recall(leaf)
-            if array is None:
-                check_leaf(leaf, slot.aval)
-                if not slot.concerns_this_process(leaf):
-                    continue
-                array = None if slot.donated else slot.place(leaf, self._copies)
-                if array is None:
-                    (donated if slot.donated else moved).append(slot)
-            buffers[slot.buffer] = array
+    def _placed(self, slot: Slot, leaf: Any) -> Any:
+        """The array that stands for a leaf, or None if it has to be put by this call."""
+        if self._arguments[slot.argument].role == "frozen":
+            array = self._copies.get(leaf, slot.sharding)
+        else:
+            array = leaf if is_placed(leaf, slot.sharding, own_mesh=False) else None
+        if array is None and self._takes_uncommitted and not getattr(leaf, "committed", isinstance(leaf, jax.Array)):
+            if not isinstance(leaf, jax.Array):
+                return placement.snapshot([leaf])[0]
+            array = leaf
+        if array is not None:
+            slot.remember(leaf, array)
+        return array
+
+    def _warn_if_resharded(self, leaves: Sequence[Any]) -> None:
+        """Logs a warning with the bytes of state that a call has to move to where the plan reads it.
+
+        The first call has to place arrays of the host and of one device: of it only those on several devices count.
+        """
+        first, self._called = not self._called, True
+        moved = [
+            (leaf.nbytes, argument.path)
+            for n, (leaf, argument) in enumerate(zip(leaves, self._arguments, strict=True))
+            if argument.role == "state" and n in self._first and hasattr(leaf, "nbytes")
+            and not is_placed(leaf, self._first[n])
+            and (not first or (isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1))
+        ]  # fmt: skip
         if moved:
-            taken = placement.snapshot([leaves[slot.argument] for slot in moved])
-            _fill(buffers, moved, global_array.put(taken, [slot.sharding for slot in moved]))
-        if donated:
-            taken, shardings = [leaves[slot.argument] for slot in donated], [slot.sharding for slot in donated]
-            _fill(buffers, donated, placement.prepare_donation(taken, shardings, may_overwrite))
+            size, path = max(moved)
+            logger.warning(
+                "%s moves %s of state in this call: %s leaves do not lie as its plan wants them, the largest of them "
+                "%s of %s. Pass on what the last call returned, or what step.place or step.init returned",
+                self._name, units.exact_bytes(sum(size for size, _ in moved)), len(moved), shown(path),
+                units.nbytes(size),
+            )  # fmt: skip
 
     def _check(self, leaves: Sequence[Any]) -> None:
         """Raises NewSignature unless the leaves have the planned shapes and dtypes."""
-        if len(leaves) != len(self._avals):
-            raise NewSignature(STRUCTURE)
         for leaf, aval in zip(leaves, self._avals, strict=True):
             check_leaf(leaf, aval)
 
 
-def _fill(buffers: list[Any], slots: Sequence[Slot], arrays: Sequence[Any]) -> None:
-    for slot, array in zip(slots, arrays, strict=True):
-        buffers[slot.buffer] = array
+def _put(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
+    return global_array.put(placement.snapshot(leaves), shardings)

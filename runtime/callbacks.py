@@ -76,9 +76,7 @@ def calls_back(instructions: Iterable[Instruction]) -> bool:
 def locate_callbacks(function: Callable[..., Any], name: str, failures: Failures | None) -> Callable[..., Any]:
     """Returns `function` with its callbacks wrapped, and with the number of the micro-batch, int32, as last argument.
 
-    Args:
-      name: of the executable, for messages.
-      failures: where wrappers note what was raised; None if they raise it.
+    The wrappers note in `failures` what was raised; without these, they raise it.
     """
 
     def run(*arrays: Any) -> Any:
@@ -87,10 +85,9 @@ def locate_callbacks(function: Callable[..., Any], name: str, failures: Failures
         def replace(params: Any, source: Any, operands: Sequence[Any]) -> Any:
             if failures is not None:
                 _refuse_64_bits(name, [*params.get("result_avals", ()), *map(jax.typeof, operands)])
-            shapes = [(aval.shape, aval.dtype) for aval in params.get("result_avals", ())]
             line = _jax.source_line(source)
             line = f"at {line}" if line else _definition(params["callback"])
-            wrapped = _Located(params["callback"], name, line, shapes, failures)
+            wrapped = _located(params["callback"], name, line, params.get("result_avals", ()), failures)
             return {**params, "callback": wrapped}, [*operands, number]
 
         with _jax.replacing_callbacks(replace):
@@ -117,13 +114,9 @@ def _refuse_64_bits(name: str, avals: Iterable[Any]) -> None:
 def lower_failure_check(name: str, mesh: Mesh, results: Sequence[Any], failures: Failures) -> jax.stages.Lowered:
     """Lowers the program that raises on every device of a mesh if a callback failed on one.
 
-    It takes the number of the micro-batch and the results of an executable, and returns a flag and these results.
-
-    Args:
-      name: of the executable.
-      results: `jax.ShapeDtypeStruct`s with their shardings on the mesh.
+    It takes the number of the micro-batch and the results of the executable `name`, and returns a flag and these
+    results: `jax.ShapeDtypeStruct`s with their shardings on the mesh.
     """
-
     flag = jax.ShapeDtypeStruct((1,), np.int32)
 
     def look(microbatch: Any) -> Any:
@@ -157,36 +150,29 @@ def _definition(callback: Any) -> str:
     return f"defined at {'/'.join(code.co_filename.split(os.sep)[-2:])}:{code.co_firstlineno} ({code.co_name})"
 
 
-class _Located:
+def _located(
+    callback: Callable[..., Any], name: str, line: str, results: Sequence[Any], failures: Failures | None
+) -> Callable[..., Any]:
     """A user's callback whose errors name the executable, the micro-batch and its source line.
 
     The micro-batch is its last operand, or negative.
     """
 
-    def __init__(
-        self,
-        callback: Callable[..., Any],
-        name: str,
-        line: str,
-        shapes: Sequence[tuple[tuple[int, ...], Any]],
-        failures: Failures | None,
-    ) -> None:
-        self._callback, self._name, self._line = callback, name, line
-        self._shapes, self._failures = shapes, failures
-
-    def __call__(self, *operands: Any) -> Any:
+    def call(*operands: Any) -> Any:
         *own, number = operands
         microbatch = int(number)
         try:
-            return self._callback(*own)
+            return callback(*own)
         except Exception as error:
             part = f", micro-batch {microbatch}" if microbatch >= 0 else ""
-            line = f" ({self._line})" if self._line else ""
-            located = ExecutionError(f"{self._name}{part}: a callback raised {type(error).__name__}: {error}{line}")
+            where = f" ({line})" if line else ""
+            located = ExecutionError(f"{name}{part}: a callback raised {type(error).__name__}: {error}{where}")
             located.__cause__ = error
             if microbatch >= 0:
                 monitor.report_end(located)  # stages in other processes wait for what this one makes
-            if self._failures is None:
+            if failures is None:
                 raise located from error
-            self._failures.note(self._name, microbatch, located)
-            return [np.zeros(shape, dtype) for shape, dtype in self._shapes]
+            failures.note(name, microbatch, located)
+            return [np.zeros(aval.shape, aval.dtype) for aval in results]
+
+    return call

@@ -11,7 +11,9 @@ arrays to the outputs of their type in order, so that the order of the group dec
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +23,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
+from alpa_lite.report import log_messages, progress
 from alpa_lite.runtime import backpressure, callbacks
+
+logger = logging.getLogger(__name__)
 
 Call = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 """An executable, from the donated and the kept arrays to the results."""
@@ -30,11 +35,7 @@ Call = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 def compile_lowered(
     lowered: jax.stages.Lowered, devices: Iterable[Any], options: Mapping[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Returns the executable of a lowered program for these devices, from the cache if it is there.
-
-    Args:
-      options: for XLA.
-    """
+    """Returns the executable of a lowered program for these devices, from the cache if it is there."""
     with persistent_cache(devices):
         return _jax.accept_default_layouts(lowered.compile(dict(options or {}) or None))
 
@@ -60,8 +61,6 @@ class FlatFunction:
 
     Attributes:
       name: of the executable.
-      function: from the inputs to the results.
-      mesh: its devices.
       inputs, results: types, with shardings on the mesh.
       donated: the numbers of the inputs that are donated, in the order of the results that replace them.
       weak: for each result whether its dtype is weak.
@@ -122,3 +121,16 @@ class FlatFunction:
         lowered = callbacks.lower_failure_check(self.name, self.mesh, self.results, self.failures)
         check = compile_lowered(lowered, devices)
         return compiled, lambda donated, kept: check(kept[-1], *call(donated, kept))[1:]
+
+
+def compile_all(
+    step: str, functions: Sequence[FlatFunction], options: Mapping[str, Any]
+) -> tuple[list[jax.stages.Compiled], list[Call]]:
+    """Returns the executables of a step of this name, and how each is called; logs how long it took."""
+    start, made = time.perf_counter(), []
+    with progress.planning(f"compiling {step}") as report:
+        for done, function in enumerate(functions):
+            report.count("executables compiled", done, len(functions))
+            made.append(function.compile(options))
+    logger.info(log_messages.compiled(step, len(functions), time.perf_counter() - start))
+    return [compiled for compiled, _ in made], [call for _, call in made]

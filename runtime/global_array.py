@@ -82,11 +82,9 @@ def _move(leaf: jax.Array, sharding: NamedSharding) -> Any:
     owners = {device.process_index for device in have.device_set}
     goals = {device.process_index for device in sharding.device_set}
     if have.is_fully_replicated and goals <= owners:
-        if not is_addressable(sharding):
-            return non_addressable(leaf.shape, leaf.dtype, sharding)
-        host = np.asarray(leaf.addressable_data(0))
-        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
-    if have.device_set == sharding.device_set:
+        if is_addressable(sharding):
+            return _put(leaf.addressable_data(0), sharding)
+    elif have.device_set == sharding.device_set:
         if is_addressable(sharding):
             return _reshard(leaf, sharding)
     elif is_addressable(have) or is_addressable(sharding):

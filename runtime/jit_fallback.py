@@ -15,11 +15,8 @@ from alpa_lite.passes.tracing import calls, nnx_modules, static_leaves
 def jit_fallback(fun: Callable[..., Any], options: Any) -> Callable[..., Any]:
     """Returns the step under `jax.jit`, or under `nnx.jit` where an argument is an NNX object: `method="off"`.
 
-    Args:
-      fun: the user's step.
-      options: `Options`; "auto" donates nothing.
+    "auto" donates nothing.
     """
-
     jitted: list[Callable[..., Any]] = []  # by the first call
 
     def step(*args: Any, **kwargs: Any) -> Any:

@@ -16,10 +16,7 @@ from alpa_lite.runtime.step import Executable, LoadOptions
 
 
 def load(staged: Staged, plan: Plan, options: LoadOptions | None = None) -> Executable:
-    """Returns the planned step on devices that are here.
-
-    Args:
-      options: how it is put there; the cluster's options for the compiler are added.
+    """Returns the planned step on devices that are here. The cluster's options for the compiler are added.
 
     Raises:
       PlanError: there are fewer devices than the plan needs.

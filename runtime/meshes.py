@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from alpa_lite.errors import PlanError
 from alpa_lite.layout import LogicalMesh
+from alpa_lite.program import Submesh
 
 _planned: set[Mesh] = set()  # those that this module has made; a program has a few
 
@@ -46,3 +47,8 @@ def mesh_of(logical: LogicalMesh, devices: Sequence[Any] | None = None) -> Mesh:
     mesh = Mesh(grid, logical.axis_names, axis_types=(AxisType.Auto,) * len(logical.shape))
     _planned.add(mesh)
     return mesh
+
+
+def submesh_of(submesh: Submesh, devices: Sequence[Any]) -> Mesh:
+    """The devices of a submesh, of all by number, as a JAX mesh."""
+    return mesh_of(submesh.mesh, [devices[number] for number in submesh.devices])

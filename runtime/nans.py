@@ -9,7 +9,6 @@ on copies of its arguments, so that it holds its state twice, and nothing that t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.graph import Traced
-from alpa_lite.passes.ir.invalid import Origin, origin
+from alpa_lite.passes.ir.invalid import origin
 from alpa_lite.paths import shown
 from alpa_lite.runtime import global_array
 from alpa_lite.runtime.ownership import Owned
@@ -31,14 +30,11 @@ def run_checked(
     leaves: Sequence[Any],
     traced: Traced,
     owned: Owned,
-    apart: Callable[[list[Any]], list[Any]] = list,
+    apart: Callable[[list[Any]], Sequence[Any]],
 ) -> list[Any]:
-    """Runs a step on copies of its arguments, and checks its flat results.
+    """Runs a step on copies of its flat arguments, and checks its flat results.
 
     Args:
-      run: the step on flat arguments.
-      leaves: them.
-      traced: the step.
       owned: what the step may overwrite, to which the copies are added.
       apart: from the flat arguments of a call to those of the traced step.
 
@@ -69,13 +65,9 @@ def _describe(traced: Traced, leaves: Sequence[Any], kind: str) -> str:
         path = shown(traced.arguments[found.argument].path) if found.argument >= 0 else "a constant"
         return f"{path} was given to {traced.name} with an invalid value ({kind}). {reached}"
     line = _jax.where(found.op.source) or "an unknown line"
-    return f"invalid value ({kind}) encountered in {found.op.name} at {line}{_loops(found)}. {reached}"
-
-
-def _loops(found: Origin) -> str:
-    if not found.iterations:
-        return ""
-    return f", in iteration {', '.join(map(str, found.iterations))} of the loop{'s' * (len(found.iterations) > 1)}"
+    numbers = ", ".join(map(str, found.iterations))
+    loops = f", in iteration {numbers} of the loop{'s' * (len(found.iterations) > 1)}" if numbers else ""
+    return f"invalid value ({kind}) encountered in {found.op.name} at {line}{loops}. {reached}"
 
 
 def _test(kind: str) -> Callable[[Any], bool]:
@@ -104,7 +96,7 @@ def _together(leaves: Sequence[Any]) -> list[Any]:
     def spread(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
-        dim = next((i for i, size in enumerate(leaf.shape) if size and size % math.prod(mesh.devices.shape) == 0), None)
+        dim = next((i for i, size in enumerate(leaf.shape) if size and size % mesh.size == 0), None)
         spec = PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, "all")
         return jax.device_put(leaf, NamedSharding(mesh, spec))
 

@@ -1,9 +1,8 @@
 """Donation tracking: a step may overwrite the arrays that it made for its caller, and no others.
 
-A donated buffer is overwritten by the new state. It must be the step's own: an array that a call returned as state, or
-that `place` or `init` made to be given away. Any other array is copied, however it is placed: another reference
-to it may be used again. One `Owned` serves all executables of a step (training has one for the full and one
-for the short last batch), and the steps that share its state.
+A donated buffer is overwritten by the new state, so it must be the step's own: an array that a call returned as state,
+or that `place` or `init` made to be given away. Any other array is copied, however it is placed: another reference to
+it may be used again. One `Owned` serves all executables of a step, and the steps that share its state.
 
 In the ordinary loop the state is, leaf for leaf, what the last call returned. Only this is remembered by strong
 references (`Owned.last`), so that a call costs one comparison of identities; it is forgotten when its last leaf is
@@ -17,16 +16,15 @@ then on. Arrays that a step made have buffers of their own, and only arrays that
 of them: a call looks at those of these that it has not seen, and compares addresses where the blocks have the same
 type. Memory that NumPy or DLPack has imported needs no look: XLA does not overwrite it.
 
-A *deleted* array that is given again is an error (`errors.DonatedError`). Arrays are looked at before each call: 8 us
-for 300 of them. JAX 0.12 would refuse to run, but JAX 0.10 ends the process where an executable on several devices is
-given an array that was donated, and a pipeline that met one would have donated others before.
+A *deleted* array that is given again is an error (`errors.DonatedError`), before anything runs: JAX 0.10 ends the
+process where an executable on several devices is given one, and a pipeline that met one would have donated others.
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -38,34 +36,30 @@ from alpa_lite import _jax
 from alpa_lite.errors import DonatedError
 from alpa_lite.graph import Argument
 from alpa_lite.paths import shown
-from alpa_lite.runtime.signatures import WeakPattern, WeakTypes
-
-Last = tuple[weakref.ref[Any], Sequence[Any], WeakPattern | None]
-"""A reference to the last leaf of the state that a call returned, its other leaves, and the weak types of a call that
-is given them; None if the executable does not accept these."""
 
 
 class Owned:
     """The arrays that a step made and its caller holds. Threads replace `last` as one value.
 
     Attributes:
-      last: what the last call returned for the arguments that it donated; None if that is garbage by now.
+      last: of the state that the last call returned: a reference to its last leaf, the other leaves, and the owner that
+        recorded it; None if that leaf is garbage by now.
     """
 
     def __init__(self) -> None:
-        self.last: Last | None = None
+        self.last: tuple[weakref.ref[Any], Sequence[Any], object] | None = None
         self._known: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
-    def remember(self, canary: Any, others: Sequence[Any], following: WeakPattern | None) -> None:
-        """Records the state that a call returned, its last leaf and the others, and the weak types of the next call."""
-        self.last = weakref.ref(canary, self._forget), others, following
+    def remember(self, canary: Any, others: Sequence[Any], owner: object) -> None:
+        """Records the state that a call of an owner returned: its last leaf and the others."""
+        self.last = weakref.ref(canary, self._forget), others, owner
 
-    def last_pattern(self, owner: WeakTypes, state: Sequence[Any]) -> WeakPattern | None:
-        """Returns the weak types of a call of `owner` if its state is, leaf for leaf, the last result; else None."""
+    def is_last(self, state: Sequence[Any], owner: object) -> bool:
+        """Returns whether a state is, leaf for leaf, the last one that was recorded, by the same owner."""
         last = self.last
-        if last is None or last[2] is None or last[2].owner is not owner:
-            return None
-        return last[2] if last[0]() is state[-1] and all(map(operator.is_, last[1], state)) else None
+        if last is None or last[2] is not owner:
+            return False
+        return last[0]() is state[-1] and all(map(operator.is_, last[1], state))
 
     def add(self, arrays: Iterable[Any]) -> None:
         """Records arrays that were made to be given to the step. Only a `jax.Array` has a buffer to overwrite."""
@@ -90,16 +84,14 @@ class Owned:
           leaves: of the call, none of them deleted.
           ours: whether an array may be overwritten if it is given once.
         """
-        counts = Counter(map(id, leaves))
         arrays = {id(leaf): leaf for leaf in leaves if isinstance(leaf, jax.Array)}
-        views = {i: kind for i, leaf in arrays.items() if not self.has(leaf) and (kind := _view_type(leaf))}
-        types = set(views.values())
-        holders: dict[Any, set[int]] = {}
+        foreign = {_view_type(leaf) for leaf in arrays.values() if not self.has(leaf)} - {None}
+        holders: defaultdict[Any, set[int]] = defaultdict(set)
         for i, array in arrays.items():
-            if types and _view_type(array) in types:
+            if foreign and _view_type(array) in foreign:
                 for buffer in _buffers(array):
-                    holders.setdefault(buffer, set()).add(i)
-        shared = {i for i, count in counts.items() if count > 1}
+                    holders[buffer].add(i)
+        shared = {i for i, count in Counter(map(id, leaves)).items() if count > 1}
         shared.update(*(found for found in holders.values() if len(found) > 1))
         for i in shared:
             self._known.pop(i, None)
@@ -116,19 +108,16 @@ class Disjoint:
     An array that shared none when it was first given shares none with the state that was computed since.
     """
 
-    def __init__(self, donated: Sequence[tuple[Any, Any]], has: Callable[[Any], bool]) -> None:
-        """Args:
-        donated: sharding and abstract value of the donated arguments.
-        has: whether the step made an array.
-        """
-        self._places: dict[Any, list[int]] = {}
+    def __init__(self, donated: Iterable[tuple[Any, Any]], has: Callable[[Any], bool]) -> None:
+        """Args: sharding and abstract value of the donated arguments, and whether the step made an array."""
+        self._has = has
+        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._places: defaultdict[Any, list[int]] = defaultdict(list)  # by the type of the blocks
         for n, (sharding, aval) in enumerate(donated):
             block, dtype = sharding.shard_shape(aval.shape), aval.dtype
             if jnp.issubdtype(dtype, jax.dtypes.extended):
                 block, dtype = (*block, *_jax.key_kind(dtype)[1]), np.dtype(np.uint32)
-            self._places.setdefault((block, dtype), []).append(n)
-        self._has = has
-        self._seen: dict[int, weakref.ref[Any]] = {}
+            self._places[block, dtype].append(n)
 
     def __call__(self, kept: Sequence[Any], donated: Sequence[Any]) -> bool:
         """Returns whether they are disjoint; looks at those of `kept` that were not seen yet."""
@@ -136,34 +125,31 @@ class Disjoint:
         for key, leaf in zip(map(id, kept), kept, strict=True):
             if key in seen or (kind := _view_type(leaf)) is None:
                 continue
-            places = self._places.get(kind, ())
-            if any(leaf is donated[n] for n in places):
+            rivals = [donated[n] for n in self._places.get(kind, ())]
+            if any(leaf is rival for rival in rivals):
                 return False
-            if places and not self._has(leaf):
-                buffers = set(_buffers(leaf))
-                if any(not buffers.isdisjoint(_buffers(donated[n])) for n in places):
-                    return False
+            if (
+                rivals
+                and not self._has(leaf)
+                and not set(_buffers(leaf)).isdisjoint(b for r in rivals for b in _buffers(r))
+            ):
+                return False
             seen[key] = weakref.ref(leaf, lambda _, key=key: seen.pop(key, None))
         return True
 
 
 def _view_type(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
     """Shape and dtype of an array's blocks; None for a leaf that shares no buffer with an array that a step made."""
-    if isinstance(leaf, np.ndarray) or not isinstance(leaf, jax.Array):
+    plain = None if isinstance(leaf, np.ndarray) or not isinstance(leaf, jax.Array) else _plain(leaf)
+    if plain is None or not plain.committed or not plain.size:
         return None
-    leaf = _plain(leaf)
-    if leaf is None:
-        return None
-    return (leaf.sharding.shard_shape(leaf.shape), leaf.dtype) if leaf.committed and leaf.size else None
+    return plain.sharding.shard_shape(plain.shape), plain.dtype
 
 
 def _buffers(array: Any) -> list[tuple[Any, int]]:
     """Device and address of each block that is here; none of a deleted array."""
-    if array.is_deleted():
-        return []
-    plain = _plain(array)
-    blocks = [] if plain is None else _jax.blocks_of(plain)
-    return [(block.device, block.unsafe_buffer_pointer()) for block in blocks]
+    plain = None if array.is_deleted() else _plain(array)
+    return [] if plain is None else [(block.device, block.unsafe_buffer_pointer()) for block in _jax.blocks_of(plain)]
 
 
 def _plain(array: Any) -> Any:
@@ -173,34 +159,27 @@ def _plain(array: Any) -> Any:
     return array.made if isinstance(array, _jax.LazyArray) else _jax.data_of_keys(array)
 
 
-def any_deleted(leaves: Iterable[Any]) -> bool:
+def any_deleted(leaves: Sequence[Any]) -> bool:
     """Returns whether one of the leaves is an array that was donated or deleted."""
-    leaves = list(leaves)
     try:
-        return any(map(_jax.is_deleted, leaves))  # a third of the time, where all are arrays and none of random keys
+        return any(map(_jax.is_deleted, leaves))  # 8 us for 300 arrays, where none has random keys
     except (TypeError, AttributeError):
         return any(leaf.is_deleted() for leaf in leaves if hasattr(leaf, "is_deleted"))
 
 
 def check_alive(leaves: Sequence[Any], arguments: Sequence[Argument], name: str) -> None:
-    """Raises DonatedError if a leaf was donated or deleted.
-
-    Args:
-      leaves: of a call.
-      arguments: of the step.
-      name: of the step.
-    """
-    for leaf, argument in zip(leaves, arguments, strict=False):
-        if not any_deleted((leaf,)):
-            continue
-        path = shown(argument.path)
-        if argument.role == "state":
-            raise DonatedError(
-                f"{path} was deleted before this call: an earlier call of {name} donated its buffer to the new state, "
-                "or other code deleted it. Pass on the state that the last call returned, or keep old states with "
-                "donate_argnums=()"
-            )
+    """Raises DonatedError if a leaf of a call of the step `name` was donated or deleted."""
+    if not any_deleted(leaves):
+        return
+    argument = next(one for leaf, one in zip(leaves, arguments, strict=True) if any_deleted((leaf,)))
+    path = shown(argument.path)
+    if argument.role == "state":
         raise DonatedError(
-            f"{path} was deleted before this call of {name}: other code donated its buffer or called `delete` on it. "
-            "Pass an array that still has its buffer"
+            f"{path} was deleted before this call: an earlier call of {name} donated its buffer to the new state, or "
+            "other code deleted it. Pass on the state that the last call returned, or keep old states with "
+            "donate_argnums=()"
         )
+    raise DonatedError(
+        f"{path} was deleted before this call of {name}: other code donated its buffer or called `delete` on it. Pass "
+        "an array that still has its buffer"
+    )

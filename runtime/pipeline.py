@@ -1,9 +1,15 @@
 """The back-end for pipelines: one controller issues the instructions of all submeshes, in an order that keeps each
 list's own.
 
-Everything is dispatched without waiting: JAX starts a stage's executable when its inputs are there, so that stages run
-side by side although one thread issues them. An instruction costs one call of a compiled executable or one of a
-transfer (`compile_pipeline`); buffers are dropped, or donated, exactly where the program says.
+A program has a list of instructions for each submesh. A call must not search in them: it walks one list of *items*, in
+which every instruction has its executable or its transfer and the numbers of its buffers. A receive is in no list: the
+send has issued the whole transfer. Everything is dispatched without waiting: JAX starts a stage's executable when its
+inputs are there, so that stages run side by side although one thread issues them. Buffers are dropped, or donated,
+exactly where the program says.
+
+*Several processes.* Each compiles and lists what its own devices take part in, and no more: runs on submeshes that it
+has devices of, and transfers that begin or end on one. All keep the one order of the program, so that none waits for
+ever for the others (`processes.ordering`).
 
 *Errors.* The errors that a compiled executable can raise on a CPU come from the user's callbacks, and name their place
 themselves (`callbacks`). Other failures are given the instruction that met them, and the lines that its executable was
@@ -19,36 +25,96 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, assert_never
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
-from alpa_lite.errors import ExecutionError
+from alpa_lite.errors import ExecutionError, PlanError
 from alpa_lite.graph import Traced
+from alpa_lite.passes.lowering.program import Instruction as StageInstruction
+from alpa_lite.passes.lowering.program import spec_of
+from alpa_lite.passes.programs import transfers
 from alpa_lite.passes.programs.writing import Written
-from alpa_lite.program import Run, describe
-from alpa_lite.runtime import callbacks, placement, state_aliasing, watchdog
+from alpa_lite.passes.stages import functions
+from alpa_lite.processes import ordering
+from alpa_lite.program import Free, Instruction, Program, Receive, Run, Send, describe
+from alpa_lite.runtime import callbacks, global_array, meshes, placement, watchdog
 from alpa_lite.runtime.binding import Buffers
-from alpa_lite.runtime.compile_pipeline import Drop, Item, Launch, Move, PipelineCompiler
-from alpa_lite.runtime.memory_profile import MemoryProfile
+from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker
+from alpa_lite.runtime.profile import MemoryProfile, TimelineRecorder
 from alpa_lite.runtime.remote_outputs import RemoteOutputs
 from alpa_lite.runtime.stacked import StackedLeaves
 from alpa_lite.runtime.step import Executable, LoadOptions
-from alpa_lite.runtime.timeline_recorder import TimelineRecorder
+from alpa_lite.runtime.transfer import Transfer
+from alpa_lite.runtime.transfer_multihost import CrossProcessTransfer
 from alpa_lite.timeline import Timeline
 
 Watch = Callable[[int, Sequence[Any]], None]
 """Called after each item of the dispatch loop with its number and all buffers."""
+
+Mover = Callable[[Sequence[Any]], Sequence[Any]]
+"""From arrays on one submesh to arrays on another."""
 
 _DISPATCHING = threading.Lock()
 """Held while a pipeline's executables are started, so that all devices get those of two threads in the same order.
 
 Where devices get them in different orders, each waits in a collective for devices that wait in the other's.
 """
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """Calls an executable.
+
+    Attributes:
+      source: the instruction.
+      call: the executable.
+      pick_donated, pick_kept: take its groups of arrays from all buffers.
+      donated: the buffers that it consumes.
+      outputs: the buffers that it defines.
+    """
+
+    source: Run
+    call: Call
+    pick_donated: Callable[[Sequence[Any]], Sequence[Any]]
+    pick_kept: Callable[[Sequence[Any]], Sequence[Any]]
+    donated: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Move:
+    """Issues a transfer from one submesh to another.
+
+    Attributes:
+      source: the instruction.
+      call: moves arrays.
+      sent: the buffers that it reads; none where this process has no device of the sender.
+      outputs: the buffers that it defines; none where this process has no device of the receiver.
+    """
+
+    source: Send
+    call: Mover
+    sent: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Drop:
+    """Drops buffers."""
+
+    source: Free
+    buffers: tuple[int, ...]
+    outputs: tuple[int, ...] = ()
+
+
+Item = Launch | Move | Drop
 
 
 class PipelineExecutable(Executable):
@@ -61,8 +127,6 @@ class PipelineExecutable(Executable):
         """Prepares the executables; they are compiled by the first call, or by `compiled`.
 
         Args:
-          traced: the step as the user wrote it.
-          written: the program of the same step.
           cluster: that transfers were planned for.
           devices: in the order of the cluster; by default those of the options.
           options: how the step is put on devices. `donate` has been planned for.
@@ -72,23 +136,37 @@ class PipelineExecutable(Executable):
         """
         options = options or LoadOptions(compiler_options=cluster.compiler_options)
         devices = options.devices if devices is None else devices
+        self._written, self._cluster, self._compiler_options = written, cluster, options.compiler_options
         program = self._program = written.program
-        self._compiler = PipelineCompiler(traced, written, cluster, devices, options.compiler_options)
-        self._sharding = self._compiler.sharding
+        self._devices = meshes.available() if devices is None else list(devices)
+        needed = max(submesh.devices.stop for submesh in program.submeshes)
+        if len(self._devices) < needed:
+            raise PlanError(
+                f"the plan's {len(program.submeshes)} submeshes have {needed} devices, but there are "
+                f"{len(self._devices)}; plan for a cluster of {len(self._devices)}, or start JAX with more devices"
+            )
+        self._meshes = [meshes.submesh_of(submesh, self._devices) for submesh in program.submeshes]
+        here = jax.process_index()
+        self._here = [any(device.process_index == here for device in mesh.devices.flat) for mesh in self._meshes]
+        self._shardings: dict[Any, NamedSharding] = {}
+        self._failures = callbacks.Failures()
+        self._runs = [item for items in program.lists for item in items if isinstance(item, Run)]
+        weak = {b for b, output in zip(program.outputs, traced.outputs, strict=True) if output.weak}
+        self._weak = {(run.executable, n) for run in self._runs for n, b in enumerate(run.outputs) if b in weak}
         self._items: list[Item] = []
         self._initial: list[Any] = []  # all buffers before the arguments are placed
-        self._shared = state_aliasing.shared_outputs(program, traced)
-        self._unlabelled = self._compiler.unmade_results()
+        self._shared = shared_outputs(program, traced)
+        # No executable makes these results, so that none decides whether their dtype is weak.
+        made = {buffer for run in self._runs for buffer in run.outputs}
+        self._unlabelled = [n for n, buffer in enumerate(program.outputs) if buffer not in made]
+        in_place, absent = in_place_state(program, traced), {}
         self._remote: RemoteOutputs | None = None
-        if any(device.process_index != jax.process_index() for device in self._compiler.devices):
-            self._remote = RemoteOutputs(traced, program, self._compiler.devices, self._compiler.here, self._sharding)
+        if any(device.process_index != here for device in self._devices):
+            self._remote = RemoteOutputs(traced, program, self._devices, self._here, self._sharding)
             self._unlabelled += self._remote.broadcast_results
-        in_place, absent = state_aliasing.in_place_state(program, traced), {}
-        if self._remote is not None:
             absent = self._remote.absent_state
             in_place = {} if traced.stacked else {n: b for n, b in in_place.items() if n not in absent}
-        donated = state_aliasing.owned_inputs(program)
-        buffers = Buffers(program.inputs, self._sharding, donated, in_place, absent=absent)
+        buffers = Buffers(program.inputs, self._sharding, owned_inputs(program), in_place, absent=absent)
         stacked = StackedLeaves(traced, program, self._sharding) if traced.stacked else None
         super().__init__(traced, buffers, options, stacked)
 
@@ -113,7 +191,7 @@ class PipelineExecutable(Executable):
           For each submesh, bytes of the device that holds most.
         """
         self.compiled()
-        profile = MemoryProfile(self._compiler.meshes, [x for x in self._initial if x is not None])
+        profile = MemoryProfile(self._meshes, [x for x in self._initial if x is not None])
         buffers = self._buffers_of_copies(args, kwargs)
         profile(-1, buffers)
         self._dispatch(buffers, profile)
@@ -122,18 +200,26 @@ class PipelineExecutable(Executable):
     # -- the back-end -----------------------------------------------------------------------------------------
 
     def _compile(self) -> tuple[Any, ...]:
-        pipeline = self._compiler.compile()
-        self._items, self._initial = pipeline.items, pipeline.initial
-        return pipeline.compiled
+        program, processes = self._program, [device.process_index for device in self._devices]
+        order: Any = program.order if len(set(processes)) == 1 else ordering.issue_order(program, processes)
+        with _jax.without_mesh():
+            mine = [number for number, one in enumerate(program.executables) if self._here[one.mesh]]
+            made = [self._function(number) for number in mine]
+            compiled, called = compile_all(self._traced.name, made, self._compiler_options)
+            numbered = {number for number, one in zip(mine, made, strict=True) if one.calls_back}
+            self._initial, numbers = self._initial_buffers(numbered)
+            self._items = self._list_items(order, dict(zip(mine, called, strict=True)), numbered, numbers)
+        return tuple(map(dict(zip(mine, compiled, strict=True)).get, range(len(program.executables))))
 
     def lowered(self) -> Iterator[jax.stages.Lowered]:
         """Each executable lowered for its submesh, whose devices may be those of a topology that is described alone."""
-        return self._compiler.lowered()
+        for number in range(len(self._program.executables)):
+            yield self._function(number).lower()
 
     @property
     def _program_shardings(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
         """As of `Executable`. An argument that no stage reads is replicated on the first submesh."""
-        anywhere = NamedSharding(self._compiler.meshes[0], PartitionSpec())
+        anywhere = NamedSharding(self._meshes[0], PartitionSpec())
         arguments = [self._sharding(group[0]) if group else anywhere for group in self._program.inputs]
         results = list(map(self._sharding, self._program.outputs))
         if self._remote is not None:
@@ -147,7 +233,13 @@ class PipelineExecutable(Executable):
         return buffers
 
     def _execute(self, buffers: list[Any]) -> list[Any]:
-        self._dispatch(buffers, self._tracker() if watchdog.active else None)
+        watch = None
+        if watchdog.active:
+            items, program = self._items, self._program
+            watch = watchdog.track_instructions(
+                lambda number: describe(program, items[number].source), [item.outputs for item in items]
+            )
+        self._dispatch(buffers, watch)
         outputs = [buffers[i] for i in self._program.outputs]
         shared = [n for n in self._shared if outputs[n] is not None]
         for n, copied in zip(shared, placement.fresh([outputs[n] for n in shared]), strict=True):
@@ -155,12 +247,6 @@ class PipelineExecutable(Executable):
         for n in self._unlabelled:
             outputs[n] = _jax.array_with_weak_type(outputs[n], self._traced.outputs[n].weak)
         return outputs if self._remote is None else self._remote.complete(outputs)
-
-    def _tracker(self) -> Watch | None:
-        """Returns the watchdog's tracker of the instructions."""
-        return watchdog.track_instructions(
-            lambda number: describe(self._program, self._items[number].source), [item.outputs for item in self._items]
-        )
 
     def _dispatch(self, buffers: list[Any], watch: Watch | None = None) -> None:
         """Walks the items. Nothing but `buffers` holds a buffer, so that what is dropped there is free."""
@@ -205,13 +291,157 @@ class PipelineExecutable(Executable):
         text = str(error)
         if callbacks.MARKER in text:  # of a callback, in the last line of the trace that JAX made of it
             return ExecutionError(text.rsplit(callbacks.MARKER, 1)[1].strip())
-        operations = self._compiler.segment(item.source.executable).instructions if isinstance(item.source, Run) else ()
+        operations = self._instructions(item.source.executable) if isinstance(item.source, Run) else ()
         found = list(dict.fromkeys(filter(None, map(_line_of, operations))))
         lines = f" (made from {' to '.join(dict.fromkeys((found[0], found[-1])))})" if found else ""
         where = describe(self._program, item.source)
         return ExecutionError(f"{where}{lines} failed: {type(error).__name__}: {text}")
 
+    # -- compiling --------------------------------------------------------------------------------------------
+
+    def _sharding(self, number: int) -> NamedSharding:
+        """The sharding of a buffer; one object for equal ones. Compiled programs replicate what has no elements."""
+        item = self._program.buffers[number]
+        spec = PartitionSpec() if 0 in item.shape else spec_of(item.layout)
+        return self._shardings.setdefault((item.mesh, spec), NamedSharding(self._meshes[item.mesh], spec))
+
+    def _function(self, number: int) -> FlatFunction:
+        """An executable, to be compiled."""
+        program, executable = self._program, self._program.executables[number]
+        run = next(run for run in self._runs if run.executable == number)
+        stage, position = self._written.functions[number]
+        parts, mesh = self._written.stages[stage], self._meshes[executable.mesh]
+
+        def typed(b: int) -> jax.ShapeDtypeStruct:
+            one = program.buffers[b]
+            return jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=self._sharding(b))
+
+        return FlatFunction(
+            executable.name,
+            functions.function_of(parts, parts.items[position], mesh, program.num_microbatches),
+            mesh,
+            list(map(typed, run.inputs)),
+            list(map(typed, run.outputs)),
+            executable.donated,
+            [(number, n) in self._weak for n in range(len(run.outputs))],
+            callbacks.calls_back(self._instructions(number)),
+            self._failures,
+        )
+
+    def _instructions(self, number: int) -> Sequence[StageInstruction]:
+        """The part of a stage that an executable computes."""
+        stage, position = self._written.functions[number]
+        return self._written.stages[stage].items[position].instructions
+
+    def _initial_buffers(self, numbered: set[int]) -> tuple[list[Any], dict[tuple[int, int], int]]:
+        """All buffers, of which there are constants and micro-batch numbers; those that callbacks need come last.
+
+        Args:
+          numbered: the executables whose callbacks need the number.
+
+        Returns:
+          The buffers, and of each (submesh, micro-batch) that has a number the buffer of it.
+        """
+        program = self._program
+        out: list[Any] = [None] * len(program.buffers)
+        for constant, buffers in zip(self._traced.graph.constants, program.constants, strict=False):
+            for b in buffers:
+                if self._here[program.buffers[b].mesh]:
+                    (out[b],) = placement.copies([constant], [self._sharding(b)])
+        numbers = {
+            (mesh, i): b for mesh, buffers in enumerate(program.numbers) if self._here[mesh]
+            for i, b in enumerate(buffers)
+        }  # fmt: skip
+        for (_, microbatch), b in numbers.items():
+            (out[b],) = global_array.put([np.int32(microbatch)], [self._sharding(b)])
+        runs = [run for run in self._runs if run.executable in numbered]
+        needed = {(program.executables[run.executable].mesh, run.microbatch) for run in runs}
+        for mesh, microbatch in sorted(needed - numbers.keys()):
+            numbers[mesh, microbatch] = len(out)
+            out += global_array.put([np.int32(microbatch)], [NamedSharding(self._meshes[mesh], PartitionSpec())])
+        return out, numbers
+
+    def _list_items(
+        self, order: Any, calls: Mapping[int, Call], numbered: set[int], numbers: Mapping[tuple[int, int], int]
+    ) -> list[Item]:
+        """The items that a call walks.
+
+        Args:
+          order: (submesh, position in its list) of each instruction.
+          calls: how each executable is called.
+          numbered, numbers: as of `_initial_buffers`.
+        """
+        program = self._program
+        movers: dict[Any, Mover] = {}
+        zeros: dict[Any, Any] = {}  # blocks that transfers between processes share
+        out: list[Item] = []
+        for mesh, position in order:
+            item: Instruction = program.lists[mesh][position]
+            match item:
+                case Run(executable=number) if self._here[mesh]:
+                    kept = [b for n, b in enumerate(item.inputs) if n not in program.executables[number].donated]
+                    if number in numbered:
+                        kept.append(numbers[mesh, item.microbatch])
+                    donated = program.consumed(item)
+                    out.append(Launch(item, calls[number], picker(donated), picker(kept), donated, item.outputs))
+                case Send(transfer=number):
+                    transfer = program.transfers[number]
+                    sent = transfer.sent if self._here[transfer.source] else ()
+                    received = transfer.received if self._here[transfer.destination] else ()
+                    if sent or received:
+                        plans = transfers.plans_of(program, number, self._cluster)
+                        if plans not in movers:  # equal plans share one
+                            movers[plans] = self._mover(plans, zeros)
+                        out.append(Move(item, movers[plans], sent, received))
+                case Free(buffers=buffers) if self._here[mesh]:
+                    out.append(Drop(item, buffers))
+                case Run() | Receive() | Free():
+                    pass  # of another process; the whole transfer is issued where it is sent
+        return out
+
+    def _mover(self, plans: Sequence[transfers.TransferPlan], zeros: dict[Any, Any]) -> Mover:
+        """A transfer, within this process or between several."""
+        ends = {*plans[0].src_mesh.devices, *plans[0].dst_mesh.devices}
+        if all(self._devices[n].process_index == jax.process_index() for n in ends):
+            return Transfer(plans, self._devices)
+        return CrossProcessTransfer(plans, self._devices, zeros)
+
 
 def _line_of(instruction: Any) -> str:
     op = getattr(instruction, "op", None) or getattr(instruction, "used_by", None)
     return _jax.source_line(op.source) if op is not None else ""
+
+
+def owned_inputs(program: Program) -> frozenset[int]:
+    """Returns the argument buffers that some run consumes, or that are results: these must not be the caller's."""
+    given = {b for group in program.inputs for b in group}
+    runs = (item for items in program.lists for item in items if isinstance(item, Run))
+    return frozenset(given & {*program.outputs, *(b for item in runs for b in program.consumed(item))})
+
+
+def in_place_state(program: Program, traced: Traced) -> dict[int, int]:
+    """Returns argument -> its buffer of the state that comes back where the next call reads it."""
+    found = {}
+    for output, argument in traced.state:
+        group, result = program.inputs[argument], program.buffers[program.outputs[output]]
+        read = [program.buffers[b] for b in group]
+        if len(group) == 1 and (read[0].mesh, read[0].layout) == (result.mesh, result.layout):
+            found[argument] = group[0]
+    return found
+
+
+def shared_outputs(program: Program, traced: Traced) -> list[int]:
+    """Returns the results whose buffers are also state that was given or is returned: later calls may donate these.
+
+    Of equal results, new state keeps the buffer.
+    """
+    state = dict(traced.state)
+    held = {b for argument in state.values() for b in program.inputs[argument]}
+    found = []
+    for n in sorted(range(len(program.outputs)), key=lambda n: n not in state):
+        buffer = program.outputs[n]
+        if buffer in held and not (n in state and buffer in program.inputs[state[n]]):
+            found.append(n)
+        if n in state:
+            held.add(buffer)
+    return sorted(found)

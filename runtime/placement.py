@@ -16,9 +16,10 @@ call, with a warning once it comes again: even if it is read-only, other views o
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,8 +28,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
-from alpa_lite.paths import shown
-from alpa_lite.report import units
 from alpa_lite.runtime import global_array
 
 logger = logging.getLogger(__name__)
@@ -81,43 +80,30 @@ def is_placed(leaf: Any, sharding: NamedSharding, *, own_mesh: bool = True) -> b
     return (is_own or not own_mesh) and have.is_equivalent_to(sharding, leaf.ndim)
 
 
-def prepare_donation(
-    leaves: Sequence[Any], shardings: Sequence[NamedSharding], may_overwrite: Callable[[Any], bool]
-) -> list[Any]:
-    """Returns the leaves, ready to be donated: copies of those that must not be overwritten or are not placed.
-
-    Args:
-      leaves: arrays, NumPy arrays or Python scalars.
-      shardings: where each is read.
-      may_overwrite: of an array.
-    """
-    pairs = enumerate(zip(leaves, shardings, strict=True))
-    foreign = [i for i, (leaf, sharding) in pairs if not (may_overwrite(leaf) and is_placed(leaf, sharding))]
-    out = list(leaves)
-    for i, copied in zip(foreign, copies([leaves[i] for i in foreign], [shardings[i] for i in foreign]), strict=True):
-        out[i] = copied
-    return out
-
-
 @_jax.without_mesh()
 def copies(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
     """Returns copies of the leaves with these shardings that share no memory with anything."""
-    sizes = [np.size(leaf) * getattr(getattr(leaf, "dtype", None), "itemsize", 4) for leaf in leaves]
-    limit = max([sum(sizes) // _GROUPS, *sizes]) if sizes else 0
     out: list[jax.Array] = []
-    start = 0
-    while start < len(leaves):
-        stop, total = start + 1, sizes[start]
-        while stop < len(leaves) and total + sizes[stop] <= limit:
-            total += sizes[stop]
-            stop += 1
-        put = fresh(global_array.put(leaves[start:stop], shardings[start:stop]))
-        if any(isinstance(leaves[i], np.ndarray) for i in range(start, stop)):
+    for group in in_groups([np.size(leaf) * getattr(getattr(leaf, "dtype", None), "itemsize", 4) for leaf in leaves]):
+        put = fresh(global_array.put(leaves[group.start : group.stop], shardings[group.start : group.stop]))
+        if any(isinstance(leaves[i], np.ndarray) for i in group):
             jax.block_until_ready(put)  # what was put may be the caller's memory, which the caller may write next
         out.extend(put)
         del put
-        start = stop
     return out
+
+
+def in_groups(sizes: Sequence[int]) -> list[range]:
+    """Returns ranges of positions, each with about an eighth of the bytes, or no more than the largest item has."""
+    limit = max([sum(sizes) // _GROUPS, *sizes])
+    stops = []
+    held = 0
+    for n, size in enumerate(sizes):
+        if held + size > limit:
+            stops.append(n)
+            held = 0
+        held += size
+    return [range(*ends) for ends in itertools.pairwise([0, *stops, len(sizes)])]
 
 
 @_jax.without_mesh()
@@ -172,32 +158,3 @@ class DeviceCopies:
         before = self._hosts.get((id(leaf), sharding))
         self._hosts[id(leaf), sharding] = leaf
         return before is leaf
-
-
-def warn_if_resharded(
-    name: str, leaves: Sequence[Any], shardings: Sequence[NamedSharding], paths: Sequence[str], first: bool
-) -> None:
-    """Logs a warning with the bytes of state that a call has to move to where the plan reads it.
-
-    Args:
-      name: of the step.
-      leaves: state of a call.
-      shardings: where the plan reads each.
-      paths: of each.
-      first: whether this is the first call: arrays of the host and of one device are what it has to place, and only
-        those on several devices count.
-    """
-    moved = [
-        (leaf.nbytes, path)
-        for leaf, sharding, path in zip(leaves, shardings, paths, strict=True)
-        if not is_placed(leaf, sharding)
-        and hasattr(leaf, "nbytes")
-        and (not first or (isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1))
-    ]
-    if moved:
-        size, path = max(moved)
-        logger.warning(
-            "%s moves %s of state in this call: %s leaves do not lie as its plan wants them, the largest of them "
-            "%s of %s. Pass on what the last call returned, or what step.place or step.init returned",
-            name, units.exact_bytes(sum(size for size, _ in moved)), len(moved), shown(path), units.nbytes(size),
-        )  # fmt: skip

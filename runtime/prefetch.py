@@ -9,6 +9,7 @@ but where processes share out other dims (a sequence, say) it expects less of th
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -39,12 +40,7 @@ def is_part(have: tuple[int, ...], sharding: NamedSharding, shape: tuple[int, ..
 
 
 def assembled(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """The global array of a leaf that this process has whole, or in the rows that it reads. Shares no memory with it.
-
-    Args:
-      leaf: an array of the host, or of devices of this process.
-      sharding, shape, dtype: of the global array.
-    """
+    """The global array of a leaf that this process has whole, or in the rows that it reads; a copy."""
     host = np.asarray(leaf)
     own = rows(sharding, shape)
     whole = host.shape == shape
@@ -68,13 +64,7 @@ class Prefetch(Iterator[Any]):
     """
 
     def __init__(self, items: Iterable[Any], place: Callable[[Any], Any], size: int = 2) -> None:
-        """Starts the thread.
-
-        Args:
-          items: what to place.
-          place: gives the placed item.
-          size: how many placed items may wait.
-        """
+        """Starts the thread, which calls `place` on each item."""
         self._queue: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(maxsize=size)
         self._closed = threading.Event()
         work = (items, place, self._queue, self._closed, monitor.call_log.begin_prefetch())
@@ -98,11 +88,9 @@ class Prefetch(Iterator[Any]):
     def close(self) -> None:
         """Ends the thread; items that wait are dropped."""
         self._closed.set()
-        while True:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while True:
                 self._queue.get_nowait()
-            except queue.Empty:
-                break
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
 
@@ -121,11 +109,8 @@ def _produce(
 ) -> None:
     def put(item: Any, error: BaseException | None = None) -> None:
         while not closed.is_set():
-            try:
-                out.put((item, error), timeout=0.1)
-                return
-            except queue.Full:
-                continue
+            with contextlib.suppress(queue.Full):
+                return out.put((item, error), timeout=0.1)
 
     source: Any = None
     try:

@@ -9,6 +9,7 @@ of the step, by one program over the devices of that submesh and one of each oth
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from alpa_lite.graph import Traced
 from alpa_lite.program import Buffer, Program
 from alpa_lite.runtime import backpressure, global_array
 from alpa_lite.runtime.compile import compile_lowered
+from alpa_lite.runtime.transfer_multihost import assembled
 
 MAX_BROADCAST_BYTES = 1024
 """Bytes of a result that is broadcast to all processes."""
@@ -44,20 +46,19 @@ class RemoteOutputs:
         """Compiles nothing.
 
         Args:
-          traced, program: of one step.
           devices: of the cluster, by number.
           here: for each submesh, whether this process has a device of it.
           sharding: of a buffer.
         """
         self._absent: dict[int, Any] = {}
-        groups: dict[int, list[int]] = {}
+        groups: defaultdict[int, list[int]] = defaultdict(list)
         for n, b in enumerate(program.outputs):
             one = program.buffers[b]
             if not here[one.mesh]:
                 absent = global_array.non_addressable(one.shape, one.dtype, sharding(b))
                 self._absent[n] = _jax.array_with_weak_type(absent, traced.outputs[n].weak)
             if traced.outputs[n].role != "state" and _is_small(one):
-                groups.setdefault(one.mesh, []).append(n)
+                groups[one.mesh].append(n)
         self._broadcasts: list[Broadcast] = []
         everyone = {device.process_index for device in devices}
         for mesh, outputs in sorted(groups.items()):
@@ -104,25 +105,18 @@ class Broadcast:
         self, outputs: Sequence[int], types: Sequence[tuple[tuple[int, ...], Any]], own: Sequence[Any],
         devices: Sequence[Any],
     ) -> None:  # fmt: skip
-        """Args:
-        types: shape and dtype of each result.
-        own: the devices of the submesh.
-        devices: all.
-        """
+        """Args: numbers, shapes and dtypes of the results, the devices of the submesh, and all."""
         self.outputs = tuple(outputs)
-        own_of: dict[int, list[Any]] = {}
-        for device in own:
-            own_of.setdefault(device.process_index, []).append(device)
-        for device in devices:
-            own_of.setdefault(device.process_index, [device])
-        members = [device for process in sorted(own_of) for device in own_of[process]]
+        first = {device.process_index: device for device in reversed(devices)}
+        without = first.keys() - {device.process_index for device in own}
+        members = sorted([*own, *(first[n] for n in without)], key=lambda device: device.process_index)
         self._root = members.index(own[0])
         mesh = Mesh(np.array(members), (_AXIS,), axis_types=(AxisType.Auto,))
         self.sharding = NamedSharding(mesh, PartitionSpec())
-        self._avals = [_jax.aval_of(*kind) for kind in types]
-        mine = own_of[jax.process_index()]
+        self._types = [jax.ShapeDtypeStruct(*kind, sharding=self.sharding) for kind in types]
+        mine = jax.process_index()
         # The blocks of a process that has none of the results.
-        self._zeros = [] if mine[0] in own else [[jax.device_put(np.zeros(*kind), mine[0])] for kind in types]
+        self._zeros = [[jax.device_put(np.zeros(*kind), first[mine])] for kind in types] if mine in without else []
         self._call: Any = None
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
@@ -130,7 +124,7 @@ class Broadcast:
         if self._call is None:
             self._call = self._compile()
         blocks = self._zeros or map(_jax.blocks_of, arrays)
-        return self._call(*[_jax.assembled(a, self.sharding, b) for a, b in zip(self._avals, blocks, strict=True)])
+        return self._call(*map(assembled, self._types, blocks))
 
     @_jax.without_mesh()
     def _compile(self) -> Any:
@@ -139,12 +133,11 @@ class Broadcast:
         def local(*blocks: Any) -> list[Any]:
             return [lax.all_gather(block, _AXIS)[self._root] for block in blocks]
 
-        spec, count = PartitionSpec(), len(self._avals)
+        spec, count = PartitionSpec(), len(self._types)
         region = jax.shard_map(
             local, mesh=self.sharding.mesh, in_specs=(spec,) * count, out_specs=[spec] * count, check_vma=False
         )
-        types = [jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=self.sharding) for one in self._avals]
-        lowered = jax.jit(region, out_shardings=[self.sharding] * count).lower(*types)
+        lowered = jax.jit(region, out_shardings=[self.sharding] * count).lower(*self._types)
         return compile_lowered(lowered, self.sharding.device_set)
 
 

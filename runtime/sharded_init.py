@@ -32,9 +32,6 @@ from alpa_lite.runtime.compile import persistent_cache
 
 logger = logging.getLogger(__name__)
 
-GROUPS = 8
-"""The number of programs, about, that make the state of a mesh: each costs a compilation, and holds its share whole."""
-
 
 class ShardedInit:
     """A traced initialisation.
@@ -81,11 +78,11 @@ class ShardedInit:
             large = [n for n in numbers if sizes[n] > room]
             if large:
                 logger.info("%s results have no room whole: they are made in blocks, equal up to rounding", len(large))
-            groups = [(large, False)] if large else []
-            groups += [(group, True) for group in _grouped([n for n in numbers if sizes[n] <= room], sizes)]
-            for group, whole in groups:
-                wanted = [shardings[n] for n in group]
-                for number, array in zip(group, self._group(group, wanted, whole=whole), strict=True):
+            small = [n for n in numbers if sizes[n] <= room]
+            groups = [[small[i] for i in group] for group in placement.in_groups([sizes[n] for n in small])]
+            for group in filter(None, (large, *groups)):
+                made = self._group(group, [shardings[n] for n in group], whole=group is not large)
+                for number, array in zip(group, made, strict=True):
                     arrays[number] = array
         return nnx_modules.unflattened(self._tree, arrays), arrays
 
@@ -98,14 +95,10 @@ class ShardedInit:
         used = [n for n, value in enumerate(block.inputs[: len(self._leaves)]) if value in read]
         everywhere = NamedSharding(shardings[0].mesh, PartitionSpec())
         inputs = [_put(self._leaves[n], everywhere) for n in used]
-        # An argument that is not read is not passed: it may be on other devices.
-        absent = [None] * len(self._leaves)
 
         def part(arrays: Sequence[Any]) -> list[Any]:
-            leaves = list(absent)
-            for n, array in zip(used, arrays, strict=True):
-                leaves[n] = array
-            return list(evaluate(graph, leaves))
+            given = dict(zip(used, arrays, strict=True))  # an argument that is not read may be on other devices
+            return list(evaluate(graph, [given.get(n) for n in range(len(self._leaves))]))
 
         out = [everywhere] * len(numbers) if whole else list(shardings)
         with persistent_cache(everywhere.device_set):
@@ -118,17 +111,3 @@ def _put(leaf: Any, everywhere: NamedSharding) -> Any:
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set == everywhere.device_set:
         return leaf
     return global_array.put([leaf], [everywhere])[0]
-
-
-def _grouped(numbers: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
-    """The numbers in groups of about equal sizes, in order."""
-    limit = sum(sizes[n] for n in numbers) / GROUPS
-    out: list[list[int]] = []
-    held = 0
-    for number in numbers:
-        if not out or held + sizes[number] > limit:
-            out.append([])
-            held = 0
-        out[-1].append(number)
-        held += sizes[number]
-    return out

@@ -1,9 +1,15 @@
-"""The back-end for one mesh: the step is one executable, called once."""
+"""The back-end for one mesh: the step is one executable, called once.
+
+XLA reuses a donated buffer for an output of the same type and sharding, and for no other; JAX warns of a donated buffer
+that no output can use. So "auto" donates the state leaves whose new value has their sharding, and of the arguments that
+a user names those are donated that find such an output. JAX gives the buffers to the outputs of their type in order.
+Where a leaf's new value is written over another leaf, XLA copies the old values that are still to be read; so donated
+arguments are in the order of the outputs that replace them.
+"""
 
 from __future__ import annotations
 
-import logging
-import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,14 +17,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from alpa_lite.errors import OptionError
 from alpa_lite.graph import Lit, Traced
-from alpa_lite.report import log_messages, progress
-from alpa_lite.runtime import callbacks, global_array, placement, state_aliasing
+from alpa_lite.passes.tracing.arguments import donated_leaves
+from alpa_lite.pins import layout_of_spec
+from alpa_lite.runtime import callbacks, global_array, placement
 from alpa_lite.runtime.binding import Buffers
-from alpa_lite.runtime.compile import Call, FlatFunction, picker
-from alpa_lite.runtime.step import Executable, LoadOptions
-
-logger = logging.getLogger(__name__)
+from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker
+from alpa_lite.runtime.step import Donate, Executable, LoadOptions
 
 
 class SingleExecutable(Executable):
@@ -38,12 +44,8 @@ class SingleExecutable(Executable):
         """Prepares the executable; it is compiled by the first call, or by `compiled()`.
 
         Args:
-          traced: the step.
           function: from the flat arguments, then the graph's constants, to the flat outputs, all global arrays.
-          mesh: the devices.
           in_specs: a spec for each argument, then for each constant; those of constants may be missing (replicated).
-          out_specs: a spec for each output.
-          options: how the step is put on devices.
           calls_back: whether the step calls functions of the user on the host, which may raise.
         """
         self.mesh, self._options = mesh, options or LoadOptions()
@@ -63,14 +65,12 @@ class SingleExecutable(Executable):
         results = list(map(typed, outputs, out_specs))
         self._in_shardings = [one.sharding for one in inputs]
         self._out_shardings = [one.sharding for one in results]
-        donated = state_aliasing.donated_arguments(traced, in_specs, out_specs, self._options.donate)
-        in_place = {n: n for n in state_aliasing.donated_arguments(traced, in_specs, out_specs, "auto")}
+        donated = donated_arguments(traced, in_specs, out_specs, self._options.donate)
+        in_place = {n: n for n in donated_arguments(traced, in_specs, out_specs, "auto")}
         if not in_place.keys() >= set(donated):  # another donated argument may share a buffer: each call has to look
             in_place = {}
-        inputs_of = [(n,) for n in range(count)]
-        buffers = Buffers(
-            inputs_of, self._in_shardings.__getitem__, frozenset(donated), in_place, takes_uncommitted=True
-        )
+        inputs_of, sharding = [(n,) for n in range(count)], self._in_shardings.__getitem__
+        buffers = Buffers(inputs_of, sharding, frozenset(donated), in_place, takes_uncommitted=True)
         calls_back = calls_back and mesh.size > 1
         weak = [output.weak for output in traced.outputs]
         self._function = FlatFunction(
@@ -86,16 +86,11 @@ class SingleExecutable(Executable):
         yield self._function.lower()
 
     def _compile(self) -> tuple[Any, ...]:
-        start, name = time.perf_counter(), self._traced.name
-        with progress.planning(f"compiling {name}") as report:
-            report.count("executables compiled", 0, 1)
-            count = len(self._traced.arguments)
-            constants: list[Any] = placement.copies(self._traced.graph.constants, self._in_shardings[count:])
-            compiled, self._call = self._function.compile(self._options.compiler_options)
-        logger.info(log_messages.compiled(name, 1, time.perf_counter() - start))
+        (compiled,), (self._call,) = compile_all(self._traced.name, [self._function], self._options.compiler_options)
+        constants = self._traced.graph.constants
+        self._constants = placement.copies(constants, self._in_shardings[len(self._traced.arguments) :])
         if self._function.calls_back:
-            constants += global_array.put([np.int32(-1)], [NamedSharding(self.mesh, PartitionSpec())])
-        self._constants = constants
+            self._constants += global_array.put([np.int32(-1)], [NamedSharding(self.mesh, PartitionSpec())])
         return (compiled,)
 
     def _start(self, leaves: Sequence[Any]) -> list[Any]:
@@ -108,3 +103,32 @@ class SingleExecutable(Executable):
     @property
     def _program_shardings(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
         return self._in_shardings[: len(self._traced.arguments)], list(self._out_shardings)
+
+
+def donated_arguments(
+    traced: Traced, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec], donate: Donate
+) -> list[int]:
+    """Returns the arguments whose buffers become outputs, in the order of these outputs as far as it is known.
+
+    These are the requested arguments whose type and sharding an output has; JAX would warn of others.
+    """
+    values, block = traced.graph.values, traced.graph.block
+
+    def kind(aval: Any, spec: PartitionSpec) -> tuple[Any, ...]:
+        return tuple(aval.shape), aval.dtype, layout_of_spec(spec, len(aval.shape))
+
+    arguments = [kind(values[number], spec) for number, spec in zip(block.inputs, in_specs, strict=False)]
+    atoms = [values[atom] if isinstance(atom, int) else atom.aval for atom in block.outputs]
+    outputs = list(map(kind, atoms, out_specs))
+    if isinstance(donate, str):
+        if donate != "auto":
+            raise OptionError(f'donate_argnums is {donate!r}; give "auto", an int or a tuple of ints')
+        return [argument for output, argument in sorted(traced.state) if outputs[output] == arguments[argument]]
+    free = Counter(outputs)
+    chosen = []
+    for argument in donated_leaves(traced, donate):
+        if free[arguments[argument]] > 0:
+            free[arguments[argument]] -= 1
+            chosen.append(argument)
+    replaced_by = {argument: output for output, argument in traced.state}
+    return sorted(chosen, key=lambda argument: replaced_by.get(argument, len(outputs)))

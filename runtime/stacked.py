@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,13 +62,7 @@ class StackedLeaves:
     """Splits the user's flat arguments, and joins the flat results. Holds no arrays."""
 
     def __init__(self, traced: Traced, program: Program, sharding: Callable[[int], NamedSharding]):
-        """Prepares the shardings of whole leaves.
-
-        Args:
-          traced: a step with `extra["stacked"]`.
-          program: of the same step.
-          sharding: of a buffer.
-        """
+        """Prepares the shardings of whole leaves of a step, from that of each buffer of its program."""
         stacked = traced.stacked
         assert stacked is not None
         self._avals = [traced.graph.values[v].aval for v in traced.graph.block.inputs]
@@ -83,34 +78,29 @@ class StackedLeaves:
     def split(self, leaves: Sequence[Any], may_overwrite: Callable[[Any], bool]) -> list[Any]:
         """Returns the arguments of the cut step. Parts of a leaf that may be overwritten may share its memory.
 
-        Args:
-          leaves: the user's flat arguments.
-          may_overwrite: of an array.
-
         Raises:
           NewSignature: a stacked leaf has another shape or dtype than planned.
         """
         if len(leaves) != len(self._arguments):
             raise NewSignature(STRUCTURE)
         out: list[Any] = []
-        foreign: dict[Any, list[tuple[int, Any, NamedSharding]]] = {}
+        foreign: defaultdict[Any, list[tuple[int, NamedSharding]]] = defaultdict(list)
         for leaf, one in zip(leaves, self._arguments, strict=True):
             if not one.bounds:
                 out.append(leaf)
                 continue
             aval = self._avals[one.numbers[0]]
             check_leaf(leaf, aval, (one.bounds[-1], *aval.shape[1:]))
-            parts = one.parts_of(leaf)
-            if parts is None or not may_overwrite(leaf):
-                cut: Any = parts or [leaf[low:high] for low, high in itertools.pairwise(one.bounds)]
-                for k, (part, goal) in enumerate(zip(cut, one.shardings, strict=True)):
+            own = one.parts_of(leaf)
+            parts: Any = own or [leaf[low:high] for low, high in itertools.pairwise(one.bounds)]
+            if own is None or not may_overwrite(leaf):
+                for place, goal in enumerate(one.shardings, len(out)):
                     if goal is not None:
-                        foreign.setdefault(goal.mesh, []).append((len(out) + k, part, goal))
-                parts = cut
+                        foreign[goal.mesh].append((place, goal))
             out += parts
         for group in foreign.values():
-            copied = placement.copies([part for _, part, _ in group], [goal for _, _, goal in group])
-            for (place, _, _), array in zip(group, copied, strict=True):
+            copied = placement.copies([out[place] for place, _ in group], [goal for _, goal in group])
+            for (place, _), array in zip(group, copied, strict=True):
                 out[place] = array
         return out
 
@@ -133,8 +123,7 @@ class StackedLeaves:
     def join(self, outputs: Sequence[Any], weak: Sequence[bool] | None = None, *, arguments: bool = False) -> list[Any]:
         """Returns the user's results, from those of the cut step; or the arguments, from its arguments.
 
-        Args:
-          weak: whether each has a weak dtype; by default as its parts.
+        Each has a weak dtype as `weak` says, by default as its parts.
         """
         leaves = self._arguments if arguments else self._results
         out: list[Any] = []
@@ -152,11 +141,7 @@ class _Leaf:
     """One leaf: the shardings of its parts, and of the whole."""
 
     def __init__(
-        self,
-        pieces: Pieces,
-        buffer_of: Sequence[int],
-        program: Program,
-        sharding: Callable[[int], NamedSharding],
+        self, pieces: Pieces, buffer_of: Sequence[int], program: Program, sharding: Callable[[int], NamedSharding]
     ) -> None:
         """Args: of the leaf, and of each argument or result of the cut step the buffer, -1 if none is read."""
         self.numbers = pieces.numbers
@@ -180,13 +165,11 @@ class _Leaf:
             return leaf.parts if leaf._leaf.bounds == self.bounds else None
         if self.whole is None or not self.in_place or not isinstance(leaf, jax.Array) or leaf.sharding != self.whole:
             return None
-        there = {shard.device: shard.data for shard in leaf.addressable_shards}
-        out = []
-        for (low, high), goal in zip(itertools.pairwise(self.bounds), self.shardings, strict=True):
-            blocks = [there[device] for device in goal.mesh.devices.flat if device in there]
-            shape = (high - low, *self.shape[1:])
-            out.append(jax.make_array_from_single_device_arrays(shape, goal, blocks, dtype=leaf.dtype))
-        return out
+        shapes = [(high - low, *self.shape[1:]) for low, high in itertools.pairwise(self.bounds)]
+        return [
+            jax.make_array_from_single_device_arrays(shape, goal, _blocks(leaf, goal), dtype=leaf.dtype)
+            for shape, goal in zip(shapes, self.shardings, strict=True)
+        ]
 
     def join(self, parts: Sequence[Any]) -> Any:
         """Joins parts of a leaf into the whole. In a multi-process run, all processes that have a part call this."""
@@ -194,11 +177,14 @@ class _Leaf:
             return lax.concatenate(list(parts), 0)
         if not self.in_place:
             return _joined(parts, self.whole)
-        blocks = []
-        for part, goal in zip(parts, self.shardings, strict=True):
-            there = {shard.device: shard.data for shard in part.addressable_shards}
-            blocks += [there[device] for device in goal.mesh.devices.flat if device in there]
+        blocks = [block for part, goal in zip(parts, self.shardings, strict=True) for block in _blocks(part, goal)]
         return jax.make_array_from_single_device_arrays(self.shape, self.whole, blocks, dtype=parts[0].dtype)
+
+
+def _blocks(array: Any, sharding: NamedSharding) -> list[Any]:
+    """The blocks of an array that are here on the devices of a sharding, in the order of these."""
+    there = {shard.device: shard.data for shard in array.addressable_shards}
+    return [there[device] for device in np.array(sharding.mesh.devices).flat if device in there]
 
 
 def _over_stages(shardings: Sequence[NamedSharding]) -> NamedSharding:
@@ -208,7 +194,7 @@ def _over_stages(shardings: Sequence[NamedSharding]) -> NamedSharding:
     axis = next(name for name in ("stage", *(f"stage{i}" for i in range(len(names)))) if name not in names)
     head, rest = (spec[0], spec[1:]) if spec else (None, ())
     over = () if head is None else (head,) if isinstance(head, str) else tuple(head)
-    devices = np.stack([sharding.mesh.devices for sharding in shardings])
+    devices = np.stack([np.array(sharding.mesh.devices) for sharding in shardings])
     return NamedSharding(Mesh(devices, (axis, *names)), PartitionSpec((axis, *over), *rest))
 
 

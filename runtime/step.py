@@ -4,10 +4,6 @@ A call flattens the user's arguments, compares the signature, gives every buffer
 back-end run the program, and returns the results as the user's pytree. Back-ends are `single.SingleExecutable`, one
 executable, and `pipeline.PipelineExecutable`, which walks a list of instructions. docs/runtime.md follows one call.
 
-Flattening and unflattening are JAX's, in C++, and replace those that `jax.jit` would do on the pytrees. To call a
-`jax.jit` with the pytrees themselves would cost more: donated arguments must be checked leaf by leaf, which means to
-flatten a second time.
-
 A call makes sure of these:
 
 1. *The signature is the planned one* (`signatures`). Any difference raises `NewSignature` before anything runs, and the
@@ -20,16 +16,12 @@ A call makes sure of these:
 
 The second check costs a few microseconds when the state is, leaf for leaf, the state that the last call returned: then
 it is placed, no leaf of it occurs twice, and only other arguments that are new can share its buffers.
-
-Flattening *along* the traced structure (`flatten_up_to`) takes half the time of flattening and comparing: 27 of 62
-microseconds for 300 leaves in 200 dicts. But if the structure differs, its error message holds the `repr` of what it
-met, for which JAX would fetch whole states from the devices. So only arguments that the last call returned are
-flattened so: their structure differs only if they were changed in place.
 """
 
 from __future__ import annotations
 
 import abc
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,17 +31,18 @@ import jax
 from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
-from alpa_lite.graph import Traced
-from alpa_lite.passes.tracing import nnx_modules
-from alpa_lite.passes.tracing.calls import is_weak
-from alpa_lite.runtime import nans, ownership, placement, state_aliasing
+from alpa_lite.graph import Pieces, Stacked, Traced
+from alpa_lite.passes.tracing import calls, nnx_modules
+from alpa_lite.runtime import nans, ownership, placement
 from alpa_lite.runtime.binding import ArgumentBinder, Buffers
 from alpa_lite.runtime.compile import picker
 from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.placement import DeviceCopies
-from alpa_lite.runtime.signatures import FORM, SETTINGS, STRUCTURE, Flattening, NewSignature, WeakPattern, WeakTypes
+from alpa_lite.runtime.signatures import FORM, SETTINGS, STRUCTURE, WEAK, NewSignature, weak_flags
 from alpa_lite.runtime.stacked import StackedLeaves
-from alpa_lite.runtime.state_aliasing import Donate
+
+Donate = str | int | Sequence[int | str]
+"""The user's choice of donation: "auto", or positions and names of arguments."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,33 +79,35 @@ class Executable(abc.ABC):
 
         Args:
           traced: the step, of which each argument is one of the program.
-          buffers: of the program.
           stacked: the leaves of the user's step that are several arguments here, if there are any.
         """
         assert traced.calling is not None
         self._traced, self._calling, self._stacked = traced, traced.calling, stacked
         self._settings, self._owned = options.settings, options.owned
         self._may_overwrite = self._owned.has if options.donate == "auto" else _anything
-        self._match = self._calling.matches if self._calling.has_static else None
-        self._flattening = Flattening(traced)
-        pieces = state_aliasing.pieces_of(traced)
-        self._arguments = [traced.arguments[numbers[0]] for numbers in pieces]  # of the user's step
-        returned = state_aliasing.user_state(traced)
-        self._state = [(a, r) for a, r in returned if buffers.in_place.keys() >= set(pieces[a])]
-        self._pick_returned = picker([r for _, r in (self._state or returned)])
-        self._in_place = [(n, buffers.in_place[n]) for a, _ in self._state for n in pieces[a]]
-        skipped = {n for n, _ in self._in_place} | buffers.absent.keys()
-        rest = [n for n, numbers in enumerate(pieces) if not skipped.issuperset(numbers)]
-        self._absent = [(n, array) for n, array in buffers.absent.items() if stacked is None]
-        self._pick_state, self._pick_rest = picker([a for a, _ in self._state]), picker(rest)
-        self._binder = ArgumentBinder(traced, buffers, skipped, options.copies)
-        self._donates = bool(buffers.donated)
-        others = set(rest)
-        self._weak = WeakTypes(traced, [(a, r) for a, r in returned if a not in others], rest)
-        values, block = traced.graph.values, traced.graph.block
-        donated = [(buffers.sharding(b), values[block.inputs[n]].aval) for n, b in self._in_place]
-        self._disjoint = ownership.Disjoint(donated, self._owned.has)
         self._compiling, self._compiled = threading.Lock(), ()
+        leaves = traced.stacked or Stacked(_each_whole(traced.arguments), _each_whole(traced.outputs))
+        pieces = [leaf.numbers for leaf in leaves.arguments]
+        self._arguments = [traced.arguments[numbers[0]] for numbers in pieces]  # of the user's step
+        self._planned_weak = tuple(traced.outputs[leaf.numbers[0]].weak for leaf in leaves.results)
+        self._weak_results = {tuple(argument.weak for argument in self._arguments): self._planned_weak}
+        # State by the flat arguments and results of the user's step, and that of it which comes back in place.
+        new_value = {argument: output for output, argument in traced.state}
+        result_of = {leaf.numbers[0]: n for n, leaf in enumerate(leaves.results)}
+        returned = [(a, result_of[new_value[n[0]]]) for a, n in enumerate(pieces) if n[0] in new_value]
+        self._state = [(a, r) for a, r in returned if buffers.in_place.keys() >= set(pieces[a])]
+        self._in_place = [(n, buffers.in_place[n]) for a, _ in self._state for n in pieces[a]]
+        self._absent = [(n, array) for n, array in buffers.absent.items() if stacked is None]
+        steady = {n for n, _ in self._in_place} | buffers.absent.keys()
+        self._pick_state = picker([a for a, _ in self._state])
+        self._pick_rest = picker([a for a, numbers in enumerate(pieces) if not steady.issuperset(numbers)])
+        self._pick_returned = picker([r for _, r in (self._state or returned)])
+        self._donates = bool(buffers.donated)
+        self._binder = ArgumentBinder(traced, buffers, steady, options.copies)
+        avals = [traced.graph.values[v].aval for v in traced.graph.block.inputs]
+        self._disjoint = ownership.Disjoint(
+            [(buffers.sharding(b), avals[n]) for n, b in self._in_place], self._owned.has
+        )
 
     # -- the back-end -----------------------------------------------------------------------------------------
 
@@ -148,17 +143,12 @@ class Executable(abc.ABC):
         """
         if self._settings is not None and _jax.trace_context() != self._settings:
             raise NewSignature(SETTINGS)
-        if self._match is not None:
-            if not self._match(args, kwargs):
-                raise NewSignature(FORM)
-            args, kwargs = self._calling.traced(args, kwargs)
+        pure: Any = self._dynamic(args, kwargs)
         if not self._calling.modules:
-            out = self._traced.out_tree.unflatten(self._results(self._flattening.along(args, kwargs)))
-            self._flattening.returned(out)
-            return out
+            return self._traced.out_tree.unflatten(self._results(self._flat(*jax.tree.flatten(pure))))
         with nnx_modules.updating(self):
-            pure = nnx_modules.split_arguments((args, kwargs), self)  # held until the end: freeing it now costs more
-            out = self._results(self._flattening.flatten(pure))
+            pure = nnx_modules.split_arguments(pure, self)  # held until the end: freeing it now costs more
+            out = self._results(self._flat(*jax.tree.flatten(pure)))
             return nnx_modules.merge_results(self._traced.out_tree.unflatten(out), self)
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
@@ -174,9 +164,7 @@ class Executable(abc.ABC):
         Raises:
           NewSignature: the arguments are not what the step was planned for.
         """
-        if not self._calling.matches(args, kwargs):
-            raise NewSignature(FORM)
-        new_args, new_kwargs = nnx_modules.replace_arrays(self._calling.traced(args, kwargs), self._placed_copies)
+        new_args, new_kwargs = nnx_modules.replace_arrays(self._dynamic(args, kwargs), self._placed_copies)
         positional, keywords = self._calling.whole(new_args, new_kwargs)
         return (positional, keywords) if kwargs else positional
 
@@ -210,15 +198,28 @@ class Executable(abc.ABC):
 
     def accept(self, arguments: Sequence[bool], results: Sequence[bool]) -> None:
         """Accepts calls whose flat arguments have weak dtypes like this, too, since tracing makes the same program."""
-        self._weak.accept(arguments, results)
+        self._weak_results[tuple(arguments)] = tuple(results)
 
     # -- a call -----------------------------------------------------------------------------------------------
+
+    def _dynamic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The arguments that are not static. Raises NewSignature if the form of the call is another."""
+        if not self._calling.matches(args, kwargs):
+            raise NewSignature(FORM)
+        return self._calling.traced(args, kwargs)
+
+    def _flat(self, leaves: list[Any], tree: Any) -> list[Any]:
+        """The leaves. Raises NewSignature if their structure is not the traced one."""
+        if tree != self._traced.in_tree:
+            raise NewSignature(STRUCTURE)
+        return leaves
 
     def _results(self, leaves: list[Any]) -> list[Any]:
         """The flat results of the user's step: the outputs, and the caller's own arrays where it hands them through."""
         through = [(place, placement.as_array(leaves[argument])) for place, argument in self._traced.through]
         if _jax.checks_values():
-            results = nans.run_checked(self._run, leaves, self._traced, self._owned, self._split_unowned)
+            apart = functools.partial(self._split, may_overwrite=lambda array: False, add=False)
+            results = nans.run_checked(self._run, leaves, self._traced, self._owned, apart)
         else:
             results = self._run(leaves)
         for place, leaf in through:
@@ -229,78 +230,62 @@ class Executable(abc.ABC):
         """The flat outputs. Clears the list of leaves, so that nothing but the program holds what it may free."""
         if not self._compiled:
             self.compiled()
-        pattern, may_overwrite = self._admit(leaves)
-        buffers = self._bind(leaves, may_overwrite)
+        weak = self._check(leaves)
+        buffers = self._bind(leaves, self._is_steady(leaves))
         leaves.clear()
         outputs = self._execute(buffers)
         if self._stacked is not None:
-            outputs = self._stacked.join(outputs, pattern.results)
-        elif pattern.changes:
-            pattern.relabel(outputs)
+            outputs = self._stacked.join(outputs, weak)
+        elif weak != self._planned_weak:
+            outputs = list(map(_jax.array_with_weak_type, outputs, weak))
         if self._state:
             *others, last = self._pick_returned(outputs)
-            self._owned.remember(last, others, pattern.following)
+            self._owned.remember(last, others, self._disjoint)
         elif self._donates:
             self._owned.add(self._pick_returned(outputs))
         return outputs
 
-    def _admit(self, leaves: Sequence[Any]) -> tuple[WeakPattern, Callable[[Any], bool] | None]:
-        """The weak types of a call, and which arrays it may overwrite.
-
-        Args:
-          leaves: of the user's call.
-
-        Returns:
-          In place of the second None, if the state is what the last call returned, or nothing is overwritten.
+    def _check(self, leaves: Sequence[Any]) -> tuple[bool, ...]:
+        """Returns whether each result of a call is to have a weak dtype, as `jit` would give it.
 
         Raises:
-          NewSignature: another dtype is weak.
+          NewSignature: the weak dtypes of the arguments are not those of an accepted call.
           DonatedError: an argument was donated or deleted.
         """
-        rest = self._pick_rest(leaves)
-        pattern = self._steady_pattern(leaves, rest)
-        if pattern is not None and list(map(is_weak, rest)) != pattern.kept:
-            pattern = self._weak.pattern_of(leaves)
-        elif pattern is None:
-            self._owned.flush()
-            new = self._weak.pattern_of(leaves)
-            ownership.check_alive(leaves, self._arguments, self._traced.name)
-            return new, self._owned.unshared(leaves, self._may_overwrite)
-        if ownership.any_deleted(leaves):
-            ownership.check_alive(leaves, self._arguments, self._traced.name)
-        return pattern, None
+        weak = self._weak_results.get(weak_flags(leaves))
+        if weak is None:
+            raise NewSignature(WEAK)
+        ownership.check_alive(leaves, self._arguments, self._traced.name)
+        return weak
 
-    def _steady_pattern(self, leaves: Sequence[Any], rest: Sequence[Any]) -> WeakPattern | None:
-        """The weak types of a call that needs no look at its state; None if it needs one.
+    def _is_steady(self, leaves: Sequence[Any]) -> bool:
+        """Returns whether the state needs no look.
 
-        The state is, leaf for leaf, what the last call returned, and no other argument shares a buffer with it.
+        It is, leaf for leaf, what the last call returned, and no other argument shares a buffer with it.
         """
         if not self._donates and not self._state:
-            return self._weak.planned
+            return True
         state: Any = self._pick_state(leaves)
-        pattern = self._owned.last_pattern(self._weak, state)
-        if pattern is None or any(leaves[n] is not array for n, array in self._absent):
-            return None
+        if not self._owned.is_last(state, self._disjoint) or any(leaves[n] is not array for n, array in self._absent):
+            return False
+        rest = self._pick_rest(leaves)
         if self._stacked is not None:
             state = self._stacked.parts(state, rest)
-        return pattern if len(state) == len(self._in_place) and self._disjoint(rest, state) else None
+        return len(state) == len(self._in_place) and self._disjoint(rest, state)
 
-    def _bind(self, leaves: Sequence[Any], may_overwrite: Callable[[Any], bool] | None) -> list[Any]:
+    def _bind(self, leaves: Sequence[Any], steady: bool) -> list[Any]:
         """All buffers at the start of a step. Takes the leaves that are placed, and copies what it will donate.
-
-        Args:
-          leaves: of the user's call.
-          may_overwrite: of an array; None if the state is what the last call returned.
 
         Raises:
           NewSignature: a leaf has another shape or dtype.
         """
-        leaves = self._split(leaves, may_overwrite or _anything, add=may_overwrite is not None)
+        may_overwrite = self._may_overwrite
+        if not steady:
+            self._owned.flush()
+            may_overwrite = self._owned.unshared(leaves, may_overwrite)
+        leaves = self._split(leaves, _anything if steady else may_overwrite, add=not steady)
         buffers = self._start(leaves)
-        if may_overwrite is None:
-            self._binder.bind_rest(buffers, leaves, self._may_overwrite)
-        else:
-            self._binder.bind_all(buffers, leaves, may_overwrite)
+        self._binder.bind(buffers, leaves, may_overwrite, steady)
         return buffers
 
     # -- copies of arguments, and stacked leaves --------------------------------------------------------------
@@ -309,8 +294,7 @@ class Executable(abc.ABC):
         """The leaves in new buffers where the program reads them first; those that it never reads, as they are."""
         if len(leaves) != len(self._arguments):
             raise NewSignature(STRUCTURE)
-        self._weak.pattern_of(leaves)
-        ownership.check_alive(leaves, self._arguments, self._traced.name)
+        self._check(leaves)
         out = list(self._split(leaves, self._may_overwrite, add=True))
         self._owned.add(self._binder.copy_all(out))
         if self._stacked is not None:
@@ -320,26 +304,13 @@ class Executable(abc.ABC):
 
     def _buffers_of_copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """All buffers at the start of a step on copies of the arguments."""
-        if not self._calling.matches(args, kwargs):
-            raise NewSignature(FORM)
-        pure: Any = self._calling.traced(args, kwargs)
-        if self._calling.modules:
-            with nnx_modules.updating(self):
-                leaves = self._flattening.flatten(nnx_modules.split_arguments(pure, self))
-        else:
-            leaves = self._flattening.flatten(pure)
-        leaves = self._placed_copies(leaves)
+        self._dynamic(args, kwargs)
+        leaves = self._placed_copies(self._flat(*calls.flattened(self._calling, args, kwargs)))
         self.compiled()
-        return self._bind(leaves, self._owned.has)
+        return self._bind(leaves, steady=False)
 
     def _split(self, leaves: Sequence[Any], may_overwrite: Callable[[Any], bool], *, add: bool) -> Sequence[Any]:
-        """The arguments of the program: stacked leaves in the parts that stages own.
-
-        Args:
-          leaves: of the user's call.
-          may_overwrite: of an array.
-          add: whether the parts become the step's own.
-        """
+        """The arguments of the program: stacked leaves in the parts that stages own, which `add` makes the step's."""
         if self._stacked is None:
             return leaves
         parts = self._stacked.split(leaves, may_overwrite)
@@ -347,9 +318,9 @@ class Executable(abc.ABC):
             self._owned.add(part for one in self._stacked.cut for part in parts[one])
         return parts
 
-    def _split_unowned(self, leaves: list[Any]) -> list[Any]:
-        """The arguments of the program in memory of their own."""
-        return list(self._split(leaves, lambda array: False, add=False))
+
+def _each_whole(leaves: Sequence[Any]) -> tuple[Pieces, ...]:
+    return tuple(Pieces((n,)) for n in range(len(leaves)))
 
 
 def _anything(_: Any) -> bool:

@@ -17,7 +17,9 @@ share its memory, which the receiver may donate.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,13 +31,9 @@ from alpa_lite.passes.local.types import in_bytes
 from alpa_lite.passes.lowering.emission import change_layout
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan, blocks
-from alpa_lite.program import Submesh
 from alpa_lite.runtime import backpressure
 from alpa_lite.runtime.compile import compile_lowered
-from alpa_lite.runtime.meshes import mesh_of
-
-Place = tuple[int, int]
-"""An array by its position in the list, and a device by its position in the submesh."""
+from alpa_lite.runtime.meshes import submesh_of
 
 
 class Transfer:
@@ -56,26 +54,21 @@ class Transfer:
         """
         if len({(plan.src_mesh, plan.dst_mesh) for plan in plans}) > 1:
             raise ValueError("plans of one transfer are between the same two submeshes; make a transfer for each pair")
-        self._count = len(plans)
+        source, destination = submesh_of(plans[0].src_mesh, devices), submesh_of(plans[0].dst_mesh, devices)
+        self._expected = [NamedSharding(source, spec_of(plan.src)) for plan in plans]
+        self._landings = [NamedSharding(destination, spec_of(plan.landing)) for plan in plans]
+        self._shapes = [plan.shape for plan in plans]
         self._whole = [i for i, plan in enumerate(plans) if plan.equal]
         self._split = [i for i, plan in enumerate(plans) if not plan.equal]
-        self._plain: list[Place] = []
-        self._cuts: list[tuple[Any, list[Place]]] = []
+        self._cuts: list[tuple[Any, list[int]]] = []
         self._joins: list[tuple[Any, list[int]]] = []
-        self._assembled: list[tuple[int, tuple[int, ...], NamedSharding, list[int]]] = []
-        self._reshard: Any = None
-        self._resharded = [i for i, plan in enumerate(plans) if plan.steps]
-        self._targets: list[Any] = []
-        self._expected: list[NamedSharding] = []
-        self._seen: list[Any] = [None] * len(plans)
-        if not plans:
-            return
-        source = _jax_mesh(plans[0].src_mesh, devices)
-        self._expected = [NamedSharding(source, spec_of(plan.src)) for plan in plans]
-        self._mesh = _jax_mesh(plans[0].dst_mesh, devices)
-        self._plan_pieces(plans, devices)
-        if self._resharded:
-            self._reshard = compile_reshard([plans[i] for i in self._resharded], self._mesh)
+        sources = self._plan_cuts(plans, devices)
+        pieces = [(i, n, piece.destination) for i in self._split for n, piece in enumerate(plans[i].pieces)]
+        self._sent = [sources[i, n] for i, n, _ in pieces]
+        self._targets = [*(self._landings[i] for i in self._whole), *(devices[number] for _, _, number in pieces)]
+        landed = {(i, n): k for k, (i, n, _) in enumerate(pieces, len(self._whole))}
+        self._assembled = self._plan_joins(plans, devices, landed)
+        self._reshard = compile_reshard(plans, destination)
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The arrays on the destination's submesh, each in its `dst` layout. Returns before they are there.
@@ -86,130 +79,117 @@ class Transfer:
         Raises:
           ValueError: an array is sharded otherwise. (It would arrive permuted, or through the host.)
         """
-        for i, array in enumerate(arrays):
-            if array.sharding is not self._seen[i]:
-                self._check(i, array)
-        if not self._split and not self._resharded:
-            return jax.device_put(list(arrays), self._targets)
-        shards = {i: [shard.data for shard in arrays[i].addressable_shards] for i in self._split}
-        sent = [arrays[i] for i in self._whole]
-        sent += [shards[i][k] for i, k in self._plain]
-        for cut, places in self._cuts:
-            sent += cut(*[shards[i][k] for i, k in places])
-        here = jax.device_put(sent, self._targets)
-        for join, pieces in self._joins:
-            here += join(*[here[n] for n in pieces])
-        out: list[Any] = [None] * self._count
+        for i, (array, expected) in enumerate(zip(arrays, self._expected, strict=True)):
+            if not array.sharding.is_equivalent_to(expected, array.ndim):
+                raise ValueError(
+                    f"arrays[{i}] lies as {array.sharding}, but the transfer was planned from {expected}; give the "
+                    "executable that makes it these output shardings"
+                )
+        held: list[Any] = [shard.data for i in self._split for shard in arrays[i].addressable_shards]
+        for cut, numbers in self._cuts:
+            held += cut(*[held[n] for n in numbers])
+        sent = [*(arrays[i] for i in self._whole), *(held[n] for n in self._sent)]
+        here: list[Any] = jax.device_put(sent, self._targets)
+        for join, numbers in self._joins:
+            here += join(*[here[n] for n in numbers])
+        out: list[Any] = [None] * len(arrays)
         for i, array in zip(self._whole, here, strict=False):
             out[i] = array
-        for i, shape, sharding, numbers in self._assembled:
-            out[i] = jax.make_array_from_single_device_arrays(shape, sharding, [here[n] for n in numbers])
-        if self._resharded:
-            for i, array in zip(self._resharded, self._reshard(*[out[i] for i in self._resharded]), strict=True):
-                out[i] = array
-        return out
+        for i, numbers in self._assembled.items():
+            parts = [here[n] for n in numbers]
+            out[i] = jax.make_array_from_single_device_arrays(self._shapes[i], self._landings[i], parts)
+        return out if self._reshard is None else self._reshard(out)
 
-    def _check(self, position: int, array: jax.Array) -> None:
-        """Compares an array's sharding with the planned one. Executables hand out one object: it is met once."""
-        expected = self._expected[position]
-        if not array.sharding.is_equivalent_to(expected, array.ndim):
-            raise ValueError(
-                f"arrays[{position}] lies as {array.sharding}, but the transfer was planned from {expected}; give the "
-                "executable that makes it these output shardings"
-            )
-        self._seen[position] = array.sharding
+    def _plan_cuts(self, plans: Sequence[TransferPlan], devices: Sequence[Any]) -> dict[tuple[int, int], int]:
+        """Compiles one function for each device that sends parts of its blocks.
 
-    def _plan_pieces(self, plans: Sequence[TransferPlan], devices: Sequence[Any]) -> None:
-        """Numbers everything that is put, in the order of `__call__`, and compiles the cuts and joins."""
-        source, destination = plans[0].src_mesh, plans[0].dst_mesh
+        Returns:
+          (array, piece) -> its number among the blocks of all arrays that are split, in order, then what is cut.
+        """
+        source = plans[0].src_mesh
         have = {i: blocks(plans[i].shape, plans[i].src, source.mesh) for i in self._split}
-        need = {i: blocks(plans[i].shape, plans[i].landing, destination.mesh) for i in self._split}
-        self._targets += [NamedSharding(self._mesh, spec_of(plans[i].landing)) for i in self._whole]
-        plain: list[tuple[int, int]] = []
-        cut: dict[int, list[tuple[int, int]]] = {}
+        block = {place: n for n, place in enumerate(itertools.product(self._split, range(source.mesh.size)))}
+        sources: dict[tuple[int, int], int] = {}
+        cut: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for i in self._split:
             for n, piece in enumerate(plans[i].pieces):
                 k = piece.source - source.first
                 stays = piece.source == piece.destination and not plans[i].steps  # steps make new arrays
                 if piece.ranges == have[i][k] and not stays:
-                    plain.append((i, n))
+                    sources[i, n] = block[i, k]
                 else:
-                    cut.setdefault(k, []).append((i, n))
-        numbers: dict[tuple[int, int], int] = {}
-        for i, n in (*plain, *(place for k in cut for place in cut[k])):
-            numbers[i, n] = len(self._targets)
-            self._targets.append(devices[plans[i].pieces[n].destination])
-        self._plain = [(i, plans[i].pieces[n].source - source.first) for i, n in plain]
+                    cut[k].append((i, n))
+        count = itertools.count(len(block))
         for k, pieces in cut.items():
-            self._cuts.append(self._compile_cut(plans, k, pieces, have, devices[source.first + k]))
-        self._plan_joins(plans, need, numbers, devices)
+            used = list(dict.fromkeys(i for i, _ in pieces))
+            wanted = [(used.index(i), _within(plans[i].pieces[n].ranges, have[i][k])) for i, n in pieces]
+
+            def function(*held: Any, wanted: Any = wanted) -> list[Any]:
+                return [_slice(held[which], ranges) for which, ranges in wanted]
+
+            types = [(plans[i].dtype, have[i][k]) for i in used]
+            self._cuts.append((_compile_on(devices[source.devices[k]], function, types), [block[i, k] for i in used]))
+            sources.update(zip(pieces, count, strict=False))
+        return sources
 
     def _plan_joins(
-        self,
-        plans: Sequence[TransferPlan],
-        need: dict[int, tuple[Ranges, ...]],
-        numbers: dict[tuple[int, int], int],
-        devices: Sequence[Any],
-    ) -> None:
-        """Compiles the joins of each device of the destination, and numbers the blocks of each array."""
-        destination = plans[0].dst_mesh
-        block: dict[Place, int] = {}
-        count = len(self._targets)
-        for k, device in enumerate(destination.devices):
-            parts: list[tuple[Any, list[Ranges], Ranges]] = []
+        self, plans: Sequence[TransferPlan], devices: Sequence[Any], landed: dict[tuple[int, int], int]
+    ) -> dict[int, list[int]]:
+        """Compiles one function for each device that receives its blocks in parts.
+
+        Args:
+          landed: (array, piece) -> its number among all that is put.
+
+        Returns:
+          For each array that is split the numbers of its blocks, in mesh order, among these and what is joined then.
+        """
+        assembled: dict[int, list[int]] = {i: [] for i in self._split}
+        count = itertools.count(len(self._targets))
+        for device in plans[0].dst_mesh.devices:
+            types: list[tuple[Any, Ranges]] = []
             taken: list[int] = []
+            groups: list[list[Ranges]] = []
             for i in self._split:
-                arriving = [(n, piece) for n, piece in enumerate(plans[i].pieces) if piece.destination == device]
+                arriving = [(n, piece.ranges) for n, piece in enumerate(plans[i].pieces) if piece.destination == device]
                 if len(arriving) == 1:
-                    block[i, k] = numbers[i, arriving[0][0]]
+                    assembled[i].append(landed[i, arriving[0][0]])
                     continue
-                parts.append((plans[i].dtype, [piece.ranges for _, piece in arriving], need[i][k]))
-                taken += [numbers[i, n] for n, _ in arriving]
-                block[i, k] = count
-                count += 1
-            if parts:
-                self._joins.append((_compile_join(parts, devices[device]), taken))
-        for i in self._split:
-            sharding = NamedSharding(self._mesh, spec_of(plans[i].landing))
-            places = [block[i, k] for k in range(destination.mesh.size)]
-            self._assembled.append((i, plans[i].shape, sharding, places))
+                groups.append([ranges for _, ranges in arriving])
+                types += [(plans[i].dtype, ranges) for _, ranges in arriving]
+                taken += [landed[i, n] for n, _ in arriving]
+                assembled[i].append(next(count))
 
-    def _compile_cut(
-        self,
-        plans: Sequence[TransferPlan],
-        position: int,
-        pieces: Sequence[tuple[int, int]],
-        have: dict[int, tuple[Ranges, ...]],
-        device: Any,
-    ) -> tuple[Any, list[Place]]:
-        """One function of a device's blocks that makes all pieces that it sends but whole blocks."""
-        used = list(dict.fromkeys(i for i, _ in pieces))
-        wanted = [(used.index(i), _within(plans[i].pieces[n].ranges, have[i][position])) for i, n in pieces]
+            def function(*pieces: Any, groups: Any = groups) -> list[Any]:
+                rest = iter(pieces)
+                return [
+                    in_bytes(lambda *own, ranges=ranges: _join(own, ranges, 0), *itertools.islice(rest, len(ranges)))
+                    for ranges in groups
+                ]
 
-        def cut(*held: Any) -> list[Any]:
-            return [_slice(held[which], ranges) for which, ranges in wanted]
-
-        avals = [_single(plans[i].dtype, _sizes(have[i][position]), device) for i in used]
-        return compile_lowered(jax.jit(cut).lower(*avals), [device]), [(i, position) for i in used]
+            if groups:
+                self._joins.append((_compile_on(devices[device], function, types), taken))
+        return assembled
 
 
-def _compile_join(parts: Sequence[tuple[Any, list[Ranges], Ranges]], device: Any) -> Any:
-    """One function from all pieces that a device receives in parts to its blocks."""
-
-    def join(*pieces: Any) -> list[Any]:
-        out, rest = [], list(pieces)
-        for _, ranges, _ in parts:
-            out.append(in_bytes(lambda *own, ranges=ranges: _join(own, ranges, 0), *rest[: len(ranges)]))
-            del rest[: len(ranges)]
-        return out
-
-    avals = [_single(dtype, _sizes(piece), device) for dtype, ranges, _ in parts for piece in ranges]
-    return compile_lowered(jax.jit(join).lower(*avals), [device])
+def _compile_on(device: Any, function: Callable[..., Any], types: Sequence[tuple[Any, Ranges]]) -> Any:
+    """A function of blocks on one device, of these dtypes and ranges."""
+    where = SingleDeviceSharding(device)
+    avals = [jax.ShapeDtypeStruct(_sizes(ranges), dtype, sharding=where) for dtype, ranges in types]
+    return compile_lowered(jax.jit(function).lower(*avals), [device])
 
 
-def compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Any:
-    """One function from arrays as they landed to arrays as they are wanted, its communication written out."""
-    logical = plans[0].dst_mesh.mesh
+def compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Callable[[list[Any]], list[Any]] | None:
+    """Returns a function from arrays as they landed to arrays as they are wanted; None where they landed so.
+
+    One executable does it for all arrays of a transfer, its communication written out.
+
+    Args:
+      mesh: the destination.
+    """
+    logical, numbers = plans[0].dst_mesh.mesh, [n for n, plan in enumerate(plans) if plan.steps]
+    if not numbers:
+        return None
+    plans = [plans[n] for n in numbers]
 
     def local(*held: Any) -> list[Any]:
         out = []
@@ -219,23 +199,22 @@ def compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Any:
             out.append(block)
         return out
 
-    specs = [spec_of(plan.landing) for plan in plans]
-    wanted = [spec_of(plan.dst) for plan in plans]
+    specs, wanted = [spec_of(plan.landing) for plan in plans], [spec_of(plan.dst) for plan in plans]
     region = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=wanted, check_vma=False)
     avals = [
         jax.ShapeDtypeStruct(plan.shape, plan.dtype, sharding=NamedSharding(mesh, spec))
         for plan, spec in zip(plans, specs, strict=True)
     ]
     lowered = jax.jit(region, out_shardings=[NamedSharding(mesh, spec) for spec in wanted]).lower(*avals)
-    return backpressure.throttle(compile_lowered(lowered, mesh.devices.flat), mesh.devices.flat)
+    call = backpressure.throttle(compile_lowered(lowered, mesh.devices.flat), mesh.devices.flat)
 
+    def reshard(arrays: list[Any]) -> list[Any]:
+        out = list(arrays)
+        for n, array in zip(numbers, call(*[arrays[n] for n in numbers]), strict=True):
+            out[n] = array
+        return out
 
-def _jax_mesh(submesh: Submesh, devices: Sequence[Any]) -> Mesh:
-    return mesh_of(submesh.mesh, [devices[k] for k in submesh.devices])
-
-
-def _single(dtype: Any, shape: tuple[int, ...], device: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+    return reshard
 
 
 def _sizes(ranges: Ranges) -> tuple[int, ...]:

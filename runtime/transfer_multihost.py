@@ -7,12 +7,14 @@ the one order of the plan (`processes.ordering`).
 Every device of the union gives a block and gets one, since all run one program: a device that sends nothing gives a
 block of zeros, which is made once and kept; what a device gets that receives nothing is dropped at once. The pieces
 travel in rounds (`programs.rounds`). An array of the union is a list of blocks along dim 0, so that arrays of either
-end become arrays of the union, and back, without a copy: 4 us for each, where a transfer takes hundreds. (An array
-without dims has no such dim: it is called replicated, which nobody relies on.)
+end become arrays of the union, and back, without a copy. (An array without dims has no such dim: it is called
+replicated, which nobody relies on.)
 """
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +32,7 @@ from alpa_lite.passes.programs.rounds import Part, Round, rounds
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan
 from alpa_lite.runtime import backpressure
 from alpa_lite.runtime.compile import compile_lowered
-from alpa_lite.runtime.meshes import mesh_of
+from alpa_lite.runtime.meshes import submesh_of
 from alpa_lite.runtime.transfer import compile_reshard
 
 _AXIS = "union"
@@ -69,15 +71,12 @@ class PermuteTransfer:
         """Compiles the program of the union.
 
         Args:
-          specs: of each array.
           sources: the devices of all arrays, in the order of their sharding.
           union: these and the devices of the destination, in one order for all processes.
           zeros: blocks of zeros by shape, dtype and device, which those of one program share; takes what is new.
         """
-        here = jax.process_index()
-        mine = [device for device in union if device.process_index == here]
-        held = [device for device in sources if device.process_index == here]
-        goals = [device for device in np.array(specs[0].landing.mesh.devices).flat if device.process_index == here]
+        ends = union, sources, np.array(specs[0].landing.mesh.devices).flat
+        mine, held, goals = ([device for device in one if device.process_index == jax.process_index()] for one in ends)
         self.lands_here = bool(goals)
         self._gives = [held.index(device) if device in held else -1 for device in mine]
         self._takes = [mine.index(device) for device in goals]
@@ -86,12 +85,12 @@ class PermuteTransfer:
         mesh = Mesh(np.array(list(union)), (_AXIS,), axis_types=(AxisType.Auto,))
         sent = [_type_of_union(mesh, spec.given, spec.dtype) for spec in specs]
         landed = [_type_of_union(mesh, spec.taken, spec.dtype) for spec in specs]
-        self._sent = [(_jax.aval_of(one.shape, one.dtype), one.sharding) for one in sent]
-        self._landed = [(_jax.aval_of(spec.shape, spec.dtype), spec.landing) for spec in specs]
+        self._sent = sent
+        self._landed = [jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=spec.landing) for spec in specs]
 
         def move(*blocks: Any) -> list[Any]:
-            pairs = zip(specs, blocks, strict=True)
-            return [in_bytes(lambda block, spec=spec: _permute(spec, block, mesh.size), block) for spec, block in pairs]
+            permute = functools.partial(_permute, size=mesh.size)
+            return [in_bytes(functools.partial(permute, spec), one) for spec, one in zip(specs, blocks, strict=True)]
 
         region = jax.shard_map(
             move, mesh=mesh, check_vma=False,
@@ -115,15 +114,17 @@ class PermuteTransfer:
         if not self.lands_here:
             return [None] * len(moved)
         blocks = map(_jax.blocks_of, moved)
-        return [
-            _jax.assembled(aval, sharding, [own[n] for n in self._takes])
-            for (aval, sharding), own in zip(self._landed, blocks, strict=True)
-        ]
+        return [assembled(one, [own[n] for n in self._takes]) for one, own in zip(self._landed, blocks, strict=True)]
 
     def _of_union(self, number: int, blocks: Sequence[Any]) -> Any:
         """An array of the union with these blocks, and zeros where this process has none."""
         zeros = iter(self._zeros[number])
-        return _jax.assembled(*self._sent[number], [blocks[n] if n >= 0 else next(zeros) for n in self._gives])
+        return assembled(self._sent[number], [blocks[n] if n >= 0 else next(zeros) for n in self._gives])
+
+
+def assembled(kind: Any, blocks: Sequence[Any]) -> jax.Array:
+    """Returns an array of this shape, dtype and sharding from its blocks that are here, in mesh order."""
+    return jax.make_array_from_single_device_arrays(kind.shape, kind.sharding, blocks, dtype=kind.dtype)
 
 
 def _type_of_union(mesh: Mesh, block: tuple[int, ...], dtype: Any) -> Any:
@@ -186,27 +187,25 @@ def spec_between(
       parts: the pieces, if they are planned; by default each comes from a device of the receiver's process if that has
         it, else from the holder that has sent least.
     """
-    have, need = _blocks(source, shape), _blocks(landing, shape)
+    have, need = _blocks(source, shape, union), _blocks(landing, shape, union)
+    found = rounds(_parts(have, need, union) if parts is None else parts, have, need)
+    return TransferSpec(tuple(shape), dtype, source.shard_shape(shape), landing.shard_shape(shape), found, landing)
+
+
+def _blocks(sharding: NamedSharding, shape: tuple[int, ...], union: Sequence[Any]) -> dict[int, Ranges]:
+    """The block of each device, by its number in the union."""
     number = {device: n for n, device in enumerate(union)}
-    if parts is None:
-        parts = _parts(have, need, number)
-    given, taken = source.shard_shape(shape), landing.shard_shape(shape)
-    found = rounds(parts, {number[d]: r for d, r in have.items()}, {number[d]: r for d, r in need.items()})
-    return TransferSpec(tuple(shape), dtype, given, taken, found, landing)
-
-
-def _blocks(sharding: NamedSharding, shape: tuple[int, ...]) -> dict[Any, Ranges]:
-    """The block of each device."""
     return {
-        device: tuple(s.indices(size)[:2] for s, size in zip(index or (), shape, strict=True))
+        number[device]: tuple(s.indices(size)[:2] for s, size in zip(index or (), shape, strict=True))
         for device, index in sharding.devices_indices_map(shape).items()
     }
 
 
-def _parts(have: dict[Any, Ranges], need: dict[Any, Ranges], number: dict[Any, int]) -> list[Part]:
-    holders: dict[Ranges, list[Any]] = {}
+def _parts(have: dict[int, Ranges], need: dict[int, Ranges], union: Sequence[Any]) -> list[Part]:
+    """The pieces of an array of which devices have, and need, these blocks."""
+    holders: defaultdict[Ranges, list[int]] = defaultdict(list)
     for device, block in have.items():
-        holders.setdefault(block, []).append(device)
+        holders[block].append(device)
     sent = dict.fromkeys(have, 0)
     out = []
     for device, wanted in need.items():
@@ -214,9 +213,10 @@ def _parts(have: dict[Any, Ranges], need: dict[Any, Ranges], number: dict[Any, i
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(block, wanted, strict=True))
             if any(low >= high for low, high in common):
                 continue
-            source = min(owners, key=lambda o: (o.process_index != device.process_index, sent[o], number[o]))
+            process = union[device].process_index
+            source = min(owners, key=lambda n: (union[n].process_index != process, sent[n], n))
             sent[source] += 1
-            out.append(Part(number[source], number[device], common))
+            out.append(Part(source, device, common))
     return out
 
 
@@ -232,16 +232,11 @@ class CrossProcessTransfer:
     ) -> None:
         """Compiles the executables of the plans. Every process with devices at either end makes one, and no other.
 
-        Args:
-          plans: one for each array, all between the same two submeshes.
-          devices: the devices of the cluster, by number.
-          zeros: as for `PermuteTransfer`.
+        Args: as of `transfer.Transfer` and of `PermuteTransfer`.
         """
-        source, destination = plans[0].src_mesh, plans[0].dst_mesh
-        numbers = sorted({*source.devices, *destination.devices})
+        start, end = submesh_of(plans[0].src_mesh, devices), submesh_of(plans[0].dst_mesh, devices)
+        numbers = sorted({*plans[0].src_mesh.devices, *plans[0].dst_mesh.devices})
         union = [devices[n] for n in numbers]
-        start = mesh_of(source.mesh, [devices[n] for n in source.devices])
-        end = mesh_of(destination.mesh, [devices[n] for n in destination.devices])
         self._keys = {n: plan.dtype for n, plan in enumerate(plans) if _is_key(plan.dtype)}
         specs = []
         for plan in plans:
@@ -256,17 +251,10 @@ class CrossProcessTransfer:
             specs.append(spec_between(shape, dtype, *ends, union, parts))
         self._permute = PermuteTransfer(specs, list(start.devices.flat), union, zeros)
         self._starts_here = any(device.process_index == jax.process_index() for device in start.devices.flat)
-        self._resharded = [n for n, plan in enumerate(plans) if plan.steps]
-        self._reshard: Any = None
-        if self._resharded and self._permute.lands_here:
-            self._reshard = compile_reshard([plans[n] for n in self._resharded], end)
+        self._reshard = compile_reshard(plans, end) if self._permute.lands_here else None
 
     def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Returns the arrays on the destination's submesh, each in its `dst` layout; None where they do not land.
-
-        Args:
-          arrays: as planned; where this process has no device of the source, anything.
-        """
+        """Returns the arrays on the destination's submesh, each in its `dst` layout. As of `PermuteTransfer`."""
         if self._keys and self._starts_here:
             arrays = [jax.random.key_data(array) if n in self._keys else array for n, array in enumerate(arrays)]
         moved = self._permute(arrays)
@@ -275,10 +263,7 @@ class CrossProcessTransfer:
         out = list(moved)
         for n, dtype in self._keys.items():
             out[n] = jax.random.wrap_key_data(out[n], impl=_jax.key_kind(dtype)[0])
-        if self._reshard is not None:
-            for n, array in zip(self._resharded, self._reshard(*[out[n] for n in self._resharded]), strict=True):
-                out[n] = array
-        return out
+        return out if self._reshard is None else self._reshard(out)
 
 
 def _is_key(dtype: Any) -> bool:

@@ -1,9 +1,8 @@
 """Reports where a job stands that makes no progress: what each process waits for, in which step and instruction.
 
-JAX's own runtime detects processes that are *lost*: each sends a heartbeat, and after `heartbeat_timeout_seconds`
-without one (100 s by default; an argument of `jax.distributed.initialize`) every other process is ended from C++, by a
-message that names it. If process 0 is lost, the others know at once. It cannot detect processes that live and make no
-progress: one that waits for its data while the others wait for it in a collective, or a deadlock. A `Watchdog` can:
+JAX's own runtime detects processes that are *lost*: after `heartbeat_timeout_seconds` without a heartbeat of one (100 s
+by default) every other process is ended from C++, by a message that names it. It cannot detect processes that live and
+make no progress: one that waits for its data while the others wait for it in a collective, or a deadlock. This can:
 
     with alpa_lite.Watchdog(report_after=300, end_after=1800):
         for batch in step.prefetch(loader):
@@ -116,12 +115,6 @@ class Watchdog:
             else:
                 self._activities[thread] = outer
 
-    def track(self, tracker: InstructionTracker) -> None:
-        """Sets the tracker of the step that this thread calls."""
-        activity = self._activities.get(threading.get_ident())
-        if activity is not None:
-            activity.tracker = tracker
-
     def _watch(self) -> None:
         board = Board("stalled")
         seen, since, reported = "", time.monotonic(), 0.0
@@ -165,7 +158,11 @@ class Watchdog:
 
 
 class Activity:
-    """An activity of a thread."""
+    """An activity of a thread.
+
+    Attributes:
+      tracker: of the instructions of a step that is a pipeline.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -178,7 +175,7 @@ class Activity:
 
     def is_running(self) -> bool:
         """Returns whether devices still compute its results."""
-        return any(_is_pending(array) for array in self._results)
+        return any(map(_is_pending, self._results))
 
     def describe(self) -> str:
         """Returns its name, and the instruction that it is at."""
@@ -213,7 +210,7 @@ class InstructionTracker:
         self._kept = [array for array in self._kept if _is_pending(weakref.ref(array))]
         issued, done = len(self._arrays), -1
         for number in range(issued):
-            pending = [_is_pending(array) for array in self._arrays[number] if _exists(array)]
+            pending = [state for state in map(_is_pending, self._arrays[number]) if state is not None]
             if any(pending):
                 between = sum(bool(self._outputs[n]) for n in range(done + 1, number))
                 since = f", or one of the {between} since {self._name(done)}" if done >= 0 else ", or one before"
@@ -233,24 +230,19 @@ def activity(name: str) -> Iterator[None]:
         yield
 
 
-def track_instructions(describe: Callable[[int], str], outputs: Sequence[Sequence[int]]) -> InstructionTracker | None:
-    """Returns a tracker of the instructions that are about to be issued; None without a watchdog."""
-    if not active:
-        return None
+def track_instructions(describe: Callable[[int], str], outputs: Sequence[Sequence[int]]) -> InstructionTracker:
+    """Returns a tracker of the instructions that this thread is about to issue in the step that it calls."""
     tracker = InstructionTracker(describe, outputs)
-    active[-1].track(tracker)
+    current = active[-1]._activities.get(threading.get_ident())
+    if current is not None:
+        current.tracker = tracker
     return tracker
 
 
-def _exists(reference: weakref.ref[Any]) -> bool:
-    array = reference()
-    return array is not None and not array.is_deleted()
-
-
-def _is_pending(reference: weakref.ref[Any]) -> bool:
-    """Returns whether an array that still exists is not computed."""
+def _is_pending(reference: weakref.ref[Any]) -> bool | None:
+    """Returns whether an array is not computed yet; None of one that is gone."""
     array = reference()
     try:
-        return array is not None and not array.is_deleted() and not array.is_ready()
+        return None if array is None or array.is_deleted() else not array.is_ready()
     except RuntimeError:  # it was deleted meanwhile
-        return False
+        return None

@@ -196,7 +196,7 @@ def test_a_pipeline_of_scanned_layers_is_examined_whole() -> None:
     )  # fmt: skip
     assert alpa_lite.check(piped, *args).ok
     compiled, _ = piped.planned(args, {})
-    leaves = reference.flat_arguments(compiled.source, args, {})
+    leaves = reference.reference_run(compiled.source, args, {}).leaves
     assert reference.first_difference(compiled.staged, leaves, 1e-2) is None
 
 

@@ -11,7 +11,6 @@ by their largest result.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from alpa_lite import _jax
 from alpa_lite.graph import Lit, Op, Traced
@@ -45,6 +44,8 @@ CHUNK = 2**30
 """Bytes of registers that are looked at in one run."""
 ITERATIONS = 16
 """Iterations of a loop that are judged."""
+_COARSE = 0.1
+"""The error from which on a loop is called wrong of which only the first iterations were judged, and are right."""
 _SUMS = primitives.LINEAR_IN_EACH | primitives.LINEAR_IN_ALL | primitives.ADDITIONS | {
     "reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "add_any", "psum",
 }  # fmt: skip
@@ -139,10 +140,9 @@ class _Search:
         size, stop = 0, first
         while stop < len(body.instructions) and (size < CHUNK or stop == first):
             item = body.instructions[stop]
-            for register in (*reads(item), *writes(item)):
-                if register not in wanted and register not in known:
-                    wanted[register] = None
-                    size += self._bytes(item, register)
+            new = {*reads(item), *writes(item)} - known.keys() - wanted.keys()
+            wanted |= dict.fromkeys(sorted(new))
+            size += sum(self._bytes(item, register) for register in new)
             stop += 1
         return stop, list(wanted)
 
@@ -175,13 +175,12 @@ class _Search:
                 return Difference(kinds, where, layouts, wrong)
             case Outside():
                 return None
-            case Compute(op=op) | Loop(op=op):
-                if op.has_effects:
-                    return None
-                return self.operation(item, op, found)
+            case Compute() | Loop():
+                return None if item.op.has_effects else self.operation(item, found)
 
-    def operation(self, item: Compute | Loop, op: Op, found: dict[int, Any]) -> Difference | None:
+    def operation(self, item: Compute | Loop, found: dict[int, Any]) -> Difference | None:
         """Returns the difference of an operation from the same on one device, or None."""
+        op = item.op
         operands = [o.value if isinstance(o, Lit) else self.alone(o, found[o]) for o in item.operands]
         results = self.apply(op, operands)
         wrong = 0.0
@@ -193,12 +192,11 @@ class _Search:
             wrong = max(wrong, one)
         if wrong <= self.limit:
             return None
-        if isinstance(item, Loop):
-            return self.loop(item, found, wrong)
-        return self.difference(item, op, wrong)
+        return self.loop(item, found, wrong) if isinstance(item, Loop) else self.difference(item, wrong)
 
-    def difference(self, item: Compute | Loop, op: Op, wrong: float) -> Difference:
+    def difference(self, item: Compute | Loop, wrong: float) -> Difference:
         """An operation that differs, in words."""
+        op = item.op
         layouts = self.program.registers
         taken = " x ".join(str(layouts[o]) for o in item.operands if isinstance(o, int))
         given = ", ".join(str(layouts[r]) for r in item.results)
@@ -208,7 +206,7 @@ class _Search:
         """The operation as written, on one device."""
         key = op.key, tuple(i for i, a in enumerate(op.operands) if isinstance(a, Lit))
         if key not in self.functions:
-            self.functions[key] = jax.jit(functools.partial(_bind, op))
+            self.functions[key] = jax.jit(lambda *operands: evaluation.bind(op, list(operands)))
         return self.functions[key](*operands)
 
     def bound(self, op: Op, operands: Sequence[Any], number: int) -> float | None:
@@ -224,7 +222,7 @@ class _Search:
         A loop of which no instruction differs is right: what its sums are off by is the rounding of their terms.
         """
         if item.op.name != "scan":
-            return self.difference(item, item.op, wrong)
+            return self.difference(item, wrong)
         view, body = ScanView(item.op), item.bodies[0]
         registers = view.taken(item.operands)
         inputs = view.taken(body.inputs)
@@ -254,11 +252,13 @@ class _Search:
             wanted = [o for o in outputs if isinstance(o, int)]
             made = dict(zip(wanted, self.run(body, len(body.instructions), wanted, raw), strict=True))
             carry = [array(o, r) if isinstance(o, Lit) else made[o] for o, r in zip(outputs, inputs.carry, strict=True)]
-        return self.difference(item, item.op, wrong) if view.length > ITERATIONS and wrong > _COARSE else None
+        return self.difference(item, wrong) if view.length > ITERATIONS and wrong > _COARSE else None
 
     def placed(self, register: int, array: Any) -> Any:
-        """An array as the register has it."""
-        return jax.device_put(array, NamedSharding(self.mesh, crossing_spec(self.program.registers[register])))
+        """An array as the register has it; of a partial sum, with a leading dim for its summands."""
+        layout = self.program.registers[register]
+        dims = (layout.partial, *layout.dims) if layout.partial else layout.dims
+        return jax.device_put(array, NamedSharding(self.mesh, spec_of(Layout(dims))))
 
     def whole(self, register: int, raw: Any) -> Any:
         """The value of a register on its devices; of a partial sum, the sum."""
@@ -269,29 +269,13 @@ class _Search:
         return jax.device_put(self.whole(register, raw), self.mesh.devices.flat[0])
 
 
-_COARSE = 0.1
-"""The error from which on a loop is called wrong of which only the first iterations were judged, and are right."""
-
-
-def _bind(op: Op, *operands: Any) -> list[Any]:
-    return evaluation.bind(op, list(operands))
-
-
-def crossing_spec(layout: Layout) -> PartitionSpec:
-    """The spec of a register as an array: a partial sum has a leading dim for its summands."""
-    return spec_of(Layout((layout.partial, *layout.dims))) if layout.partial else spec_of(layout)
-
-
 def first_difference(
     program: LocalProgram, traced: Traced, mesh: Mesh, leaves: Sequence[Any], limit: float
 ) -> Difference | None:
-    """The first instruction of a local program that differs.
+    """The first instruction of a local program that differs from its stage as traced by more than a relative error.
 
     Args:
-      program, traced: of one stage.
-      mesh: its devices.
       leaves: its flat arguments and constants, whole.
-      limit: the relative error that counts as rounding.
     """
     search = _Search(program, traced, mesh, limit, {})
     raw = {r: search.placed(r, leaf) for r, leaf in zip(program.body.inputs, leaves, strict=True)}

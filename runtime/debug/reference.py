@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,11 +18,12 @@ from alpa_lite.passes.ir.flow import needed, producers
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.stages.planning import PlannedStage
+from alpa_lite.passes.stages.staging import Port
 from alpa_lite.passes.tracing import calls
 from alpa_lite.runtime import global_array
 from alpa_lite.runtime.debug import first_divergence
 from alpa_lite.runtime.debug.first_divergence import Difference, error
-from alpa_lite.runtime.meshes import mesh_of
+from alpa_lite.runtime.meshes import mesh_of, submesh_of
 from alpa_lite.runtime.step import Executable
 
 ROUNDING: Mapping[str, float] = {"float64": 1e-9, "complex128": 1e-9, "float16": 1e-2, "bfloat16": 5e-2}
@@ -30,13 +32,6 @@ ROUNDING: Mapping[str, float] = {"float64": 1e-9, "complex128": 1e-9, "float16":
 
 class NotComparable(Exception):
     """Operations cannot be compared one by one; the message says why."""
-
-
-def flat_arguments(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The flat arguments of a call, in the order of `Traced.arguments`."""
-    assert traced.calling is not None
-    leaves, _ = calls.flattened(traced.calling, args, kwargs)
-    return leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,28 +58,31 @@ class ReferenceRun:
 
         The last place is that of the least exact dtype of which the result is made.
         """
-        units = [max((_unit(dtype) for dtype in dtypes), default=0.0) for dtypes in result_dtypes(self.traced)]
-        others = {unit: self._disturbed(unit) for unit in set(units)}
+        units = [max(map(_unit, dtypes), default=0.0) for dtypes in result_dtypes(self.traced)]
+        others = {unit: self.run(_disturbed(self.leaves, unit)) for unit in set(units)}
         return [
             error(others[unit][n], result) for n, (unit, result) in enumerate(zip(units, self.results, strict=True))
         ]
 
-    def _disturbed(self, unit: float) -> list[Any]:
-        """The flat results on arguments whose floats are changed by a relative error."""
-        rng = np.random.default_rng(0)
-        changed = []
-        for leaf in self.leaves:
-            if jnp.issubdtype(leaf.dtype, jnp.floating):
-                signs = jnp.asarray(1 + unit * rng.choice((-1.0, 1.0), leaf.shape), jnp.float32)
-                wide = leaf.dtype if leaf.dtype.itemsize > 4 else jnp.float32
-                leaf = (leaf.astype(wide) * signs).astype(leaf.dtype)
-            changed.append(leaf)
-        return self.run(changed)
+
+def _disturbed(leaves: Sequence[jax.Array], unit: float) -> list[jax.Array]:
+    """The leaves with their floats changed by a relative error."""
+    rng = np.random.default_rng(0)
+    changed = []
+    for leaf in leaves:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            signs = jnp.asarray(1 + unit * rng.choice((-1.0, 1.0), leaf.shape), jnp.float32)
+            wide = leaf.dtype if leaf.dtype.itemsize > 4 else jnp.float32
+            leaf = (leaf.astype(wide) * signs).astype(leaf.dtype)
+        changed.append(leaf)
+    return changed
 
 
 def reference_run(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ReferenceRun:
     """The step as written, with these arguments."""
-    leaves = [_alone(global_array.fully_addressable(leaf)) for leaf in flat_arguments(traced, args, kwargs)]
+    assert traced.calling is not None
+    leaves, _ = calls.flattened(traced.calling, args, kwargs)
+    leaves = [_alone(global_array.fully_addressable(leaf)) for leaf in leaves]
     return ReferenceRun(traced, leaves, jax.jit(functools.partial(evaluation.evaluate, traced.graph)))
 
 
@@ -146,11 +144,11 @@ def _rounding(dtype: str) -> float:
     return ROUNDING.get(dtype, 5e-2 if "float8" in dtype or "float4" in dtype else 1e-3)
 
 
-def first_difference(staged: Staged, arguments: Sequence[Any], limit: float) -> Difference | None:
+def first_difference(staged: Staged, leaves: Sequence[Any], limit: float) -> Difference | None:
     """The first operation that differs on the inputs that it gets, stage by stage.
 
     Args:
-      arguments: the flat arguments of the user's step.
+      leaves: the flat arguments of the user's step, as of a `ReferenceRun`.
       limit: the relative error that counts as rounding.
 
     Raises:
@@ -160,26 +158,32 @@ def first_difference(staged: Staged, arguments: Sequence[Any], limit: float) -> 
         raise NotComparable("the values between operations lie in several processes; check with the same plan in one")
     if staged.stages[0].communication != "explicit":
         raise NotComparable("communication='compiler' leaves the operations to it")
-    leaves = [_alone(leaf) for leaf in arguments]
     if staged.program.schedule == "none":
         (stage,) = staged.stages
-        return _of_stage(stage, [*leaves, *stage.graph.traced.graph.constants], mesh_of(stage.program.mesh), limit)
+        return _of_stage(stage, leaves, mesh_of(stage.program.mesh), limit)
     known = _values(staged, _pieces(staged.traced, leaves))
-    devices = jax.devices()
     for number, stage in enumerate(staged.stages):
-        submesh = staged.program.submeshes[staged.written.mesh_of[number]]
-        mesh = mesh_of(submesh.mesh, devices[submesh.first : submesh.first + submesh.mesh.size])
-        inputs = _inputs(stage, number, known)
-        found = _of_stage(stage, [*inputs, *stage.graph.traced.graph.constants], mesh, limit)
+        mesh = submesh_of(staged.program.submeshes[staged.written.mesh_of[number]], jax.devices())
+        ports = [(_kind(port), port.number) for port in stage.graph.inputs]
+        for port in ports:
+            if port not in known:
+                raise NotComparable(f"stage {number} reads a value that the step as written does not have ({port[0]})")
+        found = _of_stage(stage, [known[port] for port in ports], mesh, limit)
         if found is not None:
             return replace(found, stage=number)
     return None
 
 
 def _of_stage(stage: PlannedStage, leaves: Sequence[Any], mesh: Any, limit: float) -> Difference | None:
+    traced = stage.graph.traced
     if mesh.size == 1:
         return None  # it runs as it is written
-    return first_divergence.first_difference(stage.program, stage.graph.traced, mesh, leaves, limit)
+    return first_divergence.first_difference(stage.program, traced, mesh, [*leaves, *traced.graph.constants], limit)
+
+
+def _kind(port: Port) -> str:
+    """The kind of value at a port; a copy of an argument is one."""
+    return "argument" if port.kind == "copy" else port.kind
 
 
 def _pieces(traced: Traced, leaves: Sequence[Any]) -> list[Any]:
@@ -188,23 +192,9 @@ def _pieces(traced: Traced, leaves: Sequence[Any]) -> list[Any]:
         return list(leaves)
     out: dict[int, Any] = {}
     for leaf, pieces in zip(leaves, traced.stacked.arguments, strict=True):
-        if not pieces.bounds:
-            out[pieces.numbers[0]] = leaf
-            continue
-        for number, first, stop in zip(pieces.numbers, pieces.bounds, pieces.bounds[1:], strict=False):
-            out[number] = leaf[first:stop]
+        parts = [leaf[first:stop] for first, stop in itertools.pairwise(pieces.bounds)]
+        out.update(zip(pieces.numbers, parts or [leaf], strict=True))
     return [out[number] for number in sorted(out)]
-
-
-def _inputs(stage: PlannedStage, number: int, known: Mapping[tuple[str, int], Any]) -> list[Any]:
-    """Returns the arguments of a stage; values from other stages are those of the step as written."""
-    out = []
-    for port in stage.graph.inputs:
-        kind = "argument" if port.kind in ("argument", "copy") else port.kind
-        if (kind, port.number) not in known:
-            raise NotComparable(f"stage {number} reads a value that the step as written does not have ({port.kind})")
-        out.append(known[kind, port.number])
-    return out
 
 
 def _values(staged: Staged, leaves: Sequence[Any]) -> dict[tuple[str, int], Any]:
@@ -244,7 +234,7 @@ def _exchanged(stage: PlannedStage, known: dict[tuple[str, int], Any]) -> bool:
     """
     traced = stage.graph.traced
     block, values = traced.graph.block, traced.graph.values
-    ports = [("argument" if p.kind == "copy" else p.kind, p.number) for p in stage.graph.inputs]
+    ports = [(_kind(port), port.number) for port in stage.graph.inputs]
     missing = {v for v, port in zip(block.inputs, ports, strict=False) if port not in known}
     makers = producers(block.ops)
     wanted = {

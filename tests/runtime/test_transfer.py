@@ -307,10 +307,6 @@ def test_the_source_may_be_deleted_at_once():
     np.testing.assert_array_equal(np.asarray(moved), value)
 
 
-def test_nothing_to_move():
-    assert Transfer([], jax.devices())([]) == []
-
-
 def test_plans_of_different_edges_are_refused():
     source = submesh((2,), "s")
     plans = [

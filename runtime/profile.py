@@ -1,11 +1,14 @@
-"""Records when every task of a running step ran, without delaying it.
+"""Profiles of a running pipeline: the most bytes that live arrays take, and when every task ran.
 
-The dispatch loop goes on at once; for each submesh a thread waits for the results of its runs in their order, and for
-each link one waits for the arrays that it brings. A task ends when its results are ready. It starts when it can run:
-when it has been dispatched, its inputs are there, and the task before it on its submesh or link has ended.
+*Memory* is counted after every instruction. The compiler's own count ends at each executable; which buffers live
+between them is the program's choice, and what it predicts (`program.peak_bytes`) is confirmed by a count of the arrays
+that are there. Arrays that share memory count once: blocks are identified by device and address.
 
-Results that a later run consumes cannot be waited for: they may be gone. In place of them a function that takes the
-result and does nothing is dispatched behind the task; it can run when the result is there.
+*Time* is recorded without delaying the step. The dispatch loop goes on at once; for each submesh a thread waits for the
+results of its runs in their order, and for each link one waits for the arrays that it brings. A task ends when its
+results are ready. It starts when it can run: when it has been dispatched, its inputs are there, and the task before it
+on its submesh or link has ended. Results that a later run consumes cannot be waited for: they may be gone. In place of
+them a function that takes the result and does nothing is dispatched behind the task.
 """
 
 from __future__ import annotations
@@ -13,37 +16,67 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from alpa_lite.passes.programs import simulation
 from alpa_lite.program import Free, Program, Run, Send
 from alpa_lite.runtime import global_array
-from alpa_lite.runtime.compile_pipeline import Item, Launch
 from alpa_lite.timeline import Timeline
 
 Track = tuple[int, int]
 """A submesh and -1, or a link: source and destination."""
 
 
+class MemoryProfile:
+    """Counts during one dispatch of a program, which it delays: called after every item.
+
+    Attributes:
+      most: for each submesh, bytes of the device that has held most so far.
+    """
+
+    def __init__(self, meshes: Sequence[Mesh], constants: Iterable[jax.Array]) -> None:
+        """Args: the submeshes, and constants of the step, which count although they are there before."""
+        self._meshes = meshes
+        self._before = _blocks(jax.live_arrays()).keys() - _blocks(constants).keys()
+        self.most = [0] * len(meshes)
+
+    def __call__(self, _: int, env: Sequence[Any]) -> None:
+        """Waits for all buffers, and counts."""
+        jax.block_until_ready([x for x in env if x is not None])
+        held: Counter[int] = Counter()
+        for (device, pointer), size in _blocks(jax.live_arrays()).items():
+            if (device, pointer) not in self._before:
+                held[device] += size
+        for mesh, devices in enumerate(self._meshes):
+            self.most[mesh] = max(self.most[mesh], *(held[d.id] for d in devices.devices.flat))
+
+
+def _blocks(arrays: Iterable[jax.Array]) -> dict[tuple[int, int], int]:
+    """Bytes of the distinct blocks of arrays, by device and address."""
+    found: dict[tuple[int, int], int] = {}
+    for array in arrays:
+        if array.is_deleted():
+            continue
+        for shard in array.addressable_shards:
+            if shard.data.nbytes:
+                found[shard.device.id, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
+    return found
+
+
 class TimelineRecorder:
     """Records one dispatch of a program: a context manager, called after every item."""
 
-    def __init__(self, program: Program, items: Sequence[Item], sharding_of: Callable[[int], NamedSharding]) -> None:
-        """Compiles the functions that it dispatches in addition.
-
-        Args:
-          program: what runs.
-          items: of the dispatch loop.
-          sharding_of: of a buffer.
-        """
+    def __init__(self, program: Program, items: Sequence[Any], sharding_of: Callable[[int], NamedSharding]) -> None:
+        """Compiles the functions that it dispatches in addition. `items` are those of the dispatch loop."""
         self._program, self._items = program, [item.source for item in items]
-        consumed = {b for item in items if isinstance(item, Launch) for b in item.donated}
+        consumed = {b for item in self._items if isinstance(item, Run) for b in program.consumed(item)}
         self._waited: list[int | None] = []  # of each item, the buffer whose readiness is its end
         self._peeks: dict[int, Any] = {}
         known: dict[Any, Any] = {}
@@ -102,11 +135,12 @@ class TimelineRecorder:
             if isinstance(item, Free):
                 continue
             track = self._track(item)
-            read = item.inputs if isinstance(item, Run) else self._program.transfers[item.transfer].sent
+            transfer = None if isinstance(item, Run) else self._program.transfers[item.transfer]
+            read, made = (item.inputs, item.outputs) if transfer is None else (transfer.sent, transfer.received)
             start = max([self._dispatched[number], free.get(track, 0.0), *(ready.get(b, 0.0) for b in read)])
             end = max(start, self._ended[number])
             free[track] = end
-            ready.update(dict.fromkeys(self._made(item), end))
+            ready.update(dict.fromkeys(made, end))
             times = max(0.0, start - self._begin), max(0.0, end - self._begin)
             if isinstance(item, Run):
                 events.append(simulation.run_event(self._program, item, *times))
@@ -127,9 +161,6 @@ class TimelineRecorder:
             return self._program.executables[item.executable].mesh, -1
         transfer = self._program.transfers[item.transfer]
         return transfer.source, transfer.destination
-
-    def _made(self, item: Run | Send) -> tuple[int, ...]:
-        return item.outputs if isinstance(item, Run) else self._program.transfers[item.transfer].received
 
 
 def _peek(spec: jax.ShapeDtypeStruct) -> Any:
