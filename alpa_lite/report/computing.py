@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 from alpa_lite.figures import Spending
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import stages, units
 from alpa_lite.report.places import Place
-from alpa_lite.report.tables import Cell, Column, Nested, Row, Table, limited
+from alpa_lite.report.tables import Column, Nested, Table
 
 _LISTED = 10
 _TERMS = ("flops", "bytes", "links", "latency", "starts")
@@ -74,20 +75,14 @@ def line_text(row: Spending) -> str:
 
 def operation_table(rows: Sequence[Spending]) -> Table:
     """Returns the table of operations; a terminal shows the first ones, and the sums of all others."""
-    whole = sum(row.total for row in rows)
-
-    def cells(row: Spending) -> Row:
-        count = row.count if row.count > 1 else None
-        name = Nested(row.operation, (row.where,))
-        return Row((name, count, row.total, row.total, row.bound, *row.terms.values()))
-
-    def rest(some: Sequence[Spending]) -> tuple[Cell, ...]:
-        seconds, terms = sum(row.total for row in some), zip(*(row.terms.values() for row in some), strict=True)
-        return f"{len(some)} more", None, seconds, seconds, "", *map(sum, terms)
-
+    total, share = attrgetter("total"), partial(units.percent, whole=sum(row.total for row in rows))
+    terms = {name: lambda row, name=name: row.terms[name] for name in bounds(())}
     columns = (
-        Column("operation", wide=True), Column("", units.times), Column("time", units.seconds),
-        Column("share", partial(units.percent, whole=whole)), Column("bound by"),
-        *(Column(name, units.seconds) for name in bounds(())),
-    )  # fmt: skip
-    return Table(columns, tuple(limited(rows, _LISTED, cells, rest)), order="time", searched="operations")
+        Column("operation", lambda row: Nested(row.operation, (row.where,)), wide=True),
+        Column("", lambda row: row.count if row.count > 1 else None, units.times),
+        Column("time", total, units.seconds, total),
+        Column("share", total, share, total),
+        Column("bound by", lambda row: row.bound),
+        *(Column(name, term, units.seconds, term) for name, term in terms.items()),
+    )
+    return Table.of(columns, rows, _LISTED, "{} more", order="time", searched="operations")

@@ -8,7 +8,7 @@ from functools import partial
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import stages, units
 from alpa_lite.report.places import Place
-from alpa_lite.report.tables import Bar, Column, Nested, Part, Row, Table
+from alpa_lite.report.tables import Bar, Column, Nested, Part, Table
 
 _MAX_OPERATIONS = 12
 COLOURS = {"forward": "blue", "backward and update": "green", "communication": "red"}
@@ -72,6 +72,6 @@ def table(rows: list[Module], step_seconds: float) -> Table:
         parts = tuple(Part(f"{name}: {units.seconds(s)}", s, colour) for (name, colour), s in seconds)
         bar = Bar(parts, longest, ", ".join(part.label for part in parts))
         operations = tuple(f"{name}: {units.seconds(s)}" for name, s in row.operations[:_MAX_OPERATIONS])
-        body.append(Row((Nested(row.name, operations), bar, row.seconds, row.seconds)))
-    share = Column("share", partial(units.percent, whole=step_seconds))
-    return Table((Column("module", wide=True), Column(), Column("time", units.seconds), share), tuple(body))
+        body.append((Nested(row.name, operations), bar, row.seconds, row.seconds))
+    share = Column("share", format=partial(units.percent, whole=step_seconds))
+    return Table.of((Column("module", wide=True), Column(), Column("time", format=units.seconds), share), body)

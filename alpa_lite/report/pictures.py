@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from alpa_lite.records import Leaf, Stage, spec_axes
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import stages, timeline, units
-from alpa_lite.report.tables import Bar, Block, Blocks, Column, Grid, Legend, Part, Row, Table
+from alpa_lite.report.tables import Bar, Block, Blocks, Column, Grid, Legend, Part, Table
 from alpa_lite.timeline import Event, Timeline
 
 _MAX_COLUMNS = 16  # devices in a row of a mesh of one axis
@@ -68,11 +68,11 @@ def schedule(drawn: Timeline) -> tuple[Block, ...]:
         ends = [0.0, *(event.end for event in own)]
         parts = tuple(_task(event, end, drawn.seconds) for event, end in zip(own, ends, strict=False))
         share = units.percent(drawn.idle[mesh], drawn.seconds)
-        rows.append(Row((f"submesh {mesh}", Bar(parts, drawn.seconds, f"{len(own)} tasks, {share} idle"), share)))
-    columns = Column(), Column(f"0 s to {units.seconds(drawn.seconds)}"), Column("idle", str)
+        rows.append((f"submesh {mesh}", Bar(parts, drawn.seconds, f"{len(own)} tasks, {share} idle"), share))
+    columns = Column(), Column(f"0 s to {units.seconds(drawn.seconds)}"), Column("idle", format=str)
     legend = Legend(tuple((kind, timeline.STYLES[kind][0]) for kind in used))
     note = f"Numbers are micro-batches; {idle} of the time of all submeshes is idle."
-    return legend, Table(columns, tuple(rows)), note
+    return legend, Table.of(columns, rows), note
 
 
 def _task(event: Event, before: float, seconds: float) -> Part:

@@ -123,11 +123,9 @@ def _predicted(plan: Plan) -> Table:
         "solver": [f"{plan.solver.status}{found}"],
         "search": _search(plan),
     }
-    rows = []
-    for name, lines in facts.items():
-        said = [line for line in lines if line]
-        rows += [Row(("" if number else name, line)) for number, line in enumerate(said)]
-    return Table((Column(), Column(wide=True)), tuple(rows))
+    said = {name: [line for line in lines if line] for name, lines in facts.items()}
+    rows = ((name * (not number), line) for name, lines in said.items() for number, line in enumerate(lines))
+    return Table.of((Column(), Column(wide=True)), rows)
 
 
 def _formula(plan: Plan) -> str:
@@ -183,17 +181,17 @@ def _comparisons(plan: Plan) -> Table:
     """This plan first, then the others as they come."""
     own = "pipeline (this plan)" if plan.pipelined else "this plan"
     shape = f"{plan.num_stages} stages" if plan.pipelined else units.shape(plan.stages[0].mesh_shape)
-    rows = [Row((own, shape, plan.step_seconds, peak(plan), "chosen"), "bold")]
+    rows: list[Row | tuple] = [Row((own, shape, plan.step_seconds, peak(plan), "chosen"), "bold")]
     for row in plan.comparisons:
         shape = units.shape(row.mesh_shape)
         if row.name == "pipeline":
             shape = f"{row.mesh_shape[0]} stages" if row.mesh_shape else ""
-        rows.append(Row((row.name, shape, row.step_seconds, row.bytes_per_device, why_not(plan, row))))
+        rows.append((row.name, shape, row.step_seconds, row.bytes_per_device, why_not(plan, row)))
     columns = (
-        Column("method"), Column("mesh"), Column("step", units.seconds), Column("per device", units.nbytes),
-        Column(wide=True),
+        Column("method"), Column("mesh"), Column("step", format=units.seconds),
+        Column("per device", format=units.nbytes), Column(wide=True),
     )  # fmt: skip
-    return Table(columns, tuple(rows))
+    return Table.of(columns, rows)
 
 
 def _cost_of_annotations(plan: Plan) -> list[Block]:
