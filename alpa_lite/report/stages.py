@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from alpa_lite.records import PlanRecord as Plan
-from alpa_lite.records import Replicated
+from alpa_lite.records import Replicated, Stage
 from alpa_lite.report import units
 
 KINDS = ("params", "frozen", "gathered", "gradients", "optimizer")
@@ -38,19 +38,18 @@ def numbers_by_value(values: Iterable[T]) -> dict[T, list[int]]:
 
 def identical(plan: Plan) -> list[tuple[int, ...]]:
     """Groups of identical stages: same mesh, layer count and rematerialisation, arguments equal but for numbers."""
-    division = plan.division
-    keys = []
-    for number, stage in enumerate(plan.stages):
+
+    def key(number: int, stage: Stage) -> Hashable:
         leaves = Counter((_NUMBER.sub("#", x.path), x.shape, x.dtype, x.role, x.spec) for x in stage.arguments)
-        rest = division.remat[number], division.layers_of(number)[1]
-        keys.append((stage.mesh_shape, stage.axis_names, rest, frozenset(leaves.items())))
-    return [tuple(numbers) for numbers in numbers_by_value(keys).values()]
+        size = plan.division.layers_of(number)[1]
+        return stage.mesh_shape, stage.axis_names, plan.division.remat[number], size, frozenset(leaves.items())
+
+    return [tuple(same) for same in numbers_by_value(key(*site) for site in enumerate(plan.stages)).values()]
 
 
-def named(group: Sequence[int], noun: str = "stage") -> str:
+def named(group: Sequence[int]) -> str:
     """Stage numbers as text, such as "stages 1-6"."""
-    plural = "" if len(group) == 1 else "es" if noun.endswith("sh") else "s"
-    return f"{noun}{plural} {units.runs(group, '-')}"
+    return f"stage{'s' * (len(group) != 1)} {units.runs(group, '-')}"
 
 
 def sizes(plan: Plan) -> list[int]:
@@ -111,11 +110,8 @@ def overlapped(plan: Plan) -> str:
         return ""
     if not plan.cluster.overlaps:
         return f"overlapped: nothing, since the compiler for {plan.cluster.platform} runs collectives to their end"
-    where = spent(plan)
-    hides = "gradient synchronisation and parameter gathers"
-    if "all_reduce" not in plan.cluster.hides:
-        hides = "parameter gathers"
-    return f"overlapped: {units.seconds(where.hidden)} of {units.seconds(where.hideable)} of {hides}"
+    where, sums = spent(plan), "gradient synchronisation and " * ("all_reduce" in plan.cluster.hides)
+    return f"overlapped: {units.seconds(where.hidden)} of {units.seconds(where.hideable)} of {sums}parameter gathers"
 
 
 @dataclass(frozen=True)
