@@ -62,11 +62,6 @@ def terms_text(row: Spending) -> str:
     return ", ".join(f"{name} {units.seconds(seconds)}" for name, seconds in row.terms.items())
 
 
-def count_text(row: Spending) -> str:
-    """The number of operations, such as "x 24"."""
-    return units.times(row.count) if row.count > 1 else ""
-
-
 def line_text(row: Spending) -> str:
     """The source line alone, and whether it is of the reverse pass."""
     place = Place.of(row.where)

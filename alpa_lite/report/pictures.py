@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 from jax.sharding import PartitionSpec
 
@@ -17,33 +18,20 @@ _MAX_BLOCKS = 16
 _TRACK = 640  # narrowest width of a schedule in pixels, by which numbers are put in its tasks
 
 
-def meshes(plan: Plan) -> tuple[Grid, ...]:
-    """The mesh of each submesh."""
-    found = stages.numbers_by_value(plan.division.submeshes)
-    out = []
-    for submesh, numbers in found.items():
+def meshes(plan: Plan) -> Iterator[Grid]:
+    """The devices of each submesh by their numbers: the last axis to the right, the one before it down."""
+    for submesh, numbers in stages.numbers_by_value(plan.division.submeshes).items():
+        stage = plan.stages[numbers[0]]
         title = f"submesh {submesh}: {stages.named(numbers)}, " if plan.pipelined else ""
-        out.append(_mesh(plan.stages[numbers[0]], plan.division.first_devices[submesh], title))
-    return tuple(out)
-
-
-def _mesh(stage: Stage, first: int, title: str) -> Grid:
-    """The devices of a stage's mesh by their numbers: the last axis to the right, the one before it down.
-
-    Args:
-      first: the number of the mesh's first device.
-    """
-    places = itertools.product(*map(range, stage.mesh_shape))
-    cells = tuple(
-        (str(number), ", ".join(f"{name}={at}" for name, at in zip(stage.axis_names, place, strict=True)))
-        for number, place in enumerate(places, first)
-    )
-    several = [size for size in stage.mesh_shape if size > 1]
-    columns = stage.mesh_shape[-1] if len(several) > 1 else min(_MAX_COLUMNS, stage.num_devices)
-    axes = [name for name, size in zip(stage.axis_names, stage.mesh_shape, strict=True) if size > 1]
-    right, down = axes[-1:], axes[-2:-1]
-    arrows = "".join(f", {name} {arrow}" for some, arrow in ((right, "→"), (down, "↓")) for name in some)
-    return Grid(f"{title}mesh {units.mesh(stage.mesh_shape, stage.axis_names)}{arrows}", columns, cells)
+        places = itertools.product(*map(range, stage.mesh_shape))
+        cells = tuple(
+            (str(number), ", ".join(f"{name}={at}" for name, at in zip(stage.axis_names, place, strict=True)))
+            for number, place in enumerate(places, plan.division.first_devices[submesh])
+        )
+        axes = [name for name, size in zip(stage.axis_names, stage.mesh_shape, strict=True) if size > 1]
+        columns = stage.mesh_shape[-1] if len(axes) > 1 else min(_MAX_COLUMNS, stage.num_devices)
+        arrows = "".join(f", {name} {arrow}" for name, arrow in zip(reversed(axes), "→↓", strict=False))
+        yield Grid(f"{title}mesh {units.mesh(stage.mesh_shape, stage.axis_names)}{arrows}", columns, cells)
 
 
 def blocks(stage: Stage, leaf: Leaf) -> Blocks:

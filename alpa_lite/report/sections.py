@@ -37,7 +37,10 @@ def overview(plan: Plan) -> list[Section]:
     scheduled = len(plan.division.timeline.events) > 1
     step = f"Predicted step: {units.seconds(plan.step_seconds)}{' (mean over devices)' * several}"
     lines = [line for line in (stages.overlapped(plan), _bubble(plan) if scheduled else "") if line]
-    parts = [Section("time", step, (_time(plan), *lines)), Section("mesh", "Mesh", pictures.meshes(plan), only="page")]
+    parts = [
+        Section("time", step, (_time(plan), *lines)),
+        Section("mesh", "Mesh", tuple(pictures.meshes(plan)), only="page"),
+    ]
     if scheduled:
         drawing = timeline.draw(plan.division.timeline, width=98)
         parts += [

@@ -17,11 +17,6 @@ _MAX_REPLICATED = 10
 _MAX_CANDIDATES = 16
 
 
-def render(plan: Plan) -> str:
-    """The plan as plain text, at most 100 columns wide."""
-    return console.plain(renderable(plan))
-
-
 def renderable(plan: Plan) -> Group:
     """The plan as a Rich renderable."""
     return console.render((*header(plan), *details(plan)))
