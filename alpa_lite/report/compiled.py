@@ -24,8 +24,8 @@ def renderable(found: Mapping[str, Any]) -> Group:
     )
     parts: dict[str, Sequence[Block]] = {
         "Collectives of one run of each executable": [_collectives(found["collectives"])],
-        "Compiler rewrites": _first(found["rewrites"]),
-        "Differences": _first(found["differences"]),
+        "Compiler rewrites": units.first(found["rewrites"], _MAX_LINES),
+        "Differences": units.first(found["differences"], _MAX_LINES),
         "Memory per device": [_memory(found["memory"])] if found["memory"] else [],
         "Verdict": _verdict(found),
     }
@@ -74,8 +74,3 @@ def _verdict(found: Mapping[str, Any]) -> list[str]:
             f"{', within 15 %.' if found['fits'] else end}"
         )
     return lines
-
-
-def _first(lines: Sequence[str]) -> list[str]:
-    rest = len(lines) - _MAX_LINES
-    return [*lines[:_MAX_LINES], *([f"and {rest} more"] if rest > 0 else [])]

@@ -9,7 +9,7 @@ time on links (`alpa_lite.cost`). The largest of the four terms is what bounds t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -57,9 +57,10 @@ def bounds_text(rows: Iterable[Spending]) -> str:
     return ", ".join(f"{name} {units.percent(s, whole)}" for name, s in found.items() if s > 5e-4 * whole)
 
 
-def terms_text(row: Spending) -> str:
-    """The terms, such as "FLOPs 3.1 ms, bytes 1.02 ms, links 0 s, latency 0 s"."""
-    return ", ".join(f"{name} {units.seconds(seconds)}" for name, seconds in row.terms.items())
+def terms_text(terms: Mapping[str, float]) -> str:
+    """The largest term, and all, such as "bound by FLOPs: FLOPs 3.1 ms, bytes 1.02 ms, links 0 s, latency 0 s"."""
+    largest = max(terms, key=terms.__getitem__)
+    return f"bound by {largest}: {', '.join(f'{name} {units.seconds(s)}' for name, s in terms.items())}"
 
 
 def line_text(row: Spending) -> str:

@@ -290,8 +290,7 @@ def _explanation(plan: Plan, subject: _Subject, title: str = "") -> list[Section
     chosen = decision.chosen
     assert chosen is not None
     terms = {"FLOPs": chosen.flops_seconds, "bytes": chosen.bytes_seconds, "links": chosen.link_seconds}
-    costs = ", ".join(f"{name} {units.seconds(seconds)}" for name, seconds in terms.items())
-    lines.append(f"bound by {max(terms, key=lambda name: terms[name])}: {costs} per step")
+    lines.append(f"{computing.terms_text(terms)} per step")
     lines.append(f"mesh {units.mesh(stage.mesh_shape, stage.axis_names)}; all times are predictions")
     letters = iter(f"{a}{b}" for a in ("", *string.ascii_lowercase) for b in string.ascii_lowercase)
     marks = {id(a): ">" if a is chosen else next(letters) for a in decision.alternatives}
@@ -332,7 +331,7 @@ def _facts(subject: _Subject) -> Iterator[str]:
             yield f"operations at {spent.where}: {units.seconds(spent.total)} per step"
             all_of_it = "of the computing and the collectives of the stage"
             yield f"{share} {all_of_it}, {number} of this name at this place together"
-            yield f"bound by {spent.bound}: {computing.terms_text(spent)}"
+            yield computing.terms_text(spent.terms)
         case Replicated() as row:
             size = f"{units.nbytes(row.bytes)}, {units.seconds(row.seconds)} per step"
             yield f"not distributed: {row.reason}; at {row.where}; {size}"

@@ -11,7 +11,7 @@ are idle.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -96,10 +96,10 @@ def spent(plan: Plan) -> Spent:
         sum(part * getattr(stage, name) for part, stage in zip(share, plan.stages, strict=True))
         for name in ("compute_seconds", "hidden_seconds", "hideable_seconds")
     )
-    by_axes: dict[tuple[str, ...], float] = {}
+    by_axes: dict[tuple[str, ...], float] = defaultdict(float)
     for collective, seconds in zip(plan.collectives, plan.collective_seconds, strict=True):
         if collective.kind != "transfer":
-            by_axes[collective.axes] = by_axes.get(collective.axes, 0.0) + share[collective.stage] * seconds
+            by_axes[collective.axes] += share[collective.stage] * seconds
     idle = max(0.0, plan.step_seconds - compute - sum(by_axes.values()) + hidden)
     return Spent(compute, dict(sorted(by_axes.items(), key=lambda item: -item[1])), idle, hidden, hideable)
 

@@ -9,7 +9,7 @@ their operands' dtypes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.console import Group
 from rich.text import Text
@@ -140,17 +140,13 @@ def _search(plan: Plan) -> list[str]:
         f"no plan takes less than {units.seconds(found.bound)} (gap {units.percent(gap, 1.0)})"
     ]
     if found.estimated:
-        lines.append(f"not expanded, since estimated to be no faster: {_named(found.estimated)}")
+        lines.append(
+            f"not expanded, since estimated to be no faster: {'; '.join(units.first(found.estimated, _MAX_SETS))}"
+        )
     if found.unreached:
         more = "" if found.effort == "thorough" else "; effort='thorough' searches further"
-        lines.append(f"not reached within the budget: {_named(found.unreached)}{more}")
+        lines.append(f"not reached within the budget: {'; '.join(units.first(found.unreached, _MAX_SETS))}{more}")
     return lines
-
-
-def _named(names: Sequence[str]) -> str:
-    """The first names, and the number of the others."""
-    rest = len(names) - _MAX_SETS
-    return "; ".join(names[:_MAX_SETS]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _operations(plan: Plan) -> dict[str, list[str]]:

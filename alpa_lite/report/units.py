@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -65,6 +65,11 @@ def plural(count: int, noun: str) -> str:
     """A number of things, such as "3 meshes"."""
     ending = "" if count == 1 else "es" if noun.endswith(("sh", "ch")) else "s"
     return f"{count} {noun}{ending}"
+
+
+def first(lines: Sequence[str], most: int) -> list[str]:
+    """The first lines, and one with the number of the others."""
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def percent(part: float, whole: float) -> str:
