@@ -14,7 +14,7 @@ from alpa_lite.figures import Held
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import grouping, units
 from alpa_lite.report.places import Place
-from alpa_lite.report.tables import Column, Table
+from alpa_lite.report.tables import Column, Nested, Table
 
 
 def render(plan: Plan) -> str:
@@ -33,8 +33,7 @@ def render(plan: Plan) -> str:
 def table(plan: Plan) -> Table:
     """The activations of all stages."""
     columns = (
-        Column("where", lambda row: row.where, wide=True),
-        Column("operation", lambda row: row.operation),
+        Column("operation", lambda row: Nested(row.operation, (row.where,)), wide=True),
         Column("type", lambda row: units.type_name(row.dtype, row.shape)),
         Column("layout", lambda row: units.spec(row.spec)),
         Column("count", lambda row: row.count, units.times),
