@@ -145,13 +145,12 @@ def _split(rows: list[Row]) -> list[Section]:
 
 
 def _numbers(values: list[int]) -> str:
-    if len(values) == 1:
-        return str(values[0])
-    if values == list(range(values[0], values[-1] + 1)):
-        return f"{{{values[0]}-{values[-1]}}}" if len(values) > 2 else f"{{{values[0]},{values[1]}}}"
-    if len(values) <= _SHOWN:
-        return "{" + ",".join(map(str, values)) + "}"
-    return f"{{{values[0]}..{values[-1]}}}"
+    first, last = values[0], values[-1]
+    if first == last:
+        return str(first)
+    if last - first == len(values) - 1 > 1:
+        return f"{{{first}-{last}}}"
+    return f"{{{','.join(map(str, values)) if len(values) <= _SHOWN else f'{first}..{last}'}}}"
 
 
 def _merge(rows: list[tuple[Row, Hashable]], position: int) -> list[tuple[Row, Hashable]]:
@@ -173,9 +172,9 @@ def _kind(token: str) -> str:
 
 def _joined(rows: list[tuple[Row, Hashable]], position: int) -> tuple[Row, Hashable]:
     first, attributes = rows[0]
-    key = _kind(first.tokens[position]) == "key"
-    names = [row.tokens[position][2:-2] if key else row.tokens[position][1:] for row, _ in rows]
-    text = ",".join(names) if len(names) <= _SHOWN else ",".join(names[: _SHOWN - 1]) + f",+{len(names) - _SHOWN + 1}"
-    token = f"['{{{text}}}']" if key else f".{{{text}}}"
+    start, end = ("['", "']") if _kind(first.tokens[position]) == "key" else (".", "")
+    names = [row.tokens[position].removeprefix(start).removesuffix(end) for row, _ in rows]
+    names[_SHOWN - 1 :] = names[_SHOWN - 1 :] if len(names) <= _SHOWN else [f"+{len(names) - _SHOWN + 1}"]
+    token = f"{start}{{{','.join(names)}}}{end}"
     merged = (*first.tokens[:position], token, *first.tokens[position + 1 :])
     return Row(merged, tuple(path for row, _ in rows for path in row.members)), attributes

@@ -77,9 +77,5 @@ def _template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
     )  # fmt: skip
     kinds = (str, Sentence, Table, Grid, Legend, Text, Branch, Nested, Bar, Blocks)
-    environment.tests |= {kind.__name__.lower(): functools.partial(_is, kind) for kind in kinds}
+    environment.tests |= {kind.__name__.lower(): lambda value, kind=kind: isinstance(value, kind) for kind in kinds}
     return environment.get_template("page.html")
-
-
-def _is(kind: type, value: object) -> bool:
-    return isinstance(value, kind)

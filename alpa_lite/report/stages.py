@@ -144,19 +144,18 @@ def memory(plan: Plan) -> list[Usage]:
     return out
 
 
-def replicated(plan: Plan) -> tuple[Replicated, ...]:
+def replicated(plan: Plan) -> list[Replicated]:
     """Operations that are not distributed, of all stages, the largest first, each with its stages if there are
     others."""
     found: dict[Replicated, list[int]] = {}
     for number, stage in enumerate(plan.stages):
         for row in stage.replicated:
             found.setdefault(row, []).append(number)
-    several = len(plan.stages) > 1
-    rows = [
-        replace(row, where=f"{named(stages)}: {row.where}" if several else row.where, seconds=row.seconds * len(stages))
-        for row, stages in found.items()
-    ]
-    return tuple(sorted(rows, key=lambda row: -row.seconds))
+    rows = []
+    for row, numbers in found.items():
+        where = f"{named(numbers)}: {row.where}" if len(plan.stages) > 1 else row.where
+        rows.append(replace(row, where=where, seconds=row.seconds * len(numbers)))
+    return sorted(rows, key=lambda row: -row.seconds)
 
 
 def by_stages(texts: Sequence[str]) -> str:
