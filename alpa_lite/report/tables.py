@@ -131,7 +131,7 @@ class Table:
         style: Callable[[Any], str] = lambda item: "",
         **more: str,
     ) -> Table:
-        """A row for each item, or for each tuple of cells where columns have no values.
+        """Returns a table with a row for each item, or for each tuple of cells where columns have no values.
 
         Args:
           most: rows that a terminal shows; one called by `rest` has the totals of the others, whose number it may hold.
@@ -211,9 +211,9 @@ class Section:
 
 
 def tree(columns: Sequence[Column], rows: Iterable[grouping.Row]) -> Iterator[Row]:
-    """A row for each group of paths; in a terminal below headings with the beginnings of paths, and the bytes of all.
+    """Yields a row for each group of paths, which the first column is for.
 
-    The first column is for paths.
+    In a terminal rows are below headings with the beginnings of their paths and the bytes of all.
     """
     sizes = [column if column.format is units.nbytes else Column() for column in columns]
     for part in grouping.sections(rows):
