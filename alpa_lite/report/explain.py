@@ -18,7 +18,7 @@ from operator import attrgetter
 from alpa_lite import paths
 from alpa_lite.errors import PlanError
 from alpa_lite.figures import Spending
-from alpa_lite.records import Decision, Leaf, Replicated, Stage
+from alpa_lite.records import Alternative, Decision, Leaf, Replicated, Stage
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import break_even, computing, console, grouping, stages, units
 from alpa_lite.report.sections import type_text
@@ -247,12 +247,12 @@ def _choice(subject: _Subject) -> str:
     if subject.leaf:
         return units.spec(subject.leaf.spec)
     match subject.record:
-        case Decision(chosen=None) as decision:
+        case Decision(chosen=Alternative() as chosen):
+            return chosen.layout
+        case Decision() as decision:
             sharded = [(n, axes) for n, axes in zip(decision.factors, decision.strategy, strict=True) if axes]
             text = ", ".join(f"{size:,} over {units.axes(axes)}" for size, axes in sharded)
             return f"factor of size {text}" if text else "nothing sharded"
-        case Decision(chosen=chosen):
-            return chosen.layout
         case Spending() as spent:
             return f"{units.seconds(spent.total)} a step, bound by {spent.bound}; the method fixed its sharding"
     return "not distributed"

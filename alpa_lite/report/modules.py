@@ -56,7 +56,7 @@ def of(plan: Plan) -> list[Module]:
             times[module][2] += waiting
             operations[module][collective.kind] += waiting
     by_size = {name: sorted(own.items(), key=lambda item: -item[1]) for name, own in operations.items()}
-    rows = [Module(name, *seconds, tuple(by_size[name])) for name, seconds in times.items()]
+    rows = [Module(name, *seconds, operations=tuple(by_size[name])) for name, seconds in times.items()]
     return sorted(rows, key=lambda row: -row.seconds)
 
 
