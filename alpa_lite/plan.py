@@ -39,9 +39,9 @@ class Plan(PlanRecord):
 
     def __str__(self) -> str:
         """A summary that fits a screen; `details` is everything."""
-        from alpa_lite.report import summary
+        from alpa_lite.report import console, summary
 
-        return summary.render(self.compared())
+        return console.plain(summary.renderable(self.compared()))
 
     def __repr__(self) -> str:
         from alpa_lite.report import summary
@@ -50,9 +50,9 @@ class Plan(PlanRecord):
 
     def details(self) -> str:
         """Everything: shardings, collectives, memory, what was compared, the solver, checks and notes."""
-        from alpa_lite.report import text
+        from alpa_lite.report import console, text
 
-        return text.render(self)
+        return console.plain(text.renderable(self))
 
     def activations(self) -> str:
         """The activations that wait for the backward pass: place, operation, type, layout and bytes a line, in an

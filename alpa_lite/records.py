@@ -286,16 +286,6 @@ class Alternative:
         """The collectives that the operation issues and those that bring it its operands and take away its results."""
         return self.communication_seconds + self.transfer_seconds
 
-    @property
-    def node_seconds(self) -> float:
-        """Compute plus the operation's own collectives."""
-        return self.compute_seconds + self.communication_seconds
-
-    @property
-    def local_seconds(self) -> float:
-        """Everything that the choice costs here: compute, collectives and resharding."""
-        return self.node_seconds + self.transfer_seconds
-
 
 @dataclass(frozen=True)
 class Decision:

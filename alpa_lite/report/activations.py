@@ -7,15 +7,14 @@ two plans of one step differ where their activations do.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
 from alpa_lite.figures import Held
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import grouping, units
 from alpa_lite.report.places import Place
-from alpa_lite.report.tables import Column, Row, Table
+from alpa_lite.report.tables import Column, Nested, Table
 
 
 def render(plan: Plan) -> str:
@@ -33,30 +32,29 @@ def render(plan: Plan) -> str:
 
 def table(plan: Plan) -> Table:
     """The activations of all stages."""
-    rows = joined(row for stage in plan.stages for row in stage.held)
     columns = (
-        Column("where", wide=True), Column("operation"), Column("type"), Column("layout"), Column("count", units.times),
-        Column("per device, each", units.nbytes), Column("all", units.nbytes),
-    )  # fmt: skip
-    cells = []
-    for row in rows:
-        kind = units.type_name(row.dtype, row.shape), units.spec(row.spec)
-        cells.append(Row((row.where, row.operation, *kind, row.count, row.bytes, row.bytes * row.count)))
-    return Table(columns, tuple(cells), order="all", searched="activations")
+        Column("operation", lambda row: Nested(row.operation, (row.where,)), wide=True),
+        Column("type", lambda row: units.type_name(row.dtype, row.shape)),
+        Column("layout", lambda row: units.spec(row.spec)),
+        Column("count", lambda row: row.count, units.times),
+        Column("per device, each", lambda row: row.bytes, units.nbytes),
+        Column("all", lambda row: row.bytes * row.count, units.nbytes),
+    )
+    rows = joined(row for stage in plan.stages for row in stage.held)
+    return Table.of(columns, rows, order="all", searched="activations")
 
 
 def joined(rows: Iterable[Held]) -> list[Held]:
     """Activations that differ in the numbers of their scopes alone as one."""
-    found: dict[tuple, list[Held]] = {}
-    for row in rows:
+
+    def key(row: Held) -> tuple[str, Hashable]:
         place = Place.of(row.where)
-        key = place.source, re.sub(r"\d+", "#", place.scope), row.operation, row.shape, row.dtype, row.spec, row.bytes
-        found.setdefault(key, []).append(row)
-    out = []
-    for (line, *_), same in found.items():
-        scope = grouping.template([Place.of(row.where).scope for row in same])
-        out.append(replace(same[0], where=f"{line} {scope}", count=sum(row.count for row in same)))
-    return out
+        return place.scope, (place.source, row.operation, row.shape, row.dtype, row.spec, row.bytes)
+
+    return [
+        replace(same[0], where=f"{Place.of(same[0].where).source} {scope}", count=sum(row.count for row in same))
+        for scope, same in grouping.by_numbers(rows, key)
+    ]
 
 
 def _line(row: Held) -> str:

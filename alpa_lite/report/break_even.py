@@ -96,28 +96,23 @@ def _too_large(plan: Plan, step: Outcome, chosen: Alternative) -> str:
 def _links(other: Outcome, chosen: Outcome) -> list[str]:
     """The link speed from which, or below which, `other` is faster; nothing if that is out of reach."""
     spent = [step.communication_seconds - step.latency_seconds for step in (other, chosen)]
-    rest = [step.seconds - on_links for step, on_links in zip((other, chosen), spent, strict=True)]
-    at = _ratio(spent[0] - spent[1], rest[1] - rest[0])
-    if at is None:
-        return []
-    return [f"with links {'more' if at > 1 else 'less'} than {units.factor(at)} as fast"]
+    at = _ratio(spent[0] - spent[1], (chosen.seconds - spent[1]) - (other.seconds - spent[0]))
+    return [f"with links {'more' if at > 1 else 'less'} than {units.factor(at)} as fast"] if at else []
 
 
 def _batch(now: int | None, other: Outcome, chosen: Outcome) -> list[str]:
     """The batch from which, or below which, `other` is faster; nothing if that is out of reach."""
     fixed = [step.seconds - step.batch_seconds for step in (other, chosen)]
     at = _ratio(fixed[0] - fixed[1], chosen.batch_seconds - other.batch_seconds)
-    if at is None:
+    if not at:
         return []
     named = "" if now is None else f" ({'above' if at > 1 else 'below'} {units.digits(at * now)} examples)"
     return [f"with a batch {'more' if at > 1 else 'less'} than {units.factor(at)} as large{named}"]
 
 
-def _ratio(above: float, below: float) -> float | None:
-    """Returns above / below if the lines cross within a factor of a thousand of the present value; None otherwise."""
-    if above == 0 or below == 0 or not 1 / _REACH <= above / below <= _REACH:
-        return None
-    return above / below
+def _ratio(above: float, below: float) -> float:
+    """Returns above / below if the lines cross within a factor of a thousand of the present value; 0 otherwise."""
+    return above / below if below and 1 / _REACH <= above / below <= _REACH else 0.0
 
 
 def _memory(plan: Plan, other: Alternative, chosen: Alternative) -> list[str]:

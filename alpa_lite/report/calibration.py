@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from operator import attrgetter
 
 from rich.console import Group
 from rich.text import Text
@@ -10,7 +11,7 @@ from rich.text import Text
 from alpa_lite.calibration.fitting import Fit
 from alpa_lite.calibration.storing import Calibration
 from alpa_lite.report import console, units
-from alpa_lite.report.tables import Column, Row, Section, Table
+from alpa_lite.report.tables import Column, Section, Table
 
 _SHARE = partial(units.percent, whole=1.0)
 
@@ -24,11 +25,13 @@ def renderable(found: Calibration) -> Group:
         style="not bold",
     )
     columns = (
-        Column("figure"), Column("found"), Column("samples", str), Column("median error", _SHARE),
-        Column("worst error", _SHARE),
-    )  # fmt: skip
-    rows = tuple(Row((fit.name, _parameters(fit), fit.count, fit.error, fit.worst)) for fit in found.fits)
-    return console.render([head, Section("fits", "Fits", (Table(columns, rows),))])
+        Column("figure", attrgetter("name")),
+        Column("found", _parameters),
+        Column("samples", attrgetter("count"), str),
+        Column("median error", attrgetter("error"), _SHARE),
+        Column("worst error", attrgetter("worst"), _SHARE),
+    )
+    return console.render([head, Section("fits", "Fits", (Table.of(columns, found.fits),))])
 
 
 def _parameters(fit: Fit) -> str:

@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 from alpa_lite.records import Collective
 from alpa_lite.report import grouping, units
-from alpa_lite.report.tables import Cell, Column, Row, Table, limited
+from alpa_lite.report.tables import Column, Table
 
-MAX_TRANSFERS = 12
-
-
-@dataclass(frozen=True)
-class CollectiveRow:
-    """Identical collectives: the same kind, axes, bytes and place, except for layer numbers."""
-
-    kind: str
-    axes: tuple[str, ...]
-    bytes: int
-    where: str
-    count: int
-    seconds: float
+Costed = tuple[Collective, float]
+"""A collective with its seconds per step."""
 
 
-def collective_rows(items: Iterable[tuple[Collective, float]]) -> list[CollectiveRow]:
-    """Collectives with their seconds per step, identical ones as one row, the most expensive first."""
-    found: dict[tuple, list[tuple[Collective, float]]] = {}
-    for collective, seconds in items:
-        key = (collective.kind, collective.axes, collective.bytes, re.sub(r"\d+", "#", collective.where))
-        found.setdefault(key, []).append((collective, seconds))
+def collective_rows(items: Iterable[Costed]) -> list[Costed]:
+    """Merges collectives that differ in layer numbers alone, each with the seconds of all; the most expensive first."""
     rows = []
-    for (kind, axes, size, _), same in found.items():
-        where = grouping.template([c.where for c, _ in same])
+    for where, same in grouping.by_numbers(items, lambda c: (c[0].where, (c[0].kind, c[0].axes, c[0].bytes))):
         count, seconds = sum(c.count for c, _ in same), sum(seconds for _, seconds in same)
-        rows.append(CollectiveRow(kind, axes, size, where, count, seconds))
-    return sorted(rows, key=lambda row: -row.seconds)
+        rows.append((replace(same[0][0], where=where, count=count), seconds))
+    return sorted(rows, key=lambda row: -row[1])
 
 
-def transfer_rows(items: Iterable[tuple[Collective, float]]) -> list[CollectiveRow]:
-    """The transfers between submeshes, identical ones as one row; the two directions are separate rows.
-
-    So are transfers to the next submesh and to others.
-    """
-    routes: dict[tuple[int, bool], list[tuple[Collective, float]]] = {}
+def transfer_rows(items: Iterable[Costed]) -> list[Costed]:
+    """Merges transfers between submeshes; those to the next submesh, to others, and back are separate rows."""
+    routes: dict[tuple[int, bool], list[Costed]] = {}
     for collective, seconds in items:
         if collective.kind == "transfer":
             source, destination = collective.route or (0, 0)
@@ -53,41 +33,15 @@ def transfer_rows(items: Iterable[tuple[Collective, float]]) -> list[CollectiveR
     return [row for _, found in sorted(routes.items()) for row in collective_rows(found)]
 
 
-def collective_table(rows: Sequence[CollectiveRow], most: int) -> Table:
-    """The collectives, of which a terminal shows the `most` most expensive, and the sum of all."""
-
-    def cells(row: CollectiveRow) -> Row:
-        return Row((row.kind, units.axes(row.axes), row.bytes, row.count, row.seconds, row.where))
-
-    def rest(some: Sequence[CollectiveRow]) -> tuple[Cell, ...]:
-        return f"{len(some)} more rows", "", "", *_sums(some)[1:], ""
-
+def table(rows: Sequence[Costed], most: int, transfers: bool = False) -> Table:
+    """The collectives, or the transfers, of which a terminal shows the `most` most expensive, and the sum of all."""
+    where = Column("transfer" if transfers else "where", lambda row: row[0].where, wide=True)
     columns = (
-        Column("kind"), Column("axes"), Column("size each", units.nbytes), Column("count", units.times),
-        Column("time", units.seconds), Column("where", wide=True),
-    )  # fmt: skip
-    total = Row(("total", "", *_sums(rows), ""), "bold", total=True)
-    return Table(columns, (*limited(rows, most, cells, rest), total), searched="collectives")
-
-
-def transfer_table(rows: Sequence[CollectiveRow]) -> Table:
-    """The transfers and the sum of all."""
-
-    def cells(row: CollectiveRow) -> Row:
-        return Row((row.where, row.bytes, row.count, row.seconds))
-
-    def rest(some: Sequence[CollectiveRow]) -> tuple[Cell, ...]:
-        return f"{len(some)} more rows", *_sums(some)
-
-    columns = (
-        Column("transfer", wide=True), Column("size each", units.nbytes), Column("count", units.times),
-        Column("time on links", units.seconds),
-    )  # fmt: skip
-    total = Row(("total", *_sums(rows)), "bold", total=True)
-    return Table(columns, (*limited(rows, MAX_TRANSFERS, cells, rest), total))
-
-
-def _sums(rows: Sequence[CollectiveRow]) -> tuple[int, int, float]:
-    """Bytes, executions and seconds of some rows."""
-    size = sum(row.bytes * row.count for row in rows)
-    return size, sum(row.count for row in rows), sum(row.seconds for row in rows)
+        Column("size each", lambda row: row[0].bytes, units.nbytes, lambda row: row[0].bytes * row[0].count),
+        Column("count", lambda row: row[0].count, units.times, lambda row: row[0].count),
+        Column("time on links" if transfers else "time", lambda row: row[1], units.seconds, lambda row: row[1]),
+    )
+    if transfers:
+        return Table.of((where, *columns), rows, most, "{} more rows", total=True)
+    names = Column("kind", lambda row: row[0].kind), Column("axes", lambda row: units.axes(row[0].axes))
+    return Table.of((*names, *columns, where), rows, most, "{} more rows", total=True, searched="collectives")

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Group
 from rich.text import Text
 
 from alpa_lite.report import console, units
-from alpa_lite.report.tables import Block, Column, Row, Section, Table
+from alpa_lite.report.tables import Block, Column, Section, Table
 
 _MAX_LINES = 20
 
@@ -23,8 +24,8 @@ def renderable(found: Mapping[str, Any]) -> Group:
     )
     parts: dict[str, Sequence[Block]] = {
         "Collectives of one run of each executable": [_collectives(found["collectives"])],
-        "Compiler rewrites": _first(found["rewrites"]),
-        "Differences": _first(found["differences"]),
+        "Compiler rewrites": units.first(found["rewrites"], _MAX_LINES),
+        "Differences": units.first(found["differences"], _MAX_LINES),
         "Memory per device": [_memory(found["memory"])] if found["memory"] else [],
         "Verdict": _verdict(found),
     }
@@ -34,20 +35,24 @@ def renderable(found: Mapping[str, Any]) -> Group:
 def _collectives(rows: Sequence[Mapping[str, Any]]) -> Block:
     if not rows:
         return "none planned, and none to compare with"
-    numbers = Column("payload", units.nbytes), Column("planned", str), Column("found", str)
-    names = "kind", "axes", "bytes", "planned", "found"
-    body = (Row(tuple(row[name] for name in names)) for row in rows)
-    return Table((Column("collective"), Column("axes"), *numbers), tuple(body))
+    columns = (
+        Column("collective", itemgetter("kind")),
+        Column("axes", itemgetter("axes")),
+        Column("payload", itemgetter("bytes"), units.nbytes),
+        Column("planned", itemgetter("planned"), str),
+        Column("found", itemgetter("found"), str),
+    )
+    return Table.of(columns, rows)
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
-    sizes = [Column(name, units.nbytes) for name in ("predicted", "compiler", "arguments", "temporaries", "code")]
-    columns = Column("executable"), *sizes[:2], Column("ratio", str), *sizes[2:]
-    body = []
-    for row in rows:
-        ratio = f"{row['predicted'] / row['compiler']:.2f}" if row["compiler"] else "-"
-        body.append(Row(tuple(ratio if column.name == "ratio" else row[column.name] for column in columns)))
-    return Table(columns, tuple(body))
+    def ratio(row: Mapping[str, Any]) -> str:
+        return f"{row['predicted'] / row['compiler']:.2f}" if row["compiler"] else "-"
+
+    names = "predicted", "compiler", "arguments", "temporaries", "code"
+    sizes = [Column(name, itemgetter(name), units.nbytes) for name in names]
+    executable = Column("executable", itemgetter("executable"))
+    return Table.of((executable, *sizes[:2], Column("ratio", ratio, str), *sizes[2:]), rows)
 
 
 def _verdict(found: Mapping[str, Any]) -> list[str]:
@@ -69,8 +74,3 @@ def _verdict(found: Mapping[str, Any]) -> list[str]:
             f"{', within 15 %.' if found['fits'] else end}"
         )
     return lines
-
-
-def _first(lines: Sequence[str]) -> list[str]:
-    rest = len(lines) - _MAX_LINES
-    return [*lines[:_MAX_LINES], *([f"and {rest} more"] if rest > 0 else [])]

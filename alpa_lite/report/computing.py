@@ -9,15 +9,16 @@ time on links (`alpa_lite.cost`). The largest of the four terms is what bounds t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 from alpa_lite.figures import Spending
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import stages, units
 from alpa_lite.report.places import Place
-from alpa_lite.report.tables import Cell, Column, Nested, Row, Table, limited
+from alpa_lite.report.tables import Column, Nested, Table
 
 _LISTED = 10
 _TERMS = ("flops", "bytes", "links", "latency", "starts")
@@ -56,14 +57,10 @@ def bounds_text(rows: Iterable[Spending]) -> str:
     return ", ".join(f"{name} {units.percent(s, whole)}" for name, s in found.items() if s > 5e-4 * whole)
 
 
-def terms_text(row: Spending) -> str:
-    """The terms, such as "FLOPs 3.1 ms, bytes 1.02 ms, links 0 s, latency 0 s"."""
-    return ", ".join(f"{name} {units.seconds(seconds)}" for name, seconds in row.terms.items())
-
-
-def count_text(row: Spending) -> str:
-    """The number of operations, such as "x 24"."""
-    return units.times(row.count) if row.count > 1 else ""
+def terms_text(terms: Mapping[str, float]) -> str:
+    """The largest term, and all, such as "bound by FLOPs: FLOPs 3.1 ms, bytes 1.02 ms, links 0 s, latency 0 s"."""
+    largest = max(terms, key=terms.__getitem__)
+    return f"bound by {largest}: {', '.join(f'{name} {units.seconds(s)}' for name, s in terms.items())}"
 
 
 def line_text(row: Spending) -> str:
@@ -74,20 +71,14 @@ def line_text(row: Spending) -> str:
 
 def operation_table(rows: Sequence[Spending]) -> Table:
     """Returns the table of operations; a terminal shows the first ones, and the sums of all others."""
-    whole = sum(row.total for row in rows)
-
-    def cells(row: Spending) -> Row:
-        count = row.count if row.count > 1 else None
-        name = Nested(row.operation, (row.where,))
-        return Row((name, count, row.total, row.total, row.bound, *row.terms.values()))
-
-    def rest(some: Sequence[Spending]) -> tuple[Cell, ...]:
-        seconds, terms = sum(row.total for row in some), zip(*(row.terms.values() for row in some), strict=True)
-        return f"{len(some)} more", None, seconds, seconds, "", *map(sum, terms)
-
+    total, share = attrgetter("total"), partial(units.percent, whole=sum(row.total for row in rows))
+    terms = {name: lambda row, name=name: row.terms[name] for name in bounds(())}
     columns = (
-        Column("operation", wide=True), Column("", units.times), Column("time", units.seconds),
-        Column("share", partial(units.percent, whole=whole)), Column("bound by"),
-        *(Column(name, units.seconds) for name in bounds(())),
-    )  # fmt: skip
-    return Table(columns, tuple(limited(rows, _LISTED, cells, rest)), order="time", searched="operations")
+        Column("operation", lambda row: Nested(row.operation, (row.where,)), wide=True),
+        Column("", lambda row: row.count if row.count > 1 else None, units.times),
+        Column("time", total, units.seconds, total),
+        Column("share", total, share, total),
+        Column("bound by", lambda row: row.bound),
+        *(Column(name, term, units.seconds, term) for name, term in terms.items()),
+    )
+    return Table.of(columns, rows, _LISTED, "{} more", order="time", searched="operations")

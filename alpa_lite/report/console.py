@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from alpa_lite.report import units
-from alpa_lite.report.tables import Bar, Block, Blocks, Branch, Cell, Nested, Section, Sentence, Styled, Table
+from alpa_lite.report.tables import Bar, Block, Blocks, Branch, Cell, Nested, Section, Sentence, Table
 
 WIDTH = 100
 BAR_WIDTH = 40
@@ -83,8 +83,8 @@ def _table(table: Table) -> RichTable:
 
 def _cell(cell: Cell, style: str) -> RenderableType:
     match cell:
-        case Styled():
-            return Text(cell.text, style=cell.style)
+        case Text():
+            return cell
         case Branch():
             return Text(cell.end, style=style)
         case Nested():

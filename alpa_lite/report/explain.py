@@ -11,8 +11,9 @@ import difflib
 import re
 import string
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from alpa_lite import paths
 from alpa_lite.errors import PlanError
@@ -21,7 +22,7 @@ from alpa_lite.records import Alternative, Decision, Leaf, Replicated, Stage
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import break_even, computing, console, grouping, stages, units
 from alpa_lite.report.sections import type_text
-from alpa_lite.report.tables import Block, Column, Nested, Row, Section, Table
+from alpa_lite.report.tables import Column, Nested, Section, Table
 
 _LISTED = 20
 _RANGE = re.compile(r"\\\{(.*?)\\\}")
@@ -56,66 +57,46 @@ def explain(plan: Plan, name: str) -> str:
       PlanError: if nothing has that name; the message holds close matches.
     """
     match = _STAGES.fullmatch(name)
-    wanted, stages = (match[1], _numbers(match[2])) if match else (name, None)
-    sites = [site for site in _sites(plan) if stages is None or site.number in stages]
-    leaves = _find_leaves(sites, wanted)
-    subjects = _of_leaves(leaves) if leaves else _of_operations(sites, wanted)
+    wanted, numbers = (match[1], _numbers(match[2])) if match else (name, None)
+    sites = [site for site in enumerate(plan.stages) if numbers is None or site[0] in numbers]
+    subjects = list(_of_leaves(sites, wanted)) or _of_operations(sites, wanted)
     if not subjects:
-        raise PlanError(_unknown(_sites(plan), name))
+        raise PlanError(_unknown(plan, name))
     first = min(subjects, key=_rank)
-    same = _identical(first, subjects)
-    lines, *sections = _explanation(first)
-    rest = [subject for subject in subjects if subject not in same]
-    heading = Section("", f"{_title(same)}{_stages(same)}", lines.body)
-    return console.plain(console.render([heading, *sections, *([_others(name, rest)] if rest else [])]))
+    same = _identical(plan, first, subjects)
+    sections = _explanation(plan, first, f"{_title(same)}{_stages(plan, same)}")
+    if rest := [subject for subject in subjects if subject not in same]:
+        sections.append(_others(plan, name, rest))
+    return console.plain(console.render(sections))
 
 
-@dataclass(frozen=True, eq=False)
-class _Site:
-    """A stage with the decisions for it; it has a number if there are several."""
-
-    plan: Plan
-    stage: Stage
-    number: int | None = None
-
-
-def _sites(plan: Plan) -> list[_Site]:
-    several = len(plan.stages) > 1
-    return [_Site(plan, stage, n if several else None) for n, stage in enumerate(plan.stages)]
-
-
-def _examples(plan: Plan) -> int | None:
-    """The number of examples in the batch, where all of it agrees."""
-    sizes = {leaf.shape[0] for stage in plan.stages for leaf in stage.arguments if leaf.role == "batch" and leaf.shape}
-    return sizes.pop() if len(sizes) == 1 else None
+_Sites = Sequence[tuple[int, Stage]]
+"""Stages with their numbers."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Subject:
-    """A match: an argument or several that are sharded together, an operation, or one that is not distributed.
+    """A match in a stage: an argument or several that are sharded together, or an operation.
 
     Attributes:
       names: the stored paths of the arguments, or the operation's name.
+      number, stage: the stage.
+      record: the decision; or what is not distributed; or what all operations of the name take at a place, where the
+        plan had nothing to decide about them.
       leaf: of the arguments, the one that was asked for.
-      spending: what all operations of the name take at a place, where the plan had nothing to decide about them.
     """
 
     names: tuple[str, ...]
-    site: _Site
-    decision: Decision | None = None
+    number: int
+    stage: Stage
+    record: Decision | Replicated | Spending | None = None
     leaf: Leaf | None = None
-    replicated: Replicated | None = None
-    spending: Spending | None = None
-
-    @property
-    def record(self) -> Decision | Replicated | Spending | None:
-        """The plan's record of it."""
-        return self.decision or self.replicated or self.spending
 
     @property
     def is_settled(self) -> bool:
         """Whether the plan has no alternatives to it."""
-        return self.decision is None or self.decision.chosen is None or len(self.decision.alternatives) < 2
+        record = self.record
+        return not isinstance(record, Decision) or record.chosen is None or len(record.alternatives) < 2
 
     @property
     def where(self) -> str:
@@ -129,20 +110,17 @@ def _numbers(text: str) -> set[int]:
     return {number for pair in ends if pair for number in range(pair[0], pair[-1] + 1)}
 
 
-def _find_leaves(sites: list[_Site], name: str) -> list[tuple[_Site, Leaf]]:
-    """The arguments of that path, by the first of the rules of `explain` that matches any."""
-    everything = [(site, leaf) for site in sites for leaf in site.stage.arguments]
-    exact = set(paths.find(name, [leaf.path for _, leaf in everything]))
-    if exact:
-        return [item for item in everything if item[1].path in exact]
+def _find(name: str, known: Iterable[str]) -> set[str]:
+    """The stored paths that are meant, by the first of the rules of `explain` that matches any."""
+    shown = {path: paths.shown(path) for path in known}
+    if exact := set(paths.find(name, shown)):
+        return exact
     forms = [form for form in paths.spellings(name) if form]
     for keys in (_keys, _keys_without_indices):
-        patterns = [re.compile(rf"(?:^|/){keys(form)}(?:\[\d+:\d+\])?$") for form in forms]  # or a part of it
-        shown = ((item, paths.shown(item[1].path)) for item in everything)
-        found = [item for item, path in shown if any(pattern.search(path) for pattern in patterns)]
-        if found:
+        pattern = re.compile("|".join(rf"(?:^|/){keys(form)}(?:\[\d+:\d+\])?$" for form in forms) or "(?!)")
+        if found := {path for path, text in shown.items() if pattern.search(text)}:  # or a part of one
             return found
-    return []
+    return set()
 
 
 def _keys(form: str) -> str:
@@ -172,22 +150,21 @@ def _rank(subject: _Subject) -> tuple[bool, int, float]:
     return subject.is_settled, 0, -seconds
 
 
-def _identical(first: _Subject, subjects: list[_Subject]) -> list[_Subject]:
+def _identical(plan: Plan, first: _Subject, subjects: list[_Subject]) -> list[_Subject]:
     """The matches in other stages that differ from `first` in numbers of their names alone, and it itself."""
 
     def form(subject: _Subject) -> str:
         return re.sub(r"\d+", "#", subject.names[0])
 
     def text(subject: _Subject) -> str:
-        return console.plain(console.render(_explanation(subject)))
+        return console.plain(console.render(_explanation(plan, subject)))
 
     own = text(first)
     return [s for s in subjects if s is first or (form(s) == form(first) and text(s) == own)]
 
 
-def _stages(subjects: list[_Subject]) -> str:
-    numbers = sorted({s.site.number for s in subjects if s.site.number is not None})
-    return f" ({stages.named(numbers)})" if numbers else ""
+def _stages(plan: Plan, subjects: Sequence[_Subject]) -> str:
+    return f" ({stages.named(sorted({s.number for s in subjects}))})" if len(plan.stages) > 1 else ""
 
 
 def _title(subjects: list[_Subject]) -> str:
@@ -200,133 +177,147 @@ def _title(subjects: list[_Subject]) -> str:
     return own.path if len(rows) == 1 else f"{own.path} and {len(names) - len(own.members)} more"
 
 
-def _of_leaves(leaves: list[tuple[_Site, Leaf]]) -> list[_Subject]:
+def _of_leaves(sites: _Sites, name: str) -> Iterator[_Subject]:
     """One subject for each decision that the arguments share, and for identical arguments without a decision."""
-    out: list[_Subject] = []
-    for site in dict.fromkeys(site for site, _ in leaves):
-        by_path = {path: decision for decision in site.stage.decisions for path in decision.paths}
+    wanted = _find(name, (leaf.path for _, stage in sites for leaf in stage.arguments))
+    for number, stage in sites:
+        decisions = {path: decision for decision in stage.decisions for path in decision.paths}
+        leaves = {leaf.path: leaf for leaf in stage.arguments if leaf.path in wanted}
         decided: dict[str, _Subject] = {}
-        free: dict[str, Leaf] = {}
-        for leaf in (leaf for other, leaf in leaves if other is site):
-            decision = by_path.get(leaf.path)
-            if decision:
-                decided.setdefault(decision.key, _Subject(decision.paths, site, decision, leaf))
-            else:
-                free[leaf.path] = leaf
-        rows = grouping.group((path, (leaf.shape, leaf.dtype, leaf.role, leaf.spec)) for path, leaf in free.items())
-        out += [*decided.values(), *(_Subject(row.members, site, leaf=free[row.members[0]]) for row in rows)]
-    return out
+        for path, leaf in leaves.items():
+            if decision := decisions.get(path):
+                decided.setdefault(decision.key, _Subject(decision.paths, number, stage, decision, leaf))
+        yield from decided.values()
+        for row in grouping.group_leaves(leaf for path, leaf in leaves.items() if path not in decisions):
+            yield _Subject(row.members, number, stage, leaf=leaves[row.members[0]])
 
 
-def _of_operations(sites: list[_Site], name: str) -> list[_Subject]:
+def _of_operations(sites: _Sites, name: str) -> list[_Subject]:
     """Operations whose name or key is `name`, else those whose name or place contains it."""
-    operations = [_Subject((d.name,), site, d) for site in sites for d in site.stage.decisions if not d.paths]
-    operations += [_Subject((r.name,), site, replicated=r) for site in sites for r in site.stage.replicated]
-    exact = [s for s in operations if name in s.names or (s.decision and name == s.decision.key)]
+    operations = [_Subject((d.name,), *site, d) for site in sites for d in site[1].decisions if not d.paths]
+    operations += [_Subject((r.name,), *site, r) for site in sites for r in site[1].replicated]
+    exact = [s for s in operations if name in (s.names[0], getattr(s.record, "key", None))]
     if exact or not name.strip():
         return exact
-    wanted = name.lower()
-    spent = [_Subject((s.operation,), site, spending=s) for site in sites for s in site.stage.spending]
+    spent = [_Subject((s.operation,), *site, s) for site in sites for s in site[1].spending]
     for some in (operations, spent):
-        found = [s for s in some if wanted in f"{s.names[0]} {s.where}".lower()]
-        if found:
+        if found := [s for s in some if name.lower() in f"{s.names[0]} {s.where}".lower()]:
             return found
     return []
 
 
-def _unknown(sites: list[_Site], name: str) -> str:
-    known = [paths.shown(leaf.path) for site in sites for leaf in site.stage.arguments]
-    known += [d.name for site in sites for d in site.stage.decisions if not d.paths]
-    known += [r.name for site in sites for r in site.stage.replicated]
+def _unknown(plan: Plan, name: str) -> str:
+    """The message for a name that matches nothing, with up to three close ones."""
+    known = [paths.shown(leaf.path) for stage in plan.stages for leaf in stage.arguments]
+    known += [decision.name for decision in plan.decisions if not decision.paths]
+    known += [row.name for row in plan.replicated]
     by_form = {item.lower(): item for item in reversed(known)}
     ends = {"/".join(form.split("/")[-n:]): item for form, item in by_form.items() for n in range(1, 5)}
     close = difflib.get_close_matches(paths.spellings(name)[-1].lower(), [*by_form, *ends], n=20, cutoff=0.6)
-    best = list(
-        {re.sub(r"\d+", "#", item): item for item in reversed([by_form.get(f) or ends[f] for f in close])}.values()
-    )
-    best = best[::-1][:3]
-    hint = (
-        f"Did you mean {' or '.join(best)}?"
-        if best
-        else "plan.details() lists the arguments and the operations that are not distributed."
-    )
+    items = [by_form.get(form) or ends[form] for form in close]
+    alike = grouping.by_numbers(items, lambda item: (item, None))
+    best = [same[0] for _, same in alike][:3]
+    hint = "plan.details() lists the arguments and the operations that are not distributed."
+    if best:
+        hint = f"Did you mean {' or '.join(best)}?"
     return f"no argument or operation of this plan is called {name!r}. {hint}"
 
 
-def _others(name: str, subjects: list[_Subject]) -> Section:
+def _others(plan: Plan, name: str, subjects: list[_Subject]) -> Section:
     """The subjects in one table; subjects for which it would show the same are one row."""
     rows = []
-    for stage in dict.fromkeys(_stages([s]) for s in subjects if s.leaf):
-        own = {path: s for s in subjects if s.leaf and _stages([s]) == stage for path in s.names}
+    for stage in dict.fromkeys(_stages(plan, [s]) for s in subjects if s.leaf):
+        own = {path: s for s in subjects if s.leaf and _stages(plan, [s]) == stage for path in s.names}
         for row in grouping.group((path, _choice(s)) for path, s in own.items()):
             first = own[row.members[0]]
             rows.append((first, f"{row.path}{stage}", "", _choice(first)))
-    rows += [(s, f"{_title([s])}{_stages([s])}", s.where, _choice(s)) for s in subjects if not s.leaf]
+    rows += [(s, f"{_title([s])}{_stages(plan, [s])}", s.where, _choice(s)) for s in subjects if not s.leaf]
     counts = Counter(row[1:] for row in sorted(rows, key=lambda row: _rank(row[0])))
     body = [
-        Row((Nested(title, tuple(line for line in (where, choice) if line)), count if count > 1 else None))
+        (Nested(title, tuple(line for line in (where, choice) if line)), count if count > 1 else None)
         for (title, where, choice), count in list(counts.items())[:_LISTED]
     ]
-    if len(counts) > _LISTED:
-        body.append(Row((f"and {len(counts) - _LISTED} more", None)))
+    body += [(f"and {len(counts) - _LISTED} more", None)] if len(counts) > _LISTED else []
     heading = f"Other matches of {name.strip()!r} (give more of a name to have it explained)"
-    return Section("", heading, (Table((Column(wide=True), Column("", units.times)), tuple(body)),))
+    return Section("", heading, (Table.of((Column(wide=True), Column(format=units.times)), body),))
 
 
 def _choice(subject: _Subject) -> str:
+    """The sharding of a subject in a few words."""
     if subject.leaf:
         return units.spec(subject.leaf.spec)
-    if subject.decision:
-        chosen = subject.decision.chosen
-        return chosen.layout if chosen else _assignment(subject.decision)
-    if subject.spending:
-        spent = subject.spending
-        return f"{units.seconds(spent.total)} a step, bound by {spent.bound}; the method fixed its sharding"
+    match subject.record:
+        case Decision(chosen=Alternative() as chosen):
+            return chosen.layout
+        case Decision() as decision:
+            sharded = [(n, axes) for n, axes in zip(decision.factors, decision.strategy, strict=True) if axes]
+            text = ", ".join(f"{size:,} over {units.axes(axes)}" for size, axes in sharded)
+            return f"factor of size {text}" if text else "nothing sharded"
+        case Spending() as spent:
+            return f"{units.seconds(spent.total)} a step, bound by {spent.bound}; the method fixed its sharding"
     return "not distributed"
 
 
-def _assignment(decision: Decision) -> str:
-    """The sharded factors, such as "64 over data, 3072 over model"."""
-    parts = [
-        f"{size:,} over {units.axes(axes)}"
-        for size, axes in zip(decision.factors, decision.strategy, strict=True)
-        if axes
-    ]
-    return "factor of size " + ", ".join(parts) if parts else "nothing sharded"
+_STEP = (
+    Column("step", attrgetter("step.seconds"), units.seconds),
+    Column("compute", attrgetter("step.compute_seconds"), units.seconds),
+    Column("communication", attrgetter("step.communication_seconds"), units.seconds),
+    Column("sent", attrgetter("step.bytes_sent"), units.nbytes),
+    Column("peak", attrgetter("step.bytes_per_device"), units.nbytes),
+    Column("fits", lambda a: "yes" if a.fits else "no"),
+)
+"""The whole step with an alternative."""
+_OWN = (
+    Column("FLOPs", attrgetter("flops_seconds"), units.seconds),
+    Column("bytes", attrgetter("bytes_seconds"), units.seconds),
+    Column("reduce", attrgetter("communication_seconds"), units.seconds),
+    Column("reshard", attrgetter("transfer_seconds"), units.seconds),
+    Column("result", attrgetter("bytes_per_device"), units.nbytes),
+)
+"""The cost of an alternative itself."""
 
 
-def _explanation(subject: _Subject) -> list[Section]:
-    """The explanation: lines for below the name, and sections."""
-    decision, stage = subject.decision, subject.site.stage
-    lines: list[Block] = [*_facts(subject)]
-    if decision and decision.count > 1:
-        kind = "arguments" if subject.leaf else "operations"
-        count = decision.count
+def _explanation(plan: Plan, subject: _Subject, title: str = "") -> list[Section]:
+    """The explanation: lines below the title, and for what has alternatives sections of tables."""
+    decision, stage, lines = subject.record, subject.stage, [*_facts(subject)]
+    if isinstance(decision, Decision) and decision.count > 1:
+        kind, count = "arguments" if subject.leaf else "operations", decision.count
         lines.append(f"{count} identical {kind} share this decision; figures are totals over all {count}")
-    if subject.replicated:
-        return [Section("", "", tuple(lines))]
-    if decision is None or decision.chosen is None or subject.is_settled:
-        lines.append("no alternatives: the method fixed this sharding, or there is no other strategy")
-        return [Section("", "", tuple(lines))]
-    lines.append(_bound(decision.chosen))
+    if not isinstance(decision, Decision) or subject.is_settled:
+        if not isinstance(decision, Replicated):
+            lines.append("no alternatives: the method fixed this sharding, or there is no other strategy")
+        return [Section("", title, tuple(lines))]
+    chosen = decision.chosen
+    assert chosen is not None
+    terms = {"FLOPs": chosen.flops_seconds, "bytes": chosen.bytes_seconds, "links": chosen.link_seconds}
+    lines.append(f"{computing.terms_text(terms)} per step")
     lines.append(f"mesh {units.mesh(stage.mesh_shape, stage.axis_names)}; all times are predictions")
-    whole = "Step time if this choice is forced and the others re-optimised"
-    scaled = "no other change to either step"
-    if subject.site.number is not None:
-        whole = "Stage time, micro-batches in sequence, if this choice is forced and the others re-optimised"
-        scaled = "for the stage alone, no other change"
-    sections = {
-        "": lines,
-        whole: [_steps(decision)],
-        "Cost of this choice alone, others unchanged": [_local(decision)],
-        f"What would make another choice win ({scaled})": [_verdicts(subject.site, decision, decision.chosen)],
-    }
-    return [Section("", heading, tuple(body)) for heading, body in sections.items()]
+    letters = iter(f"{a}{b}" for a in ("", *string.ascii_lowercase) for b in string.ascii_lowercase)
+    marks = {id(a): ">" if a is chosen else next(letters) for a in decision.alternatives}
+    mark = Column("", lambda a: marks[id(a)])
+
+    def table(*columns: Column) -> Table:
+        layout = Column("layout", attrgetter("layout"), wide=True)
+        return Table.of((mark, layout, *columns), decision.alternatives, style=lambda a: "bold" * (a is chosen))
+
+    sizes = {leaf.shape[0] for stage in plan.stages for leaf in stage.arguments if leaf.role == "batch" and leaf.shape}
+    examples = sizes.pop() if len(sizes) == 1 else None
+    verdict = Column("", lambda other: break_even.verdict(plan, stage, examples, other, chosen), wide=True)
+    verdicts = Table.of((mark, verdict), (other for other in decision.alternatives if other is not chosen))
+    of, scaled = "Step time", "no other change to either step"
+    if len(plan.stages) > 1:
+        of, scaled = "Stage time, micro-batches in sequence,", "for the stage alone, no other change"
+    return [
+        Section("", title, tuple(lines)),
+        Section("", f"{of} if this choice is forced and the others re-optimised", (table(*_STEP),)),
+        Section("", "Cost of this choice alone, others unchanged", (table(*_OWN),)),
+        Section("", f"What would make another choice win ({scaled})", (verdicts,)),
+    ]
 
 
 def _facts(subject: _Subject) -> Iterator[str]:
     """Type and bytes of a subject, or its place and seconds."""
-    leaf, stage = subject.leaf, subject.site.stage
+    leaf, stage = subject.leaf, subject.stage
     if leaf:
         size = f"{units.nbytes(leaf.bytes)} whole, {units.nbytes(stage.bytes_per_device(leaf))} per device"
         yield f"argument ({leaf.role}) {type_text(leaf)}: {units.spec(leaf.spec)}; {size}"
@@ -340,54 +331,7 @@ def _facts(subject: _Subject) -> Iterator[str]:
             yield f"operations at {spent.where}: {units.seconds(spent.total)} per step"
             all_of_it = "of the computing and the collectives of the stage"
             yield f"{share} {all_of_it}, {number} of this name at this place together"
-            yield f"bound by {spent.bound}: {computing.terms_text(spent)}"
+            yield computing.terms_text(spent.terms)
         case Replicated() as row:
             size = f"{units.nbytes(row.bytes)}, {units.seconds(row.seconds)} per step"
             yield f"not distributed: {row.reason}; at {row.where}; {size}"
-
-
-def _bound(chosen: Alternative) -> str:
-    """The resource that bounds the operations of a decision, and the terms."""
-    terms = {"FLOPs": chosen.flops_seconds, "bytes": chosen.bytes_seconds, "links": chosen.link_seconds}
-    text = ", ".join(f"{name} {units.seconds(seconds)}" for name, seconds in terms.items())
-    return f"bound by {max(terms, key=lambda name: terms[name])}: {text} per step"
-
-
-def _lettered(decision: Decision) -> list[tuple[str, Alternative, str]]:
-    """The alternatives, each with a letter and a style; ">" marks the chosen one."""
-    letters = iter(f"{a}{b}" for a in ("", *string.ascii_lowercase) for b in string.ascii_lowercase)
-    chosen = decision.chosen
-    return [(">", a, "bold") if a is chosen else (next(letters), a, "") for a in decision.alternatives]
-
-
-def _steps(decision: Decision) -> Table:
-    """The whole step with each alternative."""
-    seconds = [Column(name, units.seconds) for name in ("step", "compute", "communication")]
-    sizes = [Column(name, units.nbytes) for name in ("sent", "peak")]
-    rows = []
-    for letter, a, style in _lettered(decision):
-        step = a.step
-        costs = step.seconds, step.compute_seconds, step.communication_seconds, step.bytes_sent, step.bytes_per_device
-        rows.append(Row((letter, a.layout, *costs, "yes" if a.fits else "no"), style))
-    return Table((Column(), Column("layout", wide=True), *seconds, *sizes, Column("fits")), tuple(rows))
-
-
-def _local(decision: Decision) -> Table:
-    """The cost of each alternative itself."""
-    seconds = [Column(name, units.seconds) for name in ("FLOPs", "bytes", "reduce", "reshard")]
-    rows = []
-    for letter, a, style in _lettered(decision):
-        costs = a.flops_seconds, a.bytes_seconds, a.communication_seconds, a.transfer_seconds, a.bytes_per_device
-        rows.append(Row((letter, a.layout, *costs), style))
-    return Table((Column(), Column("layout", wide=True), *seconds, Column("result", units.nbytes)), tuple(rows))
-
-
-def _verdicts(site: _Site, decision: Decision, chosen: Alternative) -> Table:
-    """The changes that would make each of the other alternatives win."""
-    examples = _examples(site.plan)
-    rows = (
-        Row((letter, break_even.verdict(site.plan, site.stage, examples, other, chosen)))
-        for letter, other, _ in _lettered(decision)
-        if other is not chosen
-    )
-    return Table((Column(), Column(wide=True)), tuple(rows))

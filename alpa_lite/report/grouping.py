@@ -7,17 +7,22 @@ are stored and go out as they are printed (`alpa_lite.paths`).
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from alpa_lite.paths import shown, tokens
+from alpa_lite.records import Leaf
 
 _NUMBER = re.compile(r"\d+")
 _SHOWN = 5  # names in braces before the rest is only counted
 _NAME = 40  # characters of a name that fit its column
 _HEADING = 42  # characters of a line of a heading
 _BRANCH = 3  # rows that are worth a heading
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,25 +43,37 @@ class Row:
         return shown(self.tokens)
 
 
+def by_numbers(items: Iterable[T], key: Callable[[T], tuple[str, Hashable]]) -> list[tuple[str, list[T]]]:
+    """Groups items whose texts differ in numbers alone, each group with its text; numbers that vary are ranges there.
+
+    Args:
+      key: the text of an item, and the attributes that must agree.
+    """
+    found: dict[tuple[str, Hashable], list[T]] = {}
+    for item in items:
+        text, attributes = key(item)
+        found.setdefault((_NUMBER.sub("#", text), attributes), []).append(item)
+    return [(_template([key(item)[0] for item in same]), same) for same in found.values()]
+
+
 def group(items: Iterable[tuple[str, Hashable]]) -> list[Row]:
     """Groups (path, attributes that must agree) pairs into rows, in order of first appearance."""
-    by_template: dict[tuple[str, Hashable], list[str]] = {}
-    for path, attributes in items:
-        by_template.setdefault((_NUMBER.sub("#", path), attributes), []).append(path)
-    rows = [(Row(tokens(template(members)), tuple(members)), key[1]) for key, members in by_template.items()]
+    alike = by_numbers(items, lambda item: item)
+    rows = [(Row(tokens(text), tuple(path for path, _ in same)), same[0][1]) for text, same in alike]
     for position in range(max((len(row.tokens) for row, _ in rows), default=0)):
         rows = _merge(rows, position)
     return [row for row, _ in rows]
 
 
-def template(paths: list[str]) -> str:
-    """Paths that differ only in numbers as one text, with the numbers that vary as ranges."""
-    first = paths[0]
-    if len(paths) == 1:
-        return first
-    columns = list(zip(*(map(int, _NUMBER.findall(path)) for path in paths), strict=True))
-    texts = iter([_numbers(sorted(set(column))) for column in columns])
-    return _NUMBER.sub(lambda _: next(texts), first)
+def group_leaves(leaves: Iterable[Leaf]) -> list[Row]:
+    """Groups arguments that agree in shape, dtype, role and sharding."""
+    return group((leaf.path, (leaf.shape, leaf.dtype, leaf.role, leaf.spec)) for leaf in leaves)
+
+
+def _template(texts: list[str]) -> str:
+    columns = list(zip(*(map(int, _NUMBER.findall(text)) for text in texts), strict=True))
+    ranges = iter([_numbers(sorted(set(column))) for column in columns])
+    return _NUMBER.sub(lambda _: next(ranges), texts[0]) if len(texts) > 1 else texts[0]
 
 
 def heading(prefix: Iterable[str]) -> str:
@@ -67,16 +84,6 @@ def heading(prefix: Iterable[str]) -> str:
             lines.append("  ")
         lines[-1] += part
     return "\n".join(lines)
-
-
-def common_prefix(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """The tokens that all paths begin with."""
-    prefix: list[str] = []
-    for column in zip(*paths, strict=False):
-        if len(set(column)) > 1:
-            break
-        prefix.append(column[0])
-    return tuple(prefix)
 
 
 @dataclass(frozen=True)
@@ -103,9 +110,15 @@ def sections(rows: Iterable[Row]) -> list[Section]:
         by_root.setdefault(row.tokens[0], []).append(row)
     out = []
     for members in by_root.values():
-        for tree in _branches(members, common_prefix(row.tokens[:-1] for row in members)).values():
+        for tree in _branches(members, _common(members)).values():
             out += _split(tree)
     return out
+
+
+def _common(rows: list[Row]) -> tuple[str, ...]:
+    """The tokens that all paths begin with, without their last ones."""
+    columns = zip(*(row.tokens[:-1] for row in rows), strict=False)
+    return tuple(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def _branches(rows: list[Row], prefix: tuple[str, ...]) -> dict[str, list[Row]]:
@@ -118,7 +131,7 @@ def _branches(rows: list[Row], prefix: tuple[str, ...]) -> dict[str, list[Row]]:
 
 def _split(rows: list[Row]) -> list[Section]:
     """One section, or several if a name would be too long."""
-    prefix = common_prefix(row.tokens[:-1] for row in rows)
+    prefix = _common(rows)
     if all(len(shown(row.tokens[len(prefix) :])) <= _NAME for row in rows):
         return [Section(prefix, rows)]
     rest: list[Row] = []
@@ -132,13 +145,12 @@ def _split(rows: list[Row]) -> list[Section]:
 
 
 def _numbers(values: list[int]) -> str:
-    if len(values) == 1:
-        return str(values[0])
-    if values == list(range(values[0], values[-1] + 1)):
-        return f"{{{values[0]}-{values[-1]}}}" if len(values) > 2 else f"{{{values[0]},{values[1]}}}"
-    if len(values) <= _SHOWN:
-        return "{" + ",".join(map(str, values)) + "}"
-    return f"{{{values[0]}..{values[-1]}}}"
+    first, last = values[0], values[-1]
+    if first == last:
+        return str(first)
+    if last - first == len(values) - 1 > 1:
+        return f"{{{first}-{last}}}"
+    return f"{{{','.join(map(str, values)) if len(values) <= _SHOWN else f'{first}..{last}'}}}"
 
 
 def _merge(rows: list[tuple[Row, Hashable]], position: int) -> list[tuple[Row, Hashable]]:
@@ -160,9 +172,9 @@ def _kind(token: str) -> str:
 
 def _joined(rows: list[tuple[Row, Hashable]], position: int) -> tuple[Row, Hashable]:
     first, attributes = rows[0]
-    key = _kind(first.tokens[position]) == "key"
-    names = [row.tokens[position][2:-2] if key else row.tokens[position][1:] for row, _ in rows]
-    text = ",".join(names) if len(names) <= _SHOWN else ",".join(names[: _SHOWN - 1]) + f",+{len(names) - _SHOWN + 1}"
-    token = f"['{{{text}}}']" if key else f".{{{text}}}"
+    start, end = ("['", "']") if _kind(first.tokens[position]) == "key" else (".", "")
+    names = [row.tokens[position].removeprefix(start).removesuffix(end) for row, _ in rows]
+    names[_SHOWN - 1 :] = names[_SHOWN - 1 :] if len(names) <= _SHOWN else [f"+{len(names) - _SHOWN + 1}"]
+    token = f"{start}{{{','.join(names)}}}{end}"
     merged = (*first.tokens[:position], token, *first.tokens[position + 1 :])
     return Row(merged, tuple(path for row, _ in rows for path in row.members)), attributes

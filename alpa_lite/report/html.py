@@ -10,10 +10,11 @@ import secrets
 from collections.abc import Sequence
 
 import jinja2
+from rich.text import Text
 
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import summary, text, units
-from alpa_lite.report.tables import Bar, Blocks, Branch, Grid, Legend, Nested, Section, Sentence, Styled, Table
+from alpa_lite.report.tables import Bar, Blocks, Branch, Grid, Legend, Nested, Section, Sentence, Table
 
 MAX_CELL_BYTES = 100_000
 """The largest output of a notebook's cell."""
@@ -75,10 +76,6 @@ def _template() -> jinja2.Template:
         loader=jinja2.PackageLoader("alpa_lite.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
     )  # fmt: skip
-    kinds = (str, Sentence, Table, Grid, Legend, Styled, Branch, Nested, Bar, Blocks)
-    environment.tests |= {kind.__name__.lower(): functools.partial(_is, kind) for kind in kinds}
+    kinds = (str, Sentence, Table, Grid, Legend, Text, Branch, Nested, Bar, Blocks)
+    environment.tests |= {kind.__name__.lower(): lambda value, kind=kind: isinstance(value, kind) for kind in kinds}
     return environment.get_template("page.html")
-
-
-def _is(kind: type, value: object) -> bool:
-    return isinstance(value, kind)

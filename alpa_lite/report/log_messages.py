@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
 
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import strategy_names, summary, units
@@ -20,19 +20,16 @@ def planned(name: str, plan: Plan, why: str) -> str:
     devices = f"{plan.cluster.num_devices} {plan.cluster.device}"
     said = " ".join(line.strip() for line in strategy_names.chosen(plan)).rstrip(".")
     seconds = plan.planning_seconds
+    laps = ", ".join(
+        f"{lap} {units.seconds(seconds[lap])}" for lap in heapq.nlargest(_LAPS, seconds, seconds.__getitem__)
+    )
     return (
         f"planned {name} for {devices} ({why}): {said}; predicted {units.seconds(plan.step_seconds)} a step and "
         f"{units.nbytes(summary.peak(plan))} of {units.nbytes(plan.memory_per_device)} per device; in "
-        f"{units.seconds(sum(seconds.values()))}{_longest(seconds)}"
+        f"{units.seconds(sum(seconds.values()))}{f' ({laps})' if laps else ''}"
     )
 
 
 def compiled(name: str, executables: int, seconds: float) -> str:
     """Describes a compilation."""
     return f"compiled {name}: {units.plural(executables, 'executable')} in {units.seconds(seconds)}"
-
-
-def _longest(seconds: Mapping[str, float]) -> str:
-    """The passes that took longest."""
-    longest = sorted(seconds.items(), key=lambda item: -item[1])[:_LAPS]
-    return f" ({', '.join(f'{name} {units.seconds(lap)}' for name, lap in longest)})" if longest else ""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import stages, units
 from alpa_lite.report.places import Place
-from alpa_lite.report.tables import Bar, Column, Nested, Part, Row, Table
+from alpa_lite.report.tables import Bar, Column, Nested, Part, Table
 
 _MAX_OPERATIONS = 12
 COLOURS = {"forward": "blue", "backward and update": "green", "communication": "red"}
@@ -40,26 +41,22 @@ class Module:
 def of(plan: Plan) -> list[Module]:
     """The modules of a plan, the most expensive first."""
     share = stages.shares(plan)
-    times: dict[str, list[float]] = {}
-    operations: dict[str, dict[str, float]] = {}
-
-    def add(where: str, operation: str, seconds: float, kind: int | None) -> None:
-        place = Place.of(where)
-        name = place.module
-        times.setdefault(name, [0.0, 0.0, 0.0])[int(not place.forward) if kind is None else kind] += seconds
-        own = operations.setdefault(name, {})
-        own[operation] = own.get(operation, 0.0) + seconds
-
-    for part, stage in zip(share, plan.stages, strict=True):
-        for spent in stage.spending:
-            add(spent.where, spent.operation, part * spent.seconds, None)
-    for collective, seconds in zip(plan.collectives, plan.collective_seconds, strict=True):
-        if times and collective.kind != "transfer":
-            add(collective.where, collective.kind, share[collective.stage] * seconds, 2)
-    rows = [
-        Module(name, forward, backward, communication, tuple(sorted(operations[name].items(), key=lambda x: -x[1])))
-        for name, (forward, backward, communication) in times.items()
+    spent = [
+        (part * row.seconds, row) for part, stage in zip(share, plan.stages, strict=True) for row in stage.spending
     ]
+    times: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+    operations: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for seconds, row in spent:
+        place = Place.of(row.where)
+        times[place.module][int(not place.forward)] += seconds
+        operations[place.module][row.operation] += seconds
+    for collective, seconds in zip(plan.collectives, plan.collective_seconds, strict=True):
+        if spent and collective.kind != "transfer":
+            module, waiting = Place.of(collective.where).module, share[collective.stage] * seconds
+            times[module][2] += waiting
+            operations[module][collective.kind] += waiting
+    by_size = {name: sorted(own.items(), key=lambda item: -item[1]) for name, own in operations.items()}
+    rows = [Module(name, *seconds, operations=tuple(by_size[name])) for name, seconds in times.items()]
     return sorted(rows, key=lambda row: -row.seconds)
 
 
@@ -72,6 +69,6 @@ def table(rows: list[Module], step_seconds: float) -> Table:
         parts = tuple(Part(f"{name}: {units.seconds(s)}", s, colour) for (name, colour), s in seconds)
         bar = Bar(parts, longest, ", ".join(part.label for part in parts))
         operations = tuple(f"{name}: {units.seconds(s)}" for name, s in row.operations[:_MAX_OPERATIONS])
-        body.append(Row((Nested(row.name, operations), bar, row.seconds, row.seconds)))
-    share = Column("share", partial(units.percent, whole=step_seconds))
-    return Table((Column("module", wide=True), Column(), Column("time", units.seconds), share), tuple(body))
+        body.append((Nested(row.name, operations), bar, row.seconds, row.seconds))
+    share = Column("share", format=partial(units.percent, whole=step_seconds))
+    return Table.of((Column("module", wide=True), Column(), Column("time", format=units.seconds), share), body)

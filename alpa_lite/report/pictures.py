@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 from jax.sharding import PartitionSpec
 
 from alpa_lite.records import Leaf, Stage, spec_axes
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import stages, timeline, units
-from alpa_lite.report.tables import Bar, Block, Blocks, Column, Grid, Legend, Part, Row, Table
+from alpa_lite.report.tables import Bar, Block, Blocks, Column, Grid, Legend, Part, Table
 from alpa_lite.timeline import Event, Timeline
 
 _MAX_COLUMNS = 16  # devices in a row of a mesh of one axis
@@ -17,33 +18,20 @@ _MAX_BLOCKS = 16
 _TRACK = 640  # narrowest width of a schedule in pixels, by which numbers are put in its tasks
 
 
-def meshes(plan: Plan) -> tuple[Grid, ...]:
-    """The mesh of each submesh."""
-    found = stages.numbers_by_value(plan.division.submeshes)
-    out = []
-    for submesh, numbers in found.items():
+def meshes(plan: Plan) -> Iterator[Grid]:
+    """The devices of each submesh by their numbers: the last axis to the right, the one before it down."""
+    for submesh, numbers in stages.numbers_by_value(plan.division.submeshes).items():
+        stage = plan.stages[numbers[0]]
         title = f"submesh {submesh}: {stages.named(numbers)}, " if plan.pipelined else ""
-        out.append(_mesh(plan.stages[numbers[0]], plan.division.first_devices[submesh], title))
-    return tuple(out)
-
-
-def _mesh(stage: Stage, first: int, title: str) -> Grid:
-    """The devices of a stage's mesh by their numbers: the last axis to the right, the one before it down.
-
-    Args:
-      first: the number of the mesh's first device.
-    """
-    places = itertools.product(*map(range, stage.mesh_shape))
-    cells = tuple(
-        (str(number), ", ".join(f"{name}={at}" for name, at in zip(stage.axis_names, place, strict=True)))
-        for number, place in enumerate(places, first)
-    )
-    several = [size for size in stage.mesh_shape if size > 1]
-    columns = stage.mesh_shape[-1] if len(several) > 1 else min(_MAX_COLUMNS, stage.num_devices)
-    axes = [name for name, size in zip(stage.axis_names, stage.mesh_shape, strict=True) if size > 1]
-    right, down = axes[-1:], axes[-2:-1]
-    arrows = "".join(f", {name} {arrow}" for some, arrow in ((right, "→"), (down, "↓")) for name in some)
-    return Grid(f"{title}mesh {units.mesh(stage.mesh_shape, stage.axis_names)}{arrows}", columns, cells)
+        places = itertools.product(*map(range, stage.mesh_shape))
+        cells = tuple(
+            (str(number), ", ".join(f"{name}={at}" for name, at in zip(stage.axis_names, place, strict=True)))
+            for number, place in enumerate(places, plan.division.first_devices[submesh])
+        )
+        axes = [name for name, size in zip(stage.axis_names, stage.mesh_shape, strict=True) if size > 1]
+        columns = stage.mesh_shape[-1] if len(axes) > 1 else min(_MAX_COLUMNS, stage.num_devices)
+        arrows = "".join(f", {name} {arrow}" for name, arrow in zip(reversed(axes), "→↓", strict=False))
+        yield Grid(f"{title}mesh {units.mesh(stage.mesh_shape, stage.axis_names)}{arrows}", columns, cells)
 
 
 def blocks(stage: Stage, leaf: Leaf) -> Blocks:
@@ -68,11 +56,11 @@ def schedule(drawn: Timeline) -> tuple[Block, ...]:
         ends = [0.0, *(event.end for event in own)]
         parts = tuple(_task(event, end, drawn.seconds) for event, end in zip(own, ends, strict=False))
         share = units.percent(drawn.idle[mesh], drawn.seconds)
-        rows.append(Row((f"submesh {mesh}", Bar(parts, drawn.seconds, f"{len(own)} tasks, {share} idle"), share)))
-    columns = Column(), Column(f"0 s to {units.seconds(drawn.seconds)}"), Column("idle", str)
+        rows.append((f"submesh {mesh}", Bar(parts, drawn.seconds, f"{len(own)} tasks, {share} idle"), share))
+    columns = Column(), Column(f"0 s to {units.seconds(drawn.seconds)}"), Column("idle", format=str)
     legend = Legend(tuple((kind, timeline.STYLES[kind][0]) for kind in used))
     note = f"Numbers are micro-batches; {idle} of the time of all submeshes is idle."
-    return legend, Table(columns, tuple(rows)), note
+    return legend, Table.of(columns, rows), note
 
 
 def _task(event: Event, before: float, seconds: float) -> Part:

@@ -38,25 +38,19 @@ _REFRESH_SECONDS = 0.1  # between two looks at whether the line has changed
 
 
 class Report:
-    """The object that `planning` yields; silent unless a terminal or a notebook shows it.
-
-    Attributes:
-      finished: (stage, seconds) for each finished stage, in order.
-    """
+    """The object that `planning` yields: the work, its stage, and a count; silent unless something shows it."""
 
     def __init__(self, title: str) -> None:
-        """Starts the clock."""
-        self.finished: list[tuple[str, float]] = []
         self.title = title
         self._name = ""
         self._counted: tuple[str, int, int] | None = None
         self._lasting = False
-        self._start = self._since = time.perf_counter()
 
     def stage(self, name: str) -> None:
         """Begins the stage of that name, and ends the one before it."""
-        self._close()
-        self._name, self._since = name, time.perf_counter()
+        self._name = name
+        if not self._lasting:
+            self._counted = None
 
     def count(self, what: str, done: int, total: int, lasting: bool = False) -> None:
         """Shows that `done` of `total` items are done. The text `what` names them, such as "mesh shapes solved".
@@ -70,23 +64,11 @@ class Report:
 
     def line(self) -> str:
         """Returns the current stage, with its count and a progress bar if there is one."""
-        text = f"{self.title}: {self._name}" if self._name else self.title
-        counted = self._counted
+        text, counted = f"{self.title}: {self._name}" if self._name else self.title, self._counted
         if counted is None:
             return text
         what, done, total = counted
         return f"{text}, {what} {done} of {total} {units.bar(done, max(total, 1), _BAR_WIDTH)}".rstrip()
-
-    def last_line(self) -> str:
-        """The line that stays in a notebook: the work, and how long it took."""
-        return f"{self.title}: {units.seconds(time.perf_counter() - self._start)}"
-
-    def _close(self) -> None:
-        if self._name:
-            self.finished.append((self._name, time.perf_counter() - self._since))
-        self._name = ""
-        if not self._lasting:
-            self._counted = None
 
 
 @contextmanager
@@ -109,7 +91,6 @@ def planning(title: str = "planning", stream: TextIO | None = None, delay: float
     try:
         yield report
     finally:
-        report._close()
         over.set()
         if watcher:
             watcher.join()
@@ -136,7 +117,7 @@ def _display(report: Report, stream: TextIO | None) -> AbstractContextManager[Sh
         with contextlib.suppress(ImportError):
             from IPython.display import display  # pyright: ignore[reportMissingImports]
 
-            return _in_notebook(display, report)
+            return _in_notebook(display, report, time.perf_counter())
     stream = stream or sys.stderr  # None under pythonw
     return _in_terminal(Console(file=stream)) if stream and stream.isatty() else None
 
@@ -149,11 +130,11 @@ def _in_terminal(console: Console) -> Iterator[Show]:
 
 
 @contextmanager
-def _in_notebook(display: Callable[..., Any], report: Report) -> Iterator[Show]:
+def _in_notebook(display: Callable[..., Any], report: Report, start: float) -> Iterator[Show]:
     """One output of the cell, changed in place, where the shell can do that; it stays with the seconds of the work."""
     handle = display({"text/plain": report.line()}, raw=True, display_id=True)
     update = handle.update if handle else lambda data, raw: None
     try:
         yield lambda line: update({"text/plain": line}, raw=True)
     finally:
-        update({"text/plain": report.last_line()}, raw=True)
+        update({"text/plain": f"{report.title}: {units.seconds(time.perf_counter() - start)}"}, raw=True)

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
+
+from rich.text import Text
 
 from alpa_lite import schedules
 from alpa_lite.records import Leaf, Stage
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import communication, grouping, pictures, stages, timeline, units
-from alpa_lite.report.tables import Bar, Cell, Column, Legend, Part, Row, Section, Styled, Table, limited, tree
+from alpa_lite.report.tables import Bar, Column, Legend, Part, Section, Table, tree
 
 _MAX_COLLECTIVES = 12  # rows, divided among kinds of stages
 _MAX_LEAVES = 48  # argument rows before a terminal folds the smallest into one
@@ -33,7 +37,10 @@ def overview(plan: Plan) -> list[Section]:
     scheduled = len(plan.division.timeline.events) > 1
     step = f"Predicted step: {units.seconds(plan.step_seconds)}{' (mean over devices)' * several}"
     lines = [line for line in (stages.overlapped(plan), _bubble(plan) if scheduled else "") if line]
-    parts = [Section("time", step, (_time(plan), *lines)), Section("mesh", "Mesh", pictures.meshes(plan), only="page")]
+    parts = [
+        Section("time", step, (_time(plan), *lines)),
+        Section("mesh", "Mesh", tuple(pictures.meshes(plan)), only="page"),
+    ]
     if scheduled:
         drawing = timeline.draw(plan.division.timeline, width=98)
         parts += [
@@ -57,11 +64,10 @@ def placement(plan: Plan) -> Iterator[Section]:
         rows = communication.collective_rows(c for c in items if c[0].stage in group and c[0].kind != "transfer")
         if rows:
             heading = f"Collectives per step{_of(plan, 'within', group)}{', total' * (len(group) > 1)}"
-            table = communication.collective_table(rows, _MAX_COLLECTIVES // len(groups) + 4)
-            yield Section("collectives", heading, (table,))
+            yield Section("collectives", heading, (communication.table(rows, _MAX_COLLECTIVES // len(groups) + 4),))
     if rows := communication.transfer_rows(items):
         heading = "Transfers between submeshes per step (overlapped with compute)"
-        yield Section("transfers", heading, (communication.transfer_table(rows),))
+        yield Section("transfers", heading, (communication.table(rows, _MAX_COLLECTIVES, True),))
 
 
 def _of(plan: Plan, preposition: str, group: Sequence[int]) -> str:
@@ -72,19 +78,21 @@ def _of(plan: Plan, preposition: str, group: Sequence[int]) -> str:
 def _time(plan: Plan) -> Table:
     """Returns the seconds of each use of time, with their shares of the step."""
     where, whole = stages.spent(plan), max(plan.step_seconds, 1e-300)
-    rows = [("compute", where.compute, "green")]
-    rows += [(f"over {units.axes(axes)}", seconds, "yellow") for axes, seconds in where.communication.items()]
-    rows += [("idle", where.idle, "red")] if where.idle > _MIN_IDLE * plan.step_seconds else []
-    return _bars([(name, seconds, colour, "") for name, seconds, colour in rows], whole, units.seconds)
+    rows = [("compute", where.compute, "green", "")]
+    rows += [(f"over {units.axes(axes)}", seconds, "yellow", "") for axes, seconds in where.communication.items()]
+    rows += [("idle", where.idle, "red", "")] if where.idle > _MIN_IDLE * plan.step_seconds else []
+    return _bars(rows, whole, units.seconds)
 
 
 def _bars(rows: Sequence[tuple[str, float, str, str]], whole: float, text: Callable[[float], str]) -> Table:
     """(Name, size, colour, style) as rows, each with its share of the whole."""
-    columns = Column(), Column(format=text), Column(format=partial(units.percent, whole=whole)), Column()
-    bars = ((Bar((Part(f"{name} {text(size)}", size, colour),), whole)) for name, size, colour, _ in rows)
-    return Table(
-        columns, tuple(Row((row[0], row[1], row[1], bar), row[3]) for row, bar in zip(rows, bars, strict=True))
+    columns = (
+        Column("", itemgetter(0)),
+        Column("", itemgetter(1), text),
+        Column("", itemgetter(1), partial(units.percent, whole=whole)),
+        Column("", lambda row: Bar((Part(f"{row[0]} {text(row[1])}", row[1], row[2]),), whole)),
     )
+    return Table.of(columns, rows, style=itemgetter(3))
 
 
 def _bubble(plan: Plan) -> str:
@@ -108,8 +116,8 @@ def _stages(plan: Plan) -> Table:
     kinds = [kind for kind in ("forward", "backward", "weight") if any(event.kind == kind for event in events)]
     names = *kinds, "once per step"
     columns = (
-        Column("stages"), Column("layers", str), Column("devices", str), Column("mesh"), Column("in flight", str),
-        Column("remat"), *(Column(name, str) for name in names),
+        Column("stages"), Column("layers", format=str), Column("devices", format=str), Column("mesh"),
+        Column("in flight", format=str), Column("remat"), *(Column(name, format=str) for name in names),
     )  # fmt: skip
 
     def times(group: Sequence[int], kinds: Sequence[str], combine: Callable[[list[float]], float]) -> str:
@@ -130,8 +138,8 @@ def _stages(plan: Plan) -> Table:
             units.mesh(stage.mesh_shape, stage.axis_names), _range(held, str), division.remat[group[0]],
         )  # fmt: skip
         tasks = (times(group, (kind,), statistics.median) for kind in kinds)
-        rows.append(Row((*cells, *tasks, times(group, ("prologue", "update", "step"), sum))))
-    return Table(columns, tuple(rows))
+        rows.append((*cells, *tasks, times(group, ("prologue", "update", "step"), sum)))
+    return Table.of(columns, rows)
 
 
 def _span(first: int, count: int) -> tuple[int, int]:
@@ -168,16 +176,16 @@ def _memory(plan: Plan) -> Table:
     """A row for each submesh; submeshes with equal numbers share a row."""
     names, budget = _memory_names(plan), plan.memory_per_device
     columns = (
-        Column("submesh"), *(Column(name, units.nbytes) for name in names), Column("peak", units.nbytes),
-        Column(f"of {units.nbytes(budget)}", partial(units.percent, whole=budget)), Column(only="page"),
+        Column("submesh"), *(Column(name, format=units.nbytes) for name in (*names, "peak")),
+        Column(f"of {units.nbytes(budget)}", format=partial(units.percent, whole=budget)), Column(only="page"),
     )  # fmt: skip
     rows = []
     for row, meshes in stages.numbers_by_value(stages.memory(plan)).items():
         kinds = dict(row.kinds)
-        parts = (Part(f"{name} {units.nbytes(kinds[name])}", kinds[name], COLOURS[name]) for name in kinds)
+        parts = (Part(f"{name} {units.nbytes(size)}", size, COLOURS[name]) for name, size in row.kinds)
         bar = Bar(tuple(parts), max(budget, sum(kinds.values())))
-        rows.append(Row((units.runs(meshes, "-"), *(kinds.get(n, 0) for n in names), row.peak, row.peak, bar)))
-    return Table(columns, tuple(rows))
+        rows.append((units.runs(meshes, "-"), *(kinds.get(n, 0) for n in names), row.peak, row.peak, bar))
+    return Table.of(columns, rows)
 
 
 def argument_table(*same: Stage) -> Table:
@@ -186,41 +194,38 @@ def argument_table(*same: Stage) -> Table:
     Counts and bytes are for one of the stages.
     """
     stage, leaves = same[0], {leaf.path: leaf for stage in same for leaf in stage.arguments}
-    rows = grouping.group(
-        (leaf.path, (leaf.shape, leaf.dtype, leaf.role, leaf.spec)) for stage in same for leaf in stage.arguments
-    )
+    rows = grouping.group_leaves(leaf for stage in same for leaf in stage.arguments)
+
+    def first(row: grouping.Row) -> Leaf:
+        return leaves[row.members[0]]
 
     def count(row: grouping.Row) -> int:
         return -(-len(row.members) // len(same))
 
-    def size(*rows: grouping.Row) -> int:
-        each = (sum(stage.bytes_per_device(leaves[path]) for path in row.members) // len(same) for row in rows)
-        return sum(each)
+    def size(row: grouping.Row) -> int:
+        return sum(stage.bytes_per_device(leaves[path]) for path in row.members) // len(same)
 
-    def cells(row: grouping.Row) -> tuple[Cell, ...]:
-        leaf, sharding = leaves[row.members[0]], units.spec(leaves[row.members[0]].spec)
-        whole = sum(leaves[path].bytes for path in row.members) // len(same)
-        spec = Styled(sharding, "dim" if sharding == "replicated" else "cyan")
-        number = count(row) if count(row) > 1 else None
-        return number, type_text(leaf), leaf.role, spec, pictures.blocks(stage, leaf), whole, size(row)
+    def sharding(row: grouping.Row) -> Text:
+        spec = units.spec(first(row).spec)
+        return Text(spec, "dim" if spec == "replicated" else "cyan")
 
-    def heading(rows: list[grouping.Row]) -> tuple[Cell, ...]:
-        return None, "", "", "", "", None, size(*rows)
-
-    smallest = sorted(rows, key=lambda row: -size(row))[_MAX_LEAVES - 1 :] if len(rows) > _MAX_LEAVES else []
-    folded = {id(row) for row in smallest}
-    body = list(tree([row for row in rows if id(row) not in folded], cells, heading))
-    hidden = [row for row in rows if id(row) in folded]
-    body += limited(
-        hidden, 0, lambda row: Row((row.path, *cells(row))),
-        lambda rows: ("smaller arguments", sum(map(count, rows)), "", "", "", "", None, size(*rows)),
-    )  # fmt: skip
     columns = (
-        Column("argument", wide=True), Column("", units.times), Column("type"), Column("role", only="page"),
-        Column("sharding"), Column("blocks", only="page"), Column("whole", units.nbytes, only="page"),
-        Column("per device", units.nbytes),
-    )  # fmt: skip
-    return Table(columns, tuple(body), order="per device", searched="tensors")
+        Column("argument", lambda row: row.path, wide=True),
+        Column("", lambda row: count(row) if count(row) > 1 else None, units.times, count),
+        Column("type", lambda row: type_text(first(row))),
+        Column("role", lambda row: first(row).role, only="page"),
+        Column("sharding", sharding),
+        Column("blocks", lambda row: pictures.blocks(stage, first(row)), only="page"),
+        Column(
+            "whole", lambda row: sum(leaves[path].bytes for path in row.members) // len(same), units.nbytes, only="page"
+        ),
+        Column("per device", size, units.nbytes, size),
+    )
+    smallest = sorted(rows, key=size, reverse=True)[_MAX_LEAVES - 1 :] if len(rows) > _MAX_LEAVES else []
+    hidden = set(map(id, smallest))
+    folded = Table.of(columns, smallest, 0, "smaller arguments", order="per device", searched="tensors")
+    shown = tree(columns, [row for row in rows if id(row) not in hidden])
+    return replace(folded, rows=(*shown, *folded.rows))
 
 
 def type_text(leaf: Leaf) -> str:

@@ -11,13 +11,13 @@ are idle.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from alpa_lite.records import PlanRecord as Plan
-from alpa_lite.records import Replicated
+from alpa_lite.records import Replicated, Stage
 from alpa_lite.report import units
 
 KINDS = ("params", "frozen", "gathered", "gradients", "optimizer")
@@ -38,19 +38,18 @@ def numbers_by_value(values: Iterable[T]) -> dict[T, list[int]]:
 
 def identical(plan: Plan) -> list[tuple[int, ...]]:
     """Groups of identical stages: same mesh, layer count and rematerialisation, arguments equal but for numbers."""
-    division = plan.division
-    keys = []
-    for number, stage in enumerate(plan.stages):
+
+    def key(number: int, stage: Stage) -> Hashable:
         leaves = Counter((_NUMBER.sub("#", x.path), x.shape, x.dtype, x.role, x.spec) for x in stage.arguments)
-        rest = division.remat[number], division.layers_of(number)[1]
-        keys.append((stage.mesh_shape, stage.axis_names, rest, frozenset(leaves.items())))
-    return [tuple(numbers) for numbers in numbers_by_value(keys).values()]
+        size = plan.division.layers_of(number)[1]
+        return stage.mesh_shape, stage.axis_names, plan.division.remat[number], size, frozenset(leaves.items())
+
+    return [tuple(same) for same in numbers_by_value(key(*site) for site in enumerate(plan.stages)).values()]
 
 
-def named(group: Sequence[int], noun: str = "stage") -> str:
+def named(group: Sequence[int]) -> str:
     """Stage numbers as text, such as "stages 1-6"."""
-    plural = "" if len(group) == 1 else "es" if noun.endswith("sh") else "s"
-    return f"{noun}{plural} {units.runs(group, '-')}"
+    return f"stage{'s' * (len(group) != 1)} {units.runs(group, '-')}"
 
 
 def sizes(plan: Plan) -> list[int]:
@@ -97,10 +96,10 @@ def spent(plan: Plan) -> Spent:
         sum(part * getattr(stage, name) for part, stage in zip(share, plan.stages, strict=True))
         for name in ("compute_seconds", "hidden_seconds", "hideable_seconds")
     )
-    by_axes: dict[tuple[str, ...], float] = {}
+    by_axes: dict[tuple[str, ...], float] = defaultdict(float)
     for collective, seconds in zip(plan.collectives, plan.collective_seconds, strict=True):
         if collective.kind != "transfer":
-            by_axes[collective.axes] = by_axes.get(collective.axes, 0.0) + share[collective.stage] * seconds
+            by_axes[collective.axes] += share[collective.stage] * seconds
     idle = max(0.0, plan.step_seconds - compute - sum(by_axes.values()) + hidden)
     return Spent(compute, dict(sorted(by_axes.items(), key=lambda item: -item[1])), idle, hidden, hideable)
 
@@ -111,11 +110,8 @@ def overlapped(plan: Plan) -> str:
         return ""
     if not plan.cluster.overlaps:
         return f"overlapped: nothing, since the compiler for {plan.cluster.platform} runs collectives to their end"
-    where = spent(plan)
-    hides = "gradient synchronisation and parameter gathers"
-    if "all_reduce" not in plan.cluster.hides:
-        hides = "parameter gathers"
-    return f"overlapped: {units.seconds(where.hidden)} of {units.seconds(where.hideable)} of {hides}"
+    where, sums = spent(plan), "gradient synchronisation and " * ("all_reduce" in plan.cluster.hides)
+    return f"overlapped: {units.seconds(where.hidden)} of {units.seconds(where.hideable)} of {sums}parameter gathers"
 
 
 @dataclass(frozen=True)
@@ -148,19 +144,18 @@ def memory(plan: Plan) -> list[Usage]:
     return out
 
 
-def replicated(plan: Plan) -> tuple[Replicated, ...]:
+def replicated(plan: Plan) -> list[Replicated]:
     """Operations that are not distributed, of all stages, the largest first, each with its stages if there are
     others."""
     found: dict[Replicated, list[int]] = {}
     for number, stage in enumerate(plan.stages):
         for row in stage.replicated:
             found.setdefault(row, []).append(number)
-    several = len(plan.stages) > 1
-    rows = [
-        replace(row, where=f"{named(stages)}: {row.where}" if several else row.where, seconds=row.seconds * len(stages))
-        for row, stages in found.items()
-    ]
-    return tuple(sorted(rows, key=lambda row: -row.seconds))
+    rows = []
+    for row, numbers in found.items():
+        where = f"{named(numbers)}: {row.where}" if len(plan.stages) > 1 else row.where
+        rows.append(replace(row, where=where, seconds=row.seconds * len(numbers)))
+    return sorted(rows, key=lambda row: -row.seconds)
 
 
 def by_stages(texts: Sequence[str]) -> str:

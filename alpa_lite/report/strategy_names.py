@@ -30,7 +30,7 @@ def chosen(plan: Plan) -> list[str]:
 
 def sentences(plan: Plan) -> Iterator[Sentence]:
     """The lines of `chosen`; those that go on with the stages of the line before are indented."""
-    lines = [(_pipeline(plan) if plan.pipelined else _loop(plan), 0)]
+    lines = [(_division(plan), 0)]
     found = stages.numbers_by_value(map(_stage, plan.stages))
     for (work, *state), numbers in found.items():
         where = f"{stages.named(numbers)}: " if len(found) > 1 else ""
@@ -39,31 +39,21 @@ def sentences(plan: Plan) -> Iterator[Sentence]:
     return (Sentence("", parts, ";", indent) for parts, indent in lines if parts)
 
 
-def _pipeline(plan: Plan) -> tuple[str, ...]:
-    """Returns the schedule of a pipeline, and the recomputation of its stages."""
-    meshes = stages.sizes(plan)
-    alike = len(set(meshes)) == 1
-    sizes = str(meshes[0]) if alike else ", ".join(map(str, meshes))
-    where = f" in {len(meshes)} submeshes" if plan.division.virtual > 1 else ""
-    device = "device" if sizes == "1" else "devices"
-    tokens = plan.division.token_slices
-    slices = f" in slices of {', '.join(map(str, tokens))} tokens" if tokens else ""
-    schedule = (
-        f"pipeline of {plan.num_stages} stages{where} on {sizes} {device}{' each' * alike}, {plan.schedule} with "
-        f"{units.plural(plan.num_microbatches, 'micro-batch')}{slices}"
-    )
-    return schedule, *_recomputed(plan)
-
-
-def _loop(plan: Plan) -> tuple[str, ...]:
-    """Returns the micro-batches of one mesh, and its recomputation."""
-    count = plan.num_microbatches
-    return *([f"{count} micro-batches, one after another"] if count > 1 else []), *_recomputed(plan)
-
-
-def _recomputed(plan: Plan) -> list[str]:
+def _division(plan: Plan) -> tuple[str, ...]:
+    """Returns the schedule of a pipeline, or the micro-batches of one mesh; and the recomputation."""
+    count, meshes, tokens = plan.num_microbatches, stages.sizes(plan), plan.division.token_slices
+    parts = [f"{count} micro-batches, one after another"] if count > 1 else []
+    if plan.pipelined:
+        alike = len(set(meshes)) == 1
+        sizes = str(meshes[0]) if alike else ", ".join(map(str, meshes))
+        where = f" in {len(meshes)} submeshes" if plan.division.virtual > 1 else ""
+        slices = f" in slices of {', '.join(map(str, tokens))} tokens" if tokens else ""
+        parts = [
+            f"pipeline of {plan.num_stages} stages{where} on {sizes} device{'s' * (sizes != '1')}{' each' * alike}, "
+            f"{plan.schedule} with {units.plural(count, 'micro-batch')}{slices}"
+        ]
     kinds = [kind for kind in dict.fromkeys(plan.division.remat) if kind != "none"]
-    return [f"recomputes {', '.join(kinds)}"] if kinds else []
+    return *parts, *([f"recomputes {', '.join(kinds)}"] if kinds else [])
 
 
 def _stage(stage: Stage) -> tuple[tuple[str, ...], ...]:
@@ -73,15 +63,11 @@ def _stage(stage: Stage) -> tuple[tuple[str, ...], ...]:
     if not stage.axes:
         return ((f"mesh {units.mesh(stage.mesh_shape, stage.axis_names)}",),)
     axes = [axis for axis in stage.axes if axis.size > 1]
-    return _work(axes), _state(axes)
-
-
-def _work(axes: Iterable[AxisUse]) -> tuple[str, ...]:
-    """The work that each axis divides; axes that divide the same together."""
     found: dict[str, list[str]] = {}
     for axis in axes:
         found.setdefault(_products(axis), []).append(f"{axis.name}={axis.size}")
-    return tuple(f"{work} over {' '.join(names)}" for work, names in found.items())
+    work = tuple(f"{product} over {' '.join(names)}" for product, names in found.items())
+    return work, _state(axes)
 
 
 def _products(axis: AxisUse) -> str:

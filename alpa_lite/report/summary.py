@@ -9,7 +9,7 @@ their operands' dtypes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from rich.console import Group
 from rich.text import Text
@@ -27,17 +27,13 @@ _MAX_SETS = 2
 _EQUAL = 1e-3  # relative difference of seconds that is within the gap of a solution
 
 
-def render(plan: Plan) -> str:
-    """The summary as plain text, at most a hundred columns wide."""
-    return console.plain(renderable(plan))
-
-
 def renderable(plan: Plan) -> Group:
     """The summary as a Rich renderable."""
     remarks = [*plan.verification[:1], *plan.notes[:_MAX_NOTES]]
     hidden = len(plan.notes) - _MAX_NOTES + max(0, len(plan.verification) - 1)
-    more = [f"and {hidden} more in details()"] if hidden > 0 else []
-    notes = [Section("notes", "Notes", (*map(_short, remarks), *more))] if remarks else []
+    lines = [line if len(line) <= console.WIDTH - 2 else f"{line[: console.WIDTH - 6]} ..." for line in remarks]
+    lines += [f"and {hidden} more in details()"] if hidden > 0 else []
+    notes = [Section("notes", "Notes", tuple(lines))] if remarks else []
     return console.render((*text.header(plan), *sections(plan), *notes, Text(f"\n{_MORE}", style="dim")))
 
 
@@ -106,10 +102,14 @@ def _predicted(plan: Plan) -> Table:
     virtual = plan.cluster.platform == "cpu" and plan.cluster.devices_per_node > 1
     solved = "the stages, by sums over layers" if plan.solver.model == "layers" else "the sharding of every operation"
     found = "" if plan.solver.status in ("replayed", "fixed") else f", {text.gap(plan.solver)}: {solved}"
+    used = (
+        f"{100 * utilisation(plan):.3g} % of the peak = {units.flops(plan.products.flops)}FLOP of products / "
+        f"({units.seconds(plan.step_seconds)} x {plan.num_devices} devices x {units.flops(plan.products.peak)}FLOP/s)"
+    )
     facts = {
         "step": [f"{units.seconds(plan.step_seconds)}: {', '.join(shares)}", stages.overlapped(plan)],
         "throughput": [", ".join(f"{rate} {name}/s" for name, rate in rates(plan).items())],
-        "utilisation": [_formula(plan)],
+        "utilisation": [used] if plan.products.flops else [],
         "memory": [
             f"{units.nbytes(size)} per device, {budget}",
             ", ".join(f"{name} {units.nbytes(used)}" for name, used in fullest.kinds),
@@ -123,21 +123,9 @@ def _predicted(plan: Plan) -> Table:
         "solver": [f"{plan.solver.status}{found}"],
         "search": _search(plan),
     }
-    rows = []
-    for name, lines in facts.items():
-        said = [line for line in lines if line]
-        rows += [Row(("" if number else name, line)) for number, line in enumerate(said)]
-    return Table((Column(), Column(wide=True)), tuple(rows))
-
-
-def _formula(plan: Plan) -> str:
-    """Returns the utilisation, and the figures that give it; empty without FLOPs of products."""
-    if not plan.products.flops:
-        return ""
-    return (
-        f"{100 * utilisation(plan):.3g} % of the peak = {units.flops(plan.products.flops)}FLOP of products / "
-        f"({units.seconds(plan.step_seconds)} x {plan.num_devices} devices x {units.flops(plan.products.peak)}FLOP/s)"
-    )
+    said = {name: [line for line in lines if line] for name, lines in facts.items()}
+    rows = ((name * (not number), line) for name, lines in said.items() for number, line in enumerate(lines))
+    return Table.of((Column(), Column(wide=True)), rows)
 
 
 def _search(plan: Plan) -> list[str]:
@@ -152,30 +140,24 @@ def _search(plan: Plan) -> list[str]:
         f"no plan takes less than {units.seconds(found.bound)} (gap {units.percent(gap, 1.0)})"
     ]
     if found.estimated:
-        lines.append(f"not expanded, since estimated to be no faster: {_named(found.estimated)}")
+        lines.append(
+            f"not expanded, since estimated to be no faster: {'; '.join(units.first(found.estimated, _MAX_SETS))}"
+        )
     if found.unreached:
         more = "" if found.effort == "thorough" else "; effort='thorough' searches further"
-        lines.append(f"not reached within the budget: {_named(found.unreached)}{more}")
+        lines.append(f"not reached within the budget: {'; '.join(units.first(found.unreached, _MAX_SETS))}{more}")
     return lines
-
-
-def _named(names: Sequence[str]) -> str:
-    """The first names, and the number of the others."""
-    rest = len(names) - _MAX_SETS
-    return "; ".join(names[:_MAX_SETS]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _operations(plan: Plan) -> dict[str, list[str]]:
     """The resources that bound the operations, and the heaviest of these."""
     rows = computing.heaviest(plan)
-    if not rows:
-        return {}
     whole = sum(row.total for row in rows)
-    heaviest = []
-    for row in rows[:_MAX_OPERATIONS]:
-        time = f"{units.seconds(row.total)}, {units.percent(row.total, whole)} ({row.bound})"
-        name = f"{row.operation} {computing.count_text(row)}".strip()
-        heaviest.append(f"{name}: {time}, {computing.line_text(row)}")
+    heaviest = [
+        f"{row.operation}{f' {units.times(row.count)}' if row.count > 1 else ''}: {units.seconds(row.total)}, "
+        f"{units.percent(row.total, whole)} ({row.bound}), {computing.line_text(row)}"
+        for row in rows[:_MAX_OPERATIONS]
+    ]
     return {"bound by": [computing.bounds_text(rows)], "heaviest": heaviest}
 
 
@@ -183,17 +165,17 @@ def _comparisons(plan: Plan) -> Table:
     """This plan first, then the others as they come."""
     own = "pipeline (this plan)" if plan.pipelined else "this plan"
     shape = f"{plan.num_stages} stages" if plan.pipelined else units.shape(plan.stages[0].mesh_shape)
-    rows = [Row((own, shape, plan.step_seconds, peak(plan), "chosen"), "bold")]
+    rows: list[Row | tuple] = [Row((own, shape, plan.step_seconds, peak(plan), "chosen"), "bold")]
     for row in plan.comparisons:
         shape = units.shape(row.mesh_shape)
         if row.name == "pipeline":
             shape = f"{row.mesh_shape[0]} stages" if row.mesh_shape else ""
-        rows.append(Row((row.name, shape, row.step_seconds, row.bytes_per_device, why_not(plan, row))))
+        rows.append((row.name, shape, row.step_seconds, row.bytes_per_device, why_not(plan, row)))
     columns = (
-        Column("method"), Column("mesh"), Column("step", units.seconds), Column("per device", units.nbytes),
-        Column(wide=True),
+        Column("method"), Column("mesh"), Column("step", format=units.seconds),
+        Column("per device", format=units.nbytes), Column(wide=True),
     )  # fmt: skip
-    return Table(columns, tuple(rows))
+    return Table.of(columns, rows)
 
 
 def _cost_of_annotations(plan: Plan) -> list[Block]:
@@ -226,7 +208,3 @@ def why_not(plan: Plan, row: Comparison) -> str:
         share = f"{100 * abs(more):.2g}" if abs(more) < 0.095 else f"{100 * abs(more):,.0f}"
         parts.append(f"{'slower' if more > 0 else 'faster'} by {share} %")
     return ", ".join(parts)
-
-
-def _short(remark: str) -> str:
-    return remark if len(remark) <= console.WIDTH - 2 else f"{remark[: console.WIDTH - 6]} ..."

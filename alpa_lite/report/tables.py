@@ -6,9 +6,10 @@ less than a page: sections, columns and rows that only one of them shows say so 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Any, Literal
 
 from rich.text import Text
 
@@ -17,16 +18,6 @@ from alpa_lite.report import grouping, units
 
 Only = Literal["", "terminal", "page"]
 """The renderer that shows something; empty for both."""
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Styled:
-    """A text with a style, by its name in Rich and its class on a page."""
-
-    text: str
-    style: str
 
 
 @dataclass(frozen=True)
@@ -78,7 +69,8 @@ class Blocks:
     label: str
 
 
-Cell = str | int | float | None | Styled | Branch | Nested | Bar | Blocks
+Cell = str | int | float | None | Text | Branch | Nested | Bar | Blocks
+"""A text of Rich has a style, by its name there and its class on a page."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +78,15 @@ class Column:
     """A column: of numbers if it has a format.
 
     Attributes:
+      value: the cell of an item (`Table.of`); None where rows are given as cells.
+      total: what rows that stand for several items add up.
       wide: whether a terminal may wrap its cells.
     """
 
     name: str = ""
+    value: Callable[[Any], Cell] | None = None
     format: units.Format | None = None
+    total: Callable[[Any], float] | None = None
     wide: bool = False
     only: Only = ""
 
@@ -125,16 +121,49 @@ class Table:
     order: str = ""
     searched: str = ""
 
+    @staticmethod
+    def of(
+        columns: Iterable[Column],
+        items: Iterable[Any],
+        most: int = sys.maxsize,
+        rest: str = "",
+        total: bool = False,
+        style: Callable[[Any], str] = lambda item: "",
+        **more: str,
+    ) -> Table:
+        """Returns a table with a row for each item, or for each tuple of cells where columns have no values.
+
+        Args:
+          most: rows that a terminal shows; one called by `rest` has the totals of the others, whose number it may hold.
+          total: whether the last row has those of all.
+          style: of an item's row.
+          more: as in `Table`.
+        """
+        columns, items = tuple(columns), list(items)
+        rows = [item if isinstance(item, Row) else Row(_cells(columns, item), style(item)) for item in items]
+        rows[most:] = [replace(row, only="page") for row in rows[most:]]
+        if len(items) > most:
+            rows.append(Row(_totals(rest.format(len(items) - most), columns, items[most:]), only="terminal"))
+        if total:
+            rows.append(Row(_totals("total", columns, items), "bold", total=True))
+        return Table(columns, tuple(rows), **more)
+
     def page_rows(self) -> list[Row]:
         """The rows of a page in its order, totals apart."""
         rows = [row for row in self.rows if row.only != "terminal" and not row.total]
-        names = [column.name for column in self.columns]
-        at = names.index(self.order) if self.order else -1
-        return sorted(rows, key=lambda row: -_number(row.cells[at])) if self.order else rows
+        if not self.order:
+            return rows
+        at = [column.name for column in self.columns].index(self.order)
+        return sorted(rows, key=lambda row: -size if isinstance(size := row.cells[at], int | float) else 0)
 
 
-def _number(cell: Cell) -> float:
-    return float(cell) if isinstance(cell, int | float) else 0.0
+def _cells(columns: Sequence[Column], item: Any) -> tuple[Cell, ...]:
+    return tuple(column.value(item) if column.value else item[n] for n, column in enumerate(columns))
+
+
+def _totals(label: str, columns: Sequence[Column], items: Sequence[Any]) -> tuple[Cell, ...]:
+    """The cells of a row for several items, called by the label."""
+    return label, *(sum(map(column.total, items)) if column.total else None for column in columns[1:])
 
 
 @dataclass(frozen=True)
@@ -181,31 +210,16 @@ class Section:
     only: Only = ""
 
 
-def limited(
-    items: Sequence[T], most: int, row: Callable[[T], Row], rest: Callable[[Sequence[T]], tuple[Cell, ...]]
-) -> Iterator[Row]:
-    """A row for each item; a terminal shows the first ones, and the cells of `rest` for the others."""
-    for number, item in enumerate(items):
-        yield row(item) if number < most else replace(row(item), only="page")
-    if len(items) > most:
-        yield Row(rest(items[most:]), only="terminal")
+def tree(columns: Sequence[Column], rows: Iterable[grouping.Row]) -> Iterator[Row]:
+    """Yields a row for each group of paths, which the first column is for.
 
-
-def tree(
-    rows: Iterable[grouping.Row],
-    cells: Callable[[grouping.Row], tuple[Cell, ...]],
-    heading: Callable[[list[grouping.Row]], tuple[Cell, ...]],
-) -> Iterator[Row]:
-    """A row for each group of paths; in a terminal below headings with the beginnings of paths.
-
-    Args:
-      cells: of a group, those after its path.
-      heading: of the groups below a heading, its cells after the beginning of their paths.
+    In a terminal rows are below headings with the beginnings of their paths and the bytes of all.
     """
+    sizes = [column if column.format is units.nbytes else Column() for column in columns]
     for part in grouping.sections(rows):
         alone = len(part.rows) == 1
         if not alone:
-            yield Row((grouping.heading(part.prefix), *heading(part.rows)), "bold", "terminal")
+            yield Row(_totals(grouping.heading(part.prefix), sizes, part.rows), "bold", "terminal")
         for row in part.rows:
             end = row.path if alone else f"  {shown(row.tokens[len(part.prefix) :])}"
-            yield Row((Branch(row.path, end), *cells(row)))
+            yield Row((Branch(row.path, end), *_cells(columns, row)[1:]))

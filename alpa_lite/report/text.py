@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from operator import attrgetter
 
 from rich.console import Group
 from rich.text import Text
 
-from alpa_lite.records import Candidate, Replicated, Solver
+from alpa_lite.records import Candidate, Solver
 from alpa_lite.records import PlanRecord as Plan
 from alpa_lite.report import activations, computing, console, modules, sections, stages, units
-from alpa_lite.report.tables import Block, Cell, Column, Legend, Row, Section, Sentence, Table, limited
+from alpa_lite.report.tables import Block, Column, Legend, Section, Sentence, Table
 
 _MAX_REPLICATED = 10
 _MAX_CANDIDATES = 16
-
-
-def render(plan: Plan) -> str:
-    """The plan as plain text, at most 100 columns wide."""
-    return console.plain(renderable(plan))
 
 
 def renderable(plan: Plan) -> Group:
@@ -45,7 +41,7 @@ def details(plan: Plan) -> Iterator[Section]:
         yield Section("operations", heading, body)
     if rows := stages.replicated(plan):
         heading = "Not distributed: computed whole on every device, or left to the compiler"
-        yield Section("replicated", heading, (_replicated(rows),))
+        yield Section("replicated", heading, (Table.of(_REPLICATED, rows, _MAX_REPLICATED, "smaller operations"),))
     if any(stage.held for stage in plan.stages):
         heading = "Activations that wait for the backward pass"
         yield Section("activations", heading, (activations.table(plan),), only="page")
@@ -81,20 +77,13 @@ def facts(plan: Plan) -> Sentence:
     return Sentence("", (f"{used} device{'s' * (whole != 1)}", *parts, f"fingerprint {plan.fingerprint[:12]}"))
 
 
-def _replicated(rows: Sequence[Replicated]) -> Table:
-    def cells(row: Replicated) -> Row:
-        count = row.count if row.count > 1 else None
-        return Row((row.name, count, row.bytes, row.seconds, f"{row.reason}; {row.where}"))
-
-    def rest(some: Sequence[Replicated]) -> tuple[Cell, ...]:
-        size, seconds = sum(r.bytes * r.count for r in some), sum(r.seconds for r in some)
-        return "smaller operations", sum(r.count for r in some), size, seconds, ""
-
-    columns = (
-        Column("operation"), Column("", units.times), Column("size", units.nbytes), Column("time", units.seconds),
-        Column("reason and place", wide=True),
-    )  # fmt: skip
-    return Table(columns, tuple(limited(rows, _MAX_REPLICATED, cells, rest)))
+_REPLICATED = (
+    Column("operation", attrgetter("name")),
+    Column("", lambda row: row.count if row.count > 1 else None, units.times, attrgetter("count")),
+    Column("size", attrgetter("bytes"), units.nbytes, lambda row: row.bytes * row.count),
+    Column("time", attrgetter("seconds"), units.seconds, attrgetter("seconds")),
+    Column("reason and place", lambda row: f"{row.reason}; {row.where}", wide=True),
+)
 
 
 def _candidates(plan: Plan) -> Table:
@@ -102,21 +91,17 @@ def _candidates(plan: Plan) -> Table:
     order = sorted(plan.candidates, key=lambda c: (c.status != "chosen", c.step_seconds is None, c.step_seconds or 0.0))
     chosen = order[0].step_seconds if order[0].status == "chosen" else None
     best = plan.step_seconds if chosen is None else chosen
-
-    def cells(candidate: Candidate) -> Row:
-        figures = candidate.step_seconds, candidate.bytes_per_device
-        style = "bold" if candidate.status == "chosen" else ""
-        shape = units.shape(candidate.mesh_shape)
-        return Row((candidate.method, shape, *figures, _status(candidate, best)), style)
-
     columns = (
-        Column("plan", wide=True), Column("mesh" if plan.solver.model == "step" else "stages"),
-        Column("step", units.seconds), Column("memory", units.nbytes), Column(),
-    )  # fmt: skip
-    rows = limited(
-        list(dict.fromkeys(order)), _MAX_CANDIDATES, cells, lambda some: (f"and {len(some)} more", "", None, None, "")
+        Column("plan", attrgetter("method"), wide=True),
+        Column("mesh" if plan.solver.model == "step" else "stages", lambda row: units.shape(row.mesh_shape)),
+        Column("step", attrgetter("step_seconds"), units.seconds),
+        Column("memory", attrgetter("bytes_per_device"), units.nbytes),
+        Column("", lambda row: _status(row, best)),
     )
-    return Table(columns, tuple(rows))
+    return Table.of(
+        columns, dict.fromkeys(order), _MAX_CANDIDATES, "and {} more",
+        style=lambda row: "bold" if row.status == "chosen" else "",
+    )  # fmt: skip
 
 
 _STATUS = {"cutoff": "not finished: cannot be faster", "optimal": "slower", "met": "not faster"}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,13 +58,10 @@ def trace_events(*timelines: Timeline) -> dict:
         out.append(_metadata("process_name", process, 0, name=timeline.name or "step"))
         out.append(_metadata("process_labels", process, 0, labels=f"{units.seconds(timeline.seconds)}, {share} idle"))
         out.append(_metadata("process_sort_index", process, 0, sort_index=process))
-        number = 0
-        for title, events in _tracks(timeline):
-            for suffix, lane in _lanes(events):
-                number += 1
-                out.append(_metadata("thread_name", process, number, name=title + suffix))
-                out.append(_metadata("thread_sort_index", process, number, sort_index=number))
-                out += [_complete(event, process, number) for event in lane]
+        for number, (title, events) in enumerate(_tracks(timeline), start=1):
+            out.append(_metadata("thread_name", process, number, name=title))
+            out.append(_metadata("thread_sort_index", process, number, sort_index=number))
+            out += [{**_complete(event), "pid": process, "tid": number} for event in events]
     return {"traceEvents": out, "displayTimeUnit": "ms"}
 
 
@@ -71,51 +69,35 @@ def _metadata(kind: str, process: int, thread: int, **arguments: object) -> dict
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": arguments}
 
 
-def _tracks(timeline: Timeline) -> list[tuple[str, list[Event]]]:
-    tracks = []
+def _tracks(timeline: Timeline) -> Iterator[tuple[str, list[Event]]]:
+    """The tasks of each submesh, then the transfers that it sends; each event is in the first track that is free."""
     for mesh in range(timeline.num_meshes):
-        own = [event for event in timeline.events if event.mesh == mesh]
-        tracks.append((f"submesh {mesh}", [event for event in own if event.kind != "transfer"]))
-        sent = [event for event in own if event.kind == "transfer"]
-        if sent:
-            tracks.append((f"submesh {mesh}, transfers", sent))
-    return tracks
-
-
-def _lanes(events: list[Event]) -> list[tuple[str, list[Event]]]:
-    """The events by start, each in the first lane that is free. At least one lane."""
-    lanes: list[list[Event]] = [[]]
-    for event in sorted(events, key=lambda event: (event.start, event.end)):
-        start = _nanoseconds(event.start)
-        free = next((lane for lane in lanes if not lane or _nanoseconds(lane[-1].end) <= start), None)
-        if free is None:
-            lanes.append([event])
-        else:
-            free.append(event)
-    return [(f" ({number})" if number > 1 else "", lane) for number, lane in enumerate(lanes, start=1)]
+        for title, sent in ((f"submesh {mesh}", False), (f"submesh {mesh}, transfers", True)):
+            own = [event for event in timeline.events if event.mesh == mesh and (event.kind == "transfer") == sent]
+            tracks: list[list[Event]] = [] if sent else [[]]
+            for event in sorted(own, key=lambda event: (event.start, event.end)):
+                start = _nanoseconds(event.start)
+                free = next((track for track in tracks if not track or _nanoseconds(track[-1].end) <= start), None)
+                if free is None:
+                    tracks.append(free := [])
+                free.append(event)
+            for number, track in enumerate(tracks, start=1):
+                yield f"{title} ({number})" if number > 1 else title, track
 
 
 def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
-def _complete(event: Event, process: int, thread: int) -> dict:
+def _complete(event: Event) -> dict:
     """An event with its duration. Ends are rounded, not durations, so that neighbours do not come to overlap."""
     start, end = _nanoseconds(event.start), _nanoseconds(event.end)
     given = {"stage": event.stage, "microbatch": event.microbatch, "destination": event.destination}
     arguments = {name: value for name, value in given.items() if value >= 0}
     if event.kind == "transfer":
         arguments |= {"source": event.mesh, "bytes": event.bytes}
-    return {
-        "ph": "X",
-        "name": event.name,
-        "cat": event.kind,
-        "ts": start / 1000,
-        "dur": (end - start) / 1000,
-        "pid": process,
-        "tid": thread,
-        "args": arguments,
-    }
+    times = {"ts": start / 1000, "dur": (end - start) / 1000}
+    return {"ph": "X", "name": event.name, "cat": event.kind, **times, "args": arguments}
 
 
 def draw(what: Timeline | Schedule, width: int = WIDTH) -> Text:
@@ -141,15 +123,12 @@ def draw(what: Timeline | Schedule, width: int = WIDTH) -> Text:
     margin = max(map(len, labels), default=0)
     view = _view(timeline.seconds, tasks, digits, width - margin - len(" 100 %"))
     out = _heading(what, timeline)
-    rows: list[list[Event]] = [[] for _ in labels]
-    for event in tasks:
-        rows[event.mesh].append(event)
-    for label, row, idle in zip(labels, rows, timeline.idle, strict=True):
+    for mesh, (label, idle) in enumerate(zip(labels, timeline.idle, strict=True)):
+        row = sorted((event for event in tasks if event.mesh == mesh), key=lambda event: event.start)
         out.append("\n" + label.ljust(margin))
-        for number, (low, high) in enumerate(view.windows):
-            if number:
-                out.append(_GAP, "dim")
-            _draw_row(out, row, view, low, high, timeline.num_meshes)
+        for number, window in enumerate(view.windows):
+            out.append(_GAP * (number > 0), "dim")
+            _draw_row(out, row, view, *window, timeline.num_meshes)
         out.append(units.percent(idle, timeline.seconds).rjust(len(" 100 %")))
     out.append("\n")
     _append_legend(out, tasks, width)
@@ -174,10 +153,6 @@ class _View:
 
     def column(self, seconds: float) -> int:
         return round(seconds * self.scale)
-
-    def visible(self, event: Event) -> bool:
-        start, end = self.column(event.start), self.column(event.end)
-        return any(start < high and end > low for low, high in self.windows)
 
 
 def _view(seconds: float, tasks: list[Event], digits: int, room: int) -> _View:
@@ -206,7 +181,7 @@ def _view(seconds: float, tasks: list[Event], digits: int, room: int) -> _View:
 def _draw_row(out: Text, events: list[Event], view: _View, low: int, high: int, num_meshes: int) -> None:
     """Appends the columns from `low` to `high` of one submesh. A number that the border would cut is left out."""
     at = low
-    for event in sorted(events, key=lambda event: event.start):
+    for event in events:
         begin, finish = view.column(event.start), view.column(event.end)
         start, end = max(begin, at), min(finish, high)
         if start >= end:
@@ -223,19 +198,13 @@ def _draw_row(out: Text, events: list[Event], view: _View, low: int, high: int, 
 
 def _heading(what: Timeline | Schedule, timeline: Timeline) -> Text:
     count = len({event.microbatch for event in timeline.events if event.microbatch >= 0})
-    parts = [
-        f"{timeline.num_meshes} submesh{'es' * (timeline.num_meshes != 1)}",
-        f"{count} micro-batch{'es' * (count != 1)}",
-    ]
+    parts = [units.plural(timeline.num_meshes, "submesh"), units.plural(count, "micro-batch")]
     if isinstance(what, Schedule):
         parts[1:1] = [f"{what.num_stages} stages"] if what.virtual > 1 else []
     else:
         parts.append(units.seconds(timeline.seconds))
     parts.append(f"idle {units.percent(sum(timeline.idle), timeline.seconds * timeline.num_meshes)}")
-    out = Text(no_wrap=True)
-    out.append(timeline.name or "step", "bold")
-    out.append(": " + ", ".join(parts))
-    return out
+    return Text.assemble((timeline.name or "step", "bold"), ": ", ", ".join(parts), no_wrap=True)
 
 
 def _append_legend(out: Text, tasks: list[Event], width: int) -> None:
@@ -247,16 +216,14 @@ def _append_legend(out: Text, tasks: list[Event], width: int) -> None:
     for cell, style, meaning in [*numbers, *samples, (_IDLE, "dim", "idle (total at the right)")]:
         size = len(cell) + 1 + len(meaning)
         separator = "" if not used else "  " if used + 2 + size <= width else "\n"
-        used = size + (used + len(separator) if separator != "\n" else 0)
-        out.append(separator)
-        out.append(cell, style)
-        out.append(f" {meaning}")
+        used = size if separator == "\n" else used + len(separator) + size
+        out.append_tokens([(separator, None), (cell, style), (f" {meaning}", None)])
 
 
 def _left_out(view: _View, tasks: list[Event]) -> str:
     """The share of the step that the gap hides, and the micro-batches that are not visible at all."""
     (_, left), (right, _) = view.windows
-    seen = {event.microbatch for event in tasks if view.visible(event)}
+    seen = {e.microbatch for e in tasks if view.column(e.start) < left or view.column(e.end) > right}
     hidden = sorted({event.microbatch for event in tasks} - seen)
     text = f"{_GAP.strip()} {units.percent(right - left, view.total)} of the step is left out"
     return f"{text}, with all of micro-batches {units.runs(hidden, ' to ')}" if hidden else text

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -13,22 +14,27 @@ Format = Callable[[Any], str]
 """A number as text."""
 
 
+def _scaled(value: float, scales: dict[str, float]) -> str:
+    """Three significant digits and the first unit, from the largest, that gives at least 1; empty if none does."""
+    found = (f"{digits(value / scale)} {unit}" for unit, scale in scales.items() if abs(value) >= 0.9995 * scale)
+    return next(found, "")
+
+
 def seconds(value: float) -> str:
     """Seconds with three significant digits and a fitting unit, such as "41.3 ms"."""
     if value == 0 or not math.isfinite(value):
         return "0 s" if value == 0 else str(value)
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
-        if abs(value) >= 0.9995 * scale:
-            return f"{digits(value / scale)} {unit}"
-    return f"{digits(value / 1e-9)} ns"
+    return _scaled(value, {"s": 1.0, "ms": 1e-3, "µs": 1e-6}) or f"{digits(value / 1e-9)} ns"
 
 
 def nbytes(value: float) -> str:
     """Bytes with three significant digits and a binary unit, such as "3.38 MiB"."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(value) >= 0.9995 * scale:
-            return f"{digits(value / scale)} {unit}"
-    return f"{value:.0f} B"
+    return _scaled(value, {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}) or f"{value:.0f} B"
+
+
+def flops(value: float) -> str:
+    """FLOPs with three significant digits and a unit, such as "81.3 T"."""
+    return _scaled(value, {"E": 1e18, "P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}) or f"{digits(value)} "
 
 
 def exact_bytes(value: float) -> str:
@@ -39,30 +45,15 @@ def exact_bytes(value: float) -> str:
 
 def runs(numbers: Iterable[int], between: str) -> str:
     """Ascending numbers as text, consecutive ones by their first and last: "3, 5-9" with "-" between."""
-    found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1] = [found[-1][0], number]
-        else:
-            found.append([number])
-    return ", ".join(between.join(map(str, run)) for run in found)
+    alike = itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    found = [[number for _, number in run] for _, run in alike]
+    return ", ".join(between.join(map(str, dict.fromkeys((run[0], run[-1])))) for run in found)
 
 
 def digits(value: float) -> str:
     """Three significant digits without an exponent; integers above a hundred get thousands separators."""
-    if abs(value) >= 99.95:
-        return f"{value:,.0f}"
-    if abs(value) >= 9.995:
-        return f"{value:.1f}"
-    return f"{value:.2f}"
-
-
-def flops(value: float) -> str:
-    """FLOPs with three significant digits and a unit, such as "81.3 T"."""
-    for unit, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= 0.9995 * scale:
-            return f"{digits(value / scale)} {unit}"
-    return f"{digits(value)} "
+    size = abs(value)
+    return f"{value:,.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
 
 
 def times(count: int) -> str:
@@ -74,6 +65,11 @@ def plural(count: int, noun: str) -> str:
     """A number of things, such as "3 meshes"."""
     ending = "" if count == 1 else "es" if noun.endswith(("sh", "ch")) else "s"
     return f"{count} {noun}{ending}"
+
+
+def first(lines: Sequence[str], most: int) -> list[str]:
+    """The first lines, and one with the number of the others."""
+    return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
 def percent(part: float, whole: float) -> str:
@@ -91,18 +87,16 @@ def factor(value: float) -> str:
 
 def spec(value: PartitionSpec) -> str:
     """A sharding as the user would write it, such as "P(None, 'model')"; "replicated" where no axis is used."""
+
+    def entry(names: object) -> str:
+        if isinstance(names, tuple) and len(names) < 2:
+            return repr(names[0] if names else None)
+        return repr(names)
+
     entries = list(value)
     while entries and not entries[-1]:
         entries.pop()
-    if not entries:
-        return "replicated"
-    return f"P({', '.join(_entry(e) for e in entries)})"
-
-
-def _entry(entry: object) -> str:
-    if isinstance(entry, tuple):
-        return "None" if not entry else repr(entry[0]) if len(entry) == 1 else repr(entry)
-    return repr(entry)
+    return f"P({', '.join(map(entry, entries))})" if entries else "replicated"
 
 
 def type_name(dtype: str, shape: tuple[int, ...]) -> str:

@@ -9,7 +9,7 @@ import alpa_lite
 from alpa_lite.passes import factors
 from alpa_lite.passes.sharding import grouping
 from alpa_lite.passes.tracing import tracing
-from alpa_lite.report import dump, listing
+from alpa_lite.report import dump
 from alpa_lite.strategy import Factor, Rule
 from tests.plans import small_plan
 
@@ -41,8 +41,8 @@ def test_without_a_directory_nothing_is_made_into_text() -> None:
 
 def test_rules_are_one_line_each() -> None:
     wanted = "[0 2] [2 1] -> [0 1]  0=16 parallel, 1=32 parallel, 2=8 sum (shardy)"
-    assert listing.rule_text(MATMUL) == wanted
-    assert listing.text({("dot_general", 3): MATMUL}) == f"(dot_general, 3)\n    {wanted}"
+    assert dump.rule_text(MATMUL) == wanted
+    assert dump.text({("dot_general", 3): MATMUL}) == f"(dot_general, 3)\n    {wanted}"
 
 
 def test_a_traced_program_is_written_with_its_loops_and_lines() -> None:
@@ -52,7 +52,7 @@ def test_a_traced_program_is_written_with_its_loops_and_lines() -> None:
 
     args = (jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32))
     traced = tracing.trace(step, args, {})
-    written = listing.text(traced)
+    written = dump.text(traced)
     assert "%0 state (state)" in written
     assert "%1 batch (batch)" in written
     assert ":f32[8,4]" in written
@@ -64,8 +64,8 @@ def test_a_traced_program_is_written_with_its_loops_and_lines() -> None:
     assert "test_dump.py" in lines[scan]
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     groups = grouping.group(traced, rules)
-    assert "4 parallel" in listing.text(rules)
-    assert "kind=leaf" in listing.text(groups) and "name=state" in listing.text(groups)
+    assert "4 parallel" in dump.text(rules)
+    assert "kind=leaf" in dump.text(groups) and "name=state" in dump.text(groups)
 
 
 def test_what_runs_outside_of_regions_is_written(tmp_path: Path) -> None:

@@ -81,10 +81,10 @@ def test_memory_of_submeshes_adds_up_to_their_peak() -> None:
 def test_transfers_are_grouped_by_direction_and_nothing_is_lost() -> None:
     plan = pipeline_plan()
     rows = communication.transfer_rows(zip(plan.collectives, plan.collective_seconds, strict=True))
-    assert [row.where.split(",")[0] for row in rows] == ["submesh {1-3} to {0-2}", "submesh {0-2} to {1-3}"]
+    assert [row.where.split(",")[0] for row, _ in rows] == ["submesh {1-3} to {0-2}", "submesh {0-2} to {1-3}"]
     moved = [c for c in plan.collectives if c.kind == "transfer"]
-    assert sum(row.count for row in rows) == sum(c.count for c in moved)
-    assert sum(row.bytes * row.count for row in rows) == sum(c.bytes * c.count for c in moved)
+    assert sum(row.count for row, _ in rows) == sum(c.count for c in moved)
+    assert sum(row.bytes * row.count for row, _ in rows) == sum(c.bytes * c.count for c in moved)
 
 
 def test_transfers_keep_their_submeshes_in_a_file() -> None:
