@@ -11,6 +11,7 @@ from typing import Any
 
 from alpa_lite.graph import Atom, Graph, Lit, Op
 from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.microbatches.states import AFTER, AXIS, LOCAL, PARTIAL, WHOLE, Role, State, sliced, state_of
@@ -57,7 +58,7 @@ class StepStates:
 
     def shape(self, atom: Atom) -> tuple[int, ...]:
         """The shape of an operand."""
-        return tuple(atom.aval.shape) if isinstance(atom, Lit) else self.values[atom].shape
+        return shape_of(atom, self.values)
 
     def is_free(self, op: Op) -> bool:
         """Whether nothing that an operation reads depends on floating-point state."""

@@ -132,7 +132,7 @@ class _Expansion(Along):
                 self._emit_whole(op)
             case "pieces" if op.name in primitives.PAIRWISE:
                 for atom, value in zip(op.operands, op.results, strict=True):
-                    if value in self.found.of and atom in self.pieces and atom not in self.whole:
+                    if isinstance(atom, int) and value in self.found.of and atom not in self.whole:
                         self.pieces[value] = list(self.pieces[atom])
                     else:
                         self.whole[value] = self._fetch(atom)

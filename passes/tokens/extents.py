@@ -148,8 +148,10 @@ class Extents:
             rule = self.rules[op.key]
             pieces = [extents for piece in range(self.slices) if (extents := self.of(op, way, piece)) is not None]
             for atom, dims, state in self._operands(op):
-                for extents in pieces if state.column is not None else ():
-                    factor, column = row_factor(rule, dims, state), next(iter(dims[state.column]), None)
+                if state.column is None:
+                    continue
+                factor, column = row_factor(rule, dims, state), next(iter(dims[state.column]), None)
+                for extents in pieces:
                     reach = extents.get(column)
                     self._want(atom, extents.get(factor), None if reach is None else reach[1])
         else:
