@@ -8,7 +8,8 @@ one of its scanned inputs; where a value that is the same for all micro-batches 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,17 +19,18 @@ import numpy as np
 from jax import lax
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Block, Lit, Op
+from alpa_lite.graph import Atom, Block, Graph, Lit, Op
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import reach, values_in
+from alpa_lite.passes.ir.inlining import inlined
 from alpa_lite.passes.ir.keys import CONTROL_FLOW_JAXPRS
 from alpa_lite.passes.ir.loops import Carried, ScanView, WhileView
-from alpa_lite.passes.ir.rewriting import renamed_block
+from alpa_lite.passes.ir.rewriting import Rewriter, renamed_block
 from alpa_lite.passes.local.types import rebinding
-from alpa_lite.passes.microbatches.building import Builder, Traceable
-from alpa_lite.passes.microbatches.cutting import PositionDependent
+from alpa_lite.passes.microbatches.cutting import Cuts, PositionDependent
 from alpa_lite.passes.microbatches.states import (
     AFTER,
+    AXIS,
     INNER,
     LOCAL,
     PARTIAL,
@@ -38,6 +40,96 @@ from alpa_lite.passes.microbatches.states import (
     is_zero,
     state_of,
 )
+from alpa_lite.passes.microbatches.step_states import StepStates
+from alpa_lite.passes.tracing import conversion
+
+
+class Builder(Rewriter):
+    """The rewriting of a step into a loop over micro-batches."""
+
+    def __init__(self, states: StepStates, strided: bool = False):
+        """`strided`: micro-batches are of every m-th example."""
+        super().__init__(states.graph)
+        self.states, self.parts, self.strided = states, states.parts, strided
+        self.cuts = Cuts(self.parts, strided)
+        self._graphs: dict[Hashable, Graph] = {}
+
+    def new_part(self, value: int, state: State) -> int:
+        """A new value for the part of `value` that one micro-batch has."""
+        if state.kind != "sliced":
+            return self.fresh(value)
+        shape, dim = self.values[value].shape, state.dim
+        return self.shaped(value, (*shape[:dim], shape[dim] // self.parts, *shape[dim + 1 :]))
+
+    def append_ops(
+        self,
+        run: Callable[..., Sequence[Any]],
+        operands: Sequence[Atom],
+        ops: list[Op],
+        scope: Scope | None = None,
+        *,
+        kind: Hashable = None,
+        source: Any = None,
+        once: bool = False,
+    ) -> list[Atom]:
+        """Appends the operations that `run` does on arrays like `operands`, and returns its results.
+
+        Args:
+          run, operands: the function and its arguments.
+          ops: the operations of a block so far.
+          scope: that block, if it is in the loop.
+          kind: runs of one kind do the same on operands of the same types, and are traced once; None is like nothing.
+          source: of the operations, in place of their own.
+          once: `run` reads the number of its block to do something in one micro-batch, whichever that is.
+
+        Raises:
+          PositionDependent: `run` reads the number of its block, and the examples of a micro-batch are not a block.
+        """
+        atoms = values_in(operands)
+        graph = self._trace(run, operands, kind if len(atoms) == len(operands) else None)
+        names: dict[int, Atom] = dict(zip(graph.block.inputs, atoms, strict=False))
+        for value, array in zip(graph.block.inputs[len(atoms) :], graph.constants, strict=True):
+            constant = self.constant(graph.values[value], array)
+            names[value] = constant if scope is None else scope.constant(constant)
+        for op in graph.block.ops:
+            if op.name == "axis_index":
+                if self.strided and not once:
+                    raise PositionDependent
+                assert scope is not None
+                names[op.results[0]] = scope.counter
+        made, results = inlined(self, graph, names, source)
+        ops += made
+        return results
+
+    def append_one(
+        self,
+        function: Callable[..., Any],
+        operands: Sequence[Atom],
+        ops: list[Op],
+        scope: Scope | None = None,
+        source: Any = None,
+        static: tuple[Hashable, ...] = (),
+    ) -> Atom:
+        """Appends the operations of `function(*static, *operands)`, and returns its one result."""
+        kind = function, static
+        (found,) = self.append_ops(
+            lambda *arrays: [function(*static, *arrays)], operands, ops, scope, kind=kind, source=source
+        )
+        return found
+
+    def _trace(self, run: Callable[..., Sequence[Any]], operands: Sequence[Atom], kind: Hashable) -> Graph:
+        """The graph of a function on arrays like `operands`, traced once for all runs of one kind."""
+        specs = [_jax.spec_of(self.values[a].aval) for a in values_in(operands)]
+        key = kind and (kind, *((s.shape, s.dtype, s.weak_type) for s in specs))
+        if key is None or key not in self._graphs:
+
+            def call(*arrays: Any) -> Sequence[Any]:
+                given = iter(arrays)
+                return run(*[a.value if isinstance(a, Lit) else next(given) for a in operands])
+
+            jaxpr = jax.make_jaxpr(call, axis_env=[(AXIS, self.parts)])(*specs)
+            self._graphs[key] = conversion.graph_of(jaxpr, self.keys)
+        return self._graphs[key]
 
 
 class Scope:
@@ -50,7 +142,6 @@ class Scope:
         self.consts: list[tuple[Atom, int]] = []  # (value of the enclosing block, input of this one)
         self.xs: list[tuple[Atom, int]] = []
         self._constants: dict[int, int] = {}
-        self._number: int | None = None
 
     def port(self, value: int, want: State) -> Atom | None:
         """An input of the block in a wanted state; None if `value` is not one, or is carried by a loop."""
@@ -74,12 +165,12 @@ class Scope:
         self.xs.append((outer, inner))
         return inner
 
+    @functools.cached_property
     def counter(self) -> int:
         """The number of the micro-batch, an int32 scalar."""
-        if self._number is None:
-            outer = self.parent.counter() if self.parent is not None else self.counters()
-            self._number = self.scanned_input(outer) if self.parent is None else self.const_input(outer)
-        return self._number
+        if self.parent is None:
+            return self.scanned_input(self.counters())
+        return self.const_input(self.parent.counter)
 
     def constant(self, value: int) -> int:
         """One of the new graph's constants."""
@@ -93,12 +184,16 @@ class Scope:
     def fetch(self, atom: Atom, want: State) -> Atom:
         """A value in a wanted state."""
         if isinstance(atom, Lit):
-            return self._on_first(atom) if want == PARTIAL and not is_zero(atom, {}) else atom
+            return self._only_in(0, atom) if want == PARTIAL and not is_zero(atom, {}) else atom
         want = self.builder.cuts.normalise(want)
         key = (atom, want)
         if key not in self.env:
             self.env[key] = self._make(atom, want)
         return self.env[key]
+
+    def fetch_all(self, atoms: Sequence[Atom], states: Sequence[State]) -> list[Atom]:
+        """Several values, each in its wanted state."""
+        return list(map(self.fetch, atoms, states))
 
     def define(self, value: int, state: State, atom: Atom) -> None:
         """Notes that a value is available in a state."""
@@ -121,43 +216,27 @@ class Scope:
         return self._block(value, want, base)
 
     def _as_partial(self, value: int, base: State) -> Atom:
-        if base == LOCAL:
-            parts = self.builder.parts
-            found = self.fetch(value, LOCAL)
-            if parts == 1:
-                return found
-            if not jnp.issubdtype(self.builder.values[value].dtype, jnp.inexact):
-                return self._only_in(parts - 1, found, self._source(value))
-            return self.trace(lambda x: [lax.div(x, jnp.asarray(parts, x.dtype))], [found], self._source(value))
-        found = self.fetch(value, base)
-        return found if is_zero(value, self.states.producers) else self._on_first(found, self._source(value))
+        """A value as a sum of summands: in one micro-batch alone, or, of a local one, the terms of a mean."""
+        parts, found = self.builder.parts, self.fetch(value, base)
+        if base != LOCAL:
+            return found if is_zero(value, self.states.producers) else self._only_in(0, found, self.source(value))
+        if parts == 1:
+            return found
+        if not jnp.issubdtype(self.builder.values[value].dtype, jnp.inexact):
+            return self._only_in(parts - 1, found, self.source(value))
+        return self.trace(_divided, [found], self.source(value), parts)
 
-    def _on_first(self, atom: Atom, source: Any = None) -> Atom:
-        return self._only_in(0, atom, source)
-
-    def _only_in(self, number: int, atom: Atom, source: Any) -> Atom:
-        """The value in one micro-batch, zeros in the others: a value as a sum of summands."""
-
-        def run(count: jax.Array, x: jax.Array) -> list[jax.Array]:
-            x = jnp.asarray(x)
-            return [lax.select(lax.broadcast(lax.eq(count, np.int32(number)), x.shape), x, lax.full_like(x, 0))]
-
-        return self.trace(run, [self.counter(), atom], source)
+    def _only_in(self, number: int, atom: Atom, source: Any = None) -> Atom:
+        """The value in one micro-batch, zeros in the others."""
+        return self.trace(_selected, [self.counter, atom], source, number)
 
     def _whole(self, value: int, want: State) -> Atom:
         """A value that this block computes from values that are the same in all micro-batches."""
         op, result = self.states.producers[value]
         if op.name == "optimization_barrier":
             return self.fetch(op.operands[result], want)
-        self._emit_whole(op)
+        self._emit_copy(op, self.states.whole(op))
         return self.env[value, WHOLE]
-
-    def _emit_whole(self, op: Op) -> None:
-        operands = [self.fetch(a, WHOLE) for a in op.operands]
-        results = [self.builder.fresh(v) for v in op.results]
-        self.ops.append(self.builder.moved(op, operands, results))
-        for value, result in zip(op.results, results, strict=True):
-            self.define(value, WHOLE, result)
 
     def _block(self, value: int, want: State, base: State) -> Atom:
         """This micro-batch's block of a value that is the same in all of them."""
@@ -165,27 +244,18 @@ class Scope:
         if found is not None:
             return found
         assert base != LOCAL
-
-        def one(number: jax.Array, x: jax.Array) -> list[jax.Array]:
-            return [self.builder.cuts.one(x, want, number)]
-
-        return self.trace(one, [self.counter(), self.fetch(value, base)], self._source(value))
+        return self.trace(self.builder.cuts.one, [self.counter, self.fetch(value, base)], self.source(value), want)
 
     def _local_block(self, value: int, want: State) -> Atom | None:
         """The same by the local form of the operation that makes the value; None if it has none."""
         if value not in self.states.producers:
             return None
-        dim = want.dim
         op, result = self.states.producers[value]
         if op.name == "optimization_barrier":
             return self.fetch(op.operands[result], want)
-        made = None if want.segments else self.states.block_form(value, dim)
-        if made is None:
+        form = None if want.segments else self.states.block_form(value, want.dim)
+        if form is None or (self.builder.strided and not self._is_everywhere(op, want.dim)):
             return None
-        op, form = made
-        if self.builder.strided and not self._is_everywhere(op, dim):
-            return None
-        results = tuple(state_of(layout, want.examples) for layout in form.results)
         wanted = []
         for atom, layout in zip(op.operands, form.operands, strict=True):
             state, given = state_of(layout, want.examples), self.states.of(atom)
@@ -194,6 +264,7 @@ class Scope:
             if state.kind == "sliced" and given[:3] != state[:3] and not self.states.can_block(atom, state.dim):
                 return None
             wanted.append(state)
+        results = tuple(state_of(layout, want.examples) for layout in form.results)
         self._emit_form(op, Role("form", tuple(wanted), results, form))
         return self.env[value, want]
 
@@ -204,29 +275,20 @@ class Scope:
         """
         if op.name == "broadcast_in_dim":
             return dim not in op.params["broadcast_dimensions"]
-        if op.name not in primitives.ELEMENTWISE:
-            makers = self.states.producers
-            made_of = reach([op], lambda o: [makers[v][0] for v in values_in(o.operands) if v in makers])
-            if any(o.name in primitives.DRAWS for o in made_of):
-                raise PositionDependent
-            return False
-        return True
+        if op.name in primitives.ELEMENTWISE:
+            return True
+        makers = self.states.producers
+        made_of = reach([op], lambda o: [makers[v][0] for v in o.reads if v in makers])
+        if any(o.name in primitives.DRAWS for o in made_of):
+            raise PositionDependent
+        return False
 
-    def trace(self, run: Traceable, operands: Sequence[Atom], source: Any, kind: Hashable = None) -> Atom:
-        """The one result of some operations, under a source line; `kind` as for `Builder.append_ops`."""
+    def trace(self, function: Callable[..., Any], operands: Sequence[Atom], source: Any, *static: Hashable) -> Atom:
+        """The one result of `function(*static, *operands)`, in operations under a source line."""
+        return self.builder.append_one(function, operands, self.ops, self, source, static)
 
-        def under(*arrays: Any) -> Sequence[Any]:
-            with _jax.under(source):
-                return run(*arrays)
-
-        call = run if source is None else under
-        before = len(self.ops)
-        (found,) = self.builder.append_ops(call, operands, self.ops, self, kind)
-        if kind is not None and source is not None:  # the operations may have been traced under another source
-            self.ops[before:] = [replace(op, source=source) for op in self.ops[before:]]
-        return found
-
-    def _source(self, value: int) -> Any:
+    def source(self, value: int) -> Any:
+        """The source line of a value; None of an argument."""
         return self.states.producers[value][0].source if value in self.states.producers else None
 
     # -- operations -----------------------------------------------------------------------------------------------
@@ -239,15 +301,14 @@ class Scope:
         match role.kind:
             case "whole":
                 if op.has_effects and self.parent is not None:  # it must run even if it is not read
-                    self._emit_whole(op)
+                    self._emit_copy(op, self.states.whole(op))
             case "form":
                 self._emit_form(op, role)
-            case "copy" | "map":
-                operands = [self.fetch(a, s) for a, s in zip(op.operands, role.operands, strict=True)]
-                params = None
-                if role.kind == "map":
-                    params = {k: v for k, v in op.params.items() if k != "jaxpr"} | {"length": role.length}
-                self.ops.append(self.builder.moved(op, operands, self._define(op, role), params))
+            case "copy":
+                self._emit_copy(op, role)
+            case "map":
+                params = {k: v for k, v in op.params.items() if k != "jaxpr"}
+                self._emit_copy(op, role, {**params, "length": role.length})
             case "barrier":
                 self._emit_barrier(op, role)
             case _:
@@ -266,46 +327,41 @@ class Scope:
             self.define(op.results[i], role.results[i], result)
 
     def _define(self, op: Op, role: Role) -> list[int]:
-        results = []
-        for value, state in zip(op.results, role.results, strict=True):
-            results.append(self.builder.new_part(value, state))
-            self.define(value, state, results[-1])
+        results = [self.builder.new_part(value, state) for value, state in zip(op.results, role.results, strict=True)]
+        for value, state, result in zip(op.results, role.results, results, strict=True):
+            self.define(value, state, result)
         return results
+
+    def _emit_copy(self, op: Op, role: Role, params: Any = None) -> None:
+        """Emits the operation itself on the operands of its role, with other parameters perhaps."""
+        operands = self.fetch_all(op.operands, role.operands)
+        self.ops.append(self.builder.moved(op, operands, self._define(op, role), params))
 
     def _emit_form(self, op: Op, role: Role) -> None:
         form = role.form
         assert form is not None
-        operands = [self.fetch(a, s) for a, s in zip(op.operands, role.operands, strict=True)]
         params = rebinding(form)
         if params is not None and not role.scale:
-            self.ops.append(self.builder.moved(op, operands, self._define(op, role), params))
+            self._emit_copy(op, role, params)
             return
+        operands = self.fetch_all(op.operands, role.operands)
         # The operand that a scatter adds to is taken in one micro-batch alone, whatever examples that has.
         once = op.name in primitives.SCATTER_ADDITIONS and role.operands[0].kind != "sliced"
-        kind = None
-        if op.name in primitives.DRAWS:  # many operations, the same in every layer
-            kind = "draw", op.key, op.ctx, form.operands, form.results
-        before = len(self.ops)
-        found = self.builder.append_ops(form.run, operands, self.ops, self, kind, once)
-        if kind is not None:  # they may have been traced under another source
-            self.ops[before:] = [replace(made, source=op.source) for made in self.ops[before:]]
+        kind = source = None
+        if op.name in primitives.DRAWS:  # many operations, the same in every layer, perhaps under another source
+            kind, source = ("draw", op.key, op.ctx, form.operands, form.results), op.source
+        found = self.builder.append_ops(form.run, operands, self.ops, self, kind=kind, source=source, once=once)
         for value, state, atom in zip(op.results, role.results, found, strict=True):
             if role.scale and state == LOCAL and self.builder.parts > 1:
-                atom = self.trace(self._scale, [atom], op.source)
+                atom = self.trace(_scaled, [atom], op.source, self.builder.parts)
             self.define(value, state, atom)
-
-    def _scale(self, x: jax.Array) -> list[jax.Array]:
-        return [lax.mul(x, jnp.asarray(self.builder.parts, x.dtype))]
 
     def _emit_control(self, op: Op, role: Role) -> None:
         results = self._define(op, role)
-        match op.name:
-            case "scan":
-                made = self._scan(op, role, results)
-            case "while":
-                made = self._while(op, role)
-            case _:
-                made = self._cond(op, role)
+        if op.name == "scan":
+            made = self._scan(op, role, results)
+        else:
+            made = self._while(op, role) if op.name == "while" else self._cond(op, role)
         params = {name: value for name, value in made.params.items() if name not in CONTROL_FLOW_JAXPRS}
         self.ops.append(
             replace(made, index=self.builder.index(op.index), params=params, results=tuple(results), key=None)
@@ -313,7 +369,7 @@ class Scope:
 
     def _scan(self, op: Op, role: Role, results: Sequence[int]) -> Op:
         view = ScanView(op)
-        start = [self.fetch(a, s) for a, s in zip(view.operands.carry, view.taken(role.operands).carry, strict=True)]
+        start = self.fetch_all(view.operands.carry, view.taken(role.operands).carry)
         kinds = [*["const"] * view.num_consts, *["carry"] * view.num_carry, *["xs"] * len(view.operands.xs)]
         inner = Nested(self, view.body, op.operands, kinds)
         carried = inner.carry(view.inputs.carry, view.given(role.inner).carry)
@@ -326,7 +382,7 @@ class Scope:
         cond, body = op.bodies
         view = WhileView(op)
         cond_consts, body_consts, carry = view.taken(op.operands)
-        start = [self.fetch(a, s) for a, s in zip(carry, view.taken(role.operands).carry, strict=True)]
+        start = self.fetch_all(carry, view.taken(role.operands).carry)
         blocks, consts = [], []
         for block, own, wanted in (
             (cond, cond_consts, [self.states.of(cond.outputs[0])]),
@@ -378,7 +434,7 @@ class Nested(Scope):
         """Emits the block's operations and returns its outputs in the wanted states."""
         for op in block.ops:
             self.emit(op)
-        return tuple(self.fetch(a, s) for a, s in zip(block.outputs, wanted, strict=True))
+        return tuple(self.fetch_all(block.outputs, wanted))
 
     def port(self, value: int, want: State) -> Atom | None:
         """An input that the enclosing block gives."""
@@ -390,3 +446,16 @@ class Nested(Scope):
         if isinstance(outer, Lit):
             return outer
         return self.const_input(outer) if kind == "const" else self.scanned_input(outer)
+
+
+def _divided(parts: int, x: jax.Array) -> jax.Array:
+    return lax.div(x, jnp.asarray(parts, x.dtype))
+
+
+def _scaled(parts: int, x: jax.Array) -> jax.Array:
+    return lax.mul(x, jnp.asarray(parts, x.dtype))
+
+
+def _selected(number: int, count: jax.Array, x: jax.Array) -> jax.Array:
+    x = jnp.asarray(x)
+    return lax.select(lax.broadcast(lax.eq(count, np.int32(number)), x.shape), x, lax.full_like(x, 0))

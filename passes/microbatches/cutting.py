@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from alpa_lite.graph import Block
-from alpa_lite.passes.microbatches.states import State
+from alpa_lite.passes.microbatches.states import State, sliced
 from alpa_lite.passes.microbatches.step_states import StepStates
 
 
@@ -59,18 +59,18 @@ class Cuts:
         """The state as far as it matters here: the number of examples only where they are strided."""
         return state._replace(examples=0) if state.examples and not self.strided else state
 
-    def cut(self, x: Any, state: State) -> Any:
+    def cut(self, state: State, x: Any) -> Any:
         """The micro-batches of an array, stacked along a new leading dim."""
         dim = state.dim
         if state.segments and not self.strided:
             pieces = lax.split(x, state.segments, dim)
-            return lax.concatenate([self.cut(piece, State("sliced", dim)) for piece in pieces], dim + 1)
+            return lax.concatenate([self.cut(sliced(dim), piece) for piece in pieces], dim + 1)
         split, axis = self._split(x, state), dim + self.strided
         if axis:
             split = lax.transpose(split, (axis, *(d for d in range(split.ndim) if d != axis)))
         return _merge(split, dim + 1, 2) if self.strided else split
 
-    def one(self, x: Any, state: State, number: Any) -> Any:
+    def one(self, state: State, number: Any, x: Any) -> Any:
         """The micro-batch of an array with a number."""
         dim = state.dim
         if self.strided:
@@ -78,18 +78,18 @@ class Cuts:
             return _merge(lax.dynamic_index_in_dim(split, number, dim + 1, keepdims=False), dim, 2)
         if state.segments:
             pieces = lax.split(x, state.segments, dim)
-            return lax.concatenate([self.one(piece, State("sliced", dim), number) for piece in pieces], dim)
+            return lax.concatenate([self.one(sliced(dim), number, piece) for piece in pieces], dim)
         size = x.shape[dim] // self.parts
         return lax.dynamic_slice_in_dim(x, lax.mul(number, np.int32(size)), size, dim)
 
-    def join(self, x: Any, state: State) -> Any:
+    def join(self, state: State, x: Any) -> Any:
         """The inverse of `cut`."""
         dim = max(state.dim, 0)
         if self.parts == 1:
             return lax.squeeze(x, (0,))  # of any kind, a number without dims as well
         if state.segments and not self.strided:
             pieces = lax.split(x, [n // self.parts for n in state.segments], dim + 1)
-            return lax.concatenate([self.join(piece, State("sliced", dim)) for piece in pieces], dim)
+            return lax.concatenate([self.join(sliced(dim), piece) for piece in pieces], dim)
         if self.strided:
             examples = state.examples // self.parts
             x = lax.reshape(x, (*x.shape[: dim + 1], examples, x.shape[dim + 1] // examples, *x.shape[dim + 2 :]))

@@ -2,8 +2,8 @@
 
     [operations on the whole batch]  one `scan` over micro-batches  [operations after it]
 
-The body of the scan is made by demand (`blocks`). Operations before and after the scan keep their value numbers
-(`prologue_epilogue`). The scan's results are
+The body of the scan is made by demand (`blocks`), and so are the operations before it; those before and after it keep
+their value numbers. The scan's results are
 
     partial   a carry that starts at zero and is added to; sums of 16-bit floats are carried in float32, since with
               b micro-batches a 16-bit running sum loses up to b/2 units in the last place
@@ -15,7 +15,8 @@ The body of the scan is made by demand (`blocks`). Operations before and after t
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,12 +29,13 @@ from jax.extend.core import primitives
 from alpa_lite import _jax
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Value
+from alpa_lite.passes.ir.flow import reach, values_in
+from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.ir.loops import Carried, ScanView
-from alpa_lite.passes.microbatches.blocks import Scope
-from alpa_lite.passes.microbatches.building import Builder
+from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
+from alpa_lite.passes.microbatches.blocks import Builder, Scope
 from alpa_lite.passes.microbatches.cutting import check_independent_of_position
-from alpa_lite.passes.microbatches.prologue_epilogue import PrologueEpilogue
-from alpa_lite.passes.microbatches.states import INNER, LOCAL, PARTIAL, WHOLE, State, accumulator_dtype
+from alpa_lite.passes.microbatches.states import AFTER, INNER, LOCAL, PARTIAL, WHOLE, State, accumulator_dtype
 from alpa_lite.passes.microbatches.step_states import StepStates
 
 
@@ -50,40 +52,45 @@ def emit(states: StepStates, *, strided: bool = False) -> tuple[Graph, int]:
     """
     if strided:
         check_independent_of_position(states)
-    builder = Builder(states, strided)
-    around = PrologueEpilogue(builder)
-    loop = _Loop(around)
-    block = states.graph.block
+    builder, block = Builder(states, strided), states.graph.block
+    loop = _Loop(builder)
     for op in block.ops:
         loop.emit(op)
-    around.find_epilogue(loop.export)
+    loop.find_epilogue()
     scan, post = loop.finish()
-    outputs = tuple(map(loop.rename, block.outputs))
-    ops = (*around.prologue(), scan, *post, *around.epilogue(loop.rename))
-    graph = builder.finish(Block(block.inputs, ops, outputs))
+    outputs = tuple(renamed_atom(atom, loop.names) for atom in block.outputs)
+    graph = builder.finish(Block(block.inputs, (*loop.prologue(), scan, *post, *loop.epilogue()), outputs))
     if scan.index not in builder.place:
         raise ValueError("nothing that the step returns depends on its batch")
     return graph, builder.place[scan.index]
 
 
 class _Loop(Scope):
-    """The body of the scan over micro-batches."""
+    """The body of the scan over micro-batches, and the operations before and after it.
 
-    def __init__(self, around: PrologueEpilogue):
-        super().__init__(around.builder)
-        self.around = around
+    Attributes:
+      names: what exported values are called after the loop.
+    """
+
+    def __init__(self, builder: Builder):
+        super().__init__(builder)
+        self.names: dict[int, int] = {}
         self._exports: dict[int, State] = {}
-        self._renames: dict[int, int] = {}
+        self._prepared: list[Op] = []  # new operations before the loop
+        self._early: set[int] = set()  # values that are computed before the loop
+        self._late: set[int] = set()  # and after it, unless they are early
+        self._effects: set[int] = set()  # operations after the loop, by index
+        self._stacks: dict[tuple[int, State], int] = {}
+
+    # -- before ---------------------------------------------------------------------------------------------------
 
     def port(self, value: int, want: State) -> Atom | None:
         states = self.states
         if want == WHOLE:
-            if self._is_source(value):
-                return None
-            return self.const_input(self.around.require(value))
+            return None if self._is_source(value) else self.const_input(self._require(value))
         if want.kind == "sliced" and (states.is_outside(value) or states.state[value] == WHOLE):
             found = self._local_block(value, want) if states.state[value] == WHOLE else None
-            return found if found is not None else self.scanned_input(self.around.blocks(value, want))
+            return found if found is not None else self.scanned_input(self._stack(value, want))
         return None
 
     def _is_source(self, value: int) -> bool:
@@ -93,52 +100,118 @@ class _Loop(Scope):
         op, _ = self.states.producers[value]
         return not op.bodies and not op.has_effects and all(isinstance(a, Lit) for a in op.operands)
 
+    def _require(self, value: int) -> int:
+        """Makes sure that a value is computed, for the whole batch, before the loop."""
+        self._mark(value, self._early)
+        return value
+
+    def _mark(self, value: int, marked: set[int]) -> None:
+        """Adds a value, and the values that it is made of, unless they are early anyway."""
+        producers = self.states.producers
+
+        def missing(atoms: Sequence[Atom]) -> list[int]:
+            return [v for v in values_in(atoms) if v in producers and v not in marked and v not in self._early]
+
+        def made_of(value: int) -> list[int]:
+            op, result = producers[value]
+            return missing([op.operands[result]] if op.name == "optimization_barrier" else op.operands)
+
+        marked.update(reach(missing([value]), made_of))
+
+    def _stack(self, value: int, state: State) -> int:
+        """The value with its micro-batches, in a sliced state, stacked along a new leading dim."""
+        key = (value, state)
+        if key not in self._stacks:
+            self._stacks[key] = self._outside(self.builder.cuts.cut, [self._require(value)], self._prepared, state)
+        return self._stacks[key]
+
     def counters(self) -> int:
-        return self.around.counters()
+        return self._outside(lax.iota, [], self._prepared, np.int32, self.builder.parts)
+
+    def _outside(self, function: Callable[..., Any], operands: Sequence[Atom], ops: list[Op], *static: Hashable) -> Any:
+        """The one result of `function(*static, *operands)`, in operations outside of the loop."""
+        return self.builder.append_one(function, operands, ops, static=static)
+
+    def prologue(self) -> list[Op]:
+        """The operations before the loop."""
+        ops = self.states.graph.block.ops
+        return [*(part for op in ops if (part := _part(op, self._early)) is not None), *self._prepared]
+
+    # -- after ----------------------------------------------------------------------------------------------------
+
+    def find_epilogue(self) -> None:
+        """Finds the operations after the loop, and the values that the loop must return for them."""
+        states, block = self.states, self.states.graph.block
+
+        def read(atom: Atom) -> None:
+            if isinstance(atom, Lit) or states.state[atom] == AFTER:
+                return
+            if states.state[atom] == WHOLE or states.is_outside(atom):
+                self._mark(atom, self._late)
+            else:
+                self._exports[atom] = self.builder.cuts.normalise(states.state[atom])
+
+        for op in block.ops:
+            role = states.roles.get(op.index)
+            outside = role is None or (op.has_effects and role.kind == "whole")
+            if outside:
+                self._effects.add(op.index)
+                self._late.update(op.results)
+            for atom, value in zip(op.operands, op.results, strict=False):
+                if op.name == "optimization_barrier" and states.state[value] == AFTER:
+                    self._late.add(value)
+                    read(atom)
+            for atom in op.operands if outside else ():
+                read(atom)
+        for atom in block.outputs:
+            read(atom)
+
+    def epilogue(self) -> list[Op]:
+        """The operations after the loop."""
+        out = []
+        wanted = self._late - self._early
+        for op in self.states.graph.block.ops:
+            if op.name != "optimization_barrier" and not self._early.isdisjoint(op.results):
+                continue  # before the loop, with all of its results
+            part = _part(op, wanted)
+            if part is None and op.index in self._effects and not op.results:
+                part = op
+            if part is not None:
+                out.append(renamed_op(part, self.names))
+        return out
 
     # -- results --------------------------------------------------------------------------------------------------
-
-    def export(self, value: int) -> None:
-        """Makes the loop return a value."""
-        self._exports[value] = self.builder.cuts.normalise(self.states.state[value])
-
-    def rename(self, atom: Atom) -> Atom:
-        """The name of a value after the loop."""
-        return atom if isinstance(atom, Lit) else self._renames.get(atom, atom)
 
     def finish(self) -> tuple[Op, list[Op]]:
         """The scan, and the operations that make the exported values of its results."""
         post: list[Op] = []
         carries: list[tuple[int, Carried]] = []
         stacked: list[tuple[int, State, Atom, int]] = []  # value, its state, the body's output, the result
+        values, parts = self.builder.values, self.builder.parts
         for value, state in self._exports.items():
-            if state.kind == "sliced" or (state == LOCAL and self.builder.parts == 1):
+            if state.kind == "sliced" or (state == LOCAL and parts == 1):
                 inner = self.fetch(value, state)
-                result = self.builder.shaped(value, (self.builder.parts, *self.builder.shape_of(inner)))
+                result = self.builder.shaped(value, (parts, *shape_of(inner, values)))
                 stacked.append((value, state, inner, result))
             else:
                 carries.append((value, self._carry(value, state)))
-        params = {"length": self.builder.parts, "reverse": False, "unroll": 1}
+        params = {"length": parts, "reverse": False, "unroll": 1}
         empty = Op(self.builder.index(), primitives.scan_p, params, (), (), (), self._scan_source(), None)
         ys = [(inner, result) for _, _, inner, result in stacked]
         scan = ScanView(empty).rebuilt(self.ops, self.consts, [carry for _, carry in carries], self.xs, ys)
         for value, carry in carries:
-            result, dtype = carry.end, self.builder.values[value].dtype
-            if self.builder.values[result].dtype != dtype:
-                run = functools.partial(_convert, dtype=dtype)
-                result = self.around.trace(run, [result], post, ("back", dtype))
-            self._renames[value] = result
+            dtype = values[value].dtype
+            is_wide = values[carry.end].dtype != dtype
+            self.names[value] = self._outside(_converted, [carry.end], post, dtype) if is_wide else carry.end
         for value, state, _, result in stacked:
-            run = functools.partial(self._join, state=state)
-            self._renames[value] = self.around.trace(run, [result], post, ("joined", state))
+            self.names[value] = self._outside(self.builder.cuts.join, [result], post, state)
         return scan, post
 
     def _carry(self, value: int, state: State) -> Carried:
         """A carry for an exported value."""
         shape, dtype = self.builder.values[value].shape, self.builder.values[value].dtype
         wide = dtype if state == INNER else accumulator_dtype(dtype)
-        zeros = "zeros", shape, wide
-        init = self.around.trace(lambda: [lax.full(shape, 0, wide)], [], self.around.prepared, zeros)
+        init = self._outside(_zeros, [], self._prepared, shape, wide)
         if state == LOCAL and dtype == np.bool_:
             raise MicrobatchError(
                 f"num_microbatches={self.builder.parts}: a result is a truth value of the whole batch, which no "
@@ -148,23 +221,34 @@ class _Loop(Scope):
         start, end = self.builder.fresh(like), self.builder.fresh(like)
         if state == INNER or (state == LOCAL and not jnp.issubdtype(dtype, jnp.inexact)):
             return Carried(init, start, self.fetch(value, state), end)
-        summand = self.fetch(value, PARTIAL)
+        summand, source = self.fetch(value, PARTIAL), self.source(value)
         if wide != dtype:
-            widened = "to", wide
-            summand = self.trace(lambda x: [lax.convert_element_type(x, wide)], [summand], self._source(value), widened)
-        total = self.trace(lambda a, x: [lax.add(a, x)], [start, summand], self._source(value), "add")
-        return Carried(init, start, total, end)
-
-    def _join(self, x: jax.Array, state: State) -> list[jax.Array]:
-        return [self.builder.cuts.join(x, state)]
+            summand = self.trace(_converted, [summand], source, wide)
+        return Carried(init, start, self.trace(lax.add, [start, summand], source), end)
 
     def _scan_source(self) -> Any:
         """A source of its own, without a name stack: those of the operations inside are whole."""
-        for op in (*self.ops, *self.around.block.ops):
+        for op in (*self.ops, *self.states.graph.block.ops):
             if op.source is not None:
                 return op.source.replace(name_stack=_jax.empty_stack())
         raise ValueError("nothing that the step returns depends on its batch")
 
 
-def _convert(x: jax.Array, dtype: Any) -> list[jax.Array]:
-    return [lax.convert_element_type(x, dtype)]
+def _part(op: Op, wanted: set[int]) -> Op | None:
+    """An operation that makes wanted values; of a barrier only the part that makes them."""
+    if wanted.isdisjoint(op.results):
+        return None
+    kept = [i for i, value in enumerate(op.results) if value in wanted]
+    if op.name != "optimization_barrier" or len(kept) == len(op.results):
+        return op
+    return replace(
+        op, operands=tuple(op.operands[i] for i in kept), results=tuple(op.results[i] for i in kept), key=None
+    )
+
+
+def _converted(dtype: Any, x: jax.Array) -> jax.Array:
+    return lax.convert_element_type(x, dtype)
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return lax.full(shape, 0, dtype)

@@ -38,7 +38,7 @@ from alpa_lite.passes.ir import evaluation, primitives, pruning
 from alpa_lite.passes.ir.flow import made_of, values_in
 from alpa_lite.passes.microbatches.aggregates import Aggregates, Tag
 from alpa_lite.passes.microbatches.messages import AVERAGED, COMBINED, JOINED, LAST, SUMMED, notes_on_leaves
-from alpa_lite.passes.microbatches.states import accumulator_dtype, spec_of
+from alpa_lite.passes.microbatches.states import accumulator_dtype
 from alpa_lite.passes.tracing import conversion
 
 SCOPE = "micro_batches"
@@ -60,8 +60,8 @@ class _Pair:
                 raise TraceMismatch(
                     f"the effect of {op.name} at {_jax.source_line(op.source)} happens once for the whole batch"
                 )
-        shapes = [[(op.name, len(op.operands), len(op.results)) for op in some] for some in ops]
-        if shapes[0] != shapes[1]:
+        first, second = ([(op.name, len(op.operands), len(op.results)) for op in some] for some in ops)
+        if first != second:
             raise TraceMismatch("on one micro-batch the step does not do the same operations as on the batch")
         if len(big.block.inputs) != len(small.block.inputs):
             raise TraceMismatch("on one micro-batch the step does not close over the same constants as on the batch")
@@ -92,6 +92,14 @@ class _Pair:
             raise TraceMismatch("a value has different dims on one micro-batch and on the batch")
         return [d for d, (m, n) in enumerate(zip(a, b, strict=True)) if m != n]
 
+    def holds_examples(self, value: int) -> bool:
+        """Whether a dim of a small value holds examples."""
+        return self.small.values[value].shape != self.big.values[self.big_value[value]].shape
+
+    def loops_over_examples(self, op: Op) -> bool:
+        """Whether the length of a scan is a number of examples."""
+        return op.params["length"] != self.big_op[op.index].params["length"]
+
     def one_grown_dim(self, value: int, refusal: str) -> int | None:
         """The dim in which a small value differs from its twin, if any; refused if there are several."""
         grown = self.grown_dims(value)
@@ -120,35 +128,24 @@ class IndependentLoop:
         self.pair, self.dims, self.parts = _Pair(big.graph, small.graph), dims, parts
         self.arguments, self.outputs = small.arguments, small.outputs
         block = small.graph.block
+        batch = {block.inputs[i] for i in dims}
         passes = [op for op in block.ops if op.index not in update]  # forward and backward
-        of_batch = made_of(passes, {block.inputs[i] for i in dims})
+        of_batch = made_of(passes, batch)
         self.before = [op for op in passes if of_batch.isdisjoint(op.results)]
         self.inside = [op for op in passes if not of_batch.isdisjoint(op.results)]
         self.after = [op for op in block.ops if op.index in update]
-        self.aggregates = self._tag(passes)
+        self.aggregates = Aggregates(small.graph.values, self.pair.holds_examples, self.pair.loops_over_examples)
+        self.aggregates.tags |= {v: Tag.EXAMPLES if v in batch else Tag.CONSTANT for v in block.inputs}
+        self.aggregates.tag(passes, may_add_once=True)
         read_later = [*(v for op in self.after for v in op.reads), *values_in(block.outputs)]
-        made = {v for op in self.inside for v in op.results}
-        batch = {block.inputs[i] for i in dims}
-        self.exports = [v for v in dict.fromkeys(read_later) if v in made or v in batch]
+        made = {*batch, *(v for op in self.inside for v in op.results)}
+        self.exports = [v for v in dict.fromkeys(read_later) if v in made]
         normed = self._find_normed(passes, of_batch)
         self.combined = {value: self._combination(value, value in normed) for value in self.exports}
         self.terms = self._find_terms_added_once()
         self.draws = self._find_draws(of_batch)
 
     # -- how results are combined ---------------------------------------------------------------------------------
-
-    def _tag(self, ops: Sequence[Op]) -> Aggregates:
-        """How values depend on the examples."""
-        pair, block = self.pair, self.pair.small.block
-        aggregates = Aggregates(
-            pair.small.values,
-            lambda value: pair.small.values[value].shape != pair.big.values[pair.big_value[value]].shape,
-            lambda op: op.params["length"] != pair.big_op[op.index].params["length"],
-        )
-        batch = {block.inputs[i] for i in self.dims}
-        aggregates.tags |= {value: Tag.EXAMPLES if value in batch else Tag.CONSTANT for value in block.inputs}
-        aggregates.tag(ops, may_add_once=True)
-        return aggregates
 
     def _combination(self, value: int, is_normed: bool) -> str:
         """How the micro-batches' values of an export are combined: one of `COMBINED`."""
@@ -221,7 +218,7 @@ class IndependentLoop:
           TraceMismatch: nothing is left for the loop.
         """
         big = self.pair.big
-        specs = [spec_of(big.values[v]) for v in big.block.inputs[: len(self.arguments)]]
+        specs = [_jax.spec_of(big.values[v].aval) for v in big.block.inputs[: len(self.arguments)]]
         graph = conversion.graph_of(jax.make_jaxpr(self._run)(*specs))
         *outputs, mark = graph.block.outputs
         scan = next(op.index for op in graph.block.ops if mark in op.results)
@@ -236,9 +233,8 @@ class IndependentLoop:
         big, small = self.pair.big, self.pair.small
         whole = dict(zip(big.block.inputs, [*leaves, *big.constants], strict=True))
         own = dict(zip(small.block.inputs, [*leaves, *small.constants], strict=True))
-        batch = {
-            v: _blocks(own.pop(v), dim, self.parts) for i, dim in self.dims.items() for v in [small.block.inputs[i]]
-        }
+        dims = {small.block.inputs[i]: dim for i, dim in self.dims.items()}
+        batch = {v: _blocks(own.pop(v), dim, self.parts) for v, dim in dims.items()}
         _evaluate(self._twins(self.before), whole)
         _evaluate(self.before, own)
         batch |= {v: _blocks(whole[self.pair.big_value[v]], dim, self.parts) for v, dim in self.draws.items()}

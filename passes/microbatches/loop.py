@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite.errors import AlpaLiteError, MicrobatchError
-from alpa_lite.graph import Graph, Traced
+from alpa_lite.graph import Traced
 from alpa_lite.passes import factors
 from alpa_lite.passes.microbatches import messages
 from alpa_lite.passes.microbatches.analysis import Analysis, Refused
@@ -131,9 +131,13 @@ def accumulate(
 
 def _accumulate_exactly(traced: Traced, analysis: Analysis, cut: Cut, strided: bool) -> Accumulated:
     """The step in micro-batches whose sums are those of the batch, but for reductions that are local."""
-    parts = analysis.parts
+    parts, is_strided = analysis.parts, strided and not analysis.local
     try:
-        graph, scan, is_strided = _emit(analysis, strided)
+        try:
+            graph, scan = emit(analysis.states, strided=is_strided)
+        except PositionDependent:
+            is_strided = False
+            graph, scan = emit(analysis.states)
     except ValueError as error:
         raise messages.without_loop(analysis, error) from error
     notes = [messages.cut_note(traced, parts, cut), *messages.notes_on_analysis(traced, analysis)]
@@ -142,14 +146,6 @@ def _accumulate_exactly(traced: Traced, analysis: Analysis, cut: Cut, strided: b
             f"micro-batch t has the examples t, t + {parts}, t + {2 * parts}, .., so that cutting moves no data"
         )
     return Accumulated(replace(traced, graph=graph), scan, parts, tuple(notes))
-
-
-def _emit(analysis: Analysis, strided: bool) -> tuple[Graph, int, bool]:
-    """As `emit`, with micro-batches of every m-th example if requested and possible; and whether it was."""
-    if strided and not analysis.local:
-        with contextlib.suppress(PositionDependent):
-            return *emit(analysis.states, strided=True), True
-    return *emit(analysis.states), False
 
 
 def _accumulate_in_one(traced: Traced, rules: Rules) -> Accumulated:

@@ -20,11 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_lite import _jax
 from alpa_lite.graph import Atom, Lit, Op, Value
 from alpa_lite.layout import Layout
 from alpa_lite.passes.ir import flow, primitives
@@ -69,11 +67,6 @@ WHOLE, INNER, PARTIAL, LOCAL, AFTER = (State(kind) for kind in ("whole", "inner"
 def sliced(dim: int, examples: int = 0, segments: Sequence[int] = ()) -> State:
     """The state of a value of which micro-batch t has block t of `dim`."""
     return State("sliced", dim, tuple(segments) if len(segments) > 1 else (), examples)
-
-
-def spec_of(value: Value) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and weak type of a value, to trace with."""
-    return _jax.spec_of(value.aval)
 
 
 def accumulator_dtype(dtype: Any) -> Any:
@@ -177,9 +170,13 @@ def linear(op: Op, partial: Sequence[bool], values: Sequence[Value]) -> tuple[bo
       values: of the graph.
     """
     count = len(partial)
-    if not all(jnp.issubdtype(values[v].dtype, jnp.number) for v in op.results):
+    dtypes = [(a.aval if isinstance(a, Lit) else values[a]).dtype for a in (*op.operands, *op.results)]
+    if not all(jnp.issubdtype(dtype, jnp.number) for dtype in dtypes[count:]):
         return None
-    if op.name in primitives.LINEAR_IN_FIRST or _divides(op, values) or _converts(op, values):
+    is_inexact = jnp.issubdtype(dtypes[-1], jnp.inexact)
+    keeps_sums = jnp.issubdtype(dtypes[0], jnp.integer) or (is_inexact and jnp.issubdtype(dtypes[0], jnp.number))
+    is_scaling = (op.name == "div" and is_inexact) or (op.name == "convert_element_type" and keeps_sums)
+    if is_scaling or op.name in primitives.LINEAR_IN_FIRST:
         wanted = {0}
     elif op.name in primitives.LINEAR_IN_ALL:
         wanted = set(range(count))
@@ -194,20 +191,6 @@ def linear(op: Op, partial: Sequence[bool], values: Sequence[Value]) -> tuple[bo
     if any(p and i not in wanted for i, p in enumerate(partial)):
         return None
     return tuple(i in wanted for i in range(count))
-
-
-def _divides(op: Op, values: Sequence[Value]) -> bool:
-    return op.name == "div" and jnp.issubdtype(values[op.results[0]].dtype, jnp.inexact)
-
-
-def _converts(op: Op, values: Sequence[Value]) -> bool:
-    if op.name != "convert_element_type":
-        return False
-    source = op.operands[0]
-    before = source.aval.dtype if isinstance(source, Lit) else values[source].dtype
-    if not jnp.issubdtype(before, jnp.number):
-        return False
-    return jnp.issubdtype(values[op.results[0]].dtype, jnp.inexact) or jnp.issubdtype(before, jnp.integer)
 
 
 def is_intensive(op: Op) -> bool:

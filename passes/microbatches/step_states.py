@@ -11,6 +11,7 @@ from typing import Any
 
 from alpa_lite.graph import Atom, Graph, Lit, Op
 from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.microbatches.states import AFTER, AXIS, LOCAL, PARTIAL, WHOLE, Role, State, sliced, state_of
@@ -57,7 +58,7 @@ class StepStates:
 
     def shape(self, atom: Atom) -> tuple[int, ...]:
         """The shape of an operand."""
-        return tuple(atom.aval.shape) if isinstance(atom, Lit) else self.values[atom].shape
+        return shape_of(atom, self.values)
 
     def is_free(self, op: Op) -> bool:
         """Whether nothing that an operation reads depends on floating-point state."""
@@ -126,8 +127,8 @@ class StepStates:
             self._forms[key] = None if form is not None and form.collectives else form
         return self._forms[key]
 
-    def block_form(self, value: int, dim: int) -> tuple[Op, LocalForm] | None:
-        """The op of a value, and its local form that makes one block along `dim` from the same kind of operands."""
+    def block_form(self, value: int, dim: int) -> LocalForm | None:
+        """The local form of a value's op that makes one block along `dim` from the same kind of operands."""
         if value not in self.producers:
             return None
         op, result = self.producers[value]
@@ -137,17 +138,16 @@ class StepStates:
         form = self.form(op, rule.results[result][dim][0])
         if form is None or any(layout.partial for layout in form.results):
             return None
-        return (op, form) if state_of(form.results[result]) == sliced(dim) else None
+        return form if state_of(form.results[result]) == sliced(dim) else None
 
     def can_block(self, atom: Atom, dim: int) -> bool:
         """Whether a micro-batch can make its own block of a value that has the size of the whole batch."""
-        if self.of(atom).kind in ("whole", "inner"):
-            return True
-        if self.of(atom) != LOCAL or isinstance(atom, Lit):
+        state = self.of(atom)
+        if isinstance(atom, Lit) or state != LOCAL:
+            return state.kind in ("whole", "inner")
+        form = self.block_form(atom, dim)
+        if form is None:
             return False
-        found = self.block_form(atom, dim)
-        if found is None:
-            return False
-        op, form = found
-        wanted = [state_of(layout) for layout in form.operands]
-        return all(w == WHOLE or self.can_block(a, w.dim) for a, w in zip(op.operands, wanted, strict=True))
+        wanted = map(state_of, form.operands)
+        operands = self.producers[atom][0].operands
+        return all(w == WHOLE or self.can_block(a, w.dim) for a, w in zip(operands, wanted, strict=True))

@@ -21,6 +21,9 @@ from alpa_lite.strategy import Rule
 Range = tuple[int, int]
 """Indices from the first to before the second."""
 
+Ranges = Mapping[int | None, Range]
+"""By factor; a dim without one has no range."""
+
 
 class Extents:
     """The ranges of all pieces.
@@ -66,61 +69,52 @@ class Extents:
             if a < b:
                 yield piece, (a - first, b - first)
 
-    def of(self, op: Op, way: Way, piece: int) -> Mapping[int, Range] | None:
+    def of(self, op: Op, way: Way, piece: int) -> Ranges | None:
         """Returns the range of each factor that one piece of an operation takes; None where it has no rows."""
         rule = self.rules[op.key]
-        out: dict[int, Range] = {}
-        state = self._leading(op, way)
-        rows = self.held(state, piece)
+        rows = self.held(self._leading(op, way), piece)
         if rows[0] == rows[1]:
             return None
         if way.rows is None:  # a single row
-            return out
-        out[way.rows] = rows
+            return {}
+        out: dict[int | None, Range] = {way.rows: rows}
         for number, factor in enumerate(rule.factors):
             if number == way.rows:
                 continue
             if number == way.column and way.kind == "pieces":
                 out[number] = (0, self.need[op.results[0]][piece])
-            elif self._is_column(op, rule, number):
-                out[number] = (0, self._seen(op, rule, number, rows, factor.size))
+            elif any(s.column is not None and dims[s.column] == (number,) for _, dims, s in self._operands(op)):
+                out[number] = (0, self._seen(op, number, rows, factor.size))
         return out
+
+    def _operands(self, op: Op) -> Iterator[tuple[int, Sequence[Sequence[int]], State]]:
+        """The operands that have the sequence, with the factors of their dims."""
+        for atom, dims in zip(op.operands, self.rules[op.key].operands, strict=True):
+            if isinstance(atom, int) and atom in self.found.of:
+                yield atom, dims, self.found.of[atom]
 
     def _leading(self, op: Op, way: Way) -> State:
         """The state that says which rows a piece has."""
         if way.kind == "pieces":
             return self.found.of[op.results[0]]
         rule = self.rules[op.key]
-        for atom, dims in zip(op.operands, rule.operands, strict=True):
-            state = self.found.of.get(atom) if isinstance(atom, int) else None
-            if state is not None and row_factor(rule, dims, state) == way.rows:
-                return state
-        raise AssertionError(op.name)
+        return next(state for _, dims, state in self._operands(op) if row_factor(rule, dims, state) == way.rows)
 
-    def _is_column(self, op: Op, rule: Rule, factor: int) -> bool:
-        """Whether a factor is one of columns that the operation sums, or spreads to."""
-        for atom, dims in zip(op.operands, rule.operands, strict=True):
-            state = self.found.of.get(atom) if isinstance(atom, int) else None
-            if state is not None and state.column is not None and dims[state.column] == (factor,):
-                return True
-        return False
-
-    def _seen(self, op: Op, rule: Rule, factor: int, rows: Range, size: int) -> int:
+    def _seen(self, op: Op, factor: int, rows: Range, size: int) -> int:
         """How many columns of a factor these rows need: those behind add nothing."""
         least = size
-        maximum = op.name == "reduce_max"
-        for atom, dims in zip(op.operands, rule.operands, strict=True):
-            state = self.found.of.get(atom) if isinstance(atom, int) else None
-            for b in self.known.get(atom, ()) if isinstance(atom, int) else ():
-                if state is None or (b.row, b.column) != (state.dim, state.column) or dims[b.column] != (factor,):
+        for atom, dims, state in self._operands(op):
+            for b in self.known.get(atom, ()):
+                if (b.row, b.column) != (state.dim, state.column) or dims[b.column] != (factor,):
                     continue
-                if b.negative if maximum else (b.exact and b.value == 0 and op.name in ("dot_general", "reduce_sum")):
+                is_nothing = b.exact and b.value == 0 and op.name in ("dot_general", "reduce_sum")
+                if b.negative if op.name == "reduce_max" else is_nothing:
                     least = min(least, int(b.first[rows[0] : rows[1]].max()))
         return max(least, 1)
 
     # -- what is needed of columns --------------------------------------------------------------------------------
 
-    def _want(self, value: int, rows: Range | None, columns: int | None) -> None:
+    def _want(self, value: int, rows: Range | None = None, columns: int | None = None) -> None:
         """Notes that some rows of a value are read as far as a column; None stands for all."""
         state = self.found.of.get(value)
         if state is None or state.free or state.column is None:
@@ -148,27 +142,19 @@ class Extents:
         if way.kind == "pieces" and op.name in primitives.PAIRWISE:
             for atom, value in zip(op.operands, op.results, strict=True):
                 if isinstance(atom, int) and value in self.need:
-                    state = self.found.of[value]
-                    for piece in range(self.slices):
-                        self._want(atom, self.held(state, piece), self.need[value][piece])
-            return
-        if way.kind == "shift":
-            for atom in values_in(op.operands):
-                self._want(atom, None, max(self.need.get(op.results[0], [0])) or None)
-            return
-        if way.kind not in ("pieces", "sum", "spread"):
-            for atom in values_in(op.operands):
-                self._want(atom, None, None)
-            return
-        rule = self.rules[op.key]
-        for piece in range(self.slices):
-            extents = self.of(op, way, piece)
-            for atom, dims in zip(op.operands, rule.operands, strict=True):
-                state = self.found.of.get(atom) if isinstance(atom, int) else None
-                if extents is None or state is None or state.column is None or not isinstance(atom, int):
+                    for piece, columns in enumerate(self.need[value]):
+                        self._want(atom, self.held(self.found.of[value], piece), columns)
+        elif way.kind in ("pieces", "sum", "spread"):
+            rule = self.rules[op.key]
+            pieces = [extents for piece in range(self.slices) if (extents := self.of(op, way, piece)) is not None]
+            for atom, dims, state in self._operands(op):
+                if state.column is None:
                     continue
-                factor = row_factor(rule, dims, state)
-                rows = extents.get(factor) if factor is not None else None
-                (column,) = dims[state.column] or (None,)
-                reach = extents.get(column) if column is not None else None
-                self._want(atom, rows, None if reach is None else reach[1])
+                factor, column = row_factor(rule, dims, state), next(iter(dims[state.column]), None)
+                for extents in pieces:
+                    reach = extents.get(column)
+                    self._want(atom, extents.get(factor), None if reach is None else reach[1])
+        else:
+            columns = max(self.need.get(op.results[0], [0])) or None if way.kind == "shift" else None
+            for atom in op.reads:
+                self._want(atom, columns=columns)

@@ -7,7 +7,6 @@ a slice needs is seen in their operations: the mask, the maximum of a row, the s
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,6 +19,7 @@ from alpa_lite.graph import Atom, Block, Graph, Op
 from alpa_lite.kernels import KERNEL
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import values_in
+from alpa_lite.passes.ir.inlining import inlined
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_op
 from alpa_lite.passes.tracing import conversion
 
@@ -38,15 +38,10 @@ def opened(rewriter: Rewriter, block: Block) -> tuple[Block, dict[int, int]]:
         if inner is None:
             out.append(op)
             continue
-        env: dict[int, Atom] = dict(zip(inner.block.inputs, op.operands, strict=False))
-        for one in inner.block.ops:
-            results = [rewriter.fresh(inner.values[v]) for v in one.results]
-            operands = [renamed_atom(a, env) for a in one.operands]
-            made = rewriter.moved(one, operands, results, values=inner.values)
-            out.append(replace(made, key=one.key, source=op.source))
-            part_of[out[-1].index] = op.index
-            env.update(zip(one.results, results, strict=True))
-        names.update((v, renamed_atom(a, env)) for v, a in zip(op.results, inner.block.outputs, strict=True))
+        ops, results = inlined(rewriter, inner, dict(zip(inner.block.inputs, op.operands, strict=True)), op.source)
+        out += ops
+        part_of.update((one.index, op.index) for one in ops)
+        names.update(zip(op.results, results, strict=True))
     outputs = tuple(renamed_atom(a, names) for a in block.outputs)
     return Block(block.inputs, tuple(out), outputs), part_of
 

@@ -11,7 +11,7 @@ written is correct in any case (`expansion`), so this decides about usefulness, 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.graph import Block, Op, Traced, walk
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import values_in
+from alpa_lite.passes.ir.flow import made_of
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter, substituted, with_body
 from alpa_lite.passes.layers import assignment
@@ -146,14 +146,15 @@ class _Slicer:
             fits = tokens == sum(self.lengths)
             products = [op for op in self.body.ops if op.index in self.forward and op.name in _PRODUCTS]
             if all(found.ways[op.index].kind == "whole" for op in products):  # then slices are of no use
-                reasons += [self._of_whole(op, found) for op in products if not found.of.keys().isdisjoint(op.operands)]
+                read = [op for op in products if not found.of.keys().isdisjoint(op.operands)]
+                reasons += [_waits(op, found.ways[op.index].reason or "it takes the whole sequence") for op in read]
                 continue
-            made = self._expanded(found, self.lengths if fits else (tokens // 2, tokens - tokens // 2))
-            late = self._late(made)
-            if late is None and fits:
+            lengths = self.lengths if fits else (tokens // 2, tokens - tokens // 2)
+            made = expansion.expand(self.rewriter, self.body, self.rules, self.known, found, self.forward, lengths)
+            if any(late.op.name in _PRODUCTS for late in made.late):
+                reasons.append(_waits(made.late[0].op, made.late[0].reason))
+            elif fits:
                 return self._step(made)
-            if late is not None:
-                reasons.append(f"{late.op.name} at {_where(late.op)} waits for later tokens: {late.reason}")
             elif tokens:
                 reasons.append(f"the sequence has {tokens} tokens, and {list(self.lengths)} are {sum(self.lengths)}")
         reasons.sort(key=lambda reason: "waits for" not in reason)
@@ -183,27 +184,9 @@ class _Slicer:
         """Of the body, given the dims of the step's arguments."""
         outer = Block(self.graph.block.inputs, tuple(self.early), ())
         above = states.states(outer, self.rules, self.values, {}, frozenset(o.index for o in self.early), sequence)
-        inner: dict[int, int] = {}
-        for operand, value in self.view.consts:
-            state = above.of.get(operand) if isinstance(operand, int) else None
-            if state is not None:
-                inner[value] = state.dim
-        for operand, value in self.view.xs:
-            state = above.of.get(operand) if isinstance(operand, int) else None
-            if state is not None and state.dim:
-                inner[value] = state.dim - 1
+        inner = {v: above.of[a].dim for a, v in self.view.consts if a in above.of}
+        inner |= {v: above.of[a].dim - 1 for a, v in self.view.xs if a in above.of and above.of[a].dim}
         return states.states(self.body, self.rules, self.values, self.known, self.forward, inner)
-
-    def _of_whole(self, op: Op, found: states.States) -> str:
-        reason = found.ways[op.index].reason or "it takes the whole sequence"
-        return f"{op.name} at {_where(op)} waits for later tokens: {reason}"
-
-    def _expanded(self, found: states.States, lengths: Sequence[int]) -> expansion.Expanded:
-        return expansion.expand(self.rewriter, self.body, self.rules, self.known, found, self.forward, lengths)
-
-    def _late(self, made: expansion.Expanded) -> expansion.Late | None:
-        """Returns the first operation that waits for a later slice, if a product of the forward pass waits."""
-        return made.late[0] if any(late.op.name in _PRODUCTS for late in made.late) else None
 
     # -- the new step ---------------------------------------------------------------------------------------------
 
@@ -211,19 +194,19 @@ class _Slicer:
         layers, slices, rewriter = self.layers, len(self.lengths), self.rewriter
         scan = with_body(self.scan, made.block)
         result = rewriter.step(self.traced, substituted(self.graph.block, self.scan, [scan]), self.scan.index)
-        parts: dict[int, list[int]] = {}
-        for op in made.block.ops:
-            if op.index in rewriter.place:
-                owner = made.owner[op.index]
-                parts.setdefault(self.part_of.get(owner, owner), []).append(op.index)
+        parts: dict[int, list[int]] = defaultdict(list)
         place = rewriter.place
+        for op in made.block.ops:
+            if op.index in place:
+                owner = made.owner[op.index]
+                parts[self.part_of.get(owner, owner)].append(op.index)
         forward = {i for i, phase in made.phase.items() if phase < slices}
 
         def parts_of(ops: Sequence[int]) -> tuple[int, ...]:
-            return tuple(place[i] for op in ops for i in parts.get(op, ()) if i in forward)
+            return tuple(place[i] for op in ops for i in parts[op] if i in forward)
 
         cuts = self.free - layers.free  # what an iteration takes of stacked parameters
-        free = {place[i] for op in layers.free for i in parts.get(op, ())}
+        free = {place[i] for op in layers.free for i in parts[op]}
         free |= {place[i] for i, owner in made.owner.items() if owner in cuts and i in place}
         free |= {place[op.index] for op in self.graph.block.ops if op.index in layers.free and op.index in place}
         known = {i for i, new in place.items() if new in free}
@@ -245,14 +228,11 @@ class _Slicer:
         They are made once for all operations of a phase, and like the values that they cut, wherever they are read.
         """
         held = zip(self.graph.block.inputs, self.traced.arguments, strict=False)
-        of_state = {value for value, argument in held if argument.stays}
-        for op in self.early:
-            if not of_state.isdisjoint(values_in(op.operands)):
-                of_state.update(op.results)
+        of_state = made_of(self.early, {value for value, argument in held if argument.stays})
         constant = {inner for outer, inner in self.view.consts if outer not in of_state}
         found = set()
         for op in block.ops:
-            if (op.index in free or op.name in primitives.REARRANGED) and constant.issuperset(values_in(op.operands)):
+            if (op.index in free or op.name in primitives.REARRANGED) and constant.issuperset(op.reads):
                 constant.update(op.results)
                 found.add(op.index)
         return found
@@ -266,3 +246,7 @@ def _tokens(found: states.States) -> int:
 
 def _where(op: Op) -> str:
     return _jax.where(op.source) or shown(op.name)
+
+
+def _waits(op: Op, reason: str) -> str:
+    return f"{op.name} at {_where(op)} waits for later tokens: {reason}"

@@ -23,6 +23,7 @@ An operation that has the rows as a parallel factor does one slice at a time. It
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -30,6 +31,7 @@ from typing import Literal
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Block, Op, Value
 from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.tokens.beyond import Known
 from alpa_lite.passes.tokens.windows import window
@@ -59,6 +61,11 @@ class State:
     free: bool = False
     stride: int = 1
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the dim is the rows, one token after another, and there are no columns."""
+        return (self.outer, self.inner, self.stride, self.column) == (1, 1, 1, None)
+
 
 @dataclass(frozen=True)
 class Way:
@@ -80,7 +87,7 @@ class Way:
 class States:
     """Where every value of a block has the sequence, and how every operation is done, by op index."""
 
-    of: Mapping[int, State]
+    of: Mapping[Atom, State]
     ways: Mapping[int, Way]
 
 
@@ -113,7 +120,7 @@ def states(
       sequence: inputs of the block that have the sequence -> its dim.
     """
     early = forward | computed_again(block, forward)
-    walk = _Walk(rules, values, forward, early, _orientation(block.ops, rules, known))
+    walk = _Walk(rules, values, early, _orientation(block.ops, rules, known))
     walk.of = {value: State(dim, values[value].shape[dim], free=True) for value, dim in sequence.items()}
     for op in block.ops:
         walk.ways[op.index] = walk.visit(op)
@@ -139,6 +146,13 @@ def _orientation(ops: Sequence[Op], rules: Mapping[object, Rule], known: Known) 
     return out
 
 
+_Given = Sequence[State | None]
+"""The states of operands; None for those that do not have the sequence."""
+
+_Live = Sequence[tuple[Atom, State]]
+"""The operands that have the sequence and are not there from the start."""
+
+
 class _Walk:
     """One pass over the operations in program order."""
 
@@ -146,19 +160,17 @@ class _Walk:
         self,
         rules: Mapping[object, Rule],
         values: Sequence[Value],
-        forward: frozenset[int],
         early: frozenset[int],
         orientation: Mapping[int, tuple[int, int]],
     ) -> None:
-        self.rules, self.values, self.forward, self.orientation = rules, values, forward, orientation
-        self.early = early
-        self.of: dict[int, State] = {}
+        self.rules, self.values, self.early, self.orientation = rules, values, early, orientation
+        self.of: dict[Atom, State] = {}
         self.ways: dict[int, Way] = {}
         self.cotangents: set[int] = set()  # what nothing makes before the backward pass of its slice
 
     def visit(self, op: Op) -> Way:
         """The way of one operation; the states of its results are filled in."""
-        given = [self.of.get(a) if isinstance(a, int) else None for a in op.operands]
+        given = list(map(self.of.get, op.operands))
         if not any(given):
             return _WHOLE
         if op.name in primitives.PAIRWISE:
@@ -168,42 +180,45 @@ class _Walk:
             return Way("pieces")
         if op.index not in self.early:
             self.cotangents.update(op.results)
+        live = [(a, s) for a, s in zip(op.operands, given, strict=True) if s is not None and not s.free]
         if op.name == "scan":
-            return self._scan(op, given)
+            return self._scan(op, given, live)
         rule = self.rules.get(op.key)
         if rule is None or op.bodies:
             return Way("whole", reason=f"{op.name} is not cut")
-        if all(s is None or s.free for s in given) and op.name in _CHEAP:
+        if not live and op.name in _CHEAP:
             self._label(op, rule, given)
             return Way("free")
-        for attempt in (self._shift, self._window, self._running, self._single, self._factors):
-            way = attempt(op, rule, given)
-            if way is not None:
-                return way
-        return Way("whole", reason=f"{op.name} does not go slice by slice")
+        found = None
+        if live and op.name in SHIFTS:
+            found = self._shift(op, given, live)
+        elif op.name == "conv_general_dilated":
+            found = self._window(op, given, live)
+        elif op.name in primitives.CUMULATIVE:
+            found = self._running(op, given)
+        elif live and op.name in primitives.ELEMENTWISE:
+            found = self._single(op, live)
+        return found or self._factors(op, rule, given) or Way("whole", reason=f"{op.name} does not go slice by slice")
 
     # -- by factors -----------------------------------------------------------------------------------------------
 
-    def _factors(self, op: Op, rule: Rule, given: Sequence[State | None]) -> Way | None:
-        live = [s is not None and not s.free for s in given]
-        if not any(live):  # of the batch: here the sequence begins to be cut
-            live = [s is not None for s in given]
+    def _factors(self, op: Op, rule: Rule, given: _Given) -> Way | None:
+        if all(s is None or s.free for s in given):  # of the batch: here the sequence begins to be cut
             given = [None if s is None else replace(s, offset=0, free=False, stride=1) for s in given]
         rows: dict[int, list[tuple[Atom, State]]] = {}
         columns: dict[int, int] = {}
-        for atom, dims, state, is_live in zip(op.operands, rule.operands, given, live, strict=True):
-            if state is None or not is_live:
+        for atom, dims, state in zip(op.operands, rule.operands, given, strict=True):
+            if state is None or state.free:
                 continue
-            factor = row_factor(rule, dims, state)
-            if factor is None or rule.factors[factor].kind in ("replicate", "special"):
-                return None
-            rows.setdefault(factor, []).append((atom, state))
+            factor, column = row_factor(rule, dims, state), None
             if state.column is not None:
-                at = dims[state.column]
-                column = at[0] if len(at) == 1 else None
-                if column is None or rule.factors[column].kind in ("replicate", "special"):
+                (column,) = dims[state.column] if len(dims[state.column]) == 1 else (None,)
+                if column is None:
                     return None
                 columns[column] = state.column_offset
+            if factor is None or any(rule.factors[f].kind in ("replicate", "special") for f in (factor, *columns)):
+                return None
+            rows.setdefault(factor, []).append((atom, state))
         made = rule.results[0]
         here = [f for f in rows if any(f in dim for dim in made)]
         if len(here) == 2 and op.results[0] in self.orientation:
@@ -214,9 +229,9 @@ class _Walk:
         if len(rows) != 1 or op.name not in SUMS:
             return None
         (factor,) = rows
-        to = [f for f in columns if any(f in dim for dim in made)]
-        for column in to:
-            return self._spread(op, rule, factor, column, columns[column])
+        for column, offset in columns.items():
+            if any(column in dim for dim in made):
+                return self._spread(op, rule, factor, column, offset)
         return Way("sum", factor)
 
     def _spread(self, op: Op, rule: Rule, factor: int, column: int, offset: int) -> Way | None:
@@ -254,13 +269,9 @@ class _Walk:
         """The state of a tensor whose rows are a factor."""
         for number, dim in enumerate(dims):
             if factor in dim:
+                sizes = [rule.factors[f].size for f in dim]
                 at = list(dim).index(factor)
-                outer = inner = 1
-                for f in dim[:at]:
-                    outer *= rule.factors[f].size
-                for f in dim[at + 1 :]:
-                    inner *= rule.factors[f].size
-                return State(number, rule.factors[factor].size, offset, outer, inner)
+                return State(number, sizes[at], offset, math.prod(sizes[:at]), math.prod(sizes[at + 1 :]))
         return None
 
     def _joined(self, op: Op, tokens: Sequence[tuple[Atom, int, int]]) -> tuple[int, int]:
@@ -274,38 +285,30 @@ class _Walk:
         stride = choose(stride for _, stride in pairs)
         return choose(offset for offset, own in pairs if own == stride), stride
 
-    def _label(self, op: Op, rule: Rule, given: Sequence[State | None]) -> None:
+    def _label(self, op: Op, rule: Rule, given: _Given) -> None:
         """Labels the sequence dim of results made of the batch; the first operand with a label decides."""
-        for dims, state in zip(rule.operands, given, strict=True):
-            if state is None:
-                continue
-            factor = row_factor(rule, dims, state)
-            for value, made in zip(op.results, rule.results, strict=True):
-                found = None if factor is None else self._made(rule, made, factor, 0)
-                if found is None and op.name in SHIFTS and len(made) == len(dims):
-                    found = State(state.dim, self.values[value].shape[state.dim])
-                if found is not None:
-                    self.of[value] = replace(found, free=True)
-            return
+        dims, state = next((dims, s) for dims, s in zip(rule.operands, given, strict=True) if s is not None)
+        factor = row_factor(rule, dims, state)
+        for value, made in zip(op.results, rule.results, strict=True):
+            found = None if factor is None else self._made(rule, made, factor, 0)
+            if found is None and op.name in SHIFTS and len(made) == len(dims):
+                found = State(state.dim, self.values[value].shape[state.dim])
+            if found is not None:
+                self.of[value] = replace(found, free=True)
 
     # -- along the rows -------------------------------------------------------------------------------------------
 
-    def _shift(self, op: Op, rule: Rule, given: Sequence[State | None]) -> Way | None:
+    def _shift(self, op: Op, given: _Given, live: _Live) -> Way | None:
         """`slice`, `pad` and `concatenate` that change the rows."""
-        del rule
-        if op.name not in SHIFTS:
+        state = live[0][1]
+        if not _shifts(op, state) or (state.outer, state.inner) != (1, 1):
             return None
-        state = next(s for s in given if s is not None and not s.free)
-        if not _shifts(op, state):
-            return None
-        if (state.outer, state.inner) != (1, 1):
-            return None
-        moves = shift_of(op, state.dim, [_size(a, self.values, state.dim) for a in op.operands])
+        moves = shift_of(op, state.dim, [size_along(shape_of(a, self.values), state.dim) for a in op.operands])
         every = zip(op.operands, given, moves, strict=False)
         alive = [(a, s, move) for a, s, move in every if s is not None and not s.free]
         if any((s.dim, s.outer, s.column) != (state.dim, 1, state.column) for _, s, _ in alive):
             return None
-        if any(s is not None and s.column is not None for s in given) and op.name == "concatenate":
+        if op.name == "concatenate" and any(s is not None and s.column is not None for s in given):
             return None
         if state.column is not None and any((m.every, m.apart) != (1, 1) for _, _, m in alive):
             return None
@@ -324,34 +327,25 @@ class _Walk:
             at += size
         return Way("shift")
 
-    def _single(self, op: Op, rule: Rule, given: Sequence[State | None]) -> Way | None:
+    def _single(self, op: Op, live: _Live) -> Way | None:
         """An elementwise operation on at most one row, which no factor stands for."""
-        del rule
-        live = [s for s in given if s is not None and not s.free]
-        if op.name not in primitives.ELEMENTWISE or not live or any(s.size > 1 for s in live):
-            return None
-        state = live[0]
-        if any((s.dim, s.size, s.column) != (state.dim, state.size, None) for s in live):
+        state = live[0][1]
+        if any(s.size > 1 or (s.dim, s.size, s.column) != (state.dim, state.size, None) for _, s in live):
             return None
         if any(self.values[v].shape[state.dim] != state.size for v in op.results):
             return None
-        pairs = zip(op.operands, given, strict=True)
-        offset, _ = self._joined(op, [(a, s.offset, 1) for a, s in pairs if s is not None and not s.free])
-        stride = max(s.stride for s in live)
+        offset, _ = self._joined(op, [(a, s.offset, 1) for a, s in live])
+        stride = max(s.stride for _, s in live)
         self.of.update((v, replace(state, offset=offset, stride=stride)) for v in op.results)
         return Way("pieces")
 
-    def _window(self, op: Op, rule: Rule, given: Sequence[State | None]) -> Way | None:
+    def _window(self, op: Op, given: _Given, live: _Live) -> Way | None:
         """A convolution along the rows."""
-        del rule
-        if op.name != "conv_general_dilated":
-            return None
         state, kernel = given
-        live = [s for s in given if s is not None and not s.free]
-        if state is None or any((s.outer, s.inner, s.stride, s.column) != (1, 1, 1, None) for s in live):
+        if state is None or not all(s.is_plain for _, s in live):
             return None
-        shapes = [self._shape(a) for a in (op.operands[1], op.results[0])]
-        found = window(op, state.dim, shapes[0], shapes[1], summed=kernel is not None)
+        shapes = [shape_of(a, self.values) for a in (op.operands[1], op.results[0])]
+        found = window(op, state.dim, *shapes, summed=kernel is not None)
         if found is None or (kernel is not None and (kernel.free or kernel.dim != found.kernel_dim)):
             return None
         if kernel is None:
@@ -360,32 +354,22 @@ class _Walk:
             self.of[op.results[0]] = State(found.out_dim, shapes[1][found.out_dim], offset)
         return Way("window")
 
-    def _shape(self, atom: Atom) -> tuple[int, ...]:
-        return self.values[atom].shape if isinstance(atom, int) else tuple(atom.aval.shape)
-
-    def _running(self, op: Op, rule: Rule, given: Sequence[State | None]) -> Way | None:
-        del rule
+    def _running(self, op: Op, given: _Given) -> Way | None:
         (state, *_) = given
-        if op.name not in primitives.CUMULATIVE or state is None or state.free:
-            return None
-        plain = (state.outer, state.inner, state.stride, state.column) == (1, 1, 1, None)
-        if op.params["axis"] != state.dim or not plain:
+        if state is None or state.free or op.params["axis"] != state.dim or not state.is_plain:
             return None
         self.of[op.results[0]] = state
         return Way("running")
 
-    def _scan(self, op: Op, given: Sequence[State | None]) -> Way:
+    def _scan(self, op: Op, given: _Given, live: _Live) -> Way:
         """A scan whose stacked operands have the sequence along the dim that it runs over."""
         view = ScanView(op)
         parts = view.taken(given)
         xs = [s for s in parts.xs if s is not None]
-        live = [s for s in given if s is not None and not s.free]
-        along = all((s.dim, s.outer, s.inner, s.stride, s.column) == (0, 1, 1, 1, None) for s in xs)
-        if not xs or not along or any(s is not None for s in (*parts.consts, *parts.carry) if s and not s.free):
+        is_along = bool(xs) and all(s.dim == 0 and s.is_plain for s in xs)
+        if not is_along or any(s is not None and not s.free for s in (*parts.consts, *parts.carry)):
             return Way("whole", reason=ACROSS if live else "")
-        pairs = zip(op.operands, given, strict=True)
-        tokens = [(a, s.offset, 1) for a, s in pairs if s is not None and not s.free]
-        offset, _ = self._joined(op, tokens) if live else (0, 1)
+        offset, _ = self._joined(op, [(a, s.offset, 1) for a, s in live]) if live else (0, 1)
         for value in view.given(op.results).ys:
             self.of[value] = State(0, view.length, offset)
         return Way("loop")
@@ -459,6 +443,6 @@ def _shifts(op: Op, state: State) -> bool:
     return not whole or (strides is not None and strides[state.dim] != 1)
 
 
-def _size(atom: Atom, values: Sequence[Value], dim: int) -> int:
-    shape = values[atom].shape if isinstance(atom, int) else tuple(atom.aval.shape)
+def size_along(shape: tuple[int, ...], dim: int) -> int:
+    """The size of a dim; a scalar, such as the number of a padding, has one row."""
     return shape[dim] if dim < len(shape) else 1

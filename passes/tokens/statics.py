@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.graph import Atom, Lit, Op, Value
+from alpa_lite.passes.ir.inlining import shape_of
 
 LARGEST = 1 << 28
 """Elements of a value beyond which it is not computed."""
@@ -75,22 +76,14 @@ class Statics:
             small = math.prod(np.shape(array)) <= LARGEST and isinstance(getattr(array, "dtype", None), np.dtype)
             return np.asarray(array) if small else None
         op = self._makers.get(value)
-        if op is None:
+        given = [array for a in op.operands if (array := self.of(a)) is not None] if op is not None else []
+        if op is None or len(given) < len(op.operands):
             return None
-        operands = [self.of(a) for a in op.operands]
-        if any(x is None for x in operands):
-            return None
-        given = [x for x in operands if x is not None]
         key = (op.key, *map(_identity, op.operands, given))
         if key not in self._alike:
-            self._alike[key] = self._of_operation(op, given, value)
+            shape = np.broadcast_shapes(*(x.shape for x in given)) if op.name in NUMPY else ()
+            self._alike[key] = self._computed(op, given, self.values[value]) if math.prod(shape) <= LARGEST else None
         return self._alike[key]
-
-    def _of_operation(self, op: Op, given: list[np.ndarray], value: int) -> np.ndarray | None:
-        """Returns the result of an operation on arrays; None if it is too large."""
-        if math.prod(np.broadcast_shapes(*(x.shape for x in given)) if op.name in NUMPY else ()) > LARGEST:
-            return None
-        return self._computed(op, given, self.values[value])
 
     def _computed(self, op: Op, operands: list[np.ndarray], made: Value) -> np.ndarray | None:
         params, name = op.params, op.name
@@ -119,7 +112,7 @@ class Statics:
 
     def _cut(self, op: Op, first: np.ndarray, rest: list[np.ndarray], made: Value) -> np.ndarray | None:
         """`slice`, `dynamic_slice` and `reshape`."""
-        before = self._shape(op.operands[0])
+        before = shape_of(op.operands[0], self.values)
         if op.name == "slice":
             steps = op.params["strides"] or (1,) * first.ndim
             cuts = zip(op.params["start_indices"], op.params["limit_indices"], steps, strict=True)
@@ -131,9 +124,6 @@ class Statics:
         else:
             return _reshaped(first, before, made.shape)
         return first[tuple(slice(None) if n == 1 else pick for n, pick in zip(first.shape, picks, strict=True))]
-
-    def _shape(self, atom: Atom) -> tuple[int, ...]:
-        return tuple(atom.aval.shape) if isinstance(atom, Lit) else self.values[atom].shape
 
 
 def _identity(atom: Atom, array: np.ndarray) -> Hashable:

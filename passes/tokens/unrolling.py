@@ -8,7 +8,7 @@ other readers see the stack, which is then put together once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,11 +64,9 @@ def unrolled(rewriter: Rewriter, block: Block, wanted: Callable[[Op], bool]) -> 
         if op.name == "scan" and wanted(op):
             walk.scan(op)
         else:
-            for value in op.reads:
-                walk.whole(value)
+            walk.make_whole(op.reads)
             walk.out.append(renamed_op(op, walk.names))
-    for value in values_in(block.outputs):
-        walk.whole(value)
+    walk.make_whole(values_in(block.outputs))
     outputs = tuple(renamed_atom(a, walk.names) for a in block.outputs)
     return Unrolled(Block(block.inputs, tuple(walk.out), outputs), walk.part_of, walk.cuts)
 
@@ -96,8 +94,7 @@ class _Unrolling:
         view = ScanView(op)
         consts = [renamed_atom(a, self.names) for a in view.operands.consts]
         carry = [renamed_atom(a, self.names) for a in view.operands.carry]
-        for value in values_in((*view.operands.consts, *view.operands.carry)):
-            self.whole(value)
+        self.make_whole(values_in((*view.operands.consts, *view.operands.carry)))
         given: list[list[Atom]] = [[] for _ in view.outputs.ys]
         order = range(view.length)
         for number in reversed(order) if op.params["reverse"] else order:
@@ -121,37 +118,30 @@ class _Unrolling:
         if atom in self.stacks:
             return self.stacks[atom][1][number]
         if (atom, number) not in self.rows:
-            before = self.rw.values[atom]
-            shape = before.shape
-            cut = self.rw.shaped(atom, (1, *shape[1:]))
-            row = self.rw.shaped(atom, shape[1:])
-            rest = len(shape) - 1
-            params = {
-                "start_indices": (number, *(0,) * rest), "limit_indices": (number + 1, *shape[1:]), "strides": None,
-            }  # fmt: skip
-            self.cuts[self._write(lax.slice_p, params, [self.names.get(atom, atom)], cut, op)] = atom
+            shape, given = self.rw.values[atom].shape[1:], self.names.get(atom, atom)
+            cut, row = self.rw.shaped(atom, (1, *shape)), self.rw.shaped(atom, shape)
+            starts, limits = (number, *(0,) * len(shape)), (number + 1, *shape)
+            params = {"start_indices": starts, "limit_indices": limits, "strides": None}
+            self.cuts[self._write(lax.slice_p, params, [given], cut, op)] = atom
             self.cuts[self._write(lax.squeeze_p, {"dimensions": (0,)}, [cut], row, op)] = atom
             self.rows[atom, number] = row
         return self.rows[atom, number]
 
-    def whole(self, value: int) -> None:
-        """Makes sure that a stack exists whole."""
-        if value not in self.stacks or value in self.made:
-            return
-        self.made.add(value)
-        op, rows = self.stacks[value]
-        shape = self.rw.values[value].shape
-        params = {"shape": (1, *shape[1:]), "broadcast_dimensions": tuple(range(1, len(shape))), "sharding": None}
-        parts = []
-        for row in rows:
-            part = self.rw.shaped(value, (1, *shape[1:]))
-            self._write(lax.broadcast_in_dim_p, params, [row], part, op)
-            parts.append(part)
-        self._write(lax.concatenate_p, {"dimension": 0}, parts, value, op)
+    def make_whole(self, values: Iterable[int]) -> None:
+        """Makes sure that stacks exist whole."""
+        for value in values:
+            if value not in self.stacks or value in self.made:
+                continue
+            self.made.add(value)
+            op, rows = self.stacks[value]
+            shape = (1, *self.rw.values[value].shape[1:])
+            params = {"shape": shape, "broadcast_dimensions": tuple(range(1, len(shape))), "sharding": None}
+            parts = [self.rw.shaped(value, shape) for _ in rows]
+            for row, part in zip(rows, parts, strict=True):
+                self._write(lax.broadcast_in_dim_p, params, [row], part, op)
+            self._write(lax.concatenate_p, {"dimension": 0}, parts, value, op)
 
-    def _write(
-        self, primitive: Any, params: Mapping[str, Any], operands: Sequence[Atom], result: int, scan: Op
-    ) -> int:  # fmt: skip
+    def _write(self, primitive: Any, params: Mapping[str, Any], operands: Sequence[Atom], result: int, scan: Op) -> int:
         """Writes an operation that is a part of a loop; its index."""
         made = self.rw.op(primitive, params, operands, [result], scan.source)
         self.out.append(made)
