@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import MicrobatchError
@@ -18,6 +18,7 @@ from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.tables import Shared
+from alpa_lite.runner import Passes
 from alpa_lite.strategy import Rule
 
 MAX_LAYERS = 72
@@ -30,18 +31,6 @@ More where `num_stages` asks for as many stages (`max_layers`).
 def max_layers(method: Pipeline) -> int:
     """The most layers that a forward pass is cut into for a pipeline."""
     return max(MAX_LAYERS, (method.num_stages or 0) + MAX_OUTER_LAYERS)
-
-
-class Run(Protocol):
-    """Runs a pass by name: see `runner.Passes`."""
-
-    def __call__(self, name: str, a_pass: Any, *args: Any, **kwargs: Any) -> Any:
-        """The value of the pass."""
-        ...
-
-    def count(self, what: str, done: int, total: int, lasting: bool = False) -> None:
-        """Shows how many of some things are done."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +54,9 @@ class AnalyzedStep:
 class Analyses:
     """Analyses of a step, each made once, on demand."""
 
-    def __init__(self, run: Run, step: Step, request: PlanRequest) -> None:
+    def __init__(self, run: Passes, step: Step, request: PlanRequest) -> None:
         self._run, self._step, self._request = run, step, request
         self._known: dict[ExecutionConfig, AnalyzedStep | MicrobatchError] = {}
-
-    def __contains__(self, config: ExecutionConfig) -> bool:
-        return config in self._known
 
     def of(self, config: ExecutionConfig) -> AnalyzedStep:
         """The step in a configuration.

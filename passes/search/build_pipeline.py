@@ -19,7 +19,7 @@ from alpa_lite.passes.layers.division import divided
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.plans import candidates
 from alpa_lite.passes.programs.staged import Staged, Verdict, estimated_bytes
-from alpa_lite.passes.search.analysis import Run, max_layers
+from alpa_lite.passes.search.analysis import max_layers
 from alpa_lite.passes.stages import planning, submeshes
 from alpa_lite.passes.stages.choosing import CERTAIN, StagePlan
 from alpa_lite.passes.stages.layer_costs import PRICES
@@ -28,6 +28,7 @@ from alpa_lite.passes.stages.pricing import VARIANTS
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.passes.tokens import in_slices
 from alpa_lite.report import units
+from alpa_lite.runner import Passes
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class StageCache:
 
 
 def build_pipeline(
-    run: Run, chosen: StagePlan, request: PlanRequest, tokens: tuple[int, ...], cache: StageCache
+    run: Passes, chosen: StagePlan, request: PlanRequest, tokens: tuple[int, ...], cache: StageCache
 ) -> Staged:  # fmt: skip
     """The pipeline of some stages, its sequences in slices of so many tokens if any are given.
 
@@ -103,7 +104,7 @@ def build_pipeline(
 
 
 def solve_stages(
-    run: Run, graphs: Sequence[StageGraph], chosen: StagePlan, prices: Sequence[float], split: bool,
+    run: Passes, graphs: Sequence[StageGraph], chosen: StagePlan, prices: Sequence[float], split: bool,
     request: PlanRequest, cache: StageCache,
 ) -> tuple[PlannedStage, ...]:  # fmt: skip
     """Solves and lowers every stage; the mesh of the first stage of a submesh binds its others.

@@ -14,7 +14,7 @@ from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors
 from alpa_lite.passes.layers import division
 from alpa_lite.passes.microbatches import loop
-from alpa_lite.passes.search.pipelines import PipelineSearch
+from alpa_lite.passes.search.pipeline_analysis import PipelineAnalyses
 from alpa_lite.passes.stages import pricing
 from alpa_lite.passes.stages.layer_costs import LayerCost
 from alpa_lite.passes.stages.pricing import LayerCosts, link_seconds
@@ -44,7 +44,7 @@ def test_devices_that_micro_batches_are_too_small_for_do_the_same(microbatches: 
 def test_layers_are_priced_with_micro_batches_that_devices_can_share(counts: tuple[int, ...], reference: int) -> None:
     """Of 1600 examples, 100 micro-batches have 16 each, 32 in the middle of the numbers have 50."""
     nothing: Any = None
-    search = PipelineSearch(nothing, nothing, nothing, False)
+    search = PipelineAnalyses(nothing, nothing, nothing, False)
     search.counts = list(counts)
     assert search.reference == reference
 
