@@ -139,10 +139,7 @@ def replayed(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> Staged:
             f"the plan has {len(plan.stages)} stages, but this step has {len(parts.graphs)} on these submeshes: the "
             "plan is for another program or version. Plan again."
         )
-    planned = []
-    for graph, stage in zip(parts.graphs, plan.stages, strict=True):
-        decided = run("sharding", replay.replay, graph, asked.cluster.part(stage.num_devices), stage, "explicit")
-        planned.append(run("lowering", planning.lowered, decided, split_weights=False))
+    planned = replayed_stages(run, asked, plan, parts.graphs, split_weights=False)
     return _program(run, parts, asked, planned, "replayed")
 
 
@@ -294,6 +291,22 @@ def solved(
         known.setdefault(key, decided)
         out.append(run("lowering", planning.lowered, decided, split_weights=split_weights))
     return out
+
+
+def replayed_stages(
+    run: Passes, asked: PlanRequest, plan: Plan, graphs: Sequence[StageGraph], *, split_weights: bool
+) -> list[PlannedStage]:
+    """The stages of a step with the decisions of a plan, lowered without solving.
+
+    Raises:
+      PlanError: the plan is for another program; says what differs.
+    """
+    planned = []
+    for graph, stage in zip(graphs, plan.stages, strict=True):
+        cluster = asked.cluster.part(stage.num_devices)
+        decided = run("sharding", replay.replay, graph, cluster, stage, "explicit", split_weights=split_weights)
+        planned.append(run("lowering", planning.lowered, decided, split_weights=split_weights))
+    return planned
 
 
 def submeshes_of(pins: Pins, num_devices: int) -> tuple[tuple[LogicalMesh, int], ...]:

@@ -21,6 +21,7 @@ from alpa_lite.api import make_options, make_plan
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import InfeasibleError, OptionError, OrderError, PlanError
 from alpa_lite.options import Auto, DataParallel, Pipeline, Sharded, TensorParallel, Zero
+from alpa_lite.passes import programs
 from alpa_lite.passes.checks import verification
 from alpa_lite.passes.plans import writing
 from alpa_lite.passes.search import pipeline_analysis, pipelines
@@ -239,13 +240,13 @@ def test_every_pass_of_a_pipeline_is_timed_dumped_and_checked(tmp_path) -> None:
 
 def test_a_value_that_breaks_its_invariants_is_caught_after_its_pass(monkeypatch) -> None:
     step, args = step_and_args(layers=2, width=64, batch=16)
-    right = compiler.programs.single
+    right = programs.single
 
     def wrong(*given: Any) -> Any:
         found = right(*given)
         return compiler.replace(found, remat=())
 
-    monkeypatch.setattr(compiler.programs, "single", wrong)
+    monkeypatch.setattr(programs, "single", wrong)
     with runner.checking(), pytest.raises(AssertionError):
         alpa_lite.make_plan(step, *args, cluster=cluster(1, 2), method=Sharded(), verify="off")
 

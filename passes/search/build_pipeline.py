@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 ATTEMPTS = 3
 """How often the same stages are planned, each time with memory more expensive for those that exceed the budget."""
 
-
 Kind = tuple[Any, ...]
 """The inputs that identical stages share: the digest, the devices, the meshes allowed, whether weights are apart."""
 
@@ -45,13 +44,11 @@ class StageCache:
     """Planned stages, to be reused: it grows.
 
     Attributes:
-      digests: of stages.
       solved: one of each kind, at some price of memory.
       planned: the first of each kind at each price.
       own: of each stage of each kind at each price.
     """
 
-    digests: dict[StageGraph, str] = field(default_factory=dict)
     solved: dict[Kind, DecidedStage] = field(default_factory=dict)
     planned: dict[tuple[Kind, float], PlannedStage] = field(default_factory=dict)
     own: dict[tuple[StageGraph, Kind, float], PlannedStage] = field(default_factory=dict)
@@ -72,6 +69,7 @@ def build_pipeline(
         cut = run("slices", in_slices, cut, tokens)
     loop = cut.accumulated
     graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
+    digests = [planning.digest(graph, request.wishes) for graph in graphs]
     schedule = schedules.schedule(
         slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual, slices=len(tokens) or 1
     )
@@ -89,7 +87,8 @@ def build_pipeline(
     staged: Staged | None = None
     for attempt in range(ATTEMPTS):
         last = attempt == ATTEMPTS - 1
-        planned = solve_stages(run, graphs, chosen, prices, schedule.splits_backward, request, cache)
+        keyed = zip(graphs, digests, prices, strict=True)
+        planned = solve_stages(run, list(keyed), chosen, schedule.splits_backward, request, cache)
         over = [size - request.budget for size in estimated_bytes(planned, mesh_of, schedule)]
         if max(over) <= CERTAIN * request.budget or schedule.splits_backward or last:
             built: Staged = run("programs", write, planned)
@@ -104,29 +103,27 @@ def build_pipeline(
 
 
 def solve_stages(
-    run: Passes, graphs: Sequence[StageGraph], chosen: StagePlan, prices: Sequence[float], split: bool,
-    request: PlanRequest, cache: StageCache,
+    run: Passes, graphs: Sequence[tuple[StageGraph, str, float]], chosen: StagePlan, split: bool, request: PlanRequest,
+    cache: StageCache,
 ) -> tuple[PlannedStage, ...]:  # fmt: skip
-    """Solves and lowers every stage; the mesh of the first stage of a submesh binds its others.
+    """Solves and lowers every stage, given with its digest and its price of memory.
 
-    The mesh shape of a stage is the best one of its layers. Identical stages take over the choices of the first
-    and what they cost, a stage at another attempt with the same price of memory is the one of the attempt before, and
-    at another price it has the same integer program.
+    The mesh shape of a stage is the best one of its layers, and binds the other stages of its submesh. Identical stages
+    take over the choices of the first and their costs, a stage at another attempt with the same price of memory is the
+    one of the attempt before, and at another price it has the same integer program.
     """
     slices, kinds = chosen.slices, chosen.priced.devices
     shapes: dict[int, tuple[int, ...]] = {}
     out: list[PlannedStage] = []
-    for number, (graph, stage) in enumerate(zip(graphs, slices.stages, strict=True)):
+    for number, ((graph, digest, price), stage) in enumerate(zip(graphs, slices.stages, strict=True)):
         run.count("stages planned", number, len(graphs), lasting=True)
-        devices, price = slices.devices[stage.mesh], prices[number]
+        devices = slices.devices[stage.mesh]
         method = submeshes.shape_of(request.pipeline, number, devices)
         if stage.mesh in shapes:
             method = Sharded(shapes[stage.mesh])
         elif method.mesh_shape is None:
             method = Sharded(chosen.priced.mesh_of(stage, kinds.index(devices)))
-        if graph not in cache.digests:
-            cache.digests[graph] = planning.digest(graph, request.wishes)
-        kind = cache.digests[graph], devices, method, split
+        kind = digest, devices, method, split
         if (graph, kind, price) not in cache.own:
             twin = cache.planned.get((kind, price))
             like = twin or cache.solved.get(kind)

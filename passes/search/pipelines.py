@@ -73,16 +73,26 @@ class PipelineSearch:
     def fit_or_explain(self) -> FoundPlan:
         """The pipeline of the least memory, where the search found none that fits.
 
-        It needs the fewest bytes by the costs of its layers, and is built for a budget of nothing, so that it does not
-        depend on the budget, and works when what it needs is given.
-
         Raises:
           AlpaLiteError: why it does not fit either, or why there is no pipeline.
         """
-        own, best = self.analyses, None
-        if not any(isinstance(e, InfeasibleError) and e.smallest_budget is not None for e in self.errors):
-            raise self._with_tried_counts((*self.errors, InfeasibleError("the step has no pipeline"))[0])
-        request = own.request.with_budget(1)
+        own, error = self.analyses, (*self.errors, InfeasibleError("the step has no pipeline"))[0]
+        if any(isinstance(e, InfeasibleError) and e.smallest_budget is not None for e in self.errors):
+            best = self._least_memory()
+            if best is not None and best.needed <= own.request.budget:
+                return FoundPlan((len(best.stages), best.program.num_microbatches, 0), best.seconds, best)
+            error = error if best is None else exceeds_budget(best, own.request.budget)
+        if isinstance(error, InfeasibleError) and own.request.num_microbatches is None:
+            tried = f"up to {max(own.counts)} micro-batches were tried, num_microbatches takes others"
+            raise InfeasibleError(f"{error}; {tried}", error.smallest_budget)
+        raise error
+
+    def _least_memory(self) -> Staged | None:
+        """The first pipeline that fits, else that of the fewest bytes, each of the fewest by the costs of its layers.
+
+        Built for a budget of nothing, so that it does not depend on the budget, and works when that is given.
+        """
+        own, best, request = self.analyses, None, self.analyses.request.with_budget(1)
         for count in reversed(own.counts):
             try:
                 costs, room = own.price(own.reference, own.kinds), math.inf
@@ -94,20 +104,10 @@ class PipelineSearch:
                 staged = build_pipeline(own.run, chosen, request, request.pipeline.lengths, StageCache())
             except AlpaLiteError:
                 continue
-            if best is None or staged.needed < best.needed:
-                best = staged
+            best = staged if best is None or staged.needed < best.needed else best
             if best.needed <= own.request.budget:
-                return FoundPlan((len(best.stages), best.program.num_microbatches, 0), best.seconds, best)
-        raise self._with_tried_counts(exceeds_budget(best, own.request.budget) if best else self.errors[0])
-
-    def _with_tried_counts(self, error: AlpaLiteError) -> AlpaLiteError:
-        """The same refusal for memory with the largest number of micro-batches that was tried, where none was given."""
-        if not isinstance(error, InfeasibleError) or self.analyses.request.num_microbatches is not None:
-            return error
-        most = max(self.analyses.counts)
-        return InfeasibleError(
-            f"{error}; up to {most} micro-batches were tried, num_microbatches takes others", error.smallest_budget
-        )
+                break
+        return best
 
     def _expect(self, seconds: float) -> float:
         """The least seconds that a planned pipeline may take whose layers are estimated to take some."""

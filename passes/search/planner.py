@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from alpa_lite.asked import PlanRequest, Step
@@ -30,20 +30,8 @@ from alpa_lite.report import units
 from alpa_lite.runner import Passes
 
 
-@dataclass(frozen=True, eq=False)
-class SearchedStep:
-    """The best plan of a step.
-
-    Attributes:
-      staged: its program. summary: the work and the gap of the search.
-    """
-
-    staged: Staged
-    summary: SearchSummary
-
-
-def search_plan(run: Passes, step: Step, request: PlanRequest) -> SearchedStep:
-    """The best plan that the request admits and its effort finds.
+def search_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Staged, SearchSummary]:
+    """The program of the best plan that the request admits and its effort finds; the work and the gap of the search.
 
     Raises:
       InfeasibleError: nothing fits the memory; names the tensors that bind and the smallest budget that works.
@@ -76,7 +64,7 @@ def search_plan(run: Passes, step: Step, request: PlanRequest) -> SearchedStep:
         staged = _compare(staged, one, pipelines, chosen)
     if pipelines is not None:
         staged = _explain_slices(staged, chosen, pipelines)
-    return SearchedStep(staged, replace(summary, bound=min(summary.bound, chosen.seconds)))
+    return staged, replace(summary, bound=min(summary.bound, chosen.seconds))
 
 
 def _fit_or_explain(one: OneMeshSearch | None, pipelines: PipelineSearch | None) -> FoundPlan:
