@@ -270,7 +270,7 @@ class OneMeshSearch:
         return Candidate(name, (0, *rank), (1, *rank, 1, bounded is None, len(shape), number), estimate, expand)
 
     def _bound(self, step: AnalyzedStep, program: MeshProgram, number: int) -> Expansion:
-        """The same mesh with its program built and bounded; or where none of its choices fits, what uses less."""
+        """The same mesh with its program built and bounded; or configurations that use less memory, if none fits."""
         config, mesh = step.config, program.mesh
         space = self.run("sharding", program.build)
         bound = solve.Bound(space.program)
