@@ -9,6 +9,7 @@ from typing import Any
 
 from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import MicrobatchError
+from alpa_lite.graph import Traced
 from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors, microbatches, sharding
 from alpa_lite.passes.layers.division import MAX_OUTER_LAYERS, Divisible, divisible, recomputing
@@ -91,15 +92,9 @@ class Analyses:
 
     def _analyze(self, config: ExecutionConfig) -> AnalyzedStep:
         loop, layers = self.loop_of(config)
-        traced = loop.traced
-        if traced is self._step.traced:
-            rules = self._step.rules
-        elif loop.scan >= 0 and config.remat == NOTHING and traced is self._loop(config.microbatches).traced:
-            rules = self._rules(config.microbatches)
-        else:
-            rules = self._run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
-        groups = self._run("grouping", sharding.group, traced, rules)
-        return AnalyzedStep(config, loop, layers, rules, groups, Shared(traced, groups))
+        rules = self._rules(loop.traced)
+        groups = self._run("grouping", sharding.group, loop.traced, rules)
+        return AnalyzedStep(config, loop, layers, rules, groups, Shared(loop.traced, groups))
 
     @functools.cache  # noqa: B019 - as long as the search
     def _loop(self, count: int) -> Accumulated:
@@ -108,10 +103,12 @@ class Analyses:
         return self._run("micro-batches", microbatches.accumulate, traced, rules, count, strided=True, **arguments)
 
     @functools.cache  # noqa: B019
-    def _rules(self, count: int) -> Mapping[object, Rule]:
-        graph = self._loop(count).traced.graph
-        return self._run("factors", factors.rules_of, graph.ops(), graph.values)
+    def _rules(self, traced: Traced) -> Mapping[Any, Rule]:
+        if traced is self._step.traced:
+            return self._step.rules
+        return self._run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
 
     @functools.cache  # noqa: B019
     def _layers(self, count: int) -> Divisible:
-        return self._run("layers", divisible, self._loop(count), max_layers=MAX_LAYERS, rules=self._rules(count))
+        loop = self._loop(count)
+        return self._run("layers", divisible, loop, max_layers=MAX_LAYERS, rules=self._rules(loop.traced))

@@ -5,7 +5,6 @@ StagePlan ──layers──▶ ──stages──▶ ──sharding──▶ �
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -76,30 +75,25 @@ def build_pipeline(
     verdict = Verdict(
         "layers", "feasible", chosen.seconds, chosen.bound, candidates.of_stages(chosen), chosen.idle_devices
     )  # fmt: skip
-    write = functools.partial(
-        programs.pipelined, loop, first_devices=slices.first_devices, schedule=schedule, cluster=request.cluster,
-        first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers),
-        max_layers=max_layers(request.pipeline),
-        remat=remat, verdict=verdict, token_slices=tokens,
-    )  # fmt: skip
     prices = [PRICES[VARIANTS[stage.variant][0]] for stage in slices.stages]
-    mesh_of = [stage.mesh for stage in slices.stages]
-    staged: Staged | None = None
-    for attempt in range(ATTEMPTS):
-        last = attempt == ATTEMPTS - 1
+    mesh_of, attempt, split = [stage.mesh for stage in slices.stages], 0, schedule.splits_backward
+    while True:
+        attempt += 1
         keyed = zip(graphs, digests, prices, strict=True)
-        planned = solve_stages(run, list(keyed), chosen, schedule.splits_backward, request, cache)
+        planned = solve_stages(run, list(keyed), chosen, split, request, cache)
         over = [size - request.budget for size in estimated_bytes(planned, mesh_of, schedule)]
-        if max(over) <= CERTAIN * request.budget or schedule.splits_backward or last:
-            built: Staged = run("programs", write, planned)
-            staged, over = built, [sum(pair) - request.budget for pair in built.bytes]
-            if max(over) <= 0 or last:
-                break
+        if max(over) <= CERTAIN * request.budget or split or attempt == ATTEMPTS:
+            staged = run(
+                "programs", programs.pipelined, loop, planned, slices.first_devices, schedule, request.cluster,
+                first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers),
+                max_layers=max_layers(request.pipeline), remat=remat, verdict=verdict, token_slices=tokens,
+            )  # fmt: skip
+            over = [sum(pair) - request.budget for pair in staged.bytes]
+            if max(over) <= 0 or attempt == ATTEMPTS:
+                return staged
         said = ", ".join(units.nbytes(size) for size in over if size > 0)
         logger.info("submeshes exceed the budget by %s: memory becomes more expensive for their stages", said)
         prices = [max(1.0, 4.0 * price) if over[m] > 0 else price for m, price in zip(mesh_of, prices, strict=True)]
-    assert staged is not None
-    return staged
 
 
 def solve_stages(
