@@ -245,8 +245,8 @@ class Cluster:
         if key in presets.NODES:
             if topology is not None:
                 raise OptionError(f"topology={topology!r}: {name!r} has nodes, not a torus; give nodes= instead")
-            fields = dict(presets.NODES[key])
-            return cls(**_arguments(key, fields) | {"nodes": fields["nodes"] if nodes is None else nodes})
+            given: dict[str, Any] = {} if nodes is None else {"nodes": nodes}
+            return cls(**(_arguments(key, presets.NODES[key]) | given))
         if key in presets.SLICES:
             return _slice(key, 1 if nodes is None else nodes, topology)
         raise OptionError(f"cluster={name!r} is not a known preset; choose one of {', '.join(cls.preset_names())}")
