@@ -69,9 +69,10 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Unpack[StepOpt
         arrays, which return no state, are planned in the same way. Without `fun`, returns a decorator.
       method: "auto", "off" (plain `jit`), or one of `Auto() Sharded() DataParallel() Zero() TensorParallel()
         Pipeline() Manual()`.
-      cluster: the devices to plan for; by default those of this process. The file of a calibration, as "here.json",
-        gives their measured figures.
-      memory_per_device: bytes that a plan may use on each device; by default its memory less a reserve.
+      cluster: the devices to plan for, or the name of a preset; by default those of this process. The file of a
+        calibration, as "here.json", gives their measured figures.
+      memory_per_device: bytes that a plan may use on each device, or a text such as "16 GiB"; by default its memory
+        less a reserve.
       num_microbatches: the number of equal parts of the batch that are computed one after another. "auto" chooses
         the number with the least predicted seconds: on one mesh the least power of two that fits the memory, or a
         greater one where the memory that it leaves free buys more seconds than it costs.
@@ -81,14 +82,17 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Unpack[StepOpt
       state_argnums, state_argnames: the arguments that are state, whose new values the step returns; "auto" finds them.
       static_argnums, static_argnames: as in `jax.jit`.
       constrain: globs on scopes of Flax modules and `jax.named_scope`, with the `PartitionSpec` of the scope's output:
-        `{"*/h_0/mlp": P("x", None)}`.
-      allow, forbid: strategies that are searched, or that are not: "data parallel", "fsdp", "zero", "tensor parallel".
+        `{"*/h_0/mlp": P("x", None)}`. That is the last value of its forward operations that another scope reads; `*`
+        stands for any text, slashes included.
+      allow, forbid: strategies that are searched, over plans of one mesh, or that are not: "data parallel", "fsdp",
+        "zero", "tensor parallel" (`methods.STRATEGIES` describes each).
       donate_argnums, donate_argnames: as in `jax.jit`: these arguments are overwritten where they are placed as
         planned. "auto" donates the state, but only arrays that this step returned, or that `place` made to be given
         away: others are copied first, so that a caller's own arrays, and results of another step, are never deleted.
         () donates nothing.
       in_shardings, out_shardings: as in `jax.jit`, as constraints of the plan: pytree prefixes of the positional
-        arguments and of the result, None where the plan may choose. For state one of the two is enough.
+        arguments and of the result, None where the plan may choose. For state one of the two is enough. The plan is
+        one of one mesh.
       keep_unused, inline: as in `jax.jit`; a plan depends on neither.
       compiler_options: for XLA, as in `jax.jit`.
       ignore_annotations: plans as if the step had no sharding constraints, its arguments no annotations and no
@@ -98,14 +102,16 @@ def parallelize(fun: Callable[..., Any] | None = None, **options: Unpack[StepOpt
       communication: "explicit" writes every collective out; "compiler" leaves them to XLA.
       plan: a `Plan`, or the path of one, to run without solving.
       overlap: predicted seconds count communication that hides behind computing, gradient synchronisation and gathers
-        of parameters ahead of their use, where the compiler does that: on GPUs and TPUs.
+        of parameters ahead of their use, where the compiler does that: on GPUs and TPUs, of all plans alike.
       verify: "shardy" checks each plan against the partitioner; "hlo" also the compiled program; "off" neither.
       effort: the budget of work of the search: "quick", "normal" or "thorough", about 3, 20 and 180 CPU seconds for the
-        largest models. It is counted, so that a plan does not depend on the machine that makes it.
-      planning_time_limit: wall-clock seconds after which the search ends, once a plan fits; None for no limit.
+        largest models. It is counted, so that a plan does not depend on the machine that makes it; more effort never
+        gives a slower plan.
+      planning_time_limit: wall-clock seconds after which the search ends, once a plan fits; None for no limit. A plan
+        that it cuts short says so (`Plan.search.truncated`), depends on the machine, and is not cached.
       dump_dir: a directory for the value after each pass, as text.
-      cache_dir: a directory where plans are kept and found again without solving; by default that of the environment
-        variable `ALPA_LITE_CACHE_DIR`, if it is set.
+      cache_dir: a directory where plans are kept and found again without solving, for the same program, arguments,
+        options, cluster and versions; by default that of the environment variable `ALPA_LITE_CACHE_DIR`, if it is set.
 
     Returns:
       A `ParallelStep`, called like `fun`.
@@ -227,12 +233,12 @@ class ParallelStep(Generic[P, R]):
         try:
             if not watchdog.active:
                 return self._run(args, kwargs, call)
-            with watchdog.active[-1].step(getattr(self._fun, "__name__", "the step")) as activity:
+            with watchdog.active[-1].step(self.__name__) as activity:
                 results = self._run(args, kwargs, call)
                 activity.record_results(results)
                 return results
         except Exception as error:
-            monitor.report_raised(call.number, getattr(self._fun, "__name__", "the step"), error)
+            monitor.report_raised(call.number, self.__name__, error)
             raise
         finally:
             monitor.call_log.end()
@@ -248,8 +254,7 @@ class ParallelStep(Generic[P, R]):
                 if not _as_written(args, kwargs):
                     raise
         if _as_written(args, kwargs):
-            name = getattr(self._fun, "__name__", "the step")
-            logger.warning("%s is called by a JAX transformation: it runs as written, not as planned", name)
+            logger.warning("%s is called by a JAX transformation: it runs as written, not as planned", self.__name__)
             return self._fun(*args, **kwargs)
         monitor.call_log.record_new_arguments(call)
         self._first = self._first or call.number
@@ -298,7 +303,7 @@ class ParallelStep(Generic[P, R]):
         """
         known = self._calls()
         if not known or not known[0].batch():
-            name = getattr(self._fun, "__name__", "the step")
+            name = self.__name__
             raise OptionError(f"{name}.rows: it has no plan with a batch yet; call {name}.plan(...) or init before")
         return around.rows_of(known[0])
 
@@ -414,12 +419,11 @@ class ParallelStep(Generic[P, R]):
         return self._compiled(args, kwargs), self._executable(args, kwargs)
 
     def __repr__(self) -> str:
-        name = getattr(self._fun, "__name__", type(self._fun).__name__)
+        name, method = getattr(self._fun, "__name__", type(self._fun).__name__), self._options.method
+        assert isinstance(method, Method)  # `Options` has looked names up
         with self._lock:
             count = sum(entry.compiled is not None for entry in self._planned.values())
-        method = self._options.method
-        said = method.describe() if isinstance(method, Method) else str(method)
-        return f"<ParallelStep {name}: {said}, {count} signature{'s' * (count != 1)} planned>"
+        return f"<ParallelStep {name}: {method.describe()}, {count} signature{'s' * (count != 1)} planned>"
 
     @property
     def options(self) -> Options:
@@ -429,7 +433,10 @@ class ParallelStep(Generic[P, R]):
     @property
     def cluster(self) -> Cluster:
         """The cluster that plans are made for."""
-        return _cluster(self._options)
+        given, like = self._options.cluster, self._options.like
+        if isinstance(given, Cluster):
+            return given
+        return like[0].cluster if like else _local_cluster(tuple(jax.devices()))
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -504,7 +511,7 @@ class ParallelStep(Generic[P, R]):
                 self._planned.move_to_end(used)
             while len(self._planned) > SIGNATURES:
                 self._planned.popitem(last=False)
-        with entry.lock, watchdog.activity(f"planning or loading {getattr(self._fun, '__name__', 'the step')}"):
+        with entry.lock, watchdog.activity(f"planning or loading {self.__name__}"):
             try:
                 yield entry
             finally:
@@ -518,10 +525,9 @@ class ParallelStep(Generic[P, R]):
 
         Only signatures that differ in weak dtypes alone are traced to compare the programs.
         """
-        signature, cluster = key
+        name, (signature, cluster) = self.__name__, key
         with self._lock:
             kept = {known: entry for (known, where), entry in self._planned.items() if where == cluster}
-        name = getattr(self._fun, "__name__", "the step")
         for known, entry in kept.items():
             if not replanning.same_but_weak(known, signature):
                 continue
@@ -624,29 +630,22 @@ class _Planned:
         return self._digest
 
     def load(self, options: Options, owned: Owned, copies: DeviceCopies) -> Executable:
-        """The executable of the planned step, made once."""
+        """The executable of the planned step on the addressable devices, made once; its HLO is checked if requested."""
         if self.executable is None:
             assert self.compiled is not None
-            self.compiled, executable = _loaded(self.compiled, options, owned, copies, self._settings)
+            staged, plan = self.compiled.staged, self.compiled.plan
+            how = LoadOptions(
+                donate=options.donate, owned=owned, copies=copies, settings=self._settings,
+                compiler_options=dict(options.compiler_options),
+            )  # fmt: skip
+            executable = load(staged, plan, how)
+            if options.verify == "hlo":
+                plan = checks.verified_compiled(plan, staged, executable.compiled())
+                self.compiled = replace(self.compiled, plan=plan)
             for arguments, results in self._weak:
                 executable.accept(arguments, results)
             self.executable = executable
         return self.executable
-
-
-def _loaded(
-    compiled: Compiled, options: Options, owned: Owned, copies: DeviceCopies, settings: tuple[Any, ...]
-) -> tuple[Compiled, Executable]:
-    """Returns a planned step with the findings of its HLO check, and its executable on the addressable devices."""
-    how = LoadOptions(
-        donate=options.donate, owned=owned, copies=copies, settings=settings,
-        compiler_options=dict(options.compiler_options),
-    )  # fmt: skip
-    executable = load(compiled.staged, compiled.plan, how)
-    if options.verify == "hlo":
-        plan = checks.verified_compiled(compiled.plan, compiled.staged, executable.compiled())
-        compiled = replace(compiled, plan=plan)
-    return compiled, executable
 
 
 def _as_written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -658,11 +657,3 @@ def _as_written(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _local_cluster(devices: tuple[Any, ...]) -> Cluster:
     """The cluster of the devices that are here, described once for as long as they are the same."""
     return common_cluster(Cluster.local(devices))
-
-
-def _cluster(options: Options) -> Cluster:
-    if isinstance(options.cluster, Cluster):
-        return options.cluster
-    if options.like:
-        return options.like[0].cluster
-    return _local_cluster(tuple(jax.devices()))

@@ -179,10 +179,8 @@ class Cluster:
         # A tuple in place of the mapping makes clusters hashable, which caches rely on.
         object.__setattr__(self, "peak_flops", tuple(sorted((str(k), float(v)) for k, v in peaks)))
         object.__setattr__(self, "attention_efficiency", _attention_efficiency(self))
-        object.__setattr__(self, "topology", tuple(self.topology))
-        object.__setattr__(self, "wraparound", tuple(self.wraparound))
-        object.__setattr__(self, "collectives", tuple(self.collectives))
-        object.__setattr__(self, "measured", tuple(self.measured))
+        for name in ("topology", "wraparound", "collectives", "measured"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if isinstance(self.dispatch, int | float):
             object.__setattr__(self, "dispatch", Dispatch(float(self.dispatch)))
         _validate(self)
@@ -247,8 +245,8 @@ class Cluster:
         if key in presets.NODES:
             if topology is not None:
                 raise OptionError(f"topology={topology!r}: {name!r} has nodes, not a torus; give nodes= instead")
-            fields = dict(presets.NODES[key])
-            return cls(**_with_links(_with_rates(key, fields) | {"nodes": fields["nodes"] if nodes is None else nodes}))
+            given: dict[str, Any] = {} if nodes is None else {"nodes": nodes}
+            return cls(**(_arguments(key, presets.NODES[key]) | given))
         if key in presets.SLICES:
             return _slice(key, 1 if nodes is None else nodes, topology)
         raise OptionError(f"cluster={name!r} is not a known preset; choose one of {', '.join(cls.preset_names())}")
@@ -283,7 +281,16 @@ class Cluster:
         A dtype that is not listed counts as bf16 up to two bytes, as f32 at four, and at half the f32 rate above.
         Integers of more than one byte have no matrix unit: an eighth of the f32 rate, unless "int32" is listed.
         """
-        return peak_of(self, str(getattr(dtype, "name", dtype)))
+        peaks, name = dict(self.peak_flops), str(getattr(dtype, "name", dtype))
+        name = _DTYPE_NAMES.get(name, name)
+        if name in peaks:
+            return peaks[name]
+        if name.startswith(("int", "uint")) and not name.endswith(("int2", "int4", "int8")):
+            return peaks.get("int32", peaks["f32"] * _WIDE_INTEGERS)
+        bits = int("".join(c for c in name.split("_")[0].split("e")[0] if c.isdigit()) or 8)  # "bool" has no digits
+        if bits <= 16:
+            return peaks.get("bf16", peaks["f32"])
+        return peaks["f32"] / (1 if bits <= 32 else 2)
 
     @property
     def step_efficiency(self) -> float:
@@ -353,23 +360,14 @@ class Cluster:
         """
         if not 1 <= num_devices <= self.num_devices:
             raise OptionError(f"num_devices={num_devices}: the cluster has {self.num_devices}")
-        if self.topology:
-            used = topology.fit_sizes((self.nodes, *self.topology), num_devices)
-            ring = tuple(w and u == t for w, u, t in zip(self.wraparound, used[1:], self.topology, strict=True))
-            card = used[-1] if self.card_link is not None else 1
-            return dataclasses.replace(
-                self, nodes=used[0], devices_per_node=math.prod(used[1:]), topology=used[1:], wraparound=ring,
-                devices_per_card=card, card_link=self.card_link if card > 1 else None,
-            )  # fmt: skip
-        nodes, inside = topology.fit_sizes((self.nodes, self.devices_per_node), num_devices)
-        card = math.gcd(self.devices_per_card, inside)
+        nodes, *inner = topology.fit_sizes((self.nodes, *(self.topology or (self.devices_per_node,))), num_devices)
+        is_torus = bool(self.topology)
+        card = inner[-1] if is_torus and self.card_link is not None else math.gcd(self.devices_per_card, inner[-1])
+        ring = tuple(w and u == t for w, u, t in zip(self.wraparound, inner, self.topology, strict=False))
         return dataclasses.replace(
-            self,
-            nodes=nodes,
-            devices_per_node=inside,
-            devices_per_card=card,
-            card_link=self.card_link if card > 1 else None,
-        )
+            self, nodes=nodes, devices_per_node=math.prod(inner), topology=tuple(inner) if is_torus else (),
+            wraparound=ring, devices_per_card=card, card_link=self.card_link if card > 1 else None,
+        )  # fmt: skip
 
     def mesh_shapes(self, max_axes: int = 3, num_devices: int | None = None) -> tuple[tuple[int, ...], ...]:
         """The logical mesh shapes worth trying, axes ordered from between nodes to within a node.
@@ -401,9 +399,9 @@ class Cluster:
         Raises:
           OptionError: if fields are missing or unknown.
         """
-        known = {field.name for field in dataclasses.fields(cls)}
-        data = cls._completed(data)
-        wrong = sorted(known.symmetric_difference(data))
+        rates = {"sustained_efficiency": 1.0, "memory_efficiency": 1.0, "kernel_start": 0.0, "kernel_start_alone": 0.0}
+        data = {"overlap": False, "attention_efficiency": None, **rates, **data}  # data of earlier versions lack these
+        wrong = sorted({field.name for field in dataclasses.fields(cls)}.symmetric_difference(data))
         if wrong:
             raise OptionError(f"cluster data: fields missing or unknown: {', '.join(wrong)}; write it with to_json()")
         links: dict[str, Any] = {
@@ -411,13 +409,7 @@ class Cluster:
         }
         curves = tuple(Curve(**curve) for curve in data["collectives"])
         rest = {"dispatch": Dispatch(**data["dispatch"]), "collectives": curves, "measured": tuple(data["measured"])}
-        return cls(**(dict(data) | links | rest))
-
-    @staticmethod
-    def _completed(data: Mapping[str, Any]) -> dict[str, Any]:
-        """With the fields that data of earlier versions do not have."""
-        rates = {"sustained_efficiency": 1.0, "memory_efficiency": 1.0, "kernel_start": 0.0, "kernel_start_alone": 0.0}
-        return {"overlap": False, "attention_efficiency": None, **rates, **data}
+        return cls(**(data | links | rest))
 
     def __str__(self) -> str:
         if self.topology:
@@ -428,20 +420,6 @@ class Cluster:
         else:
             machine = f"{self.devices_per_node} {self.device}"
         return f"{machine}, {self.usable_memory / 2**30:.1f} of {self.memory / 2**30:.1f} GiB usable per device"
-
-
-def peak_of(cluster: Cluster, dtype: str) -> float:
-    """`Cluster.peak` by dtype name."""
-    peaks = dict(cluster.peak_flops)
-    name = _DTYPE_NAMES.get(dtype, dtype)
-    if name in peaks:
-        return peaks[name]
-    if name.startswith(("int", "uint")) and not name.endswith(("int2", "int4", "int8")):
-        return peaks.get("int32", peaks["f32"] * _WIDE_INTEGERS)
-    bits = int("".join(c for c in name.split("_")[0].split("e")[0] if c.isdigit()) or 8)  # "bool" has no digits
-    if bits <= 16:
-        return peaks.get("bf16", peaks["f32"])
-    return peaks["f32"] / (1 if bits <= 32 else 2)
 
 
 def _attention_efficiency(cluster: Cluster) -> tuple[tuple[str, tuple[float, float]], ...]:
@@ -511,14 +489,8 @@ def _validate(cluster: Cluster) -> None:
     require(same, "wraparound", "give one truth value for each dim of the topology")
 
 
-def _with_links(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a preset with its pairs turned into links, and that of `dispatch`."""
-    kinds = {"node_link": Link, "network_link": Link, "card_link": Link, "dispatch": Dispatch}
-    return {key: kinds[key](*value) if key in kinds else value for key, value in fields.items()}
-
-
-def _with_rates(key: str, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of a preset with its rates within steps."""
+def _arguments(key: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a preset: with its rates within steps, and pairs turned into links and `dispatch`."""
     sustained, memory = presets.STEP_RATES.get(key, (1.0, 1.0))
     rates: dict[str, Any] = {"sustained_efficiency": sustained, "memory_efficiency": memory}
     if fields.get("platform") in ("cuda", "rocm"):
@@ -527,7 +499,8 @@ def _with_rates(key: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         rates["collectives"] = tuple(_curves(key, fields["devices_per_node"]))
     if key in presets.SLICES:
         rates["matmul_efficiency"] = presets.TPU_MATMUL_EFFICIENCY
-    return rates | dict(fields)
+    kinds = {"node_link": Link, "network_link": Link, "card_link": Link, "dispatch": Dispatch}
+    return rates | {name: kinds[name](*value) if name in kinds else value for name, value in fields.items()}
 
 
 def _curves(key: str, devices: int) -> Iterator[Curve]:
@@ -551,7 +524,7 @@ def _slice(key: str, nodes: int, shape: Sequence[int] | None) -> Cluster:
     hosts = max(1, chips // _TPU_CHIPS_PER_HOST)
     inner = (cores,) if cores > 1 else ()
     return Cluster(
-        **_with_links(_with_rates(key, fields)),
+        **_arguments(key, fields),
         platform="tpu",
         devices_per_node=chips * cores,
         devices_per_card=cores,
@@ -614,13 +587,11 @@ def _local_slice(name: str, devices: Sequence[Any]) -> Cluster:
     if not box:
         dims = (len(devices) // slices, *(1,) * (rank - 1))
     ring = tuple(box and d % fields["wrap"] == 0 for d in dims)
-    cluster = _slice(name, slices, tuple(1 for _ in dims))
+    cluster = _slice(name, slices, (1,) * rank)
+    apart: dict[str, Any] = {} if box else {"devices_per_card": 1, "card_link": None}
     if box and cores > 1:
         dims, ring = (*dims, cores), (*ring, False)
-    elif cores > 1:
-        cluster = dataclasses.replace(cluster, topology=dims, wraparound=ring, devices_per_node=math.prod(dims),
-                                      devices_per_card=1, card_link=None)  # fmt: skip
-    return dataclasses.replace(cluster, topology=dims, wraparound=ring, devices_per_node=math.prod(dims))
+    return dataclasses.replace(cluster, topology=dims, wraparound=ring, devices_per_node=math.prod(dims), **apart)
 
 
 def _local_cpu(per_node: int, processes: int) -> Cluster:

@@ -19,31 +19,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alpa_lite import _jax, kept, owned, plan_cache, schedules
+from alpa_lite import _jax, kept, plan_cache
 from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.cluster import Cluster
-from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from alpa_lite.gc_pause import reduced_gc
 from alpa_lite.graph import Traced
 from alpa_lite.options import Options
-from alpa_lite.passes import checks, factors, microbatches, plans, programs, tracing
+from alpa_lite.passes import checks, factors, plans, tracing
 from alpa_lite.passes.layers.residuals import reduce_residuals
-from alpa_lite.passes.plans import comparing, replay, weighing
-from alpa_lite.passes.programs.staged import Staged, Verdict, donating, noted
-from alpa_lite.passes.search.analysis import Analyses
-from alpa_lite.passes.search.configs import ExecutionConfig
+from alpa_lite.passes.plans import comparing, weighing
+from alpa_lite.passes.programs.staged import Staged, noted
 from alpa_lite.passes.search.pipelines import exceeds_budget
 from alpa_lite.passes.search.planner import search_plan
 from alpa_lite.passes.sharding import wishes, worth
-from alpa_lite.passes.stages import planning, staging
-from alpa_lite.passes.tracing.arguments import donated_leaves
 from alpa_lite.passes.tracing.jit_shardings import placed_arguments
 from alpa_lite.passes.tracing.manual_regions import check_regions
 from alpa_lite.pins import NO_PINS, Pins
 from alpa_lite.plan import Plan
-from alpa_lite.plan_cache import PlanCache
+from alpa_lite.plan_replay import add_donation, check_memory, load_cached_plan, rebuild_stages, replay_plan
 from alpa_lite.processes.plan_broadcast import PlanBroadcast
-from alpa_lite.report import log_messages, units
+from alpa_lite.report import log_messages
 from alpa_lite.runner import Passes, passes
 from alpa_lite.stack_chunk import with_large_stack_chunk
 
@@ -102,19 +97,15 @@ def compile_step(
         said = [one for one in said if not (one.array and kept.is_given(asked))]
         placed, on = placed_arguments(traced, args, kwargs, options.in_shardings, cluster.num_devices)
         context = None if options.ignore_annotations else context
-        asked = replace(
-            asked,
-            wishes=wishes.of(traced, asked.method, cluster.num_devices, said, context, options.forbidden, placed, on),
-        )
+        wanted = wishes.of(traced, asked.method, cluster.num_devices, said, context, options.forbidden, placed, on)
+        asked = replace(asked, wishes=wanted)
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
         found: list[str] = []
         plan, staged = others.plan(
-            step,
-            asked,
-            lambda: plan_step(run, step, asked, found),
+            step, asked, lambda: plan_step(run, step, asked, found),
             lambda plan: rebuild_stages(run, step, asked, plan, math.inf),
-        )
-    _check_memory(plan, options)
+        )  # fmt: skip
+    check_memory(plan, options)
     why = "; ".join([why, *found])
     if logger.isEnabledFor(logging.INFO):
         logger.info(log_messages.planned(name, plan, why))
@@ -151,8 +142,7 @@ def choose_plan(run: Passes, step: Step, asked: PlanRequest) -> tuple[Plan, Stag
         if asked.wishes.forbidden:
             staged = noted(staged, "allow and forbid: not heeded on submeshes, where the state stays where it is")
     else:
-        searched = search_plan(run, step, asked)
-        staged, summary = searched.staged, searched.summary
+        staged, summary = search_plan(run, step, asked)
     staged = noted(staged, *asked.wishes.notes, *plans.heeded(staged, asked.wishes))
     staged = add_donation(staged, step, asked)
     annotated = bool(worth.items(step.traced, asked.wishes))
@@ -162,42 +152,8 @@ def choose_plan(run: Passes, step: Step, asked: PlanRequest) -> tuple[Plan, Stag
     return replace(plan, search=summary), staged
 
 
-def load_cached_plan(run: Passes, step: Step, asked: PlanRequest, cache: PlanCache) -> tuple[Plan, Staged] | None:
-    """A plan of the cache and the step in the stages that it says; None if there is none that can be used."""
-    plan = cache.load()
-    if plan is None:
-        return None
-    try:
-        return plan, rebuild_stages(run, step, asked, plan, asked.budget)
-    except AlpaLiteError as error:
-        cache.refuse(str(error))
-        return None
-
-
-def rebuild_stages(run: Passes, step: Step, asked: PlanRequest, plan: Plan, budget: float) -> Staged:
-    """The step in the stages that a plan of the same step says, which came from the cache or from another process.
-
-    Raises:
-      PlanError: it takes other seconds or bytes than the plan says, or more bytes than `budget`.
-    """
-    staged = add_donation(replay_plan(run, step, asked, plan), step, asked)
-    plan_cache.check_same(plan, staged, budget)
-    return staged
-
-
-def add_donation(staged: Staged, step: Step, asked: PlanRequest) -> Staged:
-    """Returns the step with the user's named leaves donated; unchanged where the option is "auto"."""
-    named = asked.options.donate
-    return staged if named == "auto" else donating(staged, donated_leaves(step.traced, named))
-
-
 def tracer(
-    fun: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: Options,
-    pins: Pins,
-    platform: str,
+    fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, pins: Pins, platform: str
 ) -> Callable[..., Traced]:
     """Returns a tracer of a step, under the mesh of the context; it takes other shapes for some flat arguments."""
     trace = functools.partial(
@@ -221,50 +177,3 @@ def trace_again(
     trace = tracer(fun, args, kwargs, options, compiled.pins, compiled.plan.cluster.platform)
     with reduced_gc(), _jax.without_mesh():
         return trace()
-
-
-def replay_plan(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> Staged:
-    """A given plan: the step divided as it says, and each stage with its decisions, without solving.
-
-    Raises:
-      PlanError: the plan is for other arguments, devices or another program; says what differs.
-    """
-    replay.check_devices(plan, asked.cluster)
-    division, verdict = plan.division, Verdict("step", "replayed", plan.step_seconds, plan.step_seconds)
-    if not plan.pipelined:
-        (remat,) = replay.remat_of(plan)
-        loop, _ = Analyses(run, step, asked).loop_of(ExecutionConfig(plan.num_microbatches, remat))
-        graph = staging.whole(loop.traced, loop.scan)
-        communication = asked.options.communication
-        decided = run("sharding", replay.replay, graph, asked.cluster, plan.stages[0], communication)
-        verdict = replace(verdict, candidates=decided.found.candidates)
-        planned = run("lowering", planning.lowered_whole, decided, communication)
-        return run("programs", programs.single, loop, planned, verdict, str(remat))
-    if division.owned:
-        return owned.replayed(run, step, asked, plan)
-    count = plan.num_microbatches
-    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
-    loop, graphs = kept.cut_as(run, loop, plan)
-    schedule = schedules.schedule(
-        plan.schedule, len(division.first_devices), count, virtual=division.virtual,
-        slices=len(division.token_slices) or 1,
-    )  # fmt: skip
-    planned_stages = []
-    for graph, stage in zip(graphs, plan.stages, strict=True):
-        decided = run(
-            "sharding", replay.replay, graph, asked.cluster.part(stage.num_devices), stage, "explicit",
-            split_weights=schedule.splits_backward,
-        )  # fmt: skip
-        planned_stages.append(run("lowering", planning.lowered, decided, split_weights=schedule.splits_backward))
-    return kept.program_as(run, loop, planned_stages, schedule, asked, plan, verdict)
-
-
-def _check_memory(plan: Plan, options: Options) -> None:
-    """Raises InfeasibleError if a given plan needs more than the given memory."""
-    needed = max(stage.memory.total for stage in plan.stages)
-    if options.plan is not None and options.memory_per_device is not None and needed > options.memory_per_device:
-        raise InfeasibleError(
-            f"the given plan needs {units.exact_bytes(needed)} per device, more than memory_per_device="
-            f"{units.exact_bytes(options.memory_per_device)}; leave that out, or plan again without plan=",
-            needed,
-        )

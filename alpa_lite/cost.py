@@ -34,8 +34,9 @@ ring carries payload * s / 8 over its fullest link and a line payload * s / 4.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Any, Literal, get_args
 
 from alpa_lite.cluster import Cluster, Curve
@@ -79,11 +80,6 @@ class MeshCost:
 
     cluster: Cluster
     mesh: LogicalMesh
-    # Memos, invisible to callers.
-    _coefficients: dict[tuple[str, Axes, float], tuple[float, float]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _peaks: dict[Any, float] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self._levels  # noqa: B018  raises if the mesh is too large
@@ -95,6 +91,14 @@ class MeshCost:
     def _hash(self) -> int:
         """A cluster is a tree of values: its hash is computed once, not at each look into a table."""
         return hash((self.cluster, self.mesh))
+
+    @cached_property
+    def _peak(self) -> Callable[[Any], float]:
+        return cache(self.cluster.peak)
+
+    @cached_property
+    def _derived(self) -> Callable[[str, Axes, float], tuple[float, float]]:
+        return cache(self._derive)
 
     @cached_property
     def _levels(self) -> tuple[Level, ...]:
@@ -124,11 +128,7 @@ class MeshCost:
         Args:
           payload: where they are taken; they depend on it where the cluster has measured collectives.
         """
-        key = kind, axes, payload if self.cluster.collectives else 0.0
-        found = self._coefficients.get(key)
-        if found is None:
-            found = self._coefficients[key] = self._derive(*key)
-        return found
+        return self._derived(kind, axes, payload if self.cluster.collectives else 0.0)
 
     def compute(self, flops: float, bytes_moved: float, dtype: Any, efficiency: float | None = None) -> float:
         """Seconds of an operation of a step on one device: max(flops / (peak * efficiency), bytes / bandwidth).
@@ -139,10 +139,7 @@ class MeshCost:
           dtype: of the operands; chooses the peak.
           efficiency: the fraction of the peak reached; None for that of large matrix products in steps.
         """
-        peak = self._peaks.get(dtype)
-        if peak is None:
-            peak = self._peaks[dtype] = self.cluster.peak(dtype)
-        reached = peak * (self.cluster.step_efficiency if efficiency is None else efficiency)
+        reached = self._peak(dtype) * (self.cluster.step_efficiency if efficiency is None else efficiency)
         return max(flops / reached, bytes_moved / self.cluster.memory_bandwidth / self.cluster.memory_efficiency)
 
     def matmul(self, m: int, n: int, k: int, batch: int, dtype: Any, itemsize: int) -> float:

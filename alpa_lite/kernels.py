@@ -130,11 +130,10 @@ def _avals(*operands: Any, kernel: Kernel) -> list[Any]:
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, kernel: Kernel) -> tuple[list[Any], list[Any]]:
     wrt = tuple(i for i, t in enumerate(tangents) if type(t) is not ad.Zero)
-    found = derivative(kernel, wrt, types_of(primals))
-    made = call(found.forward, primals)
-    count = len(kernel.notation.results)
-    outs = made[:count]
-    dense = iter(call(found.tangent, [*primals, *made, *(tangents[i] for i in wrt)]))
+    forward, tangent = derivative(kernel, wrt, types_of(primals))
+    made = call(forward, primals)
+    outs = made[: len(kernel.notation.results)]
+    dense = iter(call(tangent, [*primals, *made, *(tangents[i] for i in wrt)]))
     return outs, [next(dense) if _is_real(x) else ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
 
 
@@ -182,14 +181,6 @@ class _Vectorised:
 
 
 # --- derivatives ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Derivative:
-    """The two kernels that differentiation calls; the second is linear, and transposed into a third."""
-
-    forward: Kernel
-    tangent: Kernel
 
 
 @dataclass(frozen=True)
@@ -278,8 +269,8 @@ class _Backward(_Linearised):
 
 
 @functools.lru_cache(maxsize=256)
-def derivative(kernel: Kernel, wrt: tuple[int, ...], types: Types) -> Derivative:
-    """The kernels of a kernel's derivative in the operands `wrt`."""
+def derivative(kernel: Kernel, wrt: tuple[int, ...], types: Types) -> tuple[Kernel, Kernel]:
+    """The forward kernel of a kernel's derivative in the operands `wrt`, and the tangent one, which is linear in t."""
     rule = kernel.notation
     extrema = {n for n, how in rule.reduce if how != "sum"}
     sums = tuple(pair for pair in rule.reduce if pair[1] == "sum")
@@ -299,7 +290,7 @@ def derivative(kernel: Kernel, wrt: tuple[int, ...], types: Types) -> Derivative
         f"tangent of {kernel.name}",
         kernel.trusted,
     )
-    return Derivative(forward, tangent)
+    return forward, tangent
 
 
 def _kept(

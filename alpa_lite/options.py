@@ -40,52 +40,10 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The keyword arguments of `parallelize`. Sequences become tuples, and numbers tuples of one, on construction.
+    """The keyword arguments of `parallelize`, which describes them.
 
-    Attributes:
-      method: a `Method`; "auto" and "off" stand for `Auto()` and `Off()`.
-      cluster: the devices to plan for, the name of a preset, or the file of a calibration, which ends in ".json"; None
-        stands for `Cluster.local()`.
-      memory_per_device: bytes that a plan may use on each device, or a text such as "16 GiB"; None stands for the
-        cluster's usable memory.
-      num_microbatches: the number of equal parts of the batch that are computed one after another. "auto" chooses
-        the number with the least predicted seconds: on one mesh the least power of two that fits the memory, or a
-        greater one where the memory that it leaves free buys more seconds than it costs.
-      allow_inexact: whether micro-batches may change the result if a value needs the whole batch (batch norm,
-        contrastive losses). Such a value is then computed within each micro-batch, and the plan's notes list it.
-      batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.
-      state_argnums, state_argnames: the arguments that are state, which the step returns; "auto" finds them.
-      static_argnums, static_argnames: the arguments that are constants of the program; they must be hashable.
-      constrain: glob on scopes -> `PartitionSpec` of the scope's output: of the last value of a scope's forward
-        operations that another scope reads. Scopes are those of Flax modules and `jax.named_scope`, with slashes:
-        `{"*/h_0/mlp": P("x", None)}`; `*` stands for any text, slashes included. Held as pairs.
-      allow, forbid: names of strategies: "data parallel", "fsdp", "zero", "tensor parallel" (`methods.STRATEGIES`
-        describes each). The search, over plans of one mesh, excludes forbidden strategies, and those not in `allow` if
-        it is given. Both are held as tuples.
-      donate_argnums, donate_argnames: the arguments whose buffers the step may reuse; "auto" stands for the state.
-      in_shardings, out_shardings: as in `jax.jit`: pytree prefixes of the positional arguments and of the result, with
-        a `NamedSharding` over all devices, a `PartitionSpec`, or None where the plan may choose. They are constraints
-        of the plan, which is one of one mesh. State stays where it is: one of the two is enough for it.
-      keep_unused, inline: as in `jax.jit`; a plan depends on neither.
-      compiler_options: for XLA, as in `jax.jit`. Held as pairs.
-      ignore_annotations: whether to plan as if the step had no constraints of its own, its arguments no annotations and
-        no shardings, and the context no mesh.
-      like: steps made by `parallelize`, or plans, whose state the arguments are, or hold: it stays where they have it.
-      communication: "explicit" writes every collective out; "compiler" gives shardings and leaves the rest to XLA.
-      overlap: whether predicted seconds count communication that hides behind computing (gradient synchronisation, and
-        gathers of parameters ahead of their use), of all plans that are compared alike; compilation for GPUs then
-        requests it. On CPUs nothing overlaps.
-      plan: a plan, or the path of one, to run without solving.
-      verify: "shardy" checks each plan against the partitioner, "hlo" also the compiled program, "off" neither.
-      effort: the budget of work of the search: "quick", "normal" or "thorough", about 3, 20 and 180 CPU seconds for the
-        largest models, and less where bounds close. It is counted, not timed: a plan does not depend on the machine
-        that makes it. More effort never gives a slower plan.
-      planning_time_limit: wall-clock seconds after which the search ends, once a plan fits; None for no limit. A plan
-        that it cuts short says so (`Plan.search.truncated`), depends on the machine, and is not cached.
-      dump_dir: a directory for the value after each pass, as text; None writes nothing.
-      cache_dir: a directory where plans are kept, and found again without solving, for the same program, arguments,
-        options, cluster and versions; None stands for the environment variable `ALPA_LITE_CACHE_DIR`, and keeps
-        nothing where that is not set.
+    On construction sequences become tuples, numbers and names tuples of one, mappings pairs, names of methods and
+    clusters the values that they stand for, and texts such as "16 GiB" bytes.
 
     Raises:
       OptionError: naming the argument, the value and the remedy.
@@ -158,7 +116,7 @@ class Options:
 
 
 class PlanOptions(TypedDict, total=False):
-    """The keywords of `make_plan` in addition to the cluster, as a caller gives them; `Options` describes each."""
+    """The keywords of `make_plan` in addition to the cluster, as a caller gives them; see `parallelize`."""
 
     method: Method | Literal["auto", "off"]
     memory_per_device: int | str | None

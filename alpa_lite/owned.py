@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,11 +40,9 @@ logger = logging.getLogger(__name__)
 PRICES = (0.0, 1.0, 4.0, 16.0)
 """Of memory, in units of `sharding.market`: those that a step on given submeshes is planned with, until it fits."""
 
-
 LEAST = 2e-3
 """Seconds that a step must take for micro-batches to be tried: with two of them on two submeshes there are some ten
 tasks and transfers, at about 1e-4 seconds each for one controller (`benchmarks/pipeline_overhead.py`)."""
-
 
 MOVED = "in each call"
 """The text that all notes on moved leaves contain."""
@@ -58,11 +56,15 @@ class Parts:
       loop: the step, over micro-batches if there are several.
       graphs: its stages.
       submeshes: of each stage.
+      meshes: of each submesh, with the number of its first device.
+      pinned: argument number -> the submesh that it lies on.
     """
 
     loop: Accumulated
     graphs: tuple[StageGraph, ...]
     submeshes: tuple[int, ...]
+    meshes: Sequence[tuple[LogicalMesh, int]]
+    pinned: Mapping[int, int]
 
 
 def owned(run: Passes, step: Step, asked: PlanRequest) -> Staged:
@@ -139,10 +141,7 @@ def replayed(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> Staged:
             f"the plan has {len(plan.stages)} stages, but this step has {len(parts.graphs)} on these submeshes: the "
             "plan is for another program or version. Plan again."
         )
-    planned = []
-    for graph, stage in zip(parts.graphs, plan.stages, strict=True):
-        decided = run("sharding", replay.replay, graph, asked.cluster.part(stage.num_devices), stage, "explicit")
-        planned.append(run("lowering", planning.lowered, decided, split_weights=False))
+    planned = replayed_stages(run, asked, plan, parts.graphs, split_weights=False)
     return _program(run, parts, asked, planned, "replayed")
 
 
@@ -178,19 +177,19 @@ def in_pieces(run: Passes, step: Step, asked: PlanRequest) -> tuple[Step, PlanRe
     return Step(traced, rules), replace(asked, pins=replace(asked.pins, arguments=pins, pieces={}))
 
 
-def _pinned(asked: PlanRequest) -> tuple[dict[int, int], int]:
-    """Argument number -> the submesh that it lies on, and the number of submeshes."""
+def _pinned(asked: PlanRequest) -> tuple[Sequence[tuple[LogicalMesh, int]], dict[int, int]]:
+    """Returns `Parts.meshes` and `Parts.pinned`."""
     found = submeshes_of(asked.pins, asked.cluster.num_devices)
-    return {n: found.index((pin.mesh, pin.first_device)) for n, pin in asked.pins.arguments.items()}, len(found)
+    return found, {n: found.index((pin.mesh, pin.first_device)) for n, pin in asked.pins.arguments.items()}
 
 
 def _at_once(run: Passes, step: Step, asked: PlanRequest) -> Parts:
     """The step in one part for each submesh, without micro-batches."""
-    pinned, count = _pinned(asked)
-    found = run("stages", stages.ownership, step.traced, pinned, count)
-    graphs = run("stages", stages.owned_graphs, step.traced, found, count)
+    meshes, pinned = _pinned(asked)
+    found = run("stages", stages.ownership, step.traced, pinned, len(meshes))
+    graphs = run("stages", stages.owned_graphs, step.traced, found, len(meshes))
     notes = (reason(asked.pins), *moves(step.traced, graphs, asked.pins))
-    return Parts(Accumulated(step.traced, -1, 1, notes), graphs, tuple(range(count)))
+    return Parts(Accumulated(step.traced, -1, 1, notes), graphs, tuple(range(len(meshes))), meshes, pinned)
 
 
 def _in_turns(run: Passes, step: Step, asked: PlanRequest, number: int) -> Parts:
@@ -201,8 +200,8 @@ def _in_turns(run: Passes, step: Step, asked: PlanRequest, number: int) -> Parts
       PlanError: something outside the loop reads leaves of several submeshes.
     """
     loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, number, **asked.inexact)
-    pinned, count = _pinned(asked)
-    found = run("stages", stages.turns_of, loop.traced, loop.scan, pinned, count)
+    meshes, pinned = _pinned(asked)
+    found = run("stages", stages.turns_of, loop.traced, loop.scan, pinned, len(meshes))
     graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, found.assignment)
     for graph, submesh in zip(graphs, found.submeshes, strict=True):
         for port, value in zip(graph.inputs, graph.traced.graph.block.inputs, strict=False):
@@ -212,7 +211,8 @@ def _in_turns(run: Passes, step: Step, asked: PlanRequest, number: int) -> Parts
                     f"num_microbatches={number}: {shown(loop.traced.arguments[port.number].path)} would be copied to "
                     f"another submesh; use num_microbatches=1"
                 )
-    return Parts(replace(loop, notes=(reason(asked.pins), *loop.notes)), graphs, found.submeshes)
+    loop = replace(loop, notes=(reason(asked.pins), *loop.notes))
+    return Parts(loop, graphs, found.submeshes, meshes, pinned)
 
 
 def _program(
@@ -220,7 +220,7 @@ def _program(
 ) -> Staged:
     """The program of planned parts."""
     traced, count = parts.loop.traced, len(planned)
-    firsts = [first for _, first in submeshes_of(asked.pins, asked.cluster.num_devices)]
+    firsts = [first for _, first in parts.meshes]
     verdict = Verdict(
         "layers", status,
         sum(stage.found.solution.objective for stage in planned), sum(stage.found.solution.bound for stage in planned),
@@ -239,8 +239,18 @@ def _planned(run: Passes, parts: Parts, asked: PlanRequest) -> Staged:
     Raises:
       InfeasibleError: they do not fit, and leaves are copied between submeshes.
     """
+    pins = [
+        Pins({
+            number: asked.pins.arguments[port.number]
+            for number, port in enumerate(graph.inputs)
+            if port.kind == "argument" and parts.pinned.get(port.number) == submesh
+        })
+        for graph, submesh in zip(parts.graphs, parts.submeshes, strict=True)
+    ]  # fmt: skip
+    shapes = [parts.meshes[submesh][0].shape for submesh in parts.submeshes]
     for price in PRICES:
-        staged = _program(run, parts, asked, _solved(run, parts, asked, price))
+        planned = solved(run, asked, parts.graphs, shapes, pins, price=price, split_weights=False)
+        staged = _program(run, parts, asked, planned)
         if staged.needed <= asked.budget:
             return staged
     copied = [line for line in parts.loop.notes if MOVED in line]
@@ -252,22 +262,6 @@ def _planned(run: Passes, parts: Parts, asked: PlanRequest) -> Staged:
             staged.needed,
         )
     return staged
-
-
-def _solved(run: Passes, parts: Parts, asked: PlanRequest, price: float) -> list[PlannedStage]:
-    """The parts of a step, each solved on its submesh and lowered."""
-    meshes = [mesh for mesh, _ in submeshes_of(asked.pins, asked.cluster.num_devices)]
-    pinned, _ = _pinned(asked)
-    pins = [
-        Pins({
-            number: asked.pins.arguments[port.number]
-            for number, port in enumerate(graph.inputs)
-            if port.kind == "argument" and pinned.get(port.number) == submesh
-        })
-        for graph, submesh in zip(parts.graphs, parts.submeshes, strict=True)
-    ]  # fmt: skip
-    shapes = [meshes[submesh].shape for submesh in parts.submeshes]
-    return solved(run, asked, parts.graphs, shapes, pins, price=price, split_weights=False)
 
 
 def solved(
@@ -294,6 +288,22 @@ def solved(
         known.setdefault(key, decided)
         out.append(run("lowering", planning.lowered, decided, split_weights=split_weights))
     return out
+
+
+def replayed_stages(
+    run: Passes, asked: PlanRequest, plan: Plan, graphs: Sequence[StageGraph], *, split_weights: bool
+) -> list[PlannedStage]:
+    """The stages of a step with the decisions of a plan, lowered without solving.
+
+    Raises:
+      PlanError: the plan is for another program; says what differs.
+    """
+    planned = []
+    for graph, stage in zip(graphs, plan.stages, strict=True):
+        cluster = asked.cluster.part(stage.num_devices)
+        decided = run("sharding", replay.replay, graph, cluster, stage, "explicit", split_weights=split_weights)
+        planned.append(run("lowering", planning.lowered, decided, split_weights=split_weights))
+    return planned
 
 
 def submeshes_of(pins: Pins, num_devices: int) -> tuple[tuple[LogicalMesh, int], ...]:

@@ -98,13 +98,15 @@ _ML = "stas00/ml-engineering compute/accelerator/README.md"
 _BOOK = "jax-ml/scaling-book tpus.md"
 _RECALLED = "f32 and f64 peaks from the vendor's data sheet, recalled; latencies are assumptions of the usual order"
 
+_CUDA: dict[str, Any] = {"platform": "cuda", "nodes": 1, "devices_per_node": 8}
+_ROCM = {**_CUDA, "platform": "rocm"}
+
 #: Keyword arguments of `Cluster` for machines with nodes; `nodes` is the default number of nodes.
 NODES: Mapping[str, Mapping[str, Any]] = {
-    "p3.16xlarge": {
+    "p3.16xlarge": _CUDA
+    | {
         "device": "V100-SXM2-16GB",
-        "platform": "cuda",
         "nodes": 8,
-        "devices_per_node": 8,
         "memory": 16 * GIB,
         "peak_flops": {"bf16": 15.7e12, "f16": 125e12, "f32": 15.7e12, "f64": 7.8e12},
         "memory_bandwidth": 900e9,
@@ -114,11 +116,9 @@ NODES: Mapping[str, Mapping[str, Any]] = {
         "source": "900 GB/s: Cornell CVW; NVLink2 6 x 25 GB/s a direction, 25 Gb/s per node of 8: recalled, confidence "
         f"high. bf16 has no tensor cores here. {_RECALLED}",
     },
-    "p3dn": {
+    "p3dn": _CUDA
+    | {
         "device": "V100-SXM2-32GB",
-        "platform": "cuda",
-        "nodes": 1,
-        "devices_per_node": 8,
         "memory": 32 * GIB,
         "peak_flops": {"bf16": 15.7e12, "f16": 125e12, "f32": 15.7e12, "f64": 7.8e12},
         "memory_bandwidth": 900e9,
@@ -126,14 +126,11 @@ NODES: Mapping[str, Mapping[str, Any]] = {
         "network_link": (12.5e9, 20e-6),
         "parallel_units": 80,
         "source": "900 GB/s: Cornell CVW; NVLink2 6 x 25 GB/s a direction, 100 Gb/s per node: recalled, "
-        "confidence high. "
-        f"bf16 has no tensor cores here. {_RECALLED}",
+        f"confidence high. bf16 has no tensor cores here. {_RECALLED}",
     },
-    "a100-40gb": {
+    "a100-40gb": _CUDA
+    | {
         "device": "A100-SXM-40GB",
-        "platform": "cuda",
-        "nodes": 1,
-        "devices_per_node": 8,
         "memory": 40 * GIB,
         "peak_flops": {"bf16": 312e12, "f16": 312e12, "f32": 156e12, "f64": 19.5e12},
         "memory_bandwidth": 1555e9,
@@ -143,14 +140,11 @@ NODES: Mapping[str, Mapping[str, Any]] = {
         "attention_efficiency": _A100_ATTENTION,
         "parallel_units": 108,
         "source": f"312 TFLOP/s, 271.2 measured (80 GB card): {_ML}; 1555 GB/s, NVLink3 600 GB/s both ways, p4d "
-        "400 Gb/s: "
-        f"recalled, confidence high. {_RECALLED}",
+        f"400 Gb/s: recalled, confidence high. {_RECALLED}",
     },
-    "a100": {
+    "a100": _CUDA
+    | {
         "device": "A100-SXM-80GB",
-        "platform": "cuda",
-        "nodes": 1,
-        "devices_per_node": 8,
         "memory": 80 * GIB,
         "peak_flops": {"bf16": 312e12, "f16": 312e12, "f32": 156e12, "f64": 19.5e12},
         "memory_bandwidth": 2000e9,
@@ -160,14 +154,11 @@ NODES: Mapping[str, Mapping[str, Any]] = {
         "attention_efficiency": _A100_ATTENTION,
         "parallel_units": 108,
         "source": f"312 TFLOP/s, 271.2 measured, 2000 GB/s: {_ML}; NVLink3 600 GB/s both ways, 8 x 200 Gb/s "
-        "HDR: recalled, "
-        f"confidence high. {_RECALLED}",
+        f"HDR: recalled, confidence high. {_RECALLED}",
     },
-    "h100": {
+    "h100": _CUDA
+    | {
         "device": "H100-SXM",
-        "platform": "cuda",
-        "nodes": 1,
-        "devices_per_node": 8,
         "memory": 80 * GIB,
         "peak_flops": {"bf16": 989e12, "f16": 989e12, "f32": 494e12, "f64": 67e12},
         "memory_bandwidth": 3350e9,
@@ -176,14 +167,11 @@ NODES: Mapping[str, Mapping[str, Any]] = {
         "matmul_efficiency": 0.803,
         "parallel_units": 132,
         "source": f"989 TFLOP/s, 794.5 measured, 3350 GB/s: {_ML}; NVLink4 900 GB/s both ways: MLPerf system "
-        "description; "
-        f"8 x 400 Gb/s NDR: recalled, confidence high. {_RECALLED}",
+        f"description; 8 x 400 Gb/s NDR: recalled, confidence high. {_RECALLED}",
     },
-    "h200": {
+    "h200": _CUDA
+    | {
         "device": "H200-SXM",
-        "platform": "cuda",
-        "nodes": 1,
-        "devices_per_node": 8,
         "memory": 140 * GIB,
         "peak_flops": {"bf16": 989e12, "f16": 989e12, "f32": 494e12, "f64": 67e12},
         "memory_bandwidth": 4800e9,
@@ -192,14 +180,11 @@ NODES: Mapping[str, Mapping[str, Any]] = {
         "matmul_efficiency": 0.803,
         "parallel_units": 132,
         "source": f"989 TFLOP/s, 141 GB (rounded down to 140 GiB), 4800 GB/s: {_ML}; NVLink4 900 GB/s both "
-        "ways, 8 x 400 "
-        f"Gb/s: MLPerf system description; efficiency as measured on H100. {_RECALLED}",
+        f"ways, 8 x 400 Gb/s: MLPerf system description; efficiency as measured on H100. {_RECALLED}",
     },
-    "b200": {
+    "b200": _CUDA
+    | {
         "device": "B200-SXM",
-        "platform": "cuda",
-        "nodes": 1,
-        "devices_per_node": 8,
         "memory": 178 * GIB,
         "peak_flops": {"bf16": 2250e12, "f16": 2250e12, "f32": 1125e12, "f64": 37e12},
         "memory_bandwidth": 8000e9,
@@ -210,10 +195,9 @@ NODES: Mapping[str, Mapping[str, Any]] = {
         "configuration; NVLink5 1800 GB/s both ways, 8 x 400 Gb/s, 1125 TFLOP/s of TF32 and 37 of f64: HGX B200, "
         "recalled, confidence high; latencies as of H100",
     },
-    "gb200": {
+    "gb200": _CUDA
+    | {
         "device": "GB200-NVL72",
-        "platform": "cuda",
-        "nodes": 1,
         "devices_per_node": 72,
         "memory": 184 * GIB,
         "peak_flops": {"bf16": 2500e12, "f16": 2500e12, "f32": 1250e12, "f64": 40e12},
@@ -225,11 +209,9 @@ NODES: Mapping[str, Mapping[str, Any]] = {
         "PFLOP/s of bf16 with sparsity, 576 TB/s, 13.4 TB, 130 TB/s of NVLink both ways: recalled, confidence high; a "
         "400 Gb/s adapter for each GPU and the latencies of H100 are assumed",
     },
-    "mi300x": {
+    "mi300x": _ROCM
+    | {
         "device": "MI300X",
-        "platform": "rocm",
-        "nodes": 1,
-        "devices_per_node": 8,
         "memory": 191 * GIB,
         "peak_flops": {"bf16": 1307.4e12, "f16": 1307.4e12, "f32": 163.4e12, "f64": 163.4e12},
         "memory_bandwidth": 5300e9,
@@ -241,11 +223,9 @@ NODES: Mapping[str, Mapping[str, Any]] = {
         "Gb/s, 163.4 TFLOP/s of f32 and f64 matrix products: AMD's data sheet, recalled, confidence high; 304 compute "
         "units: XLA's target configuration; latencies as of H100",
     },
-    "mi250x": {
+    "mi250x": _ROCM
+    | {
         "device": "MI250X-GCD",
-        "platform": "rocm",
-        "nodes": 1,
-        "devices_per_node": 8,
         "devices_per_card": 2,
         "memory": 64 * GIB,
         "peak_flops": {"bf16": 191.5e12, "f16": 191.5e12, "f32": 47.9e12, "f64": 47.9e12},
@@ -256,10 +236,8 @@ NODES: Mapping[str, Mapping[str, Any]] = {
         "matmul_efficiency": 0.768,
         "parallel_units": 110,
         "source": f"one of the two dies of a card (383 TFLOP/s is both): 191.5 TFLOP/s, 147 measured, 1640 "
-        f"GB/s: {_ML}; "
-        "200 GB/s within a card, 50 to 100 GB/s between cards (the lower is used): OLCF guide; 4 x 25 GB/s "
-        "Slingshot-11 "
-        f"per node of 8 dies: recalled, confidence high. {_RECALLED}",
+        f"GB/s: {_ML}; 200 GB/s within a card, 50 to 100 GB/s between cards (the lower is used): OLCF guide; 4 x 25 "
+        f"GB/s Slingshot-11 per node of 8 dies: recalled, confidence high. {_RECALLED}",
     },
     "cpu": {
         "device": "cpu",
@@ -292,7 +270,6 @@ SLICES: Mapping[str, Mapping[str, Any]] = {
         "memory_bandwidth": 1200e9,
         "node_link": (4.5e10, 1e-6),
         "host_network": (2.5e10, 20e-6),
-        "tile": 128,
         "source": f"{_BOOK}; latencies are assumptions of the usual order",
     },
     "v5e": {
@@ -305,7 +282,6 @@ SLICES: Mapping[str, Mapping[str, Any]] = {
         "memory_bandwidth": 819e9,
         "node_link": (5e10, 1e-6),
         "host_network": (2.5e10, 20e-6),
-        "tile": 128,
         "source": f"{_BOOK}; Cloud TPU documentation; latencies are assumptions of the usual order",
     },
     "v5p": {
@@ -318,7 +294,6 @@ SLICES: Mapping[str, Mapping[str, Any]] = {
         "memory_bandwidth": 2765e9,
         "node_link": (1e11, 1e-6),
         "host_network": (2.5e10, 20e-6),
-        "tile": 128,
         "source": f"{_BOOK}; Cloud TPU documentation; latencies are assumptions of the usual order",
     },
     "v6e": {

@@ -43,5 +43,5 @@ class Textbook:
         wished = wishes.of(self.step.traced, method, self.asked.cluster.num_devices, [], None, frozenset())
         asked = replace(self.asked, options=options, wishes=wished)
         with reduced_gc(), _jax.without_mesh(), passes("textbook", None) as run:
-            staged = search_plan(run, self.step, asked).staged
+            staged = search_plan(run, self.step, asked)[0]
         return staged.seconds, staged.program.num_microbatches

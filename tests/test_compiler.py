@@ -21,9 +21,10 @@ from alpa_lite.api import make_options, make_plan
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import InfeasibleError, OptionError, OrderError, PlanError
 from alpa_lite.options import Auto, DataParallel, Pipeline, Sharded, TensorParallel, Zero
+from alpa_lite.passes import programs
 from alpa_lite.passes.checks import verification
 from alpa_lite.passes.plans import writing
-from alpa_lite.passes.search import pipelines
+from alpa_lite.passes.search import pipeline_analysis, pipelines
 from alpa_lite.passes.stages import pricing
 from tests import comparing
 
@@ -109,7 +110,7 @@ def test_auto_goes_on_where_the_stages_of_a_pipeline_wait_for_each_other(monkeyp
     def unbuildable(*_: Any) -> Any:
         raise OrderError("schedule 1f1b cannot run this step")
 
-    monkeypatch.setattr(pipelines, "build_pipeline", unbuildable)
+    monkeypatch.setattr(pipeline_analysis, "build_pipeline", unbuildable)
     step, args = step_and_args(layers=4, width=8192, batch=4096)
     where = cluster(2, 4, network=0.5e9)
     found = alpa_lite.make_plan(step, *args, cluster=where, num_microbatches=8, verify="off")
@@ -239,13 +240,13 @@ def test_every_pass_of_a_pipeline_is_timed_dumped_and_checked(tmp_path) -> None:
 
 def test_a_value_that_breaks_its_invariants_is_caught_after_its_pass(monkeypatch) -> None:
     step, args = step_and_args(layers=2, width=64, batch=16)
-    right = compiler.programs.single
+    right = programs.single
 
     def wrong(*given: Any) -> Any:
         found = right(*given)
         return compiler.replace(found, remat=())
 
-    monkeypatch.setattr(compiler.programs, "single", wrong)
+    monkeypatch.setattr(programs, "single", wrong)
     with runner.checking(), pytest.raises(AssertionError):
         alpa_lite.make_plan(step, *args, cluster=cluster(1, 2), method=Sharded(), verify="off")
 
@@ -284,7 +285,7 @@ def test_our_own_faults_in_the_search_of_pipelines_are_not_swallowed(monkeypatch
     """A pipeline that does not fit gives way to one mesh, with a note; a broken program does not."""
     step, args = step_and_args(layers=2, width=64, batch=16)
     where = cluster(1, 2)
-    monkeypatch.setattr(pipelines.Pipelines, "estimate", lambda _: (0.0, 0.0))
+    monkeypatch.setattr(pipelines.PipelineSearch, "estimate", lambda _: (0.0, 0.0))
 
     def infeasible(*given: Any, **more: Any) -> Any:
         raise InfeasibleError("no stage fits")
@@ -292,10 +293,10 @@ def test_our_own_faults_in_the_search_of_pipelines_are_not_swallowed(monkeypatch
     def broken(*given: Any, **more: Any) -> Any:
         raise PlanError("the lists wait for each other")
 
-    monkeypatch.setattr(pipelines.PipelineSearch, "price", infeasible)
+    monkeypatch.setattr(pipeline_analysis.PipelineAnalyses, "price", infeasible)
     plan = alpa_lite.make_plan(step, *args, cluster=where, verify="off")
     assert any("no stage fits" in note for note in plan.notes)
-    monkeypatch.setattr(pipelines.PipelineSearch, "price", broken)
+    monkeypatch.setattr(pipeline_analysis.PipelineAnalyses, "price", broken)
     with pytest.raises(PlanError):
         alpa_lite.make_plan(step, *args, cluster=where, verify="off")
 
@@ -326,6 +327,6 @@ def test_estimates_of_layers_do_not_decide_alone_that_no_pipeline_fits(monkeypat
         return {name: table * (5.0 if name in sizes else 1.0) for name, table in found.items()}
 
     monkeypatch.setattr(pricing, "_tables", too_high)
-    monkeypatch.setattr(pipelines, "MAX_LAYER_ERROR", 20.0)
+    monkeypatch.setattr(pipeline_analysis, "MAX_LAYER_ERROR", 20.0)
     plan = make_plan(step, *arguments, memory_per_device=budget, **options)
     assert max(stage.memory.total for stage in plan.stages) <= budget

@@ -6,8 +6,9 @@ that was not searched, the work spent, and the candidates that were not reached.
     best_first   the loop: candidates with a proven bound, which prunes, and an estimate, which orders
     budget       work in cells, and how much each effort allows
     configs      micro-batches and rematerialisation of one mesh, and which configuration only adds to which
-    one_mesh     candidates of one mesh: baselines, configurations, and the integer program of each mesh shape
-    pipelines    candidates of pipelines: numbers of micro-batches, stages, slices of the sequence
+    one_mesh     candidates of one mesh: configurations, and the integer program of each mesh shape
+    baselines    candidates of textbook methods on one mesh
+    pipelines    candidates of pipelines: numbers of micro-batches, and stages; token_slices: slices of the sequence
     planner      which candidates a request begins with, and the program of the best plan
 
 The plan is a function of the step, the request and the versions of the numerical libraries: no clock, no load, no

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import MicrobatchError
+from alpa_lite.graph import Traced
 from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors, microbatches, sharding
 from alpa_lite.passes.layers.division import MAX_OUTER_LAYERS, Divisible, divisible, recomputing
@@ -18,6 +19,7 @@ from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.tables import Shared
+from alpa_lite.runner import Passes
 from alpa_lite.strategy import Rule
 
 MAX_LAYERS = 72
@@ -30,18 +32,6 @@ More where `num_stages` asks for as many stages (`max_layers`).
 def max_layers(method: Pipeline) -> int:
     """The most layers that a forward pass is cut into for a pipeline."""
     return max(MAX_LAYERS, (method.num_stages or 0) + MAX_OUTER_LAYERS)
-
-
-class Run(Protocol):
-    """Runs a pass by name: see `runner.Passes`."""
-
-    def __call__(self, name: str, a_pass: Any, *args: Any, **kwargs: Any) -> Any:
-        """The value of the pass."""
-        ...
-
-    def count(self, what: str, done: int, total: int, lasting: bool = False) -> None:
-        """Shows how many of some things are done."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +55,9 @@ class AnalyzedStep:
 class Analyses:
     """Analyses of a step, each made once, on demand."""
 
-    def __init__(self, run: Run, step: Step, request: PlanRequest) -> None:
+    def __init__(self, run: Passes, step: Step, request: PlanRequest) -> None:
         self._run, self._step, self._request = run, step, request
         self._known: dict[ExecutionConfig, AnalyzedStep | MicrobatchError] = {}
-
-    def __contains__(self, config: ExecutionConfig) -> bool:
-        return config in self._known
 
     def of(self, config: ExecutionConfig) -> AnalyzedStep:
         """The step in a configuration.
@@ -105,15 +92,9 @@ class Analyses:
 
     def _analyze(self, config: ExecutionConfig) -> AnalyzedStep:
         loop, layers = self.loop_of(config)
-        traced = loop.traced
-        if traced is self._step.traced:
-            rules = self._step.rules
-        elif loop.scan >= 0 and config.remat == NOTHING and traced is self._loop(config.microbatches).traced:
-            rules = self._rules(config.microbatches)
-        else:
-            rules = self._run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
-        groups = self._run("grouping", sharding.group, traced, rules)
-        return AnalyzedStep(config, loop, layers, rules, groups, Shared(traced, groups))
+        rules = self._rules(loop.traced)
+        groups = self._run("grouping", sharding.group, loop.traced, rules)
+        return AnalyzedStep(config, loop, layers, rules, groups, Shared(loop.traced, groups))
 
     @functools.cache  # noqa: B019 - as long as the search
     def _loop(self, count: int) -> Accumulated:
@@ -122,10 +103,12 @@ class Analyses:
         return self._run("micro-batches", microbatches.accumulate, traced, rules, count, strided=True, **arguments)
 
     @functools.cache  # noqa: B019
-    def _rules(self, count: int) -> Mapping[object, Rule]:
-        graph = self._loop(count).traced.graph
-        return self._run("factors", factors.rules_of, graph.ops(), graph.values)
+    def _rules(self, traced: Traced) -> Mapping[Any, Rule]:
+        if traced is self._step.traced:
+            return self._step.rules
+        return self._run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
 
     @functools.cache  # noqa: B019
     def _layers(self, count: int) -> Divisible:
-        return self._run("layers", divisible, self._loop(count), max_layers=MAX_LAYERS, rules=self._rules(count))
+        loop = self._loop(count)
+        return self._run("layers", divisible, loop, max_layers=MAX_LAYERS, rules=self._rules(loop.traced))

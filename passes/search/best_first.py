@@ -25,7 +25,9 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+from alpa_lite.records import SearchSummary
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +40,17 @@ ROUNDING = 1e-9
 Kind = tuple[int, ...]
 """How complex plans are: in a pipeline, stages; micro-batches; recomputation. Less in nothing is not simpler."""
 
-Key = tuple[Any, ...]
-"""Breaks ties between candidates of equal priority."""
-
 
 @dataclass(frozen=True, eq=False)
 class FoundPlan:
     """A plan that fits, not written yet.
 
     Attributes:
-      name: in words.
       kind: how complex it is.
       seconds: predicted, of a step: of the lowered program.
       value: whatever its finder needs to write it.
     """
 
-    name: str
     kind: Kind
     seconds: float
     value: Any
@@ -76,56 +73,23 @@ class Expansion:
     work: int = 0
 
 
-class Candidate(Protocol):
-    """A set of plans."""
-
-    @property
-    def name(self) -> str:
-        """In words, for reports."""
-        ...
-
-    @property
-    def kind(self) -> Kind:
-        """How complex its simplest plans are."""
-        ...
-
-    @property
-    def key(self) -> Key:
-        """Breaks ties; no two candidates of a search have equal ones."""
-        ...
-
-    def estimate(self) -> tuple[float, float]:
-        """(bound, priority) in seconds, by everything that is known now. The bound never falls."""
-        ...
-
-    def expand(self, cutoff: float) -> Expansion:
-        """Its parts; plans of `cutoff` seconds or more are not wanted."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
-class SearchResult:
-    """The answer of a search.
+class Candidate:
+    """A set of plans.
 
     Attributes:
-      incumbent: the best plan; None if none fits.
-      bound: seconds that no plan takes less of.
-      work, allowed: cells visited, and the budget of them.
-      expanded, pruned: numbers of candidates.
-      estimated: the names of candidates that were not expanded since their estimate is no better than the incumbent.
-      unreached: the names of candidates that the budget left out, or a limit of wall-clock time.
-      truncated: whether a limit of wall-clock time ended the search.
+      name: in words, for reports.
+      kind: how complex its simplest plans are.
+      key: breaks ties between candidates of equal priority; no two that wait have equal ones.
+      estimate: (bound, priority) in seconds, by everything that is known now. The bound never falls.
+      expand: its parts; plans of the given seconds or more are not wanted.
     """
 
-    incumbent: FoundPlan | None
-    bound: float
-    work: int
-    allowed: int
-    expanded: int
-    pruned: int
-    estimated: tuple[str, ...]
-    unreached: tuple[str, ...]
-    truncated: bool
+    name: str
+    kind: Kind
+    key: tuple[Any, ...]
+    estimate: Callable[[], tuple[float, float]]
+    expand: Callable[[float], Expansion]
 
 
 def cutoff_of(incumbent: FoundPlan | None, kind: Kind) -> float:
@@ -137,25 +101,25 @@ def cutoff_of(incumbent: FoundPlan | None, kind: Kind) -> float:
 
 
 def search(
-    roots: Sequence[Candidate], allowed: int, *,
+    roots: Sequence[Candidate], allowed: int, *, effort: str = "",
     progress: Callable[[int, int], None] = lambda work, allowed: None,
     is_over: Callable[[], bool] = lambda: False,
-) -> SearchResult:  # fmt: skip
-    """The best plan of some candidates.
+) -> tuple[FoundPlan | None, SearchSummary]:  # fmt: skip
+    """The best plan of some candidates, None if none fits, and the work and the gap of the search.
 
     Args:
       roots: the sets to search.
       allowed: cells that may be visited; the expansion that exceeds them is the last, once a plan fits.
+      effort: the name of this budget.
       progress: called with the work spent, and allowed, before each expansion.
       is_over: whether a limit of wall-clock time is over; the search then ends before the next expansion, once a plan
         fits, and is truncated.
     """
     incumbent: FoundPlan | None = None
-    bound, work, expanded, pruned = math.inf, 0, 0, 0
+    bound, work, expanded, pruned, truncated = math.inf, 0, 0, 0, False
     estimated: list[str] = []
     unreached: list[str] = []
-    truncated = False
-    heap: list[tuple[float, Key, Candidate]] = []
+    heap: list[tuple[float, tuple[Any, ...], Candidate]] = []
 
     def push(candidates: Sequence[Candidate]) -> None:
         for candidate in candidates:
@@ -166,31 +130,31 @@ def search(
         priority, key, candidate = heapq.heappop(heap)
         least, current = candidate.estimate()
         cutoff = cutoff_of(incumbent, candidate.kind)
-        if least >= cutoff or math.isinf(least):
-            pruned, bound = pruned + 1, min(bound, least)
-            continue
-        if current > priority:
+        is_bounded = least >= cutoff or math.isinf(least)
+        if current > priority and not is_bounded:
             heapq.heappush(heap, (current, key, candidate))
             continue
-        if current >= cutoff:
-            estimated, bound = [*estimated, candidate.name], min(bound, least)
-            continue
-        if incumbent is not None and (truncated or work >= allowed or is_over()):
+        if is_bounded:
+            pruned += 1
+        elif current >= cutoff:
+            estimated.append(candidate.name)
+        elif incumbent is not None and (truncated or work >= allowed or is_over()):
             truncated = truncated or work < allowed
-            unreached, bound = [*unreached, candidate.name], min(bound, least)
-            continue
-        progress(work, allowed)
-        found = candidate.expand(cutoff)
-        logger.debug(
-            "%s: bound %.4g s, estimated %.4g s, to be below %.4g s; work %d of %d; found %s",
-            candidate.name, least, current, cutoff, work + found.work, allowed, [plan.seconds for plan in found.plans],
-        )  # fmt: skip
-        expanded, work, bound = expanded + 1, work + found.work, min(bound, max(found.bound, least))
-        for plan in found.plans:
-            if plan.seconds < cutoff_of(incumbent, plan.kind):
-                incumbent = plan
-        push(found.candidates)
+            unreached.append(candidate.name)
+        else:
+            progress(work, allowed)
+            found = candidate.expand(cutoff)
+            logger.debug(
+                "%s: bound %.4g s, estimated %.4g s, to be below %.4g s; work %d of %d; found %s",
+                candidate.name, least, current, cutoff, work + found.work, allowed, [p.seconds for p in found.plans],
+            )  # fmt: skip
+            expanded, work, least = expanded + 1, work + found.work, max(found.bound, least)
+            for plan in found.plans:
+                if plan.seconds < cutoff_of(incumbent, plan.kind):
+                    incumbent = plan
+            push(found.candidates)
+        bound = min(bound, least)
     bound = min(bound, math.inf if incumbent is None else incumbent.seconds)
-    return SearchResult(
-        incumbent, bound, work, allowed, expanded, pruned, tuple(estimated), tuple(unreached), truncated
+    return incumbent, SearchSummary(
+        effort, work, allowed, expanded, pruned, bound, tuple(estimated), tuple(unreached), truncated
     )

@@ -5,7 +5,6 @@ StagePlan ──layers──▶ ──stages──▶ ──sharding──▶ �
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from alpa_lite.passes.layers.division import divided
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.plans import candidates
 from alpa_lite.passes.programs.staged import Staged, Verdict, estimated_bytes
-from alpa_lite.passes.search.analysis import Run, max_layers
+from alpa_lite.passes.search.analysis import max_layers
 from alpa_lite.passes.stages import planning, submeshes
 from alpa_lite.passes.stages.choosing import CERTAIN, StagePlan
 from alpa_lite.passes.stages.layer_costs import PRICES
@@ -28,12 +27,12 @@ from alpa_lite.passes.stages.pricing import VARIANTS
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.passes.tokens import in_slices
 from alpa_lite.report import units
+from alpa_lite.runner import Passes
 
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """How often the same stages are planned, each time with memory more expensive for those that exceed the budget."""
-
 
 Kind = tuple[Any, ...]
 """The inputs that identical stages share: the digest, the devices, the meshes allowed, whether weights are apart."""
@@ -44,20 +43,18 @@ class StageCache:
     """Planned stages, to be reused: it grows.
 
     Attributes:
-      digests: of stages.
       solved: one of each kind, at some price of memory.
       planned: the first of each kind at each price.
       own: of each stage of each kind at each price.
     """
 
-    digests: dict[StageGraph, str] = field(default_factory=dict)
     solved: dict[Kind, DecidedStage] = field(default_factory=dict)
     planned: dict[tuple[Kind, float], PlannedStage] = field(default_factory=dict)
     own: dict[tuple[StageGraph, Kind, float], PlannedStage] = field(default_factory=dict)
 
 
 def build_pipeline(
-    run: Run, chosen: StagePlan, request: PlanRequest, tokens: tuple[int, ...], cache: StageCache
+    run: Passes, chosen: StagePlan, request: PlanRequest, tokens: tuple[int, ...], cache: StageCache
 ) -> Staged:  # fmt: skip
     """The pipeline of some stages, its sequences in slices of so many tokens if any are given.
 
@@ -71,61 +68,56 @@ def build_pipeline(
         cut = run("slices", in_slices, cut, tokens)
     loop = cut.accumulated
     graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
+    digests = [planning.digest(graph, request.wishes) for graph in graphs]
     schedule = schedules.schedule(
         slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual, slices=len(tokens) or 1
     )
     verdict = Verdict(
         "layers", "feasible", chosen.seconds, chosen.bound, candidates.of_stages(chosen), chosen.idle_devices
     )  # fmt: skip
-    write = functools.partial(
-        programs.pipelined, loop, first_devices=slices.first_devices, schedule=schedule, cluster=request.cluster,
-        first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers),
-        max_layers=max_layers(request.pipeline),
-        remat=remat, verdict=verdict, token_slices=tokens,
-    )  # fmt: skip
     prices = [PRICES[VARIANTS[stage.variant][0]] for stage in slices.stages]
-    mesh_of = [stage.mesh for stage in slices.stages]
-    staged: Staged | None = None
-    for attempt in range(ATTEMPTS):
-        last = attempt == ATTEMPTS - 1
-        planned = solve_stages(run, graphs, chosen, prices, schedule.splits_backward, request, cache)
+    mesh_of, attempt, split = [stage.mesh for stage in slices.stages], 0, schedule.splits_backward
+    while True:
+        attempt += 1
+        keyed = zip(graphs, digests, prices, strict=True)
+        planned = solve_stages(run, list(keyed), chosen, split, request, cache)
         over = [size - request.budget for size in estimated_bytes(planned, mesh_of, schedule)]
-        if max(over) <= CERTAIN * request.budget or schedule.splits_backward or last:
-            built: Staged = run("programs", write, planned)
-            staged, over = built, [sum(pair) - request.budget for pair in built.bytes]
-            if max(over) <= 0 or last:
-                break
+        if max(over) <= CERTAIN * request.budget or split or attempt == ATTEMPTS:
+            staged = run(
+                "programs", programs.pipelined, loop, planned, slices.first_devices, schedule, request.cluster,
+                first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers),
+                max_layers=max_layers(request.pipeline), remat=remat, verdict=verdict, token_slices=tokens,
+            )  # fmt: skip
+            over = [sum(pair) - request.budget for pair in staged.bytes]
+            if max(over) <= 0 or attempt == ATTEMPTS:
+                return staged
         said = ", ".join(units.nbytes(size) for size in over if size > 0)
         logger.info("submeshes exceed the budget by %s: memory becomes more expensive for their stages", said)
         prices = [max(1.0, 4.0 * price) if over[m] > 0 else price for m, price in zip(mesh_of, prices, strict=True)]
-    assert staged is not None
-    return staged
 
 
 def solve_stages(
-    run: Run, graphs: Sequence[StageGraph], chosen: StagePlan, prices: Sequence[float], split: bool,
-    request: PlanRequest, cache: StageCache,
+    run: Passes, graphs: Sequence[tuple[StageGraph, str, float]], chosen: StagePlan, split: bool, request: PlanRequest,
+    cache: StageCache,
 ) -> tuple[PlannedStage, ...]:  # fmt: skip
-    """Solves and lowers every stage; the mesh of the first stage of a submesh binds its others.
+    """Solves and lowers every stage, given with its digest and its price of memory.
 
-    The mesh shape of a stage is the best one of its layers. Identical stages take over the choices of the first
-    and what they cost, a stage at another attempt with the same price of memory is the one of the attempt before, and
-    at another price it has the same integer program.
+    The mesh shape of a stage is the best one of its layers, and binds the other stages of its submesh. Identical stages
+    take over the choices of the first and their costs, a stage at another attempt with the same price of memory is the
+    one of the attempt before, and at another price it has the same integer program.
     """
     slices, kinds = chosen.slices, chosen.priced.devices
     shapes: dict[int, tuple[int, ...]] = {}
     out: list[PlannedStage] = []
-    for number, (graph, stage) in enumerate(zip(graphs, slices.stages, strict=True)):
+    for number, ((graph, digest, price), stage) in enumerate(zip(graphs, slices.stages, strict=True)):
         run.count("stages planned", number, len(graphs), lasting=True)
-        devices, price = slices.devices[stage.mesh], prices[number]
+        devices = slices.devices[stage.mesh]
         method = submeshes.shape_of(request.pipeline, number, devices)
         if stage.mesh in shapes:
             method = Sharded(shapes[stage.mesh])
         elif method.mesh_shape is None:
             method = Sharded(chosen.priced.mesh_of(stage, kinds.index(devices)))
-        if graph not in cache.digests:
-            cache.digests[graph] = planning.digest(graph, request.wishes)
-        kind = cache.digests[graph], devices, method, split
+        kind = digest, devices, method, split
         if (graph, kind, price) not in cache.own:
             twin = cache.planned.get((kind, price))
             like = twin or cache.solved.get(kind)

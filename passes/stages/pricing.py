@@ -89,13 +89,6 @@ class LayerCosts:
         """The number that the costs are for."""
         return self.step.accumulated.num_microbatches
 
-    @property
-    def least_seconds(self) -> float:
-        """Seconds of a step if all devices computed equal parts of each layer all the time: an estimate from below."""
-        least = [layer.least(self.cluster) for layer in self.layers]
-        passes = sum(cost.forward + cost.backward - cost.adding for cost in least)
-        return passes * self.scale * self.num_microbatches / self.cluster.num_devices
-
     @cached_property
     def hosts(self) -> Hosts:
         """Tasks and transfers that processes start for each micro-batch, for every number of micro-batches."""

@@ -23,8 +23,8 @@ class Tree:
     kind: Kind = (0, 1, 0)
 
     @property
-    def name(self) -> str:
-        return str(self.key)
+    def candidate(self) -> Candidate:
+        return Candidate(str(self.key), self.kind, self.key, self.estimate, self.expand)
 
     @property
     def least(self) -> float:
@@ -34,8 +34,8 @@ class Tree:
         return 0.9 * self.least, max(0.9 * self.least, self.least - self.error)
 
     def expand(self, cutoff: float) -> Expansion:
-        plans = [FoundPlan(self.name, self.kind, self.own, self.key)] if math.isfinite(self.own) else []
-        return Expansion(self.branches, plans, work=self.work)
+        plans = [FoundPlan(self.kind, self.own, self.key)] if math.isfinite(self.own) else []
+        return Expansion([branch.candidate for branch in self.branches], plans, work=self.work)
 
     def size(self) -> int:
         return 1 + sum(branch.size() for branch in self.branches)
@@ -53,8 +53,8 @@ def trees(draw, depth: int = 3, key: tuple[int, ...] = ()) -> Tree:
 @settings(max_examples=200, deadline=None)
 @given(trees())
 def test_estimates_from_below_lead_to_the_best_plan(tree: Tree) -> None:
-    found = search([tree], 10**9)
-    assert found.incumbent is not None and found.incumbent.seconds == tree.least
+    incumbent, found = search([tree.candidate], 10**9)
+    assert incumbent is not None and incumbent.seconds == tree.least
     assert found.bound <= tree.least and not found.unreached
     assert found.expanded + found.pruned + len(found.estimated) <= tree.size()
 
@@ -62,28 +62,26 @@ def test_estimates_from_below_lead_to_the_best_plan(tree: Tree) -> None:
 @settings(max_examples=200, deadline=None)
 @given(trees(), st.integers(0, 20), st.integers(0, 20))
 def test_a_larger_budget_is_never_worse_and_every_budget_finds_a_plan(tree: Tree, less: int, more: int) -> None:
-    low, high = (search([tree], budget) for budget in sorted((less, less + more)))
-    assert low.incumbent is not None and high.incumbent is not None
-    assert high.incumbent.seconds <= low.incumbent.seconds
+    (worse, low), (better, high) = (search([tree.candidate], budget) for budget in sorted((less, less + more)))
+    assert worse is not None and better is not None
+    assert better.seconds <= worse.seconds
     assert low.bound <= high.bound <= tree.least
     assert high.expanded >= low.expanded
-    assert bool(low.unreached) or low.incumbent.seconds == tree.least
+    assert bool(low.unreached) or worse.seconds == tree.least
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4).flatmap(lambda number: st.tuples(*(trees(key=(n,)) for n in range(number)))), st.randoms())
 def test_the_order_of_the_roots_does_not_matter(some: tuple[Tree, ...], random) -> None:
-    roots: list[Candidate] = [Tree((-1, n), math.inf, (tree,)) for n, tree in enumerate(some)]
+    roots = [Tree((-1, n), math.inf, (tree,)).candidate for n, tree in enumerate(some)]
     mixed = roots[:]
     random.shuffle(mixed)
-    one, other = search(roots, 7), search(mixed, 7)
-    assert (one.incumbent and one.incumbent.value, one.bound, one.work) == (
-        other.incumbent and other.incumbent.value, other.bound, other.work
-    )  # fmt: skip
+    (one, found), (other, again) = search(roots, 7), search(mixed, 7)
+    assert (one and one.value, found.bound, found.work) == (other and other.value, again.bound, again.work)
 
 
 def test_a_plan_of_another_kind_must_save_the_gap_of_the_search() -> None:
-    incumbent = FoundPlan("one mesh", (0, 1, 0), 100.0, None)
+    incumbent = FoundPlan((0, 1, 0), 100.0, None)
     assert cutoff_of(incumbent, (2, 1, 0)) == 100.0 * (1 - MARGIN)
     assert 99.9 < cutoff_of(incumbent, (0, 1, 0)) < 100.0
     assert cutoff_of(None, (2, 1, 0)) == math.inf
@@ -91,6 +89,6 @@ def test_a_plan_of_another_kind_must_save_the_gap_of_the_search() -> None:
 
 def test_a_limit_of_seconds_ends_the_search_after_the_first_plan_and_says_so() -> None:
     leaves = tuple(Tree((n,), 10.0 - n, ()) for n in range(3))
-    found = search([Tree((9,), 20.0, leaves)], 10**9, is_over=lambda: True)
-    assert found.truncated and found.incumbent is not None and found.incumbent.seconds == 20.0
+    incumbent, found = search([Tree((9,), 20.0, leaves).candidate], 10**9, is_over=lambda: True)
+    assert found.truncated and incumbent is not None and incumbent.seconds == 20.0
     assert sorted(found.unreached) == ["(0,)", "(1,)", "(2,)"]

@@ -14,7 +14,7 @@ from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors
 from alpa_lite.passes.layers import division
 from alpa_lite.passes.microbatches import loop
-from alpa_lite.passes.search.pipelines import PipelineSearch
+from alpa_lite.passes.search.pipeline_analysis import PipelineAnalyses
 from alpa_lite.passes.stages import pricing
 from alpa_lite.passes.stages.layer_costs import LayerCost
 from alpa_lite.passes.stages.pricing import LayerCosts, link_seconds
@@ -44,7 +44,7 @@ def test_devices_that_micro_batches_are_too_small_for_do_the_same(microbatches: 
 def test_layers_are_priced_with_micro_batches_that_devices_can_share(counts: tuple[int, ...], reference: int) -> None:
     """Of 1600 examples, 100 micro-batches have 16 each, 32 in the middle of the numbers have 50."""
     nothing: Any = None
-    search = PipelineSearch(nothing, nothing, nothing, False)
+    search = PipelineAnalyses(nothing, nothing, nothing, False)
     search.counts = list(counts)
     assert search.reference == reference
 
@@ -82,7 +82,6 @@ def test_adding_gradients_takes_as_long_whatever_the_size_of_a_micro_batch() -> 
         assert one == pytest.approx(other, rel=0.06)
     assert few.of(2).backward[0, 4, 0, 0] < 0.9 * 4 * exact.backward[0, 4, 0, 0]
     assert few.rescaled(many.step).of(8).backward[0, 4, 0, 0] == pytest.approx(scaled.backward[0, 4, 0, 0])
-    assert few.least_seconds == pytest.approx(many.least_seconds, rel=0.03)
 
 
 def cost_of(mesh: tuple[int, ...], forward: float, **named: Any) -> LayerCost:
