@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.program import Executable, Free, Program, Receive, Run, Send
+from alpa_lite.program import Executable, Free, Program, Receive, Run, Send, Transfer
 from alpa_lite.timeline import Event, Timeline
 
 
@@ -32,29 +32,51 @@ def simulate(program: Program, name: str = "predicted", *, cluster: Cluster | No
       PlanError: the lists wait for each other.
     """
     makers = producers(program)
-    clocks = [0.0] * len(program.lists)
-    links: dict[tuple[int, int], float] = {}
+    clocks, hosts = Clocks(len(program.lists)), Dispatching(program, cluster)
     arrivals: dict[int, float] = {}
     events: list[Event] = []
-    hosts = Dispatching(program, cluster)
     for mesh, position in program.order:
         match program.lists[mesh][position]:
             case Run() as run:
-                start = max(clocks[mesh], hosts.dispatch(mesh))
-                end = clocks[mesh] = start + program.executables[run.executable].seconds
-                events.append(run_event(program, run, start, end))
+                times = clocks.run(mesh, program.executables[run.executable].seconds, hosts.dispatch(mesh))
+                events.append(run_event(program, run, *times))
             case Send(transfer=number):
                 transfer = program.transfers[number]
-                link = transfer.source, transfer.destination
-                start = max(clocks[mesh], links.get(link, 0.0), hosts.dispatch(*link))
-                end = links[link] = arrivals[number] = start + transfer.seconds
+                dispatched = hosts.dispatch(transfer.source, transfer.destination)
+                start, arrivals[number] = clocks.transfer(transfer, max(clocks.meshes[mesh], dispatched))
                 if transfer.seconds:
-                    events.append(transfer_event(program, number, makers, start, end))
+                    events.append(transfer_event(program, number, makers, start, arrivals[number]))
             case Receive(transfer=number):
-                clocks[mesh] = max(clocks[mesh], arrivals[number])
+                clocks.meshes[mesh] = max(clocks.meshes[mesh], arrivals[number])
             case Free():
                 pass
     return Timeline(tuple(events), len(program.submeshes), name)
+
+
+class Clocks:
+    """When submeshes and the links between them are free.
+
+    Attributes:
+      meshes: seconds, of each submesh.
+    """
+
+    def __init__(self, num_meshes: int) -> None:
+        """All are free at zero."""
+        self.meshes = [0.0] * num_meshes
+        self._links: dict[tuple[int, int], float] = {}
+
+    def run(self, mesh: int, seconds: float, earliest: float) -> tuple[float, float]:
+        """Occupies a submesh; returns start and end."""
+        start = max(self.meshes[mesh], earliest)
+        self.meshes[mesh] = start + seconds
+        return start, self.meshes[mesh]
+
+    def transfer(self, transfer: Transfer, earliest: float) -> tuple[float, float]:
+        """Occupies the link of a transfer; returns start and end."""
+        link = transfer.source, transfer.destination
+        start = max(earliest, self._links.get(link, 0.0))
+        self._links[link] = start + transfer.seconds
+        return start, self._links[link]
 
 
 class Dispatching:
