@@ -16,7 +16,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -78,9 +78,7 @@ def build(
 
     Args:
       traced: the accumulated step.
-      stages: one for each stage of the schedule.
-      submeshes: one for each list of the schedule.
-      schedule: the tasks.
+      stages, submeshes: one for each stage, and one for each list, of the schedule.
       donated: the flat arguments whose buffers the step may consume.
       segment_seconds, transfer_seconds: predicted, for the order of tasks and for the simulation.
     """
@@ -120,7 +118,6 @@ class _Call(NamedTuple):
 
     Attributes:
       function: (stage, position in `Segments.items`).
-      executable: what the program calls it.
       received: the values from other stages that it reads.
       reads: of each array that it takes, whether each micro-batch has its own, and the wire.
       writes: likewise of each that it gives, with the template of its buffer and its name.
@@ -150,7 +147,6 @@ class _Writer:
         self.traced, self.stages, self.submeshes, self.schedule = traced, stages, submeshes, schedule
         self.segment_seconds, self.transfer_seconds = segment_seconds, transfer_seconds
         self.mesh_of = mesh_of(schedule)
-        self.templates: dict[tuple, Buffer] = {}
         self.buffers: list[Buffer] = []
         self.transfers: list[Transfer] = []
         self.lists: list[list[Instruction]] = [[] for _ in submeshes]
@@ -213,16 +209,14 @@ class _Writer:
         parts, mesh = self.stages[stage], self.mesh_of[stage]
         segment = parts.items[position]
         reads = [_key(slot) for slot in slots(parts, segment)]
-        writes = [
-            (*_key(slot), self._template(mesh, slot.kind), _name(slot)) for slot in slots(parts, segment, output=True)
-        ]
-        given = {key for _, key, _, _ in writes}
-        donated = [i for i, (_, key) in enumerate(reads) if key[0] == "carry" and key in given]
+        given = slots(parts, segment, output=True)
+        writes = [(*_key(slot), self._template(mesh, slot.kind), _name(slot)) for slot in given]
+        sums = {key for _, key, _, _ in writes if key[0] == "carry" and segment.kind != "update"}
         sliced = self.schedule.num_slices > 1 and segment.kind in ("forward", "backward")
         part = f" {segment.round}" if segment.round or sliced else ""
         executable = Executable(
             f"stage {stage} {segment.kind}{part}", mesh, stage, segment.kind,
-            () if segment.kind == "update" else tuple(donated),
+            tuple(i for i, (_, key) in enumerate(reads) if key in sums),
             self.segment_seconds(parts, segment), slice=segment.round if sliced else -1,
         )  # fmt: skip
         sends = []
@@ -233,12 +227,10 @@ class _Writer:
         received = [wire.number for wire in segment.inputs if wire.kind == "crossing"]
         return _Call((stage, position), executable, received, reads, writes, sends)
 
-    def _template(self, mesh: int, kind: tuple) -> Buffer:
+    def _template(self, mesh: int, kind: tuple[tuple[int, ...], Any, Layout]) -> Buffer:
         """Returns the template of all buffers of a shape, dtype and layout on a submesh."""
-        if (mesh, kind) not in self.templates:
-            shape, dtype, layout = kind
-            self.templates[mesh, kind] = buffer(mesh, self.submeshes[mesh], layout, shape, dtype)
-        return self.templates[mesh, kind]
+        shape, dtype, layout = kind
+        return buffer(mesh, self.submeshes[mesh], layout, shape, dtype)
 
     def _register(self, stage: int, register: int) -> Buffer:
         """Returns the template of the buffers of a stage's register."""
@@ -255,8 +247,7 @@ class _Writer:
 
     def _buffer(self, template: Buffer, name: str, microbatch: int = -1) -> int:
         """Returns a new buffer."""
-        mesh, layout, shape, dtype, size, _, _ = template
-        self.buffers.append(Buffer(mesh, layout, shape, dtype, size, microbatch, name))
+        self.buffers.append(Buffer(*template[:5], microbatch, name))
         return len(self.buffers) - 1
 
     def _send(
