@@ -321,7 +321,7 @@ class _Match:
         return any(width * up == item_bits(dtype) * down for width in widths)
 
     def _unproven(self) -> None:
-        """Takes what is missing as hoisted if the metadata proves it, else as merged into one that is still there."""
+        """Takes missing executions as hoisted if the metadata proves it, else as merged into one that is there."""
         for key in [key for key, n in self.missing.items() if n > 0]:
             alive = [c for c in self.found if (c.kind, c.axes, c.bytes) in self.as_found[key]]
             hoisted = any(len(re.findall(r"\bwhile/body\b", c.where)) > c.loops for c in alive)

@@ -60,7 +60,7 @@ def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh, *, shared: bool =
     emitter = _Emitter(traced, program.mesh, shared)
 
     def region(part: tuple[Instruction, ...], later: Sequence[Instruction], registers: dict[int, Any]) -> None:
-        """Runs instructions as one region, which returns what is read after it."""
+        """Runs instructions as one region, which returns the values that are read after it."""
         written = {register for item in part for register in writes(item)}
         read = {register for item in later for register in reads(item)}.union(
             o for o in program.body.outputs if not isinstance(o, Lit)

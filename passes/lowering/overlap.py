@@ -114,7 +114,7 @@ class Overlapping:
             yield items[key[2]]
 
     def _hidden_kind(self, item: Instruction) -> str | None:
-        """Returns what an instruction sends that can hide: the sum of a gradient, or a gathered parameter.
+        """Returns the kind of communication of an instruction that can hide: a gradient's sum, or a parameter's gather.
 
         A gradient is a result of a reverse pass that only the update of the state reads.
         """

@@ -1,4 +1,4 @@
-"""What is connected in an integer program: nodes by the transfers between them, factors that are one dim."""
+"""Connections in an integer program: the transfers of each node, and the factors that are one dim."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ class _Writer:
         return len(self.transfers) - 1
 
     def _copy(self, copies: Sequence[tuple[int, int, int, int]]) -> None:
-        """Brings (stage, buffer) into (another stage, its register), once a step; what goes one way goes together."""
+        """Copies (stage, buffer) to (another stage, its register), once a step; a pair of stages shares a transfer."""
         groups: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
         for source, there, destination, register in copies:
             sent = self.buffers[there]
