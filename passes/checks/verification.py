@@ -195,10 +195,10 @@ class CompiledReport:
 
 
 def compiled_reports(plan: Plan, staged: Staged, compiled: Iterable[Any], platform: str) -> Iterator[CompiledReport]:
-    """Compares each compiled executable with the plan. Raises nothing.
+    """Compares the `jax.stages.Compiled` of each executable, in the program's order, with the plan. Raises nothing.
 
     Args:
-      compiled: the `jax.stages.Compiled` of each executable, in the program's order; None for those of other processes.
+      compiled: None for those of other processes.
       platform: the one that they are compiled for: "cpu", "cuda", "rocm" or "tpu".
     """
     for number, one in enumerate(compiled):
@@ -219,9 +219,6 @@ def compiled_reports(plan: Plan, staged: Staged, compiled: Iterable[Any], platfo
 
 def verified_compiled(plan: Plan, staged: Staged, compiled: Sequence[Any]) -> Plan:
     """The plan with the compiler's rewrites by name, and the memory of the compiled executables.
-
-    Args:
-      compiled: the `jax.stages.Compiled` of each executable, in the program's order.
 
     Raises:
       VerificationError: an executable communicates what neither its stage's plan nor a known rewrite explains. With

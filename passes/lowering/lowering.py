@@ -1,12 +1,7 @@
-"""Lowers a decided graph to a local program, and the local program to one `jax.shard_map`.
+"""Lowers a graph, its grouping and one strategy a group to a `LocalProgram`: instructions over registers, as data.
 
-Problem. Left to the partitioner, a plan's shardings come out with other collectives than were planned (DESIGN section
-4). So the step is emitted as the program of each device: every operation in its local form, every collective spelled
-out.
-
-`lower` turns a graph, its grouping and one strategy a group into a `LocalProgram`: a list of instructions over
-registers, which is data. `collectives` reads the collectives off it, `emit` makes it a function of global arrays. The
-plan thereby lists the collectives that are emitted.
+Left to the partitioner, a plan's shardings come out with other collectives than were planned (DESIGN section 4). So the
+step is emitted as the program of each device: every operation in its local form, every collective spelled out.
 
 A value is resharded once for each layout that it is wanted in, from the layout that it is made in. With `late_from`
 (see `sharding.strategies.build`), state is resharded once more for uses at or after that program point, behind an

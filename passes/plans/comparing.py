@@ -9,9 +9,7 @@
 What a method leaves open (`sharding.textbook`) the program chooses, so that each figure is that of the best step of its
 kind within the budget of memory; where none fits, the least bytes that one needs are found.
 Beside a plan of one mesh, methods run as many micro-batches as the plan; beside a pipeline, one.
-
-That costs up to half of what planning costs (a GPT 12 x 768 on eight A100: 1.5 s beside 4.7 s; a scanned Llama 8B on 64
-H100, where methods do not fit at once: 3.3 s beside 7.8 s), and so it is done when somebody asks (`Plan.compared`).
+That costs up to half of what planning costs, and so it is done when somebody asks (`Plan.compared`).
 """
 
 from __future__ import annotations

@@ -35,9 +35,7 @@ from alpa_lite.strategy import Rule
 
 
 def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annotated: bool = False) -> Plan:
-    """The plan of a step in planned stages. `verification` and `planning_seconds` are left empty.
-
-    So are the alternatives of decisions, which `weighing` adds.
+    """The plan of a step in planned stages, without verification, planning seconds and alternatives (`weighing`).
 
     Args:
       cluster: all devices.

@@ -52,8 +52,6 @@ class Written:
     """A program and the functions that its executables stand for.
 
     Attributes:
-      program: the lists.
-      stages: in segments.
       mesh_of: the submesh of each stage.
       functions: for each executable, (stage, position in `Segments.items`).
     """
@@ -157,7 +155,7 @@ class _Writer:
         self.shared: list[dict[_Key, int]] = [{} for _ in stages]
         self.own: list[dict[int, dict[_Key, int]]] = [defaultdict(dict) for _ in stages]
         self.readers = self._readers()
-        self.calls = {
+        self.calls: dict[_Reader, _Call] = {
             (number, segment.kind, segment.round): self._call(number, position)
             for number, parts in enumerate(stages)
             for position, segment in enumerate(parts.items)
