@@ -199,7 +199,7 @@ class _Numbering:
         if key not in known:
             number = self.fresh()
             known[key], self.reshaped[number] = [number], (origin, shape)
-            tables: tuple[dict[int, Any], ...] = (self.varies, self.filled, self.sums)
+            tables: Any = (self.varies, self.filled, self.sums)
             for table in tables:
                 if origin in table:
                     table[number] = table[origin]

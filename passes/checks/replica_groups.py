@@ -75,7 +75,8 @@ def axes_of_groups(groups: np.ndarray, mesh: LogicalMesh) -> Axes | None:
     if mesh.product(axes) != groups.shape[1]:
         return None
     rows = [np.sort(one, axis=1) for one in (groups, groups_of_axes(axes, mesh))]  # first members are unique
-    return axes if np.array_equal(*(one[np.argsort(one[:, 0])] for one in rows)) else None
+    first, second = (one[np.argsort(one[:, 0])] for one in rows)
+    return axes if np.array_equal(first, second) else None
 
 
 def parse_groups(text: str, num_devices: int) -> np.ndarray | None:

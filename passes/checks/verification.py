@@ -81,7 +81,7 @@ def memory_of(compiled: Any, predicted: int | None = None) -> MemoryReport | Non
     if stats is None:
         return None
     names = ("argument", "output", "alias", "temp", "generated_code")
-    return MemoryReport(*(int(getattr(stats, f"{name}_size_in_bytes")) for name in names), predicted)
+    return MemoryReport(*(int(getattr(stats, f"{name}_size_in_bytes")) for name in names), predicted=predicted)
 
 
 def lowered_module(
