@@ -41,29 +41,40 @@ from typing import Any
 from alpa_lite.errors import VerificationError
 from alpa_lite.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks import slices
-from alpa_lite.passes.checks.hlo_text import KINDS, HloCollective, item_bits, read_hlo
+from alpa_lite.passes.checks.hlo_text import HloCollective, item_bits, read_hlo
 from alpa_lite.passes.checks.matching import paired
-from alpa_lite.passes.checks.redundancy import Key, Redundancy, redundant_collectives
-from alpa_lite.passes.checks.replica_groups import normal_axes
+from alpa_lite.passes.checks.redundancy import REASONS, Redundancy, redundant_collectives
+from alpa_lite.passes.checks.shardy import Key, describe, totals
 from alpa_lite.records import Collective
 
+_Planned = tuple[Key, int | None]
+"""Planned executions whose items have a width in bits; None if the lowered module does not say."""
+_Found = tuple[Key, str, bool]
+"""Found executions by dtype, and whether the metadata names them after the primitive of their kind: a compiler that
+changes the kind makes an op of its own."""
+
 _WIDE = ("f32", "f16", "bf16")
-_OTHER_WIDTH = 50.0
-"""The cost of pairing payloads of equal bytes whose items differ in width; more than that of any change."""
+_NARROW = ("bf16", "f16", "f8")
 _TILE = 512
 _TILES = 4096
-_LOSING = ("hoisted", "merged duplicates", "reassociated sums", "removed constants", "removed empty")
-_NARROW = ("bf16", "f16", "f8")
+_LOSING = (*REASONS, "removed empty")
 _PRIMITIVES = {
     "all_reduce": ("psum", "pmax", "pmin", "pand", "por"),
     "all_gather": ("all_gather",),
     "reduce_scatter": ("reduce_scatter",),
 }
 _KIND_CHANGES = {
-    "reduce_scatter": (("all_reduce", "reduce-scatter as all-reduce"),),
-    "all_gather": (("all_reduce", "all-gather as all-reduce"),),
-    "all_reduce": (("reduce_scatter", "all-reduce as reduce-scatter"),),
+    "reduce_scatter": ("all_reduce", "reduce-scatter as all-reduce", 25.0),
+    "all_gather": ("all_reduce", "all-gather as all-reduce", 26.0),
+    "all_reduce": ("reduce_scatter", "all-reduce as reduce-scatter", 27.0),
 }
+"""Planned kind -> found kind, name of the change, and its cost: more than that of any change of width."""
+_SCALES = (
+    ("", 1, 1), ("dtype promoted", 2, 1), ("dtype narrowed", 1, 2), ("dtype promoted", 4, 1), ("dtype narrowed", 1, 4)
+)  # fmt: skip
+"""Changes of width: the name, and numerator and denominator of the bytes."""
+_OTHER_WIDTH = 50.0
+"""The cost of pairing payloads of equal bytes whose items differ in width; more than that of any change."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +116,6 @@ class HloReport:
         """Whether the program communicates as planned."""
         return not self.differences
 
-    def bytes_by_kind(self) -> dict[tuple[str, Axes], int]:
-        """Bytes per step and device that are sent, at the dtype that is sent, by kind and axes."""
-        out: Counter[tuple[str, Axes]] = Counter()
-        for c in self.found:
-            out[(c.kind, c.axes)] += c.bytes * c.count
-        return dict(out)
-
     def raise_if_bad(self) -> None:
         """Raises VerificationError with every difference, and the rewrites that were recognised."""
         if self.differences:
@@ -135,213 +139,167 @@ def compare_hlo(text: str, mesh: LogicalMesh, planned: Sequence[Collective], low
     """
     part = slices.part_of(text, mesh)
     read = read_hlo(text, part)
-    found = read.collectives
-    missing: Counter[Key] = Counter()
-    for c in planned:
-        if axes := normal_axes(c.axes, part):
-            missing[(c.kind, axes, c.bytes)] += c.count
     redundancy = None if lowered is None else slices.within(redundant_collectives(lowered, mesh), part)
-    match = _Match(missing, found, redundancy)
+    match = _Match(totals(planned, part), read.collectives, redundancy)
     match.pair()
     match.joined()
     match.packed()
     crossing = slices.crossing(planned, mesh, part)
-    match.in_two_levels(crossing, part)
+    match.in_two_levels(totals((c for c in crossing if c.kind == "all_reduce"), part))
     match.lost()
-    rewrites, differences = [*_listed(found, text), *match.rewrites], list(match.differences())
+    rewrites, differences = [*_listed(read.collectives, text), *match.rewrites], match.differences()
     if crossing or read.transfers:
         spare = sum(rewrite.count for rewrite in match.rewrites if rewrite.name in _LOSING)
         said, more = slices.transfers(read.transfers, crossing, mesh, part, spare)
         rewrites.append(Rewrite("between slices", sum(c.count for c in read.transfers), said))
         differences += more
     differences += [f"may communicate, but cannot be read: {line}" for line in read.unread]
-    return HloReport(found, tuple(rewrites), tuple(differences))
+    return HloReport(read.collectives, tuple(rewrites), tuple(differences))
 
 
 def _listed(found: Sequence[HloCollective], text: str) -> list[Rewrite]:
     """Rewrites that change no logical collective."""
     operands: dict[tuple[str, str], list[HloCollective]] = defaultdict(list)
     for c in found:
-        operands[(c.kind, c.op)].append(c)
-    groups: Counter[tuple[str, Axes, int]] = Counter()
+        operands[c.kind, c.op].append(c)
+    combined: Counter[tuple[str, int]] = Counter()
     for (kind, _), members in operands.items():
-        if len(members) > 1:
-            groups[(kind, members[0].axes, len(members))] += members[0].count
-    out = [
-        Rewrite("combined", n * size, f"{kind} over ({', '.join(axes)}), {size} in one")
-        for (kind, axes, size), n in groups.items()
-    ]
+        if (size := len(members)) > 1:
+            combined[f"{kind} over ({', '.join(members[0].axes)}), {size} in one", size] += members[0].count
     pieces = {m[1] for m in re.finditer(r"^\s+(?:ROOT )?%?([\w.\-]+) = \(.*?\) all-to-all\(", text, re.MULTILINE)}
     split: Counter[Axes] = Counter()
     for c in found:
         if c.kind == "all_to_all" and c.op in pieces:
             split[c.axes] += c.count
-    return out + [Rewrite("split all-to-all", n, f"all_to_all over ({', '.join(a)})") for a, n in split.items()]
-
-
-def _forms() -> list[tuple[str, str, str, int, int]]:
-    """(name, planned kind, found kind, numerator, denominator of the bytes), the least change first."""
-    out = []
-    scales = [
-        ("", 1, 1),
-        ("dtype promoted", 2, 1),
-        ("dtype narrowed", 1, 2),
-        ("dtype promoted", 4, 1),
-        ("dtype narrowed", 1, 4),
+    return [
+        *(Rewrite("combined", n * size, detail) for (detail, size), n in combined.items()),
+        *(Rewrite("split all-to-all", n, f"all_to_all over ({', '.join(axes)})") for axes, n in split.items()),
     ]
-    for kind in KINDS.values():
-        out += [(name, kind, kind, up, down) for name, up, down in scales]
-    for kind, changes in _KIND_CHANGES.items():
-        for other, change in changes:
-            out += [(f"{change}, {name}" if name else change, kind, other, up, down) for name, up, down in scales]
-    return sorted(out, key=lambda form: (form[1] != form[2], form[3] * form[4]))
 
 
 class _Match:
-    """The planned collectives not yet found, the found ones not yet planned, and the rules that pair them.
-
-    Found executions are distinguished by dtype and by whether the metadata names them after the primitive of their
-    kind, since a compiler that changes the kind makes an op of its own.
-    """
+    """The planned collectives not yet found, the found ones not yet planned, and the rules that pair them."""
 
     def __init__(self, missing: Counter[Key], found: Sequence[HloCollective], redundancy: Redundancy | None) -> None:
         self.missing = missing
         self.found = found
         self.redundancy = redundancy
-        self.extra: dict[Key, Counter[tuple[str, bool]]] = defaultdict(Counter)
+        self.extra: Counter[_Found] = Counter()
         operands = Counter((c.kind, c.op) for c in found)
         for c in found:
             # A combined op has the name of one of its parts; which kinds the others were, the lowered module knows.
-            named = operands[(c.kind, c.op)] == 1 or redundancy is None
+            named = operands[c.kind, c.op] == 1 or redundancy is None
             native = named and c.where.rsplit("/", 1)[-1].startswith(_PRIMITIVES.get(c.kind, ()))
-            self.extra[(c.kind, c.axes, c.bytes)][(c.dtype, native)] += c.count
+            self.extra[(c.kind, c.axes, c.bytes), c.dtype, native] += c.count
         self.as_found: dict[Key, set[Key]] = {key: {key} for key in missing}
         self.rewrites: list[Rewrite] = []
 
     def pair(self) -> None:
         """Pairs planned collectives with found ones, with as few changes of kind and width as can be."""
-        planned: dict[tuple[Key, int | None], int] = {}
-        for key, n in self.missing.items():
-            planned.update({(key, bits): part for bits, part in self._by_width(key, n)})
-        found = {(at, form): n for at, forms in self.extra.items() for form, n in forms.items()}
+        planned = {(key, bits): n for key, count in self.missing.items() for bits, n in self._by_width(key, count)}
         changes = self._changes(planned)
         costs = {pair: cost for pair, (cost, _) in changes.items()}
-        groups = {one: one[0] for one in planned}
-        for pair, n in paired(planned, found, costs, groups, self._losable()).items():
-            (key, _), (at, form) = pair
-            self._take(key, at, form, n)
+        for pair, n in paired(planned, self.extra, costs, {one: one[0] for one in planned}, self._losable()).items():
+            (key, _), (at, dtype, _) = pair
+            self._take(key, pair[1], n)
             if name := changes[pair][1]:
-                self._note(name, n, key, f" as {at[2]} bytes of {form[0]}" if at[2] != key[2] else "")
+                self._note(name, n, key, f" as {at[2]} bytes of {dtype}" if at[2] != key[2] else "")
 
-    def _changes(self, planned: Iterable[tuple[Key, int | None]]) -> dict[tuple[Any, Any], tuple[float, str]]:
+    def _changes(self, planned: Iterable[_Planned]) -> dict[tuple[_Planned, _Found], tuple[float, str]]:
         """Planned and found collective -> the cost of changing one into the other, and its name; "" for equal ones."""
-        out: dict[tuple[Any, Any], tuple[float, str]] = {}
-        forms = list(enumerate(_forms(), start=1))
+        out: dict[tuple[_Planned, _Found], tuple[float, str]] = {}
+        there: dict[Key, list[_Found]] = defaultdict(list)
+        for found in self.extra:
+            there[found[0]].append(found)
         for key, bits in planned:
-            for cost, (name, kind, other, up, down) in forms:
-                if key[0] != kind or key[2] * up % down or (name and not self._is_written(key)):
-                    continue
-                at = other, key[1], key[2] * up // down
-                for form in self.extra.get(at, ()):
-                    if (kind != other and form[1]) or not self._width(key, bits, form[0], up, down):
+            kind, axes, size = key
+            changed = [_KIND_CHANGES[kind]] if kind in _KIND_CHANGES else []
+            for other, change, price in ((kind, "", 0.0), *changed):
+                for scale, up, down in _SCALES:
+                    name = ", ".join(filter(None, (change, scale)))
+                    if size * up % down or (name and not self._is_written(key)):
                         continue
-                    # An equal payload that is named otherwise, or has other items, is rather a changed one.
-                    strange = not name and bits not in (None, item_bits(form[0]))
-                    out[(key, bits), (at, form)] = cost + 0.1 * (not form[1]) + _OTHER_WIDTH * strange, name
+                    for found in there.get((other, axes, size * up // down), ()):
+                        _, dtype, native = found
+                        if (change and native) or not self._width(key, bits, dtype, up, down):
+                            continue
+                        # An equal payload that is named otherwise, or has other items, is rather a changed one.
+                        strange = not name and bits not in (None, item_bits(dtype))
+                        cost = price + 5.0 * up * down + 0.1 * (not native) + _OTHER_WIDTH * strange
+                        out[(key, bits), found] = cost, name
         return out
 
     def _by_width(self, key: Key, n: int) -> list[tuple[int | None, int]]:
-        """The planned executions of a key by the width of their items; None if the lowered module does not say."""
+        """The planned executions of a key by the width of their items."""
         known = Counter[int]() if self.redundancy is None else self.redundancy.item_bits.get(key, Counter[int]())
         return list(known.items()) if known.total() == n else [(None, n)]
 
     def _losable(self) -> Counter[Key]:
         """How many executions of each key a compiler may leave out; if nothing is known of them, all but one."""
-        r = self.redundancy
-        if r is None:
+        if self.redundancy is None:
             return Counter({key: n - 1 for key, n in self.missing.items() if n > 1})
-        return r.hoisted + r.merged + r.reassociated + r.constant
+        return sum(self.redundancy.lost.values(), Counter[Key]())
 
     def joined(self) -> None:
         """Pairs all missing all-reduces over some axes with extra ones of the same bytes in all, which are fewer."""
         for axes in dict.fromkeys(key[1] for key in self._open("all_reduce")):
-            open_keys = [key for key in self._open("all_reduce") if key[1] == axes]
-            there = {
-                (key, form): n
-                for key, forms in self.extra.items() if key[:2] == ("all_reduce", axes)
-                for form, n in forms.items() if n > 0
-            }  # fmt: skip
-            wanted = sum(key[2] * self.missing[key] for key in open_keys)
-            fewer = 0 < sum(there.values()) < sum(self.missing[key] for key in open_keys)
-            if not fewer or wanted != sum(key[2] * n for (key, _), n in there.items()):
-                continue
-            for key in open_keys:
-                n, self.missing[key] = self.missing[key], 0
-                self._note("joined", n, key)
-                self.as_found[key].update(at for at, _ in there)
-            for at, form in there:
-                self.extra[at][form] = 0
+            keys = [key for key in self._open("all_reduce") if key[1] == axes]
+            there = {at: n for at, n in self.extra.items() if n > 0 and at[0][:2] == ("all_reduce", axes)}
+            wanted = sum(key[2] * self.missing[key] for key in keys)
+            fewer = 0 < sum(there.values()) < sum(self.missing[key] for key in keys)
+            if fewer and wanted == sum(at[0][2] * n for at, n in there.items()):
+                for key in keys:
+                    self._explain("joined", key)
+                    self.as_found[key].update(at for at, _, _ in there)
+                self.extra.subtract(there)
 
     def packed(self) -> None:
         """Pairs small missing collectives with all-reduces of one tile of 128 words."""
         for key in self._open("all_reduce") + self._open("all_gather"):
-            at = ("all_reduce", key[1], _TILE)
-            n = sum(self._take(key, at, ("u32", native)) for native in (False, True)) if key[2] < _TILE else 0
-            if n:
-                self._note("packed into a tile", n, key, f" as an all-reduce of {_TILE} bytes of u32")
+            if key[2] < _TILE:
+                at = "all_reduce", key[1], _TILE
+                if n := sum(self._take(key, (at, "u32", native)) for native in (False, True)):
+                    self._note("packed into a tile", n, key, f" as an all-reduce of {_TILE} bytes of u32")
 
-    def in_two_levels(self, crossing: Sequence[Collective], part: LogicalMesh) -> None:
-        """Pairs the remaining collectives over several slices with the parts of them that run within one."""
-        allowed: Counter[Key] = Counter()
-        for c in crossing:
-            if c.kind == "all_reduce":
-                allowed[("all_gather", normal_axes(c.axes, part), c.bytes)] += c.count
-        for axes in dict.fromkeys(key[1] for key in allowed):
+    def in_two_levels(self, crossing: Counter[Key]) -> None:
+        """Pairs the remaining all-reduces over several slices with the parts of them that run within one."""
+        for axes in dict.fromkeys(axes for _, axes, _ in crossing):
             keys = [key for key in self._open("all_reduce") if key[1] == axes]
             whole = sum(key[2] * self.missing[key] for key in keys)
             tiled = {("all_reduce", axes, -(-whole // tile) * tile) for tile in (_TILE, _TILES) if whole}
-            forms = [(at, form) for at in tiled for form, n in self.extra.get(at, Counter()).items() if n > 0]
-            for at, form in sorted(forms)[:1]:
-                self.extra[at][form] -= 1
+            for found in sorted(found for found, n in self.extra.items() if n > 0 and found[0] in tiled)[:1]:
+                self.extra[found] -= 1
                 for key in keys:
-                    n, self.missing[key] = self.missing[key], 0
-                    self._note("packed into tiles", n, key, f", {at[2]} bytes together")
-        for key, most in allowed.items():
-            for form, n in self.extra.get(key, Counter()).items():
-                taken = min(n, most)
-                most -= taken
-                self.extra[key][form] -= taken
+                    self._explain("packed into tiles", key, f", {found[0][2]} bytes together")
+        for (_, axes, size), most in crossing.items():
+            for found, n in self.extra.items():
+                if found[0] == ("all_gather", axes, size):
+                    taken = min(n, most)
+                    most -= taken
+                    self.extra[found] -= taken
 
     def lost(self) -> None:
         """Explains missing collectives without a counterpart: the program runs fewer collectives than planned."""
-        r = self.redundancy
         for key in [key for key, n in self.missing.items() if n > 0 and key[2] == 0]:
-            n, self.missing[key] = self.missing[key], 0
-            self._note("removed empty", n, key)
-        if r is None:
+            self._explain("removed empty", key)
+        if self.redundancy is None:
             self._unproven()
             return
-        for name, allowed in [
-            ("hoisted", r.hoisted),
-            ("merged duplicates", r.merged),
-            ("reassociated sums", r.reassociated),
-            ("removed constants", r.constant),
-        ]:
+        for name in REASONS:
             for key, n in self.missing.items():
-                if (lost := min(n, allowed[key])) > 0:
+                if (lost := min(n, self.redundancy.lost[name][key])) > 0:
                     self.missing[key] -= lost
                     self._note(name, lost, key)
 
-    def differences(self) -> tuple[str, ...]:
+    def differences(self) -> list[str]:
         """Returns one message for each collective that remains on either side."""
-        out = [f"planned but not found: {_text(key, n)}" for key, n in sorted(self.missing.items()) if n > 0]
-        for key, forms in sorted(self.extra.items()):
-            for (dtype, _), n in sorted(forms.items()):
-                if n > 0:
-                    at = [c.where or c.op for c in self.found if (c.kind, c.axes, c.bytes, c.dtype) == (*key, dtype)]
-                    places = "; ".join(list(dict.fromkeys(at))[:3])
-                    out.append(f"found but not planned: {_text(key, n)} of {dtype} at {places}")
-        return tuple(out)
+        out = [f"planned but not found: {n} x {describe(key)}" for key, n in sorted(self.missing.items()) if n > 0]
+        for (key, dtype, _), n in sorted(self.extra.items()):
+            if n > 0:
+                at = [c.where or c.op for c in self.found if (c.kind, c.axes, c.bytes, c.dtype) == (*key, dtype)]
+                places = "; ".join(list(dict.fromkeys(at))[:3])
+                out.append(f"found but not planned: {n} x {describe(key)} of {dtype} at {places}")
+        return out
 
     def _open(self, kind: str) -> list[Key]:
         """Missing collectives of a kind that the lowered module, if it is known, really has."""
@@ -363,26 +321,25 @@ class _Match:
         return any(width * up == item_bits(dtype) * down for width in widths)
 
     def _unproven(self) -> None:
+        """Takes missing executions as hoisted if the metadata proves it, else as merged into one that is there."""
         for key in [key for key, n in self.missing.items() if n > 0]:
             alive = [c for c in self.found if (c.kind, c.axes, c.bytes) in self.as_found[key]]
-            if not alive:
-                continue
             hoisted = any(len(re.findall(r"\bwhile/body\b", c.where)) > c.loops for c in alive)
-            n, self.missing[key] = self.missing[key], 0
-            self._note("hoisted" if hoisted else "merged duplicates", n, key, ", unproven")
+            if alive:
+                self._explain("hoisted" if hoisted else "merged duplicates", key, ", unproven")
 
-    def _take(self, key: Key, at: Key, form: tuple[str, bool], most: int | None = None) -> int:
-        n = min(self.missing[key], self.extra[at][form])
-        n = n if most is None else min(n, most)
+    def _take(self, key: Key, found: _Found, most: float = float("inf")) -> int:
+        n = int(min(self.missing[key], self.extra[found], most))
         if n > 0:
             self.missing[key] -= n
-            self.extra[at][form] -= n
-            self.as_found[key].add(at)
+            self.extra[found] -= n
+            self.as_found[key].add(found[0])
         return max(n, 0)
 
+    def _explain(self, name: str, key: Key, more: str = "") -> None:
+        """Takes all that is missing of a collective as explained by a rewrite."""
+        n, self.missing[key] = self.missing[key], 0
+        self._note(name, n, key, more)
+
     def _note(self, name: str, n: int, key: Key, more: str = "") -> None:
-        self.rewrites.append(Rewrite(name, n, f"{key[0]} over ({', '.join(key[1])}) of {key[2]} bytes{more}"))
-
-
-def _text(key: Key, n: int) -> str:
-    return f"{n} x {key[0]} over ({', '.join(key[1])}) of {key[2]} bytes"
+        self.rewrites.append(Rewrite(name, n, describe(key) + more))

@@ -24,10 +24,12 @@ entry is not seen to reach, since compilers leave no dead ones. `compare_hlo` fa
 
 from __future__ import annotations
 
+import graphlib
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from alpa_lite.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks.reading import is_unknown_loop
@@ -47,7 +49,7 @@ KINDS = {
 }
 _WORDS = re.compile(r"\ball-|collective-|reduce-scatter")
 _OTHER = re.compile(rf"send|recv|.*(?:{_WORDS.pattern})")
-_CALLERS = ("fusion", "call", "async", "custom-call")
+_CALLERS = ("conditional", "fusion", "call", "async", "custom-call")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _OF_INTEREST = re.compile(
     r" (?:all-|reduce-scatter|collective-|ragged-|send|recv|async-start"
@@ -58,11 +60,9 @@ _NAMED = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _SHAPE = re.compile(r"([a-z]\w*)\[([^\]]*)\]")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_CHANNEL = re.compile(r"channel_id=(\d+)")
 _CHAIN = re.compile(r'\bchain_id="?(\d+)')
-_CALLS = re.compile(r"\b(?:calls|to_apply)=%?([\w.\-]+)")
+_CALLS = re.compile(r"\b(?:calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED = re.compile(r"\b(?:branch_computations|called_computations)=\{([^}]*)\}")
-_BRANCH = re.compile(r"\b(?:true|false)_computation=%?([\w.\-]+)")
 _LOOP = re.compile(r"\b(condition|body)=%?([\w.\-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _GROUPS = re.compile(
@@ -84,7 +84,6 @@ class HloCollective:
       count: executions per step.
       dtype: the element type that is sent, as HLO names it.
       op: the instruction's name; operands that a compiler combined share it.
-      channel: the channel number, None without one.
       where: the `op_name` of the metadata: the name stack of the traced equation.
       loops: how many loops of the compiled program are around it.
       chain: the number that copies of one collective share, None without copies.
@@ -96,7 +95,6 @@ class HloCollective:
     count: int
     dtype: str
     op: str
-    channel: int | None
     where: str
     loops: int
     chain: int | None = None
@@ -156,18 +154,11 @@ def read_hlo(text: str, mesh: LogicalMesh | int) -> HloText:
             unread += [f"{name}, which the entry is not seen to reach: {op}" for op in ops]
         elif times:
             out += [replace(c, count=times, loops=depth[name]) for c in computation.collectives]
-    collectives = tuple(_first_of_chains(c for c in out if c.axes))
-    return HloText(collectives, tuple(c for c in out if not c.axes), tuple(unread))
-
-
-def _first_of_chains(collectives: Iterable[HloCollective]) -> Iterator[HloCollective]:
-    """The collectives, of those that are steps of one collective only the first."""
-    seen = set()
-    for c in collectives:
-        key = c.chain, c.kind, c.axes, c.bytes, c.count, c.loops
-        if c.chain is None or key not in seen:
-            yield c
-        seen.add(key)
+    steps: dict[Any, HloCollective] = {}
+    for number, c in enumerate(c for c in out if c.axes):
+        copies = c.chain, c.kind, c.axes, c.bytes, c.count, c.loops
+        steps.setdefault(number if c.chain is None else copies, c)
+    return HloText(tuple(steps.values()), tuple(c for c in out if not c.axes), tuple(unread))
 
 
 def _split(text: str, mesh: LogicalMesh) -> tuple[dict[str, _Computation], str]:
@@ -196,31 +187,29 @@ def _instruction(line: str, into: _Computation, mesh: LogicalMesh) -> bool:
     named = _NAMED.match(line)
     if named is None:
         return False
-    type_end = _skip_type(line, named.end())
+    _, type_end = _type(line, named.end())
     opcode = _OPCODE.match(line, type_end)
     if opcode is None:
         return False
     code, printed = opcode[1], line[named.end() : type_end]
     base = code.removesuffix("-start")
     if base in KINDS:
-        into.collectives.extend(_collective(line, named[2], printed, code, mesh))
+        into.collectives += _collective(line, named[2], printed, code, mesh)
         return bool(_payload(printed, code))
-    elif code == "while":
+    if code == "while":
         _loop(line, into)
-    elif code == "conditional":
-        into.calls += [(n.strip(" %"), 1, False) for m in _CALLED.finditer(line) for n in m[1].split(",")]
-        into.calls += [(n, 1, False) for n in _BRANCH.findall(line)]
     elif base in _CALLERS:
-        into.calls += [(n, 1, False) for n in _CALLS.findall(line)]
-        into.calls += [(n.strip(" %"), 1, False) for m in _CALLED.finditer(line) for n in m[1].split(",")]
-        into.fused += _CALLS.findall(line) if base == "fusion" else []
+        names = _CALLS.findall(line)
+        into.fused += names if base == "fusion" else []
+        names += [name.strip(" %") for listed in _CALLED.findall(line) for name in listed.split(",")]
+        into.calls += [(name, 1, False) for name in names]
     elif code in ("compare", "constant"):
         into.lines.append(line)
     elif code == "send" and (transfer := _TRANSFER.search(line)) is not None:
         (dtype, size), *_ = _payload(printed, code)
-        into.collectives.append(HloCollective(transfer[1].lower(), (), size, 1, dtype, named[2], None, "", 0))
+        into.collectives.append(HloCollective(transfer[1].lower(), (), size, 1, dtype, named[2], "", 0))
     elif _OTHER.match(code) and not code.endswith(("-done", "-update")) and "is_host_transfer=true" not in line:
-        into.collectives.extend(_collective(line, named[2], printed, code, mesh))
+        into.collectives += _collective(line, named[2], printed, code, mesh)
     return True
 
 
@@ -232,8 +221,7 @@ def _loop(line: str, into: _Computation) -> None:
     if is_unknown_loop(line):
         into.calls += [(name, 1, True) for name in parts.values()]
     elif trips is not None:
-        into.calls.append((parts["body"], int(trips[1]), True))
-        into.calls.append((parts.get("condition", ""), int(trips[1]) + 1, True))
+        into.calls += _counted(parts["body"], parts.get("condition", ""), int(trips[1]))
     else:
         into.loops.append((parts.get("condition", ""), parts["body"]))
 
@@ -258,22 +246,11 @@ def _collective(line: str, op: str, printed: str, code: str, mesh: LogicalMesh) 
         shapes = shapes[:1]
     if kind == "all_to_all" and len(shapes) == width:  # one piece per member of the group
         shapes = [(shapes[0][0], sum(n for _, n in shapes))]
-    name, channel, chain = _OP_NAME.search(line), _CHANNEL.search(line), _CHAIN.search(line)
+    name, chain = _OP_NAME.search(line), _CHAIN.search(line)
+    where, copies = name[1] if name else "", int(chain[1]) if chain else None
     for dtype, size in shapes:
-        if kind == "reduce_scatter":
-            size *= width
-        yield HloCollective(
-            kind=kind,
-            axes=axes,
-            bytes=size,
-            count=1,
-            dtype=dtype,
-            op=op,
-            channel=int(channel[1]) if channel else None,
-            where=name[1] if name else "",
-            loops=0,
-            chain=int(chain[1]) if chain else None,
-        )
+        sent = size * width if kind == "reduce_scatter" else size
+        yield HloCollective(kind, axes, sent, 1, dtype, op, where, 0, copies)
 
 
 def _payload(printed: str, code: str) -> list[tuple[str, int]]:
@@ -281,16 +258,16 @@ def _payload(printed: str, code: str) -> list[tuple[str, int]]:
 
     An asynchronous start has the type (operands, results, contexts...); only an all-reduce's may be the plain results.
     """
-    parts = _parts(printed)
-    if code.endswith("-start") and parts and printed.startswith("("):
-        plain = code == "all-reduce-start" and not parts[0].startswith("(")
-        if not plain:
-            parts = _parts(parts[1] if len(parts) > 1 else parts[0])
+    members, _ = _type(printed, 0)
+    started = code.endswith("-start") and members and printed.startswith("(")
+    if started and (code != "all-reduce-start" or members[0].startswith("(")):
+        members, _ = _type(members[1] if len(members) > 1 else members[0], 0)
     out = []
-    for part in parts:
-        shape = _SHAPE.match(part)
+    for member in members:
+        shape = _SHAPE.match(member)
         if shape is not None and shape[1] != "token":
-            out.append((shape[1], _bytes(shape[1], shape[2])))
+            items = math.prod(int(n) for n in re.findall(r"\d+", shape[2]))
+            out.append((shape[1], items * item_bits(shape[1]) // 8))
     return out
 
 
@@ -299,75 +276,48 @@ def item_bits(dtype: str) -> int:
     return _ITEM_BITS.get(dtype, 8 if dtype.startswith("f8") else 32)
 
 
-def _bytes(dtype: str, dims: str) -> int:
-    return math.prod(int(n) for n in re.findall(r"\d+", dims)) * item_bits(dtype) // 8
-
-
-def _parts(printed: str) -> list[str]:
-    """The members of a tuple type, `/*index=5*/` comments left out; any other type is its only member."""
-    printed = re.sub(r"/\*.*?\*/", "", printed).strip()
-    if not printed.startswith("("):
-        return [printed]
-    out, depth, start = [], 0, 1
-    for i, char in enumerate(printed):
-        if char in "({[":
-            depth += 1
-        elif char in ")}]":
-            depth -= 1
-        if (char == "," and depth == 1) or depth == 0:
-            out.append(printed[start:i].strip())
-            start = i + 1
-            if depth == 0:
-                break
-    return [part for part in out if part]
-
-
-def _skip_type(line: str, at: int) -> int:
-    """The index behind the type that starts at `at`."""
-    if at >= len(line) or line[at] != "(":
+def _type(line: str, at: int) -> tuple[list[str], int]:
+    """The members of the tuple type at `at`, and the index behind it; any other type is its only member."""
+    if not line.startswith("(", at):
         end = line.find(" ", at)
-        return len(line) if end < 0 else end
-    depth = 0
+        end = len(line) if end < 0 else end
+        return [line[at:end]], end
+    members, depth, start = [], 0, at + 1
     for i in range(at, len(line)):
-        depth += (line[i] == "(") - (line[i] == ")")
+        depth += (line[i] in "({[") - (line[i] in ")}]")
+        if depth == 0 or (depth == 1 and line[i] == ","):
+            members.append(re.sub(r"/\*.*?\*/", "", line[start:i]).strip())  # as in `/*index=5*/ f32[8]`
+            start = i + 1
         if depth == 0:
-            return i + 1
-    return len(line)
+            return [member for member in members if member], start
+    return members, len(line)
 
 
 def _executions(computations: dict[str, _Computation], entry: str) -> tuple[dict[str, int], dict[str, int]]:
     """Executions per step, and the depth of loops, of every computation that the entry reaches."""
-    order: list[str] = []
-    seen: set[str] = set()
-
-    def calls(name: str) -> list[tuple[str, int, bool]]:
-        c = computations[name]
-        loops = [
-            call
-            for condition, body in c.loops
-            for trips in [_trips(computations, condition)]
-            for call in ((body, trips or 1, True), (condition, 1 if trips is None else trips + 1, True))
-        ]
-        return [call for call in c.calls + loops if call[0] in computations]
-
-    stack: list[tuple[str, bool]] = [(entry, False)] if entry in computations else []
-    while stack:  # depth first, callees before callers
-        name, done = stack.pop()
-        if done:
-            order.append(name)
-        elif name not in seen:
-            seen.add(name)
-            stack.append((name, True))
-            stack.extend((callee, False) for callee, _, _ in calls(name) if callee not in seen)
-    times = dict.fromkeys(order, 0)
-    depth = dict.fromkeys(order, 0)
-    if order:
-        times[entry] = 1
-    for name in reversed(order):
-        for callee, n, loop in calls(name):
-            times[callee] += times[name] * n
-            depth[callee] = max(depth[callee], depth[name] + loop)
+    calls: dict[str, list[tuple[str, int, bool]]] = {}
+    for name, computation in computations.items():
+        found = list(computation.calls)
+        for condition, body in computation.loops:
+            trips = _trips(computations, condition)
+            found += [(body, 1, True), (condition, 1, True)] if trips is None else _counted(body, condition, trips)
+        calls[name] = [call for call in found if call[0] in computations]
+    sorter = graphlib.TopologicalSorter({name: [callee for callee, _, _ in found] for name, found in calls.items()})
+    try:
+        order = [*sorter.static_order()][::-1]  # callers before callees
+    except graphlib.CycleError:  # of damaged text nothing but the entry is seen to run
+        order = []
+    times, depth = {entry: 1}, {entry: 0}
+    for name in order:
+        for callee, n, loop in calls[name] if name in times else ():
+            times[callee] = times.get(callee, 0) + times[name] * n
+            depth[callee] = max(depth.get(callee, 0), depth[name] + loop)
     return times, depth
+
+
+def _counted(body: str, condition: str, trips: int) -> list[tuple[str, int, bool]]:
+    """The calls of a loop."""
+    return [(body, trips, True), (condition, trips + 1, True)]
 
 
 def _trips(computations: dict[str, _Computation], condition: str) -> int | None:

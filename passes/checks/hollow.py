@@ -9,7 +9,17 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
 from alpa_lite.layout import Axes
-from alpa_lite.passes.checks.reading import axes_of, names, operations, sharding_of, symbol, terminator, visibility
+from alpa_lite.passes.checks.reading import (
+    axes_of,
+    callee,
+    functions_of,
+    is_public,
+    names,
+    operations,
+    sharding_of,
+    symbol,
+    terminator,
+)
 
 
 def hollow(module: Any) -> None:
@@ -19,16 +29,16 @@ def hollow(module: Any) -> None:
     could communicate for them, and it refuses them.
     """
     meshes = {symbol(op): axes_of(op.attributes["mesh"]) for op in operations(module) if op.name == "sdy.mesh"}
-    functions = {symbol(op): op for op in operations(module) if op.name == "func.func"}
+    functions = functions_of(module)
     called: set[str] = set()
-    stack = [op for op in functions.values() if visibility(op) != "private"]
+    stack = [op for op in functions.values() if is_public(op)]
     while stack:
         for name in _hollow_blocks(stack.pop(), meshes):
             if name in functions and name not in called:
                 called.add(name)
                 stack.append(functions[name])
     for name, op in functions.items():
-        if name not in called and visibility(op) == "private":
+        if name not in called and not is_public(op):
             op.erase()
 
 
@@ -44,21 +54,20 @@ def _hollow_blocks(op: Any, meshes: dict[str, Axes]) -> set[str]:
                 elif inner.name == "sdy.manual_computation" and _is_fully_manual(inner, meshes):
                     _hollow_region(inner)
                 elif inner.name == "func.call":
-                    calls.add(ir.FlatSymbolRefAttr(inner.attributes["callee"]).value)
+                    calls.add(callee(inner))
                 else:
                     calls |= _hollow_blocks(inner, meshes)
     return calls
 
 
 def _is_fully_manual(op: Any, meshes: dict[str, Axes]) -> bool:
-    names = sdy.ManualAxesAttr(op.attributes["manual_axes"])
-    manual = {names[i] for i in range(len(names))}
-    shardings = [
-        sdy.TensorShardingAttr(one)
+    listed = sdy.ManualAxesAttr(op.attributes["manual_axes"])
+    manual = {listed[i] for i in range(len(listed))}
+    used = {
+        sdy.TensorShardingAttr(one).mesh_or_ref
         for side in ("in_shardings", "out_shardings")
         for one in sdy.TensorShardingPerValueAttr(op.attributes[side]).shardings
-    ]
-    used = {one.mesh_or_ref for one in shardings}
+    }
     known = [
         meshes.get(ir.FlatSymbolRefAttr(mesh).value) if isinstance(mesh, ir.FlatSymbolRefAttr) else axes_of(mesh)
         for mesh in used
@@ -79,17 +88,10 @@ def _hollow_region(op: Any) -> None:
     given = sdy.TensorShardingPerValueAttr(op.attributes["out_shardings"]).shardings
     block = op.regions[0].blocks[0]
     made = [value.type for value in terminator(block).operands]
-    operands = [
-        (value, sharding, argument.type)
-        for value, sharding, argument in zip(op.operands, wanted, block.arguments, strict=True)
-        if not _comes_in(value, sharding)
-    ]
-    results, returned = [], []
-    for value, sharding, kind in zip(op.results, given, made, strict=True):
-        if _is_returned(value):
-            returned.append(value)
-        else:
-            results.append((value, sharding, kind))
+    taken = [argument.type for argument in block.arguments]
+    operands = [each for each in zip(op.operands, wanted, taken, strict=True) if not _comes_in(*each[:2])]
+    returned = [value for value in op.results if _is_returned(value)]
+    results = [each for each in zip(op.results, given, made, strict=True) if each[0] not in returned]
     if returned:
         with ir.InsertionPoint(op):
             _replace(returned, _opaque([value.type for value in returned], []))
@@ -140,7 +142,7 @@ def _is_returned(value: Any) -> bool:
     """Whether a value is a result of a public function in whatever sharding it comes, and nothing else."""
     for use in value.uses:
         op = use.owner.operation
-        if op.name != "func.return" or visibility(op.parent) == "private":
+        if op.name != "func.return" or not is_public(op.parent):
             return False
         attributes = op.parent.attributes
         if "res_attrs" in attributes and "sdy.sharding" in names(attributes["res_attrs"][use.operand_number]):

@@ -2,10 +2,10 @@
 
 Let p_i be the executions of planned collective i, f_j those of found collective j, and c_ij what a compiler would have
 to do to make i into j, over the pairs that its known rewrites allow. Of the planned ones with key k it may leave out
-l_k. Of all
+l_k. With x_ij executions of i found as j, and y_i left out, of all
 
-    minimise    sum c_ij x_ij + LOST sum y_i + OPEN (sum u_i + sum v_j)
-    subject to  sum_j x_ij + y_i + u_i = p_i,   sum_i x_ij + v_j = f_j,   sum_(i of key k) y_i <= l_k,   all >= 0
+    minimise    sum c_ij x_ij + LOST sum y_i + OPEN (sum (p_i - sum_j x_ij - y_i) + sum (f_j - sum_i x_ij))
+    subject to  sum_j x_ij + y_i <= p_i,   sum_i x_ij <= f_j,   sum_(i of key k) y_i <= l_k,   all >= 0
 
 the pairs x are taken: as few as can be are left open, and of what explains as many, that with the least changes. To
 pair one after the other, equal ones first, would not do: eight planned payloads of 32 bytes and four of 16, found as
@@ -50,30 +50,19 @@ def paired(
     pairs = [pair for pair in costs if planned[pair[0]] > 0 and found[pair[1]] > 0]
     if not pairs:
         return {}
-    rows = {one: n for n, one in enumerate(i for i, amount in planned.items() if amount > 0)}
-    columns = {one: len(rows) + n for n, one in enumerate(dict.fromkeys(j for _, j in pairs))}
-    groups = {one: n for n, one in enumerate(dict.fromkeys(group_of[i] for i in rows))}
-    count, equations = len(pairs), len(rows) + len(columns)
-    # Variables: a pair each, what is left open of each row and column, what is left out of each row.
-    entries = [(rows[i], n) for n, (i, _) in enumerate(pairs)] + [(columns[j], n) for n, (_, j) in enumerate(pairs)]
-    entries += [(n, count + n) for n in range(equations)]
-    entries += [(n, count + equations + n) for n in range(len(rows))]
-    shape = equations, count + equations + len(rows)
-    cost = np.array([*(costs[pair] for pair in pairs), *[OPEN] * equations, *[LOST] * len(rows)])
-    sharing = [(groups[group_of[i]], count + equations + n) for i, n in rows.items()]
+    rows = [one for one, n in planned.items() if n > 0]
+    # The two limits of each variable: a pair each, then what is left out of each planned one.
+    used = [limit for i, j in pairs for limit in (("planned", i), ("found", j))]
+    used += [limit for i in rows for limit in (("planned", i), ("lost", group_of[i]))]
+    limits = {limit: number for number, limit in enumerate(dict.fromkeys(used))}
+    count = len(pairs) + len(rows)
+    places = [limits[limit] for limit in used], np.repeat(np.arange(count), 2)
+    amounts = {"planned": planned, "found": found, "lost": lost}
     result = linprog(
-        cost,
-        A_eq=_ones(entries, shape),
-        b_eq=[*(planned[i] for i in rows), *(found[j] for j in columns)],
-        A_ub=_ones(sharing, (len(groups), shape[1])),
-        b_ub=[lost.get(group, 0) for group in groups],
+        [*(costs[pair] - 2 * OPEN for pair in pairs), *[LOST - OPEN] * len(rows)],
+        A_ub=coo_array((np.ones(2 * count), places), shape=(len(limits), count)),
+        b_ub=[amounts[kind].get(one, 0) for kind, one in limits],  # type: ignore[call-overload]
     )
     assert result.success, result.message  # to leave all open is feasible
-    amounts = np.rint(result.x[:count]).astype(int)
-    return {pair: int(n) for pair, n in zip(pairs, amounts, strict=True) if n > 0}
-
-
-def _ones(entries: list[tuple[int, int]], shape: tuple[int, int]) -> coo_array:
-    """A sparse matrix of ones at some places."""
-    at = np.array(entries)
-    return coo_array((np.ones(len(entries)), (at[:, 0], at[:, 1])), shape=shape)
+    executions = np.rint(result.x[: len(pairs)]).astype(int)
+    return {pair: int(n) for pair, n in zip(pairs, executions, strict=True) if n > 0}

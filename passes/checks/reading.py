@@ -40,9 +40,20 @@ def symbol(op: Any) -> str:
     return ir.StringAttr(op.attributes["sym_name"]).value
 
 
-def visibility(op: Any) -> str:
-    """Of a function: "public" or "private"."""
-    return ir.StringAttr(op.attributes["sym_visibility"]).value if "sym_visibility" in op.attributes else "public"
+def functions_of(module: Any) -> dict[str, Any]:
+    """The functions of a module by name."""
+    return {symbol(op): op for op in operations(module) if op.name == "func.func"}
+
+
+def is_public(function: Any) -> bool:
+    """Whether a function can be called from outside of its module."""
+    attributes = function.attributes
+    return "sym_visibility" not in attributes or ir.StringAttr(attributes["sym_visibility"]).value != "private"
+
+
+def callee(call: Any) -> str:
+    """The name of the function that a `func.call` calls."""
+    return ir.FlatSymbolRefAttr(call.attributes["callee"]).value
 
 
 def sharding_of(value: Any) -> Any:

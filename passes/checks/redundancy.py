@@ -10,50 +10,51 @@ over one element, and what stands behind a barrier, which some compilers drop be
 initial value for what it carries unchanged, and a new one for what it changes; loops and branches without collectives
 are values like others. With e the executions of a collective per step:
 
-    merged        e, where its number was already made in a block that reaches it, or in a loop before it: what has the
-                  same number outside does not change in that loop, and can be computed before it
-    constant      e, where everything it depends on is a constant, a remainder of a division by one included
-    reassociated  e, for each sum of two all-reduces of one kind, or of such sums, also if both are multiplied or
-                  divided by the same constants
-    hoisted       e - e', where no operand changes in the innermost loops; e' counts those loops once
+    merged duplicates   e, where its number was already made in a block that reaches it, or in a loop before it: what
+                        has the same number outside does not change in that loop, and can be computed before it
+    removed constants   e, where everything it depends on is a constant, a remainder of a division by one included
+    reassociated sums   e, for each sum of two all-reduces of one kind, or of such sums, also if both are multiplied or
+                        divided by the same constants
+    hoisted             e - e', where no operand changes in the innermost loops; e' counts those loops once
 
 (Aho, Lam, Sethi, Ullman, Compilers, section 6.1.2 on value numbers.)
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.mlir import ir
 
 from alpa_lite import _jax
-from alpa_lite.layout import Axes, LogicalMesh
-from alpa_lite.passes.checks.reading import item_bits, operations, symbol, trip_count, visibility
-from alpa_lite.passes.checks.shardy import WRITTEN, read_collective
+from alpa_lite.layout import LogicalMesh
+from alpa_lite.passes.checks.reading import callee, functions_of, is_public, item_bits, trip_count
+from alpa_lite.passes.checks.shardy import WRITTEN, Key, read_collective
 
-Key = tuple[str, Axes, int]
+REASONS = ("hoisted", "merged duplicates", "reassociated sums", "removed constants")
 _MAYBE_NOTHING = ("stablehlo.slice", "stablehlo.dynamic_slice", "stablehlo.reshape", "stablehlo.convert")
-_NEUTRAL = ("stablehlo.multiply", "stablehlo.divide", "stablehlo.add", "stablehlo.subtract")
+_NEUTRAL = {"multiply": 1.0, "divide": 1.0, "add": 0.0, "subtract": 0.0}
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
+_MANUAL = "sdy.manual_computation"
 
 
 @dataclass(frozen=True)
 class Redundancy:
-    """Executions per step that may go, by (kind, axes, bytes) and by the reason that allows it.
+    """Executions per step by (kind, axes, bytes).
 
-    `item_bits` holds, for every collective of the module, its executions by the width of the items that it sends.
+    Attributes:
+      lost: those that may go, by each of `REASONS`.
+      item_bits: those of every collective of the module, by the width of the items that it sends.
     """
 
-    merged: Counter[Key]
-    constant: Counter[Key]
-    reassociated: Counter[Key]
-    hoisted: Counter[Key]
-    item_bits: dict[Key, Counter[int]]
+    lost: Mapping[str, Counter[Key]]
+    item_bits: Mapping[Key, Counter[int]]
 
 
 def redundant_collectives(module: Any, mesh: LogicalMesh) -> Redundancy:
@@ -67,92 +68,86 @@ def redundant_collectives(module: Any, mesh: LogicalMesh) -> Redundancy:
     numbering = _Numbering(operation, mesh)
     with operation.context, ir.Location.unknown():
         for op in numbering.functions.values():
-            if visibility(op) != "private":
+            if is_public(op):
                 block = op.regions[0].blocks[0]
-                numbering.block(block, [numbering.fresh() for _ in block.arguments], (), {})
-    n = numbering
-    return Redundancy(n.merged, n.constant, n.reassociated, n.hoisted, dict(n.item_bits))
+                numbering.block(block, [numbering.fresh() for _ in block.arguments], _Scope({}, (), {}))
+    return Redundancy(numbering.lost, numbering.item_bits)
 
 
-@dataclass(frozen=True)
-class _Loop:
+class _Loop(NamedTuple):
     """A loop around the operation at hand; values numbered from `first` on may differ between its iterations."""
 
     trips: int
     first: int
 
 
+class _Scope(NamedTuple):
+    """The place of an operation: numbers of the values that it may read, loops around it, operations known there."""
+
+    values: dict[Any, int]
+    loops: tuple[_Loop, ...]
+    known: dict[Any, list[int]]
+
+    @property
+    def times(self) -> int:
+        """Executions per step."""
+        return _times(self.loops)
+
+
 class _Numbering:
     """The walk: numbers for values, and the counters that it fills."""
 
     def __init__(self, operation: Any, mesh: LogicalMesh) -> None:
-        self.functions = {symbol(op): op for op in operations(operation) if op.name == "func.func"}
+        self.functions = functions_of(operation)
         self.mesh = mesh
         self.next = 0
         self.constants: set[int] = set()
-        self.zeros: set[int] = set()
-        self.ones: set[int] = set()
+        self.filled: dict[int, float] = {}  # constants of which every element is one number
         # Sums over devices, and the constants that each has been multiplied or divided by since.
         self.sums: dict[int, tuple[Key, tuple[tuple[str, int], ...]]] = {}
         self.reshaped: dict[int, tuple[int, Any]] = {}  # what it is a reshape of, and of which type
-        self.communicating: dict[str, bool] = {}  # functions by name
         self.varies: dict[int, int] = {}  # the newest loop-carried number that a number depends on
-        self.merged: Counter[Key] = Counter()
-        self.constant: Counter[Key] = Counter()
-        self.reassociated: Counter[Key] = Counter()
-        self.hoisted: Counter[Key] = Counter()
+        self.lost: dict[str, Counter[Key]] = {reason: Counter() for reason in REASONS}
         self.item_bits: dict[Key, Counter[int]] = defaultdict(Counter)
+        self.calls_communicate = functools.cache(lambda name: self._communicates(self.functions[name]))
 
-    def fresh(self) -> int:
-        """A number that no other value has."""
+    def fresh(self, loops: tuple[_Loop, ...] = ()) -> int:
+        """A number that no other value has; with loops around, one that, to be safe, varies with all of them."""
         self.next += 1
+        if loops:
+            self.varies[self.next] = self.next
         return self.next
 
-    def block(
-        self, block: Any, arguments: list[int], loops: tuple[_Loop, ...], known: dict[Any, list[int]]
-    ) -> list[int]:
-        """Numbers the operations of a block, given its arguments' numbers and the operations known at its place.
+    def block(self, block: Any, arguments: list[int], scope: _Scope) -> list[int]:
+        """Numbers the operations of a block, given its arguments' numbers.
 
         Returns:
           The numbers of the operands of its terminator.
         """
-        values = dict(zip(block.arguments, arguments, strict=True))
-        return self._operations(block, values, loops, known)
-
-    def _operations(
-        self, block: Any, values: dict[Any, int], loops: tuple[_Loop, ...], known: dict[Any, list[int]]
-    ) -> list[int]:
+        values = {**scope.values, **dict(zip(block.arguments, arguments, strict=True))}
+        inner = scope._replace(values=values)
         operands: list[int] = []
         for view in block.operations:
             op = view.operation
             operands = [values[v] for v in op.operands]
-            numbers = self._operation(op, operands, values, loops, known)
-            values.update(zip(op.results, numbers, strict=True))
+            values.update(zip(op.results, self._operation(op, operands, inner), strict=True))
         return operands
 
-    def _operation(
-        self,
-        op: Any,
-        operands: list[int],
-        values: dict[Any, int],
-        loops: tuple[_Loop, ...],
-        known: dict[Any, list[int]],
-    ) -> list[int]:
+    def _operation(self, op: Any, operands: list[int], scope: _Scope) -> list[int]:
         name = op.name
         if name == "func.call":
-            callee = self.functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value]
-            return self.block(callee.regions[0].blocks[0], operands, loops, known)
-        if name in ("stablehlo.while", *_BRANCHES) and not self._communicates(op):
-            return self._numbered(op, operands, values, known)
-        if name == "stablehlo.while":
-            return self._while(op, operands, values, loops, known)
-        if name == "sdy.manual_computation":
+            return self.block(self.functions[callee(op)].regions[0].blocks[0], operands, scope._replace(values={}))
+        if name == _MANUAL:
             block = op.regions[0].blocks[0]
-            return self._region(block, [self.fresh() for _ in block.arguments], values, loops, {}, op)
-        if name in _BRANCHES:
+            self.block(block, [self.fresh() for _ in block.arguments], scope._replace(known={}))
+            return [self.fresh(scope.loops) for _ in op.results]
+        structured = name in ("stablehlo.while", *_BRANCHES)
+        if structured and self._communicates(op):
+            if name == "stablehlo.while":
+                return self._while(op, operands, scope)
             for region in op.regions:
-                self._operations(region.blocks[0], dict(values), loops, dict(known))
-            return [self._outside(loops) for _ in op.results]
+                self.block(region.blocks[0], [], scope._replace(known=dict(scope.known)))
+            return [self.fresh(scope.loops) for _ in op.results]
         if name in _MAYBE_NOTHING and op.operands[0].type == op.results[0].type:
             return operands[:1]
         if name == "stablehlo.optimization_barrier" or (name == "stablehlo.reverse" and _moves_nothing(op)):
@@ -160,38 +155,40 @@ class _Numbering:
         if name == "stablehlo.reduce_window" and _is_of_single_elements(op):
             return operands[: len(op.results)]
         if _only_reshapes(op):
-            return [self._reshaped(op, operands[0], known)]
+            return [self._reshaped(op, operands[0], scope.known)]
         if (same := self._unchanged(name, operands)) is not None:
             return [same]
-        key = (name, tuple(operands), _attributes(op), tuple(r.type for r in op.results), _regions(op))
-        is_known = key in known
-        numbers = known[key] if is_known else [self.fresh() for _ in op.results]
-        known[key] = numbers
-        if not is_known:
-            newest = max((self.varies.get(n, 0) for n in operands), default=0)
+        inside = _Inner(scope.values if structured else {}, self.functions)
+        key = (name, tuple(operands), _attributes(op), tuple(r.type for r in op.results), inside.regions(op))
+        if is_known := key in scope.known:
+            numbers = scope.known[key]
+        else:
+            numbers = scope.known[key] = [self.fresh() for _ in op.results]
+            newest = max((self.varies.get(n, 0) for n in (*operands, *inside.read)), default=0)
             self.varies.update((n, newest) for n in numbers if newest)
-            if (
-                name in ("stablehlo.constant", "stablehlo.iota")
-                or (operands and name not in WRITTEN and self.constants.issuperset(operands))
-                or (name == "stablehlo.remainder" and operands[1] in self.ones and _is_integer(op))
-            ):
+            if not structured and self._is_constant(op, operands):
                 self.constants.update(numbers)
         if name in WRITTEN:
-            self._collective(op, operands, numbers, loops, is_known)
+            self._collective(op, operands, numbers, scope.loops, is_known)
         elif not is_known:
-            self._sum(op, operands, numbers, loops)
+            self._sum(op, operands, numbers, scope.times)
         return numbers
+
+    def _is_constant(self, op: Any, operands: list[int]) -> bool:
+        if op.name == "stablehlo.remainder" and self.filled.get(operands[1]) == 1 and _is_integer(op):
+            return True
+        folded = operands and op.name not in WRITTEN and self.constants.issuperset(operands)
+        return bool(folded) or op.name in ("stablehlo.constant", "stablehlo.iota")
 
     def _unchanged(self, name: str, operands: list[int]) -> int | None:
         """The number of the operand that equals the result (x * 1, x / 1, x + 0, x - 0, equal choices); else None."""
-        if name == "stablehlo.select":
+        name = name.removeprefix("stablehlo.")
+        if name == "select":
             return operands[1] if operands[1] == operands[2] else None
-        neutral = self.ones if name in ("stablehlo.multiply", "stablehlo.divide") else self.zeros
-        if name in ("stablehlo.multiply", "stablehlo.add") and operands[0] in neutral:
-            return operands[1]
-        if name in _NEUTRAL and operands[1] in neutral:
-            return operands[0]
-        return None
+        if name not in _NEUTRAL:
+            return None
+        first, second = (self.filled.get(n) == _NEUTRAL[name] for n in operands)
+        return operands[1] if first and name in ("multiply", "add") else operands[0] if second else None
 
     def _reshaped(self, op: Any, operand: int, known: dict[Any, list[int]]) -> int:
         """Returns the number of a reshape, as one of the value from which its operand was reshaped."""
@@ -202,68 +199,47 @@ class _Numbering:
         if key not in known:
             number = self.fresh()
             known[key], self.reshaped[number] = [number], (origin, shape)
-            if origin in self.varies:
-                self.varies[number] = self.varies[origin]
-            for kind in (self.constants, self.zeros, self.ones):
-                if origin in kind:
-                    kind.add(number)
-            if origin in self.sums:
-                self.sums[number] = self.sums[origin]
+            tables: Any = (self.varies, self.filled, self.sums)
+            for table in tables:
+                if origin in table:
+                    table[number] = table[origin]
+            if origin in self.constants:
+                self.constants.add(number)
         return known[key][0]
 
-    def _numbered(self, op: Any, operands: list[int], values: dict[Any, int], known: dict[Any, list[int]]) -> list[int]:
-        """Returns the numbers of the results of a loop or branches without collectives, which are one operation."""
-        read: list[int] = []
-        regions = _regions(op, values, read, self.functions)
-        key = (op.name, tuple(operands), _attributes(op), tuple(r.type for r in op.results), regions)
-        if key not in known:
-            known[key] = [self.fresh() for _ in op.results]
-            newest = max((self.varies.get(n, 0) for n in (*operands, *read)), default=0)
-            self.varies.update((n, newest) for n in known[key] if newest)
-        return known[key]
-
     def _communicates(self, op: Any) -> bool:
-        """Whether a loop or a branch has collectives, in functions that it calls included."""
-        for region in op.regions:
-            for block in region.blocks:
-                for view in block.operations:
-                    inner = view.operation
-                    if inner.name in WRITTEN or inner.name == "sdy.manual_computation":
-                        return True
-                    if inner.name == "func.call":
-                        callee = ir.FlatSymbolRefAttr(inner.attributes["callee"]).value
-                        if callee not in self.communicating:
-                            self.communicating[callee] = self._communicates(self.functions[callee])
-                        if self.communicating[callee]:
-                            return True
-                    if self._communicates(inner):
-                        return True
-        return False
+        """Whether an operation has collectives inside, in functions that it calls included."""
+        inside = (view.operation for region in op.regions for block in region.blocks for view in block.operations)
+        return any(
+            inner.name in WRITTEN
+            or inner.name == _MANUAL
+            or (self.calls_communicate(callee(inner)) if inner.name == "func.call" else self._communicates(inner))
+            for inner in inside
+        )
 
-    def _sum(self, op: Any, operands: list[int], numbers: list[int], loops: tuple[_Loop, ...]) -> None:
-        """Follows sums over devices through additions, reshapes, and products with constants."""
-        name = op.name.removeprefix("stablehlo.")
-        spread = name == "broadcast_in_dim"
-        if (spread and operands[0] in self.zeros) or (name == "constant" and _is_zero(op)):
-            self.zeros.update(numbers)
-        elif (spread and operands[0] in self.ones) or (name == "constant" and _is_one(op)):
-            self.ones.update(numbers)
-        elif name in ("add", "subtract"):
-            first, second = (self.sums.get(n) for n in operands)
-            if first is not None and first == second:
-                self.sums[numbers[0]] = first
-                self.reassociated[first[0]] += _times(loops)
-        elif name in ("multiply", "divide"):
-            value, scale = operands if operands[1] in self.constants or name == "divide" else operands[::-1]
-            if value in self.sums and scale in self.constants:
-                key, scales = self.sums[value]
-                self.sums[numbers[0]] = key, (*scales, (name, scale))
+    def _sum(self, op: Any, operands: list[int], numbers: list[int], times: int) -> None:
+        """Follows sums over devices through additions and products with constants, and numbers through broadcasts."""
+        match op.name.removeprefix("stablehlo."):
+            case "constant":
+                if (number := _filled_with(op)) is not None:
+                    self.filled[numbers[0]] = number
+            case "broadcast_in_dim" if operands[0] in self.filled:
+                self.filled[numbers[0]] = self.filled[operands[0]]
+            case "add" | "subtract":
+                first, second = (self.sums.get(n) for n in operands)
+                if first is not None and first == second:
+                    self.sums[numbers[0]] = first
+                    self.lost["reassociated sums"][first[0]] += times
+            case "multiply" | "divide" as name:
+                value, scale = operands if operands[1] in self.constants or name == "divide" else operands[::-1]
+                if value in self.sums and scale in self.constants:
+                    key, scales = self.sums[value]
+                    self.sums[numbers[0]] = key, (*scales, (name, scale))
 
     def _collective(
         self, op: Any, operands: list[int], numbers: list[int], loops: tuple[_Loop, ...], is_known: bool
     ) -> None:
-        times = _times(loops)
-        outer = loops
+        times, outer = _times(loops), loops
         while outer and all(self.varies.get(n, 0) < outer[-1].first for n in operands):
             outer = outer[:-1]
         found = zip(read_collective(op, self.mesh), op.operands, operands, numbers, strict=False)
@@ -271,71 +247,33 @@ class _Numbering:
             key = (c.kind, c.axes, c.bytes)
             self.item_bits[key][item_bits(value.type)] += times
             if is_known:
-                self.merged[key] += times
+                self.lost["merged duplicates"][key] += times
             elif operand in self.constants:
-                self.constant[key] += times
+                self.lost["removed constants"][key] += times
             elif len(outer) < len(loops):
-                self.hoisted[key] += times - _times(outer)
+                self.lost["hoisted"][key] += times - _times(outer)
             if c.kind == "all_reduce":
                 self.sums[number] = key, ()
 
-    def _while(
-        self,
-        op: Any,
-        operands: list[int],
-        values: dict[Any, int],
-        loops: tuple[_Loop, ...],
-        known: dict[Any, list[int]],
-    ) -> list[int]:
+    def _while(self, op: Any, operands: list[int], scope: _Scope) -> list[int]:
         condition, body = (region.blocks[0] for region in op.regions)
         passed = list(body.operations)[-1].operation.operands
         kept = [value == argument for value, argument in zip(passed, body.arguments, strict=True)]
-        first = self.next + 1
-        arguments = [n if keep else self.fresh() for n, keep in zip(operands, kept, strict=True)]
-        self.varies.update((n, n) for n, keep in zip(arguments, kept, strict=True) if not keep)
-        inner = (*loops, _Loop(trip_count(op) or 1, first))
+        inner = (*scope.loops, _Loop(trip_count(op) or 1, self.next + 1))
+        arguments = [n if keep else self.fresh(inner) for n, keep in zip(operands, kept, strict=True)]
         for block in (condition, body):
-            self._region(block, arguments, values, inner, known, None)
-        return [n if keep else self._outside(loops) for n, keep in zip(operands, kept, strict=True)]
-
-    def _outside(self, loops: tuple[_Loop, ...]) -> int:
-        """Returns the number of a result of a loop or a branch; to be safe, it varies with every loop around."""
-        number = self.fresh()
-        if loops:
-            self.varies[number] = number
-        return number
-
-    def _region(
-        self,
-        block: Any,
-        arguments: list[int],
-        values: dict[Any, int],
-        loops: tuple[_Loop, ...],
-        known: dict[Any, list[int]],
-        op: Any,
-    ) -> list[int]:
-        """A block that may also read values from around it; a manual region's results are new numbers."""
-        inner = dict(values)
-        inner.update(zip(block.arguments, arguments, strict=True))
-        out = self._operations(block, inner, loops, known)
-        return out if op is None else [self._outside(loops) for _ in op.results]
+            self.block(block, arguments, scope._replace(loops=inner))
+        return [n if keep else self.fresh(scope.loops) for n, keep in zip(operands, kept, strict=True)]
 
 
 def _times(loops: tuple[_Loop, ...]) -> int:
-    times = 1
-    for loop in loops:
-        times *= loop.trips
-    return times
+    return math.prod(loop.trips for loop in loops)
 
 
-def _is_zero(op: Any) -> bool:
-    """Whether a constant is zero throughout."""
-    return bool(re.search(r"dense<-?0(?:\.0*(?:e[+-]?\d+)?)?>", str(_jax.constant_of(op))))
-
-
-def _is_one(op: Any) -> bool:
-    """Whether a constant is one throughout."""
-    return bool(re.search(r"dense<1(?:\.0*(?:e[+-]?0+)?)?>", str(_jax.constant_of(op))))
+def _filled_with(op: Any) -> float | None:
+    """The number that every element of a constant is; None where they differ, or it is not a finite one."""
+    match = re.search(r"dense<(-?\d+(?:\.\d*)?(?:e[+-]?\d+)?)>", str(_jax.constant_of(op)))
+    return float(match[1]) if match else None
 
 
 def _is_integer(op: Any) -> bool:
@@ -355,10 +293,10 @@ def _only_reshapes(op: Any) -> bool:
     if op.name not in ("stablehlo.broadcast_in_dim", "stablehlo.reduce") or len(op.results) != 1:
         return False
     before, after = (ir.RankedTensorType(one.type).shape for one in (op.operands[0], op.results[0]))
-    if op.name == "stablehlo.reduce":
+    if math.prod(before) != math.prod(after) or op.name == "stablehlo.reduce":
         return math.prod(before) == math.prod(after)
     dims = list(ir.DenseI64ArrayAttr(op.attributes["broadcast_dimensions"]))
-    return math.prod(before) == math.prod(after) and dims == sorted(dims)
+    return dims == sorted(dims)
 
 
 def _moves_nothing(op: Any) -> bool:
@@ -374,50 +312,43 @@ def _is_of_single_elements(op: Any) -> bool:
     return set(windows) == {1} and [o.type for o in operands] == [r.type for r in op.results]
 
 
-def _regions(
-    op: Any,
-    values: Mapping[Any, int] | None = None,
-    read: list[int] | None = None,
-    functions: Mapping[str, Any] | None = None,
-) -> tuple[Any, ...]:
-    """The operations of an operator's own regions (the sum of an all-reduce, the comparison of a sort), in order.
-
-    Args:
-      values: numbers of values around it, which the regions may read.
-      read: the numbers that they do read are added to it.
-      functions: by name; calls of those with equal bodies are equal.
-    """
-    inner = _Inner(values or {}, [] if read is None else read, functions or {})
-    return tuple(inner.block(block) for region in op.regions for block in region.blocks)
-
-
 @dataclass(frozen=True)
 class _Inner:
-    """Blocks as data: each operation's name, attributes, operands by position, types and regions."""
+    """Regions as data: each operation's name, attributes, operands by position, types and regions.
+
+    Attributes:
+      values: numbers of values around them, which they may read.
+      functions: by name; calls of those with equal bodies are equal.
+      read: the numbers that they do read.
+    """
 
     values: Mapping[Any, int]
-    read: list[int]
     functions: Mapping[str, Any]
+    read: list[int] = field(default_factory=list)
     seen: dict[Any, Any] = field(default_factory=dict)
 
-    def block(self, block: Any) -> tuple[Any, ...]:
-        """The operations of a block."""
-        self.seen.update((argument, (len(self.seen) + i,)) for i, argument in enumerate(block.arguments))
+    def regions(self, op: Any) -> tuple[Any, ...]:
+        """An operation's own regions (the sum of an all-reduce, the body of a loop)."""
+        return tuple(self._block(block) for region in op.regions for block in region.blocks)
+
+    def _block(self, block: Any) -> tuple[Any, ...]:
+        self._see(block.arguments)
         out = []
         for view in block.operations:
             op = view.operation
             at = tuple(self._operand(operand) for operand in op.operands)
-            attributes, regions = _attributes(op), op.regions
-            if op.name == "func.call" and self.functions:
+            attributes = _attributes(op)
+            if op.name == "func.call":
                 attributes = tuple(pair for pair in attributes if pair[0] != "callee")
-                regions = self.functions[ir.FlatSymbolRefAttr(op.attributes["callee"]).value].regions
-                own = _Inner({}, [], self.functions)
+                inside = _Inner({}, self.functions).regions(self.functions[callee(op)])
             else:
-                own = self
-            inside = tuple(own.block(inner) for region in regions for inner in region.blocks)
+                inside = self.regions(op)
             out.append((op.name, attributes, at, tuple(r.type for r in op.results), inside))
-            self.seen.update((result, (len(self.seen) + i,)) for i, result in enumerate(op.results))
+            self._see(op.results)
         return tuple(out)
+
+    def _see(self, values: Any) -> None:
+        self.seen.update((value, (len(self.seen) + i,)) for i, value in enumerate(values))
 
     def _operand(self, operand: Any) -> Any:
         if operand in self.seen:

@@ -34,14 +34,9 @@ _HEX = re.compile(r'dense<"0x([0-9A-Fa-f]*)"> : tensor<(\d+)x(\d+)xi64>')
 
 @functools.lru_cache(maxsize=4096)
 def axes_from_text(text: str, mesh: LogicalMesh) -> Axes:
-    """The axes of `mesh`, in mesh order, over which the printed replica groups join devices.
+    """The axes of `mesh` longer than one, in mesh order, over which the printed replica groups join devices.
 
-    Args:
-      text: the attribute as HLO or StableHLO prints it; empty groups mean all devices.
-      mesh: the mesh whose axes are wanted.
-
-    Returns:
-      The axes longer than one; `()` for groups of one device; one pseudo axis `groups <text>` where no axes fit.
+    Empty groups mean all devices. `()` for groups of one device; one pseudo axis `groups <text>` where no axes fit.
     """
     groups = parse_groups(text, mesh.size)
     axes = None if groups is None else axes_of_groups(groups, mesh)
@@ -72,16 +67,16 @@ def groups_of_axes(axes: Axes, mesh: LogicalMesh) -> np.ndarray:
 
 def axes_of_groups(groups: np.ndarray, mesh: LogicalMesh) -> Axes | None:
     """The axes, in mesh order, whose groups are `groups` in any order, or None where no set of axes gives them."""
-    if groups.size != mesh.size or groups.ndim != 2:
-        return None
-    if groups.min() < 0 or groups.max() >= mesh.size:
+    if groups.size != mesh.size or groups.ndim != 2 or groups.min() < 0 or groups.max() >= mesh.size:
         return None
     coordinates = np.stack(np.unravel_index(groups[0], mesh.shape))
     varies = (coordinates != coordinates[:, :1]).any(axis=1)
     axes = tuple(axis for axis, v in zip(mesh.axis_names, varies, strict=True) if v)
     if mesh.product(axes) != groups.shape[1]:
         return None
-    return axes if np.array_equal(_canonical(groups), _canonical(groups_of_axes(axes, mesh))) else None
+    rows = [np.sort(one, axis=1) for one in (groups, groups_of_axes(axes, mesh))]  # first members are unique
+    first, second = (one[np.argsort(one[:, 0])] for one in rows)
+    return axes if np.array_equal(first, second) else None
 
 
 def parse_groups(text: str, num_devices: int) -> np.ndarray | None:
@@ -107,12 +102,6 @@ def normal_axes(axes: Axes, mesh: LogicalMesh) -> Axes:
     """`axes` in mesh order, those of one device left out; an axis that the mesh does not have stays, at the end."""
     known = tuple(a for a, n in zip(mesh.axis_names, mesh.shape, strict=True) if a in axes and n > 1)
     return known + tuple(a for a in axes if a not in mesh.axis_names)
-
-
-def _canonical(groups: np.ndarray) -> np.ndarray:
-    """Rows sorted, and sorted among each other by their first member, which is unique."""
-    rows = np.sort(groups, axis=1)
-    return rows[np.argsort(rows[:, 0], kind="stable")]
 
 
 def _iota(match: re.Match[str], num_devices: int) -> np.ndarray:
@@ -145,17 +134,14 @@ def _mesh_groups(text: str, num_devices: int) -> np.ndarray | None:
         numbers = [int(n) for n in _INT.findall(sub)]
         cuts[name] = (numbers[0], numbers[1]) if len(numbers) == 2 else None
     shape: list[int] = []
-    inside: dict[str, int] = {}
     for name, size in sizes.items():
         before, length = cuts.get(name) or (1, size)
-        if name in cuts:
-            inside[name] = len(shape) + 1
         shape += [before, length, size // (before * length)]
     if math.prod(shape) != devices.size:
         return None
-    order = [i for i in range(len(shape)) if i not in inside.values()] + [inside[name] for name in cuts]
-    width = math.prod(shape[inside[name]] for name in cuts)
-    return devices.reshape(shape).transpose(order).reshape(-1, width)
+    inside = [3 * list(sizes).index(name) + 1 for name in cuts]
+    order = [i for i in range(len(shape)) if i not in inside] + inside
+    return devices.reshape(shape).transpose(order).reshape(-1, math.prod(shape[i] for i in inside))
 
 
 def _rows(text: str, width: int | None) -> np.ndarray | None:

@@ -22,10 +22,11 @@ names it. Each branch of a `case` counts as taken. The calls of a function are f
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,17 +37,20 @@ from alpa_lite.errors import VerificationError
 from alpa_lite.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks.hollow import hollow
 from alpa_lite.passes.checks.reading import (
+    callee,
     dims_of,
+    functions_of,
+    is_public,
     listed_axes,
     nbytes,
-    operations,
     sharding_of,
-    symbol,
     trip_count,
-    visibility,
-)  # fmt: skip
+)
 from alpa_lite.passes.checks.replica_groups import axes_from_pairs, axes_from_text, normal_axes
 from alpa_lite.records import Collective
+
+Key = tuple[str, Axes, int]
+"""Kind, axes and bytes of a collective."""
 
 SHARDY_PASSES = (
     "builtin.module(sdy-propagation-pipeline)",
@@ -78,7 +82,7 @@ class ShardyReport:
 
 
 def check_shardy(module_or_text: Any, mesh: LogicalMesh, planned: Sequence[Collective]) -> ShardyReport:
-    """Checks that a lowered step has the planned collectives and no others.
+    """Checks that a lowered step has the planned collectives and no others; returns those that were found.
 
     Args:
       module_or_text: the StableHLO module of `jax.jit(...).trace(...).lower(...).compiler_ir("stablehlo")`, or its
@@ -86,19 +90,23 @@ def check_shardy(module_or_text: Any, mesh: LogicalMesh, planned: Sequence[Colle
       mesh: the mesh of the plan; its axis names are those of the module.
       planned: the plan's collectives. Entries that agree in kind, axes and bytes are added up.
 
-    Returns:
-      The collectives that were found.
-
     Raises:
       VerificationError: naming each collective that is planned but not found, or found but not planned.
     """
     report = shardy_report(module_or_text, mesh)
-    want, have = _totals(planned, mesh), _totals(report.inside, mesh)
+    want, have = totals(planned, mesh), totals(report.inside, mesh)
     problems = [
-        *_difference("planned but not found", want, have, planned, mesh),
-        *_difference("found but not planned", have, want, report.inside, mesh),
-        *(f"inserted by the partitioner outside the written regions: {_describe(c, c.count)}" for c in report.outside),
+        f"{title}: {n} x {describe(key)}{_places(known, key, mesh)}"
+        for title, differing, known in (
+            ("planned but not found", want - have, planned),
+            ("found but not planned", have - want, report.inside),
+        )
+        for key, n in sorted(differing.items())
     ]
+    for c in report.outside:
+        place = f" at {c.where}" if c.where else ""
+        key = c.kind, c.axes, c.bytes
+        problems.append(f"inserted by the partitioner outside the written regions: {c.count} x {describe(key)}{place}")
     if problems:
         loops = "".join(f"\n  a loop of unknown trip count is counted once: {w}" for w in report.unknown_loops)
         raise VerificationError(
@@ -109,14 +117,9 @@ def check_shardy(module_or_text: Any, mesh: LogicalMesh, planned: Sequence[Colle
 
 
 def collectives_of_shardy(module_or_text: Any, mesh: LogicalMesh) -> tuple[Collective, ...]:
-    """Every collective of a lowered step, those that Shardy inserts and those that are written, for the plan's list.
+    """Every collective of a lowered step, inserted and written, for the plan's list: the largest total payload first.
 
-    Args:
-      module_or_text: as in `check_shardy`.
-      mesh: the mesh of the plan.
-
-    Returns:
-      Equal ones joined, largest total payload first; stage 0.
+    The arguments are those of `check_shardy`.
     """
     report = shardy_report(module_or_text, mesh)
     return tuple(sorted(report.inside + report.outside, key=lambda c: -c.bytes * c.count))
@@ -129,86 +132,61 @@ def shardy_report(module_or_text: Any, mesh: LogicalMesh) -> ShardyReport:
             return shardy_report(ir.Module.parse(module_or_text, context), mesh)
     operation = module_or_text.operation
     with operation.context, ir.Location.unknown():
-        written = _Walker(operation, mesh, WRITTEN)
-        written.run()
+        written, unknown = _found(operation, mesh, WRITTEN)
         skeleton = operation.clone()
         hollow(skeleton)
         for text in SHARDY_PASSES:
             passmanager.PassManager.parse(text).run(skeleton.operation)
-        inserted = _Walker(skeleton, mesh, _INSERTED)
-        inserted.run()
-    outside = [c for c, region in written.found if not region] + [c for c, _ in inserted.found]
-    return ShardyReport(
-        _join([c for c, region in written.found if region]),
-        _join(outside),
-        tuple(dict.fromkeys(written.unknown_loops + inserted.unknown_loops)),
-    )
+        inserted, more = _found(skeleton, mesh, _INSERTED)
+    inside, outside = ([one for one in written if one[2] == region] for region in (True, False))
+    return ShardyReport(_join(inside), _join([*outside, *inserted]), tuple(dict.fromkeys(unknown + more)))
 
 
-class _Walker:
-    """Finds the collectives named in `names` in every function that `main` reaches, with their executions per step.
+_Found = tuple[Collective, int, bool]
+"""A collective, its executions per step, and whether it is in a region."""
 
-    `found` pairs each with whether it lies in a region. A function's contents are walked once and scaled by its calls.
+
+def _found(operation: Any, mesh: LogicalMesh, names: dict[str, str]) -> tuple[list[_Found], list[str]]:
+    """The collectives named in `names` that the public functions reach, and the loops of unknown trip count.
+
+    A function's contents are walked once, and scaled by its calls.
     """
+    functions = functions_of(operation)
+    unknown: list[str] = []
 
-    def __init__(self, operation: Any, mesh: LogicalMesh, names: dict[str, str]) -> None:
-        self.mesh = mesh
-        self.names = names
-        self.functions = {symbol(op): op for op in operations(operation) if op.name == "func.func"}
-        self.memo: dict[str, tuple[tuple[Collective, bool], ...]] = {}
-        self.found: tuple[tuple[Collective, bool], ...] = ()
-        self.unknown_loops: list[str] = []
+    @functools.cache
+    def called(name: str) -> list[_Found]:
+        return list(walk(functions[name].regions, False)) if name in functions else []
 
-    def run(self) -> None:
-        """Fills `found` from the public functions."""
-        public = [n for n, op in self.functions.items() if visibility(op) != "private"]
-        self.found = tuple(item for name in public for item in self._function(name))
-
-    def _function(self, name: str) -> tuple[tuple[Collective, bool], ...]:
-        if name not in self.memo:
-            self.memo[name] = ()  # a recursive call, which JAX never lowers, adds nothing
-            out: list[tuple[Collective, bool]] = []
-            for region in self.functions[name].regions:
-                for block in region.blocks:
-                    self._block(block, 1, False, out)
-            self.memo[name] = tuple(out)
-        return self.memo[name]
-
-    def _block(self, block: Any, times: int, inside: bool, out: list[tuple[Collective, bool]]) -> None:
-        for view in block.operations:
-            op = view.operation
+    def walk(regions: Iterable[Any], inside: bool) -> Iterator[_Found]:
+        for op in (view.operation for region in regions for block in region.blocks for view in block.operations):
             name = op.name
-            if name in self.names:
-                out.extend((c, inside) for c in read_collective(op, self.mesh, times))
+            if name in names:
+                yield from ((c, 1, inside) for c in read_collective(op, mesh))
             elif name == "func.call":
-                callee = ir.FlatSymbolRefAttr(op.attributes["callee"]).value
-                for c, region in self._function(callee) if callee in self.functions else ():
-                    out.append((_scaled(c, times), inside or region))
+                yield from ((c, times, inside or region) for c, times, region in called(callee(op)))
             elif name == "stablehlo.while":
-                self._while(op, times, inside, out)
+                yield from loop(op, inside)
             elif regions := op.regions:
-                region_inside = inside or name == "sdy.manual_computation"
-                for region in regions:
-                    for inner in region.blocks:
-                        self._block(inner, times, region_inside, out)
+                yield from walk(regions, inside or name == "sdy.manual_computation")
 
-    def _while(self, op: Any, times: int, inside: bool, out: list[tuple[Collective, bool]]) -> None:
+    def loop(op: Any, inside: bool) -> list[_Found]:
         trips = trip_count(op)
-        before = len(out)
-        for region, n in zip(
-            op.regions, (1 if trips is None else trips + 1, 1 if trips is None else trips), strict=True
-        ):
-            for block in region.blocks:
-                self._block(block, times * n, inside, out)
-        if trips is None and len(out) > before:
-            self.unknown_loops.append(_where(op))
+        runs = (1, 1) if trips is None else (trips + 1, trips)
+        found = [
+            (c, times * n, region)
+            for part, n in zip(op.regions, runs, strict=True)
+            for c, times, region in walk([part], inside)
+        ]
+        if trips is None and found:
+            unknown.append(_where(op))
+        return found
+
+    return [one for name, op in functions.items() if is_public(op) for one in called(name)], unknown
 
 
-def read_collective(op: Any, mesh: LogicalMesh, times: int = 1) -> list[Collective]:
-    """The logical collectives of a stablehlo or sdy collective, one per operand, each `times` executions.
-
-    Empty where it runs over axes of one device only.
-    """
+def read_collective(op: Any, mesh: LogicalMesh) -> list[Collective]:
+    """The logical collectives of a stablehlo or sdy collective, one per operand; none over axes of one device only."""
     written = op.name in WRITTEN
     kind = (WRITTEN if written else _INSERTED)[op.name]
     axes, held = _written(op, kind, mesh) if written else _inserted(op, kind, mesh)
@@ -216,7 +194,7 @@ def read_collective(op: Any, mesh: LogicalMesh, times: int = 1) -> list[Collecti
         return []
     values = op.operands if kind == "reduce_scatter" and written else op.results
     where = _where(op)
-    return [Collective(kind, axes, int(nbytes(value.type) * held), times, 0, where) for value in values]
+    return [Collective(kind, axes, int(nbytes(value.type) * held), 1, 0, where) for value in values]
 
 
 def _written(op: Any, kind: str, mesh: LogicalMesh) -> tuple[Axes, float]:
@@ -261,41 +239,30 @@ def _where(op: Any) -> str:
     return f"{name[1]} ({source})" if name and source else name[1] if name else source
 
 
-def _scaled(c: Collective, times: int) -> Collective:
-    return c if times == 1 else Collective(c.kind, c.axes, c.bytes, c.count * times, c.stage, c.where)
-
-
-def _join(found: Sequence[Collective]) -> tuple[Collective, ...]:
+def _join(found: Iterable[_Found]) -> tuple[Collective, ...]:
     """Collectives that agree in all but the count, as one."""
-    totals: Counter[tuple[str, Axes, int, int, str]] = Counter()
-    for c in found:
-        totals[(c.kind, c.axes, c.bytes, c.stage, c.where)] += c.count
-    return tuple(Collective(k, a, b, n, s, w) for (k, a, b, s, w), n in totals.items() if n)
+    counts: Counter[tuple[str, Axes, int, str]] = Counter()
+    for c, times, _ in found:
+        counts[c.kind, c.axes, c.bytes, c.where] += times
+    return tuple(Collective(k, a, b, n, 0, w) for (k, a, b, w), n in counts.items() if n)
 
 
-def _totals(collectives: Sequence[Collective], mesh: LogicalMesh) -> Counter[tuple[str, Axes, int]]:
+def totals(collectives: Iterable[Collective], mesh: LogicalMesh) -> Counter[Key]:
     """Executions per step by kind, axes and bytes; collectives over axes of one device are left out."""
-    totals: Counter[tuple[str, Axes, int]] = Counter()
+    counts: Counter[Key] = Counter()
     for c in collectives:
         if axes := normal_axes(c.axes, mesh):
-            totals[(c.kind, axes, c.bytes)] += c.count
-    return totals
+            counts[c.kind, axes, c.bytes] += c.count
+    return counts
 
 
-def _difference(
-    title: str,
-    more: Counter[tuple[str, Axes, int]],
-    less: Counter[tuple[str, Axes, int]],
-    known: Sequence[Collective],
-    mesh: LogicalMesh,
-) -> list[str]:
-    out = []
-    for (kind, axes, size), n in sorted((more - less).items()):
-        at = [c.where for c in known if (c.kind, normal_axes(c.axes, mesh), c.bytes) == (kind, axes, size) and c.where]
-        places = "; ".join(list(dict.fromkeys(at))[:3])
-        out.append(f"{title}: {_describe(Collective(kind, axes, size, n, 0, places), n)}")
-    return out
+def describe(key: Key) -> str:
+    """One execution of a collective, in words."""
+    kind, axes, size = key
+    return f"{kind} over ({', '.join(axes)}) of {size} bytes"
 
 
-def _describe(c: Collective, count: int) -> str:
-    return f"{count} x {c.kind} over ({', '.join(c.axes)}) of {c.bytes} bytes" + (f" at {c.where}" if c.where else "")
+def _places(known: Iterable[Collective], key: Key, mesh: LogicalMesh) -> str:
+    """At which places the first three collectives of a key are, in words."""
+    at = [c.where for c in known if c.where and (c.kind, normal_axes(c.axes, mesh), c.bytes) == key]
+    return f" at {'; '.join(list(dict.fromkeys(at))[:3])}" if at else ""

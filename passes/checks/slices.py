@@ -20,13 +20,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from alpa_lite.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks.hlo_text import HloCollective
-from alpa_lite.passes.checks.redundancy import Key, Redundancy
+from alpa_lite.passes.checks.redundancy import Redundancy
 from alpa_lite.passes.checks.replica_groups import normal_axes
+from alpa_lite.passes.checks.shardy import Key
 from alpa_lite.records import Collective
 
 SUMS = ("all_reduce", "reduce_scatter")
@@ -57,11 +57,8 @@ def part_of(text: str, mesh: LogicalMesh) -> LogicalMesh:
 
 def within(redundancy: Redundancy, part: LogicalMesh) -> Redundancy:
     """The same with every collective over the axes that it has within a slice."""
-    counters = {
-        name: Counter(_joined(getattr(redundancy, name), part, int.__add__))
-        for name in ("merged", "constant", "reassociated", "hoisted")
-    }
-    return replace(redundancy, **counters, item_bits=_joined(redundancy.item_bits, part, Counter.__add__))
+    lost = {reason: Counter(_joined(counts, part, int.__add__)) for reason, counts in redundancy.lost.items()}
+    return Redundancy(lost, _joined(redundancy.item_bits, part, Counter.__add__))
 
 
 def _joined(counts: Mapping[Key, _Value], part: LogicalMesh, add: Callable[[Any, Any], Any]) -> dict[Key, _Value]:
@@ -87,22 +84,20 @@ def _whole(axes: Axes, mesh: LogicalMesh) -> Axes:
 def transfers(
     found: Sequence[HloCollective], crossed: Sequence[Collective], mesh: LogicalMesh, part: LogicalMesh, spare: int
 ) -> tuple[str, list[str]]:
-    """Compares the transfers between slices with the plan.
+    """Compares the transfers of a program between slices with the planned collectives over several slices.
 
     Args:
-      found: the transfers of the program.
-      crossed: the planned collectives over several slices.
       spare: executions that a compiler may leave out.
 
     Returns:
       The transfers that were found, in words; and one message for each difference from the plan.
     """
-    count, there = sum(c.count for c in crossed), sum(c.count for c in found)
-    least = sum(_least(c, mesh, part) * c.count for c in crossed)
-    moved = sum(c.bytes * c.count for c in found)
     kinds = Counter[str]()
     for c in found:
         kinds[c.kind] += c.count
+    count, there = sum(c.count for c in crossed), kinds.total()
+    least = sum(_least(c, mesh, part) * c.count for c in crossed)
+    moved = sum(c.bytes * c.count for c in found)
     differences = []
     if there > count:
         differences.append(f"{there} transfers between slices, of {count} planned collectives that cross them")

@@ -72,42 +72,26 @@ class MemoryReport:
 
 
 def memory_of(compiled: Any, predicted: int | None = None) -> MemoryReport | None:
-    """The compiler's memory statistics of one executable.
+    """The compiler's memory of a `jax.stages.Compiled`, or None where the backend has no statistics.
 
     Args:
-      compiled: a `jax.stages.Compiled`.
       predicted: bytes per device that the plan predicts.
-
-    Returns:
-      The report, or None where the backend has no statistics.
     """
     stats = compiled.memory_analysis()
     if stats is None:
         return None
-    return MemoryReport(
-        arguments=int(stats.argument_size_in_bytes),
-        outputs=int(stats.output_size_in_bytes),
-        aliased=int(stats.alias_size_in_bytes),
-        temporaries=int(stats.temp_size_in_bytes),
-        code=int(stats.generated_code_size_in_bytes),
-        predicted=predicted,
-    )
+    names = ("argument", "output", "alias", "temp", "generated_code")
+    return MemoryReport(*(int(getattr(stats, f"{name}_size_in_bytes")) for name in names), predicted=predicted)
 
 
 def lowered_module(
-    make: Callable[[AbstractMesh], Callable[..., Any]],
-    mesh: LogicalMesh,
-    avals: Sequence[Any],
-    specs: Sequence[PartitionSpec],
-    platform: str,
-    standins: StandIns | None = None,
-) -> Any:
-    """The StableHLO module of a function over a mesh that need not exist.
+    make: Callable[[AbstractMesh], Callable[..., Any]], mesh: LogicalMesh, avals: Sequence[Any],
+    specs: Sequence[PartitionSpec], platform: str, standins: StandIns | None = None,
+) -> Any:  # fmt: skip
+    """The StableHLO module, for a platform, of the function that `make` makes over a mesh that need not exist.
 
     Args:
-      make: makes the function of global arrays for an abstract mesh.
       avals, specs: shape, dtype and sharding of each argument.
-      platform: "cpu", "cuda", "rocm" or "tpu", to lower for.
       standins: what stands in for operations that do not lower; it remembers which.
     """
     abstract = AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
@@ -132,7 +116,8 @@ def verified(plan: Plan, staged: Staged) -> Plan:
     lines: list[str] = []
     known: set[Any] = set()
     loops: dict[str, None] = {}
-    standins = StandIns(plan.cluster.platform)
+    platform = plan.cluster.platform
+    standins = StandIns(platform)
     for stage in staged.stages:
         mesh = stage.found.mesh
         if mesh.size == 1:
@@ -152,12 +137,10 @@ def verified(plan: Plan, staged: Staged) -> Plan:
                 mesh, segment.kind, segment.round, tuple((c.kind, c.axes, c.bytes, c.count) for c in wanted),
                 tuple(item.op.key for item in segment.instructions if not isinstance(item, Reshard)),
             )  # fmt: skip
-            if key in known:
-                continue
-            known.add(key)
-            module = module_of(stage, segment, plan.cluster.platform, shared=True, standins=standins)
-            report = check_shardy(module, mesh, wanted)
-            loops.update(dict.fromkeys(report.unknown_loops))
+            if key not in known:
+                known.add(key)
+                module = module_of(stage, segment, platform, shared=True, standins=standins)
+                loops.update(dict.fromkeys(check_shardy(module, mesh, wanted).unknown_loops))
     if known:
         count = sum(c.count for c in plan.collectives if c.kind != "transfer")
         what = "the lowered program" if len(known) == 1 else f"{len(known)} distinct stage executables"
@@ -172,25 +155,15 @@ def verified(plan: Plan, staged: Staged) -> Plan:
 
 def _inserted(plan: Plan, stage: PlannedStage) -> Plan:
     """The plan with the collectives that the partitioner inserts, where communication is left to it."""
-    mesh = stage.found.mesh
-    cost = MeshCost(plan.cluster, mesh)
+    mesh, platform = stage.found.mesh, plan.cluster.platform
+    cost, standins = MeshCost(plan.cluster, mesh), StandIns(platform)
     (segment,) = stage.segments.items
-    standins = StandIns(plan.cluster.platform)
-    module = module_of(stage, segment, plan.cluster.platform, shared=True, standins=standins)
-    found = collectives_of_shardy(module, mesh)
+    found = collectives_of_shardy(module_of(stage, segment, platform, shared=True, standins=standins), mesh)
     # The partitioner may use a part of an axis, `x:(1)4`, which costs no more than all of it.
     whole = [tuple(dict.fromkeys(axis.partition(":(")[0] for axis in c.axes)) for c in found]
-    return replace(
-        plan,
-        collectives=found,
-        collective_seconds=tuple(
-            cost.collective(c.kind, axes, c.bytes) * c.count for c, axes in zip(found, whole, strict=True)
-        ),
-        verification=(
-            "Shardy: the listed collectives are those that the partitioner inserts for the plan's shardings",
-            *standins.line(),
-        ),
-    )
+    seconds = [cost.collective(c.kind, axes, c.bytes) * c.count for c, axes in zip(found, whole, strict=True)]
+    line = "Shardy: the listed collectives are those that the partitioner inserts for the plan's shardings"
+    return replace(plan, collectives=found, collective_seconds=tuple(seconds), verification=(line, *standins.line()))
 
 
 @dataclass(frozen=True)
@@ -222,33 +195,30 @@ class CompiledReport:
 
 
 def compiled_reports(plan: Plan, staged: Staged, compiled: Iterable[Any], platform: str) -> Iterator[CompiledReport]:
-    """Compares each compiled executable with the plan. Raises nothing.
+    """Compares the `jax.stages.Compiled` of each executable, in the program's order, with the plan. Raises nothing.
 
     Args:
-      compiled: the `jax.stages.Compiled` of each executable, in the program's order; None for those of other processes.
+      compiled: None for those of other processes.
       platform: the one that they are compiled for: "cpu", "cuda", "rocm" or "tpu".
     """
-    program = staged.program
     for number, one in enumerate(compiled):
         if one is None:
             continue
         position, item = staged.written.functions[number]
         stage = staged.stages[position]
         segment, mesh = stage.segments.items[item], stage.found.mesh
+        whole = segment.kind == "step"
         wanted = plan.collectives if stage.communication == "compiler" else wanted_of(stage, segment)
         report = None
         if mesh.size > 1 and not stage.program.outside:
             report = compare_hlo(one.as_text(), mesh, wanted, module_of(stage, segment, platform))
-        executable = program.executables[number]
-        memory = memory_of(one, _predicted(plan, stage, segment))
-        yield CompiledReport(executable.name, executable.mesh, segment.kind == "step", tuple(wanted), report, memory)
+        executable = staged.program.executables[number]
+        memory = memory_of(one, plan.stages[0].memory.total if whole else stage.temporary[segment])
+        yield CompiledReport(executable.name, executable.mesh, whole, tuple(wanted), report, memory)
 
 
 def verified_compiled(plan: Plan, staged: Staged, compiled: Sequence[Any]) -> Plan:
     """The plan with the compiler's rewrites by name, and the memory of the compiled executables.
-
-    Args:
-      compiled: the `jax.stages.Compiled` of each executable, in the program's order.
 
     Raises:
       VerificationError: an executable communicates what neither its stage's plan nor a known rewrite explains. With
@@ -279,11 +249,6 @@ def verified_compiled(plan: Plan, staged: Staged, compiled: Sequence[Any]) -> Pl
     for where, (_, text) in sorted(largest.items()):
         lines.append(f"compiled: on submesh {where} at most {text}" if several else f"compiled: {text}")
     return replace(plan, verification=tuple(lines), rewrites=tuple(rewrites))
-
-
-def _predicted(plan: Plan, stage: PlannedStage, segment: Segment) -> int:
-    """Bytes per device that the plan predicts: of a whole step its peak, of a part of one its temporaries."""
-    return plan.stages[0].memory.total if segment.kind == "step" else stage.temporary[segment]
 
 
 def _in_words(found: CompiledReport) -> str | None:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -31,6 +34,7 @@ from alpa_lite.passes.lowering.program import (
     Operand,
     Outside,
     Reshard,
+    computes,
     in_mesh_order,
     read_before,
     reads,
@@ -51,43 +55,42 @@ def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh, *, shared: bool =
     With `shared`, equal runs of instructions (`lowering.runs`) are calls of one function, in the bodies of loops, too:
     the same instructions, traced and lowered once for all layers, under the names and source lines of the first.
     """
-    pieces = _pieces(program.body.instructions)
+    items = program.body.instructions
+    parts = [(outside, tuple(part)) for outside, part in itertools.groupby(items, lambda i: isinstance(i, Outside))]
+    emitter = _Emitter(traced, program.mesh, shared)
+
+    def region(part: tuple[Instruction, ...], later: Sequence[Instruction], registers: dict[int, Any]) -> None:
+        """Runs instructions as one region, which returns the values that are read after it."""
+        written = {register for item in part for register in writes(item)}
+        read = {register for item in later for register in reads(item)}.union(
+            o for o in program.body.outputs if not isinstance(o, Lit)
+        )
+        wanted = tuple(sorted(read & written))
+        body = Body(tuple(sorted(read_before(part) & registers.keys())), part, wanted)
+        run: Callable[..., list[Any]] = functools.partial(_region, emitter, body, program.registers)
+        specs = tuple(_crossing_spec(program.registers[r]) for r in body.inputs)
+        arrays = [registers[r] for r in body.inputs]
+        if arrays and all(a.size == 0 and isinstance(a.dtype, np.dtype) for a in arrays):
+            run, specs, arrays = _on_empty(run, arrays, specs, mesh), (), []
+        outputs = [_crossing_spec(program.registers[r]) for r in wanted]
+        run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=outputs, check_vma=False)
+        registers.update(zip(wanted, run(*arrays), strict=True))
 
     def fun(*leaves: Any) -> list[Any]:
         registers: dict[int, Any] = dict(zip(program.body.inputs, leaves, strict=True))
-        for number, (outside, instructions) in enumerate(pieces):
-            if outside is not None:
-                operands = [o.value if isinstance(o, Lit) else registers[o] for o in outside.operands]
-                registers.update(zip(outside.results, evaluation.bind(outside.op, operands), strict=True))
-            later = [
-                read_before(rest).union(reads(before) if before is not None else ())
-                for before, rest in pieces[number + 1 :]
-            ]
-            finals = [o for o in program.body.outputs if not isinstance(o, Lit)]
-            written = {register for item in instructions for register in writes(item)}
-            wanted = sorted(set(finals).union(*later) & written)
-            taken = sorted(read_before(instructions) & registers.keys())
-            region = functools.partial(_region, program, traced, instructions, taken, wanted, shared)
-            specs = tuple(_crossing_spec(program.registers[r]) for r in taken)
-            arrays = [registers[r] for r in taken]
-            if _are_empty(arrays):
-                region, specs, arrays = _on_empty(region, arrays, specs, mesh), (), []
-            run = jax.shard_map(
-                region,
-                mesh=mesh,
-                in_specs=specs,
-                out_specs=[_crossing_spec(program.registers[r]) for r in wanted],
-                check_vma=False,
-            )
-            if instructions:
-                registers.update(zip(wanted, run(*arrays), strict=True))
-        return [o.value if isinstance(o, Lit) else registers[o] for o in program.body.outputs]
+        position = 0
+        for outside, part in parts:
+            position += len(part)
+            if not outside:
+                region(part, items[position:], registers)
+                continue
+            for item in part:
+                assert isinstance(item, Outside)
+                operands = [_read(o, registers) for o in item.operands]
+                registers.update(zip(item.results, evaluation.bind(item.op, operands), strict=True))
+        return [_read(o, registers) for o in program.body.outputs]
 
     return fun
-
-
-def _are_empty(arrays: Sequence[Any]) -> bool:
-    return bool(arrays) and all(a.size == 0 and isinstance(a.dtype, np.dtype) for a in arrays)
 
 
 def _on_empty(
@@ -96,62 +99,6 @@ def _on_empty(
     """A region that takes arrays without elements, taking none: XLA refuses one whose operands are all constants."""
     shapes = [NamedSharding(mesh, spec).shard_shape(a.shape) for a, spec in zip(arrays, specs, strict=True)]
     return lambda: region(*(lax.full(shape, 0, a.dtype) for a, shape in zip(arrays, shapes, strict=True)))
-
-
-def _pieces(instructions: Sequence[Instruction]) -> list[tuple[Outside | None, tuple[Instruction, ...]]]:
-    """Maximal runs of instructions inside a region, each after the outside operation that comes before it."""
-    pieces: list[tuple[Outside | None, list[Instruction]]] = [(None, [])]
-    for item in instructions:
-        if isinstance(item, Outside):
-            pieces.append((item, []))
-        else:
-            pieces[-1][1].append(item)
-    return [(outside, tuple(run)) for outside, run in pieces]
-
-
-def _region(
-    program: LocalProgram,
-    traced: Traced,
-    instructions: tuple[Instruction, ...],
-    taken: Sequence[int],
-    wanted: Sequence[int],
-    shared: bool,
-    *blocks: Any,
-) -> list[Any]:
-    """Runs the instructions of one region on the blocks of a device."""
-    layouts = program.registers
-    inputs = [b[0] if layouts[r].partial else b for r, b in zip(taken, blocks, strict=True)]
-    if shared:
-        outputs = _run_shared(instructions, wanted, dict(zip(taken, inputs, strict=True)), program.mesh, traced)
-    else:
-        body = Body(tuple(taken), instructions, tuple(wanted))
-        outputs = _run(body, inputs, {}, program.mesh, traced)
-    return [b[None] if layouts[r].partial else b for r, b in zip(wanted, outputs, strict=True)]
-
-
-def _run_shared(
-    instructions: tuple[Instruction, ...],
-    wanted: Sequence[int],
-    registers: dict[int, Any],
-    mesh: LogicalMesh,
-    traced: Traced,
-) -> list[Any]:
-    """Executes instructions, equal runs as calls of one function."""
-    functions: dict[Any, Callable[..., list[Any]]] = {}
-    for run in runs_of(instructions, wanted, traced):
-        blocks = [registers[r] for r in run.inputs]
-        if run.key is None:
-            outputs = _run(run.body(), blocks, {}, mesh, traced, shared=True)
-        else:
-            if run.key not in functions:
-                functions[run.key] = jax.jit(functools.partial(_call, run.body(), mesh, traced))
-            outputs = functions[run.key](*blocks, *run.numbers)
-        registers.update(zip(run.outputs, outputs, strict=True))
-    return [registers[r] for r in wanted]
-
-
-def _call(body: Body, mesh: LogicalMesh, traced: Traced, *blocks: Any) -> list[Any]:
-    return _run(body, blocks, {}, mesh, traced)
 
 
 def _crossing_spec(layout: Layout) -> PartitionSpec:
@@ -169,30 +116,22 @@ def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Ca
     layouts: dict[int, Layout] = {}
     own: dict[int, Callable[..., Sequence[Any]]] = {}
     said: set[int] = set()  # the user says where they lie, be it whole everywhere
-    returned: set[int] = set()  # by branches, of which all must return them in one way: the compiler's
-
-    def visit(body: Body) -> None:
-        for item in body.instructions:
-            match item:
-                case Compute(op=op, form=form):
-                    layouts.update(zip(op.results, form.results, strict=False))
-                    if op.name == primitives.CONSTRAINT:
-                        said.update(op.results)
-                    if op.name in primitives.KERNELS or _misdivided(op, mesh):
-                        own[op.index] = _alone(form, mesh)
-                case Loop(op=op, bodies=bodies):
-                    for inner in bodies:
-                        visit(inner)
-                    if op.name == "cond":
-                        returned.update(a for branch in op.bodies for a in branch.outputs if isinstance(a, int))
-
-    visit(program.body)
+    for item in computes(program.body.instructions):
+        op = item.op
+        layouts.update(zip(op.results, item.form.results, strict=False))
+        if op.name == primitives.CONSTRAINT:
+            said.update(op.results)
+        if op.name in primitives.KERNELS or _misdivided(op, mesh):
+            own[op.index] = _alone(item.form, mesh)
+    # What branches return, all must return in one way: the compiler's.
+    branches = [branch for op in traced.graph.ops() if op.name == "cond" for branch in op.bodies]
+    returned = {a for branch in branches for a in branch.outputs if isinstance(a, int)}
 
     def place(value: int, array: Any) -> Any:
         layout = layouts.get(value)
-        if layout is None or layout.partial or (layout.is_replicated and value not in said):
+        if layout is None or layout.partial:
             return array
-        if value in returned and value not in said:
+        if value not in said and (layout.is_replicated or value in returned):
             return array
         return lax.with_sharding_constraint(array, NamedSharding(mesh, spec_of(layout)))
 
@@ -263,59 +202,95 @@ def run_region(
 
     `shared` is that of `emit`.
     """
-    if not shared:
-        return _run(body, inputs, {}, program.mesh, traced)
-    return _run_body_shared(body, inputs, {}, program.mesh, traced)
+    return _Emitter(traced, program.mesh, shared).run(body, inputs)
 
 
-def _run_body_shared(
-    body: Body, inputs: Sequence[Any], outer: Mapping[int, Any], mesh: LogicalMesh, traced: Traced
-) -> list[Any]:
-    """Executes a body that may read registers of `outer`, equal runs as calls of one function."""
-    wanted = list(dict.fromkeys(o for o in body.outputs if not isinstance(o, Lit)))
-    registers = {**outer, **dict(zip(body.inputs, inputs, strict=True))}
-    made = dict(zip(wanted, _run_shared(body.instructions, wanted, registers, mesh, traced), strict=True))
-    return [o.value if isinstance(o, Lit) else made[o] for o in body.outputs]
+def _region(emitter: _Emitter, body: Body, layouts: Sequence[Layout], *blocks: Any) -> list[Any]:
+    """Runs the instructions of one region on the blocks of a device."""
+    inputs = [b[0] if layouts[r].partial else b for r, b in zip(body.inputs, blocks, strict=True)]
+    outputs = zip(body.outputs, emitter.run(body, inputs), strict=True)
+    return [b[None] if isinstance(r, int) and layouts[r].partial else b for r, b in outputs]
 
 
-def _run(
-    body: Body, inputs: Sequence[Any], registers: dict[int, Any], mesh: LogicalMesh, traced: Traced,
-    *, shared: bool = False,
-) -> list[Any]:  # fmt: skip
-    """Executes a body's instructions inside `shard_map`; the bodies of its loops `shared` as of `emit`."""
+@dataclass(frozen=True, eq=False)
+class _Emitter:
+    """Executes instructions of a program inside `shard_map`; `shared` is that of `emit`."""
 
-    def read(operand: Operand) -> Any:
-        return operand.value if isinstance(operand, Lit) else registers[operand]
+    traced: Traced
+    mesh: LogicalMesh
+    shared: bool
 
-    for register, block in zip(body.inputs, inputs, strict=True):
-        registers[register] = block
-    tied = _tied(body, traced)
-    for item in body.instructions:
-        match item:
-            case Compute():
-                if item.op.name in primitives.EXTREMA:
-                    for register in tied.intersection(reads(item)):
-                        registers[register] = _jax.materialised(registers[register])
-                results = item.form.run(*(read(o) for o in item.operands))
-                for register, block in zip(item.results, results, strict=True):
-                    registers[register] = block
-            case Reshard():
-                with _jax.under(item.used_by.source) if item.used_by is not None else contextlib.nullcontext():
-                    block = registers[item.source]
-                    if item.late:
-                        block = lax.optimization_barrier(block)
-                    shape = traced.graph.values[item.value].shape
-                    for step in item.steps:
-                        block = change_layout(block, step, shape, mesh)
-                registers[item.result] = block
-            case Loop():
-                with _jax.under(item.op.source):
-                    results = _loop(item, [read(o) for o in item.operands], registers, mesh, traced, shared)
-                for register, block in zip(item.results, results, strict=True):
-                    registers[register] = block
-            case Outside():
-                raise AssertionError("an operation that must be outside is inside a region")
-    return [read(o) for o in body.outputs]
+    def run(self, body: Body, inputs: Sequence[Any], outer: Mapping[int, Any] = MappingProxyType({})) -> list[Any]:
+        """Executes a body that may read registers of `outer`."""
+        registers = {**outer, **dict(zip(body.inputs, inputs, strict=True))}
+        if self.shared:
+            self._call(body, registers)
+        else:
+            self._execute(body, registers)
+        return [_read(o, registers) for o in body.outputs]
+
+    def _call(self, body: Body, registers: dict[int, Any]) -> None:
+        """Executes the instructions of a body, equal runs as calls of one function."""
+        functions: dict[Any, Callable[..., list[Any]]] = {}
+        wanted = list(dict.fromkeys(o for o in body.outputs if not isinstance(o, Lit)))
+        for run in runs_of(body.instructions, wanted, self.traced):
+            blocks = [registers[r] for r in run.inputs]
+            call = functions.get(run.key)
+            if call is None:
+                call = functools.partial(_call, self, run.body())
+                if run.key is not None:
+                    call = functions[run.key] = jax.jit(call)
+            registers.update(zip(run.outputs, call(*blocks, *run.numbers), strict=True))
+
+    def _execute(self, body: Body, registers: dict[int, Any]) -> None:
+        """Executes the instructions of a body one by one."""
+        tied = _tied(body, self.traced)
+        for item in body.instructions:
+            match item:
+                case Compute():
+                    if item.op.name in primitives.EXTREMA:
+                        for register in tied.intersection(reads(item)):
+                            registers[register] = _jax.materialised(registers[register])
+                    results = item.form.run(*(_read(o, registers) for o in item.operands))
+                case Reshard():
+                    with _jax.under(item.used_by.source) if item.used_by is not None else contextlib.nullcontext():
+                        block = registers[item.source]
+                        if item.late:
+                            block = lax.optimization_barrier(block)
+                        shape = self.traced.graph.values[item.value].shape
+                        for step in item.steps:
+                            block = change_layout(block, step, shape, self.mesh)
+                    results = [block]
+                case Loop():
+                    with _jax.under(item.op.source):
+                        results = self._loop(item, registers)
+                case Outside():
+                    raise AssertionError("an operation that must be outside is inside a region")
+            registers.update(zip(writes(item), results, strict=True))
+
+    def _loop(self, item: Loop, registers: Mapping[int, Any]) -> list[Any]:
+        """Emits a scan, while or cond over local bodies."""
+
+        def function(body: Body) -> Callable[[Sequence[Any]], list[Any]]:
+            return lambda inputs: _strong(self.run(body, inputs, registers))
+
+        operands = _strong([_read(o, registers) for o in item.operands])
+        return evaluation.control_flow(item.op, operands, [function(body) for body in item.bodies])
+
+
+def _call(emitter: _Emitter, body: Body, *blocks: Any) -> list[Any]:
+    registers = dict(zip(body.inputs, blocks, strict=True))
+    emitter._execute(body, registers)
+    return [_read(o, registers) for o in body.outputs]
+
+
+def _read(operand: Operand, registers: Mapping[int, Any]) -> Any:
+    return operand.value if isinstance(operand, Lit) else registers[operand]
+
+
+def _strong(blocks: Sequence[Any]) -> list[Any]:
+    """Drops weak types: carries and branch results must agree in them, and primitives do not look at them."""
+    return [_jax.strong(block) for block in blocks]
 
 
 def _tied(body: Body, traced: Traced) -> frozenset[int]:
@@ -387,20 +362,3 @@ def _reorder(before: Axes, after: Axes, mesh: LogicalMesh) -> list[tuple[int, in
         return number
 
     return [(device(block, before), device(block, after)) for block in range(mesh.product(before))]
-
-
-def _loop(
-    item: Loop, operands: list[Any], registers: dict[int, Any], mesh: LogicalMesh, traced: Traced, shared: bool
-) -> list[Any]:
-    """Emits a scan, while or cond over local bodies."""
-    execute = _run_body_shared if shared else _run
-
-    def function(body: Body) -> Callable[[Sequence[Any]], list[Any]]:
-        return lambda inputs: _strong(execute(body, inputs, registers, mesh, traced))
-
-    return evaluation.control_flow(item.op, _strong(operands), [function(body) for body in item.bodies])
-
-
-def _strong(blocks: Sequence[Any]) -> list[Any]:
-    """Drops weak types: carries and branch results must agree in them, and primitives do not look at them."""
-    return [_jax.strong(block) for block in blocks]

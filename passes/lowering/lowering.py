@@ -1,12 +1,7 @@
-"""Lowers a decided graph to a local program, and the local program to one `jax.shard_map`.
+"""Lowers a graph, its grouping and one strategy a group to a `LocalProgram`: instructions over registers, as data.
 
-Problem. Left to the partitioner, a plan's shardings come out with other collectives than were planned (DESIGN section
-4). So the step is emitted as the program of each device: every operation in its local form, every collective spelled
-out.
-
-`lower` turns a graph, its grouping and one strategy a group into a `LocalProgram`: a list of instructions over
-registers, which is data. `collectives` reads the collectives off it, `emit` makes it a function of global arrays. The
-plan thereby lists the collectives that are emitted.
+Left to the partitioner, a plan's shardings come out with other collectives than were planned (DESIGN section 4). So the
+step is emitted as the program of each device: every operation in its local form, every collective spelled out.
 
 A value is resharded once for each layout that it is wanted in, from the layout that it is made in. With `late_from`
 (see `sharding.strategies.build`), state is resharded once more for uses at or after that program point, behind an
@@ -15,7 +10,7 @@ optimization barrier, so that the compiler does not merge the two copies and kee
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -65,17 +60,11 @@ class _Lowering:
         choice: Sequence[Strategy],
         late_from: int | None,
     ) -> None:
-        self.traced = traced
-        self.values = traced.graph.values
-        self.grouping = grouping
-        self.rules = rules
-        self.mesh = mesh
-        self.choice = choice
-        self.late_from = late_from
+        self.traced, self.values = traced, traced.graph.values
+        self.grouping, self.rules, self.mesh, self.choice, self.late_from = grouping, rules, mesh, choice, late_from
         self.state = served_again(traced, grouping) if late_from is not None else frozenset()
         self.member = {op: (g, f) for g in grouping.groups for op, f in zip(g.ops, g.op_factors, strict=True)}
-        self.base: dict[int, Layout] = {}
-        self.made: dict[int, int] = {}  # value -> its register in the layout of `base`
+        self.made: dict[int, int] = {}  # value -> its register in the layout in which it is made
         self.where: dict[tuple[int, Layout, bool], int] = {}  # in others; of lazy values in any
         self.forms: dict[tuple[Any, tuple[Axes, ...]], tuple[LocalForm, Changes]] = {}
         self.needs_outside = NeedsOutside()
@@ -86,23 +75,20 @@ class _Lowering:
 
     def program(self) -> LocalProgram:
         block = self.traced.graph.block
-        for value in block.inputs:
-            self.home(value)
-        inputs = tuple(self.base[v] for v in block.inputs)
-        registers = tuple(self.made[v] for v in block.inputs)
+        registers = tuple(self.home(value) for value in block.inputs)
+        inputs = tuple(self.registers[r] for r in registers)
         self.block(block)
         self.clock, self.user = self.grouping.points, None
-        outputs, layouts = [], []
-        for atom, place in zip(block.outputs, self.grouping.outputs, strict=True):
-            layout = self.outer_layout(atom, place)
-            outputs.append(self.fetch(atom, layout))
-            layouts.append(layout)
-        body = Body(registers, tuple(self.out), tuple(outputs))
-        return LocalProgram(self.mesh, body, inputs, tuple(layouts), tuple(self.registers))
+        layouts = tuple(map(self.outer_layout, block.outputs, self.grouping.outputs))
+        outputs = self.fetch_all(block.outputs, layouts)
+        return LocalProgram(
+            self.mesh, Body(registers, tuple(self.out), outputs), inputs, layouts, tuple(self.registers)
+        )
 
     def outer_layout(self, atom: Atom, place: Any) -> Layout:
+        """The layout of an output of the step."""
         if isinstance(atom, Lit) or place is None:
-            return replicated(len(atom.aval.shape) if isinstance(atom, Lit) else len(self.values[atom].shape))
+            return self.whole_layout(atom)
         group, dims = place
         return layout_of(dims, self.choice[group])
 
@@ -122,10 +108,20 @@ class _Lowering:
         strategy = self.choice[home.group]
         return layout_of(home.dims[skip:], strategy, strategy.partial)
 
+    def whole_layout(self, atom: Atom) -> Layout:
+        """The layout of a value whole on every device."""
+        return replicated(len((atom.aval if isinstance(atom, Lit) else self.values[atom]).shape))
+
     def define(self, value: int, layout: Layout) -> int:
-        self.base[value] = layout
+        """Gives a value the register in which it is made."""
         register = self.made[value] = self.new(layout)
         return register
+
+    def define_all(self, values: Iterable[int], layouts: Iterable[Layout]) -> tuple[int, ...]:
+        return tuple([self.define(value, layout) for value, layout in zip(values, layouts, strict=True)])
+
+    def fetch_all(self, atoms: Iterable[Atom], layouts: Iterable[Layout]) -> tuple[Operand, ...]:
+        return tuple([self.fetch(atom, layout) for atom, layout in zip(atoms, layouts, strict=True)])
 
     def fetch(self, atom: Atom, layout: Layout) -> Operand:
         """The register that holds a value in a layout, resharding it if need be."""
@@ -133,18 +129,23 @@ class _Lowering:
             return atom
         if atom in self.grouping.lazy:
             return self.make(atom, layout)
-        base = self.base[atom]
+        base = self.registers[self.made[atom]]
         if layout is base or layout == base:
             return self.made[atom]
         late = self.late_from is not None and self.clock >= self.late_from and atom in self.state
         key = (atom, layout, late)
         if key not in self.where:
-            steps = reshard_steps(base, layout)
-            assert steps is not None, f"no way from {base} to {layout}"
-            communicates = any(step.kind != "slice" for step in steps)
-            self.where[key] = self.new(layout)
-            self.out.append(Reshard(atom, steps, self.made[atom], self.where[key], late and communicates, self.user))
+            self.where[key] = self.reshard(atom, self.made[atom], self.new(layout), late)
         return self.where[key]
+
+    def reshard(self, value: int, source: int, result: int, late: bool = False) -> int:
+        """Takes a value from the layout of one register to that of another."""
+        before, after = self.registers[source], self.registers[result]
+        steps = reshard_steps(before, after)
+        assert steps is not None, f"no way from {before} to {after}"
+        late = late and any(step.kind != "slice" for step in steps)
+        self.out.append(Reshard(value, steps, source, result, late, self.user))
+        return result
 
     def make(self, value: int, layout: Layout) -> int:
         """Computes the block of a lazy value that a layout asks for. Zeros are also partial sums over any axes."""
@@ -160,26 +161,20 @@ class _Lowering:
                 axes[dim[0]] = wanted
         form = local_form(op, rule, tuple(axes), self.values, self.mesh)
         if form is None or form.results[result].dims != layout.dims:
-            whole = replicated(len(layout.dims))
-            source = self.make(value, whole)
-            steps = reshard_steps(whole, layout)
-            assert steps is not None and whole != layout, (op.name, layout)
-            self.where[key] = self.new(layout)
-            self.out.append(Reshard(value, steps, source, self.where[key], False, self.user))
+            assert not layout.is_replicated, (op.name, layout)
+            self.where[key] = self.reshard(value, self.make(value, replicated(len(layout.dims))), self.new(layout))
             return self.where[key]
-        operands = tuple(self.fetch(a, la) for a, la in zip(op.operands, form.operands, strict=True))
-        register = self.new(layout)
-        self.where[key] = register
-        self.out.append(Compute(op, form, operands, (register,)))
-        return register
+        operands = self.fetch_all(op.operands, form.operands)
+        self.where[key] = self.new(layout)
+        self.out.append(Compute(op, form, operands, (self.where[key],)))
+        return self.where[key]
 
     # -- operations -----------------------------------------------------------------------------------------------
 
     def block(self, block: Block) -> None:
         positions, lazy = self.grouping.positions, self.grouping.lazy
         for op in block.ops:
-            self.clock = positions[op.index]
-            self.user = op
+            self.clock, self.user = positions[op.index], op
             if self.needs_outside(op):
                 self.outside(op)
             elif op.bodies:
@@ -188,6 +183,10 @@ class _Lowering:
                 self.barrier(op)
             elif not (op.results and lazy.keys() >= set(op.results)):
                 self.straight(op)
+
+    def compute(self, op: Op, form: LocalForm) -> None:
+        operands = self.fetch_all(op.operands, form.operands)
+        self.out.append(Compute(op, form, operands, self.define_all(op.results, form.results)))
 
     def straight(self, op: Op) -> None:
         group, factors = self.member[op.index]
@@ -199,15 +198,11 @@ class _Lowering:
             self.whole(op, strategy)
             return
         if strategy.partial:
-            form = LocalForm(
-                tuple(Layout(la.dims, strategy.partial) for la in form.operands),
-                tuple(Layout(la.dims, strategy.partial) for la in form.results),
-                form.collectives,
-                form.run,
+            operands, results = (
+                tuple(Layout(la.dims, strategy.partial) for la in side) for side in (form.operands, form.results)
             )
-        operands = tuple([self.fetch(a, la) for a, la in zip(op.operands, form.operands, strict=True)])
-        results = tuple([self.define(v, la) for v, la in zip(op.results, form.results, strict=True)])
-        self.out.append(Compute(op, form, operands, results))
+            form = LocalForm(operands, results, form.collectives, form.run)
+        self.compute(op, form)
 
     def form(self, op: Op, rule: Rule, axes: tuple[Axes, ...]) -> LocalForm | None:
         """The local form of an operation; of those that bind its primitive again there is one a key."""
@@ -224,21 +219,17 @@ class _Lowering:
         rule = self.rules[op.key]
         form = local_form(op, rule, ((),) * len(rule.factors), self.values, self.mesh)
         assert form is not None, f"{op.name} cannot run whole"
-        operands = tuple(self.fetch(a, la) for a, la in zip(op.operands, form.operands, strict=True))
+        operands = self.fetch_all(op.operands, form.operands)
         results = tuple(self.new(la) for la in form.results)
         self.out.append(Compute(op, form, operands, results))
-        for value, register, layout in zip(op.results, results, form.results, strict=True):
+        for value, register in zip(op.results, results, strict=True):
             wanted = layout_of(self.grouping.homes[value].dims, strategy)
-            steps = reshard_steps(layout, wanted)
-            assert steps is not None
-            self.out.append(Reshard(value, steps, register, self.define(value, wanted), False, op))
+            self.reshard(value, register, self.define(value, wanted))
 
     def outside(self, op: Op) -> None:
         """Whole values go out of the region, and whole values come back."""
-        ranks = [len((a.aval if isinstance(a, Lit) else self.values[a]).shape) for a in op.operands]
-        operands = tuple(self.fetch(a, replicated(rank)) for a, rank in zip(op.operands, ranks, strict=True))
-        results = tuple(self.define(v, replicated(len(self.values[v].shape))) for v in op.results)
-        self.out.append(Outside(op, operands, results))
+        operands = self.fetch_all(op.operands, map(self.whole_layout, op.operands))
+        self.out.append(Outside(op, operands, self.define_all(op.results, map(self.whole_layout, op.results))))
 
     def barrier(self, op: Op) -> None:
         """Values pass a barrier in the layout that they have; lazy ones need none."""
@@ -246,50 +237,39 @@ class _Lowering:
         if not pairs:
             return
         op = replace(op, operands=tuple(a for a, _ in pairs), results=tuple(v for _, v in pairs))
-        layouts = tuple(replicated(len(a.aval.shape)) if isinstance(a, Lit) else self.base[a] for a, _ in pairs)
-        operands = tuple(self.fetch(a, la) for (a, _), la in zip(pairs, layouts, strict=True))
-        results = tuple(self.define(v, la) for (_, v), la in zip(pairs, layouts, strict=True))
-        form = LocalForm(layouts, layouts, (), lambda *blocks: list(op.primitive.bind(*blocks)))
-        self.out.append(Compute(op, form, operands, results))
+        layouts = tuple(
+            self.whole_layout(a) if isinstance(a, Lit) else self.registers[self.made[a]] for a in op.operands
+        )
+        self.compute(op, LocalForm(layouts, layouts, (), lambda *blocks: list(op.primitive.bind(*blocks))))
 
     def structured(self, op: Op) -> None:
-        operands: list[Operand] = []
+        """Lowers a loop or branches: operands, bodies and results are in the layouts of their homes."""
+        home = self.home_layout
+        nested: list[tuple[Block, list[Layout]]]
         if op.name == "scan":
             view = ScanView(op)
-            layouts = [self.home_layout(v) for v in (*view.inputs.consts, *view.inputs.carry)]
-            layouts += [self.stacked_layout(v) for v in view.inputs.xs]
-            operands += map(self.fetch, op.operands, layouts)
+            layouts = [home(v) for v in (*view.inputs.consts, *view.inputs.carry)]
+            layouts += [Layout(((), *la.dims), la.partial) for la in map(home, view.inputs.xs)]  # stacks of slices
             carry, ys = view.results
-            wanted = [*(self.home_layout(v) for v in carry), *(self.home_layout(v, skip=1) for v in ys)]
-            bodies = (self.nested(view.body, wanted),)
+            nested = [(view.body, [*map(home, carry), *(home(v, skip=1) for v in ys)])]
         elif op.name == "while":
             cond, body = op.bodies
-            view = WhileView(op)
-            inner = (*view.cond(cond.inputs)[0], *body.inputs)
-            for atom, value in zip(op.operands, inner, strict=True):
-                operands.append(self.fetch(atom, self.home_layout(value)))
-            carried = [self.home_layout(v) for v in view.body(body.inputs)[1]]
-            bodies = (self.nested(cond, [replicated(0)]), self.nested(body, carried))
+            loop = WhileView(op)
+            layouts = [home(v) for v in (*loop.cond(cond.inputs)[0], *body.inputs)]
+            nested = [(cond, [replicated(0)]), (body, [home(v) for v in loop.body(body.inputs)[1]])]
         else:
-            operands.append(self.fetch(op.operands[0], replicated(0)))
-            for atom, value in zip(op.operands[1:], op.bodies[0].inputs, strict=True):
-                operands.append(self.fetch(atom, self.home_layout(value)))
-            wanted = [self.home_layout(v) for v in op.results]
-            bodies = tuple(self.nested(branch, wanted) for branch in op.bodies)
-        results = tuple(self.define(v, self.home_layout(v)) for v in op.results)
-        self.out.append(Loop(op, tuple(operands), bodies, results))
-
-    def stacked_layout(self, value: int) -> Layout:
-        """The layout of a stack of which a scan's body has one slice in its home layout."""
-        layout = self.home_layout(value)
-        return Layout(((), *layout.dims), layout.partial)
+            layouts = [replicated(0), *map(home, op.bodies[0].inputs)]
+            nested = [(branch, [*map(home, op.results)]) for branch in op.bodies]
+        operands = self.fetch_all(op.operands, layouts)
+        bodies = tuple(self.nested(block, wanted) for block, wanted in nested)
+        self.out.append(Loop(op, operands, bodies, self.define_all(op.results, map(home, op.results))))
 
     def nested(self, block: Block, wanted: Sequence[Layout]) -> Body:
         saved, self.out = self.out, []
         inputs = tuple(self.home(value) for value in block.inputs)
         self.block(block)
         self.user = None
-        outputs = tuple(self.fetch(a, la) for a, la in zip(block.outputs, wanted, strict=True))
+        outputs = self.fetch_all(block.outputs, wanted)
         body = Body(inputs, tuple(self.out), outputs)
         self.out = saved
         return body

@@ -14,12 +14,9 @@ on two streams, one that computes and one that sends, each of which does one thi
 
     hidden = seconds one after another - seconds on two streams, at least 0
 
-Nothing crosses the iterations of a loop, or the beginning and the end of a task of a pipeline: what is started in one
-is done in it. A loop that communicates itself waits for both streams. The seconds on two streams are never less than
-half of those one after another, since each stream does one thing at a time.
-
-Which kinds of collectives a compiler runs so is a fact of its platform (`presets.HIDES`): those for GPUs all of these,
-that for TPUs gathers, that for CPUs none.
+Nothing crosses the iterations of a loop, or the beginning and the end of a task of a pipeline. A loop that communicates
+itself waits for both streams. Which kinds of collectives a compiler runs so is a fact of its platform
+(`presets.HIDES`): those for GPUs all of these, that for TPUs gathers, that for CPUs none.
 
 Errors. Sending takes memory bandwidth and a few cores from computing, which is not counted. A gather ahead of its use
 holds one more gathered tensor than without overlap; the plan states its size, and its memory does not count it.
@@ -62,11 +59,7 @@ class Overlap:
 
 
 class Overlapping:
-    """A search for the communication that can hide in the instructions of a step.
-
-    Args:
-      prices: of the step.
-    """
+    """A search for the communication that can hide in the instructions of a step."""
 
     def __init__(self, prices: Prices) -> None:
         self._prices, self._hiding = prices, Hiding(prices.traced, prices.cost.cluster.hides)
@@ -74,33 +67,27 @@ class Overlapping:
     def of(self, items: Sequence[Instruction]) -> Overlap:
         """Returns the communication that hides in one run of some instructions."""
         streams = _Streams()
-        inner = Overlap()
+        serial, inner = 0.0, Overlap()
         for item in self._issued(items):
             at = streams.ready(reads(item))
+            computing, sent = self._computing((item,)), self._sending((item,))
             if isinstance(item, Loop):
                 runs = body_runs(item.op)
                 inner = sum([self.of(body.instructions).times(runs) for body in item.bodies], inner)
-                compute, sent = (
-                    runs * sum(f(body.instructions) for body in item.bodies) for f in (self._computing, self._sending)
-                )
-                streams.both(item, at, compute + sent) if sent else streams.compute(item, at, compute)
-            elif isinstance(item, Reshard) and (sent := self._sending((item,))):
-                streams.serial += sent
-                if self._is_gradient(item):
-                    streams.join(item, at, *self._terms(item), self._size(item))
-                    inner += Overlap(hideable=sent)
-                elif self._is_gather(item):
-                    streams.send(item, at, sent)
-                    inner += Overlap(hideable=sent, ahead=self._size(item))
-                else:
-                    streams.both(item, at, sent, counted=True)
-            elif isinstance(item, Compute):
-                sent = self._sending((item,))
-                seconds = self._computing((item,))
-                streams.both(item, at, seconds + sent) if sent else streams.compute(item, at, seconds)
+                sent = runs * sum(self._sending(body.instructions) for body in item.bodies)
+            serial += computing + sent
+            kind = self._hidden_kind(item)
+            if isinstance(item, Reshard) and kind == "gradient":
+                streams.join(item, at, *self._terms(item), self._size(item))
+                inner += Overlap(hideable=sent)
+            elif isinstance(item, Reshard) and kind == "gather":
+                streams.send(item, at, sent)
+                inner += Overlap(hideable=sent, ahead=self._size(item))
+            elif sent:
+                streams.both(item, at, computing + sent)
             else:
-                streams.compute(item, at, 0.0)
-        return inner + Overlap(hidden=max(0.0, streams.serial - streams.end()))
+                streams.compute(item, at, computing)
+        return inner + Overlap(hidden=max(0.0, serial - streams.end()))
 
     def _issued(self, items: Sequence[Instruction]) -> Iterator[Instruction]:
         """Yields the instructions in the order in which they start: those that can hide as early as they may.
@@ -113,32 +100,32 @@ class Overlapping:
         for i, item in enumerate(items):
             update = not updates.isdisjoint(reads(item))
             key = (len(items) if update else i, 0, i)
-            if isinstance(item, Reshard) and self._sending((item,)):
-                source = written.get(item.source, -1)
-                if self._is_gradient(item):
-                    key = (len(items), 0, i) if update else (source, 1, i)
-                    update = True
-                elif self._is_gather(item) and not update:
-                    key, before = (max(before, source), 1, i), i
+            kind = self._hidden_kind(item)
+            source = written.get(reads(item)[0], -1) if kind is not None else -1
+            if kind == "gradient":
+                key = (len(items), 0, i) if update else (source, 1, i)
+                update = True
+            elif kind == "gather" and not update:
+                key, before = (max(before, source), 1, i), i
             if update:
                 updates.update(writes(item))
             keys.append(key)
         for key in sorted(keys):
             yield items[key[2]]
 
-    # -- what can hide ------------------------------------------------------------------------------------------------
+    def _hidden_kind(self, item: Instruction) -> str | None:
+        """Returns the kind of communication of an instruction that can hide: a gradient's sum, or a parameter's gather.
 
-    def _is_gather(self, item: Reshard) -> bool:
-        """Whether an instruction gathers a parameter, or another form of one, for an operation."""
-        return self._hides(item) and self._hiding.is_weight(item.value)
-
-    def _is_gradient(self, item: Reshard) -> bool:
-        """Whether an instruction sums a result of a reverse pass that only the update of the state reads."""
-        return self._hides(item) and self._hiding.is_gradient(item.value)
-
-    def _hides(self, item: Reshard) -> bool:
-        """Whether the compiler can run all that an instruction sends while the device computes."""
-        return {step.kind for step in item.steps} - {"slice"} <= self._prices.cost.cluster.hides
+        A gradient is a result of a reverse pass that only the update of the state reads.
+        """
+        hides = self._prices.cost.cluster.hides
+        if not isinstance(item, Reshard) or not {step.kind for step in item.steps} - {"slice"} <= hides:
+            return None
+        if not self._sending((item,)):
+            return None
+        if self._hiding.is_gradient(item.value):
+            return "gradient"
+        return "gather" if self._hiding.is_weight(item.value) else None
 
     # -- seconds of one run -------------------------------------------------------------------------------------------
 
@@ -181,14 +168,10 @@ class _Bucket:
 
 
 class _Streams:
-    """The clocks of the two streams, and when each register is there.
-
-    Attributes:
-      serial: seconds of everything so far, one after another.
-    """
+    """The clocks of the two streams, and when each register is there."""
 
     def __init__(self) -> None:
-        self.serial = self._computing = self._links = 0.0
+        self._computing = self._links = 0.0
         self._ready: dict[int, float] = {}
         self._open: dict[tuple[tuple[str, ...], float], _Bucket] = {}
 
@@ -200,13 +183,11 @@ class _Streams:
 
     def compute(self, item: Instruction, at: float, seconds: float) -> None:
         """Computes."""
-        self.serial += seconds
         self._computing = max(self._computing, at) + seconds
         self._put(item, self._computing)
 
-    def both(self, item: Instruction, at: float, seconds: float, *, counted: bool = False) -> None:
+    def both(self, item: Instruction, at: float, seconds: float) -> None:
         """Runs an instruction that both streams wait for, and that waits for both."""
-        self.serial += 0.0 if counted else seconds
         self._computing = self._links = max(self._computing, self._links, at) + seconds
         self._put(item, self._computing)
 

@@ -23,9 +23,8 @@ from typing import Any
 
 from alpa_lite.cost import MeshCost
 from alpa_lite.graph import Op, Traced
-from alpa_lite.passes.ir.moving import Moved
 from alpa_lite.passes.ir.primitives import work, working_dtype
-from alpa_lite.passes.lowering.program import Body, Compute, Instruction, LocalProgram, Loop, communicated
+from alpa_lite.passes.lowering.program import Body, Communicated, Compute, Instruction, LocalProgram, Loop, collectives
 from alpa_lite.passes.sharding.computing import attention_efficiency
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
@@ -109,10 +108,8 @@ class Prices:
         for found, move, op in self._communicated(items):
             yield op, *self.waiting(found, move)
 
-    def _communicated(
-        self, items: Iterable[Instruction]
-    ) -> Iterator[tuple[Collective, tuple[int, int] | None, Op | None]]:
-        return communicated(replace(self.program, body=Body((), tuple(items), ())), self.traced)
+    def _communicated(self, items: Iterable[Instruction]) -> Iterator[Communicated]:
+        return collectives(replace(self.program, body=Body((), tuple(items), ())), self.traced)
 
     def waiting(self, collective: Collective, move: tuple[int, int] | None) -> tuple[float, float]:
         """Seconds of a collective, those of its latency and those of its bytes on the links, all executions together.
@@ -138,7 +135,14 @@ def prices(
     program: LocalProgram,
 ) -> Prices:
     """The price list of a step with the strategies that were found for it."""
-    alone = _alone(traced, grouping, rules, cost, found.space.moved)
+    values = traced.graph.values
+    alone = {}  # seconds of each operation by itself on one device, to share out its group's
+    for number, op in grouping.ops.items():
+        work_flops = 0.0 if op.bodies else work(op, rules[op.key], values)
+        share = attention_efficiency(op, values, cost.cluster)
+        moved = found.space.moved[number]
+        seconds = cost.compute(work_flops, moved.bytes, working_dtype(op, values), share)
+        alone[number] = seconds + moved.starts * cost.cluster.kernel_start
     nodes, choice = found.space.nodes, found.solution.choice
     operations: dict[int, Price] = {}
     arguments = 0.0
@@ -155,17 +159,3 @@ def prices(
                 before.flops + flops * share, before.bytes + size * share, before.starts + starts * share, group.trips
             )
     return Prices(traced, program, cost, operations, arguments, found.space.shares)
-
-
-def _alone(
-    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cost: MeshCost, moved: Mapping[int, Moved]
-) -> dict[int, float]:  # fmt: skip
-    """Seconds of each operation by itself on one device, to share out its group's."""
-    values = traced.graph.values
-    out = {}
-    for number, op in grouping.ops.items():
-        flops = 0.0 if op.bodies else work(op, rules[op.key], values)
-        share = attention_efficiency(op, values, cost.cluster)
-        start = moved[number].starts * cost.cluster.kernel_start
-        out[number] = cost.compute(flops, moved[number].bytes, working_dtype(op, values), share) + start
-    return out

@@ -105,21 +105,16 @@ def spec_of(layout: Layout) -> PartitionSpec:
     return PartitionSpec(*dims)
 
 
-def collectives(program: LocalProgram, traced: Traced) -> tuple[tuple[Collective, tuple[int, int] | None], ...]:
-    """Every logical collective of a local program, loop trip counts multiplied in, in program order.
-
-    With each comes (value, phase) of the resharding that it belongs to, or None where an operation issues it.
-    """
-    return tuple((found, move) for found, move, _ in communicated(program, traced))
+Communicated = tuple[Collective, tuple[int, int] | None, Op | None]
+"""A collective, (value, phase) of the resharding that it belongs to or None where an operation issues it, and the
+operation that waits for it or issues it, None for an output of the step."""
 
 
-def communicated(
-    program: LocalProgram, traced: Traced
-) -> Iterator[tuple[Collective, tuple[int, int] | None, Op | None]]:
-    """`collectives`, each with the operation that waits for it or issues it; None for an output of the step."""
+def collectives(program: LocalProgram, traced: Traced) -> Iterator[Communicated]:
+    """Every logical collective of a local program, loop trip counts multiplied in, in program order."""
     values = traced.graph.values
 
-    def visit(body: Body, trips: int) -> Iterator[tuple[Collective, tuple[int, int] | None, Op | None]]:
+    def visit(body: Body, trips: int) -> Iterator[Communicated]:
         for item in body.instructions:
             match item:
                 case Reshard(value=value, steps=steps, used_by=op, late=late):
@@ -138,6 +133,16 @@ def communicated(
                         yield from visit(inner, trips * body_runs(op))
 
     yield from visit(program.body, 1)
+
+
+def computes(items: Iterable[Instruction]) -> Iterator[Compute]:
+    """Yields the operations among some instructions, those in loops included, in program order."""
+    for item in items:
+        if isinstance(item, Compute):
+            yield item
+        elif isinstance(item, Loop):
+            for body in item.bodies:
+                yield from computes(body.instructions)
 
 
 def reads(item: Instruction) -> list[int]:

@@ -9,17 +9,14 @@
 What a method leaves open (`sharding.textbook`) the program chooses, so that each figure is that of the best step of its
 kind within the budget of memory; where none fits, the least bytes that one needs are found.
 Beside a plan of one mesh, methods run as many micro-batches as the plan; beside a pipeline, one.
-
-That costs up to half of what planning costs (a GPT 12 x 768 on eight A100: 1.5 s beside 4.7 s; a scanned Llama 8B on 64
-H100, where methods do not fit at once: 3.3 s beside 7.8 s), and so it is done when somebody asks (`Plan.compared`).
+That costs up to half of what planning costs, and so it is done when somebody asks (`Plan.compared`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from alpa_lite.cluster import Cluster
@@ -31,10 +28,9 @@ from alpa_lite.passes import sharding
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding import mesh_program, tables
 from alpa_lite.passes.sharding.groups import Grouping
-from alpa_lite.passes.sharding.mesh_program import MeshProgram, MeshSolution
-from alpa_lite.passes.sharding.space import Space
+from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.stages import planning
-from alpa_lite.strategy import Rule, Solution
+from alpa_lite.strategy import Rule
 
 TEXTBOOK: Mapping[str, Method] = {
     "data parallel": DataParallel(),
@@ -42,6 +38,7 @@ TEXTBOOK: Mapping[str, Method] = {
     "tensor parallel": TensorParallel(),
 }
 """The methods by their names in reports."""
+_ONE_MESH = "one mesh"
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,44 +66,37 @@ class Comparing:
             return ()
         groups = self.grouping or sharding.group(self.traced, self.rules)
         shared = tables.Shared(self.traced, groups)
-        out = [_evaluated(name, partial(self._baseline, method, groups, shared)) for name, method in TEXTBOOK.items()]
+        methods = [(name, method, self.cluster) for name, method in TEXTBOOK.items()]
         if self.one_mesh:
-            out.append(_evaluated("one mesh", partial(self._free, groups, shared)))
-        single = replace(self, cluster=self.cluster.part(1))
-        out.append(_evaluated("one device", partial(single._baseline, Sharded((1,)), groups, shared)))
-        return tuple(out)
+            methods.append((_ONE_MESH, Sharded(), self.cluster))
+        methods.append(("one device", Sharded((1,)), self.cluster.part(1)))
+        return tuple(self._compared(*each, groups, shared) for each in methods)
 
-    def _baseline(self, method: Method, groups: Grouping, shared: tables.Shared) -> Comparison:
-        programs = self._programs(method, groups, shared)
-        found = mesh_program.solve_meshes(programs, self.budget)
-        if found is not None:
-            return self._figures(groups, *found)
-        least = mesh_program.minimise_memory(programs)
-        shape = programs[0].mesh.shape
-        if least is None:
-            return Comparison("", shape, reason="not evaluated: the method has no choice")
-        if least.peak <= self.budget:
-            return self._figures(groups, least.program, least.space, least.solution)
-        return Comparison("", shape, None, math.ceil(least.peak), f"does not fit by {_gib(least.peak - self.budget)}")
-
-    def _free(self, groups: Grouping, shared: tables.Shared) -> Comparison:
-        found = mesh_program.solve_meshes(self._programs(Sharded(), groups, shared), self.budget)
-        return Comparison("", reason="does not fit") if found is None else self._figures(groups, *found)
-
-    def _programs(self, method: Method, groups: Grouping, shared: tables.Shared) -> list[MeshProgram]:
-        return mesh_program.mesh_programs(
-            self.traced, groups, self.rules, self.cluster, method, budget=self.budget, shared=shared
-        )  # fmt: skip
-
-    def _figures(self, groups: Grouping, program: MeshProgram, space: Space, solution: Solution) -> Comparison:
-        """The figures of a solution."""
-        found = MeshSolution(program.mesh, space, solution, mesh_program.choice_of(space, solution))
-        seconds = planning.settled(self.traced, groups, self.rules, self.cluster, found)
-        return Comparison("", program.mesh.shape, seconds, math.ceil(solution.peak))
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.3g} GiB"
+    def _compared(
+        self, name: str, method: Method, cluster: Cluster, groups: Grouping, shared: tables.Shared
+    ) -> Comparison:
+        """The figures of the best step of a method, or why there are none."""
+        try:
+            programs = mesh_program.mesh_programs(
+                self.traced, groups, self.rules, cluster, method, budget=self.budget, shared=shared
+            )
+            found = mesh_program.solve_meshes(programs, self.budget)
+            if found is None and name == _ONE_MESH:
+                return Comparison(name, reason="does not fit")
+            if found is None:
+                least, shape = mesh_program.minimise_memory(programs), programs[0].mesh.shape
+                if least is None:
+                    return Comparison(name, shape, reason="not evaluated: the method has no choice")
+                if least.peak > self.budget:
+                    excess = f"{(least.peak - self.budget) / 2**30:,.3g} GiB"
+                    return Comparison(name, shape, None, math.ceil(least.peak), f"does not fit by {excess}")
+                found = least.program, least.space, least.solution
+            program, space, solution = found
+            decided = MeshSolution(program.mesh, space, solution, mesh_program.choice_of(space, solution))
+            seconds = planning.settled(self.traced, groups, self.rules, cluster, decided)
+            return Comparison(name, program.mesh.shape, seconds, math.ceil(solution.peak))
+        except (InfeasibleError, MicrobatchError, OptionError) as error:
+            return Comparison(name, reason=str(error).split(";")[0])
 
 
 def of(traced: Traced, rules: Mapping[Any, Rule], staged: Staged, cluster: Cluster, budget: float) -> Comparing:
@@ -117,7 +107,7 @@ def of(traced: Traced, rules: Mapping[Any, Rule], staged: Staged, cluster: Clust
       budget: bytes per device.
     """
     if staged.program.schedule != "none":
-        known = "one mesh" in [other.name for other in staged.verdict.others]
+        known = _ONE_MESH in [other.name for other in staged.verdict.others]
         return Comparing(traced, rules, cluster, budget, one_mesh=not known)
     (stage,) = staged.stages
     return Comparing(stage.graph.traced, stage.rules, cluster, budget, stage.grouping)
@@ -139,11 +129,3 @@ def does_not_fit(error: InfeasibleError) -> str:
     """Why one mesh is none of the plans, in a line."""
     least = error.smallest_budget
     return str(error).split(":")[0] if least is None else f"does not fit: needs {least / 2**30:,.1f} GiB per device"
-
-
-def _evaluated(name: str, evaluate: Callable[[], Comparison]) -> Comparison:
-    """The figures of a method, or why there are none."""
-    try:
-        return replace(evaluate(), name=name)
-    except (InfeasibleError, MicrobatchError, OptionError) as error:
-        return Comparison(name, reason=str(error).split(";")[0])

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from alpa_lite import _jax, kernels
 from alpa_lite.graph import Lit, Op, Traced
-from alpa_lite.passes.sharding.groups import Group, Grouping
+from alpa_lite.passes.plans.dims import touching
+from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.space import Node
 from alpa_lite.passes.stages.planning import PlannedStage
@@ -24,27 +25,26 @@ def decisions_of(planned: PlannedStage, like: Sequence[Decision] | None) -> tupl
       like: those of an identical stage with the same solution, which differ in names alone; None if there is none.
     """
     traced, grouping, found = planned.graph.traced, planned.grouping, planned.found
-    paths = _paths(traced, grouping)
-    if like is not None:
-        return _renamed(traced, grouping, found, like, paths)
+    paths = {g: a.path for g, a in zip(grouping.leaves, traced.arguments, strict=False) if g}
     out = []
+    if like is not None:
+        for node, decision in zip((node for node in found.space.nodes if len(node.strategies) > 1), like, strict=True):
+            name, where, own = _named(traced, grouping, node, paths)
+            key = grouping.groups[node.group].color
+            out.append(replace(decision, key=key, name=name, where=where, paths=own))
+        return tuple(out)
     for number, moved in transfer_seconds(found):
         node, chosen = found.space.nodes[number], found.solution.choice[number]
-        group = grouping.groups[node.group]
+        group, strategy = grouping.groups[node.group], node.strategies[chosen]
         name, where, own = _named(traced, grouping, node, paths)
+        seconds = float((node.compute + node.communication)[chosen] * len(node.members) + moved[chosen])
+        sizes = tuple(f.size for f in group.factors)
         out.append(
             Decision(
-                key=group.color,
-                name=name,
-                where=where,
-                count=len(node.members),
-                factors=tuple(f.size for f in group.factors),
-                strategy=node.strategies[chosen].axes,
-                seconds=float((node.compute + node.communication)[chosen] * len(node.members) + moved[chosen]),
-                paths=own,
-                partial=node.strategies[chosen].partial,
+                group.color, name, where, len(node.members), sizes, strategy.axes, seconds,
+                paths=own, partial=strategy.partial,
             )
-        )
+        )  # fmt: skip
     return tuple(out)
 
 
@@ -53,12 +53,9 @@ def transfer_seconds(found: MeshSolution) -> list[tuple[int, np.ndarray]]:
 
     The strategies of its neighbours are those that were chosen. Decisions are in the order of these nodes.
     """
-    touching: dict[int, list[int]] = {}
-    for number, transfer in enumerate(found.space.program.transfers):
-        for node in {transfer.src, *(n for n, _ in transfer.consumers)}:
-            touching.setdefault(node, []).append(number)
+    near = touching(found.space)
     chosen = [number for number, node in enumerate(found.space.nodes) if len(node.strategies) > 1]
-    return [(number, _transfer_seconds(found, number, touching.get(number, ()))) for number in chosen]
+    return [(number, _transfer_seconds(found, number, near[number])) for number in chosen]
 
 
 def fixed_of(grouping: Grouping, found: MeshSolution, arguments: int) -> tuple[Fixed, ...]:
@@ -84,19 +81,6 @@ def fixed_of(grouping: Grouping, found: MeshSolution, arguments: int) -> tuple[F
     return tuple(out)
 
 
-def _renamed(
-    traced: Traced, grouping: Grouping, found: MeshSolution, like: Sequence[Decision], paths: Mapping[int, str]
-) -> tuple[Decision, ...]:
-    """The decisions of an identical step under the names of this one."""
-    nodes = [node for node in found.space.nodes if len(node.strategies) > 1]
-    out = []
-    for node, decision in zip(nodes, like, strict=True):
-        name, where, own = _named(traced, grouping, node, paths)
-        key = grouping.groups[node.group].color
-        out.append(replace(decision, key=key, name=name, where=where, paths=own))
-    return tuple(out)
-
-
 def _named(
     traced: Traced, grouping: Grouping, node: Node, paths: Mapping[int, str]
 ) -> tuple[str, str, tuple[str, ...]]:
@@ -104,22 +88,20 @@ def _named(
     group = grouping.groups[node.group]
     own = tuple(paths[m] for m in node.members if m in paths)
     first = grouping.ops[group.ops[0]] if group.ops and group.index not in paths else None
-    name = own[0] if own else _op_name(traced, first) if first else f"{group.name} {_shape(group)}"
+    name = (
+        own[0] if own else _op_name(traced, first) if first else f"{group.name} {_shape(f.size for f in group.factors)}"
+    )
     return name, _jax.where(first.source) if first else "argument" if own else "loop or branch value", own
 
 
-def _paths(traced: Traced, grouping: Grouping) -> dict[int, str]:
-    return {g: a.path for g, a in zip(grouping.leaves, traced.arguments, strict=False) if g}
-
-
-def _shape(group: Group) -> str:
-    return "[" + ",".join(str(f.size) for f in group.factors) + "]"
+def _shape(sizes: Iterable[int]) -> str:
+    return f"[{','.join(map(str, sizes))}]"
 
 
 def _op_name(traced: Traced, op: Op) -> str:
     values = traced.graph.values
-    ins = [f"[{','.join(map(str, values[a].shape))}]" for a in op.operands if not isinstance(a, Lit)]
-    outs = [f"[{','.join(map(str, values[v].shape))}]" for v in op.results]
+    ins = [_shape(values[a].shape) for a in op.operands if not isinstance(a, Lit)]
+    outs = [_shape(values[v].shape) for v in op.results]
     return f"{kernels.label(op.primitive, op.params)} {' x '.join(ins)} -> {', '.join(outs)}"
 
 

@@ -1,4 +1,4 @@
-"""Which factors of a step's operations are one dim: connected through the values that pass between them."""
+"""Connections in an integer program: the transfers of each node, and the factors that are one dim."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from scipy.sparse.csgraph import connected_components
 from alpa_lite.graph import Traced
 from alpa_lite.passes.sharding.groups import Dims, Grouping
 from alpa_lite.passes.sharding.space import Space
+
+
+def touching(space: Space) -> list[list[int]]:
+    """For each node, the numbers of the transfers that it produces or consumes."""
+    out: list[list[int]] = [[] for _ in space.nodes]
+    for number, transfer in enumerate(space.program.transfers):
+        for node in {transfer.src, *(n for n, _ in transfer.consumers)}:
+            out[node].append(number)
+    return out
 
 
 def components(grouping: Grouping, space: Space, *, parts: bool = False) -> dict[tuple[int, int], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from alpa_lite.graph import Lit, Op, Traced
 from alpa_lite.layout import Layout
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.lowering.prices import FREE, Price
-from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Loop, Reshard, block_count, spec_of
+from alpa_lite.passes.lowering.program import Body, Loop, Reshard, block_count, computes, reads, spec_of
 from alpa_lite.passes.plans.dims import components
 from alpa_lite.passes.sharding import kinds
 from alpa_lite.passes.sharding.groups import Group, Grouping
@@ -28,13 +29,13 @@ from alpa_lite.strategy import Rule
 
 def products(stages: Iterable[PlannedStage], cluster: Cluster) -> Products:
     """The FLOPs of the step's own products, all stages together."""
-    flops: dict[str, float] = {}
+    flops: dict[str, float] = defaultdict(float)
     for planned in stages:
         values = planned.graph.traced.graph.values
         for group, op, work in _products(planned.grouping, planned.rules, planned.graph.traced):
             first = next((a for a in op.operands if not isinstance(a, Lit)), op.results[0])
             dtype = str(values[first].dtype)
-            flops[dtype] = flops.get(dtype, 0.0) + work * group.trips
+            flops[dtype] += work * group.trips
     total = sum(flops.values())
     seconds = sum(amount / cluster.peak(dtype) for dtype, amount in flops.items())
     return Products(total, total / seconds if seconds else 0.0)
@@ -80,29 +81,19 @@ def spending(planned: PlannedStage) -> tuple[Spending, ...]:
             scopes[id(stack)] = _unnumbered(str(stack))
         source = op.source.traceback, scopes[id(stack)]
         if source not in places:
-            places[source] = _place(op)
-        key = places[source], op.name, price.flops > price.bytes
-        if key not in found:
-            found[key] = _Spent()
-        return found[key]
-
-    def visit(items: Iterable[Instruction]) -> None:
-        for item in items:
-            match item:
-                case Compute(op=op):
-                    own = prices.get(op.index, FREE)
-                    if own.seconds:
-                        sums = spent(op, own)
-                        sums.flops += own.flops
-                        sums.bytes += own.bytes
-                        sums.starts += own.starts
-                        sums.count += own.runs
-                case Loop(bodies=bodies):
-                    for body in bodies:
-                        visit(body.instructions)
+            line = _jax.source_line(op.source)
+            places[source] = line + _unnumbered(_jax.where(op.source).removeprefix(line))
+        return found.setdefault((places[source], op.name, price.flops > price.bytes), _Spent())
 
     for segment in planned.segments.items:
-        visit(segment.instructions)
+        for item in computes(segment.instructions):
+            own = prices.get(item.op.index, FREE)
+            if own.seconds:
+                sums = spent(item.op, own)
+                sums.flops += own.flops
+                sums.bytes += own.bytes
+                sums.starts += own.starts
+                sums.count += own.runs
         runs = planned.runs(segment)
         for op, latency, links in planned.prices.links(segment.instructions):
             if op is not None:
@@ -113,12 +104,6 @@ def spending(planned: PlannedStage) -> tuple[Spending, ...]:
                 results = replace(results, links=results.links + links * runs, latency=results.latency + latency * runs)
     rows = [Spending(place, name, **vars(sums)) for (place, name, _), sums in found.items()]
     return (*rows, *(row for row in (arguments, results) if row.total))
-
-
-def _place(op: Op) -> str:
-    """Source line and scope; numbers in the scope are left open."""
-    line = _jax.source_line(op.source)
-    return line + _unnumbered(_jax.where(op.source).removeprefix(line))
 
 
 def _unnumbered(scope: str) -> str:
@@ -145,15 +130,14 @@ def axis_uses(planned: PlannedStage, examples: int) -> tuple[AxisUse, ...]:
     """
     traced, grouping, found = planned.graph.traced, planned.grouping, planned.found
     names = _Names(planned, examples)
-    shares: dict[str, dict[str, float]] = {axis: {} for axis in found.mesh.axis_names}
+    shares: dict[str, dict[str, float]] = {axis: defaultdict(float) for axis in found.mesh.axis_names}
     total = 0.0
     for group, _, work in _products(grouping, planned.rules, traced):
         work *= group.trips
         total += work
         for factor, axes in enumerate(found.choice[group.index].axes):
             for axis in axes:
-                name = names.of(group.index, factor)
-                shares[axis][name] = shares[axis].get(name, 0.0) + work
+                shares[axis][names.of(group.index, factor)] += work
     kept = _sharded(planned)
     return tuple(
         AxisUse(
@@ -171,14 +155,14 @@ def _sharded(planned: PlannedStage) -> dict[str, dict[str, float]]:
     """Kind of state -> axis -> the share of the bytes that lies sharded over it. Frozen weights are parameters, too."""
     traced = planned.graph.traced
     sizes = {"params": 0, "optimizer": 0}
-    out: dict[str, dict[str, float]] = {"params": {}, "optimizer": {}}
+    out: dict[str, dict[str, float]] = {kind: defaultdict(float) for kind in sizes}
     held = {**kinds.state_kinds(traced)}
     held |= {i: "params" for i, argument in enumerate(traced.arguments) if argument.role == "frozen"}
     for number, kind in held.items():
         size = traced.graph.values[traced.graph.block.inputs[number]].nbytes
         sizes[kind] += size
         for axis in planned.program.inputs[number].used:
-            out[kind][axis] = out[kind].get(axis, 0.0) + size
+            out[kind][axis] += size
     return {kind: {axis: b / sizes[kind] for axis, b in axes.items() if sizes[kind]} for kind, axes in out.items()}
 
 
@@ -240,7 +224,7 @@ def held(planned: PlannedStage) -> tuple[Held, ...]:
     block, values = traced.graph.block, traced.graph.values
     start = {v for v, a in zip(block.inputs, traced.arguments, strict=False) if a.stays}
     weights = kinds.origins(block, start).keys()
-    found: dict[tuple[Any, ...], int] = {}
+    found: Counter[tuple[Any, ...]] = Counter()
 
     def note(value: int, register: int, op: Op, kind: str) -> None:
         layout: Layout = program.registers[register]
@@ -248,18 +232,16 @@ def held(planned: PlannedStage) -> tuple[Held, ...]:
         spec = spec_of(Layout(layout.dims))
         name = f"{op.name}, {kind}" if kind else op.name
         name += f", partial over {'+'.join(layout.partial)}" if layout.partial else ""
-        key = _jax.where(op.source), name, values[value].shape, str(values[value].dtype), spec, size
-        found[key] = found.get(key, 0) + 1
+        found[_jax.where(op.source), name, values[value].shape, str(values[value].dtype), spec, size] += 1
 
     def visit(body: Body) -> None:
         made: dict[int, tuple[int, Op, str]] = {}  # register -> value, what made it, the collective behind it
         for item in body.instructions:
             reader = item.used_by if isinstance(item, Reshard) else item.op
             backward = reader is not None and _jax.derivative(reader.source) == "transpose"
-            taken = (item.source,) if isinstance(item, Reshard) else item.operands
             if backward:
-                for register in taken:
-                    if isinstance(register, int) and register in made:
+                for register in reads(item):
+                    if register in made:
                         value, op, kind = made.pop(register)
                         note(value, register, op, kind)
             elif isinstance(item, Reshard):

@@ -12,6 +12,7 @@ A plan differs from the chosen one in a few nodes, so only those and the transfe
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from alpa_lite.graph import Traced
 from alpa_lite.layout import reshard_steps
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.plans.alternatives import Changes, Sizes, changed_choice
-from alpa_lite.passes.plans.dims import growing_factors
+from alpa_lite.passes.plans.dims import growing_factors, touching
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.records import Outcome
@@ -28,7 +29,6 @@ from alpa_lite.strategy import Rule
 
 Parts = tuple[float, float, float, float, float]
 """Compute seconds, communication seconds, latency seconds, seconds that grow with the batch, bytes sent."""
-_NOTHING: Parts = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class Outcomes:
@@ -47,15 +47,10 @@ class Outcomes:
         self._traced, self._grouping, self._rules, self._cost, self._space = traced, grouping, rules, cost, space
         self._choice, self._sizes = list(choice), sizes
         self._growing = growing_factors(traced, grouping, space)
-        self._nodes: dict[tuple[int, int], Parts] = {}
-        self._pairs: dict[tuple[int, int, int], Parts] = {}
-        self._touching: list[list[int]] = [[] for _ in space.nodes]
-        for number, transfer in enumerate(space.program.transfers):
-            for node in {transfer.src, *(n for n, _ in transfer.consumers)}:
-                self._touching[node].append(number)
+        self._node, self._pair = functools.cache(self._node_parts), functools.cache(self._pair_parts)
+        self._touching = touching(space)
         self._before = [self._transfer(t, self._choice) for t in range(len(space.moves))]
-        nodes = (self._node(i, s) for i, s in enumerate(self._choice))
-        self._total = _sum((*nodes, *self._before))
+        self._total = _sum([*(self._node(i, s) for i, s in enumerate(self._choice)), *self._before])
 
     def of(self, changes: Changes) -> Outcome:
         """The outcome of the chosen plan with some nodes changed."""
@@ -75,19 +70,15 @@ class Outcomes:
             changed=sum(s != self._choice[i] for i, s in changes.items()),
         )
 
-    def _node(self, i: int, s: int) -> Parts:
+    def _node_parts(self, i: int, s: int) -> Parts:
         """The parts of one node under a strategy."""
-        found = self._nodes.get((i, s))
-        if found is None:
-            node = self._space.nodes[i]
-            count = len(node.members)
-            compute, communication = float(node.compute[s]) * count, float(node.communication[s]) * count
-            latency, sent = self._inside(i, s) if communication else (0.0, 0.0)
-            grows = any((i, f) in self._growing for f in range(len(self._grouping.groups[node.group].factors)))
-            starts = float(node.terms[2, s]) * count
-            batch = compute - starts + communication - latency if grows else 0.0
-            found = self._nodes[i, s] = (compute, communication, latency, batch, sent)
-        return found
+        node = self._space.nodes[i]
+        count = len(node.members)
+        compute, communication = float(node.compute[s]) * count, float(node.communication[s]) * count
+        latency, sent = self._inside(i, s) if communication else (0.0, 0.0)
+        grows = any((i, f) in self._growing for f in range(len(self._grouping.groups[node.group].factors)))
+        starts = float(node.terms[2, s]) * count
+        return compute, communication, latency, compute - starts + communication - latency if grows else 0.0, sent
 
     def _inside(self, i: int, s: int) -> tuple[float, float]:
         """Latency and bytes of the collectives inside an operation."""
@@ -104,15 +95,10 @@ class Outcomes:
         """The parts of one transfer."""
         transfer = self._space.program.transfers[t]
         p = int(transfer.src_class[choice[transfer.src]])
-        wanted = {int(klass[choice[node]]) for node, klass in transfer.consumers}
-        pairs = [self._pair(t, p, q) for q in wanted]
-        return pairs[0] if len(pairs) == 1 else _sum(pairs)
+        return _sum([self._pair(t, p, q) for q in {int(klass[choice[node]]) for node, klass in transfer.consumers}])
 
-    def _pair(self, t: int, p: int, q: int) -> Parts:
+    def _pair_parts(self, t: int, p: int, q: int) -> Parts:
         """The parts of resharding a value from its produced layout p to the wanted layout q."""
-        found = self._pairs.get((t, p, q))
-        if found is not None:
-            return found
         move, seconds = self._space.moves[t], float(self._space.program.transfers[t].cost[p, q])
         times, mesh = move.count * move.trips, self._cost.mesh
         size = self._traced.graph.values[move.value].nbytes
@@ -125,11 +111,10 @@ class Outcomes:
                 bandwidth += self._cost.coefficients(step.kind, step.axes, payload)[1] * payload * times
         home = self._grouping.homes[move.value]
         node = self._space.node_of[home.group]
-        batch = bandwidth if any((node, f) in self._growing for dim in home.dims for f in dim) else 0.0
-        found = self._pairs[t, p, q] = (0.0, seconds, seconds - bandwidth, batch, sent)
-        return found
+        grows = any((node, f) in self._growing for dim in home.dims for f in dim)
+        return 0.0, seconds, seconds - bandwidth, bandwidth if grows else 0.0, sent
 
 
 def _sum(parts: Sequence[Parts]) -> Parts:
-    compute, communication, latency, batch, sent = map(sum, zip(*parts, strict=True)) if parts else _NOTHING
+    compute, communication, latency, batch, sent = map(sum, zip((0.0,) * 5, *parts, strict=True))
     return compute, communication, latency, batch, sent

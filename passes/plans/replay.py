@@ -45,9 +45,7 @@ def replay(
     """A stage with the decisions of a plan: what solving it would return.
 
     Args:
-      graph: the stage as a separate step.
       cluster: the devices of its submesh.
-      stage: of the plan.
       communication: "explicit" or "compiler".
       split_weights: as for `planning.decide`.
 
@@ -130,19 +128,14 @@ def remat_of(plan: Plan) -> tuple[Remat, ...]:
 def _check_arguments(traced: Traced, stage: Stage, here: Mapping[str, str]) -> None:
     if stage.ingredients.get("arguments") == here["arguments"]:
         return
-    values, block = traced.graph.values, traced.graph.block
-    found = {
-        shown(a.path): (tuple(values[v].shape), str(values[v].dtype))
-        for a, v in zip(traced.arguments, block.inputs, strict=False)
-    }
-    planned = {shown(leaf.path): (leaf.shape, leaf.dtype) for leaf in (*stage.arguments, *stage.received)}
+    values = traced.graph.values
+    inputs = [(a.path, values[v]) for a, v in zip(traced.arguments, traced.graph.block.inputs, strict=False)]
+    found = {shown(path): f"{value.dtype}{list(value.shape)}" for path, value in inputs}
+    leaves = (*stage.arguments, *stage.received)
+    planned = {shown(leaf.path): f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves}
     lines = [f"{p} is not in the plan" for p in found if p not in planned]
     lines += [f"{p} is in the plan but was not passed" for p in planned if p not in found]
-    lines += [
-        f"{p} is {found[p][1]}{list(found[p][0])}, planned {planned[p][1]}{list(planned[p][0])}"
-        for p in found
-        if p in planned and found[p] != planned[p]
-    ]
+    lines += [f"{p} is {kind}, planned {planned[p]}" for p, kind in found.items() if planned.get(p, kind) != kind]
     if not lines:  # the same in another order, as in plans of versions that kept them in the order of their names
         return
     listed = "; ".join(lines[:5]) + (f"; and {len(lines) - 5} more" if len(lines) > 5 else "")
@@ -206,11 +199,9 @@ def _differences(stage: Stage, here: Mapping[str, str]) -> str:
 
 def _argument_layouts(traced: Traced, groups: Grouping, stage: Stage) -> dict[int, tuple[Layout, ...]]:
     specs = {leaf.path: leaf.spec for leaf in (*stage.arguments, *stage.received)}
-    out: dict[int, tuple[Layout, ...]] = {}
-    for number, argument in enumerate(traced.arguments):
-        group = groups.leaves[number]
-        if not group:
-            continue
-        shape = traced.graph.values[traced.graph.block.inputs[number]].shape
-        out[group] = (layout_of_spec(specs[argument.path], len(shape)),)
-    return out
+    arguments = zip(groups.leaves, traced.arguments, traced.graph.block.inputs, strict=False)
+    return {
+        group: (layout_of_spec(specs[argument.path], len(traced.graph.values[value].shape)),)
+        for group, argument, value in arguments
+        if group
+    }

@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from alpa_lite import _jax
-from alpa_lite.graph import Op
 from alpa_lite.layout import Axes, Layout, LogicalMesh
 from alpa_lite.passes.ir.primitives import CONSTRAINT
-from alpa_lite.passes.lowering.program import Body, Compute, Loop
+from alpa_lite.passes.lowering.program import computes
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding.fulfilling import fits
 from alpa_lite.passes.stages.planning import PlannedStage
@@ -45,12 +44,13 @@ def heeded(staged: Staged, wishes: Wishes) -> tuple[str, ...]:
 def _of_values(stage: PlannedStage) -> Iterator[tuple[str, str]]:
     """(What is said of a value, why it is not heeded or nothing) for the constraints in a stage."""
     values, mesh = stage.graph.traced.graph.values, stage.program.mesh
-    for op, layout in _constraints(stage.program.body):
+    for item in (item for item in computes(stage.program.body.instructions) if item.op.name == CONSTRAINT):
+        op = item.op
         wish = Wish(op.params["dims"], op.params["why"])
         shape = values[op.results[0]].shape
-        why = fits(wish, shape, mesh) or ("" if fulfils(layout, wish, mesh) else "not heeded")
+        why = fits(wish, shape, mesh) or ("" if _fulfils(item.form.results[0], wish, mesh) else "not heeded")
         where = _jax.source_line(op.source)
-        yield f"{wish.why} at {where} fixes {list(shape)} to {said(wish.dims)}", why and f"not heeded: {why}"
+        yield f"{wish.why} at {where} fixes {list(shape)} to {_spec(wish.dims)}", why and f"not heeded: {why}"
 
 
 def _of_arguments(stage: PlannedStage, wishes: Wishes) -> Iterator[tuple[str, str, str]]:
@@ -62,29 +62,18 @@ def _of_arguments(stage: PlannedStage, wishes: Wishes) -> Iterator[tuple[str, st
         if wish is None or wishes.names_leaf(argument.path):
             continue
         why = fits(wish, traced.graph.values[value].shape, mesh)
-        if why is None and not fulfils(layout, wish, mesh):
+        if why is None and not _fulfils(layout, wish, mesh):
             why = f"the plan has {layout}"
         yield argument.path, wish.why, f"not heeded: {why}" if why else ""
 
 
-def fulfils(layout: Layout, wish: Wish, mesh: LogicalMesh) -> bool:
+def _fulfils(layout: Layout, wish: Wish, mesh: LogicalMesh) -> bool:
     """Returns whether a layout has the axes that a constraint requires."""
     real = [None if axes is None else tuple(a for a in axes if mesh.axis_size(a) > 1) for axes in wish.dims]
     return all(axes is None or axes == have for axes, have in zip(real, layout.dims, strict=False))
 
 
-def said(dims: tuple[Axes | None, ...]) -> str:
+def _spec(dims: tuple[Axes | None, ...]) -> str:
     """The axes of dims, as a PartitionSpec prints them, a free dim as UNCONSTRAINED."""
     entries = ("UNCONSTRAINED" if a is None else "None" if not a else repr(a[0] if len(a) == 1 else a) for a in dims)
     return f"P({', '.join(entries)})"
-
-
-def _constraints(body: Body) -> Iterator[tuple[Op, Layout]]:
-    """Every constraint of a program with the layout of its result."""
-    for item in body.instructions:
-        match item:
-            case Compute(op=op, form=form) if op.name == CONSTRAINT:
-                yield op, form.results[0]
-            case Loop(bodies=bodies):
-                for inner in bodies:
-                    yield from _constraints(inner)

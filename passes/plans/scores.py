@@ -9,6 +9,7 @@ for 8), at its own rate (`Cluster.attention_efficiency`); where scores are maske
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from alpa_lite import _jax
@@ -49,18 +50,16 @@ def _seconds(stage: PlannedStage, cluster: Cluster, kernel: str) -> tuple[float,
     shapes = score_shapes(ops.values(), values)
     now = fused = 0.0
     for number, op in ops.items():
-        touched = [v for v in (*op.operands, *op.results) if not isinstance(v, Lit)]
-        if not any(_key(values[v]) in shapes for v in touched):
-            continue
+        touched = [_key(values[v]) for v in (*op.operands, *op.results) if not isinstance(v, Lit)]
+        masked = next((shapes[shape] for shape in touched if shape in shapes), None)
         price = stage.prices.operations.get(number)
-        if price is None:
+        if masked is None or price is None:
             continue
         now += price.seconds
         if op.name in primitives.PRODUCTS:
             backward = _jax.derivative(op.source) == "transpose"
             share = cluster.attention(kernel, backward=backward) or 1.0
             work = primitives.work(op, stage.rules[op.key], values) * price.runs * (10 / 8 if backward else 1)
-            masked = shapes[next(_key(values[v]) for v in touched if _key(values[v]) in shapes)]
             peak = cluster.peak(primitives.working_dtype(op, values))
             fused += work * (0.5 if masked else 1.0) / stage.found.mesh.size / (peak * share)
     return now, fused
@@ -69,17 +68,18 @@ def _seconds(stage: PlannedStage, cluster: Cluster, kernel: str) -> tuple[float,
 def score_shapes(ops: Iterable[Op], values: Sequence[Value]) -> dict[tuple[int, ...], bool]:
     """The shapes of scores, in any order of dims -> whether they are masked."""
     ops = list(ops)
-    users: dict[int, list[Op]] = {}
+    users: dict[int, list[Op]] = defaultdict(list)
     for op in ops:
         for operand in op.operands:
             if not isinstance(operand, Lit):
-                users.setdefault(operand, []).append(op)
+                users[operand].append(op)
     found: dict[tuple[int, ...], bool] = {}
     for op in ops:
         if op.name != "dot_general" or not op.params["dimension_numbers"][1][0]:
             continue
-        scores = op.results[0]
-        size, least = math.prod(values[scores].shape), max(_sizes(op, values))
+        scores, operands = op.results[0], op.operands[:2]
+        size = math.prod(values[scores].shape)
+        least = max(math.prod(a.aval.shape if isinstance(a, Lit) else values[a].shape) for a in operands)
         if size > least and (masked := _becomes_weights(scores, size, users, values)) is not None:
             found[_key(values[scores])] = masked
     return found
@@ -108,7 +108,3 @@ def _becomes_weights(
 
 def _key(value: Value) -> tuple[int, ...]:
     return tuple(sorted(value.shape))
-
-
-def _sizes(op: Op, values: Sequence[Value]) -> list[int]:
-    return [math.prod(a.aval.shape if isinstance(a, Lit) else values[a].shape) for a in op.operands[:2]]

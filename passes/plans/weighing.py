@@ -34,17 +34,13 @@ _KEPT_OF_OTHERS = 2  # elementwise operations follow their neighbours
 
 @dataclass(frozen=True, eq=False)
 class Weighing:
-    """Decided stages, ready for weighing alternatives. A call with a plan's stages adds the alternatives to them.
-
-    Attributes:
-      stages: as they were planned. budget: bytes per device.
-    """
+    """Decided stages, ready for weighing alternatives within `budget` bytes per device."""
 
     stages: tuple[DecidedStage, ...]
     budget: float
 
     def __call__(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        """The same stages; each of their decisions with its alternatives."""
+        """The stages of their plan, each decision with its alternatives."""
         known: dict[int, list[tuple[Alternative, ...]]] = {}  # stages that share a solution share what else there was
         out = []
         for planned, stage in zip(self.stages, stages, strict=True):

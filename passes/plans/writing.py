@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from alpa_lite.passes import lowering
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.plans import figures, scores
 from alpa_lite.passes.plans.decisions import decisions_of, fixed_of
-from alpa_lite.passes.programs.staged import Staged, notes
+from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding import tables
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.space import Space
@@ -28,23 +29,13 @@ from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.staging import Port
 from alpa_lite.plan import Plan
 from alpa_lite.program import Program
-from alpa_lite.records import (
-    Collective,
-    Division,
-    Leaf,
-    Memory,
-    Replicated,
-    Solver,
-    Stage,
-)
+from alpa_lite.records import Collective, Division, Leaf, Memory, Replicated, Solver, Stage
 from alpa_lite.report import units
 from alpa_lite.strategy import Rule
 
 
 def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annotated: bool = False) -> Plan:
-    """The plan of a step in planned stages. `verification` and `planning_seconds` are left empty.
-
-    So are the alternatives of decisions, which `weighing` adds.
+    """The plan of a step in planned stages, without verification, planning seconds and alternatives (`weighing`).
 
     Args:
       cluster: all devices.
@@ -52,23 +43,20 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annot
       budget: bytes per device.
       annotated: whether the step, its arguments or the context say of themselves where values are placed.
     """
-    program = staged.program
+    program, step = staged.program, staged.seconds
     stages: list[Stage] = []
     listed: list[tuple[Collective, float]] = []
-    examples = figures.examples(staged.traced) // program.num_microbatches
     known: dict[int, Stage] = {}  # stages whose choices were taken over share the solution
     for number, planned in enumerate(staged.stages):
         own = collectives_of(planned, number)
-        like = known.get(id(planned.found.solution))
-        stage = _stage(planned, staged.bytes[staged.written.mesh_of[number]], own, like)
-        stage = replace(stage, axes=figures.axis_uses(planned, examples))
-        known.setdefault(id(planned.found.solution), stage)
-        stages.append(stage)
+        key = id(planned.found.solution)
+        stages.append(_stage(staged, number, own, known.get(key)))
+        known.setdefault(key, stages[-1])
         listed += own
     listed += _transfers(program)
     parts = _whole_ingredients(staged, stages, cluster) | ({"annotations": "heeded"} if annotated else {})
-    step = staged.seconds
-    verdict = replace(staged.verdict, bound=min(staged.verdict.bound, step))  # a step that is simulated can be had
+    verdict = staged.verdict
+    bound = min(verdict.bound, step)  # a step that is simulated can be had
     return Plan(
         method=method,
         cluster=cluster,
@@ -85,44 +73,55 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annot
         solver=Solver(
             verdict.status,
             verdict.seconds,
-            verdict.bound,
-            (verdict.seconds - verdict.bound) / verdict.seconds if verdict.seconds else 0.0,
+            bound,
+            (verdict.seconds - bound) / verdict.seconds if verdict.seconds else 0.0,
             sum(stage.solver.work for stage in known.values()),
             max(stage.solver.variables for stage in stages),
             verdict.model,
         ),
-        division=Division(
-            virtual=staged.virtual,
-            num_layers=staged.num_layers,
-            max_layers=staged.max_layers,
-            first_layers=staged.first_layers,
-            submeshes=staged.written.mesh_of,
-            first_devices=tuple(submesh.first for submesh in program.submeshes),
-            remat=staged.remat,
-            buffer_bytes=tuple(pair[0] for pair in staged.bytes),
-            temporary_bytes=tuple(pair[1] for pair in staged.bytes),
-            timeline=staged.timeline,
-            idle_devices=verdict.idle_devices,
-            owned=verdict.owned,
-            token_slices=staged.token_slices,
-        ),
+        division=_division(staged),
         candidates=verdict.candidates,
-        notes=tuple(
-            dict.fromkeys(
-                (
-                    *staged.traced.notes,
-                    *staged.loop.notes,
-                    *notes(staged),
-                    *_measured(cluster),
-                    *_overlapped(staged.stages, cluster),
-                    *scores.notes(staged.stages, cluster, step, len(program.submeshes)),
-                )
-            )
-        ),
+        notes=_notes(staged, cluster),
         ingredients=parts,
         products=figures.products(staged.stages, cluster),
         comparisons=verdict.others,
     )
+
+
+def _division(staged: Staged) -> Division:
+    return Division(
+        virtual=staged.virtual,
+        num_layers=staged.num_layers,
+        max_layers=staged.max_layers,
+        first_layers=staged.first_layers,
+        submeshes=staged.written.mesh_of,
+        first_devices=tuple(submesh.first for submesh in staged.program.submeshes),
+        remat=staged.remat,
+        buffer_bytes=tuple(pair[0] for pair in staged.bytes),
+        temporary_bytes=tuple(pair[1] for pair in staged.bytes),
+        timeline=staged.timeline,
+        idle_devices=staged.verdict.idle_devices,
+        owned=staged.verdict.owned,
+        token_slices=staged.token_slices,
+    )
+
+
+def _notes(staged: Staged, cluster: Cluster) -> tuple[str, ...]:
+    """The notes of a plan, each once."""
+    idle, measured = staged.verdict.idle_devices, ", ".join(cluster.measured)
+    notes = [
+        *staged.traced.notes,
+        *staged.loop.notes,
+        *([idle] if idle else []),
+        *(
+            [f"prices measured on the devices: {measured}; all other prices are those of the preset"]
+            if measured
+            else []
+        ),
+        *_overlapped(staged.stages, cluster),
+        *scores.notes(staged.stages, cluster, staged.seconds, len(staged.program.submeshes)),
+    ]
+    return tuple(dict.fromkeys(notes))
 
 
 def _overlapped(stages: Sequence[PlannedStage], cluster: Cluster) -> list[str]:
@@ -133,27 +132,16 @@ def _overlapped(stages: Sequence[PlannedStage], cluster: Cluster) -> list[str]:
         return [f"overlap: nothing overlaps on {cluster.platform}, whose compiler runs each collective to its end"]
     ahead = max((found.ahead for stage in stages for found in stage.overlap.values()), default=0)
     kinds = ", ".join(kind.replace("_", "-") for kind in sorted(cluster.hides))
+    options = ", ".join(f"{name}={value}" for name, value in cluster.compiler_options.items())
+    scheduler = f"XLA, which is asked by {options}," if options else "XLA, by itself on this platform,"
     notes = [
         f"overlap: {kinds} of gradients and parameters hide behind computing as far as two streams allow "
-        f"(passes/lowering/overlap.py) and {_scheduler(cluster)} schedules them so",
+        f"(passes/lowering/overlap.py) and {scheduler} schedules them so",
         "overlap: the objective and alternatives of the solver are at full prices, of which nothing hides",
     ]
     if ahead:
         notes.append(f"overlap: a gather ahead of its use holds up to {units.nbytes(ahead)} more per device")
     return notes
-
-
-def _scheduler(cluster: Cluster) -> str:
-    """Names the scheduler that runs collectives concurrently with computing."""
-    options = ", ".join(f"{name}={value}" for name, value in cluster.compiler_options.items())
-    return f"XLA, which is asked by {options}," if options else "XLA, by itself on this platform,"
-
-
-def _measured(cluster: Cluster) -> list[str]:
-    """Returns a note that names the measured prices; none where all prices are the preset's."""
-    if not cluster.measured:
-        return []
-    return [f"prices measured on the devices: {', '.join(cluster.measured)}; all other prices are those of the preset"]
 
 
 def collectives_of(planned: PlannedStage, number: int) -> list[tuple[Collective, float]]:
@@ -166,29 +154,25 @@ def collectives_of(planned: PlannedStage, number: int) -> list[tuple[Collective,
     return out
 
 
-def _stage(
-    planned: PlannedStage, used: tuple[int, int], own: Sequence[tuple[Collective, float]], like: Stage | None
-) -> Stage:  # fmt: skip
+def _stage(staged: Staged, number: int, own: Sequence[tuple[Collective, float]], like: Stage | None) -> Stage:
     """A stage of the plan.
 
     Args:
-      used: bytes per device of its submesh: buffers at their peak, and temporaries.
       own: its collectives and their seconds.
       like: the stage of a step that differs in names alone and has the same solution, whose decisions are taken over.
     """
+    planned = staged.stages[number]
     graph, groups, rules, found = planned.graph, planned.grouping, planned.rules, planned.found
-    traced, solution = graph.traced, found.solution
-    cost = MeshCost(planned.cluster, found.mesh)
+    traced, solution, segments = graph.traced, found.solution, planned.segments.items
     parts = ingredients(traced, groups, planned.cluster, found.mesh, planned.communication)
     parts["state gathered anew for late uses"] = str(found.space.late_from is not None)
     memory = _memory(traced, groups, found.space, solution.choice)
-    is_whole = any(segment.kind == "step" for segment in planned.segments.items)
-    if not is_whole:  # buffers wait between runs: the program knows how many
+    if not any(segment.kind == "step" for segment in segments):  # buffers wait between runs: the program knows how many
+        used = sum(staged.bytes[staged.written.mesh_of[number]])
         memory = replace(memory, gathered=0)  # copies of weights live within a run: they are among its temporaries
-        rest = max(0, sum(used) - sum(memory.kinds.values()) + memory.activations)
-        memory = replace(memory, activations=rest, total=sum(used))
-    seconds = sum(planned.seconds[s] * planned.runs(s) for s in planned.segments.items)
-    compute = planned.prices.arguments + sum(planned.prices.compute(s.instructions) for s in planned.segments.items)
+        rest = max(0, used - sum(memory.kinds.values()) + memory.activations)
+        memory = replace(memory, activations=rest, total=used)
+    runs = {segment: planned.runs(segment) for segment in segments}
     arguments, received = _leaves(planned, graph.inputs, arguments=True)
     results, sent = _leaves(planned, graph.outputs, arguments=False)
     return Stage(
@@ -197,11 +181,11 @@ def _stage(
         arguments=arguments,
         results=results,
         memory=memory,
-        seconds=seconds,
-        compute_seconds=compute,
+        seconds=sum(planned.seconds[s] * n for s, n in runs.items()),
+        compute_seconds=planned.prices.arguments + sum(planned.prices.compute(s.instructions) for s in segments),
         communication_seconds=sum(cost for _, cost in own),
-        hidden_seconds=sum(planned.overlap[s].hidden * planned.runs(s) for s in planned.segments.items),
-        hideable_seconds=sum(planned.overlap[s].hideable * planned.runs(s) for s in planned.segments.items),
+        hidden_seconds=sum(planned.overlap[s].hidden * n for s, n in runs.items()),
+        hideable_seconds=sum(planned.overlap[s].hideable * n for s, n in runs.items()),
         solver=Solver(
             solution.status, solution.objective, solution.bound, solution.gap, solution.work, solution.variables
         ),
@@ -209,8 +193,9 @@ def _stage(
         sent=sent,
         decisions=decisions_of(planned, None if like is None else like.decisions),
         fixed=fixed_of(groups, found, len(traced.arguments)),
-        replicated=_replicated(traced, groups, rules, cost),
+        replicated=_replicated(traced, groups, rules, MeshCost(planned.cluster, found.mesh)),
         ingredients=parts,
+        axes=figures.axis_uses(planned, figures.examples(staged.traced) // staged.program.num_microbatches),
         held=figures.held(planned),
         spending=figures.spending(planned),
     )
@@ -262,7 +247,7 @@ def _signature(traced: Traced) -> list[str]:
 
 def ingredients(
     traced: Traced, grouping: Grouping, cluster: Cluster, mesh: LogicalMesh, communication: str
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """Returns the ingredients of a stage. Two programs are the same if they have the same groups, each as often."""
     colors = sorted(f"{color} {len(members)}" for color, members in grouping.classes.items())
     return {
@@ -288,21 +273,20 @@ def _leaves(
     planned: PlannedStage, ports: Sequence[Port], *, arguments: bool
 ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
     """The flat arguments or results that the stage keeps, and those that it exchanges with other stages."""
-    traced, program = planned.graph.traced, planned.program
-    values = traced.graph.values
-    atoms = traced.graph.block.inputs if arguments else traced.graph.block.outputs
-    layouts = program.inputs if arguments else program.outputs
+    traced, program, values = planned.graph.traced, planned.program, planned.graph.traced.graph.values
+    block = traced.graph.block
+    records, atoms, layouts = (
+        (traced.arguments, block.inputs, program.inputs)
+        if arguments
+        else (traced.outputs, block.outputs, program.outputs)
+    )
     kept, exchanged = [], []
-    records = traced.arguments if arguments else traced.outputs
     for port, record, atom, layout in zip(ports, records, atoms, layouts, strict=False):
         aval = atom.aval if isinstance(atom, Lit) else values[atom].aval
         nbytes = 0 if isinstance(atom, Lit) else values[atom].nbytes
         leaf = Leaf(record.path, tuple(aval.shape), str(aval.dtype), nbytes, record.role, lowering.spec_of(layout))
         (kept if port.kind == "argument" else exchanged).append(leaf)
     return tuple(kept), tuple(exchanged)
-
-
-# -- memory ---------------------------------------------------------------------------------------------------------
 
 
 def _memory(traced: Traced, grouping: Grouping, space: Space, choice: Sequence[int]) -> Memory:
@@ -317,20 +301,21 @@ def _replicated(
 ) -> tuple[Replicated, ...]:
     """Operations that no rule describes, identical ones together, the largest first."""
     values = traced.graph.values
-    found: dict[Any, tuple[Op, int]] = {}
-    for number in grouping.groups[0].ops:
-        op = grouping.ops[number]
+    found: Counter[tuple[Any, str]] = Counter()
+    last: dict[tuple[Any, str], Op] = {}
+    for op in (grouping.ops[number] for number in grouping.groups[0].ops):
         if needs_outside(op) or rules[op.key].source == "opaque":
-            key = (op.key, _jax.where(op.source))
-            found[key] = (op, found.get(key, (op, 0))[1] + 1)
+            key = op.key, _jax.where(op.source)
+            found[key] += 1
+            last[key] = op
     rows = []
-    for op, count in found.values():
-        tensors = [v for v in (*op.operands, *op.results) if not isinstance(v, Lit)]
-        size = sum(values[v].nbytes for v in tensors)
-        if any(math.prod(values[v].shape) > 1 for v in tensors):
-            seconds = cost.compute(0.0, size, None) * count
+    for (key, where), count in found.items():
+        op = last[key, where]
+        tensors = [values[v] for v in (*op.operands, *op.results) if not isinstance(v, Lit)]
+        if any(math.prod(value.shape) > 1 for value in tensors):
+            size = sum(value.nbytes for value in tensors)
             reason = "it cannot run inside a shard_map region: it needs and returns whole values"
             if not needs_outside(op):
-                reason = rules[op.key].reason
-            rows.append(Replicated(op.name, _jax.where(op.source), reason, size, seconds, count))
+                reason = rules[key].reason
+            rows.append(Replicated(op.name, where, reason, size, cost.compute(0.0, size, None) * count, count))
     return tuple(sorted(rows, key=lambda r: -r.seconds))

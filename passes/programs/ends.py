@@ -8,7 +8,7 @@ constants and the numbers of micro-batches do not end, nor is consumed what the 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -22,19 +22,12 @@ def end_buffers(program: Program, donatable: Collection[int]) -> Program:
       program: one without frees, whose executables consume accumulators alone.
       donatable: the flat arguments whose buffers the step may consume.
     """
-    last = _last_uses(program)
+    # For each list, the position of the last instruction that reads or defines each buffer.
+    last = [
+        {number: position for position, item in enumerate(items) for number in _touched(item, program.transfers)}
+        for items in program.lists
+    ]
     return _freed(_donating(program, donatable, last), last)
-
-
-def _last_uses(program: Program) -> list[dict[int, int]]:
-    """For each list, the position of the last instruction that reads or defines each buffer."""
-    out: list[dict[int, int]] = []
-    for items in program.lists:
-        last: dict[int, int] = {}
-        for position, item in enumerate(items):
-            last.update(dict.fromkeys(_touched(item, program.transfers), position))
-        out.append(last)
-    return out
 
 
 def _donating(program: Program, donatable: Collection[int], last: Sequence[dict[int, int]]) -> Program:
@@ -65,16 +58,16 @@ def _freed(program: Program, last: Sequence[dict[int, int]]) -> Program:
     kept = set(program.outputs) | {b for group in (*program.constants, *program.numbers) for b in group}
     lists = []
     for mesh, items in enumerate(program.lists):
-        ends: dict[int, list[int]] = {}
+        ends: dict[int, list[int]] = defaultdict(list)
         for number, position in last[mesh].items():
-            ends.setdefault(position, []).append(number)
+            ends[position].append(number)
         unused = {b for group in program.inputs for b in group if program.buffers[b].mesh == mesh} - kept
         unused -= last[mesh].keys()
         new: list[Instruction] = [Free(tuple(sorted(unused)))] if unused else []
         for position, item in enumerate(items):
             new.append(item)
             consumed = set(program.consumed(item)) if isinstance(item, Run) else set()
-            over = [b for b in sorted(ends.get(position, [])) if b not in kept and b not in consumed]
+            over = [b for b in sorted(ends[position]) if b not in kept and b not in consumed]
             if over:
                 new.append(Free(tuple(over)))
         lists.append(tuple(new))

@@ -15,12 +15,7 @@ from alpa_lite.passes.programs.transfers import Ranges
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of an array on its way.
-
-    Attributes:
-      source, destination: devices, by their position among those that take part.
-      ranges: of the array.
-    """
+    """A piece of an array between two devices, which are given by their position among those that take part."""
 
     source: int
     destination: int
@@ -29,13 +24,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Hop:
-    """A piece in a round.
-
-    Attributes:
-      source, destination: as in `Part`.
-      taken: where it begins in the sender's block, along each dim.
-      put: where it begins in the receiver's block.
-    """
+    """A piece in a round; `taken` and `put` say where it begins in the sender's block and in the receiver's."""
 
     source: int
     destination: int
@@ -45,12 +34,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class Round:
-    """One permutation.
-
-    Attributes:
-      shape: of every piece.
-      hops: the pieces.
-    """
+    """One permutation of pieces of one shape."""
 
     shape: tuple[int, ...]
     hops: tuple[Hop, ...]

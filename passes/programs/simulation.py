@@ -13,48 +13,67 @@ a training loop that does not wait for results dispatches it while the step befo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.program import Executable, Free, Program, Receive, Run, Send
+from alpa_lite.program import Executable, Free, Program, Receive, Run, Send, Transfer
 from alpa_lite.timeline import Event, Timeline
 
 
-def simulate(program: Program, name: str = "predicted", *, cluster: Cluster | None = None) -> Timeline:
+def simulate(program: Program, *, cluster: Cluster | None = None) -> Timeline:
     """The timeline of one step. Takes time linear in the number of instructions.
 
     Args:
-      program: what to walk.
-      name: of the timeline.
       cluster: whose processes dispatch; None where dispatching takes no time.
 
     Raises:
       PlanError: the lists wait for each other.
     """
     makers = producers(program)
-    clocks = [0.0] * len(program.lists)
-    links: dict[tuple[int, int], float] = {}
+    clocks, hosts = Clocks(len(program.lists)), Dispatching(program, cluster)
     arrivals: dict[int, float] = {}
     events: list[Event] = []
-    hosts = Dispatching(program, cluster)
     for mesh, position in program.order:
         match program.lists[mesh][position]:
             case Run() as run:
-                start = max(clocks[mesh], hosts.dispatch(mesh))
-                end = clocks[mesh] = start + program.executables[run.executable].seconds
-                events.append(run_event(program, run, start, end))
+                times = clocks.run(mesh, program.executables[run.executable].seconds, hosts.dispatch(mesh))
+                events.append(run_event(program, run, *times))
             case Send(transfer=number):
                 transfer = program.transfers[number]
-                link = transfer.source, transfer.destination
-                start = max(clocks[mesh], links.get(link, 0.0), hosts.dispatch(*link))
-                end = links[link] = arrivals[number] = start + transfer.seconds
+                dispatched = hosts.dispatch(transfer.source, transfer.destination)
+                start, arrivals[number] = clocks.transfer(transfer, max(clocks.meshes[mesh], dispatched))
                 if transfer.seconds:
-                    events.append(transfer_event(program, number, makers, start, end))
+                    events.append(transfer_event(program, number, makers, start, arrivals[number]))
             case Receive(transfer=number):
-                clocks[mesh] = max(clocks[mesh], arrivals[number])
+                clocks.meshes[mesh] = max(clocks.meshes[mesh], arrivals[number])
             case Free():
                 pass
-    return Timeline(tuple(events), len(program.submeshes), name)
+    return Timeline(tuple(events), len(program.submeshes), "predicted")
+
+
+class Clocks:
+    """When submeshes and the links between them are free.
+
+    Attributes:
+      meshes: seconds, of each submesh.
+    """
+
+    def __init__(self, num_meshes: int) -> None:
+        """All are free at zero."""
+        self.meshes = [0.0] * num_meshes
+        self._links: dict[tuple[int, int], float] = {}
+
+    def run(self, mesh: int, seconds: float, earliest: float) -> tuple[float, float]:
+        """Occupies a submesh; returns start and end."""
+        start = max(self.meshes[mesh], earliest)
+        self.meshes[mesh] = start + seconds
+        return start, self.meshes[mesh]
+
+    def transfer(self, transfer: Transfer, earliest: float) -> tuple[float, float]:
+        """Occupies the link of a transfer; returns start and end."""
+        link = transfer.source, transfer.destination
+        start = max(earliest, self._links.get(link, 0.0))
+        self._links[link] = start + transfer.seconds
+        return start, self._links[link]
 
 
 class Dispatching:
@@ -64,27 +83,23 @@ class Dispatching:
         """Nothing is dispatched yet."""
         self._program, self._cluster = program, cluster
         self._clocks: dict[int, float] = {}
-        self._costs: dict[tuple[int, ...], tuple[tuple[int, float], ...]] = {}
+        self._costs: dict[tuple[int, ...], dict[int, float]] = {}  # submeshes -> process -> seconds
 
     def dispatch(self, *meshes: int) -> float:
         """Dispatches a task of some submeshes; returns when it is done, in seconds from the start of the step."""
         if self._cluster is None:
             return 0.0
         if meshes not in self._costs:
-            self._costs[meshes] = tuple(self._shares(meshes, self._cluster))
+            # Of a transfer, the devices of the larger end count.
+            counts: Counter[int] = Counter()
+            for mesh in meshes:
+                counts |= Counter(map(self._cluster.controller, self._program.submeshes[mesh].devices))
+            self._costs[meshes] = {process: self._cluster.dispatch.seconds(n) for process, n in counts.items()}
         done = 0.0
-        for process, seconds in self._costs[meshes]:
-            before = self._clocks.get(process)
-            now = self._clocks[process] = 0.0 if before is None else before + seconds
-            done = max(done, now)
+        for process, seconds in self._costs[meshes].items():
+            self._clocks[process] = self._clocks[process] + seconds if process in self._clocks else 0.0
+            done = max(done, self._clocks[process])
         return done
-
-    def _shares(self, meshes: Iterable[int], cluster: Cluster) -> Iterable[tuple[int, float]]:
-        """For each process its seconds: of a transfer, the devices of the larger end count."""
-        found: Counter[int] = Counter()
-        for mesh in meshes:
-            found |= Counter(map(cluster.controller, self._program.submeshes[mesh].devices))
-        return ((process, cluster.dispatch.seconds(count)) for process, count in found.items())
 
 
 def producers(program: Program) -> dict[int, Executable]:

@@ -13,7 +13,7 @@ from alpa_lite import schedules
 from alpa_lite.cluster import Cluster
 from alpa_lite.figures import Comparison
 from alpa_lite.graph import Lit, Traced
-from alpa_lite.layout import Layout
+from alpa_lite.layout import Layout, replicated
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs import simulation, transfers, writing
 from alpa_lite.passes.programs.crossings import crossing_bytes
@@ -57,15 +57,12 @@ class Staged:
 
     Attributes:
       loop: the step as it runs: a loop over micro-batches, cut where stages begin; `loop.scan` is -1 without a loop.
-      stages: planned, one for each stage.
       written: the program, and the functions that its executables stand for.
       first_layers: of each stage; num_layers: of the step; max_layers: the most that it may have been cut into.
       remat: what each stage's backward pass computes again.
       virtual: the stages of each submesh.
-      timeline: the simulated step.
       bytes: per device of each submesh: buffers at their peak, and the largest temporaries of its executables; either
         with the blocks that transfers between processes need (`programs.crossings`).
-      verdict: why.
       token_slices: tokens of each slice of the sequence; empty for whole sequences.
     """
 
@@ -201,11 +198,6 @@ def donating(staged: Staged, arguments: Collection[int]) -> Staged:
     return replace(staged, written=replace(staged.written, program=spared), bytes=used)
 
 
-def notes(staged: Staged) -> tuple[str, ...]:
-    """Returns a plan's notes on idle devices."""
-    return (staged.verdict.idle_devices,) if staged.verdict.idle_devices else ()
-
-
 def estimated_bytes(stages: Sequence[PlannedStage], mesh_of: Sequence[int], schedule: Schedule) -> list[float]:
     """Estimates the bytes per device of each submesh that its stages need: as in `Staged.bytes`, without a program.
 
@@ -241,11 +233,10 @@ def _whole(traced: Traced, stage: PlannedStage, num_microbatches: int) -> Writte
     buffers: list[Buffer] = []
 
     def array(register: int | Lit, name: str) -> int:
-        shape, dtype, layout = (
-            (tuple(register.aval.shape), register.aval.dtype, Layout(((),) * len(register.aval.shape)))
-            if isinstance(register, Lit)
-            else stage.segments.register_type(register)
-        )
+        if isinstance(register, Lit):
+            shape, dtype, layout = register.aval.shape, register.aval.dtype, replicated(len(register.aval.shape))
+        else:
+            shape, dtype, layout = stage.segments.register_type(register)
         buffers.append(buffer(0, submesh, layout, shape, dtype, name=name))
         return len(buffers) - 1
 

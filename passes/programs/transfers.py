@@ -29,12 +29,14 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.cost import MeshCost
@@ -45,8 +47,7 @@ from alpa_lite.program import Program, Submesh
 Ranges = tuple[tuple[int, int], ...]
 """A block or a piece of an array: for each dim the first index and the one after the last."""
 
-# So many landings, the best by the estimate, are planned in full.
-_PLANNED = 4
+_PLANNED = 4  # so many landings, the best by the estimate, are planned in full
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,22 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class TransferPlan:
+class _Array:
+    """An array with its source and destination layouts: the arguments of `plan_transfer`."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    src: Layout
+    src_mesh: Submesh
+    dst: Layout
+    dst_mesh: Submesh
+
+
+@dataclass(frozen=True)
+class TransferPlan(_Array):
     """How one array goes from one submesh to another. Plans are hashable: equal plans move arrays in the same way.
 
     Attributes:
-      shape, dtype: of the global array.
-      src, src_mesh, dst, dst_mesh: where it is, and where it shall be.
       landing: the layout on the destination in which the pieces arrive.
       pieces: ordered by destination, then by place in its block. The pieces of one destination fill its block of the
         landing, each part of it once.
@@ -82,28 +93,16 @@ class TransferPlan:
       seconds: predicted.
     """
 
-    shape: tuple[int, ...]
-    dtype: Any
-    src: Layout
-    src_mesh: Submesh
-    dst: Layout
-    dst_mesh: Submesh
     landing: Layout
     pieces: tuple[Piece, ...]
     steps: tuple[Step, ...]
     equal: bool
     bytes: int
-    seconds: float = 0.0
+    seconds: float
 
 
 def plan_transfer(
-    shape: tuple[int, ...],
-    dtype: Any,
-    src: Layout,
-    src_mesh: Submesh,
-    dst: Layout,
-    dst_mesh: Submesh,
-    cluster: Cluster,
+    shape: tuple[int, ...], dtype: Any, src: Layout, src_mesh: Submesh, dst: Layout, dst_mesh: Submesh, cluster: Cluster
 ) -> TransferPlan:
     """The cheapest way found for one array.
 
@@ -135,9 +134,8 @@ def _cheapest(array: _Array, cluster: Cluster) -> TransferPlan:
     choices = _landings(array)
     if len(choices) > _PLANNED:
         rest = sorted(choices[1:], key=lambda landing: _estimate(array, landing, cluster))
-        choices = [choices[0], *rest[: _PLANNED - 1]]
-    plans = [_plan(array, landing, cluster) for landing in choices]
-    return min(plans, key=lambda plan: plan.seconds)
+        choices = (choices[0], *rest[: _PLANNED - 1])
+    return min((_plan(array, landing, cluster) for landing in choices), key=lambda plan: plan.seconds)
 
 
 def _moved(plan: TransferPlan, by: int) -> TransferPlan:
@@ -153,30 +151,15 @@ def plans_of(program: Program, number: int, cluster: Cluster) -> tuple[TransferP
     """The plans of a program's transfer, one for each of its arrays."""
     transfer = program.transfers[number]
     source, destination = program.submeshes[transfer.source], program.submeshes[transfer.destination]
-    out = []
-    for sent, received in zip(transfer.sent, transfer.received, strict=True):
-        have, want = program.buffers[sent], program.buffers[received]
-        out.append(plan_transfer(have.shape, have.dtype, have.layout, source, want.layout, destination, cluster))
-    return tuple(out)
-
-
-def edge_seconds(plans: Sequence[TransferPlan], cluster: Cluster) -> float:
-    """Predicted seconds of arrays that go together: their messages share the links, and the transfer starts once."""
-    loads = Loads(cluster)
-    for plan in plans:
-        for piece in plan.pieces:
-            loads.add(piece.source, piece.destination, piece.bytes)
-    return loads.seconds + sum(_local_seconds(plan, cluster) + _steps_seconds(plan, cluster) for plan in plans)
+    pairs = [(program.buffers[a], program.buffers[b]) for a, b in zip(transfer.sent, transfer.received, strict=True)]
+    return tuple(
+        plan_transfer(have.shape, have.dtype, have.layout, source, want.layout, destination, cluster)
+        for have, want in pairs
+    )
 
 
 def price(
-    shape: tuple[int, ...],
-    dtype: Any,
-    src: Layout,
-    src_mesh: Submesh,
-    dst: Layout,
-    dst_mesh: Submesh,
-    cluster: Cluster,
+    shape: tuple[int, ...], dtype: Any, src: Layout, src_mesh: Submesh, dst: Layout, dst_mesh: Submesh, cluster: Cluster
 ) -> float:
     """About the seconds of `plan_transfer`, in closed form: every sender is taken to have an equal share.
 
@@ -184,22 +167,6 @@ def price(
     """
     array = _Array(tuple(shape), dtype, src, src_mesh, dst, dst_mesh)
     return min(_estimate(array, landing, cluster) for landing in _landings(array))
-
-
-@dataclass(frozen=True)
-class _Array:
-    """An array with its source and destination layouts: the arguments of `plan_transfer`."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    src: Layout
-    src_mesh: Submesh
-    dst: Layout
-    dst_mesh: Submesh
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * itemsize(self.dtype)
 
 
 def itemsize(dtype: Any) -> int:
@@ -217,25 +184,22 @@ def blocks(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> tuple[R
 
 
 def _block_numbers(layout: Layout, mesh: LogicalMesh) -> list[tuple[int, ...]]:
-    """For each device, in mesh order, the number of its block along every dim."""
-    out = []
-    for coordinates in itertools.product(*map(range, mesh.shape)):
-        place = dict(zip(mesh.axis_names, coordinates, strict=True))
-        numbers = []
-        for axes in layout.dims:
-            number = 0
-            for axis in axes:
-                number = number * mesh.axis_size(axis) + place[axis]
-            numbers.append(number)
-        out.append(tuple(numbers))
-    return out
+    """For each device, in mesh order, the number of its block along every dim: its place along the dim's axes."""
+    places = np.unravel_index(np.arange(mesh.size), mesh.shape)
+    place = dict(zip(mesh.axis_names, places, strict=True))
+    numbers = np.zeros((mesh.size, len(layout.dims)), int)
+    for dim, axes in enumerate(layout.dims):
+        for axis in axes:
+            numbers[:, dim] = numbers[:, dim] * mesh.axis_size(axis) + place[axis]
+    return [tuple(row) for row in numbers.tolist()]
 
 
 # --- landings ---------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=50_000)
-def _cached_landings(array: _Array) -> tuple[Layout, ...]:
+def _landings(array: _Array) -> tuple[Layout, ...]:
+    """The layouts to land in, the wanted one first."""
     found = dict.fromkeys([array.dst])
     # A random key is small, and collectives on keys are not worth their special cases; of no elements nothing is sent.
     if 0 not in array.shape and not jnp.issubdtype(array.dtype, jax.dtypes.extended):
@@ -244,11 +208,6 @@ def _cached_landings(array: _Array) -> tuple[Layout, ...]:
             found[_renamed(array.src, array.src_mesh.mesh, array.dst_mesh.mesh)] = None
     mesh = array.dst_mesh.mesh
     return tuple(landing for landing in found if _is_reachable(array.shape, landing, array.dst, mesh))
-
-
-def _landings(array: _Array) -> list[Layout]:
-    """The layouts to land in, the wanted one first."""
-    return list(_cached_landings(array))
 
 
 def _finer(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> Iterator[Layout]:
@@ -299,9 +258,11 @@ def _plan(array: _Array, landing: Layout, cluster: Cluster) -> TransferPlan:
     steps = reshard_steps(landing, array.dst)
     assert steps is not None, (landing, array.dst)
     sent = sum(piece.bytes for piece in pieces if piece.source != piece.destination)
-    plan = TransferPlan(**vars(array), landing=landing, pieces=tuple(pieces), steps=steps, equal=equal, bytes=sent)
-    seconds = loads.seconds + _local_seconds(plan, cluster) + _steps_seconds(plan, cluster)
-    return dataclasses.replace(plan, seconds=seconds)
+    local = _local_seconds(array, landing, pieces, cluster)
+    seconds = loads.seconds + local + _reshard_seconds(array, steps, cluster)
+    return TransferPlan(
+        **vars(array), landing=landing, pieces=tuple(pieces), steps=steps, equal=equal, bytes=sent, seconds=seconds
+    )
 
 
 def _pieces(array: _Array, need: Sequence[Ranges], loads: Loads) -> list[Piece]:
@@ -334,32 +295,27 @@ def _volume(ranges: Ranges) -> int:
     return math.prod(high - low for low, high in ranges)
 
 
-def _local_seconds(plan: TransferPlan, cluster: Cluster) -> float:
+def _local_seconds(array: _Array, landing: Layout, pieces: Sequence[Piece], cluster: Cluster) -> float:
     """Cutting pieces out of blocks at the source, and joining them at the destination: each is read and written."""
-    have = math.prod(local_shape(plan.shape, plan.src, plan.src_mesh.mesh)) * itemsize(plan.dtype)
-    need = math.prod(local_shape(plan.shape, plan.landing, plan.dst_mesh.mesh)) * itemsize(plan.dtype)
-    cut: dict[int, int] = {}
-    joined: dict[int, int] = {}
-    for piece in plan.pieces:
+    have = math.prod(local_shape(array.shape, array.src, array.src_mesh.mesh)) * itemsize(array.dtype)
+    need = math.prod(local_shape(array.shape, landing, array.dst_mesh.mesh)) * itemsize(array.dtype)
+    cut, joined = Counter[int](), Counter[int]()
+    for piece in pieces:
         if piece.bytes < have:
-            cut[piece.source] = cut.get(piece.source, 0) + piece.bytes
+            cut[piece.source] += piece.bytes
         if piece.bytes < need:
-            joined[piece.destination] = joined.get(piece.destination, 0) + piece.bytes
+            joined[piece.destination] += piece.bytes
     worst = max(cut.values(), default=0) + max(joined.values(), default=0)
     return 2 * worst / cluster.memory_bandwidth
 
 
-def _steps_seconds(plan: TransferPlan, cluster: Cluster) -> float:
-    return _reshard_seconds(plan.shape, plan.dtype, plan.steps, plan.dst_mesh.mesh, cluster)
-
-
-def _reshard_seconds(
-    shape: tuple[int, ...], dtype: Any, steps: Sequence[Step], mesh: LogicalMesh, cluster: Cluster
-) -> float:
+def _reshard_seconds(array: _Array, steps: Sequence[Step], cluster: Cluster) -> float:
     """The collectives on the destination. A submesh is priced as the first devices of the cluster are."""
+    mesh, size = array.dst_mesh.mesh, itemsize(array.dtype)
     cost = _mesh_cost(cluster, mesh)
-    size = itemsize(dtype)
-    return sum(cost.collective(step.kind, step.communicating(mesh), step.payload(shape, size, mesh)) for step in steps)
+    return sum(
+        cost.collective(step.kind, step.communicating(mesh), step.payload(array.shape, size, mesh)) for step in steps
+    )
 
 
 @functools.lru_cache(maxsize=1000)
@@ -379,12 +335,11 @@ def _estimate(array: _Array, landing: Layout, cluster: Cluster) -> float:
     the two submeshes, and the uplinks of the submesh with fewer nodes carry all that crosses.
     """
     src_mesh, dst_mesh, mesh = array.src_mesh, array.dst_mesh, array.dst_mesh.mesh
-    steps = reshard_steps(landing, array.dst) or ()
-    after = _reshard_seconds(array.shape, array.dtype, steps, mesh, cluster)
+    after = _reshard_seconds(array, reshard_steps(landing, array.dst) or (), cluster)
     same = src_mesh.mesh.shape == mesh.shape and _renamed(array.src, src_mesh.mesh, mesh) == landing
     if same and src_mesh.first == dst_mesh.first:
         return after
-    block = array.bytes / math.prod(mesh.product(axes) for axes in landing.dims)
+    block = math.prod(array.shape) * itemsize(array.dtype) / math.prod(mesh.product(axes) for axes in landing.dims)
     pieces, whole = 1, True
     for have, want in zip(array.src.dims, landing.dims, strict=True):
         parts, wanted = src_mesh.mesh.product(have), mesh.product(want)

@@ -13,9 +13,10 @@ contradict. An executable consumes the accumulators that it adds to; other buffe
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,6 +24,7 @@ from alpa_lite.errors import OrderError
 from alpa_lite.graph import Lit, Traced
 from alpa_lite.layout import Layout
 from alpa_lite.passes.programs.ends import end_buffers
+from alpa_lite.passes.programs.simulation import Clocks
 from alpa_lite.passes.stages.packing import Slot, slots
 from alpa_lite.passes.stages.segments import Segment, Segments
 from alpa_lite.paths import shown
@@ -39,7 +41,7 @@ from alpa_lite.program import (
     buffer,
     check,
 )
-from alpa_lite.schedules import Schedule, Task
+from alpa_lite.schedules import Schedule
 
 TransferSeconds = Callable[[Buffer, Submesh, Submesh, Layout], float]
 SegmentSeconds = Callable[[Segments, Segment], float]
@@ -50,8 +52,6 @@ class Written:
     """A program and the functions that its executables stand for.
 
     Attributes:
-      program: the lists.
-      stages: in segments.
       mesh_of: the submesh of each stage.
       functions: for each executable, (stage, position in `Segments.items`).
     """
@@ -76,43 +76,74 @@ def build(
 
     Args:
       traced: the accumulated step.
-      stages: one for each stage of the schedule.
-      submeshes: one for each list of the schedule.
-      schedule: the tasks.
+      stages, submeshes: one for each stage, and one for each list, of the schedule.
       donated: the flat arguments whose buffers the step may consume.
       segment_seconds, transfer_seconds: predicted, for the order of tasks and for the simulation.
     """
-    return _Writer(traced, stages, submeshes, schedule, donated, segment_seconds, transfer_seconds).pipeline()
+    writer = _Writer(traced, stages, submeshes, schedule, segment_seconds, transfer_seconds)
+    program = end_buffers(writer.program(), donated)
+    check(program)
+    functions = tuple(writer.calls[key].function for key in writer.called)
+    return Written(program, tuple(stages), writer.mesh_of, functions)
+
+
+_Key = tuple[str, int]
+"""The kind of a wire, and its number."""
+_Reader = tuple[int, str, int]
+"""A stage, and the kind and round of a segment of it."""
+_PER_MICROBATCH = ("number", "crossing", "saved", "piece")
+"""Wires whose values each micro-batch has for itself; all others have one buffer for all micro-batches."""
+
+
+class _Crossing(NamedTuple):
+    """A value that a segment makes for another stage.
+
+    Attributes:
+      value: its number.
+      reader: the first segment of the other stage that reads it.
+      buffer: the template of its buffer there; None where it is in place.
+      seconds: of sending it, predicted.
+    """
+
+    value: int
+    reader: _Reader
+    buffer: Buffer | None
+    seconds: float
 
 
 class _Call(NamedTuple):
-    """A segment as it is run: what it takes and gives, and where that is found.
+    """A segment as it is run.
 
     Attributes:
+      function: (stage, position in `Segments.items`).
       received: the values from other stages that it reads.
-      reads, writes: (kind of wire, number) of each array that it takes or gives.
-      pieces: whether it takes the pieces of all micro-batches.
-      outputs: the kinds of the buffers that it gives, and their names.
+      reads: of each array that it takes, whether each micro-batch has its own, and the wire.
+      writes: likewise of each that it gives, with the template of its buffer and its name.
+      sends: what it makes for other stages.
     """
 
+    function: tuple[int, int]
+    executable: Executable
     received: Sequence[int]
-    reads: Sequence[tuple[str, int]]
-    pieces: bool
-    writes: Sequence[tuple[str, int]]
-    outputs: Sequence[tuple[Buffer, str]]
+    reads: Sequence[tuple[bool, _Key]]
+    writes: Sequence[tuple[bool, _Key, Buffer, str]]
+    sends: Sequence[_Crossing]
 
 
 class _Writer:
     """The tables that one program is written with."""
 
-    def __init__(self, traced, stages, submeshes, schedule, donated, segment_seconds, transfer_seconds) -> None:
-        self.traced: Traced = traced
-        self.stages: Sequence[Segments] = stages
-        self.submeshes: Sequence[Submesh] = submeshes
-        self.schedule: Schedule = schedule
-        self.donatable: Collection[int] = donated
-        self.segment_seconds: SegmentSeconds = segment_seconds
-        self.transfer_seconds: TransferSeconds = transfer_seconds
+    def __init__(
+        self,
+        traced: Traced,
+        stages: Sequence[Segments],
+        submeshes: Sequence[Submesh],
+        schedule: Schedule,
+        segment_seconds: SegmentSeconds,
+        transfer_seconds: TransferSeconds,
+    ) -> None:
+        self.traced, self.stages, self.submeshes, self.schedule = traced, stages, submeshes, schedule
+        self.segment_seconds, self.transfer_seconds = segment_seconds, transfer_seconds
         self.mesh_of = mesh_of(schedule)
         self.buffers: list[Buffer] = []
         self.transfers: list[Transfer] = []
@@ -120,33 +151,34 @@ class _Writer:
         self.inputs: list[list[int]] = [[] for _ in traced.arguments]
         self.constants: list[list[int]] = [[] for _ in traced.graph.constants]
         self.numbers: list[list[int]] = [[] for _ in submeshes]
-        self.top: list[dict[int, int]] = [{} for _ in stages]  # register -> buffer
-        self.carry: list[dict[int, int]] = [{} for _ in stages]
-        self.tables: dict[tuple[int, int], Mapping[str, dict[int, int]]] = {}  # see `_tables`
-        self.arriving: dict[tuple[int, int, int], int] = {}  # the same keys: the transfer that brings it
-        self.brought: dict[int, list[tuple[int, int, int]]] = {}  # transfer -> the keys of `arriving`
-        self.arrival: dict[tuple[int, int, int], float] = {}  # the same keys: predicted seconds
-        self.links: dict[tuple[int, int], float] = {}  # (source, destination): when its last transfer ends
-        self.literals: list[dict[int, int]] = [{} for _ in stages]  # result -> buffer
-        self.executables: list[Executable] = []
-        self.functions: list[tuple[int, int]] = []
-        self.made: dict[tuple[int, int], int] = {}  # (stage, position) -> executable
-        self.kinds: dict[tuple[int, tuple], Buffer] = {}  # (mesh, shape and the like) -> a buffer of that kind
-        self.kind_of: list[Buffer] = []  # buffer -> that of `kinds`
-        self.kind_there: dict[tuple[int, int], Buffer] = {}  # (stage, register) -> that of `kinds`
-        self.seconds_between: dict[tuple[int, int], float] = {}  # identities of two kinds -> those of a transfer
-        self.calls: dict[tuple[int, int], _Call] = {}  # (stage, position)
-        self.runs_of: dict[tuple[int, str, int], list[int]] = {}  # (stage, kind, round) -> positions
+        # The buffers of each stage: of what all micro-batches share, and of what each has for itself.
+        self.shared: list[dict[_Key, int]] = [{} for _ in stages]
+        self.own: list[dict[int, dict[_Key, int]]] = [defaultdict(dict) for _ in stages]
+        self.readers = self._readers()
+        self.calls: dict[_Reader, _Call] = {
+            (number, segment.kind, segment.round): self._call(number, position)
+            for number, parts in enumerate(stages)
+            for position, segment in enumerate(parts.items)
+        }
+        self.called: dict[_Reader, int] = {}  # the numbers of the executables, in the order of their first runs
+        # When (stage, value, micro-batch) is there, and the transfer that brings it, -1 for what is in place.
+        self.arrivals: dict[tuple[int, int, int], tuple[float, int]] = {}
+        self.received: set[int] = {-1}
+        self.clocks = Clocks(len(submeshes))
 
-    def pipeline(self) -> Written:
+    def program(self) -> Program:
+        """Writes the lists; nothing is freed yet."""
         self._place()
         for stage in range(len(self.stages)):
-            self._run_all(stage, "prologue")
+            self._run((stage, "prologue", 0), -1)
         self._tasks()
-        self._updates()
-        program = Program(
+        for current in range(1 + max((s.round for p in self.stages for s in p.items if s.kind == "update"), default=0)):
+            for stage in range(len(self.stages)):
+                self._run((stage, "update", current), -1)
+            self._exchange(current)
+        return Program(
             submeshes=tuple(self.submeshes),
-            executables=tuple(self.executables),
+            executables=tuple(self.calls[key].executable for key in self.called),
             buffers=tuple(self.buffers),
             transfers=tuple(self.transfers),
             lists=tuple(map(tuple, self.lists)),
@@ -157,210 +189,154 @@ class _Writer:
             schedule=self.schedule.name,
             num_microbatches=self.schedule.num_microbatches,
         )
-        program = end_buffers(program, self.donatable)
-        check(program)
-        return Written(program, tuple(self.stages), self.mesh_of, tuple(self.functions))
 
-    # -- buffers --------------------------------------------------------------------------------------------------
+    # -- what is known before ---------------------------------------------------------------------------------------
 
-    def _kind(self, mesh: int, kind: tuple) -> Buffer:
+    def _readers(self) -> dict[int, list[tuple[_Reader, int]]]:
+        """For each crossing value the first segment of each stage that reads it, and the register there."""
+        found: dict[int, dict[int, tuple[_Reader, int]]] = defaultdict(dict)
+        for number, parts in enumerate(self.stages):
+            for segment in parts.items:
+                for wire, binds in zip(segment.inputs, segment.binds, strict=True):
+                    if wire.kind == "crossing":
+                        found[wire.number].setdefault(number, ((number, segment.kind, segment.round), binds[0]))
+        return {value: list(by_stage.values()) for value, by_stage in found.items()}
+
+    def _call(self, stage: int, position: int) -> _Call:
+        """Returns a segment with its inputs and outputs."""
+        parts, mesh = self.stages[stage], self.mesh_of[stage]
+        segment = parts.items[position]
+        reads = [_key(slot) for slot in slots(parts, segment)]
+        given = slots(parts, segment, output=True)
+        writes = [(*_key(slot), self._template(mesh, slot.kind), _name(slot)) for slot in given]
+        sums = {key for _, key, _, _ in writes if key[0] == "carry" and segment.kind != "update"}
+        sliced = self.schedule.num_slices > 1 and segment.kind in ("forward", "backward")
+        part = f" {segment.round}" if segment.round or sliced else ""
+        executable = Executable(
+            f"stage {stage} {segment.kind}{part}", mesh, stage, segment.kind,
+            tuple(i for i, (_, key) in enumerate(reads) if key in sums),
+            self.segment_seconds(parts, segment), slice=segment.round if sliced else -1,
+        )  # fmt: skip
+        sends = []
+        for _, (kind, value), sent, _ in writes:
+            for reader, register in self.readers.get(value, ()) if kind == "crossing" else ():
+                there = self._register(reader[0], register)
+                sends.append(_Crossing(value, reader, *self._passage(sent, there)))
+        received = [wire.number for wire in segment.inputs if wire.kind == "crossing"]
+        return _Call((stage, position), executable, received, reads, writes, sends)
+
+    def _template(self, mesh: int, kind: tuple[tuple[int, ...], Any, Layout]) -> Buffer:
         """Returns the template of all buffers of a shape, dtype and layout on a submesh."""
-        if (mesh, kind) not in self.kinds:
-            shape, dtype, layout = kind
-            self.kinds[mesh, kind] = buffer(mesh, self.submeshes[mesh], layout, shape, dtype)
-        return self.kinds[mesh, kind]
+        shape, dtype, layout = kind
+        return buffer(mesh, self.submeshes[mesh], layout, shape, dtype)
 
-    def _buffer(self, kind: Buffer, name: str, microbatch: int = -1) -> int:
-        """A new buffer of a kind."""
-        self.buffers.append(Buffer(kind.mesh, kind.layout, kind.shape, kind.dtype, kind.bytes, microbatch, name))
-        self.kind_of.append(kind)
+    def _register(self, stage: int, register: int) -> Buffer:
+        """Returns the template of the buffers of a stage's register."""
+        return self._template(self.mesh_of[stage], self.stages[stage].register_type(register))
+
+    def _passage(self, sent: Buffer, wanted: Buffer) -> tuple[Buffer | None, float]:
+        """Returns the template of the buffer that a transfer defines, and its seconds; None where none is needed."""
+        if sent.mesh == wanted.mesh and sent.layout == wanted.layout:
+            return None, 0.0
+        ends = self.submeshes[sent.mesh], self.submeshes[wanted.mesh]
+        return wanted, self.transfer_seconds(sent, *ends, wanted.layout)
+
+    # -- buffers and transfers --------------------------------------------------------------------------------------
+
+    def _buffer(self, template: Buffer, name: str, microbatch: int = -1) -> int:
+        """Returns a new buffer."""
+        self.buffers.append(Buffer(*template[:5], microbatch, name))
         return len(self.buffers) - 1
+
+    def _send(
+        self, source: int, destination: int, passages: Sequence[tuple[int, int, float]], microbatch: int = -1
+    ) -> int:
+        """Writes a transfer of (buffer there, buffer here, seconds) between stages; returns its number."""
+        sent, received, seconds = zip(*passages, strict=True)
+        ends = self.mesh_of[source], self.mesh_of[destination]
+        self.transfers.append(Transfer(*ends, sent, received, sum(seconds), microbatch))
+        self.lists[ends[0]].append(Send(len(self.transfers) - 1))
+        return len(self.transfers) - 1
+
+    def _copy(self, copies: Sequence[tuple[int, int, int, int]]) -> None:
+        """Copies (stage, buffer) to (another stage, its register), once a step; a pair of stages shares a transfer."""
+        groups: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
+        for source, there, destination, register in copies:
+            sent = self.buffers[there]
+            template, seconds = self._passage(sent, self._register(destination, register))
+            here = there if template is None else self._buffer(template, sent.name)
+            self.shared[destination]["top", register] = here
+            if here != there:
+                groups.setdefault((source, destination), []).append((there, here, seconds))
+        for (source, destination), passages in groups.items():
+            number = self._send(source, destination, passages)
+            self.lists[self.mesh_of[destination]].append(Receive(number))
 
     def _place(self) -> None:
         """Buffers of arguments, constants and micro-batch numbers; state that others read is sent to them."""
-        placed: dict[tuple[str, int, int, Layout], int] = {}
+        placed: dict[tuple[str, int, Buffer], int] = {}
         owned: dict[int, tuple[int, int]] = {}
+
+        def place(kind: str, number: int, name: str, stage: int, register: int, into: list[list[int]]) -> None:
+            template = self._register(stage, register)
+            key = kind, number, template
+            if key not in placed:
+                placed[key] = self._buffer(template, name)
+                into[number].append(placed[key])
+            self.shared[stage]["top", register] = placed[key]
+
         copies: list[tuple[int, int, int]] = []
-        for number, stage in enumerate(self.stages):
-            mesh = self.mesh_of[number]
-            registers = stage.program.body.inputs
-            for port, register in zip(stage.stage.inputs, registers, strict=False):
-                kind = stage.register_type(register)
+        for stage, parts in enumerate(self.stages):
+            ports, registers = parts.stage.inputs, parts.program.body.inputs
+            for port, register in zip(ports, registers, strict=False):
                 if port.kind == "argument":
-                    key = ("argument", port.number, mesh, kind[2])
-                    if key not in placed:
-                        placed[key] = self._buffer(
-                            self._kind(mesh, kind), shown(self.traced.arguments[port.number].path)
-                        )
-                        self.inputs[port.number].append(placed[key])
-                    self.top[number][register] = placed[key]
-                    owned[port.number] = number, placed[key]
+                    name = shown(self.traced.arguments[port.number].path)
+                    place("argument", port.number, name, stage, register, self.inputs)
+                    owned[port.number] = stage, self.shared[stage]["top", register]
                 elif port.kind == "copy":
-                    copies.append((number, port.number, register))
-            for constant, register in zip(stage.stage.constants, registers[len(stage.stage.inputs) :], strict=True):
-                kind = stage.register_type(register)
-                key = ("constant", constant, mesh, kind[2])
-                if key not in placed:
-                    placed[key] = self._buffer(self._kind(mesh, kind), f"constant {constant}")
-                    self.constants[constant].append(placed[key])
-                self.top[number][register] = placed[key]
-        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for number, argument, register in copies:
-            owner, there = owned[argument]
-            here = self._landed(there, number, register, -1)
-            self.top[number][register] = here
-            if here != there:
-                groups.setdefault((owner, number), []).append((there, here))
-        for (owner, number), pairs in groups.items():
-            transfer = self._send(self.mesh_of[owner], self.mesh_of[number], pairs, -1)
-            self.lists[self.mesh_of[number]].append(Receive(transfer))
-        needs = {
-            self.mesh_of[number]
-            for number, stage in enumerate(self.stages)
-            for segment in stage.items
-            if any(wire.kind == "number" for wire in segment.inputs)
-        }
-        for mesh in sorted(needs):
-            for i in range(self.schedule.num_microbatches):
-                kind = ((), np.dtype(np.int32), Layout(()))
-                self.numbers[mesh].append(self._buffer(self._kind(mesh, kind), f"micro-batch number {i}"))
+                    copies.append((port.number, stage, register))
+            for constant, register in zip(parts.stage.constants, registers[len(ports) :], strict=True):
+                place("constant", constant, f"constant {constant}", stage, register, self.constants)
+        self._copy([(*owned[argument], stage, register) for argument, stage, register in copies])
+        counting = [n for n, p in enumerate(self.stages) if any(w.kind == "number" for s in p.items for w in s.inputs)]
+        for mesh in sorted({self.mesh_of[stage] for stage in counting}):
+            template = self._template(mesh, ((), np.dtype(np.int32), Layout(())))
+            names = [f"micro-batch number {i}" for i in range(self.schedule.num_microbatches)]
+            self.numbers[mesh] = [self._buffer(template, name) for name in names]
+        for stage in counting:
+            for microbatch, number in enumerate(self.numbers[self.mesh_of[stage]]):
+                self.own[stage][microbatch]["number", 0] = number
 
-    def _landed(self, there: int, stage: int, register: int, microbatch: int) -> int:
-        """The buffer of a stage's register for a value: the same one, if it is there in the right layout."""
-        kind = self.kind_there.get((stage, register))
-        if kind is None:
-            kind = self._kind(self.mesh_of[stage], self.stages[stage].register_type(register))
-            self.kind_there[stage, register] = kind
-        sent = self.buffers[there]
-        if sent.mesh == kind.mesh and sent.layout == kind.layout:
-            return there
-        return self._buffer(kind, sent.name, microbatch)
+    # -- runs -------------------------------------------------------------------------------------------------------
 
-    def _seconds(self, there: int, here: int) -> float:
-        """Predicted seconds of sending a buffer to another submesh."""
-        sent, received = self.kind_of[there], self.kind_of[here]
-        key = id(sent), id(received)  # `kinds` keeps them
-        if key not in self.seconds_between:
-            source, destination = self.submeshes[sent.mesh], self.submeshes[received.mesh]
-            self.seconds_between[key] = self.transfer_seconds(sent, source, destination, received.layout)
-        return self.seconds_between[key]
-
-    def _send(self, source: int, destination: int, pairs: Sequence[tuple[int, int]], microbatch: int) -> int:
-        """Writes a transfer down and starts it; returns its number."""
-        seconds = sum(self._seconds(there, here) for there, here in pairs)
-        sent, received = zip(*pairs, strict=True)
-        self.transfers.append(Transfer(source, destination, sent, received, seconds, microbatch))
-        self.lists[source].append(Send(len(self.transfers) - 1))
-        return len(self.transfers) - 1
-
-    # -- runs -----------------------------------------------------------------------------------------------------
-
-    def _executable(self, stage: int, position: int) -> int:
-        key = stage, position
-        if key not in self.made:
-            segment = self.stages[stage].items[position]
-            call = self._call(stage, position)
-            donated = tuple(
-                i
-                for i, read in enumerate(call.reads)
-                if segment.kind != "update" and read[0] == "carry" and read in call.writes
-            )
-            slices = self.schedule.num_slices > 1 and segment.kind in ("forward", "backward")
-            part = f" {segment.round}" if segment.round or slices else ""
-            self.executables.append(
-                Executable(
-                    f"stage {stage} {segment.kind}{part}", self.mesh_of[stage], stage, segment.kind, donated,
-                    self.segment_seconds(self.stages[stage], segment), slice=segment.round if slices else -1,
-                )
-            )  # fmt: skip
-            self.functions.append(key)
-            self.made[key] = len(self.executables) - 1
-        return self.made[key]
-
-    def _run(self, stage: int, position: int, microbatch: int) -> None:
-        """Writes one run: receives that it needs, the run, and what becomes of its outputs."""
-        call, tables = self._call(stage, position), self._tables(stage, microbatch)
-        self._receive(stage, call.received, microbatch)
-        if call.pieces:
-            count = self.schedule.num_microbatches
-            parts = [self._tables(stage, m)["piece"] for m in range(count)]
-            inputs = [
-                buffer
-                for kind, number in call.reads
-                for buffer in ([part[number] for part in parts] if kind == "pieces" else [tables[kind][number]])
-            ]
-        else:
-            inputs = [tables[kind][number] for kind, number in call.reads]
-        outputs = tuple([self._buffer(kind, name, microbatch) for kind, name in call.outputs])
-        for (kind, number), made in zip(call.writes, outputs, strict=True):
-            tables[kind][number] = made
-        run = Run(self._executable(stage, position), microbatch, tuple(inputs), outputs)
-        self.lists[self.mesh_of[stage]].append(run)
-
-    def _call(self, stage: int, position: int) -> _Call:
-        """Returns the inputs and outputs of a segment."""
-        key = stage, position
-        if key not in self.calls:
-            parts, mesh = self.stages[stage], self.mesh_of[stage]
-            segment = parts.items[position]
-            taken, given = slots(parts, segment), slots(parts, segment, output=True)
-            self.calls[key] = _Call(
-                received=[wire.number for wire in segment.inputs if wire.kind == "crossing"],
-                reads=[(slot.wire.kind, slot.wire.number) for slot in taken],
-                pieces=any(slot.wire.kind == "pieces" for slot in taken),
-                writes=[(slot.wire.kind, slot.wire.number) for slot in given],
-                outputs=[(self._kind(mesh, slot.kind), _name(slot)) for slot in given],
-            )
-        return self.calls[key]
-
-    def _tables(self, stage: int, microbatch: int) -> Mapping[str, dict[int, int]]:
-        """Returns the locations of a stage's values for a micro-batch: kind of wire -> its number -> buffer.
-
-        Values that all micro-batches share are in the same table for all: of the top level, accumulators and literals.
-        """
-        key = stage, microbatch
-        if key not in self.tables:
-            numbers = self.numbers[self.mesh_of[stage]]
-            self.tables[key] = {
-                "top": self.top[stage],
-                "slice": self.top[stage],
-                "carry": self.carry[stage],
-                "literal": self.literals[stage],
-                "number": {0: numbers[microbatch]} if numbers and microbatch >= 0 else {},
-                "crossing": {},
-                "saved": {},
-                "piece": {},
-            }
-        return self.tables[key]
-
-    def _receive(self, stage: int, values: Sequence[int], microbatch: int) -> None:
-        for value in values:
-            transfer = self.arriving.pop((stage, value, microbatch), None)
-            if transfer is not None:
-                self.lists[self.mesh_of[stage]].append(Receive(transfer))
-                for key in self.brought.pop(transfer):
-                    self.arriving.pop(key, None)
-
-    def _run_all(self, stage: int, kind: str, round_: int = 0, microbatch: int = -1) -> None:
-        key = stage, kind, round_
-        if key not in self.runs_of:
-            items = enumerate(self.stages[stage].items)
-            self.runs_of[key] = [i for i, segment in items if (segment.kind, segment.round) == (kind, round_)]
-        for position in self.runs_of[key]:
-            self._run(stage, position, microbatch)
-
-    # -- tasks ----------------------------------------------------------------------------------------------------
+    def _run(self, key: _Reader, microbatch: int) -> None:
+        """Writes one run, if the stage has such a segment, after the receives that it needs."""
+        call = self.calls.get(key)
+        if call is None:
+            return
+        stage = key[0]
+        items = self.lists[self.mesh_of[stage]]
+        for value in call.received:
+            _, transfer = self.arrivals[stage, value, microbatch]
+            if transfer not in self.received:
+                self.received.add(transfer)
+                items.append(Receive(transfer))
+        tables = self.shared[stage], self.own[stage][microbatch]
+        inputs: list[int] = []
+        for own, wire in call.reads:
+            if wire[0] == "pieces":
+                inputs += [self.own[stage][m]["piece", wire[1]] for m in range(self.schedule.num_microbatches)]
+            else:
+                inputs.append(tables[own][wire])
+        outputs = tuple([self._buffer(template, name, microbatch) for _, _, template, name in call.writes])
+        for (own, wire, _, _), made in zip(call.writes, outputs, strict=True):
+            tables[own][wire] = made
+        items.append(Run(self.called.setdefault(key, len(self.called)), microbatch, tuple(inputs), outputs))
 
     def _tasks(self) -> None:
         """Writes the tasks in the order in which they would start. Takes time linear in what they read and write."""
-        needed = {
-            (number, segment.kind, segment.round): [w.number for w in segment.inputs if w.kind == "crossing"]
-            for number, stage in enumerate(self.stages)
-            for segment in stage.items
-        }
-        readers = self._readers()
         lists = self.schedule.tasks
-        clocks, positions = [0.0] * len(lists), [0] * len(lists)
+        positions = [0] * len(lists)
         ready: list[tuple[float, int]] = []  # when the next task of a submesh starts, and the submesh
         waiting: dict[tuple[int, int, int], int] = {}  # what the next task of a submesh lacks -> the submesh
 
@@ -369,12 +345,12 @@ class _Writer:
             if positions[mesh] == len(lists[mesh]):
                 return
             task = lists[mesh][positions[mesh]]
-            keys = [
-                (task.stage, value, task.microbatch) for value in needed.get((task.stage, task.kind, task.slice), ())
-            ]
-            missing = next((key for key in keys if key not in self.arrival), None)
+            call = self.calls.get((task.stage, task.kind, task.slice))
+            keys = [(task.stage, value, task.microbatch) for value in call.received] if call is not None else []
+            missing = next((key for key in keys if key not in self.arrivals), None)
             if missing is None:
-                heapq.heappush(ready, (max([clocks[mesh], *(self.arrival[key] for key in keys)]), mesh))
+                times = [self.arrivals[key][0] for key in keys]
+                heapq.heappush(ready, (max([self.clocks.meshes[mesh], *times]), mesh))
             else:
                 waiting[missing] = mesh
 
@@ -384,107 +360,77 @@ class _Writer:
             start, mesh = heapq.heappop(ready)
             task = lists[mesh][positions[mesh]]
             positions[mesh] += 1
-            segment = self.stages[task.stage].of(task.kind, task.slice)
-            seconds = self.segment_seconds(self.stages[task.stage], segment) if segment is not None else 0.0
-            clocks[mesh] = start + seconds
-            self._run_all(task.stage, task.kind, task.slice, task.microbatch)
-            for key in self._send_crossing(task, readers, clocks[mesh]):
-                if key in waiting:
-                    look(waiting.pop(key))
+            key = task.stage, task.kind, task.slice
+            self._run(key, task.microbatch)
+            call = self.calls.get(key)
+            _, end = self.clocks.run(mesh, call.executable.seconds if call is not None else 0.0, start)
+            for arrived in self._send_crossing(call, task.microbatch, end) if call is not None else ():
+                if arrived in waiting:
+                    look(waiting.pop(arrived))
             look(mesh)
         if any(at < len(tasks) for at, tasks in zip(positions, lists, strict=True)):
             raise OrderError(f"schedule {self.schedule.name} cannot run this step: its tasks wait for each other")
 
-    def _readers(self) -> dict[int, list[tuple[int, str, int]]]:
-        """For each crossing value, (stage, the first segment that reads it, register there)."""
-        found: dict[int, dict[int, tuple[int, str, int]]] = {}
-        for number, stage in enumerate(self.stages):
-            for segment in stage.items:
-                for wire, binds in zip(segment.inputs, segment.binds, strict=True):
-                    if wire.kind == "crossing":
-                        found.setdefault(wire.number, {}).setdefault(
-                            number, (number, f"{segment.kind} {segment.round}", binds[0])
-                        )
-        return {value: list(by_stage.values()) for value, by_stage in found.items()}
+    def _send_crossing(self, call: _Call, microbatch: int, end: float) -> list[tuple[int, int, int]]:
+        """Sends the outputs of a run that ends at `end` to other stages, those first read by one task in one transfer.
 
-    def _send_crossing(
-        self, task: Task, readers: dict[int, list[tuple[int, str, int]]], end: float
-    ) -> list[tuple[int, int, int]]:
-        """Sends the outputs of a task that ends at `end` to other stages, those first read by one task in one transfer.
-
-        Returns the keys of `arrival` that this sets.
+        Returns the keys of `arrivals` that this sets.
         """
-        segment = self.stages[task.stage].of(task.kind, task.slice)
-        groups: dict[tuple[int, str], list[tuple[int, int, int]]] = {}
-        found = []
-        for wire in segment.outputs if segment is not None else ():
-            if wire.kind != "crossing":
-                continue
-            there = self._tables(task.stage, task.microbatch)["crossing"][wire.number]
-            for stage, kind, register in readers.get(wire.number, []):
-                key = stage, wire.number, task.microbatch
-                here = self._landed(there, stage, register, task.microbatch)
-                self._tables(stage, task.microbatch)["crossing"][wire.number] = here
-                self.arrival[key] = end
-                found.append(key)
-                if here != there:
-                    groups.setdefault((stage, kind), []).append((wire.number, there, here))
-        for (stage, _), values in groups.items():
-            pairs = [(there, here) for _, there, here in values]
-            link = self.mesh_of[task.stage], self.mesh_of[stage]
-            transfer = self._send(*link, pairs, task.microbatch)
-            arrival = max(end, self.links.get(link, 0.0)) + self.transfers[transfer].seconds
-            self.links[link] = arrival
-            self.brought[transfer] = [(stage, value, task.microbatch) for value, _, _ in values]
-            for key in self.brought[transfer]:
-                self.arriving[key], self.arrival[key] = transfer, arrival
-        return found
+        stage, _ = call.function
+        groups: dict[_Reader, list[tuple[int, tuple[int, int, float]]]] = {}
+        keys = [(one.reader[0], one.value, microbatch) for one in call.sends]
+        for key, one in zip(keys, call.sends, strict=True):
+            here = there = self.own[stage][microbatch]["crossing", one.value]
+            if one.buffer is not None:
+                here = self._buffer(one.buffer, self.buffers[there].name, microbatch)
+                groups.setdefault(one.reader, []).append((one.value, (there, here, one.seconds)))
+            self.own[key[0]][microbatch]["crossing", one.value] = here
+            self.arrivals[key] = end, -1
+        for (reader, _, _), values in groups.items():
+            number = self._send(stage, reader, [passage for _, passage in values], microbatch)
+            _, arrival = self.clocks.transfer(self.transfers[number], end)
+            self.arrivals.update(((reader, value, microbatch), (arrival, number)) for value, _ in values)
+        return keys
 
-    # -- the update -----------------------------------------------------------------------------------------------
-
-    def _updates(self) -> None:
-        rounds = 1 + max((s.round for stage in self.stages for s in stage.items if s.kind == "update"), default=0)
-        for current in range(rounds):
-            for number in range(len(self.stages)):
-                self._run_all(number, "update", current)
-            self._exchange(current)
+    # -- the update -------------------------------------------------------------------------------------------------
 
     def _exchange(self, current: int) -> None:
         """Sends the late values that this round made to the stages that read them."""
-        groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        for number, stage in enumerate(self.stages):
-            for value, made in stage.stage.late_rounds.items():
-                if made != current:
-                    continue
-                position = next(
-                    i for i, p in enumerate(stage.stage.outputs) if p.kind == "late" and p.number == value
-                )  # fmt: skip
-                operand = stage.finals[position]
-                assert operand is not None
-                there = self.literals[number][position] if isinstance(operand, Lit) else self.top[number][operand]
+        copies = []
+        for number, parts in enumerate(self.stages):
+            for value in (value for value, made in parts.stage.late_rounds.items() if made == current):
+                ports = parts.stage.outputs
+                there = self._final(
+                    number, next(i for i, p in enumerate(ports) if (p.kind, p.number) == ("late", value))
+                )
                 for other, reader in enumerate(self.stages):
-                    ports = zip(reader.stage.inputs, reader.program.body.inputs, strict=False)
-                    for port, register in ports:
-                        if port.kind == "late" and port.number == value:
-                            here = self._landed(there, other, register, -1)
-                            self.top[other][register] = here
-                            if here != there:
-                                groups.setdefault((number, other), []).append((there, here))
-        for (number, other), pairs in groups.items():
-            transfer = self._send(self.mesh_of[number], self.mesh_of[other], pairs, -1)
-            self.lists[self.mesh_of[other]].append(Receive(transfer))
+                    for port, register in zip(reader.stage.inputs, reader.program.body.inputs, strict=False):
+                        if (port.kind, port.number) == ("late", value):
+                            copies.append((number, there, other, register))
+        self._copy(copies)
+
+    def _final(self, stage: int, position: int) -> int:
+        """The buffer of a stage's result."""
+        operand = self.stages[stage].finals[position]
+        assert operand is not None
+        return (
+            self.shared[stage]["literal", position] if isinstance(operand, Lit) else self.shared[stage]["top", operand]
+        )
 
     def _outputs(self) -> tuple[int, ...]:
-        found: dict[int, int] = {}
-        for number, stage in enumerate(self.stages):
-            for position, (port, operand) in enumerate(zip(stage.stage.outputs, stage.finals, strict=True)):
-                if port.kind == "argument":
-                    assert operand is not None
-                    literal = isinstance(operand, Lit)
-                    found[port.number] = (
-                        self.literals[number][position] if literal else self.top[number][operand]  # type: ignore[index]
-                    )
+        found = {
+            port.number: self._final(number, position)
+            for number, parts in enumerate(self.stages)
+            for position, port in enumerate(parts.stage.outputs)
+            if port.kind == "argument"
+        }
         return tuple(found[i] for i in range(len(self.traced.outputs)))
+
+
+def _key(slot: Slot) -> tuple[bool, _Key]:
+    """Whether each micro-batch has its own buffer, and the wire; a slice of a register is read from the register's."""
+    kind = "top" if slot.wire.kind == "slice" else slot.wire.kind
+    return kind in _PER_MICROBATCH, (kind, slot.wire.number)
 
 
 def _name(slot: Slot) -> str:

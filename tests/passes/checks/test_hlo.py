@@ -296,15 +296,6 @@ def test_rewrites_of_other_backends(planned, line, rewrite):
             report.raise_if_bad()
 
 
-def test_bytes_by_kind_are_those_sent():
-    _, text, planned = compiled("megatron")
-    sent = compare_hlo(text, MESH, planned).bytes_by_kind()
-    want = {}
-    for c in planned:
-        want[(c.kind, c.axes)] = want.get((c.kind, c.axes), 0) + c.bytes * c.count
-    assert sent == want
-
-
 def test_all_reduces_that_become_one_flat_operand():
     """JAX's CUDA plugin 0.12.0.1: the combiner flattens small all-reduces into one."""
     groups = "replica_groups={{0,2,4,6},{1,3,5,7}}"

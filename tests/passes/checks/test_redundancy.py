@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alpa_lite.layout import LogicalMesh
-from alpa_lite.passes.checks.redundancy import redundant_collectives
+from alpa_lite.passes.checks.redundancy import REASONS, redundant_collectives
 
 MESH = LogicalMesh((4, 2), ("d", "m"))
 ABSTRACT = AbstractMesh((4, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
@@ -37,11 +37,12 @@ def redundancy(fun):
     arg = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(ABSTRACT, P("d")))
     module = jax.jit(step).trace(arg).lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo")
     found = redundant_collectives(module, MESH)
-    return {name: dict(getattr(found, name)) for name in ("merged", "constant", "reassociated", "hoisted")}
+    return {reason: dict(counts) for reason, counts in found.lost.items()}
 
 
 def expect(**found):
-    return {name: found.get(name, {}) for name in ("merged", "constant", "reassociated", "hoisted")}
+    names = {"merged duplicates": "merged", "removed constants": "constant", "reassociated sums": "reassociated"}
+    return {reason: found.get(names.get(reason, reason), {}) for reason in REASONS}
 
 
 def loop(body, n=5):

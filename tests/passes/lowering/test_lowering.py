@@ -63,7 +63,7 @@ def check_collectives(traced: Traced, program: LocalProgram) -> None:
         [lowering.spec_of(layout) for layout in program.inputs],
         "cpu",
     )
-    shardy.check_shardy(module, program.mesh, [c for c, _ in lowering.collectives(program, traced)])
+    shardy.check_shardy(module, program.mesh, [c for c, *_ in lowering.collectives(program, traced)])
 
 
 def check_results(got: list[Any], want: list[Any], traced: Traced) -> None:
@@ -82,7 +82,7 @@ def check_results(got: list[Any], want: list[Any], traced: Traced) -> None:
 
 def check(name: str, seed: int) -> None:
     traced, program, (step, args) = decide(zoo.get(name), seed)
-    assert lowering.collectives(program, traced)
+    assert list(lowering.collectives(program, traced))
     check_collectives(traced, program)
     check_results(run(traced, program, args), jax.tree.leaves(jax.jit(step)(*args)), traced)
 
@@ -151,7 +151,7 @@ def _zero_3_axes(sizes: list[int]) -> tuple[tuple[str, ...], ...]:
 
 
 def gathers(program: LocalProgram, traced: Traced) -> list[tuple[str, int]]:
-    return [(c.kind, c.bytes) for c, _ in lowering.collectives(program, traced) if c.kind == "all_gather"]
+    return [(c.kind, c.bytes) for c, *_ in lowering.collectives(program, traced) if c.kind == "all_gather"]
 
 
 def test_state_used_late_is_gathered_again_behind_a_barrier():

@@ -328,7 +328,7 @@ def test_gradients_are_synchronised_once_a_step(method, kind):
     fun, args = wide_mlp()
     _, found = accumulated(fun, args, 4)
     program = planned(found, method, Cluster.preset("h100", nodes=1))
-    moved = [c for c, _ in lowering.collectives(program, found.traced) if c.kind in (kind, "all_reduce")]
+    moved = [c for c, *_ in lowering.collectives(program, found.traced) if c.kind in (kind, "all_reduce")]
     loss = ("all_reduce", 4, 1)
     assert sorted((c.kind, c.bytes, c.count) for c in moved) == sorted(
         [loss, *((kind, w.nbytes, 1) for w in args[0].values())]

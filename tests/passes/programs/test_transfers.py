@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.layout import Layout, LogicalMesh, local_shape, replicated
 from alpa_lite.passes.programs import links, transfers
-from alpa_lite.passes.programs.transfers import blocks, edge_seconds, plan_transfer, plans_of, price
+from alpa_lite.passes.programs.transfers import blocks, plan_transfer, plans_of, price
 from alpa_lite.program import Program, Submesh, Transfer, buffer
 
 F32 = jnp.dtype("float32")
@@ -106,7 +106,7 @@ def test_pieces_fill_every_block_once(edge):
 def test_no_landing_is_much_cheaper_than_the_chosen_one(edge):
     *arguments, cluster = edge
     array = transfers._Array(*arguments)
-    assert 0 not in array.shape or transfers._landings(array) == [array.dst]  # nothing is sent
+    assert 0 not in array.shape or transfers._landings(array) == (array.dst,)  # nothing is sent
     best = min(transfers._plan(array, landing, cluster).seconds for landing in transfers._landings(array))
     assert plan_transfer(*edge).seconds <= 1.25 * best
 
@@ -258,13 +258,6 @@ def test_cards_are_faster_than_the_node():
     near = links.route(CARDS, 0, 1)
     far = links.route(CARDS, 1, 2)
     assert near[0][1] == pytest.approx(far[0][1] / 4)
-
-
-def test_arrays_that_go_together_share_the_links():
-    plan = plan_transfer((1024, 1024), F32, Layout((("x",), ())), SOURCE, Layout((("y",), ())), TARGET, two_nodes())
-    assert edge_seconds([plan], two_nodes()) == pytest.approx(plan.seconds)
-    assert edge_seconds([plan] * 3, two_nodes()) == pytest.approx(1e-6 + 3 * 2**22 / 1e9)
-    assert edge_seconds([], two_nodes()) == 0.0
 
 
 def test_plans_of_a_program():
