@@ -111,8 +111,8 @@ def proposed(
         table = np.maximum(np.maximum(times.max(0), sent / 2), dispatch)
         table[: shortest - 1] = np.inf
         paced = np.maximum(times.max(0) + sent, dispatch)
-        found = cut({1: table}, count, stages, step=step, passing={1: np.where(np.isinf(table), np.inf, paced)})
-        best = [n // step for n in found.parts[0].lengths]
+        found = cut(table, count, stages, step=step, passing=np.where(np.isinf(table), np.inf, paced))
+        best = [n // step for n in found.lengths]
         equal = [tuple(map(len, np.array_split(np.arange(size), n))) for n in (len(best), 1 << len(best).bit_length())]
         for parts in dict.fromkeys((tuple(best), *equal)):
             if len(parts) > 1 and min(parts) >= max(shortest, 1):
