@@ -119,7 +119,11 @@ def row_of(setting: Setting) -> dict[str, Any]:
     return {
         "setting": setting.name,
         "predicted": {"whole": whole, "paper": paper, "ours": found.seconds},
-        "slices": {"paper": _lengths(setting.slices), "ours": _written(found, setting), "ours fitted": _written(fitted, setting)},
+        "slices": {
+            "paper": _lengths(setting.slices),
+            "ours": _written(found, setting),
+            "ours fitted": _written(fitted, setting),
+        },
         "fitted": {
             "factor": factor,
             "overhead": overhead,

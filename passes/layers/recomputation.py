@@ -22,13 +22,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 
-import numpy as np
-from scipy import sparse
-from scipy.sparse import csgraph
-
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Op, Value
-from alpa_lite.passes.ir import flow, primitives
+from alpa_lite.passes.ir import flow, min_cut, primitives
 from alpa_lite.passes.ir.rewriting import Rewriter
 
 EXPENSIVE_BYTES = 4
@@ -37,8 +33,7 @@ EXPENSIVE_BYTES = 4
 REPEATABLE = (primitives.IN_LOOPS | primitives.SAME_BYTES) - primitives.PLACEMENT - {"name", "gather"}
 """Operations that kernels compute element by element. Values that the user named are not computed again."""
 
-_CAPACITY = 1 << 28  # of all edges together: SciPy's maximum flow counts in int32
-_UNLIMITED = 1 << 30
+_CAPACITY = 1 << 28  # of all edges together
 
 
 def is_repeatable(op: Op) -> bool:
@@ -56,7 +51,6 @@ def choose_repeated(
     """Chooses the values that are computed again.
 
     Args:
-      values: of the graph, by number.
       required: the values that must be available.
       makers: value -> the operation that makes it, of those that can be repeated, in program order.
       present: the values that are available in any case.
@@ -97,6 +91,15 @@ def copy_ops(
     return copies
 
 
+def entering(rewriter: Rewriter, group: list[tuple[Atom, int]], atom: Atom, like: int) -> int:
+    """The body input of an operand of a scan, which is added to its constants or scanned inputs if it is not there."""
+    known = next((own for other, own in group if other is atom or other == atom), None)
+    if known is None:
+        known = rewriter.fresh(like)
+        group.append((atom, known))
+    return known
+
+
 def place_at_first_use(copies: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
     """Merges copies into ops, each right before the first op that needs it; those that only outputs need come last."""
     waiting = flow.producers(copies)
@@ -111,7 +114,7 @@ def place_at_first_use(copies: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
 
 
 class _Network:
-    """The network of one choice. Vertices 0 and 1 are source and sink, and each value has two."""
+    """The network of one choice. Each value has two vertices."""
 
     def __init__(self) -> None:
         self._vertex: dict[int, int] = {}
@@ -121,28 +124,21 @@ class _Network:
         """Adds a value with its costs in bytes; of equal choices, required values are kept."""
         here = self._of(value)
         self._edges[here, here + 1] = keeping, not is_required
-        self._edges[0, here] = repeating, False
+        self._edges[min_cut.SOURCE, here] = repeating, False
         for operand in operands:
             self._edges[self._of(operand) + 1, here] = math.inf, False
         if is_required:
-            self._edges[here + 1, 1] = math.inf, False
+            self._edges[here + 1, min_cut.SINK] = math.inf, False
 
     def _of(self, value: int) -> int:
         return self._vertex.setdefault(value, 2 + 2 * len(self._vertex))
 
     def repeated(self) -> frozenset[int]:
         """The values that are computed again, in the minimum cut that is nearest to the sink."""
-        total = sum(size for size, _ in self._edges.values() if size < math.inf)
-        scale = _CAPACITY / max(1.0, total)
-        sizes = [
-            _UNLIMITED if size == math.inf else 2 * math.ceil(size * scale) + loses
-            for size, loses in self._edges.values()
-        ]
-        count = 2 + 2 * len(self._vertex)
-        starts, ends = np.array(list(self._edges), np.int32).T
-        graph = sparse.csr_matrix((np.array(sizes, np.int32), (starts, ends)), shape=(count, count), dtype=np.int32)
-        left = (graph - csgraph.maximum_flow(graph, 0, 1).flow).tocsr()
-        left.data = np.maximum(left.data, 0)
-        left.eliminate_zeros()
-        sink = set(csgraph.breadth_first_order(left.T.tocsr(), 1, return_predecessors=False).tolist())
+        scale = _CAPACITY / max(1.0, sum(size for size, _ in self._edges.values() if size < math.inf))
+        sizes = {
+            edge: min_cut.UNLIMITED if size == math.inf else 2 * math.ceil(size * scale) + loses
+            for edge, (size, loses) in self._edges.items()
+        }
+        sink = min_cut.smallest_side(sizes, 2 + 2 * len(self._vertex), min_cut.SINK)
         return frozenset(value for value, here in self._vertex.items() if here in sink)

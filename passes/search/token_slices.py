@@ -113,7 +113,7 @@ class SliceSearch:
         priority = self.whole.seconds * (1 - idle)
         out: list[Candidate] = []
         for tokens in choice.sizes(self.chosen.priced.step.accumulated.traced):
-            lengths = choice.first(tokens, choice.step_of(tokens, platform), 4)
+            lengths = choice.first(tokens, choice.step_of(tokens, platform))
             if len(lengths) > 1:
                 out.append(Slicing(self, Proposal(count, lengths, priority), tokens))
         return out
