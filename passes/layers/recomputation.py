@@ -59,17 +59,25 @@ def choose_repeated(
     Returns:
       The values that are computed again, and the operations that make them, in program order.
     """
-    network = _Network()
-    for value in flow.needed(required, makers):
-        keeping = 0 if value in present else keeping_bytes(value)
+    vertex = {value: 2 + 2 * n for n, value in enumerate(flow.needed(required, makers))}  # v'; v'' is the next
+    edges: dict[tuple[int, int], tuple[float, bool]] = {}  # capacity in bytes, whether it loses against an equal one
+    for value, here in vertex.items():
         maker = None if value in present else makers.get(value)
-        if maker is None:
-            network.add(value, keeping, math.inf, (), value in required)
-        else:
-            is_expensive = maker.name in primitives.TRANSCENDENTAL
-            repeating = EXPENSIVE_BYTES * math.prod(values[value].shape) if is_expensive else 0
-            network.add(value, keeping, repeating, maker.reads, value in required)
-    repeated = network.repeated()
+        is_expensive = maker is not None and maker.name in primitives.TRANSCENDENTAL
+        repeating = EXPENSIVE_BYTES * math.prod(values[value].shape) if is_expensive else 0
+        edges[here, here + 1] = 0 if value in present else keeping_bytes(value), value not in required
+        edges[min_cut.SOURCE, here] = math.inf if maker is None else repeating, False
+        for operand in () if maker is None else maker.reads:
+            edges[vertex[operand] + 1, here] = math.inf, False
+        if value in required:
+            edges[here + 1, min_cut.SINK] = math.inf, False
+    scale = _CAPACITY / max(1.0, sum(size for size, _ in edges.values() if size < math.inf))
+    sizes = {
+        edge: min_cut.UNLIMITED if size == math.inf else 2 * math.ceil(size * scale) + loses
+        for edge, (size, loses) in edges.items()
+    }
+    sink = min_cut.smallest_side(sizes, 2 + 2 * len(vertex), min_cut.SINK)
+    repeated = frozenset(value for value, here in vertex.items() if here in sink)
     return repeated, list(dict.fromkeys(op for value, op in makers.items() if value in repeated))
 
 
@@ -111,34 +119,3 @@ def place_at_first_use(copies: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
         waiting = {value: copy for value, copy in waiting.items() if id(copy) not in now}
         found += [] if op is None else [op]
     return found
-
-
-class _Network:
-    """The network of one choice. Each value has two vertices."""
-
-    def __init__(self) -> None:
-        self._vertex: dict[int, int] = {}
-        self._edges: dict[tuple[int, int], tuple[float, bool]] = {}  # capacity, whether it loses against an equal one
-
-    def add(self, value: int, keeping: float, repeating: float, operands: Iterable[int], is_required: bool) -> None:
-        """Adds a value with its costs in bytes; of equal choices, required values are kept."""
-        here = self._of(value)
-        self._edges[here, here + 1] = keeping, not is_required
-        self._edges[min_cut.SOURCE, here] = repeating, False
-        for operand in operands:
-            self._edges[self._of(operand) + 1, here] = math.inf, False
-        if is_required:
-            self._edges[here + 1, min_cut.SINK] = math.inf, False
-
-    def _of(self, value: int) -> int:
-        return self._vertex.setdefault(value, 2 + 2 * len(self._vertex))
-
-    def repeated(self) -> frozenset[int]:
-        """The values that are computed again, in the minimum cut that is nearest to the sink."""
-        scale = _CAPACITY / max(1.0, sum(size for size, _ in self._edges.values() if size < math.inf))
-        sizes = {
-            edge: min_cut.UNLIMITED if size == math.inf else 2 * math.ceil(size * scale) + loses
-            for edge, (size, loses) in self._edges.items()
-        }
-        sink = min_cut.smallest_side(sizes, 2 + 2 * len(self._vertex), min_cut.SINK)
-        return frozenset(value for value, here in self._vertex.items() if here in sink)
