@@ -110,34 +110,34 @@ def row_of(setting: Setting) -> dict[str, Any]:
     """One row."""
     seconds = stage_seconds(setting)
     start = time.process_time()
-    found = cut({1: seconds}, setting.batch, setting.stages, step=STEP)
+    found = cut(seconds, setting.batch, setting.stages, step=STEP)
     planning = time.process_time() - start
     whole, paper = (step_seconds(seconds, setting, lengths) for lengths in ((setting.sequence,), setting.slices))
     counts = [setting.batch * count + setting.stages - 1 for count in (1, len(setting.slices))]
     factor, overhead = np.linalg.solve([[whole, counts[0]], [paper, counts[1]]], setting.measured).tolist()
-    fitted = cut({1: factor * seconds + overhead}, setting.batch, setting.stages, step=STEP)
+    fitted = cut(factor * seconds + overhead, setting.batch, setting.stages, step=STEP)
     return {
         "setting": setting.name,
-        "predicted": {"whole": whole, "paper": paper, "ours": found.seconds, "bound": found.bound},
-        "slices": {"paper": _lengths(setting.slices), "ours": _written(found), "ours fitted": _written(fitted)},
+        "predicted": {"whole": whole, "paper": paper, "ours": found.seconds},
+        "slices": {
+            "paper": _lengths(setting.slices),
+            "ours": _written(found, setting),
+            "ours fitted": _written(fitted, setting),
+        },
         "fitted": {
             "factor": factor,
             "overhead": overhead,
             "whole": setting.measured[0],
             "paper": setting.measured[1],
             "ours": fitted.seconds,
-            "bound": fitted.bound,
         },
         "search": planning,
     }
 
 
-def _written(found: TokenSlices) -> str:
-    """The slices of all examples, those of equal examples once."""
-    counts: dict[tuple[int, ...], int] = {}
-    for part in found.parts:
-        counts[part.lengths] = counts.get(part.lengths, 0) + 1
-    return "; ".join(f"{count} x [{_lengths(lengths)}]" for lengths, count in counts.items())
+def _written(found: TokenSlices, setting: Setting) -> str:
+    """The slices of all examples."""
+    return f"{setting.batch} x [{_lengths(found.lengths)}]"
 
 
 def _lengths(lengths: tuple[int, ...]) -> str:

@@ -68,6 +68,21 @@ def made_of_all(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
     return found
 
 
+def append_behind_makers(ops: dict[Op, None], last: Op, makers: Mapping[int, Op]) -> list[Op]:
+    """Appends an op to ordered ops, behind the makers of its operands; returns the ops that were appended."""
+    stack, added = [last], []
+    while stack:
+        missing = [makers[v] for v in stack[-1].reads if v in makers and makers[v] not in ops]
+        if missing:
+            stack += missing
+            continue
+        op = stack.pop()
+        if op not in ops:
+            ops[op] = None
+            added.append(op)
+    return added
+
+
 def reach(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> dict[T, None]:
     """Returns the items that `following` reaches from `start`, itself included; each once, in the order of the visit.
 

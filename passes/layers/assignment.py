@@ -32,7 +32,7 @@ from scipy.cluster.hierarchy import DisjointSet
 from alpa_lite.errors import OptionError
 from alpa_lite.graph import Op, Value
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import producers, reach, users
+from alpa_lite.passes.ir.flow import producers, reach, users, values_in
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.layers.types import Assignment, Layering
 
@@ -41,7 +41,6 @@ def assign(layering: Layering, cuts: Sequence[int]) -> Assignment:
     """Gives every operation of the scan's body and of the top block a stage.
 
     Args:
-      layering: the layers.
       cuts: the number of the first layer of each stage after the first; rising.
 
     Raises:
@@ -53,7 +52,9 @@ def assign(layering: Layering, cuts: Sequence[int]) -> Assignment:
 
 def stages(layering: Layering, cuts: Sequence[int]) -> Mapping[int, int]:
     """The stage of every operation of the scan's body, as `assign` has it, for less work."""
-    return _placed(layering, cuts).stage
+    assigner = _Assigner(layering, cuts)
+    assigner.place_body()
+    return assigner.stage
 
 
 def check_cuts(layering: Layering, cuts: Sequence[int]) -> None:
@@ -64,12 +65,6 @@ def check_cuts(layering: Layering, cuts: Sequence[int]) -> None:
             f"cuts={tuple(cuts)} leave a stage without layers: they must rise strictly, from 1 to "
             f"{len(layering.layers) - 1}, for {len(layering.layers)} layers"
         )
-
-
-def _placed(layering: Layering, cuts: Sequence[int]) -> _Assigner:
-    assigner = _Assigner(layering, cuts)
-    assigner.place_body()
-    return assigner
 
 
 class _Assigner:
@@ -91,14 +86,12 @@ class _Assigner:
         for outer, inner in zip(self.scan.operands, self.body.inputs, strict=True):
             if isinstance(outer, int):
                 self.inner.setdefault(outer, []).append(inner)
-        self.stage: dict[int, int] = {}
+        self.stage = layering.stage_of(cuts)
         self.shared: set[int] = set()
-        for number, layer in enumerate(layering.layers):
-            stage = sum(number >= first for first in cuts)
-            self.stage.update((index, stage) for index in layer.ops)
         self.backward = [op for op in self.body.ops if op.index not in layering.forward]
         self.view = ScanView(self.scan)
         self.sums = self.view.accumulators
+        self.adding = {op.index: (number, value) for number, (op, value) in self.sums.items()}
         self.available: dict[int, tuple[int, ...]] = {}
         self.dissolved: set[int] = set()
         self.split_sums: list[tuple[int, tuple[tuple[int, int], ...]]] = []
@@ -115,20 +108,28 @@ class _Assigner:
         self.follow_users(self.backward, self.body.ops)
         self.follow_users(forward, self.body.ops)
 
+    def users_of(self, op: Op) -> list[Op]:
+        """The ops that read the results of an op."""
+        return [user for value in op.results for user in self.users.get(value, ())]
+
+    def made_on(self, value: int) -> int | None:
+        """The stage of the op that makes a value; None of inputs, and where that is not known yet."""
+        return self.stage.get(self.defined[value].index) if value in self.defined else None
+
     def assignment(self) -> Assignment:
         """Everything, in the order in which it is known."""
         self.place_body()
         weight = self.weights()
         home = self.update()
         return Assignment(
-            self.stages,
-            dict(self.stage),
-            frozenset(op.index for op in self.backward),
-            weight,
-            tuple(self.split_sums),
-            frozenset(self.dissolved),
-            frozenset(self.shared),
-            home,
+            num_stages=self.stages,
+            stage=dict(self.stage),
+            shared=frozenset(self.shared),
+            home=home,
+            backward=frozenset(op.index for op in self.backward),
+            weight=weight,
+            split_sums=tuple(self.split_sums),
+            dissolved=frozenset(self.dissolved),
         )
 
     # -- the forward pass -----------------------------------------------------------------------------------------
@@ -137,8 +138,7 @@ class _Assigner:
         """Where an op runs: one stage, or for a free op those of its users, followed through other free ops."""
 
         def read_by(op: Op) -> list[Op]:
-            found = (user for value in op.results for user in self.users.get(value, ()))
-            return [user for user in found if among is None or user.index in among]
+            return [user for user in self.users_of(op) if among is None or user.index in among]
 
         reached = reach(read_by(op), lambda user: read_by(user) if user.index in self.layering.free else ())
         bound = (user.index for user in reached if user.index not in self.layering.free)
@@ -194,22 +194,16 @@ class _Assigner:
         for op in self.backward:
             if op.index in self.layering.free:
                 continue
-            highest = self.stages - 1
-            kept: list[tuple[int, ...]] = []
-            for value in op.reads:
-                if value in self.available:
-                    kept.append(self.available[value])
-                elif value in self.defined and self.defined[value].index in self.stage:
-                    highest = min(highest, self.stage[self.defined[value].index])
+            kept = [self.available[v] for v in op.reads if v in self.available]
+            made = [self.made_on(v) for v in op.reads if v not in self.available]
+            highest = min([self.stages - 1, *(stage for stage in made if stage is not None)])
             self.stage[op.index] = _meet(kept, highest)
 
     def owners(self) -> dict[int, int]:
         """Accumulator -> the stage that it should be on: its parameter's, where that is known."""
-        owner: dict[int, int] = {}
-        homes = self.parameter_homes()
         groups = _same_shape_groups(self.after, self.values)
         by_group: dict[int, int] = {}
-        for value, stage in homes.items():
+        for value, stage in self.parameter_homes().items():
             group = groups.get(value)
             if group is not None:
                 by_group[group] = min(stage, by_group.get(group, stage))
@@ -219,11 +213,8 @@ class _Assigner:
             for value in op.reads if found else ():
                 if self.values[value].shape and times[value] == 1:
                     by_group.setdefault(groups.setdefault(value, value), min(found))
-        for number in self.sums:
-            group = groups.get(self.scan.results[number])
-            if group in by_group:
-                owner[number] = by_group[group]
-        return owner
+        group_of = {number: groups.get(self.scan.results[number]) for number in self.sums}
+        return {number: by_group[group] for number, group in group_of.items() if group in by_group}
 
     def parameter_homes(self) -> dict[int, int]:
         """Input of the top block -> the lowest stage whose forward pass reads it, directly or through free ops."""
@@ -252,64 +243,58 @@ class _Assigner:
 
     def summands(self, value: int, joins: list[Op]) -> list[tuple[int, int]]:
         """(value, stage) of each summand, looking through additions over several stages with no other reader."""
-        op = self.defined.get(value)
-        if op is None or op.index in self.layering.forward or op.index not in self.stage:
-            return [(value, self.stage.get(op.index, 0) if op is not None else 0)]
+        op, stage = self.defined.get(value), self.made_on(value)
+        if op is None or stage is None or op.index in self.layering.forward:
+            return [(value, stage or 0)]
         if op.name in primitives.ADDS and len(self.users.get(value, ())) == 1 and len(op.reads) == 2:
             inner: list[Op] = []
             parts = [part for operand in op.reads for part in self.summands(operand, inner)]
             if len({stage for _, stage in parts}) > 1:
                 joins += [op, *inner]
                 return parts
-        return [(value, self.stage[op.index])]
+        return [(value, stage)]
 
     def sink(self, owners: Mapping[int, int]) -> None:
         """Moves ops that read no forward value to their users' lower stage where that sends no more bytes."""
-        adding = {op.index: (number, value) for number, (op, value) in self.sums.items()}
         before = dict(self.stage)
-        for index, (number, _) in adding.items():
+        for index, (number, _) in self.adding.items():
             if index in self.stage and index not in self.layering.forward and number in owners:
                 self.stage[index] = min(self.stage[index], owners[number])
         for op in reversed(self.backward):
-            if op.index in self.layering.free or op.index in adding or op.index in self.dissolved:
+            if op.index in self.layering.free or op.index in self.adding or op.index in self.dissolved:
                 continue
-            here = self.stage[op.index]
-            users = [u for v in op.results for u in self.users.get(v, ()) if u.index in self.stage]
-            users = [u for u in users if u.index not in self.dissolved]
-            if not users or any(self.returned(v) for v in op.results):
+            users = [u.index for u in self.users_of(op) if u.index in self.stage and u.index not in self.dissolved]
+            if not users or not self.outputs.isdisjoint(op.results):
                 continue
-            goal = max(self.stage[u.index] for u in users)
-            if goal < here and self.can_sink(op, goal) and self.sent(op, goal) <= self.saved(op):
+            goal = max(self.stage[u] for u in users)
+            can_sink = all(goal in self.available[v] for v in op.reads if v in self.available)
+            saved = sum(self.values[v].nbytes for v in op.results)
+            if goal < self.stage[op.index] and can_sink and self.sent(op, goal) <= saved:
                 self.stage[op.index] = goal
         self.rise(before)
-        for index, (_, value) in adding.items():
-            op = self.defined.get(value)
-            if index not in self.dissolved and op is not None and op.index in self.stage:
-                self.stage[index] = self.stage[op.index]
-        for number, summands in enumerate(self.split_sums):
-            carry, parts = summands
-            moved = tuple((v, self.stage[self.defined[v].index] if v in self.defined else s) for v, s in parts)
-            self.split_sums[number] = carry, moved
+        for index, (_, value) in self.adding.items():
+            made = self.made_on(value)
+            if index not in self.dissolved and made is not None:
+                self.stage[index] = made
+        for number, (carry, parts) in enumerate(self.split_sums):
+            stages = [self.made_on(v) for v, _ in parts]
+            moved = [(v, s if made is None else made) for (v, s), made in zip(parts, stages, strict=True)]
+            self.split_sums[number] = carry, tuple(moved)
         for op in self.backward:
             if op.index in self.dissolved:
-                self.stage[op.index] = min(
-                    self.stage[self.defined[v].index]
-                    for v in op.reads
-                    if v in self.defined and self.defined[v].index in self.stage
-                )
+                self.stage[op.index] = min(s for v in op.reads if (s := self.made_on(v)) is not None)
 
     def rise(self, before: Mapping[int, int]) -> None:
         """Takes back moves that would send the gradient of one parameter at every micro-batch: it is added up here."""
         # op -> the only sum that its results reach, -1 for the only way out; none of several
         alone: dict[int, int] = {}
         several: set[int] = set()
-        adding = {op.index: number for number, (op, _) in self.sums.items()}
         placed = {op.index for op in self.backward}
         for op in reversed(self.backward):
-            users = [u.index for v in op.results for u in self.users.get(v, ())]
+            users = [u.index for u in self.users_of(op)]
             found = {alone.get(u, -1) for u in users if u in alone or u not in placed}
-            if op.index in adding:
-                alone[op.index] = adding[op.index]
+            if op.index in self.adding:
+                alone[op.index] = self.adding[op.index][0]
             elif len(found) > 1 or not several.isdisjoint(users):
                 several.add(op.index)
             elif found:
@@ -321,14 +306,6 @@ class _Assigner:
             stages = [self.stage[i] for i in made if i in alone and i in self.stage]
             if any(s > self.stage[op.index] for s in stages):
                 self.stage[op.index] = min(stages)
-
-    def returned(self, value: int) -> bool:
-        """Whether the body returns a value as it is."""
-        return value in self.outputs
-
-    def can_sink(self, op: Op, stage: int) -> bool:
-        """Whether every forward value that an op reads is available on a stage."""
-        return all(stage in self.available[v] for v in op.reads if v in self.available)
 
     def sent(self, op: Op, stage: int) -> int:
         """Bytes that go to a stage only for this op."""
@@ -342,10 +319,6 @@ class _Assigner:
                 total += self.values[value].nbytes
         return total
 
-    def saved(self, op: Op) -> int:
-        """Bytes of an op's results that lower stages read."""
-        return sum(self.values[v].nbytes for v in op.results)
-
     def weights(self) -> frozenset[int]:
         """The backward ops that feed accumulators alone, by a way that neither leaves the stage nor enters a layer.
 
@@ -353,17 +326,16 @@ class _Assigner:
         begins is found by placing every layer on a stage of its own.
         """
         layers = len(self.layering.layers)
-        layer = self.stage if layers == self.stages else _placed(self.layering, range(1, layers)).stage
-        adding = {op.index for op, _ in self.sums.values()}
+        layer = self.stage if layers == self.stages else stages(self.layering, range(1, layers))
         found: set[int] = set()
         for op in reversed(self.backward):
-            users = [u for v in op.results for u in self.users.get(v, ()) if u.index not in self.dissolved]
+            users = [u for u in self.users_of(op) if u.index not in self.dissolved]
             stays = all(
                 u.index in found and self.stage[u.index] == self.stage[op.index] and layer[u.index] == layer[op.index]
                 for u in users
             )
             if op.index not in self.dissolved and (
-                op.index in adding or (stays and self.outputs.isdisjoint(op.results))
+                op.index in self.adding or (stays and self.outputs.isdisjoint(op.results))
             ):
                 found.add(op.index)
         return frozenset(found)
@@ -376,10 +348,9 @@ class _Assigner:
         split = {number: [stage for _, stage in parts] for number, parts in self.split_sums}
         for number, value in enumerate(self.scan.results):
             out = self.body.outputs[number]
-            if number in split:
-                home[value] = min(split[number])
-            elif isinstance(out, int) and out in self.defined:
-                home[value] = self.stage[self.defined[out].index]
+            made = [self.made_on(v) for v in values_in([out])]
+            if found := split.get(number) or [stage for stage in made if stage is not None]:
+                home[value] = min(found)
         for op in self.after:  # what has a home draws its operations
             where = self.largest(op, home)
             if where is not None:
@@ -393,7 +364,7 @@ class _Assigner:
         runs: dict[int, set[int]] = {}
         for op in reversed(self.before):
             found = self.stages_of_inner_users(op)
-            for user in (u for v in op.results for u in self.users.get(v, ())):
+            for user in self.users_of(op):
                 found |= runs.get(user.index, set())
             self.place(op, min(found, default=0), home)
             runs[op.index] = found if op.index in self.layering.free else {self.stage[op.index]}
@@ -403,12 +374,12 @@ class _Assigner:
                 if value not in self.defined:
                     home[value] = min(home.get(value, self.stages), self.stage[op.index])
         inner = dict(zip(self.scan.operands, self.body.inputs, strict=True))
-        for value in self.layering.traced.graph.block.inputs:
-            if value not in home and value in inner:
-                users = [self.stage[u.index] for u in self.users.get(inner[value], ()) if u.index in self.stage]
-                home[value] = min(users, default=0)
         inputs = self.layering.traced.graph.block.inputs
-        return {value: home.get(value, 0) for value in inputs}
+        for value in inputs:
+            if value not in home:
+                users = self.users.get(inner.get(value, -1), ())
+                home[value] = min((self.stage[u.index] for u in users if u.index in self.stage), default=0)
+        return {value: home[value] for value in inputs}
 
     def place(self, op: Op, stage: int, home: dict[int, int]) -> None:
         self.stage[op.index] = stage
@@ -420,7 +391,7 @@ class _Assigner:
         return min(found)[1] if found else None
 
     def stages_of_users(self, op: Op) -> set[int]:
-        return {self.stage[u.index] for v in op.results for u in self.users.get(v, ()) if u.index in self.stage}
+        return {self.stage[u.index] for u in self.users_of(op) if u.index in self.stage}
 
     def stages_of_inner_users(self, op: Op) -> set[int]:
         """The stages of an op before the scan: those of its users, within the body too."""

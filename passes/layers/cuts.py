@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,30 +30,28 @@ import numpy as np
 from alpa_lite.graph import Lit, Op, Value
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import body_runs
+from alpa_lite.passes.layers.types import Layer
 from alpa_lite.strategy import Rule
 
 # A nominal device: FLOP/s and bytes/s. Only their ratio matters, and it is similar on all accelerators.
 _PEAK, _BANDWIDTH = 1e14, 1e12
 _FREE_SECONDS = 1e-12  # of an operation that moves nothing, so that no layer takes no time
 
+TOLERANCE = 1.0
+"""The share by which a layer may exceed the mean seconds where that saves bytes."""
+
 
 def price(op: Op, rules: Mapping[object, Rule], values: Sequence[Value]) -> tuple[float, float]:
     """(seconds, FLOPs) of an operation on the nominal device; a scan's are its body's times its length."""
     if op.bodies:
-        parts = [_sum(body.ops, rules, values) for body in op.bodies]
-        if op.name == "cond":
-            return max(parts)
-        runs = body_runs(op)
-        return runs * sum(s for s, _ in parts), runs * sum(f for _, f in parts)
+        prices = [[(0.0, 0.0), *(price(inner, rules, values) for inner in body.ops)] for body in op.bodies]
+        parts = [tuple(map(sum, zip(*some, strict=True))) for some in prices]
+        seconds, total = max(parts) if op.name == "cond" else map(sum, zip(*parts, strict=True))
+        return body_runs(op) * seconds, body_runs(op) * total
     flops = primitives.work(op, rules[op.key], values)
     is_product = op.name in primitives.PRODUCTS | primitives.KERNELS
     moved = sum(values[v].nbytes for v in op.results) + (sum(values[v].nbytes for v in op.reads) if is_product else 0)
     return max(flops / _PEAK if is_product else 0.0, moved / _BANDWIDTH, _FREE_SECONDS), flops
-
-
-def _sum(ops: Sequence[Op], rules: Mapping[object, Rule], values: Sequence[Value]) -> tuple[float, float]:
-    prices = [price(op, rules, values) for op in ops]
-    return sum(s for s, _ in prices), sum(f for _, f in prices)
 
 
 def fingerprint(ops: Sequence[Op], values: Sequence[Value], free: Mapping[int, str] | None = None) -> str:
@@ -114,25 +112,8 @@ def crossing(order: Sequence[Op], free: frozenset[int], values: Sequence[Value])
     return np.cumsum(change)[: max(0, len(order) - 1)]
 
 
-@dataclass(frozen=True)
-class Atom:
-    """Ops `start` to `stop` of the order, their seconds, fingerprint, and the bytes of a cut after them."""
-
-    start: int
-    stop: int
-    seconds: float
-    mark: str
-    cut: int
-
-
-def cut(atoms: Sequence[Atom], max_layers: int, tolerance: float) -> list[int]:
-    """How many atoms each layer takes, in order.
-
-    Args:
-      atoms: the whole forward pass, at least one.
-      max_layers: at most so many layers, at least one.
-      tolerance: by how much a layer may exceed the mean, as a share of it.
-    """
+def cut(atoms: Sequence[Layer], max_layers: int) -> list[int]:
+    """How many atoms each layer takes, in order."""
     runs = repeats(atoms)
     between = _between(runs, len(atoms))
     rest = sum(stop > start for start, stop in between)
@@ -146,7 +127,7 @@ def cut(atoms: Sequence[Atom], max_layers: int, tolerance: float) -> list[int]:
     out: list[int] = []
     for number, (start, stop) in enumerate(between):
         if stop > start:
-            found = balanced(atoms[start:stop], 1 + left, mean, tolerance)
+            found = balanced(atoms[start:stop], 1 + left, mean)
             left -= len(found) - 1
             out += found
         if number < len(runs):
@@ -155,7 +136,7 @@ def cut(atoms: Sequence[Atom], max_layers: int, tolerance: float) -> list[int]:
             if finer and size[number] == 1:
                 pieces = _cheap_pieces(atoms[first : first + period])
                 counts = iter([n for _, n in pieces])
-                grouped = balanced([a for a, _ in pieces], 1 + left // count, mean, tolerance)
+                grouped = balanced([a for a, _ in pieces], 1 + left // count, mean)
                 parts = [sum(next(counts) for _ in range(n)) for n in grouped]
                 left -= count * (len(parts) - 1)
             n = size[number]
@@ -163,9 +144,9 @@ def cut(atoms: Sequence[Atom], max_layers: int, tolerance: float) -> list[int]:
     return out
 
 
-def repeats(atoms: Sequence[Atom]) -> list[tuple[int, int, int]]:
+def repeats(atoms: Sequence[Layer]) -> list[tuple[int, int, int]]:
     """(first atom, atoms in a repeat, repeats), not overlapping, in order: the runs that cover most seconds first."""
-    marks = [a.mark for a in atoms]
+    marks = [a.fingerprint for a in atoms]
     seconds = np.concatenate([[0.0], np.cumsum([a.seconds for a in atoms])])
     found: list[tuple[int, int, int]] = []
 
@@ -183,7 +164,7 @@ def repeats(atoms: Sequence[Atom]) -> list[tuple[int, int, int]]:
             return
         _, first, period, run = best
         count, spare = divmod(run + period, period)
-        first = min(range(first, first + spare + 1), key=lambda i: (atoms[i + period - 1].cut, i))
+        first = min(range(first, first + spare + 1), key=lambda i: (atoms[i + period - 1].bytes_out, i))
         search(low, first)
         found.append((first, period, count))
         search(first + period * count, high)
@@ -192,14 +173,14 @@ def repeats(atoms: Sequence[Atom]) -> list[tuple[int, int, int]]:
     return found
 
 
-def _cheap_pieces(unit: Sequence[Atom]) -> list[tuple[Atom, int]]:
+def _cheap_pieces(unit: Sequence[Layer]) -> list[tuple[Layer, int]]:
     """A repeat as atoms that cost no more to cut than the repeat itself, with how many of `unit` each holds."""
-    out: list[tuple[Atom, int]] = []
+    out: list[tuple[Layer, int]] = []
     first = 0
     for i, atom in enumerate(unit):
-        if atom.cut <= unit[-1].cut or i == len(unit) - 1:
+        if atom.bytes_out <= unit[-1].bytes_out or i == len(unit) - 1:
             some = unit[first : i + 1]
-            out.append((Atom(some[0].start, atom.stop, sum(a.seconds for a in some), "", atom.cut), len(some)))
+            out.append((replace(atom, seconds=sum(a.seconds for a in some)), len(some)))
             first = i + 1
     return out
 
@@ -224,14 +205,14 @@ def _group_sizes(runs: Sequence[tuple[int, int, int]], room: int) -> list[int]:
     return sizes
 
 
-def balanced(atoms: Sequence[Atom], most: int, mean: float, tolerance: float) -> list[int]:
+def balanced(atoms: Sequence[Layer], most: int, mean: float, tolerance: float = TOLERANCE) -> list[int]:
     """The cutting into at most `most` layers that minimises the sum above; how many atoms each layer takes."""
     count = len(atoms)
     ends = np.concatenate([[0.0], np.cumsum([a.seconds for a in atoms])])
     spans = ends[None, :] - ends[:, None]  # [first, end]
     single = np.arange(count + 1)[None, :] - np.arange(count + 1)[:, None] == 1
     aimed = max(1.0, ends[-1] / mean)
-    cuts = np.array([0.0] + [float(a.cut) for a in atoms])
+    cuts = np.array([0.0] + [float(a.bytes_out) for a in atoms])
     cuts = (1 + cuts / max(1.0, np.median(cuts[1:]))) / (2 * aimed)
     cuts[-1] = 0.0
     while True:

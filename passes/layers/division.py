@@ -13,7 +13,6 @@ first iteration was in.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -178,13 +177,7 @@ def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice
     Returns:
       The same layers of the new step.
     """
-    bounds = [0, *cuts, len(layers.layers)]
-    choice_of: dict[int, Choice] = {
-        index: choice
-        for (first, stop), choice in zip(itertools.pairwise(bounds), remat, strict=True)
-        for layer in layers.layers[first:stop]
-        for index in layer.ops
-    }
+    choice_of = {index: remat[stage] for index, stage in layers.stage_of(cuts).items()}
     wanted: dict[int, Choice] = {
         op.index: choice_of[op.index]
         for op in layers.body.ops
@@ -197,21 +190,19 @@ def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice
     stage_of = layering_stages.stages(layers, cuts)
     saved = rematerialisation.choices(layers)
     made = producers(op for op in layers.body.ops if op.index in layers.forward)
-    own = [layers.layers[a:b] for a, b in itertools.pairwise(bounds)]
+    own = layers.stage_of(cuts)
     again = {number for number, choice in enumerate(remat) if choice != "none"}
     kept = {
         v for op in layers.body.ops for v in op.reads
         if v in made and stage_of.get(made[v].index) != stage_of.get(op.index)
     }  # fmt: skip
-    for number in again:
-        mine = {index for layer in own[number] for index in layer.ops}
-        kept |= {v for v in saved[remat[number]] if made[v].index in mine}
+    kept |= {v for number in again for v in saved[remat[number]] if own.get(made[v].index) == number}
     kept |= {v for v, op in made.items() if op.index in wanted}
     kept -= {v for v in kept if made[v].index in layers.free}
     result = rematerialisation.rematerialise(
         layers.traced,
         layers.scan,
-        [layer.ops for number in sorted(again) for layer in own[number]],
+        [layer.ops for layer in layers.layers if not again.isdisjoint(map(own.__getitem__, layer.ops))],
         [op.index for op in layers.body.ops if op.index not in layers.forward and stage_of[op.index] in again],
         kept,
         free=layers.free,

@@ -25,7 +25,6 @@ def sink_constants(rewriter: Rewriter, op: Op, makers: Mapping[int, Op]) -> Op:
     """Makes a scan compute large constants in its body.
 
     Args:
-      rewriter: of the graph.
       op: an operation; all but scans are left as they are.
       makers: value -> the operation of the enclosing block that makes it, of those that can be repeated.
 

@@ -22,13 +22,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 
-import numpy as np
-from scipy import sparse
-from scipy.sparse import csgraph
-
 from alpa_lite import _jax
 from alpa_lite.graph import Atom, Op, Value
-from alpa_lite.passes.ir import flow, primitives
+from alpa_lite.passes.ir import flow, min_cut, primitives
 from alpa_lite.passes.ir.rewriting import Rewriter
 
 EXPENSIVE_BYTES = 4
@@ -37,8 +33,7 @@ EXPENSIVE_BYTES = 4
 REPEATABLE = (primitives.IN_LOOPS | primitives.SAME_BYTES) - primitives.PLACEMENT - {"name", "gather"}
 """Operations that kernels compute element by element. Values that the user named are not computed again."""
 
-_CAPACITY = 1 << 28  # of all edges together: SciPy's maximum flow counts in int32
-_UNLIMITED = 1 << 30
+_CAPACITY = 1 << 28  # of all edges together
 
 
 def is_repeatable(op: Op) -> bool:
@@ -56,7 +51,6 @@ def choose_repeated(
     """Chooses the values that are computed again.
 
     Args:
-      values: of the graph, by number.
       required: the values that must be available.
       makers: value -> the operation that makes it, of those that can be repeated, in program order.
       present: the values that are available in any case.
@@ -65,17 +59,25 @@ def choose_repeated(
     Returns:
       The values that are computed again, and the operations that make them, in program order.
     """
-    network = _Network()
-    for value in flow.needed(required, makers):
-        keeping = 0 if value in present else keeping_bytes(value)
+    vertex = {value: 2 + 2 * n for n, value in enumerate(flow.needed(required, makers))}  # v'; v'' is the next
+    edges: dict[tuple[int, int], tuple[float, bool]] = {}  # capacity in bytes, whether it loses against an equal one
+    for value, here in vertex.items():
         maker = None if value in present else makers.get(value)
-        if maker is None:
-            network.add(value, keeping, math.inf, (), value in required)
-        else:
-            is_expensive = maker.name in primitives.TRANSCENDENTAL
-            repeating = EXPENSIVE_BYTES * math.prod(values[value].shape) if is_expensive else 0
-            network.add(value, keeping, repeating, maker.reads, value in required)
-    repeated = network.repeated()
+        is_expensive = maker is not None and maker.name in primitives.TRANSCENDENTAL
+        repeating = EXPENSIVE_BYTES * math.prod(values[value].shape) if is_expensive else 0
+        edges[here, here + 1] = 0 if value in present else keeping_bytes(value), value not in required
+        edges[min_cut.SOURCE, here] = math.inf if maker is None else repeating, False
+        for operand in () if maker is None else maker.reads:
+            edges[vertex[operand] + 1, here] = math.inf, False
+        if value in required:
+            edges[here + 1, min_cut.SINK] = math.inf, False
+    scale = _CAPACITY / max(1.0, sum(size for size, _ in edges.values() if size < math.inf))
+    sizes = {
+        edge: min_cut.UNLIMITED if size == math.inf else 2 * math.ceil(size * scale) + loses
+        for edge, (size, loses) in edges.items()
+    }
+    sink = min_cut.smallest_side(sizes, 2 + 2 * len(vertex), min_cut.SINK)
+    repeated = frozenset(value for value, here in vertex.items() if here in sink)
     return repeated, list(dict.fromkeys(op for value, op in makers.items() if value in repeated))
 
 
@@ -97,6 +99,15 @@ def copy_ops(
     return copies
 
 
+def entering(rewriter: Rewriter, group: list[tuple[Atom, int]], atom: Atom, like: int) -> int:
+    """The body input of an operand of a scan, which is added to its constants or scanned inputs if it is not there."""
+    known = next((own for other, own in group if other is atom or other == atom), None)
+    if known is None:
+        known = rewriter.fresh(like)
+        group.append((atom, known))
+    return known
+
+
 def place_at_first_use(copies: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
     """Merges copies into ops, each right before the first op that needs it; those that only outputs need come last."""
     waiting = flow.producers(copies)
@@ -108,41 +119,3 @@ def place_at_first_use(copies: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
         waiting = {value: copy for value, copy in waiting.items() if id(copy) not in now}
         found += [] if op is None else [op]
     return found
-
-
-class _Network:
-    """The network of one choice. Vertices 0 and 1 are source and sink, and each value has two."""
-
-    def __init__(self) -> None:
-        self._vertex: dict[int, int] = {}
-        self._edges: dict[tuple[int, int], tuple[float, bool]] = {}  # capacity, whether it loses against an equal one
-
-    def add(self, value: int, keeping: float, repeating: float, operands: Iterable[int], is_required: bool) -> None:
-        """Adds a value with its costs in bytes; of equal choices, required values are kept."""
-        here = self._of(value)
-        self._edges[here, here + 1] = keeping, not is_required
-        self._edges[0, here] = repeating, False
-        for operand in operands:
-            self._edges[self._of(operand) + 1, here] = math.inf, False
-        if is_required:
-            self._edges[here + 1, 1] = math.inf, False
-
-    def _of(self, value: int) -> int:
-        return self._vertex.setdefault(value, 2 + 2 * len(self._vertex))
-
-    def repeated(self) -> frozenset[int]:
-        """The values that are computed again, in the minimum cut that is nearest to the sink."""
-        total = sum(size for size, _ in self._edges.values() if size < math.inf)
-        scale = _CAPACITY / max(1.0, total)
-        sizes = [
-            _UNLIMITED if size == math.inf else 2 * math.ceil(size * scale) + loses
-            for size, loses in self._edges.values()
-        ]
-        count = 2 + 2 * len(self._vertex)
-        starts, ends = np.array(list(self._edges), np.int32).T
-        graph = sparse.csr_matrix((np.array(sizes, np.int32), (starts, ends)), shape=(count, count), dtype=np.int32)
-        left = (graph - csgraph.maximum_flow(graph, 0, 1).flow).tocsr()
-        left.data = np.maximum(left.data, 0)
-        left.eliminate_zeros()
-        sink = set(csgraph.breadth_first_order(left.T.tocsr(), 1, return_predecessors=False).tolist())
-        return frozenset(value for value, here in self._vertex.items() if here in sink)

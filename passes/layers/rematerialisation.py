@@ -23,6 +23,7 @@ saving of products without batch dims `dots_with_no_batch_dims_saveable`.)
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from alpa_lite import _jax
@@ -50,8 +51,6 @@ def rematerialise(
     """Makes backward operations read only saved values, and values that none of `layers` makes.
 
     Args:
-      traced: the step.
-      scan: the index of the scan over micro-batches.
       layers: forward ops of the scan's body, by index: those that may be copied; one barrier for each layer.
       backward: the ops of the body, by index, that are to read only saved values.
       saved: values of the body. Those that no op of `layers` makes (parameters, values of other stages) are implied.
@@ -93,25 +92,23 @@ def is_kept(op: Op) -> bool:
     return op.name in primitives.KEPT or op.has_effects
 
 
+@dataclass(eq=False)
 class _Body:
-    """The new body of one rewriting."""
+    """The new body of one rewriting; fields as the arguments of `rematerialise`."""
 
-    def __init__(
-        self,
-        rewriter: Rewriter,
-        scan: Op,
-        layers: Sequence[Collection[int]],
-        backward: frozenset[int],
-        saved: frozenset[int],
-        free: frozenset[int],
-        stages: Mapping[int, int],
-    ) -> None:
-        self.rewriter = rewriter
-        self.body: Block = scan.bodies[0]
+    rewriter: Rewriter
+    scan: Op
+    layers: Sequence[Collection[int]]
+    backward: frozenset[int]
+    saved: frozenset[int]
+    free: frozenset[int]
+    stages: Mapping[int, int]
+
+    def __post_init__(self) -> None:
+        self.body: Block = self.scan.bodies[0]
         self.inputs = frozenset(self.body.inputs)
-        self.consts = frozenset(ScanView(scan).inputs.consts)
-        self.backward, self.saved, self.free, self.stages = backward, saved, free, stages
-        self.layer_of = {index: number for number, layer in enumerate(layers) for index in layer}
+        self.consts = frozenset(ScanView(self.scan).inputs.consts)
+        self.layer_of = {index: number for number, layer in enumerate(self.layers) for index in layer}
         self.made = producers(op for op in self.body.ops if op.index in self.layer_of)
         self.ties = ties(self.body.ops)
         self.entering: dict[int, set[int]] = {}
@@ -216,10 +213,8 @@ class _Body:
         """The barrier of a layer, which stands before its first copy: what each value is called after it."""
         if layer not in self.after:
             cotangents = [v for v in user.reads if v not in self.made and v not in self.inputs]
-            held = list(dict.fromkeys([*sorted(self.entering.get(layer, ())), *cotangents]))
-            if not held:
-                self.after[layer] = {}
-                return {}
-            op, self.after[layer] = self.rewriter.barrier(held, _jax.rematted(user.source))
-            self.out.append(op)
+            self.after[layer] = {}
+            if held := list(dict.fromkeys([*sorted(self.entering.get(layer, ())), *cotangents])):
+                op, self.after[layer] = self.rewriter.barrier(held, _jax.rematted(user.source))
+                self.out.append(op)
         return self.after[layer]

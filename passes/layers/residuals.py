@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from alpa_lite.graph import Atom, Block, Op, Traced, Value, walk
 from alpa_lite.passes.ir import flow
@@ -54,9 +54,10 @@ def _reduce_block(rewriter: Rewriter, block: Block) -> Block:
         if op.name == "scan" and not any(inner.has_effects for inner in walk(op.bodies[0])):
             for reader, read in _pairs(op, readers, block.outputs):
                 backward = places[id(reader)]
-                choice = _choose(rewriter.values, ScanView(ops[forward]), ScanView(ops[backward]), read)
-                if choice is not None:
-                    ops[forward], ops[backward] = _rewrite(rewriter, ops[forward], ops[backward], choice)
+                views = ScanView(ops[forward]), ScanView(ops[backward])
+                gone, again = _choose(rewriter.values, *views, read)
+                if gone:
+                    ops[forward], ops[backward] = _rewrite(rewriter, *views, gone, again)
     same = all(new is old for new, old in zip(ops, block.ops, strict=True))
     return block if same else Block(block.inputs, tuple(ops), block.outputs)
 
@@ -85,27 +86,21 @@ def _pairs(
     return list(found.items())
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """The change of a pair of scans.
+def _choose(
+    values: Sequence[Value], forward: ScanView, backward: ScanView, read: Mapping[int, int]
+) -> tuple[dict[int, int], list[Op]]:
+    """The cheapest choice for a pair of scans, of which one alone reads some stacks of the other.
 
-    Attributes:
-      gone: stack -> value of the forward body that the backward body computes again in its place.
-      again: the ops of the forward body that the backward body repeats, in program order.
+    Returns:
+      Stack -> value of the forward body that the backward body computes again in its place; and the ops of the forward
+      body that the backward body repeats, in program order. Both are empty if nothing pays.
     """
-
-    gone: Mapping[int, int]
-    again: tuple[Op, ...]
-
-
-def _choose(values: Sequence[Value], forward: ScanView, backward: ScanView, read: Mapping[int, int]) -> _Choice | None:
-    """The cheapest choice for a pair of scans, of which one alone reads some stacks of the other; None if none pays."""
     body = forward.body
     varying = flow.made_of(body.ops, forward.inputs.carry)
     required = {atom: stack for stack, atom in read.items() if atom in varying}
     makers = flow.producers(filter(recomputation.is_repeatable, body.ops))
     if makers.keys().isdisjoint(required):
-        return None
+        return {}, []
     scanned = set(backward.operands.xs)
     present = {atom for atom, stack in forward.ys if isinstance(atom, int) and stack in scanned} - varying
     present.update(forward.inputs.consts, [value for atom, value in forward.xs if atom in scanned])
@@ -118,16 +113,17 @@ def _choose(values: Sequence[Value], forward: ScanView, backward: ScanView, read
 
     repeated, again = recomputation.choose_repeated(values, required, makers, present, keeping_bytes)
     gone = {stack: atom for atom, stack in required.items() if atom in repeated}
-    return _Choice(gone, tuple(again)) if gone else None
+    return gone, again
 
 
-def _rewrite(rewriter: Rewriter, forward: Op, backward: Op, choice: _Choice) -> tuple[Op, Op]:
+def _rewrite(
+    rewriter: Rewriter, before: ScanView, after: ScanView, gone: Mapping[int, int], again: Sequence[Op]
+) -> tuple[Op, Op]:
     """A pair of scans after a choice: the forward scan may stack other values, the backward scan repeats ops."""
-    before, after = ScanView(forward), ScanView(backward)
-    ys = [pair for pair in before.ys if pair[1] not in choice.gone]
+    ys = [pair for pair in before.ys if pair[1] not in gone]
     stacks = {atom: stack for atom, stack in ys if isinstance(atom, int)}
     consts = list(after.consts)
-    xs = [pair for pair in after.xs if pair[0] not in choice.gone]
+    xs = [pair for pair in after.xs if pair[0] not in gone]
     operands = {value: atom for atom, value in before.xs}
     invariants = {value: atom for atom, value in before.consts}
 
@@ -142,16 +138,12 @@ def _rewrite(rewriter: Rewriter, forward: Op, backward: Op, choice: _Choice) -> 
                 stacks[value] = rewriter.shaped(value, (before.length, *rewriter.values[value].shape))
                 ys.append((value, stacks[value]))
             group, atom = xs, stacks[value]
-        known = next((own for other, own in group if other is atom or other == atom), None)
-        if known is None:
-            known = rewriter.fresh(value)
-            group.append((atom, known))
-        return known
+        return recomputation.entering(rewriter, group, atom, value)
 
     names: dict[int, Atom] = {}  # of the forward body
-    copies = recomputation.copy_ops(rewriter, choice.again, names, enter, is_remat=True)
-    entering = [(atom, own) for atom, own in after.xs if isinstance(atom, int) and atom in choice.gone]
-    ops, carries, outputs = renamed_parts(after, {own: names[choice.gone[atom]] for atom, own in entering})
+    copies = recomputation.copy_ops(rewriter, again, names, enter, is_remat=True)
+    entering = [(atom, own) for atom, own in after.xs if isinstance(atom, int) and atom in gone]
+    ops, carries, outputs = renamed_parts(after, {own: names[gone[atom]] for atom, own in entering})
     ops = recomputation.place_at_first_use(copies, ops)
     return (
         before.rebuilt(before.body.ops, before.consts, before.carries, before.xs, ys),

@@ -21,6 +21,7 @@ from alpa_lite.graph import Atom, Block, Op, Traced, walk
 from alpa_lite.passes.ir.flow import producers, reach, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, renamed_atom, renamed_parts, substituted, with_body
+from alpa_lite.passes.layers.recomputation import entering
 from alpa_lite.passes.layers.rematerialisation import Choice, is_kept
 
 
@@ -28,8 +29,6 @@ def rematerialise_scans(traced: Traced, scan: int, choices: Mapping[int, Choice]
     """Makes backward scans recompute the values that forward scans stacked for them.
 
     Args:
-      traced: the step.
-      scan: the index of the scan over micro-batches.
       choices: index of a forward scan in its body -> "layer" or "selective".
 
     Returns:
@@ -112,20 +111,9 @@ def _backward(rewriter: Rewriter, op: Op, maker: Op, gone: Mapping[int, Op], sta
     view, again = ScanView(op), ScanView(maker)
     consts, xs = view.consts, view.xs
     renamed: dict[int, Atom] = {}  # of the forward body
-
-    def entering(value: int, atom: Atom, group: list[tuple[Atom, int]]) -> None:
-        known = next((v for a, v in group if isinstance(a, int) and a == atom), None)
-        if known is None:
-            known = rewriter.fresh(value)
-            group.append((atom, known))
-        renamed[value] = known
-
-    for atom, value in again.consts:
-        entering(value, atom, consts)
-    for value in again.inputs.carry:
-        entering(value, stacks[value], xs)
-    for atom, value in again.xs:
-        entering(value, atom, xs)
+    scanned = [*((stacks[value], value) for value in again.inputs.carry), *again.xs]
+    for group, pairs in ((consts, again.consts), (xs, scanned)):
+        renamed |= {value: entering(rewriter, group, atom, value) for atom, value in pairs}
     source = _jax.rematted(op.source)
     ops: list[Op] = []
     begun = values_in(renamed[value] for value in again.inputs.carry)
@@ -135,17 +123,12 @@ def _backward(rewriter: Rewriter, op: Op, maker: Op, gone: Mapping[int, Op], sta
         renamed = {v: after.get(a, a) if isinstance(a, int) else a for v, a in renamed.items()}
     for value, stack in stacks.items():
         if value not in again.body.inputs:  # saved: not computed again
-            entering(value, stack, xs)
+            renamed[value] = entering(rewriter, xs, stack, value)
     for inner_op in again.body.ops:
         copy = rewriter.copy(inner_op, renamed, _jax.rematted(inner_op.source))
         ops.append(copy)
         renamed = dict(zip(inner_op.results, copy.results, strict=True)) | renamed
-    made = {result: output for output, result in again.ys}
-    is_gone = [isinstance(atom, int) and gone.get(atom) is maker for atom, _ in xs]
-    names = {
-        value: renamed_atom(made[atom], renamed)
-        for (atom, value), here in zip(xs, is_gone, strict=True) if here and isinstance(atom, int)
-    }  # fmt: skip
-    scanned = [pair for pair, here in zip(xs, is_gone, strict=True) if not here]
+    made = {result: renamed_atom(output, renamed) for output, result in again.ys if gone.get(result) is maker}
+    names = {value: made[atom] for atom, value in xs if isinstance(atom, int) and atom in made}
     own, carries, ys = renamed_parts(view, names)
-    return view.rebuilt([*ops, *own], consts, carries, scanned, ys)
+    return view.rebuilt([*ops, *own], consts, carries, [pair for pair in xs if pair[1] not in names], ys)

@@ -18,7 +18,7 @@ so that only slices at the arguments, and concatenations at the new state, menti
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,11 +100,7 @@ def kept_points(cut: Cut, layering: Layering, cuts: Sequence[int]) -> dict[int, 
       layering: the layers of `cut.traced`.
       cuts: the first layer of each stage after the first.
     """
-    stage = {
-        index: sum(number >= first for first in cuts)
-        for number, layer in enumerate(layering.layers)
-        for index in layer.ops
-    }
+    stage = layering.stage_of(cuts)
     found: dict[int, dict[int, int]] = {}
     for index, (scan, start, _) in cut.pieces.items():
         if index in stage:
@@ -150,15 +146,26 @@ def cut_scans(
             raise OptionError(
                 f"points of op {index} are {tuple(some)}: they must rise strictly, from 1 to {bounds[index][-1] - 1}"
             )
-    rewriter = Rewriter(traced.graph)
-    top = _Top(rewriter, rules, traced.graph.block, outer, bounds)
-    block = top.block()
+    rewriter, view = Rewriter(traced.graph), ScanView(outer)
+    sums = {value for number, value in enumerate(view.inputs.carry) if number in view.accumulators}
+    top = _Walk(rewriter, rules, traced.graph.block)
+    body = _Walk(rewriter, rules, view.body, bounds, sums.union(view.inputs.consts))
+    for op in traced.graph.block.ops:
+        if op is outer:
+            body.run()
+            _micro_batches(top, body, view)
+        else:
+            top.walk(op)
+    outputs = [top.whole(atom, outer.source) for atom in traced.graph.block.outputs]
+    block = Block(traced.graph.block.inputs, tuple(top.out), tuple(outputs))
     leaves = None
     if split_arguments:
         block, leaves = stacked_arguments.split(traced, block, rewriter.values)
     done = rewriter.step(traced, block, scan)
     place = rewriter.place
-    pieces, ranges = ({place[i]: span for i, span in d.items() if i in place} for d in (top.spans, top.ranges))
+    pieces, ranges = (
+        {place[i]: span for i, span in spans.items() if i in place} for spans in (body.spans, top.ranges | body.ranges)
+    )
     step = done.traced if leaves is None else stacked_arguments.applied(leaves, done.traced)
     return Cut(step, done.scan, done.origin, done.copies, pieces, ranges)
 
@@ -173,47 +180,80 @@ def cut_by_arguments(traced: Traced, bounds: Mapping[int, Bounds], rules: Mappin
       bounds: flat argument -> where its pieces begin, and the end of the last.
       rules: of all ops, as `factors.rules_of` gives them.
     """
-    rewriter = Rewriter(traced.graph)
-    walk = _Step(rewriter, rules, traced.graph.block, bounds)
-    block, leaves = stacked_arguments.split(traced, walk.block(), rewriter.values)
+    rewriter, block = Rewriter(traced.graph), traced.graph.block
+    walk = _Walk(rewriter, rules, block, {})
+    source = next((op.source for op in block.ops), None)
+    whole = {block.inputs[number]: rewriter.fresh(block.inputs[number]) for number in sorted(bounds)}
+    for number, some in sorted(bounds.items()):
+        value = block.inputs[number]
+        spans = itertools.pairwise(some)
+        walk.pieces[value] = some, tuple(walk.slice(whole[value], low, high, source) for low, high in spans)
+    walk.run()
+    outputs = tuple(walk.whole(atom, source) for atom in block.outputs)
+    inputs = tuple(whole.get(value, value) for value in block.inputs)
+    block, leaves = stacked_arguments.split(traced, Block(inputs, tuple(walk.out), outputs), rewriter.values)
     return stacked_arguments.applied(leaves, replace(traced, graph=rewriter.finish(block)))
 
 
 class _Walk:
-    """A walk over the ops of one block, in order; stacks over cut layers are held in pieces."""
+    """A walk over the ops of one block, in order; stacks over cut layers are held in pieces.
 
-    def __init__(self, rewriter: Rewriter, rules: Mapping[object, Rule], block: Block) -> None:
-        self.rewriter, self.rules, self.source_block = rewriter, rules, block
+    Attributes:
+      cuts: scans that are cut, by index, and where; those that read stacks of a cut scan are cut there too. None where
+        no scan is.
+      divisible: inputs of the block that can come in as pieces.
+      asked_for: those that are read in pieces.
+      pieces: values that are made in pieces, or read in pieces. joined: those of them that exist whole too.
+      spans, ranges: as `Cut.pieces` and `Cut.ranges`.
+    """
+
+    def __init__(
+        self,
+        rewriter: Rewriter,
+        rules: Mapping[object, Rule],
+        block: Block,
+        cuts: Mapping[int, Bounds] | None = None,
+        divisible: Set[int] = frozenset(),
+    ) -> None:
+        self.rewriter, self.rules, self.block, self.cuts, self.divisible = rewriter, rules, block, cuts, divisible
         self.defined = producers(block.ops)
         self.out: list[Op] = []
-        self.pieces: dict[int, tuple[Bounds, tuple[int, ...]]] = {}  # made in pieces, or asked for in pieces
-        self.joined: set[int] = set()  # values in pieces that exist whole too
+        self.pieces: dict[int, tuple[Bounds, tuple[int, ...]]] = {}
+        self.asked_for: dict[int, tuple[Bounds, tuple[int, ...]]] = {}
+        self.joined: set[int] = set()
         self.spans: dict[int, tuple[int, int, int]] = {}
         self.ranges: dict[int, tuple[int, int, int]] = {}
 
     # -- operations -----------------------------------------------------------------------------------------------
 
+    def run(self) -> None:
+        """Walks all ops of the block."""
+        for op in self.block.ops:
+            self.walk(op)
+
     def walk(self, op: Op) -> None:
         """Appends an op, in pieces if it reads pieces and can be split."""
+        if self.cuts is not None and op.name == "scan":
+            linked = (self.pieces[v][0] for v in values_in(ScanView(op).operands.xs) if v in self.pieces)
+            if bounds := self.cuts.get(op.index) or next(linked, None):
+                return self.cut(op, bounds)
         bounds = next((self.pieces[v][0] for v in op.reads if v in self.pieces and v not in self.joined), None)
-        if bounds is not None and self.split(op, bounds):
-            return
-        if bounds is not None and self.combined(op, bounds):
+        if bounds is not None and (self.split(op, bounds) or self.combined(op, bounds)):
             return
         for value in op.reads:
             self.whole(value, op.source)
         self.out.append(op)
 
-    def whole(self, value: int, source: Any) -> int:
+    def whole(self, atom: Atom, source: Any) -> Atom:
         """Makes sure that a value exists whole."""
-        if value in self.pieces and value not in self.joined:
-            self.joined.add(value)
-            parts = self.pieces[value][1]
-            self.out.append(self.rewriter.op(lax.concatenate_p, {"dimension": 0}, parts, [value], source))
-        return value
+        if isinstance(atom, int) and atom in self.pieces and atom not in self.joined:
+            self.joined.add(atom)
+            parts = self.pieces[atom][1]
+            self.out.append(self.rewriter.op(lax.concatenate_p, {"dimension": 0}, parts, [atom], source))
+        return atom
 
     def parts(self, value: int, bounds: Bounds, source: Any) -> tuple[int, ...]:
-        """A value in pieces: as it was made, by the operation that makes it done in pieces, or by slices."""
+        """A value in pieces: as made, by the operation that makes it done in pieces, as they come in, or by slices."""
         if value in self.pieces and self.pieces[value][0] == bounds:
             return self.pieces[value][1]
         if value in self.pieces:
@@ -222,17 +262,15 @@ class _Walk:
         if op is not None and len(op.results) == 1 and not op.bodies and self.split(op, bounds):
             self.joined.add(value)  # it was made whole before
             return self.pieces[value][1]
-        parts = self.asked(value, bounds)
-        if parts is None:
-            parts = tuple(self.slice(value, low, high, source) for low, high in itertools.pairwise(bounds))
+        spans = itertools.pairwise(bounds)
+        if value in self.divisible:
+            parts = tuple(self.fresh(value, high - low) for low, high in spans)
+            self.asked_for[value] = bounds, parts
+        else:
+            parts = tuple(self.slice(value, low, high, source) for low, high in spans)
         self.pieces[value] = bounds, parts
         self.joined.add(value)
         return parts
-
-    def asked(self, value: int, bounds: Bounds) -> tuple[int, ...] | None:
-        """The pieces of a block input that can come in as pieces."""
-        del value, bounds
-        return None
 
     def slice(self, value: int, low: int, high: int, source: Any) -> int:
         """Iterations `low` to `high` of a stacked value."""
@@ -259,13 +297,10 @@ class _Walk:
             return False
         operands: list[list[Atom]] = []
         for atom, dims in zip(op.operands, self.rules[op.key].operands, strict=True):
-            is_split = isinstance(atom, int) and bool(dims) and dims[0] == self.rules[op.key].results[0][0]
-            if is_split and isinstance(atom, int):
+            if isinstance(atom, int) and dims and dims[0] == self.rules[op.key].results[0][0]:
                 operands.append(list(self.parts(atom, bounds, op.source)))
             else:
-                if isinstance(atom, int):
-                    self.whole(atom, op.source)
-                operands.append([atom] * (len(bounds) - 1))
+                operands.append([self.whole(atom, op.source)] * (len(bounds) - 1))
         results: list[list[int]] = [[] for _ in op.results]
         for number, (low, high) in enumerate(itertools.pairwise(bounds)):
             made = [self.fresh(value, high - low) for value in op.results]
@@ -313,169 +348,66 @@ class _Walk:
             total = summed
         return True
 
-
-class _Body(_Walk):
-    """The body of a micro-batch: its inputs may come in as pieces, and its sums go out as pieces."""
-
-    def __init__(
-        self, rewriter: Rewriter, rules: Mapping[object, Rule], scan: Op, bounds: Mapping[int, Bounds]
-    ) -> None:
-        super().__init__(rewriter, rules, scan.bodies[0])
-        self.scan, self.bounds = scan, bounds
-        view = ScanView(scan)
-        sums = [value for number, value in enumerate(view.inputs.carry) if number in view.accumulators]
-        self.divisible = frozenset((*view.inputs.consts, *sums))
-        self.asked_for: dict[int, tuple[Bounds, tuple[int, ...]]] = {}
-
-    def run(self) -> None:
-        """Walks the ops of the body."""
-        for op in self.source_block.ops:
-            bounds = self.bounds.get(op.index) or self.linked(op)
-            if bounds is not None:
-                self.cut(op, bounds)
-            else:
-                self.walk(op)
-
-    def linked(self, op: Op) -> Bounds | None:
-        """The bounds of a scan that reads stacks of a cut scan; None for any other op."""
-        if op.name != "scan":
-            return None
-        scanned = values_in(ScanView(op).operands.xs)
-        return next((self.pieces[v][0] for v in scanned if v in self.pieces), None)
-
-    def asked(self, value: int, bounds: Bounds) -> tuple[int, ...] | None:
-        """Constants come in as pieces, and so do sums (their addition, which asks, is done in pieces)."""
-        if value not in self.divisible:
-            return None
-        parts = tuple(self.fresh(value, high - low) for low, high in itertools.pairwise(bounds))
-        self.asked_for[value] = bounds, parts
-        return parts
-
     def cut(self, op: Op, bounds: Bounds) -> None:
         """One scan as several: the carry goes from one to the next."""
-        view = ScanView(op)
-        consts, carry, xs = view.operands
-        finals, ys = view.results
-        scanned: list[tuple[Atom, ...]] = []
+        consts, carry, xs = ScanView(op).operands
+        finals, ys = ScanView(op).results
+        scanned: list[Sequence[Atom]] = []
         for atom in xs:
             is_value = isinstance(atom, int)
             scanned.append(self.parts(atom, bounds, op.source) if is_value else (atom,) * (len(bounds) - 1))
-        for value in values_in((*consts, *carry)):
-            self.whole(value, op.source)
+        for atom in (*consts, *carry):
+            self.whole(atom, op.source)
         spans = list(enumerate(itertools.pairwise(bounds)))
-        stacked: list[dict[int, int]] = [{} for _ in ys]
-        if op.params["reverse"]:
-            spans.reverse()
-        for place, (number, (low, high)) in enumerate(spans):
-            is_last = place == len(spans) - 1
-            carried = finals if is_last else tuple(map(self.rewriter.fresh, finals))
-            some = [self.fresh(v, high - low) for v in ys]
-            unroll = op.params["unroll"]
+        stacked: list[tuple[int, ...]] = []
+        for place, (number, (low, high)) in enumerate(reversed(spans) if op.params["reverse"] else spans):
+            carried = finals if place == len(spans) - 1 else tuple(map(self.rewriter.fresh, finals))
+            stacked.append(tuple(self.fresh(v, high - low) for v in ys))
             piece = replace(
                 op,
                 index=self.rewriter.index(op.index),
-                params=dict(op.params, length=high - low, unroll=min(unroll, high - low)),
+                params=dict(op.params, length=high - low, unroll=min(op.params["unroll"], high - low)),
                 operands=(*consts, *carry, *(parts[number] for parts in scanned)),
-                results=(*carried, *some),
+                results=(*carried, *stacked[-1]),
                 bodies=op.bodies if place == 0 else (self.rewriter.copy_block(op.bodies[0]),),
                 key=None,
             )
             self.spans[piece.index] = op.index, low, high
             self.out.append(piece)
             carry = carried
-            for column, value in zip(stacked, some, strict=True):
-                column[number] = value
-        for value, column in zip(ys, stacked, strict=True):
-            self.pieces[value] = bounds, tuple(column[number] for number in sorted(column))
+        if op.params["reverse"]:
+            stacked.reverse()
+        self.pieces.update((v, (bounds, column)) for v, column in zip(ys, zip(*stacked, strict=True), strict=True))
 
 
-class _Step(_Body):
-    """The top block of a step without micro-batches: some of its arguments come in as pieces."""
+def _micro_batches(top: _Walk, body: _Walk, view: ScanView) -> None:
+    """Appends the scan over micro-batches, with constants and sums in pieces where its body asks for them."""
+    source = view.op.source
 
-    def __init__(
-        self, rewriter: Rewriter, rules: Mapping[object, Rule], block: Block, arguments: Mapping[int, Bounds]
-    ) -> None:
-        _Walk.__init__(self, rewriter, rules, block)
-        self.bounds, self.divisible, self.asked_for = {}, frozenset(), {}
-        self.arguments = {block.inputs[number]: some for number, some in arguments.items()}
+    def in_pieces(atom: Atom, bounds: Bounds) -> tuple[int, ...]:
+        assert isinstance(atom, int), "a stacked value is no literal"
+        return top.parts(atom, bounds, source)
 
-    def block(self) -> Block:
-        """The new block: whole arguments have new names, the old ones are what is joined of their pieces."""
-        source = next((op.source for op in self.source_block.ops), None)
-        inputs = [self.rewriter.fresh(v) if v in self.arguments else v for v in self.source_block.inputs]
-        for value, whole in zip(self.source_block.inputs, inputs, strict=True):
-            if value in self.arguments:
-                spans = itertools.pairwise(self.arguments[value])
-                parts = tuple(self.slice(whole, low, high, source) for low, high in spans)
-                self.pieces[value] = self.arguments[value], parts
-        self.run()
-        outputs = tuple(self.whole(a, source) if isinstance(a, int) else a for a in self.source_block.outputs)
-        return Block(tuple(inputs), tuple(self.out), outputs)
-
-
-class _Top(_Walk):
-    """The top block, with the scan over micro-batches in it."""
-
-    def __init__(
-        self,
-        rewriter: Rewriter,
-        rules: Mapping[object, Rule],
-        block: Block,
-        scan: Op,
-        bounds: Mapping[int, Bounds],
-    ) -> None:
-        super().__init__(rewriter, rules, block)
-        self.scan = scan
-        self.body = _Body(rewriter, rules, scan, bounds)
-
-    def block(self) -> Block:
-        """The new top block."""
-        for op in self.source_block.ops:
-            if op is self.scan:
-                self.micro_batches()
-            else:
-                self.walk(op)
-        source = self.scan.source
-        outputs = [self.whole(a, source) if isinstance(a, int) else a for a in self.source_block.outputs]
-        self.spans = self.body.spans
-        self.ranges.update(self.body.ranges)
-        return Block(self.source_block.inputs, tuple(self.out), tuple(outputs))
-
-    def micro_batches(self) -> None:
-        """The scan over micro-batches, with constants and sums in pieces where its body asks for them."""
-        body, scan, view = self.body, self.scan, ScanView(self.scan)
-        body.run()
-        source = scan.source
-
-        def outside(atom: Atom) -> Atom:
-            return self.whole(atom, source) if isinstance(atom, int) else atom
-
-        def inside(atom: Atom) -> Atom:
-            return body.whole(atom, source) if isinstance(atom, int) else atom
-
-        def in_pieces(atom: Atom, bounds: Bounds) -> tuple[int, ...]:
-            assert isinstance(atom, int), "a stacked value is no literal"
-            return self.parts(atom, bounds, source)
-
-        consts: list[tuple[Atom, int]] = []
-        for atom, value in view.consts:
-            if value in body.asked_for:
-                bounds, parts = body.asked_for[value]
-                consts += zip(in_pieces(atom, bounds), parts, strict=True)
-            consts.append((outside(atom), value))  # pruned where nothing reads it whole
-        carries: list[Carried] = []
-        for one in view.carries:
-            if one.input not in body.asked_for or not isinstance(one.output, int):
-                carries.append(Carried(outside(one.start), one.input, inside(one.output), one.end))
-                continue
-            bounds, parts = body.asked_for[one.input]
-            made = body.parts(one.output, bounds, source)
-            ends = tuple(map(self.rewriter.fresh, made))
-            self.pieces[one.end] = bounds, ends
-            carries += map(Carried, in_pieces(one.start, bounds), parts, made, ends)
-        xs = [(outside(atom), value) for atom, value in view.xs]
-        ys = [(inside(atom), result) for atom, result in view.ys]
-        self.out.append(view.rebuilt(body.out, consts, carries, xs, ys))
+    consts: list[tuple[Atom, int]] = []
+    for atom, value in view.consts:
+        if value in body.asked_for:
+            bounds, parts = body.asked_for[value]
+            consts += zip(in_pieces(atom, bounds), parts, strict=True)
+        consts.append((top.whole(atom, source), value))  # pruned where nothing reads it whole
+    carries: list[Carried] = []
+    for one in view.carries:
+        if one.input not in body.asked_for or not isinstance(one.output, int):
+            start, output = top.whole(one.start, source), body.whole(one.output, source)
+            carries.append(Carried(start, one.input, output, one.end))
+            continue
+        bounds, parts = body.asked_for[one.input]
+        made = body.parts(one.output, bounds, source)
+        ends = tuple(map(top.rewriter.fresh, made))
+        top.pieces[one.end] = bounds, ends
+        carries += map(Carried, in_pieces(one.start, bounds), parts, made, ends)
+    xs = [(top.whole(atom, source), value) for atom, value in view.xs]
+    ys = [(body.whole(atom, source), result) for atom, result in view.ys]
+    top.out.append(view.rebuilt(body.out, consts, carries, xs, ys))
 
 
 def _sized(op: Op, size: int) -> Mapping[str, Any]:

@@ -22,6 +22,7 @@ from jax import lax
 from alpa_lite.graph import Argument, Atom, Block, Bounds, Op, Pieces, Stacked, Traced, Value
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.flow import producers, users, values_in
+from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
 
 
 def applied(stacked: Stacked, traced: Traced) -> Traced:
@@ -45,9 +46,7 @@ def split(traced: Traced, block: Block, values: Sequence[Value]) -> tuple[Block,
     """The top block with arguments and results in pieces, where that is all that it needs of them.
 
     Args:
-      traced: the step before.
       block: its new top block; slices and concatenations are those that `layers.scans` writes.
-      values: by number.
     """
     block = pruning.live_block(block)  # what is dead may still mention whole leaves
     count = len(traced.arguments)
@@ -82,8 +81,9 @@ def split(traced: Traced, block: Block, values: Sequence[Value]) -> tuple[Block,
         bounds, atoms = taken.get(number, ((), (atom,)))
         results.append(Pieces(tuple(range(len(outputs), len(outputs) + len(atoms))), bounds))
         outputs += atoms
-    ops = _without(block.ops, set(inputs) | renamed.keys(), renamed)
-    names = tuple(renamed.get(a, a) if isinstance(a, int) else a for a in outputs)
+    gone = {*inputs, *renamed}
+    ops = tuple(renamed_op(op, renamed) for op in block.ops if not op.results or not gone.issuperset(op.results))
+    names = tuple(renamed_atom(atom, renamed) for atom in outputs)
     return Block((*inputs, *block.inputs[count:]), ops, names), Stacked(tuple(arguments), tuple(results))
 
 
@@ -117,17 +117,6 @@ def _concatenated(
     if len(sizes) != len(op.operands):
         return None
     return (0, *itertools.accumulate(sizes)), op.operands
-
-
-def _without(ops: Sequence[Op], gone: set[int], renamed: Mapping[int, int]) -> tuple[Op, ...]:
-    """Returns the ops without those whose results are inputs now, with some operands renamed."""
-    out = []
-    for op in ops:
-        if op.results and gone.issuperset(op.results):
-            continue
-        operands = tuple(renamed.get(a, a) if isinstance(a, int) else a for a in op.operands)
-        out.append(op if operands == op.operands else replace(op, operands=operands))
-    return tuple(out)
 
 
 def _parts(leaves: Sequence[Argument], pieces: Sequence[Pieces]) -> tuple[Argument, ...]:

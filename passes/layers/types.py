@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -60,6 +60,11 @@ class Layering:
         """The block of one micro-batch."""
         return self.scan_op.bodies[0]
 
+    def stage_of(self, cuts: Sequence[int]) -> dict[int, int]:
+        """Forward op -> its stage, where `cuts` are the first layer of each stage after the first."""
+        layers = ((sum(number >= first for first in cuts), layer) for number, layer in enumerate(self.layers))
+        return {index: stage for stage, layer in layers for index in layer.ops}
+
 
 @dataclass(frozen=True, eq=False)
 class Assignment:
@@ -69,26 +74,26 @@ class Assignment:
       num_stages: the number of stages.
       stage: op index -> stage, for every op of the scan's body and every other op of the top block. For a shared op,
         the lowest stage that uses it.
+      shared: ops that every stage that uses them runs for itself: their operands are inputs or other shared ops.
+      home: input of the top block -> the stage that keeps it (for state: that updates it). Inputs that nobody reads
+        are on stage 0. Other stages that read it get it once per step, the batch as slices.
       backward: the body's ops that run in the backward task of their stage.
       weight: those of `backward` that feed accumulators alone: they may run later (zero-bubble schedules).
       split_sums: (carry, ((value, stage), ...)): what a micro-batch adds to this carry is the sum of these values,
         which are made on different stages. Each stage keeps an accumulator of its own, and they are added once per
         step.
       dissolved: the additions that `stages.sums` replace: those that join the summands, and the carry's own.
-      shared: ops that every stage that uses them runs for itself: their operands are inputs or other shared ops.
-      home: input of the top block -> the stage that keeps it (for state: that updates it). Inputs that nobody reads
-        are on stage 0. Other stages that read it get it once per step, the batch as slices.
       phases: of a step in slices of the sequence, the phase of each op of the body (`tokens.slicing`); else empty.
       num_slices: of the sequence; no stage needs to have an op of every phase.
     """
 
     num_stages: int
     stage: Mapping[int, int]
-    backward: frozenset[int]
-    weight: frozenset[int]
-    split_sums: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
-    dissolved: frozenset[int]
     shared: frozenset[int]
     home: Mapping[int, int]
+    backward: frozenset[int] = frozenset()
+    weight: frozenset[int] = frozenset()
+    split_sums: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
+    dissolved: frozenset[int] = frozenset()
     phases: Mapping[int, int] = field(default_factory=dict)
     num_slices: int = 1

@@ -84,7 +84,7 @@ class SliceSearch:
         seconds = self.whole.seconds * (1 - idle_fraction(self.whole, cluster.num_devices))
         out: list[Candidate] = []
         for tokens in choice.sizes(self.chosen.priced.step.accumulated.traced):
-            lengths = choice.first(tokens, choice.step_of(tokens, cluster.platform), 4)
+            lengths = choice.first(tokens, choice.step_of(tokens, cluster.platform))
             if len(lengths) > 1:
                 out.append(self._candidate(Proposal(self.count, lengths, seconds), tokens))
         return out

@@ -56,8 +56,6 @@ def choose(
     """Returns the stages that the DP chooses.
 
     Args:
-      priced: the costs of layers.
-      method: the options that are given.
       counts: the numbers of micro-batches to choose from.
       budget: bytes per device.
       rough: whether to look at equal submeshes alone, and to stop farther from the optimum.

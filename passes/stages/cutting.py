@@ -80,24 +80,40 @@ def _values_of(stage: StageGraph, program: LocalProgram) -> dict[int, int]:
 def whole(stage: StageGraph, program: LocalProgram) -> Segments:
     """A stage as one segment that runs once, its micro-batches inside: what one mesh runs."""
     body = program.body
-    outputs = tuple(
-        Wire("literal", i) if isinstance(o, Lit) else Wire("top", o) for i, o in enumerate(body.outputs)
-    )  # fmt: skip
-    segment = Segment(
-        kind="step",
-        round=0,
-        inputs=tuple(Wire("top", register) for register in body.inputs),
-        binds=tuple((register,) for register in body.inputs),
-        preset=(),
-        outputs=outputs,
-        reads=body.outputs,
-        instructions=body.instructions,
-    )
+    outputs = [(Wire("literal", i) if isinstance(o, Lit) else Wire("top", o), o) for i, o in enumerate(body.outputs)]
+    segment = _segment_of("step", 0, _alone(body.inputs), outputs, body.instructions)
     return Segments(stage, program, (segment,), body.outputs, _values_of(stage, program))
+
+
+def _segment_of(
+    kind: Kind,
+    number: int,
+    inputs: Mapping[Wire, Sequence[int]],
+    outputs: Iterable[tuple[Wire, Operand]],
+    instructions: Sequence[Instruction],
+    preset: Sequence[tuple[int, Lit]] = (),
+) -> Segment:
+    """A segment by its wires: each input with the registers that it sets, each output with the operand on it."""
+    wires, reading = tuple(zip(*outputs, strict=True)) or ((), ())
+    binds = tuple(map(tuple, inputs.values()))
+    return Segment(kind, number, tuple(inputs), binds, tuple(preset), wires, reading, tuple(instructions))
+
+
+def _alone(registers: Iterable[int]) -> dict[Wire, tuple[int]]:
+    """A wire for each register of the top level."""
+    return {Wire("top", register): (register,) for register in registers}
+
+
+def _registers(operands: Iterable[Operand]) -> set[int]:
+    """The operands that are no literals."""
+    return {operand for operand in operands if not isinstance(operand, Lit)}
 
 
 class _Cut:
     """The tables of one cut."""
+
+    view: ScanView
+    body: Body
 
     def __init__(self, stage: StageGraph, program: LocalProgram, split_weights: bool) -> None:
         self.stage, self.program, self.split = stage, program, split_weights
@@ -106,77 +122,59 @@ class _Cut:
         self.loop: Loop | None = items[place[0]] if place else None  # type: ignore[assignment]
         self.early = items[: place[0]] if place else ()
         self.late = items[place[0] + 1 :] if place else items
-        self.value_of = _values_of(stage, program)
+        if self.loop is not None:
+            self.view, (self.body,) = ScanView(self.loop.op), self.loop.bodies
 
     def segments(self) -> Segments:
-        items: list[Segment] = []
-        if self.loop is not None:
-            items += self._body()
-        items += self._update()
-        prologue = self._prologue(items)
-        finals: list[Operand | None] = []
-        for port, operand in zip(self.stage.outputs, self.program.body.outputs, strict=True):
-            finals.append(None if port.kind == "crossing" else operand)
-        return Segments(
-            self.stage, self.program, (*([prologue] if prologue else []), *items), tuple(finals), self.value_of
-        )
+        loop = self.loop
+        items = [*([] if loop is None else self._body(loop)), *self._update()]
+        prologue = None if loop is None else self._prologue(loop, items)
+        pairs = zip(self.stage.outputs, self.program.body.outputs, strict=True)
+        finals = tuple(None if port.kind == "crossing" else operand for port, operand in pairs)
+        items = items if prologue is None else [prologue, *items]
+        return Segments(self.stage, self.program, tuple(items), finals, _values_of(self.stage, self.program))
 
     # -- the loop's body ------------------------------------------------------------------------------------------
 
-    def _body(self) -> list[Segment]:
-        loop = self.loop
-        assert loop is not None
-        (body,) = loop.bodies
-        items = body.instructions
+    def _body(self, loop: Loop) -> list[Segment]:
+        items = self.body.instructions
         slices = self.stage.num_slices
         count = 2 * slices if self.stage.phases else 3 if self.split else 2
-        phases = self._phases(items, body, count - 1)
+        phases = self._phases(items, count - 1)
         made_in = {r: phases[n] for n, item in enumerate(items) for r in writes(item)}
-        segments: list[Segment] = []
-        carried = self._carry_phases(body, made_in)
-        wanted: dict[int, set[int]] = {phase: set() for phase in range(count)}
-        chosen: dict[int, list[Instruction]] = {}
         maker = {r: item for item in items for r in writes(item)}
-        cheap = self._remade(items, body)
+        ends, cheap = self._ends(made_in), self._remade(items)
+        wanted: dict[int, set[int]] = {phase: set() for phase in range(count)}
+        chosen: list[list[Instruction]] = []
         for phase in range(count):
-            own = [item for n, item in enumerate(items) if phases[n] == phase]
-            ends = [o for _, o, p in self._ends(body, made_in, carried) if p == phase and not isinstance(o, Lit)]
-            needed = read_before(own) | {o for o in ends if made_in.get(o, phase) != phase}
 
             def elsewhere(registers: Iterable[int], phase: int = phase) -> list[int]:
                 return [r for r in registers if made_in.get(r, phase) != phase]
 
-            reached = reach(elsewhere(needed), lambda r: elsewhere(reads(maker[r])) if r in cheap else ())
+            own = [item for n, item in enumerate(items) if phases[n] == phase]
+            given = _registers(o for _, o, p in ends if p == phase)
+            needed = elsewhere(read_before(own) | given)
+            reached = reach(needed, lambda r: elsewhere(reads(maker[r])) if r in cheap else ())
             for register in reached.keys() - cheap:
                 wanted[made_in[register]].add(register)
             again = {id(maker[r]) for r in reached if r in cheap}
-            chosen[phase] = [item for n, item in enumerate(items) if phases[n] == phase or id(item) in again]
+            chosen.append([item for n, item in enumerate(items) if phases[n] == phase or id(item) in again])
+        segments: list[Segment] = []
         for phase in range(count):
-            kind, number = _named(phase, slices)
-            outputs: list[tuple[Wire, Operand]] = [
-                (wire, operand) for wire, operand, p in self._ends(body, made_in, carried) if p == phase
-            ]
+            outputs = [(wire, operand) for wire, operand, p in ends if p == phase]
             outputs += [(Wire("saved", r), r) for r in sorted(wanted[phase])]
-            finals = {o for _, o in outputs if not isinstance(o, Lit)}
-            if not outputs and not chosen[phase]:
-                continue
-            segments.append(self._segment(kind, number, chosen[phase], outputs, body, finals))
+            if outputs or chosen[phase]:
+                segments.append(self._segment(loop, *_named(phase, slices), chosen[phase], outputs))
         return segments
 
-    @property
-    def _view(self) -> ScanView:
-        assert self.loop is not None
-        return ScanView(self.loop.op)
-
-    def _phases(self, items: Sequence[Instruction], body: Body, last: int) -> list[int]:
+    def _phases(self, items: Sequence[Instruction], last: int) -> list[int]:
         """0 forward, 1 backward, 2 weight for each instruction: not later than the first that reads its results.
 
         In slices of the sequence: 0 to `last`.
         """
         stage = self.stage
-        of = stage.phases
         crossing = sum(port.kind == "crossing" for port in stage.outputs)
-        sent = set(body.outputs[len(body.outputs) - crossing :])
+        sent = set(self.body.outputs[len(self.body.outputs) - crossing :])
         first: dict[int, int] = {}
         out = [0] * len(items)
         for n in range(len(items) - 1, -1, -1):
@@ -184,16 +182,16 @@ class _Cut:
             readers = [first[r] for r in writes(item) if r in first]
             if isinstance(item, Reshard):
                 own = max(2, last)
+            elif stage.phases:
+                own = stage.phases[item.op.index]
             else:
-                index = item.op.index
-                own = of[index] if of else 2 if index in stage.weight else 1 if index in stage.backward else 0
-            phase = min([own, *readers])
+                own = 2 if item.op.index in stage.weight else int(item.op.index in stage.backward)
+            out[n] = min([own, *readers])
             if isinstance(item, Reshard) and (not readers or item.result in sent):
-                phase = -1  # an output reads it, and other stages may wait for that: as early as its source
-            out[n] = phase
-            if phase >= 0:
-                for register in reads(item):
-                    first[register] = min(first.get(register, max(2, last)), phase)
+                out[n] = -1  # an output reads it, and other stages may wait for that: as early as its source
+                continue
+            for register in reads(item):
+                first[register] = min(first.get(register, max(2, last)), out[n])
         made: dict[int, int] = {}
         for n, item in enumerate(items):
             if out[n] < 0:
@@ -202,77 +200,63 @@ class _Cut:
             made.update(dict.fromkeys(writes(item), out[n]))
         return out
 
-    def _ends(
-        self, body: Body, made_in: Mapping[int, int], carried: Mapping[int, int]
-    ) -> list[tuple[Wire, Operand, int]]:
-        """Returns the outputs of the body: wire, register or literal, and the phase that gives it out."""
-        after, ys = self._view.given(body.outputs)
-        before = self._view.taken(body.inputs).carry
-        crossing = [Wire("crossing", port.number) for port in self.stage.outputs if port.kind == "crossing"]
-        wires = [Wire("piece", i) for i in range(len(after), len(body.outputs) - len(crossing))] + crossing
-        outputs: list[tuple[Wire, Operand, int]] = [
-            (Wire("carry", i), operand, carried[i]) for i, operand in enumerate(after) if operand != before[i]
-        ]
-        for wire, operand in zip(wires, ys, strict=True):
-            outputs.append((wire, operand, 0 if isinstance(operand, Lit) else made_in.get(operand, 0)))
-        return outputs
+    def _ends(self, made_in: Mapping[int, int]) -> list[tuple[Wire, Operand, int]]:
+        """Returns the outputs of the body: wire, register or literal, and the phase that gives it out.
 
-    def _carry_phases(self, body: Body, made_in: Mapping[int, int]) -> dict[int, int]:
-        """The phase that updates each carry: where its new value is made, but not before the last read of the old."""
+        A carry is given out where its new value is made, but not before the last read of the old.
+        """
         last_read: dict[int, int] = {}
-        for item in body.instructions:
+        for item in self.body.instructions:
             phase = max((made_in[r] for r in writes(item)), default=0)
             for register in reads(item):
                 last_read[register] = max(phase, last_read.get(register, 0))
-        out = {}
-        pairs = zip(self._view.taken(body.inputs).carry, self._view.given(body.outputs).carry, strict=True)
-        for carry, (register, operand) in enumerate(pairs):
-            made = 0 if isinstance(operand, Lit) else made_in.get(operand, 0)
-            out[carry] = max(made, last_read.get(register, 0))
-        return out
 
-    def _remade(self, items: Sequence[Instruction], body: Body) -> frozenset[int]:
+        def made(operand: Operand) -> int:
+            return 0 if isinstance(operand, Lit) else made_in.get(operand, 0)
+
+        after, ys = self.view.given(self.body.outputs)
+        before = self.view.taken(self.body.inputs).carry
+        crossing = [Wire("crossing", port.number) for port in self.stage.outputs if port.kind == "crossing"]
+        last = len(self.body.outputs) - len(crossing)
+        wires = [*(Wire("piece", i) for i in range(len(after), last)), *crossing]
+        outputs: list[tuple[Wire, Operand, int]] = [
+            (Wire("carry", i), operand, max(made(operand), last_read.get(register, 0)))
+            for i, (register, operand) in enumerate(zip(before, after, strict=True))
+            if operand != register
+        ]
+        return outputs + [(wire, operand, made(operand)) for wire, operand in zip(wires, ys, strict=True)]
+
+    def _remade(self, items: Sequence[Instruction]) -> frozenset[int]:
         """The registers that any segment can make from state and the micro-batch's number, cheaply."""
-        parts = self._view.taken(body.inputs)
-        known = {*parts.consts, *parts.xs} - self._crossing_registers(body).keys()
-        made: set[int] = set()
+        parts = self.view.taken(self.body.inputs)
+        given = {*parts.consts, *parts.xs} - self._crossing_registers().keys()
+        known = set(given)
         for item in items:
             free = isinstance(item, Reshard) or (
                 isinstance(item, Compute) and item.op.name in primitives.CHEAP_TO_REPEAT
             )
-            if free and all(r in known for r in reads(item)):
+            if free and known.issuperset(reads(item)):
                 known.update(writes(item))
-                made.update(writes(item))
-        return frozenset(made)
+        return frozenset(known - given)
 
-    def _crossing_registers(self, body: Body) -> dict[int, int]:
+    def _crossing_registers(self) -> dict[int, int]:
         """The body's registers for values from other stages, with the values' numbers."""
         ports = [port.number for port in self.stage.inputs if port.kind == "crossing"]
-        return dict(zip(body.inputs[len(body.inputs) - len(ports) :], ports, strict=True)) if ports else {}
+        return dict(zip(self.body.inputs[len(self.body.inputs) - len(ports) :], ports, strict=True))
 
     def _segment(
-        self,
-        kind: Kind,
-        number: int,
-        items: Sequence[Instruction],
-        outputs: Sequence[tuple[Wire, Operand]],
-        body: Body,
-        finals: set[int],
+        self, loop: Loop, kind: Kind, number: int, items: Sequence[Instruction], outputs: Sequence[tuple[Wire, Operand]]
     ) -> Segment:
         """A segment of the loop's body."""
-        loop = self.loop
-        assert loop is not None
-        made = {r for item in items for r in writes(item)}
-        taken = sorted((read_before(items) | finals) - made)
-        parts, operands = self._view.taken(body.inputs), self._view.taken(loop.operands)
+        parts, operands = self.view.taken(self.body.inputs), self.view.taken(loop.operands)
         wire_of: dict[int, Wire | Lit] = {register: Wire("carry", i) for i, register in enumerate(parts.carry)}
         for register, operand in zip((*parts.consts, *parts.xs), (*operands.consts, *operands.xs), strict=True):
             name: WireKind = "slice" if register in parts.xs else "top"
             wire_of[register] = operand if isinstance(operand, Lit) else Wire(name, operand)
-        wire_of |= {register: Wire("crossing", value) for register, value in self._crossing_registers(body).items()}
+        wire_of |= {register: Wire("crossing", value) for register, value in self._crossing_registers().items()}
         inputs: dict[Wire, list[int]] = {}
         preset: list[tuple[int, Lit]] = []
-        for register in taken:
+        for register in _taken(items, outputs):
             wire = wire_of.get(register, Wire("saved", register))
             if isinstance(wire, Lit):
                 preset.append((register, wire))
@@ -280,11 +264,7 @@ class _Cut:
                 inputs.setdefault(wire, []).append(register)
         if any(wire.kind == "slice" for wire in inputs):
             inputs[Wire("number", 0)] = []
-        return Segment(
-            kind=kind, round=number, inputs=tuple(inputs), binds=tuple(map(tuple, inputs.values())),
-            preset=tuple(preset), outputs=tuple(w for w, _ in outputs),
-            reads=tuple(o for _, o in outputs), instructions=tuple(items),
-        )  # fmt: skip
+        return _segment_of(kind, number, inputs, outputs, items, preset)
 
     # -- before and after -----------------------------------------------------------------------------------------
 
@@ -294,36 +274,21 @@ class _Cut:
         found = reach(registers, lambda r: reads(maker[r]) if r in maker else ())
         return [item for item in self.early if not found.keys().isdisjoint(writes(item))]
 
-    def _prologue(self, later: Sequence[Segment]) -> Segment | None:
+    def _prologue(self, loop: Loop, later: Sequence[Segment]) -> Segment | None:
         """Returns the segment before the loop: made registers, and the first values of the carries; None if empty."""
-        loop = self.loop
-        if loop is None:
-            return None
-        inputs = set(self.program.body.inputs)
         used = {w.number for s in later if s.kind != "update" for w in s.inputs if w.kind in ("top", "slice")}
         carried = {w.number for s in later for w in (*s.inputs, *s.outputs) if w.kind == "carry"}
-        start = self._view.taken(loop.operands).carry
-        first = {i: start[i] for i in sorted(carried)}
-        items = self._needed([*used, *(o for o in first.values() if not isinstance(o, Lit))])
+        start = self.view.taken(loop.operands).carry
+        first: list[tuple[Wire, Operand]] = [(Wire("carry", i), start[i]) for i in sorted(carried)]
+        items = self._needed(used | _registers(o for _, o in first))
         made = {r for item in items for r in writes(item)}
         updates = {w.number for s in later if s.kind == "update" for w in s.inputs if w.kind == "top"}
-        outputs: list[tuple[Wire, Operand]] = [(Wire("top", r), r) for r in sorted((used | updates) & made)]
-        outputs += [(Wire("carry", i), operand) for i, operand in first.items()]
+        outputs = [*((Wire("top", r), r) for r in sorted((used | updates) & made)), *first]
         if not outputs:
             return None
-        finals = {o for _, o in outputs if not isinstance(o, Lit)}
-        taken = sorted((read_before(items) | finals) - made)
-        assert all(r in inputs for r in taken)
-        return Segment(
-            kind="prologue",
-            round=0,
-            inputs=tuple(Wire("top", r) for r in taken),
-            binds=tuple((r,) for r in taken),
-            preset=(),
-            outputs=tuple(w for w, _ in outputs),
-            reads=tuple(o for _, o in outputs),
-            instructions=tuple(items),
-        )
+        taken = _taken(items, outputs)
+        assert set(taken) <= set(self.program.body.inputs)
+        return _segment_of("prologue", 0, _alone(taken), outputs, items)
 
     def _update(self) -> list[Segment]:
         """Returns the rounds of the update, with the instructions before the loop that only it needs.
@@ -333,12 +298,9 @@ class _Cut:
         over another leaf, XLA copies old values that are still to be read: of Adam's state two thirds, measured.
         """
         stage = self.stage
-        results = [
-            (n, port, o)
-            for n, (port, o) in enumerate(zip(stage.outputs, self.program.body.outputs, strict=True))
-            if port.kind != "crossing"
-        ]
-        ends = {o for _, _, o in results if not isinstance(o, Lit)}
+        pairs = enumerate(zip(stage.outputs, self.program.body.outputs, strict=True))
+        results = [(n, port, operand) for n, (port, operand) in pairs if port.kind != "crossing"]
+        ends = _registers(operand for _, _, operand in results)
         before_loop = self._prologue_made()
         late = self._wanted(ends)
         needed = self._needed(read_before(late) | ends)
@@ -361,31 +323,17 @@ class _Cut:
             wanted = {r for n, item in enumerate(items) if rounds[n] > current for r in reads(item)} & made
             outputs: dict[Wire, Operand] = {Wire("top", r): r for r in sorted(wanted)}
             outputs |= {wire: operand for when, wire, operand in due if when == current}
-            registers = {o for o in outputs.values() if not isinstance(o, Lit)}
-            needed = (read_before(own) | registers) - made
-            new = {
-                wire: self._replaced[o] for wire, o in outputs.items() if not isinstance(o, Lit) and o in self._replaced
-            }
+            new = {wire: self._replaced[o] for wire, o in outputs.items() if o in self._replaced}
             outputs = {wire: outputs[wire] for wire in (*new, *outputs)}
-            old = [r for r in new.values() if r in needed]
-            inputs = {self._top_wire(r): (r,) for r in dict.fromkeys([*old, *sorted(needed)])}
+            taken = _taken(own, outputs.items())
+            old = [r for r in new.values() if r in taken]
+            inputs = {self._top_wire(r): (r,) for r in dict.fromkeys([*old, *taken])}
             if outputs or own:
-                segments.append(
-                    Segment(
-                        kind="update",
-                        round=current,
-                        inputs=tuple(inputs),
-                        binds=tuple(inputs.values()),
-                        preset=(),
-                        outputs=tuple(outputs),
-                        reads=tuple(outputs.values()),
-                        instructions=tuple(own),
-                    )
-                )
+                segments.append(_segment_of("update", current, inputs, outputs.items(), own))
         return segments
 
     @functools.cached_property
-    def _replaced(self) -> Mapping[int, int]:
+    def _replaced(self) -> Mapping[Operand, int]:
         """The register of each new value of state: that of the old."""
         old, new = self.program.body.inputs, self.program.body.outputs
         pairs = ((new[output], old[argument]) for output, argument in self.stage.traced.state)
@@ -408,14 +356,13 @@ class _Cut:
         if register not in results:
             return Wire("top", register)
         i = results.index(register)
-        return Wire("carry" if i < self._view.num_carry else "pieces", i)
+        return Wire("carry" if i < self.view.num_carry else "pieces", i)
 
     def _prologue_made(self) -> set[int]:
         """The registers that the prologue makes in any case."""
         if self.loop is None:
             return set()
-        loop_reads = [o for o in self.loop.operands if not isinstance(o, Lit)]
-        return {r for item in self._needed(loop_reads) for r in writes(item)}
+        return {r for item in self._needed(_registers(self.loop.operands)) for r in writes(item)}
 
     def _rounds(self, items: Sequence[Instruction], ends: set[int]) -> list[int]:
         """The round of each instruction: its op's, and not before what it reads."""
@@ -434,7 +381,7 @@ class _Cut:
         They would be held from one round to the other, in addition to their operands or in place of them.
         """
         out = list(rounds)
-        there = {*self.program.body.inputs, *(self.loop.results[: self._view.num_carry] if self.loop else ())}
+        there = {*self.program.body.inputs, *(self.loop.results[: self.view.num_carry] if self.loop else ())}
         free = []
         for item in items:
             cheap = isinstance(item, Compute) and item.op.name in LATE and not item.op.has_effects
@@ -452,6 +399,12 @@ class _Cut:
         """For each register with a value that another stage makes late, the first round that can read it."""
         ports = zip(self.program.body.inputs, self.stage.inputs, strict=False)
         return {register: 1 + self.stage.arrivals[port.number] for register, port in ports if port.kind == "late"}
+
+
+def _taken(items: Sequence[Instruction], outputs: Iterable[tuple[Wire, Operand]]) -> list[int]:
+    """The registers that some instructions and outputs read and that the instructions do not make."""
+    made = {r for item in items for r in writes(item)}
+    return sorted((read_before(items) | _registers(operand for _, operand in outputs)) - made)
 
 
 def _named(phase: int, slices: int) -> tuple[Kind, int]:

@@ -56,8 +56,7 @@ def terms(
         if schedule in ("gpipe", "eager-1f1b"):
             period = np.maximum(t, most)
         elif schedule == "zb-h1":
-            weight = backward / 2 if costs.weight is None else of(costs.weight)
-            hidden = 2 * np.minimum(np.minimum(weight, forward), np.maximum(backward - weight, 0.0))
+            hidden = 2 * np.minimum(backward / 2, forward)
             latency = latency - hidden
         latency = np.maximum(latency, own) / virtual
         excess = np.maximum(others * period, others * started + min(others, 1) * period) + hidden

@@ -15,22 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_lite.graph import Lit
-from alpa_lite.layout import Layout, local_shape
+from alpa_lite.layout import local_shape
 from alpa_lite.passes.lowering.emission import AnyMesh, run_region
 from alpa_lite.passes.lowering.program import Body, spec_of
 from alpa_lite.passes.stages.packing import Slot, slots
-from alpa_lite.passes.stages.segments import Segment, Segments
-
-Kind = tuple[tuple[int, ...], Any, Layout]
-"""Shape, dtype and layout of a global array."""
+from alpa_lite.passes.stages.segments import ArrayType, Segment, Segments
 
 
-def types_of(parts: Segments, segment: Segment, count: int) -> tuple[list[Kind], list[Kind]]:
-    """The types of the arrays that the function of a segment takes, and of those that it returns.
-
-    Args:
-      count: the number of micro-batches.
-    """
+def types_of(parts: Segments, segment: Segment, count: int) -> tuple[list[ArrayType], list[ArrayType]]:
+    """The types of the arrays that the function of a segment takes, and of those that it returns."""
     taken = [slot for slot in slots(parts, segment) for _ in range(_arrays(slot, count))]
     return [slot.kind for slot in taken], [slot.kind for slot in slots(parts, segment, output=True)]
 

@@ -36,9 +36,6 @@ With the last, a GPT of 39 billion parameters on 64 V100 has room for transfers 
 LAYER_WORK = 15_000_000
 """The most work of solving a layer at one price, in the unit of `solver.work`: a fraction of a second."""
 
-SECONDS = ("forward", "backward", "again", "steady", "adding", "again_steady")
-"""Fields of `LayerCost`: seconds of passes."""
-
 GAP = 1e-2
 """How near the optimum the choice of a layer is: its cost is an estimate for the stage DP."""
 
@@ -93,17 +90,6 @@ class LayerCost:
     bytes: float = 0.0
     shared: tuple[int, int] = (1, 1)
 
-    def spread(self, devices: int, factor: float = 1.0) -> LayerCost:
-        """Of a layer on one device: the least that it costs on so many.
-
-        Args:
-          factor: how many times more device-seconds of the passes there are than on one.
-        """
-        fields = {name: value / devices for name, value in vars(self).items() if isinstance(value, float | int)}
-        for name in SECONDS:
-            fields[name] *= factor
-        return LayerCost(mesh_shape=(), shared=(1, 1), **fields)
-
 
 class Layer:
     """A layer as a stage, and its costs on the requested submeshes at the requested prices of memory."""
@@ -131,9 +117,7 @@ class Layer:
             self._least = self._cost(one, self._search(one, found), PRICES[0])
         return self._least
 
-    def at(
-        self, cluster: Cluster, method: Sharded, price: int, shape: tuple[int, ...] = ()
-    ) -> LayerCost:  # fmt: skip
+    def at(self, cluster: Cluster, method: Sharded, price: int, shape: tuple[int, ...] = ()) -> LayerCost:
         """The cost at one of `PRICES`, by number.
 
         Args:
@@ -185,7 +169,9 @@ def _cost(planned: PlannedStage) -> LayerCost:
     selective, kept = _computed_again(planned, "selective")
     again, again_steady = _seconds(planned, selective)
     forward, backward = (_steady(planned, planned.segments.of(kind)) for kind in ("forward", "backward"))
-    temporary, largest = max(((size, n) for n, size in enumerate(planned.temporary.values())), default=(0, 0))
+    sizes = planned.temporary
+    largest = max(reversed(sizes), key=sizes.__getitem__, default=None)
+    temporary = 0 if largest is None else sizes[largest]
     return LayerCost(
         mesh_shape=planned.found.mesh.shape,
         forward=seconds["forward"],
@@ -243,13 +229,12 @@ def _lasting(planned: PlannedStage) -> set[int]:
     return found
 
 
-def _lasting_bytes(planned: PlannedStage, number: int) -> float:
+def _lasting_bytes(planned: PlannedStage, segment: Segment | None) -> float:
     """The temporary bytes per device of a segment that do not depend on the size of a micro-batch."""
-    segments = planned.segments
-    if not segments.items:
+    if segment is None:
         return 0.0
     of = _lasting(planned)
-    return temporaries.temporary_bytes(segments, segments.items[number], planned.cluster.platform, of=of)
+    return temporaries.temporary_bytes(planned.segments, segment, planned.cluster.platform, of=of)
 
 
 def _shared(planned: PlannedStage) -> tuple[int, int]:
@@ -305,11 +290,10 @@ def _computed_again(planned: PlannedStage, choice: Choice) -> tuple[tuple[Instru
 
 def _seconds(planned: PlannedStage, again: Sequence[Instruction]) -> tuple[float, float]:
     """Returns seconds of forward instructions for one micro-batch, and the part that does not depend on its size."""
-    segment = planned.segments.of("forward")
-    if segment is None:
+    if not again:
         return 0.0, 0.0
-    seconds = planned.prices.compute(again) / planned.runs(segment)
     waiting = sum(cost for _, cost in planned.prices.collectives(again))
+    seconds = planned.prices.compute(again) / planned.num_microbatches
     return seconds + waiting, planned.prices.steady(again, _lasting(planned))
 
 

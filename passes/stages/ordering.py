@@ -23,14 +23,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from alpa_lite.graph import Op
-from alpa_lite.passes.ir.flow import made_of_all, users
+from alpa_lite.passes.ir.flow import append_behind_makers, made_of_all, users
 
 
 def body(ops: Sequence[Op], copies: AbstractSet[int], lasting: Iterable[int]) -> list[Op]:
     """The ops of a stage's body, those of a leaf where their layer is.
 
     Args:
-      ops: in program order.
       copies: those that other stages have, too, by `Op.index`.
       lasting: inputs of the body that are the same for every micro-batch.
     """
@@ -44,7 +43,7 @@ def _before(ops: Sequence[Op], early: AbstractSet[int]) -> list[Op]:
     makers = {value: op for op in ops if op.index in early for value in op.results}
     out: dict[Op, None] = {}
     for first in (*(op for op in ops if op.index not in early), *ops):
-        _put(first, makers, out)
+        append_behind_makers(out, first, makers)
     return list(out)
 
 
@@ -90,23 +89,8 @@ def needed(values: Iterable[int], makers: Mapping[int, Op]) -> tuple[list[Op], l
     inputs: dict[int, None] = {}
     for value in values:
         if value in makers:
-            added = _put(makers[value], makers, out)
+            added = append_behind_makers(out, makers[value], makers)
             inputs |= dict.fromkeys(read for op in added for read in op.reads if read not in makers)
         else:
             inputs[value] = None
     return list(out), list(inputs)
-
-
-def _put(first: Op, makers: Mapping[int, Op], out: dict[Op, None]) -> list[Op]:
-    """Appends an op to `out`, behind the makers of its operands; returns the ops that were appended."""
-    stack, added = [first], []
-    while stack:
-        missing = [makers[v] for v in stack[-1].reads if v in makers and makers[v] not in out]
-        if missing:
-            stack += missing
-            continue
-        op = stack.pop()
-        if op not in out:
-            out[op] = None
-            added.append(op)
-    return added

@@ -29,22 +29,19 @@ Source: Boykov, Veksler, Zabih, "Fast approximate energy minimization via graph 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import sparse
-from scipy.sparse import csgraph
 
 from alpa_lite.graph import Op, Traced, Value
-from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import producers
+from alpa_lite.passes.ir import min_cut, primitives
+from alpa_lite.passes.ir.flow import producers, users
 
 SWEEPS = 4
 """The most expansions of each submesh. The second sweep rarely finds anything."""
 
-_CAPACITY = 1 << 29  # of all edges together: SciPy's maximum flow counts in int32
-_INFINITE = 1 << 30
+_CAPACITY = 1 << 29  # of all edges together
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,6 @@ def ownership(traced: Traced, pinned: Mapping[int, int], count: int) -> Ownershi
     """Assigns the operations of a step to submeshes.
 
     Args:
-      traced: the step.
       pinned: flat argument -> the submesh that it lies on.
       count: the number of submeshes.
     """
@@ -82,6 +78,35 @@ def ownership(traced: Traced, pinned: Mapping[int, int], count: int) -> Ownershi
             maker = anchors.maker.get(atom) if isinstance(atom, int) else None
             owner[argument] = labels.get(maker.index, 0) if maker is not None else 0
     return Ownership(labels, frozenset(anchors.shared), frozenset(anchors.held), owner)
+
+
+def rounds_of(ops: Iterable[Op], label: Mapping[int, int], can_wait: Callable[[Op], bool]) -> dict[int, int]:
+    """The round of every op that has a label: the first in which what it reads is there.
+
+    Ops that can wait, and whose readers are all on their own submesh, are in the first round of these.
+    """
+    own = [op for op in ops if op.index in label]
+    makers, readers = producers(own), users(own)
+    rounds: dict[int, int] = {}
+    for op in own:
+        before = [makers[value].index for value in op.reads if value in makers]
+        rounds[op.index] = max((rounds[i] + (label[i] != label[op.index]) for i in before), default=0)
+    for op in reversed(own):
+        after = [user.index for value in op.results for user in readers.get(value, ())]
+        if can_wait(op) and {label[i] for i in after} == {label[op.index]}:
+            rounds[op.index] = min(rounds[i] for i in after)
+    return rounds
+
+
+def first_readers(ops: Sequence[Op], shared: Container[int], number: Mapping[int, int]) -> dict[int, int]:
+    """For each shared op the lowest number of those that read it, directly or through other shared ops; 0 for none."""
+    readers = users(ops)
+    lowest: dict[int, int] = {}
+    for op in reversed(ops):
+        if op.index in shared:
+            some = [user.index for value in op.results for user in readers.get(value, ())]
+            lowest[op.index] = min((lowest.get(i, number.get(i, 0)) for i in some), default=0)
+    return lowest
 
 
 class _Anchors:
@@ -244,9 +269,9 @@ class _Labels:
                     continue
                 # Paid if a reader stays and the maker is elsewhere: it leaves, or it was never there.
                 start = maker if here == label else cut.source
-                cut.all_of(start, readers, edge.cost)
+                cut.pay([start], readers, edge.cost)
             if here != submesh:  # paid if any reader is, or goes, there, and the maker does not
-                cut.any_of([reader for some in by_label.values() for reader in some], maker, edge.cost)
+                cut.pay([reader for some in by_label.values() for reader in some], [maker], edge.cost)
         return cut.solved()
 
     def side(self, node: int, submesh: int, cut: _Cut) -> int:
@@ -259,7 +284,7 @@ class _Labels:
 class _Cut:
     """A minimum cut. Ops on the side of the source move."""
 
-    source, sink = 0, 1
+    source, sink = min_cut.SOURCE, min_cut.SINK
 
     def __init__(self, ops: Sequence[int]) -> None:
         self.vertex = {index: n + 2 for n, index in enumerate(ops)}
@@ -267,39 +292,27 @@ class _Cut:
         self.capacity: dict[tuple[int, int], int] = {}
 
     def edge(self, start: int, end: int, capacity: int) -> None:
+        """Adds to the capacity of an edge, unless that is never cut."""
         if start != end and start != self.sink and end != self.source:
-            self.capacity[start, end] = min(_INFINITE, self.capacity.get((start, end), 0) + capacity)
+            self.capacity[start, end] = min(min_cut.UNLIMITED, self.capacity.get((start, end), 0) + capacity)
 
-    def all_of(self, start: int, ends: Sequence[int], capacity: int) -> None:
-        """Paid if `start` is on the source's side and not all of `ends` are."""
-        if start == self.sink or all(end == self.source for end in ends):
+    def pay(self, starts: Sequence[int], ends: Sequence[int], capacity: int) -> None:
+        """Adds a cost, paid if any of `starts` is on the source's side and not all of `ends` are."""
+        if all(start == self.sink for start in starts) or all(end == self.source for end in ends):
             return
-        if len(ends) == 1:
-            return self.edge(start, ends[0], capacity)
-        self.edge(start, self.count, capacity)
-        for end in ends:
-            self.edge(self.count, end, _INFINITE)
-        self.count += 1
+        start, end = (some[0] if len(some) == 1 else self.added() for some in (starts, ends))
+        self.edge(start, end, capacity)
+        for one in starts:
+            self.edge(one, start, min_cut.UNLIMITED)
+        for one in ends:
+            self.edge(end, one, min_cut.UNLIMITED)
 
-    def any_of(self, starts: Sequence[int], end: int, capacity: int) -> None:
-        """Paid if any of `starts` is on the source's side and `end` is not."""
-        if end == self.source or all(start == self.sink for start in starts):
-            return
-        if len(starts) == 1:
-            return self.edge(starts[0], end, capacity)
-        self.edge(self.count, end, capacity)
-        for start in starts:
-            self.edge(start, self.count, _INFINITE)
+    def added(self) -> int:
+        """A new vertex."""
         self.count += 1
+        return self.count - 1
 
     def solved(self) -> list[int]:
-        """The ops on the side of the source: those that are reached in the residual graph."""
-        starts, ends = np.array(list(self.capacity), np.int32).reshape(-1, 2).T
-        sizes = np.array(list(self.capacity.values()), np.int32)
-        graph = sparse.csr_matrix((sizes, (starts, ends)), shape=(self.count, self.count), dtype=np.int32)
-        flow = csgraph.maximum_flow(graph, self.source, self.sink).flow
-        left = (graph - flow).tocsr()
-        left.data = np.maximum(left.data, 0)
-        left.eliminate_zeros()
-        reached = set(csgraph.breadth_first_order(left, self.source, return_predecessors=False).tolist())
+        """The ops on the side of the source."""
+        reached = min_cut.smallest_side(self.capacity, self.count, min_cut.SOURCE)
         return [index for index, vertex in self.vertex.items() if vertex in reached]

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 
 from alpa_lite.layout import Layout, local_shape
-from alpa_lite.passes.stages.segments import Pack, Segment, Segments, Wire
+from alpa_lite.passes.stages.segments import ArrayType, Pack, Segment, Segments, Wire
 
 ARGUMENT_SECONDS = 1e-6
 """Host seconds of one array in a call, as argument or result, of one device (`benchmarks/pipeline_overhead.py`)."""
@@ -42,20 +42,13 @@ class Slot:
       wire: its name among the buffers.
       positions: of `Segment.inputs` or `outputs`: one, or the members of a pack.
       pack: or None.
-      shape, dtype, layout: of the global array.
+      kind: of the global array.
     """
 
     wire: Wire
     positions: tuple[int, ...]
     pack: Pack | None
-    shape: tuple[int, ...]
-    dtype: Any
-    layout: Layout
-
-    @property
-    def kind(self) -> tuple[tuple[int, ...], Any, Layout]:
-        """Shape, dtype and layout."""
-        return self.shape, self.dtype, self.layout
+    kind: ArrayType
 
 
 def limit(memory_bandwidth: float) -> float:
@@ -109,11 +102,11 @@ def slots(parts: Segments, segment: Segment, *, output: bool = False) -> tuple[S
     for i, wire in enumerate(wires):
         pack = pack_of.get(wire)
         if pack is None:
-            found[wire] = Slot(wire, (i,), None, *parts.type_of(segment, i, output=output))
+            found[wire] = Slot(wire, (i,), None, parts.type_of(segment, i, output=output))
         elif pack.wire not in found:
             positions = tuple(place[w] for w in pack.members if w in place)
-            shape = (mesh.size * sum(pack.sizes),)
-            found[pack.wire] = Slot(pack.wire, positions, pack, shape, pack.dtype, Layout((axes,)))
+            kind = (mesh.size * sum(pack.sizes),), pack.dtype, Layout((axes,))
+            found[pack.wire] = Slot(pack.wire, positions, pack, kind)
     return tuple(found.values())
 
 

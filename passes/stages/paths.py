@@ -31,7 +31,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -92,7 +92,6 @@ class Minimum:
       seconds, path: the best path below the cutoff; inf and None if there is none.
       bound: no path is faster.
       by_stages: the fastest path that was met with each number of stages, with its seconds.
-      evaluated: the thresholds for which shortest paths were computed.
       finished: whether the search came to its end.
     """
 
@@ -100,20 +99,17 @@ class Minimum:
     path: Path | None
     bound: float
     by_stages: dict[int, tuple[float, Path]] = field(default_factory=dict)
-    evaluated: int = 0
     finished: bool = True
 
 
-def minimise(
-    problem: PathProblem, cutoff: float = math.inf, gap: float = 0.0, most: int = MAX_THRESHOLDS
-) -> Minimum:  # fmt: skip
+def minimise(problem: PathProblem, cutoff: float = math.inf, gap: float = 0.0) -> Minimum:
     """The fastest path, if it takes less than `cutoff` seconds.
 
+    After `MAX_THRESHOLDS` it is the best path so far, and none if there is a cutoff.
+
     Args:
-      problem: the graph, its costs and its limits.
       cutoff: paths of at least so many seconds are not wanted.
       gap: stop when the best path is proven to be within this fraction of the fastest.
-      most: thresholds to evaluate; the best path so far is the answer then, and none if there is a cutoff.
     """
     best, path, evaluated = cutoff, None, 0
     search = _Search(problem, _below(best, gap))
@@ -123,7 +119,7 @@ def minimise(
     order = itertools.count()
     low, high = search.corner
     heap: list[tuple[float, int, _Box]] = [(search.root, next(order), _Box(low, high, problem.stages))]
-    while heap and heap[0][0] < _below(best, gap) and not (math.isfinite(best) and evaluated >= most):
+    while heap and heap[0][0] < _below(best, gap) and not (math.isfinite(best) and evaluated >= MAX_THRESHOLDS):
         _, _, box = heapq.heappop(heap)
         evaluated += 1
         total, found, feasible = search.shortest(box, _below(best, gap))
@@ -143,7 +139,7 @@ def minimise(
                 heapq.heappush(heap, (bound, next(order), child))
     bound = min([best, *(bound for bound, _, _ in heap[:1])])
     finished = not heap or heap[0][0] >= _below(best, gap)
-    return Minimum(math.inf if path is None else best, path, bound, by_stages, evaluated, finished)
+    return Minimum(math.inf if path is None else best, path, bound, by_stages, finished)
 
 
 def least_bytes(problem: PathProblem, limit: float = math.inf) -> tuple[float, Path | None]:
@@ -218,7 +214,6 @@ class _Search:
         self.columns = np.arange(p.devices + 1)
         self.base = p.head * self.width + p.devices - p.size
         self.terminal = p.num_nodes - 1
-        self.first = np.searchsorted(p.tail, np.arange(p.num_nodes + 1)).tolist()  # group of each node
         usable = np.isfinite(p.latency) & np.isfinite(p.excess) & np.isfinite(p.update)
         usable &= np.isfinite(p.fixed) & np.isfinite(p.each)
         if p.kinds is not None:
@@ -293,7 +288,8 @@ class _Search:
         total = self._at_sources(table)
         if not total + box.low[0] + box.low[1] < limit:
             return math.inf, None, True
-        path = self._walk(table, weights, latency)
+        steps = itertools.repeat((table, weights, latency))
+        path = self._walk(self._first(table), steps, np.arange(len(weights)), np.add)
         if self._fits(path, box.stages):
             return total, path, True
         total, found = self.by_position(box.stages, allowed, np.add)
@@ -328,13 +324,11 @@ class _Search:
         if not len(active):
             return tables
         base, each = self.base[active][:, None], [weight[active][:, None] for weight in weights]
-        starts = _starts(p.tail[active])
-        runs = zip(p.tail[active[starts]].tolist(), itertools.pairwise([*starts.tolist(), len(active)]), strict=True)
-        for node, (a, b) in reversed([*runs]):
-            rows = flat.take(base[a:b] + self.columns, axis=1)
+        for run in reversed(_runs(p.tail[active])):
+            rows = flat.take(base[run] + self.columns, axis=1)
             for row, ufunc, weight in zip(rows, combine, each, strict=True):
-                ufunc(row, weight[a:b], out=row)
-            np.minimum.reduce(rows, axis=1, out=least[:, node])
+                ufunc(row, weight[run], out=row)
+            np.minimum.reduce(rows, axis=1, out=least[:, p.tail[active[run.start]]])
         return tables
 
     def _end(self, combine: np.ufunc) -> np.ndarray:
@@ -351,21 +345,34 @@ class _Search:
         active = np.flatnonzero(np.isfinite(weights))
         active = active[np.argsort(p.head[active], kind="stable")]
         base = p.tail * self.width + p.devices - p.size
-        for groups in _runs(active, p.head):
+        for run in _runs(p.head[active]) if len(active) else ():
+            groups = active[run]
             rows = flat[base[groups][:, None] + self.columns] + weights[groups][:, None]
             np.minimum.reduce(rows, out=table[p.head[groups[0]], p.devices :])
         return table
 
-    def _walk(self, table: np.ndarray, weights: np.ndarray, latency: np.ndarray) -> Path:
-        """The path that `_backward` found."""
-        p = self.problem
-        node, left, path = self._first(table), p.devices, []
-        while node != self.terminal:
-            span = slice(self.first[node], self.first[node + 1])
-            values = weights[span] + table[p.head[span], p.devices + left - p.size[span]]
-            group = span.start + int(values.argmin())
-            path.append((group, int(latency[group].argmin())))
-            node, left = int(p.head[group]), left - int(p.size[group])
+    def _walk(
+        self,
+        node: int,
+        steps: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]],
+        groups: np.ndarray,
+        combine: np.ufunc,
+    ) -> Path:
+        """The best path from a source, in tables of the least combined weight to the end.
+
+        Args:
+          steps: for each stage the table of what follows, and the weights of some groups and of their variants.
+        """
+        p, path = self.problem, list[tuple[int, int]]()
+        left, tails = p.devices, p.tail[groups]
+        for table, weights, costs in steps:
+            if node == self.terminal:
+                break
+            a, b = np.searchsorted(tails, (node, node + 1))
+            own = groups[a:b]
+            at = int(combine(weights[a:b], table[p.head[own], p.devices + left - p.size[own]]).argmin())
+            path.append((int(own[at]), int(costs[a + at].argmin())))
+            node, left = int(p.head[own[at]]), left - int(p.size[own[at]])
         return tuple(path)
 
     def _first(self, table: np.ndarray) -> int:
@@ -396,12 +403,12 @@ class _Search:
         p = self.problem
         table = np.full((p.num_nodes, self.width), np.inf)
         table[self.terminal, p.devices :] = self._end(combine)
-        tables, costs = [table], [np.zeros((0, 0))]
+        tables, steps = [table], list[tuple[np.ndarray, np.ndarray, np.ndarray]]()
         groups = np.flatnonzero(allowed.any(1))
         fixed, each, base = p.fixed[groups], p.each[groups], self.base[groups]
         allowed, heads, tails = allowed[groups], p.head[groups], p.tail[groups]
         latency = np.where(allowed, p.latency[groups], np.inf)
-        count, cost, least = -1, costs[0], np.zeros(0)
+        count, cost, least = -1, latency, np.zeros(0)
         for left in range(1, stages[1] + 1):
             if p.count(left, stages[0]) != count:
                 count = p.count(left, stages[0])
@@ -411,8 +418,8 @@ class _Search:
                 else:
                     cost = np.where(allowed & (need < limit), need, np.inf)
                 least = _over_variants(cost)
-            costs.append(cost)
             weights = least if p.kinds is None else np.where(p.kind[groups] == p.kinds[-left], least, np.inf)
+            steps.append((tables[-1], weights, cost))
             reached = (tables[-1].min(1) < np.inf)[heads]
             active = np.flatnonzero(np.isfinite(weights) & reached)
             if not len(active):
@@ -427,30 +434,8 @@ class _Search:
         best = min(values, default=math.inf)
         if math.isinf(best):
             return best, None
-        return best, self._walk_positions(tables, costs, groups, stages[0] + values.index(best), combine)
-
-    def _walk_positions(
-        self,
-        tables: Sequence[np.ndarray],
-        costs: Sequence[np.ndarray],
-        groups: np.ndarray,
-        stages: int,
-        combine: np.ufunc,
-    ) -> Path:
-        """The path with so many stages that `by_position` found. `costs` and `groups` are those of each stage left."""
-        p = self.problem
-        node, left, path = self._first(tables[stages]), p.devices, []
-        for r in range(stages, 0, -1):
-            span = slice(*np.searchsorted(p.tail[groups], (node, node + 1)))
-            own = groups[span]
-            weights = costs[r][span].min(1)
-            if p.kinds is not None:
-                weights = np.where(p.kind[own] == p.kinds[-r], weights, np.inf)
-            values = combine(weights, tables[r - 1][p.head[own], p.devices + left - p.size[own]])
-            at = int(values.argmin())
-            path.append((int(own[at]), int(costs[r][span][at].argmin())))
-            node, left = int(p.head[own[at]]), left - int(p.size[own[at]])
-        return tuple(path)
+        length = stages[0] + values.index(best)
+        return best, self._walk(self._first(tables[length]), reversed(steps[:length]), groups, combine)
 
 
 def _over_variants(values: np.ndarray) -> np.ndarray:
@@ -466,9 +451,6 @@ def _starts(values: np.ndarray) -> np.ndarray:
     return np.flatnonzero(np.append(True, values[1:] != values[:-1]))
 
 
-def _runs(active: np.ndarray, node: np.ndarray) -> list[np.ndarray]:
-    """`active` groups, sorted by their `node`, cut where it changes."""
-    if not len(active):
-        return []
-    starts = [*_starts(node[active]).tolist(), len(active)]
-    return [active[a:b] for a, b in itertools.pairwise(starts)]
+def _runs(values: np.ndarray) -> list[slice]:
+    """The runs of equal values. There must be values."""
+    return [slice(a, b) for a, b in itertools.pairwise([*_starts(values).tolist(), len(values)])]

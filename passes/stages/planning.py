@@ -6,9 +6,9 @@ part of a pipeline: seconds of each of its segments, and bytes that depend on ho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from alpa_lite.cluster import Cluster
@@ -94,7 +94,7 @@ class PlannedStage(DecidedStage):
 
     program: LocalProgram
     segments: Segments
-    communication: str = "explicit"
+    communication: str
     twin: PlannedStage | None = None
 
     @cached_property
@@ -250,13 +250,10 @@ def lowered(stage: DecidedStage, *, split_weights: bool, like: PlannedStage | No
       split_weights: as for `cutting.cut`.
       like: the planned stage whose choices this one has taken over, if it has.
     """
-    program = _program(stage)
-    cut = cutting.cut(stage.graph, program, split_weights=split_weights)
-    cut = packing.packed(cut, packing.limit(stage.cluster.memory_bandwidth))
-    twin = None if like is None or like.found is not stage.found or not _same_parts(like.segments, cut) else like
-    return PlannedStage(
-        stage.graph, stage.rules, stage.grouping, stage.found, stage.cluster, program, cut, twin=twin
-    )  # fmt: skip
+    planned = _planned(stage, partial(cutting.cut, split_weights=split_weights), "explicit")
+    segments = packing.packed(planned.segments, packing.limit(stage.cluster.memory_bandwidth))
+    is_twin = like is not None and like.found is stage.found and _same_parts(like.segments, segments)
+    return replace(planned, segments=segments, twin=like if is_twin else None)
 
 
 def _same_parts(before: Segments, after: Segments) -> bool:
@@ -278,11 +275,7 @@ def _same_parts(before: Segments, after: Segments) -> bool:
 
 def lowered_whole(stage: DecidedStage, communication: str) -> PlannedStage:
     """A solved step that is not divided, lowered into one segment."""
-    program = _program(stage)
-    cut = cutting.whole(stage.graph, program)
-    return PlannedStage(
-        stage.graph, stage.rules, stage.grouping, stage.found, stage.cluster, program, cut, communication
-    )  # fmt: skip
+    return _planned(stage, cutting.whole, communication)
 
 
 def settled(
@@ -295,9 +288,13 @@ def settled(
     return sum(lowered_whole(decided, "explicit").seconds.values())
 
 
-def _program(stage: DecidedStage) -> LocalProgram:
-    found = stage.found
-    return lower(stage.graph.traced, stage.grouping, stage.rules, found.mesh, found.choice, found.space.late_from)
+def _planned(
+    stage: DecidedStage, cut: Callable[[StageGraph, LocalProgram], Segments], communication: str
+) -> PlannedStage:
+    """A solved stage, lowered and cut."""
+    graph, rules, groups, found = stage.graph, stage.rules, stage.grouping, stage.found
+    program = lower(graph.traced, groups, rules, found.mesh, found.choice, found.space.late_from)
+    return PlannedStage(graph, rules, groups, found, stage.cluster, program, cut(graph, program), communication)
 
 
 def bytes_of(mesh: LogicalMesh, shape: tuple[int, ...], dtype: Any, layout: Layout) -> int:

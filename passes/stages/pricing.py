@@ -42,7 +42,9 @@ REMAT: tuple[Choice, ...] = ("none", "layer", "selective")
 VARIANTS: tuple[tuple[int, Choice], ...] = tuple(itertools.product(range(len(layer_costs.PRICES)), REMAT))
 """Variants of a stage: the index of its price of memory, and what it computes again."""
 
-Key = tuple[Layer, int, int, tuple[int, ...]]
+Shape = tuple[int, ...]
+
+Key = tuple[Layer, int, int, Shape]
 """A distinct layer, the number of a kind of submesh, that of a price of memory, and the shape of the logical mesh; that
 is empty for the one that suits the layer best."""
 
@@ -55,7 +57,6 @@ class LayerCosts:
     """A step in layers, and the costs of each layer at one number of micro-batches.
 
     Attributes:
-      step: the step in layers.
       cluster: all devices.
       devices: the numbers of devices of each kind of submesh.
       methods: for each kind of submesh, the logical meshes that are allowed.
@@ -113,7 +114,9 @@ class LayerCosts:
         The unit of the whole stage would be another one: a layer holds more bytes at its peak than its part of those of
         the stage. At the unit of its layers it makes the choices that its costs are of.
         """
-        found = [self.known[key] for key in self._keys(stage) if key in self.known]
+        price = VARIANTS[stage.variant][0]
+        keys = [(layer, stage.kind, price, ()) for layer in self.layers[stage.first : stage.stop]]
+        found = [self.known[key] for key in keys if key in self.known]
         size = sum(cost.bytes for cost in found)
         return sum(cost.seconds for cost in found) / size if size else None
 
@@ -121,10 +124,6 @@ class LayerCosts:
         """The logical mesh of one of the forms of the tables."""
         shapes = self.shapes.get((kind, price), ())
         return shapes[min(form, len(shapes) - 1)] if shapes else ()
-
-    def _keys(self, stage: StageChoice) -> list[Key]:
-        price = VARIANTS[stage.variant][0]
-        return [(layer, stage.kind, price, ()) for layer in self.layers[stage.first : stage.stop]]
 
     def rescaled(self, step: Divisible) -> LayerCosts:
         """The same costs of the step in another number of micro-batches, scaled; it has the same layers."""
@@ -269,18 +268,14 @@ def price_layers(
 def _with(costs: LayerCosts, known: Mapping[Key, LayerCost]) -> LayerCosts:
     """The same with these costs."""
     costs = replace(costs, known=known, shapes=_shapes(costs.layers, known))
-    rows = {layer: _rows(layer, costs) for layer in dict.fromkeys(costs.layers)}
-    tables = _tables([rows[layer] for layer in costs.layers])
-    tables = {name: table * (1.0 if name in _ONCE else costs.scale) for name, table in tables.items()}
+    tables = {name: table * (1.0 if name in _ONCE else costs.scale) for name, table in _tables(costs).items()}
     return replace(costs, tables=tables)
 
 
-def _shapes(
-    layers: Sequence[Layer], known: Mapping[Key, LayerCost]
-) -> dict[tuple[int, int], tuple[tuple[int, ...], ...]]:  # fmt: skip
+def _shapes(layers: Sequence[Layer], known: Mapping[Key, LayerCost]) -> dict[tuple[int, int], tuple[Shape, ...]]:
     """The logical meshes that suit some layers best: see `LayerCosts`."""
     times = Counter(layers)
-    seconds: dict[tuple[int, int], dict[tuple[int, ...], float]] = {}
+    seconds: dict[tuple[int, int], dict[Shape, float]] = {}
     for (layer, kind, price, shape), cost in known.items():
         if not shape:
             suited = seconds.setdefault((kind, price), {})
@@ -289,32 +284,20 @@ def _shapes(
     return {key: tuple(sorted(suited, key=lambda s: -suited[s])[:FORMS]) for key, suited in seconds.items()}
 
 
-def _rows(layer: Layer, costs: LayerCosts) -> list[list[list[LayerCost]]]:
-    """For each form, for each kind of submesh the costs at each price."""
-    known, prices = costs.known, range(len(layer_costs.PRICES))
-
-    def cost(form: int, kind: int, price: int) -> LayerCost:
-        best = known[layer, kind, price, ()]
-        return known.get((layer, kind, price, costs.shape(form, kind, price)), best)
-
-    forms = range(max(map(len, costs.shapes.values()), default=1))
-    return [[[cost(form, kind, price) for price in prices] for kind in range(len(costs.devices))] for form in forms]
-
-
-def _tables(layers: Sequence[Sequence[Sequence[Sequence[LayerCost]]]]) -> dict[str, np.ndarray]:
-    """Of costs [layers][forms][kinds][prices]."""
-    forms, kinds = len(layers[0]), len(layers[0][0])
-    out = {name: np.zeros((forms, len(layers), kinds, len(VARIANTS))) for name in (*_COSTS, "leading", "parts")}
-    for n, form, k, v in itertools.product(*map(range, (len(layers), forms, kinds, len(VARIANTS)))):
-        price, remat = VARIANTS[v]
-        cost, at = layers[n][form][k][price], (form, n, k, v)
-        again, steady = {
-            "none": (0.0, 0.0), "layer": (cost.forward, cost.steady), "selective": (cost.again, cost.again_steady)
-        }[remat]  # fmt: skip
-        saved, temporary = {
-            "none": (cost.saved, cost.temporary),
-            "layer": (0.0, cost.temporary_layer),
-            "selective": (cost.kept, cost.temporary_selective),
+def _tables(costs: LayerCosts) -> dict[str, np.ndarray]:
+    """The tables of `LayerCosts` at the size of micro-batch at which its layers were planned."""
+    forms = max(map(len, costs.shapes.values()), default=1)
+    shape = forms, len(costs.layers), len(costs.devices), len(VARIANTS)
+    out = {name: np.zeros(shape) for name in (*_COSTS, "leading", "parts")}
+    for at in np.ndindex(shape):
+        form, n, kind, variant = at
+        price, remat = VARIANTS[variant]
+        suited = costs.known[costs.layers[n], kind, price, ()]
+        cost = costs.known.get((costs.layers[n], kind, price, costs.shape(form, kind, price)), suited)
+        saved, temporary, again, steady = {
+            "none": (cost.saved, cost.temporary, 0.0, 0.0),
+            "layer": (0.0, cost.temporary_layer, cost.forward, cost.steady),
+            "selective": (cost.kept, cost.temporary_selective, cost.again, cost.again_steady),
         }[remat]
         out["forward"][at], out["steady"][at] = cost.forward - cost.steady, cost.steady
         out["backward"][at], out["adding"][at] = cost.backward - cost.adding + again - steady, cost.adding + steady

@@ -5,10 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from alpa_lite.errors import OptionError
+
+_SUMMED = ("forward", "backward", "update", "inflight_bytes", "split_bytes")
+"""Costs of a range that are sums over its layers."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,6 @@ class StageCosts:
       boundary_bytes: [L+1], per device, transfer buffers of the cut before layer i, held by both its stages.
       devices: the devices of each kind of submesh.
       total_devices, devices_per_node: of the cluster.
-      weight: [L, L+1, K, V], the part of `backward` that computes gradients of parameters; None for half of it.
       split_bytes: [L, L+1, K, V], per device and micro-batch, from forward to the gradients of parameters where these
         are computed apart; None for `inflight_bytes`.
       hosts: what processes start for each micro-batch; None where that takes no time.
@@ -65,26 +68,11 @@ class StageCosts:
     devices: tuple[int, ...]
     total_devices: int
     devices_per_node: int
-    weight: np.ndarray | None = None
     split_bytes: np.ndarray | None = None
     slowest_seconds: np.ndarray | None = None
     hosts: Hosts | None = None
 
     def __post_init__(self) -> None:
-        layers, kinds = self.forward.shape[0], len(self.devices)
-        shape = (layers, layers + 1, kinds, self.forward.shape[-1])
-        for name in ("forward", "backward", "update", "fixed_bytes", "inflight_bytes", "weight", "split_bytes"):
-            value = getattr(self, name)
-            if value is not None and value.shape != shape:
-                raise OptionError(f"{name} has shape {value.shape}; give [L, L+1, K, V] = {shape}.")
-        if self.boundary_seconds.shape not in ((layers + 1,), (layers + 1, kinds, kinds)):
-            raise OptionError(f"boundary_seconds has shape {self.boundary_seconds.shape}; give [L+1] or [L+1, K, K].")
-        if self.slowest.shape != self.boundary_seconds.shape:
-            raise OptionError(f"slowest_seconds has shape {self.slowest.shape}; give that of boundary_seconds.")
-        if self.boundary_bytes.shape != (layers + 1,):
-            raise OptionError(f"boundary_bytes has shape {self.boundary_bytes.shape}; give [L+1].")
-        if self.num_microbatches < 1:
-            raise OptionError(f"num_microbatches={self.num_microbatches}; give at least 1.")
         node = self.devices_per_node
         if self.total_devices > node and self.total_devices % node:
             raise OptionError(f"total_devices={self.total_devices} are not whole nodes of {node}; give a multiple.")
@@ -130,30 +118,13 @@ class StageCosts:
 
 
 def from_layers(
-    num_microbatches: int,
-    *,
-    forward: np.ndarray,
-    backward: np.ndarray,
-    update: np.ndarray,
-    fixed_bytes: np.ndarray,
-    inflight_bytes: np.ndarray,
-    boundary_seconds: np.ndarray,
-    boundary_bytes: np.ndarray,
-    devices: tuple[int, ...],
-    total_devices: int,
-    devices_per_node: int,
-    weight: np.ndarray | None = None,
-    temporary_bytes: np.ndarray | None = None,
-    split_bytes: np.ndarray | None = None,
-    slowest_seconds: np.ndarray | None = None,
-    hosts: Hosts | None = None,
+    num_microbatches: int, *, fixed_bytes: np.ndarray, temporary_bytes: np.ndarray | None = None, **costs: Any
 ) -> StageCosts:
     """Costs of ranges as sums over their layers: arrays [L, K, V] in place of [L, L+1, K, V].
 
     Args:
       temporary_bytes: [L, K, V], of which a range needs the maximum, not the sum; added to the fixed bytes.
-      num_microbatches, forward, backward, update, fixed_bytes, inflight_bytes, boundary_seconds, boundary_bytes,
-        devices, total_devices, devices_per_node, weight, slowest_seconds, hosts: see `StageCosts`.
+      num_microbatches, fixed_bytes, costs: see `StageCosts`.
 
     Raises:
       OptionError: as `StageCosts`.
@@ -161,28 +132,13 @@ def from_layers(
     fixed = _ranges(fixed_bytes, np.add)
     if temporary_bytes is not None:
         fixed = fixed + _ranges(temporary_bytes, np.maximum)
-    return StageCosts(
-        num_microbatches=num_microbatches,
-        forward=_ranges(forward, np.add),
-        backward=_ranges(backward, np.add),
-        update=_ranges(update, np.add),
-        fixed_bytes=fixed,
-        inflight_bytes=_ranges(inflight_bytes, np.add),
-        boundary_seconds=boundary_seconds,
-        boundary_bytes=boundary_bytes,
-        devices=devices,
-        total_devices=total_devices,
-        devices_per_node=devices_per_node,
-        weight=None if weight is None else _ranges(weight, np.add),
-        split_bytes=None if split_bytes is None else _ranges(split_bytes, np.add),
-        slowest_seconds=slowest_seconds,
-        hosts=hosts,
-    )
+    summed = {name: _ranges(costs[name], np.add) for name in _SUMMED if costs.get(name) is not None}
+    return StageCosts(num_microbatches, fixed_bytes=fixed, **{**costs, **summed})
 
 
 def fastest(forms: Sequence[StageCosts]) -> StageCosts:
     """Of each range, on each kind of submesh and in each variant, the costs of the form in which it is fastest."""
-    names = "forward", "backward", "update", "fixed_bytes", "inflight_bytes", "weight", "split_bytes"
+    names = (*_SUMMED, "fixed_bytes")
     best = forms[0]
     for form in forms[1:]:
         faster = form.step_seconds < best.step_seconds

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from alpa_lite.passes.stages.paths import least_bytes
 from alpa_lite.passes.stages.ranges import StageCosts
-from alpa_lite.passes.stages.slices import Infeasible, SliceOptions
+from alpa_lite.passes.stages.slices import VIRTUAL, Infeasible, SliceOptions
 from alpa_lite.passes.stages.tasks import Task, can_use_all, in_one_graph, pipeline_of, problem_of, stage_range
 from alpa_lite.report import units
 
@@ -70,9 +70,8 @@ def _no_schedule(costs: Sequence[StageCosts], options: SliceOptions) -> str:
     if "zb-h1" in options.schedules:
         reasons.append(f"schedule='zb-h1' takes at least as many micro-batches as submeshes; give {least} or more")
     if "interleaved-1f1b" in options.schedules:
-        twice = min(options.virtual)
-        needs = f"schedule='interleaved-1f1b' puts {twice} stages on each of 2 or more equal submeshes"
-        if layers < twice * max(2, least):
+        needs = f"schedule='interleaved-1f1b' puts {VIRTUAL} stages on each of 2 or more equal submeshes"
+        if layers < VIRTUAL * max(2, least):
             reasons.append(f"{needs}, for which {layers} layers are too few")
         else:
             reasons.append(f"{needs}, and takes a multiple of their number of micro-batches")

@@ -34,14 +34,12 @@ def repeats(stage: StageGraph, *, split_weights: bool = False) -> Repeats:
     parts: dict[int, frozenset[int]] = {}
     read_in: dict[int, frozenset[int]] = {}
     for op in reversed(body.ops):
-        own = stage.phases[op.index] if stage.phases else _phase(stage, op.index, split_weights)
+        if stage.phases:
+            own = stage.phases[op.index]
+        else:
+            own = 2 if split_weights and op.index in stage.weight else int(op.index in stage.backward)
         readers = frozenset[int]().union(*(read_in[v] for v in op.results if v in read_in))
         parts[op.index] = readers if op.index in cheap and readers else frozenset((min([own, *readers]),))
         for value in op.reads:
             read_in[value] = read_in.get(value, frozenset()) | parts[op.index]
     return Repeats(parts, frozenset(values))
-
-
-def _phase(stage: StageGraph, op: int, split_weights: bool) -> int:
-    """0 forward, 1 backward, 2 weight."""
-    return 2 if split_weights and op in stage.weight else int(op in stage.backward)

@@ -12,14 +12,12 @@ import numpy as np
 from alpa_lite.graph import Lit, Value
 from alpa_lite.layout import Layout
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.lowering.program import (
-    Instruction,
-    LocalProgram,
-    Loop,
-    Operand,
-)
+from alpa_lite.passes.lowering.program import Instruction, LocalProgram, Loop, Operand
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.program import Kind
+
+ArrayType = tuple[tuple[int, ...], Any, Layout]
+"""Shape, dtype and layout of a global array."""
 
 WireKind = Literal["top", "slice", "number", "carry", "crossing", "saved", "piece", "pieces", "literal"]
 
@@ -54,7 +52,6 @@ class Segment:
       preset: registers that hold literals.
       reads: for each output, the register or literal.
       instructions: what it does.
-      results: for "argument" results of the stage by number, and "late" ones, the position among `outputs`.
     """
 
     kind: Kind
@@ -115,7 +112,7 @@ class Segments:
         """The segment of a kind, of one slice of the sequence; there is at most one."""
         return next((s for s in self.items if s.kind == kind and s.round == number), None)
 
-    def type_of(self, segment: Segment, position: int, *, output: bool = False) -> tuple[tuple[int, ...], Any, Layout]:
+    def type_of(self, segment: Segment, position: int, *, output: bool = False) -> ArrayType:
         """Shape, dtype and layout of the global array on a wire; a partial sum has a leading dim for its summands."""
         wire = (segment.outputs if output else segment.inputs)[position]
         if wire.kind == "number":
@@ -130,16 +127,13 @@ class Segments:
             return tuple(operand.aval.shape), operand.aval.dtype, Layout(((),) * len(operand.aval.shape))
         return self.register_type(operand, stacked=wire.kind == "pieces")
 
-    def register_type(self, register: int, *, stacked: bool = False) -> tuple[tuple[int, ...], Any, Layout]:
+    def register_type(self, register: int, *, stacked: bool = False) -> ArrayType:
         """As `type_of`, of a register. `stacked`: without the leading dim of micro-batches."""
         value: Value = self.stage.traced.graph.values[self.value_of[register]]
         layout, shape = self.program.registers[register], value.shape
         if stacked:
             layout, shape = Layout(layout.dims[1:], layout.partial), shape[1:]
         if layout.partial:
-            return (
-                (self.program.mesh.product(layout.partial), *shape),
-                value.dtype,
-                Layout((layout.partial, *layout.dims)),
-            )
+            summands = self.program.mesh.product(layout.partial)
+            return (summands, *shape), value.dtype, Layout((layout.partial, *layout.dims))
         return shape, value.dtype, layout

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from alpa_lite.schedules import NAMES
 
+VIRTUAL = 2
+"""Stages of each submesh with interleaved-1f1b."""
+
 
 @dataclass(frozen=True)
 class StageChoice:
@@ -123,10 +126,8 @@ class SliceOptions:
     Attributes:
       budget: bytes per device.
       schedules: names to choose from.
-      virtual: stages of each submesh to try with interleaved-1f1b, each at least 2.
       num_stages: the number of submeshes; None to search it.
       kinds: the kind of submesh of each stage, first to last; None to search them.
-      variants: the variants allowed; None for all.
       gap: stop within this fraction of the optimum; 0 for the optimum itself.
       allowed: the kinds of submesh to search; None for all.
       equal: whether only pipelines of equal submeshes on all devices are searched, which takes a fraction of the time.
@@ -134,10 +135,8 @@ class SliceOptions:
 
     budget: float
     schedules: tuple[str, ...] = NAMES
-    virtual: tuple[int, ...] = (2,)
     num_stages: int | None = None
     kinds: tuple[int, ...] | None = None
-    variants: tuple[int, ...] | None = None
     gap: float = 0.0
     allowed: tuple[int, ...] | None = None
     equal: bool = False

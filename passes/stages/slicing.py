@@ -5,14 +5,14 @@ point of the trade of seconds against bytes (logical mesh shape, sharding of sta
 number of micro-batches B among those given, and the schedule, so as to minimise the seconds of a step within a budget
 of bytes per device.
 
-Time. Stage s takes f_s forward and b_s backward for one micro-batch, w_s of b_s for gradients of parameters; c_s is one
-transfer over the cut behind it (0 behind the last); u_s is spent once a step. With t = f + b,
+Time. Stage s takes f_s forward and b_s backward for one micro-batch, half of that for gradients of parameters; c_s is
+one transfer over the cut behind it (0 behind the last); u_s is spent once a step. With t = f + b,
 
     T = sum_s l_s + max_s e_s + max_s u_s,                 l: latency, e: excess of the slowest stage
 
     1f1b                l = t + 2c             e = (B - 1)(t + 2c)
     gpipe, eager-1f1b   l = t + 2c             e = (B - 1) max(t, 2c')
-    zb-h1               l = t - 2w' + 2c       e = (B - 1)(t + 2c) + 2w'     w' = min(w, f, b - w); S <= B
+    zb-h1               l = t - 2w' + 2c       e = (B - 1)(t + 2c) + 2w'     w' = min(b / 2, f); S <= B
     interleaved-1f1b    l = (t + 2c) / v       e = (Bv - 1)(t + 2c)          of each of the vS stages; S divides B
 
 A micro-batch passes all stages once (the sum of l), and the slowest stage runs all others (e). At uniform times and
@@ -51,11 +51,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from alpa_lite.errors import OptionError
 from alpa_lite.passes.stages.formulas import evaluate
 from alpa_lite.passes.stages.paths import Minimum, Path, PathProblem, least_bytes, least_bytes_together, minimise
 from alpa_lite.passes.stages.ranges import StageCosts
@@ -71,7 +70,6 @@ from alpa_lite.passes.stages.tasks import (
     problem_of,
     tasks_of,
 )
-from alpa_lite.schedules import NAMES
 
 _SCALES = (1.0, 0.97, 0.93, 0.87, 0.8)  # of the budget, for stages that share a submesh with equal ones
 _SHARES = (0.5, 0.25, 0.75, 0.125, 0.375, 0.625, 0.875)  # of the budget, for what is saved in flight
@@ -81,36 +79,28 @@ LARGE = 128
 """Devices above which submeshes that differ much from the best equal ones are not searched."""
 
 
-def slice_stages(
-    costs: Sequence[StageCosts], options: SliceOptions
-) -> StageSlicing:  # fmt: skip
+def slice_stages(costs: Sequence[StageCosts], options: SliceOptions) -> StageSlicing:
     """The fastest pipeline.
 
     Args:
       costs: one for each number of micro-batches to try; layers, kinds, variants and devices are equal.
-      options: the budget, and what is fixed.
-
-    Raises:
-      OptionError: an option names what is not there, or `costs` is empty.
     """
-    _validate(costs, options)
     equal = [task for c in costs for task in equal_tasks(c, options)]
-    first, weighed = _fastest(equal, options, fewer=False) if equal else (_Best(None, math.inf), ())
+    first, bound, weighed = _fastest(equal, options, fewer=False) if equal else (None, math.inf, ())
     if options.equal and equal:
-        infeasible = why_not(costs, equal, options, fewer=True) if first.slices is None else None
-        return StageSlicing(first.slices, None, first.bound, infeasible, weighed)
-    if first.slices is not None and options.allowed is None and costs[0].total_devices > LARGE:
-        options = replace(options, allowed=_near(costs[0], first.slices.devices[0]))
+        infeasible = why_not(costs, equal, options, fewer=True) if first is None else None
+        return StageSlicing(first, None, bound, infeasible, weighed)
+    if first is not None and options.allowed is None and costs[0].total_devices > LARGE:
+        options = replace(options, allowed=_near(costs[0], first.devices[0]))
     tasks = [task for c in costs for task in tasks_of(c, options)]
-    anywhere, weighed = _fastest(tasks, options, fewer=True, known=first.slices)
-    exact, fastest, weighed_exact = anywhere, anywhere.slices, weighed
+    fastest, bound, weighed = _fastest(tasks, options, fewer=True, known=first)
+    chosen, weighed_exact = fastest, weighed
     if fastest is not None and fastest.devices_used != costs[0].total_devices:
-        exact, weighed_exact = _fastest(tasks, options, fewer=False, known=first.slices)
-    chosen = exact.slices
+        chosen, _, weighed_exact = _fastest(tasks, options, fewer=False, known=first)
     fewer = fastest if fastest and (chosen is None or fastest.seconds < chosen.seconds * (1 - 1e-9)) else None
     weighed = weighed if fewer else weighed_exact
     infeasible = why_not(costs, tasks, options, fewer=fastest is None) if chosen is None else None
-    return StageSlicing(chosen, fewer, anywhere.bound, infeasible, weighed)
+    return StageSlicing(chosen, fewer, bound, infeasible, weighed)
 
 
 def _near(costs: StageCosts, size: int) -> tuple[int, ...]:
@@ -118,45 +108,15 @@ def _near(costs: StageCosts, size: int) -> tuple[int, ...]:
     return tuple(kind for kind, other in enumerate(costs.devices) if size <= 2 * other <= 4 * size)
 
 
-@dataclass(frozen=True)
-class _Best:
-    slices: StageSlices | None
-    bound: float
-
-
-def _validate(costs: Sequence[StageCosts], options: SliceOptions) -> None:
-    if not costs:
-        raise OptionError("costs=() holds no number of micro-batches; give at least one.")
-    shape = costs[0].forward.shape
-    if any(c.forward.shape != shape or c.devices != costs[0].devices for c in costs):
-        raise OptionError("costs differ in layers, kinds of submesh or variants; give the same for every B.")
-    unknown = [name for name in options.schedules if name not in NAMES]
-    if unknown or not options.schedules:
-        raise OptionError(f"schedules={options.schedules!r}: choose from {', '.join(map(repr, NAMES))}.")
-    if any(v < 2 for v in options.virtual):
-        raise OptionError(f"virtual={options.virtual!r}: interleaving needs at least 2 stages on a submesh.")
-    if options.num_stages is not None and options.num_stages < 1:
-        raise OptionError(f"num_stages={options.num_stages!r}: give at least 1, or None to search it.")
-    kinds = options.kinds
-    if kinds is not None and not (kinds and all(0 <= k < shape[2] for k in kinds)):
-        raise OptionError(f"kinds={kinds!r}: there are kinds 0 to {shape[2] - 1}; give one for each stage.")
-    if kinds is not None and options.num_stages not in (None, len(kinds)):
-        raise OptionError(f"num_stages={options.num_stages} but kinds={kinds!r} has {len(kinds)}; drop one of them.")
-    if options.variants is not None and not all(0 <= v < shape[3] for v in options.variants):
-        raise OptionError(f"variants={options.variants!r}: there are variants 0 to {shape[3] - 1}.")
-    if not 0 <= options.gap < 1:
-        raise OptionError(f"gap={options.gap!r}: give a fraction, at least 0 and below 1.")
-
-
 def _fastest(
     tasks: Sequence[Task], options: SliceOptions, *, fewer: bool, known: StageSlices | None = None
-) -> tuple[_Best, tuple[Weighed, ...]]:
-    """Returns the best of all tasks, in order of their simplest bounds, or else `known`; and the result of each."""
+) -> tuple[StageSlices | None, float, tuple[Weighed, ...]]:
+    """Returns the best of all tasks, in order of their simplest bounds, or else `known`; its bound; each's result."""
     best = known
     bound = math.inf
     limit = math.inf if known is None else known.seconds
     weighed: list[Weighed] = []
-    area = functools.cache(lambda costs, kind: least_area(costs, kind, options.variants))
+    area = functools.cache(least_area)
     order = [(area(t.costs, t.kind) * t.costs.num_microbatches / t.costs.total_devices, t) for t in tasks]
     for simple, task in sorted(order, key=lambda pair: pair[0]):
         if not fewer and not can_use_all(task):
@@ -173,12 +133,10 @@ def _fastest(
     if known is not None and best is known:
         row = known.num_microbatches, known.schedule, known.virtual, known.num_meshes
         weighed.append(Weighed(*row, known.seconds, max(known.bytes), min(bound, limit), "met"))
-    return _Best(best, min(bound, limit)), _ranked(weighed, best)
+    return best, min(bound, limit), _ranked(weighed, best)
 
 
-def _minimise(
-    task: Task, options: SliceOptions, fewer: bool, cutoff: float
-) -> tuple[Minimum, PathProblem]:  # fmt: skip
+def _minimise(task: Task, options: SliceOptions, fewer: bool, cutoff: float) -> tuple[Minimum, PathProblem]:
     """The best of a task, and its graph.
 
     With virtual stages: as if each were alone in its memory. If those do not fit together, three ways to a choice that

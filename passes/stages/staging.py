@@ -62,11 +62,11 @@ class StageGraph:
       traced: its graph; value numbers are those of the whole step, new ones above them.
       scan: `Op.index` of its scan over micro-batches, or -1 where nothing of the body is its own.
       inputs, outputs: one for each argument (constants excluded), and each result.
-      backward, weight: body ops, by `Op.index` in this graph, as in `Assignment`.
+      constants: for each of the graph's constants its number in the whole step.
       rounds: for each top-level op after the scan, by `Op.index`, its round.
       late_rounds: for each late result, by value number, the round that makes it.
       arrivals: for each late argument, by value number, the round that makes it elsewhere.
-      constants: for each of the graph's constants its number in the whole step.
+      backward, weight: body ops, by `Op.index` in this graph, as in `Assignment`.
       phases: of a step in slices of the sequence, the phase of each body op, by `Op.index` in this graph; else empty.
       num_slices: of the sequence.
       apart: whether the iterations of its scan run apart, as those of a pipeline do: each hands on its own results.
@@ -76,12 +76,12 @@ class StageGraph:
     scan: int
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
-    backward: frozenset[int]
-    weight: frozenset[int]
-    rounds: Mapping[int, int]
-    late_rounds: Mapping[int, int]
-    arrivals: Mapping[int, int]
     constants: tuple[int, ...]
+    rounds: Mapping[int, int] = field(default_factory=dict)
+    late_rounds: Mapping[int, int] = field(default_factory=dict)
+    arrivals: Mapping[int, int] = field(default_factory=dict)
+    backward: frozenset[int] = frozenset()
+    weight: frozenset[int] = frozenset()
     phases: Mapping[int, int] = field(default_factory=dict)
     num_slices: int = 1
     apart: bool = False
@@ -119,11 +119,6 @@ def whole(traced: Traced, scan: int) -> StageGraph:
         scan=scan,
         inputs=tuple(Port("argument", i) for i in range(len(traced.arguments))),
         outputs=tuple(Port("argument", i) for i in range(len(traced.outputs))),
-        backward=frozenset(),
-        weight=frozenset(),
-        rounds={},
-        late_rounds={},
-        arrivals={},
         constants=tuple(range(len(traced.graph.constants))),
     )
 
@@ -145,7 +140,7 @@ class _Step:
         self.carry_of = {v: i for i, v in enumerate(self.view.inputs.carry)}
         self.outer = dict(zip(self.body.inputs, self.scan.operands, strict=True))
         self.argument = {v: i for i, v in enumerate(self.block.inputs[: len(traced.arguments)])}
-        self.constant = {v: i for i, v in enumerate(self.block.inputs[len(traced.arguments) :])}
+        self.constants = frozenset(self.block.inputs[len(traced.arguments) :])
         self.effects: dict[int, int] = {}  # op with effects before the scan -> its stage
         self._split_top()
         self._place_carries()
@@ -224,21 +219,16 @@ class _Step:
         """The round of every op after the scan: one more than that of a value from another stage."""
         self.round_of: dict[int, int] = {}
         self.stage_of: dict[int, int] = dict(self.owner_of_result)
-        value_round: dict[int, int] = dict.fromkeys(self.scan.results, 0)
+        self.value_round: dict[int, int] = dict.fromkeys(self.scan.results, 0)
         for op in self.after:
             stage = self.stages[op.index]
-            number = 0
-            for value in op.reads:
-                if value in value_round:
-                    number = max(number, value_round[value] + (self.stage_of[value] != stage))
+            read = [value for value in op.reads if value in self.value_round]
+            number = max((self.value_round[v] + (self.stage_of[v] != stage) for v in read), default=0)
             self.round_of[op.index] = number
-            for value in op.results:
-                value_round[value] = number
-                self.stage_of[value] = stage
-        self.value_round = value_round
-        ends = [carried.end for carried in self.view.carries]
+            self.value_round.update(dict.fromkeys(op.results, number))
+            self.stage_of.update(dict.fromkeys(op.results, stage))
         for stage, ops in enumerate(self.update):
-            sums = [ends[i] for i in self.carries[stage]]
+            sums = [self.view.results.carry[i] for i in self.carries[stage]]
             self.update[stage] = ordering.update(ops, self.round_of, sums)
 
     def _reach(self, atoms: Iterable[Atom]) -> tuple[list[Op], list[int]]:
@@ -258,9 +248,8 @@ class _Step:
 
     def read_by(self, stage: int) -> list[Atom]:
         """The atoms of the top block that a stage's body and update read, results of other stages excluded."""
-        atoms: list[Atom] = []
         used = dict.fromkeys(value for op in self.body_ops[stage] for value in op.reads)
-        atoms += [self.outer[value] for value in used if value in self.outer]
+        atoms = [self.outer[value] for value in used if value in self.outer]
         atoms += [self.view.operands.carry[i] for i in self.carries[stage]]
         for atom, result in self.view.ys:  # results that are inputs of the body
             if self.owner_of_result[result] == stage and isinstance(atom, int) and atom in self.outer:
@@ -271,9 +260,8 @@ class _Step:
 
     def _place_outputs(self) -> None:
         """The stage of every flat result, and the owner of every state argument."""
-        self.reached = [
-            dict.fromkeys(self._reach(self.read_by(stage))[1]) for stage in range(self.assignment.num_stages)
-        ]
+        stages = range(self.assignment.num_stages)
+        self.reached = [dict.fromkeys(self._reach(self.read_by(stage))[1]) for stage in stages]
         new_value = {argument: output for output, argument in self.traced.state}
         readers = {value: [s for s, inputs in enumerate(self.reached) if value in inputs] for value in self.argument}
         replaces = dict(self.traced.state)
@@ -288,16 +276,14 @@ class _Step:
                 states = [v for v in inputs if self.argument.get(v) in new_value]
                 first = [readers[v][0] for v in states if readers[v]]
                 self.output_stage.append(min(first, default=0))
-        self.owner: dict[int, int] = {}
-        for argument, output in new_value.items():
-            self.owner[argument] = self.output_stage[output]
+        self.owner = {argument: self.output_stage[output] for argument, output in new_value.items()}
 
     def _place_crossings(self) -> None:
         """The body values that other stages read: the producer's stage for each, and the readers'."""
         self.crossing_in: list[list[int]] = []
-        self.crossing_out: list[list[int]] = [[] for _ in self.body_ops]
-        self.late_out: list[list[int]] = [[] for _ in self.body_ops]
         self.late_in: list[list[int]] = []
+        self.crossing_out: list[dict[int, None]] = [{} for _ in self.body_ops]
+        self.late_out: list[dict[int, None]] = [{} for _ in self.body_ops]
         for stage, ops in enumerate(self.body_ops):
             own = {op.index for op in ops}
             outputs = [self.view.outputs.carry[i] for i in self.carries[stage]]
@@ -305,15 +291,11 @@ class _Step:
             found = [v for v in dict.fromkeys(used) if v in self.made_by and self.made_by[v].index not in own]
             self.crossing_in.append(found)
             for value in found:
-                source = self.crossing_out[self.stages[self.made_by[value].index]]
-                if value not in source:
-                    source.append(value)
-            used = [value for op in self.update[stage] for value in op.reads]
-            late = [v for v in dict.fromkeys(used) if v in self.late and self.stage_of[v] != stage]
-            self.late_in.append(late)
-            for value in late:
-                if value not in self.late_out[self.stage_of[value]]:
-                    self.late_out[self.stage_of[value]].append(value)
+                self.crossing_out[self.stages[self.made_by[value].index]][value] = None
+            read = dict.fromkeys(value for op in self.update[stage] for value in op.reads)
+            self.late_in.append([v for v in read if v in self.late and self.stage_of[v] != stage])
+            for value in self.late_in[-1]:
+                self.late_out[self.stage_of[value]][value] = None
 
 
 def _by_stage(assignment: Assignment, ops: Iterable[Op]) -> list[list[Op]]:
@@ -338,38 +320,24 @@ class _Stage:
         finals = [step.block.outputs[i] for i in outputs]
         whole, read = step._reach([*step.read_by(number), *(a for a in finals if a not in step.late)])
         step.run_once(whole, number)
-        arguments, ports = self._arguments(read)
+        inputs = self._arguments(read)
         scan, stacks_in, stacks_out = self._scan()
-        update = step.update[number]
-        late_in, late_out = step.late_in[number], step.late_out[number]
-        constants = [v for v in read if v in step.constant]
-        inputs = (*arguments, *stacks_in.values(), *late_in, *constants)
-        results = (*finals, *stacks_out.values(), *late_out)
-        input_ports = (
-            *ports,
-            *(Port("crossing", v) for v in stacks_in),
-            *(Port("late", v) for v in late_in),
+        inputs |= {stack: Port("crossing", v) for v, stack in stacks_in.items()}
+        inputs |= {v: Port("late", v) for v in step.late_in[number]}
+        results = [(atom, Port("argument", i)) for atom, i in zip(finals, outputs, strict=True)]
+        results += [(stack, Port("crossing", v)) for v, stack in stacks_out.items()]
+        results += [(v, Port("late", v)) for v in step.late_out[number]]
+        ops = (*whole, *scan, *step.update[number])
+        constants = [v for v in read if v in step.constants]
+        graph, place = part_of(
+            step.traced, self.rewriter, ops, inputs, constants, results, step.round_of, step.value_round
         )
-        output_ports = (
-            *(Port("argument", i) for i in outputs),
-            *(Port("crossing", v) for v in stacks_out),
-            *(Port("late", v) for v in late_out),
-        )
-        block, place = indexed(Block(tuple(inputs), (*whole, *scan, *update), tuple(results)))
-        kept = tuple(step.graph.constants[step.constant[v]] for v in constants)
-        graph = Graph(tuple(self.rewriter.values), block, kept, self.rewriter.keys)
         assignment = step.assignment
-        return StageGraph(
-            traced=traced_of(step.traced, graph, input_ports, output_ports),
+        return replace(
+            graph,
             scan=place[step.scan.index] if scan else -1,
-            inputs=input_ports,
-            outputs=output_ports,
             backward=frozenset(place[i] for i in place if i in assignment.backward),
             weight=frozenset(place[i] for i in place if i in assignment.weight),
-            rounds={place[op.index]: step.round_of[op.index] for op in update},
-            late_rounds={v: step.value_round[v] for v in late_out},
-            arrivals={v: step.value_round[v] for v in late_in},
-            constants=tuple(step.constant[v] for v in constants),
             phases={place[i]: phase for i, phase in assignment.phases.items() if i in place},
             num_slices=assignment.num_slices,
             apart=True,
@@ -386,17 +354,16 @@ class _Stage:
         atoms = step.block.outputs
         return sorted(own, key=lambda i: place.get(atoms[i], -1) if isinstance(atoms[i], int) else -1)
 
-    def _arguments(self, read: Iterable[int]) -> tuple[list[int], list[Port]]:
+    def _arguments(self, read: Iterable[int]) -> dict[int, Port]:
         """The arguments of the step that this stage takes: what it reads, and the state that it owns."""
         step = self.step
         owned = [value for value, argument in step.argument.items() if step.owner.get(argument) == self.number]
-        values = [value for value in dict.fromkeys((*read, *owned)) if value in step.argument]
-        ports = []
-        for value in values:
-            argument = step.argument[value]
-            owner = step.owner.get(argument)
-            ports.append(Port("argument" if owner in (None, self.number) else "copy", argument))
-        return values, ports
+        ports = {}
+        for value in dict.fromkeys((*read, *owned)):
+            if (argument := step.argument.get(value)) is not None:
+                owner = step.owner.get(argument)
+                ports[value] = Port("argument" if owner in (None, self.number) else "copy", argument)
+        return ports
 
     def _scan(self) -> tuple[list[Op], dict[int, int], dict[int, int]]:
         """The stage's scan over micro-batches, if it has one, and the stacked values that it takes and gives."""
@@ -429,29 +396,59 @@ class _Stage:
         return [replace(scan, key=step.scan.key)], stacks_in, stacks_out
 
 
-def traced_of(whole: Traced, graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port]) -> Traced:
+def part_of(
+    whole: Traced,
+    rewriter: Rewriter,
+    ops: Sequence[Op],
+    inputs: Mapping[int, Port],
+    constants: Sequence[int],
+    outputs: Sequence[tuple[Atom, Port]],
+    rounds: Mapping[int, int],
+    made_in: Mapping[int, int],
+) -> tuple[StageGraph, Mapping[int, int]]:
+    """A part of a step without a loop as a step of its own, and its ops' new indices.
+
+    Args:
+      rewriter: has the part's values.
+      inputs: the role of each argument.
+      constants: those of the whole step's that the part reads.
+      outputs: the results with their roles.
+      rounds: of the ops of the update.
+      made_in: the round that makes each late value.
+    """
+    number = {v: i for i, v in enumerate(whole.graph.block.inputs[len(whole.arguments) :])}
+    kept = tuple(number[v] for v in constants)
+    block, place = indexed(Block((*inputs, *constants), tuple(ops), tuple(atom for atom, _ in outputs)))
+    values = tuple(whole.graph.constants[i] for i in kept)
+    graph = Graph(tuple(rewriter.values), block, values, rewriter.keys)
+    taken, given = tuple(inputs.values()), tuple(port for _, port in outputs)
+    arrivals, late_rounds = (
+        {port.number: made_in[port.number] for port in ports if port.kind == "late"} for ports in (taken, given)
+    )
+    own_rounds = {place[op.index]: rounds[op.index] for op in ops if op.index in rounds}
+    traced = _traced_of(whole, graph, taken, given)
+    return StageGraph(traced, -1, taken, given, kept, own_rounds, late_rounds, arrivals), place
+
+
+def _traced_of(whole: Traced, graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port]) -> Traced:
     """A stage's graph as a step of its own, its arguments and results described as those of the whole step."""
     position = {port.number: i for i, port in enumerate(inputs) if port.kind == "argument"}
     where = {port.number: i for i, port in enumerate(outputs) if port.kind == "argument"}
-    return Traced(
+    return replace(
+        whole,
         graph=graph,
-        arguments=tuple(_argument(whole, port) for port in inputs),
-        outputs=tuple(
-            whole.outputs[port.number] if port.kind == "argument" else Argument(f"{port.kind} {port.number}", "other")
-            for port in outputs
-        ),
+        arguments=tuple(_described(whole.arguments, port) for port in inputs),
+        outputs=tuple(_described(whole.outputs, port) for port in outputs),
         state=tuple(sorted((where[o], position[a]) for o, a in whole.state if o in where and a in position)),
-        in_tree=whole.in_tree,
-        out_tree=whole.out_tree,
-        calling=whole.calling,
-        name=whole.name,
-        stacked=whole.stacked,
+        notes=(),
+        batch_named=False,
+        through=(),
+        placed=(),
     )
 
 
-def _argument(whole: Traced, port: Port) -> Argument:
+def _described(known: Sequence[Argument], port: Port) -> Argument:
+    """The record of an argument or a result."""
     if port.kind == "argument":
-        return whole.arguments[port.number]
-    if port.kind == "copy":
-        return Argument(whole.arguments[port.number].path, "other")
-    return Argument(f"{port.kind} {port.number}", "other")
+        return known[port.number]
+    return Argument(known[port.number].path if port.kind == "copy" else f"{port.kind} {port.number}", "other")

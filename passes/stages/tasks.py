@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +12,8 @@ import numpy as np
 from alpa_lite.passes.stages.formulas import evaluate, terms
 from alpa_lite.passes.stages.paths import Path, PathProblem
 from alpa_lite.passes.stages.ranges import StageCosts
-from alpa_lite.passes.stages.slices import SliceOptions, StageChoice, StageSlices
+from alpa_lite.passes.stages.slices import VIRTUAL, SliceOptions, StageChoice, StageSlices
 from alpa_lite.schedules import in_flight_formula
-
-_CACHED = 2**17
-"""How many seconds a processor's cache holds."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +44,13 @@ def tasks_of(costs: StageCosts, options: SliceOptions) -> list[Task]:
             top = min(highest, count) if name == "zb-h1" else highest
             tasks += [Task(costs, name)] if lowest <= top else []
             continue
-        for v in options.virtual:
-            for kind, size in enumerate(costs.devices):
-                most = min(highest, costs.total_devices // size, layers // v)
-                for s in range(max(2, lowest), most + 1):
-                    if options.allowed is not None and (kind not in options.allowed or s * size != costs.total_devices):
-                        continue
-                    wanted = options.kinds is None or options.kinds == (kind,) * s
-                    tasks += [Task(costs, name, v, s, kind)] if wanted and count % s == 0 else []
+        for kind, size in enumerate(costs.devices):
+            most = min(highest, costs.total_devices // size, layers // VIRTUAL)
+            for s in range(max(2, lowest), most + 1):
+                if options.allowed is not None and (kind not in options.allowed or s * size != costs.total_devices):
+                    continue
+                wanted = options.kinds is None or options.kinds == (kind,) * s
+                tasks += [Task(costs, name, VIRTUAL, s, kind)] if wanted and count % s == 0 else []
     return tasks
 
 
@@ -83,16 +78,11 @@ def can_use_all(task: Task) -> bool:
     return not task.meshes or task.meshes * task.costs.devices[task.kind] == task.costs.total_devices
 
 
-def least_area(costs: StageCosts, kind: int, variants: tuple[int, ...] | None) -> float:
+def least_area(costs: StageCosts, kind: int) -> float:
     """Device-seconds per micro-batch: every range at its cheapest; times B / D it is below any pipeline's seconds."""
-    forward, backward = costs.forward, costs.backward
-    cost = np.full_like(forward[:, :, 0, 0], np.inf)
-    kinds = range(len(costs.devices)) if kind < 0 else [kind]
-    few = max(1, _CACHED // forward[:, 0].size)
-    for j in range(0, cost.shape[1], few):  # the ranges that end with a few layers, whose costs the cache holds
-        first, second, area = forward[:, j : j + few], backward[:, j : j + few], cost[:, j : j + few]
-        for k, v in itertools.product(kinds, range(forward.shape[3]) if variants is None else variants):
-            np.minimum(area, (first[:, :, k, v] + second[:, :, k, v]) * float(costs.devices[k]), out=area)
+    kinds = slice(None) if kind < 0 else slice(kind, kind + 1)
+    seconds = (costs.forward[:, :, kinds] + costs.backward[:, :, kinds]).min(3)
+    cost = (seconds * np.array(costs.devices, float)[kinds]).min(2)
     least = np.full(len(cost) + 1, np.inf)
     least[-1] = 0.0
     for i in range(len(cost) - 1, -1, -1):
@@ -143,12 +133,15 @@ def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
         return values.swapaxes(0, 1).reshape(-1, values.shape[-1]).take(row, axis=0)
 
     latency, excess = terms(name, c, of, cut, task.virtual, k[:, None])
-    if options.variants is not None:
-        forbidden = np.setdiff1d(np.arange(c.forward.shape[3]), options.variants)
-        latency = latency.copy()
-        latency[:, forbidden] = np.inf
     buffers = np.where(i == 0, 0.0, c.boundary_bytes[i]) + np.where(j == layers, 0.0, c.boundary_bytes[j])
-    count, most = c.num_microbatches, stage_range(c, options)
+    count, chunks = c.num_microbatches, task.meshes * task.virtual
+    least, most = stage_range(c, options)
+
+    def in_flight(left: int, total: int) -> int:
+        if task.virtual > 1:
+            return in_flight_formula(name, task.meshes, count, (chunks - left) % task.meshes, task.virtual)
+        return in_flight_formula(name, max(total, left) if name == "zb-h1" else left, count, 0)
+
     problem = PathProblem(
         tail=tail,
         head=head,
@@ -164,34 +157,15 @@ def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
         devices=c.total_devices // unit,
         fewer=fewer,
         budget=options.budget,
-        count=lambda left, total: in_flight_formula(name, left, count, 0),
-        stages=most,
+        count=in_flight,
+        stages=(least, min(most, count) if name == "zb-h1" else most),
+        exact_count=name != "zb-h1",
         kinds=options.kinds,
     )
-    if name == "zb-h1":
-        stages = most[0], min(most[1], count)
-        problem = replace(
-            problem,
-            count=lambda left, total: in_flight_formula(name, max(total, left), count, 0),
-            stages=stages,
-            exact_count=False,
-        )
-        return _of_equal(problem, task.meshes) if task.meshes else problem
     if not task.meshes:
         return problem
-    if task.virtual == 1:
-        return _of_equal(problem, task.meshes)
-    chunks = task.meshes * task.virtual
-
-    def in_chunk(left: int, total: int) -> int:
-        return in_flight_formula(name, task.meshes, count, (chunks - left) % task.meshes, task.virtual)
-
-    return replace(problem, size=np.zeros_like(k), devices=0, count=in_chunk, stages=(chunks, chunks), kinds=None)
-
-
-def _of_equal(problem: PathProblem, meshes: int) -> PathProblem:
-    """The problem of so many submeshes of one kind: there are no devices to divide."""
-    return replace(problem, size=np.zeros_like(problem.size), devices=0, stages=(meshes, meshes), kinds=None)
+    # submeshes of one kind: there are no devices to divide
+    return replace(problem, size=np.zeros_like(k), devices=0, stages=(chunks, chunks), kinds=None)
 
 
 def pipeline_of(task: Task, problem: PathProblem, path: Path) -> StageSlices:

@@ -58,21 +58,15 @@ def step_of(tokens: int, platform: str) -> int:
     return step
 
 
-def first(tokens: int, step: int, most: int = MOST) -> tuple[int, ...]:
+def first(tokens: int, step: int) -> tuple[int, ...]:
     """Slices that say most of the model: an eighth, an eighth, a quarter and a half of the sequence; or fewer.
 
-    Four lengths and contexts, as many as the model has coefficients. Where there is no time for as many, two halves.
-
-    Args:
-      most: the number of slices that there is time for.
+    Four lengths and contexts, as many as the model has coefficients.
     """
     steps = tokens // step
-    if most < 4 and steps >= 2:
-        return _lengths([steps // 2, steps - steps // 2], step, tokens)
     if steps < 4:
         return _lengths([1] * max(steps, 2) if tokens >= 2 else [1], 1 if steps < 2 else step, tokens)
-    eighth = max(1, steps // 8)
-    quarter = max(1, steps // 4)
+    eighth, quarter = max(1, steps // 8), steps // 4
     return _lengths([eighth, eighth, quarter, steps - 2 * eighth - quarter], step, tokens)
 
 
@@ -84,7 +78,7 @@ def _lengths(parts: Sequence[int], step: int, tokens: int) -> tuple[int, ...]:
 
 
 def proposed(
-    latency: Latency, tokens: int, counts: Sequence[int], step: int, dispatch: float, most: int = MOST
+    latency: Latency, tokens: int, counts: Sequence[int], step: int, dispatch: float
 ) -> tuple[Proposal, ...]:  # fmt: skip
     """The best slices for each number of micro-batches, and equal ones, fastest first; one slice is none.
 
@@ -93,14 +87,11 @@ def proposed(
 
     Args:
       latency: of slices on each stage.
-      tokens: of the sequence.
-      counts: numbers of micro-batches.
       step: of which lengths are multiples, but for the last.
       dispatch: seconds that a slice takes the busiest process to dispatch.
-      most: the number of slices that there is time for.
     """
     size = -(-tokens // step)
-    shortest = -(-size // most)  # in steps
+    shortest = -(-size // MOST)  # in steps
     lengths, contexts = np.meshgrid(np.arange(1, size + 1) * step, np.arange(size) * step, indexing="ij")
     out = []
     for count in counts:
@@ -111,8 +102,8 @@ def proposed(
         table = np.maximum(np.maximum(times.max(0), sent / 2), dispatch)
         table[: shortest - 1] = np.inf
         paced = np.maximum(times.max(0) + sent, dispatch)
-        found = cut({1: table}, count, stages, step=step, passing={1: np.where(np.isinf(table), np.inf, paced)})
-        best = [n // step for n in found.parts[0].lengths]
+        found = cut(table, count, stages, step=step, passing=np.where(np.isinf(table), np.inf, paced))
+        best = [n // step for n in found.lengths]
         equal = [tuple(map(len, np.array_split(np.arange(size), n))) for n in (len(best), 1 << len(best).bit_length())]
         for parts in dict.fromkeys((tuple(best), *equal)):
             if len(parts) > 1 and min(parts) >= max(shortest, 1):

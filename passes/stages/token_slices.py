@@ -1,29 +1,27 @@
-"""How a pipeline's sequence is cut into slices, and its batch into parts, so that a step takes the least time.
+"""How a pipeline's sequence is cut into slices so that a step takes the least time.
 
-Problem. K stages run one *part* of the batch after another, b examples each, and of each part one *slice* of the
-sequence after another: l tokens that attend to themselves and to the c tokens before them. A slice takes t(b, l, c)
-seconds on a stage, forward and backward, with what is sent to the next stage. As in every pipeline whose stages take as
-long as one another, the first slice passes all stages and the slowest one sets the pace of the rest:
+Problem. K stages run one micro-batch after another, B in all, and of each one *slice* of the sequence after another: l
+tokens that attend to themselves and to the c tokens before them. A slice takes t(l, c) seconds on a stage, forward and
+backward, with what is sent to the next stage. As in every pipeline whose stages take as long as one another, the first
+slice passes all stages and the slowest one sets the pace of the rest:
 
-    T = sum_i t_i + (K - 1) max_i p_i,     over parts of B examples in all, each cut into slices of L tokens in all,
+    T = B sum_i t_i + (K - 1) max_i p_i,     over slices of L tokens in all,
 
 where p_i = t_i, or what a slice takes to pass a stage if that is more: of sending, only the last slice's is waited for.
 
-Method. With no slice above m, the least sum splits: over prefixes of the sequence, and then over examples,
+Method. With no slice above m, the least sum splits over prefixes of the sequence,
 
-    F_m(b, e) = min over l of F_m(b, e - l) + t(b, l, e - l), where p <= m,      F_m(b, 0) = 0
-    G_m(n)    = min over b of G_m(n - b) + F_m(b, L),                            G_m(0) = 0
+    F_m(e) = min over l of F_m(e - l) + t(l, e - l), where p <= m,      F_m(0) = 0
 
-so that T is the least G_m(B) + (K - 1) m over the values m that p takes. TeraPipe tries these in order, at steps of
-some epsilon, which costs at most (K - 1) epsilon (Li et al., ICML 2021, section 3.3). Here they are bisected, since G
-falls as m grows: between two values a < m <= z nothing is less than G_z(B) + (K - 1) (the value after a), and an
-interval that holds nothing below the best so far, less `gap`, is not searched further. With `gap` 0 that is exact.
-Otherwise it is above the optimum by at most `gap`, whatever t is: t need not grow with l or c.
+so that T is the least B F_m(L) + (K - 1) m over the values m that p takes. TeraPipe tries these in order, at steps of
+some epsilon, which costs at most (K - 1) epsilon (Li et al., ICML 2021, section 3.3). Here they are bisected, since F
+falls as m grows: between two values a < m <= z nothing is less than B F_z(L) + (K - 1) (the value after a), and an
+interval that holds nothing below the best so far is not searched further. The result is exact whatever t is: t need not
+grow with l or c.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,93 +33,68 @@ _AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class Part:
-    """Examples that run together, and the lengths of their slices in tokens, first to last."""
-
-    examples: int
-    lengths: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class TokenSlices:
-    """A cutting of a batch of sequences.
+    """A cutting of each sequence.
 
     Attributes:
-      parts: in the order in which they run.
-      seconds: T, predicted. slowest: p of the slowest slice.
-      bound: no cutting at these lengths is faster, in seconds.
+      lengths: of the slices in tokens, first to last.
+      seconds: T, predicted.
     """
 
-    parts: tuple[Part, ...]
+    lengths: tuple[int, ...]
     seconds: float
-    slowest: float
-    bound: float
 
 
 def cut(
-    times: Mapping[int, np.ndarray], batch: int, stages: float, *, step: int = 1, gap: float = 0.0,
-    passing: Mapping[int, np.ndarray] | None = None,
-) -> TokenSlices:  # fmt: skip
+    seconds: np.ndarray, count: int, stages: float, *, step: int = 1, passing: np.ndarray | None = None
+) -> TokenSlices:
     """The fastest cutting.
 
     Args:
-      times: for each number of examples that a part may have, [n, n] seconds of a slice of (i + 1) * step tokens behind
-        j * step others, where the sequence has n * step; what is longer than the sequence (i + 1 + j > n) is not read,
-        and infinity stands for what is not allowed.
-      batch: examples of a step. stages: K; not whole where others than the slowest take less.
+      seconds: [n, n] of a slice of (i + 1) * step tokens behind j * step others, where the sequence has n * step; those
+        longer than the sequence (i + 1 + j > n) are not read, and infinity stands for what is not allowed.
+      count: B.
+      stages: K; not whole where others than the slowest take less.
       step: the lengths of slices are multiples of so many tokens.
-      gap: seconds by which the result may exceed the least.
-      passing: p, as `times`, which it is where it is not given.
+      passing: p, as `seconds`, which it is where it is not given.
 
     Raises:
-      OptionError: no parts add up to the batch, or no slices that are allowed to the sequence.
+      OptionError: no slices that are allowed add up to the sequence.
     """
-    passing = times if passing is None else passing
-    tables = {
-        b: _ends(np.asarray(seconds, float), np.asarray(passing[b], float)) for b, seconds in sorted(times.items())
-    }
-    values = np.unique(np.concatenate([paced for rows in tables.values() for _, paced in rows]))
+    rows = _ends(seconds, seconds if passing is None else passing)
+    values = np.unique(np.concatenate([paced for _, paced in rows]))
     values = values[np.isfinite(values)]
     known: dict[int, float] = {}
 
     def ask(places: list[int]) -> None:
-        new = sorted({place for place in places if place not in known})
+        new = sorted(set(places) - known.keys())
         for first in range(0, len(new), _AT_ONCE):
             some = new[first : first + _AT_ONCE]
-            known.update(zip(some, _least(tables, batch, values[some]).tolist(), strict=True))
+            known.update(zip(some, (count * _prefixes(rows, values[some])[:, -1]).tolist(), strict=True))
 
     last = len(values) - 1
-    if last < 0 or (ask([last]), not np.isfinite(known[last]))[1]:
-        raise OptionError(
-            f"times: no parts of {', '.join(map(str, tables))} examples with slices that are allowed add up to a batch "
-            f"of {batch}; give times for other numbers of examples"
-        )
+    if last >= 0:
+        ask([last])
+    if not np.isfinite(known.get(last, np.inf)):
+        raise OptionError("seconds: no slices that are allowed add up to the sequence; give those of other lengths")
     best, at = known[last] + (stages - 1) * values[last], last
-    bound, open_ = np.inf, [(-1, last)]  # values after the first of the two, up to the second
-    while open_:
-        kept = []
-        for low, high in open_:
-            least = known[high] + (stages - 1) * values[low + 1]
-            if high - low == 1 or least >= best - gap:
-                bound = min(bound, least)
-            else:
-                kept.append((low, high, (low + high) // 2))
+    intervals = [(-1, last)]  # values after the first of the two, up to the second
+    while intervals:
+        kept = [
+            (low, high, (low + high) // 2)
+            for low, high in intervals
+            if high - low > 1 and known[high] + (stages - 1) * values[low + 1] < best
+        ]
         ask([middle for _, _, middle in kept])
-        open_ = []
+        intervals = []
         for low, high, middle in kept:
             if (found := known[middle] + (stages - 1) * values[middle]) < best:
                 best, at = found, middle
-            open_ += [(low, middle), (middle, high)]
-    parts = _parts(tables, batch, values[at], step)
-    taken, paced = np.array(
-        [
-            [row[length // step - 1] for row in tables[part.examples][end // step - 1]]
-            for part in parts
-            for length, end in zip(part.lengths, np.cumsum(part.lengths).tolist(), strict=True)
-        ]
-    ).T
-    seconds = taken.sum() + (stages - 1) * paced.max()
-    return TokenSlices(parts, float(seconds), float(paced.max()), float(min(bound, seconds)))
+            intervals += [(low, middle), (middle, high)]
+    lengths = _lengths(rows, values[at])
+    ends = np.cumsum(lengths).tolist()
+    taken, paced = np.array([[row[n - 1] for row in rows[end - 1]] for n, end in zip(lengths, ends, strict=True)]).T
+    return TokenSlices(tuple(n * step for n in lengths), float(count * taken.sum() + (stages - 1) * paced.max()))
 
 
 Rows = list[tuple[np.ndarray, np.ndarray]]
@@ -134,18 +107,6 @@ def _ends(seconds: np.ndarray, passing: np.ndarray) -> Rows:
     return [(seconds[i], passing[i]) for i in at]
 
 
-def _least(tables: Mapping[int, Rows], batch: int, limits: np.ndarray) -> np.ndarray:
-    """[limits] G(batch) with no slice above each limit."""
-    whole = {examples: _prefixes(rows, limits)[:, -1] for examples, rows in tables.items()}
-    total = np.full((batch + 1, len(limits)), np.inf)
-    total[0] = 0.0
-    for n in range(1, batch + 1):
-        for examples, seconds in whole.items():
-            if examples <= n:
-                total[n] = np.minimum(total[n], total[n - examples] + seconds)
-    return total[batch]
-
-
 def _prefixes(rows: Rows, limits: np.ndarray) -> np.ndarray:
     """[limits, n + 1] F of each prefix of the sequence."""
     out = np.zeros((len(limits), len(rows) + 1))
@@ -155,25 +116,11 @@ def _prefixes(rows: Rows, limits: np.ndarray) -> np.ndarray:
     return out
 
 
-def _parts(tables: Mapping[int, Rows], batch: int, limit: float, step: int) -> tuple[Part, ...]:
-    """The cutting behind G(batch)."""
-    limits = np.array([limit])
-    prefixes = {examples: _prefixes(rows, limits)[0] for examples, rows in tables.items()}
-    total, chosen = [0.0], [0]
-    for n in range(1, batch + 1):
-        options = [(total[n - b] + prefix[-1], b) for b, prefix in prefixes.items() if b <= n]
-        least, examples = min(options, default=(np.inf, 0))
-        total.append(least)
-        chosen.append(examples)
-    parts = []
-    while batch:
-        examples = chosen[batch]
-        rows, prefix, lengths, end = tables[examples], prefixes[examples], [], len(tables[examples])
-        while end:
-            seconds, paced = rows[end - 1]
-            steps = int(np.where(paced <= limit, prefix[end - 1 :: -1] + seconds, np.inf).argmin()) + 1
-            lengths.append(steps * step)
-            end -= steps
-        parts.append(Part(examples, tuple(reversed(lengths))))
-        batch -= examples
-    return tuple(reversed(parts))
+def _lengths(rows: Rows, limit: float) -> list[int]:
+    """The slices behind F(L), in steps."""
+    prefix, lengths, end = _prefixes(rows, np.array([limit]))[0], [], len(rows)
+    while end:
+        seconds, paced = rows[end - 1]
+        lengths.append(int(np.where(paced <= limit, prefix[end - 1 :: -1] + seconds, np.inf).argmin()) + 1)
+        end -= lengths[-1]
+    return lengths[::-1]

@@ -15,11 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from alpa_lite.graph import Atom, Block, Op, Traced
-from alpa_lite.passes.ir.flow import producers, users
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
 from alpa_lite.passes.layers.types import Assignment
-from alpa_lite.passes.stages.owners import Ownership, ownership
+from alpa_lite.passes.stages.owners import first_readers, ownership, rounds_of
 
 
 @dataclass(frozen=True)
@@ -45,23 +44,19 @@ def turns_of(traced: Traced, scan: int, pinned: Mapping[int, int], count: int) -
     """
     found = ownership(flat(traced, scan), pinned, count)
     body = scan_op(traced, scan).bodies[0]
-    rounds = _rounds(body, found)
+    rounds = rounds_of(body.ops, found.label, lambda op: True)
     places = {(number, found.label[index]) for index, number in rounds.items()}
     places |= {(0, submesh) for submesh in range(count) if all(where != submesh for _, where in places)}
     order = sorted(places)
     stage_of = {place: number for number, place in enumerate(order)}
     last = {submesh: number for number, (_, submesh) in enumerate(order)}
     stage = {index: stage_of[number, found.label[index]] for index, number in rounds.items()}
-    shared = _stages_of_shared(body, found, stage)
+    shared = first_readers(body.ops, found.shared, stage)
     top = {op.index: last[found.label.get(op.index, 0)] for op in traced.graph.block.ops if op.index != scan}
     inputs = traced.graph.block.inputs
     assignment = Assignment(
         num_stages=len(order),
         stage={**top, **stage, **shared},
-        backward=frozenset(),
-        weight=frozenset(),
-        split_sums=(),
-        dissolved=frozenset(),
         shared=frozenset(shared),
         home={inputs[number]: last[submesh] for number, submesh in found.owner.items()},
     )
@@ -81,31 +76,3 @@ def flat(traced: Traced, scan: int) -> Traced:
     inputs = (*block.inputs, *view.inputs.carry, *view.inputs.xs)
     outputs = tuple(renamed_atom(atom, names) for atom in block.outputs)
     return replace(traced, graph=replace(traced.graph, block=Block(inputs, tuple(ops), outputs)))
-
-
-def _rounds(body: Block, found: Ownership) -> dict[int, int]:
-    """The round of every op of the body that is not shared."""
-    own = [op for op in body.ops if op.index in found.label]
-    maker = producers(own)
-    rounds: dict[int, int] = {}
-    for op in own:
-        before = [maker[value].index for value in op.reads if value in maker]
-        here = found.label[op.index]
-        rounds[op.index] = max((rounds[i] + (found.label[i] != here) for i in before), default=0)
-    readers = users(own)
-    for op in reversed(own):
-        after = {user.index for value in op.results for user in readers.get(value, ())}
-        if after and {found.label[i] for i in after} == {found.label[op.index]}:
-            rounds[op.index] = min(rounds[i] for i in after)
-    return rounds
-
-
-def _stages_of_shared(body: Block, found: Ownership, stage: Mapping[int, int]) -> dict[int, int]:
-    """The lowest stage that reads each shared op of the body."""
-    readers = users(body.ops)
-    lowest: dict[int, int] = {}
-    for op in reversed(body.ops):
-        if op.index in found.shared:
-            some = [user.index for value in op.results for user in readers.get(value, ())]
-            lowest[op.index] = min((lowest.get(i, stage.get(i, 0)) for i in some), default=0)
-    return lowest

@@ -20,7 +20,7 @@ from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.layers import cuts as layering_cuts
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.layering import layering
-from alpa_lite.passes.layers.types import Assignment, Layering
+from alpa_lite.passes.layers.types import Assignment, Layer, Layering
 from alpa_lite.passes.stages.planning import digest
 from alpa_lite.passes.stages.staging import stage_graphs
 from tests import pipeline_driver
@@ -276,14 +276,13 @@ def test_first_products_gradient_runs_where_its_weights_are():
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         x = batch["x"]
-        for i, w in enumerate(params):
-            with jax.named_scope(f"layer{i}"):
-                x = x @ w
+        for w in params:
+            x = x @ w
         return (x**2).mean()
 
     step, state = microbatched.step_of(loss_fn, [normal(i, 8, 8) / 3 for i in range(4)], 2, SGD)
     batch = {"x": normal(20, 8, 8)}
-    layers = layers_of(step, state, batch, hints=["layer1", "layer2", "layer3"])
+    layers = layers_of(step, state, batch, max_layers=5)
     assignment = assign(layers, [1, 2, 3])
     products = [op for op in layers.body.ops if op.name == "dot_general" and op.index in assignment.backward]
     counts = [sum(assignment.stage[op.index] == s for op in products) for s in range(4)]
@@ -470,25 +469,6 @@ def test_weight_operations_are_the_gradients_of_parameters():
     assert len(products) == 2 * (6 * 2 + 4) + 2
 
 
-def test_hints_say_where_layers_begin():
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        x = batch["x"]
-        for i, w in enumerate(params):
-            with jax.named_scope(f"block{i}"):
-                x = jnp.tanh(x @ w)
-        return (x**2).mean()
-
-    step, state = microbatched.step_of(loss_fn, [normal(i, 8, 8) for i in range(4)], 2, SGD)
-    batch = {"x": normal(5, 8, 8)}
-    layers = layers_of(step, state, batch, hints=["block1", "block3"])
-    products = [
-        sum(op.name == "dot_general" and op.index in layer.ops for op in layers.body.ops) for layer in layers.layers
-    ]
-    assert products == [1, 2, 1]
-    with pytest.raises(OptionError, match=r"'block7'.*block0, block1"):
-        layers_of(step, state, batch, hints=["block7"])
-
-
 def test_bad_arguments_are_named():
     step, state, batch = microbatched.zoo("mlp", 2)
     traced = microbatched.traced_of(step, state, batch)
@@ -506,17 +486,17 @@ def test_bad_arguments_are_named():
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=9), st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
 def test_the_dynamic_program_is_exact(sizes: list[tuple[int, int]], most: int):
-    atoms = [layering_cuts.Atom(i, i + 1, float(t), str(i), c) for i, (t, c) in enumerate(sizes)]
+    atoms = [Layer((i,), float(t), 0.0, str(i), c) for i, (t, c) in enumerate(sizes)]
     total = sum(a.seconds for a in atoms)
     mean = max(total / most, max(a.seconds for a in atoms) / 3)
     bound = 10.0 * mean  # wide, so that all cuttings are allowed
-    typical = max(1.0, float(np.median([*(a.cut for a in atoms[:-1]), atoms[-1].cut])))
+    typical = max(1.0, float(np.median([*(a.bytes_out for a in atoms)])))
     aimed = max(1.0, total / mean)
 
     def cost(ends: tuple[int, ...]) -> float:
         bounds = [0, *ends, len(atoms)]
         spans = [sum(a.seconds for a in atoms[i:j]) for i, j in itertools.pairwise(bounds)]
-        cut = sum((1 + atoms[e - 1].cut / typical) / (2 * aimed) for e in ends)
+        cut = sum((1 + atoms[e - 1].bytes_out / typical) / (2 * aimed) for e in ends)
         return cut + aimed * sum((t / total) ** 2 for t in spans) if max(spans) <= bound else np.inf
 
     best = min(cost(ends) for k in range(most) for ends in itertools.combinations(range(1, len(atoms)), k))
@@ -534,5 +514,5 @@ def test_the_dynamic_program_is_exact(sizes: list[tuple[int, int]], most: int):
 def test_repeats_are_found(period: int, count: int, before: list[int], after: list[int]):
     marks = [f"b{i}{x}" for i, x in enumerate(before)] + [f"r{i}" for i in range(period)] * count
     marks += [f"a{i}{x}" for i, x in enumerate(after)]
-    atoms = [layering_cuts.Atom(i, i + 1, 1.0, mark, 1) for i, mark in enumerate(marks)]
+    atoms = [Layer((i,), 1.0, 0.0, mark, 1) for i, mark in enumerate(marks)]
     assert layering_cuts.repeats(atoms) == [(len(before), period, count)]
