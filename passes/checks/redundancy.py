@@ -177,7 +177,8 @@ class _Numbering:
     def _is_constant(self, op: Any, operands: list[int]) -> bool:
         if op.name == "stablehlo.remainder" and self.filled.get(operands[1]) == 1 and _is_integer(op):
             return True
-        folded = operands and op.name not in WRITTEN and self.constants.issuperset(operands)
+        known = [n in self.constants or _is_empty(v) for n, v in zip(operands, op.operands, strict=True)]
+        folded = operands and op.name not in WRITTEN and all(known)
         return bool(folded) or op.name in ("stablehlo.constant", "stablehlo.iota")
 
     def _unchanged(self, name: str, operands: list[int]) -> int | None:
@@ -274,6 +275,11 @@ def _filled_with(op: Any) -> float | None:
     """The number that every element of a constant is; None where they differ, or it is not a finite one."""
     match = re.search(r"dense<(-?\d+(?:\.\d*)?(?:e[+-]?\d+)?)>", str(_jax.constant_of(op)))
     return float(match[1]) if match else None
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether a value has no elements: what is made of it and of constants, such as its padding, is a constant."""
+    return isinstance(value.type, ir.RankedTensorType) and 0 in value.type.shape
 
 
 def _is_integer(op: Any) -> bool:

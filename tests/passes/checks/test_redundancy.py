@@ -58,6 +58,9 @@ def loop(body, n=5):
         (lambda x: gather(x) + gather(lax.slice(x, (0, 0), (16, 8))), expect(merged={GATHER: 1})),
         (lambda x: gather(x) + jnp.pad(gather(lax.slice(x, (0, 0), (15, 8))), [(0, 4), (0, 0)]), expect()),
         (lambda x: gather(x) + gather(lax.rev(x[None], (0,))[0]), expect(merged={GATHER: 1})),
+        # The padding of no elements is a constant.
+        (lambda x: gather(x) + gather(lax.pad(x[:0], 0.0, [(16, 0, 0), (0, 0, 0)])), expect(constant={GATHER: 1})),
+        (lambda x: gather(x) + gather(lax.pad(x[:1], 0.0, [(15, 0, 0), (0, 0, 0)])), expect()),
         (lambda x: gather(x) * jnp.tanh(gather(lax.optimization_barrier(x))), expect(merged={GATHER: 1})),
         (lambda x: gather(x) + gather(lax.optimization_barrier((x, x * 2))[1]), expect()),
         (lambda x: gather(x) + gather(lax.rev(x[None], (1,))[0]), expect()),
