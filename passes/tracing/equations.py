@@ -119,13 +119,9 @@ def unread_indices(eqn: Any) -> tuple[int, ...]:
 
 
 @functools.cache
-def _zeros(shape: tuple[int, ...], dtype: Any) -> Any:
-    return jax.make_jaxpr(lambda: lax.full(shape, 0, dtype))().jaxpr
-
-
-def zeros(aval: Any) -> Any:
+def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
     """The jaxpr that makes zeros, which any device has."""
-    return _zeros(tuple(aval.shape), aval.dtype)
+    return jax.make_jaxpr(lambda: lax.full(shape, 0, dtype))().jaxpr
 
 
 def _whole(first: int, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
