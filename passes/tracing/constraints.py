@@ -85,11 +85,11 @@ class _Constrainer:
         scopes = [_scope_of(op, outer) for op in block.ops]
         known = {scope[:n] for scope in scopes for n in range(1, len(scope) + 1)}
         self.seen |= known
-        found: dict[int, tuple[Op, str]] = {}  # value -> its maker, the glob
+        found: dict[int, str] = {}  # value -> glob
         for glob, scope in itertools.product(self.specs, sorted(known)) if is_forward else ():
             if fnmatch.fnmatchcase("/".join(scope), glob):
                 output = self.output(block, scopes, scope, len(self.specs[glob]), first)
-                found |= {value: (op, glob) for op, value in output}
+                found.update((value, glob) for value in output)
         names: dict[int, Atom] = {}
         ops: list[Op] = []
         for op, scope in zip(block.ops, scopes, strict=True):
@@ -98,14 +98,12 @@ class _Constrainer:
             ops.append(replace(renamed_op(op, names), bodies=bodies))
             for value in op.results:
                 if value in found:
-                    ops.append(self.constraint(value, *found[value]))
+                    ops.append(self.constraint(value, op, found[value]))
                     (names[value],) = ops[-1].results
         return Block(block.inputs, tuple(ops), tuple(renamed_atom(a, names) for a in block.outputs))
 
-    def output(
-        self, block: Block, scopes: Sequence[Scope], scope: Scope, rank: int, first: int
-    ) -> list[tuple[Op, int]]:
-        """A scope's output, with the operation that makes it; none if it has none of that rank in this block."""
+    def output(self, block: Block, scopes: Sequence[Scope], scope: Scope, rank: int, first: int) -> list[int]:
+        """A scope's output; none if it has none of that rank in this block."""
         inside = [s[: len(scope)] == scope for s in scopes]
         forward = [(op, within) for op, within in zip(block.ops, inside, strict=True) if _is_forward(op)]
         read = {value for op, within in forward if not within for value in op.reads}
@@ -113,7 +111,7 @@ class _Constrainer:
             for op, within in reversed(forward):
                 for value in op.results:
                     if within and value in values and len(self.rewriter.values[value].shape) >= max(rank, 1):
-                        return [(op, value)]
+                        return [value]
         return []
 
     def constraint(self, value: int, maker: Op, glob: str) -> Op:
