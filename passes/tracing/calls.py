@@ -10,9 +10,6 @@ weak dtypes alone do so if tracing makes the same program of both (`alpa_lite.re
 Static arguments are equal if their types are the same and their values are equal, as in `jax.jit`: 1, 1.0 and True are
 three signatures. A Python number that is not static has a weak type and no value: all floats share a plan, and with
 float32 arrays where the program is the same.
-
-An executable compares piece by piece, the expensive pieces as late as possible (`runtime.step`), with the functions
-of this module.
 """
 
 from __future__ import annotations

@@ -38,11 +38,9 @@ def holds_kernel(jaxpr: Any) -> bool:
 
 def is_plain_scalar(const: Any, aval: Any) -> bool:
     """Whether a closed-over constant is a scalar that may become a literal."""
-    if np.ndim(const) != 0 or getattr(aval, "weak_type", False) or isinstance(const, Tracer):
+    if not isinstance(const, np.ndarray | np.generic | jax.Array) or isinstance(const, Tracer) or np.ndim(const):
         return False
-    if not isinstance(const, np.ndarray | np.generic | jax.Array):
-        return False
-    return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return not getattr(aval, "weak_type", False) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 def same_operand(eqn: Any, operands: Sequence[Atom]) -> Atom | None:

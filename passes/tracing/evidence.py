@@ -43,10 +43,6 @@ class Evidence:
         found = flow.reach(flow.values_in([self._outputs[output]]), lambda value: self._carriers.get(value, ()))
         return frozenset(number for number, value in enumerate(self._inputs) if value in found)
 
-    def carried(self, output: int, argument: int) -> bool:
-        """Whether an output keeps something of an argument, element by element."""
-        return argument in self.origins(output)
-
     def unchanged(self, output: int, argument: int) -> bool:
         """Whether an output is an argument as it came."""
         return self._outputs[output] == self._inputs[argument]

@@ -144,7 +144,7 @@ class _Rows:
             return result
 
         if not kept:
-            zero = [Lit(np.zeros((), dtype), ShapedArray((), dtype))]
+            zero: list[Atom] = [Lit(np.zeros((), dtype), ShapedArray((), dtype))]
             params: dict[str, Any] = {"shape": (*rows, 0), "broadcast_dimensions": (), "sharding": None}
             return emit(lax_primitives.broadcast_in_dim_p, 0, zero, **params)
         own = [parts[component] for component in kept]

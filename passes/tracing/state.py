@@ -246,7 +246,7 @@ class _Matcher:
 
         def weight(result: Tree, argument: Tree) -> int:
             number, leaf = result.start, argument.start
-            carried, learnt = self._evidence.carried(number, leaf), self._evidence.learnt(number)
+            carried, learnt = leaf in self._evidence.origins(number), self._evidence.learnt(number)
             if not self._may_update(result, argument) or (leaf in self._known and not (carried and learnt)):
                 return 0
             shape, dtype = kind = self._inputs.types[leaf]
