@@ -70,7 +70,7 @@ class Leaves:
         def nest(path: tuple[Any, ...], _: Any) -> Any:
             return ocp.utils.from_flat_dict(groups.get(tuple(path), {}))
 
-        return jax.tree_util.tree_map_with_path(nest, self.tree, is_leaf=nnx_modules.is_node())
+        return jax.tree_util.tree_map_with_path(nest, self.tree, is_leaf=nnx_modules.is_nnx_object)
 
 
 def flatten(tree: Any) -> Leaves:

@@ -94,7 +94,12 @@ def _variable(value: Any) -> Spec | None:
             return f"nnx.Variable {name}={spec.spec}", spec.spec, spec.mesh
         if isinstance(spec, PartitionSpec | tuple | list):
             rules = _rules(metadata.get("sharding_rules"))
-            entries = [_renamed(entry, rules) for entry in spec]
+            entries = [
+                tuple(rules.get(name, name) for name in entry)
+                if isinstance(entry, tuple | list)
+                else rules.get(entry, entry)
+                for entry in spec
+            ]
             return f"nnx.Variable {name}={tuple(spec)}", PartitionSpec(*entries), metadata.get("mesh")
     return None
 
@@ -104,12 +109,6 @@ def _rules(own: Any) -> dict[Any, Any]:
     spmd = sys.modules.get("flax.core.spmd")
     context = spmd.get_logical_axis_rules() if spmd is not None else ()
     return {**dict(context or ()), **dict(own or ())}
-
-
-def _renamed(entry: Any, rules: Mapping[Any, Any]) -> Any:
-    if isinstance(entry, tuple | list):
-        return tuple(rules.get(name, name) for name in entry)
-    return rules.get(entry, entry)
 
 
 def _annotation(number: int, rank: int, why: str, spec: Any, mesh: Any) -> Annotation | None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-
-import jax
 
 from alpa_lite.calling import Calling
 from alpa_lite.errors import OptionError, SignatureError
@@ -57,7 +56,7 @@ def donated_leaves(traced: Traced, donate: int | str | Sequence[int | str]) -> l
     assert not isinstance(donate, str), "callers know what is donated automatically"
     calling = traced.calling
     assert calling is not None
-    leaves = argument_leaves(traced)
+    leaves = _argument_leaves(traced)
     positions = dict(zip(calling.dynamic, leaves, strict=False))
     roots: dict[int | str, range] = dict(zip(calling.roots(), leaves, strict=True))
     count = len(calling.names)
@@ -75,11 +74,8 @@ def donated_leaves(traced: Traced, donate: int | str | Sequence[int | str]) -> l
     return sorted(chosen - {argument for _, argument in traced.through})  # the caller gets these back
 
 
-def argument_leaves(traced: Traced, positional: bool = False) -> list[range]:
-    """The numbers of the leaves of each argument that is not static: positional ones, then keywords if not left out."""
-    out, start = [], 0
-    for group in jax.tree_util.treedef_children(traced.in_tree)[: 1 if positional else 2]:
-        for tree in jax.tree_util.treedef_children(group):
-            out.append(range(start, start + tree.num_leaves))
-            start += tree.num_leaves
-    return out
+def _argument_leaves(traced: Traced) -> list[range]:
+    """The numbers of the leaves of each argument that is not static: positional ones, then keywords."""
+    trees = [tree for group in traced.in_tree.children() for tree in group.children()]
+    ends = list(itertools.accumulate((tree.num_leaves for tree in trees), initial=0))
+    return list(map(range, ends, ends[1:]))

@@ -10,9 +10,6 @@ weak dtypes alone do so if tracing makes the same program of both (`alpa_lite.re
 Static arguments are equal if their types are the same and their values are equal, as in `jax.jit`: 1, 1.0 and True are
 three signatures. A Python number that is not static has a weak type and no value: all floats share a plan, and with
 float32 arrays where the program is the same.
-
-An executable compares piece by piece, the expensive pieces as late as possible (`runtime.step`), with the functions
-of this module.
 """
 
 from __future__ import annotations
@@ -72,10 +69,7 @@ def flattened(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def key_text(key: Any) -> str:
     """A key of one of JAX's paths, without its brackets."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
+    return str(next((getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), key))
 
 
 def paths(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
@@ -105,9 +99,14 @@ def calling(
     Raises:
       SignatureError: a static argument does not exist, or is not hashable.
     """
-    parameters = _parameters(fun)
-    names = _positional_names(parameters, len(args))
+    try:
+        parameters = dict(inspect.signature(fun).parameters)
+    except (TypeError, ValueError):  # some builtins have no signature
+        parameters = {}
+    is_open = any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values())
     positional = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    others = next((name for name, p in parameters.items() if p.kind is p.VAR_POSITIONAL), "args")
+    names = (*positional[: len(args)], *(f"{others}[{i}]" for i in range(len(args) - len(positional))))
     numbers: set[int] = set()
     keywords = set(one_or_several(static_argnames))
     for number in one_or_several(static_argnums):
@@ -117,8 +116,9 @@ def calling(
             numbers.add(position_of(number, len(args), "static_argnums"))
     numbers |= {i for i, name in enumerate(names) if name in keywords}
     keywords |= {names[i] for i in numbers}
-    for name in keywords:
-        if parameters and name not in parameters and name not in kwargs and name not in names and not _open(parameters):
+    known = {*parameters, *kwargs, *names}
+    for name in keywords if parameters and not is_open else ():
+        if name not in known:
             raise SignatureError(
                 f"static_argnames names {name!r}, but the step has the parameters {', '.join(parameters)}"
             )
@@ -150,7 +150,7 @@ def calling(
 
 def _check_constants(calling: Calling, traced: Any, numbers: bool) -> None:
     """Raises SignatureError for a leaf that is neither an array nor hashable."""
-    stops = static_leaves.is_nnx_object()
+    stops = static_leaves.is_nnx_object
     for path, leaf in jax.tree_util.tree_flatten_with_path(traced, is_leaf=stops)[0]:
         if not stops(leaf) and static_leaves.is_constant(leaf, numbers):
             try:
@@ -187,28 +187,6 @@ def _type_or_class(leaf: Any) -> LeafType | type:
         return leaf_type(leaf)
     except (TypeError, OverflowError):  # not an array; or an integer with more bits than its dtype
         return type(leaf)
-
-
-def _parameters(fun: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    try:
-        return dict(inspect.signature(fun).parameters)
-    except (TypeError, ValueError):  # some builtins have no signature
-        return {}
-
-
-def _open(parameters: Mapping[str, inspect.Parameter]) -> bool:
-    return any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values())
-
-
-def _positional_names(parameters: Mapping[str, inspect.Parameter], count: int) -> tuple[str, ...]:
-    names: list[str] = []
-    for parameter in parameters.values():
-        if parameter.kind is parameter.VAR_POSITIONAL:
-            names.extend(f"{parameter.name}[{i}]" for i in range(count - len(names)))
-        elif parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            names.append(parameter.name)
-    names.extend(f"args[{i}]" for i in range(len(names), count))
-    return tuple(names[:count])
 
 
 def position_of(number: int, count: int, option: str) -> int:

@@ -40,7 +40,7 @@ def constrain_scopes(graph: Graph, specs: Mapping[str, PartitionSpec]) -> Graph:
     if not specs:
         return graph
     work = _Constrainer(graph, specs)
-    block = work.block(graph.block, (), True, len(graph.block.outputs))
+    block = work.block(graph.block, (), True)
     for glob, spec in specs.items():
         if glob not in work.used:
             raise OptionError(_unused_message(glob, spec, work.seen))
@@ -74,38 +74,37 @@ class _Constrainer:
         self.seen: set[Scope] = set()
         self.used: set[str] = set()
 
-    def block(self, block: Block, outer: Scope, is_forward: bool, first: int) -> Block:
+    def block(self, block: Block, outer: Scope, is_forward: bool, first: int | None = None) -> Block:
         """Returns a block within a scope, with each constraint behind the value that it constrains.
 
         Args:
           is_forward: whether the operation that carries the block belongs to the forward pass.
           first: the number of its first outputs that come before the others: the carry of a scan, whose stacked
-            outputs may be residuals that the backward pass reads.
+            outputs may be residuals that the backward pass reads; None of any other block.
         """
         scopes = [_scope_of(op, outer) for op in block.ops]
         known = {scope[:n] for scope in scopes for n in range(1, len(scope) + 1)}
         self.seen |= known
-        found: dict[int, tuple[Op, str]] = {}  # value -> its maker, the glob
+        found: dict[int, str] = {}  # value -> glob
         for glob, scope in itertools.product(self.specs, sorted(known)) if is_forward else ():
             if fnmatch.fnmatchcase("/".join(scope), glob):
                 output = self.output(block, scopes, scope, len(self.specs[glob]), first)
-                found |= {value: (op, glob) for op, value in output}
+                found.update((value, glob) for value in output)
         names: dict[int, Atom] = {}
         ops: list[Op] = []
         for op, scope in zip(block.ops, scopes, strict=True):
             forward = is_forward and _is_forward(op)
-            bodies = tuple(self.block(body, scope, forward, _carried(op, body)) for body in op.bodies)
+            carried = ScanView(op).num_carry if op.name == "scan" else None
+            bodies = tuple(self.block(body, scope, forward, carried) for body in op.bodies)
             ops.append(replace(renamed_op(op, names), bodies=bodies))
             for value in op.results:
                 if value in found:
-                    ops.append(self.constraint(value, *found[value]))
+                    ops.append(self.constraint(value, op, found[value]))
                     (names[value],) = ops[-1].results
         return Block(block.inputs, tuple(ops), tuple(renamed_atom(a, names) for a in block.outputs))
 
-    def output(
-        self, block: Block, scopes: Sequence[Scope], scope: Scope, rank: int, first: int
-    ) -> list[tuple[Op, int]]:
-        """A scope's output, with the operation that makes it; none if it has none of that rank in this block."""
+    def output(self, block: Block, scopes: Sequence[Scope], scope: Scope, rank: int, first: int | None) -> list[int]:
+        """A scope's output; none if it has none of that rank in this block."""
         inside = [s[: len(scope)] == scope for s in scopes]
         forward = [(op, within) for op, within in zip(block.ops, inside, strict=True) if _is_forward(op)]
         read = {value for op, within in forward if not within for value in op.reads}
@@ -113,7 +112,7 @@ class _Constrainer:
             for op, within in reversed(forward):
                 for value in op.results:
                     if within and value in values and len(self.rewriter.values[value].shape) >= max(rank, 1):
-                        return [(op, value)]
+                        return [value]
         return []
 
     def constraint(self, value: int, maker: Op, glob: str) -> Op:
@@ -129,11 +128,6 @@ def _scope_of(op: Op, outer: Scope) -> Scope:
     """The scopes of an operation, those of the loop around it first."""
     own = tuple(name for name in _jax.scopes(op.source) if "(" not in name)
     return own if own[: len(outer)] == outer else (*outer, *own)
-
-
-def _carried(op: Op, body: Block) -> int:
-    """How many of a body's outputs are the carry of a scan; of another body, all."""
-    return ScanView(op).num_carry if op.name == "scan" else len(body.outputs)
 
 
 def _is_forward(op: Op) -> bool:

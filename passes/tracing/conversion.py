@@ -26,8 +26,9 @@ survive.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -59,7 +60,6 @@ CALL_BODY = {
 """Calls, and the parameter that holds their body: a jaxpr of the equation's own operands and results."""
 _SMALL_LITERAL = 16  # elements; larger literal arrays become constants
 
-
 TOKEN = jax.core.ShapedArray((), np.dtype(np.int32))
 """The type of the values that order callbacks."""
 
@@ -86,15 +86,27 @@ def graph_of(
     builder = _Builder(keys or Keys(), platform, annotations, fold_empty)
     opened, consts = _jax.open_jaxpr(jaxpr)
     inputs = [builder.value(var.aval) for var in opened.invars]
-    ops: list[Op] = []
-    outputs = builder.inline(opened, [builder.constant(const) for const in consts], inputs, _jax.empty_stack(), ops)
-    graph = Graph(
-        values=tuple(builder.values),
-        block=Block((*inputs, *builder.constant_numbers), tuple(ops), tuple(outputs)),
-        constants=tuple(builder.constants),
-        keys=builder.keys,
-    )
+    outputs = builder.inline(opened, consts, inputs)
+    block = Block((*inputs, *builder.constant_numbers), tuple(builder.frames[0].ops), tuple(outputs))
+    graph = Graph(tuple(builder.values), block, tuple(builder.constants), builder.keys)
     return pruning.prune(with_batched_rows(with_counted_loops(graph)), keep_inputs=len(inputs))
+
+
+@dataclass(eq=False)
+class _Frame:
+    """A block that is being built.
+
+    Attributes:
+      token: that of its last callback.
+      ops: so far.
+      constants: the constants of the graph that it uses -> its inputs for them.
+      stack: the name stack of the calls that are being inlined.
+    """
+
+    token: Atom
+    ops: list[Op] = field(default_factory=list)
+    constants: dict[int, int] = field(default_factory=dict)
+    stack: Any = field(default_factory=_jax.empty_stack)
 
 
 class _Builder:
@@ -105,17 +117,16 @@ class _Builder:
         self.constants: list[Any] = []
         self.constant_numbers: list[int] = []
         self.keys = keys
+        self.frames = [_Frame(Lit(np.int32(0), TOKEN))]  # the top block, and the bodies being built within it
         self._platform, self._fold_empty = platform, fold_empty
         self._ignored = _jax.is_empty_constraint if annotations else _jax.is_constraint
         self._constant_atoms: dict[int, Atom] = {}
         self._by_aval: dict[int, Value] = {}
         self._zeros: set[int] = set()
         self._heads: dict[int, tuple[str, bool]] = {}
-        self._scopes: list[dict[int, int]] = []  # for each body being built, the constants that it uses
         self._expansions: list[Any] = []  # kept: what is known of an equation is known by its id
-        self._tokens: list[Atom] = [Lit(np.int32(0), TOKEN)]  # of each block being built, that of its last callback
         self._stacks: dict[tuple[int, int], tuple[Any, Any, Any]] = {}  # joined; by the `id`s of what follows it
-        self._ops = 0
+        self._indices = itertools.count()
 
     def value(self, aval: Any) -> int:
         """A new value number."""
@@ -142,48 +153,47 @@ class _Builder:
 
     def _seen_from_here(self, constant: int) -> int:
         """The number of one of the graph's constants in the innermost body, which takes it in as an input."""
-        if not self._scopes:
+        if len(self.frames) == 1:
             return constant
-        scope = self._scopes[-1]
-        if constant not in scope:
-            scope[constant] = self.value(self.values[constant].aval)
-        return scope[constant]
+        inputs = self.frames[-1].constants
+        if constant not in inputs:
+            inputs[constant] = self.value(self.values[constant].aval)
+        return inputs[constant]
 
-    def inline(
-        self, jaxpr: Any, consts: Sequence[Atom], inputs: Sequence[Atom], stack: Any, ops: list[Op]
-    ) -> list[Atom]:
-        """Appends the jaxpr's ops to `ops`, with `stack` in front of their name stacks, and returns its outputs."""
-        env: dict[Any, Atom] = dict(zip(jaxpr.constvars, consts, strict=True))
+    def inline(self, jaxpr: Any, consts: Sequence[Any] = (), inputs: Sequence[Atom] = ()) -> list[Atom]:
+        """Appends the ops of a jaxpr with some constants to the block being built, and returns its outputs."""
+        env: dict[Any, Atom] = dict(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
         env.update(zip(jaxpr.invars, inputs, strict=True))
         for eqn in jaxpr.eqns:
             operands = [self._literal(atom) if _jax.is_literal(atom) else env[atom] for atom in eqn.invars]
             for i in equations.unread_indices(eqn):
-                (operands[i],) = self.inline(equations.zeros(eqn.invars[i].aval), (), (), stack, ops)
-            results = self._replacement(eqn, operands, stack, ops)
+                (operands[i],) = self._zeros_like(eqn.invars[i])
+            results = self._replacement(eqn, operands)
             if results is None:
-                results = self._append(eqn, operands, stack, ops)
+                results = self._append(eqn, operands)
             env.update(zip(eqn.outvars, results, strict=True))
         return [self._literal(atom) if _jax.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
 
-    def _replacement(self, eqn: Any, operands: list[Atom], stack: Any, ops: list[Op]) -> Sequence[Atom] | None:
+    def _replacement(self, eqn: Any, operands: list[Atom]) -> Sequence[Atom] | None:
         """The results of an equation for which other operations, or its operands, stand; None if it becomes one op."""
         name, params = eqn.primitive.name, eqn.params
         expansion = equations.expansion(eqn, graph_of)
         if expansion is not None:
             self._expansions.append(expansion)
-            results = self._inlined(expansion, eqn, operands, stack, ops)
+            results = self._inlined(expansion, eqn, operands)
             if name == "while" and params["cond_jaxpr"].out_avals[0].shape:
+                ops = self.frames[-1].ops
                 assert ops[-1].name == "while"
                 ops[-1] = replace(ops[-1], params={**ops[-1].params, ELEMENTWISE: True})
             return results
         if name in CALL_BODY and CALL_BODY[name] in params:
-            return self._call(eqn, operands, stack, ops)
+            return self._call(eqn, operands)
         if name == "cond" and (branch := self._branch(params)) is not None:
-            return self._inlined(branch, eqn, operands[1:], stack, ops)
+            return self._inlined(branch, eqn, operands[1:])
         if name in primitives.PLACEMENT and self._ignored(eqn):
             return operands
         if name in primitives.PLACEMENT and any(constraints := _jax.constraints_of(eqn)):
-            return self._constraints(eqn, operands, constraints, stack, ops)
+            return self._constraints(eqn, operands, constraints)
         if self._fold_empty and equations.is_empty(eqn):
             return self._empty(eqn.outvars)
         if (same := equations.same_operand(eqn, operands)) is not None:
@@ -191,7 +201,7 @@ class _Builder:
         if (addend := equations.nonzero_addend(eqn, operands, self._zeros)) is not None:
             return [addend]
         if equations.is_zero(eqn, operands):
-            return self.inline(equations.zeros(eqn.outvars[0].aval), (), (), stack, ops)
+            return self._zeros_like(eqn.outvars[0])
         if name == "scan" and params["length"] == 0 and equations.are_arrays(eqn.outvars):
             consts, carry = _jax.scan_counts(params)  # no compiler keeps a loop that never runs
             return [*operands[consts : consts + carry], *self._empty(eqn.outvars[carry:])]
@@ -211,37 +221,38 @@ class _Builder:
         """Arrays without elements."""
         return [self.constant(np.zeros(var.aval.shape, var.aval.dtype)) for var in variables]
 
+    def _zeros_like(self, variable: Any) -> list[Atom]:
+        return self.inline(equations.zeros(tuple(variable.aval.shape), variable.aval.dtype))
+
     def _literal(self, literal: Any) -> Atom:
         if np.size(literal.val) > _SMALL_LITERAL:
             return self.constant(literal.val)
         return Lit(literal.val, literal.aval)
 
-    def _call(self, eqn: Any, operands: list[Atom], stack: Any, ops: list[Op]) -> Sequence[Atom]:
+    def _call(self, eqn: Any, operands: list[Atom]) -> Sequence[Atom]:
         name, params = eqn.primitive.name, eqn.params
         if name in primitives.CHECKPOINT and params["differentiated"]:
-            operands = self._barrier(eqn, operands, stack, ops)
+            operands = self._barrier(eqn, operands)
         scope = "checkpoint" if name in primitives.CHECKPOINT else f"jit({params['name']})" if name == "jit" else None
-        return self._inlined(params[CALL_BODY[name]], eqn, operands, stack, ops, scope)
+        return self._inlined(params[CALL_BODY[name]], eqn, operands, scope)
 
-    def _inlined(
-        self, jaxpr: Any, eqn: Any, operands: list[Atom], stack: Any, ops: list[Op], scope: str | None = None
-    ) -> list[Atom]:
+    def _inlined(self, jaxpr: Any, eqn: Any, operands: list[Atom], scope: str | None = None) -> list[Atom]:
         """The results of an equation for which a jaxpr with constants stands, under its name and a scope."""
-        body, consts = _jax.open_jaxpr(jaxpr)
-        inner = _jax.joined_stack(stack, eqn.source_info.name_stack, scope)
-        return self.inline(body, [self.constant(const) for const in consts], operands, inner, ops)
+        frame = self.frames[-1]
+        outer, frame.stack = frame.stack, _jax.joined_stack(frame.stack, eqn.source_info.name_stack, scope)
+        results = self.inline(*_jax.open_jaxpr(jaxpr), operands)
+        frame.stack = outer
+        return results
 
-    def _constraints(
-        self, eqn: Any, operands: list[Atom], constraints: Sequence[dict[str, Any] | None], stack: Any, ops: list[Op]
-    ) -> list[Atom]:
+    def _constraints(self, eqn: Any, operands: list[Atom], constraints: Sequence[dict[str, Any] | None]) -> list[Atom]:
         """The operands, each behind its constraint of the equation, if it has one."""
         out = list(operands)
         for i, params in enumerate(constraints):
             if params is not None and isinstance(operands[i], int):
-                (out[i],) = self._op(_jax.CONSTRAINT, params, [operands[i]], [eqn.outvars[i]], eqn, stack, ops)
+                (out[i],) = self._emit(eqn, _jax.CONSTRAINT, params, [operands[i]], [eqn.outvars[i]])
         return out
 
-    def _barrier(self, eqn: Any, operands: list[Atom], stack: Any, ops: list[Op]) -> list[Atom]:
+    def _barrier(self, eqn: Any, operands: list[Atom]) -> list[Atom]:
         """The operands of a rematerialised body behind a barrier."""
         prevent = eqn.params["prevent_cse"]
         prevent = (prevent,) * len(operands) if isinstance(prevent, bool) else prevent
@@ -249,11 +260,11 @@ class _Builder:
         if not held:
             return operands
         variables, before = [eqn.invars[i] for i in held], [operands[i] for i in held]
-        after = self._op(_jax.optimization_barrier_primitive(), {}, before, variables, eqn, stack, ops)
+        after = self._emit(eqn, _jax.optimization_barrier_primitive(), {}, before, variables)
         behind = dict(zip(held, after, strict=True))
         return [behind.get(i, operand) for i, operand in enumerate(operands)]
 
-    def _append(self, eqn: Any, operands: list[Atom], stack: Any, ops: list[Op]) -> list[int]:
+    def _append(self, eqn: Any, operands: list[Atom]) -> list[int]:
         """Appends the op of one equation that is not a call, and returns its results."""
         primitive, params, name = eqn.primitive, eqn.params, eqn.primitive.name
         bodies: tuple[Block, ...] = ()
@@ -263,47 +274,46 @@ class _Builder:
             params, operands, bodies = self._control(name, params, operands, is_ordered)
         elif is_ordered:
             primitive, params = self._ordered(eqn)
-            operands = [self._tokens[-1], *operands]
+            operands = [self.frames[-1].token, *operands]
         elif name == "concatenate":  # with nothing, such as the part of a head that is not rotated
             dim = params["dimension"]
             operands = [a for a, var in zip(operands, eqn.invars, strict=True) if var.aval.shape[dim]]
         if is_ordered:
-            self._tokens[-1] = token = self.value(TOKEN)
+            self.frames[-1].token = token = self.value(TOKEN)
             results = [token, *results]
-        head, effects = self._heads.get(id(eqn), (None, False))
-        if head is None:
+        if id(eqn) not in self._heads:
             head = self.keys.head(primitive, params, structured=bool(bodies))
-            effects = _jax.observable_effects(eqn)
-            self._heads[id(eqn)] = head, effects
-        key = head if bodies else self.keys.key(head, [self._described(atom) for atom in operands])
-        source = self._source(eqn, stack)
-        values = tuple(operands), tuple(results)
-        ops.append(Op(self._index(), primitive, params, *values, bodies, source, key, eqn.ctx, effects))
-        if flow.makes_zeros(ops[-1]):
+            self._heads[id(eqn)] = head, _jax.observable_effects(eqn)
+        self._add(eqn, primitive, params, operands, results, bodies, *self._heads[id(eqn)])
+        if flow.makes_zeros(self.frames[-1].ops[-1]):
             self._zeros.update(results)
         return results[is_ordered:]
 
-    def _op(
-        self, primitive: Any, params: dict[str, Any], operands: Sequence[Atom], variables: Sequence[Any], eqn: Any,
-        stack: Any, ops: list[Op],
-    ) -> list[int]:  # fmt: skip
+    def _emit(
+        self, eqn: Any, primitive: Any, params: dict[str, Any], operands: Sequence[Atom], variables: Sequence[Any]
+    ) -> list[int]:
         """Appends an op with results like some variables, in the place of an equation, and returns the results."""
         results = [self.value(var.aval) for var in variables]
-        key = self.keys.key(self.keys.head(primitive, params), [self._described(atom) for atom in operands])
-        values, source = (tuple(operands), tuple(results)), self._source(eqn, stack)
-        ops.append(Op(self._index(), primitive, params, *values, (), source, key, eqn.ctx))
+        self._add(eqn, primitive, params, operands, results, (), self.keys.head(primitive, params), False)
         return results
 
-    def _source(self, eqn: Any, stack: Any) -> Any:
-        """The source of an equation with a stack in front of its names."""
-        source = eqn.source_info
-        if not stack.stack:
-            return source
-        inner = source.name_stack
-        known = self._stacks.get((id(stack), id(inner)))
-        if known is None:
-            known = self._stacks[id(stack), id(inner)] = _jax.joined_stack(stack, inner), stack, inner
-        return source.replace(name_stack=known[0])
+    def _add(
+        self, eqn: Any, primitive: Any, params: Any, operands: Sequence[Atom], results: Sequence[int],
+        bodies: tuple[Block, ...], head: str, has_effects: bool,
+    ) -> None:  # fmt: skip
+        """Appends an op to the block being built, in the place of an equation."""
+        frame, source = self.frames[-1], eqn.source_info
+        key = head
+        if not bodies:
+            key = self.keys.key(head, [atom if isinstance(atom, Lit) else self.values[atom] for atom in operands])
+        if frame.stack.stack:
+            ids = id(frame.stack), id(source.name_stack)
+            if ids not in self._stacks:
+                joined = _jax.joined_stack(frame.stack, source.name_stack)
+                self._stacks[ids] = joined, frame.stack, source.name_stack
+            source = source.replace(name_stack=self._stacks[ids][0])
+        values = tuple(operands), tuple(results)
+        frame.ops.append(Op(next(self._indices), primitive, params, *values, bodies, source, key, eqn.ctx, has_effects))
 
     def _ordered(self, eqn: Any) -> tuple[Any, dict[str, Any]]:
         """Primitive and parameters of an ordered callback with a token."""
@@ -320,7 +330,7 @@ class _Builder:
         self, name: str, params: Any, operands: list[Atom], is_ordered: bool
     ) -> tuple[dict[str, Any], list[Atom], tuple[Block, ...]]:
         """The parameters, operands and bodies of a loop or a condition; an ordered one carries a token."""
-        tokens = [self._tokens[-1]] * is_ordered
+        tokens = [self.frames[-1].token] * is_ordered
         if name == "scan":
             consts, carry = _jax.scan_counts(params)
             bodies, hoisted = self._bodies([params["jaxpr"]], consts, is_ordered)
@@ -333,11 +343,9 @@ class _Builder:
         conds, consts = params["cond_nconsts"], params["body_nconsts"]
         cond, cond_hoisted = self._bodies([params["cond_jaxpr"]], conds, is_ordered, is_condition=True)
         body, body_hoisted = self._bodies([params["body_jaxpr"]], consts, is_ordered)
-        kept = {
-            **params, "cond_nconsts": conds + len(cond_hoisted), "body_nconsts": consts + len(body_hoisted)
-        }  # fmt: skip
+        counts = {"cond_nconsts": conds + len(cond_hoisted), "body_nconsts": consts + len(body_hoisted)}
         first, second, carry = operands[:conds], operands[conds : conds + consts], operands[conds + consts :]
-        return kept, [*cond_hoisted, *first, *body_hoisted, *second, *tokens, *carry], (*cond, *body)
+        return params | counts, [*cond_hoisted, *first, *body_hoisted, *second, *tokens, *carry], (*cond, *body)
 
     def _bodies(
         self, jaxprs: Sequence[Any], before: int, is_ordered: bool, *, is_condition: bool = False
@@ -356,27 +364,18 @@ class _Builder:
         parts = []
         for closed in jaxprs:
             jaxpr, consts = _jax.open_jaxpr(closed)
-            self._scopes.append({})
             inputs = [self.value(var.aval) for var in jaxpr.invars]
             token = self.value(TOKEN)
-            self._tokens.append(token)
-            ops: list[Op] = []
-            outputs = self.inline(jaxpr, [self.constant(const) for const in consts], inputs, _jax.empty_stack(), ops)
-            last = self._tokens.pop()
+            self.frames.append(_Frame(token))
+            outputs = self.inline(jaxpr, consts, inputs)
+            frame = self.frames.pop()
             if is_ordered:
                 inputs = [*inputs[:before], token, *inputs[before:]]
-                outputs = outputs if is_condition else [last, *outputs]
-            parts.append((self._scopes.pop(), inputs, ops, outputs))
-        used = list(dict.fromkeys(constant for scope, *_ in parts for constant in scope))
+                outputs = outputs if is_condition else [frame.token, *outputs]
+            parts.append((frame, inputs, outputs))
+        used = list(dict.fromkeys(constant for frame, *_ in parts for constant in frame.constants))
         blocks = []
-        for scope, inputs, ops, outputs in parts:
-            taken = [scope[c] if c in scope else self.value(self.values[c].aval) for c in used]
-            blocks.append(Block((*taken, *inputs), tuple(ops), tuple(outputs)))
+        for frame, inputs, outputs in parts:
+            taken = [frame.constants[c] if c in frame.constants else self.value(self.values[c].aval) for c in used]
+            blocks.append(Block((*taken, *inputs), tuple(frame.ops), tuple(outputs)))
         return tuple(blocks), [self._seen_from_here(constant) for constant in used]
-
-    def _described(self, atom: Atom) -> Value | Lit:
-        return atom if isinstance(atom, Lit) else self.values[atom]
-
-    def _index(self) -> int:
-        self._ops += 1
-        return self._ops - 1

@@ -38,11 +38,9 @@ def holds_kernel(jaxpr: Any) -> bool:
 
 def is_plain_scalar(const: Any, aval: Any) -> bool:
     """Whether a closed-over constant is a scalar that may become a literal."""
-    if np.ndim(const) != 0 or getattr(aval, "weak_type", False) or isinstance(const, Tracer):
+    if not isinstance(const, np.ndarray | np.generic | jax.Array) or isinstance(const, Tracer) or np.ndim(const):
         return False
-    if not isinstance(const, np.ndarray | np.generic | jax.Array):
-        return False
-    return not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+    return not getattr(aval, "weak_type", False) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 def same_operand(eqn: Any, operands: Sequence[Atom]) -> Atom | None:
@@ -119,13 +117,9 @@ def unread_indices(eqn: Any) -> tuple[int, ...]:
 
 
 @functools.cache
-def _zeros(shape: tuple[int, ...], dtype: Any) -> Any:
-    return jax.make_jaxpr(lambda: lax.full(shape, 0, dtype))().jaxpr
-
-
-def zeros(aval: Any) -> Any:
+def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
     """The jaxpr that makes zeros, which any device has."""
-    return _zeros(tuple(aval.shape), aval.dtype)
+    return jax.make_jaxpr(lambda: lax.full(shape, 0, dtype))().jaxpr
 
 
 def _whole(first: int, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:

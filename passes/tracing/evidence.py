@@ -43,10 +43,6 @@ class Evidence:
         found = flow.reach(flow.values_in([self._outputs[output]]), lambda value: self._carriers.get(value, ()))
         return frozenset(number for number, value in enumerate(self._inputs) if value in found)
 
-    def carried(self, output: int, argument: int) -> bool:
-        """Whether an output keeps something of an argument, element by element."""
-        return argument in self.origins(output)
-
     def unchanged(self, output: int, argument: int) -> bool:
         """Whether an output is an argument as it came."""
         return self._outputs[output] == self._inputs[argument]
@@ -98,7 +94,7 @@ class Evidence:
     @cached_property
     def _learnt(self) -> set[int]:
         block = self._graph.block
-        marked = [op for op in block.ops if any(_jax.is_reverse(inner.source) for inner in (op, *_nested(op)))]
+        marked = [op for op in block.ops if any(_jax.is_reverse(one.source) for one in walk(Block((), (op,), ())))]
         return flow.made_of(block.ops, [value for op in marked for value in op.results])
 
     @cached_property
@@ -157,8 +153,3 @@ def _weights_of(op: Op, held: Sequence[tuple[int, int] | None]) -> Iterator[int]
         yield held[0][0]
     elif op.name == "conv_general_dilated" and held[1]:
         yield held[1][0]
-
-
-def _nested(op: Op) -> Iterator[Op]:
-    for body in op.bodies:
-        yield from walk(body)

@@ -61,22 +61,21 @@ def placed_arguments(
     """
     calling = traced.calling
     assert calling is not None
-    given: dict[int, tuple[Given, str]] = {i: (one, "out_shardings") for i, one in traced.placed}
+    given: dict[int, tuple[Any, str]] = {i: (one, "out_shardings") for i, one in traced.placed}
     if in_shardings is not None:
         positional, _ = calling.traced(args, kwargs)
         for number, one in enumerate(spread("in_shardings", in_shardings, positional)):
-            other = given.get(number, (None, ""))[0]
-            if one is not None and other is not None and one != other:
+            if one is None:
+                continue
+            other, _ = given.get(number, (one, ""))
+            if one != other:
                 raise OptionError(
                     f"in_shardings and out_shardings place {shown(traced.arguments[number].path)} and its new value "
                     f"differently ({_text(one)}, {_text(other)}); state stays where it is: give one of the two"
                 )
-            if one is not None:
-                given[number] = one, "in_shardings"
+            given[number] = one, "in_shardings"
     wishes, mesh = {}, None
     for number, (one, option) in given.items():
-        if one is None:
-            continue
         path = traced.arguments[number].path
         rank = len(traced.graph.values[traced.graph.block.inputs[number]].shape)
         wishes[path] = Wish(_dims(option, one, rank, path), f"{option}={_text(one)}")

@@ -172,7 +172,7 @@ def _divided(x: Any, dims: Dims, axes: Sequence[str], sizes: Mapping[str, int]) 
     if not places:
         return x
     leading = [places[axis] for axis in axes if axis in places]
-    return _moved(jnp.reshape(x, shape), [*leading, *(i for i in range(len(shape)) if i not in leading)])
+    return lax.transpose(jnp.reshape(x, shape), [*leading, *(i for i in range(len(shape)) if i not in leading)])
 
 
 def _joined(x: Any, dims: Dims, axes: Sequence[str], rank: int) -> Any:
@@ -186,11 +186,7 @@ def _joined(x: Any, dims: Dims, axes: Sequence[str], rank: int) -> Any:
         some = [*(named.index(name) for name in names), len(named) + dim]
         order += some
         shape.append(math.prod(x.shape[place] for place in some))
-    return jnp.reshape(_moved(x, order), shape)
-
-
-def _moved(x: Any, order: Sequence[int]) -> Any:
-    return x if list(order) == sorted(order) else jnp.transpose(x, order)
+    return jnp.reshape(lax.transpose(x, order), shape)
 
 
 def _first(x: Any, dims: Dims, axes: Sequence[str]) -> Any:

@@ -21,64 +21,49 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
 from alpa_lite.passes.tracing import static_leaves
+from alpa_lite.passes.tracing.static_leaves import is_nnx_object, is_nnx_state
 
 
 def present(tree: Any) -> bool:
     """Whether a pytree holds an NNX object. Does not import Flax: who holds such an object has imported it."""
     if "flax.nnx" not in sys.modules:
         return False
-    leaves = jax.tree_util.tree_leaves(tree, is_leaf=_is_node_or_state())
-    return any(map(is_node(), leaves))
+    return any(map(is_nnx_object, jax.tree_util.tree_leaves(tree, is_leaf=_is_object_or_state)))
 
 
-@contextlib.contextmanager
-def updating(tag: Any) -> Iterator[None]:
-    """The context that ties the four steps together.
-
-    Args:
-      tag: any hashable object; the same in all four steps.
-    """
+def updating(tag: Any) -> AbstractContextManager[Any]:
+    """The context that ties the four steps together; `tag` is any hashable object, the same in all four."""
     from flax import nnx
 
-    with nnx.update_context(tag):
-        yield
+    return nnx.update_context(tag)
 
 
 def split_arguments(tree: Any, tag: Any) -> Any:
     """Step 1: the pytree with every NNX object replaced by its structure (static) and its arrays. Changes nothing."""
-    from flax import nnx
-
-    return static_leaves.hide(nnx.extract.to_tree(_hide_states(tree), split_fn=_split, ctxtag=tag))
+    return static_leaves.hide(_split(tree, tag))
 
 
 def merge_arguments(pure: Any, tag: Any) -> Any:
     """Step 2: the pytree with NNX objects again, copies of the caller's."""
-    from flax import nnx
-
-    return nnx.extract.from_tree(pure, merge_fn=_merge, ctxtag=tag, is_inner=True)
+    return _merge(pure, tag, is_inner=True)
 
 
 def split_results(arguments: Any, out: Any, tag: Any) -> tuple[Any, Any]:
     """Step 3: the NNX objects among the arguments as the step left them (all else None), and its result, both split."""
-    from flax import nnx
-
-    is_object = is_node()
-    kept = jax.tree_util.tree_map(lambda x: x if is_object(x) else None, arguments, is_leaf=_is_node_or_state())
-    return static_leaves.hide(nnx.extract.to_tree((kept, _hide_states(out)), split_fn=_split, ctxtag=tag))
+    kept = jax.tree_util.tree_map(lambda x: x if is_nnx_object(x) else None, arguments, is_leaf=_is_object_or_state)
+    return static_leaves.hide(_split((kept, out), tag))
 
 
 def merge_results(pure: tuple[Any, Any], tag: Any) -> Any:
     """Step 4: writes what the step left into the caller's objects, and returns its result."""
-    from flax import nnx
-
-    _, out = nnx.extract.from_tree(pure, merge_fn=_merge, ctxtag=tag, is_inner=False)
-    return out
+    return _merge(pure, tag, is_inner=False)[1]
 
 
 def replace_arrays(tree: Any, function: Callable[[list[Any]], list[Any]]) -> Any:
@@ -89,8 +74,6 @@ def replace_arrays(tree: Any, function: Callable[[list[Any]], list[Any]]) -> Any
       function: from the flat leaves, those of NNX objects included, to as many others.
     """
     leaves, treedef = flattened(tree)
-    if not present(tree):
-        return jax.tree_util.tree_unflatten(treedef, function(leaves))
     return unflattened(treedef, function(leaves))
 
 
@@ -103,21 +86,13 @@ def flattened(tree: Any, with_constants: bool = False) -> tuple[list[Any], Any]:
     """
     hide = (lambda tree: tree) if with_constants else static_leaves.hide
     tree = hide(tree)
-    if not present(tree):
-        return jax.tree_util.tree_flatten(tree)
-    from flax import nnx
-
-    return jax.tree_util.tree_flatten(hide(nnx.extract.to_tree(_hide_states(tree), split_fn=_split)))
+    return jax.tree_util.tree_flatten(hide(_split(tree)) if present(tree) else tree)
 
 
 def unflattened(treedef: Any, leaves: Sequence[Any]) -> Any:
     """The pytree of some leaves, with new NNX objects where `flattened` met some."""
     tree = jax.tree_util.tree_unflatten(treedef, leaves)
-    if "flax.nnx" not in sys.modules:
-        return tree
-    from flax import nnx
-
-    return nnx.extract.from_tree(tree, merge_fn=_merge)
+    return _merge(tree) if "flax.nnx" in sys.modules else tree
 
 
 @dataclass(frozen=True)
@@ -147,17 +122,15 @@ def walk_leaves(tree: Any, is_box: Callable[[Any], bool] = lambda _: False) -> I
       tree: a pytree that may hold NNX objects.
       is_box: whether a part of the pytree is a box.
     """
-    is_object, is_state = is_node(), static_leaves.is_nnx_state()
     nnx = sys.modules.get("flax.nnx")
     with contextlib.nullcontext() if nnx is None else nnx.split_context() as context:
-        stops = _is_node_or_state()
-        for path, item in _flat_with_paths(tree, lambda value: stops(value) or is_box(value)):
-            if nnx is not None and is_object(item):
+        for path, item in _flat_with_paths(tree, lambda value: _is_object_or_state(value) or is_box(value)):
+            if nnx is not None and is_nnx_object(item):
                 for inner, value, raw in _variables(nnx, context, item):
                     for deeper, leaf in _flat_with_paths(raw):
                         yield LeafPath(path, inner + jax.tree_util.keystr(deeper), True), leaf, value
-            elif is_state(item):
-                for keys, value in _flat_with_paths(item, is_object):
+            elif is_nnx_state(item):
+                for keys, value in _flat_with_paths(item, is_nnx_object):
                     for inner, leaf in _flat_with_paths(value):
                         yield LeafPath((*path, *keys), jax.tree_util.keystr(inner)), leaf, value
             else:
@@ -180,12 +153,8 @@ def _flat_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) ->
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
 
 
-is_node = static_leaves.is_nnx_object
-
-
-def _is_node_or_state() -> Callable[[Any], bool]:
-    is_object, is_state = is_node(), static_leaves.is_nnx_state()
-    return lambda value: is_object(value) or is_state(value)
+def _is_object_or_state(value: Any) -> bool:
+    return is_nnx_object(value) or is_nnx_state(value)
 
 
 class _State:
@@ -202,21 +171,23 @@ jax.tree_util.register_pytree_node(
 )
 
 
-def _hide_states(tree: Any) -> Any:
-    """The pytree with a `_State` for each `nnx.State`, which the next `tree_map` turns into the state again."""
-    is_state = static_leaves.is_nnx_state()
-    stops = _is_node_or_state()
-    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=stops)
-    if not any(map(is_state, leaves)):
-        return tree
-    return treedef.unflatten([_State(leaf) if is_state(leaf) else leaf for leaf in leaves])
-
-
-def _split(context: Any, path: Any, prefix: Any, node: Any) -> Any:
+def _split(tree: Any, tag: Any = None) -> Any:
+    """The pytree with NNX objects split, and with a `_State` for each `nnx.State`, which flattening dissolves."""
     from flax import nnx
 
-    return nnx.extract.NodeStates.from_split(*context.flatten(node, with_paths=False))
+    def split(context: Any, path: Any, prefix: Any, node: Any) -> Any:
+        return nnx.extract.NodeStates.from_split(*context.flatten(node, with_paths=False))
+
+    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_is_object_or_state)
+    if any(map(is_nnx_state, leaves)):
+        tree = treedef.unflatten([_State(leaf) if is_nnx_state(leaf) else leaf for leaf in leaves])
+    return nnx.extract.to_tree(tree, split_fn=split, ctxtag=tag)
 
 
-def _merge(context: Any, path: Any, prefix: Any, leaf: Any) -> Any:
-    return context.unflatten(leaf.graphdef, *leaf.states)
+def _merge(pure: Any, tag: Any = None, is_inner: bool | None = None) -> Any:
+    from flax import nnx
+
+    def merge(context: Any, path: Any, prefix: Any, leaf: Any) -> Any:
+        return context.unflatten(leaf.graphdef, *leaf.states)
+
+    return nnx.extract.from_tree(pure, merge_fn=merge, ctxtag=tag, is_inner=is_inner)

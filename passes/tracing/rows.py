@@ -12,7 +12,7 @@ are made before the scan), and what one scan stacks for another, such as the bac
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,9 +31,9 @@ def with_batched_rows(graph: Graph) -> Graph:
     """The same program, with rows that are indexed by their own number as batch dims; it is still to be pruned."""
     if not any(_indexes(op) for op in graph.ops()):
         return graph
-    walk = _Rows(graph)
-    block = walk.block(graph.block)
-    return replace(graph, values=tuple(walk.rewriter.values), block=block)
+    rows = _Rows(graph)
+    block = rows.block(graph.block)
+    return replace(graph, values=tuple(rows.values), block=block)
 
 
 def _indexes(op: Op) -> bool:
@@ -75,8 +75,9 @@ class _Rows:
         for op in block.ops:
             new = [op]
             if op.bodies:
-                for atoms, inputs in [*constant_inputs(op), self._unstacked(op)]:
+                for atoms, inputs in constant_inputs(op):
                     self.names.update(zip(inputs, atoms, strict=True))
+                self.names.update(self._unstacked(op))
                 bodies = tuple(map(self.block, op.bodies))
                 if not all(map(operator.is_, bodies, op.bodies)):
                     new = [replace(op, bodies=bodies, key=None)]
@@ -87,14 +88,12 @@ class _Rows:
         same = len(ops) == len(block.ops) and all(map(operator.is_, ops, block.ops))
         return block if same else Block(block.inputs, tuple(ops), block.outputs)
 
-    def _unstacked(self, op: Op) -> tuple[list[Atom], list[int]]:
-        """Values that a scan takes from the stacks of another scan: outputs of the other body, inputs of this one."""
-        found: list[tuple[Atom, int]] = []
+    def _unstacked(self, op: Op) -> Iterator[tuple[int, Atom]]:
+        """Inputs of a scan's body that come from the stacks of another scan, with the outputs of the other body."""
         for stack, value in ScanView(op).xs if op.name == "scan" else ():
-            maker = self.makers.get(stack) if isinstance(stack, int) else None
+            maker = self._maker(stack)
             if maker is not None and maker.name == "scan":
-                found += [(output, value) for output, result in ScanView(maker).ys if result == stack]
-        return [output for output, _ in found], [value for _, value in found]
+                yield from ((value, output) for output, result in ScanView(maker).ys if result == stack)
 
     def _batched(self, op: Op) -> list[Op]:
         """Returns the operation with batch dims for rows that it indexes by their own number, behind new index ops."""
@@ -129,13 +128,11 @@ class _Rows:
 
     def _components(self, indices: int) -> list[Atom]:
         """The components of index vectors, each with a last dim of one; none if they are not made one by one."""
-        outside = self._resolved(indices)
-        if isinstance(outside, Lit):
-            return []
-        op, last = self.makers.get(outside), len(self.values[outside].shape) - 1
-        joined = op is not None and op.name == "concatenate" and op.params["dimension"] == last
-        parts: list[Atom] = list(op.operands) if op is not None and joined else [outside]
-        return parts if all(self._shape(part)[last] == 1 for part in parts) else []
+        outside, last = self._resolved(indices), len(self.values[indices].shape) - 1
+        op, parts = self._maker(outside), [outside]
+        if op is not None and op.name == "concatenate" and op.params["dimension"] == last:
+            parts = list(op.operands)
+        return parts if isinstance(outside, int) and all(self._shape(part)[last] == 1 for part in parts) else []
 
     def _joined(self, op: Op, indices: int, kept: list[int], parts: list[Atom], ops: list[Op]) -> Atom:
         """Returns index vectors of some components, or of none; appends the operations that make them to `ops`."""
@@ -147,11 +144,9 @@ class _Rows:
             return result
 
         if not kept:
-            zero = Lit(np.zeros((), dtype), ShapedArray((), dtype))
-            shape = (*rows, 0)
-            return emit(
-                lax_primitives.broadcast_in_dim_p, 0, [zero], shape=shape, broadcast_dimensions=(), sharding=None
-            )
+            zero: list[Atom] = [Lit(np.zeros((), dtype), ShapedArray((), dtype))]
+            params: dict[str, Any] = {"shape": (*rows, 0), "broadcast_dimensions": (), "sharding": None}
+            return emit(lax_primitives.broadcast_in_dim_p, 0, zero, **params)
         own = [parts[component] for component in kept]
         if indices not in self.makers:  # the components are made elsewhere
             starts, ends = ([(*before, c + more) for c in kept] for before, more in (([0] * len(rows), 0), (rows, 1)))
@@ -164,10 +159,9 @@ class _Rows:
     def _position(self, atom: Atom) -> int | None:
         """The dim d for which every element of a value is its own position along d; None if that is not certain."""
         atom = self._resolved(atom)
-        array = self._array(atom)
+        array, op = self._array(atom), self._maker(atom)
         if array is not None:
             return _position_in(array)
-        op = self.makers.get(atom) if isinstance(atom, int) else None
         if op is None:
             return None
         if op.name == "iota":
@@ -187,10 +181,9 @@ class _Rows:
 
     def _is_false(self, atom: Atom) -> bool:
         """Whether a condition is false in every element: known to be, or whether a position is less than zero."""
-        array = self._array(atom)
+        array, test = self._array(atom), self._maker(atom)
         if array is not None:
             return not np.any(array)
-        test = self.makers.get(atom) if isinstance(atom, int) else None
         if test is None or test.name != "lt":
             return False
         index, zero = test.operands
@@ -201,6 +194,9 @@ class _Rows:
         while isinstance(atom, int) and atom in self.names:
             atom = self.names[atom]
         return atom
+
+    def _maker(self, atom: Atom) -> Op | None:
+        return self.makers.get(atom) if isinstance(atom, int) else None
 
     def _array(self, atom: Atom) -> Any:
         """The array that an atom is known to be, or None."""

@@ -32,7 +32,7 @@ must not donate them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,9 +42,6 @@ from alpa_lite.errors import SignatureError
 from alpa_lite.passes.tracing.evidence import Evidence
 from alpa_lite.passes.tracing.leaves import Flat, LeafKind, Tree, common_path, is_batch_like, is_key
 from alpa_lite.paths import shown
-
-Kind = Callable[[Tree, Flat], Hashable]
-"""The part of the type of a pytree that a result has in common with its argument."""
 
 Weight = Callable[[Tree, Tree], int]
 """How much speaks for a result as the new value of an argument; 0 if it is not."""
@@ -89,11 +86,10 @@ def match_state(
     """
     matcher = _Matcher(inputs, outputs, batch, known, evidence, named)
     matcher.match_modules()
-    matcher.match_containers(inputs.trees, _structure_and_types)
-    matcher.match_containers(inputs.trees, _structure)
+    matcher.match_containers(inputs.trees)
+    matcher.match_containers(inputs.trees, typed=False)
     if not matcher.pairs:
-        parts = [part for tree in inputs.trees for part in inputs.subtrees(tree) if part.depth]
-        matcher.match_containers(parts, _structure_and_types)
+        matcher.match_containers([part for tree in inputs.trees for part in inputs.subtrees(tree) if part.depth])
     matcher.match_arrays()
     if named is not None:
         matcher.check_complete(named)
@@ -111,7 +107,7 @@ class _Matcher:
         self.notes: list[str] = []
         self.differentiated: set[int] = set()
         self._inputs, self._outputs, self._evidence = inputs, outputs, evidence
-        self._batch_named, self._named = batch is not None, named is not None
+        self._named, self._batch_known = named is not None, batch is not None or named is not None
         self._known = frozenset() if self._named else known
         self._taken = set(batch or ())
         if named is not None:
@@ -122,33 +118,45 @@ class _Matcher:
         found = {path: i for i, path in enumerate(self._inputs.paths) if self._inputs.modules[i]}
         for number, path in enumerate(self._outputs.paths):
             argument = found.get(path) if self._outputs.modules[number] else None
-            if argument is None or not self._same(number, argument):
-                continue
-            if not self._evidence.unchanged(number, argument):
+            if argument is not None and self._same(number, argument) and not self._evidence.unchanged(number, argument):
                 self.pairs[number] = argument
         self._taken.update(found.values())
 
-    def match_containers(self, candidates: Iterable[Tree], kind: Kind) -> None:
+    def match_containers(self, candidates: Iterable[Tree], typed: bool = True) -> None:
         """Pairs pytrees that have a container; `candidates` are arguments, or parts of arguments."""
-        containers = [tree for tree in candidates if not tree.is_bare]
-        self._match(containers, [tree for tree in self._results() if not tree.is_bare], kind, self._container_weight)
+        self._match(False, candidates, typed, self._container_weight)
 
     def match_arrays(self) -> None:
         """Pairs arguments that are one array. One is left for the batch unless that, or the state, is named."""
-        arguments = [tree for tree in self._inputs.trees if tree.is_bare]
-        weight = self._array_weight(self._batch_named or self._named or not self.pairs)
-        results = [tree for tree in self._results() if tree.is_bare]
-        self._match(arguments, results, _structure_and_types, lambda _: weight)
+        weight = self._array_weight(self._batch_known or not self.pairs)
+        self._match(True, self._inputs.trees, True, lambda _: weight)
 
     def _match(
-        self, candidates: list[Tree], results: list[Tree], kind: Kind, weigh: Callable[[list[Tree]], Weight]
+        self, bare: bool, candidates: Iterable[Tree], typed: bool, weigh: Callable[[list[Tree]], Weight]
     ) -> None:
-        """Pairs trees of one kind, larger ones first; `weigh` gives the weight for arguments of one kind."""
-        arguments, results_of = _grouped(candidates, self._inputs, kind), _grouped(results, self._outputs, kind)
+        """Pairs trees, larger ones first: arrays or containers, of one structure, and if `typed` of the same types.
+
+        `weigh` gives the weight for arguments of one kind.
+        """
+
+        def grouped(trees: Iterable[Tree], flat: Flat) -> dict[Hashable, list[Tree]]:
+            groups: dict[Hashable, list[Tree]] = {}
+            for tree in trees:
+                if tree.leaves and tree.is_bare == bare:
+                    types = tuple(flat.types[i] for i in tree.leaves) if typed else ()
+                    groups.setdefault((tree.treedef, types), []).append(tree)
+            return groups
+
+        arguments = grouped(candidates, self._inputs)
+        results_of = grouped(self._outputs.subtrees(self._outputs.trees[0]), self._outputs)
         sizes = {one: (trees[0].treedef.num_leaves, trees[0].treedef.num_nodes) for one, trees in arguments.items()}
         for one in sorted(arguments, key=sizes.__getitem__, reverse=True):
             free = list(filter(self._is_free, arguments[one]))
-            left = [tree for tree in results_of.get(one, ()) if not any(map(self._is_paired, tree.leaves))]
+            left = [
+                tree
+                for tree in results_of.get(one, ())
+                if not any(n in self.pairs or self._outputs.modules[n] for n in tree.leaves)
+            ]
             for result, argument in self._assigned(left, free, weigh(free)):
                 if not self._is_last_array(argument):
                     self._take(result, argument)
@@ -158,7 +166,7 @@ class _Matcher:
 
     def _is_last_array(self, argument: Tree) -> bool:
         """Whether an argument that is one array is the only one that may be the batch."""
-        if not argument.is_bare or self._batch_named or self._named:
+        if not argument.is_bare or self._batch_known:
             return False
         arrays = {
             tree.start
@@ -238,7 +246,7 @@ class _Matcher:
 
         def weight(result: Tree, argument: Tree) -> int:
             number, leaf = result.start, argument.start
-            carried, learnt = self._evidence.carried(number, leaf), self._evidence.learnt(number)
+            carried, learnt = leaf in self._evidence.origins(number), self._evidence.learnt(number)
             if not self._may_update(result, argument) or (leaf in self._known and not (carried and learnt)):
                 return 0
             shape, dtype = kind = self._inputs.types[leaf]
@@ -281,10 +289,6 @@ class _Matcher:
                     f"{shown(self._inputs.paths[leaf])} is {before} but comes back as {after}: it is not kept as state"
                 )
 
-    def _results(self) -> Iterator[Tree]:
-        """The result and all its parts."""
-        return self._outputs.subtrees(self._outputs.trees[0])
-
     def _may_update(self, result: Tree, argument: Tree) -> bool:
         """Returns whether one array may be the new value of another, by its type and its dependences."""
         changed = self._named or self._changed(result, argument)
@@ -307,26 +311,6 @@ class _Matcher:
 
     def _is_free(self, tree: Tree) -> bool:
         return self._taken.isdisjoint(tree.leaves)
-
-    def _is_paired(self, number: int) -> bool:
-        return number in self.pairs or self._outputs.modules[number]
-
-
-def _grouped(trees: Iterable[Tree], flat: Flat, kind: Kind) -> dict[Hashable, list[Tree]]:
-    """The trees that have leaves, by their kind."""
-    groups: dict[Hashable, list[Tree]] = {}
-    for tree in trees:
-        if tree.leaves:
-            groups.setdefault(kind(tree, flat), []).append(tree)
-    return groups
-
-
-def _structure(tree: Tree, flat: Flat) -> Hashable:
-    return tree.treedef
-
-
-def _structure_and_types(tree: Tree, flat: Flat) -> Hashable:
-    return tree.treedef, tuple(flat.types[i] for i in tree.leaves)
 
 
 def _type_text(kind: LeafKind) -> str:

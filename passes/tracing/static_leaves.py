@@ -23,8 +23,8 @@ _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _NUMBERS = (bool, int, float, complex)
 
 
-class Constant:
-    """A leaf that is no array, as the data of a pytree's node; equal if type and value are."""
+class _Constant:
+    """A leaf that is no array, as a pytree's node without children and as the data of that; compared by type, value."""
 
     __slots__ = ("value",)
 
@@ -32,7 +32,7 @@ class Constant:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and is_same(self.value, other.value)
+        return isinstance(other, _Constant) and is_same(self.value, other.value)
 
     def __hash__(self) -> int:
         return hash((type(self.value), self.value))
@@ -41,16 +41,7 @@ class Constant:
         return repr(self.value)
 
 
-class _Node:
-    """The node in a pytree that holds a constant."""
-
-    __slots__ = ("constant",)
-
-    def __init__(self, constant: Constant) -> None:
-        self.constant = constant
-
-
-jax.tree_util.register_pytree_node(_Node, lambda node: ((), node.constant), lambda constant, _: constant.value)
+jax.tree_util.register_pytree_node(_Constant, lambda node: ((), node), lambda node, _: node.value)
 
 
 def has_static_numbers(fun: Any) -> bool:
@@ -67,16 +58,15 @@ def hide(tree: Any, numbers: bool = False) -> Any:
     """
     if all(map(_is_array, jax.tree_util.tree_leaves(tree))):
         return tree
-    is_module, is_object, is_state = _is_module(), is_nnx_object(), is_nnx_state()
 
     def stops(value: Any) -> bool:
-        return is_object(value) or is_module(value) or is_state(value) or _is_hidden(value)
+        return is_nnx_object(value) or _is_module(value) or is_nnx_state(value) or _is_hidden(value)
 
     def hidden(value: Any) -> Any:
-        if is_module(value) or is_state(value):
-            static = numbers or is_module(value)
+        if _is_module(value) or is_nnx_state(value):
+            static = numbers or _is_module(value)
             return _replaced(value, lambda leaf: _hidden_leaf(leaf, static), _is_hidden)
-        return value if is_object(value) else _hidden_leaf(value, numbers)
+        return value if is_nnx_object(value) else _hidden_leaf(value, numbers)
 
     return _replaced(tree, hidden, stops)
 
@@ -89,11 +79,11 @@ def _replaced(tree: Any, function: Callable[[Any], Any], stops: Callable[[Any], 
 
 
 def _is_hidden(value: Any) -> bool:
-    return isinstance(value, _Node)  # to rebuild one would bring its leaf back
+    return isinstance(value, _Constant)  # to rebuild one would bring its leaf back
 
 
 def _hidden_leaf(leaf: Any, numbers: bool) -> Any:
-    return leaf if _is_hidden(leaf) or not is_constant(leaf, numbers) else _Node(Constant(leaf))
+    return leaf if _is_hidden(leaf) or not is_constant(leaf, numbers) else _Constant(leaf)
 
 
 def _is_array(leaf: Any) -> bool:
@@ -115,20 +105,17 @@ def is_constant(leaf: Any, numbers: bool) -> bool:
     return False
 
 
-def is_nnx_object() -> Callable[[Any], bool]:
+def is_nnx_object(value: Any) -> bool:
     """Whether a value is an NNX object (module, optimizer, metric, variable, random streams)."""
     nnx = sys.modules.get("flax.nnx")
-    return (lambda value: False) if nnx is None else nnx.graphlib.is_graph_node
+    return nnx is not None and nnx.graphlib.is_graph_node(value)
 
 
-def is_nnx_state() -> Callable[[Any], bool]:
+def is_nnx_state(value: Any) -> bool:
     """Whether a value is an `nnx.State`, whose variables are values, as in `jax.jit`: not updated in place."""
-    nnx = sys.modules.get("flax.nnx")
-    return (lambda _: False) if nnx is None else (lambda value: isinstance(value, nnx.State))
+    return isinstance(value, getattr(sys.modules.get("flax.nnx"), "State", ()))
 
 
-def _is_module() -> Callable[[Any], bool]:
+def _is_module(value: Any) -> bool:
     """Whether a value is a module of Equinox."""
-    equinox = sys.modules.get("equinox")
-    module = getattr(equinox, "Module", None)
-    return (lambda _: False) if module is None else (lambda value: isinstance(value, module))
+    return isinstance(value, getattr(sys.modules.get("equinox"), "Module", ()))

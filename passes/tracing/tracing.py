@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -26,7 +27,7 @@ from alpa_lite.passes.tracing.batches import Batch, find_batch
 from alpa_lite.passes.tracing.constraints import constrain_scopes
 from alpa_lite.passes.tracing.evidence import Evidence
 from alpa_lite.passes.tracing.jit_shardings import constrain_results, spread
-from alpa_lite.passes.tracing.leaves import Flat, Tree, is_batch_like
+from alpa_lite.passes.tracing.leaves import Flat, LeafKind, Tree, is_batch_like
 from alpa_lite.passes.tracing.state import Matched, match_state
 from alpa_lite.paths import shown
 
@@ -87,20 +88,16 @@ def trace(
     state = frozenset(matched.pairs.values())
     if batch_leaves is None and state:
         _refuse_all_state(inputs, state)
-    through = _handed_through(graph, len(inputs.paths), matched.pairs)
+    arguments = enumerate(graph.block.inputs[: len(inputs.paths)])
+    kept: dict[Atom, int] = {value: i for i, value in arguments if i not in state}  # unless the step changes them
+    outputs = enumerate(graph.block.outputs)
+    through = {n: kept[atom] for n, atom in outputs if n not in matched.pairs and atom in kept}
     weights = matched.differentiated.union(known, (i for i, module in enumerate(inputs.modules) if module))
     results = {shape[0] for n, (shape, _) in enumerate(run.outputs.types) if shape and not evidence.learnt(n)}
     handed = frozenset(through.values())
     batch = find_batch(inputs, batch_leaves, state, weights, handed, evidence.weights, results)
     placed = run.spread("out_shardings", out_shardings)
     return replace(_assembled(run, graph, matched, batch, through, placed), batch_named=batch_leaves is not None)
-
-
-def _handed_through(graph: Graph, num_arguments: int, pairs: Mapping[int, int]) -> dict[int, int]:
-    """{output: argument} of arguments that are no state and that the step returns as they came."""
-    arguments, state = enumerate(graph.block.inputs[:num_arguments]), frozenset(pairs.values())
-    numbers: dict[Atom, int] = {value: i for i, value in arguments if i not in state}
-    return {n: numbers[atom] for n, atom in enumerate(graph.block.outputs) if n not in pairs and atom in numbers}
 
 
 def _assembled(
@@ -136,13 +133,9 @@ class _Run:
     """One tracing: the step as a function of flat leaves, and its pytrees, which are known afterwards."""
 
     def __init__(
-        self,
-        fun: Callable[..., Any],
-        calling: Calling,
-        traced_args: tuple[tuple[Any, ...], dict[str, Any]],
-        shapes: Mapping[int, tuple[int, ...]],
+        self, fun: Callable[..., Any], calling: Calling, arguments: Any, shapes: Mapping[int, tuple[int, ...]]
     ) -> None:
-        self.fun, self.calling, self._arguments, self._shapes = fun, calling, traced_args, shapes
+        self.fun, self.calling, self._arguments, self._shapes = fun, calling, arguments, shapes
         self.in_tree: Any = None
         self.out_tree: Any = None
         self.inputs: Flat
@@ -161,30 +154,23 @@ class _Run:
     def _jaxpr_of(self, pure: Any) -> Any:
         leaves, self.in_tree = jax.tree_util.tree_flatten(pure)
         found = nnx_modules.leaf_paths(self._arguments)
-        paths = tuple(calls.path_of(self.calling, path.keys, path.inner) for path in found)
-        specs = [
-            _spec(leaf, path, self._shapes.get(i)) for i, (leaf, path) in enumerate(zip(leaves, paths, strict=True))
-        ]
-        whole = [tree for group in jax.tree_util.treedef_children(self.in_tree) for tree in group.children()]
+        paths = [calls.path_of(self.calling, path.keys, path.inner) for path in found]
+        specs = [_spec(leaf, paths[i], self._shapes.get(i)) for i, leaf in enumerate(leaves)]
+        whole = [tree for group in self.in_tree.children() for tree in group.children()]
         starts = itertools.accumulate((tree.num_leaves for tree in whole), initial=0)
-        self.inputs = Flat(
-            trees=tuple(map(Tree, whole, starts, self.calling.roots())),
-            paths=paths,
-            types=tuple((tuple(spec.shape), spec.dtype) for spec in specs),
-            modules=tuple(path.module for path in found),
-            keys=tuple(_key_texts(path.keys[2:]) for path in found),
-        )
+        trees = tuple(map(Tree, whole, starts, self.calling.roots()))
+        self.inputs = _flat(trees, found, 2, paths, [(tuple(spec.shape), spec.dtype) for spec in specs])
         try:
-            traced = jax.jit(self._flat).trace(*specs)
+            traced = jax.jit(self._on_leaves).trace(*specs)
         except tuple(_CONCRETE) as error:
             raise TracingError(_concrete_message(error)) from error
-        self.weak_inputs = [_jax.spec_of(aval).weak_type for aval in traced.jaxpr.in_avals]
-        self.weak_outputs = [_jax.spec_of(aval).weak_type for aval in traced.jaxpr.out_avals]
+        avals = traced.jaxpr.in_avals, traced.jaxpr.out_avals
+        self.weak_inputs, self.weak_outputs = ([_jax.spec_of(aval).weak_type for aval in some] for some in avals)
         types = tuple((tuple(aval.shape), aval.dtype) for aval in traced.jaxpr.out_avals)
         self.outputs = replace(self.outputs, types=types)
         return references.discharge(self.fun, traced.jaxpr)
 
-    def _flat(self, *leaves: Any) -> list[Any]:
+    def _on_leaves(self, *leaves: Any) -> list[Any]:
         """The step on flat leaves. With NNX objects its result is (their arrays after the call, result)."""
         args, modules = jax.tree_util.tree_unflatten(self.in_tree, leaves), self.calling.modules
         if modules:
@@ -197,18 +183,13 @@ class _Run:
         results, self.out_tree = jax.tree_util.tree_flatten(pure)
         assert len(found) == len(results), (len(found), len(results))
         own = jax.tree_util.treedef_children(self.out_tree)[1] if modules else self.out_tree
-        self.outputs = Flat(
-            trees=(Tree(own, len(results) - own.num_leaves),),
-            paths=tuple(
-                f"result{jax.tree_util.keystr(path.keys[1:])}{path.inner}"
-                if path.keys[0].idx == 1
-                else calls.path_of(self.calling, path.keys[1:], path.inner)
-                for path in found
-            ),
-            types=(),
-            modules=tuple(path.module for path in found),
-            keys=tuple(_key_texts(path.keys[1:]) for path in found),
-        )
+        texts = [
+            f"result{jax.tree_util.keystr(path.keys[1:])}{path.inner}"
+            if path.keys[0].idx == 1
+            else calls.path_of(self.calling, path.keys[1:], path.inner)
+            for path in found
+        ]
+        self.outputs = _flat((Tree(own, len(results) - own.num_leaves),), found, 1, texts)
         return results
 
     def spread(self, option: str, prefix: Any) -> list[Any]:
@@ -217,8 +198,13 @@ class _Run:
         return [None] * (len(self.outputs.paths) - len(found)) + found
 
 
-def _key_texts(keys: Sequence[Any]) -> tuple[str, ...]:
-    return tuple(map(calls.key_text, keys))
+def _flat(
+    trees: tuple[Tree, ...], found: Sequence[nnx_modules.LeafPath], depth: int, paths: Sequence[str],
+    types: Sequence[LeafKind] = (),
+) -> Flat:  # fmt: skip
+    """Returns the leaves of some trees; `depth` is the number of JAX's keys that lead to a tree."""
+    keys = tuple(tuple(map(calls.key_text, path.keys[depth:])) for path in found)
+    return Flat(trees, tuple(paths), tuple(types), tuple(path.module for path in found), keys)
 
 
 def _spec(leaf: Any, path: str, shape: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
@@ -271,13 +257,12 @@ def _concrete_message(error: BaseException) -> str:
 
 def _user_line(error: BaseException) -> str:
     """The innermost line that is neither JAX's, nor Flax's, nor ours, nor the standard library's."""
-    found, traceback = "an unknown line", error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
+    found = "an unknown line"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
         path = os.path.realpath(code.co_filename)
         library = path.startswith(_NOT_THE_USER) and "site-packages" not in path
         packaged = any(f"site-packages{os.sep}{name}{os.sep}" in path for name in ("jax", "jaxlib", "flax", "optax"))
         if not library and not packaged and not code.co_filename.startswith("<"):
-            found = f"{code.co_filename}:{traceback.tb_lineno} (in {code.co_name})"
-        traceback = traceback.tb_next
+            found = f"{code.co_filename}:{line} (in {code.co_name})"
     return found

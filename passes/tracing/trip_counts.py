@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core.primitives import scan_p
 
-from alpa_lite.graph import Atom, Block, Graph, Lit, Op
+from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
@@ -64,14 +64,13 @@ class _Counter:
             return op
         view = WhileView(op)
         found = self._trips(view)
-        if found is None or found[0] > _MAX_LENGTH:
+        if found is None:
             return op
         length, ends = found
         self._learn([op.results[n] for n in ends], ends.values())
         _, consts, carry = view.taken(op.operands)
-        params = {
-            "length": length, "reverse": False, "unroll": 1, "num_consts": len(consts), "num_carry": len(carry)
-        }  # fmt: skip
+        counts = {"num_consts": len(consts), "num_carry": len(carry)}
+        params = {"length": length, "reverse": False, "unroll": 1, **counts}
         operands, bodies = (*consts, *carry), (op.bodies[1],)
         return replace(op, primitive=scan_p, params=params, operands=operands, bodies=bodies, key=None)
 
@@ -132,7 +131,7 @@ class _Counter:
         by = -int(by) if step.name == "sub" else int(by)
         start, dtype = int(state[n]), np.asarray(state[n]).dtype
         trips = _linear_trips(kind, start, by, int(limit))
-        if trips is None or dtype.kind == "b":
+        if trips is None or trips > _MAX_LENGTH or dtype.kind == "b":
             return None
         end, info = start + trips * by, np.iinfo(dtype)
         return (trips, {n: dtype.type(end)}) if info.min <= end <= info.max else None
@@ -165,27 +164,28 @@ def constant_inputs(op: Op) -> list[tuple[Sequence[Atom], Sequence[int]]]:
     view = WhileView(op)
     (asking, asked), (constant, carried) = view.cond(cond.inputs), view.body(body.inputs)
     taken = view.taken(op.operands)
-    outputs = body.outputs
-    kept = [n for n, value in enumerate(carried) if outputs[n] == value]
+    kept = [n for n, value in enumerate(carried) if body.outputs[n] == value]
     start = [taken.carry[n] for n in kept]
-    found: list[tuple[Sequence[Atom], Sequence[int]]] = [(taken.cond_consts, asking), (taken.body_consts, constant)]
-    return [*found, (start, [asked[n] for n in kept]), (start, [carried[n] for n in kept])]
+    repeated = [(start, [inputs[n] for n in kept]) for inputs in (asked, carried)]
+    return [(taken.cond_consts, asking), (taken.body_consts, constant), *repeated]
+
+
+def _is_known_kind(dtype: Any) -> bool:
+    return isinstance(dtype, np.dtype) and dtype.kind in "iub"
 
 
 def _integer(literal: Lit) -> Any:
     """The integer or boolean that a scalar literal holds, else None."""
-    dtype = literal.aval.dtype
-    if literal.aval.shape or not isinstance(dtype, np.dtype) or dtype.kind not in "iub":
-        return None
-    return np.asarray(literal.value, dtype)[()]
+    aval = literal.aval
+    return None if aval.shape or not _is_known_kind(aval.dtype) else np.asarray(literal.value, aval.dtype)[()]
 
 
-def _folded(op: Op, values: Sequence[Any], read: Callable[[Atom], Any]) -> Any:
+def _folded(op: Op, values: Sequence[Value], read: Callable[[Atom], Any]) -> Any:
     """The result of a scalar operation on known numbers, else None."""
     if op.name not in _SCALAR or len(op.results) != 1 or values[op.results[0]].shape:
         return None
     dtype, operands = values[op.results[0]].dtype, list(map(read, op.operands))
-    if any(a is None for a in operands) or not isinstance(dtype, np.dtype) or dtype.kind not in "iub":
+    if any(a is None for a in operands) or not _is_known_kind(dtype):
         return None
     with np.errstate(all="ignore"):
         result = _SCALAR[op.name](*operands)
@@ -197,24 +197,13 @@ def _quotient(a: Any, b: Any) -> Any:
     return None if b == 0 else int(a) // int(b) if (a < 0) == (b < 0) else -(-int(a) // int(b))
 
 
-def _remainder(a: Any, b: Any) -> Any:
-    return None if b == 0 else np.fmod(a, b)
-
-
-def _selected(which: Any, *cases: Any) -> Any:
-    return cases[int(which)]
-
-
-def _clamped(low: Any, x: Any, high: Any) -> Any:
-    return np.minimum(np.maximum(x, low), high)
-
-
 _SCALAR: Mapping[str, Callable[..., Any]] = {
-    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": _quotient, "rem": _remainder,
-    "max": np.maximum, "min": np.minimum, "neg": np.negative, "abs": np.abs, "sign": np.sign, "clamp": _clamped,
+    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": _quotient,
+    "rem": lambda a, b: None if b == 0 else np.fmod(a, b), "max": np.maximum, "min": np.minimum, "neg": np.negative,
+    "abs": np.abs, "sign": np.sign, "clamp": lambda low, x, high: np.clip(x, low, high),
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
-    "select_n": _selected, **dict.fromkeys(
+    "select_n": lambda which, *cases: cases[int(which)], **dict.fromkeys(
         ("broadcast_in_dim", "convert_element_type", "copy", "name", "reshape", "squeeze"), lambda x: x
     ),
 }  # fmt: skip
