@@ -41,11 +41,11 @@ def save(name: str, path: Path, after: bool) -> None:
     from alpa_lite.models import MODELS
 
     if after:
-        others = [(model, method) for model in ("gpt", "vit") for method in (1, 2, 3)]
-        others += [(model, 0) for model in ("gpt", "bert", "vit", "llama")]
-        for model, stage in others:
+        methods = alpa_lite.Zero(1), alpa_lite.Zero(2), alpa_lite.Zero(3)
+        others = [(model, method) for model in ("gpt", "vit") for method in methods]
+        others += [(model, alpa_lite.Auto()) for model in ("gpt", "bert", "vit", "llama")]
+        for model, method in others:
             step, args = MODELS[model].abstract("tiny", 16)[:2]
-            method = alpa_lite.Zero(stage) if stage else alpa_lite.Auto()
             alpa_lite.make_plan(step, *args, cluster=alpa_lite.Cluster.preset("a100"), method=method)
     plan = outside_models.planner(name)(outside_models.method_of(name), "normal")
     plan.save(path)

@@ -232,4 +232,4 @@ def test_callbacks_with_64_bits_of_one_thread_are_refused_on_several_devices(cal
 
     run = alpa_lite.parallelize(step, batch_argnums=1, **METHODS["one mesh"]())
     with jax.enable_x64(True), pytest.raises(alpa_lite.OptionError, match=f"{wide} under.*jax.config.update"):
-        run(jnp.eye(8, dtype="float64"), np.ones((16, 8)))
+        run(jnp.eye(8, dtype="float64"), jnp.ones((16, 8)))

@@ -177,7 +177,7 @@ def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice
     Returns:
       The same layers of the new step.
     """
-    choice_of = {index: remat[stage] for index, stage in layers.stage_of(cuts).items()}
+    choice_of: dict[int, Choice] = {index: remat[stage] for index, stage in layers.stage_of(cuts).items()}
     wanted: dict[int, Choice] = {
         op.index: choice_of[op.index]
         for op in layers.body.ops
