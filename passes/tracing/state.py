@@ -191,7 +191,7 @@ class _Matcher:
             return []
         weights = np.array([[weight(result, argument) for argument in arguments] for result in results], float)
         order = np.eye(*weights.shape)
-        rows, places = self._permutation(results, arguments, weights.any(axis=1).tolist())
+        rows, places = self._permutation(results, arguments, [best > 0 for best in weights.max(axis=1)])
         weights[rows], order[rows], order[rows, places] = 0, 0, 1  # where values come from does not count for these
         weights[np.ix_(rows, places)] = [[self._fits(results[r], arguments[p]) for p in places] for r in rows]
         keys = np.array([[result.key == argument.key for argument in arguments] for result in results])
