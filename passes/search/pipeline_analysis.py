@@ -190,7 +190,8 @@ class PipelineAnalyses:
         firsts = [stage.first for stage in slices.stages]
         mesh_of = [stage.mesh for stage in slices.stages]
         variants = [VARIANTS[stage.variant] for stage in slices.stages]
-        prices, remat = [PRICES[number] for number, _ in variants], tuple(choice for _, choice in variants)
+        prices = [PRICES[number] for number, _ in variants]
+        remat: tuple[Choice, ...] = tuple(choice for _, choice in variants)
         loop, graphs = cut_into_stages(run, chosen.priced.step, firsts, remat, tokens)
         digests = [planning.digest(graph, request.wishes) for graph in graphs]
         schedule = schedules.schedule(
