@@ -13,15 +13,15 @@ from alpa_lite import schedules
 from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import MicrobatchError, OptionError, PlanError
 from alpa_lite.owned import owned, solved
-from alpa_lite.passes import microbatches, programs, stages
-from alpa_lite.passes.layers.division import divided, divisible
+from alpa_lite.passes import microbatches, programs
+from alpa_lite.passes.layers.division import divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.plans import replay
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
+from alpa_lite.passes.search.pipeline_analysis import cut_into_stages
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.staging import StageGraph
-from alpa_lite.passes.tokens import in_slices
 from alpa_lite.paths import shown
 from alpa_lite.pins import Pin, Pins, pin_of
 from alpa_lite.plan import Plan
@@ -89,11 +89,13 @@ def cut_as(run: Passes, loop: Accumulated, plan: Plan) -> tuple[Accumulated, tup
     layers = run("layers", divisible, loop, max_layers=plan.division.max_layers)
     replay.check_layers(plan, len(layers.layering.layers))
     again: list[Choice] = [remat.choice for remat in replay.remat_of(plan)]
-    cut = run("layers", divided, layers, plan.division.first_layers[1:], again)
-    if plan.division.token_slices:
-        cut = run("slices", in_slices, cut, plan.division.token_slices)
-    loop = cut.accumulated
-    return loop, run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
+    return cut_into_stages(run, layers, plan.division.first_layers, again, plan.division.token_slices)
+
+
+def schedule_as(plan: Plan, count: int) -> Schedule:
+    """The schedule of a plan for a number of micro-batches; raises OptionError if it does not exist for it."""
+    virtual, slices = plan.division.virtual, len(plan.division.token_slices) or 1
+    return schedules.schedule(plan.schedule, len(plan.division.first_devices), count, virtual=virtual, slices=slices)
 
 
 def program_as(
@@ -116,13 +118,10 @@ def _in_microbatches(run: Passes, step: Step, asked: PlanRequest, plan: Plan) ->
     Raises:
       MicrobatchError: not even one micro-batch is possible, or none that the schedule exists for.
     """
-    division, refusal = plan.division, None
+    refusal = None
     for count in range(asked.num_microbatches or plan.num_microbatches, 0, -1):
         try:
-            schedule = schedules.schedule(
-                plan.schedule, len(division.first_devices), count, virtual=division.virtual,
-                slices=len(division.token_slices) or 1,
-            )  # fmt: skip
+            schedule = schedule_as(plan, count)
             loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
         except (MicrobatchError, OptionError) as error:
             refusal = refusal or error

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from alpa_lite import kept, owned, plan_cache, schedules
+from alpa_lite import kept, owned, plan_cache
 from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from alpa_lite.options import Options
 from alpa_lite.passes import microbatches, programs
 from alpa_lite.passes.plans import replay
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating
-from alpa_lite.passes.search.analysis import Analyses
-from alpa_lite.passes.search.configs import ExecutionConfig
+from alpa_lite.passes.search.configs import Analyses, ExecutionConfig
 from alpa_lite.passes.stages import planning, staging
 from alpa_lite.passes.tracing.arguments import donated_leaves
 from alpa_lite.plan import Plan
@@ -42,13 +41,10 @@ def replay_plan(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> Stag
         return run("programs", programs.single, loop, planned, verdict, str(remat))
     if plan.division.owned:
         return owned.replayed(run, step, asked, plan)
-    count, division = plan.num_microbatches, plan.division
+    count = plan.num_microbatches
     loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
     loop, graphs = kept.cut_as(run, loop, plan)
-    schedule = schedules.schedule(
-        plan.schedule, len(division.first_devices), count, virtual=division.virtual,
-        slices=len(division.token_slices) or 1,
-    )  # fmt: skip
+    schedule = kept.schedule_as(plan, count)
     stages = owned.replayed_stages(run, asked, plan, graphs, split_weights=schedule.splits_backward)
     return kept.program_as(run, loop, stages, schedule, asked, plan, verdict)
 

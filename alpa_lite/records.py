@@ -192,7 +192,7 @@ class SearchSummary:
 
     Attributes:
       effort: the budget of work by name.
-      work, allowed: spent, and the budget, in cells (`passes.search.budget`).
+      work, allowed: spent, and the budget, in cells (`passes.search.best_first`).
       expanded, pruned: numbers of sets of plans that were searched, and that a proven bound left out.
       bound: predicted seconds that no plan takes less of, which is proven.
       estimated: sets of plans that were not searched since they are estimated to be no faster.

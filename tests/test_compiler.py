@@ -110,7 +110,7 @@ def test_auto_goes_on_where_the_stages_of_a_pipeline_wait_for_each_other(monkeyp
     def unbuildable(*_: Any) -> Any:
         raise OrderError("schedule 1f1b cannot run this step")
 
-    monkeypatch.setattr(pipeline_analysis, "build_pipeline", unbuildable)
+    monkeypatch.setattr(pipeline_analysis.PipelineAnalyses, "build", unbuildable)
     step, args = step_and_args(layers=4, width=8192, batch=4096)
     where = cluster(2, 4, network=0.5e9)
     found = alpa_lite.make_plan(step, *args, cluster=where, num_microbatches=8, verify="off")

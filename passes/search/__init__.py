@@ -3,13 +3,12 @@
 In: a traced step and a request. Out: the best plan found, not written yet, with the proven lower bound over everything
 that was not searched, the work spent, and the candidates that were not reached.
 
-    best_first   the loop: candidates with a proven bound, which prunes, and an estimate, which orders
-    budget       work in cells, and how much each effort allows
-    configs      micro-batches and rematerialisation of one mesh, and which configuration only adds to which
-    one_mesh     candidates of one mesh: configurations, and the integer program of each mesh shape
-    baselines    candidates of textbook methods on one mesh
-    pipelines    candidates of pipelines: numbers of micro-batches, and stages; token_slices: slices of the sequence
-    planner      which candidates a request begins with, and the program of the best plan
+    best_first          the loop: candidates with a proven bound, which prunes, an estimate, which orders, and work
+    configs             micro-batches and rematerialisation of one mesh; which configuration only adds to which
+    one_mesh            candidates of one mesh: configurations, the program of each mesh shape, textbook methods
+    pipeline_analysis   costs of layers, and planned pipelines
+    pipelines           candidates of pipelines: numbers of micro-batches, and stages; token_slices: their slices
+    planner             which candidates a request begins with, and the program of the best plan
 
 The plan is a function of the step, the request and the versions of the numerical libraries: no clock, no load, no
 number of cores, no order of hashes decides anything.

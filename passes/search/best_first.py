@@ -1,10 +1,9 @@
 """Best-first search over sets of plans, with proven bounds, estimates, and a counted budget of work.
 
-A candidate is a set of plans. It has a `bound`, seconds that none of its plans takes less of, which is proven and only
-prunes; a `priority`, an estimate of its best plan, which orders; and a `key`, which breaks ties. The candidate of the
-least (priority, key) is next: it is left out if its bound reaches the cutoff, else expanded into smaller sets and
-plans. Other expansions may raise the bound of a candidate that waits, and change its priority; so both are taken when
-it is next, and it waits again where its priority has risen.
+A candidate is a set of plans. Its `bound`, seconds that none of its plans takes less of, is proven and only prunes; its
+`priority`, an estimate of its best plan, orders; its `key` breaks ties. The candidate of the least (priority, key) is
+next: it is left out if its bound reaches the cutoff, else expanded into smaller sets and plans. Other expansions may
+raise both while it waits; so they are taken when it is next, and it waits again where its priority has risen.
 
 Cutoff. A plan replaces the incumbent if it takes fewer seconds; one of another kind that is not simpler (a pipeline in
 place of one mesh, more micro-batches, more recomputation) only if it saves `MARGIN`. Let c be what a plan of a set must
@@ -14,8 +13,12 @@ expected to win; its bound remains part of the gap of the search.
 Monotonicity. No expansion sees the budget: a larger one visits a superset of the candidates in the same order, and the
 incumbent's seconds never rise. Until a plan fits, there is no budget.
 
-Source: best-first branch and bound (Land and Doig, 1960); A* orders by its bound, here an estimate does, since the
-least bubble of a pipeline is nearly none, and by bounds alone every pipeline would precede every plan of one mesh.
+Work. One unit is one cell of a cost matrix that message passing visits. The constants that convert other work were
+measured once, as ratios of CPU seconds on one core, and need not be accurate: they move the end of a search, never its
+order.
+
+Source: best-first branch and bound (Land and Doig, 1960). An estimate orders, and not the bound as in A*: the least
+bubble of a pipeline is nearly none, and by bounds alone every pipeline would precede every plan of one mesh.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from __future__ import annotations
 import heapq
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,19 +40,24 @@ MARGIN = 0.01
 ROUNDING = 1e-9
 """Relative difference of seconds that is rounding."""
 
+EFFORTS: Mapping[str, int] = {"quick": 400_000_000, "normal": 3_500_000_000, "thorough": 30_000_000_000}
+"""Cells that a search may visit, by `effort`: about 3, 20 and 180 CPU seconds of a core of 2026."""
+
+# Cells of other work:
+ANALYSIS_PER_OP = 8_000  # tracing micro-batches, factors and groups, for each operation: 0.6 ms
+BUILD_PER_CELL = 4  # building a program, for each cell of its cost matrices
+BUILD_PER_STRATEGY = 1_000  # building a program, for each strategy of its nodes: their layouts and rooflines
+LAYER_COST = 6_000_000  # one cost of a layer, of which lowering is the most: 50 ms
+STAGE_DP = 10_000_000  # choosing stages for one number of micro-batches: 0.2 s
+STAGE_PER_OP = 25_000  # planning a stage, lowering it and simulating its program, for each operation: 1.2 ms
+
 Kind = tuple[int, ...]
 """How complex plans are: in a pipeline, stages; micro-batches; recomputation. Less in nothing is not simpler."""
 
 
 @dataclass(frozen=True, eq=False)
 class FoundPlan:
-    """A plan that fits, not written yet.
-
-    Attributes:
-      kind: how complex it is.
-      seconds: predicted, of a step: of the lowered program.
-      value: whatever its finder needs to write it.
-    """
+    """A plan that fits, not written yet: its predicted seconds of a step, and the value that it is written from."""
 
     kind: Kind
     seconds: float
@@ -58,13 +66,9 @@ class FoundPlan:
 
 @dataclass(frozen=True, eq=False)
 class Expansion:
-    """The parts of a candidate.
+    """The parts of a candidate, smaller sets of plans and those that were found, and the cells visited.
 
-    Attributes:
-      candidates: smaller sets of plans.
-      plans: those that were found.
-      bound: seconds that none of its plans takes less of which are in no part; `inf` if there are no others.
-      work: cells visited.
+    No plan that is in none of the parts takes less than `bound` seconds.
     """
 
     candidates: Sequence[Candidate] = ()
@@ -78,9 +82,8 @@ class Candidate:
     """A set of plans.
 
     Attributes:
-      name: in words, for reports.
       kind: how complex its simplest plans are.
-      key: breaks ties between candidates of equal priority; no two that wait have equal ones.
+      key: breaks ties; no two candidates that wait have equal ones.
       estimate: (bound, priority) in seconds, by everything that is known now. The bound never falls.
       expand: its parts; plans of the given seconds or more are not wanted.
     """
@@ -108,12 +111,10 @@ def search(
     """The best plan of some candidates, None if none fits, and the work and the gap of the search.
 
     Args:
-      roots: the sets to search.
       allowed: cells that may be visited; the expansion that exceeds them is the last, once a plan fits.
       effort: the name of this budget.
       progress: called with the work spent, and allowed, before each expansion.
-      is_over: whether a limit of wall-clock time is over; the search then ends before the next expansion, once a plan
-        fits, and is truncated.
+      is_over: whether a limit of wall-clock time ends the search before the next expansion, once a plan fits.
     """
     incumbent: FoundPlan | None = None
     bound, work, expanded, pruned, truncated = math.inf, 0, 0, 0, False

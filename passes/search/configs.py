@@ -1,4 +1,4 @@
-"""How one mesh runs a step: micro-batches and rematerialisation, and which configuration only adds to which.
+"""How one mesh runs a step: micro-batches and rematerialisation, which configuration only adds to which, and its loop.
 
 Both save activations and cost seconds: micro-batches repeat what each of them does (gathers of weights, latencies), and
 what is recomputed is computed twice. Let T(config) be the seconds of its best plan within the budget, and F(config)
@@ -15,12 +15,27 @@ times as large, and the rest takes at least `floor`. Hence
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from alpa_lite.asked import PlanRequest, Step
+from alpa_lite.graph import Traced
+from alpa_lite.passes import factors, microbatches, sharding
+from alpa_lite.passes.layers.division import Divisible, divisible, recomputing
 from alpa_lite.passes.layers.remat import NOTHING, Remat
 from alpa_lite.passes.layers.rematerialisation import Choice
+from alpa_lite.passes.layers.stacked_sums import add_within_scans
+from alpa_lite.passes.microbatches.loop import Accumulated
+from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.tables import Shared
+from alpa_lite.runner import Passes
+from alpa_lite.strategy import Rule
+
+MAX_LAYERS = 72
+"""The most layers that a forward pass is cut into: 64 parts of repeated blocks, and those before and after them."""
 
 MICROBATCH_OVERHEAD = 0.005
 """Estimated relative cost of each further micro-batch: gathers of weights and latencies are repeated."""
@@ -86,3 +101,72 @@ def next_feasible_microbatches(count: int, least: float, floor: float, budget: f
     while floor + (least - floor) * count / more > budget:
         more *= 2
     return more
+
+
+@dataclass(frozen=True, eq=False)
+class AnalyzedStep:
+    """A step in a configuration.
+
+    Attributes:
+      loop: the step so. layers: the number of its layers, where any may be recomputed; else 0.
+      rules, groups: of its operations.
+      shared: the tables that its integer programs have in common.
+    """
+
+    config: ExecutionConfig
+    loop: Accumulated
+    layers: int
+    rules: Mapping[Any, Rule]
+    groups: Grouping
+    shared: Shared
+
+
+class Analyses:
+    """Analyses of a step in configurations of one mesh, each made once, on demand."""
+
+    def __init__(self, run: Passes, step: Step, request: PlanRequest) -> None:
+        self._run, self._step, self._request = run, step, request
+
+    @functools.cache  # noqa: B019 - as long as the search
+    def of(self, config: ExecutionConfig) -> AnalyzedStep:
+        """The step in a configuration.
+
+        Raises:
+          MicrobatchError: it cannot be cut into as many micro-batches.
+        """
+        loop, layers = self.loop_of(config)
+        rules = self._rules(loop.traced)
+        groups = self._run("grouping", sharding.group, loop.traced, rules)
+        return AnalyzedStep(config, loop, layers, rules, groups, Shared(loop.traced, groups))
+
+    def loop_of(self, config: ExecutionConfig) -> tuple[Accumulated, int]:
+        """The step as one mesh runs it, with several micro-batches a loop over them, and the number of its layers.
+
+        Inner scans add to the carries of outer ones. Rematerialisation is of the body of a loop, be it of one
+        micro-batch. Layers are counted only there.
+        """
+        loop, layers = Accumulated(self._step.traced, -1, 1, ()), 0
+        if config.remat != NOTHING:
+            divided = self._layers(config.microbatches)
+            loop, layers = self._run("layers", recomputing, divided, config.remat), len(divided.layering.layers)
+        elif config != ExecutionConfig():
+            loop = self._loop(config.microbatches)
+        traced, scan = add_within_scans(loop.traced, loop.scan)
+        return replace(loop, traced=traced, scan=scan), layers
+
+    @functools.cache  # noqa: B019
+    def _loop(self, count: int) -> Accumulated:
+        traced, rules = self._step.traced, self._step.rules
+        arguments = self._request.inexact
+        return self._run("micro-batches", microbatches.accumulate, traced, rules, count, strided=True, **arguments)
+
+    @functools.cache  # noqa: B019
+    def _rules(self, traced: Traced) -> Mapping[Any, Rule]:
+        if traced is self._step.traced:
+            return self._step.rules
+        return self._run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
+
+    @functools.cache  # noqa: B019
+    def _layers(self, count: int) -> Divisible:
+        loop = self._loop(count)
+        return self._run("layers", divisible, loop, max_layers=MAX_LAYERS, rules=self._rules(loop.traced))

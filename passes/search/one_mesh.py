@@ -1,9 +1,9 @@
-"""Candidates of one mesh: configurations, and the integer program of each mesh shape.
+"""Candidates of one mesh: configurations, the integer program of each mesh shape, and textbook methods.
 
 A configuration is expanded into one program for each mesh shape, and a program first into itself, built and bounded,
 then into its solution. More micro-batches and more rematerialisation are candidates from when memory binds: a program
 has no choice within the budget, or a slower one than without it. They inherit the bounds of every configuration that
-they only add to (`search.configs`).
+they only add to (`search.configs`). Textbook methods are floors of every search, each a program of few choices.
 
 Where communication overlaps with computation (`Cluster.overlaps`), the seconds of a plan are those of two streams, and
 no sum over choices. One stream takes at most twice as long (`MAX_SPEEDUP`), so half of a bound of the sum is a bound;
@@ -14,25 +14,26 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 from alpa_lite.asked import PlanRequest, Step
-from alpa_lite.errors import InfeasibleError, MicrobatchError
+from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
 from alpa_lite.layout import LogicalMesh
+from alpa_lite.methods import Auto, DataParallel, Method, Sharded, TensorParallel, Zero
 from alpa_lite.passes.layers.remat import NOTHING, Remat
 from alpa_lite.passes.microbatches import numbers
-from alpa_lite.passes.search import budget as work_units
-from alpa_lite.passes.search.analysis import Analyses, AnalyzedStep
+from alpa_lite.passes.search import best_first, configs
 from alpa_lite.passes.search.best_first import Candidate, Expansion, FoundPlan
-from alpa_lite.passes.search.configs import REMAT_MEMORY_FACTOR, ExecutionConfig, next_feasible_microbatches
+from alpa_lite.passes.search.configs import Analyses, AnalyzedStep, ExecutionConfig, next_feasible_microbatches
 from alpa_lite.passes.sharding import computing, mesh_program, tables
 from alpa_lite.passes.sharding.hiding import Hiding
 from alpa_lite.passes.sharding.mesh_program import MeshProgram, MeshSolution, Solved
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space
-from alpa_lite.passes.stages import planning, staging
-from alpa_lite.passes.stages.planning import DecidedStage
+from alpa_lite.passes.sharding.textbook import least_state, may_be_cut
+from alpa_lite.passes.stages import planning
 from alpa_lite.records import Candidate as Row
 from alpa_lite.runner import Passes
 from alpa_lite.strategy import Solution
@@ -55,17 +56,22 @@ OPTIMISM = 0.9
 HALVINGS = 3
 """How often the number of recomputed layers is bisected."""
 
+BASELINES: Mapping[str, DataParallel | Zero | TensorParallel] = {
+    "Zero(2)": Zero(stage=2),
+    "DataParallel": DataParallel(),
+    "Zero(1)": Zero(stage=1),
+    "Zero(3)": Zero(stage=3),
+    "TensorParallel": TensorParallel(),
+}
+"""The textbook methods by their names among the candidates of a plan."""
+
 
 @dataclass(frozen=True, eq=False)
 class DecidedMesh:
-    """A plan of one mesh, not lowered.
-
-    Attributes:
-      step: the step in its configuration. stage: all of it, with the strategy of every group.
-    """
+    """A plan of one mesh, not lowered: the step in its configuration, and the strategy of every group."""
 
     step: AnalyzedStep
-    stage: DecidedStage
+    found: MeshSolution
 
 
 @dataclass(eq=False)
@@ -79,14 +85,10 @@ class _Record:
       rows: the mesh shapes and methods compared, by name and shape.
     """
 
-    bounds: dict[LogicalMesh, float] = field(default_factory=dict)
+    bounds: defaultdict[LogicalMesh, float] = field(default_factory=lambda: defaultdict(float))
     peak: float = 0.0
     least: float = 0.0
     rows: dict[tuple[str, tuple[int, ...]], Row] = field(default_factory=dict)
-
-    def raise_bound(self, mesh: LogicalMesh, seconds: float) -> None:
-        """Records a bound of a mesh."""
-        self.bounds[mesh] = max(self.bounds.get(mesh, 0.0), seconds)
 
 
 class OneMeshSearch:
@@ -124,25 +126,19 @@ class OneMeshSearch:
         peaks = [record.peak for record in self.records.values() if record.peak]
         if not peaks:
             return UNKNOWN_COMMUNICATION * self.products
-        found = min((plan.value.stage.found.compute_seconds for plan in self.found), default=min(peaks))
+        found = min((plan.value.found.compute_seconds for plan in self.found), default=min(peaks))
         return min(found, MAX_COMPUTE_RATIO * min(peaks))
 
     def open(self, config: ExecutionConfig, interval: tuple[int, int] | None = None) -> list[Candidate]:
         """All plans of a configuration, unless they are a candidate already.
 
-        Args:
-          interval: numbers of recomputed layers that are known to exceed the budget and to fit it, where these are
-            bisected.
+        `interval`: numbers of recomputed layers that are known to exceed the budget and to fit it.
         """
         if config in self._intervals:
             return []
         self._intervals[config] = interval
-
-        def estimate() -> tuple[float, float]:
-            return self._bound_of_all(config), self._expect(config)
-
-        kind = 0, *config.rank
-        return [Candidate(f"one mesh, {config}", kind, (1, *config.rank, 0), estimate, partial(self._expand, config))]
+        rank, estimate = config.rank, partial(self._estimate, config)
+        return [Candidate(f"one mesh, {config}", (0, *rank), (1, *rank, 0), estimate, lambda _: self._expand(config))]
 
     def solve_program(self, program: MeshProgram, space: Space, known: solve.Known, cutoff: float) -> Solved:
         """The best choice of a program within the budget; below the cutoff, unless communication may be hidden."""
@@ -150,30 +146,22 @@ class OneMeshSearch:
         solved = mesh_program.solve_within_budget
         return self.run("sharding", solved, program, space, self.request.budget, limit, known)
 
-    def take(
-        self, analyzed: AnalyzedStep, name: str, program: MeshProgram, space: Space, solution: Solution
-    ) -> FoundPlan:  # fmt: skip
+    def take(self, step: AnalyzedStep, name: str, mesh: LogicalMesh, space: Space, solution: Solution) -> FoundPlan:
         """A solution as a plan, listed among those of its configuration."""
-        found = MeshSolution(program.mesh, space, solution, mesh_program.choice_of(space, solution))
-        cluster, config, loop = self.request.cluster, analyzed.config, analyzed.loop
-        seconds = planning.settled(loop.traced, analyzed.groups, analyzed.rules, cluster, found)
-        self._note(config, name, program.mesh, solution.status, seconds, int(solution.peak))
-        graph = staging.whole(loop.traced, loop.scan)
-        stage = DecidedStage(graph, analyzed.rules, analyzed.groups, found, cluster)
-        plan = FoundPlan((0, *config.rank), seconds, DecidedMesh(analyzed, stage))
+        found = MeshSolution(mesh, space, solution, mesh_program.choice_of(space, solution))
+        seconds = planning.settled(step.loop.traced, step.groups, step.rules, self.request.cluster, found)
+        self._note(step.config, Row(name, mesh.shape, seconds, int(solution.peak), solution.status))
+        plan = FoundPlan((0, *step.config.rank), seconds, DecidedMesh(step, found))
         self.found.append(plan)
         return plan
 
     def rows(self, chosen: FoundPlan) -> tuple[Row, ...]:
         """The mesh shapes and methods that were compared in the configuration of a plan, which is marked."""
         decided: DecidedMesh = chosen.value
-        out, own = [], (decided.stage.found.mesh.shape, chosen.seconds)
-        for row in self.records[decided.step.config].rows.values():
-            if row.step_seconds is not None:
-                is_chosen = (row.mesh_shape, row.step_seconds) == own and all(r.status != "chosen" for r in out)
-                row = replace(row, status="chosen" if is_chosen else "slower")
-            out.append(row)
-        return tuple(out)
+        rows, own = self.records[decided.step.config].rows.values(), (decided.found.mesh.shape, chosen.seconds)
+        mine = next((row for row in rows if (row.mesh_shape, row.step_seconds) == own), None)
+        status = {row: "chosen" if row is mine else "slower" for row in rows if row.step_seconds is not None}
+        return tuple(replace(row, status=status.get(row, row.status)) for row in rows)
 
     def fit_or_explain(self) -> FoundPlan:
         """The plan of the least memory, where the search found none that fits.
@@ -188,69 +176,62 @@ class OneMeshSearch:
         # The least memory: most recomputed, then most micro-batches; the first configuration stands for its kind.
         config = max(self.records, key=lambda c: (c.remat.first is None, c.rank[1], c.microbatches))
         analyzed, request = self.analyses.of(config), self.request
-        least = mesh_program.minimise_memory(self._programs(analyzed))
+        least = mesh_program.minimise_memory(self.programs(analyzed))
         if least is not None and least.peak <= request.budget:
             solution = replace(least.solution, status="feasible")
-            return self.take(analyzed, self._method_name, least.program, least.space, solution)
+            return self.take(analyzed, self._method_name, least.program.mesh, least.space, solution)
         error = mesh_program.budget_error(self.step.traced, request.cluster, request.budget, least)
         why = f" Micro-batches do not help: {self.refused}" if self.refused else ""
         if config != ExecutionConfig(request.num_microbatches or 1):
             why = f" This is with {config}."
         raise InfeasibleError(f"{error}{why}", error.smallest_budget)
 
-    def _bound_of_all(self, config: ExecutionConfig) -> float:
-        """Seconds that no plan of a configuration takes less of on any mesh."""
+    def _estimate(self, config: ExecutionConfig) -> tuple[float, float]:
+        """Seconds that no plan of a configuration takes less of; and estimated of its best, by the bounds of others."""
         meshes = {mesh for record in self.records.values() for mesh in record.bounds}
-        return min((self.bound(config, mesh) for mesh in meshes), default=self.products)
-
-    def _expect(self, config: ExecutionConfig) -> float:
-        """Estimated seconds of the best plan of a configuration, by the bounds of other ones."""
-        known = [
-            config.scale(other, record.peak, min(record.bounds.values())) / self.speedup
-            for other, record in self.records.items()
-            if record.bounds
-        ]
+        least = min((self.bound(config, mesh) for mesh in meshes), default=self.products)
+        bounded = [(other, record) for other, record in self.records.items() if record.bounds]
+        known = [config.scale(one, r.peak, min(r.bounds.values())) / self.speedup for one, r in bounded]
         unknown = config.scale(ExecutionConfig(), self.products, UNKNOWN_COMMUNICATION * self.products)
-        return max(self._bound_of_all(config), min(known, default=unknown))
+        return least, max(least, min(known, default=unknown))
 
-    def _programs(self, analyzed: AnalyzedStep) -> list[MeshProgram]:
-        """The programs of a configuration on every mesh that the method admits."""
+    def programs(self, step: AnalyzedStep, method: Method | None = None) -> list[MeshProgram]:
+        """The programs of a configuration on every mesh that a method admits; on those of the request without one.
+
+        Raises:
+          OptionError: the method cannot be applied to the arguments or the number of devices.
+        """
         r = self.request
+        said = {} if method else {"pins": r.pins, "wishes": r.wishes}
         return mesh_program.mesh_programs(
-            analyzed.loop.traced, analyzed.groups, analyzed.rules, r.cluster, r.method, budget=r.budget,
-            shared=analyzed.shared, pins=r.pins, wishes=r.wishes,
+            step.loop.traced, step.groups, step.rules, r.cluster, method or r.method, budget=r.budget,
+            shared=step.shared, **said,
         )  # fmt: skip
 
-    def _expand(self, config: ExecutionConfig, cutoff: float) -> Expansion:
+    def _expand(self, config: ExecutionConfig) -> Expansion:
         """One candidate for each mesh shape."""
-        del cutoff
         request = self.request
         try:
-            analyzed = self.analyses.of(config)
-            programs = self._programs(analyzed)
+            step = self.analyses.of(config)
+            programs = self.programs(step)
         except MicrobatchError as error:
             if request.num_microbatches:
                 raise
             self.refused = self.refused or error
             return Expansion()
-        work = work_units.ANALYSIS_PER_OP * sum(1 for _ in analyzed.loop.traced.graph.ops())
-        least = tables.in_equal_parts(analyzed.shared, request.cluster.num_devices)
-        if least > request.budget:
-            self.records[config].least = least
-            for program in programs:
-                self._note(config, self._method_name, program.mesh, "infeasible")
-            return Expansion(self._successors(analyzed), work=work)
-        return Expansion([self._of_program(analyzed, one, n) for n, one in enumerate(programs)], work=work)
+        work = best_first.ANALYSIS_PER_OP * sum(1 for _ in step.loop.traced.graph.ops())
+        least = tables.in_equal_parts(step.shared, request.cluster.num_devices)
+        if least <= request.budget:
+            return Expansion([self._of_program(step, one, n) for n, one in enumerate(programs)], work=work)
+        self.records[config].least = least
+        for program in programs:
+            self._reject(config, program, "infeasible")
+        return Expansion(self._successors(step), work=work)
 
     def _of_program(
         self, step: AnalyzedStep, program: MeshProgram, number: int, bounded: solve.Bound | None = None
     ) -> Candidate:  # fmt: skip
-        """All plans of a configuration on one mesh.
-
-        Args:
-          number: of the mesh, in the order of promise.
-          bounded: its program and bound, once they are built.
-        """
+        """All plans of a configuration on the mesh of that number, with its bound once the program is built."""
         config, shape = step.config, program.mesh.shape
 
         def estimate() -> tuple[float, float]:
@@ -259,7 +240,7 @@ class OneMeshSearch:
             if bounded is not None:
                 return bound, OPTIMISM * bound
             least = self.records[config].least if config in self.records else 0.0
-            return bound, OPTIMISM * max(bound, self._expect(config)) * max(1.0, least / self.request.budget)
+            return bound, OPTIMISM * max(bound, self._estimate(config)[1]) * max(1.0, least / self.request.budget)
 
         def expand(cutoff: float) -> Expansion:
             if bounded is None:
@@ -271,41 +252,38 @@ class OneMeshSearch:
 
     def _bound(self, step: AnalyzedStep, program: MeshProgram, number: int) -> Expansion:
         """The same mesh with its program built and bounded; or configurations that use less memory, if none fits."""
-        config, mesh = step.config, program.mesh
+        config, mesh, record = step.config, program.mesh, self.records[step.config]
         space = self.run("sharding", program.build)
         bound = solve.Bound(space.program)
-        known = [plan.value.stage.found for plan in self.found if plan.value.step is step]
-        choices = [mesh_program.map_choice_to(plan, space) for plan in known if plan.mesh == mesh]
+        known = [plan.value.found for plan in self.found if plan.value.step is step and plan.value.found.mesh == mesh]
+        choices = [mesh_program.map_choice_to(plan, space) for plan in known]
         bound.known.choices += [choice for choice in choices if choice is not None]
         for _ in range(IMPROVEMENTS):
             self.run("sharding", bound.improve)
-        record = self.records[config]
         record.peak = max(record.peak, program.peak_seconds(space))
-        record.raise_bound(mesh, bound.seconds)
-        work = bound.work + build_work(space)
+        record.bounds[mesh] = max(record.bounds[mesh], bound.seconds)
+        work = bound.work + _build_work(space)
         if not bound.fits and self.run("sharding", self._exceeds_budget, config, program):
-            self._note(config, self._method_name, mesh, "infeasible")
+            self._reject(config, program, "infeasible")
             return Expansion(self._successors(step), work=work)
-        self._note(config, self._method_name, mesh, "cutoff")
+        self._reject(config, program, "cutoff")
         return Expansion([self._of_program(step, program, number, bound)], work=work)
 
     def _solve(self, step: AnalyzedStep, program: MeshProgram, bounded: solve.Bound, cutoff: float) -> Expansion:
         """The solution of a program, and configurations that use less memory where memory binds."""
-        config, name = step.config, self._method_name
+        bounds, mesh = self.records[step.config].bounds, program.mesh
         found = self.solve_program(program, program.build(), bounded.known, cutoff)
-        self.records[config].raise_bound(program.mesh, found.free_bound)
-        least, work = found.solution.bound / self.speedup, found.work
-        if not found.solution.choice:
-            if found.solution.status != "cutoff":
-                self._note(config, name, program.mesh, found.solution.status)
-                self._exceeds_budget(config, program)
+        bounds[mesh] = max(bounds[mesh], found.free_bound)
+        least, work, solution = found.solution.bound / self.speedup, found.work, found.solution
+        if not solution.choice:
+            if solution.status != "cutoff":
+                self._reject(step.config, program, solution.status)
+                self._exceeds_budget(step.config, program)
             return Expansion(self._successors(step), bound=least, work=work)
-        plans = [self.take(step, name, program, found.space, found.solution)]
-        if self.request.cluster.overlaps:
-            for other in self._hidden(step, found):
-                work += other.work
-                plans.append(self.take(step, name, program, found.space, other))
-        more = self._successors(step) if is_slowed(found) else []
+        hidden = self._hidden(step, found) if self.request.cluster.overlaps else []
+        plans = [self.take(step, self._method_name, mesh, found.space, one) for one in (solution, *hidden)]
+        more = self._successors(step) if _is_slowed(found) else []
+        work += sum(other.work for other in hidden)
         return Expansion([*more, *self._halve(step, fits=True)], plans, least, work)
 
     def _hidden(self, step: AnalyzedStep, found: Solved) -> list[Solution]:
@@ -330,7 +308,7 @@ class OneMeshSearch:
             out += self.open(replace(config, microbatches=more))
         for choice in request.remat:
             if config.remat == NOTHING and choice != "none":
-                fits = max(1, more // REMAT_MEMORY_FACTOR[choice]) if least else config.microbatches
+                fits = max(1, more // configs.REMAT_MEMORY_FACTOR[choice]) if least else config.microbatches
                 out += self.open(ExecutionConfig(request.num_microbatches or fits, Remat(choice)))
         return out + self._halve(step, fits=False)
 
@@ -356,24 +334,117 @@ class OneMeshSearch:
         record.least = min(record.least or bound, bound)
         return True
 
-    def _note(
-        self, config: ExecutionConfig, name: str, mesh: LogicalMesh, status: str, seconds: float | None = None,
-        size: int | None = None,
-    ) -> None:  # fmt: skip
+    def _reject(self, config: ExecutionConfig, program: MeshProgram, status: str) -> None:
+        """Lists a mesh shape without a plan."""
+        self._note(config, Row(self._method_name, program.mesh.shape, None, None, status))
+
+    def _note(self, config: ExecutionConfig, row: Row) -> None:
         """Lists the result of a mesh shape or method, unless a faster plan is already listed for it."""
-        rows, key = self.records[config].rows, (name, mesh.shape)
+        rows, key, seconds = self.records[config].rows, (row.method, row.mesh_shape), row.step_seconds
         before = rows[key].step_seconds if key in rows else None
         if before is None or (seconds is not None and seconds < before):
-            rows[key] = Row(name, mesh.shape, seconds, size, status)
+            rows[key] = row
 
 
-def is_slowed(found: Solved) -> bool:
+def baselines(search: OneMeshSearch) -> list[Candidate]:
+    """The textbook methods, where the request admits all of them and constrains nothing that they do not respect."""
+    request = search.request
+    said = request.pins or request.wishes.leaves or request.wishes.forbidden or request.wishes.mesh
+    if said or request.method not in (Auto(), Sharded()) or request.cluster.num_devices == 1:
+        return []
+    config = ExecutionConfig(request.num_microbatches or 1)
+    return [_Baseline(search, name, config).candidate for name in BASELINES]
+
+
+@dataclass(frozen=True, eq=False)
+class _Baseline:
+    """All plans of a textbook method in a configuration without rematerialisation.
+
+    By the method's program with fewer micro-batches, none takes less than `least` seconds.
+    """
+
+    search: OneMeshSearch
+    name: str
+    config: ExecutionConfig
+    least: float = 0.0
+
+    @property
+    def candidate(self) -> Candidate:
+        """Before everything else, fewer micro-batches before more."""
+        rank, number = self.config.rank, list(BASELINES).index(self.name)
+        return Candidate(f"{self.name}, {self.config}", (0, *rank), (0, *rank, number), self._estimate, self._expand)
+
+    def _estimate(self) -> tuple[float, float]:
+        """Floors come first; further micro-batches, once there is a plan, in the order of their bounds."""
+        search, own = self.search, self.least
+        bounds = search.records[self.config].bounds if self.config in search.records else {}
+        mesh = next((mesh for mesh in bounds if len(mesh.shape) == 1), None)
+        if mesh is not None and self._is_contained:
+            own = max(own, search.bound(self.config, mesh))
+        return own, own if search.found else 0.0
+
+    @cached_property
+    def _is_contained(self) -> bool:
+        """Whether the unrestricted program on the mesh of one axis has all plans of the method: computed once."""
+        method, cluster = BASELINES[self.name], self.search.request.cluster
+        try:
+            step = self.search.analyses.of(self.config)
+            return mesh_program.has_all_plans_of(step.loop.traced, step.groups, cluster, method, step.shared)
+        except (MicrobatchError, OptionError):
+            return False
+
+    def _expand(self, cutoff: float) -> Expansion:
+        """The best plan of the method, and the method with more micro-batches where memory binds."""
+        search, request, method = self.search, self.search.request, BASELINES[self.name]
+        devices, count = request.cluster.num_devices, self.config.microbatches
+        if least_state(search.step.traced, method, devices) > request.budget:
+            return Expansion()
+        try:
+            if count > 1 and request.num_microbatches is None and not isinstance(method, TensorParallel):
+                facts = search.analyses.of(ExecutionConfig()).shared.facts
+                if not may_be_cut(facts, count * devices):
+                    return Expansion()
+            analyzed = search.analyses.of(self.config)
+            (program,) = search.programs(analyzed, method)
+        except (MicrobatchError, OptionError):  # the batch, or a micro-batch, does not divide
+            return Expansion()
+        needed = tables.in_equal_parts(analyzed.shared, devices)
+        if needed > request.budget:
+            return Expansion(self._more(0.0, needed))
+        space = search.run("sharding", program.build)
+        bound = solve.Bound(space.program)
+        search.run("sharding", bound.improve)
+        work, least = bound.work + _build_work(space), bound.seconds / search.speedup
+        if least >= cutoff:
+            return Expansion(bound=least, work=work)
+        needed = 0.0 if bound.fits else solve.bound_of_peak(space.program)[0]
+        if request.budget < needed < math.inf:
+            return Expansion(self._more(least, needed), work=work)
+        found = search.solve_program(program, space, bound.known, cutoff)
+        work, least = work + found.work, max(least, found.free_bound / search.speedup)
+        if not found.solution.choice:
+            return Expansion(self._more(least), work=work)
+        plan = search.take(analyzed, self.name, program.mesh, found.space, found.solution)
+        more = self._more(least) if _is_slowed(found) else []
+        return Expansion(more, [plan], found.solution.bound / search.speedup, work)
+
+    def _more(self, least: float, needed: float = 0.0) -> list[Candidate]:
+        """The method with the next number of micro-batches that may fit, where this one needs so many bytes."""
+        search, request = self.search, self.search.request
+        floor = max(search.floor, least_state(search.step.traced, BASELINES[self.name], request.cluster.num_devices))
+        if request.num_microbatches or floor >= request.budget:
+            return []
+        count = next_feasible_microbatches(self.config.microbatches, max(needed, floor), floor, request.budget)
+        return [replace(self, config=ExecutionConfig(count), least=max(self.least, least)).candidate]
+
+
+def _is_slowed(found: Solved) -> bool:
     """Whether the budget makes a solution slower than one without it."""
     return found.solution.objective > found.free_bound * (1 + mesh_program.NEAR_FREE)
 
 
-def build_work(space: Space) -> int:
+def _build_work(space: Space) -> int:
     """The work of building a program."""
     cells = sum(transfer.cost.size for transfer in space.program.transfers)
     strategies = sum(len(node.strategies) for node in space.nodes)
-    return work_units.BUILD_PER_CELL * cells + work_units.BUILD_PER_STRATEGY * strategies
+    return best_first.BUILD_PER_CELL * cells + best_first.BUILD_PER_STRATEGY * strategies

@@ -1,5 +1,7 @@
 """The step in micro-batches and layers, the costs of layers on submeshes, and pipelines of them: each made once.
 
+StagePlan ──layers──▶ ──stages──▶ ──sharding──▶ ──lowering──▶ PlannedStage, for each stage ──programs──▶ Staged
+
 Bound. However a step is divided, its products compute for at least their FLOPs over all devices at the highest rate of
 large products. With S stages and n runs of each stage in each direction, the first and the last are waited for: the
 published bubbles are at least (S - 1) / 3n of computing, with S = 2 and zb-h1. A process starts one task after another:
@@ -12,39 +14,83 @@ published bubbles are at least (S - 1) / 3n of computing, with S = 2 and zb-h1. 
 from __future__ import annotations
 
 import functools
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from alpa_lite import schedules
 from alpa_lite.asked import PlanRequest, Step
-from alpa_lite.errors import InfeasibleError
-from alpa_lite.passes import microbatches, stages
-from alpa_lite.passes.layers.division import Divisible, divisible
+from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError, OrderError
+from alpa_lite.options import Pipeline, Sharded
+from alpa_lite.passes import microbatches, programs, stages
+from alpa_lite.passes.layers.division import MAX_OUTER_LAYERS, Divisible, divided, divisible
+from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches import numbers
-from alpa_lite.passes.programs.staged import Staged
-from alpa_lite.passes.search.analysis import max_layers
-from alpa_lite.passes.search.build_pipeline import StageCache, build_pipeline
+from alpa_lite.passes.microbatches.loop import Accumulated
+from alpa_lite.passes.plans import candidates
+from alpa_lite.passes.programs.staged import Staged, Verdict, estimated_bytes
+from alpa_lite.passes.search.best_first import FoundPlan
+from alpa_lite.passes.search.configs import MAX_LAYERS
 from alpa_lite.passes.sharding import computing
-from alpa_lite.passes.stages import submeshes
+from alpa_lite.passes.stages import planning, submeshes
 from alpa_lite.passes.stages.choosing import CERTAIN, StagePlan
-from alpa_lite.passes.stages.layer_costs import Layer
-from alpa_lite.passes.stages.pricing import LayerCosts
+from alpa_lite.passes.stages.layer_costs import PRICES, Layer
+from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
+from alpa_lite.passes.stages.pricing import VARIANTS, LayerCosts
+from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.tokens import in_slices
+from alpa_lite.report import units
 from alpa_lite.runner import Passes
+
+logger = logging.getLogger(__name__)
 
 RUNS = tuple(1 << i for i in range(12))
 """The numbers of runs of a stage that the bound considers."""
 
 MAX_LAYER_ERROR = 1.6
-"""Stages are planned whose bytes, estimated from their layers, exceed the budget by this factor at most.
+"""Stages are planned whose bytes, summed over layers that share some, exceed the budget by this factor at most."""
 
-Estimates may be too high, since a stage holds once what each of its layers holds.
-"""
+ATTEMPTS = 3
+"""How often the same stages are planned, each time with memory more expensive for those that exceed the budget."""
+
+Kind = tuple[Any, ...]
+"""The inputs that identical stages share: the digest, the devices, the meshes allowed, whether weights are apart."""
+
+REFUSALS = InfeasibleError, MicrobatchError, OptionError, OrderError
+"""Errors of stages or slices that cannot be planned."""
+
+
+def found_plan(staged: Staged) -> FoundPlan:
+    """A planned pipeline as a plan of the search."""
+    return FoundPlan((len(staged.stages), staged.program.num_microbatches, 0), staged.seconds, staged)
+
+
+def max_layers(method: Pipeline) -> int:
+    """The most layers that a forward pass is cut into for a pipeline: more where as many stages are asked for."""
+    return max(MAX_LAYERS, (method.num_stages or 0) + MAX_OUTER_LAYERS)
+
+
+def cut_into_stages(
+    run: Passes, layers: Divisible, firsts: Sequence[int], remat: Sequence[Choice], tokens: tuple[int, ...]
+) -> tuple[Accumulated, tuple[StageGraph, ...]]:  # fmt: skip
+    """The step in stages with these first layers, and a graph of each; in slices of so many tokens if any are given."""
+    cut = run("layers", divided, layers, firsts[1:], remat)
+    if tokens:
+        cut = run("slices", in_slices, cut, tokens)
+    loop = cut.accumulated
+    return loop, run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
 
 
 @dataclass(eq=False)
 class PipelineAnalyses:
-    """Analyses of a step for pipelines.
+    """Analyses of a step for pipelines, and planned stages, to be reused: these grow.
 
     Attributes:
       below_all: whether a single stage on all devices, which is one mesh, is no pipeline.
+      solved: one stage of each kind, at some price of memory.
+      planned: the first of each kind at each price.
+      own: each stage of each kind at each price.
     """
 
     run: Passes
@@ -52,7 +98,9 @@ class PipelineAnalyses:
     request: PlanRequest
     below_all: bool
     layers: dict[str, Layer] = field(default_factory=dict)
-    cache: StageCache = field(default_factory=StageCache)
+    solved: dict[Kind, DecidedStage] = field(default_factory=dict)
+    planned: dict[tuple[Kind, float], PlannedStage] = field(default_factory=dict)
+    own: dict[tuple[StageGraph, Kind, float], PlannedStage] = field(default_factory=dict)
 
     @functools.cached_property
     def bound(self) -> float:
@@ -131,5 +179,81 @@ class PipelineAnalyses:
             return self.choose(costs, count, room, rough=rough), room
 
     def build(self, chosen: StagePlan, tokens: tuple[int, ...] = ()) -> Staged:
-        """A pipeline of chosen stages."""
-        return build_pipeline(self.run, chosen, self.request, tokens, self.cache)
+        """The pipeline of chosen stages: each is solved and lowered, their program written and simulated.
+
+        Where a submesh exceeds the budget, its stages are planned again with memory four times as expensive.
+
+        Args:
+          tokens: of each slice of a sequence; none leaves sequences whole.
+        """
+        run, request, slices = self.run, self.request, chosen.slices
+        firsts = [stage.first for stage in slices.stages]
+        mesh_of = [stage.mesh for stage in slices.stages]
+        variants = [VARIANTS[stage.variant] for stage in slices.stages]
+        prices = [PRICES[number] for number, _ in variants]
+        remat: tuple[Choice, ...] = tuple(choice for _, choice in variants)
+        loop, graphs = cut_into_stages(run, chosen.priced.step, firsts, remat, tokens)
+        digests = [planning.digest(graph, request.wishes) for graph in graphs]
+        schedule = schedules.schedule(
+            slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual, slices=len(tokens) or 1
+        )
+        verdict = Verdict(
+            "layers", "feasible", chosen.seconds, chosen.bound, candidates.of_stages(chosen), chosen.idle_devices
+        )  # fmt: skip
+        attempt, split = 0, schedule.splits_backward
+        while True:
+            attempt += 1
+            planned = self._solve(chosen, list(zip(graphs, digests, prices, strict=True)), split)
+            over = [size - request.budget for size in estimated_bytes(planned, mesh_of, schedule)]
+            if max(over) <= CERTAIN * request.budget or split or attempt == ATTEMPTS:
+                staged = run(
+                    "programs", programs.pipelined, loop, planned, slices.first_devices, schedule, request.cluster,
+                    first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers),
+                    max_layers=max_layers(request.pipeline), remat=remat, verdict=verdict, token_slices=tokens,
+                )  # fmt: skip
+                over = [sum(pair) - request.budget for pair in staged.bytes]
+                if max(over) <= 0 or attempt == ATTEMPTS:
+                    return staged
+            said = ", ".join(units.nbytes(size) for size in over if size > 0)
+            logger.info("submeshes exceed the budget by %s: memory becomes more expensive for their stages", said)
+            prices = [max(1.0, 4.0 * price) if over[m] > 0 else price for m, price in zip(mesh_of, prices, strict=True)]
+
+    def _solve(
+        self, chosen: StagePlan, graphs: Sequence[tuple[StageGraph, str, float]], split: bool
+    ) -> tuple[PlannedStage, ...]:  # fmt: skip
+        """Solves and lowers every stage, given with its digest and its price of memory.
+
+        The mesh shape of a stage is the best one of its layers, and binds the other stages of its submesh. Identical
+        stages take over the choices of the first and their costs, a stage at another attempt with the same price of
+        memory is the one of the attempt before, and at another price it has the same integer program.
+        """
+        run, request, slices, kinds = self.run, self.request, chosen.slices, chosen.priced.devices
+        shapes: dict[int, tuple[int, ...]] = {}
+        out: list[PlannedStage] = []
+        for number, ((graph, digest, price), stage) in enumerate(zip(graphs, slices.stages, strict=True)):
+            run.count("stages planned", number, len(graphs), lasting=True)
+            devices = slices.devices[stage.mesh]
+            method = submeshes.shape_of(request.pipeline, number, devices)
+            if stage.mesh in shapes:
+                method = Sharded(shapes[stage.mesh])
+            elif method.mesh_shape is None:
+                method = Sharded(chosen.priced.mesh_of(stage, kinds.index(devices)))
+            kind = digest, devices, method, split
+            if (graph, kind, price) not in self.own:
+                twin = self.planned.get((kind, price))
+                like = twin or self.solved.get(kind)
+                if twin is None and like is not None:
+                    like = run("sharding", planning.repriced, like, price)
+                decided = run(
+                    "sharding", planning.decide, graph, request.cluster.part(devices), method, price=price,
+                    split_weights=split, wishes=request.wishes, like=like, unit=chosen.priced.unit_of(stage),
+                )  # fmt: skip
+                self.solved.setdefault(kind, decided)
+                lowered = run("lowering", planning.lowered, decided, split_weights=split, like=twin)
+                self.own[graph, kind, price] = lowered
+            planned = self.own[graph, kind, price]
+            self.planned.setdefault((kind, price), planned)
+            shapes[stage.mesh] = planned.found.mesh.shape
+            out.append(planned)
+        run.count("stages planned", len(graphs), len(graphs), lasting=True)
+        return tuple(out)

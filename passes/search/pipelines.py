@@ -20,12 +20,11 @@ import numpy as np
 from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, OptionError
 from alpa_lite.passes.programs.staged import Staged, noted
-from alpa_lite.passes.search import budget as work_units
-from alpa_lite.passes.search.best_first import Candidate, Expansion, FoundPlan
-from alpa_lite.passes.search.build_pipeline import StageCache, build_pipeline
+from alpa_lite.passes.search.best_first import LAYER_COST, STAGE_DP, STAGE_PER_OP, Candidate, Expansion, FoundPlan
+from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.search.one_mesh import OneMeshSearch
-from alpa_lite.passes.search.pipeline_analysis import PipelineAnalyses
-from alpa_lite.passes.search.token_slices import REFUSALS, SliceSearch, open_slices, plan_lengths
+from alpa_lite.passes.search.pipeline_analysis import REFUSALS, PipelineAnalyses, found_plan
+from alpa_lite.passes.search.token_slices import SliceSearch, open_slices, plan_lengths
 from alpa_lite.passes.stages.choosing import CERTAIN, StagePlan
 from alpa_lite.passes.stages.pricing import LayerCosts
 from alpa_lite.report import units
@@ -44,8 +43,7 @@ class PipelineSearch:
     """Candidates of pipelines, and the state that they share.
 
     Attributes:
-      found: planned pipelines of whole sequences. slicings: of those in slices.
-      errors: the reasons why others cannot be planned.
+      found: planned pipelines of whole sequences. slicings: of those in slices. errors: why others cannot be planned.
       estimates: of the best pipeline with each number of micro-batches, in seconds, by sums over layers.
     """
 
@@ -80,7 +78,7 @@ class PipelineSearch:
         if any(isinstance(e, InfeasibleError) and e.smallest_budget is not None for e in self.errors):
             best = self._least_memory()
             if best is not None and best.needed <= own.request.budget:
-                return FoundPlan((len(best.stages), best.program.num_microbatches, 0), best.seconds, best)
+                return found_plan(best)
             error = error if best is None else exceeds_budget(best, own.request.budget)
         if isinstance(error, InfeasibleError) and own.request.num_microbatches is None:
             tried = f"up to {max(own.counts)} micro-batches were tried, num_microbatches takes others"
@@ -92,7 +90,7 @@ class PipelineSearch:
 
         Built for a budget of nothing, so that it does not depend on the budget, and works when that is given.
         """
-        own, best, request = self.analyses, None, self.analyses.request.with_budget(1)
+        own, best = self.analyses, None
         for count in reversed(own.counts):
             try:
                 costs, room = own.price(own.reference, own.kinds), math.inf
@@ -101,7 +99,8 @@ class PipelineSearch:
                 except InfeasibleError as error:
                     room = (error.smallest_budget or math.inf) * (1 + 1e-9)
                 chosen = own.choose(costs, count, room)
-                staged = build_pipeline(own.run, chosen, request, request.pipeline.lengths, StageCache())
+                anew = PipelineAnalyses(own.run, own.step, own.request.with_budget(1), own.below_all)
+                staged = anew.build(chosen, own.request.pipeline.lengths)
             except AlpaLiteError:
                 continue
             best = staged if best is None or staged.needed < best.needed else best
@@ -128,45 +127,39 @@ class PipelineSearch:
                 rough, _ = own.choose_or_least(costs, count, rough=True)
                 seconds = rough.seconds
                 self.estimates.append(seconds)
-            except InfeasibleError as error:
+            except (InfeasibleError, OptionError) as error:
                 self.errors.append(error)
+                if isinstance(error, OptionError):
+                    continue
                 seconds = cutoff if math.isfinite(cutoff) else 1e30  # unequal submeshes, or other schedules, may fit
-            except OptionError as error:
-                self.errors.append(error)
-                continue
             out.append(self._of_count(count, costs, seconds))
-        return Expansion(out, work=work_units.LAYER_COST * len(costs.known) + work_units.STAGE_DP * len(own.counts))
+        return Expansion(out, work=LAYER_COST * len(costs.known) + STAGE_DP * len(own.counts))
 
     def _of_count(self, count: int, costs: LayerCosts, seconds: float, attempt: int = 0) -> Candidate:
-        """All pipelines with a number of micro-batches.
+        """All pipelines with a number of micro-batches, by the costs of layers at this number or another one.
 
-        Args:
-          costs: of layers, at this number or at another one.
-          seconds: estimated, of the best.
-          attempt: divisions that were planned, and exceeded the budget.
+        `seconds` estimates the best of them. `attempt` divisions were planned, and exceeded the budget.
         """
-        bound = self.analyses.bound
-
-        def estimate() -> tuple[float, float]:
-            return bound, max(bound, self._expect(seconds))
+        bound, name = self.analyses.bound, f"pipelines of {ExecutionConfig(count)}"
 
         def expand(cutoff: float) -> Expansion:
-            more, plans, work = self._choose(count, costs, attempt, cutoff)
-            return Expansion(more, plans, bound, work_units.STAGE_DP + work)
+            parts = self._choose(count, costs, attempt, cutoff)
+            return replace(parts, bound=bound, work=STAGE_DP + parts.work)
 
-        name = f"pipelines of {count} micro-batch{'es' * (count > 1)}"
-        return Candidate(name, (2, count, 0), (2, 1, count), estimate, expand)
+        return Candidate(
+            name, (2, count, 0), (2, 1, count), lambda: (bound, max(bound, self._expect(seconds))), expand
+        )  # fmt: skip
 
-    def _choose(self, count: int, costs: LayerCosts, attempt: int, cutoff: float) -> _Parts:
+    def _choose(self, count: int, costs: LayerCosts, attempt: int, cutoff: float) -> Expansion:
         """The same at costs of its own; or the planned pipeline of the DP's stages, and its slices."""
         own = self.analyses
         try:
             chosen, room = own.choose_or_least(costs, count)
         except (InfeasibleError, OptionError) as error:
             self.errors.append(error)
-            return [], [], 0
+            return Expansion()
         if self._expect(chosen.seconds) >= cutoff:
-            return [], [], 0
+            return Expansion()
         if count != costs.num_microbatches:
             step = own.cut(count)
             if len(step.layering.layers) != len(costs.layers):
@@ -174,55 +167,48 @@ class PipelineSearch:
             chosen = replace(chosen, priced=costs.rescaled(step))
         return self._plan(chosen, room, costs, attempt)
 
-    def _price(self, count: int, costs: LayerCosts, rough: StagePlan, attempt: int) -> _Parts:
+    def _price(self, count: int, costs: LayerCosts, rough: StagePlan, attempt: int) -> Expansion:
         """The same with layers priced at this number of micro-batches, on the sizes of submeshes that the DP chose."""
         own, work = self.analyses, 0
         for kinds in dict.fromkeys((tuple(sorted(set(rough.slices.devices))), own.kinds)):
             try:
                 exact = own.price(count, kinds)
-                work += work_units.LAYER_COST * len(exact.known)
+                work += LAYER_COST * len(exact.known)
                 chosen, _ = own.choose_or_least(exact, count)
             except REFUSALS as error:
                 self.errors.append(error)
                 continue
             exact = replace(exact, beyond=costs.beyond)
-            return [self._of_count(count, exact, chosen.seconds, attempt)], [], work
-        return [], [], work
+            return Expansion([self._of_count(count, exact, chosen.seconds, attempt)], work=work)
+        return Expansion(work=work)
 
-    def _plan(self, chosen: StagePlan, room: float, costs: LayerCosts, attempt: int) -> _Parts:
+    def _plan(self, chosen: StagePlan, room: float, costs: LayerCosts, attempt: int) -> Expansion:
         """The planned pipeline of chosen stages, and its slices; others at higher costs, if it exceeds the budget."""
-        own, count, budget = self.analyses, chosen.slices.num_microbatches, self.analyses.request.budget
-        lengths = own.request.pipeline.lengths
-        work = work_units.STAGE_PER_OP * sum(1 for _ in own.step.traced.graph.ops())
+        own, count, request = self.analyses, chosen.slices.num_microbatches, self.analyses.request
+        budget, lengths = request.budget, request.pipeline.lengths
+        work = STAGE_PER_OP * sum(1 for _ in own.step.traced.graph.ops())
         try:
             staged = own.build(chosen, lengths)
         except REFUSALS as error:
             self.errors.append(error)
-            return [], [], work
+            return Expansion(work=work)
         if staged.needed > budget:
             self.errors.append(exceeds_budget(staged, budget))
             if attempt + 1 >= ATTEMPTS:
-                return [], [], work
+                return Expansion(work=work)
             logger.info("the pipeline exceeds the budget by %s", units.nbytes(staged.needed - budget))
             costs = replace(costs, beyond=excess(costs.beyond, chosen, staged, room, budget))
-            return [self._of_count(count, costs, chosen.seconds, attempt + 1)], [], work
+            return Expansion([self._of_count(count, costs, chosen.seconds, attempt + 1)], work=work)
         self._planned_ratio = min(self._planned_ratio, staged.seconds / chosen.seconds)
         slicing, note = open_slices(own, chosen, staged)
         staged = noted(staged, note) if note else staged
-        plans = [
-            FoundPlan((len(one.stages), count, 0), one.seconds, one)
-            for one in (staged, *(plan_lengths(own, chosen, lengths) if lengths else ()))
-            if one.needed <= budget
-        ]
+        others = plan_lengths(own, chosen, lengths) if lengths else []
+        plans = [found_plan(one) for one in (staged, *others) if one.needed <= budget]
         self.found += plans
         if slicing is None:
-            return [], plans, work
+            return Expansion(plans=plans, work=work)
         self.slicings.append(slicing)
-        return slicing.first(), plans, work
-
-
-_Parts = tuple[list[Candidate], list[FoundPlan], int]
-"""Smaller sets of plans, those that were found, and cells visited."""
+        return Expansion(slicing.first(), plans, work=work)
 
 
 def excess(
@@ -230,9 +216,7 @@ def excess(
 ) -> dict[tuple[int, int], float]:  # fmt: skip
     """Bytes by which stages exceed the costs of their layers, as in `LayerCosts.beyond`: known ones, and these.
 
-    Args:
-      chosen, staged: stages as they were chosen, and planned.
-      room: bytes that they were chosen for. Stages that exceed the budget exceed it, too, from now on.
+    `room`: bytes that they were chosen for. Stages that exceed the budget exceed it, too, from now on.
     """
     found, slices = dict(beyond), chosen.slices
     for stage in slices.stages:

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
@@ -16,15 +15,14 @@ from alpa_lite.passes.layers.remat import Remat
 from alpa_lite.passes.plans.comparing import beside, does_not_fit
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
 from alpa_lite.passes.search import best_first, token_slices
-from alpa_lite.passes.search.baselines import baselines
-from alpa_lite.passes.search.best_first import Candidate, FoundPlan
-from alpa_lite.passes.search.budget import EFFORTS
+from alpa_lite.passes.search.best_first import EFFORTS, Candidate, FoundPlan
 from alpa_lite.passes.search.configs import ExecutionConfig
-from alpa_lite.passes.search.one_mesh import DecidedMesh, OneMeshSearch
+from alpa_lite.passes.search.one_mesh import DecidedMesh, OneMeshSearch, baselines
 from alpa_lite.passes.search.pipelines import PipelineSearch
 from alpa_lite.passes.sharding import worth
-from alpa_lite.passes.sharding.mesh_program import CLOSED
-from alpa_lite.passes.stages import planning
+from alpa_lite.passes.sharding.mesh_program import CLOSED, MeshSolution
+from alpa_lite.passes.stages import planning, staging
+from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.records import SearchSummary
 from alpa_lite.report import units
 from alpa_lite.runner import Passes
@@ -86,24 +84,23 @@ def _fit_or_explain(one: OneMeshSearch | None, pipelines: PipelineSearch | None)
 def _write(run: Passes, request: PlanRequest, one: OneMeshSearch, chosen: FoundPlan) -> Staged:
     """The program of a plan of one mesh."""
     decided: DecidedMesh = chosen.value
-    stage, config, found = decided.stage, decided.step.config, decided.stage.found
-    costs: tuple[str, ...] = ()
-    if worth.items(stage.graph.traced, request.wishes):
+    step, found, config = decided.step, decided.found, decided.step.config
+    loop, costs = step.loop, tuple[str, ...]()
+    if worth.items(loop.traced, request.wishes):
         costs = run(
-            "constraints", worth.worth, stage.graph.traced, stage.grouping, stage.rules, request.cluster,
-            request.method, found, budget=request.budget, pins=request.pins, wishes=request.wishes,
+            "constraints", worth.worth, loop.traced, step.groups, step.rules, request.cluster, request.method, found,
+            budget=request.budget, pins=request.pins, wishes=request.wishes,
         )  # fmt: skip
     objective, own = found.solution.objective, found.solution.bound
-    bound = min([one.bound(config, mesh) for mesh in one.records[config].bounds], default=0.0)
-    bound = min(max(bound, 0.0), own, objective)
-    if objective - bound <= CLOSED * objective:
-        bound = max(bound, own)
-    status = "optimal" if objective - bound <= CLOSED * objective else "feasible"
+    least = min([one.bound(config, mesh) for mesh in one.records[config].bounds], default=0.0)
+    is_closed = objective - min(least, own, objective) <= CLOSED * objective
+    bound, status = (own, "optimal") if is_closed else (min(least, own, objective), "feasible")
     rows = one.rows(chosen)
     found = replace(found, solution=replace(found.solution, bound=bound, status=status), candidates=rows)
-    planned = run("lowering", planning.lowered_whole, replace(stage, found=found), request.options.communication)
+    stage = DecidedStage(staging.whole(loop.traced, loop.scan), step.rules, step.groups, found, request.cluster)
+    planned = run("lowering", planning.lowered_whole, stage, request.options.communication)
     verdict = Verdict("step", status, objective, bound, rows)
-    staged = run("programs", programs.single, decided.step.loop, planned, verdict, str(config.remat))
+    staged = run("programs", programs.single, loop, planned, verdict, str(config.remat))
     return noted(staged, *costs, *_reasons(one, chosen, config))
 
 
@@ -132,13 +129,13 @@ def _compare(staged: Staged, one: OneMeshSearch, pipelines: PipelineSearch, chos
             return beside(noted(staged, f"no pipeline was compared: {error}"), "pipeline", str(error).split(";")[0])
         expected = min(pipelines.estimates, default=pipelines.estimate()[1])
         return beside(staged, "pipeline", f"not planned: estimated at {units.seconds(expected)}")
-    best = min(one.found, key=lambda plan: plan.seconds, default=None)
-    if best is None:
-        least = min((record.least for record in one.records.values() if record.least), default=None)
-        return beside(staged, "one mesh", does_not_fit(InfeasibleError("nothing fits", least)))
-    found: Any = best.value.stage.found
-    figures = Comparison("one mesh", found.mesh.shape, best.seconds, math.ceil(found.solution.peak))
-    return beside(staged, "one mesh", figures)
+    if one.found:
+        best = min(one.found, key=lambda plan: plan.seconds)
+        found: MeshSolution = best.value.found
+        figures = Comparison("one mesh", found.mesh.shape, best.seconds, math.ceil(found.solution.peak))
+        return beside(staged, "one mesh", figures)
+    least = min((record.least for record in one.records.values() if record.least), default=None)
+    return beside(staged, "one mesh", does_not_fit(InfeasibleError("nothing fits", least)))
 
 
 def _explain_slices(staged: Staged, chosen: FoundPlan, pipelines: PipelineSearch) -> Staged:

@@ -1,26 +1,22 @@
 """Candidates in slices of the sequence (token-level pipelines): stages of a pipeline, and the lengths of its slices.
 
-    stages ──a few slices──▶ planned, simulated ──latency──▶ seconds of any slice ──choice──▶ proposals
-         ──▶ planned, simulated ──▶ further samples
-
-A proposal follows from a fitted model of latency, and is an estimate. Each expansion plans one slicing, fits the model
-again, and opens the next proposal, `ATTEMPTS` at most.
+A proposal follows from a fitted model of latency, and is an estimate. Each expansion plans and simulates one slicing,
+fits the model again, and opens the next proposal, `ATTEMPTS` at most.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from functools import partial
 
-from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError, OrderError
+from alpa_lite.errors import InfeasibleError, MicrobatchError
 from alpa_lite.options import Auto
 from alpa_lite.passes import stages
 from alpa_lite.passes.programs import token_samples
 from alpa_lite.passes.programs.staged import Staged, noted
-from alpa_lite.passes.search import budget as work_units
-from alpa_lite.passes.search.best_first import Candidate, Expansion, FoundPlan
-from alpa_lite.passes.search.pipeline_analysis import PipelineAnalyses
+from alpa_lite.passes.search.best_first import STAGE_PER_OP, Candidate, Expansion, FoundPlan
+from alpa_lite.passes.search.configs import ExecutionConfig
+from alpa_lite.passes.search.pipeline_analysis import REFUSALS, PipelineAnalyses, found_plan
 from alpa_lite.passes.stages import token_choice as choice
 from alpa_lite.passes.stages import token_latency as latency
 from alpa_lite.passes.stages.choosing import StagePlan
@@ -46,9 +42,6 @@ MODEL_ERROR = 0.04
 """The share by which the model may overestimate the seconds of a proposal."""
 
 WHOLE = "token_slices: whole sequences"
-
-REFUSALS = InfeasibleError, MicrobatchError, OptionError, OrderError
-"""Errors of stages or slices that cannot be planned."""
 
 
 @dataclass(eq=False)
@@ -82,12 +75,9 @@ class SliceSearch:
         """The slicing that tells most about the model, for each number of tokens that a sequence may have."""
         cluster = self.analyses.request.cluster
         seconds = self.whole.seconds * (1 - idle_fraction(self.whole, cluster.num_devices))
-        out: list[Candidate] = []
-        for tokens in choice.sizes(self.chosen.priced.step.accumulated.traced):
-            lengths = choice.first(tokens, choice.step_of(tokens, cluster.platform))
-            if len(lengths) > 1:
-                out.append(self._candidate(Proposal(self.count, lengths, seconds), tokens))
-        return out
+        sizes = choice.sizes(self.chosen.priced.step.accumulated.traced)
+        slicings = [(tokens, choice.first(tokens, choice.step_of(tokens, cluster.platform))) for tokens in sizes]
+        return [self._candidate(Proposal(self.count, some, seconds), n) for n, some in slicings if len(some) > 1]
 
     def _next(self) -> list[Candidate]:
         """The fastest proposal that was not tried."""
@@ -101,8 +91,8 @@ class SliceSearch:
         dispatch = token_samples.dispatch_seconds(self.program, cluster)
         found = own.run("slices", choice.proposed, model, self.tokens, fewer, step, dispatch)
         new = [one for one in found if (one.microbatches, one.lengths) not in self.tried]
-        best = min(new, key=lambda one: (one.seconds, one.microbatches, one.lengths), default=None)
-        return [] if best is None else [self._candidate(best, self.tokens)]
+        new.sort(key=lambda one: (one.seconds, one.microbatches, one.lengths))
+        return [self._candidate(best, self.tokens) for best in new[:1]]
 
     def _candidate(self, proposal: Proposal, tokens: int) -> Candidate:
         """One slicing of the stages, after whole sequences; estimated by the model, less its error."""
@@ -110,17 +100,15 @@ class SliceSearch:
         name = f"slices of {', '.join(map(str, lengths))} tokens, {count} at once"
         estimate = bound, max(bound, (1 - MODEL_ERROR) * proposal.seconds)
         kind, key = (len(self.whole.stages), count, 0), (3, count, len(lengths), *lengths)
-        return Candidate(name, kind, key, lambda: estimate, partial(self._expand, count, lengths, tokens))
+        return Candidate(name, kind, key, lambda: estimate, lambda _: self._expand(count, lengths, tokens))
 
-    def _expand(self, count: int, lengths: tuple[int, ...], tokens: int, cutoff: float) -> Expansion:
+    def _expand(self, count: int, lengths: tuple[int, ...], tokens: int) -> Expansion:
         """The planned slicing, and the next proposal."""
-        del cutoff
-        own = self.analyses
+        own, whole = self.analyses, self.whole
         if (count, lengths) in self.tried or self.tokens not in (0, tokens):
             return Expansion()
         self.tried.add((count, lengths))
-        ops = sum(1 for _ in self.whole.traced.graph.ops())
-        work = work_units.STAGE_PER_OP * ops * len(lengths) // 2
+        work = STAGE_PER_OP * sum(1 for _ in whole.traced.graph.ops()) * len(lengths) // 2
         plans: list[FoundPlan] = []
         try:
             staged = own.build(self._with_microbatches(count), lengths)
@@ -131,8 +119,12 @@ class SliceSearch:
             self.tokens, self.program = tokens, staged.program
             self.samples += token_samples.samples(staged.program, lengths)
             if staged.needed <= own.request.budget:
-                staged = noted(staged, self._gain(staged))
-                plans = [FoundPlan((len(self.whole.stages), count, 0), staged.seconds, staged)]
+                note = (
+                    f"token_slices: chosen for {staged.seconds:.4g} s instead of {whole.seconds:.4g} s with "
+                    f"{ExecutionConfig(self.count)} of whole sequences, {whole.seconds / staged.seconds:.2f} times as "
+                    f"fast; the model of seconds that proposed them misses planned slices by {self.error:.1%} at most"
+                )
+                plans = [found_plan(noted(staged, note))]
                 self.found += plans
         return Expansion(self._next(), plans, own.bound, work)
 
@@ -148,15 +140,6 @@ class SliceSearch:
         slices = replace(chosen.slices, num_microbatches=count)
         return replace(chosen, priced=chosen.priced.rescaled(step), slices=slices)
 
-    def _gain(self, staged: Staged) -> str:
-        """The note on a slicing that is faster than whole sequences."""
-        before = f"{self.whole.seconds:.4g} s with {self.count} micro-batch{'es' * (self.count > 1)} of whole sequences"
-        gain = f"{self.whole.seconds / staged.seconds:.2f} times as fast"
-        return (
-            f"token_slices: chosen for {staged.seconds:.4g} s instead of {before}, {gain}; the model of seconds that "
-            f"proposed them misses planned slices by {self.error:.1%} at most"
-        )
-
 
 def open_slices(analyses: PipelineAnalyses, chosen: StagePlan, whole: Staged) -> tuple[SliceSearch | None, str]:
     """The search for slices of a planned pipeline's sequences; or None, and a note why there is none, if it was asked.
@@ -164,20 +147,19 @@ def open_slices(analyses: PipelineAnalyses, chosen: StagePlan, whole: Staged) ->
     Args:
       chosen, whole: the stages as they were chosen, and planned.
     """
-    request, schedule = analyses.request, analyses.request.pipeline.schedule
+    request, slices = analyses.request, chosen.slices
     sizes = choice.sizes(analyses.step.traced)
     tile = choice.TILE.get(request.cluster.platform, choice.TILE_ELSEWHERE)
     short = analyses.counts[-1] > MAX_MICROBATCHES or max(sizes, default=0) < choice.FEWEST * tile
     if request.pipeline.token_slices != "auto" or (isinstance(request.base, Auto) and short):
         return None, ""
-    if schedule == "zb-h1":
+    if request.pipeline.schedule == "zb-h1":
         return None, f"{WHOLE}: zb-h1 computes gradients of parameters apart, which slices do not"
     if not sizes:
         return None, f"{WHOLE}: no argument of the batch has a sequence"
     idle = idle_fraction(whole, request.cluster.num_devices)
     if idle < MIN_IDLE:
         return None, f"{WHOLE}: devices are idle for {idle:.1%} of the step"
-    slices = chosen.slices
     runs = SLICES * slices.num_microbatches
     try:
         suited = _balance(analyses, chosen, runs)

@@ -18,7 +18,7 @@ from alpa_lite.passes.layers import division
 from alpa_lite.passes.layers.division import Divided, Divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches import loop
-from alpa_lite.passes.search.analysis import max_layers
+from alpa_lite.passes.search.pipeline_analysis import max_layers
 from alpa_lite.passes.tracing import tracing
 from tests import zoo_linen
 from tests.passes.layers.test_stacked_arguments import apart
