@@ -126,9 +126,10 @@ class Analyses:
 
     def __init__(self, run: Passes, step: Step, request: PlanRequest) -> None:
         self._run, self._step, self._request = run, step, request
+        self.of, self._loop = functools.cache(self._analyse), functools.cache(self._accumulate)
+        self._rules, self._layers = functools.cache(self._describe), functools.cache(self._divide)
 
-    @functools.cache  # noqa: B019 - as long as the search
-    def of(self, config: ExecutionConfig) -> AnalyzedStep:
+    def _analyse(self, config: ExecutionConfig) -> AnalyzedStep:
         """The step in a configuration.
 
         Raises:
@@ -154,19 +155,16 @@ class Analyses:
         traced, scan = add_within_scans(loop.traced, loop.scan)
         return replace(loop, traced=traced, scan=scan), layers
 
-    @functools.cache  # noqa: B019
-    def _loop(self, count: int) -> Accumulated:
+    def _accumulate(self, count: int) -> Accumulated:
         traced, rules = self._step.traced, self._step.rules
         arguments = self._request.inexact
         return self._run("micro-batches", microbatches.accumulate, traced, rules, count, strided=True, **arguments)
 
-    @functools.cache  # noqa: B019
-    def _rules(self, traced: Traced) -> Mapping[Any, Rule]:
+    def _describe(self, traced: Traced) -> Mapping[Any, Rule]:
         if traced is self._step.traced:
             return self._step.rules
         return self._run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
 
-    @functools.cache  # noqa: B019
-    def _layers(self, count: int) -> Divisible:
+    def _divide(self, count: int) -> Divisible:
         loop = self._loop(count)
         return self._run("layers", divisible, loop, max_layers=MAX_LAYERS, rules=self._rules(loop.traced))

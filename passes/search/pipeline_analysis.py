@@ -102,6 +102,9 @@ class PipelineAnalyses:
     planned: dict[tuple[Kind, float], PlannedStage] = field(default_factory=dict)
     own: dict[tuple[StageGraph, Kind, float], PlannedStage] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.cut, self.price = functools.cache(self._cut), functools.cache(self._price)
+
     @functools.cached_property
     def bound(self) -> float:
         """Seconds that no pipeline takes less of: see the module."""
@@ -139,15 +142,13 @@ class PipelineAnalyses:
         finer = [count for count in self.counts if count & (count - 1)]
         return finer[0] if finer else self.counts[len(self.counts) // 2]
 
-    @functools.cache  # noqa: B019 - as long as the search
-    def cut(self, count: int) -> Divisible:
+    def _cut(self, count: int) -> Divisible:
         """The step in micro-batches and in layers."""
         step, arguments = self.step, self.request.inexact
         loop = self.run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **arguments)
         return self.run("layers", divisible, loop, max_layers=max_layers(self.request.pipeline))
 
-    @functools.cache  # noqa: B019
-    def price(self, count: int, kinds: tuple[int, ...]) -> LayerCosts:
+    def _price(self, count: int, kinds: tuple[int, ...]) -> LayerCosts:
         """The costs of layers with a number of micro-batches on some kinds of submeshes."""
         request = self.request
         return self.run(

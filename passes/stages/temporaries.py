@@ -320,7 +320,8 @@ class _Sizes:
         if not isinstance(instruction, Compute):
             return Item("library", operands, results, 0)
         found = item_of(instruction.op, self.values)
-        kind = "library" if found.kind == "reduce" and self.on_cpu else found.kind
+        # What products accumulate in place is said by `added`.
+        kind = "library" if found.kind == "product" or (found.kind == "reduce" and self.on_cpu) else found.kind
         through = operands if kind == "reduce" else results
         update = found.update
         if update[1]:

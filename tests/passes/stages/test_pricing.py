@@ -73,14 +73,14 @@ def priced(microbatches: int, platform: str = "cuda") -> LayerCosts:
 
 
 def test_adding_gradients_takes_as_long_whatever_the_size_of_a_micro_batch() -> None:
-    """Priced with micro-batches of 4,096 examples, or of 1,024, where it is a sixth of the backward pass."""
+    """Priced with micro-batches of 4,096 examples, or of 1,024, where it is a tenth of the backward pass."""
     few, many = priced(2), priced(8)
     assert len(few.layers) == len(many.layers)
     scaled, exact = few.of(8), many.of(8)
     for name in ("forward", "backward"):
         one, other = ([getattr(costs, name)[n, n + 1, 0, 0] for n in range(4)] for costs in (scaled, exact))
         assert one == pytest.approx(other, rel=0.06)
-    assert few.of(2).backward[0, 4, 0, 0] < 0.9 * 4 * exact.backward[0, 4, 0, 0]
+    assert few.of(2).backward[0, 4, 0, 0] < 0.95 * 4 * exact.backward[0, 4, 0, 0]
     assert few.rescaled(many.step).of(8).backward[0, 4, 0, 0] == pytest.approx(scaled.backward[0, 4, 0, 0])
 
 
