@@ -111,14 +111,11 @@ def case(sample: Sample, devices: Sequence[Any], mesh: LogicalMesh | None, axes:
             return _tasks(_runs(sample.sizes[0], devices))
         case "transfer":
             return _tasks(_transfers(sample.sizes[0], devices))
-        case "product":
+        case "product" | "sustained":
             m, n, k = sample.sizes
             dtype = _DTYPES[sample.dtype]
-            return _loop(devices, None, _product, [((m, k), dtype), ((k, n), dtype)])
-        case "sustained":
-            m, n, k = sample.sizes
-            dtype = _DTYPES[sample.dtype]
-            return _sustained(_loop(devices, None, _product, [((m, k), dtype), ((k, n), dtype)]))
+            timed = _loop(devices, None, _product, [((m, k), dtype), ((k, n), dtype)])
+            return _sustained(timed) if sample.figure == "sustained" else timed
         case "kernel":
             once = _loop(devices, None, functools.partial(_kernels, sample.sizes[0]), [((256,), jnp.float32)])
             return lambda: once() / sample.sizes[0]
@@ -211,8 +208,8 @@ def _loop(
     sharding = NamedSharding(mesh, spec)
 
     def local(count: Any, first: Any, *rest: Any) -> Any:
-        turn = functools.partial(_turn, operation, [x[0] for x in rest])
-        return jax.lax.fori_loop(0, count, turn, first[0])[None]
+        others = [x[0] for x in rest]
+        return jax.lax.fori_loop(0, count, lambda _, x: operation(x, *others), first[0])[None]
 
     whole = jax.shard_map(
         local, mesh=mesh, in_specs=(PartitionSpec(), *(spec for _ in operands)), out_specs=spec, check_vma=False
@@ -222,14 +219,15 @@ def _loop(
         for shape, dtype in operands
     ]
     run = jax.jit(whole).lower(jnp.int32(1), *arrays).compile()
-    counts = {n: jax.device_put(np.int32(n), NamedSharding(mesh, PartitionSpec())) for n in (0, 1)}
+
+    @functools.cache
+    def on_devices(count: int) -> Any:
+        return jax.block_until_ready(jax.device_put(np.int32(count), NamedSharding(mesh, PartitionSpec())))
 
     def seconds(count: int) -> float:
-        if count not in counts:
-            counts[count] = jax.device_put(np.int32(count), NamedSharding(mesh, PartitionSpec()))
-            jax.block_until_ready(counts[count])
+        rounds = on_devices(count)
         start = time.perf_counter()
-        jax.block_until_ready(run(counts[count], *arrays))
+        jax.block_until_ready(run(rounds, *arrays))
         return time.perf_counter() - start
 
     seconds(1)
@@ -237,11 +235,6 @@ def _loop(
     while count < 2**20 and (found := seconds(count)) < ONE:
         count = count * 2 if found < ONE / 8 else max(count + 1, int(count * ONE / found))
     return lambda: (seconds(count) - seconds(0)) / count
-
-
-def _turn(operation: Callable[..., Any], rest: Sequence[Any], number: Any, x: Any) -> Any:
-    del number
-    return operation(x, *rest)
 
 
 # -- what starts tasks ------------------------------------------------------------------------------------------------
