@@ -262,4 +262,4 @@ _FITTERS: dict[str, tuple[str, Callable[[Cluster, Sequence[Sample]], Fitted]]] =
     "collective": ("{count} kinds and groups of collectives", _collectives),
     "dispatch": ("the start of tasks", _dispatch),
 }
-"""What a sample is of -> the words for what is measured, and the fit; later fits use the parameters of earlier ones."""
+"""Figure of samples -> the words for it, and the function that fits; later fits use the parameters of earlier ones."""
