@@ -71,11 +71,10 @@ def bytes_between_products(jaxpr: Any, outside: frozenset[int] | None = None) ->
 
 
 def of_pallas(params: Mapping[str, Any]) -> float:
-    """FLOPs of a Pallas kernel: those that it states, or its body's once for each point of the grid."""
-    estimate = params.get("cost_estimate")
-    return float(estimate.flops) if estimate is not None else of_jaxpr(params["jaxpr"]) * _points(params)
+    """FLOPs of a Pallas kernel: those that it states, or its body's once for each point of the grid.
 
-
-def _points(params: Mapping[str, Any]) -> int:
-    """The points of a Pallas grid; dynamic bounds count as one."""
-    return math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
+    Dynamic bounds of the grid count as one.
+    """
+    if (estimate := params.get("cost_estimate")) is not None:
+        return float(estimate.flops)
+    return of_jaxpr(params["jaxpr"]) * math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))

@@ -54,16 +54,20 @@ class Notation:
 
     def kind(self, name: str) -> FactorKind:
         """Returns the kind of the factor of this name; in a result that has it, a "sum" factor is parallel."""
-        given = any(name in dim for tensor in self.operands for dim in tensor)
-        if name in self.whole or not given:
+        if name in self.whole or name not in _names(*self.operands):
             return "replicate"
-        if all(any(name in dim for dim in tensor) for tensor in self.results):
+        if all(name in _names(tensor) for tensor in self.results):
             return "parallel"
         return dict[str, FactorKind](self.reduce).get(name, "replicate")
 
     def names(self) -> Names:
         """Every name, in order of appearance."""
-        return tuple(dict.fromkeys(n for tensor in (*self.operands, *self.results) for dim in tensor for n in dim))
+        return tuple(dict.fromkeys(_names(*self.operands, *self.results)))
+
+
+def _names(*tensors: Tensor) -> Names:
+    """The names in some tensors, as often as they occur."""
+    return tuple(name for tensor in tensors for dim in tensor for name in dim)
 
 
 def parse(
@@ -89,9 +93,8 @@ def parse(
     operands, results = (tuple(_tensor(part, text, who) for part in side.split(",")) for side in text.split("->"))
     found = Notation(operands, results, text=text)
     whole = tuple(replicate.split()) if isinstance(replicate, str) else tuple(replicate)
-    lost = [n for n in found.names() if any(all(n not in dim for dim in tensor) for tensor in results)]
-    how = dict.fromkeys(lost, reduce) if isinstance(reduce, str) else dict(reduce)
-    how = {name: word for name, word in how.items() if name not in whole or not isinstance(reduce, str)}
+    lost = [name for name in found.names() if any(name not in _names(tensor) for tensor in results)]
+    how = {n: reduce for n in lost if n not in whole} if isinstance(reduce, str) else dict(reduce)
     for argument, names in (("replicate", whole), ("reduce", tuple(how))):
         for name in names:
             if name not in found.names():
@@ -107,11 +110,10 @@ def parse(
                 f"register_rule({who}): reduce names {name!r}, but every result of the rule {text!r} has it; only a "
                 "name that a result lacks is reduced"
             )
-    made = {n for tensor in results for dim in tensor for n in dim}
-    known = {n for tensor in operands for dim in tensor for n in dim} | set(whole) | {ELLIPSIS}
-    if made - known:
+    unknown = {*_names(*results)} - {*_names(*operands), *whole, ELLIPSIS}
+    if unknown:
         raise RuleError(
-            f"register_rule({who}): {', '.join(sorted(made - known))} is in the results of the rule {text!r} alone, so "
+            f"register_rule({who}): {', '.join(sorted(unknown))} is in the results of the rule {text!r} alone, so "
             "that no device could know its part of it; write _ for that dim, or list the name in replicate"
         )
     return replace(found, reduce=tuple(cast("list", sorted(how.items()))), whole=tuple(sorted(whole)))
@@ -142,7 +144,7 @@ def _tensor(part: str, text: str, who: str) -> Tensor:
             inside.append(token)
         else:
             dims.append(() if token in ("_", "1") else (token,))
-    named = [n for dim in dims for n in dim]
+    named = _names(tuple(dims))
     if inside is not None or len(named) != len(set(named)):
         what = "a bracket is open" if inside is not None else "a name is there twice: dims of one tensor are different"
         raise RuleError(f"register_rule({who}): in {part.strip()!r} of the rule {text!r} {what}")
@@ -173,7 +175,7 @@ def expanded(notation: Notation, operands: Shapes, results: Shapes, who: str) ->
                 for number, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True))
             )
         )
-    leading = {n for tensor in (*sides[0], *sides[1]) for dim in tensor for n in dim if n.startswith(ELLIPSIS)}
+    leading = {name for name in _names(*sides[0], *sides[1]) if name.startswith(ELLIPSIS)}
     reduce: tuple[tuple[str, Reduction], ...] = (
         *((n, how) for n, how in notation.reduce if n != ELLIPSIS),
         *((n, how) for n in sorted(leading) for m, how in notation.reduce if m == ELLIPSIS),
@@ -183,7 +185,10 @@ def expanded(notation: Notation, operands: Shapes, results: Shapes, who: str) ->
     found = Notation(sides[0], sides[1], reduce, whole, notation.text)
     sizes = sizes_of(found, operands, results, who)
     plain = tuple(
-        tuple(() if n == 1 and _product(dim, sizes) > 1 else dim for dim, n in zip(tensor, shape, strict=True))
+        tuple(
+            () if n == 1 and math.prod(sizes[name] for name in dim) > 1 else dim
+            for dim, n in zip(tensor, shape, strict=True)
+        )
         for tensor, shape in zip(sides[0], operands, strict=True)
     )
     return replace(found, operands=plain)
@@ -243,10 +248,6 @@ def sizes_of(
                     f"{notation.text!r}, but elsewhere {parts}; give dims of different sizes different names"
                 )
     return sizes
-
-
-def _product(dim: Names, sizes: Mapping[str, int]) -> int:
-    return math.prod(sizes[name] for name in dim)
 
 
 def rule_of(

@@ -10,7 +10,6 @@ The denominator is the number of masked tokens, so it depends on the batch's dat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,33 +17,24 @@ import numpy as np
 import optax
 from flax import nnx
 
-from .attention import FeedForward, SelfAttention, Stack, transformer_flops
+from .attention import FeedForward, SelfAttention, Stack, TransformerConfig, embedding, transformer_flops
 from .spec import Field, ModelSpec
 
 
 @dataclass(frozen=True)
-class BertConfig:
-    """The shape of a BERT.
+class BertConfig(TransformerConfig):
+    """The shape of a BERT, in addition to that of its layers.
 
     Attributes:
-      vocab, seq, hidden, layers, heads: its sizes; `hidden` must be a multiple of `heads`.
+      vocab, seq: rows of the token embedding, and tokens in a sequence.
       ffn_factor: the feed-forward's inner size over `hidden`.
       segments: kinds of segments.
-      scan: whether the layers are one loop over stacked parameters.
-      remat: whether each layer is recomputed in the backward pass.
-      dtype: of the computation; parameters are float32.
     """
 
     vocab: int = 30522
     seq: int = 512
-    hidden: int = 768
-    layers: int = 12
-    heads: int = 12
     ffn_factor: int = 4
     segments: int = 2
-    scan: bool = False
-    remat: bool = False
-    dtype: Any = jnp.bfloat16
 
 
 class Block(nnx.Module):
@@ -70,14 +60,11 @@ class Bert(nnx.Module):
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         """Draws the parameters from `rngs`."""
         hidden, dtype = config.hidden, config.dtype
-        init = nnx.initializers.normal(0.02)
-        self.tokens = nnx.Embed(config.vocab, hidden, dtype=dtype, embedding_init=init, rngs=rngs)
-        self.positions = nnx.Embed(config.seq, hidden, dtype=dtype, embedding_init=init, rngs=rngs)
-        self.segments = nnx.Embed(config.segments, hidden, dtype=dtype, embedding_init=init, rngs=rngs)
+        self.tokens = embedding(config.vocab, config, rngs)
+        self.positions = embedding(config.seq, config, rngs)
+        self.segments = embedding(config.segments, config, rngs)
         self.norm = nnx.LayerNorm(hidden, dtype=dtype, rngs=rngs)
-        self.blocks = Stack(
-            lambda rngs: Block(config, rngs=rngs), config.layers, scan=config.scan, remat=config.remat, rngs=rngs
-        )
+        self.blocks = Stack(Block, config.layers, config, rngs=rngs)
         self.transform = nnx.Linear(hidden, hidden, dtype=dtype, rngs=rngs)
         self.transform_norm = nnx.LayerNorm(hidden, dtype=dtype, rngs=rngs)
         self.bias = nnx.Param(jnp.zeros((config.vocab,)))
@@ -109,7 +96,7 @@ def flops(config: BertConfig, batch: int) -> float:
     """6·N·D with the head for masked tokens at every position, plus attention scores."""
     layers = config.layers * (4 + 2 * config.ffn_factor) * config.hidden**2
     products = layers + config.hidden**2 + config.vocab * config.hidden
-    return transformer_flops(products, batch * config.seq, config.layers, config.hidden, config.seq)
+    return transformer_flops(config, batch, products)
 
 
 SIZES = {

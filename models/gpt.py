@@ -10,6 +10,7 @@ Sizes: "tiny" for tests; "small" is GPT-2's 12 x 768; "350M" to "39B" are the fa
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,56 +20,26 @@ import numpy as np
 import optax
 from flax import nnx
 
-from .attention import FeedForward, SelfAttention, Stack, transformer_flops
+from .attention import Block, Stack, TransformerConfig, embedding, transformer_flops
 from .spec import Field, ModelSpec
 
 
 @dataclass(frozen=True)
-class GPTConfig:
-    """The shape of a GPT.
+class GPTConfig(TransformerConfig):
+    """The shape of a GPT, in addition to that of its layers.
 
     Attributes:
-      vocab, seq, hidden, layers, heads: its sizes; `hidden` must be a multiple of `heads`.
+      vocab, seq: rows of the token embedding, and tokens in a sequence.
       ffn_factor: the feed-forward's inner size over `hidden`.
       tied: whether the output projection is the token embedding.
       dropout: probability of dropping an element of a block's output; 0 for none.
-      scan: whether the layers are one loop over stacked parameters.
-      remat: whether each layer is recomputed in the backward pass.
-      dtype: of the computation; parameters are float32.
     """
 
     vocab: int = 51200
     seq: int = 1024
-    hidden: int = 768
-    layers: int = 12
-    heads: int = 12
     ffn_factor: int = 4
     tied: bool = True
     dropout: float = 0.0
-    scan: bool = False
-    remat: bool = False
-    dtype: Any = jnp.bfloat16
-
-
-class Block(nnx.Module):
-    """One layer: attention and feed-forward, each on the normalised input and added to it."""
-
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        """Draws the parameters from `rngs`."""
-        hidden, dtype = config.hidden, config.dtype
-        self.attention_norm = nnx.LayerNorm(hidden, dtype=dtype, rngs=rngs)
-        self.attention = SelfAttention(hidden, config.heads, causal=True, dtype=dtype, rngs=rngs)
-        self.ffn_norm = nnx.LayerNorm(hidden, dtype=dtype, rngs=rngs)
-        self.ffn = FeedForward(hidden, config.ffn_factor * hidden, dtype=dtype, rngs=rngs)
-        self.dropout = nnx.Dropout(config.dropout, rngs=rngs) if config.dropout else None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, sequence, hidden) to the same."""
-        x = x + self._drop(self.attention(self.attention_norm(x)))
-        return x + self._drop(self.ffn(self.ffn_norm(x)))
-
-    def _drop(self, x: jax.Array) -> jax.Array:
-        return x if self.dropout is None else self.dropout(x)
 
 
 class GPT(nnx.Module):
@@ -76,13 +47,11 @@ class GPT(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         """Draws the parameters from `rngs`."""
-        init = nnx.initializers.normal(0.02)
         dtype = config.dtype
-        self.tokens = nnx.Embed(config.vocab, config.hidden, dtype=dtype, embedding_init=init, rngs=rngs)
-        self.positions = nnx.Embed(config.seq, config.hidden, dtype=dtype, embedding_init=init, rngs=rngs)
-        self.blocks = Stack(
-            lambda rngs: Block(config, rngs=rngs), config.layers, scan=config.scan, remat=config.remat, rngs=rngs
-        )
+        self.tokens = embedding(config.vocab, config, rngs)
+        self.positions = embedding(config.seq, config, rngs)
+        block = functools.partial(Block, causal=True, dropout=config.dropout)
+        self.blocks = Stack(block, config.layers, config, rngs=rngs)
         self.norm = nnx.LayerNorm(config.hidden, dtype=dtype, rngs=rngs)
         self.head = (
             None if config.tied else nnx.Linear(config.hidden, config.vocab, use_bias=False, dtype=dtype, rngs=rngs)
@@ -96,7 +65,7 @@ class GPT(nnx.Module):
         return logits.astype(jnp.float32)
 
 
-def loss_fn(model: GPT, batch: dict[str, jax.Array]) -> jax.Array:
+def loss_fn(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
     """The mean negative log-likelihood of the targets, in nats a token."""
     logits = model(batch["inputs"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
@@ -111,7 +80,7 @@ def fields(config: Any, batch: int) -> dict[str, Field]:
 def flops(config: GPTConfig, batch: int) -> float:
     """72·B·S·H²·L·(1 + S/(6H)) + 6·B·S·H·V where the feed-forward factor is 4."""
     products = config.layers * (4 + 2 * config.ffn_factor) * config.hidden**2 + config.vocab * config.hidden
-    return transformer_flops(products, batch * config.seq, config.layers, config.hidden, config.seq)
+    return transformer_flops(config, batch, products)
 
 
 SIZES = {

@@ -8,31 +8,26 @@ a product with no repeated keys and no reshape. Sizes "8B" and "70B" are those o
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
-from .attention import Stack, causal_mask, transformer_flops
-from .gpt import fields
+from .attention import Stack, TransformerConfig, attend, embedding, transformer_flops
+from .gpt import fields, loss_fn
 from .spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class LlamaConfig:
+class LlamaConfig(TransformerConfig):
     """The shape of a Llama.
 
     Attributes:
       vocab, seq, hidden, ffn, layers, heads: its sizes; `hidden` must be a multiple of `heads`.
       kv_heads: heads of keys and values; `heads` must be a multiple of it.
       rope_theta: the base of the rotary wavelengths.
-      scan: whether the layers are one loop over stacked parameters.
-      remat: whether each layer is recomputed in the backward pass.
-      dtype: of the computation; parameters are float32.
     """
 
     vocab: int = 128256
@@ -43,9 +38,6 @@ class LlamaConfig:
     heads: int = 32
     kv_heads: int = 8
     rope_theta: float = 500_000.0
-    scan: bool = False
-    remat: bool = False
-    dtype: Any = jnp.bfloat16
 
     @property
     def head_size(self) -> int:
@@ -74,10 +66,7 @@ class Attention(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """(batch, sequence, hidden) to the same."""
         query, key, value = rotate(self.query(x), self.theta), rotate(self.key(x), self.theta), self.value(x)
-        scores = jnp.einsum("bqhgd,bkhd->bhgqk", query / math.sqrt(query.shape[-1]), key).astype(jnp.float32)
-        scores = jnp.where(causal_mask(x.shape[1]), scores, jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores, axis=-1).astype(value.dtype)
-        return self.output(jnp.einsum("bhgqk,bkhd->bqhgd", weights, value))
+        return self.output(attend(query, key, value, causal=True))
 
 
 def rotate(x: jax.Array, theta: float) -> jax.Array:
@@ -116,11 +105,8 @@ class Llama(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         """Draws the parameters from `rngs`."""
-        init = nnx.initializers.normal(0.02)
-        self.tokens = nnx.Embed(config.vocab, config.hidden, dtype=config.dtype, embedding_init=init, rngs=rngs)
-        self.blocks = Stack(
-            lambda rngs: Block(config, rngs=rngs), config.layers, scan=config.scan, remat=config.remat, rngs=rngs
-        )
+        self.tokens = embedding(config.vocab, config, rngs)
+        self.blocks = Stack(Block, config.layers, config, rngs=rngs)
         self.norm = nnx.RMSNorm(config.hidden, dtype=config.dtype, rngs=rngs)
         self.head = nnx.Linear(config.hidden, config.vocab, use_bias=False, dtype=config.dtype, rngs=rngs)
 
@@ -129,17 +115,11 @@ class Llama(nnx.Module):
         return self.head(self.norm(self.blocks(self.tokens(tokens)))).astype(jnp.float32)
 
 
-def loss_fn(model: Llama, batch: dict[str, jax.Array]) -> jax.Array:
-    """The mean negative log-likelihood of the targets, in nats a token."""
-    logits = model(batch["inputs"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
-
-
 def flops(config: LlamaConfig, batch: int) -> float:
     """6·N·D with the output projection and without the embedding, plus attention scores."""
     attention = 2 * config.hidden**2 + 2 * config.hidden * config.kv_heads * config.head_size
     products = config.layers * (attention + 3 * config.hidden * config.ffn) + config.vocab * config.hidden
-    return transformer_flops(products, batch * config.seq, config.layers, config.hidden, config.seq)
+    return transformer_flops(config, batch, products)
 
 
 SIZES = {

@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from .attention import FeedForward, SelfAttention, Stack, transformer_flops
+from .attention import FeedForward, SelfAttention, Stack, TransformerConfig, embedding, transformer_flops
 from .gpt import fields
 from .spec import ModelSpec
 
 
 @dataclass(frozen=True)
-class MoEConfig:
-    """The shape of a mixture of experts.
+class MoEConfig(TransformerConfig):
+    """The shape of a mixture of experts; `remat` is by pairs of layers, and gates are float32.
 
     Attributes:
       vocab, seq, hidden, layers, heads: its sizes; `layers` must be even.
@@ -38,14 +37,10 @@ class MoEConfig:
       group: tokens in a group; a smaller batch is one group.
       capacity: slots over those needed if all experts were equally liked.
       balance: weight of the auxiliary loss.
-      scan: whether the layers are one loop over stacked parameters.
-      remat: whether each pair of layers is recomputed in the backward pass.
-      dtype: of the computation; parameters and gates are float32.
     """
 
     vocab: int = 32000
     seq: int = 1024
-    hidden: int = 768
     layers: int = 8
     heads: int = 16
     ffn_factor: int = 8
@@ -54,9 +49,6 @@ class MoEConfig:
     group: int = 2048
     capacity: float = 1.0
     balance: float = 0.01
-    scan: bool = False
-    remat: bool = False
-    dtype: Any = jnp.bfloat16
 
 
 class Experts(nnx.Module):
@@ -144,15 +136,11 @@ class MoE(nnx.Module):
         """Draws the parameters from `rngs`."""
         if config.layers % 2:
             raise ValueError(f"layers={config.layers} must be even: every second layer has experts")
-        init = nnx.initializers.normal(0.02)
-        dtype = config.dtype
         self.config = config
-        self.tokens = nnx.Embed(config.vocab, config.hidden, dtype=dtype, embedding_init=init, rngs=rngs)
-        self.positions = nnx.Embed(config.seq, config.hidden, dtype=dtype, embedding_init=init, rngs=rngs)
-        self.pairs = Stack(
-            lambda rngs: Pair(config, rngs=rngs), config.layers // 2, scan=config.scan, remat=config.remat, rngs=rngs
-        )
-        self.norm = nnx.LayerNorm(config.hidden, dtype=dtype, rngs=rngs)
+        self.tokens = embedding(config.vocab, config, rngs)
+        self.positions = embedding(config.seq, config, rngs)
+        self.pairs = Stack(Pair, config.layers // 2, config, rngs=rngs)
+        self.norm = nnx.LayerNorm(config.hidden, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Tokens (batch, sequence) int32 to float32 logits (batch, sequence, vocab), and the mean auxiliary loss."""
@@ -174,7 +162,7 @@ def flops(config: MoEConfig, batch: int) -> float:
     ffn = 2 * config.ffn_factor * config.hidden**2
     pair = 8 * config.hidden**2 + (1 + config.top_k) * ffn + config.hidden * config.experts
     products = config.layers // 2 * pair + config.vocab * config.hidden
-    return transformer_flops(products, batch * config.seq, config.layers, config.hidden, config.seq)
+    return transformer_flops(config, batch, products)
 
 
 SIZES = {

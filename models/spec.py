@@ -17,9 +17,9 @@ import numpy as np
 import optax
 from flax import nnx
 
-from .training import functional_step, make_optimizer, module_step
-
 Batch = dict[str, Any]
+Loss = Callable[[Any, Batch], jax.Array]
+Optimizer = str | optax.GradientTransformation
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class ModelSpec:
     name: str
     sizes: Mapping[str, Any]
     model: Callable[..., nnx.Module]
-    loss: Callable[[Any, Batch], jax.Array]
+    loss: Loss
     fields: Callable[[Any, int], dict[str, Field]]
     step_flops: Callable[[Any, int], float]
 
@@ -83,14 +83,7 @@ class ModelSpec:
         return dataclasses.replace(config, **overrides)
 
     def build(
-        self,
-        size: str,
-        batch: int,
-        seed: int = 0,
-        *,
-        optimizer: str | optax.GradientTransformation = "adamw",
-        learning_rate: float | None = None,
-        **overrides: Any,
+        self, size: str, batch: int, seed: int = 0, *, optimizer: Optimizer = "adamw", **overrides: Any
     ) -> tuple[Callable[..., Any], tuple[Any, Batch]]:
         """A functional training step and concrete arguments.
 
@@ -99,7 +92,6 @@ class ModelSpec:
           batch: examples in the batch.
           seed: of the parameters and of the random batch.
           optimizer: "adamw" (float32 moments), "sgd", or any Optax transformation.
-          learning_rate: None for the optimizer's usual one.
           **overrides: attributes of the configuration.
 
         Returns:
@@ -107,39 +99,26 @@ class ModelSpec:
           "params", "rest" (batch norm statistics, dropout keys) and "opt_state". The step is not jitted.
         """
         config = self.config(size, **overrides)
-        tx = make_optimizer(optimizer, learning_rate)
+        tx = make_optimizer(optimizer)
         graphdef, params, rest = nnx.split(self.model(config, rngs=nnx.Rngs(seed)), nnx.Param, ...)
         step = functional_step(graphdef, tx, self.loss)
         return step, (_state(tx, params, rest), self.sample(config, batch, seed))
 
     def build_nnx(
-        self,
-        size: str,
-        batch: int,
-        seed: int = 0,
-        *,
-        optimizer: str | optax.GradientTransformation = "adamw",
-        learning_rate: float | None = None,
-        **overrides: Any,
+        self, size: str, batch: int, seed: int = 0, *, optimizer: Optimizer = "adamw", **overrides: Any
     ) -> tuple[Callable[..., jax.Array], tuple[nnx.Module, nnx.Optimizer, Batch]]:
         """As `build`, in NNX's own style: `train_step(model, optimizer, batch) -> loss` updates both in place."""
         config = self.config(size, **overrides)
         model = self.model(config, rngs=nnx.Rngs(seed))
-        wrapped = nnx.Optimizer(model, make_optimizer(optimizer, learning_rate), wrt=nnx.Param)
+        wrapped = nnx.Optimizer(model, make_optimizer(optimizer), wrt=nnx.Param)
         return module_step(self.loss), (model, wrapped, self.sample(config, batch, seed))
 
     def abstract(
-        self,
-        size: str,
-        batch: int,
-        *,
-        optimizer: str | optax.GradientTransformation = "adamw",
-        learning_rate: float | None = None,
-        **overrides: Any,
+        self, size: str, batch: int, *, optimizer: Optimizer = "adamw", **overrides: Any
     ) -> tuple[Callable[..., Any], tuple[Any, Batch]]:
         """As `build`, with every array a `jax.ShapeDtypeStruct`: nothing is allocated or computed."""
         config = self.config(size, **overrides)
-        tx = make_optimizer(optimizer, learning_rate)
+        tx = make_optimizer(optimizer)
         graphdef, params, rest = nnx.split(self._shapes(config), nnx.Param, ...)
         state = jax.eval_shape(lambda params, rest: _state(tx, params, rest), params, rest)
         fields = self.fields(config, batch)
@@ -183,3 +162,48 @@ def _state(tx: optax.GradientTransformation, params: nnx.State, rest: nnx.State)
     """The training state as dictionaries of arrays."""
     pure = nnx.to_pure_dict(params)
     return {"params": pure, "rest": nnx.to_pure_dict(rest), "opt_state": tx.init(pure)}
+
+
+def make_optimizer(optimizer: Optimizer) -> optax.GradientTransformation:
+    """An Optax transformation by name: "adamw" (moments in the parameters' float32) or "sgd" (no state).
+
+    Raises:
+      ValueError: for another name.
+    """
+    if not isinstance(optimizer, str):
+        return optimizer
+    if optimizer == "adamw":
+        return optax.adamw(3e-4, b2=0.95, weight_decay=0.01)
+    if optimizer == "sgd":
+        return optax.sgd(1e-2)
+    raise ValueError(f"there is no optimizer {optimizer!r}; choose adamw or sgd, or pass an Optax transformation")
+
+
+def module_step(loss_fn: Loss) -> Callable[[nnx.Module, nnx.Optimizer, Any], jax.Array]:
+    """`train_step(model, optimizer, batch) -> loss`, which updates the model and the optimizer in place."""
+
+    def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
+        loss, grads = nnx.value_and_grad(loss_fn)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    return train_step
+
+
+def functional_step(
+    graphdef: nnx.GraphDef, tx: optax.GradientTransformation, loss_fn: Loss
+) -> Callable[[dict[str, Any], Any], tuple[dict[str, Any], dict[str, jax.Array]]]:
+    """`train_step(state, batch) -> (state, {"loss": ...})` on dictionaries "params", "rest" and "opt_state"."""
+
+    def train_step(state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+        def loss_and_rest(params: Any) -> tuple[jax.Array, Any]:
+            model = nnx.merge(graphdef, params, state["rest"])
+            loss = loss_fn(model, batch)
+            return loss, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
+        (loss, rest), grads = jax.value_and_grad(loss_and_rest, has_aux=True)(state["params"])
+        updates, opt_state = tx.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "rest": rest, "opt_state": opt_state}, {"loss": loss}
+
+    return train_step

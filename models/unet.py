@@ -7,8 +7,10 @@ steps t whose β rises linearly from 1e-4 to 0.02. Sizes "cifar10" (32 x 32) and
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -49,19 +51,12 @@ class UNetConfig:
 
     def levels(self) -> tuple[list[Channels], list[Channels]]:
         """For each level on the way down, and on the way up, the channels in and out of each block."""
-        width, skips = self.channels, [self.channels]
-        down, up = [], []
-        for level, factor in enumerate(self.factors):
-            out = self.channels * factor
-            down.append(((width, out), *[(out, out)] * (self.blocks - 1)))
-            width = out
-            skips += [out] * (self.blocks + (level < len(self.factors) - 1))
-        for factor in reversed(self.factors):
-            row = []
-            for _ in range(self.blocks + 1):
-                row.append((width + skips.pop(), self.channels * factor))
-                width = self.channels * factor
-            up.append(tuple(row))
+        widths = [self.channels * factor for factor in self.factors]
+        skips = [self.channels, *(out for out in widths for _ in range(self.blocks + 1))][:-1]
+        down = [((into, out), *[(out, out)] * (self.blocks - 1)) for into, out in pairwise((self.channels, *widths))]
+        up = []
+        for into, out in pairwise((widths[-1], *reversed(widths))):
+            up.append(tuple((inputs + skips.pop(), out) for inputs in (into, *[out] * self.blocks)))
         return down, up
 
 
@@ -126,22 +121,21 @@ class UNet(nnx.Module):
         dtype, time = config.dtype, 4 * config.channels
         down, up = config.levels()
         heights = [config.image >> level for level in range(len(down))]
-        middle = down[-1][-1][1]
+        middle, last = down[-1][-1][1], up[-1][-1][1]
+        conv = functools.partial(nnx.Conv, kernel_size=(3, 3), dtype=dtype, rngs=rngs)
         self.config = config
         self.time_in = nnx.Linear(config.channels, time, dtype=dtype, rngs=rngs)
         self.time_out = nnx.Linear(time, time, dtype=dtype, rngs=rngs)
-        self.conv_in = nnx.Conv(3, config.channels, (3, 3), dtype=dtype, rngs=rngs)
+        self.conv_in = conv(3, config.channels)
         self.down = nnx.List([Level(row, h, config, rngs=rngs) for row, h in zip(down, heights, strict=True)])
-        self.shrink = nnx.List(
-            [nnx.Conv(row[-1][1], row[-1][1], (3, 3), (2, 2), dtype=dtype, rngs=rngs) for row in down[:-1]]
-        )
+        self.shrink = nnx.List([conv(row[-1][1], row[-1][1], strides=(2, 2)) for row in down[:-1]])
         self.middle_in = ResidualBlock(middle, middle, config, rngs=rngs)
         self.middle_attention = PixelAttention(middle, config, rngs=rngs)
         self.middle_out = ResidualBlock(middle, middle, config, rngs=rngs)
         self.up = nnx.List([Level(row, h, config, rngs=rngs) for row, h in zip(up, heights[::-1], strict=True)])
-        self.grow = nnx.List([nnx.Conv(row[-1][1], row[-1][1], (3, 3), dtype=dtype, rngs=rngs) for row in up[:-1]])
-        self.norm = nnx.GroupNorm(config.channels * config.factors[0], config.groups, dtype=dtype, rngs=rngs)
-        self.conv_out = nnx.Conv(config.channels * config.factors[0], 3, (3, 3), dtype=dtype, rngs=rngs)
+        self.grow = nnx.List([conv(row[-1][1], row[-1][1]) for row in up[:-1]])
+        self.norm = nnx.GroupNorm(last, config.groups, dtype=dtype, rngs=rngs)
+        self.conv_out = conv(last, 3)
 
     def __call__(self, x: jax.Array, step: jax.Array) -> jax.Array:
         """Noisy images (batch, height, width, 3) and steps (batch,) int32 to the noise, float32."""

@@ -22,9 +22,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy.optimize import nnls
@@ -61,9 +60,17 @@ class Fit:
     worst: float
     count: int
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return {**vars(self), "parameters": dict(self.parameters)}
+    @classmethod
+    def of(
+        cls, name: str, parameters: Mapping[str, float], predicted: float | Sequence[float], measured: Sequence[float]
+    ) -> Fit:
+        """Returns the fit with the errors of its predictions, one for all samples or one for each."""
+        each = np.abs(np.asarray(predicted) / np.asarray(measured) - 1)
+        return cls(name, parameters, float(np.median(each)), float(each.max()), len(each))
+
+
+Fitted = tuple[list[Fit], Cluster]
+"""The fits of some samples, and the cluster with their parameters."""
 
 
 def fitted(cluster: Cluster, samples: Sequence[Sample], missing: int = 0) -> tuple[tuple[Fit, ...], Cluster]:
@@ -78,63 +85,40 @@ def fitted(cluster: Cluster, samples: Sequence[Sample], missing: int = 0) -> tup
         by.setdefault("dispatch" if sample.figure in ("run", "transfer") else sample.figure, []).append(sample)
     fits: list[Fit] = []
     said: list[str] = []
-    if "elementwise" in by:
-        fit, cluster = _memory(cluster, by["elementwise"])
-        fits.append(fit)
-        said.append("memory bandwidth")
-    if "kernel" in by:
-        start = by["kernel"][0].seconds
-        cluster = dataclasses.replace(cluster, kernel_start=start, kernel_start_alone=start)
-        fits.append(Fit("kernel", {"start": start}, 0.0, 0.0, 1))
-        said.append("the start of kernels")
-    if "product" in by:
-        found, cluster = _products(cluster, by["product"])
-        fits += found
-        said.append(f"products in {', '.join(sorted({sample.dtype for sample in by['product']}))}")
-    if "sustained" in by:
-        fit, cluster = _sustained(cluster, by["sustained"])
-        fits.append(fit)
-        said.append("sustained products")
-    if "attention" in by:
-        fit, cluster = _attention(cluster, by["attention"])
-        fits.append(fit)
-        said.append("attention")
-    if "collective" in by:
-        found, cluster = _collectives(cluster, by["collective"])
-        fits += found
-        said.append(f"{len(found)} kinds and groups of collectives")
-    if "dispatch" in by:
-        fit, cluster = _dispatch(cluster, by["dispatch"])
-        fits.append(fit)
-        said.append("the start of tasks")
+    for figure, (label, fit) in _FITTERS.items():
+        if figure in by:
+            found, cluster = fit(cluster, by[figure])
+            fits += found
+            dtypes = sorted({sample.dtype for sample in by[figure]})
+            said.append(label.format(dtypes=", ".join(dtypes), count=len(found)))
     if missing:
         said.append(f"{missing} of {len(samples) + missing} measurements did not fit into the time")
     return tuple(fits), dataclasses.replace(cluster, measured=tuple(said))
 
 
-def errors(predicted: Iterable[float], measured: Iterable[float]) -> tuple[float, float, int]:
-    """The median and the greatest relative error, and the number of samples."""
-    each = np.array([abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)])
-    return float(np.median(each)), float(each.max()), len(each)
-
-
-def _memory(cluster: Cluster, samples: Sequence[Sample]) -> tuple[Fit, Cluster]:
+def _memory(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     rates = [2 * sample.sizes[0] / sample.seconds for sample in samples]
     rate = 2 * sum(sample.sizes[0] for sample in samples) / sum(sample.seconds for sample in samples)
-    fit = Fit("memory", {"bytes/s": rate}, *errors((rate for _ in rates), rates))
-    return fit, dataclasses.replace(cluster, memory_bandwidth=rate, memory_efficiency=1.0)
+    cluster = dataclasses.replace(cluster, memory_bandwidth=rate, memory_efficiency=1.0)
+    return [Fit.of("memory", {"bytes/s": rate}, rate, rates)], cluster
 
 
-def _sustained(cluster: Cluster, samples: Sequence[Sample]) -> tuple[Fit, Cluster]:
+def _kernels(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
+    start = samples[0].seconds
+    cluster = dataclasses.replace(cluster, kernel_start=start, kernel_start_alone=start)
+    return [Fit("kernel", {"start": start}, 0.0, 0.0, 1)], cluster
+
+
+def _sustained(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     """The rate of products after seconds of nothing else, over that of products by themselves."""
     cost = _one(cluster)
     shares = [min(1.0, _product(cost, sample) / sample.seconds) for sample in samples]
     share = float(np.median(shares))
-    fit = Fit("sustained", {"share": share}, *errors((share for _ in shares), shares))
-    return fit, dataclasses.replace(cluster, sustained_efficiency=share)
+    cluster = dataclasses.replace(cluster, sustained_efficiency=share)
+    return [Fit.of("sustained", {"share": share}, share, shares)], cluster
 
 
-def _attention(cluster: Cluster, samples: Sequence[Sample]) -> tuple[Fit, Cluster]:
+def _attention(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     """Shares of the peak of cuDNN's passes; samples of the backward pass have run the forward pass, too."""
     from alpa_lite.passes.ir.attention import pairs
 
@@ -142,24 +126,21 @@ def _attention(cluster: Cluster, samples: Sequence[Sample]) -> tuple[Fit, Cluste
     shares: dict[str, list[float]] = {}
     for sample in samples:
         examples, tokens, heads, features = sample.sizes
-        own = seconds[sample.kind, sample.sizes]
+        own, products = sample.seconds, 4
         if sample.kind == "backward":
-            own -= seconds.get(("forward", sample.sizes), math.inf)
-        work = (
-            (4 if sample.kind == "forward" else 10) * examples * heads * features * pairs(tokens, tokens, causal=True)
-        )
+            own, products = own - seconds.get(("forward", sample.sizes), math.inf), 10
+        work = products * examples * heads * features * pairs(tokens, tokens, causal=True)
         if own > 0:
             shares.setdefault(sample.kind, []).append(min(1.0, work / own / cluster.peak(sample.dtype)))
     found = {kind: float(np.median(each)) for kind, each in shares.items()}
     each = [share / found[kind] for kind, own in shares.items() for share in own]
-    fit = Fit("attention", found, *errors((1.0 for _ in each), each))
     if set(found) == set(PASSES):
         known = dict(cluster.attention_efficiency or ()) | {"cudnn": (found["forward"], found["backward"])}
         cluster = dataclasses.replace(cluster, attention_efficiency=known)
-    return fit, cluster
+    return [Fit.of("attention", found, 1.0, each)], cluster
 
 
-def _products(cluster: Cluster, samples: Sequence[Sample]) -> tuple[list[Fit], Cluster]:
+def _products(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     """The tile that explains all dtypes best, each with a rate of its own."""
     dtypes = sorted({sample.dtype for sample in samples})
     groups = [[sample for sample in samples if sample.dtype == dtype] for dtype in dtypes]
@@ -178,13 +159,8 @@ def _products(cluster: Cluster, samples: Sequence[Sample]) -> tuple[list[Fit], C
     cost = _one(cluster)
     out = []
     for dtype, rate, group in zip(dtypes, rates, groups, strict=True):
-        measured = [sample.seconds for sample in group]
-        out.append(
-            Fit(
-                f"products in {dtype}", {"FLOP/s": rate, "tile": tile},
-                *errors((_product(cost, sample) for sample in group), measured),
-            )
-        )  # fmt: skip
+        predicted, measured = [_product(cost, sample) for sample in group], [sample.seconds for sample in group]
+        out.append(Fit.of(f"products in {dtype}", {"FLOP/s": rate, "tile": tile}, predicted, measured))
     return out, cluster
 
 
@@ -217,7 +193,7 @@ def affine(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
     return float(a), float(b) / scale
 
 
-def _collectives(cluster: Cluster, samples: Sequence[Sample]) -> tuple[list[Fit], Cluster]:
+def _collectives(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     """A curve for each kind and group with two payloads or more; the link of a node from permutations.
 
     The error of a fit is that of a curve without the payload in question, of payloads between others.
@@ -232,7 +208,7 @@ def _collectives(cluster: Cluster, samples: Sequence[Sample]) -> tuple[list[Fit]
         curves.append(curve := curve_of(kind, group, payloads, seconds))
         size = " x ".join(map(str, reversed(group)))
         found = {"first": curve.points[0][1], "bytes/s": curve.points[-1][0] / curve.points[-1][1]}
-        fits.append(Fit(f"{kind} over {size}", found, *errors(left_out(curve, payloads, seconds), seconds)))
+        fits.append(Fit.of(f"{kind} over {size}", found, left_out(curve, payloads, seconds), seconds))
     near = [curve for curve in curves if curve.kind == "collective_permute" and len(curve.group) == 1]
     if near:
         latency, per_byte = affine(*zip(*min(near, key=lambda curve: curve.group).points, strict=True))
@@ -269,9 +245,21 @@ def isotonic(values: Sequence[float]) -> np.ndarray:
     return np.repeat([value for value, _ in pools], [count for _, count in pools])
 
 
-def _dispatch(cluster: Cluster, samples: Sequence[Sample]) -> tuple[Fit, Cluster]:
+def _dispatch(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     devices, seconds = [sample.sizes[0] for sample in samples], [sample.seconds for sample in samples]
     task, device = affine(devices, seconds)
     found = Dispatch(task, device)
-    fit = Fit("dispatch", {"task": task, "device": device}, *errors(map(found.seconds, devices), seconds))
-    return fit, dataclasses.replace(cluster, dispatch=found)
+    fit = Fit.of("dispatch", {"task": task, "device": device}, [found.seconds(count) for count in devices], seconds)
+    return [fit], dataclasses.replace(cluster, dispatch=found)
+
+
+_FITTERS: dict[str, tuple[str, Callable[[Cluster, Sequence[Sample]], Fitted]]] = {
+    "elementwise": ("memory bandwidth", _memory),
+    "kernel": ("the start of kernels", _kernels),
+    "product": ("products in {dtypes}", _products),
+    "sustained": ("sustained products", _sustained),
+    "attention": ("attention", _attention),
+    "collective": ("{count} kinds and groups of collectives", _collectives),
+    "dispatch": ("the start of tasks", _dispatch),
+}
+"""Figure of samples -> the words for it, and the function that fits; later fits use the parameters of earlier ones."""

@@ -107,18 +107,13 @@ def rounds(ready: Sequence[tuple[Sample, Case]], end: float, progress: Count) ->
 def case(sample: Sample, devices: Sequence[Any], mesh: LogicalMesh | None, axes: Axes) -> Case:
     """Compiles the operation that a sample measures, runs it once, and returns its case."""
     match sample.figure:
-        case "run":
-            return _tasks(_runs(sample.sizes[0], devices))
-        case "transfer":
-            return _tasks(_transfers(sample.sizes[0], devices))
-        case "product":
+        case "run" | "transfer":
+            return _tasks(sample.figure, sample.sizes[0], devices)
+        case "product" | "sustained":
             m, n, k = sample.sizes
             dtype = _DTYPES[sample.dtype]
-            return _loop(devices, None, _product, [((m, k), dtype), ((k, n), dtype)])
-        case "sustained":
-            m, n, k = sample.sizes
-            dtype = _DTYPES[sample.dtype]
-            return _sustained(_loop(devices, None, _product, [((m, k), dtype), ((k, n), dtype)]))
+            timed = _loop(devices, None, _product, [((m, k), dtype), ((k, n), dtype)])
+            return _sustained(timed) if sample.figure == "sustained" else timed
         case "kernel":
             once = _loop(devices, None, functools.partial(_kernels, sample.sizes[0]), [((256,), jnp.float32)])
             return lambda: once() / sample.sizes[0]
@@ -211,8 +206,8 @@ def _loop(
     sharding = NamedSharding(mesh, spec)
 
     def local(count: Any, first: Any, *rest: Any) -> Any:
-        turn = functools.partial(_turn, operation, [x[0] for x in rest])
-        return jax.lax.fori_loop(0, count, turn, first[0])[None]
+        others = [x[0] for x in rest]
+        return jax.lax.fori_loop(0, count, lambda _, x: operation(x, *others), first[0])[None]
 
     whole = jax.shard_map(
         local, mesh=mesh, in_specs=(PartitionSpec(), *(spec for _ in operands)), out_specs=spec, check_vma=False
@@ -222,14 +217,15 @@ def _loop(
         for shape, dtype in operands
     ]
     run = jax.jit(whole).lower(jnp.int32(1), *arrays).compile()
-    counts = {n: jax.device_put(np.int32(n), NamedSharding(mesh, PartitionSpec())) for n in (0, 1)}
+
+    @functools.cache
+    def on_devices(count: int) -> Any:
+        return jax.block_until_ready(jax.device_put(np.int32(count), NamedSharding(mesh, PartitionSpec())))
 
     def seconds(count: int) -> float:
-        if count not in counts:
-            counts[count] = jax.device_put(np.int32(count), NamedSharding(mesh, PartitionSpec()))
-            jax.block_until_ready(counts[count])
+        rounds = on_devices(count)
         start = time.perf_counter()
-        jax.block_until_ready(run(counts[count], *arrays))
+        jax.block_until_ready(run(rounds, *arrays))
         return time.perf_counter() - start
 
     seconds(1)
@@ -239,58 +235,33 @@ def _loop(
     return lambda: (seconds(count) - seconds(0)) / count
 
 
-def _turn(operation: Callable[..., Any], rest: Sequence[Any], number: Any, x: Any) -> Any:
-    del number
-    return operation(x, *rest)
-
-
 # -- what starts tasks ------------------------------------------------------------------------------------------------
 
 
-def _submeshes(size: int, devices: Sequence[Any]) -> list[NamedSharding]:
-    """The devices in submeshes of a size, as shardings of arrays over each."""
+def _tasks(figure: Literal["run", "transfer"], size: int, devices: Sequence[Any]) -> Case:
+    """Times many tasks on submeshes in turn, from the first start to the last result, divided by their number.
+
+    A run takes the results of the one before it on its submesh; a transfer moves an array to the next submesh.
+    """
     parts = [devices[i : i + size] for i in range(0, len(devices), size)]
-    return [NamedSharding(Mesh(np.array(part), ("x",)), PartitionSpec("x")) for part in parts]
-
-
-def _runs(size: int, devices: Sequence[Any]) -> Callable[[int, dict[int, Any]], Any]:
-    """Returns a task that starts the next executable of a submesh on the results of the one before."""
-    start: dict[int, Any] = {}
-    compiled = []
-    for number, sharding in enumerate(_submeshes(size, devices)):
-        start[number] = [jax.device_put(np.full((8 * size,), 0.5, np.float32), sharding) for _ in range(_VALUES)]
+    shardings = [NamedSharding(Mesh(np.array(part), ("x",)), PartitionSpec("x")) for part in parts]
+    start, runs = [], []
+    for sharding in shardings:
+        start.append([jax.device_put(np.full((8 * size,), 0.5, np.float32), sharding) for _ in range(_VALUES)])
         step = jax.jit(lambda *values: [x + 1.0 for x in values], out_shardings=[sharding] * _VALUES)
-        compiled.append(step.lower(*start[number]).compile())
-
-    def task(number: int, values: dict[int, Any]) -> None:
-        here = number % len(compiled)
-        values[here] = compiled[here](*values.get(here, start[here]))
-
-    return task
-
-
-def _transfers(size: int, devices: Sequence[Any]) -> Callable[[int, dict[int, Any]], Any]:
-    """Starts the transfer of an array to the next submesh."""
-    shardings = _submeshes(size, devices)
-    start = [jax.device_put(np.full((8 * size,), 0.5, np.float32), sharding) for sharding in shardings]
-
-    def task(number: int, values: dict[int, Any]) -> None:
-        here = number % len(shardings)
-        values[number] = jax.device_put(start[here], shardings[(here + 1) % len(shardings)])
-
-    return task
-
-
-def _tasks(task: Callable[[int, dict[int, Any]], Any]) -> Case:
-    """Times many tasks, from the first start to the last result, divided by their number."""
+        runs.append(step.lower(*start[-1]).compile() if figure == "run" else None)
 
     def timed() -> float:
         values: dict[int, Any] = {}
-        start = time.perf_counter()
+        begin = time.perf_counter()
         for number in range(_TASKS):
-            task(number, values)
+            here = number % len(shardings)
+            if run := runs[here]:
+                values[here] = run(*values.get(here, start[here]))
+            else:
+                values[number] = jax.device_put(start[here][0], shardings[(here + 1) % len(shardings)])
         jax.block_until_ready(values)
-        return (time.perf_counter() - start) / _TASKS
+        return (time.perf_counter() - begin) / _TASKS
 
     timed()
     return timed

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alpa_lite import json_codec
 from alpa_lite.calibration import files
 from alpa_lite.calibration.fitting import Fit
 from alpa_lite.calibration.samples import Sample
@@ -52,30 +53,13 @@ class Calibration:
         return cls(cluster, fits, samples, wanted, seconds, jax.__version__, date)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return {
-            "device": self.cluster.device,
-            "jax": self.jax,
-            "date": self.date,
-            "seconds": self.seconds,
-            "wanted": self.wanted,
-            "cluster": self.cluster.to_json(),
-            "fits": [fit.to_json() for fit in self.fits],
-            "samples": [sample.to_json() for sample in self.samples],
-        }
+        """The fields as JSON values, and the kind of the devices."""
+        return {"device": self.cluster.device, **json_codec.encode_fields(self)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Calibration:
-        """The calibration that `to_json` wrote. Raises what damaged data raise (`files.read` says it in one way)."""
-        return cls(
-            cluster=Cluster.from_json(data["cluster"]),
-            fits=tuple(Fit(**fit) for fit in data["fits"]),
-            samples=tuple(Sample.from_json(sample) for sample in data["samples"]),
-            wanted=int(data["wanted"]),
-            seconds=float(data["seconds"]),
-            jax=str(data["jax"]),
-            date=str(data["date"]),
-        )
+        """The calibration that `to_json` wrote. Raises ValueError for damaged data (`files.read` words the error)."""
+        return json_codec.decode_fields(cls, {field.name: data[field.name] for field in dataclasses.fields(cls)})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file, and its folder if there is none. Raises OptionError if it cannot be written."""

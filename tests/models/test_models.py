@@ -102,7 +102,7 @@ def _check_loss_falls(name: str) -> None:
     layers: dict[str, Any] = (
         {"layers": 1} if name in ("gpt", "llama", "bert", "vit") else {}
     )  # one compiles in half of the time
-    step, (state, batch) = models.get(name).build("tiny", 8, learning_rate=3e-3, **layers)
+    step, (state, batch) = models.get(name).build("tiny", 8, optimizer=optax.adamw(3e-3), **layers)
     step, losses = jax.jit(step), []
     for _ in range(4):
         new, metrics = step(state, batch)
@@ -166,7 +166,7 @@ def test_scanned_and_recomputed_layers_compute_the_same(options: dict[str, Any])
 
 @pytest.mark.slow
 def test_dropout_draws_anew_at_each_step_and_does_not_change_the_tree() -> None:
-    step, (state, batch) = models.get("gpt").build("tiny", 8, dropout=0.5, optimizer="sgd", learning_rate=0.0)
+    step, (state, batch) = models.get("gpt").build("tiny", 8, dropout=0.5, optimizer=optax.sgd(0.0))
     step = jax.jit(step)
     first, metrics = step(state, batch)
     second, later = step(first, batch)
