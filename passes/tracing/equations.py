@@ -47,8 +47,8 @@ def same_operand(eqn: Any, operands: Sequence[Atom]) -> Atom | None:
     """The operand that an operation returns as it is, whatever the others are; None of any other operation.
 
     No compiler keeps it, nor what nothing else reads: such as which of its branches a `switch` under `vmap` takes for
-    each element, by which JAX chooses between an operand of the branches and the same again. JAX writes a conversion of
-    a dtype to itself where a value stops being weak.
+    each element, by which JAX chooses between an operand of the branches and the same again; or where an update without
+    elements is written. JAX writes a conversion of a dtype to itself where a value stops being weak.
     """
     name = eqn.primitive.name
     if name == "stop_gradient":
@@ -57,6 +57,9 @@ def same_operand(eqn: Any, operands: Sequence[Atom]) -> Atom | None:
         return None if _jax.places_result(eqn) else operands[0]
     if name == "select_n" and len(set(operands[1:])) == 1:
         return operands[1]
+    updates = 1 if name == "dynamic_update_slice" else 2 if name in primitives.SCATTERS else None
+    if updates is not None and 0 in eqn.invars[updates].aval.shape:
+        return operands[0]
     return None
 
 

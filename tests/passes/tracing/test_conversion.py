@@ -314,6 +314,21 @@ def test_what_chooses_between_equal_values_goes():
     assert names.count("select_n") == 1  # of the three results
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, at: lax.dynamic_update_slice_in_dim(x, x[:0], at, 0),
+        lambda x, at: x.at[jnp.full((0,), at)].add(1.0),
+        lambda x, at: x.at[at, jnp.zeros((0,), int)].set(2.0),
+    ],
+)
+def test_updates_without_elements_are_left_out_with_what_computes_their_place(write):
+    """Compilers leave them out, so that a plan must not reduce the place over devices."""
+    graph = assert_same_program(lambda x, y: write(x, jnp.sum(y)), jnp.ones((5, 3)), jnp.arange(8))
+    assert graph.block.outputs == graph.block.inputs[:1]
+    assert not graph.block.ops
+
+
 def test_integers_times_zero_are_zeros():
     graph = assert_same_program(lambda x: (jnp.argsort(x[0]) * 0, x * 0), X)
     names = [op.name for op in graph.ops()]
