@@ -36,8 +36,8 @@ class Agreement:
 PUBLISHED: Mapping[str, Agreement] = {
     "H100-SXM": Agreement(43, (39, 43), 0.98, 1.21, 36),
     "A100-SXM-80GB": Agreement(34, (32, 33), 0.97, 1.32, 34),
-    "A100-SXM-40GB": Agreement(27, (27, 27), 0.99, 1.14, 0),
-    "TPU v5e": Agreement(18, (16, 18), 0.98, 1.21, 3),
+    "A100-SXM-40GB": Agreement(27, (27, 27), 1.00, 1.14, 0),
+    "TPU v5e": Agreement(18, (16, 18), 0.98, 1.22, 3),
     "TPU v5p": Agreement(4, (3, 4), 1.06, 1.17, 0),
     "V100-SXM2-16GB": Agreement(1, (1, 1), 0.89, 0.89, 1),
 }

@@ -29,7 +29,7 @@ from scipy import stats
 from step_times import Run, alternating, timed
 
 import alpa_lite
-from alpa_lite import models
+from alpa_lite import json_codec, models
 from alpa_lite.calibration import measuring
 from alpa_lite.calibration.storing import Calibration
 from alpa_lite.cluster import Cluster
@@ -123,7 +123,7 @@ def summary(rows: list[dict[str, Any]], found: Calibration, rounds: int) -> dict
             "python": platform.python_version(), "cores": os.cpu_count(), "load": os.getloadavg()[0], "rounds": rounds,
         },
         "calibration": {"date": found.date, "seconds": found.seconds, "samples": len(found.samples)},
-        "fits": [fit.to_json() for fit in found.fits],
+        "fits": [json_codec.encode_fields(fit) for fit in found.fits],
         "rank_correlation": {
             "calibrated": rank("predicted_ms", "measured_ms"), "preset": rank("preset_ms", "measured_ms"),
             "calibrated, least times": rank("predicted_ms", "least_ms"),
