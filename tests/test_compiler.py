@@ -293,10 +293,10 @@ def test_our_own_faults_in_the_search_of_pipelines_are_not_swallowed(monkeypatch
     def broken(*given: Any, **more: Any) -> Any:
         raise PlanError("the lists wait for each other")
 
-    monkeypatch.setattr(pipeline_analysis.PipelineAnalyses, "price", infeasible)
+    monkeypatch.setattr(pipeline_analysis.PipelineAnalyses, "_price", infeasible)
     plan = alpa_lite.make_plan(step, *args, cluster=where, verify="off")
     assert any("no stage fits" in note for note in plan.notes)
-    monkeypatch.setattr(pipeline_analysis.PipelineAnalyses, "price", broken)
+    monkeypatch.setattr(pipeline_analysis.PipelineAnalyses, "_price", broken)
     with pytest.raises(PlanError):
         alpa_lite.make_plan(step, *args, cluster=where, verify="off")
 

@@ -105,7 +105,7 @@ def test_an_executable_that_accepts_several_patterns_stays_fast(plannings, monke
     state, _ = run(make_state(), batch)
     state, _ = run(strong(state), batch)
     settled: list[Any] = []
-    monkeypatch.setattr(run._current._binder, "bind_all", lambda *arguments: settled.append(arguments))
+    monkeypatch.setattr(run._current._binder, "_check", lambda leaves: settled.append(leaves))
     for _ in range(2):
         state, _ = run(state, batch)
     assert not settled and len(plannings) == 1
