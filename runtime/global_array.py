@@ -82,8 +82,9 @@ def _move(leaf: jax.Array, sharding: NamedSharding) -> Any:
     owners = {device.process_index for device in have.device_set}
     goals = {device.process_index for device in sharding.device_set}
     if have.is_fully_replicated and goals <= owners:
-        if is_addressable(sharding):
-            return _put(leaf.addressable_data(0), sharding)
+        if is_addressable(sharding):  # by the host: JAX would compile a slicing program, and in one process keep it
+            host = np.asarray(leaf.addressable_data(0))
+            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
     elif have.device_set == sharding.device_set:
         if is_addressable(sharding):
             return _reshard(leaf, sharding)
