@@ -177,9 +177,9 @@ class _Numbering:
     def _is_constant(self, op: Any, operands: list[int]) -> bool:
         if op.name == "stablehlo.remainder" and self.filled.get(operands[1]) == 1 and _is_integer(op):
             return True
-        known = [n in self.constants or _is_empty(v) for n, v in zip(operands, op.operands, strict=True)]
-        folded = operands and op.name not in WRITTEN and all(known)
-        return bool(folded) or op.name in ("stablehlo.constant", "stablehlo.iota")
+        if not operands or op.name in WRITTEN:
+            return op.name in ("stablehlo.constant", "stablehlo.iota")
+        return all(n in self.constants or _is_empty(v) for n, v in zip(operands, op.operands, strict=True))
 
     def _unchanged(self, name: str, operands: list[int]) -> int | None:
         """The number of the operand that equals the result (x * 1, x / 1, x + 0, x - 0, equal choices); else None."""

@@ -276,10 +276,7 @@ class _Builder:
                 runs, moved = trips.get(number, 1), self.shared.moved[number]
                 terms[1] += runs * self.cost.compute(0.0, moved.bytes, working_dtype(op, self.values))
                 terms[2] += runs * moved.starts * self.cost.cluster.kernel_start
-                form = local_form(op, rule, (), self.values, self.mesh)
-                for c in form.collectives if form else ():
-                    alpha, beta = self.cost.coefficients(c.kind, c.axes, c.bytes)
-                    communication += runs * (alpha + beta * c.bytes)
+                communication += runs * self.sending(local_form(op, rule, (), self.values, self.mesh))
         return terms, communication
 
     def communication(self, group: Group, choices: Choices) -> np.ndarray:
@@ -288,10 +285,14 @@ class _Builder:
         for i, strategy in enumerate(choices.strategies if group.kind == "heavy" else ()):
             form = self.form(group, strategy.axes)
             assert form is not None
-            for c in form.collectives:
-                alpha, beta = self.cost.coefficients(c.kind, c.axes, c.bytes)
-                sent[i] += alpha + beta * c.bytes
+            sent[i] = self.sending(form)
         return sent
+
+    def sending(self, form: LocalForm | None) -> float:
+        """Returns the seconds of the collectives of a local form."""
+        found = form.collectives if form else ()
+        prices = [(self.cost.coefficients(c.kind, c.axes, c.bytes), c.bytes) for c in found]
+        return sum([alpha + beta * nbytes for (alpha, beta), nbytes in prices], 0.0)
 
     # -- transfers ------------------------------------------------------------------------------------------------
 
