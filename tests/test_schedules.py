@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -288,16 +287,3 @@ def test_refused(arguments: tuple, virtual: int, message: str) -> None:
 def test_durations_of_the_wrong_length() -> None:
     with pytest.raises(ValueError, match="forward has 3 entries, and 2 are needed"):
         schedules.simulate(schedules.schedule("gpipe", 2, 2), forward=[1.0] * 3, backward=1.0)
-
-
-def test_walking_is_linear() -> None:
-    def cost(microbatches: int) -> float:
-        made = schedules.schedule("1f1b", 16, microbatches)
-        took = []
-        for _ in range(3):
-            start = time.process_time()
-            schedules.simulate(made, forward=1.0, backward=2.0, transfer=0.1)
-            took.append(time.process_time() - start)
-        return min(took)
-
-    assert cost(512) < 20 * cost(64)  # 8 times the tasks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import jax
@@ -76,10 +75,8 @@ def _check_parameters(name: str, size: str) -> None:
 
 
 def test_the_largest_model_is_described_without_memory() -> None:
-    start = time.process_time()
     _, (state, batch) = models.get("gpt").abstract("175B", 1024)
     assert sum(leaf.size for leaf in jax.tree.leaves(state["params"])) == pytest.approx(174.6e9, rel=1e-3)
-    assert time.process_time() - start < 20
     leaves = jax.tree.leaves((state, batch))
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
     counts = {leaf.dtype for leaf in jax.tree.leaves(state["opt_state"])}

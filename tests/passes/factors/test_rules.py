@@ -2,7 +2,6 @@
 
 import contextvars
 import math
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -377,22 +376,3 @@ def test_typed_keys_and_wide_types_can_be_moved():
         )
     (op, values) = found[-1]
     assert shown(factors.rules_of([op], values)[op.key]) == "ab,bc->ac a=4 b=6+ c=8"
-
-
-def test_speed():
-    """300 distinct equations within a second; most of them lowered, unlike a real step's."""
-    ops, values = [], []
-    for n in range(1, 76):
-        a, b = jax.ShapeDtypeStruct((n, 16), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
-        for op, own in equations(lambda a, b: (a @ b, a.sum(0), a.T + 1.0), a, b):
-            shift = len(values)
-            values.extend(own)
-            moved = [
-                tuple(v if isinstance(v, Lit) else v + shift for v in atoms) for atoms in (op.operands, op.results)
-            ]
-            ops.append(replace(op, operands=moved[0], results=moved[1], key=len(ops)))
-    assert len(ops) == 300
-    start = time.process_time()
-    rules = factors.rules_of(ops, values)
-    assert time.process_time() - start < 1.0
-    assert len(rules) == 300
