@@ -149,6 +149,6 @@ CHOSEN: dict[str, Case] = {
         "h100", 4,
     ),
 }  # fmt: skip
-"""Twelve models chosen for the comparison of two searches (`outside_against.py`), before either had planned them."""
+"""Twelve models chosen for the comparison of two searches (`planning_against.py`), before either had planned them."""
 
 CASES |= CHOSEN
