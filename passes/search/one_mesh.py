@@ -136,7 +136,7 @@ class OneMeshSearch:
         self._rows: defaultdict[ExecutionConfig, dict[tuple[str, tuple[int, ...]], Row]] = defaultdict(dict)
 
     def roots(self) -> list[Candidate]:
-        """The plans of the request's method, and the textbook methods, unless the request constrains plans otherwise."""
+        """The plans of the request's method, and the textbook methods, unless the request constrains plans itself."""
         request, count = self.request, self.request.num_microbatches or 1
         said = request.pins or request.wishes.leaves or request.wishes.forbidden or request.wishes.mesh
         families: list[Family] = []
