@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import cases_apart
+import kept_rows
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
@@ -81,27 +82,18 @@ def prepare() -> None:
 
 def one(name: str, arguments: argparse.Namespace) -> None:
     """Plans a case, and writes the results."""
-    path = RESULTS / "planning.json"
-    rows = json.loads(path.read_text()) if path.exists() else {}
-    if arguments.only_textbook:
-        row = rows.get(name, {"status": "not planned"})
-    else:
-        kept = {"textbook": rows[name]["textbook"]} if "textbook" in rows.get(name, {}) else {}
-        row = kept | child(name, arguments, [])
+    row: dict[str, Any] = {}
+    if not arguments.only_textbook:
+        row = child(name, arguments, [])
         print(name, row["status"], json.dumps(row.get("plan", {})), f"{row['wall_seconds']:.1f} s in all", flush=True)
     if not arguments.no_textbook:
-        found = child(name, arguments, ["--textbook"])
-        row["textbook"] = found.get("methods", {})
+        row["textbook"] = child(name, arguments, ["--textbook"]).get("methods", {})
         print(f"  textbook: {json.dumps(row['textbook'])}", flush=True)
-    if arguments.dry:
-        return
-    from cases import CASES
-
-    rows = json.loads(path.read_text()) if path.exists() else {}
-    rows[name] = row
-    rows = {key: rows[key] for key in CASES if key in rows}
-    path.write_text(json.dumps(rows, indent=1) + "\n")
-    (RESULTS / "planning.md").write_text(table(rows))
+    if not arguments.dry:
+        with kept_rows.changed(RESULTS / "planning.json", table) as rows:
+            own = ("textbook",) if arguments.no_textbook else ()
+            kept = {key: value for key, value in rows.get(name, {}).items() if arguments.only_textbook or key in own}
+            rows[name] = {"status": "not planned"} | kept | row
 
 
 def child(name: str, arguments: argparse.Namespace, more: list[str]) -> dict[str, Any]:
@@ -246,6 +238,7 @@ def table(rows: dict[str, Any]) -> str:
         "|---|---|--:|--:|--:|--:|--:|---|---|--:|",
     ]
     slower = 0
+    rows = {name: rows[name] for name in CASES if name in rows}
     for name, row in rows.items():
         case, plan, best = CASES[name], row.get("plan"), best_textbook(row)
         method, values = case.method
