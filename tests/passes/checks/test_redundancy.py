@@ -49,6 +49,13 @@ def loop(body, n=5):
     return lambda x: lax.scan(lambda c, _: (body(c, x), None), x, None, length=n)[0]
 
 
+summing = loop(lambda c, x: psum(c * x))
+
+
+def branching(x):
+    return lax.cond(x[0, 0] > 0, psum, jnp.cos, x)
+
+
 @pytest.mark.parametrize(
     ("fun", "found"),
     [
@@ -102,6 +109,14 @@ def loop(body, n=5):
         (lambda x: psum(x) * loop(lambda c, x: c * psum(x))(x), expect(merged={SUM: 5})),
         (loop(lambda c, x: loop(lambda e, x: e * psum(c), 3)(x)), expect(hoisted={SUM: 10})),
         (loop(lambda c, x: loop(lambda e, y: e * psum(y * x), 3)(x)), expect(hoisted={SUM: 14})),
+        # Equal loops, and equal branches, are made once.
+        (lambda x: summing(x) * jnp.sin(summing(x)), expect(merged={SUM: 5})),
+        (lambda x: summing(x) * jnp.sin(summing(x * 2)), expect()),
+        (lambda x: summing(x) * loop(lambda c, x: psum(c + x))(x), expect()),
+        (lambda x: gather(summing(x)[:16]) * jnp.sin(gather(summing(x)[:16])), expect(merged={SUM: 5, GATHER: 1})),
+        (loop(lambda c, x: summing(c) * jnp.sin(summing(c))), expect(merged={SUM: 25})),
+        (lambda x: branching(x) * jnp.sin(branching(x)), expect(merged={SUM: 1})),
+        (lambda x: branching(x) * jnp.sin(branching(-x)), expect()),
         (lambda x: lax.cond(x[0, 0] > 0, psum, lambda x: psum(x) * 2, x), expect()),
         (lambda x: jnp.sin(psum(x)) + lax.cond(x[0, 0] > 0, psum, jnp.cos, x), expect(merged={SUM: 1})),
         (lambda x: jax.jit(psum)(x) * jnp.sin(jax.jit(psum)(x)), expect(merged={SUM: 1})),
