@@ -88,16 +88,21 @@ def trace(
     state = frozenset(matched.pairs.values())
     if batch_leaves is None and state:
         _refuse_all_state(inputs, state)
-    arguments = enumerate(graph.block.inputs[: len(inputs.paths)])
-    kept: dict[Atom, int] = {value: i for i, value in arguments if i not in state}  # unless the step changes them
-    outputs = enumerate(graph.block.outputs)
-    through = {n: kept[atom] for n, atom in outputs if n not in matched.pairs and atom in kept}
+    through = _returned_as_they_are(graph, len(inputs.paths), matched)
     weights = matched.differentiated.union(known, (i for i, module in enumerate(inputs.modules) if module))
     results = {shape[0] for n, (shape, _) in enumerate(run.outputs.types) if shape and not evidence.learnt(n)}
-    handed = frozenset(through.values())
-    batch = find_batch(inputs, batch_leaves, state, weights, handed, evidence.weights, results)
+    returned = frozenset(through.values())
+    batch = find_batch(inputs, batch_leaves, state, weights, returned, evidence.weights, results)
     placed = run.spread("out_shardings", out_shardings)
     return replace(_assembled(run, graph, matched, batch, through, placed), batch_named=batch_leaves is not None)
+
+
+def _returned_as_they_are(graph: Graph, num_inputs: int, matched: Matched) -> dict[int, int]:
+    """The results that are an argument which is no state, by number, and the numbers of these arguments."""
+    state = matched.pairs.values()
+    arguments: dict[Atom, int] = {value: i for i, value in enumerate(graph.block.inputs[:num_inputs]) if i not in state}
+    results = enumerate(graph.block.outputs)
+    return {n: arguments[atom] for n, atom in results if n not in matched.pairs and atom in arguments}
 
 
 def _assembled(
