@@ -74,7 +74,7 @@ def trace(
       SignatureError: a named argument is not there or does not come back, every argument comes back, or an argument is
         no array.
       OptionError: `constrain` names no scope.
-      TracingError: the step uses the value of a traced array in Python.
+      TracingError: the step uses the value of a traced array in Python, or an axis that is not defined in it.
     """
     calling = calls.calling(fun, args, kwargs, static_argnums, static_argnames)
     run = _Run(fun, calling, calling.traced(args, kwargs), shapes)
@@ -169,6 +169,14 @@ class _Run:
             traced = jax.jit(self._on_leaves).trace(*specs)
         except tuple(_CONCRETE) as error:
             raise TracingError(_concrete_message(error)) from error
+        except NameError as error:
+            if (axis := _jax.unbound_axis(error)) is None:
+                raise
+            raise TracingError(
+                f"the step uses the axis {axis!r} at {_user_line(error)}, which jax.pmap, jax.vmap or jax.shard_map "
+                "around it would define. Leave pmean, psum and all_gather of it out: the step sees the whole batch, so "
+                "that a mean over examples is one over all devices"
+            ) from error
         avals = traced.jaxpr.in_avals, traced.jaxpr.out_avals
         self.weak_inputs, self.weak_outputs = ([_jax.spec_of(aval).weak_type for aval in some] for some in avals)
         types = tuple((tuple(aval.shape), aval.dtype) for aval in traced.jaxpr.out_avals)
