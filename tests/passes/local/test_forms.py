@@ -32,12 +32,7 @@ from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.strategy import Factor, Rule
 from tests.marks import one_in
 
-MESHES = [
-    LogicalMesh((2,), ("a",)),
-    LogicalMesh((2, 2), ("a", "b")),
-    LogicalMesh((4, 2), ("a", "b")),
-    LogicalMesh((2, 2, 2), ("a", "b", "c")),
-]
+MESHES = [LogicalMesh(shape, ("a", "b", "c")[: len(shape)]) for shape in ((2,), (2, 2), (4, 2), (2, 2, 2))]
 FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
@@ -74,12 +69,10 @@ def single(fun, *args, tolerance=0.0, primitive=None):
             atoms.append(len(values))
             values.append(Value(tuple(var.aval.shape), var.aval.dtype, var.aval))
     order = [jaxpr.jaxpr.invars.index(var) for var in eqn.invars if not hasattr(var, "val")]
-    results = []
-    for var in eqn.outvars:
-        results.append(len(values))
-        values.append(Value(tuple(var.aval.shape), var.aval.dtype, var.aval))
+    results = tuple(range(len(values), len(values) + len(eqn.outvars)))
+    values += [Value(tuple(var.aval.shape), var.aval.dtype, var.aval) for var in eqn.outvars]
     context = getattr(eqn, "ctx", None)
-    op = Op(0, eqn.primitive, eqn.params, tuple(atoms), tuple(results), (), eqn.source_info, "key", context)
+    op = Op(0, eqn.primitive, eqn.params, tuple(atoms), results, (), eqn.source_info, "key", context)
     leaves = jax.tree.leaves(args)
     return Case(op, rules_of([op], values)["key"], values, [leaves[i] for i in order], tolerance)
 
@@ -169,8 +162,13 @@ def check_contracts(chosen, mesh):
     return sum(len(forms) for _, forms, _ in found)
 
 
-def check_contract(case, chosen, mesh, expected):
-    return check_contracts([(case, chosen, expected)], mesh)
+def unsharded(case):
+    return ((),) * len(case.rule.factors)
+
+
+def assert_contract(case, assignment, mesh=MESHES[2]):
+    """Holds one assignment of a case, which must have a form, to the contract."""
+    assert check_contracts([(case, [assignment], whole(case))], mesh)
 
 
 def compare(got, want, layout, tolerance, message):
@@ -245,7 +243,7 @@ def pool(window, strides, padding, init, fun):
 FILL, CLIP, PROMISE = GatherScatterMode.FILL_OR_DROP, GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS
 ROWS = np.array([[0], [15], [3], [8], [16], [-1], [7], [40]], np.int32)
 PAIRS = np.array([[0, 1], [15, 7], [3, 8], [16, 2], [-2, -2], [7, 3], [8, 0], [40, 9]], np.int32)
-KEY = jax.random.key(3)
+KEY, FOUR = jax.random.key(3), jax.ShapeDtypeStruct((4,), np.float32)
 SORTED_DIMS = lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0, 1), start_index_map=(0, 1))
 LABEL_DIMS = lax.GatherDimensionNumbers((), (1,), (1,), operand_batching_dims=(0,), start_indices_batching_dims=(0,))
 LABEL_PUT = lax.ScatterDimensionNumbers((), (1,), (1,), operand_batching_dims=(0,), scatter_indices_batching_dims=(0,))
@@ -446,13 +444,13 @@ def whole_of(name: str) -> list[np.ndarray]:
 def test_contract_everywhere(name, mesh):
     """Every assignment of a mesh of one axis, more of the bigger meshes."""
     case = CASES[name]()
-    check_contract(case, sample(case, mesh, 3 if name in FEW else 8, name), mesh, whole_of(name))
+    check_contracts([(case, sample(case, mesh, 3 if name in FEW else 8, name), whole_of(name))], mesh)
 
 
 def test_keys_are_split_in_blocks():
     case = single(lambda k: jax.random.split(k, 8), KEY)
     case.rule = Rule((Factor(8, "special"),), ((),), (((0,),),))
-    assert check_contract(case, [(("b", "a"),)], MESHES[2], whole(case))
+    assert_contract(case, (("b", "a"),))
 
 
 @settings(deadline=None, max_examples=10)
@@ -489,25 +487,23 @@ def form_of(case, mesh, *where):
 
 
 def test_wide_types():
-    mesh = MESHES[2]
     with jax.enable_x64(True):
         key = jax.random.key(3)
         bits = single(lambda k: jax.random.bits(k, (8, 16), np.uint64), key)
-        counted = single(lambda: lax.iota(np.int64, 16))
         largest = single(lambda a: lax.reduce_max(a, (0,)), with_nan(array(16, 8, dtype=np.float64)))
         rows = single(take(ROWS.astype(np.int64), FILL), array(16, 8, dtype=np.float64), ROWS.astype(np.int64))
-        for case, axes in [(bits, (("a",), ("b",))), (counted, (("b", "a"),))]:
-            assert check_contract(case, [axes], mesh, whole(case))
-        assert check_contract(largest, [axes_of(largest, (0, 0, ("a", "b")))], mesh, whole(largest))
-        assert check_contract(rows, [axes_of(rows, (0, 0, ("b",)), (1, 0, ("a",)))], mesh, whole(rows))
+        assert_contract(bits, (("a",), ("b",)))
+        assert_contract(single(lambda: lax.iota(np.int64, 16)), (("b", "a"),))
+        assert_contract(largest, axes_of(largest, (0, 0, ("a", "b"))))
+        assert_contract(rows, axes_of(rows, (0, 0, ("b",)), (1, 0, ("a",))))
 
 
 def test_no_form_for_streams_that_cannot_be_cut():
     with jax.threefry_partitionable(False):
         case = single(lambda k: jax.random.bits(k, (8, 16), np.uint32), KEY)
-    assert local_form(case.op, case.rule, (("a",), ()), case.values, MESHES[0]) is None
-    case = single(lambda k: jax.random.bits(k, (8, 16), np.uint32), jax.random.key(0, impl="rbg"))
-    assert local_form(case.op, case.rule, (("a",), ()), case.values, MESHES[0]) is None
+    other = single(lambda k: jax.random.bits(k, (8, 16), np.uint32), jax.random.key(0, impl="rbg"))
+    for one in (case, other):
+        assert local_form(one.op, one.rule, (("a",), ()), one.values, MESHES[0]) is None
 
 
 @pytest.mark.parametrize(
@@ -554,24 +550,22 @@ def test_no_form():
 
 def test_an_axis_may_serve_each_operand_of_a_barrier():
     case = CASES["barrier"]()
-    assignment = axes_of(case, (0, 0, ("a",)), (1, 1, ("a",)))
-    assert check_contract(case, [assignment], MESHES[0], whole(case))
+    assert_contract(case, axes_of(case, (0, 0, ("a",)), (1, 1, ("a",))), MESHES[0])
 
 
-def test_opaque_ops_are_bound_as_they_are():
+def test_opaque_operations_and_pure_callbacks_are_bound_as_they_are():
     case = single(lambda a: lax.sort(a), array(16))
-    shape = case.args[0].shape
-    rule = Rule((), (((),) * len(shape),), (((),) * len(shape),), "opaque", "for the test")
-    form = local_form(case.op, rule, (), case.values, MESHES[2])
-    assert isinstance(form, LocalForm)
-    case.rule = rule
-    assert check_contract(case, [()], MESHES[2], whole(case))
+    case.rule = Rule((), (((),),), (((),),), "opaque", "for the test")
+    assert isinstance(local_form(case.op, case.rule, (), case.values, MESHES[2]), LocalForm)
+    assert_contract(case, ())
+    case = single(lambda a: jax.pure_callback(lambda x: np.asarray(x) * 2, FOUR, a), array(4))
+    assert_contract(case, unsharded(case))
 
 
 def test_a_print_prints_once(capfd):
     case = single(lambda a: jax.debug.print("here {}", a), array(2))
     assert not needs_outside(case.op)
-    form = local_form(case.op, case.rule, ((),) * len(case.rule.factors), case.values, MESHES[2])
+    form = local_form(case.op, case.rule, unsharded(case), case.values, MESHES[2])
     assert form is not None
     jax.jit(local_step(case, [form], MESHES[2]))(*case.args)
     jax.effects_barrier()
@@ -585,42 +579,16 @@ def test_an_io_callback_runs_once_and_all_receive_its_results():
         calls.append(1)
         return x + 1, x > 0
 
-    x = array(4)
-    shapes = (jax.ShapeDtypeStruct((4,), np.float32), jax.ShapeDtypeStruct((4,), np.bool_))
-    case = single(lambda a: io_callback(record, shapes, a), x)
-    assignment = ((),) * len(case.rule.factors)
-    expected = whole(case)
-    assert check_contract(case, [assignment], MESHES[2], expected)
+    shapes = (FOUR, jax.ShapeDtypeStruct((4,), np.bool_))
+    case = single(lambda a: io_callback(record, shapes, a), array(4))
+    assert_contract(case, unsharded(case))
     jax.effects_barrier()
     assert len(calls) == 2  # one of them in `whole`
 
 
-def test_a_pure_callback_is_replicated():
-    shape = jax.ShapeDtypeStruct((4,), np.float32)
-    case = single(lambda a: jax.pure_callback(lambda x: np.asarray(x) * 2, shape, a), array(4))
-    assert check_contract(case, [((),) * len(case.rule.factors)], MESHES[2], whole(case))
-
-
-def test_what_needs_outside():
-    mesh = device_mesh(MESHES[0])
-    nested = single(
-        lambda a: jax.shard_map(lambda x: x, mesh=mesh, in_specs=PartitionSpec("a"), out_specs=PartitionSpec("a"))(a),
-        array(4),
-    )
-    assert needs_outside(nested.op)
-    shape = jax.ShapeDtypeStruct((4,), np.float32)
-    # JAX orders effects on one device only, outside a region no less: ordered ones stay inside and lose their order.
-    ordered = single(lambda a: io_callback(lambda x: x, shape, a, ordered=True), array(4))
-    assert not needs_outside(ordered.op)
-    shown = single(lambda a: jax.debug.callback(lambda x: None, a, ordered=True), array(4))
-    assert not needs_outside(shown.op)
-    assert needs_outside(single(lambda: lax.rng_uniform(0.0, 1.0, (4,))).op)
-    assert not needs_outside(CASES["add"]().op)
-
-    moved = single(lambda a: jax.device_put(a, jax.devices()[1]), array(4))
-    assert not needs_outside(moved.op)
-    assert check_contract(moved, [(("a",),)], MESHES[0], [moved.args[0]])
-    assert needs_outside(single(lambda a: jax.device_put(a, jax.memory.Space.Host), array(4)).op)
+def test_operations_that_run_outside_of_regions():
+    """JAX orders effects on one device only, outside a region too: ordered ones stay inside and lose their order."""
+    mesh, along = device_mesh(MESHES[0]), PartitionSpec("a")
 
     def solved(a, random):
         def apply(x):
@@ -628,8 +596,23 @@ def test_what_needs_outside():
 
         return lax.custom_linear_solve(apply, a, lambda _, b: b / 2, symmetric=True)
 
-    assert needs_outside(single(lambda a: solved(a, True), array(4)).op)
-    assert not needs_outside(single(lambda a: solved(a, False), array(4)).op)
+    for fun in (
+        lambda a: jax.shard_map(lambda x: x, mesh=mesh, in_specs=along, out_specs=along)(a),
+        lambda a: jax.device_put(a, jax.memory.Space.Host),
+        lambda a: solved(a, True),
+    ):
+        assert needs_outside(single(fun, array(4)).op)
+    assert needs_outside(single(lambda: lax.rng_uniform(0.0, 1.0, (4,))).op)
+    for fun in (
+        lambda a: io_callback(lambda x: x, FOUR, a, ordered=True),
+        lambda a: jax.debug.callback(lambda x: None, a, ordered=True),
+        lambda a: solved(a, False),
+        lambda a: lax.add(a, a),
+    ):
+        assert not needs_outside(single(fun, array(4)).op)
+    moved = single(lambda a: jax.device_put(a, jax.devices()[1]), array(4))
+    assert not needs_outside(moved.op)
+    assert check_contracts([(moved, [(("a",),)], [moved.args[0]])], MESHES[0])
 
 
 def test_collectives_divide_the_blocks_not_the_wholes():

@@ -60,12 +60,6 @@ def queue(s: Any, b: Any) -> Any:
     return {"history": [descended(first, grads), first, second], "step": s["step"] + 1}, loss
 
 
-def targets(s: Any, b: Any) -> Any:
-    """A target network that becomes the old parameters."""
-    loss, grads = jax.value_and_grad(loss_of)(s["online"], b)
-    return {"online": descended(s["online"], grads), "target": s["online"]}, loss + loss_of(s["target"], b)
-
-
 def rotated(s: Any, b: Any) -> Any:
     """Layers of one shape that change places."""
     loss, grads = jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(b["x"] @ w[0]) @ w[1] @ w[2] - b["y"]) ** 2))(s)
@@ -82,7 +76,6 @@ def parts_of_one(everything: Any) -> Any:
 SWAPPED: dict[Callable[..., Any], Callable[[], tuple[Any, ...]]] = {
     ping_pong: lambda: ({"p": weights(0), "q": weights(2)}, batch()),
     queue: lambda: ({"history": [weights(0), weights(2), weights(4)], "step": jnp.int32(0)}, batch()),
-    targets: lambda: ({"online": weights(0), "target": weights(2)}, batch()),
     rotated: lambda: (tuple(normal(i, WIDTH, WIDTH) / 4 for i in range(3)), batch()),
     parts_of_one: lambda: ({"p": weights(0), "q": weights(2), "data": batch()},),
 }
