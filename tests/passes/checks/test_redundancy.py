@@ -1,6 +1,4 @@
-"""What a compiler may leave out, told by value numbering."""
-
-from collections import Counter
+"""Collectives that a compiler may leave out, by value numbering."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +59,6 @@ def branching(x):
     [
         (lambda x: gather(x) + gather(x * 2), expect()),
         (lambda x: gather(x) * jnp.tanh(gather(x)), expect(merged={GATHER: 1})),
-        (lambda x: gather(x * 2) * jnp.tanh(gather(x * 2)) - gather(x * 2), expect(merged={GATHER: 2})),
         (lambda x: gather(x) + gather(lax.slice(x, (0, 0), (16, 8))), expect(merged={GATHER: 1})),
         (lambda x: gather(x) + jnp.pad(gather(lax.slice(x, (0, 0), (15, 8))), [(0, 4), (0, 0)]), expect()),
         (lambda x: gather(x) + gather(lax.rev(x[None], (0,))[0]), expect(merged={GATHER: 1})),
@@ -121,11 +118,8 @@ def branching(x):
         (lambda x: jnp.sin(psum(x)) + lax.cond(x[0, 0] > 0, psum, jnp.cos, x), expect(merged={SUM: 1})),
         (lambda x: jax.jit(psum)(x) * jnp.sin(jax.jit(psum)(x)), expect(merged={SUM: 1})),
         (lambda x: psum(jnp.sort(x, axis=0)) * jnp.sin(psum(jnp.sort(x, axis=0))), expect(merged={SUM: 1})),
+        (lambda x: x.sum() * 2, expect()),
     ],
 )
 def test_redundant_collectives(fun, found):
     assert redundancy(fun) == found
-
-
-def test_counters_are_empty_without_collectives():
-    assert redundancy(lambda x: x.sum() * 2) == {k: dict(Counter()) for k in expect()}
