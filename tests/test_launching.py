@@ -17,11 +17,11 @@ import typer
 
 from alpa_lite.errors import OptionError
 from alpa_lite.processes import initialization, local_launch
+from tests.processes import driver
 
 launch = functools.partial(local_launch.launch, echo=typer.echo)
 
 ROOT = Path(__file__).parents[1]
-LAUNCH = [sys.executable, "-c", "from alpa_lite.cli import main; main()", "launch"]
 SLEEPER = """
 import os, pathlib, signal, subprocess, sys, time
 number = os.environ["SLURM_PROCID"]
@@ -166,16 +166,13 @@ def test_a_process_without_a_job_is_alone() -> None:
 
 
 @pytest.mark.slow
-def test_jax_itself_joins_the_processes(scripts: Path) -> None:
+def test_jax_itself_joins_the_processes(tmp_path: Path) -> None:
     """`alpa_lite.initialize` joins those of the other tests."""
-    (scripts / "script.py").write_text(
+    script = (
         "import jax\n"
         "jax.distributed.initialize()\n"
         "print(jax.process_index(), jax.process_count(), jax.device_count(), jax.local_device_count())\n"
     )
-    run = subprocess.run(
-        [*LAUNCH, "-n", "2", "--devices-per-process", "2", "--platform", "cpu", "--", "script.py"],
-        cwd=scripts, env=dict(os.environ, PYTHONPATH=str(ROOT)), text=True, capture_output=True, timeout=500,
-    )  # fmt: skip
+    run = driver.launch(tmp_path, script, "--devices-per-process", "2")
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.splitlines()) == ["[0] 0 2 4 2", "[1] 1 2 4 2"]

@@ -74,6 +74,16 @@ def agreed(script: str, processes: int, devices: int, *args: str) -> list[str]:
     return [one.text for one in ended]
 
 
+def launch(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs the text of a script in two processes by `alpa-lite launch`."""
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, "-c", "from alpa_lite.cli import main; main()", "launch", "-n", "2", "--platform", "cpu"]
+    return subprocess.run(
+        [*command, *options, "--", "script.py"], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+        capture_output=True, timeout=LONGEST,
+    )  # fmt: skip
+
+
 def _wait(process: subprocess.Popen[bytes], until: float) -> int | None:
     try:
         return process.wait(max(0.0, until - time.monotonic()))
