@@ -141,21 +141,6 @@ def test_a_parameter_counted_as_static_may_be_left_out():
 # -- one definition ---------------------------------------------------------------------------------------------------
 
 
-def test_python_numbers_of_one_type_share_a_plan():
-    def scaled(state, batch, rate):
-        new, loss = step(state, batch)
-        return new, loss * rate
-
-    parallel = alpa_lite.parallelize(scaled, batch_argnums=1, **METHODS["one device"]())
-    first = parallel.plan(*make(), 0.5)
-    assert parallel.plan(*make(), 0.25) is first
-    assert parallel.plan(*make(), 2) is not first
-    assert parallel.plan(*make(), np.float32(0.5)) is first  # not weak, but nothing here is promoted by it
-    for rate in (0.5, 0.25, 2, True, np.float32(0.5), jnp.float32(4.0), np.float64(3.0)):
-        same(parallel(*make(), rate), scaled(*make(), rate))
-    assert len(parallel.plans) == 3  # float, int, bool
-
-
 def change(tree: Any, **leaves: Any) -> Any:
     return {**tree, **leaves}
 
