@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
@@ -64,28 +63,6 @@ def test_the_output_of_a_scope_is_fixed(count):
     (new, loss), (wanted, expected) = step(linen_state(), X), jax.jit(linen_step)(linen_state(), X)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), new, wanted)
-
-
-@pytest.mark.slow
-def test_scopes_of_nnx_are_those_of_named_scope():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.up, self.down = nnx.Linear(8, 16, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
-
-        def __call__(self, x):
-            with jax.named_scope("mlp"):
-                h = jnp.tanh(self.up(x))
-            return self.down(h)
-
-    def step(model, batch):
-        loss, grads = nnx.value_and_grad(lambda model: ((model(batch) - 1) ** 2).mean())(model)
-        nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model, nnx.Param), grads))
-        return loss
-
-    run = alpa_lite.parallelize(step, constrain={"*mlp": P(None, "x")})
-    (note,) = fixed(run.plan(Model(nnx.Rngs(0)), X))
-    assert note.endswith("fixes [16, 16] to P(None, 'x'): heeded")
-    np.testing.assert_allclose(run(Model(nnx.Rngs(0)), X), nnx.jit(step)(Model(nnx.Rngs(0)), X), rtol=1e-6)
 
 
 def test_the_output_in_a_scan_over_layers_is_fixed():
