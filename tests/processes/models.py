@@ -34,11 +34,13 @@ def made(name: str) -> tuple[Any, Any, str]:
         from alpa_lite import models
 
         build = models.get(own).build_nnx if style else models.get(own).build
-        return *build("tiny", 8, **SMALL[own]), style
+        step, args = build("tiny", 8, **SMALL[own])
+        return step, args, style
     from tests import zoo
 
     case = zoo.get(name)
-    return *case.make(), case.style
+    step, args = case.make()
+    return step, args, case.style
 
 
 def last_loss(step: Any, args: Any, steps: int) -> float:

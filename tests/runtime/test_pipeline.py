@@ -8,6 +8,7 @@ import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -233,7 +234,8 @@ def test_modules_are_not_updated_by_a_trace():
 
 def test_compiled_stages_communicate_as_planned_and_their_temporaries_are_shown():
     args = arguments(layers=2)
-    plan, made = verified().plan(*args), verified()._executable(args, {})
+    plan = verified().plan(*args)
+    made: Any = verified()._executable(args, {})
     executables = made._program.executables
     several = sum(made._program.submeshes[e.mesh].mesh.size > 1 for e in executables)
     assert any(f"{several} stage executables have the planned collectives" in line for line in plan.verification)
