@@ -22,7 +22,7 @@ SOURCES = "\n".join(
 )
 WORDS = set(re.findall(r"\w+", SOURCES))
 BY_INSTANCE = {
-    "plan": "alpa_lite.plan.Plan",
+    "plan": "alpa_lite.plan.plan.Plan",
     "step": "alpa_lite.api.ParallelStep",
     "nn": "flax.linen",
     "nnx": "flax.nnx",
@@ -60,7 +60,8 @@ def exists(name: str) -> bool:
     first, *rest = name.split(".")
     if first in BY_INSTANCE:
         return exists(".".join((BY_INSTANCE[first], *rest)))
-    starts = ["", "alpa_lite.", "alpa_lite.passes.", *(f"alpa_lite.passes.{room}." for room in ROOMS)]
+    packages = ("passes", "ir", "cluster", "plan", "compilation", *(f"passes.{room}" for room in ROOMS))
+    starts = ["", "alpa_lite.", *(f"alpa_lite.{package}." for package in packages)]
     if first[:1].isupper():
         owners = [module for module, path in KNOWN.items() if re.search(rf"^class {first}\b", path.read_text(), re.M)]
         return any(exists(f"{module}.{name}") for module in owners)
