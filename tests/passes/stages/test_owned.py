@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -98,58 +99,49 @@ def weights(count: int) -> dict[str, jax.Array]:
     return {f"w{i}": jnp.ones((WIDTH, WIDTH)) for i in range(count)}
 
 
-def test_interleaved_layers_go_back_and_forth() -> None:
-    def fun(p: Any, x: jax.Array) -> jax.Array:
-        for w in p.values():
-            x = jnp.tanh(x @ w)
-        return x.sum()
-
-    traced = trace(fun, weights(4), X, batch="x")
-    assert sent(divided(traced, {0: 0, 1: 0, 2: 1, 3: 1})) == [(0, 1, ROWS)]
-    parts = divided(traced, {0: 0, 1: 1, 2: 0, 3: 1})
-    assert sent(parts) == [(0, 1, ROWS), (0, 1, ROWS), (1, 0, ROWS)]
-    assert [sorted(set(part.rounds.values())) for part in parts] == [[0, 2], [1, 3]]
+def chain(p: Any, x: jax.Array) -> jax.Array:
+    for w in p.values():
+        x = jnp.tanh(x @ w)
+    return x.sum()
 
 
-def test_the_narrowest_value_crosses() -> None:
-    """Between two layers on different submeshes, the cut is where least is sent: before the layer grows wide."""
-
-    def fun(p: Any, x: jax.Array, n: int) -> Any:
-        h = jnp.tanh(x @ p["a"])
-        h = jnp.concatenate([h, h**2, h**3, jnp.sin(h)], -1)
-        return (h @ p["b"]).sum(), n + 1
-
-    wide = {"a": jnp.ones((WIDTH, WIDTH)), "b": jnp.ones((4 * WIDTH, WIDTH))}
-    assert sent(divided(trace(fun, wide, X, 0, batch="x"), {0: 0, 1: 1})) == [(0, 1, ROWS)]
+def widened(p: Any, x: jax.Array, n: int) -> Any:
+    """Between two layers, the cut is where least is sent: before the layer grows wide."""
+    h = jnp.tanh(x @ p["a"])
+    h = jnp.concatenate([h, h**2, h**3, jnp.sin(h)], -1)
+    return (h @ p["b"]).sum(), n + 1
 
 
-def test_a_norm_is_summed_where_the_leaves_are_and_scales_them_there() -> None:
+def normalised(p: Any, m: Any, g: Any) -> Any:
     """Only scalars cross, although every leaf is scaled by a number that comes from all of them."""
-
-    def apply(p: Any, m: Any, g: Any) -> Any:
-        norm = jnp.sqrt(sum(jnp.sum(w**2) for w in g.values()))
-        scaled = jax.tree.map(lambda w: w / norm, g)
-        m = jax.tree.map(lambda a, b: 0.9 * a + b, m, scaled)
-        return jax.tree.map(lambda a, b: a - b, p, m), m
-
-    traced = trace(apply, weights(2), weights(2), weights(2), batch="g")
-    parts = divided(traced, dict(enumerate([0, 1] * 3)))
-    assert {shape for _, _, shape in sent(parts)} == {()}
-    assert moved(traced, parts) == {}
+    norm = jnp.sqrt(sum(jnp.sum(w**2) for w in g.values()))
+    m = jax.tree.map(lambda a, b: 0.9 * a + b / norm, m, g)
+    return jax.tree.map(jnp.subtract, p, m), m
 
 
-def test_an_output_layer_that_is_tied_goes_to_the_embedding() -> None:
+def tied(p: Any, x: jax.Array, n: int) -> Any:
     """The activation goes back to the submesh that has the embedding; the embedding itself goes nowhere."""
+    return (jnp.tanh(p["embed"][x] @ p["w"]) @ p["embed"].T).max(-1), n + 1
 
-    def fun(p: Any, tokens: jax.Array, n: int) -> Any:
-        x = p["embed"][tokens]
-        x = jnp.tanh(x @ p["w"])
-        return (x @ p["embed"].T).max(-1), n + 1
 
-    p = {"embed": jnp.ones((64, WIDTH)), "w": jnp.ones((WIDTH, WIDTH))}
-    traced = trace(fun, p, jnp.zeros((4,), jnp.int32), 0, batch="tokens")
-    parts = divided(traced, {0: 0, 1: 1})
-    assert sent(parts) == [(0, 1, (4, WIDTH)), (1, 0, (4, WIDTH))]
+WIDE = {"a": jnp.ones((WIDTH, WIDTH)), "b": jnp.ones((4 * WIDTH, WIDTH))}
+TIED = {"embed": jnp.ones((64, WIDTH)), "w": jnp.ones((WIDTH, WIDTH))}
+
+
+@pytest.mark.parametrize(
+    ("fun", "arguments", "batch", "places", "crossing"),
+    [
+        (chain, (weights(4), X), "x", (0, 0, 1, 1), {(0, 1, ROWS): 1}),
+        (chain, (weights(4), X), "x", (0, 1, 0, 1), {(0, 1, ROWS): 2, (1, 0, ROWS): 1}),
+        (widened, (WIDE, X, 0), "x", (0, 1), {(0, 1, ROWS): 1}),
+        (tied, (TIED, jnp.zeros((4,), jnp.int32), 0), "x", (0, 1), {(0, 1, (4, WIDTH)): 1, (1, 0, (4, WIDTH)): 1}),
+        (normalised, (weights(2),) * 3, "g", (0, 1) * 3, {(0, 1, ()): 1, (1, 0, ()): 1}),
+    ],
+)
+def test_the_fewest_bytes_cross_and_no_state(fun: Any, arguments: Any, batch: str, places: Any, crossing: Any) -> None:
+    traced = trace(fun, *arguments, batch=batch)
+    parts = divided(traced, dict(enumerate(places)))
+    assert Counter(sent(parts)) == crossing
     assert moved(traced, parts) == {}
 
 
