@@ -128,7 +128,7 @@ def test_stages_compute_again_what_they_do_not_save(remat: tuple[Choice, Choice]
         return [sum(values[v].nbytes for v in held if stage[made[v].index] == number) for number in (0, 1)]
 
     cuts = [len(step.layering.layers) // 2]
-    plain, done = (division.divided(step, cuts, choice) for choice in (("none", "none"), remat))
+    plain, done = division.divided(step, cuts, ("none", "none")), division.divided(step, cuts, remat)
     for before, after, choice in zip(bytes_read(plain), bytes_read(done), remat, strict=True):
         assert after == before if choice == "none" else after < before
     assert_computes(done)

@@ -56,15 +56,6 @@ def inner_descent(s: Any, b: Any) -> Any:
     return {"w": w, "v": s["v"]}, norms
 
 
-def clusters(s: Any, b: Any) -> Any:
-    def turn(_: Any, centres: Any) -> Any:
-        nearest = jnp.argmin(((b["x"][:, None] - centres[None]) ** 2).sum(-1), 1)
-        chosen = jax.nn.one_hot(nearest, WIDTH)
-        return (chosen.T @ b["x"] + centres) / (chosen.sum(0)[:, None] + 1)
-
-    return {"w": lax.fori_loop(0, 2, turn, s["w"]), "v": s["v"]}, s["v"].sum()
-
-
 def iterations(s: Any, b: Any) -> Any:
     """A state that counts, which is the same on each micro-batch."""
 
@@ -120,7 +111,6 @@ def average_of_statistics(s: Any, b: Any) -> Any:
 NAMED = {
     solver: {"result/0/v": "averaged", "result/1": "averaged"},
     inner_descent: {"result/0/w": "averaged", "result/1": "averaged"},
-    clusters: {"result/0/w": "averaged"},
     iterations: {"result/0/v": "averaged", "result/1": "taken from the last micro-batch"},
     in_order: {"result/0/w": "averaged"},
     whitened: {"result/0/w": "averaged", "result/1": "averaged"},

@@ -92,15 +92,12 @@ def test_temporary_bytes_of_computing_again_are_those_of_the_planned_stage(choic
     """What is computed again lives from there to its last reader: not all of it is there at the fullest point."""
     weights = [tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 2048), (2048, 512)))] * 4
     args = weights, jax.ShapeDtypeStruct((8192, 512), jnp.float32)
-    plain, again = (
-        planning.lowered(
-            planning.decide(
-                pipeline_driver.staged(gated, args, 4, 2, remat=remat).graphs[1], DEVICES, Sharded((4,)), price=0.0
-            ),
-            split_weights=False,
-        )
-        for remat in ((), (choice,) * 4)
-    )
+
+    def second(remat: tuple[Choice, ...]) -> PlannedStage:
+        graph = pipeline_driver.staged(gated, args, 4, 2, remat=remat).graphs[1]
+        return planning.lowered(planning.decide(graph, DEVICES, Sharded((4,)), price=0.0), split_weights=False)
+
+    plain, again = second(()), second((choice,) * 4)
     cost = layer_costs._cost(plain)
     found, saved = (cost.temporary_layer, 0.0) if choice == "layer" else (cost.temporary_selective, cost.kept)
     assert found == pytest.approx(max(again.temporary.values()), rel=0.15)
