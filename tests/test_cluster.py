@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite import presets
-from alpa_lite.cluster import ALLOCATOR_RESERVE, DEVICE_RESERVE, HOST_RESERVE, Cluster, Dispatch, Link
+from alpa_lite.cluster import ALLOCATOR_RESERVE, DEVICE_RESERVE, HOST_RESERVE, Cluster, Dispatch, Link, presets
+from alpa_lite.cluster.topology import decompose, fit_sizes, mesh_shapes
 from alpa_lite.errors import OptionError
-from alpa_lite.topology import decompose, fit_sizes, mesh_shapes
 
 SMALL = Cluster(
     device="x",

@@ -22,7 +22,7 @@ SOURCES = "\n".join(
 )
 WORDS = set(re.findall(r"\w+", SOURCES))
 BY_INSTANCE = {
-    "plan": "alpa_lite.plan.Plan",
+    "plan": "alpa_lite.plan.plan.Plan",
     "step": "alpa_lite.api.ParallelStep",
     "nn": "flax.linen",
     "nnx": "flax.nnx",

@@ -15,7 +15,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import alpa_lite
-from alpa_lite import likeness
+from alpa_lite.compilation import likeness
 from alpa_lite.passes.ir.digest import digest
 from alpa_lite.passes.tracing import trace
 

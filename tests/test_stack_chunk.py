@@ -10,7 +10,7 @@ import pytest
 
 import alpa_lite
 from alpa_lite import compiler
-from alpa_lite.stack_chunk import with_large_stack_chunk
+from alpa_lite.compilation.stack_chunk import with_large_stack_chunk
 
 DEPTHS, CALLS = range(0, 400, 2), 200
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite import DataParallel, OptionError, Pipeline, Sharded
-from alpa_lite.paths import shown
+from alpa_lite.ir.paths import shown
 
 FREE = P.UNCONSTRAINED
 SLOW = pytest.mark.slow

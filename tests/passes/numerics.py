@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from alpa_lite.graph import Traced, check
+from alpa_lite.ir.graph import Traced, check
 from alpa_lite.passes.ir import evaluation
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from alpa_lite.graph import Graph
+from alpa_lite.ir.graph import Graph
 from alpa_lite.models import MODELS
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.layers.residuals import reduce_residuals

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Traced
+from alpa_lite.ir.graph import Traced
 from alpa_lite.passes import factors
 from alpa_lite.passes.layers.scans import Cut, cut_scans, even_points, layer_scans
 from tests.passes import microbatched

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite
-from alpa_lite.graph import Graph
+from alpa_lite.ir.graph import Graph
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.layers.stacked_sums import add_within_scans
 from alpa_lite.passes.tracing import tracing

@@ -13,7 +13,7 @@ import alpa_lite
 from alpa_lite import compiler
 from alpa_lite.options import Method, Options
 from alpa_lite.passes.programs.staged import Staged
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
 from tests.mlps import mlp
 
 LAYERS, WIDTH, EXAMPLES = 6, 4096, 16384

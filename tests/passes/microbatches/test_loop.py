@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alpa_lite import graph as graphs
 from alpa_lite.errors import MicrobatchError
+from alpa_lite.ir import graph as graphs
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.microbatches import loop as accumulation

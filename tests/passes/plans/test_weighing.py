@@ -10,7 +10,7 @@ import alpa_lite
 from alpa_lite import models
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Method, Pipeline, Sharded
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
 
 CLUSTER = Cluster.preset("a100", nodes=1)
 

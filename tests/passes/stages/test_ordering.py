@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from alpa_lite.graph import Op
+from alpa_lite.ir.graph import Op
 from alpa_lite.passes.stages import ordering
 
 

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from alpa_lite import schedules
+from alpa_lite.ir import schedules
+from alpa_lite.ir.program import peak_bytes
 from alpa_lite.passes.stages import cutting, packing
 from alpa_lite.passes.stages.segments import Segments
-from alpa_lite.program import peak_bytes
 from tests import comparing, pipeline_driver
 from tests.zoo_base import normal, updated
 
