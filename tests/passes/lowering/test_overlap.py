@@ -14,20 +14,13 @@ from alpa_lite import compiler
 from alpa_lite.options import Method, Options
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.plan.plan import Plan
+from tests.mlps import mlp
 
 LAYERS, WIDTH, EXAMPLES = 6, 4096, 16384
 H100 = dataclasses.replace(alpa_lite.Cluster.preset("h100", nodes=1), collectives=(), memory_efficiency=1.0)
 
 
-def step(params, batch):
-    def loss(params):
-        h = batch
-        for layer in params:
-            h = jnp.tanh(h @ layer)
-        return (h**2).mean()
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
+step, _ = mlp(WIDTH, EXAMPLES, LAYERS)
 
 
 def arguments(examples: int = EXAMPLES):

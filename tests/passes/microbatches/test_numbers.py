@@ -10,8 +10,6 @@ import jax.numpy as jnp
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors, tracing
-from alpa_lite.passes.microbatches import numbers as found
-from alpa_lite.passes.microbatches.loop import batch_dims
 from alpa_lite.passes.microbatches.numbers import candidate_numbers
 
 
@@ -38,28 +36,6 @@ def test_numbers_are_powers_of_two_and_those_that_leave_a_power_of_two_of_exampl
     assert numbers(200, loss) == [1, 2, 4, 8, 25, 50]
     assert numbers(256, loss) == [1, 2, 4, 8, 16, 32, 64]
     assert numbers(256, loss, devices=2) == [1, 2, 4, 8, 16]
-
-
-def test_numbers_of_both_kinds_are_told_by_one_analysis(monkeypatch) -> None:
-    """Where the least common multiple of the largest is refused, each is tried by itself."""
-
-    def loss(w: Any, rows: Any) -> Any:
-        return ((rows @ w) ** 2).mean()
-
-    asked: list[int] = []
-
-    def noted(traced: Any, rules: Any, parts: int) -> Any:
-        asked.append(parts)
-        return None if parts == refused else batch_dims(traced, rules, parts)
-
-    monkeypatch.setattr(found, "batch_dims", noted)
-    refused = 0
-    assert numbers(200, loss) == [1, 2, 4, 8, 25, 50]
-    assert asked == [200]
-    asked.clear()
-    refused = 200
-    assert numbers(200, loss) == [1, 2, 4, 8, 25, 50]
-    assert asked == [200, 64, 32, 16, 8, 50]
 
 
 def test_a_step_whose_examples_need_each_other_has_one_part() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir.loops import scan_op
-from alpa_lite.passes.microbatches import accumulate, batch_dims
+from alpa_lite.passes.microbatches import accumulate
 from alpa_lite.passes.microbatches.states import is_intensive
 from alpa_lite.passes.tracing import tracing
 from tests.passes.microbatches.test_loop import compare, outputs
@@ -106,10 +106,3 @@ def test_gradients_by_hand_are_in_the_loop() -> None:
     assert sum(map(is_intensive, scan.bodies[0].ops)) == 2
     assert any(op.name == "sub" for op in top[top.index(scan) + 1 :])
     compare(outputs(found.traced, args), outputs(traced, args))
-
-
-def test_one_micro_batch_is_always_possible() -> None:
-    step, args = clipped(taken, tokens_of(1, TOKENS))
-    traced = tracing.trace(step, args, {})
-    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
-    assert batch_dims(traced, rules, 1) is not None and batch_dims(traced, rules, 2) is None

@@ -14,7 +14,6 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
 from alpa_lite.passes.plans import alternatives
-from alpa_lite.passes.plans.dims import growing_factors
 from alpa_lite.passes.plans.outcomes import Outcomes
 from alpa_lite.passes.sharding import grouping, strategies
 from alpa_lite.passes.sharding.solver import solve
@@ -48,15 +47,16 @@ def _planned():
     return found, plan.weighed()
 
 
-def _outcomes():
+@functools.cache
+def _weighed():
+    """The problem, the choice, and for each alternative its step and the choice that it is of."""
     found, _ = _planned()
-    traced, groups, rules = _grouped(BATCH)
-    problem = from_graph(found.space.program)
-    choice = list(found.solution.choice)
+    problem, choice = from_graph(found.space.program), list(found.solution.choice)
     sizes = alternatives.Sizes(problem, choice)
-    cost = MeshCost(CLUSTER, found.mesh)
+    outcomes = Outcomes(*_grouped(BATCH), MeshCost(CLUSTER, found.mesh), found.space, choice, sizes)
     rows = alternatives.weigh(problem, choice, [3] * len(problem.nodes))
-    return problem, choice, rows, Outcomes(traced, groups, rules, cost, found.space, choice, sizes)
+    changes = [weighed.fastest for row in rows for weighed in row]
+    return problem, choice, [(outcomes.of(c), alternatives.changed_choice(choice, c)) for c in changes]
 
 
 def test_the_chosen_step_is_the_plan() -> None:
@@ -73,16 +73,13 @@ def test_the_chosen_step_is_the_plan() -> None:
 
 
 def test_every_alternative_is_a_step_of_its_own() -> None:
-    problem, choice, rows, outcomes = _outcomes()
-    for row in rows:
-        for weighed in row:
-            other = alternatives.changed_choice(choice, weighed.fastest)
-            step = outcomes.of(weighed.fastest)
-            assert step.seconds == pytest.approx(problem.seconds(other))
-            assert step.bytes_per_device == pytest.approx(problem.peak(other), abs=1)
-            assert 0 <= step.latency_seconds <= step.communication_seconds
-            assert 0 <= step.batch_seconds <= step.seconds
-            assert step.changed == sum(a != b for a, b in zip(choice, other, strict=True))
+    problem, choice, steps = _weighed()
+    for step, other in steps:
+        assert step.seconds == pytest.approx(problem.seconds(other))
+        assert step.bytes_per_device == pytest.approx(problem.peak(other), abs=1)
+        assert 0 <= step.latency_seconds <= step.communication_seconds
+        assert 0 <= step.batch_seconds <= step.seconds
+        assert step.changed == sum(a != b for a, b in zip(choice, other, strict=True))
 
 
 def test_alternatives_are_ordered_by_the_whole_step() -> None:
@@ -95,42 +92,19 @@ def test_alternatives_are_ordered_by_the_whole_step() -> None:
 
 
 def test_links_twice_as_fast_halve_what_is_not_latency() -> None:
-    found, _ = _planned()
-    traced, groups, rules = _grouped(BATCH)
     link = CLUSTER.node_link
     faster = replace(CLUSTER, node_link=replace(link, bandwidth=2 * link.bandwidth))
-    space = strategies.build(traced, groups, rules, MeshCost(faster, found.mesh))
-    _, choice, rows, outcomes = _outcomes()
-    for row in rows:
-        for weighed in row:
-            step = outcomes.of(weighed.fastest)
-            seconds, _ = solve.evaluate(space.program, alternatives.changed_choice(choice, weighed.fastest))
-            waiting = step.communication_seconds - step.latency_seconds
-            assert seconds == pytest.approx(step.seconds - waiting / 2)
+    space = strategies.build(*_grouped(BATCH), MeshCost(faster, _planned()[0].mesh))
+    for step, other in _weighed()[2]:
+        waiting = step.communication_seconds - step.latency_seconds
+        assert solve.evaluate(space.program, other)[0] == pytest.approx(step.seconds - waiting / 2)
 
 
 def test_a_batch_twice_as_large_adds_what_grows_with_it() -> None:
+    """To first order: products read their weights whatever the batch, and larger ones come closer to the peak."""
     found, _ = _planned()
-    traced, groups, rules = _grouped(2 * BATCH)
-    space = strategies.build(traced, groups, rules, MeshCost(CLUSTER, found.mesh))
+    space = strategies.build(*_grouped(2 * BATCH), MeshCost(CLUSTER, found.mesh))
     assert [n.strategies for n in space.nodes] == [n.strategies for n in found.space.nodes]
-    _, choice, rows, outcomes = _outcomes()
-    for row in rows:
-        for weighed in row:
-            step = outcomes.of(weighed.fastest)
-            seconds, _ = solve.evaluate(space.program, alternatives.changed_choice(choice, weighed.fastest))
-            # To first order: products read their weights whatever the batch, and larger ones come closer to the peak.
-            assert seconds == pytest.approx(step.seconds + step.batch_seconds, rel=0.05)
-            assert step.batch_seconds > 0.3 * step.seconds
-
-
-def test_the_batch_dim_grows_and_weights_do_not() -> None:
-    found, _ = _planned()
-    traced, groups, _ = _grouped(BATCH)
-    growing = growing_factors(traced, groups, found.space)
-    for value, home in groups.homes.items():
-        if home.group:
-            node = found.space.node_of[home.group]
-            shape = traced.graph.values[value].shape
-            for size, dim in zip(shape, home.dims, strict=True):
-                assert any((node, f) in growing for f in dim) == (size == BATCH), (value, shape)
+    for step, other in _weighed()[2]:
+        assert solve.evaluate(space.program, other)[0] == pytest.approx(step.seconds + step.batch_seconds, rel=0.05)
+        assert step.batch_seconds > 0.3 * step.seconds

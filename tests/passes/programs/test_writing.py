@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import Counter
 from typing import Any
@@ -10,9 +9,8 @@ from typing import Any
 import pytest
 
 from alpa_lite.errors import PlanError
-from alpa_lite.ir import program as programs
 from alpa_lite.ir import schedules
-from alpa_lite.ir.program import Receive, Run, Send
+from alpa_lite.ir.program import Receive, Run, Send, peak_bytes
 from alpa_lite.ir.schedules import Schedule, Task
 from alpa_lite.passes.programs import simulation, writing
 from alpa_lite.passes.programs.writing import Written
@@ -28,31 +26,36 @@ def planned(schedule: Schedule, kind: str = "plain") -> Driven:
     return driven(kind, schedule.num_meshes, name, schedule.virtual)
 
 
-def written(schedule: Schedule, kind: str = "plain", transfer: float = 0.0, **options: Any) -> Written:
+def written(schedule: Schedule, kind: str = "plain", transfer: float = 0.0) -> Written:
     stages = planned(schedule, kind)
     return writing.build(
         stages.staged.accumulated.traced,
         [stage.segments for stage in stages.stages],
         stages.pipeline.program.submeshes,
         schedule,
-        donated=options.pop("donated", [argument for _, argument in stages.staged.traced.state]),
+        donated=[argument for _, argument in stages.staged.traced.state],
         segment_seconds=lambda _, segment: SECONDS.get(segment.kind, 0.0),
         transfer_seconds=lambda *_: transfer,
     )
 
 
 MANY = [
-    schedules.schedule(name, meshes, count, virtual=virtual)
+    (schedules.schedule(name, meshes, count, virtual=virtual), kind)
     for name in schedules.NAMES
     for meshes in (2, 4)
-    for count in (1, 2, 4, 8)
+    for count in (1, 2, 8)
     for virtual in ((2,) if name == "interleaved-1f1b" else (1,))
     if (name != "interleaved-1f1b" or count % meshes == 0) and meshes * virtual <= 4
+    for kind in ("plain", "tied", "norm")
+    if kind == "plain" or count == 2
 ]
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "norm"])
-@pytest.mark.parametrize("schedule", MANY, ids=lambda s: f"{s.name}-{s.num_meshes}x{s.virtual}-{s.num_microbatches}")
+@pytest.mark.parametrize(
+    ("schedule", "kind"),
+    MANY,
+    ids=lambda s: s if isinstance(s, str) else f"{s.name}-{s.num_meshes}x{s.num_microbatches}",
+)
 def test_lists_follow_the_schedule_and_leak_nothing(schedule: Schedule, kind: str) -> None:
     """`build` checks the program: defined before use, ended once, nothing leaked, no deadlock."""
     pipeline = written(schedule, kind, 0.5)
@@ -63,8 +66,16 @@ def test_lists_follow_the_schedule_and_leak_nothing(schedule: Schedule, kind: st
         assert tasks == [t for t in schedule.tasks[mesh] if pipeline.stages[t.stage].of(t.kind) is not None]
         kinds = [e.kind for e, _ in runs]
         assert kinds == sorted(kinds, key=lambda k: {"prologue": 0, "update": 2}.get(k, 1))
+        for position, item in enumerate(items):
+            if (
+                isinstance(item, Receive) and program.transfers[item.transfer].microbatch >= 0
+            ):  # right before its reader
+                run = next(i for i in items[position:] if isinstance(i, Run))
+                assert set(program.transfers[item.transfer].received) & set(run.inputs)
     neighbours = Counter((t.source, t.destination) for t in program.transfers if t.microbatch >= 0)
-    if kind != "tied":
+    if kind == "tied" and schedule.num_stages == 2:  # its state and its gradient are sent once
+        assert sum(t.microbatch < 0 for t in program.transfers) == 2
+    elif kind != "tied":
         stages = schedule.num_stages
         crossings = Counter((schedule.mesh(s), schedule.mesh(s + 1)) for s in range(stages - 1))
         crossings += Counter((schedule.mesh(s + 1), schedule.mesh(s)) for s in range(stages - 1))
@@ -89,34 +100,6 @@ def test_transfers_are_numbered_in_the_order_of_predicted_times(name: str, trans
     assert starts == sorted(starts)
 
 
-def test_a_receive_stands_right_before_its_reader() -> None:
-    program = written(schedules.schedule("1f1b", 4, 4)).program
-    for items in program.lists:
-        for position, item in enumerate(items):
-            if isinstance(item, Receive):
-                run = next(i for i in items[position:] if isinstance(i, Run))
-                assert set(program.transfers[item.transfer].received) & set(run.inputs)
-
-
-def test_updates_consume_the_state_that_may_be_consumed() -> None:
-    schedule = schedules.schedule("1f1b", 2, 2)
-    stages = planned(schedule).staged
-    state = [argument for _, argument in stages.traced.state]
-    for donated in (state, state[:1], []):
-        program = written(schedule, donated=donated).program
-        runs = [item for items in program.lists for item in items if isinstance(item, Run)]
-        consumed = {b for run in runs for b in program.consumed(run)}
-        given = {b for group in program.inputs for b in group}
-        assert consumed & given == {b for argument in donated for b in program.inputs[argument]}
-
-
-def test_tied_state_is_sent_once_and_its_gradient_once() -> None:
-    program = written(schedules.schedule("1f1b", 2, 4), "tied").program
-    once = [t for t in program.transfers if t.microbatch < 0]
-    assert len(once) == 2
-    assert {(t.source, t.destination) for t in once} in ({(0, 1), (1, 0)}, {(1, 0)}, {(0, 1)})
-
-
 def test_a_schedule_that_cannot_run_is_refused() -> None:
     """The first stage waits for a gradient before it makes what the gradient is of."""
     good = schedules.schedule("1f1b", 2, 2)
@@ -128,15 +111,13 @@ def test_a_schedule_that_cannot_run_is_refused() -> None:
 def test_writing_takes_time_linear_in_the_instructions() -> None:
     """Counted in Python calls: as many for each instruction however many submeshes and micro-batches there are."""
 
-    @functools.cache
     def calls(meshes: int, count: int) -> float:
-        schedule = schedules.schedule("1f1b", meshes, count)
+        schedule, seen = schedules.schedule("1f1b", meshes, count), 0
         planned(schedule)
-        number = 0
 
         def count_calls(frame: Any, event: str, argument: Any) -> None:
-            nonlocal number
-            number += event == "call"
+            nonlocal seen
+            seen += event == "call"
 
         previous = sys.getprofile()
         sys.setprofile(count_calls)
@@ -144,15 +125,13 @@ def test_writing_takes_time_linear_in_the_instructions() -> None:
             program = written(schedule).program
         finally:
             sys.setprofile(previous)
-        return number / sum(map(len, program.lists))
+        return seen / sum(map(len, program.lists))
 
-    assert calls(2, 64) < 1.3 * calls(2, 8)
-    assert calls(8, 64) < 1.3 * calls(2, 64)
+    few = calls(2, 32)
+    assert few < 1.3 * calls(2, 8) and calls(4, 32) < 1.3 * few
 
 
 def test_peak_bytes_fall_with_the_schedule() -> None:
     """GPipe holds every micro-batch, 1F1B as many as there are submeshes."""
-    gpipe, one = (
-        programs.peak_bytes(written(schedules.schedule(name, 2, 16)).program) for name in ("gpipe", "1f1b")
-    )  # fmt: skip
+    gpipe, one = (peak_bytes(written(schedules.schedule(name, 2, 16)).program) for name in ("gpipe", "1f1b"))
     assert all(a > b for a, b in zip(gpipe, one, strict=True))

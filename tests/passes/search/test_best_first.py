@@ -50,7 +50,7 @@ def trees(draw, depth: int = 3, key: tuple[int, ...] = ()) -> Tree:
     return Tree(key, own if branches else draw(st.integers(1, 40).map(float)), branches, error)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(trees())
 def test_estimates_from_below_lead_to_the_best_plan(tree: Tree) -> None:
     incumbent, found = search([tree.candidate], 10**9)
@@ -59,7 +59,7 @@ def test_estimates_from_below_lead_to_the_best_plan(tree: Tree) -> None:
     assert found.expanded + found.pruned + len(found.estimated) <= tree.size()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(trees(), st.integers(0, 20), st.integers(0, 20))
 def test_a_larger_budget_is_never_worse_and_every_budget_finds_a_plan(tree: Tree, less: int, more: int) -> None:
     (worse, low), (better, high) = (search([tree.candidate], budget) for budget in sorted((less, less + more)))
@@ -70,7 +70,7 @@ def test_a_larger_budget_is_never_worse_and_every_budget_finds_a_plan(tree: Tree
     assert bool(low.unreached) or worse.seconds == tree.least
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4).flatmap(lambda number: st.tuples(*(trees(key=(n,)) for n in range(number)))), st.randoms())
 def test_the_order_of_the_roots_does_not_matter(some: tuple[Tree, ...], random) -> None:
     roots = [Tree((-1, n), math.inf, (tree,)).candidate for n, tree in enumerate(some)]

@@ -66,6 +66,7 @@ def test_auto_is_no_slower_than_any_textbook_plan(name: str, cluster: Cluster, e
     assert {method: s for method, s in others.items() if s < auto.step_seconds * (1 - 1e-4)} == {}
 
 
+@functools.cache
 def small(**options: Any) -> alpa_lite.Plan:
     step, args = mlp(256, 512, 3)
     return alpa_lite.make_plan(step, *args, cluster=two_machines(2**30, 1e9), verify="off", **options)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from hypothesis import given
@@ -17,22 +17,53 @@ from alpa_lite.api import make_options
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import compile_step
 from alpa_lite.passes.checks.verification import MemoryReport, compiled_reports
-from alpa_lite.passes.ir.items import Item
 from alpa_lite.passes.stages import temporaries
 from alpa_lite.runtime import aot
+from tests.zoo_base import updated
 
 WIDTH, BATCH = 256, 512
 
 
-def step(state, x):
-    def loss(state):
-        y = x
-        for w in state:
-            y = jax.nn.relu(y @ w)
-        return (y * y).mean()
+f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 
-    value, grads = jax.value_and_grad(loss)(state)
-    return [w - 0.1 * g for w, g in zip(state, grads, strict=True)], value
+
+def descent(loss):
+    """A step of gradient descent on a function of the state and a batch."""
+
+    def step(state, x):
+        value, grads = jax.value_and_grad(loss)(state, x)
+        return updated(state, grads), value
+
+    return step
+
+
+@descent
+def products(state, x):
+    for w in state:
+        x = jax.nn.relu(x @ w)
+    return (x * x).mean()
+
+
+@descent
+def small(state, x):
+    """Layers whose values are small, so that they go from pass to pass in packs."""
+    for w, scale in state:
+        w, scale = w.astype(x.dtype), scale.astype(x.dtype)
+        x = x + jnp.tanh(x @ w) * jnp.exp(scale)
+    return (x * x).mean().astype(jnp.float32)
+
+
+@descent
+def windows(state, x):
+    """Convolutions, the gradient of a kernel, and of a maximum over windows."""
+    for w in state:
+        x = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        x = jax.nn.relu(x)
+    x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+    return (x * x).mean()
+
+
+SMALL = [(f32((64, 64)), f32((64,)))] * 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,215 +73,142 @@ class Found:
     name: str
     submesh: int
     memory: MemoryReport
+    predicted: int
 
-    @property
-    def predicted(self) -> int:
-        assert self.memory.predicted is not None
-        return self.memory.predicted
+
+def compiled(step, arguments, cluster):
+    method = Pipeline(num_stages=2, schedule="1f1b", remat="none")
+    options = make_options({"method": method, "num_microbatches": 2, "cluster": cluster})
+    return compile_step(step, arguments, {}, options, cluster)
 
 
 def reports(step, arguments, cluster=None) -> list[Found]:
     """Every executable of the step's pipeline, compiled."""
     devices = jax.devices()[:2]
-    cluster = cluster or Cluster.local(devices)
-    options = make_options(
-        {"method": Pipeline(num_stages=2, schedule="1f1b", remat="none"), "num_microbatches": 2, "cluster": cluster}
-    )
-    compiled = compile_step(step, arguments, {}, options, cluster)
-    executables = list(aot.compiled_for(compiled.staged, compiled.plan, devices))
+    done = compiled(step, arguments, cluster or Cluster.local(devices))
+    executables = list(aot.compiled_for(done.staged, done.plan, devices))
     out = []
-    for found in compiled_reports(compiled.plan, compiled.staged, executables, "cpu"):
-        assert found.memory is not None
-        out.append(Found(found.name, found.submesh, found.memory))
+    for found in compiled_reports(done.plan, done.staged, executables, "cpu"):
+        assert found.memory is not None and found.memory.predicted is not None
+        out.append(Found(found.name, found.submesh, found.memory, found.memory.predicted))
     return out
 
 
-def most(found: list[Found]):
-    """Of each stage the most predicted and the most measured bytes."""
-    out = {0: [0, 0], 1: [0, 0]}
-    for one in found:
-        pair = one.predicted, one.memory.temporaries
-        out[one.submesh] = [max(a, b) for a, b in zip(out[one.submesh], pair, strict=True)]
-    return out.values()
-
-
-def test_temporaries_of_stages_are_the_compilers():
+@pytest.mark.parametrize(
+    ("step", "arguments"),
+    [(products, ([f32((WIDTH, WIDTH))] * 6, f32((BATCH, WIDTH)))),
+     (windows, ([f32((3, 3, 32, 32))] * 4, f32((32, 16, 16, 32))))],
+    ids=["products", "windows"],
+)  # fmt: skip
+def test_temporaries_of_stages_are_the_compilers(step, arguments):
     """Of each stage the executable that needs most: products, their operands, and one gradient at a time."""
-    state = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 6
-    for predicted, measured in most(reports(step, (state, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)))):
-        assert measured > WIDTH * WIDTH * 4
-        assert predicted == pytest.approx(measured, rel=0.25)
+    found = reports(step, arguments)
+    for submesh in (0, 1):
+        own = [one for one in found if one.submesh == submesh]
+        measured = max(one.memory.temporaries for one in own)
+        assert measured > arguments[0][0].size * 4
+        assert max(one.predicted for one in own) == pytest.approx(measured, rel=0.25)
 
 
-def small_step(state, x):
-    """Layers whose values are small, so that they go from pass to pass in packs."""
-
-    def loss(state):
-        y = x
-        for w, scale in state:
-            y = y + jnp.tanh(y @ w) * jnp.exp(scale)
-        return (y * y).mean()
-
-    value, grads = jax.value_and_grad(loss)(state)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
-
-
-def test_a_pack_and_what_it_is_joined_of_are_there_together():
-    state = [tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (64,)))] * 12
+@pytest.mark.parametrize(("dtype", "examples"), [(jnp.float32, 512), (jnp.bfloat16, 2048)], ids=["f32", "bf16"])
+def test_a_pack_and_what_it_is_joined_of_are_there_together(dtype, examples):
+    """In half precision, too: the CPU compiler of JAX 0.10 keeps all of it in float32 until the end."""
     cluster = dataclasses.replace(Cluster.preset("h100").part(2), platform="cpu")  # whose memory copies much in no time
-    found = reports(small_step, (state, jax.ShapeDtypeStruct((512, 64), jnp.float32)), cluster)
+    found = reports(small, (SMALL, jax.ShapeDtypeStruct((examples, 64), dtype)), cluster)
     forward = [one for one in found if "forward" in one.name]
     assert len(forward) == 2
-    block = 256 * 64 * 4
+    block = examples // 2 * 64 * jnp.dtype(dtype).itemsize
     for one in forward:
         assert one.memory.outputs > 6 * block  # what it keeps for the backward pass
         assert one.memory.temporaries > 6 * block
         assert one.predicted == pytest.approx(one.memory.temporaries, rel=0.25)
 
 
-def test_temporaries_of_half_precision_are_the_compilers():
-    """In packs and apart: the CPU compiler of JAX 0.10 keeps all of it in float32 until the end."""
-
-    def step(state, x):
-        def loss(state):
-            y = x
-            for w, scale in state:
-                w, scale = w.astype(jnp.bfloat16), scale.astype(jnp.bfloat16)
-                y = y + jnp.tanh(y @ w) * jnp.exp(scale)
-            return (y * y).mean().astype(jnp.float32)
-
-        value, grads = jax.value_and_grad(loss)(state)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
-
-    state = [tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (64,)))] * 12
-    cluster = dataclasses.replace(Cluster.preset("h100").part(2), platform="cpu")
-    found = reports(step, (state, jax.ShapeDtypeStruct((2048, 64), jnp.bfloat16)), cluster)
-    forward = [one for one in found if "forward" in one.name]
-    assert len(forward) == 2
-    for one in forward:
-        assert one.memory.temporaries > 8 * 1024 * 64 * 2
-        assert one.predicted == pytest.approx(one.memory.temporaries, rel=0.25)
+ADAM = optax.adam(1e-3)
 
 
-def window_step(state, x):
-    """Convolutions, the gradient of a kernel, and of a maximum over windows."""
-
-    def loss(state):
-        y = x
-        for w in state:
-            y = jax.lax.conv_general_dilated(y, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-            y = jax.nn.relu(y)
-        y = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
-        return (y * y).mean()
-
-    value, grads = jax.value_and_grad(loss)(state)
-    return [w - 0.1 * g for w, g in zip(state, grads, strict=True)], value
-
-
-def test_temporaries_of_convolutions_are_the_compilers():
-    state = [jax.ShapeDtypeStruct((3, 3, 32, 32), jnp.float32)] * 4
-    x = jax.ShapeDtypeStruct((32, 32, 32, 32), jnp.float32)
-    for predicted, measured in most(reports(window_step, (state, x))):
-        assert predicted == pytest.approx(measured, rel=0.25)
-
-
-@pytest.mark.parametrize("first", ["params", "moments"])
-def test_an_update_writes_every_leaf_over_itself(first: str):
-    """Where a leaf's new value is written over another leaf, the compiler copies: of Adam's state two thirds."""
-    adam = optax.adam(1e-3)
+def adam_step(loss, turned=False):
+    """A step of Adam; if `turned`, it returns moments before parameters."""
 
     def step(params, moments, x):
-        def loss(params):
-            y = x
-            for w in params.values():
-                y = jnp.tanh(y @ w)
-            return (y * y).mean()
+        value, grads = jax.value_and_grad(loss)(params, x)
+        updates, moments = ADAM.update(grads, moments)
+        state = optax.apply_updates(params, updates), moments
+        return (*(state[::-1] if turned else state), value)
 
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, moments = adam.update(grads, moments)
-        params = optax.apply_updates(params, updates)
-        return (params, moments, value) if first == "params" else (moments, params, value)
+    return step
 
-    params = {f"w{i}": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32) for i in range(6)}
-    arguments = params, jax.eval_shape(adam.init, params), jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
-    updates = [one.memory for one in reports(step, arguments) if "update" in one.name]
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_an_update_writes_every_leaf_over_itself(turned):
+    """Where a leaf's new value is written over another leaf, the compiler copies: of Adam's state two thirds."""
+
+    def loss(params, x):
+        for w in params.values():
+            x = jnp.tanh(x @ w)
+        return (x * x).mean()
+
+    params = {f"w{i}": f32((WIDTH, WIDTH)) for i in range(6)}
+    arguments = params, jax.eval_shape(ADAM.init, params), f32((8, WIDTH))
+    updates = [one.memory for one in reports(adam_step(loss, turned), arguments) if "update" in one.name]
     assert len(updates) == 2
-    leaf = 4 * WIDTH * WIDTH
     for memory in updates:
-        assert memory.aliased >= 9 * leaf
+        assert memory.aliased >= 9 * 4 * WIDTH * WIDTH
         assert memory.temporaries < 1000
 
 
 def test_what_a_late_round_makes_of_state_waits_for_it():
     """A leaf that two stages read is updated when both gradients are there; nothing made of it is held till then."""
-    adam = optax.adam(1e-3)
 
-    def step(state, tokens):
-        def loss(params):
-            x = params["embedding"][tokens]
-            for w in params["layers"]:
-                x = jnp.tanh(x @ w)
-            return jax.nn.log_softmax(x @ params["embedding"].T)[:, :, 0].mean()
+    def loss(params, tokens):
+        x = params["embedding"][tokens]
+        for w in params["layers"]:
+            x = jnp.tanh(x @ w)
+        return jax.nn.log_softmax(x @ params["embedding"].T)[:, :, 0].mean()
 
-        params, moments = state
-        value, grads = jax.value_and_grad(loss)(params)
-        updates, moments = adam.update(grads, moments)
-        return (optax.apply_updates(params, updates), moments), value
-
-    layers = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * 4
-    params = {"embedding": jax.ShapeDtypeStruct((512, WIDTH), jnp.float32), "layers": layers}
-    state = params, jax.eval_shape(adam.init, params)
-    found = reports(step, (state, jax.ShapeDtypeStruct((8, 32), jnp.int32)))
-    (late,) = [one.memory for one in found if one.name.endswith("update 1")]
+    params = {"embedding": f32((512, WIDTH)), "layers": [f32((WIDTH, WIDTH))] * 4}
+    arguments = params, jax.eval_shape(ADAM.init, params), jax.ShapeDtypeStruct((8, 32), jnp.int32)
+    found = {one.name: one.memory for one in reports(adam_step(loss), arguments)}
+    (late,) = [memory for name, memory in found.items() if name.endswith("update 1")]
     leaf = 512 * WIDTH * 4
     assert late.aliased == 3 * leaf and late.temporaries < 1000
     assert late.arguments < 5 * leaf + 1000  # parameters, two moments, two gradients
-    (early,) = [one.memory for one in found if one.name == "stage 0 update"]
-    assert early.outputs < 3 * 3 * WIDTH * WIDTH * 4 + 1000  # of its three layers, not of the embedding
+    # Of its three layers, not of the embedding:
+    assert found["stage 0 update"].outputs < 3 * 3 * WIDTH * WIDTH * 4 + 1000
 
 
 def temporary(step, arguments, platform):
     """Predicted bytes of the segments of the first stage, by kind."""
     cluster = dataclasses.replace(Cluster.preset("h100").part(2), platform=platform)
-    options = make_options(
-        {"method": Pipeline(num_stages=2, schedule="1f1b", remat="none"), "num_microbatches": 2, "cluster": cluster}
-    )
-    stage = compile_step(step, arguments, {}, options, cluster).staged.stages[0]
+    stage = compiled(step, arguments, cluster).staged.stages[0]
     return {segment.kind: size for segment, size in stage.temporary.items()}
 
 
 def test_products_of_gpus_are_added_to_sums_where_these_are():
     """A CPU has the gradient of a weight beside the sum that it is added to; a GPU's product adds to the sum."""
     wide = 1024
-    state = [jax.ShapeDtypeStruct((wide, wide), jnp.float32)] * 4
-    arguments = state, jax.ShapeDtypeStruct((64, wide), jnp.float32)
+    arguments = [f32((wide, wide))] * 4, f32((64, wide))
     weight, values = 4 * wide * wide, 4 * 32 * wide
-    assert weight <= temporary(step, arguments, "cpu")["backward"] < weight + 8 * values
-    assert temporary(step, arguments, "cuda")["backward"] < 8 * values
+    assert weight <= temporary(products, arguments, "cpu")["backward"] < weight + 8 * values
+    assert temporary(products, arguments, "cuda")["backward"] < 8 * values
 
 
 def test_a_product_that_is_split_is_added_nowhere():
     """Queries and keys of one product: a loop of two results follows it."""
 
-    def split_step(state, x):
-        def loss(state):
-            a, b = jnp.split(x @ state[0], 2, axis=1)
-            return ((jnp.tanh(a * b) @ state[1]) ** 2).mean()
+    @descent
+    def split(state, x):
+        a, b = jnp.split(x @ state[0], 2, axis=1)
+        return ((jnp.tanh(a * b) @ state[1]) ** 2).mean()
 
-        value, grads = jax.value_and_grad(loss)(state)
-        return [w - 0.1 * g for w, g in zip(state, grads, strict=True)], value
-
-    state = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 1024), (512, 64))]
-    found = temporary(split_step, (state, jax.ShapeDtypeStruct((64, 64), jnp.float32)), "cuda")
+    found = temporary(split, ([f32((64, 1024)), f32((512, 64))], f32((64, 64))), "cuda")
     assert found["forward"] >= 32 * 1024 * 4
 
 
 def test_what_gpus_join_in_a_pack_is_made_where_it_is_joined():
     """The functions of a layer are written to the pack by one loop, and products alone are there before it."""
-    state = [tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, 64), (64,)))] * 12
-    arguments = state, jax.ShapeDtypeStruct((512, 64), jnp.float32)
     block = 256 * 64 * 4
-    on_cpu, on_gpu = (temporary(small_step, arguments, platform)["forward"] for platform in ("cpu", "cuda"))
+    on_cpu, on_gpu = (temporary(small, (SMALL, f32((512, 64))), platform)["forward"] for platform in ("cpu", "cuda"))
     assert on_cpu > 6 * block
     assert 0 <= on_gpu <= on_cpu - 3 * block
 
@@ -270,27 +228,3 @@ sizes = st.lists(st.integers(1, 9), max_size=5).map(lambda found: sorted(found, 
 @given(sizes, sizes)
 def test_the_most_bytes_find_a_room(values, rooms):
     assert temporaries._placed(values, rooms) == placed_by_trying(values, rooms)
-
-
-def test_an_output_holds_one_value_at_a_time_until_it_is_written():
-    """Of three values of 4, 3 and 2 bytes an output of 10 holds one until slot 2; one that is written holds none."""
-    inner = np.zeros(6)
-    values = np.array([(0, 3, 4), (1, 3, 3), (1, 2, 2)])
-    assert temporaries._fullest(values, np.array([(0, 0, 0)]), inner) == 9
-    assert temporaries._fullest(values, np.array([(3, 5, 10)]), inner) == 7
-    assert temporaries._fullest(values, np.array([(5, 5, 10)]), inner) == 5
-    assert temporaries._fullest(values, np.array([(5, 5, 10), (5, 5, 3)]), inner) == 2
-    assert temporaries._fullest(values, np.array([(5, 5, 10)]), np.array([0, 0, 0, 0, 0, 8.0])) == 8
-
-
-@pytest.mark.parametrize(
-    ("kind", "start", "in_place", "most"),
-    [("loop", 1, False, 8), ("update", 1, True, 8), ("update", 1, False, 16), ("library", 1, True, 16),
-     ("library", 0.5, False, 8)],
-)  # fmt: skip
-def test_what_writes_over_its_operand_takes_no_bytes_beside_it(kind, start, in_place, most):
-    """Value 1 is read by what makes value 3, last; half a place early are loops alone."""
-    items = [Item("library", (), (1,), 2), Item(kind, (1,), (3,), 2), Item("library", (3,), (4,), 2)]
-    lives = {1: (0, start), 3: (start, 2), 4: (2, 3)}
-    slots = temporaries._slots(items, lives, {1: 8, 3: 8, 4: 8}, (4,), in_place=in_place)
-    assert temporaries._fullest(*slots, np.zeros(8)) == most

@@ -23,6 +23,9 @@ from alpa_lite.passes.tokens.expansion import Expanded
 from alpa_lite.passes.tokens.opening import opened
 from alpa_lite.passes.tokens.statics import Statics
 from alpa_lite.passes.tracing import tracing
+from tests.comparing import norm
+from tests.zoo_base import tokens as drawn
+from tests.zoo_base import updated
 
 TOKENS, VOCAB, WIDE, HEADS = 12, 31, 16, 4
 UNEVEN = (5, 4, 3)
@@ -46,16 +49,23 @@ def expanded(step: Any, args: Any, lengths: tuple[int, ...]) -> tuple[Expanded, 
 
 
 def assert_equal(expected: list[Any], actual: list[Any]) -> None:
-    norms = [np.linalg.norm(np.asarray(x, np.float64)) for x in expected]
-    whole = np.linalg.norm(norms)
-    for norm, x, y in zip(norms, expected, actual, strict=True):
-        assert np.linalg.norm(np.asarray(x, np.float64) - np.asarray(y, np.float64)) <= 1e-5 * max(norm, 1e-3 * whole)
+    whole = np.linalg.norm([norm(x) for x in expected])
+    for x, y in zip(expected, actual, strict=True):
+        assert norm(np.asarray(x, np.float64) - np.asarray(y, np.float64)) <= 1e-5 * max(norm(x), 1e-3 * whole)
 
 
 def products(made: Expanded) -> list[int]:
     """Matrix products of each phase."""
     counts = Counter(made.phase[op.index] for op in made.block.ops if op.name == "dot_general")
     return [counts[phase] for phase in range(max(counts) + 1)]
+
+
+def descent(loss: Any) -> Any:
+    def step(params: Any, tokens: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, tokens)
+        return updated(params, grads), value
+
+    return step
 
 
 def language_model(attend: Any, *, far: bool = False) -> tuple[Any, Any]:
@@ -82,11 +92,7 @@ def language_model(attend: Any, *, far: bool = False) -> tuple[Any, Any]:
         losses = optax.softmax_cross_entropy_with_integer_labels((x @ params["head"])[:, :-1], tokens[:, 1:])
         return losses.mean()
 
-    def step(params: Any, tokens: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
-
-    return step, (params, jax.random.randint(jax.random.key(1), (2, TOKENS), 0, VOCAB))
+    return descent(loss), (params, drawn(1, VOCAB, 2, TOKENS))
 
 
 def rotated(x: jax.Array) -> jax.Array:
@@ -155,41 +161,12 @@ def shifted(q, k, v, tokens):
     return before * k + jnp.concatenate([jnp.zeros_like(v[:, :2]), v[:, :-2]], 1)
 
 
-CASES = [
-    segments, window, grouped, additive, dropout, keys_first, recomputed, running, recurrent, shifted,
-]  # fmt: skip
-
-
-def in_full(cases: list[Any], fast: list[Any]) -> list[Any]:
-    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
-@pytest.mark.parametrize("attend", in_full(CASES, [grouped]), ids=lambda f: f.__name__)
-@pytest.mark.usefixtures("compiled_quickly")
-def test_slices_compute_what_the_whole_does(attend):
-    made, expected, actual = expanded(*language_model(attend), UNEVEN)
-    assert_equal(expected, actual)
-    assert not made.late
-    forward, backward = products(made)[:3], products(made)[3:]
-    assert len(set(forward)) == len(set(backward)) == 1  # every slice does the same, none waits for another
-    assert 2 * forward[0] <= backward[0] <= 3 * forward[0]
-
-
 def learned(q, k, v, tokens, far):
     """A bias for each distance, whose gradient is made of a matrix of attention; no part of a head is not rotated."""
     q, k = (jnp.concatenate([rotated(x), x[..., WIDE // HEADS :]], -1) for x in (q, k))
     bias = jnp.moveaxis(far[jnp.clip(jnp.arange(TOKENS)[:, None] - jnp.arange(TOKENS), 0, 7)], -1, 0)
     scores = jnp.where(CAUSAL, jnp.einsum("blhd,bmhd->bhlm", q, k) + bias, -1e9)
     return jnp.einsum("bhlm,bmhd->blhd", jax.nn.softmax(scores), v)
-
-
-@pytest.mark.usefixtures("compiled_quickly")
-@pytest.mark.slow
-def test_who_reads_a_whole_matrix_of_attention_does_not_ask_for_what_is_zero():
-    made, expected, actual = expanded(*language_model(learned, far=True), UNEVEN)
-    assert_equal(expected, actual)
-    assert not made.late
-    assert len(set(products(made)[:3])) == 1
 
 
 def both_ways(q, k, v, tokens):
@@ -204,15 +181,29 @@ def mean_over_tokens(q, k, v, tokens):
     return q * k.mean(1, keepdims=True) + v
 
 
+FAST, READS_LATER = (grouped, mean_over_tokens), (both_ways, reversed_mask, mean_over_tokens)
+CASES = (
+    segments, window, grouped, additive, dropout, keys_first, recomputed, running, recurrent, shifted, learned,
+    *READS_LATER,
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "attend", in_full([both_ways, reversed_mask, mean_over_tokens], [mean_over_tokens]), ids=lambda f: f.__name__
+    "attend",
+    [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+    ids=lambda f: f.__name__,
 )
-@pytest.mark.usefixtures("compiled_quickly")
-def test_what_reads_later_tokens_is_named_and_still_right(attend):
-    made, expected, actual = expanded(*language_model(attend), UNEVEN)
+def test_slices_compute_what_the_whole_does(attend):
+    """Every slice does the same and none waits for another, or what reads later tokens is named."""
+    made, expected, actual = expanded(*language_model(attend, far=attend is learned), UNEVEN)
     assert_equal(expected, actual)
-    assert made.late
-    assert products(made)[0] < products(made)[2]  # the first slice cannot go on
+    forward, backward = products(made)[:3], products(made)[3:]
+    if attend in READS_LATER:
+        assert made.late and forward[0] < forward[2]  # the first slice cannot go on
+        return
+    assert not made.late and len(set(forward)) == 1
+    if attend is not learned:
+        assert len(set(backward)) == 1 and 2 * forward[0] <= backward[0] <= 3 * forward[0]
 
 
 def state_space(tokens: jax.Array) -> tuple[Any, Any]:
@@ -234,27 +225,14 @@ def state_space(tokens: jax.Array) -> tuple[Any, Any]:
         x = x + jax.lax.associative_scan(join, (decay, (1 - decay**2) * x), axis=1)[1]
         return optax.softmax_cross_entropy_with_integer_labels((x @ params["out"])[:, :-1], tokens[:, 1:]).mean()
 
-    def step(params: Any, tokens: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        return grads, value
-
-    return step, (params, tokens)
+    return descent(loss), (params, tokens)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "lengths"),
-    [
-        (12, (5, 4, 3)),
-        pytest.param(16, (1, 6, 9), marks=pytest.mark.slow),
-        pytest.param(13, (1,) * 13, marks=pytest.mark.slow),
-    ],
-    ids=str,
+    "lengths", [UNEVEN, *(pytest.param(n, marks=pytest.mark.slow) for n in ((1, 6, 9), (1,) * 13))], ids=str
 )
-@pytest.mark.usefixtures("compiled_quickly")
-def test_state_space_blocks(tokens, lengths):
-    made, expected, actual = expanded(
-        *state_space(jax.random.randint(jax.random.key(1), (2, tokens), 0, VOCAB)), lengths
-    )
+def test_state_space_blocks(lengths):
+    made, expected, actual = expanded(*state_space(drawn(1, VOCAB, 2, sum(lengths))), lengths)
     assert_equal(expected, actual)
     assert not made.late
     forward, backward = products(made)[: len(lengths)], products(made)[len(lengths) :]
@@ -277,23 +255,15 @@ class Linen(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "lengths", [(6, 6), *(pytest.param(n, marks=pytest.mark.thorough) for n in ((12,), (1,) * 12))], ids=str
-)
-@pytest.mark.usefixtures("compiled_quickly")
-def test_linen(lengths):
-    model, tokens = Linen(), jax.random.randint(jax.random.key(1), (2, TOKENS), 0, VOCAB)
+def test_linen():
+    model, tokens = Linen(), drawn(1, VOCAB, 2, TOKENS)
     params = model.init(jax.random.key(0), tokens)
 
-    def step(params: Any, tokens: jax.Array) -> Any:
-        def loss(params: Any) -> jax.Array:
-            logits = model.apply(params, tokens)
-            assert isinstance(logits, jax.Array)
-            return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        logits = model.apply(params, tokens)
+        assert isinstance(logits, jax.Array)
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
 
-        value, grads = jax.value_and_grad(loss)(params)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
-
-    made, expected, actual = expanded(step, (params, tokens), lengths)
+    made, expected, actual = expanded(descent(loss), (params, tokens), (6, 6))
     assert_equal(expected, actual)
     assert not made.late

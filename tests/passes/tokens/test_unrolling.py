@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from alpa_lite.ir.graph import Block
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.tokens.unrolling import operations, unrolled
 from alpa_lite.passes.tracing import tracing
 from tests.comparing import norm
+from tests.zoo_base import normal
 
 LAYERS = 3
 
@@ -30,27 +30,20 @@ def layers(stacked: jax.Array, x: jax.Array) -> Any:
     return gradient, value, every
 
 
-def flat(wanted: Any = lambda op: True) -> tuple[Rewriter, Block, Block, Any, list[Any]]:
-    arguments = [jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate([(LAYERS, 4, 4), (2, 4)])]
+@pytest.mark.parametrize("reverse", [True, False])
+def test_loops_written_out_compute_the_same(reverse):
+    """All loops, or the forward one alone, which then stacks for the other one."""
+    arguments = [normal(0, LAYERS, 4, 4), normal(1, 2, 4)]
     graph = tracing.trace(layers, tuple(arguments), {}, batch_argnums=(1,)).graph
     rewriter = Rewriter(graph)
-    return rewriter, graph.block, unrolled(rewriter, graph.block, wanted).block, graph, arguments
-
-
-def test_loops_written_out_compute_the_same():
-    rewriter, before, after, graph, arguments = flat()
+    after = unrolled(rewriter, graph.block, lambda op: reverse or not op.params["reverse"]).block
     counts = Counter(op.name for op in after.ops)
-    assert counts["scan"] == 0 < sum(op.name == "scan" for op in before.ops)
-    assert counts["dot_general"] == 3 * LAYERS
-    assert counts["concatenate"] == 2  # the gradient and `every`: residuals are never stacked
-    for a, b in zip(evaluate(graph, arguments), evaluate(rewriter.finish(after), arguments), strict=True):
-        assert norm(a - b) <= 1e-5 * norm(a)
-
-
-def test_what_the_forward_loop_alone_stacks_is_stacked_for_the_other_one():
-    rewriter, _, after, graph, arguments = flat(lambda op: not op.params["reverse"])
-    counts = Counter(op.name for op in after.ops)
-    assert counts["scan"] == 1 and counts["concatenate"] >= 2
+    if reverse:
+        assert counts["scan"] == 0 < sum(op.name == "scan" for op in graph.block.ops)
+        assert counts["dot_general"] == 3 * LAYERS
+        assert counts["concatenate"] == 2  # the gradient and `every`: residuals are never stacked
+    else:
+        assert counts["scan"] == 1 and counts["concatenate"] >= 2
     for a, b in zip(evaluate(graph, arguments), evaluate(rewriter.finish(after), arguments), strict=True):
         assert norm(a - b) <= 1e-5 * norm(a)
 
