@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import alpa_lite
+
 
 def assert_equal(actual, expected):
     assert len(actual) == len(expected)
@@ -20,6 +22,20 @@ def assert_equal(actual, expected):
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def assert_close(got, want, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Raises AssertionError unless the leaves of two trees are close."""
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        message = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol, err_msg=message)
+
+
+def close_to_jit(fun, *args, rtol: float = 1e-5, atol: float = 1e-6, **options):
+    """The planned step, after its results on these arguments were compared with those of plain `jit`."""
+    step = alpa_lite.parallelize(fun, **options)
+    assert_close(step(*args), jax.jit(fun)(*args), rtol, atol)
+    return step
 
 
 def norm(x) -> float:
