@@ -7,20 +7,10 @@ from typing import Any
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from alpa_lite import Auto, DataParallel, Manual, Sharded, TensorParallel, Zero
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
-from alpa_lite.options import (
-    Auto,
-    DataParallel,
-    Manual,
-    Method,
-    Off,
-    Options,
-    Sharded,
-    TensorParallel,
-    Zero,
-    method_from_json,
-)
+from alpa_lite.options import Method, Off, Options, method_from_json
 
 MANUAL = Manual({"p['w']": P(None, ("data", "model")), "batch": P("data")}, (4, 2), ("data", "model"))
 
@@ -31,16 +21,9 @@ def make(**arguments: Any) -> Options:
 
 
 METHODS = (
-    Auto(),
-    Off(),
-    Sharded(),
-    Sharded((4, 2)),
-    Sharded(remat="layer"),
-    DataParallel(),
-    Zero(stage=3),
-    TensorParallel(),
+    Auto(), Off(), Sharded(), Sharded((4, 2)), Sharded(remat="layer"), DataParallel(), Zero(stage=3), TensorParallel(),
     MANUAL,
-)
+)  # fmt: skip
 
 
 def test_defaults():
@@ -73,37 +56,21 @@ def test_conversions():
 @pytest.mark.parametrize(
     ("name", "value", "remedy"),
     [
-        ("method", "automatic", "Zero\\(stage=2\\)"),
-        ("method", Zero, "call it"),
-        ("method", Method(), "TensorParallel"),
-        ("cluster", "h1000", "p3.16xlarge"),
-        ("cluster", 8, "preset"),
-        ("memory_per_device", 0, "bytes above 0"),
-        ("memory_per_device", "16", "bytes above 0"),
-        ("num_microbatches", 0, "positive number"),
-        ("num_microbatches", -1, "positive number"),
-        ("num_microbatches", 2.0, "positive number"),
-        ("num_microbatches", True, "positive number"),
-        ("num_microbatches", "many", "auto"),
-        ("allow_inexact", 1, "True or False"),
-        ("batch_argnums", "all", "auto"),
-        ("batch_argnums", -1, "from 0"),
-        ("batch_argnums", (1, 1), "at most once"),
-        ("static_argnums", "auto", "argument number"),
-        ("static_argnums", True, "argument number"),
-        ("donate_argnums", 1.0, "auto"),
-        ("batch_argnames", ("a b",), "name of a parameter"),
-        ("static_argnames", 3, "name of a parameter"),
-        ("communication", "implicit", "explicit"),
-        ("verify", True, "shardy"),
-        ("effort", "much", "thorough"),
-        ("planning_time_limit", 0, "seconds"),
-        ("planning_time_limit", float("nan"), "seconds"),
-        ("planning_time_limit", True, "seconds"),
-        ("dump_dir", 3, "directory"),
-        ("cache_dir", 3, "directory"),
+        ("method", "automatic", "Zero\\(stage=2\\)"), ("method", Zero, "call it"),
+        ("method", Method(), "TensorParallel"), ("cluster", "h1000", "p3.16xlarge"), ("cluster", 8, "preset"),
+        ("memory_per_device", 0, "bytes above 0"), ("memory_per_device", "16", "bytes above 0"),
+        ("num_microbatches", 0, "positive number"), ("num_microbatches", -1, "positive number"),
+        ("num_microbatches", 2.0, "positive number"), ("num_microbatches", True, "positive number"),
+        ("num_microbatches", "many", "auto"), ("allow_inexact", 1, "True or False"),
+        ("batch_argnums", "all", "auto"), ("batch_argnums", -1, "from 0"), ("batch_argnums", (1, 1), "at most once"),
+        ("static_argnums", "auto", "argument number"), ("static_argnums", True, "argument number"),
+        ("donate_argnums", 1.0, "auto"), ("batch_argnames", ("a b",), "name of a parameter"),
+        ("static_argnames", 3, "name of a parameter"), ("communication", "implicit", "explicit"),
+        ("verify", True, "shardy"), ("effort", "much", "thorough"), ("planning_time_limit", 0, "seconds"),
+        ("planning_time_limit", float("nan"), "seconds"), ("planning_time_limit", True, "seconds"),
+        ("dump_dir", 3, "directory"), ("cache_dir", 3, "directory"),
     ],
-)
+)  # fmt: skip
 def test_bad_values_are_named_with_a_remedy(name, value, remedy):
     with pytest.raises(OptionError, match=remedy) as error:
         make(**{name: value})
