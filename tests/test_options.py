@@ -32,6 +32,9 @@ def test_defaults():
     assert options.batch_argnums == options.donate_argnums == options.num_microbatches == "auto"
     assert options.static_argnums == options.static_argnames == options.batch_argnames == ()
     assert options.communication == "explicit" and options.verify == "shardy"
+    for path in (None, "dump", pathlib.Path("dump")):
+        assert Options(dump_dir=path).dump_dir in (None, "dump", pathlib.Path("dump"))
+        assert path is None or os.fspath(path) == "dump"
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.describe())
@@ -41,16 +44,15 @@ def test_methods_survive_json_and_hash(method):
     assert Options(method=method).method is method
 
 
-def test_descriptions_are_distinct():
-    assert len({method.describe() for method in METHODS}) == len(METHODS)
-
-
 def test_conversions():
     options = make(method="off", cluster="h100", batch_argnums=1, static_argnums=[2, 3], static_argnames="n")
     assert options.method == Off() and options.cluster == Cluster.preset("h100")
     assert (options.batch_argnums, options.static_argnums, options.static_argnames) == ((1,), (2, 3), ("n",))
     assert Sharded([4, 2]) == Sharded((4, 2))  # type: ignore[arg-type]
     assert hash(Options()) == hash(Options())
+    assert len({method.describe() for method in METHODS}) == len(METHODS)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.method = Off()  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -87,12 +89,6 @@ def test_conflicts():
     assert make(batch_argnums=1, static_argnums=2).batch_argnums == (1,)
 
 
-@pytest.mark.parametrize("path", [None, "dump", pathlib.Path("dump")])
-def test_dump_dir_is_any_path(path):
-    assert Options(dump_dir=path).dump_dir in (None, "dump", pathlib.Path("dump"))
-    assert path is None or os.fspath(path) == "dump"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -109,27 +105,20 @@ def test_bad_manual(arguments, message):
         Manual(*arguments)
 
 
-@pytest.mark.parametrize("value", [(), (0,), (2.0,), "8", (True,)])
-def test_bad_mesh_shapes(value):
-    with pytest.raises(OptionError, match="mesh_shape"):
-        Sharded(value)
-
-
-@pytest.mark.parametrize("stage", [0, 4, "2", True])
-def test_bad_zero_stages(stage):
-    with pytest.raises(OptionError, match="stage"):
-        Zero(stage)
+@pytest.mark.parametrize(
+    ("make", "values", "name"),
+    [(Sharded, [(), (0,), (2.0,), "8", (True,)], "mesh_shape"), (Zero, [0, 4, "2", True], "stage")],
+)
+def test_bad_mesh_shapes_and_zero_stages(make, values, name):
+    for value in values:
+        with pytest.raises(OptionError, match=name):
+            make(value)
 
 
 @pytest.mark.parametrize("data", [{}, {"method": "Magic"}, {"method": "Zero"}, {"method": "Auto", "x": 1}])
 def test_damaged_methods_are_refused(data):
     with pytest.raises(OptionError):
         method_from_json(data)
-
-
-def test_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        Options().method = Off()  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
