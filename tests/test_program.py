@@ -187,11 +187,3 @@ def test_shared_arguments_count_once(small: Program) -> None:
     shared = dataclasses.replace(small, buffers=buffers, inputs=(*small.inputs, small.inputs[0]))
     programs.check(shared)
     assert programs.peak_bytes(shared)[0] == 10
-
-
-def test_text_names_every_instruction(small: Program) -> None:
-    text = programs.text(small)
-    assert "submesh 1: 1, devices 1 to 1" in text
-    assert "  run stage 1 backward, micro-batch 2" in text
-    assert "  send 1 buffers of micro-batch 0 (transfer 0) to submesh 1" in text
-    assert len(text.splitlines()) == 2 + sum(map(len, small.lists))
