@@ -15,14 +15,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
-from tests.gallery import sgd, square_layers
+from tests.gallery import local, sgd, square_layers
 from tests.marks import only, slow
 
 GIVEN = 3521
 METHODS: dict[str, dict[str, Any]] = {
     "auto": {},
     "sharded": {"method": alpa_lite.Sharded()},
-    "pipeline": {"method": alpa_lite.Pipeline(num_stages=2)},
+    "pipeline": {"method": alpa_lite.Pipeline(num_stages=2), "cluster": local(4)},
     "zero": {"method": alpa_lite.Zero(3)},
     "micro-batches": {"num_microbatches": 2},
     "interleaved": {"method": alpa_lite.Pipeline(num_stages=2, schedule="1f1b", remat="layer")},

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
-from alpa_lite import DataParallel, OptionError, Pipeline
+from alpa_lite import DataParallel, OptionError, Pipeline, Sharded
 from tests.comparing import close_to_jit
 from tests.gallery import sgd
 from tests.marks import slow, slow_but
@@ -97,7 +97,7 @@ def step_of(region: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("name", slow_but({"batch alone", "parameters gathered", "a sum over products"}, REGIONS))
 def test_regions_are_planned_as_operations_on_whole_arrays(name):
-    step = close_to_jit(step_of(REGIONS[name], mesh_of(4, 2)), weights(), X)
+    step = close_to_jit(step_of(REGIONS[name], mesh_of(4, 2)), weights(), X, method=Sharded())
     plan = step.plan(weights(), X)
     assert "shard_map" not in {row.name for row in plan.replicated}
     assert plan.collectives
