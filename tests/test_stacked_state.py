@@ -17,7 +17,7 @@ import alpa_lite
 from alpa_lite.errors import DonatedError
 from alpa_lite.runtime.stacked import StackedArray
 from tests.comparing import assert_close
-from tests.gallery import sgd
+from tests.gallery import local, sgd
 from tests.marks import slow_but
 
 X = jnp.cos(jnp.arange(128.0)).reshape(16, 8)
@@ -90,9 +90,9 @@ PROGRAMS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "linen": linen,
     "nnx": flax_nnx,
 }
-WAYS = {
-    "interleaved": {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2},
-    "1f1b": {"method": alpa_lite.Pipeline(num_stages=2, schedule="1f1b"), "num_microbatches": 2},
+WAYS: dict[str, Any] = {
+    name: {"method": alpa_lite.Pipeline(num_stages=2, schedule=name), "num_microbatches": 2, "cluster": local(4)}
+    for name in ("interleaved-1f1b", "1f1b")
 }
 CASES = slow_but({("weak", "1f1b")}, [(program, where) for program in PROGRAMS for where in WAYS])
 
