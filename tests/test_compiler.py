@@ -318,7 +318,7 @@ def test_auto_takes_one_mesh_where_a_step_takes_less_than_starting_its_tasks(wid
 def test_a_tiny_pipeline_takes_as_long_as_its_dispatch() -> None:
     """Each of four stages runs four micro-batches forward and backward: tasks that one process starts in turn."""
     widths, examples = (128,) * 5, 32
-    options: dict[str, Any] = {"method": Pipeline(num_stages=4), "num_microbatches": 4}
+    options: dict[str, Any] = {"method": Pipeline(submesh_shapes=(2, 2, 2, 2)), "num_microbatches": 4}
     free = dataclasses.replace(CPU, dispatch=Dispatch())
     without, counted = (plan_widths(where, widths, examples, **options) for where in (free, CPU))
     least = (2 * 4 * 4 - 1) * CPU.dispatch.seconds(2)

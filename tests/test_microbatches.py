@@ -205,7 +205,7 @@ def deep(batch: int = 16384) -> steps.Made:
             h = jax.numpy.tanh(h @ w)
         return jax.numpy.mean(h**2)
 
-    params = {f"w{i}": steps.normal(i, 64, 64) / 8 for i in range(6)}
+    params = {f"w{i}": steps.normal(i, 64, 64) / 8 for i in range(4)}
     return steps.descent(loss, params, {"x": np.zeros((batch, 64), np.float32)})
 
 

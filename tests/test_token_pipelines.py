@@ -29,7 +29,7 @@ def make_plan(step: Any, args: Any, **method: Any) -> Any:
 
 def test_activations_alone_travel(tmp_path):
     """Masks, their zeros and their cuts are made on every stage that reads them."""
-    plan = make_plan(*language_model(layers=4), num_stages=2, schedule="1f1b", token_slices=(5, 4, 3))
+    plan = make_plan(*language_model(), num_stages=2, schedule="1f1b", token_slices=(5, 4, 3))
     plan.simulate(tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     sent = [event["args"]["bytes"] for event in events if event.get("args", {}).get("bytes")]
