@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
 }
 """Name -> step of the zoo, preset of the cluster with its arguments, method."""
 
-QUICK = ("mlp a100 auto", "gpt a100 auto", "gpt scan a100 pipeline")
+QUICK = ("mlp a100 auto", "gpt a100 auto", "masked mean a100 pipeline")
 """The cases that `make test` plans."""
 
 
