@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "guide"
 FIRST = GUIDE / "first-model.md"
-FAST = ("donation",)
+FAST = ("kernels",)
 PAGES = [
     page.stem if page.stem in FAST else pytest.param(page.stem, marks=pytest.mark.slow)
     for page in sorted(GUIDE.glob("*.md"))

@@ -38,21 +38,22 @@ def _words(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
+def draw_for_many_keys(state, batch):
+    mine, following = jax.random.split(state["key"])
+    keys = jax.random.split(mine, 32)
+    folded = jax.vmap(jax.random.fold_in)(keys, jnp.arange(32))
+    x = jax.vmap(lambda k, v: v * jax.random.bernoulli(k, 0.5, v.shape))(keys, batch["x"])
+    x = x + jax.vmap(lambda k: jax.random.normal(jax.random.split(k)[0], (4,)))(folded)
+    loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+    return {"key": following, "w": state["w"] - 0.1 * gradient}, loss
+
+
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("generator", ["rbg", "unsafe_rbg", "threefry2x32"])
 def test_draws_for_many_keys_do_not_depend_on_the_plan(generator, parts):
-    def step(state, batch):
-        mine, following = jax.random.split(state["key"])
-        keys = jax.random.split(mine, 32)
-        folded = jax.vmap(jax.random.fold_in)(keys, jnp.arange(32))
-        x = jax.vmap(lambda k, v: v * jax.random.bernoulli(k, 0.5, v.shape))(keys, batch["x"])
-        x = x + jax.vmap(lambda k: jax.random.normal(jax.random.split(k)[0], (4,)))(folded)
-        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
-        return {"key": following, "w": state["w"] - 0.1 * gradient}, loss
-
     state = {"key": jax.random.key(0, impl=generator), "w": jnp.ones((4, 8))}
     batch = {"x": jnp.arange(128.0).reshape(32, 4) / 128}
-    plan = same(step, (state, batch), method=alpa_lite.DataParallel(), num_microbatches=parts)
+    plan = same(draw_for_many_keys, (state, batch), method=alpa_lite.DataParallel(), num_microbatches=parts)
     assert plan.num_microbatches == parts
 
 
