@@ -222,7 +222,7 @@ def leaves_that_nobody_reads() -> tuple[Any, Any]:
 
 def norms_of_all_stages() -> tuple[Any, Any]:
     """Adam behind clipping: the update exchanges values between stages, and its state stays where its parameter is."""
-    tx = optax.layers(optax.clip_by_global_norm(0.05), optax.scale_by_adam(eps=1e-3), optax.scale(-0.01))
+    tx = optax.chain(optax.clip_by_global_norm(0.05), optax.scale_by_adam(eps=1e-3), optax.scale(-0.01))
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
         loss, grads = jax.value_and_grad(chain_loss)(state["params"], batch)

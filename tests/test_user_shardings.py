@@ -51,6 +51,11 @@ def state() -> dict[str, jax.Array]:
 PLAIN = step_with(lambda h: h)
 
 
+def constrained(sharding: Any, **options: Any) -> Any:
+    """The planned step with a constraint on its hidden activations."""
+    return alpa_lite.parallelize(step_with(lambda h: jax.lax.with_sharding_constraint(h, sharding)), **options)
+
+
 def check(step: Any, plain: Any, *args: Any) -> alpa_lite.Plan:
     """The plan of a step whose results are those of plain jit."""
     assert_close(step(*args), jax.jit(plain)(*args), rtol=1e-4)
@@ -97,43 +102,35 @@ def test_constraints_in_the_step_are_hard(say, gathers):
 
 @pytest.mark.slow
 def test_a_constraint_is_heeded_where_the_compiler_communicates():
-    step = alpa_lite.parallelize(
-        step_with(lambda h: jax.lax.with_sharding_constraint(h, put(P()))), communication="compiler"
-    )
+    step = constrained(put(P()), communication="compiler")
     check(step, PLAIN, state(), BATCH)
     assert "f32[16,32]" in "".join(line for line in step.hlo(state(), BATCH)[0].splitlines() if "all-gather" in line)
 
 
 def test_a_constraint_survives_micro_batches():
-    step = alpa_lite.parallelize(
-        step_with(lambda h: jax.lax.with_sharding_constraint(h, put(P("data", "model")))), num_microbatches=2
-    )
+    step = constrained(put(P("data", "model")), num_microbatches=2)
     plan = check(step, PLAIN, state(), BATCH)
     assert said(plan) == [note for note in said(plan) if "[8, 32] to P('data', 'model'): heeded" in note] != []
 
 
 def test_constraints_that_no_mesh_of_the_plan_can_fulfil_are_named():
     half = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
-    step = alpa_lite.parallelize(step_with(lambda h: jax.lax.with_sharding_constraint(h, put(P("data"), half))))
+    step = constrained(put(P("data"), half))
     notes = said(check(step, PLAIN, state(), BATCH))
     assert "mesh of 4 devices, and the plan 8: not heeded" in notes[0] and "no axis 'data'" in notes[1]
-    step = alpa_lite.parallelize(
-        step_with(lambda h: jax.lax.with_sharding_constraint(h, put(P("data")))), method=Pipeline(2), num_microbatches=2
-    )
+    step = constrained(put(P("data")), method=Pipeline(2), num_microbatches=2)
     assert "not heeded" in said(step.plan(state(), BATCH))[0]
 
 
 def test_a_mesh_shape_beside_a_constraint_on_another_mesh_is_an_error():
-    step = alpa_lite.parallelize(
-        step_with(lambda h: jax.lax.with_sharding_constraint(h, put(P("data")))), method=Sharded((8,))
-    )
+    step = constrained(put(P("data")), method=Sharded((8,)))
     with pytest.raises(OptionError, match=r"mesh_shape=\(8,\): sharding_constraint at .* data=4 x model=2"):
         step.plan(state(), BATCH)
 
 
 @pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit])
 def test_the_mesh_of_the_context_is_the_mesh_of_the_plan(kind):
-    step = alpa_lite.parallelize(step_with(lambda h: jax.lax.with_sharding_constraint(h, P("data", "model"))))
+    step = constrained(P("data", "model"))
     with jax.set_mesh(mesh_of(2, 4, kind=kind)):
         plan = step.plan(state(), BATCH)
         new, _ = step(state(), BATCH)
@@ -144,7 +141,7 @@ def test_the_mesh_of_the_context_is_the_mesh_of_the_plan(kind):
 
 
 def test_a_legacy_context_names_the_mesh():
-    step = alpa_lite.parallelize(step_with(lambda h: jax.lax.with_sharding_constraint(h, P("model"))))
+    step = constrained(P("model"))
     with warnings.catch_warnings(action="ignore"), mesh_of(4, 2):  # deprecated, and still written
         assert mesh(step.plan(state(), BATCH)) == DATA_MODEL
 
