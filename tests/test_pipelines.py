@@ -117,14 +117,14 @@ EVERY = [
 
 
 @functools.cache
-def layers_in_a_layers() -> tuple[Any, Any]:
+def layers_in_a_chain() -> tuple[Any, Any]:
     return toy(chain_loss, weights(8))
 
 
 @functools.cache
 def planned_chain(stages: int, microbatches: int, virtual: int, splits_backward: bool) -> pipeline_driver.Driven:
     """Its stages, which differ between schedules only where the backward pass is split."""
-    step, args = layers_in_a_layers()
+    step, args = layers_in_a_chain()
     schedule = "zb-h1" if splits_backward else "interleaved-1f1b" if virtual > 1 else "gpipe"
     devices = pipeline_driver.DEVICES[stages]
     return drive(step, args, devices=devices, microbatches=microbatches, schedule=schedule, virtual=virtual)
@@ -132,14 +132,14 @@ def planned_chain(stages: int, microbatches: int, virtual: int, splits_backward:
 
 @functools.cache
 def chain_on_one_device() -> list[Any]:
-    return pipeline_driver.on_one_device(*layers_in_a_layers(), "functional")
+    return pipeline_driver.on_one_device(*layers_in_a_chain(), "functional")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", one_in(2, EVERY), ids=str)
 def test_every_schedule_with_every_number_of_stages_and_micro_batches(way: Way) -> None:
     """The product in full, on the smallest model that has so many stages."""
-    _, args = layers_in_a_layers()
+    _, args = layers_in_a_chain()
     planned = planned_chain(way.stages, way.microbatches, way.virtual, way.schedule == "zb-h1")
     driven = pipeline_driver.rescheduled(planned, way.schedule)
     assert len(driven.stages) == way.stages * way.virtual
