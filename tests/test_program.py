@@ -162,26 +162,6 @@ def test_what_cannot_run_is_named(small: Program, change: Callable[[Program], Pr
         programs.check(change(small))
 
 
-def test_what_is_sent_counts_where_it_goes_from_its_send_on(small: Program) -> None:
-    sizes = {"value to of stage 0": 3, "value of stage 1": 7}
-    buffers = tuple(b._replace(bytes=sizes.get(b.name, 0)) for b in small.buffers)
-    sized = dataclasses.replace(small, buffers=buffers)
-    held = {(mesh, position): held for mesh, position, held in programs.live_bytes(sized)}
-    assert list(held) == list(sized.order)
-    before, there = (0, 0), 0
-    for (mesh, position), now in held.items():
-        item = sized.lists[mesh][position]
-        if isinstance(item, Send) and mesh == 0:
-            assert now == (before[0], before[1] + 7)
-            there += 1
-        elif isinstance(item, Receive):
-            assert now == before
-        before = now
-    assert there == 3
-    assert before == (0, 0)
-    assert programs.peak_bytes(sized) == tuple(max(now[mesh] for now in held.values()) for mesh in (0, 1))
-
-
 def test_shared_arguments_count_once(small: Program) -> None:
     buffers = tuple(b._replace(bytes=0 if n else 10) for n, b in enumerate(small.buffers))
     shared = dataclasses.replace(small, buffers=buffers, inputs=(*small.inputs, small.inputs[0]))
