@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -17,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from tests.comparing import close_to_jit
-from tests.gallery import linen_step, local, nnx_step, sgd, train_state
+from tests.gallery import local, nnx_step, sgd
 from tests.marks import slow, slow_but
 
 X = jnp.linspace(-1, 1, 64 * 64).reshape(64, 64)
@@ -114,15 +113,6 @@ def test_logical_names_with_rules_are_constraints():
     assert any(spec == P(None, "model") for spec in plan.stages[0].inputs.values())
 
 
-class Dense(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        one = mesh_of("data", 1)
-        for _ in range(2):
-            x = constrained(one, P("data", None))(jnp.tanh(nn.Dense(64)(x)))
-        return x
-
-
 def masked(x: Any) -> Any:
     """Attention with a mask of host data: JAX inserts `reshard` where it meets a value that has the mesh."""
     mesh = mesh_of("data", 8)
@@ -144,12 +134,6 @@ def test_constraints_over_one_device_constrain_nothing(name):
     free = alpa_lite.parallelize(step_with(lambda x: x), cluster=local(2)).plan(weights(), X)
     plan = alpa_lite.parallelize(step_with(ONE[name]), cluster=local(2)).plan(weights(), X)
     assert plan.step_seconds == free.step_seconds and not any("heeded" in note for note in plan.notes)
-
-
-def test_constraints_of_linen_over_one_device():
-    state = train_state(Dense(), X, optax.sgd(0.1))
-    plan = alpa_lite.parallelize(linen_step, cluster=local(2)).plan(state, X)
-    assert not any("heeded" in note or "constraint" in note for note in plan.notes)
 
 
 def test_reshard_that_jax_inserts_constrains_nothing():

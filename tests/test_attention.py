@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 
 import alpa_lite
 from alpa_lite import Sharded
@@ -112,19 +111,3 @@ def test_cudnn_is_planned_for_gpus_without_one(options: dict[str, Any]):
     plan = alpa_lite.make_plan(step, w, x, cluster="a100", method=Sharded(mesh_shape=(4, 2)))
     assert len(decisions(plan)) == 2 and "dot_product_attention" in str(plan.to_json())
     assert any("dot_product_attention_fwd" in line and "not checked" in line for line in plan.verification)
-
-
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        q, k, v = (nn.DenseGeneral((4, D), name=n)(x) for n in "qkv")
-        return nn.DenseGeneral(M, axis=(-2, -1))(jax.nn.dot_product_attention(q, k, v, is_causal=True))
-
-
-@pytest.mark.slow
-def test_in_a_linen_module_with_micro_batches():
-    model, x = Linen(), arguments()[1]
-    w = model.init(jax.random.key(0), x)
-    step = sgd(lambda w, x: (jnp.asarray(model.apply(w, x)) ** 2).mean())
-    options: Any = {"method": Sharded((2,)), "num_microbatches": 2, "cluster": local(2)}
-    assert decisions(close_to_jit(step, w, x, rtol=2e-5, atol=2e-5, **options).plan(w, x))

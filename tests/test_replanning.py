@@ -6,14 +6,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import equinox
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import alpa_lite
 from alpa_lite import likeness
@@ -191,29 +189,6 @@ def loop() -> tuple[Any, Any]:
     return step, {"decay": jnp.full((8,), 0.1), "n": 0}
 
 
-def flax_nnx() -> tuple[Any, Any]:
-    graph, state = nnx.split(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
-
-    def step(state: Any, x: jax.Array) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(nnx.merge(graph, p)(x)) - x) ** 2))(state[0])
-        updates, moments = optimizer.update(grads, state[1], state[0])
-        return (optax.apply_updates(state[0], updates), moments, state[2] + 1), loss
-
-    return step, (state, optimizer.init(state), 0)
-
-
-def equinox_arrays() -> tuple[Any, Any]:
-    arrays, rest = equinox.partition(equinox.nn.MLP(8, 8, 8, 2, key=jax.random.key(0)), equinox.is_array)
-    update = sgd(lambda arrays, x: jnp.mean(jax.vmap(equinox.combine(arrays, rest))(x) ** 2))
-
-    def step(state: Any, x: jax.Array) -> Any:
-        new, loss = update(state[0], x)
-        return (new, state[1] * 0.99), loss
-
-    return step, (arrays, 1.0)
-
-
 @sgd
 def scan_layers(w: Any, x: jax.Array) -> Any:
     return jnp.mean(jax.lax.scan(lambda h, one: (jnp.tanh(h @ one["m"] + one["b"]), None), x, w)[0] ** 2)
@@ -223,8 +198,6 @@ PROGRAMS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "train_state": lambda: (train_step, make_state()),
     "counters": counters,
     "loop": loop,
-    "flax_nnx": flax_nnx,
-    "equinox_arrays": equinox_arrays,
     "stacked": lambda: (scan_layers, {"m": jnp.full((4, 8, 8), 0.1), "b": jnp.full((4, 8), 0.1)}),
 }
 FAST = {("counters", "one mesh"), ("loop", "one mesh"), ("train_state", "pipeline")}

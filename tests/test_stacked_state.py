@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import alpa_lite
 from alpa_lite.errors import DonatedError
@@ -51,44 +49,10 @@ def plain_loss(params: Any, x: jax.Array) -> jax.Array:
 PLAIN = {"layers": {"m": weights(LAYERS, 8, 8), "b": weights(LAYERS, 8)}, "out": weights(8, 8)}
 
 
-class Scanned(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        class Layer(nn.Module):
-            @nn.compact
-            def __call__(self, h: jax.Array, _: Any) -> Any:
-                return nn.tanh(nn.Dense(8)(h)), None
-
-        layers = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
-        return layers()(x, None)[0]
-
-
-def linen() -> tuple[Any, Any]:
-    model = Scanned()
-    params = model.init(jax.random.key(0), X)
-    return trained(lambda p, x: jnp.mean((model.apply(p, x) - x) ** 2), params, optax.sgd(0.1, momentum=0.9))
-
-
-def flax_nnx() -> tuple[Any, Any]:
-    @nnx.split_rngs(splits=LAYERS)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def make(rngs: nnx.Rngs) -> nnx.Linear:
-        return nnx.Linear(8, 8, rngs=rngs)
-
-    graph, state = nnx.split(make(nnx.Rngs(0)))
-
-    def loss_of(state: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean(jax.lax.scan(lambda h, one: (jnp.tanh(nnx.merge(graph, one)(h)), None), x, state)[0] ** 2)
-
-    return trained(loss_of, state)
-
-
 PROGRAMS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "plain": lambda: trained(plain_loss, PLAIN),
     "adamw": lambda: trained(plain_loss, PLAIN, optax.adamw(1e-2)),
     "weak": lambda: trained(plain_loss, {**PLAIN, "layers": {**PLAIN["layers"], "b": jnp.full((LAYERS, 8), 0.1)}}),
-    "linen": linen,
-    "nnx": flax_nnx,
 }
 WAYS: dict[str, Any] = {
     name: {"method": alpa_lite.Pipeline(num_stages=2, schedule=name), "num_microbatches": 2, "cluster": local(4)}

@@ -292,7 +292,7 @@ def test_a_part_of_an_axis_that_the_partitioner_uses_is_compared():
     same(step, args, method=method, num_microbatches=4, communication="compiler", verify="hlo")
 
 
-@pytest.mark.parametrize("method", [alpa_lite.DataParallel(), alpa_lite.Pipeline(num_stages=2)])
+@pytest.mark.parametrize("method", [alpa_lite.DataParallel(), alpa_lite.Pipeline(submesh_shapes=((4,), (4,)))])
 def test_what_is_handed_through_comes_back_in_arrays_of_jax(method):
     descent = sgd(lambda state, batch: jnp.mean(jnp.tanh(jnp.tanh(batch["x"] @ state["w"]) @ state["w"]) ** 2))
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import linen as nn
 from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -68,16 +67,6 @@ def layered(x: Any, up: Any, down: Any) -> Any:
     return lax.scan(layer, x, length=2)[0] * (1 + lax.axis_index("data"))
 
 
-class Heads(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.LayerNorm(use_bias=False, use_scale=False)(x)
-
-
-def linen(x: Any, up: Any, down: Any) -> Any:
-    return mlp(Heads().apply({}, x), up, down)
-
-
 ROWS, WHOLE, COLUMNS = P("data"), P(), P(None, "model")
 REGIONS = {
     "batch alone": mapped(mlp, (ROWS, WHOLE, WHOLE), ROWS),
@@ -87,7 +76,6 @@ REGIONS = {
     "a scattered sum": mapped(scattered, (ROWS, COLUMNS, P("model")), P("data", "model")),
     "a loop, and means over devices": mapped(layered, (P(("model", "data")), WHOLE, WHOLE), P(("model", "data"))),
     "some axes are left to the compiler": mapped(mlp, (ROWS, WHOLE, WHOLE), ROWS, axes={"data"}),
-    "linen": mapped(linen, (ROWS, WHOLE, WHOLE), ROWS),
 }
 
 
