@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import alpa_lite
-
 
 def assert_equal(actual, expected):
     assert len(actual) == len(expected)
@@ -33,7 +31,9 @@ def assert_close(got, want, rtol: float = 1e-5, atol: float = 1e-6) -> None:
 
 def close_to_jit(fun, *args, rtol: float = 1e-5, atol: float = 1e-6, **options):
     """The planned step, after its results on these arguments were compared with those of plain `jit`."""
-    step = alpa_lite.parallelize(fun, **options)
+    from alpa_lite import parallelize  # processes import this module before they are joined
+
+    step = parallelize(fun, **options)
     assert_close(step(*args), jax.jit(fun)(*args), rtol, atol)
     return step
 
