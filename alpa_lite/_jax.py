@@ -143,6 +143,12 @@ def places_result(eqn: Any) -> bool:
     return sharding is not None and not getattr(getattr(sharding, "mesh", None), "empty", False)
 
 
+def unbound_axis(error: NameError) -> str | None:
+    """The axis that a collective names and nothing around it defines, of which JAX says so in a `NameError` alone."""
+    match = re.match(r"Found an unbound axis name: (.+?)\.(?: |$)", str(error))
+    return match[1] if match else None
+
+
 def is_literal(atom: Any) -> bool:
     """Whether a jaxpr operand is a literal."""
     return type(atom) is _extend_core.Literal

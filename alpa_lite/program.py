@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -258,14 +258,12 @@ def check(program: Program) -> None:
         item = program.lists[mesh][position]
         match item:
             case Run(inputs=inputs, outputs=outputs):
-                if program.executables[item.executable].mesh != mesh:
-                    there = program.executables[item.executable].mesh
+                if (there := program.executables[item.executable].mesh) != mesh:
                     raise PlanError(f"{describe(program, item)} on submesh {mesh} is an executable of submesh {there}")
                 need(inputs, mesh, item)
                 consumed = program.consumed(item)
-                for number in consumed:
-                    if inputs.count(number) > 1:
-                        raise PlanError(f"{describe(program, item)} donates buffer {number}, which it reads twice")
+                for number in (number for number in consumed if inputs.count(number) > 1):
+                    raise PlanError(f"{describe(program, item)} donates buffer {number}, which it reads twice")
                 end(consumed, mesh, item)
                 define(outputs, mesh, item)
             case Send(transfer=number):
@@ -277,7 +275,11 @@ def check(program: Program) -> None:
                 if len(set(buffers)) < len(buffers):
                     raise PlanError(f"{describe(program, item)} names one of them twice")
                 end(buffers, mesh, item)
-    remaining = set().union(*live)
+    _check_end(program, set().union(*live), kept)
+
+
+def _check_end(program: Program, remaining: Set[int], kept: Set[int]) -> None:
+    """Raises PlanError unless the outputs, and constants alone beside them, remain at the end of a step."""
     leaked = remaining - kept - set(program.outputs)
     if leaked:
         names = ", ".join(f"{b} ({program.buffers[b].name})" for b in sorted(leaked)[:5])

@@ -4,7 +4,7 @@ A plan is a function of the program, the cluster and the options. Each case is p
 (the reference), beside four busy processes, pinned to one core, with another `PYTHONHASHSEED`, and after ten other
 plans in the same process. What is compared is the file that `plan.save` writes.
 
-    python benchmarks/equal_plans.py [CASE ...]     cases of outside_models.py; others keep their rows
+    python benchmarks/equal_plans.py [CASE ...]     cases of planning.py; others keep their rows
 
 writes benchmarks/results/equal_plans.json and equal_plans.md.
 """
@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import outside_models
+import planning
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -36,7 +36,7 @@ LIMIT = 900  # seconds of one plan
 
 def save(name: str, path: Path, after: bool) -> None:
     """Plans a case in this process and saves the plan, after ten other plans if asked for."""
-    outside_models.prepare()
+    planning.prepare()
     import alpa_lite
     from alpa_lite.models import MODELS
 
@@ -47,7 +47,7 @@ def save(name: str, path: Path, after: bool) -> None:
         for model, method in others:
             step, args = MODELS[model].abstract("tiny", 16)[:2]
             alpa_lite.make_plan(step, *args, cluster=alpa_lite.Cluster.preset("a100"), method=method)
-    plan = outside_models.planner(name)(outside_models.method_of(name), "normal")
+    plan = planning.planner(name)(planning.method_of(name), {})
     plan.save(path)
 
 

@@ -1,4 +1,4 @@
-"""Train steps of models that nobody here wrote, by shapes alone: what `outside_models.py` plans.
+"""Train steps of models that nobody here wrote, by shapes alone: what `planning.py` plans.
 
 A case is a function that returns a step and the shapes of its arguments, with the cluster and the method. Models of
 Hugging Face are those of `transformers` in Flax, at published sizes, without their weights; their steps differentiate

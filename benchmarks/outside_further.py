@@ -81,3 +81,74 @@ CASES: dict[str, Case] = BEFORE | {
     ),
     "wav2vec2-large": Case(lambda: sound(128, 160_000, 64), "a100"),
 }  # fmt: skip
+
+_GEMMA_2B: dict[str, Any] = {
+    "hidden_size": 2048, "intermediate_size": 16384, "num_hidden_layers": 18, "num_attention_heads": 8,
+    "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 256000,
+}  # fmt: skip
+_LLAMA_13B: dict[str, Any] = {
+    "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "num_attention_heads": 40,
+    "vocab_size": 32000, "max_position_embeddings": 2048,
+}  # fmt: skip
+_OPT_30B: dict[str, Any] = {
+    "hidden_size": 7168, "ffn_dim": 28672, "num_hidden_layers": 48, "num_attention_heads": 56,
+    "word_embed_proj_dim": 7168,
+}  # fmt: skip
+_OPT_1B: dict[str, Any] = {
+    "hidden_size": 2048, "ffn_dim": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
+    "word_embed_proj_dim": 2048,
+}  # fmt: skip
+_MISTRAL_8K: dict[str, Any] = {
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 8192,
+}  # fmt: skip
+_VIT_GIANT: dict[str, Any] = {
+    "hidden_size": 1408, "num_hidden_layers": 40, "num_attention_heads": 16, "intermediate_size": 6144,
+    "patch_size": 14,
+}  # fmt: skip
+_NEO_1B: dict[str, Any] = {
+    "hidden_size": 2048, "num_layers": 24, "num_heads": 16, "attention_types": [[["global", "local"], 12]],
+}  # fmt: skip
+
+CHOSEN: dict[str, Case] = {
+    "gemma-2b": Case(
+        lambda: causal("FlaxGemmaForCausalLM", "GemmaConfig", 128, 2048, max_position_embeddings=2048, **_GEMMA_2B),
+        "a100", 2,
+    ),
+    "llama-13b": Case(lambda: causal("FlaxLlamaForCausalLM", "LlamaConfig", 128, 2048, **_LLAMA_13B), "a100", 4),
+    "opt-30b": Case(lambda: causal("FlaxOPTForCausalLM", "OPTConfig", 256, 1024, **_OPT_30B), "p3dn", 8),
+    "opt-1.3b": Case(lambda: causal("FlaxOPTForCausalLM", "OPTConfig", 128, 2048, **_OPT_1B), "v5p:2x2x2"),
+    "roberta-prelayernorm": Case(
+        lambda: masked("FlaxRobertaPreLayerNormForMaskedLM", "RobertaPreLayerNormConfig", 512, 512, vocab_size=50265,
+                       max_position_embeddings=514, **_LARGE),
+        "v5p:2x2x2",
+    ),
+    "bloom-3b": Case(
+        lambda: causal("FlaxBloomForCausalLM", "BloomConfig", 128, 2048, hidden_size=2560, n_layer=30, n_head=32,
+                       vocab_size=250880),
+        "a100", 2,
+    ),
+    "gpt2-large": Case(
+        lambda: causal("FlaxGPT2LMHeadModel", "GPT2Config", 64, 1024, n_embd=1280, n_layer=36, n_head=20),
+        "p3.16xlarge",
+    ),
+    "mistral-8k": Case(
+        lambda: causal("FlaxMistralForCausalLM", "MistralConfig", 128, 8192, **_MISTRAL_8K), "v5p:4x4x2"
+    ),
+    "vit-giant": Case(
+        lambda: pictures("FlaxViTForImageClassification", "ViTConfig", 1024, 224, **_VIT_GIANT), "h100", 2
+    ),
+    "blenderbot-small": Case(
+        lambda: translation("FlaxBlenderbotSmallForConditionalGeneration", "BlenderbotSmallConfig", 256, 128, 128),
+        "p3dn",
+    ),
+    "gpt-neo-1.3b": Case(lambda: causal("FlaxGPTNeoForCausalLM", "GPTNeoConfig", 64, 2048, **_NEO_1B), "a100"),
+    "xglm-7.5b": Case(
+        lambda: causal("FlaxXGLMForCausalLM", "XGLMConfig", 128, 2048, d_model=4096, ffn_dim=16384, num_layers=32,
+                       attention_heads=32),
+        "h100", 4,
+    ),
+}  # fmt: skip
+"""Twelve models chosen for the comparison of two searches (`planning_against.py`), before either had planned them."""
+
+CASES |= CHOSEN

@@ -1,6 +1,6 @@
 """Train steps that are not one loss and one optimizer, and models of unusual operations.
 
-`CASES` are all of `outside_models.py`: these, and those of `outside_deep.py`. Two networks and optimizers in a step,
+`CASES` are all of `planning.py`: these, and those of `outside_deep.py`. Two networks and optimizers in a step,
 epochs in a step, frozen weights, tables of millions of rows, loops over time and over chunks, attention within windows
 and along triangles, frequencies, determinants, sorting. Most networks are in `outside_networks.py`.
 """

@@ -1,13 +1,19 @@
-"""How long planning takes and what it needs: `make_plan` end to end, tracing and verification included.
+"""Planning of models: how many CPU seconds it takes, and how good the plans are.
 
-Each case runs in a fresh process with a time limit and a memory limit; one that passes either is recorded as not
-finished, with what it had done by then. Times are wall seconds and CPU seconds of the process: on a machine that is
-shared, the CPU seconds are the ones to compare. Breakdown: `Plan.planning_seconds` (wall), and of the search, building
-and solving the program of each mesh shape (wall and CPU), with the program's size. Shapes alone are planned
-for: no array is allocated, and no device of the cluster need be here.
+Each case of `cases.py` is planned in a fresh process, ended at a limit of memory, and then with every textbook method.
+CPU seconds are those of the process and of `make_plan` alone, verification included; they grow by up to a half while
+other processes use the other half of a core. MFU is predicted: FLOPs of the step's products over those that the devices
+could compute in the predicted step. The best textbook method is the fastest of those that fit, with as many
+micro-batches as suit it; Auto must not be slower. Textbook methods share one trace, and are searched, not lowered
+(`textbook_plans.py`).
 
-    python benchmarks/planning.py                 every case
-    python benchmarks/planning.py gpt-small       the named cases; others keep their results
+    python benchmarks/planning.py                     every case (needs the extra `outside`)
+    python benchmarks/planning.py --of toy            the cases of one kind: issue, published, unusual, toy or own
+    python benchmarks/planning.py bert-large          the named cases; others keep their results
+    python benchmarks/planning.py --no-textbook ...   without the textbook methods; those keep their results
+    python benchmarks/planning.py --only-textbook ... the textbook methods alone; plans keep their results
+    python benchmarks/planning.py --list
+    python benchmarks/planning.py --profile NAME      prints where the CPU time goes
 
 writes benchmarks/results/planning.json and planning.md.
 """
@@ -19,270 +25,260 @@ import json
 import os
 import platform
 import resource
+import statistics
+import subprocess
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import cases_apart
+import kept_rows
 
 RESULTS = Path(__file__).parent / "results"
 GIB = 2**30
-LAPS = {"plan": "writing", "checks": "verification"}
-"""Laps of the compiler that have other names in the results."""
-PARTS = ("tracing", "factors", "grouping", "building", "bounding", "solving", "lowering", "writing", "verification")
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, a cluster and a method.
-
-    Attributes:
-      model, size, batch, overrides: of `models.get(model).abstract(size, batch, **overrides)`.
-      cluster, nodes: a preset.
-      mesh: the mesh shape; None for every shape of the cluster.
-      pipelines: whether pipelines are searched besides, and micro-batches, as `Auto` does.
-      target_seconds, target_gib: what it should take at most on a quiet machine of two cores; None without a target.
-    """
-
-    model: str
-    size: str
-    batch: int
-    cluster: str
-    nodes: int
-    mesh: tuple[int, ...] | None = None
-    pipelines: bool = False
-    overrides: dict[str, Any] = field(default_factory=dict)
-    target_seconds: float | None = None
-    target_gib: float | None = None
-
-
-def _gpt_layers(layers: int) -> Case:
-    return Case("gpt", "small", 64, "a100", 1, overrides={"layers": layers})
-
-
-_LLAMA: dict[str, Any] = {"seq": 8192, "layers": 32, "remat": True}
-_GPT3: dict[str, Any] = {"remat": True}
-CASES = {
-    "gpt-small": Case("gpt", "small", 64, "a100", 1, target_seconds=5),
-    "gpt-small-auto": Case("gpt", "small", 64, "a100", 1, pipelines=True),
-    "gpt-24-layers": _gpt_layers(24),
-    "gpt-48-layers": _gpt_layers(48),
-    "llama-8B": Case("llama", "8B", 64, "h100", 8, (8, 8), False, _LLAMA, target_seconds=15),
-    "llama-8B-scan": Case("llama", "8B", 64, "h100", 8, (8, 8), False, _LLAMA | {"scan": True}, target_seconds=15),
-    "gpt-175B": Case("gpt", "175B", 64, "h100", 8, None, False, _GPT3, target_seconds=40, target_gib=6),
-    "gpt-175B-auto": Case("gpt", "175B", 64, "h100", 8, None, True, _GPT3),
-    "gpt-175B-scan": Case(
-        "gpt", "175B", 64, "h100", 8, None, False, _GPT3 | {"scan": True}, target_seconds=40, target_gib=6
-    ),
-}
+KINDS = ("issue", "published", "unusual", "toy", "own")
+TEXTBOOK = ("DataParallel()", "Zero(1)", "Zero(2)", "Zero(3)", "TensorParallel()")
 
 
 def main() -> None:
     """Runs cases and writes the results, or one case within this process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=list(CASES))
-    parser.add_argument("--limit", type=float, default=400, help="seconds of each case")
-    parser.add_argument("--memory", type=float, default=10, help="GiB of each case")
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--of", choices=KINDS)
+    parser.add_argument("--limit", type=float, default=400, help="seconds of each case, textbook methods aside")
+    parser.add_argument("--memory", type=float, default=16, help="GiB of each case")
+    parser.add_argument("--options", type=json.loads, default={}, metavar="JSON", help="further ones of make_plan")
+    parser.add_argument("--no-textbook", action="store_true")
+    parser.add_argument("--only-textbook", action="store_true")
+    parser.add_argument("--dry", action="store_true", help="print, and write nothing")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
-    parser.add_argument("--profile", action="store_true", help="print where the CPU time of one case goes")
+    parser.add_argument("--textbook", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.child:
-        measure(CASES[arguments.cases[0]], Path(arguments.child))
-        return
-    if arguments.profile:
-        profile(CASES[arguments.cases[0]])
-        return
-    path = RESULTS / "planning.json"
-    for name in arguments.cases:
-        row = asdict(CASES[name]) | run(name, arguments.limit, arguments.memory)
-        known = json.loads(path.read_text()) if path.exists() else {}
-        known[name] = row
-        RESULTS.mkdir(exist_ok=True)
-        path.write_text(json.dumps({key: known[key] for key in CASES if key in known}, indent=1) + "\n")
-        (RESULTS / "planning.md").write_text(table(known))
-        print(name, row["status"], f"{row['wall_seconds']:.1f} s wall", flush=True)
+    prepare()
+    from cases import CASES
+
+    names = arguments.cases or [name for name, case in CASES.items() if arguments.of in (None, case.of)]
+    if arguments.list:
+        print("\n".join(f"{name:20} {case.of:10} {case.nodes} x {case.cluster}" for name, case in CASES.items()))
+    elif arguments.profile:
+        profile(names[0])
+    elif arguments.child:
+        (textbook if arguments.textbook else measure)(names[0], Path(arguments.child), arguments.options)
+    else:
+        for name in names:
+            one(name, arguments)
 
 
-def run(name: str, limit: float, memory: float) -> dict[str, Any]:
-    """One case in a process of its own, which is ended at `limit` seconds or `memory` GiB."""
-    return {"limit_seconds": limit} | cases_apart.run(__file__, [name], limit, memory)
+def prepare() -> None:
+    """JAX on virtual devices, and nothing that other libraries log."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
 
 
-def measure(case: Case, out: Path) -> None:
-    """Plans the case in this process and writes what it took to `out`, also after each part of the search."""
-    make, environment = prepare(case)
-    row: dict[str, Any] = {"environment": environment, "parts": []}
+def one(name: str, arguments: argparse.Namespace) -> None:
+    """Plans a case, and writes the results."""
+    row: dict[str, Any] = {}
+    if not arguments.only_textbook:
+        row = child(name, arguments, [])
+        print(name, row["status"], json.dumps(row.get("plan", {})), f"{row['wall_seconds']:.1f} s in all", flush=True)
+    if not arguments.no_textbook:
+        row["textbook"] = child(name, arguments, ["--textbook"]).get("methods", {})
+        print(f"  textbook: {json.dumps(row['textbook'])}", flush=True)
+    if not arguments.dry:
+        with kept_rows.changed(RESULTS / "planning.json", table) as rows:
+            own = ("textbook",) if arguments.no_textbook else ()
+            kept = {key: value for key, value in rows.get(name, {}).items() if arguments.only_textbook or key in own}
+            rows[name] = {"status": "not planned"} | kept | row
 
-    def done(part: dict[str, Any]) -> None:
-        row["parts"].append(part)
-        row["total_cpu_seconds"] = time.process_time() - cpu
-        out.write_text(json.dumps(row))
 
-    instrument(done)
+def child(name: str, arguments: argparse.Namespace, more: list[str]) -> dict[str, Any]:
+    """A case in a process of its own, which is ended at the limits."""
+    given = [name, *more, "--options", json.dumps(arguments.options)]
+    return cases_apart.run(__file__, given, arguments.limit, arguments.memory)
+
+
+def cluster_of(case: Any) -> Any:
+    """The cluster of a case."""
+    import alpa_lite
+
+    base, _, slice_ = case.cluster.partition(":")
+    if base == "cpu":
+        return alpa_lite.Cluster.local()
+    if slice_:
+        return alpa_lite.Cluster.preset(base, nodes=case.nodes, topology=tuple(map(int, slice_.split("x"))))
+    return alpa_lite.Cluster.preset(base, nodes=case.nodes)
+
+
+def commit() -> str:
+    """The commit of the library that plans."""
+    import alpa_lite
+
+    root = Path(alpa_lite.__file__).resolve().parent.parent
+    found = subprocess.run(["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def planner(name: str) -> Any:
+    """A function that plans a case with some method."""
+    from cases import CASES
+
+    import alpa_lite
+
+    case = CASES[name]
+    fun, args = case.build()
+    cluster = cluster_of(case)
+
+    def plan(method: Any, options: dict[str, Any]) -> Any:
+        return alpa_lite.make_plan(fun, *args, cluster=cluster, method=method, **case.options, **options)
+
+    return plan
+
+
+def method_of(name: str) -> Any:
+    """The method that a case asks for."""
+    from cases import CASES
+
+    import alpa_lite
+
+    kind, values = CASES[name].method
+    return getattr(alpa_lite, kind)(*values)
+
+
+def measure(name: str, out: Path, options: dict[str, Any]) -> None:
+    """Plans a case and writes what it took."""
+    import jax
+
+    plan = planner(name)
     start, cpu = time.perf_counter(), time.process_time()
-    plan = make()
-    row["total_seconds"] = time.perf_counter() - start
-    row["total_cpu_seconds"] = time.process_time() - cpu
-    row["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
-    row["planning_seconds"] = dict(plan.planning_seconds)
-    row["plan"] = {
-        "mesh": plan.stages[0].mesh_shape,
-        "step_seconds": plan.step_seconds,
-        "bytes_per_device": plan.stages[0].memory.total,
-        "solver": asdict(plan.solver),
-        "collectives": sum(c.count for c in plan.collectives),
-        "candidates": [asdict(c) for c in plan.candidates],
-        "verification": plan.verification,
+    found = plan(method_of(name), options)
+    row = {
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": time.process_time() - cpu,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB,
+        "planning_seconds": dict(found.planning_seconds),
+        "plan": figures(found),
+        "notes": list(found.notes),
+        "environment": {
+            "date": time.strftime("%Y-%m-%d", time.gmtime()),
+            "jax": jax.__version__,
+            "python": platform.python_version(),
+            "commit": commit(),
+        },
     }
     out.write_text(json.dumps(row))
 
 
-def prepare(case: Case) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """What plans the case, with everything imported, and what it runs on."""
-    import jax
+def textbook(name: str, out: Path, options: dict[str, Any]) -> None:
+    """Searches a case with every textbook method and writes their seconds a step, or why there are none."""
+    from cases import CASES
+    from textbook_plans import Textbook
 
-    jax.config.update("jax_platforms", "cpu")
     import alpa_lite
-    from alpa_lite import models
+    from alpa_lite.errors import AlpaLiteError
 
-    fun, args = models.get(case.model).abstract(case.size, case.batch, **case.overrides)
-    cluster = alpa_lite.Cluster.preset(case.cluster, nodes=case.nodes)
-    method = alpa_lite.Auto() if case.pipelines else alpa_lite.Sharded(case.mesh)
-    environment = {
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-    }
-    return lambda: alpa_lite.make_plan(fun, *args, cluster=cluster, method=method), environment
-
-
-def instrument(done: Callable[[dict[str, Any]], None]) -> None:
-    """Has each pass report its seconds; the search, each program that it builds and solves."""
-    from alpa_lite.passes.sharding import strategies
-    from alpa_lite.passes.sharding.solver import solve
-    from alpa_lite.runner import Passes
-
-    def report(
-        module: Any, name: str, part: str, describe: Callable[..., dict[str, Any]] = lambda *_, **__: {}
-    ) -> None:
-        inner = getattr(module, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            start, cpu = time.perf_counter(), time.process_time()
-            result = inner(*args, **kwargs)
-            seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
-            done({"part": part, "seconds": seconds, "cpu_seconds": cpu_seconds} | describe(result, *args, **kwargs))
-            return result
-
-        setattr(module, name, timed)
-
-    def of_space(space: Any, traced: Any, groups: Any, rules: Any, cost: Any, **options: Any) -> dict[str, Any]:
-        return {
-            "mesh": cost.mesh.shape, "regather": bool(options.get("regather")),
-            "operations": sum(1 for _ in traced.graph.ops()), "groups": len(groups.groups),
-            "nodes": len(space.nodes), "transfers": len(space.moves),
-            "strategies": sum(len(node.strategies) for node in space.nodes),
-        }  # fmt: skip
-
-    def of_solution(solution: Any, *_: Any, **__: Any) -> dict[str, Any]:
-        return {
-            "status": solution.status, "objective": solution.objective, "bound": solution.bound,
-            "variables": solution.variables,
-        }  # fmt: skip
-
-    inner = Passes.__call__
-
-    def lap(self: Passes, name: str, *args: Any, **kwargs: Any) -> Any:
-        start, cpu = time.perf_counter(), time.process_time()
+    case = CASES[name]
+    step = Textbook(*case.build(), cluster_of(case), **case.options)
+    methods: dict[str, Any] = {}
+    for text in TEXTBOOK:
+        kind, value = text[:-1].split("(")
         try:
-            return inner(self, name, *args, **kwargs)
-        finally:
-            spent = {"seconds": time.perf_counter() - start, "cpu_seconds": time.process_time() - cpu}
-            done({"part": LAPS.get(name, name)} | spent)
-
-    Passes.__call__ = lap
-    report(strategies, "build", "building", of_space)
-    report(solve.Bound, "improve", "bounding")
-    report(solve, "Bound", "bounding")
-    report(solve, "solve", "solving", of_solution)
+            method = getattr(alpa_lite, kind)(*([int(value)] if value else []))
+            methods[text], _ = step.seconds(method, options.get("effort", "normal"))
+        except AlpaLiteError as error:
+            methods[text] = f"{type(error).__name__}: {str(error)[:120]}"
+        out.write_text(json.dumps({"methods": methods}))
 
 
-def profile(case: Case) -> None:
+def figures(plan: Any) -> dict[str, Any]:
+    """What a plan says."""
+    possible = plan.step_seconds * plan.num_devices * plan.products.peak
+    return {
+        "step_seconds": plan.step_seconds,
+        "mfu": plan.products.flops / possible if possible else 0.0,
+        "stages": len(plan.stages),
+        "microbatches": plan.num_microbatches,
+        "schedule": plan.schedule if plan.pipelined else "",
+        "meshes": ["x".join(map(str, stage.mesh_shape)) for stage in plan.stages][:4],
+        "gib_per_device": max(stage.memory.total for stage in plan.stages) / GIB,
+        "bound": plan.solver.bound,
+        "status": plan.solver.status,
+    }
+
+
+def profile(name: str) -> None:
     """Prints where the CPU time of a case goes."""
-    make, _ = prepare(case)
-    cases_apart.profiled(make)
+    plan, method = planner(name), method_of(name)
+    found = cases_apart.profiled(lambda: plan(method, {}))
+    print(json.dumps(figures(found)), dict(found.planning_seconds))
+
+
+def best_textbook(row: dict[str, Any]) -> tuple[str, float] | None:
+    """The fastest textbook method that fits, and its seconds."""
+    fits = {name: value for name, value in row.get("textbook", {}).items() if isinstance(value, float)}
+    return min(fits.items(), key=lambda item: item[1]) if fits else None
 
 
 def table(rows: dict[str, Any]) -> str:
     """The results as Markdown."""
+    from cases import CASES
+
     lines = [
-        "# Planning time",
+        "# Planning",
         "",
-        "`make_plan` end to end in a fresh process, verification included; `python benchmarks/planning.py`. The load",
-        "is the machine's before the case started: on a machine that is shared, compare CPU seconds, of all threads.",
-        "Targets are wall seconds on a quiet machine of two cores. Sizes are those of the largest program; variables",
-        "are those that a linear program was given, 0 where bounds alone proved the solution.",
+        "`python benchmarks/planning.py`: train steps of other libraries and of this project, each planned in a fresh",
+        "process, on two cores. Seconds are CPU seconds; steps, MFU and textbook seconds are predictions of one cost",
+        "model. Tracing is JAX's own work but for a seventh, and plain `jit` takes as long.",
         "",
-        "| case | cluster | status | wall s | CPU s | target s | peak GiB | load |",
-        "|---|---|---|" + "--:|" * 5,
-        *[_whole(name, rows[name]) for name in CASES if name in rows],
-        "",
-        "CPU seconds of each part:",
-        "",
-        f"| case | {' | '.join(PARTS)} | meshes | operations | nodes | strategies | variables |",
-        "|---|" + "--:|" * (len(PARTS) + 5),
-        *[_parts(name, rows[name]) for name in CASES if name in rows],
+        "| case | cluster | planned s | tracing s | GiB | step s | MFU | plan | textbook | Auto / textbook |",
+        "|---|---|--:|--:|--:|--:|--:|---|---|--:|",
     ]
-    dates = sorted({row["environment"]["date"] for row in rows.values() if "environment" in row})
-    jaxes = sorted({row["environment"]["jax"] for row in rows.values() if "environment" in row})
-    lines += ["", f"Measured {', '.join(dates)} with JAX {', '.join(jaxes)}.", "", *_depth(rows)]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _whole(name: str, row: dict[str, Any]) -> str:
-    meshes = "all meshes" if row["mesh"] is None else "mesh " + " x ".join(map(str, row["mesh"]))
-    meshes += ", pipelines" if row.get("pipelines") else ""
-    cpu = f"{row['total_cpu_seconds']:.1f}" if "total_cpu_seconds" in row else "-"
-    cells = [
-        name, f"{row['nodes']} x {row['cluster']}, {meshes}", row["status"],
-        f"{row.get('total_seconds', row['wall_seconds']):.1f}", cpu, row["target_seconds"] or "-",
-        f"{row['peak_gib']:.1f}", f"{row['load_before']:.1f}",
-    ]  # fmt: skip
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def _parts(name: str, row: dict[str, Any]) -> str:
-    parts = row.get("parts", [])
-    cells = [name, *(f"{spent(parts, part):.1f}" if any(p["part"] == part for p in parts) else "-" for part in PARTS)]
-    built = [p for p in parts if p["part"] == "building"]
-    cells += [len({tuple(p["mesh"]) for p in built})]
-    cells += [max((p[key] for p in built), default="-") for key in ("operations", "nodes", "strategies")]
-    cells += [max((p["variables"] for p in parts if p["part"] == "solving"), default="-")]
-    return "| " + " | ".join(map(str, cells)) + " |"
-
-
-def spent(parts: list[dict[str, Any]], part: str) -> float:
-    """CPU seconds of one part of planning."""
-    return sum(p["cpu_seconds"] for p in parts if p["part"] == part)
-
-
-def _depth(rows: dict[str, Any]) -> list[str]:
-    """What doubling the depth does to the solving seconds."""
-    names = ("gpt-small", "gpt-24-layers", "gpt-48-layers")
-    finished = [n for n in names if n in rows and rows[n]["status"] == "finished"]
-    if len(finished) < 2:
-        return []
-    lines = ["Depth, GPT of width 768 on 8 devices, all mesh shapes:", ""]
-    lines += ["| layers | solving CPU s | building CPU s | nodes |", "|--:|--:|--:|--:|"]
-    for n in finished:
-        parts = rows[n]["parts"]
-        nodes = max(p["nodes"] for p in parts if p["part"] == "building")
-        cells = f"{spent(parts, 'bounding') + spent(parts, 'solving'):.2f} | {spent(parts, 'building'):.2f} | {nodes}"
-        lines.append(f"| {rows[n]['overrides'].get('layers', 12)} | {cells} |")
-    return lines
+    slower = 0
+    rows = {name: rows[name] for name in CASES if name in rows}
+    for name, row in rows.items():
+        case, plan, best = CASES[name], row.get("plan"), best_textbook(row)
+        method, values = case.method
+        cluster = f"{case.nodes} x {case.cluster}" + ("" if method == "Auto" else f", {method}{values or '()'}")
+        if plan is None:
+            lines.append(f"| {name} | {cluster} | {row['status']} |" + " |" * 7)
+            continue
+        shown = plan["meshes"][0] if plan["stages"] == 1 else f"{plan['stages']} stages, {plan['schedule']}"
+        shown += f", {plan['microbatches']} micro-batches" if plan["microbatches"] > 1 else ""
+        ratio = plan["step_seconds"] / best[1] if best else 0.0
+        is_slower = method == "Auto" and ratio > 1 + 1e-4
+        slower += is_slower
+        cells = [
+            name, cluster, f"{row['cpu_seconds']:.1f}", f"{row['planning_seconds']['tracing']:.1f}",
+            f"{row['peak_gib']:.1f}", f"{plan['step_seconds']:.4g}", f"{plan['mfu']:.0%}", shown,
+            f"{best[0]} {best[1]:.4g}" if best else "none fits" if "textbook" in row else "not planned",
+            f"{ratio:.3f}{' SLOWER' * is_slower}" if best else "-",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    compared = sum(best_textbook(row) is not None and "plan" in row for row in rows.values())
+    lines += ["", f"Auto is slower than a textbook plan that fits in {slower} of {compared} cases."]
+    planned = {name: row for name, row in rows.items() if "plan" in row}
+    for kind in (*KINDS, ""):
+        seconds = [row["cpu_seconds"] for name, row in planned.items() if kind in ("", CASES[name].of)]
+        if seconds:
+            lines += ["", f"{kind or 'all'}: {len(seconds)} planned, median {statistics.median(seconds):.1f} CPU s, "]
+            lines[-1] += f"most {max(seconds):.1f} s."
+    sums: dict[str, float] = {}
+    for row in planned.values():
+        for part, seconds in row["planning_seconds"].items():
+            sums[part] = sums.get(part, 0.0) + seconds
+    if total := sum(sums.values()):
+        shares = sorted(((value / total, part) for part, value in sums.items()), reverse=True)
+        lines += ["", "Of all seconds: " + ", ".join(f"{part} {share:.0%}" for share, part in shares) + "."]
+    environments = {tuple(row["environment"][key] for key in ("date", "jax", "commit")) for row in planned.values()}
+    missing = [name for name in CASES if name not in rows]
+    if missing:
+        lines += ["", f"Not measured: {', '.join(missing)}."]
+    lines += ["", "Measured " + "; ".join(f"{d} with JAX {j} at {c}" for d, j, c in sorted(environments)) + "."]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

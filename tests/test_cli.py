@@ -26,50 +26,47 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_show_prints_the_plan(file: str) -> None:
-    result = runner.invoke(app, ["show", file])
-    assert result.exit_code == 0
-    assert [line.rstrip() for line in result.stdout.rstrip().splitlines()] == str(gpt_plan()).splitlines()
-    full = runner.invoke(app, ["show", file, "--full"])
-    saved = dataclasses.replace(gpt_plan(), planning_seconds={})  # which a file does not hold
-    assert [line.rstrip() for line in full.stdout.rstrip().splitlines()] == saved.details().splitlines()
+def printed_lines(*args: str | Path) -> list[str]:
+    return [line.rstrip() for line in invoke(*args).rstrip().splitlines()]
 
 
-def test_explain_prints_the_explanation(file: str) -> None:
-    result = runner.invoke(app, ["explain", file, "params/h_3/mlp/up/kernel"])
-    assert result.exit_code == 0
-    assert result.stdout.rstrip() == gpt_plan().explain("params/h_3/mlp/up/kernel")
-
-
-def test_diff_prints_the_difference(file: str, tmp_path: Path) -> None:
-    other = tmp_path / "other.json"
+def test_show_explain_and_diff_print_texts_of_the_plan(file: str, tmp_path: Path) -> None:
+    plan, other = gpt_plan(), tmp_path / "other.json"
     small_plan().save(other)
-    result = runner.invoke(app, ["diff", file, str(other)])
-    assert result.exit_code == 0
-    assert result.stdout.rstrip() == gpt_plan().diff(small_plan())
+    saved = dataclasses.replace(plan, planning_seconds={})  # which a file does not hold
+    assert printed_lines("show", file) == str(plan).splitlines()
+    assert printed_lines("show", file, "--full") == saved.details().splitlines()
+    name = "params/h_3/mlp/up/kernel"
+    assert invoke("explain", file, name).rstrip() == plan.explain(name)
+    assert invoke("diff", file, other).rstrip() == plan.diff(small_plan())
 
 
 def test_clusters_lists_every_preset() -> None:
-    result = runner.invoke(app, ["clusters"])
-    assert result.exit_code == 0
-    assert set(Cluster.preset_names()) <= set(re.findall(r"[\w.-]+", result.stdout))
-    assert max(map(len, result.stdout.splitlines())) <= 100
+    printed = invoke("clusters")
+    assert set(Cluster.preset_names()) <= set(re.findall(r"[\w.-]+", printed))
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def losses_in(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)", printed, re.MULTILINE)]
+
+
+SMALL = ("--size", "tiny", "--batch", "8", "--set", "layers=1", "--set", "seq=16", "--set", "hidden=32")
 
 
 @pytest.mark.slow
 def test_plan_train_show_explain_and_diff_work_together(tmp_path: Path) -> None:
     auto, data, text = tmp_path / "auto.json", tmp_path / "data.json", tmp_path / "text.txt"
     text.write_text("to be or not to be, that is the question. " * 50)
-    small = ["--size", "tiny", "--batch", "8", "--set", "layers=1", "--set", "seq=16", "--set", "hidden=32"]
 
-    planned = invoke("plan", "gpt", "--cluster", "local", *small, "--method", "data", "-o", data)
+    planned = invoke("plan", "gpt", "--cluster", "local", *SMALL, "--method", "data", "-o", data)
     assert "DataParallel" in planned or "data" in planned.splitlines()[0]
     assert planned.rstrip().endswith(f"saved to {data}")
 
     trained = invoke(
-        "train", "gpt", *small, "--devices", "2", "--steps", "12", "--text", text, "--memory", "1", "-o", auto
+        "train", "gpt", *SMALL, "--devices", "2", "--steps", "12", "--text", text, "--memory", "1", "-o", auto
     )
-    losses = [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)", trained, re.MULTILINE)]
+    losses = losses_in(trained)
     assert len(losses) == 12
     assert losses[-1] < losses[0]
     assert "12 steps" in trained
@@ -86,24 +83,23 @@ def test_plan_train_show_explain_and_diff_work_together(tmp_path: Path) -> None:
     assert "method" in compared
     assert invoke("diff", data, data).strip() == "The plans do not differ."
 
-    replayed = invoke("train", "gpt", *small, "--devices", "2", "--steps", "12", "--text", text, "--plan", auto)
+    replayed = invoke("train", "gpt", *SMALL, "--devices", "2", "--steps", "12", "--text", text, "--plan", auto)
     assert "replayed" in replayed
-    assert losses == [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)", replayed, re.MULTILINE)]
+    assert losses == losses_in(replayed)
 
 
 @pytest.mark.slow
 def test_pipelines_are_planned_simulated_trained_and_traced(tmp_path: Path) -> None:
     file, simulated, traced = tmp_path / "plan.json", tmp_path / "simulated.json", tmp_path / "traced.json"
-    small = ["--size", "tiny", "--batch", "8", "--set", "layers=1", "--set", "seq=16", "--set", "hidden=32"]
     split = ["--stages", "2", "--microbatches", "2", "--schedule", "gpipe"]
-    printed = invoke("plan", "gpt", "--cluster", "local", *small, *split, "-o", file, "--simulate", simulated)
+    printed = invoke("plan", "gpt", "--cluster", "local", *SMALL, *split, "-o", file, "--simulate", simulated)
     assert "2 stages, 2 micro-batches, schedule gpipe" in printed
     assert str(simulated) in printed
     processes = [e for e in json.loads(simulated.read_text())["traceEvents"] if e["name"] == "process_name"]
     assert [e["args"]["name"] for e in processes] == ["predicted"]
 
-    trained = invoke("train", "gpt", *small, "--steps", "4", "--plan", file, "--trace", traced)
-    assert len(re.findall(r"^step +\d+  loss", trained, re.MULTILINE)) == 4
+    trained = invoke("train", "gpt", *SMALL, "--steps", "4", "--plan", file, "--trace", traced)
+    assert len(losses_in(trained)) == 4
     names = [e["args"]["name"] for e in json.loads(traced.read_text())["traceEvents"] if e["name"] == "process_name"]
     assert names == ["executed", "predicted"]
 
@@ -114,10 +110,7 @@ def test_the_demo_trains_on_one_mesh_and_goes_on_as_a_pipeline() -> None:
     first, second = printed.split("now as a pipeline of 2 stages")
     assert "predicted: 2 submeshes" in second and "executed: 2 submeshes" in second
     assert second.count("submesh 1") == 2 and "1▓" in second
-    losses = [
-        [float(loss) for loss in re.findall(r"^step +\d+  loss ([\d.]+)", part, re.MULTILINE)]
-        for part in (first, second)
-    ]
+    losses = [losses_in(part) for part in (first, second)]
     assert (len(losses[0]), len(losses[1])) == (16, 8)
     assert losses[0][-1] < losses[0][0] - 1
     assert losses[1][0] < losses[0][0] - 1
@@ -145,14 +138,15 @@ def invoke(*args: str | Path) -> str:
 
 @pytest.mark.parametrize("command", ["demo", "train", "plan", "show", "explain", "diff", "clusters", "calibrate"])
 def test_every_command_has_a_help_text(command: str) -> None:
-    result = runner.invoke(app, [command, "--help"])
-    assert result.exit_code == 0
-    assert "Usage" in result.stdout
+    assert "Usage" in invoke(command, "--help")
 
 
 def test_the_help_of_verify_names_the_extras_to_install() -> None:
-    text = " ".join(runner.invoke(app, ["verify", "--help"]).stdout.split())
+    text = " ".join(invoke("verify", "--help").split())
     assert "tpu-verify" in text and "cuda-verify" in text
+
+
+FOR_A100 = ["--cluster", "a100", "--batch", "8"]
 
 
 @pytest.mark.parametrize(
@@ -163,18 +157,15 @@ def test_the_help_of_verify_names_the_extras_to_install() -> None:
         (["explain", "{file}", "h_3/mlp/upp/kernel"], "Did you mean"),
         (["plan", "gpt", "--cluster", "v99", "--batch", "8"], "v99"),
         (["plan", "gpt", "--cluster", "v5p", "--topology", "4by4", "--batch", "8"], "4by4"),
-        (["plan", "gpt", "--cluster", "a100", "--batch", "8", "--method", "magic"], "magic"),
-        (["plan", "gpt", "--cluster", "a100", "--batch", "8", "--size", "huge"], "huge"),
-        (["plan", "gpt", "--cluster", "a100", "--batch", "8", "--set", "seq"], "NAME=VALUE"),
-        (["plan", "nothing", "--cluster", "a100", "--batch", "8"], "nothing"),
+        (["plan", "gpt", *FOR_A100, "--method", "magic"], "magic"),
+        (["plan", "gpt", *FOR_A100, "--size", "huge"], "huge"),
+        (["plan", "gpt", *FOR_A100, "--set", "seq"], "NAME=VALUE"),
+        (["plan", "nothing", *FOR_A100], "nothing"),
         (["train", "gpt", "stray"], "stray"),
         (["train", "gpt", "--text", "nowhere.txt", "--steps", "1"], "nowhere.txt"),
         (["train", "gpt", "--devices", "999"], "999"),
-        (
-            ["plan", "gpt", "--cluster", "a100", "--batch", "8", "--method", "data", "--stages", "2"],
-            "--method pipeline",
-        ),
-        (["plan", "gpt", "--cluster", "a100", "--batch", "8", "--schedule", "magic"], "magic"),
+        (["plan", "gpt", *FOR_A100, "--method", "data", "--stages", "2"], "--method pipeline"),
+        (["plan", "gpt", *FOR_A100, "--schedule", "magic"], "magic"),
         (["train", "mlp", "--batch", "8", "--method", "data", "--trace", "t.json"], "--trace"),
     ],
 )
@@ -189,16 +180,14 @@ def test_mistakes_are_one_message_without_a_traceback(args: list[str], message: 
 
 def test_show_writes_one_page_for_a_browser(file: str, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
-    result = runner.invoke(app, ["show", file, "--html", str(page)])
-    assert result.exit_code == 0 and str(page) in result.stdout.replace("\n", "")
+    assert str(page) in invoke("show", file, "--html", page).replace("\n", "")
     assert page.read_text(encoding="utf-8").lower().startswith("<!doctype html")
     result = runner.invoke(app, ["show", file, "--html", str(tmp_path / "no" / "plan.html")])
     assert result.exit_code == 2 and "--html" in result.stderr
 
 
 def test_version() -> None:
-    result = runner.invoke(app, ["--version"])
-    assert result.exit_code == 0 and re.match(r"alpa-lite \d+\.\d+\.\d+ \(JAX \d+\.\d+", result.stdout)
+    assert re.match(r"alpa-lite \d+\.\d+\.\d+ \(JAX \d+\.\d+", invoke("--version"))
 
 
 OWN = """

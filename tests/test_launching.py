@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,11 +17,11 @@ import typer
 
 from alpa_lite.errors import OptionError
 from alpa_lite.processes import initialization, local_launch
+from tests.processes import driver
 
 launch = functools.partial(local_launch.launch, echo=typer.echo)
 
 ROOT = Path(__file__).parents[1]
-LAUNCH = [sys.executable, "-c", "from alpa_lite.cli import main; main()", "launch"]
 SLEEPER = """
 import os, pathlib, signal, subprocess, sys, time
 number = os.environ["SLURM_PROCID"]
@@ -53,11 +53,15 @@ def alive(pid: int) -> bool:
         return False
 
 
-def eventually(what: object, seconds: float = 120.0) -> None:
+def eventually(holds: Callable[[], bool], seconds: float = 120.0) -> None:
     until = time.monotonic() + seconds
-    while not what():  # type: ignore[operator]
+    while not holds():
         assert time.monotonic() < until, "not in time"
         time.sleep(0.02)
+
+
+def ended(folder: Path) -> bool:
+    return not any(map(alive, pids(folder)))
 
 
 def launcher(folder: Path, count: int, body: str, grace: float = 120.0) -> subprocess.Popen[str]:
@@ -72,7 +76,7 @@ def launcher(folder: Path, count: int, body: str, grace: float = 120.0) -> subpr
 
 
 def test_each_process_has_its_number_its_devices_and_its_lines(
-    scripts: Path, capfd: pytest.CaptureFixture[str]
+    scripts: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (scripts / "script.py").write_text(
         "import os, sys\n"
@@ -80,13 +84,9 @@ def test_each_process_has_its_number_its_devices_and_its_lines(
         "print(*map(os.environ.get, names), *sys.argv[1:])\n"
         "print('OMPI_COMM_WORLD_SIZE' in os.environ, file=sys.stderr)\n"
     )
-    os.environ["OMPI_COMM_WORLD_SIZE"] = "3"
-    try:
-        code = launch(["script.py", "--x"], processes=2, devices_per_process=3, platform="cpu")
-    finally:
-        del os.environ["OMPI_COMM_WORLD_SIZE"]
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
+    assert launch(["script.py", "--x"], processes=2, devices_per_process=3, platform="cpu") == 0
     out, err = capfd.readouterr()
-    assert code == 0
     assert sorted(out.splitlines()) == ["[0] 0 2 3 0,1,2 cpu --x", "[1] 1 2 3 3,4,5 cpu --x"]
     assert sorted(err.splitlines()) == ["[0] False", "[1] False"]
 
@@ -103,7 +103,7 @@ sys.exit(7) if number == "1" else time.sleep(600)
     assert launch(["script.py"], processes=3, grace=0.5) == 7
     assert time.monotonic() - start < 200
     assert len(pids(scripts)) == 6
-    eventually(lambda: not any(map(alive, pids(scripts))))
+    eventually(lambda: ended(scripts))
     err = capfd.readouterr().err
     assert "process 1 ended with exit code 7\nending the other processes: 0, 2\n" in err
     assert "killing what did not end within 0.5 s: 0, 2\n" in err
@@ -120,7 +120,7 @@ def test_a_signal_is_handed_on_and_processes_may_end_well(scripts: Path) -> None
         one.kill()
     assert one.returncode == 0, err
     assert sorted(out.splitlines()) == ["[0] saved", "[1] saved"]
-    eventually(lambda: not any(map(alive, pids(scripts))))
+    eventually(lambda: ended(scripts))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells a process of its parent's end")
@@ -135,13 +135,14 @@ def test_processes_die_with_a_launcher_that_is_killed(scripts: Path) -> None:
     eventually(lambda: not any(map(alive, own)))
 
 
-def test_what_cannot_be_launched_says_why(scripts: Path) -> None:
-    with pytest.raises(OptionError, match=r"the script 'no\.py' does not exist"):
-        launch(["no.py"])
-    with pytest.raises(OptionError, match="'no-such-program' is not a Python file"):
-        launch(["no-such-program"])
-    with pytest.raises(OptionError, match="there is no script to launch"):
-        launch([])
+def test_refused_launches_say_why(scripts: Path) -> None:
+    for command, words in (
+        (["no.py"], r"the script 'no\.py' does not exist"),
+        (["no-such-program"], "'no-such-program' is not a Python file"),
+        ([], "there is no script to launch"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            launch(command)
     with socket.socket() as taken:
         taken.bind((local_launch.HOST, 0))
         taken.listen()
@@ -165,16 +166,13 @@ def test_a_process_without_a_job_is_alone() -> None:
 
 
 @pytest.mark.slow
-def test_jax_itself_joins_the_processes(scripts: Path) -> None:
+def test_jax_itself_joins_the_processes(tmp_path: Path) -> None:
     """`alpa_lite.initialize` joins those of the other tests."""
-    (scripts / "script.py").write_text(
+    script = (
         "import jax\n"
         "jax.distributed.initialize()\n"
         "print(jax.process_index(), jax.process_count(), jax.device_count(), jax.local_device_count())\n"
     )
-    run = subprocess.run(
-        [*LAUNCH, "-n", "2", "--devices-per-process", "2", "--platform", "cpu", "--", "script.py"],
-        cwd=scripts, env=dict(os.environ, PYTHONPATH=str(ROOT)), text=True, capture_output=True, timeout=500,
-    )  # fmt: skip
+    run = driver.launch(tmp_path, script, "--devices-per-process", "2")
     assert run.returncode == 0, run.stderr
     assert sorted(run.stdout.splitlines()) == ["[0] 0 2 4 2", "[1] 1 2 4 2"]

@@ -14,7 +14,7 @@ waits. `issue_order` starts a transfer when its receiver wants it, and sooner wh
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from alpa_lite.errors import PlanError
 from alpa_lite.program import Instruction, Program, Receive, Run, Send, describe
@@ -59,19 +59,15 @@ def issue_order(program: Program, process_of: Sequence[int]) -> tuple[Task, ...]
             case _:
                 return False
 
-    num_instructions = sum(map(len, lists))
-    while len(order) < num_instructions:
+    while len(order) < sum(map(len, lists)):
         if candidates:
             clock, mesh = heapq.heappop(candidates)
             if clock < clocks[mesh] or is_blocked(mesh):
                 continue
         else:
-            heads = [(mesh, item) for mesh in range(len(lists)) if (item := head(mesh)) is not None]
-            sends = [(item.transfer, mesh) for mesh, item in heads if isinstance(item, Send)]
-            if not sends:
-                stuck = ", ".join(f"submesh {mesh} at {describe(program, item)}" for mesh, item in heads)
-                raise PlanError(f"the lists of the program wait for each other: {stuck}")
-            mesh = min(sends)[1]
+            mesh = _first_to_send(
+                program, {mesh: item for mesh in range(len(lists)) if (item := head(mesh)) is not None}
+            )
         order.append((mesh, positions[mesh]))
         item = head(mesh)
         positions[mesh] += 1
@@ -92,3 +88,16 @@ def issue_order(program: Program, process_of: Sequence[int]) -> tuple[Task, ...]
         for one in unblocked:
             heapq.heappush(candidates, (clocks[one], one))
     return tuple(order)
+
+
+def _first_to_send(program: Program, heads: Mapping[int, Instruction]) -> int:
+    """The submesh, of those whose lists wait at these instructions, that sends the transfer with the lowest number.
+
+    Raises:
+      PlanError: none sends.
+    """
+    sends = [(item.transfer, mesh) for mesh, item in heads.items() if isinstance(item, Send)]
+    if not sends:
+        stuck = ", ".join(f"submesh {mesh} at {describe(program, item)}" for mesh, item in heads.items())
+        raise PlanError(f"the lists of the program wait for each other: {stuck}")
+    return min(sends)[1]

@@ -100,7 +100,8 @@ def spent(plan: Plan) -> Spent:
     for collective, seconds in zip(plan.collectives, plan.collective_seconds, strict=True):
         if collective.kind != "transfer":
             by_axes[collective.axes] += share[collective.stage] * seconds
-    idle = max(0.0, plan.step_seconds - compute - sum(by_axes.values()) + hidden)
+    rest = plan.step_seconds - compute - sum(by_axes.values()) + hidden
+    idle = rest if rest > 1e-9 * plan.step_seconds else 0.0  # less is rounding
     return Spent(compute, dict(sorted(by_axes.items(), key=lambda item: -item[1])), idle, hidden, hideable)
 
 

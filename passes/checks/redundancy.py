@@ -7,8 +7,8 @@ values of equal numbers; a slice of all, or a reshape to the same shape, is what
 multiplied or divided by one, what zero is added to or taken from, what is chosen between equal values, what is reduced
 over one element, and what stands behind a barrier, which some compilers drop before they merge (XLA:CPU before JAX
 0.12). Functions are followed at every call with the numbers of its operands; a loop's body sees the number of the
-initial value for what it carries unchanged, and a new one for what it changes; loops and branches without collectives
-are values like others. With e the executions of a collective per step:
+initial value for what it carries unchanged, and a new one for what it changes; loops and branches are values like
+others. With e the executions of a collective per step:
 
     merged duplicates   e, where its number was already made in a block that reaches it, or in a loop before it: what
                         has the same number outside does not change in that loop, and can be computed before it
@@ -109,6 +109,7 @@ class _Numbering:
         self.varies: dict[int, int] = {}  # the newest loop-carried number that a number depends on
         self.lost: dict[str, Counter[Key]] = {reason: Counter() for reason in REASONS}
         self.item_bits: dict[Key, Counter[int]] = defaultdict(Counter)
+        self.inside: dict[Any, dict[tuple[Key, int], int]] = {}  # executions in a known loop, or branches, for each run
         self.calls_communicate = functools.cache(lambda name: self._communicates(self.functions[name]))
 
     def fresh(self, loops: tuple[_Loop, ...] = ()) -> int:
@@ -142,12 +143,6 @@ class _Numbering:
             self.block(block, [self.fresh() for _ in block.arguments], scope._replace(known={}))
             return [self.fresh(scope.loops) for _ in op.results]
         structured = name in ("stablehlo.while", *_BRANCHES)
-        if structured and self._communicates(op):
-            if name == "stablehlo.while":
-                return self._while(op, operands, scope)
-            for region in op.regions:
-                self.block(region.blocks[0], [], scope._replace(known=dict(scope.known)))
-            return [self.fresh(scope.loops) for _ in op.results]
         if name in _MAYBE_NOTHING and op.operands[0].type == op.results[0].type:
             return operands[:1]
         if name == "stablehlo.optimization_barrier" or (name == "stablehlo.reverse" and _moves_nothing(op)):
@@ -160,6 +155,8 @@ class _Numbering:
             return [same]
         inside = _Inner(scope.values if structured else {}, self.functions)
         key = (name, tuple(operands), _attributes(op), tuple(r.type for r in op.results), inside.regions(op))
+        if structured and self._communicates(op):
+            return self._structured(op, operands, scope, key)
         if is_known := key in scope.known:
             numbers = scope.known[key]
         else:
@@ -255,6 +252,27 @@ class _Numbering:
                 self.lost["hoisted"][key] += times - _times(outer)
             if c.kind == "all_reduce":
                 self.sums[number] = key, ()
+
+    def _structured(self, op: Any, operands: list[int], scope: _Scope, key: Any) -> list[int]:
+        """Numbers a loop or branches with collectives; of those that were made before, all collectives are merged."""
+        if key not in scope.known:
+            before = self._executions()
+            if op.name == "stablehlo.while":
+                scope.known[key] = self._while(op, operands, scope)
+            else:
+                for region in op.regions:
+                    self.block(region.blocks[0], [], scope._replace(known=dict(scope.known)))
+                scope.known[key] = [self.fresh(scope.loops) for _ in op.results]
+            self.inside[key] = {pair: (n - before[pair]) // scope.times for pair, n in self._executions().items()}
+            return scope.known[key]
+        for (collective, bits), number in self.inside[key].items():
+            self.item_bits[collective][bits] += number * scope.times
+            self.lost["merged duplicates"][collective] += number * scope.times
+        return scope.known[key]
+
+    def _executions(self) -> Counter[tuple[Key, int]]:
+        """Executions so far, by collective and width of items."""
+        return Counter({(key, bits): n for key, widths in self.item_bits.items() for bits, n in widths.items()})
 
     def _while(self, op: Any, operands: list[int], scope: _Scope) -> list[int]:
         condition, body = (region.blocks[0] for region in op.regions)

@@ -86,6 +86,7 @@ class Candidate:
       key: breaks ties; no two candidates that wait have equal ones.
       estimate: (bound, priority) in seconds, by everything that is known now. The bound never falls.
       expand: its parts; plans of the given seconds or more are not wanted.
+      is_floor: whether it is expanded even if the budget is spent, so that no plan of the search is slower.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Candidate:
     key: tuple[Any, ...]
     estimate: Callable[[], tuple[float, float]]
     expand: Callable[[float], Expansion]
+    is_floor: bool = False
 
 
 def cutoff_of(incumbent: FoundPlan | None, kind: Kind) -> float:
@@ -111,7 +113,7 @@ def search(
     """The best plan of some candidates, None if none fits, and the work and the gap of the search.
 
     Args:
-      allowed: cells that may be visited; the expansion that exceeds them is the last, once a plan fits.
+      allowed: cells that may be visited; the expansion that exceeds them is the last but for floors, once a plan fits.
       effort: the name of this budget.
       progress: called with the work spent, and allowed, before each expansion.
       is_over: whether a limit of wall-clock time ends the search before the next expansion, once a plan fits.
@@ -139,7 +141,7 @@ def search(
             pruned += 1
         elif current >= cutoff:
             estimated.append(candidate.name)
-        elif incumbent is not None and (truncated or work >= allowed or is_over()):
+        elif incumbent is not None and not candidate.is_floor and (truncated or work >= allowed or is_over()):
             truncated = truncated or work < allowed
             unreached.append(candidate.name)
         else:

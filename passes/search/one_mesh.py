@@ -3,7 +3,8 @@
 A configuration is expanded into one program for each mesh shape, and a program first into itself, built and bounded,
 then into its solution. More micro-batches and more rematerialisation are candidates from when memory binds: a program
 has no choice within the budget, or a slower one than without it. They inherit the bounds of every configuration that
-they only add to (`search.configs`). Textbook methods are floors of every search, each a program of few choices.
+they only add to (`search.configs`). Textbook methods are floors of every search: a program of few choices each, on the
+mesh of one axis. Their first plan makes an incumbent; the others wait, once they are bounded, in the order of bounds.
 
 Where communication overlaps with computation (`Cluster.overlaps`), the seconds of a plan are those of two streams, and
 no sum over choices. One stream takes at most twice as long (`MAX_SPEEDUP`), so half of a bound of the sum is a bound;
@@ -14,9 +15,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, partial
 
 from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
@@ -75,27 +76,49 @@ class DecidedMesh:
 
 
 @dataclass(eq=False)
-class _Record:
+class Record:
     """The facts about a configuration that are proven so far.
 
     Attributes:
       bounds: mesh -> seconds that none of its plans takes less of, whatever the budget.
       peak: the same for every mesh: an equal part of the work on each device, at peak rates.
       least: bytes per device that no plan of the meshes weighed takes less of; 0 if unknown.
-      rows: the mesh shapes and methods compared, by name and shape.
     """
 
     bounds: defaultdict[LogicalMesh, float] = field(default_factory=lambda: defaultdict(float))
     peak: float = 0.0
     least: float = 0.0
-    rows: dict[tuple[str, tuple[int, ...]], Row] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class Family:
+    """The plans of one mesh that one method admits, by configuration.
+
+    Attributes:
+      name: of the method, among the candidates of a plan.
+      order: of textbook methods. textbook: which of them it is; None for the method of the request.
+      state: bytes per device that the state takes at least.
+      opened: configurations that are candidates, with an interval of recomputed layers: see `OneMeshSearch.open`.
+    """
+
+    name: str
+    state: float
+    order: int = 0
+    textbook: DataParallel | Zero | TensorParallel | None = None
+    records: defaultdict[ExecutionConfig, Record] = field(default_factory=lambda: defaultdict(Record))
+    opened: dict[ExecutionConfig, tuple[int, int] | None] = field(default_factory=dict)
+
+    @property
+    def cuts_examples(self) -> bool:
+        """Whether each of its micro-batches has at least one example for each device."""
+        return isinstance(self.textbook, DataParallel | Zero)
 
 
 class OneMeshSearch:
     """Candidates of one mesh, and the state that they share: analyses, proven bounds, and known plans.
 
     Attributes:
-      floor: bytes per device of the state in equal parts. products: seconds that no plan takes less of.
+      own: the plans of the request's method. products: seconds that no plan takes less of.
       speedup: of two streams over one, at most; 1 if nothing overlaps.
       refused: why the step cannot be cut into some number of micro-batches.
     """
@@ -103,42 +126,85 @@ class OneMeshSearch:
     def __init__(self, run: Passes, step: Step, request: PlanRequest) -> None:
         self.run, self.step, self.request = run, step, request
         self.analyses = Analyses(run, step, request)
-        self.floor = numbers.state_bytes(step.traced) / request.cluster.num_devices
+        floor = numbers.state_bytes(step.traced) / request.cluster.num_devices
+        self.own = Family(type(request.method).__name__, floor)
         self.products = computing.products_bound(step.traced, step.rules, request.cluster)
         self.speedup = MAX_SPEEDUP if request.cluster.overlaps else 1.0
-        self.records: dict[ExecutionConfig, _Record] = defaultdict(_Record)
         self.found: list[FoundPlan] = []
         self.refused: MicrobatchError | None = None
-        self._method_name = type(request.method).__name__
-        self._intervals: dict[ExecutionConfig, tuple[int, int] | None] = {}  # of opened ones: see `_halve`
+        self._is_contained = cache(self._contains)
+        self._rows: defaultdict[ExecutionConfig, dict[tuple[str, tuple[int, ...]], Row]] = defaultdict(dict)
 
-    def bound(self, config: ExecutionConfig, mesh: LogicalMesh) -> float:
+    def roots(self) -> list[Candidate]:
+        """The plans of the request's method, and the textbook methods, unless the request constrains plans itself."""
+        request, count = self.request, self.request.num_microbatches or 1
+        said = request.pins or request.wishes.leaves or request.wishes.forbidden or request.wishes.mesh
+        families: list[Family] = []
+        if not said and request.method in (Auto(), Sharded()) and request.cluster.num_devices > 1:
+            for order, (name, method) in enumerate(BASELINES.items()):
+                state = max(self.own.state, least_state(self.step.traced, method, request.cluster.num_devices))
+                families.append(Family(name, state, order, method))
+        floors = [candidate for family in families for candidate in self.open(family, ExecutionConfig(count))]
+        return floors + self.open(self.own, ExecutionConfig(count, Remat(request.remat[0])))
+
+    def bound(self, family: Family, config: ExecutionConfig, mesh: LogicalMesh) -> float:
         """Seconds that no plan of a configuration takes less of on a mesh, by all that it only adds to."""
-        known = (record for other, record in self.records.items() if config.only_adds_to(other))
+        records, own = [*family.records.items()], self.own.records
+        if family.textbook and config in own and mesh in own[config].bounds and self._is_contained(family, config):
+            records += own.items()
+        known = (record for other, record in records if config.only_adds_to(other))
         least = max((max(record.peak, record.bounds.get(mesh, 0.0)) for record in known), default=0.0)
         return max(self.products, least / self.speedup)
+
+    def bound_of(self, config: ExecutionConfig) -> float:
+        """Seconds that no plan of a configuration takes less of on the meshes weighed; 0 if there are none."""
+        return min((self.bound(self.own, config, mesh) for mesh in self.own.records[config].bounds), default=0.0)
+
+    def _contains(self, family: Family, config: ExecutionConfig) -> bool:
+        """Whether the unrestricted program on the mesh of one axis has all plans of a textbook method."""
+        step, cluster = self.analyses.of(config), self.request.cluster
+        assert family.textbook is not None
+        return mesh_program.has_all_plans_of(step.loop.traced, step.groups, cluster, family.textbook, step.shared)
 
     def compute_seconds(self) -> float:
         """Estimated seconds for which a step computes on all devices, by the plans of one mesh and their rooflines.
 
         A plan in far too many micro-batches, or that replicates most of it, computes for longer than others would.
         """
-        peaks = [record.peak for record in self.records.values() if record.peak]
+        peaks = [record.peak for record in self.own.records.values() if record.peak]
         if not peaks:
             return UNKNOWN_COMMUNICATION * self.products
         found = min((plan.value.found.compute_seconds for plan in self.found), default=min(peaks))
         return min(found, MAX_COMPUTE_RATIO * min(peaks))
 
-    def open(self, config: ExecutionConfig, interval: tuple[int, int] | None = None) -> list[Candidate]:
+    def open(
+        self, family: Family, config: ExecutionConfig, interval: tuple[int, int] | None = None
+    ) -> list[Candidate]:  # fmt: skip
         """All plans of a configuration, unless they are a candidate already.
 
         `interval`: numbers of recomputed layers that are known to exceed the budget and to fit it.
         """
-        if config in self._intervals:
+        if config in family.opened:
             return []
-        self._intervals[config] = interval
-        rank, estimate = config.rank, partial(self._estimate, config)
-        return [Candidate(f"one mesh, {config}", (0, *rank), (1, *rank, 0), estimate, lambda _: self._expand(config))]
+        family.opened[config] = interval
+        name = f"{family.name if family.textbook else 'one mesh'}, {config}"
+        expand = partial(self._expand, family, config)
+        return [self._candidate(family, name, config, (0,), partial(self._estimate, family, config), expand)]
+
+    def _candidate(
+        self, family: Family, name: str, config: ExecutionConfig, key: tuple[int, ...],
+        estimate: Callable[[], tuple[float, float]], expand: Callable[[float], Expansion],
+    ) -> Candidate:  # fmt: skip
+        """A candidate; floors come first until there is a plan, then in the order of their bounds."""
+        if not family.textbook:
+            return Candidate(name, (0, *config.rank), (1, *config.rank, *key), estimate, expand)
+
+        def waiting() -> tuple[float, float]:
+            bound, _ = estimate()
+            return bound, bound if self.found else 0.0
+
+        key = (0, *config.rank, family.order, *key)
+        return Candidate(name, (0, *config.rank), key, waiting, expand, is_floor=True)
 
     def solve_program(self, program: MeshProgram, space: Space, known: solve.Known, cutoff: float) -> Solved:
         """The best choice of a program within the budget; below the cutoff, unless communication may be hidden."""
@@ -158,7 +224,7 @@ class OneMeshSearch:
     def rows(self, chosen: FoundPlan) -> tuple[Row, ...]:
         """The mesh shapes and methods that were compared in the configuration of a plan, which is marked."""
         decided: DecidedMesh = chosen.value
-        rows, own = self.records[decided.step.config].rows.values(), (decided.found.mesh.shape, chosen.seconds)
+        rows, own = self._rows[decided.step.config].values(), (decided.found.mesh.shape, chosen.seconds)
         mine = next((row for row in rows if (row.mesh_shape, row.step_seconds) == own), None)
         status = {row: "chosen" if row is mine else "slower" for row in rows if row.step_seconds is not None}
         return tuple(replace(row, status=status.get(row, row.status)) for row in rows)
@@ -170,27 +236,28 @@ class OneMeshSearch:
           InfeasibleError: it does not fit, either; names the tensors that bind and the smallest budget that works.
           MicrobatchError: the step cannot be cut into the given number of micro-batches.
         """
-        if not self.records:
+        if not self.own.records:
             assert self.refused is not None
             raise self.refused
         # The least memory: most recomputed, then most micro-batches; the first configuration stands for its kind.
-        config = max(self.records, key=lambda c: (c.remat.first is None, c.rank[1], c.microbatches))
+        config = max(self.own.records, key=lambda c: (c.remat.first is None, c.rank[1], c.microbatches))
         analyzed, request = self.analyses.of(config), self.request
         least = mesh_program.minimise_memory(self.programs(analyzed))
         if least is not None and least.peak <= request.budget:
             solution = replace(least.solution, status="feasible")
-            return self.take(analyzed, self._method_name, least.program.mesh, least.space, solution)
+            return self.take(analyzed, self.own.name, least.program.mesh, least.space, solution)
         error = mesh_program.budget_error(self.step.traced, request.cluster, request.budget, least)
         why = f" Micro-batches do not help: {self.refused}" if self.refused else ""
         if config != ExecutionConfig(request.num_microbatches or 1):
             why = f" This is with {config}."
         raise InfeasibleError(f"{error}{why}", error.smallest_budget)
 
-    def _estimate(self, config: ExecutionConfig) -> tuple[float, float]:
+    def _estimate(self, family: Family, config: ExecutionConfig) -> tuple[float, float]:
         """Seconds that no plan of a configuration takes less of; and estimated of its best, by the bounds of others."""
-        meshes = {mesh for record in self.records.values() for mesh in record.bounds}
-        least = min((self.bound(config, mesh) for mesh in meshes), default=self.products)
-        bounded = [(other, record) for other, record in self.records.items() if record.bounds]
+        records = family.records
+        meshes = {mesh for record in records.values() for mesh in record.bounds}
+        least = min((self.bound(family, config, mesh) for mesh in meshes), default=self.products)
+        bounded = [(other, record) for other, record in records.items() if record.bounds]
         known = [config.scale(one, r.peak, min(r.bounds.values())) / self.speedup for one, r in bounded]
         unknown = config.scale(ExecutionConfig(), self.products, UNKNOWN_COMMUNICATION * self.products)
         return least, max(least, min(known, default=unknown))
@@ -208,83 +275,94 @@ class OneMeshSearch:
             shared=step.shared, **said,
         )  # fmt: skip
 
-    def _expand(self, config: ExecutionConfig) -> Expansion:
+    def _expand(self, family: Family, config: ExecutionConfig, cutoff: float) -> Expansion:
         """One candidate for each mesh shape."""
-        request = self.request
+        del cutoff
+        request, method = self.request, family.textbook
+        if method and family.state > request.budget:
+            return Expansion()
         try:
             step = self.analyses.of(config)
-            programs = self.programs(step)
+            programs = self.programs(step, method)
         except MicrobatchError as error:
-            if request.num_microbatches:
+            if request.num_microbatches and not method:
                 raise
             self.refused = self.refused or error
             return Expansion()
-        work = best_first.ANALYSIS_PER_OP * sum(1 for _ in step.loop.traced.graph.ops())
+        except OptionError:
+            if method:  # the batch, or a micro-batch, does not divide
+                return Expansion()
+            raise
+        work = 0 if method else best_first.ANALYSIS_PER_OP * sum(1 for _ in step.loop.traced.graph.ops())
         least = tables.in_equal_parts(step.shared, request.cluster.num_devices)
         if least <= request.budget:
-            return Expansion([self._of_program(step, one, n) for n, one in enumerate(programs)], work=work)
-        self.records[config].least = least
+            return Expansion([self._of_program(family, step, one, n) for n, one in enumerate(programs)], work=work)
+        family.records[config].least = least
         for program in programs:
-            self._reject(config, program, "infeasible")
-        return Expansion(self._successors(step), work=work)
+            self._reject(family, config, program, "infeasible")
+        return Expansion(self._successors(family, step), work=work)
 
     def _of_program(
-        self, step: AnalyzedStep, program: MeshProgram, number: int, bounded: solve.Bound | None = None
+        self, family: Family, step: AnalyzedStep, program: MeshProgram, number: int,
+        bounded: solve.Bound | None = None,
     ) -> Candidate:  # fmt: skip
         """All plans of a configuration on the mesh of that number, with its bound once the program is built."""
         config, shape = step.config, program.mesh.shape
 
         def estimate() -> tuple[float, float]:
             """If it is not built, as good as the best of its configuration, and as unlikely to fit."""
-            bound = self.bound(config, program.mesh)
+            bound = self.bound(family, config, program.mesh)
             if bounded is not None:
                 return bound, OPTIMISM * bound
-            least = self.records[config].least if config in self.records else 0.0
-            return bound, OPTIMISM * max(bound, self._estimate(config)[1]) * max(1.0, least / self.request.budget)
+            least, (_, expected) = family.records[config].least, self._estimate(family, config)
+            return bound, OPTIMISM * max(bound, expected) * max(1.0, least / self.request.budget)
 
         def expand(cutoff: float) -> Expansion:
             if bounded is None:
-                return self._bound(step, program, number)
-            return self._solve(step, program, bounded, cutoff)
+                return self._bound(family, step, program, number)
+            return self._solve(family, step, program, bounded, cutoff)
 
-        name, rank = f"one mesh of {' x '.join(map(str, shape))}, {config}", config.rank
-        return Candidate(name, (0, *rank), (1, *rank, 1, bounded is None, len(shape), number), estimate, expand)
+        name = f"{family.name if family.textbook else 'one mesh'} of {' x '.join(map(str, shape))}, {config}"
+        return self._candidate(family, name, config, (1, bounded is None, len(shape), number), estimate, expand)
 
-    def _bound(self, step: AnalyzedStep, program: MeshProgram, number: int) -> Expansion:
+    def _bound(self, family: Family, step: AnalyzedStep, program: MeshProgram, number: int) -> Expansion:
         """The same mesh with its program built and bounded; or configurations that use less memory, if none fits."""
-        config, mesh, record = step.config, program.mesh, self.records[step.config]
+        config, mesh, record = step.config, program.mesh, family.records[step.config]
         space = self.run("sharding", program.build)
         bound = solve.Bound(space.program)
-        known = [plan.value.found for plan in self.found if plan.value.step is step and plan.value.found.mesh == mesh]
-        choices = [mesh_program.map_choice_to(plan, space) for plan in known]
-        bound.known.choices += [choice for choice in choices if choice is not None]
+        if not family.textbook:
+            plans = [plan.value.found for plan in self.found if plan.value.step is step]
+            choices = [mesh_program.map_choice_to(plan, space) for plan in plans if plan.mesh == mesh]
+            bound.known.choices += [choice for choice in choices if choice is not None]
         for _ in range(IMPROVEMENTS):
             self.run("sharding", bound.improve)
         record.peak = max(record.peak, program.peak_seconds(space))
         record.bounds[mesh] = max(record.bounds[mesh], bound.seconds)
         work = bound.work + _build_work(space)
-        if not bound.fits and self.run("sharding", self._exceeds_budget, config, program):
-            self._reject(config, program, "infeasible")
-            return Expansion(self._successors(step), work=work)
-        self._reject(config, program, "cutoff")
-        return Expansion([self._of_program(step, program, number, bound)], work=work)
+        if not bound.fits and self.run("sharding", self._exceeds_budget, family, config, program):
+            self._reject(family, config, program, "infeasible")
+            return Expansion(self._successors(family, step), work=work)
+        self._reject(family, config, program, "cutoff")
+        return Expansion([self._of_program(family, step, program, number, bound)], work=work)
 
-    def _solve(self, step: AnalyzedStep, program: MeshProgram, bounded: solve.Bound, cutoff: float) -> Expansion:
+    def _solve(
+        self, family: Family, step: AnalyzedStep, program: MeshProgram, bounded: solve.Bound, cutoff: float
+    ) -> Expansion:  # fmt: skip
         """The solution of a program, and configurations that use less memory where memory binds."""
-        bounds, mesh = self.records[step.config].bounds, program.mesh
+        bounds, mesh = family.records[step.config].bounds, program.mesh
         found = self.solve_program(program, program.build(), bounded.known, cutoff)
         bounds[mesh] = max(bounds[mesh], found.free_bound)
         least, work, solution = found.solution.bound / self.speedup, found.work, found.solution
         if not solution.choice:
             if solution.status != "cutoff":
-                self._reject(step.config, program, solution.status)
-                self._exceeds_budget(step.config, program)
-            return Expansion(self._successors(step), bound=least, work=work)
-        hidden = self._hidden(step, found) if self.request.cluster.overlaps else []
-        plans = [self.take(step, self._method_name, mesh, found.space, one) for one in (solution, *hidden)]
-        more = self._successors(step) if _is_slowed(found) else []
+                self._reject(family, step.config, program, solution.status)
+                self._exceeds_budget(family, step.config, program)
+            return Expansion(self._successors(family, step), bound=least, work=work)
+        hidden = self._hidden(step, found) if self.request.cluster.overlaps and not family.textbook else []
+        plans = [self.take(step, family.name, mesh, found.space, one) for one in (solution, *hidden)]
+        more = self._successors(family, step) if _is_slowed(found) else []
         work += sum(other.work for other in hidden)
-        return Expansion([*more, *self._halve(step, fits=True)], plans, least, work)
+        return Expansion([*more, *self._halve(family, step, fits=True)], plans, least, work)
 
     def _hidden(self, step: AnalyzedStep, found: Solved) -> list[Solution]:
         """The solution of the program with hideable communication at a share of its price, at full prices."""
@@ -298,144 +376,57 @@ class OneMeshSearch:
         objective, _ = solve.evaluate(found.space.program, other.choice)
         return [replace(other, objective=objective, bound=found.solution.bound)]
 
-    def _successors(self, step: AnalyzedStep) -> list[Candidate]:
-        """The configurations that use less memory than one in which memory binds."""
-        config, request, least = step.config, self.request, self.records[step.config].least
+    def _successors(self, family: Family, step: AnalyzedStep) -> list[Candidate]:
+        """The configurations that use less memory than one in which memory binds; textbook plans recompute nothing."""
+        config, request, least = step.config, self.request, family.records[step.config].least
         out: list[Candidate] = []
         more = config.microbatches
-        if self.floor < request.budget and request.num_microbatches is None:
-            more = next_feasible_microbatches(more, least, self.floor, request.budget)
-            out += self.open(replace(config, microbatches=more))
+        if family.state < request.budget and request.num_microbatches is None:
+            more = next_feasible_microbatches(more, max(least, family.state), family.state, request.budget)
+            facts = self.analyses.of(ExecutionConfig()).shared.facts if family.cuts_examples else None
+            if facts is None or may_be_cut(facts, more * request.cluster.num_devices):
+                out += self.open(family, replace(config, microbatches=more))
+        if family.textbook:
+            return out
         for choice in request.remat:
             if config.remat == NOTHING and choice != "none":
                 fits = max(1, more // configs.REMAT_MEMORY_FACTOR[choice]) if least else config.microbatches
-                out += self.open(ExecutionConfig(request.num_microbatches or fits, Remat(choice)))
-        return out + self._halve(step, fits=False)
+                out += self.open(family, ExecutionConfig(request.num_microbatches or fits, Remat(choice)))
+        return out + self._halve(family, step, fits=False)
 
-    def _halve(self, step: AnalyzedStep, *, fits: bool) -> list[Candidate]:
+    def _halve(self, family: Family, step: AnalyzedStep, *, fits: bool) -> list[Candidate]:
         """Rematerialisation of fewer layers than in a plan that fits, by bisection."""
         config, remat, total = step.config, step.config.remat, step.layers
         if remat == NOTHING or len(self.request.remat) == 1 or total < 2 or (remat.first is None and not fits):
             return []
-        low, high = self._intervals[config] or (0, total)
+        low, high = family.opened[config] or (0, total)
         own = remat.first[0] if remat.first else total
         low, high = (low, own) if fits else (own, high)
         middle = (low + high) // 2
         if middle in (low, high) or (high - low) * 2**HALVINGS < 2 * total:
             return []
-        return self.open(replace(config, remat=Remat(remat.choice, (middle, total))), (low, high))
+        return self.open(family, replace(config, remat=Remat(remat.choice, (middle, total))), (low, high))
 
-    def _exceeds_budget(self, config: ExecutionConfig, program: MeshProgram) -> bool:
+    def _exceeds_budget(self, family: Family, config: ExecutionConfig, program: MeshProgram) -> bool:
         """Whether no choice of a program fits the budget, which is recorded."""
         bound, _ = mesh_program.peak_bound(program)
         if bound <= self.request.budget or math.isinf(bound):
             return math.isinf(bound)
-        record = self.records[config]
+        record = family.records[config]
         record.least = min(record.least or bound, bound)
         return True
 
-    def _reject(self, config: ExecutionConfig, program: MeshProgram, status: str) -> None:
-        """Lists a mesh shape without a plan."""
-        self._note(config, Row(self._method_name, program.mesh.shape, None, None, status))
+    def _reject(self, family: Family, config: ExecutionConfig, program: MeshProgram, status: str) -> None:
+        """Lists a mesh shape without a plan, unless it is of a textbook method."""
+        if not family.textbook:
+            self._note(config, Row(family.name, program.mesh.shape, None, None, status))
 
     def _note(self, config: ExecutionConfig, row: Row) -> None:
         """Lists the result of a mesh shape or method, unless a faster plan is already listed for it."""
-        rows, key, seconds = self.records[config].rows, (row.method, row.mesh_shape), row.step_seconds
+        rows, key, seconds = self._rows[config], (row.method, row.mesh_shape), row.step_seconds
         before = rows[key].step_seconds if key in rows else None
         if before is None or (seconds is not None and seconds < before):
             rows[key] = row
-
-
-def baselines(search: OneMeshSearch) -> list[Candidate]:
-    """The textbook methods, where the request admits all of them and constrains nothing that they do not respect."""
-    request = search.request
-    said = request.pins or request.wishes.leaves or request.wishes.forbidden or request.wishes.mesh
-    if said or request.method not in (Auto(), Sharded()) or request.cluster.num_devices == 1:
-        return []
-    config = ExecutionConfig(request.num_microbatches or 1)
-    return [_Baseline(search, name, config).candidate for name in BASELINES]
-
-
-@dataclass(frozen=True, eq=False)
-class _Baseline:
-    """All plans of a textbook method in a configuration without rematerialisation.
-
-    By the method's program with fewer micro-batches, none takes less than `least` seconds.
-    """
-
-    search: OneMeshSearch
-    name: str
-    config: ExecutionConfig
-    least: float = 0.0
-
-    @property
-    def candidate(self) -> Candidate:
-        """Before everything else, fewer micro-batches before more."""
-        rank, number = self.config.rank, list(BASELINES).index(self.name)
-        return Candidate(f"{self.name}, {self.config}", (0, *rank), (0, *rank, number), self._estimate, self._expand)
-
-    def _estimate(self) -> tuple[float, float]:
-        """Floors come first; further micro-batches, once there is a plan, in the order of their bounds."""
-        search, own = self.search, self.least
-        bounds = search.records[self.config].bounds if self.config in search.records else {}
-        mesh = next((mesh for mesh in bounds if len(mesh.shape) == 1), None)
-        if mesh is not None and self._is_contained:
-            own = max(own, search.bound(self.config, mesh))
-        return own, own if search.found else 0.0
-
-    @cached_property
-    def _is_contained(self) -> bool:
-        """Whether the unrestricted program on the mesh of one axis has all plans of the method: computed once."""
-        method, cluster = BASELINES[self.name], self.search.request.cluster
-        try:
-            step = self.search.analyses.of(self.config)
-            return mesh_program.has_all_plans_of(step.loop.traced, step.groups, cluster, method, step.shared)
-        except (MicrobatchError, OptionError):
-            return False
-
-    def _expand(self, cutoff: float) -> Expansion:
-        """The best plan of the method, and the method with more micro-batches where memory binds."""
-        search, request, method = self.search, self.search.request, BASELINES[self.name]
-        devices, count = request.cluster.num_devices, self.config.microbatches
-        if least_state(search.step.traced, method, devices) > request.budget:
-            return Expansion()
-        try:
-            if count > 1 and request.num_microbatches is None and not isinstance(method, TensorParallel):
-                facts = search.analyses.of(ExecutionConfig()).shared.facts
-                if not may_be_cut(facts, count * devices):
-                    return Expansion()
-            analyzed = search.analyses.of(self.config)
-            (program,) = search.programs(analyzed, method)
-        except (MicrobatchError, OptionError):  # the batch, or a micro-batch, does not divide
-            return Expansion()
-        needed = tables.in_equal_parts(analyzed.shared, devices)
-        if needed > request.budget:
-            return Expansion(self._more(0.0, needed))
-        space = search.run("sharding", program.build)
-        bound = solve.Bound(space.program)
-        search.run("sharding", bound.improve)
-        work, least = bound.work + _build_work(space), bound.seconds / search.speedup
-        if least >= cutoff:
-            return Expansion(bound=least, work=work)
-        needed = 0.0 if bound.fits else solve.bound_of_peak(space.program)[0]
-        if request.budget < needed < math.inf:
-            return Expansion(self._more(least, needed), work=work)
-        found = search.solve_program(program, space, bound.known, cutoff)
-        work, least = work + found.work, max(least, found.free_bound / search.speedup)
-        if not found.solution.choice:
-            return Expansion(self._more(least), work=work)
-        plan = search.take(analyzed, self.name, program.mesh, found.space, found.solution)
-        more = self._more(least) if _is_slowed(found) else []
-        return Expansion(more, [plan], found.solution.bound / search.speedup, work)
-
-    def _more(self, least: float, needed: float = 0.0) -> list[Candidate]:
-        """The method with the next number of micro-batches that may fit, where this one needs so many bytes."""
-        search, request = self.search, self.search.request
-        floor = max(search.floor, least_state(search.step.traced, BASELINES[self.name], request.cluster.num_devices))
-        if request.num_microbatches or floor >= request.budget:
-            return []
-        count = next_feasible_microbatches(self.config.microbatches, max(needed, floor), floor, request.budget)
-        return [replace(self, config=ExecutionConfig(count), least=max(self.least, least)).candidate]
 
 
 def _is_slowed(found: Solved) -> bool:

@@ -11,13 +11,12 @@ from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from alpa_lite.figures import Comparison
 from alpa_lite.passes import programs
-from alpa_lite.passes.layers.remat import Remat
 from alpa_lite.passes.plans.comparing import beside, does_not_fit
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
 from alpa_lite.passes.search import best_first, token_slices
 from alpa_lite.passes.search.best_first import EFFORTS, Candidate, FoundPlan
 from alpa_lite.passes.search.configs import ExecutionConfig
-from alpa_lite.passes.search.one_mesh import DecidedMesh, OneMeshSearch, baselines
+from alpa_lite.passes.search.one_mesh import DecidedMesh, OneMeshSearch
 from alpa_lite.passes.search.pipelines import PipelineSearch
 from alpa_lite.passes.sharding import worth
 from alpa_lite.passes.sharding.mesh_program import CLOSED, MeshSolution
@@ -39,8 +38,7 @@ def search_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Staged, 
     roots: list[Candidate] = []
     one = OneMeshSearch(run, step, request) if request.one_mesh else None
     if one is not None:
-        first = ExecutionConfig(request.num_microbatches or 1, Remat(request.remat[0]))
-        roots += [*baselines(one), *one.open(first)]
+        roots += one.roots()
     pipelines = PipelineSearch(run, step, request, one) if request.pipelines else None
     if pipelines is not None:
         roots.append(pipelines.root)
@@ -92,7 +90,7 @@ def _write(run: Passes, request: PlanRequest, one: OneMeshSearch, chosen: FoundP
             budget=request.budget, pins=request.pins, wishes=request.wishes,
         )  # fmt: skip
     objective, own = found.solution.objective, found.solution.bound
-    least = min([one.bound(config, mesh) for mesh in one.records[config].bounds], default=0.0)
+    least = one.bound_of(config)
     is_closed = objective - min(least, own, objective) <= CLOSED * objective
     bound, status = (own, "optimal") if is_closed else (min(least, own, objective), "feasible")
     rows = one.rows(chosen)
@@ -134,7 +132,7 @@ def _compare(staged: Staged, one: OneMeshSearch, pipelines: PipelineSearch, chos
         found: MeshSolution = best.value.found
         figures = Comparison("one mesh", found.mesh.shape, best.seconds, math.ceil(found.solution.peak))
         return beside(staged, "one mesh", figures)
-    least = min((record.least for record in one.records.values() if record.least), default=None)
+    least = min((record.least for record in one.own.records.values() if record.least), default=None)
     return beside(staged, "one mesh", does_not_fit(InfeasibleError("nothing fits", least)))
 
 

@@ -111,14 +111,7 @@ def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
     allowed = [k for k in range(kinds) if task.kind in (-1, k) and c.devices[k] <= c.total_devices]
     allowed = [k for k in allowed if options.allowed is None or k in options.allowed]
     unit = math.gcd(c.total_devices, *(c.devices[k] for k in allowed))
-    first, stop = (x.ravel() for x in np.meshgrid(np.arange(layers), np.arange(1, layers + 1), indexing="ij"))
-    first, stop = first[stop > first], stop[stop > first]
-    columns = []
-    for k in allowed:
-        for after in allowed if by_kind else [k]:
-            keep = (stop < layers) | (after == allowed[0]) | (not by_kind)
-            columns.append(np.stack([first[keep], stop[keep], np.full(keep.sum(), k), np.full(keep.sum(), after)]))
-    i, j, k, after = np.concatenate(columns, axis=1)
+    i, j, k, after = _choices(layers, allowed, by_kind)
     wide = kinds if by_kind else 1
     tail = i * wide + (k if by_kind else 0)
     head = np.where(j == layers, layers * wide, j * wide + (after if by_kind else 0))
@@ -166,6 +159,21 @@ def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
         return problem
     # submeshes of one kind: there are no devices to divide
     return replace(problem, size=np.zeros_like(k), devices=0, stages=(chunks, chunks), kinds=None)
+
+
+def _choices(layers: int, allowed: Sequence[int], by_kind: bool) -> np.ndarray:
+    """The stages of a graph, int[4, n]: first layer, end, kind of submesh, and kind of the next stage's submesh.
+
+    The last is the own kind unless `by_kind`; and the first one of `allowed` behind the last layer.
+    """
+    first, stop = (x.ravel() for x in np.meshgrid(np.arange(layers), np.arange(1, layers + 1), indexing="ij"))
+    first, stop = first[stop > first], stop[stop > first]
+    columns = []
+    for k in allowed:
+        for after in allowed if by_kind else [k]:
+            keep = (stop < layers) | (after == allowed[0]) | (not by_kind)
+            columns.append(np.stack([first[keep], stop[keep], np.full(keep.sum(), k), np.full(keep.sum(), after)]))
+    return np.concatenate(columns, axis=1)
 
 
 def pipeline_of(task: Task, problem: PathProblem, path: Path) -> StageSlices:

@@ -124,14 +124,7 @@ def calling(
             )
     static_positions = {i: args[i] for i in sorted(numbers)}
     static_keywords = {name: kwargs[name] for name in sorted(kwargs) if name in keywords}
-    for name, value in [*((names[i], value) for i, value in static_positions.items()), *static_keywords.items()]:
-        try:
-            hash(value)
-        except TypeError as error:
-            raise SignatureError(
-                f"the static argument {name} is not hashable ({type(value).__name__}); pass a hashable value, "
-                "or make it dynamic"
-            ) from error
+    _check_hashable({names[i]: value for i, value in static_positions.items()} | static_keywords)
     found = Calling(
         names=names,
         dynamic=tuple(i for i in range(len(args)) if i not in numbers),
@@ -146,6 +139,18 @@ def calling(
         _check_constants(found, traced, all_static)
         found = replace(found, hide=functools.partial(static_leaves.hide, numbers=all_static))
     return replace(found, modules=nnx_modules.present(hidden))
+
+
+def _check_hashable(static: Mapping[str, Any]) -> None:
+    """Raises SignatureError for a static argument that is not hashable."""
+    for name, value in static.items():
+        try:
+            hash(value)
+        except TypeError as error:
+            raise SignatureError(
+                f"the static argument {name} is not hashable ({type(value).__name__}); pass a hashable value, "
+                "or make it dynamic"
+            ) from error
 
 
 def _check_constants(calling: Calling, traced: Any, numbers: bool) -> None:

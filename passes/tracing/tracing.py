@@ -74,7 +74,7 @@ def trace(
       SignatureError: a named argument is not there or does not come back, every argument comes back, or an argument is
         no array.
       OptionError: `constrain` names no scope.
-      TracingError: the step uses the value of a traced array in Python.
+      TracingError: the step uses the value of a traced array in Python, or an axis that is not defined in it.
     """
     calling = calls.calling(fun, args, kwargs, static_argnums, static_argnames)
     run = _Run(fun, calling, calling.traced(args, kwargs), shapes)
@@ -88,16 +88,21 @@ def trace(
     state = frozenset(matched.pairs.values())
     if batch_leaves is None and state:
         _refuse_all_state(inputs, state)
-    arguments = enumerate(graph.block.inputs[: len(inputs.paths)])
-    kept: dict[Atom, int] = {value: i for i, value in arguments if i not in state}  # unless the step changes them
-    outputs = enumerate(graph.block.outputs)
-    through = {n: kept[atom] for n, atom in outputs if n not in matched.pairs and atom in kept}
+    through = _returned_as_they_are(graph, len(inputs.paths), matched)
     weights = matched.differentiated.union(known, (i for i, module in enumerate(inputs.modules) if module))
     results = {shape[0] for n, (shape, _) in enumerate(run.outputs.types) if shape and not evidence.learnt(n)}
-    handed = frozenset(through.values())
-    batch = find_batch(inputs, batch_leaves, state, weights, handed, evidence.weights, results)
+    returned = frozenset(through.values())
+    batch = find_batch(inputs, batch_leaves, state, weights, returned, evidence.weights, results)
     placed = run.spread("out_shardings", out_shardings)
     return replace(_assembled(run, graph, matched, batch, through, placed), batch_named=batch_leaves is not None)
+
+
+def _returned_as_they_are(graph: Graph, num_inputs: int, matched: Matched) -> dict[int, int]:
+    """The results that are an argument which is no state, by number, and the numbers of these arguments."""
+    state = matched.pairs.values()
+    arguments: dict[Atom, int] = {value: i for i, value in enumerate(graph.block.inputs[:num_inputs]) if i not in state}
+    results = enumerate(graph.block.outputs)
+    return {n: arguments[atom] for n, atom in results if n not in matched.pairs and atom in arguments}
 
 
 def _assembled(
@@ -164,6 +169,14 @@ class _Run:
             traced = jax.jit(self._on_leaves).trace(*specs)
         except tuple(_CONCRETE) as error:
             raise TracingError(_concrete_message(error)) from error
+        except NameError as error:
+            if (axis := _jax.unbound_axis(error)) is None:
+                raise
+            raise TracingError(
+                f"the step uses the axis {axis!r} at {_user_line(error)}, which jax.pmap, jax.vmap or jax.shard_map "
+                "around it would define. Leave pmean, psum and all_gather of it out: the step sees the whole batch, so "
+                "that a mean over examples is one over all devices"
+            ) from error
         avals = traced.jaxpr.in_avals, traced.jaxpr.out_avals
         self.weak_inputs, self.weak_outputs = ([_jax.spec_of(aval).weak_type for aval in some] for some in avals)
         types = tuple((tuple(aval.shape), aval.dtype) for aval in traced.jaxpr.out_avals)

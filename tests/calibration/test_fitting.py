@@ -1,4 +1,4 @@
-"""Fits recover the parameters of a machine from what it would take, and say how far off they are."""
+"""Fits recover the parameters of a machine from its measurements, and say how far off they are."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ GRID = dataclasses.replace(Grid.of("cpu"), sustained=(("bf16", (512, 512, 512)),
 
 
 def ideal(sample: Sample, mesh: LogicalMesh | None, axes: tuple[str, ...]) -> float:
-    """What an operation takes on a machine that is as the cost model says."""
+    """Seconds of an operation on a machine that is as the cost model says."""
     one = MeshCost(TRUE, LogicalMesh((1,), ("x",)))
     match sample.figure:
         case "product":
@@ -80,7 +80,7 @@ def test_a_machine_is_recovered(noise: float) -> None:
     assert max(fit.error for fit in fits) <= 0.02 + noise
 
 
-def test_the_error_of_a_fit_is_that_of_what_the_model_cannot_say() -> None:
+def test_the_error_of_a_fit_is_that_of_the_model() -> None:
     """Memory that is twice as fast for small arrays: large ones decide, and the worst error is that of the small."""
     cases = [Sample("elementwise", (2**20,), 2**21 / 2e9), Sample("elementwise", (2**23,), 2**24 / 1e9)]
     (fit,), found = fitting.fitted(ASSUMED, cases)
@@ -89,26 +89,20 @@ def test_the_error_of_a_fit_is_that_of_what_the_model_cannot_say() -> None:
     assert (fit.worst, fit.count) == (pytest.approx(1 - rate / 2e9), 2)
 
 
-def test_what_was_not_measured_stays_as_it_was() -> None:
+def test_figures_without_measurements_stay_as_they_were() -> None:
     _, found = fitting.fitted(ASSUMED, measured(figures=("run", "transfer")), missing=3)
     assert found.dispatch.device == pytest.approx(4e-5)
     assert dataclasses.replace(found, dispatch=ASSUMED.dispatch, measured=()) == ASSUMED
     assert found.measured[0] == "the start of tasks" and "3 of 10 measurements" in found.measured[1]
     one = [dataclasses.replace(case, seconds=1.0) for case, _, _ in samples.cases(GRID, ASSUMED) if case.kind][:1]
     assert fitting.fitted(ASSUMED, one)[1].collectives == ()  # one payload has no slope
-
-
-def test_peaks_that_nobody_measured_stay() -> None:
-    _, found = fitting.fitted(ASSUMED, measured(figures=("product",)))
-    assert found.peak("f64") == ASSUMED.peak("f64")
-    fast = [dataclasses.replace(case, seconds=1e-7) for case in measured(figures=("product",))]
+    alpha, beta = fitting.affine([1.0, 2.0, 4.0], [4.0, 2.0, 1.0])
+    assert alpha > 0 and beta == 0  # rates are never negative
+    products = measured(figures=("product",))
+    assert fitting.fitted(ASSUMED, products)[1].peak("f64") == ASSUMED.peak("f64")
+    fast = [dataclasses.replace(case, seconds=1e-7) for case in products]
     gpu = fitting.fitted(dataclasses.replace(ASSUMED, platform="cuda"), fast)[1]
     assert gpu.peak("f32") * gpu.matmul_efficiency > ASSUMED.peak("f32")  # faster than the data sheet
-
-
-def test_rates_are_never_negative() -> None:
-    alpha, beta = fitting.affine([1.0, 2.0, 4.0], [4.0, 2.0, 1.0])
-    assert alpha > 0 and beta == 0
 
 
 def test_cases_have_all_groups_of_a_machine_once_and_products_first() -> None:

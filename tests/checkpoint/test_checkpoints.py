@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ def nothing_is_said(caplog: pytest.LogCaptureFixture) -> Any:
     assert not loud, [record.getMessage() for record in loud]
 
 
+def sharded(*axes: str | None, devices: int = 8) -> jax.Array:
+    return states.put(states.draw(16, 8), states.mesh(0, devices, devices), *axes)
+
+
 def test_everything_comes_back_as_it_was_and_where_it_was(tmp_path: Path) -> None:
     state = states.everything()
     checkpoint.save(tmp_path / "one", state)
@@ -39,10 +44,7 @@ def test_everything_comes_back_as_it_was_and_where_it_was(tmp_path: Path) -> Non
 
 
 def test_abstract_leaves_say_what_is_wanted_where(tmp_path: Path) -> None:
-    state = {
-        "w": states.put(states.draw(16, 8), states.mesh(0, 4, 4), "x"),
-        "key": jax.random.split(jax.random.key(0), 4),
-    }
+    state = {"w": sharded("x", devices=4), "key": jax.random.split(jax.random.key(0), 4)}
     checkpoint.save(tmp_path / "one", state)
     there = jax.sharding.NamedSharding(states.mesh(2, 8, 6), jax.sharding.PartitionSpec())
     shapes = jax.eval_shape(lambda: state)
@@ -105,11 +107,7 @@ def abstract(leaf: Any) -> Any:
 
 
 def test_plain_orbax_reads_it(tmp_path: Path) -> None:
-    state = {
-        "w": states.put(states.draw(16, 8), states.mesh(0, 4, 4), "x"),
-        "opt": [states.Pair(jnp.ones(3), None)],
-        "n": 3,
-    }
+    state = {"w": sharded("x", devices=4), "opt": [states.Pair(jnp.ones(3), None)], "n": 3}
     with CheckpointManager(tmp_path) as manager:
         manager.save(7, state, metadata={"seen": 5})
     shapes = jax.tree.map(abstract, state)
@@ -124,7 +122,7 @@ def test_plain_orbax_reads_it(tmp_path: Path) -> None:
 
 
 def test_what_plain_orbax_wrote_is_read(tmp_path: Path) -> None:
-    state = {"w": states.put(states.draw(16, 8), states.mesh(0, 8, 8), "x"), "key": jax.random.key(4), "n": 3}
+    state = {"w": sharded("x"), "key": jax.random.key(4), "n": 3}
     with ocp.StandardCheckpointer() as orbax:
         orbax.save(tmp_path / "one", state)
     states.same(checkpoint.restore(tmp_path / "one", state), state)
@@ -133,9 +131,7 @@ def test_what_plain_orbax_wrote_is_read(tmp_path: Path) -> None:
 # -- chunks ------------------------------------------------------------------------------------------------------------
 
 
-def test_no_chunk_is_larger_than_the_limit_so_that_no_reader_needs_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_chunk_is_larger_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An array that one device had whole is read by others in parts: it must not be one chunk."""
     monkeypatch.setattr(handler, "CHUNK_BYTES", 2**20)
     state = {"w": jnp.asarray(states.draw(7 * 64, 1024))}
@@ -172,11 +168,12 @@ def test_the_state_of_another_model_is_an_error_that_names_the_leaves(tmp_path: 
     like = {"w": jnp.ones((4, 3), jnp.bfloat16), "new": jnp.ones(2), "k": jax.random.key(0, impl="rbg"), "n": 1}
     with pytest.raises(CheckpointError) as caught:
         checkpoint.restore(tmp_path / "one", like)
-    assert str(tmp_path / "one") in str(caught.value)
+    said = str(caught.value)
+    assert str(tmp_path / "one") in said
     for part in ("w is float32[4,2] there and bfloat16[4,3] here", "new is not in it", "old is in it alone"):
-        assert part in str(caught.value)
-    assert re.search(r"k is (uint32\[2\] there|random keys of threefry2x32 there)", str(caught.value))
-    assert "n is" not in str(caught.value)
+        assert part in said
+    assert re.search(r"k is (uint32\[2\] there|random keys of threefry2x32 there)", said)
+    assert "n is" not in said
 
 
 def test_a_step_counter_may_be_a_number_in_one_and_an_array_in_the_other(tmp_path: Path) -> None:
@@ -189,24 +186,24 @@ def test_a_step_counter_may_be_a_number_in_one_and_an_array_in_the_other(tmp_pat
         checkpoint.restore(tmp_path / "array", {"step": jnp.float32(0)})
 
 
+def donated() -> jax.Array:
+    gone = jnp.ones(3)
+    gone.delete()
+    return gone
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [
         ({"f": print}, "f is a builtin_function_or_method"),
         ({"a.b": 1, "a": {"b": 2}}, "several leaves of the state would be stored as 'a.b'"),
         ({"a/b": jnp.ones(1), "a": {"b": 2}}, "several leaves"),
+        ({"w": donated()}, "w was donated"),
     ],
 )
 def test_what_cannot_be_stored_is_named(tmp_path: Path, state: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         checkpoint.save(tmp_path / "one", state)
-
-
-def test_a_donated_leaf_is_named(tmp_path: Path) -> None:
-    gone = jnp.ones(3)
-    gone.delete()
-    with pytest.raises(CheckpointError, match="w was donated"):
-        checkpoint.save(tmp_path / "one", {"w": gone})
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
@@ -222,21 +219,12 @@ def test_the_newest_stay(tmp_path: Path) -> None:
     assert checkpoint.restore(tmp_path, {"n": 0}, step=10) == {"n": 10}
 
 
-def test_a_step_is_saved_once(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as manager:
+def test_a_step_is_saved_once_and_not_found_before(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, {"n": 1})
         with pytest.raises(CheckpointError, match="1 is there already"):
             manager.save(1, {"n": 2})
         assert manager.restore({"n": 0}).state == {"n": 1}
-
-
-@pytest.mark.parametrize(("options", "message"), [({"keep": 0}, "keep=0"), ({"timeout": 0}, "timeout=0")])
-def test_options_are_checked(tmp_path: Path, options: Any, message: str) -> None:
-    with pytest.raises(alpa_lite.OptionError, match=message):
-        CheckpointManager(tmp_path, **options)
-
-
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "none")
     for call in (lambda: manager.restore({}), lambda: checkpoint.restore(tmp_path / "none", {})):
         with pytest.raises(CheckpointError, match=r"no (such folder|checkpoint)"):
@@ -245,29 +233,36 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
         manager.restore({}, step=3)
 
 
+@pytest.mark.parametrize(("options", "message"), [({"keep": 0}, "keep=0"), ({"timeout": 0}, "timeout=0")])
+def test_options_are_checked(tmp_path: Path, options: Any, message: str) -> None:
+    with pytest.raises(alpa_lite.OptionError, match=message):
+        CheckpointManager(tmp_path, **options)
+
+
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
-def files_of(folder: Path, pattern: str) -> Path:
+def largest(folder: Path, pattern: str) -> Path:
     return max(folder.glob(pattern), key=lambda path: path.stat().st_size)
 
 
-def cut(folder: Path) -> None:
-    path = files_of(folder, "state/ocdbt.process_0/d/*")
-    path.write_bytes(path.read_bytes()[:-7])
+def rewrite(folder: Path, change: Callable[[bytes], bytes]) -> None:
+    path = largest(folder, "state/ocdbt.process_0/d/*")
+    path.write_bytes(change(path.read_bytes()))
 
 
 def flip(folder: Path) -> None:
-    path = files_of(folder, "state/ocdbt.process_0/d/*")
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+    def flipped(data: bytes) -> bytes:
+        middle = len(data) // 2
+        return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+    rewrite(folder, flipped)
 
 
 DAMAGE = {
-    "a file cut short": (cut, "bytes of"),
+    "a file cut short": (lambda folder: rewrite(folder, lambda data: data[:-7]), "bytes of"),
     "a bit": (flip, "not what was written"),
-    "a file gone": (lambda folder: files_of(folder, "state/d/*").unlink(), "is missing"),
+    "a file gone": (lambda folder: largest(folder, "state/d/*").unlink(), "is missing"),
     "checksums gone": (lambda folder: (folder / "checksums.json").unlink(), "checksums.json is missing"),
     "checksums cut short": (lambda folder: (folder / "checksums.json").write_text('{"crc32": {"a'), "damaged"),
     "state gone": (lambda folder: shutil.rmtree(folder / "state"), "is missing"),

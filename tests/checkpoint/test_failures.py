@@ -103,15 +103,18 @@ KILLED = """
 """
 
 
+def run_script(text: str, *args: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", textwrap.dedent(text), *map(str, args)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+
+
 @pytest.mark.slow
 def test_a_process_that_is_killed_while_it_saves_loses_nothing_that_was_saved(tmp_path: Path) -> None:
     """Each process goes on in the folder that the one before it left, and is killed at some time of its second save."""
     whole, first = 0, 1
     for seed in range(3):
-        run = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path / "run"), str(seed), str(first)],
-            cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=500,
-        )  # fmt: skip
+        run = run_script(KILLED, tmp_path / "run", seed, first)
         assert run.returncode == -signal.SIGKILL, run.stderr
         found = CheckpointManager(tmp_path / "run").restore(state(0, 65536))
         assert found.step in (first + 1, first + 2)
@@ -147,10 +150,7 @@ LIMITED = """
 @pytest.mark.slow
 def test_a_file_that_cannot_grow_is_an_error_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """The real writers meet a limit of the operating system, as they would a full disk."""
-    run = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(LIMITED), str(tmp_path / "run")],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=500,
-    )  # fmt: skip
+    run = run_script(LIMITED, tmp_path / "run")
     assert run.returncode == 0, run.stderr
     assert f"{tmp_path / 'run' / '2'} could not be saved, since there is no room left" in run.stdout
     manager = CheckpointManager(tmp_path / "run")
@@ -212,9 +212,7 @@ def test_no_room_for_any_of_the_files_is_an_error_in_time(
     states.same(manager.restore(state(0)).state, state(2))
 
 
-def test_writing_that_never_ends_is_an_error_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
-) -> None:
+def test_writing_that_never_ends_is_an_error_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stuck() -> None:
         time.sleep(1.0)
         raise TimeoutError

@@ -37,27 +37,24 @@ def placed(value: np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(value.shape, sharding, blocks, dtype=value.dtype)
 
 
-def state() -> dict[str, Any]:
-    """Stages that are on one process alone, and on both; leaves that each process has by itself."""
-    return {
-        "all": on(states.draw(16, 8), 0, 8, "x"),
-        "replicated": on(states.draw(5, seed=1), 0, 8),
-        "first": on(states.draw(8, 4, seed=2), 0, 4, "x"),
-        "second": on(states.draw(8, 4, seed=3), 4, 8, None, "x"),
-        "one device": on(states.draw(3, seed=4), 5, 6),
-        "across": on(states.draw(4, 4, seed=5), 2, 6, "x"),
-        "own": jnp.int32(7),
-        "host": np.arange(3),
-        "number": 5,
-    }
-
-
 def values() -> dict[str, Any]:
     return {
         "all": states.draw(16, 8), "replicated": states.draw(5, seed=1), "first": states.draw(8, 4, seed=2),
         "second": states.draw(8, 4, seed=3), "one device": states.draw(3, seed=4), "across": states.draw(4, 4, seed=5),
         "own": np.int32(7), "host": np.arange(3), "number": 5,
     }  # fmt: skip
+
+
+PLACES: dict[str, Any] = {
+    "all": (0, 8, "x"), "replicated": (0, 8), "first": (0, 4, "x"), "second": (4, 8, None, "x"), "one device": (5, 6),
+    "across": (2, 6, "x"),
+}  # fmt: skip
+
+
+def state() -> dict[str, Any]:
+    """Stages that are on one process alone, and on both; leaves that each process has by itself."""
+    placed = {name: on(value, *PLACES[name]) if name in PLACES else value for name, value in values().items()}
+    return {**placed, "own": jnp.int32(7)}
 
 
 def check(got: Any, want: Any) -> None:

@@ -107,10 +107,6 @@ def make_batch(seed: int, rows: int) -> Rollout:
 
 
 LOOP = Loop(
-    "actor_critic",
-    make_state,
-    train_step,
-    eval_step,
-    make_batch,
+    "actor_critic", make_state, train_step, eval_step, make_batch,
     evaluate=lambda step, carried, batch: step(carried[0].params, batch.observations[0], jax.random.key(3)),
-)
+)  # fmt: skip

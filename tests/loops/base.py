@@ -32,9 +32,10 @@ the last batch, as with most data sets."""
 Arrays = dict[str, Any]
 
 
-def _functional(step: Callable[..., Any], carried: tuple[Any, ...], batch: Any) -> tuple[tuple[Any, ...], Any]:
-    state, metrics = step(*carried, batch)
-    return (state,), metrics
+def _advance(step: Callable[..., Any], carried: tuple[Any, ...], batch: Any) -> tuple[tuple[Any, ...], Any]:
+    """A call whose leading results replace what is carried; its last one is the metrics."""
+    *new, metrics = step(*carried, batch)
+    return (*new, *carried[len(new) :]), metrics
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Loop:
     train_step: Callable[..., Any]
     eval_step: Callable[..., Any]
     batch: Callable[[int, int], Any]
-    advance: Callable[..., tuple[tuple[Any, ...], Any]] = _functional
+    advance: Callable[..., tuple[tuple[Any, ...], Any]] = _advance
     evaluate: Callable[..., Any] = lambda step, carried, batch: step(*carried, batch)
     options: dict[str, Any] = field(default_factory=dict)
     eval_options: dict[str, Any] = field(default_factory=dict)
@@ -141,6 +142,14 @@ def _tree_errors(got: Any, want: Any) -> dict[str, float]:
         if np.isnan(found[path]):
             found[path] = np.inf
     return found
+
+
+def images(seed: int, rows: int, size: int, channels: int, classes: int) -> Arrays:
+    """Noise, brighter by its label."""
+    rng = rng_of(seed)
+    label = rng.integers(0, classes, rows, dtype="int32")
+    image = rng.standard_normal((rows, size, size, channels), "float32") + label[:, None, None, None] / classes
+    return {"image": image, "label": label}
 
 
 def rng_of(seed: int) -> np.random.Generator:

@@ -73,10 +73,6 @@ def make_batch(seed: int, rows: int) -> Any:
 
 
 LOOP = Loop(
-    "ema",
-    make_state,
-    train_step,
-    eval_step,
-    make_batch,
+    "ema", make_state, train_step, eval_step, make_batch,
     evaluate=lambda step, carried, batch: step(carried[0].ema, batch),
-)
+)  # fmt: skip

@@ -47,8 +47,8 @@ def loss_fn(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
-def train_step(params: Any, opt_state: Any, x: jax.Array, y: jax.Array) -> tuple[Any, Any, jax.Array]:
-    loss, grads = eqx.filter_value_and_grad(loss_fn)(params, x, y)
+def train_step(params: Any, opt_state: Any, batch: tuple[jax.Array, jax.Array]) -> tuple[Any, Any, jax.Array]:
+    loss, grads = eqx.filter_value_and_grad(loss_fn)(params, *batch)
     updates, opt_state = TX.update(grads, opt_state, params)
     return eqx.apply_updates(params, updates), opt_state, loss
 
@@ -67,17 +67,7 @@ def make_batch(seed: int, rows: int) -> Any:
     return x, x.mean(axis=(1, 2)) + x.max(axis=(1, 2))
 
 
-def advance(step: Any, carried: tuple[Any, ...], batch: Any) -> tuple[tuple[Any, ...], Any]:
-    params, opt_state, loss = step(*carried, *batch)
-    return (params, opt_state), loss
-
-
 LOOP = Loop(
-    "equinox_partition",
-    make_state,
-    train_step,
-    eval_step,
-    make_batch,
-    advance,
-    lambda step, carried, batch: step(carried[0], batch[0]),
-)
+    "equinox_partition", make_state, train_step, eval_step, make_batch,
+    evaluate=lambda step, carried, batch: step(carried[0], batch[0]),
+)  # fmt: skip

@@ -7,19 +7,9 @@ import importlib
 from tests.loops.base import Loop
 
 NAMES = (
-    "linen_train_state",
-    "nnx_optimizer",
-    "multi_steps",
-    "ema",
-    "loss_scaling",
-    "lora",
-    "gan",
-    "actor_critic",
-    "haiku_state",
-    "equinox_partition",
-    "vision_batch_norm",
-    "two_towers",
-)
+    "linen_train_state", "nnx_optimizer", "multi_steps", "ema", "loss_scaling", "lora", "gan", "actor_critic",
+    "haiku_state", "equinox_partition", "vision_batch_norm", "two_towers",
+)  # fmt: skip
 
 
 def loop(name: str) -> Loop:

@@ -59,19 +59,14 @@ def eval_step(params: Any, z: jax.Array) -> Any:
 def make_state() -> tuple[Any, ...]:
     g_key, d_key, key = jax.random.split(jax.random.key(0), 3)
     generator, discriminator = Generator(), Discriminator()
-    states = (
-        TrainState.create(
-            apply_fn=generator.apply,
-            params=generator.init(g_key, jnp.zeros((1, NOISE)))["params"],
-            tx=optax.adam(1e-3, b1=0.5, eps=1e-2),
-        ),
-        TrainState.create(
-            apply_fn=discriminator.apply,
-            params=discriminator.init(d_key, jnp.zeros((1, DIM)))["params"],
-            tx=optax.sgd(0.05, momentum=0.5),
-        ),
+    generated = generator.init(g_key, jnp.zeros((1, NOISE)))["params"]
+    discriminated = discriminator.init(d_key, jnp.zeros((1, DIM)))["params"]
+    adam, sgd = optax.adam(1e-3, b1=0.5, eps=1e-2), optax.sgd(0.05, momentum=0.5)
+    return (
+        TrainState.create(apply_fn=generator.apply, params=generated, tx=adam),
+        TrainState.create(apply_fn=discriminator.apply, params=discriminated, tx=sgd),
+        key,
     )
-    return (*states, key)
 
 
 def make_batch(seed: int, rows: int) -> Any:
@@ -86,11 +81,6 @@ def advance(step: Any, carried: tuple[Any, ...], batch: Any) -> tuple[tuple[Any,
 
 
 LOOP = Loop(
-    "gan",
-    make_state,
-    train_step,
-    eval_step,
-    make_batch,
-    advance,
+    "gan", make_state, train_step, eval_step, make_batch, advance,
     lambda step, carried, batch: step(carried[0].params, batch[:, :NOISE]),
-)
+)  # fmt: skip

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from tests.loops.base import Arrays, Loop, rng_of
+from tests.loops.base import Arrays, Loop, images
 
 SIZE, CLASSES = 8, 4
 
@@ -65,17 +65,10 @@ def make_state() -> tuple[Any, ...]:
 
 
 def make_batch(seed: int, rows: int) -> Arrays:
-    rng = rng_of(seed)
-    label = rng.integers(0, CLASSES, rows, dtype="int32")
-    image = rng.standard_normal((rows, SIZE, SIZE, 3), "float32") + label[:, None, None, None] / CLASSES
-    return {"image": image, "label": label}
+    return images(seed, rows, SIZE, 3, CLASSES)
 
 
 LOOP = Loop(
-    "haiku_state",
-    make_state,
-    train_step,
-    eval_step,
-    make_batch,
+    "haiku_state", make_state, train_step, eval_step, make_batch,
     evaluate=lambda step, carried, batch: step(carried[0].params, carried[0].state, batch),
-)
+)  # fmt: skip

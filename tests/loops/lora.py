@@ -69,10 +69,6 @@ def train_step(lora: Tree, opt_state: Any, base: Tree, batch: Arrays) -> tuple[A
     return optax.apply_updates(lora, updates), opt_state, loss
 
 
-def eval_step(lora: Tree, base: Tree, batch: Arrays) -> jax.Array:
-    return loss_fn(lora, base, batch)
-
-
 def make_state() -> tuple[Any, ...]:
     base = pretrained(jax.random.key(0))
     lora = adapters(base, jax.random.key(1))
@@ -86,18 +82,7 @@ def make_batch(seed: int, rows: int) -> Arrays:
     return {"tokens": tokens.astype("int32"), "mask": mask.astype("float32")}
 
 
-def advance(step: Any, carried: tuple[Any, ...], batch: Arrays) -> tuple[tuple[Any, ...], Any]:
-    lora, opt_state, base = carried
-    lora, opt_state, loss = step(lora, opt_state, base, batch)
-    return (lora, opt_state, base), loss
-
-
 LOOP = Loop(
-    "lora",
-    make_state,
-    train_step,
-    eval_step,
-    make_batch,
-    advance,
-    lambda step, carried, batch: step(carried[0], carried[2], batch),
-)
+    "lora", make_state, train_step, loss_fn, make_batch,
+    evaluate=lambda step, carried, batch: step(carried[0], carried[2], batch),
+)  # fmt: skip

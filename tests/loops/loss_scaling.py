@@ -60,10 +60,6 @@ def train_step(state: State, batch: Arrays) -> tuple[State, dict[str, jax.Array]
     return State(params=params, opt_state=opt_state, scale=scale), {"loss": loss, "finite": finite}
 
 
-def eval_step(params: Any, batch: Arrays) -> jax.Array:
-    return loss_fn(params, batch)
-
-
 def make_state() -> tuple[Any, ...]:
     params = MODEL.init(jax.random.key(0), jnp.zeros((1, INPUTS)))["params"]
     scale = jmp.DynamicLossScale(jnp.float32(2.0**127), period=5)
@@ -77,10 +73,6 @@ def make_batch(seed: int, rows: int) -> Arrays:
 
 
 LOOP = Loop(
-    "loss_scaling",
-    make_state,
-    train_step,
-    eval_step,
-    make_batch,
+    "loss_scaling", make_state, train_step, loss_fn, make_batch,
     evaluate=lambda step, carried, batch: step(carried[0].params, batch),
-)
+)  # fmt: skip

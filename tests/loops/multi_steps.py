@@ -57,17 +57,7 @@ def make_batch(seed: int, rows: int) -> Arrays:
     return {"tokens": ((starts + steps * jnp.arange(SEQ + 1)) % VOCAB).__array__()}
 
 
-def advance(step: Any, carried: tuple[Any, ...], batch: Arrays) -> tuple[tuple[Any, ...], Any]:
-    params, opt_state, metrics = step(*carried, batch)
-    return (params, opt_state), metrics
-
-
 LOOP = Loop(
-    "multi_steps",
-    make_state,
-    train_step,
-    eval_step,
-    make_batch,
-    advance,
-    lambda step, carried, batch: step(carried[0], batch),
-)
+    "multi_steps", make_state, train_step, eval_step, make_batch,
+    evaluate=lambda step, carried, batch: step(carried[0], batch),
+)  # fmt: skip

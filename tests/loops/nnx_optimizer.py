@@ -8,7 +8,7 @@ import jax
 import optax
 from flax import nnx
 
-from tests.loops.base import Arrays, Loop, rng_of
+from tests.loops.base import Arrays, Loop, images
 
 SIZE, CLASSES = 8, 4
 
@@ -53,10 +53,7 @@ def make_state() -> tuple[Any, ...]:
 
 
 def make_batch(seed: int, rows: int) -> Arrays:
-    rng = rng_of(seed)
-    label = rng.integers(0, CLASSES, rows, dtype="int32")
-    image = rng.standard_normal((rows, SIZE, SIZE, 1), "float32") + label[:, None, None, None] / CLASSES
-    return {"image": image, "label": label}
+    return images(seed, rows, SIZE, 1, CLASSES)
 
 
 def advance(step: Any, carried: tuple[Any, ...], batch: Arrays) -> tuple[tuple[Any, ...], Any]:

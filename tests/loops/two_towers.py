@@ -74,10 +74,6 @@ def make_batch(seed: int, rows: int) -> Arrays:
 
 
 LOOP = Loop(
-    "two_towers",
-    make_state,
-    train_step,
-    eval_step,
-    make_batch,
+    "two_towers", make_state, train_step, eval_step, make_batch,
     evaluate=lambda step, carried, batch: step(carried[0][0], batch["image"][0], batch["text"][0]),
-)
+)  # fmt: skip

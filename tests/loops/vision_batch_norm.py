@@ -15,7 +15,7 @@ import optax
 from flax import linen as nn
 from flax.training import train_state
 
-from tests.loops.base import Arrays, Loop, rng_of
+from tests.loops.base import Arrays, Loop, images
 
 SIZE, CLASSES = 8, 4
 
@@ -65,17 +65,12 @@ def make_state() -> tuple[Any, ...]:
     model = ResNet()
     variables = model.init(jax.random.key(0), jnp.zeros((1, SIZE, SIZE, 3)), train=False)
     tx = optax.sgd(optax.cosine_decay_schedule(0.05, 100), momentum=0.9, nesterov=True)
-    state = TrainState.create(
-        apply_fn=model.apply, params=variables["params"], tx=tx, batch_stats=variables["batch_stats"]
-    )
-    return (state,)
+    params, batch_stats = variables["params"], variables["batch_stats"]
+    return (TrainState.create(apply_fn=model.apply, params=params, tx=tx, batch_stats=batch_stats),)
 
 
 def make_batch(seed: int, rows: int) -> Arrays:
-    rng = rng_of(seed)
-    label = rng.integers(0, CLASSES, rows, dtype="int32")
-    image = rng.standard_normal((rows, SIZE, SIZE, 3), "float32") + label[:, None, None, None] / CLASSES
-    return {"image": image, "label": label}
+    return images(seed, rows, SIZE, 3, CLASSES)
 
 
 LOOP = Loop("vision_batch_norm", make_state, train_step, eval_step, make_batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,66 +17,42 @@ from alpa_lite import models
 from alpa_lite.models import gpt, llama, moe
 from tests.marks import one_in
 
-QUICK = ["mlp", "gpt"]
 SCANNED = ["gpt", "llama", "moe", "vit", "bert"]
 names = pytest.mark.parametrize("name", models.MODELS)
 
 # Parameters as published, and the last digit given: the papers name sizes by rounding, or by cutting (1.35e9 is 1.3B).
 PUBLISHED = {
-    ("gpt", "small"): (124e6, 1e6),
-    ("gpt", "350M"): (350e6, 10e6),
-    ("gpt", "760M"): (760e6, 10e6),
-    ("gpt", "1.3B"): (1.3e9, 0.1e9),
-    ("gpt", "2.6B"): (2.6e9, 0.1e9),
-    ("gpt", "6.7B"): (6.7e9, 0.1e9),
-    ("gpt", "15B"): (15e9, 1e9),
-    ("gpt", "39B"): (39e9, 1e9),
-    ("gpt", "175B"): (175e9, 1e9),
-    ("llama", "8B"): (8_030_261_248, 0),
-    ("llama", "70B"): (70_553_706_496, 0),
-    ("bert", "base"): (109_514_298, 0),
-    ("bert", "large"): (335_174_458, 0),
-    ("moe", "380M"): (380e6, 10e6),
-    ("moe", "690M"): (690e6, 10e6),
-    ("moe", "1.3B"): (1.3e9, 0.1e9),
-    ("moe", "2.4B"): (2.4e9, 0.1e9),
-    ("moe", "10B"): (10e9, 1e9),
-    ("moe", "27B"): (27e9, 1e9),
-    ("moe", "70B"): (70e9, 1e9),
-    ("wide_resnet", "250M"): (250e6, 10e6),
-    ("wide_resnet", "500M"): (500e6, 10e6),
-    ("wide_resnet", "1B"): (1e9, 0.1e9),
-    ("wide_resnet", "2B"): (2e9, 0.1e9),
-    ("wide_resnet", "4B"): (4e9, 0.1e9),
-    ("wide_resnet", "6.8B"): (6.8e9, 0.1e9),
-    ("wide_resnet", "13B"): (13e9, 1e9),
-    ("vit", "B/16"): (86_567_656, 0),
-    ("vit", "L/16"): (304_326_632, 0),
-    ("vit", "H/14"): (632_045_800, 0),
-    ("unet", "cifar10"): (35.7e6, 0.1e6),
-    ("unet", "lsun"): (114e6, 1e6),
-}
-FAST = [("gpt", "350M"), ("llama", "8B"), ("bert", "base"), ("moe", "70B"), ("vit", "B/16"), ("unet", "cifar10")]
+    "gpt": {"small": (124e6, 1e6), "350M": (350e6, 10e6), "760M": (760e6, 10e6), "1.3B": (1.3e9, 0.1e9),
+        "2.6B": (2.6e9, 0.1e9), "6.7B": (6.7e9, 0.1e9), "15B": (15e9, 1e9), "39B": (39e9, 1e9),
+        "175B": (175e9, 1e9)},
+    "llama": {"8B": (8_030_261_248, 0), "70B": (70_553_706_496, 0)},
+    "bert": {"base": (109_514_298, 0), "large": (335_174_458, 0)},
+    "moe": {"380M": (380e6, 10e6), "690M": (690e6, 10e6), "1.3B": (1.3e9, 0.1e9), "2.4B": (2.4e9, 0.1e9),
+        "10B": (10e9, 1e9), "27B": (27e9, 1e9), "70B": (70e9, 1e9)},
+    "wide_resnet": {"250M": (250e6, 10e6), "500M": (500e6, 10e6), "1B": (1e9, 0.1e9), "2B": (2e9, 0.1e9),
+        "4B": (4e9, 0.1e9), "6.8B": (6.8e9, 0.1e9), "13B": (13e9, 1e9)},
+    "vit": {"B/16": (86_567_656, 0), "L/16": (304_326_632, 0), "H/14": (632_045_800, 0)},
+    "unet": {"cifar10": (35.7e6, 0.1e6), "lsun": (114e6, 1e6)},
+}  # fmt: skip
+FAST = [("gpt", "small"), ("llama", "8B"), ("bert", "base"), ("moe", "380M"), ("vit", "B/16"), ("unet", "cifar10")]
 
 
-@pytest.mark.parametrize(("name", "size"), FAST)
+def slow_but(fast: list[Any], count: int, cases: list[Any]) -> list[Any]:
+    """The cases, slow but for some, and thorough but for one in `count`."""
+    rest = [pytest.param(*case, marks=pytest.mark.slow) for case in cases if case not in fast]
+    return [*(pytest.param(*case) for case in fast), *one_in(count, rest)]
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), slow_but(FAST, 3, [(name, size) for name, sizes in PUBLISHED.items() for size in sizes])
+)
 def test_parameters_are_the_published_number(name: str, size: str) -> None:
-    _check_parameters(name, size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "size"), one_in(3, PUBLISHED))
-def test_parameters_of_every_size_are_the_published_number(name: str, size: str) -> None:
-    _check_parameters(name, size)
-
-
-def _check_parameters(name: str, size: str) -> None:
-    published, digit = PUBLISHED[name, size]
+    published, digit = PUBLISHED[name][size]
     assert abs(models.get(name).parameters(size) - published) <= digit
 
 
 def test_the_largest_model_is_described_without_memory() -> None:
-    _, (state, batch) = models.get("gpt").abstract("175B", 1024)
+    _, (state, batch) = models.get("gpt").abstract("175B", 1024, scan=True)
     assert sum(leaf.size for leaf in jax.tree.leaves(state["params"])) == pytest.approx(174.6e9, rel=1e-3)
     leaves = jax.tree.leaves((state, batch))
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
@@ -84,21 +61,13 @@ def test_the_largest_model_is_described_without_memory() -> None:
     assert batch["inputs"].shape == (1024, 2048)
 
 
-@pytest.mark.parametrize("name", QUICK)
+QUICK = [("mlp",), ("gpt",)]
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, 2, [(name,) for name in models.MODELS]))
 def test_loss_falls(name: str) -> None:
-    _check_loss_falls(name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", one_in(2, [name for name in models.MODELS if name not in QUICK]))
-def test_loss_of_the_other_models_falls(name: str) -> None:
-    _check_loss_falls(name)
-
-
-def _check_loss_falls(name: str) -> None:
-    layers: dict[str, Any] = (
-        {"layers": 1} if name in ("gpt", "llama", "bert", "vit") else {}
-    )  # one compiles in half of the time
+    # One layer compiles in half of the time.
+    layers: dict[str, Any] = {"layers": 1} if name in ("gpt", "llama", "bert", "vit") else {}
     step, (state, batch) = models.get(name).build("tiny", 8, optimizer=optax.adamw(3e-3), **layers)
     step, losses = jax.jit(step), []
     for _ in range(4):
@@ -109,23 +78,21 @@ def _check_loss_falls(name: str) -> None:
     assert losses == sorted(losses, reverse=True) and losses[-1] < 0.95 * losses[0], losses
 
 
-@pytest.mark.slow
-@names
-def test_abstract_and_concrete_agree(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt", {"tied": False}),
+        ("gpt", {"scan": True, "dropout": 0.1}),
+        *[pytest.param(name, {}, marks=pytest.mark.slow) for name in models.MODELS],
+    ],
+    ids=str,
+)
+def test_abstract_and_concrete_agree(name: str, options: dict[str, Any]) -> None:
     spec = models.get(name)
-    abstract, concrete = spec.abstract("tiny", 8)[1], spec.build("tiny", 8)[1]
+    abstract, concrete = spec.abstract("tiny", 8, **options)[1], spec.build("tiny", 8, **options)[1]
     assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
     for a, b in zip(jax.tree.leaves(abstract), jax.tree.leaves(concrete), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-
-
-@pytest.mark.parametrize("options", [{"tied": False}, {"scan": True, "dropout": 0.1}], ids=["untied", "scan_dropout"])
-def test_gpt_abstract_and_concrete_agree(options: dict[str, Any]) -> None:
-    spec = models.get("gpt")
-    abstract, concrete = spec.abstract("tiny", 8, **options)[1], spec.build("tiny", 8, **options)[1]
-    described = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(concrete)]
-    assert jax.tree.structure(abstract) == jax.tree.structure(concrete)
-    assert described == jax.tree.leaves(abstract)
 
 
 def test_nnx_and_functional_steps_agree() -> None:
@@ -215,17 +182,19 @@ def test_a_batch_depends_on_the_seed_alone(name: str) -> None:
     assert any(np.any(first[field] != other[field]) for field in first)
 
 
-def test_unknown_names_are_refused_with_those_that_exist() -> None:
-    with pytest.raises(ValueError, match=r"no model 'gtp'.*gpt, llama"):
-        models.get("gtp")
-    with pytest.raises(ValueError, match=r"gpt has no size '1T'.*tiny, small"):
-        models.get("gpt").parameters("1T")
-    with pytest.raises(ValueError, match=r"gpt has no attribute 'depth'.*layers"):
-        models.get("gpt").abstract("tiny", 8, depth=3)
-    with pytest.raises(ValueError, match=r"no optimizer 'adam'.*adamw or sgd"):
-        models.get("gpt").abstract("tiny", 8, optimizer="adam")
-    with pytest.raises(ValueError, match="hidden=128 does not divide into heads=5"):
-        models.get("gpt").abstract("tiny", 8, heads=5)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: models.get("gtp"), r"no model 'gtp'.*gpt, llama"),
+        (lambda: models.get("gpt").parameters("1T"), r"gpt has no size '1T'.*tiny, small"),
+        (lambda: models.get("gpt").abstract("tiny", 8, depth=3), r"gpt has no attribute 'depth'.*layers"),
+        (lambda: models.get("gpt").abstract("tiny", 8, optimizer="adam"), r"no optimizer 'adam'.*adamw or sgd"),
+        (lambda: models.get("gpt").abstract("tiny", 8, heads=5), "hidden=128 does not divide into heads=5"),
+    ],
+)
+def test_unknown_names_are_refused_with_those_that_exist(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_gpt_sees_only_the_past() -> None:
@@ -256,12 +225,16 @@ def test_grouped_queries_are_those_of_repeated_keys() -> None:
     )
     attention = llama.Attention(config, rngs=nnx.Rngs(0))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 4, 16)).astype(np.float32))
-    query = llama.rotate(attention.query(x), 100.0).reshape(2, 4, 4, 4)
-    key = jnp.repeat(llama.rotate(attention.key(x), 100.0), 2, axis=2)
-    value = jnp.repeat(attention.value(x), 2, axis=2)
-    expected = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-    expected = jnp.einsum("bqhd,hdo->bqo", expected, attention.output.kernel[...].reshape(4, 4, 16))
-    np.testing.assert_allclose(attention(x), expected, rtol=1e-4, atol=1e-5)
+
+    @nnx.jit
+    def repeated(attention, x):
+        query = llama.rotate(attention.query(x), 100.0).reshape(2, 4, 4, 4)
+        key = jnp.repeat(llama.rotate(attention.key(x), 100.0), 2, axis=2)
+        value = jnp.repeat(attention.value(x), 2, axis=2)
+        expected = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return attention(x), jnp.einsum("bqhd,hdo->bqo", expected, attention.output.kernel[...].reshape(4, 4, 16))
+
+    np.testing.assert_allclose(*repeated(attention, x), rtol=1e-4, atol=1e-5)
 
 
 def test_routing_fills_each_slot_once_and_first_choices_first() -> None:

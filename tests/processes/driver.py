@@ -25,12 +25,7 @@ LONGEST = 500.0
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended.
-
-    Attributes:
-      code: its exit status; negative for a signal; None if it had to be killed since its time was up.
-      text: what it wrote.
-    """
+    """A process that has ended: its exit status, None if its time was up, and what it wrote."""
 
     code: int | None
     text: str
@@ -39,12 +34,9 @@ class Ended:
 def run(
     script: str, processes: int, devices: int, *args: str, seconds: float = LONGEST, env: dict[str, str] | None = None
 ) -> list[Ended]:
-    """Runs a script of this folder in so many processes of so many devices each, and waits until all have ended.
+    """Runs a script of this folder in processes of so many devices each, and kills those that take too long.
 
-    Args:
-      args: of the script, after those of `worker.start`.
-      seconds: after which all are killed.
-      env: more environment variables.
+    `args` come after those of `worker.start`.
     """
     port = _free_port()
     settings = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **(env or {})}
@@ -55,14 +47,16 @@ def run(
         paths = [Path(folder) / f"{number}.txt" for number in range(processes)]
         try:
             for number, path in enumerate(paths):
-                command = [sys.executable, str(Path(__file__).parent / script), str(number), str(processes)]
-                command += [str(devices), str(port), *args]
+                command = [
+                    sys.executable,
+                    Path(__file__).parent / script,
+                    *map(str, (number, processes, devices, port)),
+                ]
                 file = stack.enter_context(path.open("wb"))
-                started.append(
-                    subprocess.Popen(
-                        command, stdout=file, stderr=subprocess.STDOUT, env=settings, cwd=folder, start_new_session=True
-                    )
-                )
+                started.append(subprocess.Popen(
+                    [*command, *args], stdout=file, stderr=subprocess.STDOUT, env=settings, cwd=folder,
+                    start_new_session=True,
+                ))  # fmt: skip
             codes = [_wait(process, until) for process in started]
         finally:
             for process in started:
@@ -78,6 +72,16 @@ def agreed(script: str, processes: int, devices: int, *args: str) -> list[str]:
     wrong = [f"--- process {n}: {one.code}\n{one.text[-3000:]}" for n, one in enumerate(ended) if one.code != 0]
     assert not wrong, "\n".join(wrong)
     return [one.text for one in ended]
+
+
+def launch(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs the text of a script in two processes by `alpa-lite launch`."""
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, "-c", "from alpa_lite.cli import main; main()", "launch", "-n", "2", "--platform", "cpu"]
+    return subprocess.run(
+        [*command, *options, "--", "script.py"], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+        capture_output=True, timeout=LONGEST,
+    )  # fmt: skip
 
 
 def _wait(process: subprocess.Popen[bytes], until: float) -> int | None:

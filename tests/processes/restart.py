@@ -11,8 +11,7 @@ import logging
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+import mlp
 import worker
 
 import alpa_lite
@@ -38,7 +37,6 @@ class Programs(logging.Handler):
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Files one of JAX's messages."""
         text = record.msg.lower()
         if "compilation cache miss" in text or "compilation cache hit" in text:
             (self.compiled if "miss" in text else self.found).append(str(record.args[0]))  # type: ignore[index]
@@ -46,21 +44,7 @@ class Programs(logging.Handler):
 
 def init(key: Any) -> Any:
     """The state."""
-    keys = jax.random.split(key, 4)
-    return [jax.random.normal(key, (32, 32)) / 6 for key in keys]
-
-
-def step(state: Any, batch: Any) -> Any:
-    """One step of gradient descent."""
-
-    def loss(weights: Any) -> Any:
-        h = batch["x"]
-        for w in weights:
-            h = jnp.tanh(h @ w)
-        return ((h - batch["y"]) ** 2).mean()
-
-    value, grads = jax.value_and_grad(loss)(state)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
+    return [jax.random.normal(key, (32, 32)) / 6 for key in jax.random.split(key, 4)]
 
 
 def main() -> None:
@@ -76,13 +60,12 @@ def main() -> None:
         return search(*args)
 
     compiler.choose_plan = searching
-    rng = np.random.default_rng(0)
-    batch = {"x": rng.standard_normal((16, 32), np.float32), "y": rng.standard_normal((16, 32), np.float32)}
+    _, batch = mlp.arguments()
     out = {}
     for case in cases:
         for seen in (programs.compiled, programs.found, searches):
             seen.clear()
-        train = alpa_lite.parallelize(step, cache_dir=f"{folder}/plans", **CASES[case])
+        train = alpa_lite.parallelize(mlp.step, cache_dir=f"{folder}/plans", **CASES[case])
         state = train.init(init, jax.random.key(0), rest=(batch,))
         losses = []
         for _ in range(2):

@@ -21,6 +21,8 @@ def test_values_arrive_in_all_processes(processes: Processes) -> None:
     large = random.Random(0).randbytes(2 * channel.MAX_PART_BYTES).hex()
 
     def program(index: int) -> list[Any]:
+        if index == 1:  # a local collective does not count
+            assert Collective("test", "testing", local=True).gather("value", lambda: index) == [1]
         one = Collective("test", "testing")
         return [
             one.broadcast("large", lambda: large if index == 0 else failing(AssertionError())),
@@ -32,20 +34,11 @@ def test_values_arrive_in_all_processes(processes: Processes) -> None:
     assert processes.run(program) == [[large, [[0], [1], [2]], 3, "another"]] * 3
 
 
-def test_one_process_calls_its_functions_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_calls_its_functions_alone() -> None:
     one = Collective("test", "testing")
     assert one.broadcast("value", lambda: 1) == 1 and one.gather("value", lambda: 2) == [2]
     with pytest.raises(KeyError), one.error_scope():
         raise KeyError("its own")
-
-
-def test_a_local_collective_does_not_count(processes: Processes) -> None:
-    def program(index: int) -> Any:
-        if index == 1:
-            assert Collective("test", "testing", local=True).gather("value", lambda: index) == [1]
-        return Collective("test", "testing").gather("value", lambda: index)
-
-    assert processes.run(program) == [[0, 1, 2]] * 3
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -67,38 +60,32 @@ def test_an_error_of_one_is_raised_by_all(processes: Processes, culprit: int, sc
         assert str(error) == f"testing: process {culprit} failed: ValueError: no data"
 
 
-def test_an_error_of_alpa_lite_keeps_its_class_and_others_get_that_of_the_collective(processes: Processes) -> None:
-    def program(index: int, error: Exception) -> None:
-        one = Collective("test", "testing", error=CheckpointError)
-        one.broadcast("value", lambda: failing(error))
+@pytest.mark.parametrize(
+    ("error", "expected"), [(InfeasibleError("too large"), InfeasibleError), (OSError("full"), CheckpointError)]
+)
+def test_an_error_of_alpa_lite_keeps_its_class_and_others_get_that_of_the_collective(processes, error, expected):
+    def program(index: int) -> None:
+        Collective("test", "testing", error=CheckpointError).broadcast("value", lambda: failing(error))
 
-    for error, expected in ((InfeasibleError("too large"), InfeasibleError), (OSError("full"), CheckpointError)):
-        first, *others = processes.run(lambda index, error=error: program(index, error))
-        assert first is error
-        assert [type(other) for other in others] == [expected] * 2
+    first, *others = processes.run(program)
+    assert first is error and [type(other) for other in others] == [expected] * 2
 
 
-def test_all_raise_what_combining_raises(processes: Processes) -> None:
+def test_processes_that_are_unlike_missing_or_in_other_rounds_are_named_by_all(processes: Processes) -> None:
     def combine(values: list[int]) -> None:
         raise ProcessError(f"unlike: {values}")
 
-    errors = processes.run(lambda index: Collective("test", "testing").gather("value", lambda: index, combine))
-    assert [str(error) for error in errors] == ["unlike: [0, 1, 2]"] * 3
-
-
-def test_a_missing_process_is_named_by_all(processes: Processes) -> None:
-    def program(index: int) -> Any:
+    def missing(index: int) -> Any:
         if index != 2:
             return Collective("test", "testing", seconds=0.2, remedy="wait").gather("value", lambda: index)
         return None
 
-    expected = "testing: process 2 did not respond within 0.2 s (value); wait"
-    assert [str(found) for found in processes.run(program)] == [expected, expected, "None"]
-
-
-def test_processes_in_different_rounds_are_told_apart(processes: Processes) -> None:
+    errors = processes.run(lambda index: Collective("test", "testing").gather("value", lambda: index, combine))
+    assert [str(error) for error in errors] == ["unlike: [0, 1, 2]"] * 3
     errors = processes.run(lambda index: Collective("test", "testing").gather("ab"[index == 1], lambda: index))
     assert [str(error) for error in errors] == ["testing: process 1 is at b, not at a"] * 3
+    expected = "testing: process 2 did not respond within 0.2 s (value); wait"
+    assert [str(found) for found in processes.run(missing)] == [expected, expected, "None"]
 
 
 def test_a_check_of_the_peers_ends_waiting(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,19 +108,17 @@ def test_messages_of_old_collectives_are_removed(processes: Processes) -> None:
     assert len({key.split("/")[2] for key in processes.store.values}) == channel.RETAINED_COLLECTIVES + 1
 
 
-def test_a_board_has_the_last_value_of_each_process(processes: Processes) -> None:
+def test_a_board_has_the_last_value_of_each_process(processes: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     def program(index: int) -> None:
         for value in (index, {"value": index}):
             Board("topic").post(value)
 
-    assert Board("topic").poll() == {}
+    board = Board("topic")
+    assert board.poll() == {}
     processes.run(program)
-    assert Board("topic").poll() == {index: {"value": index} for index in range(3)}
-    Board("topic").post(None)  # of process 0
-    assert set(Board("topic").poll()) == {1, 2} and Board("other").poll() == {}
-
-
-def test_without_a_coordination_service(monkeypatch: pytest.MonkeyPatch, processes: Processes) -> None:
+    assert board.poll() == {index: {"value": index} for index in range(3)}
+    board.post(None)  # of process 0
+    assert set(board.poll()) == {1, 2} and Board("other").poll() == {}
     monkeypatch.setattr(channel._jax, "coordination_client", lambda: None)
     board = Board("topic")
     board.post(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -15,16 +14,20 @@ from alpa_lite.runtime.prefetch import Prefetch
 from tests.processes.fake_store import Processes
 
 
-def posted(*planning: ProgramPoint, programs: Any = ()) -> dict[int, Any]:
-    """What process 1 posts that plans at these points."""
-    return {1: {"planning": dict(planning), "passed": [], "programs": programs}}
-
-
 def says_passed(log: CallLog, point: ProgramPoint) -> bool:
     """Whether a process posts after its second comparison that it has passed a point where another one plans."""
     for _ in range(2):
-        log.compare(posted(point))
+        log.compare({1: {"planning": dict([point]), "passed": [], "programs": ()}})
     return find_passed(point, {0: {"passed": list(map(list, log.to_json()["passed"]))}}) is not None
+
+
+def begin(log: CallLog, step: int | None = None, program: str = "") -> ProgramPoint:
+    """A call with new arguments, of a program if one is known."""
+    call = log.begin_call()
+    log.record_new_arguments(call)
+    if step is not None:
+        log.record_program(call, step, program)
+    return call
 
 
 def test_a_call_is_passed_once_it_runs_and_does_not_plan():
@@ -33,12 +36,9 @@ def test_a_call_is_passed_once_it_runs_and_does_not_plan():
         log.begin_call()
     assert not says_passed(log, ProgramPoint(CALLS, 4))
     call = log.begin_call()
-    log.compare(posted(call))
+    log.compare({1: {"planning": dict([call]), "passed": [], "programs": ()}})
     assert not log.to_json()["passed"]  # it may be about to plan, too
-    assert says_passed(log, call)
-    call = log.begin_call()
-    log.record_new_arguments(call)
-    assert not says_passed(log, call)
+    assert says_passed(log, call) and not says_passed(log, begin(log))
 
 
 def test_a_batch_is_passed_once_it_is_placed_without_planning():
@@ -56,68 +56,42 @@ def test_a_batch_is_passed_once_it_is_placed_without_planning():
     assert not says_passed(log, ProgramPoint(log.begin_prefetch(), 1))
 
 
-def test_who_ran_another_program_in_the_same_call_is_named_at_the_second_comparison():
+def test_another_program_in_the_same_call_is_named_at_the_second_comparison():
     here, there = CallLog(), CallLog()
     for log in (here, there):
         for step, program in ((1, "train, 16"), (2, "evaluate"), (1, "train, 8"), (1, "train, 16")):
-            call = log.begin_call()
-            log.record_new_arguments(call)
-            log.record_program(call, step, program)
+            begin(log, step, program)
 
     def mismatch() -> tuple[int, int] | None:
         here.compare({1: there.to_json()})
         return here.compare({1: there.to_json()})
 
     assert mismatch() is None
-    call = there.begin_call()
-    there.record_new_arguments(call)
-    there.record_program(call, 1, "train, 8")
+    begin(there, 1, "train, 8")
     assert mismatch() is None  # it has not come to that call
-    call = here.begin_call()
-    here.record_new_arguments(call)
+    call = begin(here)
     assert mismatch() is None  # what it runs there is not known yet
     here.record_program(call, 1, "train, 8")
     assert mismatch() is None
     for log in (here, there):
         log.begin_call()
-    call = there.begin_call()
-    there.record_new_arguments(call)
-    there.record_program(call, 1, "train, 16")
+    call = begin(there, 1, "train, 16")
     here.begin_call()  # as before
     assert here.compare({1: there.to_json()}) is None
     assert here.compare({1: there.to_json()}) == (1, call.number)
 
 
-def test_little_is_kept_of_many_calls():
+def test_the_log_of_many_calls_is_short():
     log = CallLog()
     for number in range(3 * RETAINED_CALLS):
-        point = log.begin_call()
-        log.record_new_arguments(point)
-        log.record_program(point, 1, str(number % 2))
-    assert len(log._planned) <= RETAINED_CALLS and len(log._changes[1]) <= RETAINED_CALLS
-    assert not log._undecided
-    assert log._program_at(1, 3 * RETAINED_CALLS) == "1" and log._program_at(1, 1) is None
+        begin(log, 1, str(number % 2))
     assert len(str(log.to_json())) < 2000
 
 
-def test_threads_are_at_points_of_their_own():
-    log = CallLog()
-    call = log.begin_call()
-    found = []
-    place = (lambda _: found.append(log.record_planning()),)
-    thread = threading.Thread(target=lambda: log.place_batch("prefetch 1", 7, *place, None))
-    thread.start()
-    thread.join()
-    assert found == [ProgramPoint("prefetch 1", 7)] and log.record_planning() == call
-    log.end()
-    assert log.record_planning() is None  # `step.plan`, between calls
-
-
-def test_who_plans_alone_raises(processes: Processes):
-    monitors = [FailureMonitor(), FailureMonitor()]
+def test_a_process_that_plans_alone_raises(processes: Processes):
+    here, there = monitors = FailureMonitor(), FailureMonitor()
     for one in monitors:
         one._board = Board("status")
-    here, there = monitors
     assert here.announce_planning() is None
     point = here.call_log.begin_call()
     there.call_log.begin_call()
@@ -132,11 +106,11 @@ def test_who_plans_alone_raises(processes: Processes):
 
 
 def test_prefetch_counts_its_batches(monkeypatch):
+    """In its own thread, whose points are not those of the calls."""
     monitor = FailureMonitor()
-    log = monitor.call_log
+    log: Any = monitor.call_log
+    call = log.begin_call()
     monkeypatch.setattr("alpa_lite.runtime.prefetch.monitor", monitor)
-    assert list(Prefetch([1, 2], lambda item: (item, log.record_planning() if item == 2 else None))) == [
-        (1, None), (2, ProgramPoint("prefetch 1", 2))
-    ]  # fmt: skip
-    assert says_passed(log, ProgramPoint("prefetch 1", 1)) and not says_passed(log, ProgramPoint("prefetch 1", 2))
-    assert says_passed(log, ProgramPoint("prefetch 1", 3))
+    placed = list(Prefetch([1, 2], lambda item: (item, log.record_planning() if item == 2 else None)))
+    assert placed == [(1, None), (2, ProgramPoint("prefetch 1", 2))] and log.record_planning() == call
+    assert [says_passed(log, ProgramPoint("prefetch 1", number)) for number in (1, 2, 3)] == [True, False, True]

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from alpa_lite.processes.ordering import Task, issue_order
 from alpa_lite.program import Program, Run, Send
-from tests import pipeline_driver
+from tests import mlps, pipeline_driver
+
+PROCESS_OF = [0, 0, 1, 1, 2, 2]
+"""By device: the second submesh spans two processes."""
 
 
-def find_rendezvous(program: Program, process_of: Sequence[int]) -> dict[Task, set[int]]:
+def find_rendezvous(program: Program) -> dict[Task, set[int]]:
     """The processes of each rendezvous, in the order in which they are issued."""
-    processes = [{process_of[device] for device in one.devices} for one in program.submeshes]
+    processes = [{PROCESS_OF[device] for device in one.devices} for one in program.submeshes]
     out: dict[Task, set[int]] = {}
-    for mesh, position in issue_order(program, process_of):
+    for mesh, position in issue_order(program, PROCESS_OF):
         item = program.lists[mesh][position]
         others = processes[program.transfers[item.transfer].destination] if isinstance(item, Send) else set()
         if isinstance(item, Run | Send) and len(who := processes[mesh] | others) > 1:
@@ -38,27 +37,12 @@ def all_end(sequences: Mapping[int, Sequence[Task]], participants: Mapping[Task,
     return True
 
 
-def pipeline(devices: Sequence[int]) -> Any:
-    def loss(params, batch):
-        x = batch["x"]
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return ((x - batch["y"]) ** 2).mean()
-
-    def step(params, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], value
-
-    args = [jnp.ones((8, 8))] * 4, {"x": jnp.ones((8, 8)), "y": jnp.zeros((8, 8))}
-    return pipeline_driver.drive(step, args, devices=devices).pipeline.program
-
-
 def test_rendezvous_in_another_order_wait_for_ever():
-    program = pipeline((2, 4))
-    order = issue_order(program, [0, 0, 1, 1, 2, 2])  # the second submesh spans two processes
+    program = pipeline_driver.drive(*mlps.mlp(8, 8, 4), devices=(2, 4)).pipeline.program
+    order = issue_order(program, PROCESS_OF)
     for mesh, items in enumerate(program.lists):
         assert [position for one, position in order if one == mesh] == list(range(len(items)))
-    who = find_rendezvous(program, [0, 0, 1, 1, 2, 2])
+    who = find_rendezvous(program)
     own = {process: [task for task in who if process in who[task]] for process in range(3)}
     runs = [task for task in own[1] if not isinstance(program.lists[task[0]][task[1]], Send)]
     sends = [task for task in own[1] if task not in runs]

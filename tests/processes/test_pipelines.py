@@ -10,34 +10,38 @@ from tests.marks import only
 from tests.processes import driver
 
 
+def over(*shape, microbatches=2, **more):
+    return {"kind": "Pipeline", "submesh_shapes": shape, "microbatches": microbatches, **more}
+
+
+def mlp(*shape, **more):
+    return ["mlp", over(*shape, microbatches=4, **more)]
+
+
 def test_a_pipeline_over_two_processes_trains_as_one_device_does():
     """Stages of two devices, each in a process of its own: losses, parameters and every block of them."""
-    first, last = driver.agreed("mlp.py", 2, 2, json.dumps([{"submesh_shapes": [2, 2], "schedule": "1f1b"}]))
+    first, last = driver.agreed("models.py", 2, 2, json.dumps([mlp(2, 2, schedule="1f1b")]))
     assert "meshes [(2,), (2,)]" in first and "meshes [(2,), (2,)]" in last
-    assert "blocks 15 " in first  # 3 steps: 2 parameters on 2 devices, and the loss, which it is told on one
-    assert "blocks 18 " in last  # which has the loss on the devices that made it
+    assert "in 15 blocks" in first  # 3 steps: 2 parameters on 2 devices, and the loss, which it is told on one
+    assert "in 18 blocks" in last  # which has the loss on the devices that made it
 
 
 TWO = [
-    {"submesh_shapes": [4, 2], "schedule": "gpipe"},
-    {"submesh_shapes": [2, 2, 4], "schedule": "zb-h1"},  # two stages in one process, unequal submeshes
-    {"submesh_shapes": [2, 2, 2, 2], "schedule": "eager-1f1b"},
-    {"submesh_shapes": [[2, 2], 4], "schedule": "interleaved-1f1b"},
-    {"submesh_shapes": [1, 1], "schedule": "1f1b"},  # both in one process; the other has no part, but is told the loss
+    mlp(4, 2, schedule="gpipe"),
+    mlp(2, 2, 4, schedule="zb-h1"),  # two stages in one process, unequal submeshes
+    mlp(2, 2, 2, 2, schedule="eager-1f1b"),
+    mlp([2, 2], 4, schedule="interleaved-1f1b"),
+    mlp(1, 1, schedule="1f1b"),  # both in one process; the other has no part, but is told the loss
 ]
 
 
 @pytest.mark.slow
 def test_schedules_and_submeshes():
     """On two processes; on four, and by every method and schedule, in `benchmarks/process_correctness.py`."""
-    for text in driver.agreed("mlp.py", 2, 4, json.dumps(TWO)):
-        lines = [line for line in text.splitlines() if line.startswith("blocks")]
-        assert [line.split()[2] for line in lines] == [case["schedule"] for case in TWO]
-        assert all(int(line.split()[1]) >= 3 for line in lines)  # the loss of each step at least
-
-
-def over(*shape, microbatches=2, **more):
-    return {"kind": "Pipeline", "submesh_shapes": shape, "microbatches": microbatches, **more}
+    for text in driver.agreed("models.py", 2, 4, json.dumps(TWO)):
+        lines = [line.split() for line in text.splitlines() if " agrees in " in line]
+        assert [line[-1] for line in lines] == [options["schedule"] for _, options in TWO]
+        assert all(int(line[4]) >= 3 for line in lines)  # the loss of each step at least
 
 
 MODELS = {
@@ -51,8 +55,8 @@ MODELS = {
         ["moe/nnx", over(2, 2, schedule="gpipe")],  # after the other, JAX 0.10 hung while the loss was told
     ]),
     "mlp on four": (4, 1, [
-        ["mlp", over(2, 2, microbatches=4, schedule="1f1b")],  # each stage on two processes
-        ["mlp", over(1, 2, microbatches=4, schedule="zb-h1")],
+        mlp(2, 2, schedule="1f1b"),  # each stage on two processes
+        mlp(1, 2, schedule="zb-h1"),
     ]),
     "experts on four": (4, 1, [
         ["linen_moe", {"kind": "Sharded"}],
@@ -94,10 +98,10 @@ def test_state_is_born_evaluated_and_moved_where_it_belongs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [{"kind": "Sharded"}, {"kind": "Pipeline", "submesh_shapes": [4, 4]}])
-def test_steps_may_be_called_long_before_their_results_are_read(method):
+@pytest.mark.parametrize("options", [{"kind": "Sharded"}, over(4, 4, microbatches=4)], ids=["mesh", "pipeline"])
+def test_steps_may_be_called_long_before_their_results_are_read(options):
     """XLA holds 32 programs a device; with as few threads as devices (NPROC), JAX 0.10 hung beyond that."""
-    for one in driver.run("ahead.py", 2, 4, json.dumps(method), "100", env={"NPROC": "1"}):
+    for one in driver.run("models.py", 2, 4, json.dumps([["mlp", {**options, "unread": 100}]]), env={"NPROC": "1"}):
         assert one.code == 0, one.text
         assert "agrees" in one.text
 

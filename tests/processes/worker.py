@@ -51,8 +51,7 @@ def compare(got: Any, want: Any) -> int:
 
     As `tests.comparing`, block by block: ||a - b|| <= 1e-5 * max(||b||, 1e-3 * ||all gradients||), where of steps with
     Adam the first moment is compared in place of what Adam makes of it. Without gradients among the results, all floats
-    stand for them. A block is held to its own norm, not to that of its leaf, which is stricter: one element of a bias
-    of a U-Net under ZeRO-3 is off by 9e-9, where its leaf is nearer to the value in float64 than on one device.
+    stand for them. A block is held to its own norm, not to that of its leaf, which is stricter.
 
     Args:
       got: arrays of all processes.

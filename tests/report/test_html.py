@@ -68,9 +68,7 @@ def test_is_one_wellformed_file_that_loads_nothing(plan: Plan) -> None:
     reader.feed(text)
     reader.close()
     assert not reader.open and len(reader.ids) == len(set(reader.ids))
-    assert not [
-        name for name, value in reader.attributes if name in ("src", "srcset") or (value or "").startswith("//")
-    ]
+    assert not any(name in ("src", "srcset") or (value or "").startswith("//") for name, value in reader.attributes)
     links = [value or "" for name, value in reader.attributes if name == "href"]
     assert {link[1:] for link in links} <= set(reader.ids) and all(link.startswith("#") for link in links)
     assert not re.search(r"https?://|@import|url\(", text)
@@ -103,13 +101,13 @@ def test_cells_of_a_notebook_are_small_and_share_no_id() -> None:
         dataclasses.replace(leaf, path=f"{leaf.path}.{chr(97 + i % 26)}", shape=(i, 7), bytes=28 * i)
         for i, leaf in enumerate(stage.arguments * 4)
     )
-    first = tuple(dataclasses.replace(other, arguments=leaves[n:]) for n, other in enumerate(many.stages[:6]))
-    large = dataclasses.replace(many, stages=(*first, *many.stages[6:]))
+    first = tuple(dataclasses.replace(other, arguments=leaves[n:]) for n, other in enumerate(many.stages[:3]))
+    large = dataclasses.replace(many, stages=(*first, *many.stages[3:]))
     for plan in (many, large):
-        cells = [plan._repr_html_() for _ in range(2)]
-        assert all(len(cell.encode()) <= MAX_CELL_BYTES for cell in cells)
         readers = [Reader(), Reader()]
-        for reader, cell in zip(readers, cells, strict=True):
+        for reader in readers:
+            cell = plan._repr_html_()
+            assert len(cell.encode()) <= MAX_CELL_BYTES
             reader.feed(cell)
         assert readers[0].ids and not set(readers[0].ids) & set(readers[1].ids)
     assert len(document(large).encode()) > MAX_CELL_BYTES
@@ -117,13 +115,12 @@ def test_cells_of_a_notebook_are_small_and_share_no_id() -> None:
 
 
 def test_modules_have_the_seconds_of_their_operations() -> None:
-    rows = modules.of(full(gpt_plan()))
-    attention = next(row for row in rows if row.name == "GPT/h_#/attn")
-    assert (attention.forward, attention.backward) == (8e-3, 16e-3)
-    assert next(row for row in rows if row.name == "train_step").backward == 1e-3
     plan = full(gpt_plan())
+    rows = {row.name: row for row in modules.of(plan)}
+    assert (rows["GPT/h_#/attn"].forward, rows["GPT/h_#/attn"].backward) == (8e-3, 16e-3)
+    assert rows["train_step"].backward == 1e-3
     total = sum(s.seconds for s in plan.stages[0].spending) + sum(plan.collective_seconds)
-    assert sum(row.seconds for row in rows) == pytest.approx(total)
+    assert sum(row.seconds for row in rows.values()) == pytest.approx(total)
 
 
 PROBE = """
@@ -173,19 +170,18 @@ def browse(file: Path, *flags: str, width: int = 1200) -> dict:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
-@pytest.mark.parametrize("plan", [full(gpt_plan()), full(pipeline_plan())], ids=["mesh", "pipeline"])
-def test_works_in_a_browser(plan: Plan, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("plan", "width"), [(full(gpt_plan()), 1200), (full(pipeline_plan()), 900)])
+def test_works_in_a_browser(plan: Plan, width: int, tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
     plan.to_html(file)
     file.write_text(file.read_text().replace("<head>", f"<head>{PROBE}"))
-    light, narrow = browse(file), browse(file, width=900)
-    for page in (light, narrow):
+    light, dark = browse(file, width=width), browse(file, "--blink-settings=preferredColorScheme=0", width=width)
+    for page in (light, dark):
         assert page["errors"] == [] and page["resources"] == 0 and page["empty"] == 0 and page["overflow"] <= 0
         assert page["cut"] == 0
     assert light["members"] == sum(len(plan.stages[first].arguments) for first, *_ in stages.identical(plan))
     assert light["focused"] and light["button"]
     assert light["found"] == 4 and light["said"] == "4 rows"  # up and down: parameters, and both moments together
     assert light["sort"] == "descending" and light["sorted"]
-    dark = browse(file, "--blink-settings=preferredColorScheme=0")
     assert light["colours"] == ["rgb(255, 255, 255)", "rgb(27, 31, 36)"]
-    assert dark["colours"] == ["rgb(16, 21, 27)", "rgb(228, 233, 238)"] and dark["errors"] == []
+    assert dark["colours"] == ["rgb(16, 21, 27)", "rgb(228, 233, 238)"]

@@ -10,18 +10,31 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite
-from alpa_lite.report import progress
+from alpa_lite.report import log_messages, progress
 from tests.plans import gpt_plan, small_plan
 
 
-def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    loss, grad = jax.value_and_grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(w)
-    return w - 0.1 * grad, loss
+def step(w: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+    def loss(w: list[jax.Array]) -> jax.Array:
+        top = x
+        for one in w:
+            top = jnp.tanh(top @ one)
+        return (top**2).mean()
+
+    value, grads = jax.value_and_grad(loss)(w)
+    return [one - 0.1 * grad for one, grad in zip(w, grads, strict=True)], value
 
 
-def test_a_planning_is_one_sentence_of_what_why_and_how_long() -> None:
-    from alpa_lite.report import log_messages
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    counts: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(
+        progress.Report, "count", lambda self, what, done, total, lasting=False: counts.append((what, done, total))
+    )
+    return counts
 
+
+def test_a_planning_is_one_sentence() -> None:
     for plan in (gpt_plan(), small_plan()):
         said = log_messages.planned("train_step", plan, "asked for")
         assert "\n" not in said
@@ -31,52 +44,25 @@ def test_a_planning_is_one_sentence_of_what_why_and_how_long() -> None:
 
 
 def test_one_line_for_each_planning_and_compilation(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, counted: list[tuple[str, int, int]]
 ) -> None:
-    counted: list[tuple[str, int, int]] = []
-    real = progress.Report.count
-
-    def count(self: progress.Report, what: str, done: int, total: int, lasting: bool = False) -> None:
-        counted.append((what, done, total))
-        real(self, what, done, total, lasting)
-
-    monkeypatch.setattr(progress.Report, "count", count)
     planned = alpa_lite.parallelize(step)
-    w, x = jnp.ones((16, 8)), jnp.ones((32, 16))
     with caplog.at_level(logging.INFO, logger="alpa_lite"):
-        state, _ = planned(w, x)
-        planned(state, x)
-        planned(jnp.ones((16, 8)), jnp.ones((64, 16)))
+        state, _ = planned([jnp.ones((16, 8))], jnp.ones((32, 16)))
+        planned(state, jnp.ones((32, 16)))
+        planned([jnp.ones((16, 8))], jnp.ones((64, 16)))
     lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
-    plannings = [line for line in lines if line.startswith("planned step for 8 cpu")]
-    assert [re.search(r"\(([^)]*)\)", line)[1] for line in plannings] == [  # type: ignore[index]
-        "first signature of its arguments", "another signature of its arguments"
-    ]  # fmt: skip
+    reasons = [re.search(r"\(([^)]*)\)", line) for line in lines if line.startswith("planned step for 8 cpu")]
+    wanted = ["first signature of its arguments", "another signature of its arguments"]
+    assert [found[1] for found in reasons if found] == wanted
     assert sum(line.startswith("compiled step: 1 executable in ") for line in lines) == 2
-    whats = {what for what, _, _ in counted}
-    assert {"% of the search budget", "executables compiled"} <= whats
+    assert {"% of the search budget", "executables compiled"} <= {what for what, _, _ in counted}
     assert all(0 <= done <= total for _, done, total in counted)
 
 
-def test_pipelines_count_layers_stages_and_executables(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(
-        progress.Report, "count", lambda self, what, done, total, lasting=False: counted.append((what, done, total))
-    )
-
-    def deep(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def loss(w: jax.Array) -> jax.Array:
-            top = x
-            for i in range(2):
-                top = jnp.tanh(top @ w[i])
-            return (top**2).mean()
-
-        value, grad = jax.value_and_grad(loss)(w)
-        return w - 0.1 * grad, value
-
-    method = alpa_lite.Pipeline(num_stages=2)
-    planned = alpa_lite.parallelize(deep, method=method, num_microbatches=2)
-    planned(jnp.ones((2, 16, 16)), jnp.ones((32, 16)))
+def test_pipelines_count_layers_stages_and_executables(counted: list[tuple[str, int, int]]) -> None:
+    planned = alpa_lite.parallelize(step, method=alpa_lite.Pipeline(num_stages=2), num_microbatches=2)
+    planned([jnp.ones((16, 16))] * 2, jnp.ones((32, 16)))
     for what in ("layers priced", "stages planned", "executables compiled"):
         numbers = [(done, total) for name, done, total in counted if name == what]
         assert numbers and numbers == sorted(numbers), what

@@ -1,3 +1,5 @@
+"""The line of progress: on a terminal and in a notebook, after a delay, with what is done and left."""
+
 from __future__ import annotations
 
 import io
@@ -11,9 +13,11 @@ import pytest
 from alpa_lite.report import progress
 
 
-class Terminal(io.StringIO):
+class Stream(io.StringIO):
+    terminal = True
+
     def isatty(self) -> bool:
-        return True
+        return self.terminal
 
 
 def wait_for(there: Any) -> None:
@@ -23,24 +27,17 @@ def wait_for(there: Any) -> None:
     assert there()
 
 
-def test_shows_the_stage_and_what_is_done_and_left_on_a_terminal() -> None:
-    stream = Terminal()
+def test_shows_the_stage_and_what_is_done_and_left_and_then_stands_still() -> None:
+    """A line that moved by itself would look the same if planning hung."""
+    stream = Stream()
     with progress.planning("planning step", stream, delay=0.0) as report:
         report.stage("sharding")
         wait_for(lambda: "planning step: sharding" in stream.getvalue())
         report.count("mesh shapes solved", 3, 10)
         wait_for(lambda: "mesh shapes solved 3 of 10 ██████" in stream.getvalue())
-        assert "███████" not in stream.getvalue()
-
-
-def test_what_does_nothing_draws_nothing() -> None:
-    """A line that moved by itself would look the same if planning hung."""
-    stream = Terminal()
-    with progress.planning("planning", stream, delay=0.0) as report:
-        report.stage("tracing")
-        wait_for(lambda: "tracing" in stream.getvalue())
         before = stream.getvalue()
-        time.sleep(0.5)
+        assert "███████" not in before
+        time.sleep(0.3)
         assert stream.getvalue() == before
 
 
@@ -59,16 +56,11 @@ def test_counts_end_with_their_stage_and_lasting_ones_when_all_is_done() -> None
     assert report.line() == "planning: sharding"
 
 
-def test_shows_nothing_before_the_delay() -> None:
-    stream = Terminal()
-    with progress.planning("planning", stream, delay=60.0) as report:
-        report.stage("tracing")
-    assert stream.getvalue() == ""
-
-
-def test_shows_nothing_where_there_is_no_terminal() -> None:
-    stream = io.StringIO()
-    with progress.planning("planning", stream, delay=0.0) as report:
+@pytest.mark.parametrize(("terminal", "delay"), [(True, 60.0), (False, 0.0)])
+def test_shows_nothing_before_the_delay_or_without_a_terminal(terminal: bool, delay: float) -> None:
+    stream = Stream()
+    stream.terminal = terminal
+    with progress.planning("planning", stream, delay=delay) as report:
         report.stage("tracing")
         time.sleep(0.15)
     assert stream.getvalue() == ""
@@ -77,15 +69,10 @@ def test_shows_nothing_where_there_is_no_terminal() -> None:
 def test_in_a_notebook_one_output_of_the_cell_changes_and_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
 
-    class Handle:
-        def update(self, data: dict[str, str], raw: bool) -> None:
-            assert raw
-            shown.append(data["text/plain"])
-
-    def display(data: dict[str, str], raw: bool, display_id: bool) -> Handle:
+    def display(data: dict[str, str], raw: bool, display_id: bool = True) -> Any:
         assert raw and display_id
         shown.append(data["text/plain"])
-        return Handle()
+        return types.SimpleNamespace(update=display)
 
     monkeypatch.setattr(progress, "Console", lambda: types.SimpleNamespace(is_jupyter=True))
     monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))

@@ -35,17 +35,12 @@ def test_trace_holds_every_event_in_microseconds() -> None:
     trace = report.trace_events(timeline)
     tracks = names(trace, "thread_name")
     found = sorted((tracks[e["pid"], e["tid"]], e["name"], e["cat"], e["ts"], e["dur"]) for e in complete(trace))
-    expected = sorted(
-        (
-            f"submesh {e.mesh}" + ", transfers" * (e.kind == "transfer"),
-            e.name,
-            e.kind,
-            round(e.start * 1e9) / 1e3,
-            (round(e.end * 1e9) - round(e.start * 1e9)) / 1e3,
-        )
-        for e in timeline.events
-    )
-    assert found == expected
+    expected = []
+    for e in timeline.events:
+        start, end = round(e.start * 1e9), round(e.end * 1e9)
+        track = f"submesh {e.mesh}" + ", transfers" * (e.kind == "transfer")
+        expected.append((track, e.name, e.kind, start / 1e3, (end - start) / 1e3))
+    assert found == sorted(expected)
     first = next(e for e in complete(trace) if e["name"] == "forward 0")
     assert (first["ts"], first["dur"], first["args"]) == (500.0, 1000.0, {"stage": 0, "microbatch": 0})
     sent = next(e for e in complete(trace) if e["cat"] == "transfer" and e["name"] == "backward 1")
@@ -60,14 +55,8 @@ def test_tracks_are_in_order_and_only_those_needed() -> None:
         (e["pid"], e["tid"]): e["args"]["sort_index"] for e in trace["traceEvents"] if e["name"] == "thread_sort_index"
     }
     tracks = names(trace, "thread_name")
-    assert [tracks[key] for key in sorted(tracks, key=lambda key: order[key])] == [
-        "submesh 0",
-        "submesh 0, transfers",
-        "submesh 1",
-        "submesh 1, transfers",
-        "submesh 2",
-        "submesh 2, transfers",
-    ]
+    wanted = [f"submesh {mesh}{kind}" for mesh in range(3) for kind in ("", ", transfers")]
+    assert [tracks[key] for key in sorted(tracks, key=lambda key: order[key])] == wanted
     both = (
         Event(1, 0.0, 2.0, "forward 3", "transfer", 1, 3, 2),
         Event(1, 1.0, 3.0, "backward 0", "transfer", 1, 0, 0),
@@ -80,15 +69,13 @@ def test_tracks_are_in_order_and_only_those_needed() -> None:
         ("submesh 1, transfers", "forward 4"),
         ("submesh 1, transfers (2)", "backward 0"),
     ]
-    alone = report.trace_events(Timeline((), 1, "nothing"))
-    assert list(names(alone, "thread_name").values()) == ["submesh 0"]
 
 
 times = st.floats(0, 10, allow_nan=False)
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), times, times, st.booleans()), max_size=30))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_nothing_overlaps_on_a_track_whatever_was_measured(spans: list[tuple[int, float, float, bool]]) -> None:
     events = tuple(
         Event(mesh, start, start + length, "forward 1", "transfer" if sent else "forward", 0, 1)
@@ -139,6 +126,7 @@ def test_kinds_differ_without_colour_and_with_it() -> None:
     assert cells(drawing.plain, 0) == "0░░░1░░░····0▓▓▓0▒▒▒2░░░1▓▓▓1▒▒▒2▓▓▓2▒▒▒"
     styles = {drawing.plain[s.start : s.end][1]: s.style for s in drawing.spans if s.end - s.start == 4}
     assert len({styles[shade] for shade in "░▓▒"}) == 3
+    assert console.plain(drawing) == "\n".join(line.rstrip() for line in drawing.plain.splitlines())
 
 
 def test_every_task_is_drawn_where_there_is_room() -> None:
@@ -150,16 +138,15 @@ def test_every_task_is_drawn_where_there_is_room() -> None:
             assert drawn == [str(task.microbatch) for task in tasks]
 
 
-@pytest.mark.parametrize("width", [40, 72, 100, 137])
-def test_no_row_is_wider_than_asked(width: int) -> None:
-    for made in every((1, 4, 16), (1, 16, 64)):
+@pytest.mark.parametrize("width", [40, 100, 137])
+def test_no_row_is_wider_than_requested(width: int) -> None:
+    for made in every((1, 4), (1, 64)):
         lines = report.draw(made, width).plain.splitlines()
         rows = [line for line in lines if line.startswith("submesh")]
-        assert len(rows) == made.num_meshes
-        assert len({len(row) for row in rows}) == 1
-        assert max(map(len, rows)) <= width
-        if width >= 100:
-            assert max(map(len, lines)) <= width
+        assert len(rows) == made.num_meshes and len({len(row) for row in rows}) == 1
+        assert max(map(len, lines if width >= 100 else rows)) <= width
+    with pytest.raises(ValueError, match="width=39 is too narrow"):
+        report.draw(example(), 39)
 
 
 def test_the_middle_is_left_out_and_that_is_said() -> None:
@@ -167,57 +154,39 @@ def test_the_middle_is_left_out_and_that_is_said() -> None:
     assert lines[1].startswith("submesh 0 0░░1░░2░░3░░··················0▓▓▓▓▓4░░")
     assert lines[1].endswith("▓63░60▓▓▓▓···61▓▓▓▓···62▓▓▓▓···63▓▓▓▓   4 %")
     assert all(line.count(" ⋯ ") == 1 for line in lines[1:5])
-    said = lines[-1]
-    assert said == "⋯ 87 % of the step is left out, with all of micro-batches 5 to 58"
+    assert lines[-1] == "⋯ 87 % of the step is left out, with all of micro-batches 5 to 58"
     # 67 units of three columns each; 82 less the three of the gap are drawn.
     assert round(100 * (67 * 3 * 3 - (100 - 10 - 6 - 3)) / (67 * 3 * 3)) == 87
-    shown = {int(n) for line in lines[1:5] for n in "".join(c if c.isdigit() else " " for c in line[10:-6]).split()}
-    assert shown == {0, 1, 2, 3, 4, 60, 61, 62, 63}  # of 59 a cut cell is seen, without its number
+    assert {n for line in lines[1:5] for n in numbers(line[10:-6])} == {0, 1, 2, 3, 4, 60, 61, 62, 63}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(n) for n in "".join(c if c.isdigit() else " " for c in text).split()]
 
 
 def test_a_number_is_never_cut() -> None:
     """Whatever the border cuts, a number in the drawing is that of a micro-batch that runs on that submesh there."""
     made = schedules.schedule("gpipe", 2, 64)
-    for width in range(40, 120):
-        line = cells(report.draw(made, width).plain, 0)
-        left, right = line.split("⋯")
-        numbers = [int(n) for n in "".join(c if c.isdigit() else " " for c in left).split()]
-        assert numbers == list(range(len(numbers)))
-        numbers = [int(n) for n in "".join(c if c.isdigit() else " " for c in right).split()]
-        assert numbers == list(range(64 - len(numbers), 64))
+    for width in range(40, 120, 3):
+        left, right = map(numbers, cells(report.draw(made, width).plain, 0).split("⋯"))
+        assert left == list(range(len(left))) and right == list(range(64 - len(right), 64))
 
 
-def test_a_timeline_shows_its_seconds_and_what_is_no_task() -> None:
+def test_a_timeline_shows_its_seconds_and_events_that_are_no_tasks() -> None:
     drawing = report.draw(example()).plain
-    lines = drawing.splitlines()
-    assert lines[0].startswith("predicted: 3 submeshes, 4 micro-batches, ")
-    assert report.units.seconds(example().seconds) in lines[0]
-    assert cells(drawing, 2).startswith("P")
-    assert "U" in cells(drawing, 0)
-    assert "P prologue  U update" in drawing
-    assert "transfer" not in drawing
+    title = drawing.splitlines()[0]
+    assert title.startswith("predicted: 3 submeshes, 4 micro-batches, ")
+    assert report.units.seconds(example().seconds) in title
+    assert cells(drawing, 2).startswith("P") and "U" in cells(drawing, 0)
+    assert "P prologue  U update" in drawing and "transfer" not in drawing
 
 
-def test_uneven_tasks_keep_their_proportions() -> None:
+def test_uneven_and_missing_tasks() -> None:
     events = (
         Event(0, 0.0, 1.0, "forward 0", "forward", 0, 0),
         Event(0, 2.0, 5.0, "backward 0", "backward", 0, 0),
     )
     assert cells(report.draw(Timeline(events, 1)).plain, 0) == "0░░░░░░░" + "·" * 8 + "0" + "▓" * 23
-
-
-def test_nothing_to_draw() -> None:
-    assert (
-        report.draw(Timeline((), 2, "empty")).plain.splitlines()[0]
-        == "empty: 2 submeshes, 0 micro-batches, 0 s, idle 0 %"
-    )
-
-
-def test_too_narrow() -> None:
-    with pytest.raises(ValueError, match="width=39 is too narrow"):
-        report.draw(example(), 39)
-
-
-def test_prints_as_it_is() -> None:
-    drawing = report.draw(schedules.schedule("interleaved-1f1b", 4, 16, virtual=2))
-    assert console.plain(drawing) == "\n".join(line.rstrip() for line in drawing.plain.splitlines())
+    empty = Timeline((), 2, "empty")
+    assert report.draw(empty).plain.startswith("empty: 2 submeshes, 0 micro-batches, 0 s, idle 0 %\n")
+    assert list(names(report.trace_events(empty), "thread_name").values()) == ["submesh 0", "submesh 1"]

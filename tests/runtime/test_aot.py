@@ -7,10 +7,14 @@ import importlib.util
 import jax
 import pytest
 
+import alpa_lite
+from alpa_lite.api import make_options
 from alpa_lite.cluster import Cluster
+from alpa_lite.compiler import compile_step
 from alpa_lite.errors import OptionError
-from alpa_lite.runtime import aot
+from alpa_lite.runtime import aot, load
 from alpa_lite.runtime.aot import Target, target_of
+from tests import mlps
 
 EIGHT = Cluster.preset("v5e")
 
@@ -42,12 +46,9 @@ def test_targets_that_cannot_be(text: str, words: str) -> None:
     assert words in str(error.value) and text in str(error.value)
 
 
-def test_chips_of_two_devices_count_twice() -> None:
-    assert target_of("TPU7x:2x2x1", Cluster.preset("v7")).num_devices == 8
+def test_targets_of_clusters() -> None:
+    assert target_of("TPU7x:2x2x1", Cluster.preset("v7")).num_devices == 8  # two devices a chip
     assert target_of(None, Cluster.preset("v7")) == Target("tpu", "v7", (2, 2, 1))
-
-
-def test_a_cluster_without_a_compiler_of_its_own_needs_a_target() -> None:
     with pytest.raises(OptionError, match="give one"):
         target_of(None, Cluster.preset("h100"))
 
@@ -55,29 +56,22 @@ def test_a_cluster_without_a_compiler_of_its_own_needs_a_target() -> None:
 def test_a_compiler_that_is_not_installed_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with pytest.raises(OptionError, match="tpu-verify"):
-        aot.devices_of(Target("tpu", "v5e", (2, 4)))
-    with pytest.raises(OptionError, match="cuda-verify"):
-        aot.devices_of(Target("cuda", __file__, (8,)))
-    with pytest.raises(OptionError, match="cannot be read"):
-        aot.devices_of(Target("cuda", "no/such/file", (8,)))
+    for target, words in (
+        (Target("tpu", "v5e", (2, 4)), "tpu-verify"),
+        (Target("cuda", __file__, (8,)), "cuda-verify"),
+        (Target("cuda", "no/such/file", (8,)), "cannot be read"),
+    ):
+        with pytest.raises(OptionError, match=words):
+            aot.devices_of(target)
 
 
 @pytest.mark.parametrize("pipeline", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_executable_is_lowered_as_it_would_run(pipeline: bool) -> None:
     """Compiled for the devices that are here: the same programs, with donation, as those that a call compiles."""
-    import alpa_lite
-    from alpa_lite import models
-    from alpa_lite.api import make_options
-    from alpa_lite.compiler import compile_step
-    from alpa_lite.runtime import load
-
-    step, args = models.get("mlp").abstract("tiny", 16)
+    step, args = mlps.mlp(16, 16, 2)
     method = alpa_lite.Pipeline(num_stages=2) if pipeline else alpa_lite.DataParallel()
-    cluster = Cluster.preset("cpu")
-    found = compile_step(
-        step, args, {}, make_options({"method": method, "num_microbatches": 2 if pipeline else "auto"}), cluster
-    )
+    options = make_options({"method": method, "num_microbatches": 2 if pipeline else "auto"})
+    found = compile_step(step, args, {}, options, Cluster.preset("cpu"))
     described = list(aot.compiled_for(found.staged, found.plan, jax.devices()))
     here = load.load(found.staged, found.plan).compiled()
     assert len(described) == len(here) == len(found.staged.program.executables)

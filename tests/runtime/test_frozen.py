@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy.lib.stride_tricks import as_strided, sliding_window_view
+from numpy.lib.stride_tricks import sliding_window_view
 
 import alpa_lite
 from tests.marks import slow_one_in
@@ -62,18 +62,12 @@ def view_made_before(_: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def over(make: Callable[[np.ndarray], np.ndarray], count: int) -> Callable[[Path], tuple[np.ndarray, np.ndarray]]:
-    def memory(_: Path) -> tuple[np.ndarray, np.ndarray]:
-        own = numbers(count)
-        return own, make(own)
-
-    return memory
+    return lambda _: (lambda own: (own, make(own)))(numbers(count))
 
 
 MEMORIES: dict[str, Callable[[Path], tuple[np.ndarray, np.ndarray]]] = {
     "sliding window": over(lambda a: sliding_window_view(a, 5), 12),
-    "strided": over(lambda a: as_strided(a, (8, 5), (4, 4), writeable=False), 12),
     "broadcast": over(lambda a: np.broadcast_to(a, (8, 5)), 5),
-    "view of a view": over(lambda a: read_only(np.broadcast_to(a, (1, 40)).reshape(8, 5)), 40),
     "bytes": shared_bytes,
     "view made before": view_made_before,
     "memory map": mapped,
@@ -105,7 +99,7 @@ def regress(params: Any, batch: Any) -> Any:
 
     def loss(p: Any) -> jax.Array:
         h = batch["x"]
-        for _ in range(3):
+        for _ in range(2):
             h = jnp.tanh(h @ p["a"]) @ p["b"]
         return jnp.square(h - batch["y"]).mean()
 
@@ -143,7 +137,7 @@ def test_a_batch_may_be_refilled_when_the_call_returns(loader: str, where: str) 
     batch = {name: LOADERS[loader](one) for name, one in memory.items()}
     written = memory if loader in ("aligned", "transposed", "read-only") else batch
     found, expected = [], []
-    for _ in range(12):
+    for _ in range(8):
         for one in written.values():
             one[...] = draw.normal(size=(ROWS, WIDTH))
         fresh = {name: one.copy() for name, one in batch.items()}

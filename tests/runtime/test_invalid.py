@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from flax import nnx
 
 import alpa_lite
+
+parallelize = functools.partial(alpa_lite.parallelize, method=alpa_lite.DataParallel())
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +53,7 @@ X = np.ones((32, 16), np.float32)
 @pytest.mark.parametrize("pipeline", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_error_has_the_line_and_the_state_can_be_used_again(pipeline: bool) -> None:
     options: dict[str, Any] = {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2} if pipeline else {}
-    planned = alpa_lite.parallelize(step, **options)
+    planned = parallelize(step, **options)
     state, _ = planned(fresh(), X)
     state, first = planned(state, X)
     assert np.isfinite(first)
@@ -58,7 +61,7 @@ def test_the_error_has_the_line_and_the_state_can_be_used_again(pipeline: bool) 
         with pytest.raises(FloatingPointError) as error:
             planned(state, X)
         assert "invalid value (nan) encountered in log at " in str(error.value)
-        assert "test_invalid.py:29" in str(error.value)
+        assert "test_invalid.py:32" in str(error.value)
         assert "It reaches result" in str(error.value)
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert float(state["at"]) == pytest.approx(1.2)
@@ -67,21 +70,21 @@ def test_the_error_has_the_line_and_the_state_can_be_used_again(pipeline: bool) 
 def test_inside_a_loop_the_iteration_is_named() -> None:
     state = {"w": jnp.stack([jnp.eye(16), -jnp.eye(16), jnp.eye(16)])}
     with pytest.raises(FloatingPointError) as error:
-        alpa_lite.parallelize(scanned)(state, X)
-    assert "encountered in sqrt at" in str(error.value) and "test_invalid.py:37" in str(error.value)
+        parallelize(scanned)(state, X)
+    assert "encountered in sqrt at" in str(error.value) and "test_invalid.py:40" in str(error.value)
     assert "in iteration 1 of the loop" in str(error.value)
 
 
 def test_what_was_given_is_told_from_what_was_made() -> None:
     state = fresh(np.nan)
     with pytest.raises(FloatingPointError, match="state/at was given to step with an invalid value"):
-        alpa_lite.parallelize(step)(state, X)
+        parallelize(step)(state, X)
 
 
 @pytest.mark.slow
 def test_infinities_are_found_likewise() -> None:
     with jax.debug_infs(True), pytest.raises(FloatingPointError, match=r"nan or inf.* encountered in log"):
-        alpa_lite.parallelize(step)(fresh(1.0), X)
+        parallelize(step)(fresh(1.0), X)
 
 
 def test_modules_are_not_updated_by_a_step_that_fails() -> None:
@@ -93,5 +96,5 @@ def test_modules_are_not_updated_by_a_step_that_fails() -> None:
     model = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
     before = np.asarray(model.kernel[...])
     with pytest.raises(FloatingPointError, match=r"encountered in log at .*test_invalid\.py"):
-        alpa_lite.parallelize(train)(model, X)
+        parallelize(train)(model, X)
     np.testing.assert_array_equal(np.asarray(model.kernel[...]), before)

@@ -35,50 +35,34 @@ def made(name: str = "unequal parts") -> StackedArray:
 
 
 UNREAD: dict[str, Callable[[Any], Any]] = {
-    "type": lambda x: (isinstance(x, jax.Array), x.shape, x.dtype, x.ndim, x.size, x.nbytes, x.weak_type),
-    "length": len,
-    "eval_shape": lambda x: str(jax.eval_shape(lambda y: y * 2, x)),
-    "structure": lambda x: jax.tree.structure({"a": x}),
-    "shapes": lambda x: jax.tree.map(jnp.shape, {"a": x}),
-    "asarray": lambda x: jnp.asarray(x) is x,
-    "is_array": equinox.is_array,
-    "deleted": lambda x: x.is_deleted(),
-    "committed": lambda x: x.committed,
-    "typeof": lambda x: str(jax.typeof(x)),
-    "result_type": lambda x: jnp.result_type(x, jnp.bfloat16),
+    "type": lambda x: (isinstance(x, jax.Array), x.shape, x.dtype, x.ndim, x.size, x.nbytes, x.weak_type, len(x)),
+    "shapes": lambda x: (jax.tree.structure({"a": x}), jax.tree.map(jnp.shape, {"a": x})),
+    "asarray": lambda x: (jnp.asarray(x) is x, equinox.is_array(x), x.is_deleted(), x.committed),
+    "abstract": lambda x: (str(jax.typeof(x)), str(jax.eval_shape(lambda y: y * 2, x)), jnp.result_type(x, "bfloat16")),
 }
 READ: dict[str, Callable[[Any], Any]] = {
-    "numpy": np.asarray,
-    "numpy sum": np.sum,
-    "sum": jnp.sum,
+    "numpy": lambda x: (np.asarray(x), np.sum(x), jnp.sum(x)),
     "methods": lambda x: (x.mean(), x.T, x.astype("int32"), x.reshape(-1), x.at[0].set(0)),
     "operators": lambda x: (x + 1, 1 - x, -x, x @ ONES, np.ones((8, 8)) @ x, ONES * x, x * x, x == x, x[2], x > 3),
     "iteration": list,
-    "jit": jax.jit(lambda x: x * 2),
+    "jit": lambda x: (
+        jax.jit(lambda y: y * 2)(x),
+        jax.jit(lambda y: y + x)(1.0),
+        equinox.filter_jit(lambda y: y + 1)(x),
+    ),
     "donated to jit": lambda x: jax.jit(lambda y: y * 2, donate_argnums=0)(x),
-    "closed over": lambda x: jax.jit(lambda y: y + x)(1.0),
     "compiled": lambda x: jax.jit(lambda y: y + 1).lower(jax.ShapeDtypeStruct((8, 8), "float32")).compile()(x),
-    "gradient": lambda x: jax.grad(lambda y: (y**2).sum())(x),
-    "vmap": jax.vmap(jnp.sum),
+    "gradient": lambda x: (jax.grad(lambda y: (y**2).sum())(x), jax.vmap(jnp.sum)(x)),
     "scan": lambda x: jax.lax.scan(lambda c, y: (c + y.sum(), y), 0.0, x),
-    "shard_map": lambda x: jax.shard_map(
-        lambda y: y * 2, mesh=jax.make_mesh((8,), "a", axis_types=(jax.sharding.AxisType.Auto,)), in_specs=jax.P("a"),
-        out_specs=jax.P("a"),
-    )(jax.device_put(np.asarray(x))),
-    "device_put": lambda x: jax.device_put(x, jax.devices()[3]),
-    "device_get": lambda x: jax.device_get({"a": x}),
-    "stack": lambda x: (jnp.stack([x, x]), np.stack([x, x]), jnp.concatenate([x, ONES])),
-    "where": lambda x: jnp.where(x > 1, x, 0),
-    "copy": lambda x: (jnp.array(x), copy.copy(x), copy.deepcopy(x), x.copy()),
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "device_put": lambda x: (jax.device_put(x, jax.devices()[3]), jax.device_get({"a": x})),
+    "stack": lambda x: (jnp.stack([x, x]), np.stack([x, x]), jnp.concatenate([x, ONES]), jnp.where(x > 1, x, 0)),
+    "copy": lambda x: (jnp.array(x), copy.copy(x), copy.deepcopy(x), x.copy(), pickle.loads(pickle.dumps(x))),
     "bytes": lambda x: serialization.from_bytes({"a": np.zeros((8, 8))}, serialization.to_bytes({"a": x})),
-    "optax": lambda x: (optax.apply_updates({"a": x}, {"a": x}), optax.adam(0.1).init({"a": x})),
-    "norm": lambda x: optax.tree.norm({"a": x}),
+    "optax": lambda x: (optax.apply_updates({"a": x}, {"a": x}), optax.adam(0.1).init({"a": x}), optax.tree.norm([x])),
     "nnx": lambda x: (nnx.Param(x) + 1, nnx.state(nnx.Dict(a=nnx.Param(x)))),
-    "equinox": equinox.filter_jit(lambda x: x + 1),
     "callback": lambda x: jax.pure_callback(np.asarray, jax.ShapeDtypeStruct((8, 8), "float32"), x),
     "text": lambda x: (str(x), repr(x), f"{x[0, 0]:.2f}", float(x[1, 1]), bool(x[0, 1]), x.tolist()),
-}  # fmt: skip
+}
 
 
 def same(got: Any, want: Any) -> None:

@@ -65,13 +65,6 @@ def quantised_state(dtype: str) -> tuple[Any, tuple[Any, ...]]:
     return step, ({"q": low(dtype, WIDTH, WIDTH), "master": floats(WIDTH, WIDTH)}, floats(ROWS, WIDTH))
 
 
-def quantised_batch(dtype: str) -> tuple[Any, tuple[Any, ...]]:
-    def step(params: Any, batch: Any) -> Any:
-        return descend(lambda p: jnp.square(jnp.tanh(wide(batch["x"]) @ p["a"]) @ p["b"]).mean(), params)
-
-    return step, ({"a": floats(WIDTH, WIDTH), "b": floats(WIDTH, WIDTH)}, {"x": low(dtype, ROWS, WIDTH)})
-
-
 def quantised_activations(dtype: str) -> tuple[Any, tuple[Any, ...]]:
     """Values of the type between layers, so that what a pipeline sends on can be one, and a result."""
 
@@ -81,21 +74,6 @@ def quantised_activations(dtype: str) -> tuple[Any, tuple[Any, ...]]:
         return new, {"loss": value, "hidden": hidden}
 
     return step, ({name: floats(WIDTH, WIDTH) for name in "abc"}, floats(ROWS, WIDTH))
-
-
-def scanned_layers(dtype: str) -> tuple[Any, tuple[Any, ...]]:
-    def step(state: Any, x: jax.Array) -> Any:
-        def loss(scale: jax.Array) -> jax.Array:
-            def layer(h: jax.Array, leaves: Any) -> Any:
-                q, s = leaves
-                return jnp.tanh(h @ (wide(q) * s)), None
-
-            return jnp.square(jax.lax.scan(layer, x, (state["q"], scale))[0]).mean()
-
-        scale, value = descend(loss, state["scale"])
-        return {**state, "scale": scale}, value
-
-    return step, ({"q": low(dtype, 4, WIDTH, WIDTH), "scale": floats(4, 1, WIDTH)}, floats(ROWS, WIDTH))
 
 
 def changed_layouts(dtype: str) -> tuple[Any, tuple[Any, ...]]:
@@ -112,9 +90,7 @@ def changed_layouts(dtype: str) -> tuple[Any, tuple[Any, ...]]:
     return step, (floats(WIDTH, WIDTH), floats(ROWS, WIDTH))
 
 
-PROGRAMS = [
-    adapters_on_frozen, quantised_state, quantised_batch, quantised_activations, scanned_layers,
-]  # fmt: skip
+PROGRAMS = [adapters_on_frozen, quantised_state, quantised_activations]
 FAST = {("adapters_on_frozen", "int4", "zero"), ("changed_layouts", "int2", "zero")}
 
 

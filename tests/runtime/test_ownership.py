@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
 import weakref
@@ -26,7 +27,6 @@ METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "pipeline": lambda: {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2},
 }
 
-
 SLOW_PIPELINE = [pytest.param(w, marks=pytest.mark.slow) if w == "pipeline" else w for w in METHODS]
 
 
@@ -49,6 +49,7 @@ def step(state: Any, batch: Any, frozen: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
 
 
+@functools.cache
 def parallel(where: str, **options: Any) -> Any:
     return alpa_lite.parallelize(step, batch_argnums=1, **METHODS[where](), **options)
 
@@ -77,7 +78,7 @@ def copied(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("where", SLOW_PIPELINE)
 def test_a_callers_placed_arrays_survive_the_first_call(where):
-    ours, other = parallel(where), parallel(where)
+    ours, other = parallel(where), alpa_lite.parallelize(step, batch_argnums=1, **METHODS[where]())
     state, batch, frozen = ours.place(*make())
     want = jax.jit(step)(*make())
     mine = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state)  # by hand

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -14,9 +12,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import alpa_lite
 from alpa_lite.errors import OptionError
 from alpa_lite.runtime import prefetch
+from tests.processes import driver
 from tests.test_daily_use import examples, initial, parallel, train
 
-ROOT = Path(__file__).parents[2]
 MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("a", "b"))
 FED = """
 import jax
@@ -87,12 +85,7 @@ def test_rows_of_a_step_are_asked_once_it_is_planned() -> None:
 
 @pytest.mark.slow
 def test_each_process_gives_its_rows_or_all_of_them(tmp_path: Path) -> None:
-    (tmp_path / "fed.py").write_text(FED)
-    run = subprocess.run(
-        [sys.executable, "-c", "from alpa_lite.cli import main; main()",
-         "launch", "-n", "2", "--devices-per-process", "2", "--platform", "cpu", "--", "fed.py"],
-        cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PATH": ""}, text=True, capture_output=True, timeout=500,
-    )  # fmt: skip
+    run = driver.launch(tmp_path, FED, "--devices-per-process", "2")
     assert run.returncode == 0, run.stderr
     halves = [list(range(8)), list(range(8, 16))]
     for number, own in enumerate(halves):

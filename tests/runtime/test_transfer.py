@@ -15,7 +15,6 @@ import pytest
 from jax.experimental import io_callback
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from alpa_lite.cluster import Cluster, Link
 from alpa_lite.layout import Layout, LogicalMesh, replicated
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs import transfers
@@ -25,19 +24,12 @@ from alpa_lite.runtime import placement
 from alpa_lite.runtime.meshes import mesh_of
 from alpa_lite.runtime.transfer import Transfer
 from tests.marks import one_in
+from tests.mlps import two_machines
 
 F32 = jnp.dtype("float32")
 SHAPES = ((1,), (2,), (4,), (8,), (2, 2), (4, 2), (2, 2, 2))
-CLUSTER = Cluster(
-    device="test",
-    devices_per_node=4,
-    nodes=2,
-    memory=2**30,
-    peak_flops={"f32": 1e12},
-    memory_bandwidth=1e11,
-    node_link=Link(1e10, 1e-6),
-    network_link=Link(1e9, 1e-5),
-)
+CLUSTER = two_machines(memory=2**30, network=1e9)
+ROWS = (("s0",), ())
 
 
 def submesh(shape: tuple[int, ...], axis: str, *, last: bool = False) -> Submesh:
@@ -82,6 +74,10 @@ def move(plans: list[TransferPlan], values: list) -> list[jax.Array]:
     return moved
 
 
+def move_all(plans: list[TransferPlan]) -> None:
+    move(plans, [np.random.default_rng(0).standard_normal(plan.shape).astype(np.float32) for plan in plans])
+
+
 def pairs(source: Submesh, destination: Submesh, rank: int) -> Iterator[TransferPlan]:
     shape = (16, 8)[:rank]
     for src, dst in itertools.product(layouts(source.mesh, rank), layouts(destination.mesh, rank)):
@@ -93,15 +89,7 @@ def every_landing(plan: TransferPlan) -> Iterator[TransferPlan]:
     return (transfers._plan(array, landing, CLUSTER) for landing in transfers._landings(array))
 
 
-EDGES = [
-    ((4,), (4,)),
-    ((1,), (4,)),
-    ((4,), (1,)),
-    ((2, 2), (4,)),
-    ((2,), (2, 2)),
-    ((8,), (2, 2)),
-    ((4, 2), (4, 2)),
-]
+EDGES = [((4,), (4,)), ((1,), (4,)), ((2, 2), (4,)), ((8,), (2, 2)), ((4, 2), (4, 2))]
 
 
 @pytest.mark.parametrize(("have", "want"), EDGES)
@@ -109,9 +97,7 @@ def test_pairs_of_layouts(have, want):
     """A sample; submeshes of eight devices overlap with, or are, the other."""
     source, destination = submesh(have, "s"), submesh(want, "d", last=True)
     plans = [plan for rank in (1, 2) for plan in pairs(source, destination, rank)]
-    plans = random.Random(0).sample(plans, min(12, len(plans)))
-    values = [np.random.default_rng(0).standard_normal(plan.shape).astype(np.float32) for plan in plans]
-    move(plans, values)
+    move_all(random.Random(0).sample(plans, min(10, len(plans))))
 
 
 @pytest.mark.slow
@@ -125,67 +111,46 @@ def test_all_pairs_of_layouts(have, want):
     sample = random.Random(1).sample(plans, min(8, len(plans)))
     plans = list(dict.fromkeys([*plans, *(other for plan in sample for other in every_landing(plan))]))
     for start in range(0, len(plans), 100):
-        some = plans[start : start + 100]
-        values = [np.random.default_rng(start).standard_normal(plan.shape).astype(np.float32) for plan in some]
-        move(some, values)
+        move_all(plans[start : start + 100])
 
 
 @pytest.mark.slow
 def test_submeshes_that_overlap_in_part():
     source = submesh((4,), "s")
     for first in (1, 2, 3):
-        destination = Submesh(LogicalMesh((4,), ("d",)), first)
-        plans = list(pairs(source, destination, 2))
-        move(plans, [np.arange(128, dtype=np.float32).reshape(16, 8)] * len(plans))
-
-
-VALUES = [
-    jnp.arange(128).reshape(16, 8).astype(dtype)
-    for dtype in ("bfloat16", "float16", "int8", "uint32", "bool", "complex64", "float8_e4m3fn")
-]
+        move_all(list(pairs(source, Submesh(LogicalMesh((4,), ("d",)), first), 2)))
 
 
 @pytest.mark.parametrize("want", [(2, 2), (1,)])
 def test_every_kind_of_array(want):
     source, destination = submesh((4,), "s"), submesh(want, "d", last=True)
-    last = destination.mesh.axis_names
-    keys = jax.random.split(jax.random.key(3), (16, 8))
-    other = jax.random.split(jax.random.key(4, impl="rbg"), (16, 8))
-    empty = jnp.zeros((0, 8), jnp.float32)
-    values = [*VALUES, keys, other, empty, *VALUES, keys, empty]
-    across, apart = Layout(((), last)), replicated(2)
-    plans = [
-        plan_transfer(value.shape, value.dtype, Layout((("s0",), ())), source, dst, destination, CLUSTER)
-        for value, dst in zip(values, [across] * 10 + [apart] * 9, strict=True)
-    ]
-    scalars = [jnp.float32(1.5), jax.random.key(7), jnp.bool_(True), jnp.int32(-3)]
-    plans += [
-        plan_transfer((), value.dtype, replicated(0), source, replicated(0), destination, CLUSTER) for value in scalars
-    ]
-    move(plans, [*values, *scalars])
+    dtypes = ("bfloat16", "int8", "bool", "complex64", "float8_e4m3fn")
+    values = [jnp.arange(128).reshape(16, 8).astype(dtype) for dtype in dtypes]
+    values += [jax.random.split(jax.random.key(3), (16, 8)), jax.random.split(jax.random.key(4, impl="rbg"), (16, 8))]
+    values += [jnp.zeros((0, 8), jnp.float32)]
+    across, apart, src = Layout(((), destination.mesh.axis_names)), replicated(2), Layout(ROWS)
+    cases = [(value, src, across) for value in values] + [(value, src, apart) for value in values[::2]]
+    scalars = (jnp.float32(1.5), jax.random.key(7), jnp.bool_(True), jnp.int32(-3))
+    cases += [(value, replicated(0), replicated(0)) for value in scalars]
+    plans = [plan_transfer(v.shape, v.dtype, src, source, dst, destination, CLUSTER) for v, src, dst in cases]
+    move(plans, [value for value, *_ in cases])
 
 
-def test_uneven_pieces():
+def test_uneven_pieces_and_a_gather_behind_a_slow_uplink():
     source, destination = submesh((2,), "s"), submesh((3,), "d", last=True)
     both = [Layout((("d0",), ())), Layout(((), ("d0",)))]
-    plans = [plan_transfer((6, 6), F32, Layout((("s0",), ())), source, d, destination, CLUSTER) for d in both]
-    move(plans, [np.arange(36, dtype=np.float32).reshape(6, 6)] * 2)
-
-
-def test_gather_behind_a_slow_uplink():
+    move_all([plan_transfer((6, 6), F32, Layout(ROWS), source, dst, destination, CLUSTER) for dst in both])
     source, destination = submesh((4,), "s"), submesh((4,), "d", last=True)
-    plan = plan_transfer((512, 512), F32, Layout((("s0",), ())), source, replicated(2), destination, CLUSTER)
+    plan = plan_transfer((512, 512), F32, Layout(ROWS), source, replicated(2), destination, CLUSTER)
     assert plan.landing.used == {"d0"} and plan.bytes == 4 * 512 * 512
-    move([plan], [np.random.default_rng(0).standard_normal((512, 512)).astype(np.float32)])
+    move_all([plan])
 
 
 def test_bytes_are_those_of_the_plan(monkeypatch):
     source, destination = submesh((4,), "s"), submesh((2, 2), "d", last=True)
-    plans = list(pairs(source, destination, 2))
+    plans = random.Random(0).sample([*pairs(source, destination, 2)], 10)
     arrays = [place(np.ones(plan.shape, np.float32), plan.src, source) for plan in plans]
-    mover = Transfer(plans, jax.devices())
-    calls = []
-    put = jax.device_put
+    mover, calls, put = Transfer(plans, jax.devices()), [], jax.device_put
 
     def counted(values, targets):
         calls.append(sum(s.data.nbytes for value in values for s in value.addressable_shards))
@@ -196,11 +161,7 @@ def test_bytes_are_those_of_the_plan(monkeypatch):
     assert calls == [sum(plan.bytes for plan in plans)]
 
 
-def is_ready(array: Any) -> bool:
-    return array.is_ready()  # jax.Array's annotations lack it
-
-
-def _blocked(on: Submesh, layout: Layout, release: threading.Event) -> jax.Array:
+def blocked(on: Submesh, layout: Layout, release: threading.Event) -> jax.Array:
     """An array whose first block is computed only once `release` is set, or after 200 s."""
 
     def wait() -> np.float32:
@@ -217,24 +178,25 @@ def _blocked(on: Submesh, layout: Layout, release: threading.Event) -> jax.Array
     return run(array)
 
 
+def assert_moves_without_waiting(plan: TransferPlan) -> None:
+    """The mover returns before the source is computed; reading it on the host would wait."""
+    release = threading.Event()
+    mover, source = Transfer([plan], jax.devices()), blocked(plan.src_mesh, plan.src, release)
+    arrays: list[Any] = [source]  # jax.Array's annotations lack is_ready
+    try:
+        arrays += mover([source])
+        assert not any(array.is_ready() for array in arrays)
+    finally:
+        release.set()
+    np.testing.assert_array_equal(np.asarray(arrays[-1]), np.arange(64, dtype=np.float32).reshape(8, 8))
+
+
 @pytest.mark.parametrize("want", [Layout((("d0",), ())), Layout(((), ("d0",))), replicated(2)])
 @pytest.mark.parametrize("size", [1, 2])
 def test_moving_does_not_wait(want, size):
-    """The mover returns before the source is computed; reading it on the host would wait."""
     source, destination = submesh((2,), "s"), submesh((size,), "d", last=True)
-    release = threading.Event()
-    src = Layout((("s0",), ()))
-    plan = plan_transfer((8, 8), F32, src, source, want, destination, CLUSTER)
-    for landing in every_landing(plan):
-        release.clear()
-        mover = Transfer([landing], jax.devices())
-        blocked = _blocked(source, src, release)
-        try:
-            (moved,) = mover([blocked])
-            assert not is_ready(blocked) and not is_ready(moved)
-        finally:
-            release.set()
-        np.testing.assert_array_equal(np.asarray(moved), np.arange(64, dtype=np.float32).reshape(8, 8))
+    for landing in every_landing(plan_transfer((8, 8), F32, Layout(ROWS), source, want, destination, CLUSTER)):
+        assert_moves_without_waiting(landing)
 
 
 @pytest.mark.parametrize(
@@ -249,82 +211,41 @@ def test_moving_does_not_wait(want, size):
 def test_an_equal_put_does_not_wait(have, src, want, dst):
     """Also between meshes of different shapes, with axes in another order, and with replicas."""
     source, destination = submesh(have, "s"), submesh(want, "d", last=True)
-    release = threading.Event()
     array = transfers._Array((8, 8), F32, Layout(src), source, Layout(dst), destination)
     plan = transfers._plan(array, Layout(dst), CLUSTER)
     assert plan.equal
-    mover = Transfer([plan], jax.devices())
-    blocked = _blocked(source, Layout(src), release)
-    try:
-        (moved,) = mover([blocked])
-        assert not is_ready(blocked) and not is_ready(moved)
-    finally:
-        release.set()
-    np.testing.assert_array_equal(np.asarray(moved), np.arange(64, dtype=np.float32).reshape(8, 8))
-
-
-def test_an_unequal_put_does_wait():
-    """What the mover avoids, and that the test above would see it."""
-    source, destination = submesh((2,), "s"), submesh((2,), "d", last=True)
-    release = threading.Event()
-    blocked = _blocked(source, Layout((("s0",), ())), release)
-    timer = threading.Timer(0.3, release.set)
-    timer.start()
-    mesh = mesh_of(destination.mesh, jax.devices()[destination.first :])
-    jax.device_put(blocked, NamedSharding(mesh, spec_of(Layout(((), ("d0",))))))
-    assert release.is_set()
-    timer.join()
+    assert_moves_without_waiting(plan)
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_what_arrives_may_be_donated(first):
+def test_arrivals_may_be_donated_and_sources_deleted(first):
     """Also where source and destination share devices."""
     source, destination = submesh((4,), "s"), Submesh(LogicalMesh((4,), ("d0",)), first)
     value = np.arange(64, dtype=np.float32).reshape(8, 8)
     double = jax.jit(lambda x: x * 2, donate_argnums=0)
     for src, dst in [
-        (Layout((("s0",), ())), Layout((("d0",), ()))),
-        (replicated(2), replicated(2)),
-        (replicated(2), Layout((("d0",), ()))),
-        (Layout((("s0",), ())), Layout(((), ("d0",)))),
-    ]:
-        plan = plan_transfer((8, 8), F32, src, source, dst, destination, CLUSTER)
-        for landing in every_landing(plan):
-            array = place(value, src, source)
-            (moved,) = Transfer([landing], jax.devices())([array])
+        (Layout(ROWS), Layout((("d0",), ()))), (replicated(2), replicated(2)), (Layout(ROWS), Layout(((), ("d0",)))),
+    ]:  # fmt: skip
+        for landing in every_landing(plan_transfer((8, 8), F32, src, source, dst, destination, CLUSTER)):
+            array, mover = place(value, src, source), Transfer([landing], jax.devices())
+            (moved,) = mover([array])
             np.testing.assert_array_equal(np.asarray(double(moved)), 2 * value)
             np.testing.assert_array_equal(np.asarray(array), value)
+            (moved,) = mover([array])
+            array.delete()
+            np.testing.assert_array_equal(np.asarray(moved), value)
 
 
-def test_the_source_may_be_deleted_at_once():
-    source, destination = submesh((4,), "s"), submesh((2,), "d", last=True)
-    plan = plan_transfer((16, 8), F32, Layout((("s0",), ())), source, Layout(((), ("d0",))), destination, CLUSTER)
-    mover = Transfer([plan], jax.devices())
-    value = np.arange(128, dtype=np.float32).reshape(16, 8)
-    array = place(value, plan.src, source)
-    (moved,) = mover([array])
-    array.delete()
-    np.testing.assert_array_equal(np.asarray(moved), value)
-
-
-def test_plans_of_different_edges_are_refused():
-    source = submesh((2,), "s")
-    plans = [
-        plan_transfer((8,), F32, replicated(1), source, replicated(1), submesh((size,), "d", last=True), CLUSTER)
-        for size in (1, 2)
-    ]
+def test_plans_of_different_edges_and_other_placements_are_refused():
+    source, destination = submesh((4,), "s"), submesh((4,), "d", last=True)
+    whole = replicated(1)
+    plans = [plan_transfer((8,), F32, whole, source, whole, submesh((n,), "d", last=True), CLUSTER) for n in (1, 2)]
     with pytest.raises(ValueError, match="make a transfer for each pair"):
         Transfer(plans, jax.devices())
-
-
-def test_an_array_that_lies_otherwise_is_refused():
-    source, destination = submesh((4,), "s"), submesh((4,), "d", last=True)
-    mover = Transfer(
-        [plan_transfer((8, 8), F32, Layout((("s0",), ())), source, Layout((("d0",), ())), destination, CLUSTER)],
-        jax.devices(),
-    )
-    with pytest.raises(ValueError, match=r"arrays\[0\] lies as"):
-        mover([place(np.zeros((8, 8), np.float32), Layout(((), ("s0",))), source)])
+    plan = plan_transfer((8, 8), F32, Layout(ROWS), source, Layout((("d0",), ())), destination, CLUSTER)
+    mover, value = Transfer([plan], jax.devices()), np.zeros((8, 8), np.float32)
     backwards = Mesh(np.array(jax.devices()[3::-1]), ("s0",), axis_types=(AxisType.Auto,))
-    with pytest.raises(ValueError, match=r"arrays\[0\] lies as"):
-        mover([jax.device_put(np.zeros((8, 8), np.float32), NamedSharding(backwards, PartitionSpec("s0")))])
+    there = jax.device_put(value, NamedSharding(backwards, PartitionSpec("s0")))
+    for wrong in (place(value, Layout(((), ("s0",))), source), there):
+        with pytest.raises(ValueError, match=r"arrays\[0\] lies as"):
+            mover([wrong])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +18,9 @@ import pytest
 import alpa_lite
 from alpa_lite.errors import OptionError
 from alpa_lite.runtime import watchdog
+from tests.processes import driver
 from tests.test_daily_use import examples, initial, parallel, train
 
-ROOT = Path(__file__).parents[2]
 STANDING = """
 import sys
 import time
@@ -48,9 +46,9 @@ with alpa_lite.Watchdog(report_after=1.0, end_after=8.0):
 """
 
 
-def wait_for(what: Any, seconds: float = 60.0) -> None:
+def wait_for(holds: Callable[[], Any], seconds: float = 60.0) -> None:
     until = time.monotonic() + seconds
-    while not what():
+    while not holds():
         assert time.monotonic() < until, "not in time"
         time.sleep(0.02)
 
@@ -117,12 +115,7 @@ def test_it_names_the_instruction_of_a_pipeline_that_does_not_go_on() -> None:
 
 @pytest.mark.slow
 def test_processes_that_wait_for_one_another_end_and_name_it(tmp_path: Path) -> None:
-    (tmp_path / "standing.py").write_text(STANDING)
-    run = subprocess.run(
-        [sys.executable, "-c", "from alpa_lite.cli import main; main()",
-         "launch", "-n", "2", "--platform", "cpu", "--grace", "60", "--", "standing.py"],
-        cwd=tmp_path, env=dict(os.environ, PYTHONPATH=str(ROOT)), text=True, capture_output=True, timeout=500,
-    )  # fmt: skip
+    run = driver.launch(tmp_path, STANDING, "--grace", "60")
     assert run.returncode == watchdog.EXIT_CODE, run.stderr
     ends = [line for line in run.stderr.splitlines() if "this process ends" in line]
     assert ends  # where process 1 is the first to end, the collective of process 0 may fail before it has its time

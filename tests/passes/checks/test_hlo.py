@@ -128,14 +128,10 @@ STEPS = {
     "one twice the other": (one_twice_the_other, (P("d"), P("d")), (P(), P()), bf16((64, 32), (32, 32))),
 }
 REWRITES = {
-    "megatron": set(),
-    "megatron bf16": {"dtype promoted"},
-    "zero3 scan": set(),
-    "zero3 unrolled": {"merged duplicates"},
-    "attention": {"combined", "split all-to-all"},
-    "loop invariant": {"hoisted"},
-    "one twice the other": {"dtype promoted"},
-}
+    "megatron": set(), "megatron bf16": {"dtype promoted"}, "zero3 scan": set(),
+    "zero3 unrolled": {"merged duplicates"}, "attention": {"combined", "split all-to-all"},
+    "loop invariant": {"hoisted"}, "one twice the other": {"dtype promoted"},
+}  # fmt: skip
 
 
 AMBIGUOUS = {

@@ -1,14 +1,8 @@
-"""Collectives read from optimised HLO: snippets in the syntax of each backend, and real CPU programs."""
+"""Collectives read from optimised HLO in the syntax of each backend; `test_hlo.py` reads programs of this JAX."""
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from alpa_lite.layout import LogicalMesh
 from alpa_lite.passes.checks.hlo_text import parse_hlo, read_hlo
@@ -118,43 +112,37 @@ def summary(text, mesh=MESH):
 
 
 def test_gpu_syntax():
-    assert summary(GPU) == sorted(
-        [
-            ("all_reduce", ("d",), 512, 1, "f32"),
-            ("all_reduce", ("m",), 512, 1, "f32"),
-            ("all_reduce", ("m",), 32, 1, "f32"),
-            ("all_gather", ("m",), 64, 1, "bf16"),
-            ("all_gather", ("d",), 128, 1, "bf16"),
-            ("all_gather", ("d",), 128, 1, "f32"),
-            ("reduce_scatter", ("d",), 512, 1, "f32"),
-            ("reduce_scatter", ("m",), 512, 1, "f32"),
-            ("collective_permute", ("d",), 32, 1, "bf16"),
-            ("send", ("d", "m"), 32, 1, "bf16"),
-        ]
-    )
+    assert summary(GPU) == [
+        ("all_gather", ("d",), 128, 1, "bf16"),
+        ("all_gather", ("d",), 128, 1, "f32"),
+        ("all_gather", ("m",), 64, 1, "bf16"),
+        ("all_reduce", ("d",), 512, 1, "f32"),
+        ("all_reduce", ("m",), 32, 1, "f32"),
+        ("all_reduce", ("m",), 512, 1, "f32"),
+        ("collective_permute", ("d",), 32, 1, "bf16"),
+        ("reduce_scatter", ("d",), 512, 1, "f32"),
+        ("reduce_scatter", ("m",), 512, 1, "f32"),
+        ("send", ("d", "m"), 32, 1, "bf16"),
+    ]
     first = next(c for c in parse_hlo(GPU, MESH) if c.op == "ar")
     assert (first.where, first.loops) == ("jit(step)/psum", 0)
-    assert len({c.op for c in parse_hlo(GPU, MESH) if c.bytes in (32, 512) and c.axes == ("m",)}) == 2
 
 
 def test_tpu_syntax_loops_branches_and_fusions():
-    assert summary(TPU) == sorted(
-        [
-            ("all_reduce", ("d",), 64 * 256 * 2, 1, "bf16"),
-            ("collective_permute", ("m",), 8 * 128 * 2, 15, "bf16"),
-            ("all_gather", ("m",), 8 * 256 * 2, 3, "bf16"),
-            ("all_to_all", ("m",), 2 * 8 * 128 * 2, 2, "bf16"),
-            *(("all_reduce", ("d", "m"), 4 * n, 1, "f32") for n in range(16, 22)),
-        ]
-    )
+    assert summary(TPU) == [
+        ("all_gather", ("m",), 8 * 256 * 2, 3, "bf16"),
+        ("all_reduce", ("d",), 64 * 256 * 2, 1, "bf16"),
+        *(("all_reduce", ("d", "m"), 4 * n, 1, "f32") for n in range(16, 22)),
+        ("all_to_all", ("m",), 2 * 8 * 128 * 2, 2, "bf16"),
+        ("collective_permute", ("m",), 8 * 128 * 2, 15, "bf16"),
+    ]
     assert next(c.loops for c in parse_hlo(TPU, MESH) if c.kind == "collective_permute") == 2
 
-
-def test_a_device_count_stands_for_one_axis():
+    # A device count stands for one axis.
     assert {c.axes for c in parse_hlo(TPU, 8) if c.kind == "all_reduce" and c.dtype == "f32"} == {("devices",)}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_damaged_text_never_stops_the_parser(data):
     text = data.draw(st.sampled_from([GPU, TPU]))
@@ -170,7 +158,6 @@ def test_damaged_text_never_stops_the_parser(data):
 UNREADABLE = [
     '%"a name" = f32[8]{0} all-reduce(%x), replica_groups={}, to_apply=%add',
     "%new = f32[8]{0}!all-gather(%x), replica_groups={{0,1}}, dimensions={0}",
-    "%new = tensor<8xf32> reduce-scatter(%x), replica_groups={}, dimensions={0}",
     "%new = (f32[8]{0} all-to-all(%x), replica_groups={}, dimensions={0}",
     "%new : f32[8]{0} = collective-permute(%x), source_target_pairs={{0,1}}",
     "all-reduce(%x)",
@@ -188,7 +175,7 @@ def test_a_line_that_may_communicate_and_cannot_be_read_is_reported(text, line):
     assert read_hlo(f"  {line}\n", MESH).unread == (f": {line}",)
 
 
-def test_what_no_collective_says_may_be_unreadable():
+def test_lines_that_cannot_communicate_may_be_unreadable():
     lines = ["%new : f32[8]{0} = add(%x)", 'note {op_name="jit(step)/all-reduce"}', "~ send(%x)", "%a-wall-clock ~"]
     head, tail = GPU.rsplit("  ROOT ", 1)
     text = head + "".join(f"  {line}\n" for line in lines) + "  ROOT " + tail
@@ -208,48 +195,6 @@ def test_asynchronous_calls_and_unknown_names_of_collectives():
     assert read_hlo(started, MESH) == read_hlo(GPU, MESH)
     renamed = parse_hlo(GPU.replace(" all-gather-start(%y)", " fast-all-gather-start(%y)"), MESH)
     assert [c.kind for c in renamed if c.op == "ag"] == ["fast-all-gather"]
-
-
-@pytest.fixture(scope="module")
-def devices():
-    return Mesh(np.array(jax.devices()).reshape(4, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
-
-
-def compiled(devices, fun, in_specs, out_specs, *avals):
-    step = jax.jit(jax.shard_map(fun, mesh=devices, in_specs=in_specs, out_specs=out_specs, check_vma=False))
-    args = [
-        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(devices, s))
-        for a, s in zip(avals, in_specs, strict=True)
-    ]
-    text = step.lower(*args).compile().as_text()
-    assert text is not None
-    return text
-
-
-def test_a_real_program_of_this_jax(devices):
-    def local(x, w):
-        def layer(x, w):
-            x = jnp.tanh(x @ lax.all_gather(w, "d", axis=0, tiled=True))
-            x = lax.fori_loop(0, 3, lambda _, x: lax.psum(x, "m") * 0.1, x)
-            return x, lax.pmax(x.sum(), ("d", "m"))
-
-        x, tops = lax.scan(layer, x, w)
-        x = lax.all_to_all(x, "m", 0, 1, tiled=True)
-        x = lax.ppermute(x, "d", [(i, (i + 1) % 4) for i in range(4)])
-        return lax.psum_scatter(x, "m", scatter_dimension=0, tiled=True), tops
-
-    x, w = jax.ShapeDtypeStruct((64, 16), jnp.float32), jax.ShapeDtypeStruct((5, 16, 16), jnp.float32)
-    text = compiled(devices, local, (P("d"), P(None, "d")), (P("m"), P()), x, w)
-    assert summary(text) == sorted(
-        [
-            ("all_gather", ("d",), 16 * 16 * 4, 5, "f32"),
-            ("all_reduce", ("m",), 16 * 16 * 4, 15, "f32"),
-            ("all_reduce", ("d", "m"), 4, 5, "f32"),
-            ("all_to_all", ("m",), 8 * 32 * 4, 1, "f32"),
-            ("collective_permute", ("d",), 8 * 32 * 4, 1, "f32"),
-            ("reduce_scatter", ("m",), 8 * 32 * 4, 1, "f32"),
-        ]
-    )
 
 
 def test_steps_of_one_collective_that_is_fused_into_other_work_count_once():

@@ -7,14 +7,13 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite.passes.checks import matching
 from alpa_lite.passes.checks.matching import LOST, OPEN, paired
 
 amounts = st.lists(st.integers(0, 2), min_size=1, max_size=3)
 
 
 def total(amounts_of, planned, found, costs, group_of, lost):
-    """What pairs cost with all that they leave open or out; None if there are too many of something."""
+    """Cost of pairs with all that they leave open or out; None if there are too many of something."""
     rest = [n - sum(x for (i, _), x in amounts_of.items() if i == row) for row, n in planned.items()]
     free = [n - sum(x for (_, j), x in amounts_of.items() if j == column) for column, n in found.items()]
     if min([*rest, *free]) < 0:
@@ -36,13 +35,3 @@ def test_pairs_cost_the_least_of_all(rows, columns, data):
     ways = itertools.product(*(range(1 + min(planned[i], found[j])) for i, j in pairs))
     values = [total(dict(zip(pairs, way, strict=True)), planned, found, costs, group_of, lost) for way in ways]
     assert total(got, planned, found, costs, group_of, lost) == min(v for v in values if v is not None)
-
-
-def test_what_may_be_left_out_makes_room_for_what_is_sent_wider():
-    """The example of the module's docstring: 8 of 32 bytes and 4 of 16, found as 8 of 32."""
-    planned, found = {"wide": 8, "half": 4}, {"f32": 8}
-    costs = {("wide", "f32"): 1.0, ("half", "f32"): 2.0}
-    group_of = {"wide": "wide", "half": "half"}
-    assert paired(planned, found, costs, group_of, {"wide": 4}) == {("wide", "f32"): 4, ("half", "f32"): 4}
-    assert paired(planned, found, costs, group_of, {"half": 4}) == {("wide", "f32"): 8}
-    assert matching.paired({}, {}, {}, {}, {}) == {}

@@ -1,8 +1,5 @@
 """Replica groups to axes, in every syntax that compilers print."""
 
-import itertools
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -47,11 +44,14 @@ def named(mesh, axes):
     return f"mesh[{sizes}] {{{','.join(repr(a) for a in axes)}}}"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(meshes_and_axes(), st.randoms())
 def test_every_syntax_gives_the_axes_back(case, random):
     mesh, axes = case
     groups = groups_of_axes(axes, mesh)
+    coordinates = zip(mesh.axis_names, np.unravel_index(groups, mesh.shape), strict=True)
+    assert tuple(name for name, c in coordinates if np.ptp(c, axis=1).any()) == axes
+    assert groups.shape[1] == mesh.product(axes) and sorted(groups.ravel()) == [*range(mesh.size)]
     assert axes_of_groups(groups, mesh) == axes
     rows = groups.tolist()
     random.shuffle(rows)
@@ -61,7 +61,7 @@ def test_every_syntax_gives_the_axes_back(case, random):
         assert axes_from_text(text, mesh) == axes, text
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(meshes_and_axes())
 def test_permutations_name_the_axes_along_which_they_move(case):
     mesh, axes = case
@@ -71,19 +71,6 @@ def test_permutations_name_the_axes_along_which_they_move(case):
     pairs = np.stack([np.arange(mesh.size), target], axis=1)
     assert axes_from_pairs(listed(pairs, "{", ","), mesh) == axes
     assert axes_from_pairs(f"dense<{listed(pairs, '[', ', ')}> : tensor<{mesh.size}x2xi64>", mesh) == axes
-
-
-def test_groups_are_those_that_jax_prints_for_each_subset_of_axes():
-    mesh = LogicalMesh((2, 2, 2), ("x", "y", "z"))
-    devices = np.arange(8).reshape(2, 2, 2)
-    for n in range(4):
-        for axes in itertools.combinations(mesh.axis_names, n):
-            expected = {
-                tuple(devices[tuple(slice(None) if a in axes else c for a, c in zip("xyz", at, strict=True))].ravel())
-                for at in itertools.product(range(2), repeat=3)
-            }
-            assert {tuple(row) for row in groups_of_axes(axes, mesh).tolist()} == expected
-            assert math.prod(groups_of_axes(axes, mesh).shape) == 8
 
 
 def test_tables_that_mlir_abbreviates():
@@ -112,8 +99,6 @@ def test_groups_that_no_axes_give_are_named_as_printed():
     ("text", "groups"),
     [
         ("[4,2]<=[2,2,2]T(2,1,0)", [[0, 4], [2, 6], [1, 5], [3, 7]]),
-        ("[2,4]<=[8]", [[0, 1, 2, 3], [4, 5, 6, 7]]),
-        ("mesh['d'=4,'m'=2] {'d'}", [[0, 2, 4, 6], [1, 3, 5, 7]]),
         ("mesh['d'=4,'m'=2] {'d':(1)2}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
         ("mesh['d'=4,'m'=2] {'d':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
         ("mesh['d'=2,'m'=4], device_ids=([2,4]<=[4,2]T(1,0)) {'m'}", [[0, 2, 4, 6], [1, 3, 5, 7]]),
@@ -128,7 +113,7 @@ def test_printed_groups(text, groups):
     assert (None if parsed is None else parsed.tolist()) == groups
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(alphabet="mesh[]{}()<=T,:'0123456789dx ", max_size=40))
 def test_no_text_stops_the_parser(text):
     mesh = LogicalMesh((4, 2), ("d", "m"))

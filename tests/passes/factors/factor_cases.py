@@ -1,5 +1,6 @@
 """Equations with inputs: at least one of every kind that the factor tables describe."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,11 +15,11 @@ KEY = np.random.default_rng(0)
 
 
 def floats(*shape):
-    return jnp.asarray(KEY.normal(size=shape), jnp.float32)
+    return KEY.normal(size=shape).astype(np.float32)
 
 
 def ints(high, *shape):
-    return jnp.asarray(KEY.integers(0, high, size=shape), jnp.int32)
+    return KEY.integers(0, high, size=shape).astype(np.int32)
 
 
 def inner(eqn):
@@ -52,7 +53,7 @@ def equations(fun, *avals):
 
 def example(case):
     """The equation of a case, as (op, values), without running it."""
-    name, fun, *args = CASES[case]()
+    name, fun, *args = CASES[case]
     return [pair for pair in equations(fun, *args) if pair[0].name == name][-1]
 
 
@@ -90,11 +91,11 @@ def conv(lhs, rhs, padding="VALID"):
     def fun(a, b):
         return lax.conv_general_dilated(a, b, (1,), padding, dimension_numbers=("NCH", "OIH", "NCH"))
 
-    return lambda: ("conv_general_dilated", fun, floats(*lhs), floats(*rhs))
+    return "conv_general_dilated", fun, floats(*lhs), floats(*rhs)
 
 
 def grads(name, loss, *args, wrt=0):
-    return lambda: (name, jax.grad(lambda *a: jnp.sum(loss(*a) ** 2), argnums=wrt), *args)
+    return name, jax.grad(lambda *a: jnp.sum(loss(*a) ** 2), argnums=wrt), *args
 
 
 def patches(x, k):
@@ -109,143 +110,100 @@ def pooled(x):
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID")
 
 
+wrap = jax.random.wrap_key_data
+
+
 def vmapped_rows(x, i):
     return jax.vmap(lambda row, at: row[at])(x, i)
 
 
+IMAGES = floats(2, 8, 5)
+GROUPS = np.array([2, 5, 1], np.int32)
+SEEDS = ints(9, 4, 2).astype(np.uint32)
 CASES = {
-    "add": lambda: ("add", lambda a, b: lax.add(a, b), floats(4, 6), floats(4, 6)),
-    "add of a literal": lambda: ("add", lambda a: a + 1.0, floats(4, 6)),
-    "select by a scalar": lambda: (
-        "select_n",
-        lambda p, a, b: lax.select_n(p, a, b),
-        jnp.array(True),
-        floats(4),
-        floats(4),
-    ),
-    "clamp": lambda: ("clamp", lambda a: lax.clamp(0.0, a, 1.0), floats(4, 6)),
-    "erf_inv": lambda: ("erf_inv", lax.erf_inv, jnp.tanh(floats(4, 6))),
-    "product": lambda: ("dot_general", lambda a, b: jnp.einsum("bij,bjk->bik", a, b), floats(2, 4, 6), floats(2, 6, 8)),
-    "product of many": lambda: (
-        "dot_general",
-        lambda a, b: lax.dot_general(a, b, (((1, 3), (0, 2)), ((2,), (1,)))),
-        floats(4, 6, 2, 8),
+    "add": ("add", lambda a, b: lax.add(a, b), floats(4, 6), floats(4, 6)),
+    "add of a literal": ("add", lambda a: a + 1.0, floats(4, 6)),
+    "select by a scalar": ("select_n", lambda p, a, b: lax.select_n(p, a, b), np.True_, floats(4), floats(4)),
+    "clamp": ("clamp", lambda a: lax.clamp(0.0, a, 1.0), floats(4, 6)),
+    "erf_inv": ("erf_inv", lax.erf_inv, np.tanh(floats(4, 6))),
+    "product": ("dot_general", lambda a, b: jnp.einsum("bij,bjk->bik", a, b), floats(2, 4, 6), floats(2, 6, 8)),
+    "product of many": (
+        "dot_general", lambda a, b: lax.dot_general(a, b, (((1, 3), (0, 2)), ((2,), (1,)))), floats(4, 6, 2, 8),
         floats(6, 2, 8, 10),
     ),
-    "product of bools": lambda: ("dot_general", lambda a, b: lax.dot(a, b), floats(4, 6) > 0, floats(6, 4) > 0),
-    "ragged product": lambda: (
-        "ragged_dot_general",
-        lax.ragged_dot,
-        floats(8, 6),
-        floats(3, 6, 4),
-        jnp.array([2, 5, 1]),
+    "product of bools": ("dot_general", lambda a, b: lax.dot(a, b), floats(4, 6) > 0, floats(6, 4) > 0),
+    "ragged product": ("ragged_dot_general", lax.ragged_dot, floats(8, 6), floats(3, 6, 4), GROUPS),
+    "reduce_sum": ("reduce_sum", lambda a: lax.reduce_sum_p.bind(a, axes=(1,), out_sharding=None), floats(4, 6, 8)),
+    "reduce_max": ("reduce_max", lambda a: jnp.max(a, (0, 2)), floats(4, 6, 8)),
+    "reduce_min": ("reduce_min", lambda a: jnp.min(a, 1), ints(9, 4, 6, 8)),
+    "reduce_prod": ("reduce_prod", lambda a: jnp.prod(a, 1), floats(4, 6, 8)),
+    "argmax": ("argmax", lambda a: jnp.argmax(a, 1), floats(4, 6)),
+    "cumsum": ("cumsum", lambda a: lax.cumsum(a, 1), floats(4, 6)),
+    "sort": ("sort", lambda a, b: lax.sort((a, b), dimension=0), floats(4, 6), floats(4, 6)),
+    "top_k": ("top_k", lambda a: lax.top_k(a, 3), floats(4, 6)),
+    "merge": ("reshape", lambda a: a.reshape(8, 6), floats(4, 2, 6)),
+    "divide": ("reshape", lambda a: a.reshape(2, 4, 6, 1), floats(8, 6)),
+    "uneven reshape": ("reshape", lambda a: a.reshape(8, 4, 15), floats(8, 10, 6)),
+    "squeeze": ("squeeze", lambda a: jnp.squeeze(a, 1), floats(4, 1, 6)),
+    "transpose": ("transpose", lambda a: a.transpose(2, 0, 1), floats(4, 6, 8)),
+    "broadcast": ("broadcast_in_dim", lambda a: jnp.broadcast_to(a[:, None], (2, 4, 10, 6)), floats(4, 6)),
+    "rev": ("rev", lambda a: lax.rev(a, (0,)), floats(4, 6)),
+    "concatenate": ("concatenate", lambda a, b: lax.concatenate((a, b), 1), floats(4, 6), floats(4, 2)),
+    "split": ("split", lambda a: lax.split(a, (2, 4), 1), floats(4, 6)),
+    "stack": ("stack", lambda a, b: jnp.stack((a, b), 1), floats(4, 6), floats(4, 6)),
+    "tile": ("tile", lambda a: jnp.tile(a, (1, 2)), floats(4, 6)),
+    "pad": ("pad", lambda a: jnp.pad(a, ((0, 0), (1, 3))), floats(4, 6)),
+    "slice": ("slice", lambda a: lax.slice(a, (0, 2), (4, 6)), floats(4, 6)),
+    "dynamic_slice": ("dynamic_slice", lambda a, i: lax.dynamic_slice(a, (0, i), (4, 2)), floats(4, 6), np.int32(3)),
+    "dynamic_update_slice": (
+        "dynamic_update_slice", lambda a, u, i: lax.dynamic_update_slice(a, u, (0, i)), floats(4, 6), floats(4, 2),
+        np.int32(3),
     ),
-    "reduce_sum": lambda: (
-        "reduce_sum",
-        lambda a: lax.reduce_sum_p.bind(a, axes=(1,), out_sharding=None),
-        floats(4, 6, 8),
+    "embedding": ("gather", lambda a, i: a.at[i].get(mode="fill", fill_value=0), floats(8, 6), ints(8, 2, 4)),
+    "clipped embedding": ("gather", lambda a, i: a.at[i].get(mode="clip"), floats(8, 6), ints(8, 4)),
+    "embedding of bools": ("gather", lambda a, i: a[i], floats(8, 6) > 0, ints(8, 4)),
+    "two indices": ("gather", lambda a, i, j: a[i, j], floats(8, 6, 4), ints(8, 10), ints(6, 10)),
+    "batched gather": ("gather", vmapped_rows, floats(4, 8, 6), ints(8, 4, 2)),
+    "label pick": ("gather", lambda a, i: jnp.take_along_axis(a, i, 1), floats(4, 8), ints(8, 4, 1)),
+    "window gather": (
+        "gather", lambda a, i: jax.vmap(lambda s: lax.dynamic_slice(a, (s, 0), (2, 6)))(i), floats(8, 6), ints(6, 4)
     ),
-    "reduce_max": lambda: ("reduce_max", lambda a: jnp.max(a, (0, 2)), floats(4, 6, 8)),
-    "reduce_min": lambda: ("reduce_min", lambda a: jnp.min(a, 1), ints(9, 4, 6, 8)),
-    "reduce_prod": lambda: ("reduce_prod", lambda a: jnp.prod(a, 1), floats(4, 6, 8)),
-    "argmax": lambda: ("argmax", lambda a: jnp.argmax(a, 1), floats(4, 6)),
-    "cumsum": lambda: ("cumsum", lambda a: lax.cumsum(a, 1), floats(4, 6)),
-    "sort": lambda: ("sort", lambda a, b: lax.sort((a, b), dimension=0), floats(4, 6), floats(4, 6)),
-    "top_k": lambda: ("top_k", lambda a: lax.top_k(a, 3), floats(4, 6)),
-    "merge": lambda: ("reshape", lambda a: a.reshape(8, 6), floats(4, 2, 6)),
-    "divide": lambda: ("reshape", lambda a: a.reshape(2, 4, 6, 1), floats(8, 6)),
-    "uneven reshape": lambda: ("reshape", lambda a: a.reshape(8, 4, 15), floats(8, 10, 6)),
-    "squeeze": lambda: ("squeeze", lambda a: jnp.squeeze(a, 1), floats(4, 1, 6)),
-    "transpose": lambda: ("transpose", lambda a: a.transpose(2, 0, 1), floats(4, 6, 8)),
-    "broadcast": lambda: ("broadcast_in_dim", lambda a: jnp.broadcast_to(a[:, None], (2, 4, 10, 6)), floats(4, 6)),
-    "rev": lambda: ("rev", lambda a: lax.rev(a, (0,)), floats(4, 6)),
-    "concatenate": lambda: ("concatenate", lambda a, b: lax.concatenate((a, b), 1), floats(4, 6), floats(4, 2)),
-    "split": lambda: ("split", lambda a: lax.split(a, (2, 4), 1), floats(4, 6)),
-    "stack": lambda: ("stack", lambda a, b: jnp.stack((a, b), 1), floats(4, 6), floats(4, 6)),
-    "tile": lambda: ("tile", lambda a: jnp.tile(a, (1, 2)), floats(4, 6)),
-    "pad": lambda: ("pad", lambda a: jnp.pad(a, ((0, 0), (1, 3))), floats(4, 6)),
-    "slice": lambda: ("slice", lambda a: lax.slice(a, (0, 2), (4, 6)), floats(4, 6)),
-    "dynamic_slice": lambda: (
-        "dynamic_slice",
-        lambda a, i: lax.dynamic_slice(a, (0, i), (4, 2)),
-        floats(4, 6),
-        jnp.int32(3),
-    ),
-    "dynamic_update_slice": lambda: (
-        "dynamic_update_slice",
-        lambda a, u, i: lax.dynamic_update_slice(a, u, (0, i)),
-        floats(4, 6),
-        floats(4, 2),
-        jnp.int32(3),
-    ),
-    "embedding": lambda: ("gather", lambda a, i: a.at[i].get(mode="fill", fill_value=0), floats(8, 6), ints(8, 2, 4)),
-    "clipped embedding": lambda: ("gather", lambda a, i: a.at[i].get(mode="clip"), floats(8, 6), ints(8, 4)),
-    "embedding of bools": lambda: ("gather", lambda a, i: a[i], floats(8, 6) > 0, ints(8, 4)),
-    "two indices": lambda: ("gather", lambda a, i, j: a[i, j], floats(8, 6, 4), ints(8, 10), ints(6, 10)),
-    "batched gather": lambda: ("gather", vmapped_rows, floats(4, 8, 6), ints(8, 4, 2)),
-    "label pick": lambda: ("gather", lambda a, i: jnp.take_along_axis(a, i, 1), floats(4, 8), ints(8, 4, 1)),
-    "window gather": lambda: (
-        "gather",
-        lambda a, i: jax.vmap(lambda s: lax.dynamic_slice(a, (s, 0), (2, 6)))(i),
-        floats(8, 6),
-        ints(6, 4),
-    ),
-    "scatter-add": lambda: ("scatter-add", lambda a, i, u: a.at[i].add(u), floats(8, 6), ints(8, 4), floats(4, 6)),
+    "scatter-add": ("scatter-add", lambda a, i, u: a.at[i].add(u), floats(8, 6), ints(8, 4), floats(4, 6)),
     "batched scatter-add": grads("scatter-add", vmapped_rows, floats(4, 8, 6), ints(8, 4, 2)),
-    "scatter": lambda: ("scatter", lambda a, i, u: a.at[i].set(u), floats(8, 6), ints(8, 4), floats(4, 6)),
-    "scatter-max": lambda: ("scatter-max", lambda a, i, u: a.at[i].max(u), floats(8, 6), ints(8, 4), floats(4, 6)),
+    "scatter": ("scatter", lambda a, i, u: a.at[i].set(u), floats(8, 6), ints(8, 4), floats(4, 6)),
+    "scatter-max": ("scatter-max", lambda a, i, u: a.at[i].max(u), floats(8, 6), ints(8, 4), floats(4, 6)),
     "conv": conv((4, 6, 10), (8, 6, 3), padding="SAME"),
     "point conv": conv((4, 6, 10), (8, 6, 1)),
-    "patches": lambda: ("conv_general_dilated", patches, floats(4, 6, 16), floats(8, 6, 4)),
+    "patches": ("conv_general_dilated", patches, floats(4, 6, 16), floats(8, 6, 4)),
     "patches by kernel": grads("conv_general_dilated", patches, floats(4, 6, 16), floats(8, 6, 4), wrt=1),
     "patches by operand": grads("conv_general_dilated", patches, floats(4, 6, 16), floats(8, 6, 4)),
-    "grouped conv": lambda: ("conv_general_dilated", grouped, floats(2, 8, 5), floats(4, 2, 3)),
-    "grouped conv by kernel": lambda: (
-        "conv_general_dilated",
-        jax.linear_transpose(lambda k: grouped(floats(2, 8, 5), k), floats(8, 2, 3)),
-        floats(2, 8, 3),
+    "grouped conv": ("conv_general_dilated", grouped, floats(2, 8, 5), floats(4, 2, 3)),
+    "grouped conv by kernel": (
+        "conv_general_dilated", jax.linear_transpose(lambda k: grouped(IMAGES, k), floats(8, 2, 3)), floats(2, 8, 3)
     ),
-    "max pool": lambda: ("reduce_window_max", pooled, floats(4, 6)),
+    "max pool": ("reduce_window_max", pooled, floats(4, 6)),
     "max pool by operand": grads("select_and_scatter_add", pooled, floats(4, 6)),
-    "overlapping pool": lambda: (
-        "reduce_window_sum",
-        lambda a: lax.reduce_window(a, 0.0, lax.add, (1, 3), (1, 1), "SAME"),
-        floats(4, 6),
+    "overlapping pool": (
+        "reduce_window_sum", lambda a: lax.reduce_window(a, 0.0, lax.add, (1, 3), (1, 1), "SAME"), floats(4, 6)
     ),
-    "spread window": lambda: (
+    "spread window": (
         "reduce_window_sum",
         lambda a: lax.reduce_window(a, 0.0, lax.add, (1, 2), (1, 1), ((0, 0), (1, 1)), base_dilation=(1, 2)),
         floats(4, 6),
     ),
-    "fft": lambda: ("fft", lambda a: jnp.fft.rfft(a, axis=-1), floats(4, 6)),
-    "cholesky": lambda: ("cholesky", lambda a: lax.linalg.cholesky(jnp.eye(3) + 0 * a), floats(4, 3, 3)),
-    "svd": lambda: ("svd", lambda a: jnp.linalg.svd(a, compute_uv=False), floats(4, 3, 2)),
-    "lu": lambda: ("lu", lax.linalg.lu, floats(4, 3, 3)),
-    "qr": lambda: ("qr", lambda a: lax.linalg.qr(a, full_matrices=False), floats(4, 3, 2)),
-    "eigh": lambda: ("eigh", lambda a: jnp.linalg.eigvalsh(a), floats(4, 3, 3)),
-    "triangular_solve": lambda: (
-        "triangular_solve",
-        lambda a, b: lax.linalg.triangular_solve(jnp.eye(3) + a, b, left_side=True),
-        floats(4, 3, 3),
-        floats(4, 3, 2),
+    "fft": ("fft", lambda a: jnp.fft.rfft(a, axis=-1), floats(4, 6)),
+    "cholesky": ("cholesky", lambda a: lax.linalg.cholesky(jnp.eye(3) + 0 * a), floats(4, 3, 3)),
+    "svd": ("svd", lambda a: jnp.linalg.svd(a, compute_uv=False), floats(4, 3, 2)),
+    "lu": ("lu", lax.linalg.lu, floats(4, 3, 3)),
+    "qr": ("qr", lambda a: lax.linalg.qr(a, full_matrices=False), floats(4, 3, 2)),
+    "eigh": ("eigh", lambda a: jnp.linalg.eigvalsh(a), floats(4, 3, 3)),
+    "triangular_solve": (
+        "triangular_solve", lambda a, b: lax.linalg.triangular_solve(jnp.eye(3) + a, b, left_side=True),
+        floats(4, 3, 3), floats(4, 3, 2),
     ),
-    "bitcast": lambda: ("bitcast_convert_type", lambda a: lax.bitcast_convert_type(a, jnp.uint8), floats(4, 6)),
-    "barrier": lambda: ("optimization_barrier", lambda a, b: lax.optimization_barrier((a, b)), floats(4, 6), floats(2)),
-    "random bits": lambda: (
-        "random_bits",
-        jax.vmap(lambda key: jax.random.bits(key, (6,))),
-        jax.random.split(jax.random.key(0), 4),
-    ),
-    "split keys": lambda: (
-        "random_split",
-        jax.vmap(lambda key: jax.random.split(key, 2)),
-        jax.random.split(jax.random.key(0), 4),
-    ),
-    "keys": lambda: (
-        "random_fold_in",
-        lambda k: jax.vmap(lambda i: jax.random.fold_in(jax.random.wrap_key_data(k), i))(
-            jnp.arange(4, dtype=jnp.uint32)
-        ),
-        jnp.zeros(2, jnp.uint32),
-    ),
-}
+    "bitcast": ("bitcast_convert_type", lambda a: lax.bitcast_convert_type(a, jnp.uint8), floats(4, 6)),
+    "barrier": ("optimization_barrier", lambda a, b: lax.optimization_barrier((a, b)), floats(4, 6), floats(2)),
+    "random bits": ("random_bits", lambda s: jax.vmap(lambda key: jax.random.bits(key, (6,)))(wrap(s)), SEEDS),
+    "split keys": ("random_split", lambda s: jax.vmap(lambda key: jax.random.split(key, 2))(wrap(s)), SEEDS),
+    "keys": ("random_fold_in", lambda s: jax.vmap(partial(jax.random.fold_in, wrap(s)))(jnp.arange(4)), SEEDS[0]),
+}  # fmt: skip

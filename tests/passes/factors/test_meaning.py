@@ -98,7 +98,7 @@ def halve(rule, op, inputs):
 
 def run(cases, change=lambda rule: rule):
     """Runs all cases in one program, which compiles faster than many: {case: (rule, whole, halves)}."""
-    examples = {case: CASES[case]() for case in cases}
+    examples = {case: CASES[case] for case in cases}
     rules = {}
 
     @functools.partial(jax.jit, compiler_options=QUICK)

@@ -47,18 +47,14 @@ KERNELS = {
 }  # fmt: skip
 
 
-def step_of(kernel):
-    return lambda w, x: (w - 0.1 * kernel(x, w).sum(0), kernel(x, w).sum())
-
-
-def arguments():
-    rng = np.random.default_rng(0)
-    return jnp.asarray(rng.normal(size=ROWS[1:]), jnp.float32), jnp.asarray(rng.normal(size=ROWS), jnp.float32)
-
-
 @pytest.mark.parametrize(("name", "sharded"), [("of blocks", True), ("with numbers", False), ("turned", False)])
 def test_independent_dims_of_a_grid_are_sharded_and_equal_one_device(name, sharded):
-    step, args = step_of(KERNELS[name]), arguments()
+    kernel, rng = KERNELS[name], np.random.default_rng(0)
+    args = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in (ROWS[1:], ROWS))
+
+    def step(w, x):
+        return w - 0.1 * kernel(x, w).sum(0), kernel(x, w).sum()
+
     want = jax.jit(step)(*args)
     ours = alpa_lite.parallelize(step, method=DataParallel(), state_argnums=0, batch_argnums=1)
     got = ours(*args)
@@ -68,36 +64,34 @@ def test_independent_dims_of_a_grid_are_sharded_and_equal_one_device(name, shard
     assert any(c.kind == "all_gather" for c in ours.plan(*args).collectives) != sharded
 
 
-def flash(w, x):
-    def loss(w):
-        return flash_attention(x * w, x * w, x, causal=True).astype(jnp.float32).mean()
-
-    return w - jax.grad(loss)(w), loss(w)
+def descended(loss):
+    return lambda w, *data: (w - jax.grad(loss)(w, *data), loss(w, *data))
 
 
-SPLASH = splash.make_splash_mha_single_device(masks.MultiHeadMask([masks.CausalMask((T, T)) for _ in range(N)]))
+SPLASH: Any = splash.make_splash_mha_single_device(masks.MultiHeadMask([masks.CausalMask((T, T)) for _ in range(N)]))
+ATTENTION = {
+    "flash_attention": lambda w, x: flash_attention(x * w, x * w, x, causal=True).astype(jnp.float32).mean(),
+    "splash_attention": lambda w, x: jax.vmap(SPLASH)(x * w, x * w, x).astype(jnp.float32).mean(),
+}
 
 
-def splashed(w, x):
-    attend: Any = jax.vmap(SPLASH)
-
-    def loss(w):
-        return attend(x * w, x * w, x).astype(jnp.float32).mean()
-
-    return w - jax.grad(loss)(w), loss(w)
-
-
-@pytest.mark.parametrize("step", [flash, splashed])
-def test_attention_kernels_for_tpus_are_sharded_and_priced(step):
-    w = jax.ShapeDtypeStruct((N, 1, D), jnp.bfloat16)
-    x = jax.ShapeDtypeStruct((B, N, T, D), jnp.bfloat16)
-    cluster = Cluster.preset("v5e")
+def sharded_plan(loss, w, *data):
+    """A plan on eight TPUs, in which every kernel is sharded."""
     plan = alpa_lite.make_plan(
-        step, w, x, cluster=cluster, verify="off", state_argnums=0, batch_argnums=1, method=Sharded((8,))
-    )
+        descended(loss), w, *data, cluster="v5e", verify="off", state_argnums=0,
+        batch_argnums=tuple(range(1, 1 + len(data))), method=Sharded((8,)),
+    )  # fmt: skip
     found = [d for d in plan.stages[0].decisions if d.name.startswith("pallas_call")]
-    assert found and all(any(d.strategy) for d in found) and not plan.stages[0].replicated
-    kernel = "flash_attention" if step is flash else "splash_attention"
+    assert found and all(any(d.strategy) for d in found)
+    return plan
+
+
+@pytest.mark.parametrize("kernel", ATTENTION)
+def test_attention_kernels_for_tpus_are_sharded_and_priced(kernel):
+    x = jax.ShapeDtypeStruct((B, N, T, D), jnp.bfloat16)
+    plan = sharded_plan(ATTENTION[kernel], jax.ShapeDtypeStruct((N, 1, D), jnp.bfloat16), x)
+    assert not plan.stages[0].replicated
+    cluster = Cluster.preset("v5e")
     forward, backward = (cluster.attention(kernel, backward=backward) for backward in (False, True))
     assert forward and backward
     work = B * N * D * pairs(T, T, causal=True) / cluster.peak("bf16") / 8
@@ -106,16 +100,6 @@ def test_attention_kernels_for_tpus_are_sharded_and_priced(step):
 
 
 def test_grouped_products_are_sharded_along_columns():
-    def step(w, x, sizes):
-        def loss(w):
-            return gmm(x, w, sizes).astype(jnp.float32).sum()
-
-        return w - jax.grad(loss)(w), loss(w)
-
     w = jax.ShapeDtypeStruct((4, 256, 2048), jnp.bfloat16)
     x, sizes = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16), jax.ShapeDtypeStruct((4,), jnp.int32)
-    plan = alpa_lite.make_plan(
-        step, w, x, sizes, cluster="v5e", verify="off", state_argnums=0, batch_argnums=(1, 2), method=Sharded((8,))
-    )
-    found = [d for d in plan.stages[0].decisions if d.name.startswith("pallas_call")]
-    assert found and all(any(d.strategy) for d in found)
+    sharded_plan(lambda w, x, sizes: gmm(x, w, sizes).astype(jnp.float32).sum(), w, x, sizes)

@@ -45,14 +45,12 @@ def compared() -> Iterator[tuple[str, str]]:
                         yield f"{path.name}:{node.lineno}", one.value
 
 
-def test_the_names_in_the_sets_exist():
-    sets = {name: value for name, value in vars(primitives).items() if isinstance(value, frozenset)}
-    assert len(sets) > 20
-    unknown = {name: sorted(value - known()) for name, value in sets.items() if value - known()}
-    assert not unknown
+SETS = {name: value for name, value in vars(primitives).items() if isinstance(value, frozenset)}
 
 
-def test_the_names_in_tables_of_functions_exist():
+def test_the_names_in_sets_and_tables_exist():
+    assert len(SETS) > 20
+    assert not {name: sorted(value - known()) for name, value in SETS.items() if value - known()}
     for table in (tables.TABLE, tables.SHARDY, forms.FORMS, conversion.CALL_BODY):
         assert not set(table) - known()
 
@@ -65,7 +63,6 @@ def test_the_names_that_passes_compare_with_exist():
     assert not [(place, name) for place, name in found if name not in names and name not in {"follow"}]
 
 
-def test_what_exists_in_other_versions_alone_is_used():
+def test_primitives_of_other_versions_alone_are_used():
     """A primitive that no set mentions any more leaves the lists of this test, too."""
-    sets = frozenset().union(*(value for value in vars(primitives).values() if isinstance(value, frozenset)))
-    assert sets | set(conversion.CALL_BODY) >= ENDED | NEW
+    assert frozenset().union(*SETS.values()) | set(conversion.CALL_BODY) >= ENDED | NEW

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,3 +92,12 @@ def test_a_limit_of_seconds_ends_the_search_after_the_first_plan_and_says_so() -
     incumbent, found = search([Tree((9,), 20.0, leaves).candidate], 10**9, is_over=lambda: True)
     assert found.truncated and incumbent is not None and incumbent.seconds == 20.0
     assert sorted(found.unreached) == ["(0,)", "(1,)", "(2,)"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(trees(key=(0,)), st.integers(0, 9))
+def test_no_plan_is_slower_than_a_floor_whatever_the_budget(tree: Tree, budget: int) -> None:
+    late = tree.least + 0.5, tree.least + 0.5
+    floor = replace(Tree((1,), tree.least + 1.0, ()).candidate, is_floor=True, estimate=lambda: late)
+    incumbent, _ = search([tree.candidate, floor], budget)
+    assert incumbent is not None and incumbent.seconds <= tree.least + 1.0

@@ -12,17 +12,12 @@ import pytest
 from jax import lax
 
 import alpa_lite
-from tests.marks import only
 
 CONVOLUTION = functools.partial(
     lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
 )
-METHODS = {
+METHODS: dict[str, Any] = {
     "tensor": {"method": alpa_lite.TensorParallel()},
-    "manual": {
-        "method": alpa_lite.Manual({}, mesh_shape=(8,), axis_names=("x",), rest=alpa_lite.TensorParallel()),
-    },
-    "micro-batches": {"method": alpa_lite.TensorParallel(), "num_microbatches": 2},
     "pipeline": {"method": alpa_lite.Pipeline(submesh_shapes=((4,), (4,))), "num_microbatches": 2},
 }
 
@@ -61,7 +56,7 @@ def test_a_kernel_is_sharded_where_its_groups_divide(groups: int, sharded: bool)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", only(("tensor", "pipeline"), METHODS))
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("groups", "inputs", "outputs"), [(1, 8, 16), (2, 16, 32), (3, 12, 24), (4, 16, 16), (8, 16, 32), (16, 16, 16)]
 )

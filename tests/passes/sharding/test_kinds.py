@@ -1,8 +1,7 @@
-"""What the memory of a step is for: parameters, gathered weights, gradients, optimizer state, activations."""
+"""Purposes of the memory of a step: parameters, gathered weights, gradients, optimizer state, activations."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,21 +19,27 @@ from alpa_lite.passes.tracing.tracing import trace
 from alpa_lite.paths import shown
 
 X, Y = jax.ShapeDtypeStruct((8, 6), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32)
+H100 = Cluster.preset("h100", nodes=1)
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def plain() -> Case:
+def descent(loss: Callable[[Any, jax.Array, jax.Array], jax.Array], params: Any, *, metric: bool = False) -> Case:
+    """A step of Adam on a pytree of parameters."""
     optimizer = optax.adam(1e-2)
-    params = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
 
     def step(params, opt, x, y):
-        loss, grads = jax.value_and_grad(lambda p: ((x @ p["w"] - y) ** 2).mean())(params)
+        value, grads = jax.value_and_grad(loss)(params, x, y)
         updates, opt = optimizer.update(grads, opt, params)
         # A metric of the update: moments influence a result that is no state, and are no parameters all the same.
-        norm = sum(jnp.abs(update).sum() for update in jax.tree.leaves(updates))
-        return optax.apply_updates(params, updates), opt, {"loss": loss, "norm": norm}
+        more = [sum(jnp.abs(update).sum() for update in jax.tree.leaves(updates))] if metric else []
+        return optax.apply_updates(params, updates), opt, value, more
 
     return step, (params, jax.eval_shape(optimizer.init, params), X, Y)
+
+
+def plain() -> Case:
+    weights = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
+    return descent(lambda p, x, y: ((x @ p["w"] - y) ** 2).mean(), weights, metric=True)
 
 
 def without_loss() -> Case:
@@ -49,11 +54,8 @@ def linen_state() -> Case:
         return TrainState.create(apply_fn=model.apply, params=model.init(key, x)["params"], tx=optimizer)
 
     def step(state, x, y):
-        def loss(params):
-            return ((state.apply_fn({"params": params}, x) - y) ** 2).mean()
-
-        value, grads = jax.value_and_grad(loss)(state.params)
-        return state.apply_gradients(grads=grads), value
+        grads = jax.grad(lambda params: ((state.apply_fn({"params": params}, x) - y) ** 2).mean())(state.params)
+        return state.apply_gradients(grads=grads), y.sum()
 
     return step, (jax.eval_shape(init, jax.random.key(0), X), X, Y)
 
@@ -70,30 +72,10 @@ def nnx_optimizer() -> Case:
     return step, (model, optimizer, X, Y)
 
 
-def haiku() -> Case:
-    hk = pytest.importorskip("haiku")
-    model, optimizer = hk.transform(lambda x: hk.Linear(4)(x)), optax.adam(1e-2)
-    params = jax.eval_shape(model.init, jax.random.key(0), X)
-
-    def step(params, opt, x, y):
-        loss, grads = jax.value_and_grad(lambda p: ((model.apply(p, None, x) - y) ** 2).mean())(params)
-        updates, opt = optimizer.update(grads, opt)
-        return optax.apply_updates(params, updates), opt, loss
-
-    return step, (params, jax.eval_shape(optimizer.init, params), X, Y)
-
-
 def equinox() -> Case:
     eqx = pytest.importorskip("equinox")
-    optimizer = optax.adam(1e-2)
     model = eqx.filter_eval_shape(eqx.nn.Linear, 6, 4, key=jax.random.key(0))
-
-    def step(model, opt, x, y):
-        loss, grads = eqx.filter_value_and_grad(lambda m: ((jax.vmap(m)(x) - y) ** 2).mean())(model)
-        updates, opt = optimizer.update(grads, opt)
-        return eqx.apply_updates(model, updates), opt, loss
-
-    return step, (model, jax.eval_shape(optimizer.init, model), X, Y)
+    return descent(lambda m, x, y: ((jax.vmap(m)(x) - y) ** 2).mean(), model)
 
 
 def actor_critic() -> Case:
@@ -117,7 +99,7 @@ def actor_critic() -> Case:
 
 @pytest.mark.parametrize(
     "case",
-    [plain, without_loss, linen_state, nnx_optimizer, haiku, equinox, actor_critic],
+    [plain, without_loss, linen_state, nnx_optimizer, equinox, actor_critic],
     ids=lambda case: case.__name__,
 )
 def test_moments_are_optimizer_state_and_weights_are_parameters(case: Callable[[], Case]) -> None:
@@ -132,24 +114,18 @@ def test_moments_are_optimizer_state_and_weights_are_parameters(case: Callable[[
 
 def test_fully_sharded_weights_that_are_gathered_are_neither_gradients_nor_activations() -> None:
     """Two square layers and a large batch: it is cheaper to gather the weights than to move activations."""
-    width, optimizer = 1024, optax.adam(1e-2)
+    width, batch = 1024, jax.ShapeDtypeStruct((65536, 1024), jnp.float32)
     params = {name: jax.ShapeDtypeStruct((width, width), jnp.float32) for name in ("a", "b")}
-    batch = jax.ShapeDtypeStruct((65536, width), jnp.float32)
-
-    def step(params, opt, x):
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(x @ p["a"]) @ p["b"]))(params)
-        updates, opt = optimizer.update(grads, opt)
-        return optax.apply_updates(params, updates), opt, loss
-
-    args = (params, jax.eval_shape(optimizer.init, params), batch)
-    plan = functools.partial(alpa_lite.make_plan, step, *args, cluster=Cluster.preset("h100", nodes=1))
-    memory = plan(method=alpa_lite.Zero(stage=3)).stages[0].memory
+    step, (*state, _, _) = descent(lambda p, x, y: jnp.mean(jnp.tanh(x @ p["a"]) @ p["b"]), params)
+    sharded, whole = (
+        alpa_lite.make_plan(step, *state, batch, Y, cluster=H100, method=method).stages[0].memory
+        for method in (alpa_lite.Zero(stage=3), alpa_lite.DataParallel())
+    )
     weight = 4 * width**2
-    assert memory.params <= 2 * 2 * weight / 8 + 64  # two shards, old and new
-    assert weight <= memory.gathered <= 2 * weight
-    assert memory.optimizer <= (2 * 2 * 2 + 1) * weight / 8 + 4096  # two moments of two weights, and one step
-    assert memory.gradients <= weight * 9 / 8 + 4096  # one at a time, before and after it is scattered
-    whole = plan(method=alpa_lite.DataParallel()).stages[0].memory
+    assert sharded.params <= 2 * 2 * weight / 8 + 64  # two shards, old and new
+    assert weight <= sharded.gathered <= 2 * weight
+    assert sharded.optimizer <= (2 * 2 * 2 + 1) * weight / 8 + 4096  # two moments of two weights, and one step
+    assert sharded.gradients <= weight * 9 / 8 + 4096  # one at a time, before and after it is scattered
     assert whole.gathered == 0
     assert whole.params >= 2 * weight and whole.optimizer >= 4 * weight and whole.gradients >= weight
 
@@ -161,16 +137,11 @@ def test_frozen_weights_have_a_row_of_their_own() -> None:
         value, grads = jax.value_and_grad(lambda w: jnp.mean((x @ base + x @ w["a"] @ w["b"]) ** 2))(lora)
         return jax.tree.map(lambda w, g: w - g, lora, grads), value
 
-    lora = {"a": jax.ShapeDtypeStruct((256, 8), jnp.float32), "b": jax.ShapeDtypeStruct((8, 256), jnp.float32)}
-    base, x = (jax.ShapeDtypeStruct((rows, 256), jnp.float32) for rows in (256, 4096))
+    shapes = {"a": (256, 8), "b": (8, 256), "base": (256, 256), "x": (4096, 256)}
+    arrays = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    lora = {name: arrays[name] for name in "ab"}
     plan = alpa_lite.make_plan(
-        step,
-        lora,
-        base,
-        x,
-        cluster=Cluster.preset("h100", nodes=1),
-        batch_argnums=(2,),
-        method=alpa_lite.DataParallel(),
+        step, lora, arrays["base"], arrays["x"], cluster=H100, batch_argnums=(2,), method=alpa_lite.DataParallel()
     )
     memory = plan.stages[0].memory
     assert memory.frozen == 4 * 256**2 and memory.params <= 4 * 4 * 256 * 8

@@ -1,4 +1,4 @@
-"""What the operations of a step say about its arguments: weights that do not come back are told from the batch."""
+"""Evidence of a step's operations about its arguments: weights that do not come back are told from the batch."""
 
 from __future__ import annotations
 
@@ -47,25 +47,21 @@ def against_targets(w: jax.Array, base: Any, batch: jax.Array) -> jax.Array:
     return -jnp.einsum("bc,bc->", jax.nn.log_softmax(batch @ w), base["a"])
 
 
-@pytest.mark.parametrize("loss", [adapted, transposed, scanned, looked_up])
-def test_weights_with_as_many_rows_as_there_are_examples_are_no_batch(loss):
-    found = roles(loss, {"a": jnp.ones((ROWS, ROWS))}, jnp.ones((ROWS, ROWS)))
-    assert found == {"state": "state", "base": "frozen", "batch": "batch"}
+def pairs(w: jax.Array, base: Any, batch: jax.Array) -> jax.Array:
+    """Rows of both are compared with one another, as data are."""
+    return jnp.mean((batch @ w @ base["a"].T) ** 2)
 
 
-def test_weights_of_other_sizes_are_no_batch():
-    found = roles(adapted, {"a": jnp.ones((ROWS, ROWS))}, jnp.ones((2 * ROWS, ROWS)))
-    assert found == {"state": "state", "base": "frozen", "batch": "batch"}
-
-
-def test_targets_that_are_summed_against_predictions_are_of_the_batch():
-    found = roles(against_targets, {"a": jnp.ones((ROWS, ROWS))}, jnp.ones((ROWS, ROWS)))
-    assert found == {"state": "state", "base": "batch", "batch": "batch"}
-
-
-def test_what_is_not_read_as_a_weight_is_data():
-    def pairs(w, base, batch):
-        return jnp.mean((batch @ w @ base["a"].T) ** 2)
-
-    found = roles(pairs, {"a": jnp.ones((8, ROWS))}, jnp.ones((2 * ROWS, ROWS)))
-    assert found == {"state": "state", "base": "batch", "batch": "batch"}
+@pytest.mark.parametrize(
+    ("loss", "shapes", "role"),
+    [
+        *[(loss, ((ROWS, ROWS), (ROWS, ROWS)), "frozen") for loss in (adapted, transposed, scanned, looked_up)],
+        (adapted, ((ROWS, ROWS), (2 * ROWS, ROWS)), "frozen"),
+        (against_targets, ((ROWS, ROWS), (ROWS, ROWS)), "batch"),
+        (pairs, ((8, ROWS), (2 * ROWS, ROWS)), "batch"),
+    ],
+)
+def test_weights_that_do_not_come_back_are_told_from_the_batch(loss, shapes, role):
+    """Though they have as many rows as there are examples."""
+    found = roles(loss, {"a": jnp.ones(shapes[0])}, jnp.ones(shapes[1]))
+    assert found == {"state": "state", "base": role, "batch": "batch"}

@@ -72,21 +72,15 @@ def test_nnx_objects_are_state_with_the_paths_of_nnx_state():
     jax.tree.map(np.testing.assert_array_equal, before, after)
 
 
-def whole(traced, out, leaves):
-    """The results of the user's step: those that are arguments as they came are no outputs of the graph."""
-    out = list(out)
-    for place, argument in traced.through:
-        out.insert(place, leaves[argument])
-    return jax.tree.unflatten(traced.out_tree, out)
-
-
-def run_in_place(fun, traced, *args):
-    """What the executor does: split, evaluate, merge."""
+def call_in_place(traced, args, kwargs):
+    """Split, evaluate and merge as the executor does."""
     tag = object()
     with nnx_modules.updating(tag):
-        leaves = jax.tree.leaves(nnx_modules.split_arguments(traced.calling.traced(args, {}), tag))
-        out = jax.jit(partial(evaluate, traced.graph))(leaves)
-        return nnx_modules.merge_results(whole(traced, out, leaves), tag)
+        leaves = jax.tree.leaves(nnx_modules.split_arguments(traced.calling.traced(args, kwargs), tag))
+        out = list(jax.jit(partial(evaluate, traced.graph))(leaves))
+        for place, argument in traced.through:  # results that are arguments as they came
+            out.insert(place, leaves[argument])
+        return nnx_modules.merge_results(jax.tree.unflatten(traced.out_tree, out), tag)
 
 
 def assert_same_objects(one, two):
@@ -96,20 +90,24 @@ def assert_same_objects(one, two):
     assert_equal(jax.tree.leaves(state_one), jax.tree.leaves(state_two))
 
 
+def assert_as_nnx_jit(step, make, calls=1):
+    """Calls a step and `nnx.jit` of it with arguments of `make()`; the traced step and its own arguments."""
+    (args, kwargs), (their_args, their_kwargs) = make(), make()
+    traced, jitted = trace(step, args, kwargs), nnx.jit(step)
+    for _ in range(calls):
+        got, want = call_in_place(traced, args, kwargs), jitted(*their_args, **their_kwargs)
+        assert_same_objects((got, args, kwargs), (want, their_args, their_kwargs))
+    return traced, args
+
+
 def test_nnx_objects_are_updated_as_nnx_jit_does():
     def make():
         model = Net(nnx.Rngs(0))
-        return model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)
+        return (model, nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param), BATCH), {}
 
-    ours, theirs = make(), make()
-    traced = trace(nnx_step, (*ours, BATCH), {})
-    tied = ours[0].tied
-    jitted = nnx.jit(nnx_step)
-    for _ in range(3):
-        np.testing.assert_array_equal(run_in_place(nnx_step, traced, *ours, BATCH), jitted(*theirs, BATCH))
-    assert_same_objects(ours, theirs)
-    assert ours[0].tied is tied is ours[0].layers[0]
-    assert int(ours[0].calls[...]) == 3
+    _, (model, *_) = assert_as_nnx_jit(nnx_step, make, calls=3)
+    assert model.tied is model.layers[0]
+    assert int(model.calls[...]) == 3
 
 
 def test_nnx_structure_that_changes_is_written_back():
@@ -119,12 +117,8 @@ def test_nnx_structure_that_changes_is_written_back():
         model.seen = nnx.Variable(batch["x"].sum())
         return model(batch["x"]).sum()
 
-    ours: Any = Net(nnx.Rngs(0))
-    theirs: Any = Net(nnx.Rngs(0))
-    traced = trace(step, (ours, BATCH), {})
-    np.testing.assert_array_equal(run_in_place(step, traced, ours, BATCH), nnx.jit(step)(theirs, BATCH))
-    assert_same_objects(ours, theirs)
-    assert ours.layers[1].deterministic and float(ours.seen[...]) == 48.0
+    _, (model, _) = assert_as_nnx_jit(step, lambda: ((Net(nnx.Rngs(0)), BATCH), {}))
+    assert model.layers[1].deterministic and float(model.seen[...]) == 48.0
 
 
 def test_nnx_objects_inside_containers_shared_between_arguments_and_returned():
@@ -140,21 +134,11 @@ def test_nnx_objects_inside_containers_shared_between_arguments_and_returned():
         pair = {"model": model, "layer": model.layers[0]}
         return (pair, BATCH), {"metrics": nnx.metrics.Average(), "rngs": nnx.Rngs(noise=3)}
 
-    (args, kwargs), (their_args, their_kwargs) = make(), make()
-    traced = trace(step, args, kwargs)
+    traced, _ = assert_as_nnx_jit(step, make)
     paths = list(roles(traced))
     assert len(paths) == len(set(paths))
     assert "pair['layer']['bias'].value" in paths and "rngs['noise']['count'].value" in paths
     assert "pair['model']['layers'][0]['bias'].value" not in paths  # shared: named once, where it is met first
-    tag = object()
-    assert traced.calling is not None
-    with nnx_modules.updating(tag):
-        leaves = jax.tree.leaves(nnx_modules.split_arguments(traced.calling.traced(args, kwargs), tag))
-        out = whole(traced, jax.jit(partial(evaluate, traced.graph))(leaves), leaves)
-        ours, layer = nnx_modules.merge_results(out, tag)
-    theirs, their_layer = nnx.jit(step)(*their_args, **their_kwargs)
-    np.testing.assert_array_equal(ours, theirs)
-    assert_same_objects((args[0], kwargs, layer), (their_args[0], their_kwargs, their_layer))
 
 
 def average_step(model, average, batch):
