@@ -21,11 +21,11 @@ from alpa_lite.errors import (
     TracingError,
     VerificationError,
 )
-from alpa_lite.kernels import register_rule
+from alpa_lite.ir.kernels import register_rule
 from alpa_lite.options import Auto, DataParallel, Manual, Off, Pipeline, Sharded, TensorParallel, Zero
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Collective
 from alpa_lite.processes.initialization import initialize
-from alpa_lite.records import Collective
 from alpa_lite.runtime.watchdog import Watchdog
 from alpa_lite.version import __version__
 

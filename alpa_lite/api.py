@@ -18,17 +18,19 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 import jax
 from jax.core import Tracer
 
-from alpa_lite import around, replanning
+from alpa_lite import around
 from alpa_lite.around import Call, Shardings
 from alpa_lite.cluster import Cluster
+from alpa_lite.compilation import replanning
+from alpa_lite.compilation.likeness import compile_alike
 from alpa_lite.compiler import Compiled, trace_again
 from alpa_lite.errors import OptionError
-from alpa_lite.likeness import compile_alike
+from alpa_lite.ir.timeline import Timeline
 from alpa_lite.lowered import Lowered
 from alpa_lite.options import Method, Off, Options, PlanOptions, StepOptions
 from alpa_lite.passes import checks
 from alpa_lite.passes.tracing import calls
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
 from alpa_lite.processes.divergence import ProgramPoint
 from alpa_lite.processes.failure_propagation import monitor
 from alpa_lite.processes.plan_broadcast import common_cluster, program_digest
@@ -43,7 +45,6 @@ from alpa_lite.runtime.prefetch import Prefetch
 from alpa_lite.runtime.sharded_init import ShardedInit
 from alpa_lite.runtime.signatures import NewSignature
 from alpa_lite.runtime.step import Executable, LoadOptions
-from alpa_lite.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from alpa_lite.api import ParallelStep
 from alpa_lite.errors import OptionError
+from alpa_lite.ir.paths import shown
 from alpa_lite.options import Off
-from alpa_lite.paths import shown
 from alpa_lite.processes.channel import Collective
 from alpa_lite.runtime.debug import reference
 from alpa_lite.runtime.debug.first_divergence import Difference

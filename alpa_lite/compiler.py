@@ -19,11 +19,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alpa_lite import _jax, kept, plan_cache
-from alpa_lite.asked import PlanRequest, Step
+from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
-from alpa_lite.gc_pause import reduced_gc
-from alpa_lite.graph import Traced
+from alpa_lite.compilation import kept, plan_cache
+from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.gc_pause import reduced_gc
+from alpa_lite.compilation.plan_replay import add_donation, check_memory, load_cached_plan, rebuild_stages, replay_plan
+from alpa_lite.compilation.runner import Passes, passes
+from alpa_lite.compilation.stack_chunk import with_large_stack_chunk
+from alpa_lite.ir.graph import Traced
 from alpa_lite.options import Options
 from alpa_lite.passes import checks, factors, plans, tracing
 from alpa_lite.passes.layers.residuals import reduce_residuals
@@ -34,13 +38,10 @@ from alpa_lite.passes.search.planner import search_plan
 from alpa_lite.passes.sharding import wishes, worth
 from alpa_lite.passes.tracing.jit_shardings import placed_arguments
 from alpa_lite.passes.tracing.manual_regions import check_regions
-from alpa_lite.pins import NO_PINS, Pins
-from alpa_lite.plan import Plan
-from alpa_lite.plan_replay import add_donation, check_memory, load_cached_plan, rebuild_stages, replay_plan
+from alpa_lite.plan.pins import NO_PINS, Pins
+from alpa_lite.plan.plan import Plan
 from alpa_lite.processes.plan_broadcast import PlanBroadcast
 from alpa_lite.report import log_messages
-from alpa_lite.runner import Passes, passes
-from alpa_lite.stack_chunk import with_large_stack_chunk
 
 logger = logging.getLogger(__name__)
 

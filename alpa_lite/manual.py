@@ -11,8 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from alpa_lite import _jax, paths
+from alpa_lite import _jax
 from alpa_lite.errors import OptionError
+from alpa_lite.ir import paths
 from alpa_lite.methods import (
     Auto,
     DataParallel,

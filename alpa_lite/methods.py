@@ -151,7 +151,7 @@ class Pipeline(Method):
     token_slices: tuple[int, ...] | Literal["auto"] | None = None
 
     def __post_init__(self) -> None:
-        from alpa_lite.schedules import NAMES
+        from alpa_lite.ir.schedules import NAMES
 
         stages = self.num_stages
         if stages is not None and (not isinstance(stages, int) or isinstance(stages, bool) or stages < 1):

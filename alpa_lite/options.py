@@ -21,7 +21,7 @@ from alpa_lite.manual import Manual, check_spec, method_from_json
 from alpa_lite.methods import STRATEGIES, Auto, DataParallel, Method, Off, Pipeline, Sharded, TensorParallel, Zero
 
 if TYPE_CHECKING:
-    from alpa_lite.plan import Plan
+    from alpa_lite.plan.plan import Plan
 
 __all__ = [
     "Auto",

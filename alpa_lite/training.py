@@ -17,11 +17,11 @@ import jax
 from alpa_lite import models
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
+from alpa_lite.ir.timeline import Timeline
 from alpa_lite.models import text as texts
 from alpa_lite.options import Method
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
 from alpa_lite.report import units
-from alpa_lite.timeline import Timeline
 
 VIRTUAL_DEVICES = 8
 """The number of CPU devices if there is no accelerator and the user gives no number."""

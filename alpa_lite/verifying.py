@@ -84,7 +84,7 @@ def report(plan_file: Path, step: NamedStep, target: str | None) -> dict[str, An
     from alpa_lite.compiler import compile_step
     from alpa_lite.options import Options
     from alpa_lite.passes.checks.verification import compiled_reports
-    from alpa_lite.plan import Plan
+    from alpa_lite.plan.plan import Plan
     from alpa_lite.runtime import aot
 
     plan = Plan.load(plan_file)

@@ -29,11 +29,12 @@ from scipy import stats
 from step_times import Run, alternating, timed
 
 import alpa_lite
-from alpa_lite import json_codec, models
+from alpa_lite import models
 from alpa_lite.calibration import measuring
 from alpa_lite.calibration.storing import Calibration
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Method
+from alpa_lite.plan import json_codec
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -44,9 +44,9 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
-from alpa_lite import schedules
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError
+from alpa_lite.ir import schedules
 from alpa_lite.runtime.debug import reference
 from benchmarks import random_further, random_operations, virtual_devices
 from benchmarks.differential_results import RESULTS, Counts, keep

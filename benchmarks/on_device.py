@@ -36,8 +36,8 @@ from alpa_lite import models
 from alpa_lite.calibration import fitting, measuring
 from alpa_lite.calibration.samples import PASSES, Sample
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.ir.attention import pairs
 
 Found = dict[str, Any]

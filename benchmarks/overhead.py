@@ -44,7 +44,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alpa_lite import Cluster, DataParallel, parallelize
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.ir.evaluation import evaluate_block
 from alpa_lite.passes.tracing.tracing import trace
 from alpa_lite.runtime.meshes import mesh_of

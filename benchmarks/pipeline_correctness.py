@@ -24,7 +24,7 @@ from typing import Any
 
 import jax
 
-from alpa_lite import schedules
+from alpa_lite.ir import schedules
 from benchmarks import kept_rows
 from tests import comparing, pipeline_driver, zoo
 

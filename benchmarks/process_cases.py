@@ -29,7 +29,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
-from alpa_lite import schedules
+from alpa_lite.ir import schedules
 from tests import comparing, pipeline_driver, zoo
 from tests.processes import worker
 

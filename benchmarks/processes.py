@@ -204,9 +204,9 @@ def timed_transfers(steps: int) -> dict[str, Any]:
     from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
     from alpa_lite.cluster import Cluster
-    from alpa_lite.layout import Layout, LogicalMesh
+    from alpa_lite.ir.layout import Layout, LogicalMesh
+    from alpa_lite.ir.program import Submesh
     from alpa_lite.passes.programs.transfers import plan_transfer
-    from alpa_lite.program import Submesh
     from alpa_lite.runtime.transfer_multihost import CrossProcessTransfer
 
     devices, half = jax.devices(), DEVICES // 2

@@ -39,8 +39,8 @@ def scores(folder: Path) -> list[str]:
 def products_table(rows: Sequence[Sequence[Any]]) -> list[str]:
     """A line for each device and dtype."""
     from alpa_lite.cluster import Cluster
-    from alpa_lite.cost import MeshCost
-    from alpa_lite.layout import LogicalMesh
+    from alpa_lite.cluster.cost import MeshCost
+    from alpa_lite.ir.layout import LogicalMesh
 
     lines = []
     for device, preset in DEVICES.items():

@@ -12,13 +12,13 @@ from typing import Any
 
 from alpa_lite import _jax, compiler
 from alpa_lite.api import make_options
-from alpa_lite.asked import PlanRequest, Step
-from alpa_lite.gc_pause import reduced_gc
+from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.gc_pause import reduced_gc
+from alpa_lite.compilation.runner import passes
 from alpa_lite.passes import factors
 from alpa_lite.passes.search.planner import search_plan
 from alpa_lite.passes.sharding import wishes
-from alpa_lite.pins import NO_PINS
-from alpa_lite.runner import passes
+from alpa_lite.plan.pins import NO_PINS
 
 
 class Textbook:

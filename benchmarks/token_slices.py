@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.stages.token_slices import TokenSlices, cut
 
 RESULTS = Path(__file__).parent / "results"

@@ -25,12 +25,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from alpa_lite import presets
-from alpa_lite.cluster import Cluster
+from alpa_lite.cluster import Cluster, presets
 from alpa_lite.errors import OptionError, PlanError
+from alpa_lite.ir.program import Submesh
 from alpa_lite.passes.programs.staged import Staged
-from alpa_lite.plan import Plan
-from alpa_lite.program import Submesh
+from alpa_lite.plan.plan import Plan
 from alpa_lite.runtime.load import load
 from alpa_lite.runtime.step import LoadOptions
 

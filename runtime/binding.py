@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from alpa_lite.graph import Traced
-from alpa_lite.paths import shown
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.paths import shown
 from alpa_lite.report import units
 from alpa_lite.runtime import global_array, placement
 from alpa_lite.runtime.placement import DeviceCopies, is_placed

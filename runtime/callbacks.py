@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.errors import ExecutionError, OptionError
-from alpa_lite.graph import Op
+from alpa_lite.ir.graph import Op
 from alpa_lite.passes.lowering.program import Instruction, Reshard
 from alpa_lite.processes.failure_propagation import monitor
 

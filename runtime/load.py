@@ -7,7 +7,7 @@ from dataclasses import replace
 from alpa_lite.passes import lowering
 from alpa_lite.passes.lowering import emission
 from alpa_lite.passes.programs.staged import Staged
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
 from alpa_lite.runtime import callbacks
 from alpa_lite.runtime.meshes import mesh_of
 from alpa_lite.runtime.pipeline import PipelineExecutable

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from alpa_lite.errors import PlanError
-from alpa_lite.layout import LogicalMesh
-from alpa_lite.program import Submesh
+from alpa_lite.ir.layout import LogicalMesh
+from alpa_lite.ir.program import Submesh
 
 _planned: set[Mesh] = set()  # those that this module has made; a program has a few
 

@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.graph import Traced
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.paths import shown
 from alpa_lite.passes.ir.invalid import origin
-from alpa_lite.paths import shown
 from alpa_lite.runtime import global_array
 from alpa_lite.runtime.ownership import Owned
 

@@ -34,8 +34,8 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.errors import DonatedError
-from alpa_lite.graph import Argument
-from alpa_lite.paths import shown
+from alpa_lite.ir.graph import Argument
+from alpa_lite.ir.paths import shown
 
 
 class Owned:

@@ -36,14 +36,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import ExecutionError, PlanError
-from alpa_lite.graph import Traced
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.program import Free, Instruction, Program, Receive, Run, Send, describe
+from alpa_lite.ir.timeline import Timeline
 from alpa_lite.passes.lowering.program import Instruction as StageInstruction
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs import transfers
 from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages import functions
 from alpa_lite.processes import ordering
-from alpa_lite.program import Free, Instruction, Program, Receive, Run, Send, describe
 from alpa_lite.runtime import callbacks, global_array, meshes, placement, watchdog
 from alpa_lite.runtime.binding import Buffers
 from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker
@@ -53,7 +54,6 @@ from alpa_lite.runtime.stacked import StackedLeaves
 from alpa_lite.runtime.step import Executable, LoadOptions
 from alpa_lite.runtime.transfer import Transfer
 from alpa_lite.runtime.transfer_multihost import CrossProcessTransfer
-from alpa_lite.timeline import Timeline
 
 Watch = Callable[[int, Sequence[Any]], None]
 """Called after each item of the dispatch loop with its number and all buffers."""

@@ -25,10 +25,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from alpa_lite.ir.program import Free, Program, Run, Send
+from alpa_lite.ir.timeline import Timeline
 from alpa_lite.passes.programs import simulation
-from alpa_lite.program import Free, Program, Run, Send
 from alpa_lite.runtime import global_array
-from alpa_lite.timeline import Timeline
 
 Track = tuple[int, int]
 """A submesh and -1, or a link: source and destination."""

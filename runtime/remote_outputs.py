@@ -20,8 +20,8 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.graph import Traced
-from alpa_lite.program import Buffer, Program
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.program import Buffer, Program
 from alpa_lite.runtime import backpressure, global_array
 from alpa_lite.runtime.compile import compile_lowered
 from alpa_lite.runtime.transfer_multihost import assembled

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.graph import Graph, Lit
+from alpa_lite.ir.graph import Graph, Lit
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.tracing import conversion, nnx_modules, static_leaves

@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Lit, Traced
+from alpa_lite.ir.graph import Lit, Traced
 from alpa_lite.passes.tracing.arguments import donated_leaves
-from alpa_lite.pins import layout_of_spec
+from alpa_lite.plan.pins import layout_of_spec
 from alpa_lite.runtime import callbacks, global_array, placement
 from alpa_lite.runtime.binding import Buffers
 from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker

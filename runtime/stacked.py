@@ -20,8 +20,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.graph import Bounds, Pieces, Traced
-from alpa_lite.program import Program
+from alpa_lite.ir.graph import Bounds, Pieces, Traced
+from alpa_lite.ir.program import Program
 from alpa_lite.runtime import global_array, placement
 from alpa_lite.runtime.signatures import STRUCTURE, NewSignature, check_leaf
 

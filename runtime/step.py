@@ -31,7 +31,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
-from alpa_lite.graph import Pieces, Stacked, Traced
+from alpa_lite.ir.graph import Pieces, Stacked, Traced
 from alpa_lite.passes.tracing import calls, nnx_modules
 from alpa_lite.runtime import nans, ownership, placement
 from alpa_lite.runtime.binding import ArgumentBinder, Buffers

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from alpa_lite import graph, schedules
 from alpa_lite.cluster import Cluster
-from alpa_lite.graph import Traced
+from alpa_lite.ir import graph, schedules
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.schedules import Schedule
 from alpa_lite.options import Sharded
 from alpa_lite.passes.factors import rules_of
 from alpa_lite.passes.layers import division
@@ -32,7 +33,6 @@ from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.passes.tokens import in_slices
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.runtime.pipeline import PipelineExecutable
-from alpa_lite.schedules import Schedule
 from tests import comparing
 
 DEVICES = {1: (8,), 2: (4, 4), 3: (2, 2, 4), 4: (2, 2, 2, 2), 8: (1,) * 8}

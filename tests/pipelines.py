@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from alpa_lite import schedules
-from alpa_lite.layout import Layout, LogicalMesh
-from alpa_lite.program import (
+from alpa_lite.ir import schedules
+from alpa_lite.ir.layout import Layout, LogicalMesh
+from alpa_lite.ir.program import (
     Buffer,
     Executable,
     Free,
@@ -19,7 +19,7 @@ from alpa_lite.program import (
     Submesh,
     Transfer,
 )
-from alpa_lite.schedules import Schedule, Task
+from alpa_lite.ir.schedules import Schedule, Task
 
 FLOAT = np.dtype("float32")
 

@@ -6,10 +6,11 @@ import dataclasses
 
 from jax.sharding import PartitionSpec as P
 
-from alpa_lite import schedules
 from alpa_lite.cluster import Cluster
-from alpa_lite.plan import Plan
-from alpa_lite.records import (
+from alpa_lite.ir import schedules
+from alpa_lite.ir.timeline import Event, Timeline
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import (
     Alternative,
     Candidate,
     Collective,
@@ -22,7 +23,6 @@ from alpa_lite.records import (
     Solver,
     Stage,
 )
-from alpa_lite.timeline import Event, Timeline
 
 WIDTH, VOCABULARY, LAYERS = 768, 50304, 12
 MESH = ((4, 2), ("data", "model"))

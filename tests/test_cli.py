@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from alpa_lite.cli import app
 from alpa_lite.cluster import Cluster
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
 from tests.plans import gpt_plan, small_plan
 
 runner = CliRunner()

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite import presets
-from alpa_lite.cluster import ALLOCATOR_RESERVE, DEVICE_RESERVE, HOST_RESERVE, Cluster, Dispatch, Link
+from alpa_lite.cluster import ALLOCATOR_RESERVE, DEVICE_RESERVE, HOST_RESERVE, Cluster, Dispatch, Link, presets
+from alpa_lite.cluster.topology import decompose, fit_sizes, mesh_shapes
 from alpa_lite.errors import OptionError
-from alpa_lite.topology import decompose, fit_sizes, mesh_shapes
 
 SMALL = Cluster(
     device="x", devices_per_node=4, nodes=2, memory=1000, peak_flops={"f32": 1e12, "bf16": 4e12},

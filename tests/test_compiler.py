@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 import alpa_lite
-from alpa_lite import compiler, runner
+from alpa_lite import compiler
 from alpa_lite.api import make_options, make_plan
 from alpa_lite.cluster import Cluster, Dispatch, Link
+from alpa_lite.compilation import runner
 from alpa_lite.errors import InfeasibleError, OptionError, OrderError, PlanError
 from alpa_lite.options import Auto, DataParallel, Pipeline, Sharded, TensorParallel, Zero
 from alpa_lite.passes.checks import verification

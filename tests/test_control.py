@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite import DataParallel, Manual, OptionError, Pipeline, Sharded
+from alpa_lite.ir.paths import shown
 from alpa_lite.methods import STRATEGIES
-from alpa_lite.paths import shown
 
 X = jnp.linspace(-1, 1, 16 * 8).reshape(16, 8)
 

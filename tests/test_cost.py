@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alpa_lite.cluster import Cluster, Curve, Link
-from alpa_lite.cost import MeshCost
+from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import OptionError
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
 FAST, SLOW = 1e10, 1e9

@@ -27,7 +27,7 @@ for _module, _path in KNOWN.items():
     for _name in re.findall(r"^class (\w+)\b", _path.read_text(), re.MULTILINE):
         CLASSES.setdefault(_name, []).append(_module)
 BY_INSTANCE = {
-    "plan": "alpa_lite.plan.Plan",
+    "plan": "alpa_lite.plan.plan.Plan",
     "step": "alpa_lite.api.ParallelStep",
     "nn": "flax.linen",
     "nnx": "flax.nnx",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from alpa_lite import gc_pause
+from alpa_lite.compilation import gc_pause
 from alpa_lite.errors import OptionError
 from alpa_lite.processes import effects
 

@@ -15,11 +15,11 @@ import alpa_lite
 from alpa_lite import compiler, models
 from alpa_lite.compiler import Compiled
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, OptionError
-from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.ir.layout import Layout, LogicalMesh
 from alpa_lite.options import Options, Pipeline
 from alpa_lite.passes.tracing.tracing import trace
-from alpa_lite.pins import Pin, Pins, places
-from alpa_lite.plan import Plan
+from alpa_lite.plan.pins import Pin, Pins, places
+from alpa_lite.plan.plan import Plan
 from alpa_lite.runtime import load
 from tests.comparing import assert_close
 from tests.gallery import local, sgd

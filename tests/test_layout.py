@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 
-from alpa_lite.layout import Layout, LogicalMesh, local_shape, replicated, reshard_steps
+from alpa_lite.ir.layout import Layout, LogicalMesh, local_shape, replicated, reshard_steps
 from alpa_lite.passes.lowering import emission, program
 
 MESH = LogicalMesh((2, 2, 2), ("x", "y", "z"))

@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite import DataParallel, Manual, OptionError, Pipeline, Sharded, Zero
+from alpa_lite.ir.paths import shown
 from alpa_lite.manual import matches
 from alpa_lite.options import Auto, method_from_json
-from alpa_lite.paths import shown
 from tests.comparing import assert_close
 from tests.gallery import linen_step, nnx_step, train_state
 from tests.marks import slow

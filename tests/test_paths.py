@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alpa_lite import paths
+from alpa_lite.ir import paths
 
 TREE = {"a": [1, {"it's": 2, "x]y": 3, "p.q": 4}], "b/c": (5, {0: 6, 1: 7}, {("x", 1): 8})}
 STORED = [f"s{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(({"a": TREE},))]

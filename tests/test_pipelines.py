@@ -20,7 +20,7 @@ import optax
 import pytest
 
 import alpa_lite
-from alpa_lite import schedules
+from alpa_lite.ir import schedules
 from tests import comparing, pipeline_driver, zoo
 from tests.gallery import descent, layers, rows
 from tests.marks import one_in, slow

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
-from alpa_lite import plan as plan_module
-from alpa_lite import records
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import PlanError
-from alpa_lite.plan import Plan
-from alpa_lite.timeline import Event, Timeline
+from alpa_lite.ir.timeline import Event, Timeline
+from alpa_lite.plan import plan as plan_module
+from alpa_lite.plan import records
+from alpa_lite.plan.plan import Plan
 from tests.plans import gpt_plan, small_plan
 
 AXES = ("x", "y", "z")

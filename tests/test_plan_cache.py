@@ -18,10 +18,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
-from alpa_lite import plan_cache
+from alpa_lite.compilation import plan_cache
 from alpa_lite.passes.sharding.solver import solve
-from alpa_lite.plan import Plan
-from alpa_lite.records import Stage
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Stage
 from tests.gallery import f32
 
 H100 = alpa_lite.Cluster.preset("h100", nodes=1)
@@ -177,7 +177,7 @@ def test_a_file_that_cannot_be_used_is_written_anew(damage, message, tmp_path, c
     good = path.read_text()
     path.write_text(damage(good))
     solver.clear()
-    with caplog.at_level(logging.WARNING, "alpa_lite.plan_cache"):
+    with caplog.at_level(logging.WARNING, "alpa_lite.compilation.plan_cache"):
         same(first, planned(tmp_path, method=method), "solver")
     assert solver and message in caplog.text and str(path) in caplog.text
     solver.clear()
@@ -205,7 +205,7 @@ def test_the_environment_names_the_directory_and_a_bad_one_only_warns(tmp_path, 
     assert len(os.listdir(tmp_path / "given")) == 1
     file = tmp_path / "file"
     file.write_text("")
-    with caplog.at_level(logging.WARNING, "alpa_lite.plan_cache"):
+    with caplog.at_level(logging.WARNING, "alpa_lite.compilation.plan_cache"):
         planned(file / "below")
     assert "cannot be kept" in caplog.text
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from alpa_lite import program as programs
-from alpa_lite import schedules
 from alpa_lite.errors import PlanError
-from alpa_lite.program import Free, Instruction, Program, Receive, Run, Send
+from alpa_lite.ir import program as programs
+from alpa_lite.ir import schedules
+from alpa_lite.ir.program import Free, Instruction, Program, Receive, Run, Send
 from tests.pipelines import every, toy
 
 

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import alpa_lite
-from alpa_lite import likeness
+from alpa_lite.compilation import likeness
 from tests.comparing import assert_close
 from tests.gallery import sgd, train_state
 from tests.marks import slow_but, slow_one_in

@@ -14,8 +14,8 @@ import jax
 import pytest
 
 import alpa_lite
+from alpa_lite.ir.program import peak_bytes
 from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.program import peak_bytes
 from tests import comparing, pipeline_driver, zoo_linen, zoo_nnx
 
 MODELS = {"linen": zoo_linen.gpt, "nnx": zoo_nnx.gpt}

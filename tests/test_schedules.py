@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite import schedules
 from alpa_lite.errors import OptionError, PlanError
-from alpa_lite.schedules import Schedule, Task
-from alpa_lite.timeline import Timeline
+from alpa_lite.ir import schedules
+from alpa_lite.ir.schedules import Schedule, Task
+from alpa_lite.ir.timeline import Timeline
 from tests.marks import only
 
 MOST_MESHES, MOST_MICROBATCHES = 16, 64

@@ -17,7 +17,8 @@ import pytest
 from flax import nnx
 
 import alpa_lite
-from alpa_lite import api, likeness
+from alpa_lite import api
+from alpa_lite.compilation import likeness
 from alpa_lite.errors import SignatureError
 from alpa_lite.passes.tracing import calls, trace
 from alpa_lite.runtime.signatures import NewSignature

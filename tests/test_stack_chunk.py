@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from alpa_lite.stack_chunk import with_large_stack_chunk
+from alpa_lite.compilation.stack_chunk import with_large_stack_chunk
 
 DEPTHS, CALLS = range(0, 400, 2), 200
 

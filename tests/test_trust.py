@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from alpa_lite import trust
-from alpa_lite.cluster import Cluster, Link
+from alpa_lite.cluster import Cluster, Link, trust
 from tests.plans import gpt_plan
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite import DataParallel, OptionError, Pipeline, Sharded
-from alpa_lite.paths import shown
+from alpa_lite.ir.paths import shown
 from tests.comparing import assert_close
 from tests.gallery import linen_step, nnx_step, sgd, train_state
 from tests.marks import slow

@@ -30,8 +30,8 @@ from scipy.optimize import nnls
 
 from alpa_lite.calibration.samples import PASSES, Sample
 from alpa_lite.cluster import Cluster, Curve, Dispatch, Link
-from alpa_lite.cost import MeshCost
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.layout import LogicalMesh
 
 TILES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """The tiles that are tried."""

@@ -28,7 +28,7 @@ from alpa_lite.calibration.samples import Grid, Sample
 from alpa_lite.calibration.storing import Calibration
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
-from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.ir.layout import Axes, LogicalMesh
 
 COMPILING = 0.6
 """The share of the time in which cases are compiled; cases not compiled by then are left out."""

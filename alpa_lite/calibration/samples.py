@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import CollectiveKind, MeshCost
-from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.cluster.cost import CollectiveKind, MeshCost
+from alpa_lite.ir.layout import Axes, LogicalMesh
 
 Figure = Literal["product", "sustained", "elementwise", "kernel", "attention", "collective", "run", "transfer"]
 """The quantity that a sample measures.

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alpa_lite import json_codec
 from alpa_lite.calibration import files
 from alpa_lite.calibration.fitting import Fit
 from alpa_lite.calibration.samples import Sample
 from alpa_lite.cluster import Cluster
+from alpa_lite.plan import json_codec
 
 
 @dataclass(frozen=True)

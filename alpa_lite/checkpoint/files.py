@@ -14,7 +14,7 @@ import jax
 from etils import epath
 
 from alpa_lite.errors import CheckpointError
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
 from alpa_lite.version import __version__
 
 FORMAT, STATE, METADATA, CHECKSUMS = "alpa_lite.checkpoint", "state", "metadata/metadata", "checksums.json"

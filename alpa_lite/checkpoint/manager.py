@@ -16,7 +16,7 @@ from alpa_lite.checkpoint.files import Metadata, read_metadata
 from alpa_lite.checkpoint.leaves import OtherModelError, Template
 from alpa_lite.checkpoint.saving import Save, create_collective
 from alpa_lite.errors import CheckpointError, OptionError
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
 from alpa_lite.processes.channel import describe_error
 
 logger = logging.getLogger(__name__)

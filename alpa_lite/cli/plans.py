@@ -99,7 +99,7 @@ def show(
     ] = None,
 ) -> None:
     """Print a plan: what was chosen, what it yields, and how other methods would do; with --full everything."""
-    from alpa_lite.plan import Plan
+    from alpa_lite.plan.plan import Plan
     from alpa_lite.report import summary, text
 
     found = Plan.load(file)
@@ -147,7 +147,7 @@ def verify(
     cuda-verify.
     """
     from alpa_lite import steps, verifying
-    from alpa_lite.plan import Plan
+    from alpa_lite.plan.plan import Plan
     from alpa_lite.report import compiled
 
     Plan.load(file)
@@ -181,13 +181,13 @@ def explain(
     ],
 ) -> None:
     """Explain the sharding of an argument or operation, and which changes would make another choice win."""
-    from alpa_lite.plan import Plan
+    from alpa_lite.plan.plan import Plan
 
     base.console().print(Plan.load(file).explain(path))
 
 
 def diff(before: options.PlanFile, after: options.PlanFile) -> None:
     """Compare two plans: mesh, shardings, collectives, memory, times."""
-    from alpa_lite.plan import Plan
+    from alpa_lite.plan.plan import Plan
 
     base.console().print(Plan.load(before).diff(Plan.load(after)))

@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 from alpa_lite.errors import PlanError
-from alpa_lite.program import Instruction, Program, Receive, Run, Send, describe
+from alpa_lite.ir.program import Instruction, Program, Receive, Run, Send, describe
 
 Task = tuple[int, int]
 """An instruction of a program: its submesh, and its position in that submesh's list."""

@@ -22,18 +22,18 @@ from typing import Any
 
 import jax
 
-from alpa_lite import plan_cache
-from alpa_lite.asked import PlanRequest, Step
 from alpa_lite.cluster import Cluster
+from alpa_lite.compilation import plan_cache
+from alpa_lite.compilation.asked import PlanRequest, Step
 from alpa_lite.errors import ProcessError
+from alpa_lite.ir.paths import shown
+from alpa_lite.ir.program import Program
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.programs.staged import Staged
-from alpa_lite.paths import shown
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
 from alpa_lite.processes.channel import Collective
 from alpa_lite.processes.failure_propagation import monitor
 from alpa_lite.processes.initialization import check_joined
-from alpa_lite.program import Program
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
 
-from alpa_lite.figures import Held
-from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.plan.figures import Held
+from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.report import grouping, units
 from alpa_lite.report.places import Place
 from alpa_lite.report.tables import Column, Nested, Table

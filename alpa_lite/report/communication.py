@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from alpa_lite.records import Collective
+from alpa_lite.plan.records import Collective
 from alpa_lite.report import grouping, units
 from alpa_lite.report.tables import Column, Table
 

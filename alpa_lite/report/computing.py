@@ -2,7 +2,7 @@
 
 An operation computes for max(FLOPs / rate, bytes / bandwidth) seconds, and waits for its collectives: those that bring
 its operands into their layouts, and those that it issues. A collective takes alpha + bytes * beta, its latency and its
-time on links (`alpa_lite.cost`). The largest of the four terms is what bounds the operation; what it takes is
+time on links (`alpa_lite.cluster.cost`). The largest of the four terms is what bounds the operation; what it takes is
 
     max(FLOPs, bytes) + links + latency    where latency has the starts of kernels
 """
@@ -14,8 +14,8 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 
-from alpa_lite.figures import Spending
-from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.plan.figures import Spending
+from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.report import stages, units
 from alpa_lite.report.places import Place
 from alpa_lite.report.tables import Column, Nested, Table

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
-from alpa_lite import paths
 from alpa_lite.errors import PlanError
-from alpa_lite.figures import Spending
-from alpa_lite.records import Alternative, Decision, Leaf, Replicated, Stage
-from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.ir import paths
+from alpa_lite.plan.figures import Spending
+from alpa_lite.plan.records import Alternative, Decision, Leaf, Replicated, Stage
+from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.report import break_even, computing, console, grouping, stages, units
 from alpa_lite.report.sections import type_text
 from alpa_lite.report.tables import Column, Nested, Section, Table
@@ -35,7 +35,7 @@ def explain(plan: Plan, name: str) -> str:
     One match is explained, and the others are listed after it. A name is tried as each of these in turn, and the first
     that matches anything decides:
 
-    1. the whole path of an argument, in either notation (`alpa_lite.paths`);
+    1. the whole path of an argument, in either notation (`alpa_lite.ir.paths`);
     2. the last keys of a path: `mlp/up/kernel`;
     3. the same without indices: `layers/mlp/up/kernel` for `layers/3/mlp/up/kernel`, `h/mlp/up/kernel` for `h_3/...`;
     4. the name or the key of an operation;

@@ -2,7 +2,7 @@
 
 Two steps. Paths that differ only in numbers, and agree in everything shown, become one row; the numbers that vary are
 written as a range. Then rows that differ in one key (`q`, `k`, `v`) become one row, `{q,k,v}`. Paths come in as they
-are stored and go out as they are printed (`alpa_lite.paths`).
+are stored and go out as they are printed (`alpa_lite.ir.paths`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from alpa_lite.paths import shown, tokens
-from alpa_lite.records import Leaf
+from alpa_lite.ir.paths import shown, tokens
+from alpa_lite.plan.records import Leaf
 
 _NUMBER = re.compile(r"\d+")
 _SHOWN = 5  # names in braces before the rest is only counted

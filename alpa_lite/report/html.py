@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jinja2
 from rich.text import Text
 
-from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.report import summary, text, units
 from alpa_lite.report.tables import Bar, Blocks, Branch, Grid, Legend, Nested, Section, Sentence, Table
 

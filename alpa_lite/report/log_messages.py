@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 
-from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.report import strategy_names, summary, units
 
 _LAPS = 3  # the longest of them are named

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 
-from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.report import stages, units
 from alpa_lite.report.places import Place
 from alpa_lite.report.tables import Bar, Column, Nested, Part, Table

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 from jax.sharding import PartitionSpec
 
-from alpa_lite.records import Leaf, Stage, spec_axes
-from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.ir.timeline import Event, Timeline
+from alpa_lite.plan.records import Leaf, Stage, spec_axes
+from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.report import stages, timeline, units
 from alpa_lite.report.tables import Bar, Block, Blocks, Column, Grid, Legend, Part, Table
-from alpa_lite.timeline import Event, Timeline
 
 _MAX_COLUMNS = 16  # devices in a row of a mesh of one axis
 _MAX_BLOCKS = 16

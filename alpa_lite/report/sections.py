@@ -15,9 +15,9 @@ from typing import Any
 
 from rich.text import Text
 
-from alpa_lite import schedules
-from alpa_lite.records import Leaf, Stage
-from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.ir import schedules
+from alpa_lite.plan.records import Leaf, Stage
+from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.report import communication, grouping, pictures, stages, timeline, units
 from alpa_lite.report.tables import Bar, Column, Legend, Part, Section, Table, tree
 

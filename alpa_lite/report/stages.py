@@ -16,8 +16,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from alpa_lite.records import PlanRecord as Plan
-from alpa_lite.records import Replicated, Stage
+from alpa_lite.plan.records import PlanRecord as Plan
+from alpa_lite.plan.records import Replicated, Stage
 from alpa_lite.report import units
 
 KINDS = ("params", "frozen", "gathered", "gradients", "optimizer")

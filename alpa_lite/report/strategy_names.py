@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from alpa_lite.figures import AxisUse
-from alpa_lite.records import PlanRecord as Plan
-from alpa_lite.records import Stage
+from alpa_lite.plan.figures import AxisUse
+from alpa_lite.plan.records import PlanRecord as Plan
+from alpa_lite.plan.records import Stage
 from alpa_lite.report import stages, units
 from alpa_lite.report.tables import Sentence
 

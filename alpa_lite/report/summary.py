@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from rich.console import Group
 from rich.text import Text
 
-from alpa_lite import trust
-from alpa_lite.figures import Comparison
-from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.cluster import trust
+from alpa_lite.plan.figures import Comparison
+from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.report import computing, console, stages, strategy_names, text, units
 from alpa_lite.report.tables import Block, Column, Row, Section, Sentence, Table
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rich.text import Text
 
-from alpa_lite.paths import shown
+from alpa_lite.ir.paths import shown
 from alpa_lite.report import grouping, units
 
 Only = Literal["", "terminal", "page"]

@@ -8,8 +8,8 @@ from operator import attrgetter
 from rich.console import Group
 from rich.text import Text
 
-from alpa_lite.records import Candidate, Solver
-from alpa_lite.records import PlanRecord as Plan
+from alpa_lite.plan.records import Candidate, Solver
+from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.report import activations, computing, console, modules, sections, stages, units
 from alpa_lite.report.tables import Block, Column, Legend, Section, Sentence, Table
 

@@ -19,10 +19,10 @@ from pathlib import Path
 
 from rich.text import Text
 
-from alpa_lite import schedules
+from alpa_lite.ir import schedules
+from alpa_lite.ir.schedules import Schedule
+from alpa_lite.ir.timeline import Event, Timeline
 from alpa_lite.report import units
-from alpa_lite.schedules import Schedule
-from alpa_lite.timeline import Event, Timeline
 
 WIDTH = 100
 _GAP = " ⋯ "

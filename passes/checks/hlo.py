@@ -39,13 +39,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from alpa_lite.errors import VerificationError
-from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.ir.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks import slices
 from alpa_lite.passes.checks.hlo_text import HloCollective, item_bits, read_hlo
 from alpa_lite.passes.checks.matching import paired
 from alpa_lite.passes.checks.redundancy import REASONS, Redundancy, redundant_collectives
 from alpa_lite.passes.checks.shardy import Key, describe, totals
-from alpa_lite.records import Collective
+from alpa_lite.plan.records import Collective
 
 _Planned = tuple[Key, int | None]
 """Planned executions whose items have a width in bits; None if the lowered module does not say."""

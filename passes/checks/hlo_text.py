@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.ir.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks.reading import is_unknown_loop
 from alpa_lite.passes.checks.replica_groups import axes_from_pairs, axes_from_text, parse_groups
 

@@ -8,7 +8,7 @@ from typing import Any
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
-from alpa_lite.layout import Axes
+from alpa_lite.ir.layout import Axes
 from alpa_lite.passes.checks.reading import (
     axes_of,
     callee,

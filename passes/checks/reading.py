@@ -10,7 +10,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import sdy
 
 from alpa_lite import _jax
-from alpa_lite.layout import Axes
+from alpa_lite.ir.layout import Axes
 from alpa_lite.passes.ir.evaluation import UNKNOWN_TRIPS
 
 _UNKNOWN_LOOP = re.compile(rf'{UNKNOWN_TRIPS}\)*/while"')

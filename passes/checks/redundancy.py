@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from jax.extend.mlir import ir
 
 from alpa_lite import _jax
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks.reading import callee, functions_of, is_public, item_bits, trip_count
 from alpa_lite.passes.checks.shardy import WRITTEN, Key, read_collective
 

@@ -23,7 +23,7 @@ import re
 
 import numpy as np
 
-from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.ir.layout import Axes, LogicalMesh
 
 _INT = re.compile(r"-?\d+")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")

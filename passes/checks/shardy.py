@@ -34,7 +34,7 @@ from jax.extend.mlir import ir, passmanager
 from jax.interpreters import mlir
 
 from alpa_lite.errors import VerificationError
-from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.ir.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks.hollow import hollow
 from alpa_lite.passes.checks.reading import (
     callee,
@@ -47,7 +47,7 @@ from alpa_lite.passes.checks.reading import (
     trip_count,
 )
 from alpa_lite.passes.checks.replica_groups import axes_from_pairs, axes_from_text, normal_axes
-from alpa_lite.records import Collective
+from alpa_lite.plan.records import Collective
 
 Key = tuple[str, Axes, int]
 """Kind, axes and bytes of a collective."""

@@ -22,12 +22,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.ir.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks.hlo_text import HloCollective
 from alpa_lite.passes.checks.redundancy import Redundancy
 from alpa_lite.passes.checks.replica_groups import normal_axes
 from alpa_lite.passes.checks.shardy import Key
-from alpa_lite.records import Collective
+from alpa_lite.plan.records import Collective
 
 SUMS = ("all_reduce", "reduce_scatter")
 """Kinds whose transfers carry a device's part of the sum over its slice, not a block of its own."""

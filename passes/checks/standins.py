@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 
-from alpa_lite import _jax, kernels
-from alpa_lite.kernels import KERNEL, Kernel, Types
+from alpa_lite import _jax
+from alpa_lite.ir import kernels
+from alpa_lite.ir.kernels import KERNEL, Kernel, Types
 
 _PRINTS = frozenset({"debug_callback", "debug_print"})
 """Callbacks without results, which have nothing inside that could be checked."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from alpa_lite import graph, program, schedules
-from alpa_lite.graph import Lit, Traced
+from alpa_lite.ir import graph, program, schedules
+from alpa_lite.ir.graph import Lit, Traced
+from alpa_lite.ir.schedules import Schedule
 from alpa_lite.passes.layers.division import Divided, Divisible
 from alpa_lite.passes.layers.types import Assignment, Layering
 from alpa_lite.passes.lowering.program import LocalProgram, Loop, reads, writes
@@ -15,7 +16,6 @@ from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.staging import StageGraph
-from alpa_lite.schedules import Schedule
 
 
 def check(value: Any) -> None:

@@ -18,9 +18,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.cost import MeshCost
+from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import VerificationError
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks.hlo import HloReport, compare_hlo
 from alpa_lite.passes.checks.shardy import check_shardy, collectives_of_shardy
 from alpa_lite.passes.checks.standins import StandIns
@@ -30,8 +30,8 @@ from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.stages import functions
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.segments import Segment
-from alpa_lite.plan import Plan
-from alpa_lite.records import Collective
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Collective
 from alpa_lite.report import units
 
 

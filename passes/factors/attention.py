@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from alpa_lite import notation
-from alpa_lite.notation import Notation, Reduction, Tensor
+from alpa_lite.ir import notation
+from alpa_lite.ir.notation import Notation, Reduction, Tensor
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.factors.base import Call, opaque, shape
-from alpa_lite.strategy import Rule
 
 _ROWS: tuple[Tensor, Tensor] = ((("b",), ("t",), ("k", "g"), ("d",)), (("b",), ("k", "g"), ("t",), ("d",)))
 _KEYS: tuple[Tensor, Tensor] = ((("b",), ("s",), ("k",), ("d",)), (("b",), ("k",), ("s",), ("d",)))

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from alpa_lite.strategy import Factor, FactorKind, Rule
+from alpa_lite.ir.strategy import Factor, FactorKind, Rule
 
 Dim = tuple[int, ...]
 Dims = tuple[Dim, ...]

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from alpa_lite.ir.strategy import FactorKind, Rule
 from alpa_lite.passes.factors.base import Call, Dim, Dims, Rules, is_number, shape
 from alpa_lite.passes.ir import primitives
-from alpa_lite.strategy import FactorKind, Rule
 
 
 def gather(call: Call) -> Rule:

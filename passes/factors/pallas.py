@@ -19,8 +19,8 @@ the kernel says more.
 from __future__ import annotations
 
 from alpa_lite import _jax
+from alpa_lite.ir.strategy import Factor, Rule
 from alpa_lite.passes.factors.base import Call, opaque, shape
-from alpa_lite.strategy import Factor, Rule
 
 _REMEDY = "; alpa_lite.register_rule on the function that calls it says which dims may be sharded"
 

@@ -13,10 +13,11 @@ from typing import Any
 
 from jax.experimental.custom_partitioning import BATCHING
 
-from alpa_lite import _jax, notation
-from alpa_lite.notation import Names, Notation, Tensor
+from alpa_lite import _jax
+from alpa_lite.ir import notation
+from alpa_lite.ir.notation import Names, Notation, Tensor
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.factors.base import Call, opaque, shape
-from alpa_lite.strategy import Rule
 
 
 def partitioned(call: Call) -> Rule:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 
-from alpa_lite import kernels, notation
 from alpa_lite.errors import RuleError
-from alpa_lite.kernels import KERNEL, Kernel, Types
-from alpa_lite.notation import Notation
+from alpa_lite.ir import kernels, notation
+from alpa_lite.ir.kernels import KERNEL, Kernel, Types
+from alpa_lite.ir.notation import Notation
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.factors.base import Call, shape
-from alpa_lite.strategy import Rule
 
 
 def registered(call: Call) -> Rule | None:

@@ -100,13 +100,13 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite.graph import Lit, Op, Value
+from alpa_lite.ir.graph import Lit, Op, Value
+from alpa_lite.ir.strategy import Factor, Rule
 from alpa_lite.passes.factors.base import Call, is_complex, is_number, opaque
 from alpa_lite.passes.factors.registered import registered
 from alpa_lite.passes.factors.shardy import shardy_rules
 from alpa_lite.passes.factors.tables import SHARDY, TABLE
 from alpa_lite.passes.ir import primitives
-from alpa_lite.strategy import Factor, Rule
 
 _REMEDIES = {
     "ffi_call": "; alpa_lite.register_rule on the name of its target says which dims may be sharded",

@@ -18,9 +18,9 @@ from typing import Any
 
 from scipy.cluster.hierarchy import DisjointSet
 
+from alpa_lite.ir.strategy import Factor, FactorKind, Rule
 from alpa_lite.passes.factors.base import Call, is_key, opaque, shape
 from alpa_lite.passes.factors.stablehlo import Lowered, ShardingRule, lower
-from alpa_lite.strategy import Factor, FactorKind, Rule
 
 REDUCTION: dict[str, FactorKind] = {
     "dot_general": "sum",

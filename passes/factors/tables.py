@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from alpa_lite.ir.strategy import FactorKind, Rule
 from alpa_lite.passes.factors.attention import cudnn
 from alpa_lite.passes.factors.base import Call, Dim, Dims, Rules, shape
 from alpa_lite.passes.factors.indexing import INDEXING
@@ -17,7 +18,6 @@ from alpa_lite.passes.factors.pallas import pallas
 from alpa_lite.passes.factors.partitioning import partitioned
 from alpa_lite.passes.factors.windows import WINDOWS
 from alpa_lite.passes.ir import primitives
-from alpa_lite.strategy import FactorKind, Rule
 
 
 def elementwise(call: Call) -> Rule:

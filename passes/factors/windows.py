@@ -21,8 +21,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.factors.base import Call, Dim, Dims, Rules, shape
-from alpa_lite.strategy import Rule
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alpa_lite import _jax
-from alpa_lite.graph import Lit, Op, Value
+from alpa_lite.ir.graph import Lit, Op, Value
 
 BLOCK = 128
 """The queries of a block of a kernel: those of cuDNN, of FlashAttention, and of Pallas kernels by default."""

@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Sequence
 
-from alpa_lite.graph import Atom, Block, Graph, Lit, Value
+from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Value
 from alpa_lite.passes.ir.keys import Keys
 
 _WEAK = re.compile(r"weak_type=(True|False),?")

@@ -18,7 +18,7 @@ import jax
 from jax import lax
 
 from alpa_lite import _jax
-from alpa_lite.graph import Block, Graph, Lit, Op
+from alpa_lite.ir.graph import Block, Graph, Lit, Op
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 
 Place = Callable[[int, Any], Any]

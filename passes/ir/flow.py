@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from alpa_lite.graph import Atom, Block, Lit, Op
+from alpa_lite.ir.graph import Atom, Block, Lit, Op
 
 T = TypeVar("T", bound=Hashable)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from alpa_lite.graph import Atom, Graph, Lit, Op, Value
+from alpa_lite.ir.graph import Atom, Graph, Lit, Op, Value
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alpa_lite.graph import Block, Graph, Lit, Op
+from alpa_lite.ir.graph import Block, Graph, Lit, Op
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from alpa_lite.graph import Atom, Lit, Op, Value
+from alpa_lite.ir.graph import Atom, Lit, Op, Value
 from alpa_lite.passes.ir import primitives
 
 Kind = Literal["view", "barrier", "loop", "reduce", "update", "product", "accumulation", "library", "control"]

@@ -23,7 +23,7 @@ import numpy as np
 from jax.core import Tracer
 
 from alpa_lite import _jax
-from alpa_lite.graph import Block, Lit, Op, Value
+from alpa_lite.ir.graph import Block, Lit, Op, Value
 from alpa_lite.passes.ir import primitives
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")

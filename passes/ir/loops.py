@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from alpa_lite.graph import Atom, Block, Op, Traced
+from alpa_lite.ir.graph import Atom, Block, Op, Traced
 from alpa_lite.passes.ir import flow, primitives
 
 T = TypeVar("T")

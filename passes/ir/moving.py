@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from alpa_lite.graph import Block, Lit, Op, Value
+from alpa_lite.ir.graph import Block, Lit, Op, Value
 from alpa_lite.passes.ir.fusion import traffic
 from alpa_lite.passes.ir.items import Item, item_of
 from alpa_lite.passes.ir.primitives import COLLECTIVES

@@ -18,11 +18,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from alpa_lite import flops, kernels
-from alpa_lite.graph import Lit, Op, Value
-from alpa_lite.kernels import KERNEL
+from alpa_lite.ir import flops, kernels
+from alpa_lite.ir.graph import Lit, Op, Value
+from alpa_lite.ir.kernels import KERNEL
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import attention
-from alpa_lite.strategy import Rule
 
 
 def _names(text: str) -> frozenset[str]:
@@ -145,7 +145,7 @@ CUDNN = attention.CUDNN
 """Attention by cuDNN."""
 
 KERNELS = CUDNN | _names("kernel custom_partitioning ffi_call pallas_call")
-"""Functions that are one operation. `kernel` is that of `alpa_lite.kernels`; all others are JAX's."""
+"""Functions that are one operation. `kernel` is that of `alpa_lite.ir.kernels`; all others are JAX's."""
 
 COMPUTE_INTENSIVE = KERNELS | LINEAR_IN_EACH - {"mul"} | MATRIX_ALGEBRA | VECTOR_ALGEBRA | _names("""
     fft custom_linear_solve scan while shard_map

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
+from alpa_lite.ir.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 

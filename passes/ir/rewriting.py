@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Traced, Value, check
+from alpa_lite.ir.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Traced, Value, check
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.ir.loops import Carried, ScanView

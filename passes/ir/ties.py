@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from alpa_lite.graph import Op
+from alpa_lite.ir.graph import Op
 from alpa_lite.passes.ir import primitives
 
 _SELECTING = primitives.EXTREMA | {"max", "min"}  # the gradients of these two compare with their results in JAX 0.10

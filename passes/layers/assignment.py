@@ -30,7 +30,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from scipy.cluster.hierarchy import DisjointSet
 
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Op, Value
+from alpa_lite.ir.graph import Op, Value
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import producers, reach, users, values_in
 from alpa_lite.passes.ir.loops import ScanView

@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite.graph import Lit, Op, Value
+from alpa_lite.ir.graph import Lit, Op, Value
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import body_runs
 from alpa_lite.passes.layers.types import Layer
-from alpa_lite.strategy import Rule
 
 # A nominal device: FLOP/s and bytes/s. Only their ratio matters, and it is similar on all accelerators.
 _PEAK, _BANDWIDTH = 1e14, 1e12

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.errors import OptionError
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir.flow import producers
 from alpa_lite.passes.ir.rewriting import Rewritten
@@ -27,7 +28,6 @@ from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.layers.scans import Cut
 from alpa_lite.passes.layers.types import Assignment, Layer, Layering
 from alpa_lite.passes.microbatches.loop import Accumulated
-from alpa_lite.strategy import Rule
 
 
 @dataclass(frozen=True, eq=False)

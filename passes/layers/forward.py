@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 
 from alpa_lite import _jax
-from alpa_lite.graph import Op, Traced, Value
+from alpa_lite.ir.graph import Op, Traced, Value
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import needed, producers, reach, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
-from alpa_lite.strategy import Rule
 
 PARAM, INPUT, ACTIVE = 1, 2, 3
 

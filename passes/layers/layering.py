@@ -14,13 +14,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Op, Traced
+from alpa_lite.ir.graph import Op, Traced
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir.flow import append_behind_makers, producers
 from alpa_lite.passes.ir.loops import scan_op
 from alpa_lite.passes.layers import cuts
 from alpa_lite.passes.layers.forward import Split, is_expensive, split
 from alpa_lite.passes.layers.types import Layer, Layering
-from alpa_lite.strategy import Rule
 
 
 def layering(traced: Traced, scan: int, rules: Mapping[object, Rule], *, max_layers: int = 16) -> Layering:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from alpa_lite.graph import Atom, Op
+from alpa_lite.ir.graph import Atom, Op
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_parts
 from alpa_lite.passes.layers import recomputation

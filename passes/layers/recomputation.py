@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Op, Value
+from alpa_lite.ir.graph import Atom, Op, Value
 from alpa_lite.passes.ir import flow, min_cut, primitives
 from alpa_lite.passes.ir.rewriting import Rewriter
 

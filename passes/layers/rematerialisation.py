@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Block, Op, Traced
+from alpa_lite.ir.graph import Atom, Block, Op, Traced
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import producers, reach
 from alpa_lite.passes.ir.loops import ScanView, scan_op

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from alpa_lite.graph import Atom, Block, Op, Traced, Value, walk
+from alpa_lite.ir.graph import Atom, Block, Op, Traced, Value, walk
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_parts, with_body

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Block, Op, Traced, walk
+from alpa_lite.ir.graph import Atom, Block, Op, Traced, walk
 from alpa_lite.passes.ir.flow import producers, reach, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, renamed_atom, renamed_parts, substituted, with_body

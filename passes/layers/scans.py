@@ -25,7 +25,8 @@ from typing import Any
 from jax import lax
 
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Atom, Block, Op, Traced
+from alpa_lite.ir.graph import Atom, Block, Op, Traced
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.loops import Carried, ScanView, scan_op
@@ -33,7 +34,6 @@ from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten
 from alpa_lite.passes.layers import stacked_arguments
 from alpa_lite.passes.layers.forward import forward_ops
 from alpa_lite.passes.layers.types import Layering
-from alpa_lite.strategy import Rule
 
 Bounds = tuple[int, ...]
 """0, the cut points, and the length."""

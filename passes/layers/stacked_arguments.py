@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from jax import lax
 
-from alpa_lite.graph import Argument, Atom, Block, Bounds, Op, Pieces, Stacked, Traced, Value
+from alpa_lite.ir.graph import Argument, Atom, Block, Bounds, Op, Pieces, Stacked, Traced, Value
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.flow import producers, users, values_in
 from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op

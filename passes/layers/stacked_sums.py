@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from alpa_lite.graph import Block, Op, Traced
+from alpa_lite.ir.graph import Block, Op, Traced
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter, with_body

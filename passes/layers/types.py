@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from alpa_lite.graph import Block, Op, Traced
+from alpa_lite.ir.graph import Block, Op, Traced
 from alpa_lite.passes.ir.loops import scan_op
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from jax import lax
 
 from alpa_lite import _jax
-from alpa_lite.graph import Op
-from alpa_lite.layout import Axes
+from alpa_lite.ir.graph import Op
+from alpa_lite.ir.layout import Axes
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.local.types import LocalCollective, LocalForm, Setting, bind, block_number
 

@@ -25,12 +25,12 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from alpa_lite.graph import Op, Value
-from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.ir.graph import Op, Value
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
+from alpa_lite.ir.strategy import Factor, Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.local import effects, indexing, pallas, partitioning, random, reductions, registered, windows
 from alpa_lite.passes.local.types import LocalForm, Setting
-from alpa_lite.strategy import Factor, Rule
 
 
 def local_form(

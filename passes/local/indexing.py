@@ -24,7 +24,7 @@ import numpy as np
 from jax import lax
 from jax.lax import GatherScatterMode
 
-from alpa_lite.layout import Axes
+from alpa_lite.ir.layout import Axes
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.local.types import LocalForm, Setting, bind, block_number, offset, sharded_dims
 

@@ -13,8 +13,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.graph import Lit
-from alpa_lite.layout import Layout
+from alpa_lite.ir.graph import Lit
+from alpa_lite.ir.layout import Layout
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.local.types import LocalForm, Setting
 

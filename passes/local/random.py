@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.extend.random import threefry2x32_p
 
-from alpa_lite.graph import Lit
+from alpa_lite.ir.graph import Lit
 from alpa_lite.passes.local.types import LocalForm, Setting, offset
 
 

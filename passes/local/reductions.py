@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alpa_lite.graph import Lit
-from alpa_lite.layout import Axes
+from alpa_lite.ir.graph import Lit
+from alpa_lite.ir.layout import Axes
 from alpa_lite.passes.local.types import (
     LocalCollective,
     LocalForm,

@@ -12,10 +12,10 @@ from typing import Any
 
 from jax import lax
 
-from alpa_lite import kernels
-from alpa_lite.graph import Lit, Op
-from alpa_lite.kernels import KERNEL
-from alpa_lite.layout import Axes
+from alpa_lite.ir import kernels
+from alpa_lite.ir.graph import Lit, Op
+from alpa_lite.ir.kernels import KERNEL
+from alpa_lite.ir.layout import Axes
 from alpa_lite.passes.local.types import LocalCollective, LocalForm, Setting, bind
 
 _JOINS = {"max": lax.pmax, "min": lax.pmin}

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_lite import _jax
-from alpa_lite.graph import Lit, Op, Value
-from alpa_lite.layout import Axes, Layout, LogicalMesh
-from alpa_lite.strategy import Rule
+from alpa_lite.ir.graph import Lit, Op, Value
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
+from alpa_lite.ir.strategy import Rule
 
 
 @dataclass(frozen=True)

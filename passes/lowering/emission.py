@@ -21,8 +21,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.graph import Lit, Op, Traced
-from alpa_lite.layout import Axes, Layout, LogicalMesh, Step
+from alpa_lite.ir.graph import Lit, Op, Traced
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, Step
 from alpa_lite.passes.ir import evaluation, primitives
 from alpa_lite.passes.local.types import LocalForm, in_bytes
 from alpa_lite.passes.lowering.program import (

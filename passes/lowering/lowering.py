@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from alpa_lite.graph import Atom, Block, Lit, Op, Traced
-from alpa_lite.layout import Axes, Layout, LogicalMesh, replicated, reshard_steps
+from alpa_lite.ir.graph import Atom, Block, Lit, Op, Traced
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, replicated, reshard_steps
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.effects import NeedsOutside
 from alpa_lite.passes.local.forms import local_form
@@ -33,7 +34,6 @@ from alpa_lite.passes.lowering.program import (
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.kinds import served_again
 from alpa_lite.passes.sharding.space import Strategy, layout_of
-from alpa_lite.strategy import Rule
 
 
 def lower(

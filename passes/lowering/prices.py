@@ -21,16 +21,16 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Op, Traced
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.graph import Op, Traced
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir.primitives import work, working_dtype
 from alpa_lite.passes.lowering.program import Body, Communicated, Compute, Instruction, LocalProgram, Loop, collectives
 from alpa_lite.passes.sharding.computing import attention_efficiency
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.prices import combinable
-from alpa_lite.records import Collective
-from alpa_lite.strategy import Rule
+from alpa_lite.plan.records import Collective
 
 
 @dataclass(frozen=True)

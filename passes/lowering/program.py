@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from jax.sharding import PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.graph import Lit, Op, Traced
-from alpa_lite.layout import Axes, Layout, LogicalMesh, Step
+from alpa_lite.ir.graph import Lit, Op, Traced
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, Step
 from alpa_lite.passes.ir.loops import body_runs
 from alpa_lite.passes.local.types import LocalForm
-from alpa_lite.records import Collective
+from alpa_lite.plan.records import Collective
 
 Operand = int | Lit
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite.graph import Lit, Traced
+from alpa_lite.ir.graph import Lit, Traced
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.local.types import rebinding
 from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Operand, Reshard, reads, writes

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
-from alpa_lite.graph import Atom, Block, Lit, Op, Value
+from alpa_lite.ir.graph import Atom, Block, Lit, Op, Value
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.microbatches.states import is_zero, linear

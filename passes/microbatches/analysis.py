@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite.graph import Atom, Block, Graph, Lit, Op, walk
+from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, walk
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.microbatches.states import (
     AFTER,
@@ -37,7 +38,6 @@ from alpa_lite.passes.microbatches.states import (
 )
 from alpa_lite.passes.microbatches.step_states import StepStates
 from alpa_lite.passes.microbatches.transfer import Transfer, with_inner_results
-from alpa_lite.strategy import Rule
 
 _NONE: frozenset[int] = frozenset()
 _CONTROL = ("scan", "map", "while", "cond")

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from alpa_lite.errors import MicrobatchError
-from alpa_lite.graph import Argument, Traced
-from alpa_lite.paths import shown
+from alpa_lite.ir.graph import Argument, Traced
+from alpa_lite.ir.paths import shown
 
 
 class BatchArray(NamedTuple):

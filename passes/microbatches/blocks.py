@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Block, Graph, Lit, Op
+from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import reach, values_in
 from alpa_lite.passes.ir.inlining import inlined

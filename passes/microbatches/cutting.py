@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from alpa_lite.graph import Block
+from alpa_lite.ir.graph import Block
 from alpa_lite.passes.microbatches.states import State, sliced
 from alpa_lite.passes.microbatches.step_states import StepStates
 

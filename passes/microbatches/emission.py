@@ -28,7 +28,7 @@ from jax.extend.core import primitives
 
 from alpa_lite import _jax
 from alpa_lite.errors import MicrobatchError
-from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Value
+from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir.flow import reach, values_in
 from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.ir.loops import Carried, ScanView

@@ -33,7 +33,7 @@ import numpy as np
 from jax import lax
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Graph, Lit, Op, Traced, walk
+from alpa_lite.ir.graph import Atom, Graph, Lit, Op, Traced, walk
 from alpa_lite.passes.ir import evaluation, primitives, pruning
 from alpa_lite.passes.ir.flow import made_of, values_in
 from alpa_lite.passes.microbatches.aggregates import Aggregates, Tag

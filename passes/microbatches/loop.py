@@ -25,7 +25,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite.errors import AlpaLiteError, MicrobatchError
-from alpa_lite.graph import Traced
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.paths import shown
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import factors
 from alpa_lite.passes.microbatches import messages
 from alpa_lite.passes.microbatches.analysis import Analysis, Refused
@@ -43,8 +45,6 @@ from alpa_lite.passes.microbatches.emission import emit
 from alpa_lite.passes.microbatches.independent import IndependentLoop, TraceMismatch
 from alpa_lite.passes.microbatches.step_states import StepStates
 from alpa_lite.passes.microbatches.whole_batch import assign_whole_batch, has_reverse_pass, is_work_in_loop
-from alpa_lite.paths import shown
-from alpa_lite.strategy import Rule
 
 Retrace = Callable[[Mapping[int, tuple[int, ...]]], Traced]
 """Traces the step again with other shapes for some flat arguments, by their numbers."""

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 
 from alpa_lite import _jax
 from alpa_lite.errors import MicrobatchError
-from alpa_lite.graph import Block, Graph, Op, Traced, walk
+from alpa_lite.ir.graph import Block, Graph, Op, Traced, walk
+from alpa_lite.ir.paths import shown, tokens
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.microbatches.analysis import Analysis, Refused
 from alpa_lite.passes.microbatches.batch import Cut, argument_dims
 from alpa_lite.passes.microbatches.states import AFTER
 from alpa_lite.passes.microbatches.transfer import ONCE
-from alpa_lite.paths import shown, tokens
 
 AVERAGED = "averaged over micro-batches"
 SUMMED = "summed over micro-batches"

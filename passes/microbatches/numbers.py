@@ -8,11 +8,11 @@ from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import MicrobatchError
-from alpa_lite.graph import Traced
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.options import Pipeline
 from alpa_lite.passes.microbatches.batch import batch_arrays, inputs_of
 from alpa_lite.passes.microbatches.loop import batch_dims
-from alpa_lite.strategy import Rule
 
 MAX_MICROBATCHES = 256
 """The most micro-batches of a pipeline that are tried unless a number is given."""

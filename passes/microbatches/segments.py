@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alpa_lite.graph import Lit, Op, Value
+from alpa_lite.ir.graph import Lit, Op, Value
 from alpa_lite.passes.local.types import LocalForm, rebound
 from alpa_lite.passes.microbatches.states import WHOLE, Role, State, sliced
 

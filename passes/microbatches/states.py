@@ -23,8 +23,8 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_lite.graph import Atom, Lit, Op, Value
-from alpa_lite.layout import Layout
+from alpa_lite.ir.graph import Atom, Lit, Op, Value
+from alpa_lite.ir.layout import Layout
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.local.types import LocalForm
 

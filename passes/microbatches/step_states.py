@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from alpa_lite.graph import Atom, Graph, Lit, Op
-from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.ir.graph import Atom, Graph, Lit, Op
+from alpa_lite.ir.layout import Axes, LogicalMesh
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.microbatches.states import AFTER, AXIS, LOCAL, PARTIAL, WHOLE, Role, State, sliced, state_of
-from alpa_lite.strategy import Rule
 
 
 class StepStates:

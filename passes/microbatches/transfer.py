@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from alpa_lite.graph import Atom, Block, Lit, Op
+from alpa_lite.ir.graph import Atom, Block, Lit, Op
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.types import LocalForm, rebinding

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alpa_lite.passes.stages.choosing import StagePlan
 from alpa_lite.passes.stages.refusals import microbatches
-from alpa_lite.records import Candidate
+from alpa_lite.plan.records import Candidate
 
 
 def of_stages(chosen: StagePlan) -> tuple[Candidate, ...]:

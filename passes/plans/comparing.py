@@ -21,8 +21,8 @@ from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
-from alpa_lite.figures import Comparison
-from alpa_lite.graph import Traced
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.options import DataParallel, Method, Sharded, TensorParallel, Zero
 from alpa_lite.passes import sharding
 from alpa_lite.passes.programs.staged import Staged
@@ -30,7 +30,7 @@ from alpa_lite.passes.sharding import mesh_program, tables
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.stages import planning
-from alpa_lite.strategy import Rule
+from alpa_lite.plan.figures import Comparison
 
 TEXTBOOK: Mapping[str, Method] = {
     "data parallel": DataParallel(),

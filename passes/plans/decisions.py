@@ -8,14 +8,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from alpa_lite import _jax, kernels
-from alpa_lite.graph import Lit, Op, Traced
+from alpa_lite import _jax
+from alpa_lite.ir import kernels
+from alpa_lite.ir.graph import Lit, Op, Traced
 from alpa_lite.passes.plans.dims import touching
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.space import Node
 from alpa_lite.passes.stages.planning import PlannedStage
-from alpa_lite.records import Decision, Fixed
+from alpa_lite.plan.records import Decision, Fixed
 
 
 def decisions_of(planned: PlannedStage, like: Sequence[Decision] | None) -> tuple[Decision, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 from scipy import sparse
 from scipy.sparse.csgraph import connected_components
 
-from alpa_lite.graph import Traced
+from alpa_lite.ir.graph import Traced
 from alpa_lite.passes.sharding.groups import Dims, Grouping
 from alpa_lite.passes.sharding.space import Space
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 
 from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
-from alpa_lite.figures import AxisUse, Held, Products, Spending
-from alpa_lite.graph import Lit, Op, Traced
-from alpa_lite.layout import Layout
+from alpa_lite.ir.graph import Lit, Op, Traced
+from alpa_lite.ir.layout import Layout
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.lowering.prices import FREE, Price
 from alpa_lite.passes.lowering.program import Body, Loop, Reshard, block_count, computes, reads, spec_of
@@ -22,7 +22,7 @@ from alpa_lite.passes.plans.dims import components
 from alpa_lite.passes.sharding import kinds
 from alpa_lite.passes.sharding.groups import Group, Grouping
 from alpa_lite.passes.stages.planning import PlannedStage
-from alpa_lite.strategy import Rule
+from alpa_lite.plan.figures import AxisUse, Held, Products, Spending
 
 # -- work -------------------------------------------------------------------------------------------------------------
 

@@ -16,16 +16,16 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Traced
-from alpa_lite.layout import reshard_steps
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.layout import reshard_steps
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.plans.alternatives import Changes, Sizes, changed_choice
 from alpa_lite.passes.plans.dims import growing_factors, touching
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.space import Space
-from alpa_lite.records import Outcome
-from alpa_lite.strategy import Rule
+from alpa_lite.plan.records import Outcome
 
 Parts = tuple[float, float, float, float, float]
 """Compute seconds, communication seconds, latency seconds, seconds that grow with the batch, bytes sent."""

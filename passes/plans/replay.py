@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
+from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import PlanError
-from alpa_lite.graph import Traced
-from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.layout import Layout, LogicalMesh
+from alpa_lite.ir.paths import shown
+from alpa_lite.ir.strategy import Rule, Solution
 from alpa_lite.passes import factors
 from alpa_lite.passes.layers.remat import Remat
 from alpa_lite.passes.plans.writing import ingredients
@@ -32,11 +34,9 @@ from alpa_lite.passes.stages import repeating
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.stages.pricing import REMAT
 from alpa_lite.passes.stages.staging import StageGraph
-from alpa_lite.paths import shown
-from alpa_lite.pins import layout_of_spec
-from alpa_lite.plan import Plan
-from alpa_lite.records import Candidate, Stage
-from alpa_lite.strategy import Rule, Solution
+from alpa_lite.plan.pins import layout_of_spec
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Candidate, Stage
 
 
 def replay(

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from alpa_lite import _jax
-from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
+from alpa_lite.ir.paths import shown
 from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.lowering.program import computes
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding.fulfilling import fits
 from alpa_lite.passes.stages.planning import PlannedStage
-from alpa_lite.paths import shown
-from alpa_lite.pins import Wish, Wishes
+from alpa_lite.plan.pins import Wish, Wishes
 
 MOST = 12
 """The most notes; the others are counted."""

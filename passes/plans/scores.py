@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
-from alpa_lite.graph import Lit, Op, Value
+from alpa_lite.ir.graph import Lit, Op, Value
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.report import units

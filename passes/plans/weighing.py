@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Traced
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.lowering.program import block_count
 from alpa_lite.passes.plans import alternatives
 from alpa_lite.passes.plans.alternatives import Forced
@@ -25,7 +25,7 @@ from alpa_lite.passes.sharding.groups import Dims, Grouping
 from alpa_lite.passes.sharding.solver.reading import from_graph
 from alpa_lite.passes.sharding.space import Node, Strategy
 from alpa_lite.passes.stages.planning import DecidedStage
-from alpa_lite.records import Alternative, Stage
+from alpa_lite.plan.records import Alternative, Stage
 
 KEPT_ALTERNATIVES = {"leaf": 4, "heavy": 4}
 """How many alternatives of each kind of decision a plan keeps beyond the chosen one: those with the least bounds."""

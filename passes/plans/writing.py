@@ -14,9 +14,11 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Lit, Op, Traced
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.graph import Lit, Op, Traced
+from alpa_lite.ir.layout import LogicalMesh
+from alpa_lite.ir.program import Program
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import lowering
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.plans import figures, scores
@@ -27,11 +29,9 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.staging import Port
-from alpa_lite.plan import Plan
-from alpa_lite.program import Program
-from alpa_lite.records import Collective, Division, Leaf, Memory, Replicated, Solver, Stage
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Collective, Division, Leaf, Memory, Replicated, Solver, Stage
 from alpa_lite.report import units
-from alpa_lite.strategy import Rule
 
 
 def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annotated: bool = False) -> Plan:

@@ -1,7 +1,7 @@
 """From planned stages to the instruction lists of a pipeline, and the simulation of them.
 
-In: planned stages, submeshes and a schedule. Out: `alpa_lite.program.Program`: what each submesh runs and sends, where
-each buffer begins and ends; `simulate` plays the lists that the runtime runs.
+In: planned stages, submeshes and a schedule. Out: `alpa_lite.ir.program.Program`: what each submesh runs and sends,
+where each buffer begins and ends; `simulate` plays the lists that the runtime runs.
 """
 
 from alpa_lite.passes.programs.simulation import simulate

@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.layout import local_shape
+from alpa_lite.ir.layout import local_shape
+from alpa_lite.ir.program import Program
 from alpa_lite.passes.programs import transfers
-from alpa_lite.program import Program
 
 
 def crossing_bytes(program: Program, cluster: Cluster) -> tuple[tuple[int, int], ...]:

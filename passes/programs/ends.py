@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from alpa_lite.program import Buffer, Free, Instruction, Program, Receive, Run, Send, Transfer
+from alpa_lite.ir.program import Buffer, Free, Instruction, Program, Receive, Run, Send, Transfer
 
 
 def end_buffers(program: Program, donatable: Collection[int]) -> Program:

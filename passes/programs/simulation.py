@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections import Counter
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.program import Executable, Free, Program, Receive, Run, Send, Transfer
-from alpa_lite.timeline import Event, Timeline
+from alpa_lite.ir.program import Executable, Free, Program, Receive, Run, Send, Transfer
+from alpa_lite.ir.timeline import Event, Timeline
 
 
 def simulate(program: Program, *, cluster: Cluster | None = None) -> Timeline:

@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from alpa_lite import schedules
 from alpa_lite.cluster import Cluster
-from alpa_lite.figures import Comparison
-from alpa_lite.graph import Lit, Traced
-from alpa_lite.layout import Layout, replicated
+from alpa_lite.ir import schedules
+from alpa_lite.ir.graph import Lit, Traced
+from alpa_lite.ir.layout import Layout, replicated
+from alpa_lite.ir.program import Buffer, Executable, Free, Program, Run, Submesh, buffer, check, peak_bytes, sparing
+from alpa_lite.ir.schedules import Schedule
+from alpa_lite.ir.timeline import Timeline
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs import simulation, transfers, writing
 from alpa_lite.passes.programs.crossings import crossing_bytes
 from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.segments import Segment, Segments
-from alpa_lite.program import Buffer, Executable, Free, Program, Run, Submesh, buffer, check, peak_bytes, sparing
-from alpa_lite.records import Candidate
-from alpa_lite.schedules import Schedule
-from alpa_lite.timeline import Timeline
+from alpa_lite.plan.figures import Comparison
+from alpa_lite.plan.records import Candidate
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,10 +39,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
-from alpa_lite.layout import Layout, LogicalMesh, Step, local_shape, reshard_steps
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.layout import Layout, LogicalMesh, Step, local_shape, reshard_steps
+from alpa_lite.ir.program import Program, Submesh
 from alpa_lite.passes.programs.links import Loads, route
-from alpa_lite.program import Program, Submesh
 
 Ranges = tuple[tuple[int, int], ...]
 """A block or a piece of an array: for each dim the first index and the one after the last."""

@@ -21,14 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from alpa_lite.errors import OrderError
-from alpa_lite.graph import Lit, Traced
-from alpa_lite.layout import Layout
-from alpa_lite.passes.programs.ends import end_buffers
-from alpa_lite.passes.programs.simulation import Clocks
-from alpa_lite.passes.stages.packing import Slot, slots
-from alpa_lite.passes.stages.segments import Segment, Segments
-from alpa_lite.paths import shown
-from alpa_lite.program import (
+from alpa_lite.ir.graph import Lit, Traced
+from alpa_lite.ir.layout import Layout
+from alpa_lite.ir.paths import shown
+from alpa_lite.ir.program import (
     Buffer,
     Executable,
     Instruction,
@@ -41,7 +37,11 @@ from alpa_lite.program import (
     buffer,
     check,
 )
-from alpa_lite.schedules import Schedule
+from alpa_lite.ir.schedules import Schedule
+from alpa_lite.passes.programs.ends import end_buffers
+from alpa_lite.passes.programs.simulation import Clocks
+from alpa_lite.passes.stages.packing import Slot, slots
+from alpa_lite.passes.stages.segments import Segment, Segments
 
 TransferSeconds = Callable[[Buffer, Submesh, Submesh, Layout], float]
 SegmentSeconds = Callable[[Segments, Segment], float]

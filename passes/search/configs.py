@@ -21,8 +21,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alpa_lite.asked import PlanRequest, Step
-from alpa_lite.graph import Traced
+from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.runner import Passes
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import factors, microbatches, sharding
 from alpa_lite.passes.layers.division import Divisible, divisible, recomputing
 from alpa_lite.passes.layers.remat import NOTHING, Remat
@@ -31,8 +33,6 @@ from alpa_lite.passes.layers.stacked_sums import add_within_scans
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.tables import Shared
-from alpa_lite.runner import Passes
-from alpa_lite.strategy import Rule
 
 MAX_LAYERS = 72
 """The most layers that a forward pass is cut into: 64 parts of repeated blocks, and those before and after them."""

@@ -19,9 +19,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from alpa_lite.asked import PlanRequest, Step
+from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
+from alpa_lite.ir.strategy import Solution
 from alpa_lite.methods import Auto, DataParallel, Method, Sharded, TensorParallel, Zero
 from alpa_lite.passes.layers.remat import NOTHING, Remat
 from alpa_lite.passes.microbatches import numbers
@@ -35,9 +37,7 @@ from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.textbook import least_state, may_be_cut
 from alpa_lite.passes.stages import planning
-from alpa_lite.records import Candidate as Row
-from alpa_lite.runner import Passes
-from alpa_lite.strategy import Solution
+from alpa_lite.plan.records import Candidate as Row
 
 MAX_SPEEDUP = 2.0
 """How many times faster two streams are than one at most: each does one thing at a time."""

@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from alpa_lite import schedules
-from alpa_lite.asked import PlanRequest, Step
+from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError, OrderError
+from alpa_lite.ir import schedules
 from alpa_lite.options import Pipeline, Sharded
 from alpa_lite.passes import microbatches, programs, stages
 from alpa_lite.passes.layers.division import MAX_OUTER_LAYERS, Divisible, divided, divisible
@@ -41,7 +42,6 @@ from alpa_lite.passes.stages.pricing import VARIANTS, LayerCosts
 from alpa_lite.passes.stages.staging import StageGraph
 from alpa_lite.passes.tokens import in_slices
 from alpa_lite.report import units
-from alpa_lite.runner import Passes
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from alpa_lite.asked import PlanRequest, Step
+from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, OptionError
 from alpa_lite.passes.programs.staged import Staged, noted
 from alpa_lite.passes.search.best_first import LAYER_COST, STAGE_DP, STAGE_PER_OP, Candidate, Expansion, FoundPlan
@@ -28,7 +29,6 @@ from alpa_lite.passes.search.token_slices import SliceSearch, open_slices, plan_
 from alpa_lite.passes.stages.choosing import CERTAIN, StagePlan
 from alpa_lite.passes.stages.pricing import LayerCosts
 from alpa_lite.report import units
-from alpa_lite.runner import Passes
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 
-from alpa_lite.asked import PlanRequest, Step
+from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
-from alpa_lite.figures import Comparison
 from alpa_lite.passes import programs
 from alpa_lite.passes.plans.comparing import beside, does_not_fit
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
@@ -22,9 +22,9 @@ from alpa_lite.passes.sharding import worth
 from alpa_lite.passes.sharding.mesh_program import CLOSED, MeshSolution
 from alpa_lite.passes.stages import planning, staging
 from alpa_lite.passes.stages.planning import DecidedStage
-from alpa_lite.records import SearchSummary
+from alpa_lite.plan.figures import Comparison
+from alpa_lite.plan.records import SearchSummary
 from alpa_lite.report import units
-from alpa_lite.runner import Passes
 
 
 def search_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Staged, SearchSummary]:

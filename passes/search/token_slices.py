@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass, field, replace
 
 from alpa_lite.errors import InfeasibleError, MicrobatchError
+from alpa_lite.ir.program import Program
 from alpa_lite.options import Auto
 from alpa_lite.passes import stages
 from alpa_lite.passes.programs import token_samples
@@ -22,7 +23,6 @@ from alpa_lite.passes.stages import token_latency as latency
 from alpa_lite.passes.stages.choosing import StagePlan
 from alpa_lite.passes.stages.token_choice import Proposal
 from alpa_lite.passes.stages.token_latency import Sample
-from alpa_lite.program import Program
 
 logger = logging.getLogger(__name__)
 

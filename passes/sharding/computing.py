@@ -13,18 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite import _jax, kernels
+from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Block, Lit, Op, Traced, Value
-from alpa_lite.kernels import KERNEL
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir import kernels
+from alpa_lite.ir.graph import Block, Lit, Op, Traced, Value
+from alpa_lite.ir.kernels import KERNEL
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir.attention import attention_of
 from alpa_lite.passes.ir.primitives import PRODUCTS, work, working_dtype
 from alpa_lite.passes.sharding.groups import Dims, Group, factors_in
 from alpa_lite.passes.sharding.mesh_tables import Choices, Reached
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.tables import Shared
-from alpa_lite.strategy import Rule
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from alpa_lite.graph import Traced
+from alpa_lite.ir.graph import Traced
 from alpa_lite.passes.ir.remembered import remembered
 from alpa_lite.passes.sharding.groups import Grouping
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from alpa_lite.graph import Op, Traced
+from alpa_lite.ir.graph import Op, Traced
 from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding import connected, kinds
 from alpa_lite.passes.sharding.groups import Grouping

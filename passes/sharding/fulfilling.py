@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.ir.layout import Layout, LogicalMesh
+from alpa_lite.ir.strategy import Factor
 from alpa_lite.passes.sharding.space import assignments
-from alpa_lite.pins import Wish
-from alpa_lite.strategy import Factor
+from alpa_lite.plan.pins import Wish
 
 
 def fits(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> str | None:

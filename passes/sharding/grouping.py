@@ -33,14 +33,14 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Traced, Value
+from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Traced, Value
+from alpa_lite.ir.strategy import Factor, Rule
 from alpa_lite.passes.ir import flow, keys, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.effects import NeedsOutside
 from alpa_lite.passes.sharding.colors import Digests, colors_of
 from alpa_lite.passes.sharding.groups import Demand, Dims, Draft, Group, Grouping, GroupKind, Home, factors_in
 from alpa_lite.passes.sharding.linear import find_linear, keeps_dims
-from alpa_lite.strategy import Factor, Rule
 
 
 def group(traced: Traced, rules: Mapping[Any, Rule], apart: Set[int] = frozenset()) -> Grouping:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from alpa_lite.graph import Op
-from alpa_lite.strategy import Factor
+from alpa_lite.ir.graph import Op
+from alpa_lite.ir.strategy import Factor
 
 Dims = tuple[tuple[int, ...], ...]
 

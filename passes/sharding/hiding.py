@@ -15,12 +15,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from alpa_lite import _jax
-from alpa_lite.graph import Block, Lit, Op, Traced
+from alpa_lite.ir.graph import Block, Lit, Op, Traced
+from alpa_lite.ir.strategy import StrategyGraph
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.sharding import kinds
 from alpa_lite.passes.sharding.space import Space
-from alpa_lite.strategy import StrategyGraph
 
 SHARE = 0.1
 """The share of its price at which hideable communication enters the program that counts on hiding it."""

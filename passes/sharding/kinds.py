@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 import jax.numpy as jnp
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Block, Lit, Op, Traced, walk
+from alpa_lite.ir.graph import Atom, Block, Lit, Op, Traced, walk
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.loops import ScanView

@@ -23,10 +23,11 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
+from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import InfeasibleError
-from alpa_lite.graph import Traced
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.layout import LogicalMesh
+from alpa_lite.ir.strategy import Rule, Solution
 from alpa_lite.passes.sharding import strategies
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.limits import Admitted
@@ -36,8 +37,7 @@ from alpa_lite.passes.sharding.solver.search import Search
 from alpa_lite.passes.sharding.solver.solve import Known
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.tables import Shared
-from alpa_lite.records import Candidate
-from alpa_lite.strategy import Rule, Solution
+from alpa_lite.plan.records import Candidate
 
 MAX_SLOWDOWN = 1.3
 """Mesh shapes that are slower by more than this factor with memory for nothing are not tried at a price."""

@@ -31,8 +31,9 @@ from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import MicrobatchError, OptionError
-from alpa_lite.graph import Traced
-from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
+from alpa_lite.ir.paths import shown
 from alpa_lite.manual import NAMES, Manual
 from alpa_lite.methods import STRATEGIES, DataParallel, Sharded, TensorParallel
 from alpa_lite.passes.sharding import connected, kinds
@@ -50,8 +51,7 @@ from alpa_lite.passes.sharding.textbook import (
     textbook,
     zero_stage,
 )
-from alpa_lite.paths import shown
-from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wish, Wishes
+from alpa_lite.plan.pins import NO_PINS, NO_WISHES, Pins, Wish, Wishes
 
 Layouts = dict[int, tuple[Layout, ...]]
 """Group -> the layouts that it may have."""

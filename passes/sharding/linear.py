@@ -19,11 +19,11 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from alpa_lite.graph import Atom, Block, Lit, Op, Value
+from alpa_lite.ir.graph import Atom, Block, Lit, Op, Value
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import Carried, ScanView
 from alpa_lite.passes.sharding.groups import factors_in
-from alpa_lite.strategy import Rule
 
 # Linear in their one tensor operand: partial sums pass through them, `reshape` and `reduce_sum` only if dims stay.
 _LINEAR_UNARY = primitives.LINEAR_CHAIN | {"reduce_sum"}

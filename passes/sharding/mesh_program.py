@@ -17,21 +17,21 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
+from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import InfeasibleError
-from alpa_lite.graph import Traced
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.layout import LogicalMesh
+from alpa_lite.ir.paths import shown
+from alpa_lite.ir.strategy import Rule, Solution
 from alpa_lite.methods import Method
 from alpa_lite.passes.ir.primitives import PRODUCTS
 from alpa_lite.passes.sharding import computing, limits, strategies, tables
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space, Strategy
-from alpa_lite.paths import shown
-from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
-from alpa_lite.records import Candidate
+from alpa_lite.plan.pins import NO_PINS, NO_WISHES, Pins, Wishes
+from alpa_lite.plan.records import Candidate
 from alpa_lite.report import units
-from alpa_lite.strategy import Rule, Solution
 
 CLOSED = 1e-4
 """The relative gap of a proof, as of `solve.solve`: plans that differ by no more count as equal."""

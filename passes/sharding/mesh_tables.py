@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from alpa_lite.cost import MeshCost
-from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.layout import Layout, LogicalMesh
 from alpa_lite.passes.sharding.groups import Dims
 from alpa_lite.passes.sharding.prices import divides, pairs
 from alpa_lite.passes.sharding.space import Strategy, layout_of

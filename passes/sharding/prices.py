@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from alpa_lite.cost import MeshCost
-from alpa_lite.layout import Axes, Layout, LogicalMesh, moved_axes, reshard_moves
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, moved_axes, reshard_moves
 
 
 def combinable(cost: MeshCost) -> frozenset[str]:

@@ -9,10 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
-from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
+from alpa_lite.ir.strategy import Factor, StrategyGraph
 from alpa_lite.passes.ir.moving import Moved
 from alpa_lite.passes.sharding.groups import Dims
-from alpa_lite.strategy import Factor, StrategyGraph
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Lit, Op, Traced, Value
-from alpa_lite.layout import Axes, Layout, LogicalMesh
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.graph import Lit, Op, Traced, Value
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
+from alpa_lite.ir.strategy import Buffers, Factor, Rule, StrategyGraph, Transfer
 from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS, working_dtype
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
@@ -37,8 +38,7 @@ from alpa_lite.passes.sharding.mesh_tables import Choices, Moves, Reached, class
 from alpa_lite.passes.sharding.prices import divides, gathers
 from alpa_lite.passes.sharding.space import Node, Resharding, Space, Strategy, assignments, layout_of, strategy_of
 from alpa_lite.passes.sharding.tables import Passage, Shared, Tables, smallest
-from alpa_lite.pins import Wish
-from alpa_lite.strategy import Buffers, Factor, Rule, StrategyGraph, Transfer
+from alpa_lite.plan.pins import Wish
 
 
 def build(

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from alpa_lite import _jax
-from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Traced
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.graph import Traced
 from alpa_lite.passes.ir import moving
 from alpa_lite.passes.sharding import kinds
 from alpa_lite.passes.sharding.facts import Facts

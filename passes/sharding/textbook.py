@@ -30,8 +30,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_lite.graph import Traced
-from alpa_lite.layout import Layout, LogicalMesh, reshard_moves
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.layout import Layout, LogicalMesh, reshard_moves
 from alpa_lite.methods import DataParallel, TensorParallel, Zero
 from alpa_lite.passes.ir.primitives import DECIDING, PRODUCTS, UNFUSED
 from alpa_lite.passes.sharding import connected, kinds

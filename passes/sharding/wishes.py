@@ -14,10 +14,12 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from alpa_lite import _jax, paths
+from alpa_lite import _jax
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Traced
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir import paths
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.layout import LogicalMesh
+from alpa_lite.ir.paths import shown, tokens
 from alpa_lite.manual import NAMES, REGEX, Manual, dims_of, matches
 from alpa_lite.methods import Auto, Method, Sharded
 from alpa_lite.passes.ir.primitives import CONSTRAINT
@@ -25,8 +27,7 @@ from alpa_lite.passes.sharding.fulfilling import described
 from alpa_lite.passes.sharding.kinds import state_kinds
 from alpa_lite.passes.sharding.textbook import Textbook
 from alpa_lite.passes.tracing.annotations import Annotation, logical_mesh
-from alpa_lite.paths import shown, tokens
-from alpa_lite.pins import Wish, Wishes
+from alpa_lite.plan.pins import Wish, Wishes
 
 
 def manual(traced: Traced, method: Manual) -> dict[str, Wish]:

@@ -11,15 +11,15 @@ from typing import Any
 
 from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Traced
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding import limits, strategies, tables
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver import solve
-from alpa_lite.pins import Pins, Wishes
-from alpa_lite.strategy import Rule
+from alpa_lite.plan.pins import Pins, Wishes
 
 STRATEGIES = 3000
 """The most strategies of a program that is solved again."""

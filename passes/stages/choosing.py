@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from alpa_lite import schedules
 from alpa_lite.errors import InfeasibleError, OptionError
+from alpa_lite.ir import schedules
 from alpa_lite.options import Pipeline
 from alpa_lite.passes.stages import slicing
 from alpa_lite.passes.stages.formulas import evaluate

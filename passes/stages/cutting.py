@@ -18,7 +18,8 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 
 from alpa_lite.errors import PlanError
-from alpa_lite.graph import Lit
+from alpa_lite.ir.graph import Lit
+from alpa_lite.ir.program import Kind
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import reach
 from alpa_lite.passes.ir.loops import ScanView
@@ -37,7 +38,6 @@ from alpa_lite.passes.lowering.program import (
 )
 from alpa_lite.passes.stages.segments import Segment, Segments, Wire, WireKind
 from alpa_lite.passes.stages.staging import StageGraph
-from alpa_lite.program import Kind
 
 LATE = primitives.ELEMENTWISE | primitives.RESHAPES
 """Operations that cost nothing more in the round that reads them: a compiler computes them within what reads them."""

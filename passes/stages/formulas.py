@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from alpa_lite.ir.schedules import in_flight_formula
 from alpa_lite.passes.stages.ranges import StageCosts
 from alpa_lite.passes.stages.slices import StageSlices
-from alpa_lite.schedules import in_flight_formula
 
 
 def evaluate(costs: StageCosts, slices: StageSlices) -> tuple[float, tuple[float, ...]]:

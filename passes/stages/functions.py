@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alpa_lite.graph import Lit
-from alpa_lite.layout import local_shape
+from alpa_lite.ir.graph import Lit
+from alpa_lite.ir.layout import local_shape
 from alpa_lite.passes.lowering.emission import AnyMesh, run_region
 from alpa_lite.passes.lowering.program import Body, spec_of
 from alpa_lite.passes.stages.packing import Slot, slots

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.graph import Lit
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.graph import Lit
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir.loops import ScanView, scan_op
@@ -25,7 +25,7 @@ from alpa_lite.passes.stages import repeating, temporaries
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage, bytes_of, lowered
 from alpa_lite.passes.stages.segments import Segment
 from alpa_lite.passes.stages.staging import StageGraph
-from alpa_lite.pins import NO_WISHES, Wishes
+from alpa_lite.plan.pins import NO_WISHES, Wishes
 
 PRICES = (0.0, 4.0, 16.0)
 """Prices of memory, in units of `sharding.lagrangian`.

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from alpa_lite.graph import Op
+from alpa_lite.ir.graph import Op
 from alpa_lite.passes.ir.flow import append_behind_makers, made_of_all, users
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from alpa_lite.graph import Atom, Traced
+from alpa_lite.ir.graph import Atom, Traced
 from alpa_lite.passes.ir.flow import needed, producers, values_in
 from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.stages.owners import Ownership, first_readers, rounds_of

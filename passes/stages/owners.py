@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_lite.graph import Op, Traced, Value
+from alpa_lite.ir.graph import Op, Traced, Value
 from alpa_lite.passes.ir import min_cut, primitives
 from alpa_lite.passes.ir.flow import producers, users
 

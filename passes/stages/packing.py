@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from alpa_lite.layout import Layout, local_shape
+from alpa_lite.ir.layout import Layout, local_shape
 from alpa_lite.passes.stages.segments import ArrayType, Pack, Segment, Segments, Wire
 
 ARGUMENT_SECONDS = 1e-6

@@ -12,9 +12,11 @@ from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Lit, Traced
-from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.graph import Lit, Traced
+from alpa_lite.ir.layout import Layout, LogicalMesh
+from alpa_lite.ir.program import Submesh, buffer
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir.keys import Keys
@@ -31,9 +33,7 @@ from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.passes.stages import cutting, packing, repeating, staging, temporaries
 from alpa_lite.passes.stages.segments import Segment, Segments, Wire
 from alpa_lite.passes.stages.staging import StageGraph
-from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
-from alpa_lite.program import Submesh, buffer
-from alpa_lite.strategy import Rule
+from alpa_lite.plan.pins import NO_PINS, NO_WISHES, Pins, Wishes
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from alpa_lite.passes.stages import layer_costs, planning, ranges, staging, subm
 from alpa_lite.passes.stages.layer_costs import Layer, LayerCost
 from alpa_lite.passes.stages.ranges import Hosts, StageCosts
 from alpa_lite.passes.stages.slices import StageChoice
-from alpa_lite.pins import NO_WISHES, Wishes
+from alpa_lite.plan.pins import NO_WISHES, Wishes
 
 _ONCE = ("update", "fixed", "steady", "adding", "lasting", "leading", "parts")
 """Tables of costs that do not depend on the size of a micro-batch."""

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from alpa_lite.graph import Lit, Value
-from alpa_lite.layout import Layout
+from alpa_lite.ir.graph import Lit, Value
+from alpa_lite.ir.layout import Layout
+from alpa_lite.ir.program import Kind
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.lowering.program import Instruction, LocalProgram, Loop, Operand
 from alpa_lite.passes.stages.staging import StageGraph
-from alpa_lite.program import Kind
 
 ArrayType = tuple[tuple[int, ...], Any, Layout]
 """Shape, dtype and layout of a global array."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from alpa_lite.schedules import NAMES
+from alpa_lite.ir.schedules import NAMES
 
 VIRTUAL = 2
 """Stages of each submesh with interleaved-1f1b."""

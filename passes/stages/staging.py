@@ -27,7 +27,7 @@ from typing import Literal
 
 from alpa_lite import _jax
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.graph import Argument, Atom, Block, Graph, Op, Traced
+from alpa_lite.ir.graph import Argument, Atom, Block, Graph, Op, Traced
 from alpa_lite.passes.ir.flow import made_of, producers, reach, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.pruning import indexed

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray
 
-from alpa_lite.graph import Lit, Op, Traced
+from alpa_lite.ir.graph import Lit, Op, Traced
 from alpa_lite.passes.ir.flow import producers, users
 from alpa_lite.passes.ir.loops import Carried, ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter, substituted

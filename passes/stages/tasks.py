@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from alpa_lite.ir.schedules import in_flight_formula
 from alpa_lite.passes.stages.formulas import evaluate, terms
 from alpa_lite.passes.stages.paths import Path, PathProblem
 from alpa_lite.passes.stages.ranges import StageCosts
 from alpa_lite.passes.stages.slices import VIRTUAL, SliceOptions, StageChoice, StageSlices
-from alpa_lite.schedules import in_flight_formula
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite import _jax
-from alpa_lite.graph import Lit, Op, Value
+from alpa_lite.ir.graph import Lit, Op, Value
 from alpa_lite.passes.ir import fusion
 from alpa_lite.passes.ir.items import Item, item_of
 from alpa_lite.passes.ir.primitives import ADDS, PRODUCTS

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_lite.graph import Traced
+from alpa_lite.ir.graph import Traced
 from alpa_lite.passes.stages.token_latency import Latency
 from alpa_lite.passes.stages.token_slices import cut
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from alpa_lite.graph import Atom, Block, Op, Traced
+from alpa_lite.ir.graph import Atom, Block, Op, Traced
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
 from alpa_lite.passes.layers.types import Assignment

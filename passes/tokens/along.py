@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alpa_lite.graph import Atom, Block, Lit, Op
+from alpa_lite.ir.graph import Atom, Block, Lit, Op
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter

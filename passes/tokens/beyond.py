@@ -19,10 +19,10 @@ from itertools import permutations
 
 import numpy as np
 
-from alpa_lite.graph import Atom, Lit, Op
+from alpa_lite.ir.graph import Atom, Lit, Op
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.tokens.statics import NUMPY, Statics
-from alpa_lite.strategy import Rule
 
 NEGATIVE = -1e3
 """At most this is as good as minus infinity."""

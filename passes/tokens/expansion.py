@@ -23,7 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alpa_lite.graph import Atom, Block, Op
+from alpa_lite.ir.graph import Atom, Block, Op
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.rewriting import Rewriter
@@ -32,7 +33,6 @@ from alpa_lite.passes.tokens.beyond import Known
 from alpa_lite.passes.tokens.extents import Extents, Range, Ranges
 from alpa_lite.passes.tokens.pieces import padded
 from alpa_lite.passes.tokens.states import State, States, Way, row_factor
-from alpa_lite.strategy import Rule
 
 
 @dataclass(frozen=True, eq=False)

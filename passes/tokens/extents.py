@@ -11,12 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
-from alpa_lite.graph import Block, Op, Value
+from alpa_lite.ir.graph import Block, Op, Value
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.tokens.beyond import Beyond, Known
 from alpa_lite.passes.tokens.states import State, States, Way, row_factor
-from alpa_lite.strategy import Rule
 
 Range = tuple[int, int]
 """Indices from the first to before the second."""

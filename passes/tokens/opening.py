@@ -15,8 +15,8 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Block, Graph, Op
-from alpa_lite.kernels import KERNEL
+from alpa_lite.ir.graph import Atom, Block, Graph, Op
+from alpa_lite.ir.kernels import KERNEL
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.inlining import inlined

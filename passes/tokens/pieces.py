@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Graph, Lit, Op
+from alpa_lite.ir.graph import Atom, Graph, Lit, Op
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.inlining import inlined, shape_of
 from alpa_lite.passes.ir.rewriting import Rewriter

@@ -17,7 +17,9 @@ from dataclasses import replace
 
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Block, Op, Traced, walk
+from alpa_lite.ir.graph import Block, Op, Traced, walk
+from alpa_lite.ir.paths import shown
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import made_of
@@ -29,8 +31,6 @@ from alpa_lite.passes.layers.types import Layering
 from alpa_lite.passes.tokens import beyond, expansion, states, unrolling
 from alpa_lite.passes.tokens.opening import opened
 from alpa_lite.passes.tokens.statics import Statics
-from alpa_lite.paths import shown
-from alpa_lite.strategy import Rule
 
 _PRODUCTS = primitives.COMPUTE_INTENSIVE
 

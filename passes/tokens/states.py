@@ -29,13 +29,13 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Block, Op, Value
+from alpa_lite.ir.graph import Atom, Block, Op, Value
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.tokens.beyond import Known
 from alpa_lite.passes.tokens.windows import window
-from alpa_lite.strategy import Rule
 
 Kind = Literal["pieces", "sum", "spread", "shift", "window", "running", "loop", "free", "whole"]
 

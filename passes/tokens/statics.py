@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite.graph import Atom, Lit, Op, Value
+from alpa_lite.ir.graph import Atom, Lit, Op, Value
 from alpa_lite.passes.ir.inlining import shape_of
 
 LARGEST = 1 << 28

@@ -14,7 +14,7 @@ from typing import Any
 
 from jax import lax
 
-from alpa_lite.graph import Atom, Block, Op
+from alpa_lite.ir.graph import Atom, Block, Op
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_op

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from alpa_lite.graph import Op
+from alpa_lite.ir.graph import Op
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.graph import Traced
-from alpa_lite.layout import Axes, LogicalMesh
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.layout import Axes, LogicalMesh
 from alpa_lite.passes.tracing import nnx_modules
 
 

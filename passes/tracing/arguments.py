@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from alpa_lite.calling import Calling
 from alpa_lite.errors import OptionError, SignatureError
-from alpa_lite.graph import Traced
+from alpa_lite.ir.calling import Calling
+from alpa_lite.ir.graph import Traced
 from alpa_lite.passes.tracing.calls import one_or_several, position_of
 from alpa_lite.passes.tracing.leaves import Flat
 

@@ -2,7 +2,7 @@
 
 Written in ordinary operations, attention is two products, masks and a softmax, and a plan may shard each of them in its
 own way. Nobody would run it so: its examples and its heads are independent, everything else belongs together. While a
-step is traced, the function that these operations come from is a kernel (`alpa_lite.kernels`) with the rule
+step is traced, the function that these operations come from is a kernel (`alpa_lite.ir.kernels`) with the rule
 
     query [b, t, (k g), d], key and value [b, s, k, d], bias and mask [b, (k g), t, s]  ->  [b, t, (k g), d]
 
@@ -24,10 +24,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from alpa_lite import kernels, notation
 from alpa_lite.errors import RuleError
-from alpa_lite.kernels import Kernel
-from alpa_lite.notation import Notation, Tensor
+from alpa_lite.ir import kernels, notation
+from alpa_lite.ir.kernels import Kernel
+from alpa_lite.ir.notation import Notation, Tensor
 
 NAME = "dot_product_attention"
 _QUERY: Tensor = (("b",), ("t",), ("k", "g"), ("d",))

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Atom, Block, Graph, Op
+from alpa_lite.ir.graph import Atom, Block, Graph, Op
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.pruning import renumbered

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Traced
+from alpa_lite.ir.graph import Traced
 
 
 def trace_under(context: Any, trace: Callable[..., Traced]) -> Callable[..., Traced]:

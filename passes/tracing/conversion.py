@@ -37,7 +37,7 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.errors import TracingError
-from alpa_lite.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
+from alpa_lite.ir.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
 from alpa_lite.passes.ir import flow, primitives, pruning
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.tracing import equations

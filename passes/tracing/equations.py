@@ -13,7 +13,7 @@ from jax import lax
 from jax.core import Tracer
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Graph
+from alpa_lite.ir.graph import Atom, Graph
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.tracing import manual_regions
 

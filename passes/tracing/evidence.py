@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from alpa_lite import _jax
-from alpa_lite.graph import Atom, Block, Graph, Lit, Op, walk
+from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, walk
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 

@@ -14,13 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Graph, Traced
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.graph import Graph, Traced
+from alpa_lite.ir.layout import LogicalMesh
+from alpa_lite.ir.paths import shown
 from alpa_lite.passes.tracing import nnx_modules
 from alpa_lite.passes.tracing.annotations import logical_mesh
 from alpa_lite.passes.tracing.constraints import constrain_outputs
-from alpa_lite.paths import shown
-from alpa_lite.pins import Wish
+from alpa_lite.plan.pins import Wish
 
 Given = NamedSharding | PartitionSpec | None
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_lite.calling import Calling
+from alpa_lite.ir.calling import Calling
+from alpa_lite.ir.paths import tokens
 from alpa_lite.passes.tracing import calls
-from alpa_lite.paths import tokens
 
 LeafKind = tuple[tuple[int, ...], Any]
 """(shape, dtype) of a leaf."""

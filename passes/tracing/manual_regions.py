@@ -26,8 +26,8 @@ from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Atom, Block, Graph, Lit, walk
-from alpa_lite.layout import Axes
+from alpa_lite.ir.graph import Atom, Block, Graph, Lit, walk
+from alpa_lite.ir.layout import Axes
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.evaluation import evaluate_block
 

@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import primitives as lax_primitives
 
-from alpa_lite.graph import Atom, Block, Graph, Lit, Op
+from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter

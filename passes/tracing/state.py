@@ -39,9 +39,9 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from alpa_lite.errors import SignatureError
+from alpa_lite.ir.paths import shown
 from alpa_lite.passes.tracing.evidence import Evidence
 from alpa_lite.passes.tracing.leaves import Flat, LeafKind, Tree, common_path, is_batch_like, is_key
-from alpa_lite.paths import shown
 
 Weight = Callable[[Tree, Tree], int]
 """How much speaks for a result as the new value of an argument; 0 if it is not."""

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from alpa_lite import _jax
-from alpa_lite.calling import is_same
+from alpa_lite.ir.calling import is_same
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 _NUMBERS = (bool, int, float, complex)

@@ -18,9 +18,10 @@ from typing import Any
 import jax
 
 from alpa_lite import _jax
-from alpa_lite.calling import Calling
 from alpa_lite.errors import SignatureError, TracingError
-from alpa_lite.graph import Argument, Atom, Graph, Traced
+from alpa_lite.ir.calling import Calling
+from alpa_lite.ir.graph import Argument, Atom, Graph, Traced
+from alpa_lite.ir.paths import shown
 from alpa_lite.passes.tracing import attention, calls, conversion, nnx_modules, references, static_leaves
 from alpa_lite.passes.tracing.arguments import Argnums, named_leaves
 from alpa_lite.passes.tracing.batches import Batch, find_batch
@@ -29,7 +30,6 @@ from alpa_lite.passes.tracing.evidence import Evidence
 from alpa_lite.passes.tracing.jit_shardings import constrain_results, spread
 from alpa_lite.passes.tracing.leaves import Flat, LeafKind, Tree, is_batch_like
 from alpa_lite.passes.tracing.state import Matched, match_state
-from alpa_lite.paths import shown
 
 
 def trace(

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core.primitives import scan_p
 
-from alpa_lite.graph import Atom, Block, Graph, Lit, Op, Value
+from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op

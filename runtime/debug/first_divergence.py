@@ -21,8 +21,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from alpa_lite import _jax
-from alpa_lite.graph import Lit, Op, Traced
-from alpa_lite.layout import Layout
+from alpa_lite.ir.graph import Lit, Op, Traced
+from alpa_lite.ir.layout import Layout
 from alpa_lite.passes.ir import evaluation, primitives
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.lowering import emission

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_lite.graph import Lit, Traced, walk
+from alpa_lite.ir.graph import Lit, Traced, walk
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.ir.flow import needed, producers
 from alpa_lite.passes.ir.loops import ScanView

@@ -8,8 +8,8 @@ import pytest
 from alpa_lite.calibration import fitting, samples
 from alpa_lite.calibration.samples import Grid, Sample
 from alpa_lite.cluster import Cluster, Dispatch, Link
-from alpa_lite.cost import MeshCost
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.ir.attention import pairs
 
 ASSUMED = Cluster(

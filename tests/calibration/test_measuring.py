@@ -15,7 +15,7 @@ from alpa_lite.calibration.storing import Calibration
 from alpa_lite.cli import app
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
 
 SMALL = Grid(products=(("f32", (8, 8, 8)), ("f32", (256, 256, 256))), elementwise=(2**16,), payloads=(2**10, 2**18))
 

@@ -13,9 +13,9 @@ from alpa_lite.calibration import fitting
 from alpa_lite.calibration.samples import Sample
 from alpa_lite.calibration.storing import Calibration, default_path
 from alpa_lite.cluster import CALIBRATION, Cluster
-from alpa_lite.cost import MeshCost
+from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import OptionError
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
 from tests.calibration.test_fitting import ASSUMED, TRUE, measured
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from alpa_lite.graph import Lit, Op
+from alpa_lite.ir.graph import Lit, Op
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.layers.types import Assignment, Layering
 

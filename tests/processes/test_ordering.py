@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from alpa_lite.ir.program import Program, Run, Send
 from alpa_lite.processes.ordering import Task, issue_order
-from alpa_lite.program import Program, Run, Send
 from tests import mlps, pipeline_driver
 
 PROCESS_OF = [0, 0, 1, 1, 2, 2]

@@ -8,9 +8,9 @@ import functools
 import pytest
 
 import alpa_lite
-from alpa_lite.figures import Spending
 from alpa_lite.options import Method
-from alpa_lite.plan import Plan
+from alpa_lite.plan.figures import Spending
+from alpa_lite.plan.plan import Plan
 from alpa_lite.report import computing, html
 from tests import mlps
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from jax.sharding import PartitionSpec as P
 
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
 from tests.plans import gpt_plan, small_plan
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from alpa_lite.figures import Held, Products, Spending
-from alpa_lite.plan import Plan
+from alpa_lite.plan.figures import Held, Products, Spending
+from alpa_lite.plan.plan import Plan
 from alpa_lite.report import modules, stages
 from alpa_lite.report.html import MAX_CELL_BYTES, document, fragment
 from tests.plans import gpt_plan, pipeline_plan

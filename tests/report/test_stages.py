@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
 from alpa_lite.report import communication, console, text
 from alpa_lite.report import stages as sections
 from tests.plans import gpt_plan, pipeline_plan

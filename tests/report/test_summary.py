@@ -14,9 +14,9 @@ import pytest
 
 import alpa_lite
 from alpa_lite.cluster import Cluster
-from alpa_lite.figures import AxisUse, Comparison, Products
 from alpa_lite.options import Method
-from alpa_lite.plan import Plan
+from alpa_lite.plan.figures import AxisUse, Comparison, Products
+from alpa_lite.plan.plan import Plan
 from alpa_lite.report import activations, strategy_names, summary
 from tests.plans import gpt_plan, pipeline_plan, small_plan
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from alpa_lite.plan import Plan
-from alpa_lite.records import Candidate, Collective, Leaf
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Candidate, Collective, Leaf
 from alpa_lite.report import communication, console, stages, text
 from tests.plans import gpt_plan, pipeline_plan, small_plan
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite import schedules
+from alpa_lite.ir import schedules
+from alpa_lite.ir.timeline import Event, Timeline
 from alpa_lite.passes.programs import simulation
 from alpa_lite.report import console
 from alpa_lite.report import timeline as report
-from alpa_lite.timeline import Event, Timeline
 from tests.pipelines import every, toy
 
 

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 import alpa_lite
-from alpa_lite import program as programs
 from alpa_lite.errors import ExecutionError, VerificationError
+from alpa_lite.ir import program as programs
+from alpa_lite.ir.program import Run, Send
+from alpa_lite.ir.timeline import Event
 from alpa_lite.passes import checks
-from alpa_lite.program import Run, Send
 from alpa_lite.report import timeline, units
 from alpa_lite.runtime.pipeline import PipelineExecutable
-from alpa_lite.timeline import Event
 from tests import comparing, pipeline_driver, zoo
 
 WIDTH = 16

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alpa_lite.errors import OptionError
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.options import Options
 from alpa_lite.passes.ir.evaluation import evaluate_block
 from alpa_lite.passes.tracing.tracing import trace

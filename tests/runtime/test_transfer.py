@@ -15,11 +15,11 @@ import pytest
 from jax.experimental import io_callback
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from alpa_lite.layout import Layout, LogicalMesh, replicated
+from alpa_lite.ir.layout import Layout, LogicalMesh, replicated
+from alpa_lite.ir.program import Submesh
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs import transfers
 from alpa_lite.passes.programs.transfers import TransferPlan, plan_transfer
-from alpa_lite.program import Submesh
 from alpa_lite.runtime import placement
 from alpa_lite.runtime.meshes import mesh_of
 from alpa_lite.runtime.transfer import Transfer

@@ -1,6 +1,6 @@
 """The integer program of sharding, in arrays: NumPy and SciPy, and nothing of JAX or of the compiler.
 
-In: `alpa_lite.strategy.StrategyGraph`. Out: `alpa_lite.strategy.Solution` with status, bound and gap.
+In: `alpa_lite.ir.strategy.StrategyGraph`. Out: `alpa_lite.ir.strategy.Solution` with status, bound and gap.
 """
 
 from alpa_lite.passes.sharding.solver.solve import Bound, evaluate, minimal_budget

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from alpa_lite.ir.strategy import Buffers, StrategyGraph, Transfer
 from alpa_lite.passes.sharding.solver.links import Links
 from alpa_lite.passes.sharding.solver.problem import NO_ITEMS, Items, Problem
 from alpa_lite.passes.sharding.solver.ragged import joined, offsets, ranges, summed
-from alpa_lite.strategy import Buffers, StrategyGraph, Transfer
 
 
 def from_graph(graph: StrategyGraph) -> Problem:

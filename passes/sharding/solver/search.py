@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from alpa_lite.ir.strategy import Solution
 from alpa_lite.passes.sharding.solver.descent import descend
 from alpa_lite.passes.sharding.solver.memory import MemoryDual, peaks
 from alpa_lite.passes.sharding.solver.messages import Ascent
@@ -43,7 +44,6 @@ from alpa_lite.passes.sharding.solver.work import (
     choice_work,
     sweep_work,
 )
-from alpa_lite.strategy import Solution
 
 Slack = tuple[np.ndarray, np.ndarray]
 """How far above a bound a choice must be that takes a strategy, or a cell: [strategies], [cells]."""

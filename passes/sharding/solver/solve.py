@@ -19,13 +19,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from alpa_lite.ir.strategy import Solution, StrategyGraph
 from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.passes.sharding.solver.problem import forget_memory
 from alpa_lite.passes.sharding.solver.reading import from_graph
 from alpa_lite.passes.sharding.solver.restrict import Contradiction, consistent
 from alpa_lite.passes.sharding.solver.search import SWEEPS, CutoffReached, Search
 from alpa_lite.passes.sharding.solver.work import SOLVE_WORK, sweep_work
-from alpa_lite.strategy import Solution, StrategyGraph
 
 
 def solve(

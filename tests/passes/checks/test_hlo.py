@@ -12,10 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alpa_lite.errors import VerificationError
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks.hlo import compare_hlo
 from alpa_lite.passes.checks.shardy import check_shardy, shardy_report
-from alpa_lite.records import Collective
+from alpa_lite.plan.records import Collective
 
 MESH = LogicalMesh((4, 2), ("d", "m"))
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks.hlo_text import parse_hlo, read_hlo
 
 MESH = LogicalMesh((4, 2), ("d", "m"))

@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks.redundancy import REASONS, redundant_collectives
 
 MESH = LogicalMesh((4, 2), ("d", "m"))

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks.replica_groups import (
     axes_from_pairs,
     axes_from_text,

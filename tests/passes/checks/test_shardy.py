@@ -10,9 +10,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alpa_lite.errors import VerificationError
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks.shardy import check_shardy, collectives_of_shardy, shardy_report
-from alpa_lite.records import Collective
+from alpa_lite.plan.records import Collective
 
 MESH = LogicalMesh((16, 8), ("data", "model"))
 ABSTRACT = AbstractMesh((16, 8), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks import slices
 from alpa_lite.passes.checks.hlo import compare_hlo
-from alpa_lite.records import Collective
+from alpa_lite.plan.records import Collective
 
 MESH = LogicalMesh((8,), ("x",))
 HEAD = "HloModule jit_step, is_scheduled=true, num_partitions=4\n\nENTRY %main (p: f32[64]) -> f32[64] {\n"

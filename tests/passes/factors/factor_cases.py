@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal
 
-from alpa_lite.graph import Lit, Op, Value
+from alpa_lite.ir.graph import Lit, Op, Value
 
 KEY = np.random.default_rng(0)
 

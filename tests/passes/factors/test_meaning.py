@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from alpa_lite.ir.strategy import Factor
 from alpa_lite.passes import factors
-from alpa_lite.strategy import Factor
 from tests.passes.factors.factor_cases import CASES, bind, capture
 
 # The program runs once: what compiles fastest is best.

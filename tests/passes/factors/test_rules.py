@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from alpa_lite.graph import Lit
+from alpa_lite.ir.graph import Lit
 from alpa_lite.passes import factors
 from alpa_lite.passes.factors import tables
 from alpa_lite.passes.factors.base import Call

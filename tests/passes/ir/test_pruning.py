@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alpa_lite import graph
 from alpa_lite.cluster import Cluster
-from alpa_lite.graph import walk
+from alpa_lite.ir import graph
+from alpa_lite.ir.graph import walk
 from alpa_lite.options import Sharded
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.stages import planning

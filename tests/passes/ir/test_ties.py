@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from alpa_lite.graph import Block
+from alpa_lite.ir.graph import Block
 from alpa_lite.passes.ir.loops import scan_op
 from alpa_lite.passes.ir.ties import Tie, ties
 from alpa_lite.passes.tracing.conversion import graph_of

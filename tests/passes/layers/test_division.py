@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import check
+from alpa_lite.ir.graph import check
 from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import evaluation

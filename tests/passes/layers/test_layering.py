@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Traced
+from alpa_lite.ir.graph import Traced
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.layers import cuts as layering_cuts

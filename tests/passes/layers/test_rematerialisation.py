@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from alpa_lite.graph import check
+from alpa_lite.ir.graph import check
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.ir.rewriting import Rewritten
 from alpa_lite.passes.layers.assignment import assign

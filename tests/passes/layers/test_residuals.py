@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from alpa_lite.graph import Graph
+from alpa_lite.ir.graph import Graph
 from alpa_lite.models import MODELS
 from alpa_lite.passes.ir.evaluation import evaluate_block
 from alpa_lite.passes.ir.loops import ScanView

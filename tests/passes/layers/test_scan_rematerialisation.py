@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from alpa_lite.graph import Traced, check
+from alpa_lite.ir.graph import Traced, check
 from alpa_lite.passes.ir.rewriting import Rewritten
 from alpa_lite.passes.layers.forward import forward_ops
 from alpa_lite.passes.layers.rematerialisation import Choice

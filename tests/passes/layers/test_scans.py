@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Traced, check
+from alpa_lite.ir.graph import Traced, check
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.layers.assignment import assign

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from alpa_lite.graph import Traced, check
+from alpa_lite.ir.graph import Traced, check
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.layers.scans import cut_scans, layer_scans

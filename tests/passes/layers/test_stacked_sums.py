@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import alpa_lite
-from alpa_lite.graph import Graph
+from alpa_lite.ir.graph import Graph
 from alpa_lite.passes.ir.evaluation import evaluate_block
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.layers.stacked_sums import add_within_scans

@@ -21,15 +21,15 @@ from jax.experimental import io_callback
 from jax.lax import GatherScatterMode
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from alpa_lite.graph import Lit, Op, Value
-from alpa_lite.layout import Layout, LogicalMesh, local_shape
+from alpa_lite.ir.graph import Lit, Op, Value
+from alpa_lite.ir.layout import Layout, LogicalMesh, local_shape
+from alpa_lite.ir.strategy import Factor, Rule
 from alpa_lite.passes.factors import rules_of
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.random import counters
 from alpa_lite.passes.local.reductions import ordered, unordered
 from alpa_lite.passes.local.types import LocalForm
-from alpa_lite.strategy import Factor, Rule
 from tests.marks import one_in
 
 MESHES = [LogicalMesh(shape, ("a", "b", "c")[: len(shape)]) for shape in ((2,), (2, 2), (4, 2), (2, 2, 2))]

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
-from alpa_lite.graph import Traced
-from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.layout import Layout, LogicalMesh
 from alpa_lite.passes import factors, lowering
 from alpa_lite.passes.checks import shardy, verification
 from alpa_lite.passes.lowering import emission

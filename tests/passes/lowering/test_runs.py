@@ -16,7 +16,7 @@ import alpa_lite
 from alpa_lite.api import make_options
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import Compiled, compile_step
-from alpa_lite.graph import Lit
+from alpa_lite.ir.graph import Lit
 from alpa_lite.options import Method
 from alpa_lite.passes.checks import shardy, verification
 from alpa_lite.passes.lowering import emission

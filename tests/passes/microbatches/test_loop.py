@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite import graph as graphs
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import MicrobatchError
+from alpa_lite.ir import graph as graphs
 from alpa_lite.options import DataParallel, Sharded, Zero
 from alpa_lite.passes import factors, lowering
 from alpa_lite.passes.ir import evaluation

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 from hypothesis import assume, given, settings
 
+from alpa_lite.ir.strategy import StrategyGraph, Transfer
 from alpa_lite.passes.plans import alternatives
 from alpa_lite.passes.sharding.solver import reading, solve
 from alpa_lite.passes.sharding.solver.problem import Problem
-from alpa_lite.strategy import StrategyGraph, Transfer
 from tests.passes.sharding.solver.test_solve import SEEDS, random_graph
 
 

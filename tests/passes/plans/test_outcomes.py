@@ -10,7 +10,7 @@ import pytest
 import alpa_lite
 from alpa_lite import models
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
+from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
 from alpa_lite.passes.plans import alternatives
@@ -20,7 +20,7 @@ from alpa_lite.passes.sharding import grouping, strategies
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.solver.reading import from_graph
 from alpa_lite.passes.tracing import tracing
-from alpa_lite.records import Decision
+from alpa_lite.plan.records import Decision
 from tests.searching import best_of_meshes
 
 BATCH = 65536

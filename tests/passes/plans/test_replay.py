@@ -18,7 +18,7 @@ from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.stages import staging
 from alpa_lite.passes.tracing import tracing
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
 
 H100 = Cluster.preset("h100", nodes=1)
 WIDTH = 1024

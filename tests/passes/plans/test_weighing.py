@@ -11,7 +11,7 @@ from alpa_lite import models
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Method, Pipeline, Sharded
 from alpa_lite.passes.plans import alternatives
-from alpa_lite.plan import Plan
+from alpa_lite.plan.plan import Plan
 
 CLUSTER = Cluster.preset("a100", nodes=1)
 

@@ -10,9 +10,9 @@ import jax
 import pytest
 
 from alpa_lite.cluster import Cluster
+from alpa_lite.ir.program import Program, peak_bytes
 from alpa_lite.passes.programs import staged, transfers
 from alpa_lite.passes.programs.crossings import crossing_bytes
-from alpa_lite.program import Program, peak_bytes
 from alpa_lite.runtime.transfer_multihost import CrossProcessTransfer
 from tests import pipeline_driver
 from tests.passes.layers.division_cases import deep, driven

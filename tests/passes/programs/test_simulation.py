@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite import schedules
 from alpa_lite.cluster import Cluster, Dispatch, Link
 from alpa_lite.errors import PlanError
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir import schedules
+from alpa_lite.ir.layout import LogicalMesh
+from alpa_lite.ir.program import Free, Program, Receive, Run, Send, Submesh
 from alpa_lite.passes.programs import simulation
-from alpa_lite.program import Free, Program, Receive, Run, Send, Submesh
 from tests.pipelines import every, toy
 
 quarters = st.integers(1, 16).map(lambda n: n / 4)

@@ -12,10 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.cluster import Cluster, Link
-from alpa_lite.layout import Layout, LogicalMesh, local_shape, replicated
+from alpa_lite.ir.layout import Layout, LogicalMesh, local_shape, replicated
+from alpa_lite.ir.program import Program, Submesh, Transfer, buffer
 from alpa_lite.passes.programs import links, transfers
 from alpa_lite.passes.programs.transfers import blocks, plan_transfer, plans_of, price
-from alpa_lite.program import Program, Submesh, Transfer, buffer
 
 F32 = jnp.dtype("float32")
 

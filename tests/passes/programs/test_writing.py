@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from alpa_lite import program as programs
-from alpa_lite import schedules
 from alpa_lite.errors import PlanError
+from alpa_lite.ir import program as programs
+from alpa_lite.ir import schedules
+from alpa_lite.ir.program import Receive, Run, Send
+from alpa_lite.ir.schedules import Schedule, Task
 from alpa_lite.passes.programs import simulation, writing
 from alpa_lite.passes.programs.writing import Written
-from alpa_lite.program import Receive, Run, Send
-from alpa_lite.schedules import Schedule, Task
 from tests.passes.layers.division_cases import driven
 from tests.pipeline_driver import Driven
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes import factors
 from alpa_lite.passes.sharding import grouping, strategies
 from alpa_lite.passes.tracing import tracing

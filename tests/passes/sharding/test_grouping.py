@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from alpa_lite import models
-from alpa_lite.graph import Traced
+from alpa_lite.ir.graph import Traced
 from alpa_lite.passes import factors
 from alpa_lite.passes.sharding import grouping
 from alpa_lite.passes.sharding.groups import Group, Grouping

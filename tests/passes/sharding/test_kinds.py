@@ -14,9 +14,9 @@ from flax.training.train_state import TrainState
 
 import alpa_lite
 from alpa_lite.cluster import Cluster
+from alpa_lite.ir.paths import shown
 from alpa_lite.passes.sharding.kinds import state_kinds
 from alpa_lite.passes.tracing.tracing import trace
-from alpa_lite.paths import shown
 
 X, Y = jax.ShapeDtypeStruct((8, 6), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32)
 H100 = Cluster.preset("h100", nodes=1)

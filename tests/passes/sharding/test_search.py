@@ -16,8 +16,8 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite
 from alpa_lite import models
 from alpa_lite.cluster import Cluster
-from alpa_lite.cost import MeshCost
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir.layout import LogicalMesh
 
 
 def h100(nodes):

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite.graph import Op
+from alpa_lite.ir.graph import Op
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.flow import producers
 from alpa_lite.passes.stages import ordering

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from alpa_lite import graph
-from alpa_lite.graph import Traced
+from alpa_lite.ir import graph
+from alpa_lite.ir.graph import Traced
 from alpa_lite.passes.stages import owners
 from alpa_lite.passes.stages.owned import moved, owned_graphs
 from alpa_lite.passes.stages.owners import ownership

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from alpa_lite import schedules
+from alpa_lite.ir import schedules
+from alpa_lite.ir.program import Run, peak_bytes
 from alpa_lite.passes.stages import cutting, packing, segments
 from alpa_lite.passes.stages.segments import Segments
-from alpa_lite.program import Run, peak_bytes
 from alpa_lite.runtime.pipeline import PipelineExecutable
 from tests import pipeline_driver
 from tests.zoo_base import normal, updated

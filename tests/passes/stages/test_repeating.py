@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from alpa_lite.layout import reshard_steps
+from alpa_lite.ir.layout import reshard_steps
 from alpa_lite.passes.checks.hlo_text import parse_hlo
 from alpa_lite.passes.stages.planning import PlannedStage
 from tests import pipeline_driver

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from alpa_lite.errors import PlanError
-from alpa_lite.graph import Op
+from alpa_lite.ir.graph import Op
 from alpa_lite.passes.lowering.program import Loop, Outside, Reshard
 from alpa_lite.passes.stages import cutting
 from alpa_lite.passes.stages.segments import Segments, Wire

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from alpa_lite import schedules
 from alpa_lite.errors import OptionError
+from alpa_lite.ir import schedules
 from alpa_lite.passes.stages.formulas import evaluate
 from alpa_lite.passes.stages.paths import least_bytes_together
 from alpa_lite.passes.stages.ranges import Hosts, StageCosts, from_layers

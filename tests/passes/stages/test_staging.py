@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from alpa_lite import graph
-from alpa_lite.graph import Op
+from alpa_lite.ir import graph
+from alpa_lite.ir.graph import Op
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.ir.loops import scan_op
 from alpa_lite.passes.stages.staging import StageGraph

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from alpa_lite.graph import walk
+from alpa_lite.ir.graph import walk
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.ir.rewriting import Rewriter

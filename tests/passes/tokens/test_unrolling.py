@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from alpa_lite.graph import Block
+from alpa_lite.ir.graph import Block
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.tokens.unrolling import operations, unrolled

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from alpa_lite import _jax
-from alpa_lite.graph import check, walk
+from alpa_lite.ir.graph import check, walk
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.tracing.conversion import ELEMENTWISE, graph_of
 from tests.comparing import assert_equal

@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 import alpa_lite
-from alpa_lite.graph import Traced, check
+from alpa_lite.ir.graph import Traced, check
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.tracing import nnx_modules, read_annotations
 from alpa_lite.passes.tracing.tracing import trace

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from alpa_lite.errors import SignatureError, TracingError
-from alpa_lite.graph import check
+from alpa_lite.ir.graph import check
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.tracing.tracing import trace
 from tests import reference_steps

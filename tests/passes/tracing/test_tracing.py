@@ -14,7 +14,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 from alpa_lite.errors import SignatureError, TracingError
-from alpa_lite.graph import Traced, check
+from alpa_lite.ir.graph import Traced, check
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.tracing.tracing import trace
 from tests.comparing import assert_equal

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from alpa_lite.ir.strategy import Buffers, StrategyGraph, Transfer
 from alpa_lite.passes.sharding.solver import kernels, reading, restrict, solve, work
 from alpa_lite.passes.sharding.solver import problem as sharding_problem
 from alpa_lite.passes.sharding.solver.memory import MemoryDual
 from alpa_lite.passes.sharding.solver.messages import Ascent
-from alpa_lite.strategy import Buffers, StrategyGraph, Transfer
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -72,7 +72,7 @@ def random_buffers(rng, sizes, transfers):
 
 
 def price(graph, choice):
-    """Seconds and peak bytes, straight from the definitions in `alpa_lite.strategy`."""
+    """Seconds and peak bytes, straight from the definitions in `alpa_lite.ir.strategy`."""
     seconds = sum(graph.node_cost[i][s] for i, s in enumerate(choice))
     wanted = []
     for t in graph.transfers:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from alpa_lite import kept, owned, plan_cache
-from alpa_lite.asked import PlanRequest, Step
+from alpa_lite.compilation import kept, owned, plan_cache
+from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.plan_cache import PlanCache
+from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from alpa_lite.options import Options
 from alpa_lite.passes import microbatches, programs
@@ -17,10 +19,8 @@ from alpa_lite.passes.programs.staged import Staged, Verdict, donating
 from alpa_lite.passes.search.configs import Analyses, ExecutionConfig
 from alpa_lite.passes.stages import planning, staging
 from alpa_lite.passes.tracing.arguments import donated_leaves
-from alpa_lite.plan import Plan
-from alpa_lite.plan_cache import PlanCache
+from alpa_lite.plan.plan import Plan
 from alpa_lite.report import units
-from alpa_lite.runner import Passes
 
 
 def replay_plan(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> Staged:

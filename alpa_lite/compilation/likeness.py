@@ -1,7 +1,7 @@
 """State stays where a plan has it: a step that reads the state of another, or its own in other shapes, is planned so.
 
 Evaluation after training (`like=train_step`), the short last batch and another sequence length get *pins*
-(`alpa_lite.pins`) for the flat arguments that a plan already has on its devices:
+(`alpa_lite.plan.pins`) for the flat arguments that a plan already has on its devices:
 
 1. An array that lies on a mesh of that plan keeps its sharding, which is read from the array.
 2. Any other leaf (abstract, on the host, on one device) is matched with the leaf of the plan that has the longest
@@ -24,13 +24,13 @@ from jax.sharding import NamedSharding
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import Compiled, compile_step
 from alpa_lite.errors import InfeasibleError, OptionError, PlanError
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
+from alpa_lite.ir.paths import keys
 from alpa_lite.options import Auto, Options, Sharded
 from alpa_lite.passes.tracing import calls, leaves
-from alpa_lite.paths import keys
-from alpa_lite.pins import Piece, Pin, Pins, layout_of_spec
-from alpa_lite.placing import Ends, kind_of, places_of
-from alpa_lite.plan import Plan
+from alpa_lite.plan.pins import Piece, Pin, Pins, layout_of_spec
+from alpa_lite.plan.placing import Ends, kind_of, places_of
+from alpa_lite.plan.plan import Plan
 from alpa_lite.runtime.meshes import available
 
 logger = logging.getLogger(__name__)

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alpa_lite import json_codec
 from alpa_lite.errors import PlanError
-from alpa_lite.figures import Comparison
-from alpa_lite.records import PlanRecord, Stage
+from alpa_lite.plan import json_codec
+from alpa_lite.plan.figures import Comparison
+from alpa_lite.plan.records import PlanRecord, Stage
 
 SCHEMA = 7
 """The version of the plan file. Raised whenever a file of the old version could no longer be read."""
@@ -163,7 +163,7 @@ class Plan(PlanRecord):
         Raises:
           PlanError: there are too few devices, or several leaves of the plan may be meant that lie differently.
         """
-        from alpa_lite import placing
+        from alpa_lite.plan import placing
         from alpa_lite.runtime.meshes import available
 
         return placing.planned_shardings(self, tree, available() if devices is None else devices)

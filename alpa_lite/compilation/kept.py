@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from alpa_lite import schedules
-from alpa_lite.asked import PlanRequest, Step
+from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.owned import owned, solved
+from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import MicrobatchError, OptionError, PlanError
-from alpa_lite.owned import owned, solved
+from alpa_lite.ir import schedules
+from alpa_lite.ir.paths import shown
+from alpa_lite.ir.schedules import Schedule
 from alpa_lite.passes import microbatches, programs
 from alpa_lite.passes.layers.division import divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
@@ -22,12 +25,9 @@ from alpa_lite.passes.programs.staged import Staged, Verdict, noted
 from alpa_lite.passes.search.pipeline_analysis import cut_into_stages
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.staging import StageGraph
-from alpa_lite.paths import shown
-from alpa_lite.pins import Pin, Pins, pin_of
-from alpa_lite.plan import Plan
-from alpa_lite.records import Stage
-from alpa_lite.runner import Passes
-from alpa_lite.schedules import Schedule
+from alpa_lite.plan.pins import Pin, Pins, pin_of
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Stage
 
 
 def is_given(asked: PlanRequest) -> bool:

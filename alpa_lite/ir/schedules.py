@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from alpa_lite.errors import OptionError, PlanError
-from alpa_lite.timeline import Event, Timeline
+from alpa_lite.ir.timeline import Event, Timeline
 
 NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1")
 """The schedules that there are."""

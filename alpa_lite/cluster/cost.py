@@ -1,11 +1,11 @@
 """The costs of computation and communication on a cluster, in seconds.
 
 **Collectives** cost alpha + payload * beta, where the payload is what plans report
-(`alpa_lite.plan.Collective.bytes`): the bytes of the result per device, for a reduce-scatter those of the operand. The
-axes of a collective occupy g_1, g_2, ... devices of the machine's levels, innermost first (`alpa_lite.topology`), and
-the collective is hierarchical over them. An all-gather runs from the outermost level inwards, so that slow links carry
-the smallest blocks, a reduce-scatter in the opposite order, and an all-reduce is the one after the other. With b_k the
-bytes/s of a device over level k,
+(`alpa_lite.plan.plan.Collective.bytes`): the bytes of the result per device, for a reduce-scatter those of the operand.
+The axes of a collective occupy g_1, g_2, ... devices of the machine's levels, innermost first
+(`alpa_lite.cluster.topology`), and the collective is hierarchical over them. An all-gather runs from the outermost
+level inwards, so that slow links carry the smallest blocks, a reduce-scatter in the opposite order, and an all-reduce
+is the one after the other. With b_k the bytes/s of a device over level k,
 
     gather or scatter   beta = sum_k  (g_k - 1) / g_k / (b_k * g_1 ... g_{k-1})   the ring's term on each level
     all_reduce          twice that
@@ -40,8 +40,8 @@ from functools import cache, cached_property
 from typing import Any, Literal, get_args
 
 from alpa_lite.cluster import Cluster, Curve
-from alpa_lite.layout import Axes, LogicalMesh
-from alpa_lite.topology import Level, Piece, decompose
+from alpa_lite.cluster.topology import Level, Piece, decompose
+from alpa_lite.ir.layout import Axes, LogicalMesh
 
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute"]
 

@@ -23,12 +23,12 @@ from typing import Any
 import jax
 
 from alpa_lite import _jax
-from alpa_lite.asked import PlanRequest, Step
+from alpa_lite.compilation.asked import PlanRequest, Step
 from alpa_lite.errors import PlanError
 from alpa_lite.options import Options
 from alpa_lite.passes.ir.digest import digest
 from alpa_lite.passes.programs.staged import Staged
-from alpa_lite.plan import SCHEMA, Plan
+from alpa_lite.plan.plan import SCHEMA, Plan
 from alpa_lite.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from alpa_lite import nvlink, presets, topology
 from alpa_lite.calibration import files
+from alpa_lite.cluster import nvlink, presets, topology
+from alpa_lite.cluster.topology import Level
 from alpa_lite.errors import OptionError
-from alpa_lite.topology import Level
 
 #: The part of a device's memory that plans leave free: runtime context, fragmentation, transfer buffers.
 DEVICE_RESERVE = 0.1
@@ -78,8 +78,8 @@ class Curve:
     they are proportional to the payload. (Linear in log payload instead, they are no nearer to XLA's tables.)
 
     Attributes:
-      kind: as `alpa_lite.cost.CollectiveKind`.
-      group: the devices of a group on each level, as `alpa_lite.cost.MeshCost.group` says.
+      kind: as `alpa_lite.cluster.cost.CollectiveKind`.
+      group: the devices of a group on each level, as `alpa_lite.cluster.cost.MeshCost.group` says.
       points: (bytes of payload, seconds), both ascending.
     """
 
@@ -373,7 +373,7 @@ class Cluster:
         """The logical mesh shapes worth trying, axes ordered from between nodes to within a node.
 
         Shapes that differ by a permutation of axes that costs the same on this machine are listed once: eight devices
-        on one switch give (8,), (4, 2) and (2, 2, 2). See `alpa_lite.topology.mesh_shapes` for the choice.
+        on one switch give (8,), (4, 2) and (2, 2, 2). See `alpa_lite.cluster.topology.mesh_shapes` for the choice.
 
         Args:
           max_axes: the most axes of a mesh.

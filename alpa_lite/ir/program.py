@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 from alpa_lite.errors import PlanError
-from alpa_lite.layout import Layout, LogicalMesh, local_shape
+from alpa_lite.ir.layout import Layout, LogicalMesh, local_shape
 
 Kind = Literal["prologue", "forward", "backward", "weight", "update", "step"]
 """prologue: once, before the micro-batches. forward, backward, weight: once for each micro-batch; with `weight`, the

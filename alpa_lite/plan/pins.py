@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 from jax.sharding import PartitionSpec
 
-from alpa_lite.layout import Axes, Layout, LogicalMesh
-from alpa_lite.records import Leaf, PlanRecord, Stage, spec_axes
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
+from alpa_lite.plan.records import Leaf, PlanRecord, Stage, spec_axes
 
 _SLICE = re.compile(r"\[\d+:\d+\]$")
 

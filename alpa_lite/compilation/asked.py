@@ -10,14 +10,14 @@ from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
-from alpa_lite.graph import Traced
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.options import Auto, Manual, Method, Options, Pipeline, Sharded
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.sharding.strategies import MERGING
 from alpa_lite.passes.stages.pricing import REMAT
-from alpa_lite.pins import NO_PINS, NO_WISHES, Pins, Wishes
-from alpa_lite.plan import Plan
-from alpa_lite.strategy import Rule
+from alpa_lite.plan.pins import NO_PINS, NO_WISHES, Pins, Wishes
+from alpa_lite.plan.plan import Plan
 
 
 @dataclass(frozen=True, eq=False)

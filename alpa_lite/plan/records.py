@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from jax.sharding import PartitionSpec
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.figures import AxisUse, Comparison, Held, Products, Spending
-from alpa_lite.timeline import Timeline
+from alpa_lite.ir.timeline import Timeline
+from alpa_lite.plan.figures import AxisUse, Comparison, Held, Products, Spending
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "transfer")
 """The kinds of collectives."""
@@ -47,7 +47,7 @@ class Leaf:
     """One flat argument or result of the step.
 
     Attributes:
-      path: the stored path (`alpa_lite.paths`): `jax.tree_util.keystr` after the parameter's name.
+      path: the stored path (`alpa_lite.ir.paths`): `jax.tree_util.keystr` after the parameter's name.
       shape: its dims.
       dtype: the dtype's name.
       bytes: of the whole value.

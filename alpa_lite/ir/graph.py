@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from alpa_lite.calling import Calling
+from alpa_lite.ir.calling import Calling
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +160,7 @@ class Argument:
     """One flat leaf of the step's arguments, or of its result.
 
     Attributes:
-      path: the stored path (`alpa_lite.paths`), such as `state['params']['w']`.
+      path: the stored path (`alpa_lite.ir.paths`), such as `state['params']['w']`.
       role: "state" (comes back with the same shape and dtype), "batch", "frozen" (weights that the step reads and does
         not return), or "other" (a random key, a scalar).
       weak: whether its dtype is weak. A plan does not depend on it.

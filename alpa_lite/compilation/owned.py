@@ -13,11 +13,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alpa_lite import _jax, schedules
-from alpa_lite.asked import PlanRequest, Step
+from alpa_lite import _jax
+from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError, PlanError
-from alpa_lite.graph import Traced
-from alpa_lite.layout import LogicalMesh
+from alpa_lite.ir import schedules
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.layout import LogicalMesh
+from alpa_lite.ir.paths import shown
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors, microbatches, programs, stages
 from alpa_lite.passes.layers import scans
@@ -29,11 +32,9 @@ from alpa_lite.passes.stages.owned import moved
 from alpa_lite.passes.stages.owners import is_small
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.staging import StageGraph
-from alpa_lite.paths import shown
-from alpa_lite.pins import Pin, Pins, places
-from alpa_lite.plan import Plan
+from alpa_lite.plan.pins import Pin, Pins, places
+from alpa_lite.plan.plan import Plan
 from alpa_lite.report import units
-from alpa_lite.runner import Passes
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from alpa_lite import _jax
-from alpa_lite.graph import Traced
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.paths import shown
 from alpa_lite.passes.ir.digest import digest
 from alpa_lite.passes.tracing.calls import Signature
-from alpa_lite.paths import shown
 
 LISTED = 4
 """How many differing arguments a message lists."""

@@ -35,9 +35,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.interpreters import ad, batching, mlir
 
-from alpa_lite import _jax, flops, notation
+from alpa_lite import _jax
 from alpa_lite.errors import RuleError
-from alpa_lite.notation import Names, Notation, Reduction, Tensor
+from alpa_lite.ir import flops, notation
+from alpa_lite.ir.notation import Names, Notation, Reduction, Tensor
 
 Flat = Callable[..., Sequence[Any]]
 """A function from flat arrays to flat arrays."""

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Literal, cast
 
 from alpa_lite.errors import RuleError
-from alpa_lite.strategy import Factor, FactorKind, Rule
+from alpa_lite.ir.strategy import Factor, FactorKind, Rule
 
 Names = tuple[str, ...]
 Tensor = tuple[Names, ...]

@@ -14,14 +14,14 @@ from typing import Any, Generic, TypeVar
 import jax
 from jax.sharding import NamedSharding
 
-from alpa_lite import pins
 from alpa_lite.errors import PlanError
-from alpa_lite.layout import Layout, LogicalMesh
+from alpa_lite.ir.layout import Layout, LogicalMesh
+from alpa_lite.ir.paths import keys, shown
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.tracing import calls, nnx_modules
-from alpa_lite.paths import keys, shown
-from alpa_lite.pins import Piece, Pin, pin_of
-from alpa_lite.records import PlanRecord
+from alpa_lite.plan import pins
+from alpa_lite.plan.pins import Piece, Pin, pin_of
+from alpa_lite.plan.records import PlanRecord
 from alpa_lite.runtime.meshes import mesh_of
 
 T = TypeVar("T")

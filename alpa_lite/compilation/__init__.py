@@ -1,0 +1,1 @@
+"""Drivers of `alpa_lite.compiler`: requests, plans kept, replayed and cached, and the runner of passes."""
