@@ -22,6 +22,24 @@ def assert_equal(actual, expected):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+def assert_close(got, want, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Raises AssertionError unless two trees have one structure, and leaves of equal dtypes that are close."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        message = jax.tree_util.keystr(path)
+        assert np.asarray(a).dtype == np.asarray(b).dtype, message
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol, err_msg=message)
+
+
+def close_to_jit(fun, *args, rtol: float = 1e-5, atol: float = 1e-6, **options):
+    """The planned step, after its results on these arguments were compared with those of plain `jit`."""
+    from alpa_lite import parallelize  # processes import this module before they are joined
+
+    step = parallelize(fun, **options)
+    assert_close(step(*args), jax.jit(fun)(*args), rtol, atol)
+    return step
+
+
 def norm(x) -> float:
     return float(np.linalg.norm(np.asarray(x, np.float64).ravel()))
 

@@ -13,6 +13,16 @@ def one_in(count: int, cases: Iterable[Any]) -> list[Any]:
     return [case if number % count == 0 else thorough(case) for number, case in enumerate(cases)]
 
 
+def slow(*values: Any) -> Any:
+    """A slow case."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def slow_but(often: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """The cases, of which all but some are slow."""
+    return [case if case in often else slow(*case) if isinstance(case, tuple) else slow(case) for case in cases]
+
+
 def only(often: Collection[Any], cases: Iterable[Any]) -> list[Any]:
     """The cases, of which all but some are thorough."""
     return [case if case in often else thorough(case) for case in cases]

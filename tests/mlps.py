@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from alpa_lite.cluster import Cluster, Link
+from tests.gallery import f32, sgd, square_layers
 
 
 def two_machines(memory: int, network: float) -> Cluster:
@@ -21,16 +19,4 @@ def two_machines(memory: int, network: float) -> Cluster:
 def mlp(width: int, batch: int, layers: int) -> tuple[Any, Any]:
     """A step of gradient descent, and shapes of its arguments."""
 
-    def step(state: Any, batch: Any) -> Any:
-        def loss(weights: Any) -> Any:
-            x = batch
-            for w in weights:
-                x = jnp.tanh(x @ w)
-            return (x**2).mean()
-
-        value, grads = jax.value_and_grad(loss)(state)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
-
-    f32 = jnp.dtype("float32")
-    weights = [jax.ShapeDtypeStruct((width, width), f32) for _ in range(layers)]
-    return step, (weights, jax.ShapeDtypeStruct((batch, width), f32))
+    return sgd(square_layers), ([f32(width, width) for _ in range(layers)], f32(batch, width))

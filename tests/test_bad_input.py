@@ -11,20 +11,14 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite.cluster import Cluster
+from tests.gallery import f32, sgd
 
 H100 = Cluster.preset("h100", nodes=1)
 
 
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-
-def step(state, batch):
-    def loss(s):
-        return ((jax.nn.relu(batch["x"] @ s["w1"]) @ s["w2"] - batch["y"]) ** 2).mean()
-
-    value, grads = jax.value_and_grad(loss)(state)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+@sgd
+def step(s, batch):
+    return ((jax.nn.relu(batch["x"] @ s["w1"]) @ s["w2"] - batch["y"]) ** 2).mean()
 
 
 def arguments(batch: int = 16, width: int = 32, hidden: int = 64) -> tuple[Any, Any]:
@@ -80,6 +74,14 @@ def test_a_traced_value_as_a_python_bool():
 
     text = message(alpa_lite.TracingError, branches)
     names(text, "truth value of a traced array", "test_bad_input.py:", "jax.lax.cond")
+
+
+def test_an_axis_of_pmap_that_nothing_defines():
+    def averages(state, batch):
+        new, value = step(state, batch)
+        return jax.lax.pmean(new, "devices"), value
+
+    names(message(alpa_lite.TracingError, averages), "axis 'devices'", "test_bad_input.py:", "jax.pmap", "Leave pmean")
 
 
 def test_a_batch_that_is_not_there():
@@ -141,15 +143,10 @@ def test_a_manual_spec_that_does_not_fit():
 
 
 def test_an_impossible_budget():
-    text = message(alpa_lite.InfeasibleError, args=arguments(16, 512, 2048), memory_per_device=1000)
-    names(
-        text,
-        "memory_per_device=1000",
-        "state/w1 (4.00 MiB)",
-        "state/w2 (4.00 MiB)",
-        "smallest budget that works on one mesh",
-    )
-    names(text, "more devices", "jax.checkpoint", "smaller batch")
+    args = arguments(16, 512, 2048)
+    text = message(alpa_lite.InfeasibleError, args=args, cluster=H100.part(2), memory_per_device=1000)
+    names(text, "memory_per_device=1000", "state/w1 (4.00 MiB)", "state/w2 (4.00 MiB)")
+    names(text, "smallest budget that works on one mesh", "more devices", "jax.checkpoint", "smaller batch")
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
@@ -178,13 +175,10 @@ def test_a_plan_for_another_tree():
 
 
 def test_a_plan_for_another_model_with_the_same_arguments():
-    def other(state, batch):
-        def loss(s):
-            gram = jnp.tanh(s["w1"] @ s["w2"])
-            return (jnp.cumsum(batch["x"] @ gram @ gram, axis=1) * batch["y"]).sum()
-
-        value, grads = jax.value_and_grad(loss)(state)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+    @sgd
+    def other(s, batch):
+        gram = jnp.tanh(s["w1"] @ s["w2"])
+        return (jnp.cumsum(batch["x"] @ gram @ gram, axis=1) * batch["y"]).sum()
 
     text = message(alpa_lite.PlanError, other, plan=make(method=alpa_lite.Sharded()))
     names(text, "no decision", "program was", "Plan again")

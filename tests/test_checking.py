@@ -17,6 +17,8 @@ from alpa_lite import models
 from alpa_lite.errors import OptionError
 from alpa_lite.passes.lowering import emission, lowering
 from alpa_lite.runtime.debug import first_divergence, reference
+from tests.gallery import local
+from tests.marks import slow
 
 METHODS = {
     "mesh": {"method": alpa_lite.DataParallel()},
@@ -46,7 +48,7 @@ def arguments() -> tuple[Any, ...]:
 
 
 def planned(name: str, fun=step) -> alpa_lite.ParallelStep:
-    return alpa_lite.parallelize(fun, cluster=alpa_lite.Cluster.local(jax.devices()[:4]), **METHODS[name])
+    return alpa_lite.parallelize(fun, cluster=local(4), **METHODS[name])
 
 
 def break_form(monkeypatch, primitive: str) -> None:
@@ -74,7 +76,7 @@ def test_what_is_right_is_equal_and_nothing_is_donated(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [("mesh", -1), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("loop", -1), ("pipeline", 0)))],
+    [("mesh", -1), slow("loop", -1), slow("pipeline", 0)],
 )
 def test_names_the_operation_that_is_broken(name: str, stage: int, monkeypatch) -> None:
     break_form(monkeypatch, "tanh")
@@ -190,10 +192,8 @@ def test_repr_of_a_step_says_what_is_planned() -> None:
 def test_a_pipeline_of_scanned_layers_is_examined_whole() -> None:
     """Stacked arguments in pieces, and sums that stages exchange in their updates, are found for every stage."""
     fun, args = models.get("gpt").build("tiny", 8, 0, layers=2, seq=8, hidden=16, scan=True)
-    piped = alpa_lite.parallelize(
-        fun, cluster=alpa_lite.Cluster.local(jax.devices()[:4]), method=alpa_lite.Pipeline(num_stages=2),
-        num_microbatches=2,
-    )  # fmt: skip
+    method = alpa_lite.Pipeline(num_stages=2)
+    piped = alpa_lite.parallelize(fun, cluster=local(4), method=method, num_microbatches=2)
     assert alpa_lite.check(piped, *args).ok
     compiled, _ = piped.planned(args, {})
     leaves = reference.reference_run(compiled.source, args, {}).leaves

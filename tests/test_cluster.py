@@ -6,6 +6,9 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,15 +18,9 @@ from alpa_lite.cluster.topology import decompose, fit_sizes, mesh_shapes
 from alpa_lite.errors import OptionError
 
 SMALL = Cluster(
-    device="x",
-    devices_per_node=4,
-    nodes=2,
-    memory=1000,
-    peak_flops={"f32": 1e12, "bf16": 4e12},
-    memory_bandwidth=1e11,
-    node_link=Link(1e10, 1e-6),
-    network_link=Link(1e9, 1e-5),
-)
+    device="x", devices_per_node=4, nodes=2, memory=1000, peak_flops={"f32": 1e12, "bf16": 4e12},
+    memory_bandwidth=1e11, node_link=Link(1e10, 1e-6), network_link=Link(1e9, 1e-5),
+)  # fmt: skip
 
 
 @dataclass
@@ -77,14 +74,11 @@ def test_tpu_slices():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "h1000"}, "p3.16xlarge"),
-        ({"name": "h100", "nodes": 0}, "positive"),
-        ({"name": "h100", "topology": (2, 4)}, "nodes="),
-        ({"name": "v5p", "topology": (4, 4)}, "3 dims"),
-        ({"name": "v5e", "topology": (4, 0)}, "1 to 16"),
-        ({"name": "v5e", "topology": (32, 1)}, "1 to 16"),
+        ({"name": "h1000"}, "p3.16xlarge"), ({"name": "h100", "nodes": 0}, "positive"),
+        ({"name": "h100", "topology": (2, 4)}, "nodes="), ({"name": "v5p", "topology": (4, 4)}, "3 dims"),
+        ({"name": "v5e", "topology": (4, 0)}, "1 to 16"), ({"name": "v5e", "topology": (32, 1)}, "1 to 16"),
     ],
-)
+)  # fmt: skip
 def test_bad_presets(arguments, message):
     with pytest.raises(OptionError, match=message):
         Cluster.preset(**arguments)
@@ -93,22 +87,12 @@ def test_bad_presets(arguments, message):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"nodes": 0},
-        {"memory": 1.5},
-        {"reserve": 1.0},
-        {"matmul_efficiency": 0},
-        {"sustained_efficiency": 1.5},
-        {"memory_efficiency": 0},
-        {"kernel_start": -1e-6},
-        {"peak_flops": {"bf16": 1e12}},
-        {"network_link": None},
-        {"devices_per_card": 2},
-        {"devices_per_card": 3, "card_link": Link(1e9)},
-        {"node_link": Link(0)},
-        {"topology": (2, 3), "wraparound": (False, False)},
-        {"topology": (2, 2)},
+        {"nodes": 0}, {"memory": 1.5}, {"reserve": 1.0}, {"matmul_efficiency": 0}, {"sustained_efficiency": 1.5},
+        {"memory_efficiency": 0}, {"kernel_start": -1e-6}, {"peak_flops": {"bf16": 1e12}}, {"network_link": None},
+        {"devices_per_card": 2}, {"devices_per_card": 3, "card_link": Link(1e9)}, {"node_link": Link(0)},
+        {"topology": (2, 3), "wraparound": (False, False)}, {"topology": (2, 2)},
     ],
-)
+)  # fmt: skip
 def test_impossible_clusters_are_refused(changes):
     with pytest.raises(OptionError, match="Cluster "):
         dataclasses.replace(SMALL, **changes)
@@ -127,14 +111,8 @@ def test_fingerprint_depends_on_everything_but_the_source():
         assert dataclasses.replace(SMALL, **changes).fingerprint != SMALL.fingerprint
 
 
-def test_usable_memory():
+def test_usable_memory_and_peaks_of_dtypes():
     assert SMALL.usable_memory == 1000 * (1 - DEVICE_RESERVE)
-
-
-def test_peak_of_dtypes():
-    import jax.numpy as jnp
-    import numpy as np
-
     assert SMALL.peak(np.dtype("float32")) == SMALL.peak("f32") == 1e12
     assert SMALL.peak(jnp.dtype("bfloat16")) == SMALL.peak("float16") == 4e12
     assert SMALL.peak("float64") == 0.5e12 and SMALL.peak(np.dtype("int32")) == 1e12 / 8
@@ -142,8 +120,6 @@ def test_peak_of_dtypes():
 
 
 def test_local_cpu_divides_the_machine():
-    import jax
-
     cluster = Cluster.local()
     assert cluster.platform == "cpu" and cluster.num_devices == jax.device_count() == 8
     assert cluster.reserve == HOST_RESERVE
@@ -156,15 +132,11 @@ def test_local_cpu_divides_the_machine():
 @pytest.mark.parametrize(
     ("kind", "preset"),
     [
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("Tesla V100-SXM2-16GB", "p3.16xlarge"),
-        ("Tesla V100-SXM2-32GB", "p3dn"),
-        ("AMD Instinct MI250X", "mi250x"),
+        ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100"), ("Tesla V100-SXM2-16GB", "p3.16xlarge"),
+        ("Tesla V100-SXM2-32GB", "p3dn"), ("AMD Instinct MI250X", "mi250x"),
     ],
-)
+)  # fmt: skip
 def test_local_gpus(kind, preset):
     devices = [FakeDevice(kind, process_index=i // 4, limit=70_000) for i in range(8)]
     cluster = Cluster.local(devices)
@@ -183,7 +155,13 @@ def test_local_tpus_take_their_coordinates():
     assert Cluster.local([FakeDevice("TPU v4", "tpu", coords=(0, 0, z)) for z in range(4)]).topology == (1, 1, 4)
 
 
-def test_unknown_local_devices_are_refused():
+def test_names_of_presets_in_any_case():
+    assert Cluster.preset("H100") == Cluster.preset("h100")
+    assert Cluster.preset("Ironwood", topology=(4, 4, 4)) == Cluster.preset("v7", topology=(4, 4, 4))
+
+
+def test_known_local_devices_have_presets_and_others_are_refused():
+    assert {preset for _, preset in presets.DEVICE_KINDS} <= set(Cluster.preset_names())
     with pytest.raises(OptionError, match="GTX 1080"):
         Cluster.local([FakeDevice("NVIDIA GTX 1080")])
 
@@ -192,14 +170,15 @@ def test_presets_need_no_devices():
     """JAX is told to use a platform that does not exist: whatever looks for devices fails."""
     code = "from alpa_lite import Cluster; print(Cluster.preset('h100').mesh_shapes()[0]); Cluster.local()"
     environment = {**os.environ, "JAX_PLATFORMS": "no_such_platform"}
-    found = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=280
-    )
+    run = [sys.executable, "-c", code]
+    found = subprocess.run(run, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert found.stdout == "(8,)\n"
     assert found.returncode and "no_such_platform" in found.stderr
 
 
 def test_mesh_shapes_of_switches():
+    with pytest.raises(OptionError, match="the cluster has 8"):
+        SMALL.mesh_shapes(num_devices=9)
     assert Cluster.preset("h100").mesh_shapes() == ((8,), (4, 2), (2, 2, 2))
     assert Cluster.preset("h100").mesh_shapes(max_axes=1) == ((8,),)
     assert Cluster.preset("h100").mesh_shapes(num_devices=6) == ((6,), (3, 2))
@@ -216,11 +195,6 @@ def test_mesh_shapes_of_cards_and_tori():
     assert (4, 4, 4) in torus and (16, 4) in torus and (4, 16) not in torus
     uneven = Cluster.preset("v5p", topology=(4, 4, 8)).mesh_shapes()
     assert (16, 8) in uneven and (4, 32) in uneven
-
-
-def test_too_many_devices():
-    with pytest.raises(OptionError, match="the cluster has 8"):
-        SMALL.mesh_shapes(num_devices=9)
 
 
 @given(st.integers(1, 200), st.lists(st.integers(1, 12), min_size=1, max_size=3))
@@ -258,15 +232,6 @@ def test_the_list_stays_short(devices):
     assert len(Cluster.preset("h100", nodes=devices // 8).mesh_shapes()) <= 20
     levels = Cluster.preset("h100", nodes=devices // 8).levels()
     assert len(mesh_shapes(levels, 2)) == math.log2(devices)
-
-
-def test_kinds_lead_to_presets():
-    assert {preset for _, preset in presets.DEVICE_KINDS} <= set(Cluster.preset_names())
-
-
-def test_names_of_presets_in_any_case():
-    assert Cluster.preset("H100") == Cluster.preset("h100")
-    assert Cluster.preset("Ironwood", topology=(4, 4, 4)) == Cluster.preset("v7", topology=(4, 4, 4))
 
 
 def test_chips_of_two_devices_are_cards_at_the_end_of_the_torus():

@@ -32,9 +32,8 @@ METHODS = {
 FLOAT32 = [name for name, case in CASES.items() if case.dtype == "float32"]
 BF16 = [name for name, case in CASES.items() if case.dtype == "bfloat16"]
 FAST = {
-    "nnx_mlp", "linen_mlp_odd", "linen_gpt", "linen_convnet",
-    "plain_custom_vjp", "plain_remat",
-    "plain_while", "plain_cond", "plain_fft", "plain_sort", "plain_pick", "plain_scan", "plain_dropout_raw",
+    "nnx_mlp", "linen_mlp_odd", "linen_gpt", "linen_convnet", "plain_custom_vjp", "plain_remat", "plain_while",
+    "plain_cond", "plain_fft", "plain_sort", "plain_pick", "plain_scan", "plain_dropout_raw",
 }  # fmt: skip
 MODELS = [name for name in FLOAT32 if not name.startswith("plain")]
 
@@ -119,8 +118,7 @@ def test_bit_equal_on_one_device(name):
 @pytest.mark.optimised
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize(
-    "name",
-    cases([n for n in CASES if CASES[n].style == "functional" and in_turn(n, linen=False)], {"plain_vmap"}, 7),
+    "name", cases([n for n in CASES if CASES[n].style == "functional" and in_turn(n, linen=False)], {"plain_vmap"}, 7)
 )
 def test_bit_equal_on_one_device_with_a_donated_state(name):
     bit_equal(*run(CASES[name], METHODS["auto"], 1, donate_single=0))

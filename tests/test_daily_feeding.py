@@ -16,26 +16,24 @@ from jax.sharding import NamedSharding, PartitionSpec
 import alpa_lite
 from alpa_lite.errors import OptionError
 from tests import comparing
-from tests.test_daily_use import OPTIMIZER, Net, NnxNet, create, examples, initial, parallel, train, train_nnx
+from tests.gallery import sgd
+from tests.marks import slow
+from tests.test_daily_use import OPTIMIZER, Net, NnxNet, create, examples, initial, parallel, train, train_nnx, trained
 
-SLOW = pytest.param("pipeline", marks=pytest.mark.slow)
+SLOW = slow("pipeline")
 
 
 def assert_identical(got: Any, want: Any) -> None:
-    """The same arrays, bit for bit."""
+    """The same trees, bit for bit."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype
-        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            a, b = jax.random.key_data(a), jax.random.key_data(b)
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    comparing.assert_equal(jax.tree.leaves(got), jax.tree.leaves(want))
 
 
 # -- init -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.optimised
-@pytest.mark.parametrize("method", ["zero", pytest.param("mesh", marks=pytest.mark.slow), SLOW])
+@pytest.mark.parametrize("method", ["zero", slow("mesh"), SLOW])
 def test_a_train_state_is_born_where_the_plan_wants_it(method: str) -> None:
     step = parallel(train, method)
     with pytest.raises(OptionError, match=r"train has no plan yet.*train\.init\(create, key, rest=\(batch,\)\)"):
@@ -101,14 +99,11 @@ def test_nnx_objects_are_born_sharded(method: str) -> None:
 def test_numbers_do_not_depend_on_the_generator() -> None:
     """Numbers of `rbg` depend on how they are cut: each leaf is made whole, and cut then."""
 
-    def sgd(w: Any, x: jax.Array) -> Any:
-        return jax.tree.map(lambda p, g: p - 0.1 * g, w, jax.grad(lambda w: jnp.square(x @ w["a"] @ w["b"]).mean())(w))
-
     def make(key: Any) -> Any:
         one, two = jax.random.split(key)
         return {"a": jax.random.normal(one, (16, 32)), "b": jax.random.normal(two, (32, 16))}
 
-    step = alpa_lite.parallelize(sgd, method=alpa_lite.Zero(3))
+    step = alpa_lite.parallelize(sgd(lambda w, x: jnp.square(x @ w["a"] @ w["b"]).mean()), method=alpa_lite.Zero(3))
     step.plan(jax.eval_shape(make, jax.random.key(0)), np.ones((8, 16), np.float32))
     for impl in ("threefry2x32", "rbg"):
         key = jax.random.key(5, impl=impl)
@@ -122,7 +117,7 @@ def test_numbers_do_not_depend_on_the_generator() -> None:
 
 @pytest.mark.parametrize("method", ["zero", SLOW])
 def test_shardings_are_those_of_what_the_step_takes_and_returns(method: str) -> None:
-    step = parallel(train, method)
+    step = trained() if method == "zero" else parallel(train, method)
     shapes = (jax.eval_shape(create, jax.random.key(0)), examples(16))
     where = step.shardings(*shapes)
     placed = step.place(initial(), examples(16))
@@ -132,7 +127,7 @@ def test_shardings_are_those_of_what_the_step_takes_and_returns(method: str) -> 
 
 
 def test_plain_jit_takes_the_shardings() -> None:
-    step = parallel(train, "zero")
+    step = trained()
     placed = step.place(initial(), examples(16))
     where = step.shardings(*placed)
     out = jax.jit(train, in_shardings=where.arguments, out_shardings=where.results)(*placed)
@@ -142,7 +137,7 @@ def test_plain_jit_takes_the_shardings() -> None:
 
 
 def test_a_plan_has_shardings_for_any_tree_of_its_leaves() -> None:
-    step = parallel(train, "zero")
+    step = trained()
     plan = step.plan(initial(), examples(16))
     where = step.shardings(initial(), examples(16)).arguments[0]
     saved = {"model": {"params": jax.eval_shape(create, jax.random.key(0)).params}, "epoch": np.int32(3)}
@@ -160,7 +155,7 @@ def test_a_plan_has_shardings_for_any_tree_of_its_leaves() -> None:
 
 @pytest.mark.parametrize("method", ["zero", SLOW])
 def test_the_batch_is_placed_alone(method: str) -> None:
-    step = parallel(train, method)
+    step = trained() if method == "zero" else parallel(train, method)
     state, _ = step(initial(), examples(16))
     where = step.shardings(state, examples(16)).arguments[1]
     batch = examples(16, 1)
@@ -188,11 +183,10 @@ def test_batches_are_placed_ahead(method: str) -> None:
 
 
 def test_a_batch_of_several_arguments() -> None:
-    def sgd(w: Any, x: Any, y: Any) -> Any:
-        grads = jax.grad(lambda w: jnp.square(x @ w["w"] - y).mean())(w)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, w, grads)
+    def update(w: Any, x: Any, y: Any) -> Any:
+        return sgd(lambda w, x: jnp.square(x @ w["w"] - y).mean())(w, x)[0]
 
-    step = alpa_lite.parallelize(sgd, method=alpa_lite.DataParallel())
+    step = alpa_lite.parallelize(update, method=alpa_lite.DataParallel())
     w = {"w": np.ones((16, 8), np.float32)}
     pairs = [tuple(examples(8, n).values()) for n in range(3)]
     w = step(w, *pairs[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 from pathlib import Path
@@ -21,6 +22,10 @@ SOURCES = "\n".join(
     for path in sorted((ROOT / folder).rglob("*.py"))
 )
 WORDS = set(re.findall(r"\w+", SOURCES))
+CLASSES: dict[str, list[str]] = {}
+for _module, _path in KNOWN.items():
+    for _name in re.findall(r"^class (\w+)\b", _path.read_text(), re.MULTILINE):
+        CLASSES.setdefault(_name, []).append(_module)
 BY_INSTANCE = {
     "plan": "alpa_lite.plan.plan.Plan",
     "step": "alpa_lite.api.ParallelStep",
@@ -43,6 +48,7 @@ FOREIGN = frozenset(
 """Names of other projects, none of which is installed, and of JAX and Python, which the code does not use."""
 
 
+@functools.cache
 def prose(page: Path) -> str:
     """A page without its blocks of code and its formulas."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
@@ -50,11 +56,13 @@ def prose(page: Path) -> str:
     return "\n".join(line for line in text.splitlines() if not line.startswith("    "))
 
 
+@functools.cache
 def spans(page: Path) -> list[str]:
     """The text between backticks."""
     return [span for span in re.findall(r"`([^`\n]+)`", prose(page)) if span not in FOREIGN]
 
 
+@functools.cache
 def exists(name: str) -> bool:
     """Whether a dotted name can be found: a module of the library, or an attribute of one, of a class or of JAX."""
     first, *rest = name.split(".")
@@ -63,8 +71,7 @@ def exists(name: str) -> bool:
     packages = ("passes", "ir", "cluster", "plan", "compilation", *(f"passes.{room}" for room in ROOMS))
     starts = ["", "alpa_lite.", *(f"alpa_lite.{package}." for package in packages)]
     if first[:1].isupper():
-        owners = [module for module, path in KNOWN.items() if re.search(rf"^class {first}\b", path.read_text(), re.M)]
-        return any(exists(f"{module}.{name}") for module in owners)
+        return any(exists(f"{module}.{name}") for module in CLASSES.get(first, ()))
     for start in starts:
         parts = f"{start}{name}".split(".")
         for cut in range(len(parts), 0, -1):
@@ -140,16 +147,16 @@ def test_commands_and_their_options_exist(page: Path) -> None:
         assert not set(given) - known - {"-h", "--help"}, line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_lines_are_not_too_long(page: Path) -> None:
-    """Rows of tables and addresses cannot be broken."""
-    lines = page.read_text(encoding="utf-8").splitlines()
-    assert not [line for line in lines if len(line) > 120 and not line.startswith(("|", "    ")) and "](" not in line]
-
-
 def test_every_room_has_its_place_on_the_first_page() -> None:
     text = INDEX.read_text(encoding="utf-8")
     positions = [text.find(f"`passes/{room}/`") for room in ROOMS]
     assert min(positions) >= 0
     for page in (ROOT / "docs").glob("*.md"):
         assert page == INDEX or f"({page.name})" in text, page.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_lines_are_not_too_long(page: Path) -> None:
+    """Rows of tables and addresses cannot be broken."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if len(line) > 120 and not line.startswith(("|", "    ")) and "](" not in line]

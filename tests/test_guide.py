@@ -39,7 +39,7 @@ def script(page: Path) -> str:
 @pytest.mark.parametrize("name", PAGES)
 def test_the_blocks_of_a_page_run_in_order(name: str, tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(script(GUIDE / f"{name}.md"), encoding="utf-8")
-    kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "TMPDIR")}
+    kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "TMPDIR", "XLA_FLAGS")}
     quick = {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [sys.executable, "page.py"], cwd=tmp_path, env=kept | quick, capture_output=True, text=True, timeout=500

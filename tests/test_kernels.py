@@ -14,6 +14,9 @@ import pytest
 
 import alpa_lite
 from alpa_lite import Pipeline, RuleError, Sharded, register_rule
+from tests.comparing import assert_close
+from tests.gallery import sgd
+from tests.marks import slow
 from tests.pallas_kernels import flash, norm
 
 M, H, D = 16, 4, 4
@@ -34,30 +37,24 @@ def inputs() -> jax.Array:
 
 
 def step_with(attend: Callable[..., Any]) -> Callable[..., Any]:
-    def step(w: Any, x: Any) -> Any:
-        def loss(w: Any) -> Any:
-            y = x
-            for layer in w:
-                q, k, v = (jnp.einsum("bsm,mhd->bshd", y, layer[n]) for n in "qkv")
-                y = y + jnp.einsum("bshd,hdm->bsm", attend(q, k, v), layer["o"])
-            return (y**2).mean()
+    def loss(w: Any, y: Any) -> Any:
+        for layer in w:
+            q, k, v = (jnp.einsum("bsm,mhd->bshd", y, layer[n]) for n in "qkv")
+            y = y + jnp.einsum("bshd,hdm->bsm", attend(q, k, v), layer["o"])
+        return (y**2).mean()
 
-        value, grads = jax.value_and_grad(loss)(w)
-        return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads), value
-
-    return step
+    return sgd(loss)
 
 
 def equal(want: Any, got: Any) -> None:
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-5, err_msg=str(path))
+    assert_close(got, want, rtol=2e-5, atol=2e-5)
 
 
 def decisions(plan: alpa_lite.Plan, name: str) -> list[Any]:
     return [d for stage in plan.stages for d in stage.decisions if name in d.name]
 
 
-@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("parts", [slow(1), 2])
 def test_a_registered_attention_is_sharded_over_batch_and_heads_forward_and_backward(parts: int):
     step = step_with(ATTENTION)
     run = alpa_lite.parallelize(step, method=Sharded(mesh_shape=(2, 4)), num_microbatches=parts)
@@ -97,10 +94,7 @@ def test_an_unregistered_kernel_is_sharded_along_independent_dims_of_its_grid():
 
 
 def test_an_unregistered_kernel_without_a_grid_is_replicated_with_a_note_that_names_the_remedy():
-    def step(w: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(lambda w: (norm(x @ w["in"], w["scale"]) ** 2).mean())(w)
-        return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads), value
-
+    step = sgd(lambda w, x: (norm(x @ w["in"], w["scale"]) ** 2).mean())
     w = {"in": jax.random.normal(jax.random.key(0), (M, M)), "scale": jnp.full((M,), 1.5)}
     x = jax.random.normal(jax.random.key(1), (64, M))
     run = alpa_lite.parallelize(step, method=Sharded((8,)))
@@ -111,10 +105,7 @@ def test_an_unregistered_kernel_without_a_grid_is_replicated_with_a_note_that_na
 
 
 def test_what_an_operand_lacks_is_summed_in_its_gradient():
-    def step(w: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(lambda w: (NORM(x @ w["in"], w["scale"]) ** 3).mean())(w)
-        return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads), value
-
+    step = sgd(lambda w, x: (NORM(x @ w["in"], w["scale"]) ** 3).mean())
     w = {"in": jax.random.normal(jax.random.key(0), (M, M)), "scale": jnp.full((M,), 1.5)}
     x = jax.random.normal(jax.random.key(1), (4096, M))
     run = alpa_lite.parallelize(step, method=Sharded((8,)))
@@ -156,7 +147,7 @@ PRODUCT = register_rule(product, "... k, k n -> ... n", reduce="sum")
     [
         lambda f: jax.grad(lambda x, w: (f(x, w) ** 2).sum(), (0, 1)),
         lambda f: lambda x, w: jax.jvp(f, (x, w), (w.T, x.T)),
-        pytest.param(lambda f: jax.hessian(lambda x, w: (f(x, w) ** 2).sum()), marks=pytest.mark.slow),
+        slow(lambda f: jax.hessian(lambda x, w: (f(x, w) ** 2).sum())),
         lambda f: jax.grad(lambda x, w: (jax.vmap(f, (0, None))(x, w) ** 2).sum(), (0, 1)),
         lambda f: jax.checkpoint(jax.grad(lambda x, w: (f(x, w) ** 2).sum())),
     ],

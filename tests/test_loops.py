@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import alpa_lite
+from tests.gallery import local
 from tests.loops import base
 from tests.loops.every import NAMES, loop
 from tests.marks import only
@@ -36,7 +37,7 @@ def compare(caplog: pytest.LogCaptureFixture, name: str, steps: int, epoch: int,
 
 @pytest.mark.parametrize("name", FAST)
 def test_two_steps_and_a_short_batch_equal_plain_jit(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    compare(caplog, name, 2, 2)
+    compare(caplog, name, 2, 2, cluster=local(4))
 
 
 @pytest.mark.slow

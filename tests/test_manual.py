@@ -13,7 +13,6 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,6 +21,9 @@ from alpa_lite import DataParallel, Manual, OptionError, Pipeline, Sharded, Zero
 from alpa_lite.ir.paths import shown
 from alpa_lite.manual import matches
 from alpa_lite.options import Auto, method_from_json
+from tests.comparing import assert_close
+from tests.gallery import linen_step, nnx_step, train_state
+from tests.marks import slow
 
 X = jnp.linspace(-1, 1, 16 * 8).reshape(16, 8)
 
@@ -41,18 +43,13 @@ class Net(nn.Module):
 
 
 @functools.cache
-def linen_state() -> TrainState:
-    net = Net()
-    params = net.init(jax.random.key(0), X)["params"]
-    return TrainState.create(apply_fn=net.apply, params=params, tx=optax.adam(1e-2))
+def linen_state() -> Any:
+    return train_state(Net(), X)
 
 
-def linen_step(state, batch):
-    def loss(params):
-        return ((state.apply_fn({"params": params}, batch) - 1) ** 2).mean()
-
-    value, grads = jax.value_and_grad(loss)(state.params)
-    return state.apply_gradients(grads=grads), value
+@functools.cache
+def on_one_device() -> Any:
+    return jax.jit(linen_step)(linen_state(), X)
 
 
 def sharded(plan: alpa_lite.Plan) -> dict[str, P]:
@@ -76,11 +73,11 @@ def test_a_glob_shards_kernels_and_moments_follow_them():
     kernels = {f"state/{root}/h_0/Dense_{i}/kernel" for root in roots for i in (0, 1)}
     assert found == dict.fromkeys(kernels, P(None, "x")) | {"batch": P("x")}
     new, loss = step(state, X)
-    wanted, expected = jax.jit(linen_step)(state, X)
+    wanted, expected = on_one_device()
     assert new.params["h_0"]["Dense_0"]["kernel"].sharding.spec == P(None, "x")
     assert new.opt_state[0].nu["h_0"]["Dense_0"]["kernel"].addressable_shards[0].data.shape == (16, 1)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), new.params, wanted.params)
+    assert_close(new.params, wanted.params, rtol=1e-4)
 
 
 def test_nnx_paths_are_globbed_and_their_moments_follow():
@@ -91,21 +88,16 @@ def test_nnx_paths_are_globbed_and_their_moments_follow():
         def __call__(self, x):
             return self.down(nnx.relu(self.up(x)))
 
-    def step(model, optimizer, batch):
-        loss, grads = nnx.value_and_grad(lambda model: ((model(batch) - 1) ** 2).mean())(model)
-        optimizer.update(model, grads)
-        return loss
-
     def made():
         model = Model(nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
 
-    run = alpa_lite.parallelize(step, method=Manual({"model/up/kernel": P(None, "m")}, rest=DataParallel()))
+    run = alpa_lite.parallelize(nnx_step, method=Manual({"model/up/kernel": P(None, "m")}, rest=DataParallel()))
     found = sharded(run.plan(*made(), X))
     assert {path.split("/")[0] for path in found} == {"model", "optimizer", "batch"}
     assert [spec for path, spec in found.items() if path != "batch"] == [P(None, "m")] * 3
     ours, theirs = made(), made()
-    np.testing.assert_allclose(run(*ours, X), nnx.jit(step)(*theirs, X), rtol=1e-6)
+    np.testing.assert_allclose(run(*ours, X), nnx.jit(nnx_step)(*theirs, X), rtol=1e-6)
     np.testing.assert_allclose(ours[0].up.kernel[...], theirs[0].up.kernel[...], rtol=1e-4, atol=1e-6)
     sharding = ours[0].up.kernel[...].sharding
     assert isinstance(sharding, NamedSharding) and sharding.spec == P(None, "m")
@@ -146,13 +138,13 @@ def test_data_parallelism_of_the_rest_uses_the_axes_that_no_spec_names():
     assert sharded(plan)["batch"] == P("data")
 
 
-@pytest.mark.parametrize("axes", [pytest.param(("a", "b"), marks=pytest.mark.slow), ("b", "a")])
+@pytest.mark.parametrize("axes", [slow(("a", "b")), ("b", "a")])
 def test_both_orders_of_axes(axes):
     method = Manual({"*/params/h_0/Dense_1/kernel": P(axes)}, (4, 2), ("a", "b"))
     step = alpa_lite.parallelize(linen_step, method=method)
     new, loss = step(linen_state(), X)
     assert new.params["h_0"]["Dense_1"]["kernel"].sharding.spec == P(axes)
-    np.testing.assert_allclose(loss, jax.jit(linen_step)(linen_state(), X)[1], rtol=1e-6)
+    np.testing.assert_allclose(loss, on_one_device()[1], rtol=1e-6)
 
 
 def test_unconstrained_dims_are_left_to_the_rest():
@@ -171,7 +163,7 @@ def test_specs_of_a_pipeline_hold_on_each_submesh():
     found = {path: spec for path, spec in specs if path.endswith("Dense_0/kernel")}
     assert len(found) == 6 and set(found.values()) == {P(None, "model")}
     assert [stage.axis_names for stage in plan.stages] == [("data", "model")] * 2
-    np.testing.assert_allclose(step(linen_state(), X)[1], jax.jit(linen_step)(linen_state(), X)[1], rtol=1e-6)
+    np.testing.assert_allclose(step(linen_state(), X)[1], on_one_device()[1], rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -192,10 +184,9 @@ def test_moments_are_sharded_within_the_stages_of_a_pipeline():
     assert len(of) == 3 and set(of.values()) == {P("model"), P("model", "data")}
     assert any(c.kind == "all_gather" and c.axes == ("data",) for c in plan.collectives)
     new, loss = step(linen_state(), X)
-    expected, value = jax.jit(linen_step)(linen_state(), X)
+    expected, value = on_one_device()
     np.testing.assert_allclose(loss, value, rtol=1e-6)
-    for got, want in zip(jax.tree.leaves(new.opt_state), jax.tree.leaves(expected.opt_state), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
+    assert_close(new.opt_state, expected.opt_state, atol=1e-7)
 
 
 def test_shapes_are_tried_for_names_without_a_shape():

@@ -17,15 +17,18 @@ from jax import lax
 import alpa_lite
 from alpa_lite.errors import InfeasibleError, MicrobatchError
 from tests import pipeline_driver
-from tests.zoo_base import normal, updated
+from tests.gallery import descent, rows
+from tests.marks import slow, slow_but
+from tests.zoo_base import normal
 
 WIDTH, ROWS = 16, 16
 
 
-def step_of(loss_fn: Callable[..., jax.Array]) -> Callable[..., Any]:
-    def step(state: Any, *batch: Any) -> tuple[Any, Any]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], *batch)
-        return {"params": updated(state["params"], grads)}, {"loss": loss, "grads": grads}
+def on_batches(loss_fn: Callable[..., jax.Array]) -> Callable[..., Any]:
+    """A step that takes several batches."""
+
+    def step(state: Any, *batch: Any) -> Any:
+        return descent(lambda params, batches: loss_fn(params, *batches))(state, batch)
 
     return step
 
@@ -40,7 +43,7 @@ def through(between: Callable[[jax.Array], jax.Array]) -> tuple[Any, Any]:
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return ((between(jnp.tanh(batch["x"] @ params[0])) @ params[1] - batch["y"]) ** 2).mean()
 
-    return step_of(loss_fn), (weights(2), {"x": normal(1, ROWS, WIDTH), "y": normal(2, ROWS, WIDTH)})
+    return descent(loss_fn), (weights(2), rows(ROWS, WIDTH))
 
 
 def largest_of_normalised() -> tuple[Any, Any]:
@@ -53,7 +56,7 @@ def largest_of_normalised() -> tuple[Any, Any]:
         return ((h.max(1) @ params["o"] - batch["y"]) ** 2).mean()
 
     params = {"a": normal(0, 4, 6) / 2, "o": normal(2, 6, 3) / 2}
-    return step_of(loss_fn), ({"params": params}, {"x": normal(9, 8, 4, 4), "y": normal(1, 8, 3)})
+    return descent(loss_fn), ({"params": params}, {"x": normal(9, 8, 4, 4), "y": normal(1, 8, 3)})
 
 
 def padding_mask() -> tuple[Any, Any]:
@@ -66,7 +69,7 @@ def padding_mask() -> tuple[Any, Any]:
         return ((x - batch["y"]) ** 2).mean()
 
     batch = {"x": normal(8, ROWS, 6, WIDTH), "y": normal(9, ROWS, 6, WIDTH)}
-    return step_of(loss_fn), (weights(4), batch | {"tokens": jnp.asarray(np.arange(96).reshape(ROWS, 6) % 3)})
+    return descent(loss_fn), (weights(4), batch | {"tokens": jnp.asarray(np.arange(96).reshape(ROWS, 6) % 3)})
 
 
 def rectified() -> tuple[Any, Any]:
@@ -78,7 +81,7 @@ def rectified() -> tuple[Any, Any]:
             x = jnp.maximum(x @ w, 0.0)
         return ((x - batch["y"]) ** 2).mean()
 
-    return step_of(loss_fn), (weights(4), {"x": normal(1, ROWS, WIDTH), "y": normal(2, ROWS, WIDTH)})
+    return descent(loss_fn), (weights(4), rows(ROWS, WIDTH))
 
 
 def halved_until_small(h: jax.Array) -> jax.Array:
@@ -99,12 +102,9 @@ EXAMPLE_BY_EXAMPLE: dict[str, Callable[[jax.Array], jax.Array]] = {
     "slogdet": lambda h: h + jnp.linalg.slogdet(squares(h))[1][:, None],
     "polyval": lambda h: jnp.polyval(jnp.arange(3.0), h),
 }
-FAST = ("vmapped_while",)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in EXAMPLE_BY_EXAMPLE]
-)
+@pytest.mark.parametrize("name", slow_but(("vmapped_while",), EXAMPLE_BY_EXAMPLE))
 @pytest.mark.parametrize("method", ["one mesh", "pipeline"])
 def test_what_works_example_by_example_is_cut_into_micro_batches(name: str, method: str) -> None:
     step, args = through(EXAMPLE_BY_EXAMPLE[name])
@@ -117,12 +117,12 @@ def test_what_works_example_by_example_is_cut_into_micro_batches(name: str, meth
     ("make", "microbatches", "remat"),
     [
         (largest_of_normalised, 2, "none"),
-        pytest.param(padding_mask, 2, "layer", marks=pytest.mark.slow),
-        pytest.param(largest_of_normalised, 2, "layer", marks=pytest.mark.slow),
-        pytest.param(largest_of_normalised, 1, "none", marks=pytest.mark.slow),
-        pytest.param(padding_mask, 4, "selective", marks=pytest.mark.slow),
-        pytest.param(rectified, 2, "layer", marks=pytest.mark.slow),
-        pytest.param(rectified, 4, "selective", marks=pytest.mark.slow),
+        slow(padding_mask, 2, "layer"),
+        slow(largest_of_normalised, 2, "layer"),
+        slow(largest_of_normalised, 1, "none"),
+        slow(padding_mask, 4, "selective"),
+        slow(rectified, 2, "layer"),
+        slow(rectified, 4, "selective"),
     ],
 )
 def test_pipelines_whose_backward_pass_reads_what_was_computed_before(make: Any, microbatches: int, remat: str) -> None:
@@ -141,7 +141,7 @@ def two_batches() -> tuple[Any, Any]:
         return (field(params, inner) ** 2).mean() + ((field(params, edge) - 1) ** 2).mean()
 
     params = [normal(0, 4, WIDTH), normal(1, WIDTH, WIDTH) / 4, normal(2, WIDTH, 1) / 4]
-    return step_of(loss_fn), ({"params": params}, normal(3, 24, 4), normal(4, 8, 4))
+    return on_batches(loss_fn), ({"params": params}, normal(3, 24, 4), normal(4, 8, 4))
 
 
 @pytest.mark.slow
@@ -164,7 +164,7 @@ def test_a_refusal_names_what_was_taken_for_the_batch() -> None:
         return jax.nn.logsumexp(x @ x.T, axis=-1).mean()
 
     def step(state: Any, base: jax.Array, batch: jax.Array) -> tuple[Any, Any]:
-        return step_of(loss_fn)(state, base, batch)
+        return on_batches(loss_fn)(state, base, batch)
 
     args = weights(1), normal(2, 16, 16), normal(3, 16, 16)
     run = alpa_lite.parallelize(step, method=alpa_lite.DataParallel(), num_microbatches=2)
@@ -203,7 +203,7 @@ def test_zero_bubble_with_fewer_micro_batches_than_stages() -> None:
     pipeline_driver.compare_steps(run, step, args)
 
 
-@pytest.mark.parametrize("make", [two_batches, pytest.param(padding_mask, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [two_batches, slow(padding_mask)])
 def test_a_stage_spends_no_more_in_collectives_than_it_runs(make: Any) -> None:
     """What starts together is counted once, in the seconds of a stage and in those of its collectives."""
     step, args = make()

@@ -38,6 +38,6 @@ def test_paths_that_are_printed_the_same_are_all_found() -> None:
     assert paths.find("s/a", twins) == []
 
 
-@given(st.text(max_size=30))
+@given(st.text("ab0'\"\\[].:/(){} \n", max_size=30))
 def test_tokens_lose_nothing(path: str) -> None:
     assert "".join(paths.tokens(path)) == path

@@ -22,7 +22,9 @@ import pytest
 import alpa_lite
 from alpa_lite.ir import schedules
 from tests import comparing, pipeline_driver, zoo
-from tests.marks import one_in
+from tests.gallery import descent, layers, rows
+from tests.marks import one_in, slow
+from tests.pipeline_driver import drive
 from tests.zoo_base import normal, tokens, updated
 
 
@@ -50,25 +52,17 @@ FAST = [
     Way("plain_masked_mean", 2, 4, "1f1b"),
 ]
 SLOW = [
-    Way("nnx_moe", 2, 4, "interleaved-1f1b", 2),
-    Way("linen_unet", 2, 2, "1f1b"),
-    Way("linen_resnet", 3, 8, "eager-1f1b"),
-    Way("nnx_translator", 2, 4, "zb-h1"),
-    Way("linen_moe", 3, 8, "1f1b"),
-    Way("linen_user_train_state", 2, 2, "interleaved-1f1b", 2),
-]
+    Way("nnx_moe", 2, 4, "interleaved-1f1b", 2), Way("linen_unet", 2, 2, "1f1b"),
+    Way("linen_resnet", 3, 8, "eager-1f1b"), Way("nnx_translator", 2, 4, "zb-h1"),
+    Way("linen_moe", 3, 8, "1f1b"), Way("linen_user_train_state", 2, 2, "interleaved-1f1b", 2),
+]  # fmt: skip
 THOROUGH = [
-    Way("nnx_gpt_scan", 2, 2, "zb-h1"),
-    Way("linen_gpt_dropout", 2, 8, "eager-1f1b"),
-    Way("nnx_gpt_tied", 3, 2, "zb-h1"),
-    Way("linen_gpt", 4, 8, "1f1b"),
-    Way("linen_gpt_remat", 3, 4, "gpipe"),
-    Way("nnx_unet", 3, 1, "zb-h1"),
-    Way("linen_unet", 4, 4, "interleaved-1f1b", 2),
-    Way("linen_translator", 3, 2, "eager-1f1b"),
-    Way("nnx_resnet", 2, 8, "interleaved-1f1b", 2),
+    Way("nnx_gpt_scan", 2, 2, "zb-h1"), Way("linen_gpt_dropout", 2, 8, "eager-1f1b"),
+    Way("nnx_gpt_tied", 3, 2, "zb-h1"), Way("linen_gpt", 4, 8, "1f1b"), Way("linen_gpt_remat", 3, 4, "gpipe"),
+    Way("nnx_unet", 3, 1, "zb-h1"), Way("linen_unet", 4, 4, "interleaved-1f1b", 2),
+    Way("linen_translator", 3, 2, "eager-1f1b"), Way("nnx_resnet", 2, 8, "interleaved-1f1b", 2),
     Way("nnx_gpt_dropout", 3, 2, "1f1b"),
-]
+]  # fmt: skip
 
 
 AS_USERS_COMPILE = [pytest.mark.slow, pytest.mark.optimised]
@@ -83,10 +77,9 @@ MARKED = [
 def test_a_pipeline_computes_the_step(way: Way) -> None:
     case = zoo.get(way.name)
     step, args = case.make()
-    driven = pipeline_driver.drive(
-        step, args,
-        devices=way.devices, microbatches=way.microbatches, schedule=way.schedule, virtual=way.virtual,
-    )  # fmt: skip
+    driven = drive(
+        step, args, devices=way.devices, microbatches=way.microbatches, schedule=way.schedule, virtual=way.virtual
+    )
     assert len(driven.stages) == way.stages * way.virtual
     pipeline_driver.compare_steps(driven.executable(), step, args, case.style)
 
@@ -100,22 +93,18 @@ def toy(loss_fn: Callable[..., Any], params: Any, *, extra: Callable[..., Any] |
     """A step of the zoo's form on (ROWS, SIZE) numbers, and its arguments. `extra`: more metrics, of the new state."""
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-        new = {"params": updated(state["params"], grads)}
-        metrics = {"loss": loss, "grads": grads}
+        new, metrics = descent(loss_fn)(state, batch)
         return new, metrics | (extra(new) if extra is not None else {})
 
-    return step, ({"params": params}, {"x": normal(1, ROWS, SIZE), "y": normal(2, ROWS, SIZE)})
+    return step, ({"params": params}, rows(ROWS, SIZE))
 
 
 def weights(count: int) -> list[jax.Array]:
     return [normal(10 + i, SIZE, SIZE) / SIZE**0.5 for i in range(count)]
 
 
-def chain(params: Any, x: jax.Array) -> jax.Array:
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return x
+def chain_loss(params: Any, batch: Any) -> jax.Array:
+    return ((layers(params, batch["x"]) - batch["y"]) ** 2).mean()
 
 
 EVERY = [
@@ -129,10 +118,7 @@ EVERY = [
 
 @functools.cache
 def layers_in_a_chain() -> tuple[Any, Any]:
-    def loss_fn(params: Any, batch: Any) -> jax.Array:
-        return ((chain(params, batch["x"]) - batch["y"]) ** 2).mean()
-
-    return toy(loss_fn, weights(8))
+    return toy(chain_loss, weights(8))
 
 
 @functools.cache
@@ -140,10 +126,8 @@ def planned_chain(stages: int, microbatches: int, virtual: int, splits_backward:
     """Its stages, which differ between schedules only where the backward pass is split."""
     step, args = layers_in_a_chain()
     schedule = "zb-h1" if splits_backward else "interleaved-1f1b" if virtual > 1 else "gpipe"
-    return pipeline_driver.drive(
-        step, args,
-        devices=pipeline_driver.DEVICES[stages], microbatches=microbatches, schedule=schedule, virtual=virtual,
-    )  # fmt: skip
+    devices = pipeline_driver.DEVICES[stages]
+    return drive(step, args, devices=devices, microbatches=microbatches, schedule=schedule, virtual=virtual)
 
 
 @functools.cache
@@ -218,7 +202,7 @@ def no_update() -> tuple[Any, Any]:
     """Forward alone: the state comes back as it is, the predictions row by row; there is nothing to do afterwards."""
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        return state, {"grads": (), "predicted": chain(state["params"], batch["x"])}
+        return state, {"grads": (), "predicted": layers(state["params"], batch["x"])}
 
     return step, ({"params": weights(4)}, {"x": normal(1, ROWS, SIZE)})
 
@@ -227,16 +211,13 @@ def leaves_that_nobody_reads() -> tuple[Any, Any]:
     """A parameter without a gradient, a counter, and a state that comes back twice."""
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        def loss_fn(params: Any) -> jax.Array:
-            return ((chain(params["own"], batch["x"]) - batch["y"]) ** 2).mean()
-
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        loss, grads = jax.value_and_grad(lambda p: chain_loss(p["own"], batch))(state["params"])
         new = {"params": updated(state["params"], grads), "count": state["count"] + 1, "idle": state["idle"]}
         return new, {"loss": loss, "grads": grads, "again": new["params"]["own"][0], "count": new["count"]}
 
     params = {"own": weights(4), "unused": normal(9, SIZE)}
     state = {"params": params, "count": jnp.int32(0), "idle": normal(8, SIZE)}
-    return step, (state, {"x": normal(1, ROWS, SIZE), "y": normal(2, ROWS, SIZE)})
+    return step, (state, rows(ROWS, SIZE))
 
 
 def norms_of_all_stages() -> tuple[Any, Any]:
@@ -244,30 +225,20 @@ def norms_of_all_stages() -> tuple[Any, Any]:
     tx = optax.chain(optax.clip_by_global_norm(0.05), optax.scale_by_adam(eps=1e-3), optax.scale(-0.01))
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        def loss_fn(params: Any) -> jax.Array:
-            return ((chain(params, batch["x"]) - batch["y"]) ** 2).mean()
-
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        loss, grads = jax.value_and_grad(chain_loss)(state["params"], batch)
         changes, optimizer = tx.update(grads, state["optimizer"], state["params"])
-        params = optax.apply_updates(state["params"], changes)
-        return {"params": params, "optimizer": optimizer}, {
-            "loss": loss,
-            "grads": grads,
-            "norm": optax.tree.norm(grads),
-        }
+        new = {"params": optax.apply_updates(state["params"], changes), "optimizer": optimizer}
+        return new, {"loss": loss, "grads": grads, "norm": optax.tree.norm(grads)}
 
     params = weights(6)
-    return step, (
-        {"params": params, "optimizer": tx.init(params)},
-        {"x": normal(1, ROWS, SIZE), "y": normal(2, ROWS, SIZE)},
-    )
+    return step, ({"params": params, "optimizer": tx.init(params)}, rows(ROWS, SIZE))
 
 
 def labels_and_masked_tokens() -> tuple[Any, Any]:
     """A mean over tokens whose number depends on the data; integers that the first and the last stage read."""
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
-        x = chain(params["own"], params["embed"][batch["tokens"]])
+        x = layers(params["own"], params["embed"][batch["tokens"]])
         wanted = batch["tokens"] > 3
         logits = x @ params["embed"].T
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"])
@@ -286,25 +257,19 @@ EDGES = [
     (leaves_that_nobody_reads, 2, 6, "1f1b", 1),
     (labels_and_masked_tokens, 3, 8, "eager-1f1b", 1),
 ]
-SLOW_EDGES = [
-    (one_leaf_on_every_stage, 4, 4, "1f1b", 1),
-    (norms_of_all_stages, 3, 3, "interleaved-1f1b", 2),
-]
+SLOW_EDGES = [(one_leaf_on_every_stage, 4, 4, "1f1b", 1), (norms_of_all_stages, 3, 3, "interleaved-1f1b", 2)]
 
 
 @pytest.mark.parametrize(
     ("make", "stages", "microbatches", "schedule", "virtual"),
-    [*EDGES, *(pytest.param(*edge, marks=pytest.mark.slow) for edge in SLOW_EDGES)],
+    [*EDGES, *(slow(*edge) for edge in SLOW_EDGES)],
     ids=["-".join([make.__name__, *map(str, rest)]) for make, *rest in (*EDGES, *SLOW_EDGES)],
 )
 def test_what_stages_share(
     make: Callable[[], Any], stages: int, microbatches: int, schedule: str, virtual: int
 ) -> None:
     step, args = make()
-    driven = pipeline_driver.drive(
-        step, args,
-        devices=pipeline_driver.DEVICES[stages], microbatches=microbatches, schedule=schedule, virtual=virtual,
-    )  # fmt: skip
+    driven = drive(step, args, devices=(2,) * stages, microbatches=microbatches, schedule=schedule, virtual=virtual)
     pipeline_driver.compare_steps(driven.executable(), step, args)
 
 
@@ -316,7 +281,7 @@ PUBLIC: list[tuple[str, dict[str, Any], int]] = [
 
 @pytest.mark.parametrize(
     ("name", "options", "microbatches"),
-    [PUBLIC[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in PUBLIC[1:])],
+    [PUBLIC[0], *(slow(*case) for case in PUBLIC[1:])],
     ids=[name for name, *_ in PUBLIC],
 )
 def test_through_the_public_interface(name: str, options: dict[str, Any], microbatches: int) -> None:

@@ -22,26 +22,23 @@ from alpa_lite.compilation import plan_cache
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Stage
+from tests.gallery import f32
 
 H100 = alpa_lite.Cluster.preset("h100", nodes=1)
 WIDTH = 256
 
 
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
+def loss_of(params: Any, batch: Any) -> Any:
+    h = batch["x"]
+    for layer in params["layers"]:
+        h = h + jnp.tanh(h @ layer["up"]) @ layer["down"]
+    return ((h - batch["y"]) ** 2).mean()
 
 
 def step(state: Any, batch: Any) -> Any:
-    def loss(layers: Any) -> Any:
-        h = batch["x"]
-        for layer in layers["layers"]:
-            h = h + jnp.tanh(h @ layer["up"]) @ layer["down"]
-        return ((h - batch["y"]) ** 2).mean()
-
-    value, grads = jax.value_and_grad(loss)(state["params"])
+    value, grads = jax.value_and_grad(loss_of)(state["params"], batch)
     momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], grads)
-    params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], momentum)
-    return {"params": params, "momentum": momentum}, value
+    return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], momentum), "momentum": momentum}, value
 
 
 def arguments(batch: int = 1024, width: int = WIDTH, layers: int = 2) -> tuple[Any, Any]:
@@ -94,14 +91,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "by the compiler": {"method": alpa_lite.Sharded((2, 4)), "communication": "compiler"},
     "nothing donated": {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2, "donate_argnums": ()},
     "manual": {"method": alpa_lite.Manual({"state/params/layers/1/up": P(None, "m")}, (2, 4), ("d", "m"))},
-    "manual, rest data parallel": {
-        "method": alpa_lite.Manual({"*/layers/1/up": P(None, "x")}, rest=alpa_lite.DataParallel())
-    },
+    "manual, rest": {"method": alpa_lite.Manual({"*/layers/1/up": P(None, "x")}, rest=alpa_lite.DataParallel())},
     "pipeline": {"method": alpa_lite.Pipeline(num_stages=2, schedule="1f1b")},
-    "interleaved": {
-        "method": alpa_lite.Pipeline(num_stages=2, schedule="interleaved-1f1b"),
-        "args": arguments(layers=4),
-    },
+    "interleaved": {"method": alpa_lite.Pipeline(2, schedule="interleaved-1f1b"), "args": arguments(layers=4)},
     "split gradients": {"method": alpa_lite.Pipeline(num_stages=2, schedule="zb-h1", remat="layer")},
 }
 
@@ -153,16 +145,10 @@ def test_another_request_is_another_file(tmp_path):
     planned(tmp_path, renamed)
     assert len(os.listdir(tmp_path)) == 1
     requests: list[dict[str, Any]] = [
-        {"fun": other},
-        {"args": arguments(batch=512)},
-        {"cluster": alpa_lite.Cluster.preset("a100", nodes=1)},
-        {"method": alpa_lite.Zero(stage=1)},
-        {"memory_per_device": 10**9},
-        {"num_microbatches": 2},
-        {"donate_argnums": ()},
-        {"communication": "compiler"},
-        {"effort": "quick"},
-    ]
+        {"fun": other}, {"args": arguments(batch=512)}, {"cluster": alpa_lite.Cluster.preset("a100", nodes=1)},
+        {"method": alpa_lite.Zero(stage=1)}, {"memory_per_device": 10**9}, {"num_microbatches": 2},
+        {"donate_argnums": ()}, {"communication": "compiler"}, {"effort": "quick"},
+    ]  # fmt: skip
     for number, request in enumerate(requests):
         planned(tmp_path, **request)
         assert len(os.listdir(tmp_path)) == 2 + number

@@ -19,15 +19,6 @@ def events(folder: Path, name: str) -> list[dict[str, object]]:
     return [line for line in lines if line.get("event") == name]
 
 
-def test_who_is_lost_is_read_from_what_jax_says() -> None:
-    assert kills.names("The following tasks are unhealthy (stopped sending heartbeats):\n1\nThe tasks", 1)
-    assert kills.names("(stopped sending heartbeats):\n/job:jax_worker/replica:0/task:2\n", 2)
-    assert kills.names("Barrier failed because: task is set to ERROR: UNAVAILABLE: Task 2 heartbeat timeout.", 2)
-    assert not kills.names("Task 12 heartbeat timeout; (stopped sending heartbeats):\n12\n", 1)
-    assert kills.names("Either the leader task was preempted/died/restarted unexpectedly or", 0)
-    assert not kills.names("Connection reset by peer", 1)
-
-
 def test_batches_depend_on_the_step_alone_and_rows_are_parts_of_them() -> None:
     source = load("pretrain").Text(None, 6, 5, 0)
     whole, again = source.batch(3), source.batch(3)

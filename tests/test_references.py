@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
-import numpy as np
 import pytest
 
 import alpa_lite
 from alpa_lite import DataParallel, MicrobatchError, Pipeline, Zero
 from tests import reference_steps
-from tests.marks import slow_one_in
+from tests.comparing import assert_close
+from tests.marks import slow_but, slow_one_in
 
 METHODS = {
     "zero": {"method": Zero(3)},
@@ -18,19 +20,14 @@ METHODS = {
     "zb-h1": {"method": Pipeline(num_stages=2, schedule="zb-h1"), "num_microbatches": 4},
 }
 QUICK = {(reference_steps.metrics, "zb-h1")}
-CASES = slow_one_in(
-    3,
-    [
-        pytest.param(
-            step, method, id=f"{step.__name__}-{method}", marks=[] if (step, method) in QUICK else pytest.mark.slow
-        )
-        for step in reference_steps.STEPS
-        for method in METHODS
-    ],
-)
+CASES = slow_one_in(3, slow_but(QUICK, [(step, method) for step in reference_steps.STEPS for method in METHODS]))
 
 
-@pytest.mark.parametrize(("step", "method"), CASES)
+def name_of(value: Any) -> str:
+    return value if isinstance(value, str) else value.__name__
+
+
+@pytest.mark.parametrize(("step", "method"), CASES, ids=name_of)
 def test_a_step_with_references_is_equal_to_plain_jit(step, method):
     state, x = reference_steps.arguments(step)
     want = jax.jit(step)(state, x)
@@ -40,5 +37,4 @@ def test_a_step_with_references_is_equal_to_plain_jit(step, method):
         assert step in (reference_steps.accumulation, reference_steps.scanned), error
         assert "num_microbatches" in str(error)
         return
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+    assert_close(got, want)

@@ -14,7 +14,7 @@ from alpa_lite.ir.timeline import Timeline
 from tests.marks import only
 
 MOST_MESHES, MOST_MICROBATCHES = 16, 64
-SOME = (1, 2, 3, 4, 8, 15, 32, 64)
+SOME = (1, 2, 3, 4, 8, 15, 32)
 VARIANTS = [(name, 1) for name in schedules.NAMES] + [("interleaved-1f1b", v) for v in (2, 3, 4)]
 UNIFORM = {"forward": 1.0, "backward": 1.0, "weight": 1.0}
 
@@ -27,18 +27,22 @@ def ends(timeline: Timeline) -> dict[tuple[str, int, int], tuple[float, float]]:
     return {(e.kind, e.stage, e.microbatch): (e.start, e.end) for e in timeline.events if e.kind != "transfer"}
 
 
+def bubble(case: tuple[str, int, int, int], forward: float = 1.0, backward: float = 1.0, weight: float = 1.0) -> float:
+    """The published formula."""
+    name, virtual, meshes, microbatches = case
+    times = {"forward": forward, "backward_input": backward, "backward_weight": weight}
+    return schedules.bubble(name, meshes, microbatches, virtual=virtual, **times)
+
+
 def holds(name: str, virtual: int, meshes: int, microbatches: int) -> None:
-    """Everything the issue asks of one schedule."""
+    """A schedule is complete, holds as much and idles as long as published."""
     made = schedules.schedule(name, meshes, microbatches, virtual=virtual)
     assert (made.num_stages, made.virtual, len(made.tasks)) == (meshes * virtual, virtual, meshes)
     schedules.check(made)
     formula = tuple(schedules.in_flight_formula(name, meshes, microbatches, m, virtual) for m in range(meshes))
     assert schedules.in_flight(made) == formula
     timeline = schedules.simulate(made, **UNIFORM)
-    bubble = schedules.bubble(
-        name, meshes, microbatches, forward=1.0, backward_input=1.0, backward_weight=1.0, virtual=virtual
-    )
-    assert timeline.idle == (bubble,) * meshes  # small integers: exact
+    assert timeline.idle == (bubble((name, virtual, meshes, microbatches)),) * meshes  # small integers: exact
 
 
 @pytest.mark.parametrize(("name", "virtual"), VARIANTS)
@@ -84,16 +88,7 @@ def test_bubble_of_any_durations(
         weight = min(weight, forward, backward)
     made = schedules.schedule(name, meshes, microbatches, virtual=virtual)
     timeline = schedules.simulate(made, forward=forward, backward=backward, weight=weight)
-    bubble = schedules.bubble(
-        name,
-        meshes,
-        microbatches,
-        forward=forward,
-        backward_input=backward,
-        backward_weight=weight,
-        virtual=virtual,
-    )
-    assert timeline.idle == (bubble,) * meshes
+    assert timeline.idle == (bubble(case, forward, backward, weight),) * meshes
     assert timeline.busy == (virtual * microbatches * (forward + backward + weight),) * meshes
 
 
@@ -157,16 +152,8 @@ def test_lists_by_hand() -> None:
         "F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
     ]
     made = schedules.schedule("interleaved-1f1b", 2, 2, virtual=2)
-    assert [(t.kind[0], t.stage, t.microbatch) for t in made.tasks[1]] == [
-        ("f", 1, 0),
-        ("f", 1, 1),
-        ("f", 3, 0),
-        ("b", 3, 0),
-        ("f", 3, 1),
-        ("b", 3, 1),
-        ("b", 1, 0),
-        ("b", 1, 1),
-    ]
+    listing = " ".join(f"{t.kind[0]}{t.stage}.{t.microbatch}" for t in made.tasks[1])
+    assert listing == "f1.0 f1.1 f3.0 b3.0 f3.1 b3.1 b1.0 b1.1"
 
 
 @pytest.mark.parametrize("name", schedules.NAMES)
@@ -227,11 +214,8 @@ def test_slices_of_the_sequence(name: str, virtual: int) -> None:
         if exists(name, meshes, microbatches):
             made = schedules.schedule(name, meshes, microbatches, virtual=virtual, slices=slices)
             schedules.check(made)
-            bubble = schedules.bubble(
-                name, meshes, microbatches, forward=1.0, backward_input=1.0, backward_weight=1.0, virtual=virtual
-            )
             timeline = schedules.simulate(made, **UNIFORM)
-            assert timeline.idle == (bubble,) * meshes
+            assert timeline.idle == (bubble((name, virtual, meshes, microbatches)),) * meshes
             names = {(e.stage, e.name) for e in timeline.events}
             assert len(names) == 2 * made.num_stages * microbatches * slices
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 import alpa_lite
@@ -15,50 +14,22 @@ from alpa_lite import models
 from alpa_lite.errors import OptionError
 from alpa_lite.methods import Pipeline
 from tests.comparing import compare
-from tests.marks import one_in
-
-TOKENS, VOCAB, WIDE = 12, 31, 16
-
-
-def language_model(causal: bool = True, layers: int = 2) -> tuple[Any, Any]:
-    """A step (parameters, tokens) of layers with attention, and its arguments."""
-    keys = iter(jax.random.split(jax.random.key(0), 20))
-
-    def weight(*shape: int) -> jax.Array:
-        return 0.3 * jax.random.normal(next(keys), shape)
-
-    stack = [{"qkv": weight(WIDE, 3 * WIDE), "out": weight(WIDE, WIDE)} for _ in range(layers)]
-    params = {"embed": weight(VOCAB, WIDE), "layers": stack, "head": weight(WIDE, VOCAB)}
-
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        x = params["embed"][tokens]
-        for layer in params["layers"]:
-            heads = (jax.nn.standardize(x) @ layer["qkv"]).reshape(*x.shape[:2], 3, 4, WIDE // 4)
-            attended = jax.nn.dot_product_attention(heads[:, :, 0], heads[:, :, 1], heads[:, :, 2], is_causal=causal)
-            x = x + jnp.tanh(attended.reshape(x.shape) @ layer["out"])
-        logits = (x @ params["head"])[:, :-1]
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-    def step(params: Any, tokens: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
-
-    return step, (params, jax.random.randint(jax.random.key(1), (8, TOKENS), 0, VOCAB))
+from tests.gallery import local, sgd
+from tests.language_models import WIDE, language_model
+from tests.marks import one_in, thorough
 
 
 def piped(step: Any, devices: int, microbatches: int = 2, **method: Any) -> Any:
-    cluster = alpa_lite.Cluster.local(jax.devices()[:devices])
-    return alpa_lite.parallelize(step, method=Pipeline(**method), cluster=cluster, num_microbatches=microbatches)
+    return alpa_lite.parallelize(step, method=Pipeline(**method), cluster=local(devices), num_microbatches=microbatches)
 
 
 def make_plan(step: Any, args: Any, **method: Any) -> Any:
-    cluster = alpa_lite.Cluster.local(jax.devices()[:2])
-    return alpa_lite.make_plan(step, *args, cluster=cluster, method=Pipeline(**method), num_microbatches=2)
+    return alpa_lite.make_plan(step, *args, cluster=local(2), method=Pipeline(**method), num_microbatches=2)
 
 
 def test_activations_alone_travel(tmp_path):
     """Masks, their zeros and their cuts are made on every stage that reads them."""
-    plan = make_plan(*language_model(layers=4), num_stages=2, schedule="1f1b", token_slices=(5, 4, 3))
+    plan = make_plan(*language_model(), num_stages=2, schedule="1f1b", token_slices=(5, 4, 3))
     plan.simulate(tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     sent = [event["args"]["bytes"] for event in events if event.get("args", {}).get("bytes")]
@@ -85,11 +56,9 @@ def test_uneven_slices_on_two_stages():
 @pytest.mark.parametrize(
     ("devices", "microbatches", "method"),
     [
-        pytest.param(4, 1, {"num_stages": 4, "token_slices": (3, 3, 3, 3)}, marks=pytest.mark.thorough),
+        thorough((4, 1, {"num_stages": 4, "token_slices": (3, 3, 3, 3)})),
         (4, 2, {"num_stages": 2, "submesh_shapes": ((1, 2), (2, 1)), "token_slices": (6, 6), "remat": "layer"}),
-        pytest.param(
-            4, 4, {"num_stages": 2, "schedule": "gpipe", "token_slices": (2,) * 6}, marks=pytest.mark.thorough
-        ),
+        thorough((4, 4, {"num_stages": 2, "schedule": "gpipe", "token_slices": (2,) * 6})),
         (2, 2, {"num_stages": 2, "schedule": "eager-1f1b", "token_slices": (7, 5), "remat": "selective"}),
         (2, 4, {"num_stages": 2, "token_slices": (12,)}),
     ],
@@ -104,8 +73,7 @@ def test_a_plan_is_replayed():
     step, args = language_model()
     first = piped(step, 2, num_stages=2, token_slices=(6, 6))
     plan = first.plan(*args)
-    cluster = alpa_lite.Cluster.local(jax.devices()[:2])
-    again = alpa_lite.parallelize(step, plan=alpa_lite.Plan.from_json(plan.to_json()), cluster=cluster)
+    again = alpa_lite.parallelize(step, plan=alpa_lite.Plan.from_json(plan.to_json()), cluster=local(2))
     compare(again(*args), jax.jit(step)(*args))
 
 
@@ -135,13 +103,10 @@ def test_patches_are_refused_by_what_makes_them():
         x = jax.nn.softmax(x @ jnp.swapaxes(x, 1, 2)) @ x @ params["mix"]
         return (x @ params["head"]).mean()
 
-    def step(params, pixels):
-        return jax.tree.map(lambda w, g: w - g, params, jax.grad(loss)(params, pixels))
-
     args = (params, jnp.ones((4, 8, 8, 3)))
     for lengths in ((4, 4), (9, 8)):
         with pytest.raises(OptionError, match=r"conv_general_dilated at .*test_token_pipelines.* waits for later"):
-            make_plan(step, args, num_stages=2, schedule="1f1b", token_slices=lengths)
+            make_plan(sgd(loss), args, num_stages=2, schedule="1f1b", token_slices=lengths)
 
 
 def test_lengths_must_add_up():

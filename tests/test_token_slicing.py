@@ -10,18 +10,23 @@ import jax
 import pytest
 
 import alpa_lite
+from alpa_lite import models
+from alpa_lite.cluster import Link
 from alpa_lite.methods import Pipeline
+from tests import language_models as lm
+from tests import zoo_linen
 from tests.comparing import compare
-from tests.test_token_pipelines import TOKENS, language_model
+from tests.gallery import local
+from tests.language_models import TOKENS, language_model
+from tests.marks import thorough
 
 
 def cluster(devices: int, dispatch: float = 1e-6) -> alpa_lite.Cluster:
     """CPU devices that compute slowly, in pieces of any size: what a model of this size waits for is its pipeline."""
-    here = alpa_lite.Cluster.local(jax.devices()[:devices])
-    return replace(here, peak_flops={"f32": 1e9}, memory_bandwidth=1e12, tile=1, dispatch=dispatch)
+    return replace(local(devices), peak_flops={"f32": 1e9}, memory_bandwidth=1e12, tile=1, dispatch=dispatch)
 
 
-def piped(step: Any, on: alpa_lite.Cluster, microbatches: int = 1, **method: Any) -> Any:
+def piped(step: Any, on: alpa_lite.Cluster, microbatches: Any = 1, **method: Any) -> Any:
     return alpa_lite.parallelize(step, method=Pipeline(**method), cluster=on, num_microbatches=microbatches)
 
 
@@ -63,7 +68,7 @@ def test_a_model_that_cannot_be_sliced_says_why():
     (note,) = [note for note in plan.notes if note.startswith("token_slices")]
     assert note.startswith("token_slices: whole sequences: dot_general at ")
     assert "waits for later tokens" in note
-    assert __file__.replace("token_slicing", "token_pipelines").rsplit("/", 1)[1] in note
+    assert "language_models.py" in note
 
 
 @pytest.mark.slow
@@ -86,19 +91,57 @@ def test_fewer_micro_batches_in_more_slices():
     """The number of micro-batches is chosen with the slices, and what is chosen computes what one device does."""
     step, args = language_model()
     on = cluster(2, dispatch=1e-4)
-    options: dict[str, Any] = {
-        "method": Pipeline(num_stages=2, schedule="1f1b", token_slices="auto"),
-        "cluster": on,
-    }
-    sliced = alpa_lite.parallelize(step, **options)
-    plan = sliced.plan(*args)
-    whole = alpa_lite.parallelize(step, method=Pipeline(num_stages=2, schedule="1f1b"), cluster=on).plan(*args)
+    fixed: dict[str, Any] = {"num_stages": 2, "schedule": "1f1b"}
+    sliced = piped(step, on, "auto", **fixed, token_slices="auto")
+    plan, whole = sliced.plan(*args), piped(step, on, "auto", **fixed).plan(*args)
     assert len(plan.division.token_slices) > 1
     assert plan.num_microbatches < whole.num_microbatches
     assert plan.step_seconds < whole.step_seconds
-    fixed = Pipeline(num_stages=2, schedule="1f1b")
-    every = [
-        alpa_lite.parallelize(step, method=fixed, cluster=on, num_microbatches=n).plan(*args) for n in (1, 2, 4, 8)
-    ]
+    every = [piped(step, on, n, **fixed).plan(*args) for n in (1, 2, 4, 8)]
     assert whole.step_seconds <= min(one.step_seconds for one in every)
     compare(sliced(*args), jax.jit(step)(*args))
+
+
+# -- batches of one example -------------------------------------------------------------------------------------------
+
+
+def one_example(made: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The same step on the first example."""
+    step, (*state, batch) = made
+    return step, (*state, jax.tree.map(lambda x: x[:1], batch))
+
+
+def far_apart() -> alpa_lite.Cluster:
+    """Two slow devices that a slower network joins."""
+    link = Link(bandwidth=1e3, latency=1e-3)
+    return replace(cluster(2), peak_flops={"f32": 1e5}, nodes=2, devices_per_node=1, network_link=link)
+
+
+@pytest.mark.slow
+def test_auto_chooses_slices():
+    """One example, which no mesh divides without sending more, by a link that is slow, than it computes."""
+    step, (params, _) = language_model(layers=4)
+    tokens = jax.random.randint(jax.random.key(1), (1, 64), 0, lm.VOCAB)
+    plan = alpa_lite.make_plan(step, params, tokens, cluster=far_apart(), verify="off", effort="thorough")
+    assert len(plan.stages) == 2 and sum(plan.division.token_slices) == 64
+    (mesh,) = [row for row in plan.comparisons if row.name == "one mesh"]
+    assert mesh.step_seconds is not None and plan.step_seconds < 0.8 * mesh.step_seconds
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("make", "lengths"),
+    [
+        thorough((lambda: models.get("gpt").build("tiny", 1), (40, 24))),
+        (lambda: one_example(zoo_linen.gpt(layers=2)), (9, 7)),
+        (lm.without_examples, (7, 5)),
+        (lambda: lm.without_examples(one_hot=True), (5, 7)),
+    ],
+    ids=["own", "linen", "without_examples", "one_hot"],
+)
+def test_one_example_is_cut_along_its_sequence(make: Any, lengths: tuple[int, ...]):
+    step, args = make()
+    sliced = piped(step, local(2), "auto", num_stages=2, token_slices=lengths)
+    compare(sliced(*args), jax.jit(step)(*args))
+    assert sliced.plan(*args).num_microbatches == 1

@@ -62,13 +62,9 @@ def test_rates_that_were_measured_or_given_are_told_apart():
     assert "not compared" not in trust.agreement(preset)
     assert trust.origin(dataclasses.replace(preset, measured=("attention",))).startswith("measured here: attention; ")
     own = Cluster(
-        device="H100-SXM",
-        devices_per_node=1,
-        memory=1,
-        peak_flops={"f32": 1.0},
-        memory_bandwidth=1.0,
+        device="H100-SXM", devices_per_node=1, memory=1, peak_flops={"f32": 1.0}, memory_bandwidth=1.0,
         node_link=Link(1.0),
-    )
+    )  # fmt: skip
     assert trust.origin(own) == trust.GIVEN and "not compared" in trust.agreement(own)
 
 

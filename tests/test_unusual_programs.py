@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import MicrobatchError
+from tests.gallery import sgd
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -37,31 +38,22 @@ def _words(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-def descent(loss: Any) -> Any:
-    """A step of gradient descent."""
-
-    def step(state, batch):
-        value, gradients = jax.value_and_grad(loss)(state, batch)
-        return jax.tree.map(lambda a, b: a - 0.1 * b, state, gradients), value
-
-    return step
+def draw_for_many_keys(state, batch):
+    mine, following = jax.random.split(state["key"])
+    keys = jax.random.split(mine, 32)
+    folded = jax.vmap(jax.random.fold_in)(keys, jnp.arange(32))
+    x = jax.vmap(lambda k, v: v * jax.random.bernoulli(k, 0.5, v.shape))(keys, batch["x"])
+    x = x + jax.vmap(lambda k: jax.random.normal(jax.random.split(k)[0], (4,)))(folded)
+    loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+    return {"key": following, "w": state["w"] - 0.1 * gradient}, loss
 
 
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("generator", ["rbg", "unsafe_rbg", "threefry2x32"])
 def test_draws_for_many_keys_do_not_depend_on_the_plan(generator, parts):
-    def step(state, batch):
-        mine, following = jax.random.split(state["key"])
-        keys = jax.random.split(mine, 32)
-        folded = jax.vmap(jax.random.fold_in)(keys, jnp.arange(32))
-        x = jax.vmap(lambda k, v: v * jax.random.bernoulli(k, 0.5, v.shape))(keys, batch["x"])
-        x = x + jax.vmap(lambda k: jax.random.normal(jax.random.split(k)[0], (4,)))(folded)
-        loss, gradient = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
-        return {"key": following, "w": state["w"] - 0.1 * gradient}, loss
-
     state = {"key": jax.random.key(0, impl=generator), "w": jnp.ones((4, 8))}
     batch = {"x": jnp.arange(128.0).reshape(32, 4) / 128}
-    plan = same(step, (state, batch), method=alpa_lite.DataParallel(), num_microbatches=parts)
+    plan = same(draw_for_many_keys, (state, batch), method=alpa_lite.DataParallel(), num_microbatches=parts)
     assert plan.num_microbatches == parts
 
 
@@ -71,7 +63,7 @@ def test_a_reordering_of_axes_is_listed_over_those_that_it_moves_along():
 
     args = {"w": jnp.ones((32, 8))}, {"x": jnp.arange(256.0).reshape(32, 8)}
     pins = {"state['w']": P(("x", "y")), "batch['x']": P(("y", "x"))}
-    method = alpa_lite.Manual(pins, mesh_shape=(2, 2, 2), axis_names=("x", "y", "z"))
+    method = alpa_lite.Manual(pins, mesh_shape=(2, 2, 2), axis_names="xyz")
     plan = same(step, args, method=method, cluster=FREE_LINKS, verify="hlo")
     assert any(c.kind == "collective_permute" and set(c.axes) == {"x", "y"} for c in plan.collectives), plan.collectives
 
@@ -81,7 +73,7 @@ def test_a_step_with_complex_constants_is_checked_in_the_compiled_program():
         return jnp.mean(jnp.abs((batch["x"] @ params["w"]) * (1 + 1j) + 2j) ** 2)
 
     args = {"w": jnp.ones((8, 16))}, {"x": jnp.ones((16, 8))}
-    same(descent(loss), args, method=alpa_lite.DataParallel(), verify="hlo")
+    same(sgd(loss), args, method=alpa_lite.DataParallel(), verify="hlo")
 
 
 def test_complex_sums_are_shared_and_cut_into_micro_batches():
@@ -89,7 +81,7 @@ def test_complex_sums_are_shared_and_cut_into_micro_batches():
         return jnp.sum((batch["x"] @ params["w"]) * jnp.complex64(1j)).imag
 
     args = {"w": jnp.ones((8, 16))}, {"x": jnp.ones((16, 8))}
-    plan = same(descent(loss), args, method=alpa_lite.DataParallel(), num_microbatches=4)
+    plan = same(sgd(loss), args, method=alpa_lite.DataParallel(), num_microbatches=4)
     assert plan.num_microbatches == 4
     assert not any("reduce_sum" in note for note in plan.notes)
 
@@ -131,7 +123,7 @@ def test_what_takes_the_whole_batch_is_named_where_nothing_is_left_to_cut():
 
     args = {"w": jnp.ones((8, 16))}, {"x": jnp.ones((16, 8))}
     with pytest.raises(MicrobatchError, match=r"sort at .*test_unusual_programs.* across the examples"):
-        alpa_lite.parallelize(descent(loss), method=alpa_lite.DataParallel(), num_microbatches=4).plan(*args)
+        alpa_lite.parallelize(sgd(loss), method=alpa_lite.DataParallel(), num_microbatches=4).plan(*args)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -179,12 +171,11 @@ def test_a_product_of_nothing_is_planned():
 
 @pytest.mark.parametrize("method", [alpa_lite.DataParallel(), alpa_lite.Pipeline(submesh_shapes=((4,), (4,)))])
 def test_the_old_value_of_state_that_is_overwritten_can_be_returned_beside_the_new_one(method):
-    def loss(params, batch):
-        return jnp.mean((jnp.tanh(batch["x"] @ params["a"]) @ params["b"]) ** 2)
+    descent = sgd(lambda state, batch: jnp.mean((jnp.tanh(batch["x"] @ state["a"]) @ state["b"]) ** 2))
 
     def step(state, batch):
-        value, gradients = jax.value_and_grad(loss)(state, batch)
-        return jax.tree.map(lambda a, b: a - 0.1 * b, state, gradients), {"loss": value, "before": state["a"]}
+        new, value = descent(state, batch)
+        return new, {"loss": value, "before": state["a"]}
 
     state, batch = {"a": jnp.ones((8, 16)) / 9, "b": jnp.ones((16, 8))}, {"x": jnp.ones((32, 8))}
     planned, before = alpa_lite.parallelize(step, method=method, num_microbatches=2), state["a"]
@@ -218,8 +209,7 @@ def test_branches_that_end_in_other_layouts_are_left_to_the_compiler():
         return {"w": lax.cond(jnp.max(batch["n"]) > 3, sort, add, state["w"])}, batch["n"] + 1
 
     args = {"w": jnp.arange(96.0).reshape(6, 16) / 96}, {"n": jnp.arange(8)}
-    names = ("x", "y", "z")
-    method = alpa_lite.Manual({"state['w']": P("x", None)}, mesh_shape=(2, 2, 2), axis_names=names)
+    method = alpa_lite.Manual({"state['w']": P("x", None)}, mesh_shape=(2, 2, 2), axis_names="xyz")
     same(step, args, method=method, communication="compiler")
 
 
@@ -228,9 +218,8 @@ def test_bitwise_reductions_over_a_sharded_dim_are_not_left_to_the_compiler(redu
     def step(state, batch):
         return {"s": state["s"] * 0.9}, reduce(batch["x"] * 3)
 
-    method = alpa_lite.Manual({"batch['x']": P("x")}, mesh_shape=(8,), axis_names=("x",))
     args = {"s": jnp.ones(())}, {"x": jnp.arange(1, 25)}
-    same(step, args, method=method, cluster=FREE_LINKS, communication="compiler")
+    same(step, args, method=WHOLE, cluster=FREE_LINKS, communication="compiler")
 
 
 def test_a_convolution_in_groups_is_not_left_to_the_compiler():
@@ -258,13 +247,10 @@ def test_a_product_on_a_mesh_of_three_axes_is_not_left_to_the_compiler(scanned):
         out = lax.scan(product, batch["x"], batch["b"]) if scanned else product(batch["x"], batch["b"])
         return {"w": state["w"] * 0.9}, out
 
-    names, runs = ("x", "y", "z"), (3,) * scanned
-    specs = {
-        "batch['x']": P(None, "y"),
-        "state['w']": P("y", None),
-        "batch['b']": P(*[None] * scanned, ("z", "x"), "y"),
-    }
-    method = alpa_lite.Manual(specs, mesh_shape=(2, 2, 2), axis_names=names)
+    runs = (3,) * scanned
+    specs = {"batch['x']": P(None, "y"), "state['w']": P("y", None)}
+    specs["batch['b']"] = P(*[None] * scanned, ("z", "x"), "y")
+    method = alpa_lite.Manual(specs, mesh_shape=(2, 2, 2), axis_names="xyz")
     rng = np.random.default_rng(0)
     x, w, b = (jnp.asarray(rng.normal(size=size), "float32") for size in ((4, 16), (16, 16), (*runs, 4, 16)))
     same(step, ({"w": w}, {"x": x, "b": b}), 1e-5, method=method, cluster=FREE_LINKS, communication="compiler")
@@ -279,9 +265,7 @@ def test_indices_into_dims_of_one_element_are_brought_nowhere():
         new = lax.dynamic_update_slice(state["s"], row, (places[1, 0], places[1, 1], 3))
         return {"s": new}, state["s"][places, places % 1]
 
-    method = alpa_lite.Manual(
-        {"state['s']": P(), "batch['x']": P("z", "x")}, mesh_shape=(2, 2, 2), axis_names=("x", "y", "z")
-    )
+    method = alpa_lite.Manual({"state['s']": P(), "batch['x']": P("z", "x")}, mesh_shape=(2, 2, 2), axis_names="xyz")
     x = np.random.default_rng(0).integers(0, 9, (6, 6))
     args = {"s": jnp.arange(6.0).reshape(1, 1, 6)}, {"x": jnp.asarray(x, "float32")}
     plan = same(step, args, method=method, cluster=FREE_LINKS, verify="hlo")
@@ -302,20 +286,19 @@ def test_a_part_of_an_axis_that_the_partitioner_uses_is_compared():
     def step(state, batch):
         return {"s": state["s"] + 1}, batch["a"] - batch["b"]
 
-    names = ("x", "y")
     specs = {"batch['a']": P(), "batch['b']": P("x", "y")}
-    method = alpa_lite.Manual(specs, mesh_shape=(4, 2), axis_names=names, rest=alpa_lite.Zero(3))
+    method = alpa_lite.Manual(specs, mesh_shape=(4, 2), axis_names="xy", rest=alpa_lite.Zero(3))
     args = {"s": jnp.ones(())}, {"a": jnp.ones((8, 12)), "b": jnp.ones((8, 12))}
     same(step, args, method=method, num_microbatches=4, communication="compiler", verify="hlo")
 
 
-@pytest.mark.parametrize("method", [alpa_lite.DataParallel(), alpa_lite.Pipeline(num_stages=2)])
+@pytest.mark.parametrize("method", [alpa_lite.DataParallel(), alpa_lite.Pipeline(submesh_shapes=((4,), (4,)))])
 def test_what_is_handed_through_comes_back_in_arrays_of_jax(method):
+    descent = sgd(lambda state, batch: jnp.mean(jnp.tanh(jnp.tanh(batch["x"] @ state["w"]) @ state["w"]) ** 2))
+
     def step(state, batch):
-        loss, gradients = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(jnp.tanh(batch["x"] @ w) @ w) ** 2))(
-            state["w"]
-        )
-        return {"w": state["w"] - 0.1 * gradients}, (loss, batch["y"], batch["n"])
+        new, loss = descent(state, batch)
+        return new, (loss, batch["y"], batch["n"])
 
     batch = {"x": np.ones((8, 8), "float32"), "y": np.ones((8, 4), "float32"), "n": 3}
     want = jax.jit(step)({"w": jnp.ones((8, 8))}, batch)
@@ -337,7 +320,7 @@ def test_a_transform_beside_a_collective_runs_on_cpus():
     w = {name: jax.random.normal(next(keys), shape) for name, shape in
          (("filter", (16, 32)), ("in", (16, 16)), ("out", (16, 16)))}  # fmt: skip
     batch = {name: jax.random.normal(next(keys), (8, 32, 16)) for name in "xy"}
-    plan = same(descent(loss), (w, batch), tolerance=1e-4, method=alpa_lite.TensorParallel())
+    plan = same(sgd(loss), (w, batch), tolerance=1e-4, method=alpa_lite.TensorParallel())
     assert any(one.kind == "all_gather" for one in plan.collectives)
 
 
@@ -353,5 +336,5 @@ def test_of_branches_for_platforms_one_is_planned(platform, method):
 
     w = {"in": jnp.full((16, 64), 0.1), "out": jnp.full((64, 8), 0.1)}
     cluster = Cluster.local() if platform == "cpu" else "a100"
-    plan = same(descent(loss), (w, jnp.ones((32, 16))), method=method, cluster=cluster)
+    plan = same(sgd(loss), (w, jnp.ones((32, 16))), method=method, cluster=cluster)
     assert plan.collectives and plan.verification

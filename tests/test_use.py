@@ -16,20 +16,18 @@ from jax.experimental import io_callback
 import alpa_lite
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
 from tests import comparing, pipeline_driver
-from tests.zoo_base import normal, updated
+from tests.gallery import descent, layers, local
+from tests.marks import slow
+from tests.zoo_base import normal
 
 WIDTH, ROWS = 16, 8
 
 
-def step(state: Any, batch: Any) -> tuple[Any, Any]:
-    def loss_fn(params: Any) -> jax.Array:
-        x = batch["x"]
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return ((x - batch["y"]) ** 2).mean()
+def chain(params: Any, batch: Any) -> jax.Array:
+    return ((layers(params, batch["x"]) - batch["y"]) ** 2).mean()
 
-    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-    return {"params": updated(state["params"], grads)}, {"loss": loss, "grads": grads}
+
+step = descent(chain)
 
 
 def arguments(rows: int = ROWS) -> tuple[Any, Any]:
@@ -39,8 +37,7 @@ def arguments(rows: int = ROWS) -> tuple[Any, Any]:
 
 def parallel(devices: int = 8, microbatches: int = 2, *, free: bool = False, **method: Any) -> Any:
     """`free`: whether starting a task takes no time."""
-    cluster = alpa_lite.Cluster.local(jax.devices()[:devices])
-    cluster = dataclasses.replace(cluster, dispatch=0.0) if free else cluster
+    cluster = dataclasses.replace(local(devices), dispatch=0.0) if free else local(devices)
     return alpa_lite.parallelize(
         step, method=alpa_lite.Pipeline(**method), num_microbatches=microbatches, cluster=cluster
     )
@@ -62,7 +59,7 @@ def test_more_devices_than_there_are(devices: int, method: Any, said: str) -> No
         parallel(devices, **method).plan(*arguments())
 
 
-@pytest.mark.parametrize("shapes", [((1, 2), 4), pytest.param(((2, 1), (2, 2), 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shapes", [((1, 2), 4), slow(((2, 1), (2, 2), 1))])
 def test_submeshes_of_given_shapes_and_of_given_sizes(shapes: Any) -> None:
     run = parallel(submesh_shapes=shapes)
     plan = run.plan(*arguments())
@@ -121,20 +118,18 @@ def test_a_batch_that_does_not_divide_is_said_of_the_batch() -> None:
 @pytest.mark.parametrize("method", [alpa_lite.Sharded(), alpa_lite.Pipeline(num_stages=2)])
 def test_a_given_plan_proves_nothing_and_fits_the_memory(method: Any) -> None:
     parts = 2 if isinstance(method, alpa_lite.Pipeline) else 1
-    plan = alpa_lite.parallelize(step, method=method, num_microbatches=parts).plan(*arguments())
-    again = alpa_lite.parallelize(step, plan=plan).plan(*arguments())
+    plan = alpa_lite.parallelize(step, method=method, num_microbatches=parts, cluster=local(2)).plan(*arguments())
+    again = alpa_lite.parallelize(step, plan=plan, cluster=local(2)).plan(*arguments())
     assert again.solver.status == "replayed"
     assert "no gap" not in str(again) and "gap" not in " ".join(again.notes)
     with pytest.raises(InfeasibleError, match="more than memory_per_device=500"):
-        alpa_lite.parallelize(step, plan=plan, memory_per_device=500).plan(*arguments())
+        alpa_lite.parallelize(step, plan=plan, cluster=local(2), memory_per_device=500).plan(*arguments())
 
 
 # -- transformations --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "method", [alpa_lite.Sharded(), pytest.param(alpa_lite.Pipeline(num_stages=2), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("method", [alpa_lite.Sharded(), slow(alpa_lite.Pipeline(num_stages=2))])
 def test_under_a_transformation_the_step_is_what_was_written(method: Any, caplog: pytest.LogCaptureFixture) -> None:
     parts = 2 if isinstance(method, alpa_lite.Pipeline) else 1
     run = alpa_lite.parallelize(step, method=method, num_microbatches=parts)
@@ -154,7 +149,7 @@ def test_under_a_transformation_the_step_is_what_was_written(method: Any, caplog
 
 def test_invalid_numbers_of_a_stage_are_floating_point_errors() -> None:
     state, batch = arguments()
-    run = parallel(num_stages=2)
+    run = parallel(2, num_stages=2)
     run(*jax.tree.map(jnp.copy, (state, batch)))
     invalid = {**batch, "x": batch["x"].at[0, 0].set(jnp.nan)}
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"x was given to .* with an invalid value"):
@@ -164,7 +159,7 @@ def test_invalid_numbers_of_a_stage_are_floating_point_errors() -> None:
 # -- callbacks --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["pure", pytest.param("io", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["pure", slow("io")])
 @pytest.mark.parametrize("method", [alpa_lite.Sharded((8,)), alpa_lite.Pipeline(submesh_shapes=(4, 4))])
 def test_a_callback_that_raises_on_several_devices_ends_the_step_alone(method: Any, kind: str) -> None:
     """Checked like any other step; the error names the line, nothing hangs, and the next call works."""
@@ -175,33 +170,24 @@ def test_a_callback_that_raises_on_several_devices_ends_the_step_alone(method: A
             raise RuntimeError("boom")
         return np.asarray(x)
 
-    def calling(state: Any, batch: Any) -> tuple[Any, Any]:
-        def loss_fn(params: Any) -> jax.Array:
-            x = jnp.tanh(batch["x"] @ params[0])
-            fixed = jax.lax.stop_gradient(x)
-            if kind == "pure":
-                shape = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
-                call = lambda row: jax.pure_callback(host, shape, row, vmap_method="sequential")  # noqa: E731
-                x = x + jax.vmap(call)(fixed)
-            else:
-                io_callback(lambda v: print(end="") if host(v) is None else None, None, fixed)
-            for w in params[1:]:
-                x = jnp.tanh(x @ w)
-            return ((x - batch["y"]) ** 2).mean()
+    def calling(params: Any, batch: Any) -> jax.Array:
+        x = jnp.tanh(batch["x"] @ params[0])
+        fixed = jax.lax.stop_gradient(x)
+        if kind == "pure":
+            shape = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+            call = lambda row: jax.pure_callback(host, shape, row, vmap_method="sequential")  # noqa: E731
+            x = x + jax.vmap(call)(fixed)
+        else:
+            io_callback(lambda v: print(end="") if host(v) is None else None, None, fixed)
+        return ((layers(params[1:], x) - batch["y"]) ** 2).mean()
 
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-        return {"params": updated(state["params"], grads)}, {"loss": loss, "grads": grads}
-
-    run = alpa_lite.parallelize(calling, method=method, num_microbatches=1, donate_argnums=())
+    run = alpa_lite.parallelize(descent(calling), method=method, num_microbatches=1, donate_argnums=())
     args = arguments()
-    want = jax.jit(calling)(*args)
+    want = jax.jit(descent(calling))(*args)
     assert any("Shardy" in line for line in run.plan(*args).verification)
     comparing.compare(run(*args), want)
     raises[0] = True
-    with pytest.raises(
-        Exception,
-        match=r"(calling|stage \d \w+).*: a callback raised RuntimeError: boom",
-    ):
+    with pytest.raises(Exception, match=r"(step|stage \d \w+).*: a callback raised RuntimeError: boom"):
         jax.block_until_ready(run(*args))
     with contextlib.suppress(Exception):  # what was raised is told once more to who waits for all effects
         jax.effects_barrier()

@@ -16,16 +16,17 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.linen.spmd import with_logical_constraint
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite import DataParallel, OptionError, Pipeline, Sharded
 from alpa_lite.ir.paths import shown
+from tests.comparing import assert_close
+from tests.gallery import linen_step, nnx_step, sgd, train_state
+from tests.marks import slow
 
 FREE = P.UNCONSTRAINED
-SLOW = pytest.mark.slow
 BATCH = jnp.linspace(-1, 1, 16 * 16).reshape(16, 16)
 
 
@@ -39,15 +40,7 @@ def put(spec: P, mesh: Mesh | None = None) -> NamedSharding:
 
 def step_with(say: Callable[[Any], Any]) -> Callable[..., Any]:
     """A step of two products whose hidden activations go through `say`."""
-
-    def step(state, batch):
-        def loss(state):
-            return ((say(jnp.tanh(batch @ state["up"])) @ state["down"] - 1) ** 2).mean()
-
-        value, grads = jax.value_and_grad(loss)(state)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
-
-    return step
+    return sgd(lambda state, batch: ((say(jnp.tanh(batch @ state["up"])) @ state["down"] - 1) ** 2).mean())
 
 
 def state() -> dict[str, jax.Array]:
@@ -55,12 +48,18 @@ def state() -> dict[str, jax.Array]:
     return {"up": jax.random.normal(keys[0], (16, 32)) / 4, "down": jax.random.normal(keys[1], (32, 16)) / 4}
 
 
+PLAIN = step_with(lambda h: h)
+
+
+def constrained(sharding: Any, **options: Any) -> Any:
+    """The planned step with a constraint on its hidden activations."""
+    return alpa_lite.parallelize(step_with(lambda h: jax.lax.with_sharding_constraint(h, sharding)), **options)
+
+
 def check(step: Any, plain: Any, *args: Any) -> alpa_lite.Plan:
     """The plan of a step whose results are those of plain jit."""
-    plan = step.plan(*args)
-    wanted = jax.jit(plain)(*args)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), step(*args), wanted)
-    return plan
+    assert_close(step(*args), jax.jit(plain)(*args), rtol=1e-4)
+    return step.plan(*args)
 
 
 def mesh(plan: alpa_lite.Plan) -> tuple[Any, ...]:
@@ -77,16 +76,16 @@ DATA_MODEL = (4, 2, "data", "model")
 @pytest.mark.parametrize(
     ("say", "gathers"),
     [
-        pytest.param(lambda h: jax.lax.with_sharding_constraint(h, put(P("data", "model"))), None, marks=SLOW),
-        pytest.param(lambda h: jax.lax.with_sharding_constraint(h, put(P(FREE, ("model", "data")))), None, marks=SLOW),
+        slow(lambda h: jax.lax.with_sharding_constraint(h, put(P("data", "model"))), None),
+        slow(lambda h: jax.lax.with_sharding_constraint(h, put(P(FREE, ("model", "data")))), None),
         (lambda h: jax.lax.with_sharding_constraint(h, put(P())), (16, 32)),
-        pytest.param(lambda h: jax.device_put(h, put(P("model"))), None, marks=SLOW),
+        slow(lambda h: jax.device_put(h, put(P("model"))), None),
     ],
     ids=["blocks", "unconstrained", "whole", "device_put"],
 )
 def test_constraints_in_the_step_are_hard(say, gathers):
     step = alpa_lite.parallelize(step_with(say), verify="hlo")
-    plan = check(step, step_with(lambda h: h), state(), BATCH)
+    plan = check(step, PLAIN, state(), BATCH)
     assert mesh(plan) == DATA_MODEL
     assert said(plan) and all(note.split(": ")[-1].startswith("heeded") for note in said(plan))
     assert "test_user_shardings.py" in said(plan)[0]
@@ -97,60 +96,52 @@ def test_constraints_in_the_step_are_hard(say, gathers):
         assert f"f32[{gathers[0]},{gathers[1]}]" in "".join(
             line for text in step.hlo(state(), BATCH) for line in text.splitlines() if "all-gather" in line
         )
-        free = alpa_lite.parallelize(step_with(lambda h: h)).plan(state(), BATCH)
+        free = alpa_lite.parallelize(PLAIN).plan(state(), BATCH)
         assert not [c for c in free.collectives if c.kind == "all_gather" and c.bytes >= 16 * 32 * 4]
 
 
-@SLOW
+@pytest.mark.slow
 def test_a_constraint_is_heeded_where_the_compiler_communicates():
-    step = alpa_lite.parallelize(
-        step_with(lambda h: jax.lax.with_sharding_constraint(h, put(P()))), communication="compiler"
-    )
-    check(step, step_with(lambda h: h), state(), BATCH)
+    step = constrained(put(P()), communication="compiler")
+    check(step, PLAIN, state(), BATCH)
     assert "f32[16,32]" in "".join(line for line in step.hlo(state(), BATCH)[0].splitlines() if "all-gather" in line)
 
 
 def test_a_constraint_survives_micro_batches():
-    step = alpa_lite.parallelize(
-        step_with(lambda h: jax.lax.with_sharding_constraint(h, put(P("data", "model")))), num_microbatches=2
-    )
-    plan = check(step, step_with(lambda h: h), state(), BATCH)
+    step = constrained(put(P("data", "model")), num_microbatches=2)
+    plan = check(step, PLAIN, state(), BATCH)
     assert said(plan) == [note for note in said(plan) if "[8, 32] to P('data', 'model'): heeded" in note] != []
 
 
 def test_constraints_that_no_mesh_of_the_plan_can_fulfil_are_named():
     half = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
-    step = alpa_lite.parallelize(step_with(lambda h: jax.lax.with_sharding_constraint(h, put(P("data"), half))))
-    notes = said(check(step, step_with(lambda h: h), state(), BATCH))
+    step = constrained(put(P("data"), half))
+    notes = said(check(step, PLAIN, state(), BATCH))
     assert "mesh of 4 devices, and the plan 8: not heeded" in notes[0] and "no axis 'data'" in notes[1]
-    step = alpa_lite.parallelize(
-        step_with(lambda h: jax.lax.with_sharding_constraint(h, put(P("data")))), method=Pipeline(2), num_microbatches=2
-    )
+    step = constrained(put(P("data")), method=Pipeline(2), num_microbatches=2)
     assert "not heeded" in said(step.plan(state(), BATCH))[0]
 
 
 def test_a_mesh_shape_beside_a_constraint_on_another_mesh_is_an_error():
-    step = alpa_lite.parallelize(
-        step_with(lambda h: jax.lax.with_sharding_constraint(h, put(P("data")))), method=Sharded((8,))
-    )
+    step = constrained(put(P("data")), method=Sharded((8,)))
     with pytest.raises(OptionError, match=r"mesh_shape=\(8,\): sharding_constraint at .* data=4 x model=2"):
         step.plan(state(), BATCH)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=SLOW), AxisType.Explicit])
+@pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit])
 def test_the_mesh_of_the_context_is_the_mesh_of_the_plan(kind):
-    step = alpa_lite.parallelize(step_with(lambda h: jax.lax.with_sharding_constraint(h, P("data", "model"))))
+    step = constrained(P("data", "model"))
     with jax.set_mesh(mesh_of(2, 4, kind=kind)):
         plan = step.plan(state(), BATCH)
         new, _ = step(state(), BATCH)
         again = step(new, BATCH)[1]
     assert mesh(plan) == (2, 4, "data", "model") and len(said(plan)) == 1
-    plain = jax.jit(step_with(lambda h: h))
+    plain = jax.jit(PLAIN)
     np.testing.assert_allclose(again, plain(plain(state(), BATCH)[0], BATCH)[1], rtol=1e-5)
 
 
 def test_a_legacy_context_names_the_mesh():
-    step = alpa_lite.parallelize(step_with(lambda h: jax.lax.with_sharding_constraint(h, P("model"))))
+    step = constrained(P("model"))
     with warnings.catch_warnings(action="ignore"), mesh_of(4, 2):  # deprecated, and still written
         assert mesh(step.plan(state(), BATCH)) == DATA_MODEL
 
@@ -161,30 +152,30 @@ def test_a_step_for_explicit_axes_is_refused_with_the_remedy():
         step.plan(state(), BATCH)
 
 
-@SLOW
+@pytest.mark.slow
 def test_a_pipeline_runs_in_the_context_of_a_mesh():
-    step = alpa_lite.parallelize(step_with(lambda h: h), method=Pipeline(2), num_microbatches=2)
+    step = alpa_lite.parallelize(PLAIN, method=Pipeline(2), num_microbatches=2)
     with jax.set_mesh(mesh_of(4, 2)):
         loss = step(state(), BATCH)[1]
-    np.testing.assert_allclose(loss, jax.jit(step_with(lambda h: h))(state(), BATCH)[1], rtol=1e-5)
+    np.testing.assert_allclose(loss, jax.jit(PLAIN)(state(), BATCH)[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("spec", [pytest.param(P(None, "model"), marks=SLOW), P(("model", "data"))])
+@pytest.mark.parametrize("spec", [slow(P(None, "model")), P(("model", "data"))])
 def test_arrays_that_arrive_sharded_stay(spec):
     sharded = state() | {"up": jax.device_put(state()["up"], put(spec))}
-    step = alpa_lite.parallelize(step_with(lambda h: h))
-    plan = check(step, step_with(lambda h: h), sharded, BATCH)
+    step = alpa_lite.parallelize(PLAIN)
+    plan = check(step, PLAIN, sharded, BATCH)
     assert mesh(plan) == DATA_MODEL and plan.stages[0].inputs["state['up']"] == spec
     assert said(plan) == [f"an array that arrives as {spec} on state/up: heeded"]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), sharded)
-    abstract = alpa_lite.parallelize(step_with(lambda h: h)).plan(shapes, BATCH)
+    abstract = alpa_lite.parallelize(PLAIN).plan(shapes, BATCH)
     assert abstract.stages[0].inputs["state['up']"] == spec
 
 
 @pytest.mark.parametrize("method", [DataParallel(), Sharded((8,))])
 def test_arrays_give_way_to_a_method_that_asks_for_something_else(method):
     sharded = state() | {"up": jax.device_put(state()["up"], put(P(None, "model")))}
-    plan = alpa_lite.parallelize(step_with(lambda h: h), method=method).plan(sharded, BATCH)
+    plan = alpa_lite.parallelize(PLAIN, method=method).plan(sharded, BATCH)
     assert plan.stages[0].mesh_shape == (8,) and "not heeded beside" in said(plan)[0]
 
 
@@ -202,19 +193,6 @@ class Boxed(nn.Module):
         return nn.Dense(16)(jnp.tanh(x))
 
 
-def linen_step(state, batch):
-    def loss(params):
-        return ((state.apply_fn({"params": params}, batch) - 1) ** 2).mean()
-
-    value, grads = jax.value_and_grad(loss)(state.params)
-    return state.apply_gradients(grads=grads), value
-
-
-def linen_state(model: nn.Module) -> TrainState:
-    params = model.init(jax.random.key(0), BATCH)["params"]
-    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
-
-
 RULES = (("batch", "data"), ("hidden", "model"))
 
 
@@ -222,13 +200,13 @@ RULES = (("batch", "data"), ("hidden", "model"))
     ("logical", "rules", "context", "names"),
     [
         (False, (), False, "model"),
-        pytest.param(False, (), True, "data model", marks=SLOW),
+        slow(False, (), True, "data model"),
         (True, RULES, True, "data model"),
-        pytest.param(True, RULES, False, "model", marks=SLOW),
+        slow(True, RULES, False, "model"),
     ],
 )
 def test_boxes_of_linen(logical, rules, context, names):
-    before = linen_state(Boxed(logical))
+    before = train_state(Boxed(logical), BATCH)
     step = alpa_lite.parallelize(linen_step)
     with nn.logical_axis_rules(rules), jax.set_mesh(mesh_of(4, 2)) if context else contextlib.nullcontext():
         plan = step.plan(before, BATCH)
@@ -244,7 +222,7 @@ def test_boxes_of_linen(logical, rules, context, names):
 
 
 def test_logical_names_without_rules_are_named():
-    plan = alpa_lite.parallelize(linen_step).plan(linen_state(Boxed(True)), BATCH)
+    plan = alpa_lite.parallelize(linen_step).plan(train_state(Boxed(True), BATCH), BATCH)
     assert said(plan) == ["nn.LogicallyPartitioned('embed', 'hidden') without nn.logical_axis_rules: not heeded"]
 
 
@@ -257,13 +235,7 @@ class Annotated(nnx.Module):
         return self.down(jnp.tanh(self.up(x)))
 
 
-def nnx_step(model, optimizer, batch):
-    loss, grads = nnx.value_and_grad(lambda model: ((model(batch) - 1) ** 2).mean())(model)
-    optimizer.update(model, grads)
-    return loss
-
-
-@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=SLOW)])
+@pytest.mark.parametrize("eager", [True, slow(False)])
 def test_annotations_of_nnx(eager):
     def made():
         model = Annotated(nnx.Rngs(0))

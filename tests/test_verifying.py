@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import alpa_lite
-from alpa_lite import models, verifying
+from alpa_lite import models, steps, verifying
 from alpa_lite.cli import app
 from alpa_lite.errors import AlpaLiteError, OptionError, VerificationError
 from alpa_lite.report import compiled
@@ -18,6 +19,20 @@ from alpa_lite.report.console import plain
 from alpa_lite.steps import NamedStep
 
 runner = CliRunner()
+
+
+@functools.cache
+def plan_of_an_mlp() -> alpa_lite.Plan:
+    step, args = models.get("mlp").abstract("tiny", 16)
+    return alpa_lite.make_plan(step, *args, cluster="v5e", method=alpa_lite.DataParallel())
+
+
+def planned(folder: Path) -> Path:
+    """A plan file that names its step."""
+    plan_of_an_mlp().save(folder / "plan.json")
+    steps.remember(folder / "plan.json", NamedStep("mlp", "tiny", 16))
+    return folder / "plan.json"
+
 
 KINDS = ("forward", "backward", "update")
 
@@ -96,11 +111,7 @@ needs_libtpu = pytest.mark.skipif(
 @needs_libtpu
 @pytest.mark.parametrize(
     ("model", "more", "target"),
-    [
-        ("gpt", [], "v5e:2x4"),
-        ("moe", [], "v5e:2x4"),
-        ("gpt", ["--nodes", "2", "--topology", "2x2"], "v5e:2x2*2"),
-    ],
+    [("gpt", [], "v5e:2x4"), ("moe", [], "v5e:2x4"), ("gpt", ["--nodes", "2", "--topology", "2x2"], "v5e:2x2*2")],
     ids=["gpt", "moe", "gpt on two slices"],
 )
 def test_the_compiler_of_tpus_communicates_as_planned(tmp_path: Path, model: str, more: list[str], target: str) -> None:
@@ -133,15 +144,3 @@ def test_a_stage_on_each_of_two_slices_is_compiled_for_its_slice(tmp_path: Path)
     assert {row["executable"] for row in found["memory"]} >= {f"stage {i} {kind}" for i in (0, 1) for kind in KINDS}
     assert not [rewrite for rewrite in found["rewrites"] if "between slices" in rewrite]
     assert all(row["arguments"] > 0 for row in found["memory"])
-
-
-def planned(folder: Path) -> Path:
-    """A plan file that names its step."""
-    from alpa_lite import steps
-    from alpa_lite.api import make_plan
-
-    file = folder / "plan.json"
-    step, args = models.get("mlp").abstract("tiny", 16)
-    make_plan(step, *args, cluster="v5e", method="auto").save(file)
-    steps.remember(file, NamedStep("mlp", "tiny", 16))
-    return file
