@@ -127,25 +127,24 @@ def gpt_decisions(layers: int = LAYERS) -> tuple[Decision, ...]:
         strategy=(("data",), (), (), ("model",)),
         seconds=8.3e-3,
         alternatives=(
-            Alternative(
+            _alternative(
                 (("data",), (), (), ("model",)), "[data, None, None] x [None, model] -> [data, None, model]",
-                7.9e-3, 0.0, 4e-4, 1_207_959_552, 41.2e-3,
-                _outcome(41.3e-3, 12.1e-3, batch=38.0e-3, size=8_000_000_000, changed=0), True,
+                7.9e-3, 0.0, 4e-4, 1_207_959_552, 41.2e-3, step=chosen,
             ),
-            Alternative(
+            _alternative(
                 (("data", "model"), (), (), ()), "[data+model, None, None] x [None, None] -> [data+model, None, None]",
                 7.9e-3, 2.3e-3, 0.0, 1_264_582_656, 41.5e-3,
-                _outcome(43.0e-3, 13.8e-3, batch=36.0e-3, size=9_000_000_000), True,
+                step=_outcome(43.0e-3, 13.8e-3, batch=36.0e-3, size=9_000_000_000),
             ),
-            Alternative(
+            _alternative(
                 (("data",), (), ("model",), ()), "[data, None, model] x [model, None] -> [data, None, None]",
                 7.9e-3, 6.8e-3, 1.7e-3, 2_415_919_104, 48.9e-3,
-                _outcome(48.9e-3, 19.7e-3, batch=45.0e-3, size=8_100_000_000), True,
+                step=_outcome(48.9e-3, 19.7e-3, batch=45.0e-3, size=8_100_000_000),
             ),
-            Alternative(
+            _alternative(
                 ((), (), (), ()), "[None, None, None] x [None, None] -> [None, None, None]",
                 63.2e-3, 0.0, 9.1e-3, 9_663_676_416, 96.0e-3,
-                _outcome(105.0e-3, 20.0e-3, batch=100.0e-3, size=90_000_000_000), False,
+                step=_outcome(105.0e-3, 20.0e-3, batch=100.0e-3, size=90_000_000_000),
             ),
         ),
     )  # fmt: skip
@@ -158,31 +157,28 @@ def gpt_decisions(layers: int = LAYERS) -> tuple[Decision, ...]:
         strategy=((), ("model",)),
         seconds=2.1e-4,
         alternatives=(
-            Alternative(
-                ((), ("model",)), "[None, model]", 1e-4, 0.0, 1.1e-4, 4_718_592, 41.2e-3,
-                _outcome(41.3e-3, 12.1e-3, batch=38.0e-3, size=8_000_000_000, changed=0), True,
-            ),
-            Alternative(
+            _alternative(((), ("model",)), "[None, model]", 1e-4, 0.0, 1.1e-4, 4_718_592, 41.2e-3, step=chosen),
+            _alternative(
                 (("data",), ("model",)), "[data, model]", 1e-4, 0.0, 3.3e-4, 1_179_648, 41.4e-3,
-                _outcome(41.5e-3, 12.3e-3, batch=38.0e-3, size=7_900_000_000), True,
+                step=_outcome(41.5e-3, 12.3e-3, batch=38.0e-3, size=7_900_000_000),
             ),
-            Alternative(
+            _alternative(
                 ((), ()), "[None, None]", 2e-4, 0.0, 0.0, 9_437_184, 41.6e-3,
-                _outcome(41.9e-3, 11.9e-3, batch=38.0e-3, size=8_100_000_000), True,
+                step=_outcome(41.9e-3, 11.9e-3, batch=38.0e-3, size=8_100_000_000),
             ),
         ),
         paths=tuple(f"state['params']['h_{i}']['mlp']['up']['kernel']" for i in range(layers)),
     )  # fmt: skip
     softmax = Decision(
-        key="exp:16x12x1024x1024:f32", name="exp", where="gpt.py:52 h/attn/softmax", count=layers,
-        factors=(64, 12, 1024, 1024), strategy=(("data",), ("model",), (), ()), seconds=1.1e-3,
-    )  # fmt: skip
-    return tuple(map(_bound_by_bytes, (product, weight, softmax)))
-
-
-def _bound_by_bytes(decision: Decision) -> Decision:
-    found = (dataclasses.replace(a, bytes_seconds=a.compute_seconds) for a in decision.alternatives)
-    return dataclasses.replace(decision, alternatives=tuple(found))
+        key="exp:16x12x1024x1024:f32",
+        name="exp",
+        where="gpt.py:52 h/attn/softmax",
+        count=layers,
+        factors=(64, 12, 1024, 1024),
+        strategy=(("data",), ("model",), (), ()),
+        seconds=1.1e-3,
+    )
+    return product, weight, softmax
 
 
 def gpt_plan(layers: int = LAYERS) -> Plan:
@@ -205,10 +201,20 @@ def gpt_plan(layers: int = LAYERS) -> Plan:
         decisions=gpt_decisions(layers), replicated=replicated,
     )  # fmt: skip
     return Plan(
-        method="Auto()", cluster=Cluster.preset("p3.16xlarge", nodes=1), num_devices=8, num_stages=1,
-        num_microbatches=1, schedule="none", step_seconds=total, fingerprint="9f2c61d07be6a9b1d5d0c6a4f7e85b3b",
-        memory_per_device=15_461_882_265, stages=(stage,), collectives=collectives, collective_seconds=seconds,
-        solver=solver, division=one_stage(total, memory.total),
+        method="Auto()",
+        cluster=Cluster.preset("p3.16xlarge", nodes=1),
+        num_devices=8,
+        num_stages=1,
+        num_microbatches=1,
+        schedule="none",
+        step_seconds=total,
+        fingerprint="9f2c61d07be6a9b1d5d0c6a4f7e85b3b",
+        memory_per_device=15_461_882_265,
+        stages=(stage,),
+        collectives=collectives,
+        collective_seconds=seconds,
+        solver=solver,
+        division=one_stage(total, memory.total),
         rewrites=("combined", "dtype promoted: bf16 all_reduce runs as f32"),
         verification=("Shardy: the 74 planned collectives are in the lowered program, and no others",),
         candidates=(
@@ -221,7 +227,7 @@ def gpt_plan(layers: int = LAYERS) -> Plan:
         notes=("`batch` was taken as the batch (leading dim 64): the step neither returns nor updates it",),
         ingredients={"jax": "0.10.2", "program": "sha256:5b1c", "mesh": "(4, 2)", "arguments": "sha256:77aa"},
         planning_seconds={"tracing": 1.1, "strategies": 0.9, "sharding": 0.84, "verification": 0.2},
-    )  # fmt: skip
+    )
 
 
 def one_stage(seconds: float, size: int) -> Division:
@@ -236,10 +242,21 @@ def small_plan() -> Plan:
     solver = Solver("fixed", 1e-5, 1e-5, 0.0, 0, 0)
     stage = Stage((2,), ("x",), (leaf,), (leaf,), Memory(128, 128, 0, 64, 320), 1e-5, 1e-5, 0.0, solver)
     return dataclasses.replace(
-        gpt_plan(1), method="DataParallel()", num_devices=2, step_seconds=1e-5, stages=(stage,), collectives=(),
-        collective_seconds=(), solver=solver, division=one_stage(1e-5, 320), rewrites=(), verification=(),
-        candidates=(), notes=(), planning_seconds={},
-    )  # fmt: skip
+        gpt_plan(1),
+        method="DataParallel()",
+        num_devices=2,
+        step_seconds=1e-5,
+        stages=(stage,),
+        collectives=(),
+        collective_seconds=(),
+        solver=solver,
+        division=one_stage(1e-5, 320),
+        rewrites=(),
+        verification=(),
+        candidates=(),
+        notes=(),
+        planning_seconds={},
+    )
 
 
 def pipeline_plan(name: str = "1f1b", virtual: int = 1) -> Plan:
@@ -258,19 +275,29 @@ def pipeline_plan(name: str = "1f1b", virtual: int = 1) -> Plan:
         entries.append((Collective("transfer", (), moved, count, a, where, (a, b)), count * 1e-4))
     plan = gpt_plan()
     return dataclasses.replace(
-        plan, method="Pipeline()", num_stages=len(stages), num_microbatches=count, schedule=name,
-        step_seconds=timeline.seconds, stages=tuple(stages), collectives=tuple(c for c, _ in entries),
+        plan,
+        method="Pipeline()",
+        num_stages=len(stages),
+        num_microbatches=count,
+        schedule=name,
+        step_seconds=timeline.seconds,
+        stages=tuple(stages),
+        collectives=tuple(c for c, _ in entries),
         collective_seconds=tuple(seconds for _, seconds in entries),
         candidates=(Candidate(f"{name}, 8 micro-batches", (4,), timeline.seconds, 3_389_050_880, "chosen"),),
         division=Division(
-            virtual=virtual, num_layers=LAYERS, max_layers=64,
+            virtual=virtual,
+            num_layers=LAYERS,
+            max_layers=64,
             first_layers=tuple(each * s for s in range(len(stages))),
             submeshes=tuple(s % meshes for s in range(len(stages))),
-            first_devices=(0, 2, 4, 6), remat=("layer",) * len(stages),
+            first_devices=(0, 2, 4, 6),
+            remat=("layer",) * len(stages),
             buffer_bytes=(2_000_000_000, 1_900_000_000, 1_900_000_000, 1_800_000_000),
-            temporary_bytes=(500_000_000,) * meshes, timeline=timeline,
+            temporary_bytes=(500_000_000,) * meshes,
+            timeline=timeline,
         ),
-    )  # fmt: skip
+    )
 
 
 def _stage(number: int, of: int, layers: int) -> Stage:
