@@ -54,7 +54,7 @@ def test_products_run_at_the_rate_of_their_operands():
     half = seconds(HALF, HALF)
     assert seconds(HALF, HALF, preferred=jnp.float32) == pytest.approx(half)
     assert seconds(HALF, MATRIX, preferred=jnp.float32) == pytest.approx(2 * half)
-    wide, narrow = (seconds(*[shape(kind, 4096, 4096)] * 2) for kind in (jnp.int32, jnp.int8))
+    wide, narrow = (seconds(shape(kind, 4096, 4096), shape(kind, 4096, 4096)) for kind in (jnp.int32, jnp.int8))
     assert wide == pytest.approx(16 * narrow)
 
 

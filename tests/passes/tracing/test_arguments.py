@@ -181,7 +181,7 @@ def test_arguments_that_change_places_are_state(step: Any, named: bool) -> None:
     arrays = step in (exchanged_arrays, crossed_arrays)
     count = 4 if step is passed_on else 2
     state = [normal(n, WIDTH, WIDTH) if arrays else weights(2 * n) for n in range(count)]
-    traced = trace(step, (*state, batch()), {}, **{"state_argnums": (0, 1)} if named else {})
+    traced = trace(step, (*state, batch()), {}, state_argnums=(0, 1) if named else "auto")
     pairs = {(traced.outputs[o].path, traced.arguments[a].path) for o, a in traced.state}
     leaves = [""] if arrays else ["['a']", "['b']"]
     assert pairs == {(f"{o}{leaf}", f"{a}{leaf}") for o, a in PAIRED[step].items() for leaf in leaves}

@@ -117,6 +117,7 @@ def test_nnx_structure_that_changes_is_written_back():
         model.seen = nnx.Variable(batch["x"].sum())
         return model(batch["x"]).sum()
 
+    model: Any
     _, (model, _) = assert_as_nnx_jit(step, lambda: ((Net(nnx.Rngs(0)), BATCH), {}))
     assert model.layers[1].deterministic and float(model.seen[...]) == 48.0
 

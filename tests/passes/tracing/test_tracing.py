@@ -236,13 +236,13 @@ def test_static_arguments():
         for depth, kwargs in ((2, {"mode": "train"}), (3, {"mode": "train"}), (2, {"mode": "test"}), (2, {}))
     ]
     assert matches == [True, False, False, False]
-    for depth, options, message in (
-        ([2], {"static_argnums": 1}, "depth is not hashable"),
-        (2, {"static_argnums": 7}, "static_argnums names argument 7"),
-        (2, {"static_argnames": "depht"}, "'depht'"),
+    for depth, number, name, message in (
+        ([2], 1, (), "depth is not hashable"),
+        (2, 7, (), "static_argnums names argument 7"),
+        (2, (), "depht", "'depht'"),
     ):
         with pytest.raises(SignatureError, match=message):
-            trace(step, (PARAMS, depth, BATCH), {}, **options)
+            trace(step, (PARAMS, depth, BATCH), {}, static_argnums=number, static_argnames=name)
 
 
 def test_abstract_arguments_trace_alike():
