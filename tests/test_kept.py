@@ -120,7 +120,7 @@ def check(first: Compiled, compiled: Compiled, fun, state, args) -> None:
     """
     placed = placed_state(first, state)
     before = sharding(placed)
-    assert_close(run(compiled)(placed, *args), fun(state, *args))
+    assert_close(run(compiled)(placed, *args), jax.jit(fun)(state, *args))
     assert sent_arguments(compiled) == set()
     if not compiled.traced.state:
         assert all(not x.is_deleted() for x in jax.tree.leaves(placed))
