@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,16 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
-from tests.comparing import close_to_jit
-from tests.gallery import local, nnx_step, sgd
-from tests.marks import slow, slow_but
+from alpa_lite.passes.sharding.limits import _orders
+from alpa_lite.report import units
 
+slow = pytest.mark.slow
 X = jnp.linspace(-1, 1, 64 * 64).reshape(64, 64)
 
 
@@ -35,18 +37,29 @@ def weights() -> list[jax.Array]:
     return [jax.random.normal(key, (64, 64)) / 8 for key in jax.random.split(jax.random.key(0), 2)]
 
 
-def step_with(say: Any) -> Any:
+def step_with(say: Callable[[Any], Any]) -> Callable[..., Any]:
     """A step of two layers whose activations go through `say`."""
 
-    def loss(w, x):
-        for one in w:
-            x = jnp.tanh(say(x) @ one)
-        return jnp.mean((say(x) - 1) ** 2)
+    def step(w, x):
+        def loss(w):
+            h = x
+            for one in w:
+                h = jnp.tanh(say(h) @ one)
+            return jnp.mean((say(h) - 1) ** 2)
 
-    return sgd(loss)
+        value, grads = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), value
+
+    return step
 
 
-def constrained(mesh: Any, spec: P) -> Any:
+def assert_equal_to_jit(plain: Callable[..., Any], *args: Any, **options: Any) -> alpa_lite.Plan:
+    step, wanted = alpa_lite.parallelize(plain, **options), jax.jit(plain)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), step(*args), wanted)
+    return step.plan(*args)
+
+
+def constrained(mesh: Any, spec: P) -> Callable[[Any], Any]:
     return lambda x: lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
@@ -57,23 +70,29 @@ MANY = mesh_of(NAMES, 4, 1, 2, *(1,) * 9)
     "spec",
     [
         P(("data", "fsdp", "fsdp_transpose", "expert"), ("context", "sequence")),
-        slow(P(("data", "stage"), ("fsdp", "tensor", "tensor_transpose"))),
-        slow(P("slice", "layers")),
-        slow(P(P.UNCONSTRAINED, "fsdp")),
-        slow(P("data", P.UNCONSTRAINED)),
+        pytest.param(P(("data", "stage"), ("fsdp", "tensor", "tensor_transpose")), marks=slow),
+        pytest.param(P("slice", "layers"), marks=slow),
+        pytest.param(P(P.UNCONSTRAINED, "fsdp"), marks=slow),
+        pytest.param(P("data", P.UNCONSTRAINED), marks=slow),
     ],
 )
 def test_a_dozen_axes_in_constraints(spec):
     with jax.set_mesh(MANY):
-        plan = close_to_jit(step_with(constrained(MANY, spec)), weights(), X).plan(weights(), X)
+        plan = assert_equal_to_jit(step_with(constrained(MANY, spec)), weights(), X)
     assert plan.stages[0].axis_names == tuple(NAMES.split()) and plan.stages[0].mesh_shape == MANY.axis_sizes
     assert "data=4 fsdp=2" in str(plan) and "stage=1" not in str(plan)
 
 
 def test_a_dozen_axes_on_arrays():
     w = jax.device_put(weights(), NamedSharding(MANY, P(("fsdp", "tensor"), None)))
-    plan = close_to_jit(step_with(lambda x: x), w, X).plan(w, X)
+    plan = assert_equal_to_jit(step_with(lambda x: x), w, X)
     assert {leaf.spec for leaf in plan.stages[0].arguments if leaf.role == "state"} == {P("fsdp")}
+
+
+@pytest.mark.parametrize("axes", [1, 3, 12])
+def test_orders_of_a_mesh_are_polynomial_in_the_number_of_names(axes):
+    orders = list(_orders((4, 2), axes))
+    assert len(orders) == len(set(orders)) == axes * (axes - 1)
 
 
 class Logical(nnx.Module):
@@ -91,14 +110,19 @@ class Logical(nnx.Module):
         return x
 
 
-@pytest.mark.parametrize("names", [4, slow(12)])
+def nnx_step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+@pytest.mark.parametrize("names", [4, pytest.param(12, marks=slow)])
 def test_logical_names_of_nnx_without_rules_are_no_constraints(names):
     def plan(names: int, layers: int) -> alpa_lite.Plan:
         model = Logical(layers)
         for layer in model.layers if not names else ():
             layer.kernel.set_metadata(out_sharding=None)
-        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-        return alpa_lite.parallelize(nnx_step, cluster=local(2)).plan(model, optimizer, X)
+        return alpa_lite.parallelize(nnx_step).plan(model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param), X)
 
     annotated = plan(names, names)
     assert annotated.step_seconds == plan(0, names).step_seconds
@@ -111,6 +135,15 @@ def test_logical_names_with_rules_are_constraints():
     with jax.set_mesh(mesh_of("data model", 4, 2)), nnx.logical_axis_rules([("name0", None), ("name1", "model")]):
         plan = alpa_lite.parallelize(nnx_step).plan(model, optimizer, X)
     assert any(spec == P(None, "model") for spec in plan.stages[0].inputs.values())
+
+
+class Dense(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        one = mesh_of("data", 1)
+        for _ in range(2):
+            x = constrained(one, P("data", None))(jnp.tanh(nn.Dense(64)(x)))
+        return x
 
 
 def masked(x: Any) -> Any:
@@ -129,14 +162,30 @@ ONE = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(("whole",), ONE))
+@pytest.mark.parametrize("name", ["whole", *(pytest.param(name, marks=slow) for name in [*ONE][1:])])
 def test_constraints_over_one_device_constrain_nothing(name):
-    free = alpa_lite.parallelize(step_with(lambda x: x), cluster=local(2)).plan(weights(), X)
-    plan = alpa_lite.parallelize(step_with(ONE[name]), cluster=local(2)).plan(weights(), X)
+    free = alpa_lite.parallelize(step_with(lambda x: x)).plan(weights(), X)
+    plan = alpa_lite.parallelize(step_with(ONE[name])).plan(weights(), X)
     assert plan.step_seconds == free.step_seconds and not any("heeded" in note for note in plan.notes)
+
+
+def test_constraints_of_linen_over_one_device():
+    model = Dense()
+    params = model.init(jax.random.key(0), X)
+
+    def step(params, x):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.asarray(model.apply(p, x)) - 1) ** 2))(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
+
+    plan = alpa_lite.parallelize(step).plan(params, X)
+    assert not any("heeded" in note or "constraint" in note for note in plan.notes)
 
 
 def test_reshard_that_jax_inserts_constrains_nothing():
     with jax.set_mesh(mesh_of("data", 8)):
-        plan = close_to_jit(step_with(masked), weights(), X).plan(weights(), X)
+        plan = assert_equal_to_jit(step_with(masked), weights(), X)
     assert not any("reshard" in note for note in plan.notes)
+
+
+def test_axes_of_size_one_are_not_printed():
+    assert units.mesh((4, 1, 2), ("a", "b", "c")) == "a=4 c=2" and units.mesh((1, 1), ("a", "b")) == "a=1"

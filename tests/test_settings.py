@@ -7,14 +7,18 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import equinox
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from jax.experimental import io_callback
 
 import alpa_lite
+from alpa_lite import _jax
 from tests.marks import slow_one_in
 
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -31,6 +35,12 @@ SETTINGS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nn.Dense(8)(nn.tanh(nn.Dense(8)(x)))
+
+
 def plain() -> tuple[Any, Any]:
     def step(state: Any, x: jax.Array) -> Any:
         noise = jax.random.normal(jax.random.key(1), x.shape)
@@ -38,6 +48,21 @@ def plain() -> tuple[Any, Any]:
         return [w - 0.1 * g for w, g in zip(state, grads, strict=True)], (loss, jnp.sum(x.astype(float)))
 
     return step, [jnp.eye(8), jnp.ones((8, 8)) / 8]
+
+
+def linen() -> tuple[Any, Any]:
+    model, optimizer = Linen(), optax.adam(1e-2)
+    params = model.init(jax.random.key(0), jnp.ones((1, 8)))
+
+    def step(state: Any, x: jax.Array) -> Any:
+        kept = jax.random.bernoulli(jax.random.key(2), 0.5, x.shape)
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.asarray(model.apply(p, x * kept)) ** 2))(
+            state["params"]
+        )
+        updates, moments = optimizer.update(grads, state["moments"])
+        return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, loss
+
+    return step, {"params": params, "moments": optimizer.init(params)}
 
 
 def flax_nnx() -> tuple[Any, Any]:
@@ -53,6 +78,16 @@ def flax_nnx() -> tuple[Any, Any]:
     return step, state
 
 
+def equinox_arrays() -> tuple[Any, Any]:
+    arrays, rest = equinox.partition(equinox.nn.MLP(8, 8, 8, 2, key=jax.random.key(0)), equinox.is_array)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        loss, grads = jax.value_and_grad(lambda s: jnp.mean(jax.vmap(equinox.combine(s, rest))(x) ** 2))(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), (loss, jax.random.normal(jax.random.key(4)))
+
+    return step, arrays
+
+
 def scanned() -> tuple[Any, Any]:
     def step(state: Any, x: jax.Array) -> Any:
         def loss_of(w: jax.Array) -> jax.Array:
@@ -65,12 +100,16 @@ def scanned() -> tuple[Any, Any]:
     return step, jnp.ones((4, 8, 8)) / 8
 
 
-PROGRAMS = {f.__name__: f for f in (plain, flax_nnx, scanned)}
+PROGRAMS = {f.__name__: f for f in (plain, linen, flax_nnx, equinox_arrays, scanned)}
 X = jnp.cos(jnp.arange(128.0)).reshape(16, 8)
-CASES = slow_one_in(2, [
-    pytest.param(program, where, marks=pytest.mark.slow if (program, where) != ("plain", "one mesh") else ())
-    for program in PROGRAMS for where in METHODS
-])  # fmt: skip
+CASES = slow_one_in(
+    3,
+    [
+        pytest.param(program, where, marks=pytest.mark.slow if (program, where) != ("plain", "one mesh") else ())
+        for program in PROGRAMS
+        for where in METHODS
+    ],
+)
 
 
 def same(got: Any, want: Any) -> None:
@@ -100,76 +139,91 @@ def test_results_are_those_of_jit_under_each_setting(program, where):
 
 
 def test_an_error_of_a_setting_is_raised():
-    def step(w: Any, x: jax.Array) -> Any:
-        return w + x.sum(0), jnp.zeros(3) + jnp.zeros((2, 3))
-
-    run = alpa_lite.parallelize(step, batch_argnums=1, **METHODS["one mesh"]())
+    run = alpa_lite.parallelize(lambda w, x: (w + x.sum(0), jnp.zeros(3) + jnp.zeros((2, 3))), batch_argnums=1)
     run.plan(jnp.ones(8), X)
     with jax.numpy_rank_promotion("raise"), pytest.raises(ValueError, match="rank_promotion"):
         run(jnp.ones(8), X)
 
 
-def sgd(state: Any, x: jax.Array) -> Any:
-    grad = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state)
-    return state - 0.1 * grad, (x.sum(), jax.random.normal(jax.random.key(0)))
-
-
 @pytest.mark.slow
 def test_a_mesh_of_the_context_is_part_of_the_signature():
-    run = alpa_lite.parallelize(sgd, donate_argnums=(), batch_argnums=1, **METHODS["one mesh"]())
-    want = run(jnp.eye(8), X)
+    step, state = plain()
+    run = alpa_lite.parallelize(step, donate_argnums=(), batch_argnums=1, **METHODS["one mesh"]())
+    want = run(state, X)
     with jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))):
-        same(run(jnp.eye(8), X), want)
+        same(run(state, X), want)
     assert len(run.plans) == 2
 
 
-def test_other_settings_have_other_fingerprints_and_files(tmp_path):
-    plans = []
+def test_other_settings_have_other_fingerprints_and_files(tmp_path, caplog):
+    def step(state: Any, x: jax.Array) -> Any:
+        return state - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state), jax.random.normal(jax.random.key(0))
+
+    state, plans = jnp.eye(8), []
     for setting in (contextlib.nullcontext, SETTINGS["precision"], SETTINGS["random stream"], SETTINGS["x64"]):
-        run = alpa_lite.parallelize(sgd, batch_argnums=1, cache_dir=str(tmp_path), **METHODS["one mesh"]())
+        run = alpa_lite.parallelize(step, batch_argnums=1, cache_dir=str(tmp_path), **METHODS["one mesh"]())
         with setting():
-            plans.append(run.plan(jnp.eye(8, dtype="float32"), X))
+            plans.append(run.plan(state, X))
     assert len({plan.fingerprint for plan in plans}) == len(list(tmp_path.iterdir())) == len(plans)
     assert plans[1].ingredients["jax_default_matmul_precision"] == "highest"
     assert "jax_default_matmul_precision" in plans[0].diff(plans[1])
 
 
-def test_threads_keep_their_settings_apart_and_prefetch_those_of_the_loop():
-    run = alpa_lite.parallelize(sgd, donate_argnums=(), batch_argnums=1, **METHODS["one mesh"]())
-    narrow = jnp.eye(8)
+def test_threads_keep_their_settings_apart():
+    step, state = plain()
+    run = alpa_lite.parallelize(step, donate_argnums=(), batch_argnums=1, **METHODS["one mesh"]())
+    with jax.enable_x64(True):
+        wide = run(state, X)
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(run(state, X)))
+        thread.start()
+        thread.join()
+        same(run(state, X), wide)
+    same(found[0], jax.jit(step)(state, X))
+
+
+def test_batches_are_prefetched_under_the_settings_of_the_loop():
+    def step(state: Any, x: jax.Array) -> Any:
+        return state - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(state), x.sum()
+
+    run = alpa_lite.parallelize(step, batch_argnums=1, **METHODS["one mesh"]())
     with jax.enable_x64(True):
         state = jnp.eye(8, dtype="float64")
         run.plan(state, np.ones((16, 8)))
-        for batch in run.prefetch(np.ones((16, 8)) + i for i in range(2)):
+        for batch in run.prefetch(np.ones((16, 8)) + i for i in range(3)):
             assert batch.dtype == "float64"
-            wide = run(state, batch)
-            assert wide[1][0].dtype == "float64"
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(run(narrow, X)))
-        thread.start()
-        thread.join()
-        same(run(state, batch), wide)
-    same(found[0], jax.jit(sgd)(narrow, X))
-    assert len(run.plans) == 2
+            state, total = run(state, batch)
+        assert total.dtype == "float64"
+    assert len(run.plans) == 1
 
 
-CALLBACKS: dict[str, tuple[Callable[[jax.Array], Any], str]] = {
-    "ordered": (lambda x: io_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), x, ordered=True), "float64"),
-    "pure": (lambda x: jax.pure_callback(np.argsort, jax.ShapeDtypeStruct((8,), "int64"), x[0]), "float64, int64"),
-    "debug": (lambda x: jax.debug.callback(lambda x: None, jnp.sum(x)), "float64"),
-    "in a branch": (
-        lambda x: jax.lax.cond(x[0, 0] > 0, lambda: jax.debug.callback(lambda x: None, x[0]), lambda: None), "float64",
-    ),
-    "in a loop": (
-        lambda x: jax.lax.map(lambda x: io_callback(np.sin, jax.ShapeDtypeStruct((8,), "float64"), x), x), "float64",
-    ),
-}  # fmt: skip
+def test_settings_are_carried_to_a_thread_and_left_there():
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        carried = _jax.carry_settings(_jax.trace_context)
+        own = _jax.trace_context()
+    before = _jax.trace_context()
+    assert carried() == own != before
+    assert _jax.trace_context() == before
 
 
-@pytest.mark.parametrize("name", CALLBACKS)
-def test_callbacks_with_64_bits_of_one_thread_are_refused_on_several_devices(name):
+@pytest.mark.parametrize(
+    ("callback", "wide"),
+    [
+        (lambda x: io_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), x, ordered=True), "float64"),
+        (
+            lambda x: jax.pure_callback(lambda x: np.argsort(x), jax.ShapeDtypeStruct((8,), "int64"), x[0]),
+            "float64, int64",
+        ),
+        (lambda x: jax.debug.callback(lambda x: None, jnp.sum(x)), "float64"),
+        (
+            lambda x: jax.lax.cond(x[0, 0] > 0, lambda: jax.debug.callback(lambda x: None, x[0]), lambda: None),
+            "float64",
+        ),
+        (lambda x: jax.lax.map(lambda x: io_callback(np.sin, jax.ShapeDtypeStruct((8,), "float64"), x), x), "float64"),
+    ],
+)
+def test_callbacks_with_64_bits_of_one_thread_are_refused_on_several_devices(callback, wide):
     """JAX calls back in threads that have 32 bits; a result of another dtype would leave the other devices waiting."""
-    callback, wide = CALLBACKS[name]
 
     def step(state: Any, x: jax.Array) -> Any:
         y = x @ state

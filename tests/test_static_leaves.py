@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,11 +17,10 @@ from flax import linen as nn
 from flax import nnx, struct
 
 import alpa_lite
-from alpa_lite import DataParallel, Pipeline, SignatureError, Zero
+from alpa_lite import Pipeline, SignatureError, Zero
 
 eqx = pytest.importorskip("equinox")
 slow = pytest.mark.slow
-parallelize = functools.partial(alpa_lite.parallelize, method=DataParallel())
 X, Y = jnp.linspace(-1, 1, 64 * 16).reshape(64, 16), jnp.linspace(-1, 1, 64)
 KEY = jax.random.key(0)
 W = jax.random.normal(KEY, (16, 16)) / 4
@@ -49,18 +49,36 @@ def dropped(key: Any) -> Any:
                               eqx.nn.Lambda(jax.nn.relu), eqx.nn.Linear(32, "scalar", key=key)])  # fmt: skip
 
 
+class Tower(eqx.Module):
+    layers: list[Any]
+    norm: Any
+    turn: Callable[..., Any]
+    scale: float
+    name: str = "tower"
+    width: int = eqx.field(static=True, default=16)
+
+    def __init__(self, key):
+        self.layers = [eqx.nn.Linear(16, 16, key=k) for k in jax.random.split(key, 2)]
+        self.norm, self.turn, self.scale = eqx.nn.LayerNorm(16), functools.partial(jax.nn.leaky_relu), 0.5
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = self.norm(x + self.turn(layer(x)) * (self.scale if self.scale > 0.1 else 0.0))
+        return x[0] - x[1]
+
+
 def eqx_step(net, opt_state, x, y):
     loss, grads = eqx.filter_value_and_grad(lambda net: jnp.mean((jax.vmap(net)(x) - y) ** 2))(net)
     updates, opt_state = TX.update(grads, opt_state, eqx.filter(net, eqx.is_inexact_array))
     return eqx.apply_updates(net, updates), opt_state, loss
 
 
-METHODS = [{"method": DataParallel()}, {"method": Zero(3)}, {"method": Pipeline(num_stages=2), "num_microbatches": 2}]
+METHODS = [{}, {"method": Zero(3)}, {"method": Pipeline(num_stages=2), "num_microbatches": 2}]
 
 
 @pytest.mark.parametrize("options", [METHODS[0], *(pytest.param(one, marks=slow) for one in METHODS[1:])])
 @pytest.mark.parametrize("filtered", [False, True])
-@pytest.mark.parametrize("make", [dropped, pytest.param(mlp, marks=slow)])
+@pytest.mark.parametrize("make", [dropped, pytest.param(mlp, marks=slow), pytest.param(Tower, marks=slow)])
 def test_modules_of_equinox(make, filtered, options):
     net = make(KEY)
     state = TX.init(eqx.filter(net, eqx.is_inexact_array))
@@ -159,7 +177,7 @@ def test_constants_beside_modules_of_nnx():
         return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
 
     (ours, own), (theirs, their) = make(), make()
-    step = parallelize(nnx_step)
+    step = alpa_lite.parallelize(nnx_step)
     plain = nnx.jit(lambda model, optimizer, x: nnx_step(model, optimizer, jnp.square, x)[0])
     for _ in range(2):
         loss, rest = step(ours, own, jnp.square, X)
@@ -169,7 +187,7 @@ def test_constants_beside_modules_of_nnx():
 
 
 def test_another_constant_is_another_program():
-    step = parallelize(textual)
+    step = alpa_lite.parallelize(textual)
     for kind in ("a", "abc", "a"):
         batch = Batch(X, kind, jnp.square)
         assert_same(step(PAIR, batch), eqx.filter_jit(textual)(PAIR, batch))
@@ -190,7 +208,7 @@ def test_state_is_initialised_with_its_functions():
         net = mlp(key)
         return net, TX.init(eqx.filter(net, eqx.is_inexact_array))
 
-    step = parallelize(eqx_step)
+    step = alpa_lite.parallelize(eqx_step)
     net, state = step.init(create, KEY, rest=(X, Y))
     assert net.activation is jax.nn.gelu
     want = create(KEY)
@@ -211,17 +229,28 @@ def sgd(w, x, scale=1.0):
 class Trainer:
     w: jax.Array
 
-    @parallelize
+    @alpa_lite.parallelize
     def update(self, x):
         w, loss = sgd(self.w, x)
         return Trainer(w), loss
+
+
+@struct.dataclass
+class Flax:
+    w: jax.Array
+    scale: float = struct.field(pytree_node=False, default=2.0)
+
+    @alpa_lite.parallelize
+    def update(self, x):
+        w, loss = sgd(self.w, x, self.scale)
+        return dataclasses.replace(self, w=w), loss
 
 
 class Module(eqx.Module):
     w: jax.Array
     act: Any = jnp.tanh
 
-    @parallelize
+    @alpa_lite.parallelize
     def update(self, x):
         w, loss = sgd(self.w, self.act(x))
         return Module(w, self.act), loss
@@ -230,21 +259,21 @@ class Module(eqx.Module):
 class Agent:
     scale = 2.0
 
-    @functools.partial(parallelize, static_argnums=0)
+    @functools.partial(alpa_lite.parallelize, static_argnums=0)
     def update(self, w, x):
         return sgd(w, x, self.scale)
 
-    @parallelize(static_argnames="self")
+    @alpa_lite.parallelize(static_argnames="self")
     def named(self, w, x):
         return sgd(w, x, self.scale)
 
     @staticmethod
-    @parallelize
+    @alpa_lite.parallelize
     def static(w, x):
         return sgd(w, x)
 
     @classmethod
-    @functools.partial(parallelize, static_argnums=0)
+    @functools.partial(alpa_lite.parallelize, static_argnums=0)
     def of_class(cls, w, x):
         return sgd(w, x, cls.scale)
 
@@ -256,16 +285,17 @@ class Agent:
 
 BOUND = {
     "a dataclass": (lambda: Trainer(W).update, lambda: (X,), 1.0),
+    "a dataclass of Flax": (lambda: Flax(W).update, lambda: (X,), 2.0),
     "a module of Equinox": (lambda: Module(W).update, lambda: (jnp.arctanh(X * 0.9),), None),
     "self is static": (lambda: Agent().update, lambda: (W, X), 2.0),
     "self is static by name": (lambda: Agent().named, lambda: (W, X), 2.0),
     "a static method": (lambda: Agent().static, lambda: (W, X), 1.0),
     "a class method": (lambda: Agent.of_class, lambda: (W, X), 2.0),
     "unbound": (lambda: functools.partial(Trainer.update, Trainer(W)), lambda: (X,), 1.0),
-    "a partial": (lambda: parallelize(functools.partial(sgd, scale=2.0)), lambda: (W, X), 2.0),
-    "a callable": (lambda: parallelize(Agent()), lambda: (W, X), 2.0),
-    "a bound method": (lambda: parallelize(Agent().__call__), lambda: (W, X), 2.0),
-    "a jitted function": (lambda: parallelize(jax.jit(sgd)), lambda: (W, X), 1.0),
+    "a partial": (lambda: alpa_lite.parallelize(functools.partial(sgd, scale=2.0)), lambda: (W, X), 2.0),
+    "a callable": (lambda: alpa_lite.parallelize(Agent()), lambda: (W, X), 2.0),
+    "a bound method": (lambda: alpa_lite.parallelize(Agent().__call__), lambda: (W, X), 2.0),
+    "a jitted function": (lambda: alpa_lite.parallelize(jax.jit(sgd)), lambda: (W, X), 1.0),
 }
 
 
@@ -286,5 +316,7 @@ def test_a_bound_step_has_the_attributes_of_the_step():
     assert len(placed) == 2 and np.allclose(agent.update(*placed)[1], sgd(W, X, 2.0)[1])
     assert agent.update.place(X).shape == X.shape
     assert "bound to a Agent" in repr(agent.update)
-    step: Any = parallelize(Agent())
-    assert callable(step.plan) and step.__name__ == "Agent"  # and not the attributes of the callable
+
+
+def test_a_callable_keeps_its_own_attributes():
+    assert callable(alpa_lite.parallelize(Agent()).plan) and alpa_lite.parallelize(Agent()).__name__ == "Agent"

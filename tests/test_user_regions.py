@@ -7,16 +7,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import linen as nn
 from jax import lax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
-from alpa_lite import DataParallel, OptionError, Pipeline, Sharded
-from tests.comparing import close_to_jit
-from tests.gallery import sgd
-from tests.marks import slow, slow_but
+from alpa_lite import DataParallel, OptionError, Pipeline
 
 AUTO = {"axis_types": (AxisType.Auto,) * 2}
 X = jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)
@@ -67,6 +66,16 @@ def layered(x: Any, up: Any, down: Any) -> Any:
     return lax.scan(layer, x, length=2)[0] * (1 + lax.axis_index("data"))
 
 
+class Heads(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.LayerNorm(use_bias=False, use_scale=False)(x)
+
+
+def linen(x: Any, up: Any, down: Any) -> Any:
+    return mlp(Heads().apply({}, x), up, down)
+
+
 ROWS, WHOLE, COLUMNS = P("data"), P(), P(None, "model")
 REGIONS = {
     "batch alone": mapped(mlp, (ROWS, WHOLE, WHOLE), ROWS),
@@ -76,16 +85,35 @@ REGIONS = {
     "a scattered sum": mapped(scattered, (ROWS, COLUMNS, P("model")), P("data", "model")),
     "a loop, and means over devices": mapped(layered, (P(("model", "data")), WHOLE, WHOLE), P(("model", "data"))),
     "some axes are left to the compiler": mapped(mlp, (ROWS, WHOLE, WHOLE), ROWS, axes={"data"}),
+    "linen": mapped(linen, (ROWS, WHOLE, WHOLE), ROWS),
 }
 
 
 def step_of(region: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    return sgd(lambda w, x: jnp.mean((region(mesh, x, w) - 1) ** 2))
+    def step(w, x):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean((region(mesh, x, w) - 1) ** 2))(w)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), loss
+
+    return step
 
 
-@pytest.mark.parametrize("name", slow_but({"batch alone", "parameters gathered", "a sum over products"}, REGIONS))
+def assert_equal_to_jit(step: Any, plain: Any) -> None:
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        step(weights(), X),
+        jax.jit(plain)(weights(), X),
+    )
+
+
+FAST = {"batch alone", "parameters gathered", "a sum over products"}
+CASES = [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in REGIONS]
+
+
+@pytest.mark.parametrize("name", CASES)
 def test_regions_are_planned_as_operations_on_whole_arrays(name):
-    step = close_to_jit(step_of(REGIONS[name], mesh_of(4, 2)), weights(), X, method=Sharded())
+    plain = step_of(REGIONS[name], mesh_of(4, 2))
+    step = alpa_lite.parallelize(plain)
+    assert_equal_to_jit(step, plain)
     plan = step.plan(weights(), X)
     assert "shard_map" not in {row.name for row in plan.replicated}
     assert plan.collectives
@@ -95,25 +123,27 @@ def test_regions_are_planned_as_operations_on_whole_arrays(name):
     "options",
     [
         {"method": DataParallel(), "num_microbatches": 2},
-        slow({"method": Pipeline(num_stages=2), "num_microbatches": 2}),
+        pytest.param({"method": Pipeline(num_stages=2), "num_microbatches": 2}, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("name", ["batch alone", slow("parameters gathered")])
+@pytest.mark.parametrize("name", ["batch alone", pytest.param("parameters gathered", marks=pytest.mark.slow)])
 def test_regions_in_micro_batches_and_stages(name, options):
-    close_to_jit(step_of(REGIONS[name], mesh_of(4, 2)), weights(), X, **options)
+    plain = step_of(REGIONS[name], mesh_of(4, 2))
+    assert_equal_to_jit(alpa_lite.parallelize(plain, **options), plain)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), slow((2, 2))])
+@pytest.mark.parametrize("sizes", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
 def test_regions_for_fewer_devices_run_on_all(sizes):
-    close_to_jit(step_of(REGIONS["a sum over products"], mesh_of(*sizes)), weights(), X)
+    plain = step_of(REGIONS["a sum over products"], mesh_of(*sizes))
+    assert_equal_to_jit(alpa_lite.parallelize(plain), plain)
 
 
-@pytest.mark.parametrize("concrete", [True, slow(False)])
+@pytest.mark.parametrize("concrete", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_mesh_of_the_context(concrete):
     mesh = mesh_of(8, 1)
     plain = step_of(REGIONS["parameters gathered"], mesh if concrete else None)
     with jax.set_mesh(mesh):
-        close_to_jit(plain, weights(), X)
+        assert_equal_to_jit(alpa_lite.parallelize(plain), plain)
 
 
 def turned(x: Any, up: Any, down: Any) -> Any:
@@ -125,11 +155,13 @@ TURNED = mapped(turned, (ROWS, WHOLE, WHOLE), ROWS)
 
 
 def test_a_region_that_moves_blocks_runs_as_it_is_written():
-    step = close_to_jit(step_of(TURNED, mesh_of(8, 1)), weights(), X)
+    plain = step_of(TURNED, mesh_of(8, 1))
+    step = alpa_lite.parallelize(plain)
+    assert_equal_to_jit(step, plain)
     assert "shard_map" in {row.name for row in step.plan(weights(), X).replicated}
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), slow((4, 1))])
+@pytest.mark.parametrize("sizes", [(1, 1), pytest.param((4, 1), marks=pytest.mark.slow)])
 def test_a_region_that_moves_blocks_of_other_devices_is_refused(sizes):
     with pytest.raises(OptionError, match=rf"shard_map at .* a mesh of {sizes[0]} devices.*for 8.*ppermute"):
         alpa_lite.parallelize(step_of(TURNED, mesh_of(*sizes))).plan(weights(), X)

@@ -16,8 +16,8 @@ from jax import lax
 
 import alpa_lite
 from alpa_lite.errors import MicrobatchError
-from tests.passes.microbatches.test_independent import accumulated, outputs, step_of
-from tests.zoo_base import normal, updated
+from tests.passes.microbatches.test_independent import accumulated, outputs
+from tests.zoo_base import normal
 
 PARTS, ROWS, WIDTH = 2, 8, 8
 
@@ -27,8 +27,20 @@ def state() -> Any:
 
 
 def batch() -> Any:
-    one = {"x": normal(3, ROWS, WIDTH), "y": normal(4, ROWS, WIDTH), "weight": jnp.ones(ROWS)}  # of examples alone
+    one = {
+        "x": normal(3, ROWS, WIDTH),
+        "y": normal(4, ROWS, WIDTH),
+        "weight": jnp.ones(ROWS),
+    }  # which has examples alone
     return jax.tree.map(lambda x: jnp.concatenate([x] * PARTS), one)
+
+
+def descent(loss: Any) -> Any:
+    def step(s: Any, b: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(s, b)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, s, grads), value
+
+    return step
 
 
 def solver(s: Any, b: Any) -> Any:
@@ -56,6 +68,15 @@ def inner_descent(s: Any, b: Any) -> Any:
     return {"w": w, "v": s["v"]}, norms
 
 
+def clusters(s: Any, b: Any) -> Any:
+    def turn(_: Any, centres: Any) -> Any:
+        nearest = jnp.argmin(((b["x"][:, None] - centres[None]) ** 2).sum(-1), 1)
+        chosen = jax.nn.one_hot(nearest, WIDTH)
+        return (chosen.T @ b["x"] + centres) / (chosen.sum(0)[:, None] + 1)
+
+    return {"w": lax.fori_loop(0, 2, turn, s["w"]), "v": s["v"]}, s["v"].sum()
+
+
 def iterations(s: Any, b: Any) -> Any:
     """A state that counts, which is the same on each micro-batch."""
 
@@ -75,14 +96,14 @@ def in_order(s: Any, b: Any) -> Any:
     return {"w": lax.scan(turn, s["w"], (b["x"], b["y"]))[0], "v": s["v"]}, s["v"].sum()
 
 
-@step_of
+@descent
 def whitened(s: Any, b: Any) -> Any:
     h = jnp.tanh(b["x"] @ s["w"])
     root = jnp.linalg.cholesky(h.T @ h / len(h) + jnp.eye(WIDTH))
     return jnp.mean((jax.scipy.linalg.solve_triangular(root, h.T, lower=True).T - b["y"]) ** 2)
 
 
-@step_of
+@descent
 def extremes(s: Any, b: Any) -> Any:
     return jnp.mean((b["x"] @ s["w"]).max(0) ** 2)
 
@@ -95,7 +116,7 @@ def summed_rows(s: Any, b: Any) -> Any:
         return jnp.sum(rows**2) + 0.5 * jnp.sum(p["w"] ** 2), jnp.mean(rows)
 
     (value, mean), grads = jax.value_and_grad(loss, has_aux=True)(s)
-    return updated(s, grads, 0.01), (value, mean)
+    return jax.tree.map(lambda p, g: p - 0.01 * g, s, grads), (value, mean)
 
 
 def average_of_statistics(s: Any, b: Any) -> Any:
@@ -111,6 +132,7 @@ def average_of_statistics(s: Any, b: Any) -> Any:
 NAMED = {
     solver: {"result/0/v": "averaged", "result/1": "averaged"},
     inner_descent: {"result/0/w": "averaged", "result/1": "averaged"},
+    clusters: {"result/0/w": "averaged"},
     iterations: {"result/0/v": "averaged", "result/1": "taken from the last micro-batch"},
     in_order: {"result/0/w": "averaged"},
     whitened: {"result/0/w": "averaged", "result/1": "averaged"},
@@ -160,15 +182,22 @@ def test_random_keys_come_from_the_last_micro_batch_and_truth_values_are_refused
         accumulated(finite, args, PARTS)
 
 
+METHODS = {"mesh": alpa_lite.DataParallel(), "pipeline": alpa_lite.Pipeline(num_stages=2)}
+
+
 @pytest.mark.parametrize(
-    "method",
-    [alpa_lite.DataParallel(), pytest.param(alpa_lite.Pipeline(num_stages=2), marks=pytest.mark.slow)],
-    ids=["mesh", "pipeline"],
+    ("step", "method"),
+    [
+        (solver, "mesh"),
+        *[pytest.param(step, "pipeline", marks=pytest.mark.slow) for step in (solver, inner_descent, whitened)],
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
 )
-def test_micro_batches_have_consecutive_examples_on_eight_devices(method: Any) -> None:
-    """In pipelines, and on one mesh where results are inexact."""
-    parallel = alpa_lite.parallelize(solver, method=method, num_microbatches=PARTS, allow_inexact=True)
+def test_on_eight_devices(step: Any, method: str) -> None:
+    """In pipelines micro-batches have consecutive examples, and so they have on one mesh where results are inexact."""
+    parallel = alpa_lite.parallelize(step, method=METHODS[method], num_microbatches=PARTS, allow_inexact=True)
     args = (state(), batch())
-    for a, b in zip(jax.tree.leaves(parallel(*args)), jax.tree.leaves(jax.jit(solver)(*args)), strict=True):
+    got, want = parallel(*args), jax.jit(step)(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
     assert any(note.startswith("averaged over micro-batches: ") for note in parallel.plan(*args).notes)

@@ -12,7 +12,12 @@ import pytest
 import alpa_lite
 from alpa_lite import models
 from alpa_lite.cluster import Cluster
+from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.passes import factors
 from alpa_lite.passes.checks.hlo_text import parse_hlo
+from alpa_lite.passes.sharding import connected, grouping, limits, mesh_program, strategies
+from alpa_lite.passes.sharding.tables import Shared
+from alpa_lite.passes.tracing import tracing
 
 H100 = Cluster.preset("h100", nodes=1)
 METHODS = {
@@ -64,7 +69,7 @@ def test_a_perceptron_with_a_small_batch(name):
 
 
 @pytest.mark.parametrize("name", ["data", "zero-2", "zero-3", "tensor"])
-def test_compiled_collectives(name):
+def test_what_is_compiled(name):
     """On CPU equal gathers are merged, and plans there count on one of each."""
     args = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), arguments(16, 64, 128))
     run = alpa_lite.parallelize(step, method=METHODS[name])
@@ -102,6 +107,46 @@ def test_zero_3_gathers_parameters_forward_and_backward_in_loops_too():
     assert not [c for c in plan.collectives if c.bytes > 4096 * 512 * 4]  # no stack of layers moves
 
 
+def low_rank(state: Any, batch: Any) -> Any:
+    """A step whose update multiplies small weights with one another, as LoRA and Muon do."""
+
+    def loss(params: Any) -> Any:
+        return ((batch["x"] @ (params["a"] @ params["b"]) - batch["y"]) ** 2).mean()
+
+    grads = jax.grad(loss)(state["params"])
+    mu = jax.tree.map(lambda m, g: m + (g @ g.T) @ g, state["mu"], grads)
+    return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu), "mu": mu}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("fun", [step, low_rank])
+def test_the_search_has_every_strategy_of_data_parallelism_on_one_axis(fun: Any, name: str) -> None:
+    """Their groups are tied alike, so that what no plan of the search undercuts, none of theirs does.
+
+    Tensor parallelism may leave axes idle where the search does not, such as between products of few heads.
+    """
+    method = METHODS[name]
+    batch = {"x": f32(16, 512), "y": f32(16, 512)}
+    params = {"a": f32(512, 8), "b": f32(8, 512)}
+    state = {"params": params, "mu": params} if fun is low_rank else arguments()[0]
+    traced = tracing.trace(fun, (state, batch), {})
+    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
+    groups = grouping.group(traced, rules)
+    shared = Shared(traced, groups)
+    within = mesh_program.has_all_plans_of(traced, groups, H100, method, shared)
+    assert within == (name != "tensor")
+    ((mesh, constraints),) = limits.admitted(traced, groups, H100, method)
+    free, own = (
+        strategies.build(traced, groups, rules, MeshCost(H100, mesh), constraints=some, shared=shared)
+        for some in (limits.UNCONSTRAINED, constraints)
+    )
+    if not within:
+        return
+    assert [node.members for node in free.nodes] == [node.members for node in own.nodes]
+    for mine, every in zip(own.nodes, free.nodes, strict=True):
+        assert set(mine.strategies) <= set(every.strategies), groups.groups[mine.group]
+
+
 def test_heads_that_do_not_divide_are_gathered_and_weights_stay():
     sizes: dict[str, Any] = {"vocab": 4096, "seq": 128, "hidden": 512, "ffn": 2048, "layers": 1}
     fun, args = models.get("llama").abstract("tiny", 24, heads=8, kv_heads=2, **sizes)
@@ -113,17 +158,18 @@ def test_heads_that_do_not_divide_are_gathered_and_weights_stay():
 
 
 def test_examples_are_followed_through_reshapes():
-    """Rows of a product are examples and their parts, and examples are parts of a batch in two dims."""
+    def fun(w, x):
+        rows = x.reshape(4 * 6, 8) @ w  # 4 examples of 6 rows
+        parts = rows.reshape(2, 2, 6, 8)
+        return jnp.einsum("pbsf,qbsf->pqs", parts, parts).sum(), w
 
-    def fun(state: Any, batch: Any) -> Any:
-        def loss(w: Any) -> Any:
-            parts = jnp.tanh(batch["x"].reshape(16 * 6, 8) @ w).reshape(8, 2, 6, 8)
-            return jnp.einsum("pbsf,pbsf->", parts, jnp.tanh(parts))
-
-        return state - 0.1 * jax.grad(loss)(state), loss(state)
-
-    plan = alpa_lite.make_plan(fun, f32(8, 8), {"x": f32(16, 6, 8)}, cluster=H100, method=METHODS["data"])
-    assert {kind for kind, _ in moved(plan)} == {"all_reduce"}
+    traced = tracing.trace(lambda state, batch: fun(state, batch["x"])[::-1], (f32(8, 8), {"x": f32(4, 6, 8)}), {})
+    groups = grouping.group(traced, factors.rules_of(traced.graph.ops(), traced.graph.values))
+    found = connected.examples(traced, groups)
+    held = {g.name: sorted(found[g.index].values()) for g in groups.groups if g.index in found and g.kind == "heavy"}
+    products = [sorted(found[g.index].values()) for g in groups.groups if g.name == "dot_general" and g.index in found]
+    assert [4] in products, held  # the 24 rows of the product are four examples
+    assert [2, 2, 2] in products, held  # parts, parts, and the examples of a part
 
 
 def test_a_batch_in_pieces_that_do_not_divide_is_refused():
