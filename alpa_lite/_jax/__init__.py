@@ -10,14 +10,14 @@ from alpa_lite._jax.arrays import (
     key_kind, keys_of_data,
 )
 from alpa_lite._jax.emission import (
-    Held, ReplaceCallback, attributes_of, bind, constant_of, emit, is_splat, lowers_for, materialised,
+    Held, ReplaceCallback, attributes_of, bind, constant_of, emit, is_splat, lowers_for, materialise,
     replacing_callbacks, standing_in, strong, under, where, with_weak_type,
 )
-from alpa_lite._jax.equations import expansion, in_order, spec_of, traced, with_results, without_references
+from alpa_lite._jax.equations import expansion, in_order, retrace, spec_of, with_results, without_references
 from alpa_lite._jax.jaxprs import (
     CALLBACKS, creates_references, derivative, empty_stack, has_ordered_effects, inner_jaxprs, is_computed_again,
-    is_jaxpr, is_literal, is_reverse, joined_stack, manual_axes, observable_effects, open_jaxpr,
-    optimization_barrier_primitive, places_result, rematted, scan_counts, scopes, source_line, unbound_axis,
+    is_jaxpr, is_literal, is_reverse, joined_stack, manual_axes, mark_rematerialised, observable_effects, open_jaxpr,
+    optimization_barrier_primitive, places_result, scan_counts, scopes, source_line, unbound_axis,
 )
 from alpa_lite._jax.kernels import (
     WIDENS_HALVES, PallasGrid, attention_given_to, pallas_grid, pallas_name, pallas_on_blocks, sdy_rule,

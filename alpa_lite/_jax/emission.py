@@ -194,7 +194,7 @@ def attributes_of(op: Any) -> tuple[tuple[str, Any], ...]:
         return (("text", op.get_asm().partition("=")[2]),)
 
 
-def materialised(x: jax.Array) -> jax.Array:
+def materialise(x: jax.Array) -> jax.Array:
     """The array behind an `optimization_barrier`, which every reader sees with the same bits.
 
     Before 0.12 the CPU compiler drops barriers before it fuses, and duplicates what was behind them. It does not see

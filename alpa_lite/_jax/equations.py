@@ -99,26 +99,26 @@ def expansion(eqn: Any) -> Any:
     transposes first, as gradients of convolutions in groups do.
     """
     if eqn.primitive.name == "call_hi_primitive":
-        return traced(eqn, functools.partial(eqn.primitive.to_lojax, **eqn.params))
+        return retrace(eqn, functools.partial(eqn.primitive.to_lojax, **eqn.params))
     if eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape:
-        return traced(eqn, functools.partial(_one_condition, eqn.params))
+        return retrace(eqn, functools.partial(_one_condition, eqn.params))
     if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None:
-        return traced(eqn, functools.partial(_transposed_first, eqn.params))
+        return retrace(eqn, functools.partial(_transposed_first, eqn.params))
     if eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].effects:
-        return traced(eqn, functools.partial(_condition_in_body, eqn.params))
+        return retrace(eqn, functools.partial(_condition_in_body, eqn.params))
     if eqn.primitive.name == "custom_linear_solve":
-        return traced(eqn, functools.partial(_solved, eqn.params))
+        return retrace(eqn, functools.partial(_solved, eqn.params))
     return None
 
 
-def traced(eqn: Any, function: Callable[..., Any]) -> Any:
+def retrace(eqn: Any, function: Callable[..., Any]) -> Any:
     """The jaxpr of a function of an equation's operands, under its source line."""
 
-    def sourced(*xs: Any) -> Any:
+    def under_source(*xs: Any) -> Any:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), under(eqn.source_info):
             return function(*xs)
 
-    return jax.make_jaxpr(sourced)(*(spec_of(v.aval) for v in eqn.invars))
+    return jax.make_jaxpr(under_source)(*(spec_of(v.aval) for v in eqn.invars))
 
 
 def spec_of(aval: Any) -> jax.ShapeDtypeStruct:

@@ -170,7 +170,7 @@ def is_computed_again(source: Any) -> bool:
     return _COMPUTED_AGAIN in scopes(source)
 
 
-def rematted(source: Any) -> Any:
+def mark_rematerialised(source: Any) -> Any:
     """The source of a forward operation's copy in the reverse pass, marked as JAX marks those of `jax.checkpoint`."""
     stack = source.name_stack.stack
     marked = (_source_info_util.Transform("transpose"), *stack, _source_info_util.Scope(_COMPUTED_AGAIN))

@@ -46,11 +46,11 @@ def attention_given_to(handler: Callable[..., Any], platform: str = "") -> Itera
 
 def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
-    def asked(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         handler = _attention.get()
         return function(*args, **kwargs) if handler is None else handler(function, *args, **kwargs)
 
-    return asked
+    return wrapper
 
 
 def _version_of(function: Callable[[], int]) -> Callable[[], int]:

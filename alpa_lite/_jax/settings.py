@@ -42,7 +42,7 @@ def carry_settings(function: Callable[..., Any]) -> Callable[..., Any]:
     own = [(one, value) for one in known if (value := one.get_local()) is not unset]
 
     @functools.wraps(function)
-    def carried(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         before = [(one, one.swap_local(value)) for one, value in own]
         try:
             return function(*args, **kwargs)
@@ -50,7 +50,7 @@ def carry_settings(function: Callable[..., Any]) -> Callable[..., Any]:
             for one, value in before:
                 one.set_local(value)
 
-    return carried
+    return wrapper
 
 
 def x64_in_all_threads() -> bool:

@@ -94,7 +94,7 @@ def copy_ops(
     copies = []
     for op in ops:
         names.update([(value, enter(value)) for value in dict.fromkeys(op.reads) if value not in names])
-        copies.append(rewriter.copy(op, names, _jax.rematted(op.source) if is_remat else None))
+        copies.append(rewriter.copy(op, names, _jax.mark_rematerialised(op.source) if is_remat else None))
         names.update(zip(op.results, copies[-1].results, strict=True))
     return copies
 

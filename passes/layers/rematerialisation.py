@@ -164,7 +164,7 @@ class _Body:
         """Copies the choice that an op compares with, and adds the names of its results to `names`."""
         tie = self.tie(op)
         for one in tie.chain if tie is not None else ():
-            copy = self.rewriter.copy(one, names, _jax.rematted(one.source))
+            copy = self.rewriter.copy(one, names, _jax.mark_rematerialised(one.source))
             names.update(zip(one.results, copy.results, strict=True))
             self.out.append(copy)
 
@@ -205,7 +205,7 @@ class _Body:
             names: dict[int, Atom] = {v: after[v] for v in needs if v in after}
             names.update((v, self.copied[self.place(v, reader)]) for v in again)
             self.chosen_again(op, names)
-            copy = self.rewriter.copy(op, names, _jax.rematted(op.source))
+            copy = self.rewriter.copy(op, names, _jax.mark_rematerialised(op.source))
             self.copied.update((self.place(v, reader), x) for v, x in zip(op.results, copy.results, strict=True))
             self.out.append(copy)
 
@@ -215,6 +215,6 @@ class _Body:
             cotangents = [v for v in user.reads if v not in self.made and v not in self.inputs]
             self.after[layer] = {}
             if held := list(dict.fromkeys([*sorted(self.entering.get(layer, ())), *cotangents])):
-                op, self.after[layer] = self.rewriter.barrier(held, _jax.rematted(user.source))
+                op, self.after[layer] = self.rewriter.barrier(held, _jax.mark_rematerialised(user.source))
                 self.out.append(op)
         return self.after[layer]

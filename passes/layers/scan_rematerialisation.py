@@ -114,7 +114,7 @@ def _backward(rewriter: Rewriter, op: Op, maker: Op, gone: Mapping[int, Op], sta
     scanned = [*((stacks[value], value) for value in again.inputs.carry), *again.xs]
     for group, pairs in ((consts, again.consts), (xs, scanned)):
         renamed |= {value: entering(rewriter, group, atom, value) for atom, value in pairs}
-    source = _jax.rematted(op.source)
+    source = _jax.mark_rematerialised(op.source)
     ops: list[Op] = []
     begun = values_in(renamed[value] for value in again.inputs.carry)
     if begun:  # a scan of one iteration is no loop: XLA would find both bodies to be the same
@@ -125,7 +125,7 @@ def _backward(rewriter: Rewriter, op: Op, maker: Op, gone: Mapping[int, Op], sta
         if value not in again.body.inputs:  # saved: not computed again
             renamed[value] = entering(rewriter, xs, stack, value)
     for inner_op in again.body.ops:
-        copy = rewriter.copy(inner_op, renamed, _jax.rematted(inner_op.source))
+        copy = rewriter.copy(inner_op, renamed, _jax.mark_rematerialised(inner_op.source))
         ops.append(copy)
         renamed = dict(zip(inner_op.results, copy.results, strict=True)) | renamed
     made = {result: renamed_atom(output, renamed) for output, result in again.ys if gone.get(result) is maker}

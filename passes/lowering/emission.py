@@ -250,7 +250,7 @@ class _Emitter:
                 case Compute():
                     if item.op.name in primitives.EXTREMA:
                         for register in tied.intersection(reads(item)):
-                            registers[register] = _jax.materialised(registers[register])
+                            registers[register] = _jax.materialise(registers[register])
                     results = item.form.run(*(_read(o, registers) for o in item.operands))
                 case Reshard():
                     with _jax.under(item.used_by.source) if item.used_by is not None else contextlib.nullcontext():

@@ -23,9 +23,9 @@ _CLAMPING = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS
 def expansion(eqn: Any, convert: Callable[[Any], Graph]) -> Any:
     """The jaxpr of simpler operations that an equation stands for, or None; `convert` gives the graph of a jaxpr."""
     if manual_regions.has_global_form(eqn):
-        return _jax.traced(eqn, manual_regions.global_form(eqn, convert(eqn.params["jaxpr"])))
+        return _jax.retrace(eqn, manual_regions.global_form(eqn, convert(eqn.params["jaxpr"])))
     summed = manual_regions.summed(eqn)
-    return _jax.expansion(eqn) if summed is None else _jax.traced(eqn, summed)
+    return _jax.expansion(eqn) if summed is None else _jax.retrace(eqn, summed)
 
 
 def holds_kernel(jaxpr: Any) -> bool:
