@@ -262,8 +262,8 @@ def check(program: Program) -> None:
                     raise PlanError(f"{describe(program, item)} on submesh {mesh} is an executable of submesh {there}")
                 need(inputs, mesh, item)
                 consumed = program.consumed(item)
-                for number in (number for number in consumed if inputs.count(number) > 1):
-                    raise PlanError(f"{describe(program, item)} donates buffer {number}, which it reads twice")
+                if repeated := [number for number in consumed if inputs.count(number) > 1]:
+                    raise PlanError(f"{describe(program, item)} donates buffer {repeated[0]}, which it reads twice")
                 end(consumed, mesh, item)
                 define(outputs, mesh, item)
             case Send(transfer=number):
@@ -279,7 +279,7 @@ def check(program: Program) -> None:
 
 
 def _check_end(program: Program, remaining: Set[int], kept: Set[int]) -> None:
-    """Raises PlanError unless the outputs, and constants alone beside them, remain at the end of a step."""
+    """Raises PlanError unless all outputs remain at the end of a step, and of other buffers the constants alone."""
     leaked = remaining - kept - set(program.outputs)
     if leaked:
         names = ", ".join(f"{b} ({program.buffers[b].name})" for b in sorted(leaked)[:5])

@@ -109,6 +109,11 @@ class Family:
     opened: dict[ExecutionConfig, tuple[int, int] | None] = field(default_factory=dict)
 
     @property
+    def label(self) -> str:
+        """The family in names of candidates."""
+        return self.name if self.textbook else "one mesh"
+
+    @property
     def cuts_examples(self) -> bool:
         """Whether each of its micro-batches has at least one example for each device."""
         return isinstance(self.textbook, DataParallel | Zero)
@@ -187,9 +192,8 @@ class OneMeshSearch:
         if config in family.opened:
             return []
         family.opened[config] = interval
-        name = f"{family.name if family.textbook else 'one mesh'}, {config}"
-        expand = partial(self._expand, family, config)
-        return [self._candidate(family, name, config, (0,), partial(self._estimate, family, config), expand)]
+        estimate, expand = partial(self._estimate, family, config), partial(self._expand, family, config)
+        return [self._candidate(family, f"{family.label}, {config}", config, (0,), estimate, expand)]
 
     def _candidate(
         self, family: Family, name: str, config: ExecutionConfig, key: tuple[int, ...],
@@ -322,7 +326,7 @@ class OneMeshSearch:
                 return self._bound(family, step, program, number)
             return self._solve(family, step, program, bounded, cutoff)
 
-        name = f"{family.name if family.textbook else 'one mesh'} of {' x '.join(map(str, shape))}, {config}"
+        name = f"{family.label} of {' x '.join(map(str, shape))}, {config}"
         return self._candidate(family, name, config, (1, bounded is None, len(shape), number), estimate, expand)
 
     def _bound(self, family: Family, step: AnalyzedStep, program: MeshProgram, number: int) -> Expansion:
