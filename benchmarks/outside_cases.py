@@ -453,7 +453,7 @@ _LLAMA: dict[str, Any] = {
 _LLAMA_70B: dict[str, Any] = _LLAMA | {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
 }  # fmt: skip
-_MISTRAL: dict[str, Any] = {
+MISTRAL: dict[str, Any] = {
     "kind": "FlaxMistralForCausalLM", "config": "MistralConfig", "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 4096,
 }  # fmt: skip
@@ -515,7 +515,7 @@ CASES: dict[str, Case] = {
         method=("Sharded", ((8, 8),)),
     ),
     "mistral-7b": _issue(
-        30, lambda: causal(**_MISTRAL, batch=64, length=4096, max_position_embeddings=4096), "h100", 4
+        30, lambda: causal(**MISTRAL, batch=64, length=4096, max_position_embeddings=4096), "h100", 4
     ),
     "llama-8b": _issue(30, lambda: causal(**_LLAMA, batch=64, length=8192, max_position_embeddings=8192), "h100", 8),
     "llama-8b-v5p": _issue(

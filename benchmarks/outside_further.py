@@ -10,7 +10,19 @@ from typing import Any
 
 import jax.numpy as jnp
 import optax
-from outside_cases import Built, Case, adam_step, causal, hugging_face, masked, pictures, shape, token_loss, translation
+from outside_cases import (
+    MISTRAL,
+    Built,
+    Case,
+    adam_step,
+    causal,
+    hugging_face,
+    masked,
+    pictures,
+    shape,
+    token_loss,
+    translation,
+)
 from outside_habits import CASES as BEFORE
 
 _LARGE: dict[str, Any] = {
@@ -98,10 +110,6 @@ _OPT_1B: dict[str, Any] = {
     "hidden_size": 2048, "ffn_dim": 8192, "num_hidden_layers": 24, "num_attention_heads": 32,
     "word_embed_proj_dim": 2048,
 }  # fmt: skip
-_MISTRAL_8K: dict[str, Any] = {
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
-    "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 8192,
-}  # fmt: skip
 _VIT_GIANT: dict[str, Any] = {
     "hidden_size": 1408, "num_hidden_layers": 40, "num_attention_heads": 16, "intermediate_size": 6144,
     "patch_size": 14,
@@ -133,7 +141,7 @@ CHOSEN: dict[str, Case] = {
         "p3.16xlarge",
     ),
     "mistral-8k": Case(
-        lambda: causal("FlaxMistralForCausalLM", "MistralConfig", 128, 8192, **_MISTRAL_8K), "v5p:4x4x2"
+        lambda: causal(**MISTRAL, batch=128, length=8192, max_position_embeddings=8192), "v5p:4x4x2"
     ),
     "vit-giant": Case(
         lambda: pictures("FlaxViTForImageClassification", "ViTConfig", 1024, 224, **_VIT_GIANT), "h100", 2
