@@ -23,11 +23,11 @@ def assert_equal(actual, expected):
 
 
 def assert_close(got, want, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Raises AssertionError unless two trees have one structure, and leaves of equal dtypes that are close."""
+    """Raises AssertionError unless two trees have one structure, and leaves of equal types that are close."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         message = jax.tree_util.keystr(path)
-        assert np.asarray(a).dtype == np.asarray(b).dtype, message
+        assert (np.shape(a), np.asarray(a).dtype) == (np.shape(b), np.asarray(b).dtype), message
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol, err_msg=message)
 
 

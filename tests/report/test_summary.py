@@ -18,14 +18,11 @@ from alpa_lite.options import Method
 from alpa_lite.plan.figures import AxisUse, Comparison, Products
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import activations, strategy_names, summary
+from tests.gallery import f32
 from tests.plans import gpt_plan, pipeline_plan, small_plan
 
 CLUSTER = Cluster.preset("h100", nodes=1)
 OPTIMIZER = optax.adam(1e-3)
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def tokens_step(params, opt, tokens):

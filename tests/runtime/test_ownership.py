@@ -20,6 +20,7 @@ import alpa_lite
 from alpa_lite.errors import AlpaLiteError, DonatedError
 from alpa_lite.runtime import placement
 from alpa_lite.runtime.ownership import Owned
+from tests.comparing import assert_close
 
 WIDTH, ROWS = 8, 16
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -58,10 +59,6 @@ def deleted(tree: Any) -> set[bool]:
     return {leaf.is_deleted() for leaf in jax.tree.leaves(tree)}
 
 
-def close(got: Any, want: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=1e-6), got, want)
-
-
 @pytest.fixture
 def copied(monkeypatch) -> list[int]:
     """How many leaves each call of `placement.copies` has copied."""
@@ -83,16 +80,16 @@ def test_a_callers_placed_arrays_survive_the_first_call(where):
     want = jax.jit(step)(*make())
     mine = jax.tree.map(lambda x: jax.device_put(x, x.sharding, may_alias=False), state)  # by hand
     theirs, _ = other(state, batch, frozen)  # placed by another step
-    close(theirs, want[0])
+    assert_close(theirs, want[0])
     assert deleted(state) == {False}
     for given in (mine, theirs):
         before = jax.tree.map(np.asarray, given)
-        close(ours(given, batch, frozen), jax.jit(step)(before, *make()[1:]))
+        assert_close(ours(given, batch, frozen), jax.jit(step)(before, *make()[1:]))
         assert deleted(given) == {False}
-        close(given, before)
+        assert_close(given, before)
     own, _ = ours(state, batch, frozen)  # what `place` made is there to be given away
     assert deleted(state) == {True}
-    close(own, want[0])
+    assert_close(own, want[0])
 
 
 @pytest.mark.parametrize("where", SLOW_PIPELINE)
@@ -106,9 +103,9 @@ def test_signatures_in_turn_share_a_state_without_copies(where, copied):
         before = state
         state, loss = run(state, *batches[number % 2])
         want, expected = jax.jit(step)(want, *batches[number % 2])
-        close(loss, expected)
+        assert_close(loss, expected)
         assert number < 2 or deleted(before) == {True}
-    close(state, want)
+    assert_close(state, want)
     assert sum(copied) == 0
 
 
@@ -135,7 +132,7 @@ def test_nothing_is_donated_where_nothing_is_asked_for(where):
     run = parallel(where, donate_argnums=())
     state, batch, frozen = run.place(*make())
     for _ in range(2):
-        close(run(state, batch, frozen), jax.jit(step)(*make()))
+        assert_close(run(state, batch, frozen), jax.jit(step)(*make()))
     assert deleted((state, batch, frozen)) == {False}
 
 
@@ -208,11 +205,11 @@ def test_variables_that_a_step_does_not_update_stay_the_callers(where, copied):
         if number == 1:
             copied.clear()
         old = jax.tree.leaves(nnx.state(model.trained))
-        close(run(model, batch), jitted(plain, batch))
+        assert_close(run(model, batch), jitted(plain, batch))
         after = jax.tree.leaves(nnx.state(model.frozen))
         assert all(map(operator.is_, after, before)) and deleted(before) == {False}
         assert not set(map(id, old)) & set(map(id, jax.tree.leaves(nnx.state(model.trained))))
         assert deleted(old) == {number > 0}
     assert sum(copied) == 0  # copies of what is frozen stay
     jax.block_until_ready(model.frozen(batch["x"]))
-    close(nnx.state(model), nnx.state(plain))
+    assert_close(nnx.state(model), nnx.state(plain))

@@ -26,6 +26,7 @@ from alpa_lite.runtime.jit_fallback import jit_fallback
 from alpa_lite.runtime.signatures import NewSignature
 from alpa_lite.runtime.single import SingleExecutable
 from alpa_lite.runtime.step import LoadOptions
+from tests.comparing import assert_close
 
 OPTIMIZER = optax.adam(1e-2)
 MOMENTUM = optax.sgd(0.1, momentum=0.9)  # unlike Adam it does not blow up gradients that are zero but for rounding
@@ -72,12 +73,6 @@ def step(state, batch):
     loss, grads = jax.value_and_grad(loss_of)(state["params"])
     updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
     return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "step": state["step"] + 1}, loss
-
-
-def assert_close(actual, expected):
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=1e-6), actual, expected
-    )
 
 
 def deleted(tree):
@@ -240,7 +235,7 @@ def test_a_state_of_another_structure_is_refused_without_reading_it():
         with pytest.raises(NewSignature):
             run(*args)
     assert Costly.asked == 0
-    assert_close(list(run(state, batch)[0]), [np.full(8, 17.0)] * 2)
+    assert_close(list(run(state, batch)[0]), [np.full(8, 17.0, "float32")] * 2)
 
 
 def test_new_signatures_are_refused_before_anything_is_donated():

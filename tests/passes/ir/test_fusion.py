@@ -11,13 +11,10 @@ import pytest
 from alpa_lite.passes.ir import fusion, moving
 from alpa_lite.passes.ir.items import item_of
 from alpa_lite.passes.tracing import tracing
+from tests.gallery import f32
 
 N, M = 64, 256
 FULL, ROW = 4 * N * M, 4 * N
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def moved(step: Any, *args: Any) -> float:

@@ -19,14 +19,11 @@ from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.stages import staging
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.plan.plan import Plan
+from tests.gallery import f32
 from tests.zoo_base import updated
 
 H100 = Cluster.preset("h100", nodes=1)
 WIDTH = 1024
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def step(state, batch):

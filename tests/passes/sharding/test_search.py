@@ -18,6 +18,7 @@ from alpa_lite import models
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import LogicalMesh
+from tests.gallery import f32
 
 
 def h100(nodes):
@@ -27,10 +28,6 @@ def h100(nodes):
 
 H100 = h100(1)
 XYZ = ("x", "y", "z")
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def i32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -18,16 +18,13 @@ from alpa_lite.passes.checks.hlo_text import parse_hlo
 from alpa_lite.passes.sharding import connected, grouping, limits, mesh_program, strategies
 from alpa_lite.passes.sharding.tables import Shared
 from alpa_lite.passes.tracing import tracing
+from tests.gallery import f32
 
 H100 = Cluster.preset("h100", nodes=1)
 METHODS = {
     "data": alpa_lite.DataParallel(), "zero-1": alpa_lite.Zero(1), "zero-2": alpa_lite.Zero(2),
     "zero-3": alpa_lite.Zero(3), "tensor": alpa_lite.TensorParallel(),
 }  # fmt: skip
-
-
-def f32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 def step(state: Any, batch: Any) -> Any:

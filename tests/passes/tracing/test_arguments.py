@@ -14,6 +14,7 @@ from flax import nnx
 
 import alpa_lite
 from alpa_lite.passes.tracing import trace
+from tests.comparing import assert_close
 from tests.zoo_base import normal
 
 WIDTH, ROWS = 16, 16
@@ -37,12 +38,6 @@ def loss_of(p: Any, b: Any) -> jax.Array:
 
 def descended(p: Any, grads: Any) -> Any:
     return jax.tree.map(lambda x, g: x - 0.1 * g, p, grads)
-
-
-def close(got: Any, want: Any) -> None:
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 # -- state whose leaves change places ---------------------------------------------------------------------------------
@@ -104,7 +99,7 @@ def test_modules_that_change_places() -> None:
 
     ours, theirs = Two(), Two()
     got = alpa_lite.parallelize(step, **METHODS["mesh"])(ours, batch())
-    close(
+    assert_close(
         (got, nnx.to_pure_dict(nnx.state(ours))), (nnx.jit(step)(theirs, batch()), nnx.to_pure_dict(nnx.state(theirs)))
     )
 
@@ -191,7 +186,7 @@ def test_arguments_that_change_places_are_state(step: Any, named: bool) -> None:
 @pytest.mark.parametrize("step", [ping_pong, *(pytest.param(f, marks=pytest.mark.slow) for f in (queue, rotated))])
 def test_leaves_that_change_places_are_computed_as_by_jit(step: Any, method: str) -> None:
     args = SWAPPED[step]()
-    close(alpa_lite.parallelize(step, **METHODS[method])(*args), jax.jit(step)(*args))
+    assert_close(alpa_lite.parallelize(step, **METHODS[method])(*args), jax.jit(step)(*args))
 
 
 @pytest.mark.slow
@@ -204,7 +199,7 @@ def test_arguments_that_change_places_are_computed_as_by_jit(step: Any, method: 
         for _ in range(3):
             *state, loss = planned(*state, batch())
             *want, expected = jax.jit(step)(*want, batch())
-            close((state, loss), (want, expected))
+            assert_close((state, loss), (want, expected))
     assert not any("moves" in record.getMessage() for record in caplog.records)
 
 
@@ -236,7 +231,7 @@ def test_the_batch_is_contracted_at_once() -> None:
         return w - 0.1 * (x.T @ y), jnp.sum(w)
 
     args = normal(0, WIDTH, WIDTH), *batch().values()
-    close(alpa_lite.parallelize(step, **METHODS["mesh"])(*args), jax.jit(step)(*args))
+    assert_close(alpa_lite.parallelize(step, **METHODS["mesh"])(*args), jax.jit(step)(*args))
 
 
 def test_a_loss_that_is_not_a_sum_is_refused_as_such() -> None:
@@ -338,6 +333,6 @@ def test_data_that_change_in_every_call_are_read_anew(fun: Any, options: Any, ca
     with caplog.at_level(logging.WARNING, logger="alpa_lite"):
         for number in range(3):
             data = make(number)
-            close(step(state, *data), jax.jit(fun)(state, *data))
+            assert_close(step(state, *data), jax.jit(fun)(state, *data))
     assert "frozen" not in caplog.text
     assert not any("frozen" in note for note in step.plan(state, *make(0)).notes)
