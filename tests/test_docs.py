@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
+import alpa_lite
 from alpa_lite import cli
 from tests.test_house import KNOWN, ROOMS
 
@@ -39,8 +40,8 @@ BY_INSTANCE = {
 """The classes of the names that the documentation gives to its examples, and modules that have a short name there."""
 FOREIGN = frozenset(
     (
-        "tf.data", "as_numpy_iterator", "DataLoader", "collate_fn", "graph_pp_runner.py", "pipeline_enter_stage",
-        "sxstage_iter", "dcn_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism",
+        "tf.data", "as_numpy_iterator", "DataLoader", "collate_fn", "mark_stage_end", "sxstage_iter",
+        "dcn_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism",
         "jax_cross_host_transfer_socket_address",
         "jax_cross_host_transport_addresses", "supports_cross_host_transfers", "SystemExit",
     )
@@ -160,3 +161,9 @@ def test_lines_are_not_too_long(page: Path) -> None:
     """Rows of tables and addresses cannot be broken."""
     lines = page.read_text(encoding="utf-8").splitlines()
     assert not [line for line in lines if len(line) > 120 and not line.startswith(("|", "    ")) and "](" not in line]
+
+
+def test_the_reference_has_every_public_name() -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
+    shown = set(re.findall(r"^::: alpa_lite\.(\w+)$", pages, re.MULTILINE))
+    assert shown == {name for name in alpa_lite.__all__ if not name.startswith("__")}
