@@ -29,8 +29,9 @@ from dataclasses import dataclass, field
 
 from alpa_lite.passes.ir.loops import body_runs
 from alpa_lite.passes.lowering.prices import FREE, Prices
-from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Reshard, block_count, reads, writes
+from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Reshard, reads, writes
 from alpa_lite.passes.sharding.hiding import Hiding
+from alpa_lite.passes.sharding.space import block_count
 
 BUCKET = 30 * 2**20
 """Bytes of sums per device from which on they are sent: from which on XLA joins no further collectives on GPUs."""

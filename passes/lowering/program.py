@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -174,8 +173,3 @@ def in_mesh_order(axes: Axes, mesh: LogicalMesh) -> Axes:
 def where_of(op: Op | None) -> str:
     """The source line of the op that uses a value; None is an output of the step."""
     return _jax.where(op.source) if op is not None else "output"
-
-
-def block_count(layout: Layout, mesh: LogicalMesh) -> int:
-    """Into how many distinct blocks a layout cuts a tensor."""
-    return math.prod(mesh.product(axes) for axes in layout.dims)

@@ -15,8 +15,10 @@ bytes, summed again, do.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +26,8 @@ import numpy as np
 from alpa_lite.passes.sharding.solver.descent import Descent
 from alpa_lite.passes.sharding.solver.memory import MemoryDual
 from alpa_lite.passes.sharding.solver.messages import Ascent
-from alpa_lite.passes.sharding.solver.problem import Problem, allowance, forget_memory, price_memory
+from alpa_lite.passes.sharding.solver.problem import Problem, forget_memory, price_memory
+from alpa_lite.passes.sharding.solver.ragged import split
 from alpa_lite.passes.sharding.solver.restrict import Contradiction, consistent
 
 Changes = Mapping[int, int]
@@ -68,72 +71,47 @@ def weigh(problem: Problem, choice: Sequence[int], kept: Sequence[int]) -> list[
     chosen = [int(s) for s in choice]
     objective = problem.seconds(chosen)
     free = _Answers(forget_memory(problem), chosen)
-    bounds = [np.maximum(b, 0.0) for b in free.bounds]
-    sizes = Sizes(problem, chosen)
+    bound, bounds = _bounds(free.problem)
+    bounds = [np.maximum(b, 0.0) for b in bounds]
     priced: list[_Answers] = []
-    if problem.budget is not None and sizes.fits({}) and objective - free.bound > _BINDING * objective:
+    if problem.budget is not None and problem.fits(chosen) and objective - bound > _BINDING * objective:
         price = _price(problem, chosen)
         if price.any():
-            within = _Answers(price_memory(problem, price), chosen, float(price @ (problem.base - problem.budget)))
-            bounds = [np.maximum(a, b) for a, b in zip(bounds, within.bounds, strict=True)]
+            within = price_memory(problem, price)
+            _, others = _bounds(within, float(price @ (problem.base - problem.budget)))
+            bounds = [np.maximum(a, b) for a, b in zip(bounds, others, strict=True)]
             expensive = [price_memory(problem, price * 2.0**k) for k in range(1, _RAISES + 1)]
-            priced = [within, *(_Answers(p, chosen, sweeps=0) for p in expensive)]
+            priced = [_Answers(p, chosen) for p in (within, *expensive)]
     out = []
-    for i, node in enumerate(problem.nodes):
+    for i, size in enumerate(problem.links.sizes):
         roomy = free.plan(i, chosen[i]) if priced and kept[i] else None  # what the choice itself gains from more memory
         row = [Forced(chosen[i], min(float(bounds[i][chosen[i]]), objective), {}, roomy or {})]
-        for s in map(int, np.argsort(bounds[i], kind="stable")) if len(node.cost) > 1 else ():
+        for s in map(int, np.argsort(bounds[i], kind="stable")) if size > 1 else ():
             if len(row) > kept[i] or not math.isfinite(bounds[i][s]):
                 break
             if s == chosen[i] or (fastest := free.plan(i, s)) is None:
                 continue
-            row.append(Forced(s, float(bounds[i][s]), _fitting(i, s, fastest, free, priced, sizes), fastest))
+            # The fastest plan, or else one at the lowest price of memory that makes it fit.
+            plans = itertools.chain([fastest], (answers.plan(i, s) for answers in priced))
+            fits = (plan for plan in plans if plan is not None and problem.fits(changed_choice(chosen, plan)))
+            row.append(Forced(s, float(bounds[i][s]), next(fits, None), fastest))
         out.append(tuple(row))
     return out
 
 
-def _fitting(
-    node: int, strategy: int, fastest: Changes, free: _Answers, priced: Sequence[_Answers], sizes: Sizes
-) -> Changes | None:
-    """The best plan found that fits: the fastest, or else one at the lowest price of memory that makes it fit."""
-    if sizes.fits(fastest):
-        return fastest
-    for answers in priced:
-        plan = answers.plan(node, strategy)
-        if plan is not None and sizes.fits(plan) and math.isfinite(free.more(plan)):
-            return plan
-    return None
-
-
 class _Answers:
-    """The plans that answer to forced strategies, and the bounds, of one problem without a budget.
+    """The plans that answer to forced strategies in one problem without a budget."""
 
-    Attributes:
-      bound: seconds of any choice, at least. bounds: [S] for each node, of the choices that take a strategy.
-    """
-
-    def __init__(self, problem: Problem, chosen: list[int], offset: float = 0.0, sweeps: int = SWEEPS) -> None:
-        self._problem, self._chosen = problem, chosen
-        self._paid = [edge.seconds(chosen) for edge in problem.edges]
-        self._descent = Descent(problem)
-        self.bound, self.bounds = -math.inf, [np.full(len(node.cost), -np.inf) for node in problem.nodes]
-        if sweeps:
-            self.bound, self.bounds = _bounds(problem, offset, sweeps)
+    def __init__(self, problem: Problem, chosen: list[int]) -> None:
+        self.problem, self._chosen, self._descent = problem, chosen, Descent(problem)
 
     def plan(self, node: int, strategy: int) -> Changes | None:
         """Returns a plan where a node takes a strategy and no other gains by moving; None if its cost is infinite."""
         forced = changed_choice(self._chosen, {node: strategy})
-        after = self._descent.run(forced, self._descent.neighbours(node), _VISITS, fixed=node).tolist()
-        plan = {i: s for i, (s, before) in enumerate(zip(after, self._chosen, strict=True)) if s != before}
-        return plan if math.isfinite(self.more(plan)) else None
-
-    def more(self, changes: Changes) -> float:
-        """Seconds that a plan costs more than the chosen one."""
-        after, problem = changed_choice(self._chosen, changes), self._problem
-        nodes = sum(
-            float(problem.nodes[i].cost[s] - problem.nodes[i].cost[self._chosen[i]]) for i, s in changes.items()
-        )
-        return nodes + sum(problem.edges[e].seconds(after) - self._paid[e] for e in _around(problem, changes))
+        after = self._descent.run(forced, self._descent.neighbours(node), _VISITS, fixed=node)
+        if not math.isfinite(self.problem.seconds(after)):
+            return None
+        return {i: s for i, (s, before) in enumerate(zip(after.tolist(), self._chosen, strict=True)) if s != before}
 
 
 def changed_choice(choice: Sequence[int], changes: Changes) -> list[int]:
@@ -144,51 +122,20 @@ def changed_choice(choice: Sequence[int], changes: Changes) -> list[int]:
     return after
 
 
-def _around(problem: Problem, changes: Changes) -> set[int]:
-    """The edges of the nodes that change."""
-    return {e for i in changes for e in problem.touching[i]}
-
-
-def _bounds(problem: Problem, offset: float, sweeps: int) -> tuple[float, list[np.ndarray]]:
+def _bounds(problem: Problem, offset: float = 0.0) -> tuple[float, list[np.ndarray]]:
     """Lower bounds by message passing: of all choices, and for each node of those that take a strategy; `inf` if none.
 
     offset: added to all of them.
     """
-    every = [np.full(len(node.cost), np.inf) for node in problem.nodes]
-    try:
+    every = np.full(len(problem.cost), np.inf)
+    bound = math.inf
+    with suppress(Contradiction):
         part = consistent(problem)
-    except Contradiction:
-        return math.inf, every
-    ascent = Ascent(part.problem)
-    ascent.sweep(sweeps)
-    slacks = np.split(ascent.slack()[0], part.problem.links.first[1:-1])
-    for bounds, mine, slack in zip(every, part.kept, slacks, strict=True):
-        bounds[mine] = ascent.bound + offset + slack
-    return ascent.bound + offset, every
-
-
-class Sizes:
-    """Peak bytes of plans that differ little from a chosen one."""
-
-    def __init__(self, problem: Problem, chosen: list[int]) -> None:
-        self._problem, self._chosen = problem, chosen
-        self._live = problem.bytes(chosen)
-        self._limit = math.inf if problem.budget is None else allowance(problem.budget)
-        self._known: dict[tuple[tuple[int, int], ...], float] = {}  # a memo, invisible to callers
-
-    def fits(self, changes: Changes) -> bool:
-        """Whether a plan fits the budget."""
-        return self.peak(changes) <= self._limit
-
-    def peak(self, changes: Changes) -> float:
-        """Bytes at the fullest program point of a plan."""
-        key = tuple(changes.items())
-        if key not in self._known:
-            edges = _around(self._problem, changes)
-            after = self._problem.bytes_of(changes, edges, changed_choice(self._chosen, changes))
-            before = self._problem.bytes_of(changes, edges, self._chosen)
-            self._known[key] = float((self._live + (after - before)).max(initial=0.0))
-        return self._known[key]
+        ascent = Ascent(part.problem)
+        ascent.sweep(SWEEPS)
+        bound = ascent.bound + offset
+        every[part.strategies] = bound + ascent.slack()[0]
+    return bound, split(every, problem.links.first)
 
 
 def _price(problem: Problem, chosen: list[int]) -> np.ndarray:

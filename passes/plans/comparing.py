@@ -15,8 +15,9 @@ That costs up to half of what planning costs, and so it is done when somebody as
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from alpa_lite.cluster import Cluster
@@ -26,11 +27,15 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.options import DataParallel, Method, Sharded, TensorParallel, Zero
 from alpa_lite.passes import sharding
 from alpa_lite.passes.programs.staged import Staged
-from alpa_lite.passes.sharding import mesh_program, tables
+from alpa_lite.passes.sharding import mesh_program
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
+from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.stages import planning
+from alpa_lite.passes.stages.choosing import StagePlan
+from alpa_lite.passes.stages.refusals import microbatches
 from alpa_lite.plan.figures import Comparison
+from alpa_lite.plan.records import Candidate
 
 TEXTBOOK: Mapping[str, Method] = {
     "data parallel": DataParallel(),
@@ -41,76 +46,70 @@ TEXTBOOK: Mapping[str, Method] = {
 _ONE_MESH = "one mesh"
 
 
-@dataclass(frozen=True, eq=False)
-class Comparing:
-    """A planned step, ready to be compared with textbook methods. A call evaluates every method.
-
-    Attributes:
-      traced, rules: the step as one mesh runs it.
-      cluster: all devices.
-      budget: bytes per device.
-      grouping: its groups, if they are known.
-      one_mesh: whether one mesh is among the methods.
-    """
-
-    traced: Traced
-    rules: Mapping[Any, Rule]
-    cluster: Cluster
-    budget: float
-    grouping: Grouping | None = None
-    one_mesh: bool = False
-
-    def __call__(self) -> tuple[Comparison, ...]:
-        """The methods in the order of the module's list."""
-        if self.cluster.num_devices == 1:
-            return ()
-        groups = self.grouping or sharding.group(self.traced, self.rules)
-        shared = tables.Shared(self.traced, groups)
-        methods = [(name, method, self.cluster) for name, method in TEXTBOOK.items()]
-        if self.one_mesh:
-            methods.append((_ONE_MESH, Sharded(), self.cluster))
-        methods.append(("one device", Sharded((1,)), self.cluster.part(1)))
-        return tuple(self._compared(*each, groups, shared) for each in methods)
-
-    def _compared(
-        self, name: str, method: Method, cluster: Cluster, groups: Grouping, shared: tables.Shared
-    ) -> Comparison:
-        """The figures of the best step of a method, or why there are none."""
-        try:
-            programs = mesh_program.mesh_programs(
-                self.traced, groups, self.rules, cluster, method, budget=self.budget, shared=shared
-            )
-            found = mesh_program.solve_meshes(programs, self.budget)
-            if found is None and name == _ONE_MESH:
-                return Comparison(name, reason="does not fit")
-            if found is None:
-                least, shape = mesh_program.minimise_memory(programs), programs[0].mesh.shape
-                if least is None:
-                    return Comparison(name, shape, reason="not evaluated: the method has no choice")
-                if least.peak > self.budget:
-                    excess = f"{(least.peak - self.budget) / 2**30:,.3g} GiB"
-                    return Comparison(name, shape, None, math.ceil(least.peak), f"does not fit by {excess}")
-                found = least.program, least.space, least.solution
-            program, space, solution = found
-            decided = MeshSolution(program.mesh, space, solution, mesh_program.choice_of(space, solution))
-            seconds = planning.settled(self.traced, groups, self.rules, cluster, decided)
-            return Comparison(name, program.mesh.shape, seconds, math.ceil(solution.peak))
-        except (InfeasibleError, MicrobatchError, OptionError) as error:
-            return Comparison(name, reason=str(error).split(";")[0])
-
-
-def of(traced: Traced, rules: Mapping[Any, Rule], staged: Staged, cluster: Cluster, budget: float) -> Comparing:
-    """Returns the comparison of a planned step with textbook methods.
+def of(
+    traced: Traced, rules: Mapping[Any, Rule], staged: Staged, cluster: Cluster, budget: float
+) -> Callable[[], tuple[Comparison, ...]]:
+    """Returns a function that compares a planned step with textbook methods.
 
     Args:
       traced, rules: the user's step, which is compared as it is when the plan is a pipeline.
+      cluster: all devices.
       budget: bytes per device.
     """
     if staged.program.schedule != "none":
-        known = _ONE_MESH in [other.name for other in staged.verdict.others]
-        return Comparing(traced, rules, cluster, budget, one_mesh=not known)
+        one_mesh = _ONE_MESH not in [other.name for other in staged.verdict.others]
+        return partial(_compare, traced, rules, None, cluster, budget, one_mesh)
     (stage,) = staged.stages
-    return Comparing(stage.graph.traced, stage.rules, cluster, budget, stage.grouping)
+    return partial(_compare, stage.graph.traced, stage.rules, stage.grouping, cluster, budget, False)
+
+
+def _compare(
+    traced: Traced, rules: Mapping[Any, Rule], grouping: Grouping | None, cluster: Cluster, budget: float,
+    one_mesh: bool,
+) -> tuple[Comparison, ...]:  # fmt: skip
+    """The methods in the order of the module's list; `one_mesh`: whether one mesh is among them."""
+    if cluster.num_devices == 1:
+        return ()
+    step = GroupedStep(traced, grouping or sharding.group(traced, rules), rules)
+    methods = [(name, method, cluster) for name, method in TEXTBOOK.items()]
+    methods += [(_ONE_MESH, Sharded(), cluster)] if one_mesh else []
+    methods.append(("one device", Sharded((1,)), cluster.part(1)))
+    return tuple(_compared(step, budget, *each) for each in methods)
+
+
+def _compared(step: GroupedStep, budget: float, name: str, method: Method, cluster: Cluster) -> Comparison:
+    """The figures of the best step of a method, or why there are none."""
+    try:
+        programs = mesh_program.mesh_programs(step, cluster, method, budget=budget)
+        found = mesh_program.solve_meshes(programs, budget)
+        if found is None and name == _ONE_MESH:
+            return Comparison(name, reason="does not fit")
+        if found is None:
+            least, shape = mesh_program.minimise_memory(programs), programs[0].mesh.shape
+            if least is None:
+                return Comparison(name, shape, reason="not evaluated: the method has no choice")
+            if least.peak > budget:
+                excess = f"{(least.peak - budget) / 2**30:,.3g} GiB"
+                return Comparison(name, shape, None, math.ceil(least.peak), f"does not fit by {excess}")
+            found = least.program, least.space, least.solution
+        program, space, solution = found
+        decided = MeshSolution(program.mesh, space, solution, mesh_program.choice_of(space, solution))
+        seconds = planning.settled(step.traced, step.grouping, step.rules, cluster, decided)
+        return Comparison(name, program.mesh.shape, seconds, math.ceil(solution.peak))
+    except (InfeasibleError, MicrobatchError, OptionError) as error:
+        return Comparison(name, reason=str(error).split(";")[0])
+
+
+def compared_pipelines(chosen: StagePlan) -> tuple[Candidate, ...]:
+    """Every schedule with every number of micro-batches that the stage DP compared, with its estimates."""
+    out = []
+    for weighed in chosen.weighed:
+        twice = f" with {weighed.virtual} stages per submesh" if weighed.virtual > 1 else ""
+        name = f"{weighed.schedule}{twice}, {microbatches(weighed.num_microbatches)}"
+        shape = (weighed.num_stages,) if weighed.num_stages is not None else ()
+        size = None if weighed.bytes is None else int(weighed.bytes)
+        out.append(Candidate(name, shape, weighed.seconds, size, weighed.status))
+    return tuple(out)
 
 
 def beside(staged: Staged, name: str, other: Staged | Comparison | str) -> Staged:

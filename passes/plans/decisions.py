@@ -11,10 +11,9 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.ir import kernels
 from alpa_lite.ir.graph import Lit, Op, Traced
-from alpa_lite.passes.plans.dims import touching
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
-from alpa_lite.passes.sharding.space import Node
+from alpa_lite.passes.sharding.space import Node, Space
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.plan.records import Decision, Fixed
 
@@ -47,6 +46,15 @@ def decisions_of(planned: PlannedStage, like: Sequence[Decision] | None) -> tupl
             )
         )  # fmt: skip
     return tuple(out)
+
+
+def touching(space: Space) -> list[list[int]]:
+    """For each node, the numbers of the transfers that it produces or consumes."""
+    out: list[list[int]] = [[] for _ in space.nodes]
+    for number, transfer in enumerate(space.program.transfers):
+        for node in {transfer.src, *(n for n, _ in transfer.consumers)}:
+            out[node].append(number)
+    return out
 
 
 def transfer_seconds(found: MeshSolution) -> list[tuple[int, np.ndarray]]:

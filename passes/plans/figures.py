@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,10 +17,11 @@ from alpa_lite.ir.layout import Layout
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.lowering.prices import FREE, Price
-from alpa_lite.passes.lowering.program import Body, Loop, Reshard, block_count, computes, reads, spec_of
-from alpa_lite.passes.plans.dims import components
+from alpa_lite.passes.lowering.program import Body, Loop, Reshard, computes, reads, spec_of
 from alpa_lite.passes.sharding import kinds
+from alpa_lite.passes.sharding.connected import Place, connected, every_part
 from alpa_lite.passes.sharding.groups import Group, Grouping
+from alpa_lite.passes.sharding.space import block_count
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.plan.figures import AxisUse, Held, Products, Spending
 
@@ -50,24 +51,12 @@ def _products(grouping: Grouping, rules: Mapping[Any, Rule], traced: Traced) -> 
                 yield group, op, primitives.work(op, rules[op.key], traced.graph.values)
 
 
-@dataclass
-class _Spent:
-    """The sums of a `Spending` while they are made."""
-
-    flops: float = 0.0
-    bytes: float = 0.0
-    links: float = 0.0
-    latency: float = 0.0
-    starts: float = 0.0
-    count: int = 0
-
-
 def spending(planned: PlannedStage) -> tuple[Spending, ...]:
     """Returns the seconds of a stage's operations by place, primitive and limiting resource, in program order.
 
     Reads of the arguments, and collectives of results, belong to no operation and come last.
     """
-    found: dict[tuple[str, str, bool], _Spent] = {}
+    found: defaultdict[tuple[str, str, bool], dict[str, Any]] = defaultdict(dict)
     places: dict[tuple[Any, str], str] = {}  # reading a traceback costs more than everything else here
     scopes: dict[int, str] = {}  # name stacks without their numbers by `id`: operations of a scope share one
     prices = planned.prices.operations
@@ -75,7 +64,7 @@ def spending(planned: PlannedStage) -> tuple[Spending, ...]:
     arguments = Spending("arguments of the step", "read", bytes=planned.prices.arguments)
     results = Spending("results of the step", "collective")
 
-    def spent(op: Op, price: Price) -> _Spent:
+    def spend(op: Op, price: Price, **sums: float) -> None:
         stack = op.source.name_stack
         if id(stack) not in scopes:
             scopes[id(stack)] = _unnumbered(str(stack))
@@ -83,26 +72,21 @@ def spending(planned: PlannedStage) -> tuple[Spending, ...]:
         if source not in places:
             line = _jax.source_line(op.source)
             places[source] = line + _unnumbered(_jax.where(op.source).removeprefix(line))
-        return found.setdefault((places[source], op.name, price.flops > price.bytes), _Spent())
+        total = found[places[source], op.name, price.flops > price.bytes]
+        total.update({name: total.get(name, 0) + amount for name, amount in sums.items()})
 
     for segment in planned.segments.items:
         for item in computes(segment.instructions):
             own = prices.get(item.op.index, FREE)
             if own.seconds:
-                sums = spent(item.op, own)
-                sums.flops += own.flops
-                sums.bytes += own.bytes
-                sums.starts += own.starts
-                sums.count += own.runs
+                spend(item.op, own, flops=own.flops, bytes=own.bytes, starts=own.starts, count=own.runs)
         runs = planned.runs(segment)
         for op, latency, links in planned.prices.links(segment.instructions):
             if op is not None:
-                sums = spent(op, prices.get(op.index, FREE))
-                sums.links += links * runs
-                sums.latency += latency * runs
+                spend(op, prices.get(op.index, FREE), links=links * runs, latency=latency * runs)
             else:
                 results = replace(results, links=results.links + links * runs, latency=results.latency + latency * runs)
-    rows = [Spending(place, name, **vars(sums)) for (place, name, _), sums in found.items()]
+    rows = [Spending(place, name, **sums) for (place, name, _), sums in found.items()]
     return (*rows, *(row for row in (arguments, results) if row.total))
 
 
@@ -129,7 +113,7 @@ def axis_uses(planned: PlannedStage, examples: int) -> tuple[AxisUse, ...]:
       examples: of a micro-batch. In values from other stages, the first dim of this size is taken as the batch dim.
     """
     traced, grouping, found = planned.graph.traced, planned.grouping, planned.found
-    names = _Names(planned, examples)
+    names = _names(planned, examples)
     shares: dict[str, dict[str, float]] = {axis: defaultdict(float) for axis in found.mesh.axis_names}
     total = 0.0
     for group, _, work in _products(grouping, planned.rules, traced):
@@ -137,7 +121,7 @@ def axis_uses(planned: PlannedStage, examples: int) -> tuple[AxisUse, ...]:
         total += work
         for factor, axes in enumerate(found.choice[group.index].axes):
             for axis in axes:
-                shares[axis][names.of(group.index, factor)] += work
+                shares[axis][names.get((group.index, factor), "tensor")] += work
     kept = _sharded(planned)
     return tuple(
         AxisUse(
@@ -166,41 +150,31 @@ def _sharded(planned: PlannedStage) -> dict[str, dict[str, float]]:
     return {kind: {axis: b / sizes[kind] for axis, b in axes.items() if sizes[kind]} for kind, axes in out.items()}
 
 
-class _Names:
-    """Names of a group's factors in the user's words, by the dims of arguments that they are connected with."""
-
-    def __init__(self, planned: PlannedStage, examples: int) -> None:
-        traced, grouping, rules = planned.graph.traced, planned.grouping, planned.rules
-        self.component = components(grouping, planned.found.space, parts=True)
-        self.node_of = planned.found.space.node_of
-        graph = traced.graph
-        self.named: dict[int, str] = {}
-        weights = kinds.parameter_of(traced).keys()
-        for group, op, _ in _products(grouping, rules, traced):
-            factors = group.op_factors[group.ops.index(op.index)]
-            for factor in _experts(op, rules[op.key], weights):
-                self.named.setdefault(self._at(group.index, factors[factor]), "expert")
-        data: list[tuple[int, int]] = []
-        for port, argument, value in zip(planned.graph.inputs, traced.arguments, graph.block.inputs, strict=False):
-            home, shape = grouping.homes.get(value), graph.values[value].shape
-            if home is None or not home.group or not shape:
-                continue
-            if argument.role == "batch":
-                tokens = len(shape) == 2 and jnp.issubdtype(graph.values[value].dtype, jnp.integer)
-                inner = range(1, 2) if tokens else range(1, len(shape) - 1) if len(shape) > 3 else ()
-                for factor in (f for dim in inner for f in home.dims[dim]):
-                    self.named.setdefault(self._at(home.group, factor), "sequence" if tokens else "space")
-                data += [(home.group, factor) for factor in home.dims[0]]
-            elif port.kind == "crossing" and examples in shape[1:]:
-                data += [(home.group, factor) for factor in home.dims[1 + shape[1:].index(examples)]]
-        self.named.update((self._at(*factor), "data") for factor in data)
-
-    def of(self, group: int, factor: int) -> str:
-        """Returns the name of a factor; "tensor" for a factor without a known name."""
-        return self.named.get(self._at(group, factor), "tensor")
-
-    def _at(self, group: int, factor: int) -> int:
-        return self.component.get((self.node_of[group], factor), -1 - group)
+def _names(planned: PlannedStage, examples: int) -> dict[Place, str]:
+    """Names of factors in the user's words, by the dims of arguments that they are connected with."""
+    traced, grouping, rules = planned.graph.traced, planned.grouping, planned.rules
+    graph, weights = traced.graph, kinds.parameter_of(traced).keys()
+    inner: dict[str, list[Place]] = {"expert": [], "sequence": [], "space": []}
+    data: list[Place] = []
+    for group, op, _ in _products(grouping, rules, traced):
+        factors = group.op_factors[group.ops.index(op.index)]
+        inner["expert"] += [(group.index, factors[f]) for f in _experts(op, rules[op.key], weights)]
+    for port, argument, value in zip(planned.graph.inputs, traced.arguments, graph.block.inputs, strict=False):
+        home, shape = grouping.homes.get(value), graph.values[value].shape
+        if home is None or not home.group or not shape:
+            continue
+        if argument.role == "batch":
+            tokens = len(shape) == 2 and jnp.issubdtype(graph.values[value].dtype, jnp.integer)
+            dims = home.dims[1:] if tokens else home.dims[1:-1] if len(shape) > 3 else ()
+            inner["sequence" if tokens else "space"] += [(home.group, f) for dim in dims for f in dim]
+            data += [(home.group, f) for f in home.dims[0]]
+        elif port.kind == "crossing" and examples in shape[1:]:
+            data += [(home.group, f) for f in home.dims[1 + shape[1:].index(examples)]]
+    out: dict[Place, str] = {}
+    for name, places in inner.items():
+        for place in connected(grouping, places, every_part):
+            out.setdefault(place, name)
+    return out | dict.fromkeys(connected(grouping, data, every_part), "data")
 
 
 def _experts(op: Op, rule: Rule, weights: Set[int]) -> set[int]:

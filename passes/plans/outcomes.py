@@ -5,7 +5,7 @@
 
 Latency is the communication that remains with unlimited links. To first order, the parts that grow with the batch are
 the operations with a dim that the batch's leading dim flows into, and the bytes of the values that have such a dim; the
-dims are found by following values from the batch arguments through the groups that use them (`growing_factors`).
+dims are found by following values from the batch arguments through the groups that use them (`connected`).
 
 A plan differs from the chosen one in a few nodes, so only those and the transfers around them are summed again.
 """
@@ -21,9 +21,11 @@ from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import reshard_steps
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.local.forms import local_form
-from alpa_lite.passes.plans.alternatives import Changes, Sizes, changed_choice
-from alpa_lite.passes.plans.dims import growing_factors, touching
+from alpa_lite.passes.plans.alternatives import Changes, changed_choice
+from alpa_lite.passes.plans.decisions import touching
+from alpa_lite.passes.sharding.connected import connected, leading_part
 from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding.solver.problem import Problem
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.plan.records import Outcome
 
@@ -41,12 +43,15 @@ class Outcomes:
         rules: Mapping[Any, Rule],
         cost: MeshCost,
         space: Space,
+        problem: Problem,
         choice: Sequence[int],
-        sizes: Sizes,
     ) -> None:
         self._traced, self._grouping, self._rules, self._cost, self._space = traced, grouping, rules, cost, space
-        self._choice, self._sizes = list(choice), sizes
-        self._growing = growing_factors(traced, grouping, space)
+        self._problem, self._choice = problem, list(choice)
+        inputs = zip(traced.arguments, traced.graph.block.inputs, strict=False)
+        homes = [grouping.homes[v] for a, v in inputs if a.role == "batch" and traced.graph.values[v].shape]
+        batch = [(home.group, f) for home in homes if home.group for f in home.dims[0][:1]]
+        self._growing = {(space.node_of[g], f) for g, f in connected(grouping, batch, leading_part)}
         self._node, self._pair = functools.cache(self._node_parts), functools.cache(self._pair_parts)
         self._touching = touching(space)
         self._before = [self._transfer(t, self._choice) for t in range(len(space.moves))]
@@ -66,7 +71,7 @@ class Outcomes:
             latency_seconds=min(latency, communication),
             batch_seconds=min(batch, compute + communication),
             bytes_sent=round(sent),
-            bytes_per_device=round(self._sizes.peak(changes)),
+            bytes_per_device=round(self._problem.peak(after)),
             changed=sum(s != self._choice[i] for i, s in changes.items()),
         )
 

@@ -28,7 +28,7 @@ from alpa_lite.passes.sharding.limits import Constraints
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver.solve import evaluate
 from alpa_lite.passes.sharding.space import Strategy
-from alpa_lite.passes.sharding.tables import Shared
+from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.sharding.textbook import Operations
 from alpa_lite.passes.stages import repeating
 from alpa_lite.passes.stages.planning import DecidedStage
@@ -61,9 +61,8 @@ def replay(
     recorded = _recorded(groups, stage, mesh)
     fixed = Constraints(_argument_layouts(traced, groups, stage), recorded)
     regather = stage.ingredients.get("state gathered anew for late uses") == "True"
-    shared = Shared(traced, groups, repeating.repeats(graph, split_weights=split_weights))
-    cost = MeshCost(cluster, mesh)
-    space = strategies.build(traced, groups, rules, cost, constraints=fixed, regather=regather, shared=shared)
+    step = GroupedStep(traced, groups, rules, repeating.repeats(graph, split_weights=split_weights))
+    space = strategies.build(step, MeshCost(cluster, mesh), constraints=fixed, regather=regather)
     choice, missing = [], []
     for node in space.nodes:
         group = groups.groups[node.group]

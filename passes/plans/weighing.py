@@ -6,24 +6,23 @@ Weighing takes a tenth of what planning takes, more where there are many kinds o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import LogicalMesh
-from alpa_lite.passes.lowering.program import block_count
 from alpa_lite.passes.plans import alternatives
 from alpa_lite.passes.plans.alternatives import Forced
 from alpa_lite.passes.plans.decisions import transfer_seconds
 from alpa_lite.passes.plans.outcomes import Outcomes
 from alpa_lite.passes.programs.staged import Staged
-from alpa_lite.passes.sharding import space as strategy_space
 from alpa_lite.passes.sharding.groups import Dims, Grouping
 from alpa_lite.passes.sharding.solver.reading import from_graph
-from alpa_lite.passes.sharding.space import Node, Strategy
+from alpa_lite.passes.sharding.space import Node, Strategy, block_count, layout_of, made_layout
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.plan.records import Alternative, Stage
 
@@ -32,31 +31,25 @@ KEPT_ALTERNATIVES = {"leaf": 4, "heavy": 4}
 _KEPT_OF_OTHERS = 2  # elementwise operations follow their neighbours
 
 
-@dataclass(frozen=True, eq=False)
-class Weighing:
-    """Decided stages, ready for weighing alternatives within `budget` bytes per device."""
-
-    stages: tuple[DecidedStage, ...]
-    budget: float
-
-    def __call__(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        """The stages of their plan, each decision with its alternatives."""
-        known: dict[int, list[tuple[Alternative, ...]]] = {}  # stages that share a solution share what else there was
-        out = []
-        for planned, stage in zip(self.stages, stages, strict=True):
-            key = id(planned.found.solution)
-            if key not in known:
-                known[key] = _weighed(planned, self.budget)
-            pairs = zip(stage.decisions, known[key], strict=True)
-            out.append(replace(stage, decisions=tuple(replace(one, alternatives=others) for one, others in pairs)))
-        return tuple(out)
+def of(staged: Staged, budget: float) -> Callable[[Sequence[Stage]], tuple[Stage, ...]]:
+    """Returns a function that adds alternatives within `budget` bytes per device to the stages of a planned step."""
+    stages = [DecidedStage(one.graph, one.rules, one.grouping, one.found, one.cluster) for one in staged.stages]
+    return partial(_with_alternatives, stages, budget)
 
 
-def of(staged: Staged, budget: float) -> Weighing:
-    """Returns the weighing of a planned step's alternatives, within `budget` bytes per device."""
-    return Weighing(
-        tuple(DecidedStage(one.graph, one.rules, one.grouping, one.found, one.cluster) for one in staged.stages), budget
-    )
+def _with_alternatives(
+    decided: Sequence[DecidedStage], budget: float, stages: Sequence[Stage]
+) -> tuple[Stage, ...]:  # fmt: skip
+    """The stages of a plan, each decision with its alternatives."""
+    known: dict[int, list[tuple[Alternative, ...]]] = {}  # stages that share a solution share what else there was
+    out = []
+    for planned, stage in zip(decided, stages, strict=True):
+        key = id(planned.found.solution)
+        if key not in known:
+            known[key] = _weighed(planned, budget)
+        pairs = zip(stage.decisions, known[key], strict=True)
+        out.append(replace(stage, decisions=tuple(replace(one, alternatives=others) for one, others in pairs)))
+    return tuple(out)
 
 
 def _weighed(planned: DecidedStage, budget: float) -> list[tuple[Alternative, ...]]:
@@ -66,9 +59,8 @@ def _weighed(planned: DecidedStage, budget: float) -> list[tuple[Alternative, ..
     problem = from_graph(replace(found.space.program, budget=budget))
     kept = [KEPT_ALTERNATIVES.get(grouping.groups[node.group].kind, _KEPT_OF_OTHERS) for node in nodes]
     weighed = alternatives.weigh(problem, choice, kept)
-    sizes = alternatives.Sizes(problem, list(choice))
     cost = MeshCost(planned.cluster, found.mesh)
-    outcomes = Outcomes(traced, grouping, planned.rules, cost, found.space, choice, sizes)
+    outcomes = Outcomes(traced, grouping, planned.rules, cost, found.space, problem, choice)
     layouts = _Layouts(traced, grouping, found.mesh)
     return [
         _alternatives(nodes[number], weighed[number], moved, outcomes, layouts)
@@ -125,15 +117,7 @@ class _Layouts:
         value = self._result.get(node.group)
         if value is None:
             return "", 0
-        partial = strategy.partial
-        made = self._grouping.homes[value].dims
-        if group.kind == "heavy":
-            sums = {a for f, axes in zip(group.factors, strategy.axes, strict=True) if f.kind == "sum" for a in axes}
-            used = {a for dim in made for f in dim for a in strategy.axes[f]}
-            partial = tuple(a for a in self._mesh.axis_names if a in sums - used)
-        placed = strategy_space.layout_of(made, strategy, partial)
+        placed = made_layout(group, self._grouping.homes[value].dims, strategy, self._mesh)
         size = int(self._traced.graph.values[value].nbytes / block_count(placed, self._mesh))
-        operands = [
-            strategy_space.layout_of(dims, strategy) for _, dims in sorted(self._operands.get(node.group, {}).items())
-        ]
+        operands = [layout_of(dims, strategy) for _, dims in sorted(self._operands.get(node.group, {}).items())]
         return f"{' x '.join(map(str, operands))} -> {placed}" if operands else str(placed), size

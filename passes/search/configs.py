@@ -32,7 +32,7 @@ from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.layers.stacked_sums import add_within_scans
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.sharding.groups import Grouping
-from alpa_lite.passes.sharding.tables import Shared
+from alpa_lite.passes.sharding.tables import GroupedStep
 
 MAX_LAYERS = 72
 """The most layers that a forward pass is cut into: 64 parts of repeated blocks, and those before and after them."""
@@ -118,7 +118,7 @@ class AnalyzedStep:
     layers: int
     rules: Mapping[Any, Rule]
     groups: Grouping
-    shared: Shared
+    shared: GroupedStep
 
 
 class Analyses:
@@ -138,7 +138,7 @@ class Analyses:
         loop, layers = self.loop_of(config)
         rules = self._rules(loop.traced)
         groups = self._run("grouping", sharding.group, loop.traced, rules)
-        return AnalyzedStep(config, loop, layers, rules, groups, Shared(loop.traced, groups))
+        return AnalyzedStep(config, loop, layers, rules, groups, GroupedStep(loop.traced, groups, rules))
 
     def loop_of(self, config: ExecutionConfig) -> tuple[Accumulated, int]:
         """The step as one mesh runs it, with several micro-batches a loop over them, and the number of its layers.

@@ -30,7 +30,7 @@ from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.search import best_first, configs
 from alpa_lite.passes.search.best_first import Candidate, Expansion, FoundPlan
 from alpa_lite.passes.search.configs import Analyses, AnalyzedStep, ExecutionConfig, next_feasible_microbatches
-from alpa_lite.passes.sharding import computing, mesh_program, tables
+from alpa_lite.passes.sharding import computing, mesh_program
 from alpa_lite.passes.sharding.hiding import Hiding
 from alpa_lite.passes.sharding.mesh_program import MeshProgram, MeshSolution, Solved
 from alpa_lite.passes.sharding.solver import solve
@@ -169,7 +169,7 @@ class OneMeshSearch:
         """Whether the unrestricted program on the mesh of one axis has all plans of a textbook method."""
         step, cluster = self.analyses.of(config), self.request.cluster
         assert family.textbook is not None
-        return mesh_program.has_all_plans_of(step.loop.traced, step.groups, cluster, family.textbook, step.shared)
+        return mesh_program.has_all_plans_of(step.shared, cluster, family.textbook)
 
     def compute_seconds(self) -> float:
         """Estimated seconds for which a step computes on all devices, by the plans of one mesh and their rooflines.
@@ -210,7 +210,7 @@ class OneMeshSearch:
         key = (0, *config.rank, family.order, *key)
         return Candidate(name, (0, *config.rank), key, waiting, expand, is_floor=True)
 
-    def solve_program(self, program: MeshProgram, space: Space, known: solve.Known, cutoff: float) -> Solved:
+    def solve_program(self, program: MeshProgram, space: Space, known: solve.SolverState, cutoff: float) -> Solved:
         """The best choice of a program within the budget; below the cutoff, unless communication may be hidden."""
         limit = math.inf if self.request.cluster.overlaps else cutoff
         solved = mesh_program.solve_within_budget
@@ -274,10 +274,7 @@ class OneMeshSearch:
         """
         r = self.request
         said = {} if method else {"pins": r.pins, "wishes": r.wishes}
-        return mesh_program.mesh_programs(
-            step.loop.traced, step.groups, step.rules, r.cluster, method or r.method, budget=r.budget,
-            shared=step.shared, **said,
-        )  # fmt: skip
+        return mesh_program.mesh_programs(step.shared, r.cluster, method or r.method, budget=r.budget, **said)
 
     def _expand(self, family: Family, config: ExecutionConfig, cutoff: float) -> Expansion:
         """One candidate for each mesh shape."""
@@ -298,7 +295,7 @@ class OneMeshSearch:
                 return Expansion()
             raise
         work = 0 if method else best_first.ANALYSIS_PER_OP * sum(1 for _ in step.loop.traced.graph.ops())
-        least = tables.in_equal_parts(step.shared, request.cluster.num_devices)
+        least = step.shared.peak / request.cluster.num_devices
         if least <= request.budget:
             return Expansion([self._of_program(family, step, one, n) for n, one in enumerate(programs)], work=work)
         family.records[config].least = least
@@ -308,7 +305,7 @@ class OneMeshSearch:
 
     def _of_program(
         self, family: Family, step: AnalyzedStep, program: MeshProgram, number: int,
-        bounded: solve.Bound | None = None,
+        bounded: solve.SolverState | None = None,
     ) -> Candidate:  # fmt: skip
         """All plans of a configuration on the mesh of that number, with its bound once the program is built."""
         config, shape = step.config, program.mesh.shape
@@ -333,11 +330,11 @@ class OneMeshSearch:
         """The same mesh with its program built and bounded; or configurations that use less memory, if none fits."""
         config, mesh, record = step.config, program.mesh, family.records[step.config]
         space = self.run("sharding", program.build)
-        bound = solve.Bound(space.program)
+        bound = solve.SolverState(space.program)
         if not family.textbook:
             plans = [plan.value.found for plan in self.found if plan.value.step is step]
             choices = [mesh_program.map_choice_to(plan, space) for plan in plans if plan.mesh == mesh]
-            bound.known.choices += [choice for choice in choices if choice is not None]
+            bound.choices += [choice for choice in choices if choice is not None]
         for _ in range(IMPROVEMENTS):
             self.run("sharding", bound.improve)
         record.peak = max(record.peak, program.peak_seconds(space))
@@ -350,11 +347,11 @@ class OneMeshSearch:
         return Expansion([self._of_program(family, step, program, number, bound)], work=work)
 
     def _solve(
-        self, family: Family, step: AnalyzedStep, program: MeshProgram, bounded: solve.Bound, cutoff: float
+        self, family: Family, step: AnalyzedStep, program: MeshProgram, bounded: solve.SolverState, cutoff: float
     ) -> Expansion:  # fmt: skip
         """The solution of a program, and configurations that use less memory where memory binds."""
         bounds, mesh = family.records[step.config].bounds, program.mesh
-        found = self.solve_program(program, program.build(), bounded.known, cutoff)
+        found = self.solve_program(program, program.build(), bounded, cutoff)
         bounds[mesh] = max(bounds[mesh], found.free_bound)
         least, work, solution = found.solution.bound / self.speedup, found.work, found.solution
         if not solution.choice:
@@ -387,8 +384,8 @@ class OneMeshSearch:
         more = config.microbatches
         if family.state < request.budget and request.num_microbatches is None:
             more = next_feasible_microbatches(more, max(least, family.state), family.state, request.budget)
-            facts = self.analyses.of(ExecutionConfig()).shared.facts if family.cuts_examples else None
-            if facts is None or may_be_cut(facts, more * request.cluster.num_devices):
+            whole = self.analyses.of(ExecutionConfig()).shared if family.cuts_examples else None
+            if whole is None or may_be_cut(whole, more * request.cluster.num_devices):
                 out += self.open(family, replace(config, microbatches=more))
         if family.textbook:
             return out

@@ -29,7 +29,7 @@ from alpa_lite.passes.layers.division import MAX_OUTER_LAYERS, Divisible, divide
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.microbatches.loop import Accumulated
-from alpa_lite.passes.plans import candidates
+from alpa_lite.passes.plans.comparing import compared_pipelines
 from alpa_lite.passes.programs.staged import Staged, Verdict, estimated_bytes
 from alpa_lite.passes.search.best_first import FoundPlan
 from alpa_lite.passes.search.configs import MAX_LAYERS
@@ -199,7 +199,7 @@ class PipelineAnalyses:
             slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual, slices=len(tokens) or 1
         )
         verdict = Verdict(
-            "layers", "feasible", chosen.seconds, chosen.bound, candidates.of_stages(chosen), chosen.idle_devices
+            "layers", "feasible", chosen.seconds, chosen.bound, compared_pipelines(chosen), chosen.idle_devices
         )  # fmt: skip
         attempt, split = 0, schedule.splits_backward
         while True:

@@ -86,7 +86,7 @@ def _write(run: Passes, request: PlanRequest, one: OneMeshSearch, chosen: FoundP
     loop, costs = step.loop, tuple[str, ...]()
     if worth.items(loop.traced, request.wishes):
         costs = run(
-            "constraints", worth.worth, loop.traced, step.groups, step.rules, request.cluster, request.method, found,
+            "constraints", worth.worth, step.shared, request.cluster, request.method, found,
             budget=request.budget, pins=request.pins, wishes=request.wishes,
         )  # fmt: skip
     objective, own = found.solution.objective, found.solution.bound

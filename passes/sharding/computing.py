@@ -25,7 +25,7 @@ from alpa_lite.passes.ir.primitives import PRODUCTS, work, working_dtype
 from alpa_lite.passes.sharding.groups import Dims, Group, factors_in
 from alpa_lite.passes.sharding.mesh_tables import Choices, Reached
 from alpa_lite.passes.sharding.space import Space
-from alpa_lite.passes.sharding.tables import Shared
+from alpa_lite.passes.sharding.tables import GroupedStep
 
 
 @dataclass(eq=False)
@@ -62,16 +62,14 @@ class Computing:
     """The roofline of the local work of groups on one mesh.
 
     Args:
-      rules: `Op.key` -> its rule.
       cost: of the mesh.
-      shared: the grouped step.
     """
 
-    def __init__(self, rules: Mapping[object, Rule], cost: MeshCost, shared: Shared):
-        self.rules, self.cost, self.mesh, self.shared = rules, cost, cost.mesh, shared
-        self.values: tuple[Value, ...] = shared.traced.graph.values
-        self.inputs = set(shared.traced.graph.block.inputs)
-        arguments = zip(shared.traced.graph.block.inputs, shared.traced.arguments, strict=False)
+    def __init__(self, step: GroupedStep, cost: MeshCost) -> None:
+        self.step, self.rules, self.cost = step, step.rules, cost
+        self.values: tuple[Value, ...] = step.traced.graph.values
+        self.inputs = set(step.traced.graph.block.inputs)
+        arguments = zip(step.traced.graph.block.inputs, step.traced.arguments, strict=False)
         self.batch = {value for value, argument in arguments if argument.role == "batch"}
 
     def terms(
@@ -87,9 +85,9 @@ class Computing:
           produced: the layouts in which a value may be made, by the strategies of its group.
         """
         key = group.index, typical
-        if key not in self.shared.works:
-            self.shared.works[key] = self.work(self.shared.grouping.groups[typical])
-        found = self.shared.works[key]
+        if key not in self.step.works:
+            self.step.works[key] = self.work(self.step.grouping.groups[typical])
+        found = self.step.works[key]
         moved = np.zeros(len(choices.strategies))
         for dims, nbytes in found.moved.items():
             moved += nbytes / choices.cut(dims)
@@ -105,7 +103,7 @@ class Computing:
         """Returns the work of a group, which is the same for all strategies."""
         out = _Work()
         for number, factors in zip(group.ops, group.op_factors, strict=True):
-            op, moved = self.shared.grouping.ops[number], self.shared.moved[number]
+            op, moved = self.step.grouping.ops[number], self.step.moved[number]
             rule = self.rules[op.key]
             out.dtype = working_dtype(op, self.values) or out.dtype
             out.flops += work(op, rule, self.values)
@@ -125,7 +123,7 @@ class Computing:
                     out.made.append((value, nbytes))
                 elif nbytes:
                     out.add(dims, factors, nbytes)
-        for value in self.shared.homes_of.get(group.index, ()):
+        for value in self.step.homes_of.get(group.index, ()):
             if value in self.inputs:
                 # The batch is brought in. Of state a smaller block is the better one, if nothing else decides.
                 share = 1.0 if value in self.batch else _BLOCK
@@ -134,7 +132,7 @@ class Computing:
 
     def efficiencies(self, group: Group, choices: Choices, found: _Work) -> Sequence[float | None]:
         """Returns the share of the peak that operations reach, by strategy (at a product's local sizes); or None."""
-        op = self.shared.grouping.ops[group.ops[0]] if group.kind == "heavy" else None
+        op = self.step.grouping.ops[group.ops[0]] if group.kind == "heavy" else None
         if op is None or op.name not in PRODUCTS:
             return [found.efficiency] * (len(choices.strategies) if op else 1)
         left, right = map(factors_in, self.rules[op.key].operands[:2])
@@ -161,7 +159,7 @@ def attention_efficiency(op: Op, values: Sequence[Value], cluster: Cluster) -> f
 _BLOCK = 0.01
 
 
-def at_peak(shared: Shared, cost: MeshCost, space: Space) -> float:
+def at_peak(step: GroupedStep, cost: MeshCost, space: Space) -> float:
     """Seconds of a step in equal parts on all devices, at the rate of large products: no plan of any mesh takes less.
 
     However a group is cut, each of D devices computes no less than 1 / D of its FLOPs, and moves no less than 1 / D of
@@ -173,9 +171,9 @@ def at_peak(shared: Shared, cost: MeshCost, space: Space) -> float:
     """
     total = 0.0
     for node in space.nodes:
-        work = shared.works.get((node.group, node.members[len(node.members) // 2]))
+        work = step.works.get((node.group, node.members[len(node.members) // 2]))
         if work is not None:
-            runs = shared.grouping.groups[node.group].trips * len(node.members)
+            runs = step.grouping.groups[node.group].trips * len(node.members)
             computed = cost.compute(work.flops, work.bytes, work.dtype, work.efficiency)
             total += runs * (computed / cost.cluster.num_devices + work.starts * cost.cluster.kernel_start)
     return total

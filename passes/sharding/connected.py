@@ -10,7 +10,8 @@ them holds, since only the major part of a dim that is made of several factors b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from alpa_lite.ir.graph import Traced
 from alpa_lite.passes.ir.remembered import remembered
@@ -19,17 +20,33 @@ from alpa_lite.passes.sharding.groups import Grouping
 Place = tuple[int, int]
 """A factor of a group: their numbers."""
 
-_Link = tuple[int, tuple[int, ...], int, tuple[int, ...]]
+Dim = tuple[int, ...]
+Pairs = Callable[[Dim, Dim], Iterable[tuple[int, int]]]
 
 
-def connected(grouping: Grouping, start: Iterable[Place]) -> set[Place]:
-    """The factors that hang together with some, those included."""
+def every_part(made: Dim, used: Dim) -> Iterable[tuple[int, int]]:
+    """The pairs of factors between which a dim passes: part by part, or all with all where it is divided otherwise.
+
+    The examples of a batch are both the micro-batches and the examples of each.
+    """
+    return zip(made, used, strict=True) if len(made) == len(used) else itertools.product(made, used)
+
+
+def leading_part(made: Dim, used: Dim) -> Iterable[tuple[int, int]]:
+    """Likewise, but a dim that is divided otherwise grows with its first factor alone."""
+    return zip(made, used, strict=True) if len(made) == len(used) else [(made[0], used[0])]
+
+
+def connected(grouping: Grouping, start: Iterable[Place], pairs: Pairs = itertools.product) -> set[Place]:
+    """The factors that hang together with some, those included: by default each with each that its dim passes to."""
     links, found, waiting = _links(grouping), set[Place](), list(start)
     while waiting:
         group, factor = waiting.pop()
         if (group, factor) not in found:
             found.add((group, factor))
-            waiting += [(other, f) for _, here, other, there in links.get(group, ()) if factor in here for f in there]
+            for here, other, there in links.get(group, ()):
+                if factor in here:
+                    waiting += [(other, f) for mine, f in pairs(here, there) if mine == factor]
     return found
 
 
@@ -57,7 +74,7 @@ def examples(traced: Traced, grouping: Grouping) -> dict[int, dict[int, int]]:
     while waiting:
         group = waiting.pop()
         mine = found[group]
-        for _, here, other, there in links.get(group, ()):
+        for here, other, there in links.get(group, ()):
             count = _count(here, mine, sizes[group])
             for factor in there:
                 if count <= 1:
@@ -82,9 +99,9 @@ def _count(dim: Collection[int], counts: Mapping[int, int], sizes: Sequence[int]
 
 
 @remembered
-def _links(grouping: Grouping) -> Mapping[int, set[_Link]]:
-    """Group -> (group, factors of a dim there, another group, factors of that dim there), in both directions."""
-    found: dict[int, set[_Link]] = {}
+def _links(grouping: Grouping) -> Mapping[int, set[tuple[Dim, int, Dim]]]:
+    """Group -> (factors of a dim there, another group, factors of that dim there), in both directions."""
+    found: dict[int, set[tuple[Dim, int, Dim]]] = {}
     seen = set()
     for demand in grouping.demands:
         home = grouping.homes.get(demand.value)
@@ -96,6 +113,6 @@ def _links(grouping: Grouping) -> Mapping[int, set[_Link]]:
         seen.add(key)
         for made, used in zip(home.dims, demand.dims, strict=True):
             if made and used:
-                found.setdefault(home.group, set()).add((home.group, made, demand.group, used))
-                found.setdefault(demand.group, set()).add((demand.group, used, home.group, made))
+                found.setdefault(home.group, set()).add((made, demand.group, used))
+                found.setdefault(demand.group, set()).add((used, home.group, made))
     return found

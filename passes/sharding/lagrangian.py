@@ -18,25 +18,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import InfeasibleError
-from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import LogicalMesh
-from alpa_lite.ir.strategy import Rule, Solution
+from alpa_lite.ir.strategy import Solution
 from alpa_lite.passes.sharding import strategies
-from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.limits import Admitted
 from alpa_lite.passes.sharding.mesh_program import MeshSolution, choice_of
 from alpa_lite.passes.sharding.solver.problem import price_memory
 from alpa_lite.passes.sharding.solver.search import Search
-from alpa_lite.passes.sharding.solver.solve import Known
+from alpa_lite.passes.sharding.solver.solve import SolverState
 from alpa_lite.passes.sharding.space import Space
-from alpa_lite.passes.sharding.tables import Shared
+from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.plan.records import Candidate
 
 MAX_SLOWDOWN = 1.3
@@ -58,7 +55,7 @@ class LagrangianSearch:
     """
 
     spaces: tuple[Space, ...]
-    known: tuple[Known, ...]
+    known: tuple[SolverState, ...]
     rough: tuple[Solution, ...]
     unit: float
     max_work: int
@@ -94,7 +91,7 @@ class LagrangianSearch:
         """
         fastest = min(rough.objective for rough in self.rough)
         solutions: dict[int, Solution] = {}
-        waiting: dict[int, Known] = {}
+        waiting: dict[int, SolverState] = {}
         for i, rough in enumerate(self.rough):
             if not price and (rough.gap <= self.gap or rough.bound >= fastest):
                 solutions[i] = rough
@@ -122,15 +119,7 @@ class LagrangianSearch:
 
 
 def search_at_prices(
-    traced: Traced,
-    grouping: Grouping,
-    rules: Mapping[Any, Rule],
-    cluster: Cluster,
-    admitted: Admitted,
-    *,
-    max_work: int,
-    gap: float,
-    shared: Shared | None = None,
+    step: GroupedStep, cluster: Cluster, admitted: Admitted, *, max_work: int, gap: float
 ) -> LagrangianSearch:
     """The programs of some mesh shapes.
 
@@ -138,29 +127,24 @@ def search_at_prices(
       admitted: the meshes of the cluster's devices, and what is allowed on each.
       max_work: of each solve, in the unit of `solver.work`.
       gap: (objective - bound) / objective at which a choice counts as optimal.
-      shared: what the programs of several meshes have in common, to make it once.
 
     Raises:
       InfeasibleError: a program has no choice, or none was found.
     """
-    shared = shared or Shared(traced, grouping)
-    spaces = tuple(
-        strategies.build(traced, grouping, rules, MeshCost(cluster, mesh), constraints=constraints, shared=shared)
-        for mesh, constraints in admitted
-    )  # fmt: skip
-    return _solve_roughly(spaces, max_work, gap)
+    programs = [strategies.build(step, MeshCost(cluster, mesh), constraints=limit) for mesh, limit in admitted]
+    return _solve_roughly(tuple(programs), max_work, gap)
 
 
 def _solve_roughly(spaces: tuple[Space, ...], max_work: int, gap: float) -> LagrangianSearch:
     """Programs with their rough solutions."""
-    known = tuple(Known(space.program) for space in spaces)
+    known = tuple(SolverState(space.program) for space in spaces)
     rough = tuple(_solved(dict(enumerate(known)), 0.0, gap=max(gap, ROUGH_GAP), max_work=max_work).values())
     offered = LagrangianSearch(spaces, known, rough, 1.0, max_work, gap)
     seconds, size = offered.fastest
     return replace(offered, unit=seconds / size)
 
 
-def _solved(problems: Mapping[int, Known], price: float, *, gap: float, max_work: int) -> dict[int, Solution]:
+def _solved(problems: Mapping[int, SolverState], price: float, *, gap: float, max_work: int) -> dict[int, Solution]:
     """Returns the best choices at a price in seconds per byte; objectives include the price of memory."""
     out = {}
     for i, known in problems.items():

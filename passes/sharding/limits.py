@@ -37,9 +37,9 @@ from alpa_lite.ir.paths import shown
 from alpa_lite.manual import NAMES, Manual
 from alpa_lite.methods import STRATEGIES, DataParallel, Sharded, TensorParallel
 from alpa_lite.passes.sharding import connected, kinds
-from alpa_lite.passes.sharding.facts import Facts
 from alpa_lite.passes.sharding.fulfilling import completions, described, fits
 from alpa_lite.passes.sharding.groups import Grouping, factors_in
+from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.sharding.textbook import (
     Operations,
     OverExamples,
@@ -149,23 +149,23 @@ Admitted = tuple[tuple[LogicalMesh, Constraints], ...]
 
 
 def admitted(
-    traced: Traced, grouping: Grouping, cluster: Cluster, method: Any, wishes: Wishes = NO_WISHES,
-    pins: Pins = NO_PINS, max_axes: int = 3, facts: Facts | None = None,
-) -> Admitted:  # fmt: skip
+    step: GroupedStep,
+    cluster: Cluster,
+    method: Any,
+    wishes: Wishes = NO_WISHES,
+    pins: Pins = NO_PINS,
+    max_axes: int = 3,
+) -> Admitted:
     """Returns the meshes of a cluster on which a method can meet its constraints, with the constraints on each.
-
-    Args:
-      facts: of the grouped step, to compute them once for several methods.
 
     Raises:
       OptionError: there is none; gives the reason of the first.
     """
     found: list[tuple[LogicalMesh, Constraints]] = []
     errors: list[OptionError] = []
-    facts = facts or Facts(traced, grouping)
     for mesh in tuple(mesh for mesh, _ in pins.meshes) or meshes(cluster, method, max_axes, wishes):
         try:
-            found.append((mesh, limits(traced, grouping, method, mesh, wishes, pins, facts)))
+            found.append((mesh, limits(step, method, mesh, wishes, pins)))
         except OptionError as error:
             errors.append(error)
     if not found:
@@ -174,9 +174,8 @@ def admitted(
 
 
 def limits(
-    traced: Traced, grouping: Grouping, method: Any, mesh: LogicalMesh, wishes: Wishes = NO_WISHES,
-    pins: Pins = NO_PINS, facts: Facts | None = None,
-) -> Constraints:  # fmt: skip
+    step: GroupedStep, method: Any, mesh: LogicalMesh, wishes: Wishes = NO_WISHES, pins: Pins = NO_PINS
+) -> Constraints:
     """Returns the constraints on a mesh; see the module.
 
     - DataParallel: the batch sharded over its first dim, state replicated and updated whole on every device.
@@ -187,9 +186,9 @@ def limits(
       MicrobatchError: micro-batches have too few examples for data parallelism.
       OptionError: if a batch argument does not divide over the devices, or a spec does not fit an argument.
     """
-    rest, facts = base(method), facts or Facts(traced, grouping)
+    rest, traced, grouping = base(method), step.traced, step.grouping
     values, inputs = traced.graph.values, traced.graph.block.inputs
-    for op in facts.constraints:
+    for op in step.constraints:
         if op.params["mesh"] is None:  # of the option `constrain`
             _check(Wish(op.params["dims"], op.params["why"]), values[op.results[0]].shape, mesh, "a value")
     found: Layouts = {}
@@ -209,11 +208,11 @@ def limits(
     if isinstance(rest, Textbook):
         taken = {a for p in wishes.given for axes in wishes.leaves[p].dims for a in axes or ()}
         free = tuple(a for a in mesh.axis_names if a not in taken)
-        found |= _textbook(facts, rest, mesh, free or mesh.axis_names, own)
+        found |= _textbook(step, rest, mesh, free or mesh.axis_names, own)
         if free and not pins:
-            operations = textbook(facts, rest, mesh, free, own)
+            operations = textbook(step, rest, mesh, free, own)
             count = mesh.product(free)
-            if isinstance(operations, OverExamples) and share_in_pieces(facts, count) > _MOST:
+            if isinstance(operations, OverExamples) and share_in_pieces(step, count) > _MOST:
                 raise MicrobatchError(
                     f"most of the step works on fewer examples at a time than divide over {count} devices, or on a "
                     "number that does not: use fewer micro-batches, a larger batch, or method='auto'."
@@ -221,7 +220,7 @@ def limits(
     pinned = {grouping.leaves[number]: (pin.layout,) for number, pin in pins.arguments.items()}
     layouts = found | named | {group: layouts for group, layouts in pinned.items() if group}
     again = operations is not None and zero_stage(rest) == 3
-    return Constraints(layouts, operations, again, *_forbidden(facts, wishes.forbidden))
+    return Constraints(layouts, operations, again, *_forbidden(step, wishes.forbidden))
 
 
 _MOST = 0.5  # of the work of products
@@ -234,10 +233,10 @@ def _check(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh, name: str) -> 
         raise OptionError(f"{wish.why} does not fit {name} of shape {shape}: {wrong}.")
 
 
-def _forbidden(facts: Facts, names: Collection[str]) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
+def _forbidden(step: GroupedStep, names: Collection[str]) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
     """Returns `whole` and `ungathered` of `Constraints` if some of `STRATEGIES` are forbidden."""
     assert set(names) <= set(STRATEGIES)
-    traced, grouping = facts.traced, facts.grouping
+    traced, grouping = step.traced, step.grouping
     read = kinds.parameter_of(traced).keys()
     whole: set[connected.Place] = set()
     ungathered: set[int] = set()
@@ -255,7 +254,7 @@ def _forbidden(facts: Facts, names: Collection[str]) -> tuple[dict[int, frozense
     return by_group(whole), frozenset(ungathered)
 
 
-def _textbook(facts: Facts, method: Textbook, mesh: LogicalMesh, axes: Axes, named: Collection[int]) -> Layouts:
+def _textbook(step: GroupedStep, method: Textbook, mesh: LogicalMesh, axes: Axes, named: Collection[int]) -> Layouts:
     """Returns the argument layouts of a textbook method, data-parallel over some axes. Frozen weights are parameters.
 
     Args:
@@ -264,7 +263,7 @@ def _textbook(facts: Facts, method: Textbook, mesh: LogicalMesh, axes: Axes, nam
     Raises:
       OptionError: the batch does not divide, or there is none that data parallelism could shard.
     """
-    traced, grouping, values = facts.traced, facts.grouping, facts.traced.graph.values
+    traced, grouping, values = step.traced, step.grouping, step.traced.graph.values
     if isinstance(method, DataParallel) and not traced.state and all(a.role != "batch" for a in traced.arguments):
         raise OptionError(
             "method=DataParallel() shards the batch, but no argument was taken as the batch; name it with "
@@ -276,7 +275,7 @@ def _textbook(facts: Facts, method: Textbook, mesh: LogicalMesh, axes: Axes, nam
     batch = [shape for shape, a in zip(shapes, traced.arguments, strict=False) if a.role == "batch" and shape]
     may_be_whole = not traced.batch_named and any(shape[0] % count == 0 for shape in batch)
     cut_by_loops = _stacked(grouping)
-    in_blocks = parameters_of_products(facts, count) if tensor else set()
+    in_blocks = parameters_of_products(step, count) if tensor else set()
 
     def blocks(group: int, shape: tuple[int, ...]) -> tuple[Layout, ...]:
         """One dim over all axes; a stack of layers along another one than the stack's, if that divides."""

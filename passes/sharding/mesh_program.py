@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,13 +22,13 @@ from alpa_lite.errors import InfeasibleError
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.paths import shown
-from alpa_lite.ir.strategy import Rule, Solution
+from alpa_lite.ir.strategy import Solution
 from alpa_lite.methods import Method
 from alpa_lite.passes.ir.primitives import PRODUCTS
-from alpa_lite.passes.sharding import computing, limits, strategies, tables
-from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding import computing, limits, strategies
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space, Strategy
+from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.plan.pins import NO_PINS, NO_WISHES, Pins, Wishes
 from alpa_lite.plan.records import Candidate
 from alpa_lite.report import units
@@ -101,9 +101,8 @@ class Solved:
 
 
 def mesh_programs(
-    traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cluster: Cluster, method: Any, *, budget: float,
-    shared: tables.Shared, pins: Pins = NO_PINS, wishes: Wishes = NO_WISHES,
-) -> list[MeshProgram]:  # fmt: skip
+    step: GroupedStep, cluster: Cluster, method: Any, *, budget: float, pins: Pins = NO_PINS, wishes: Wishes = NO_WISHES
+) -> list[MeshProgram]:
     """The programs of every mesh that a method admits, the most promising meshes first.
 
     On several nodes that is the mesh with one axis along the nodes and one within them, and the mesh of one axis. Then
@@ -114,11 +113,12 @@ def mesh_programs(
       OptionError: the method cannot be applied to these arguments or this number of devices.
     """
     out = []
-    for mesh, constraints in limits.admitted(traced, grouping, cluster, method, wishes, pins, facts=shared.facts):
-        cost, given = MeshCost(cluster, mesh), {"budget": budget, "constraints": constraints, "shared": shared}
-        build = functools.cache(functools.partial(strategies.build, traced, grouping, rules, cost, **given))
-        peak_seconds = functools.partial(computing.at_peak, shared, cost)
-        out.append(MeshProgram(mesh, cluster.platform not in strategies.MERGING, build, peak_seconds))
+    for mesh, constraints in limits.admitted(step, cluster, method, wishes, pins):
+        cost = MeshCost(cluster, mesh)
+        build = functools.partial(strategies.build, step, cost, budget=budget, constraints=constraints)
+        peak_seconds = functools.partial(computing.at_peak, step, cost)
+        regathers = cluster.platform not in strategies.MERGING
+        out.append(MeshProgram(mesh, regathers, functools.cache(build), peak_seconds))
 
     def key(program: MeshProgram) -> tuple[bool, int, float]:
         shape = program.mesh.shape
@@ -129,7 +129,7 @@ def mesh_programs(
 
 
 def solve_within_budget(
-    program: MeshProgram, space: Space, budget: float, cutoff: float, known: solve.Known
+    program: MeshProgram, space: Space, budget: float, cutoff: float, known: solve.SolverState
 ) -> Solved:  # fmt: skip
     """The best choice on one mesh within a budget of bytes per device, in up to three solves.
 
@@ -155,14 +155,14 @@ def solve_within_budget(
 
 def solve_meshes(programs: Sequence[MeshProgram], budget: float) -> tuple[MeshProgram, Space, Solution] | None:
     """The best plan of some meshes within a budget, in the order of their bounds; None if none fits."""
-    bounded = [(solve.Bound(program.build().program), program) for program in programs]
+    bounded = [(solve.SolverState(program.build().program), program) for program in programs]
     for bound, _ in bounded:
         bound.improve()
     best: tuple[MeshProgram, Space, Solution] | None = None
     for bound, program in sorted(bounded, key=lambda pair: pair[0].seconds):
         cutoff = math.inf if best is None else best[2].objective
         if bound.seconds < cutoff:
-            found = solve_within_budget(program, program.build(), budget, cutoff, bound.known)
+            found = solve_within_budget(program, program.build(), budget, cutoff, bound)
             if found.solution.choice and found.solution.objective < cutoff:
                 best = program, found.space, found.solution
     return best
@@ -184,9 +184,7 @@ def map_choice_to(plan: MeshSolution, space: Space) -> np.ndarray | None:
     return np.array(out)
 
 
-def has_all_plans_of(
-    traced: Traced, grouping: Grouping, cluster: Cluster, method: Method, shared: tables.Shared
-) -> bool:  # fmt: skip
+def has_all_plans_of(step: GroupedStep, cluster: Cluster, method: Method) -> bool:
     """Whether the plans of a method are among those of the unrestricted program on the mesh of one axis.
 
     They are where the method tells no groups apart that are tied otherwise, and leaves no axis idle where products hold
@@ -195,9 +193,9 @@ def has_all_plans_of(
     Raises:
       OptionError: the method cannot be applied.
     """
-    ((_, constraints),) = limits.admitted(traced, grouping, cluster, method, facts=shared.facts)
+    grouping, ((_, constraints),) = step.grouping, limits.admitted(step, cluster, method)
     if constraints.operations is not None:
-        groups = [grouping.groups[index] for index in shared.facts.examples]
+        groups = [grouping.groups[index] for index in step.examples]
         products = [group for group in groups if group.kind == "heavy" and grouping.ops[group.ops[0]].name in PRODUCTS]
         if not all(map(constraints.operations.fills, products)):
             return False

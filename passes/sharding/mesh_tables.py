@@ -20,7 +20,7 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import Layout, LogicalMesh
 from alpa_lite.passes.sharding.groups import Dims
 from alpa_lite.passes.sharding.prices import divides, pairs
-from alpa_lite.passes.sharding.space import Strategy, layout_of
+from alpa_lite.passes.sharding.space import Strategy, block_count, layout_of
 
 T = TypeVar("T")
 
@@ -40,12 +40,7 @@ class Reached:
     @cached_property
     def blocks(self) -> np.ndarray:
         """[layouts] into how many blocks each cuts a tensor."""
-        return np.array([blocks(layout, self.mesh) for layout in self.layouts])
-
-
-def blocks(layout: Layout, mesh: LogicalMesh) -> int:
-    """Into how many blocks a layout cuts a tensor."""
-    return math.prod([mesh.product(axes) for axes in layout.dims])
+        return np.array([block_count(layout, self.mesh) for layout in self.layouts])
 
 
 def classify(layouts: Sequence[Layout], mesh: LogicalMesh) -> Reached:
@@ -135,6 +130,6 @@ def _moves(
     joint, alpha, beta = pairs(cost, produced, wanted, nbytes)
     costly = (joint + alpha + beta) > 0
     which = np.flatnonzero(costly.any(0)).tolist()
-    copies = tuple([(q, blocks(wanted[q], cost.mesh), costly[:, q] * 1.0) for q in which])
+    copies = tuple([(q, block_count(wanted[q], cost.mesh), costly[:, q] * 1.0) for q in which])
     refused = [not divides(shape, layout, cost.mesh) for layout in wanted]
     return Moves(joint, np.where(refused, math.inf, alpha), beta, copies)

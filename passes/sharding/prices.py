@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -73,46 +71,18 @@ def _coefficients(
     return alpha[0], alpha[1], beta
 
 
-class Recent:
-    """Arrays by key, those used last, as many as take a number of bytes.
-
-    Attributes:
-      limit: bytes. nbytes: of what is kept.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit, self.nbytes = limit, 0
-        self._arrays: OrderedDict[object, np.ndarray] = OrderedDict()
-        self._lock = threading.Lock()
-
-    def get(self, key: object, make: Callable[[], np.ndarray]) -> np.ndarray:
-        """The array of a key, made if it is not there."""
-        with self._lock:
-            if key not in self._arrays:
-                self._arrays[key] = make()
-                self.nbytes += self._arrays[key].nbytes
-            self._arrays.move_to_end(key)
-            array = self._arrays[key]
-            while self.nbytes > self.limit:
-                self.nbytes -= self._arrays.popitem(last=False)[1].nbytes
-        return array
-
-
-RECENT = Recent(64 * 2**20)
-"""Tables of `pairs`: layers, stages and later plans on equal clusters and meshes share them."""
-
-
 def pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...], nbytes: float) -> np.ndarray:
     """[3, P, Q] coefficients of every pair of layouts of one rank, as of `_coefficients`.
 
     Args:
       nbytes: of the tensor.
     """
-    size = float(nbytes) if cost.cluster.collectives else 0.0
-    return RECENT.get((cost, produced, wanted, size), lambda: _pairs(cost, produced, wanted, size))
+    return _pairs(cost, produced, wanted, float(nbytes) if cost.cluster.collectives else 0.0)
 
 
+@functools.lru_cache(maxsize=1024)
 def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...], nbytes: float) -> np.ndarray:
+    """The tables of `pairs`, which layers, stages and later plans on equal clusters and meshes share."""
     orders = dict.fromkeys(axes for layout in (*produced, *wanted) for axes in (*layout.dims, layout.partial))
     names = {axes: i for i, axes in enumerate(orders)}
     parts = np.array([cost.mesh.product(axes) for axes in orders])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +13,7 @@ import numpy as np
 from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
 from alpa_lite.ir.strategy import Factor, StrategyGraph
 from alpa_lite.passes.ir.moving import Moved
-from alpa_lite.passes.sharding.groups import Dims
+from alpa_lite.passes.sharding.groups import Dims, Group, factors_in
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,20 @@ def layout_of(dims: Dims, strategy: Strategy, partial: Axes = ()) -> Layout:
     axes = strategy.axes
     # A dim of one factor, the usual one, takes its axes as they are.
     return Layout(tuple([axes[d[0]] if len(d) == 1 else tuple([a for f in d for a in axes[f]]) for d in dims]), partial)
+
+
+def made_layout(group: Group, dims: Dims, strategy: Strategy, mesh: LogicalMesh) -> Layout:
+    """The layout in which a group makes a value of its own factors: sharded sums of an operation leave partial sums."""
+    if group.kind != "heavy":
+        return layout_of(dims, strategy, strategy.partial)
+    sums = {a for f, axes in zip(group.factors, strategy.axes, strict=True) if f.kind == "sum" for a in axes}
+    used = {a for f in factors_in(dims) for a in strategy.axes[f]}
+    return layout_of(dims, strategy, tuple(a for a in mesh.axis_names if a in sums - used))
+
+
+def block_count(layout: Layout, mesh: LogicalMesh) -> int:
+    """Into how many distinct blocks a layout cuts a tensor."""
+    return math.prod([mesh.product(axes) for axes in layout.dims])
 
 
 def strategy_of(dims: Dims, layout: Layout, factors: int) -> Strategy:

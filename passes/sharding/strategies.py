@@ -18,40 +18,42 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from alpa_lite.cluster.cost import MeshCost
-from alpa_lite.ir.graph import Lit, Op, Traced, Value
-from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
-from alpa_lite.ir.strategy import Buffers, Factor, Rule, StrategyGraph, Transfer
+from alpa_lite.ir.graph import Lit, Op, Value
+from alpa_lite.ir.layout import Axes, Layout
+from alpa_lite.ir.strategy import Buffers, Factor, StrategyGraph, Transfer
 from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS, working_dtype
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.sharding.computing import Computing
 from alpa_lite.passes.sharding.fulfilling import completions, fits
-from alpa_lite.passes.sharding.groups import Group, Grouping, factors_in
+from alpa_lite.passes.sharding.groups import Group, Grouping
 from alpa_lite.passes.sharding.limits import UNCONSTRAINED, Constraints
 from alpa_lite.passes.sharding.mesh_tables import Choices, Moves, Reached, classify
 from alpa_lite.passes.sharding.prices import divides, gathers
-from alpa_lite.passes.sharding.space import Node, Resharding, Space, Strategy, assignments, layout_of, strategy_of
-from alpa_lite.passes.sharding.tables import Passage, Shared, Tables, smallest
+from alpa_lite.passes.sharding.space import (
+    Node,
+    Resharding,
+    Space,
+    Strategy,
+    assignments,
+    layout_of,
+    made_layout,
+    strategy_of,
+)
+from alpa_lite.passes.sharding.tables import GroupedStep, Passage, Tables
 from alpa_lite.plan.pins import Wish
 
 
 def build(
-    traced: Traced,
-    grouping: Grouping,
-    rules: Mapping[object, Rule],
-    cost: MeshCost,
-    *,
-    budget: float | None = None,
-    constraints: Constraints = UNCONSTRAINED,
+    step: GroupedStep, cost: MeshCost, *, budget: float | None = None, constraints: Constraints = UNCONSTRAINED,
     regather: bool = False,
-    shared: Shared | None = None,
-) -> Space:
+) -> Space:  # fmt: skip
     """Builds the integer program of a grouped step on the mesh of `cost`.
 
     Args:
@@ -59,10 +61,9 @@ def build(
       constraints: what a method and the user fix.
       regather: state that is used before and after the fullest point of the program is resharded twice instead of being
         kept, so that its whole copy does not live between.
-      shared: what the programs of several meshes have in common, `Shared(traced, grouping)`, to make it once.
     """
     regather = regather or (constraints.gathers_again and cost.cluster.platform not in MERGING)
-    return _Builder(rules, cost, constraints, shared or Shared(traced, grouping)).space(budget, regather)
+    return _Builder(step, cost, constraints).space(budget, regather)
 
 
 MERGING = frozenset({"cpu"})
@@ -100,19 +101,17 @@ class _Move(NamedTuple):
 class _Builder:
     """Collects strategies, costs, transfers and buffers, class by class."""
 
-    def __init__(self, rules: Mapping[object, Rule], cost: MeshCost, constraints: Constraints, shared: Shared):
-        self.traced, self.grouping, self.shared = shared.traced, shared.grouping, shared
-        self.values: tuple[Value, ...] = self.traced.graph.values
-        self.rules = rules
-        self.cost = cost
-        self.mesh: LogicalMesh = cost.mesh
+    def __init__(self, step: GroupedStep, cost: MeshCost, constraints: Constraints) -> None:
+        self.step, self.grouping, self.rules = step, step.grouping, step.rules
+        self.values: tuple[Value, ...] = step.traced.graph.values
+        self.cost, self.mesh = cost, cost.mesh
         self.several_axes = sum(size > 1 for size in cost.mesh.shape) > 1
         self.constraints, self.operations = constraints, constraints.operations
-        self.known = shared.on(cost)
-        self.computing = Computing(rules, cost, shared)
+        self.known = step.on(cost)
+        self.computing = Computing(step, cost)
 
     def space(self, budget: float | None, regather: bool) -> Space:
-        tables = self.shared.of(tuple(classes(self.grouping, self.constraints)), regather)
+        tables = self.step.tables(tuple(classes(self.grouping, self.constraints)), regather)
         choices = [self.choices(self.grouping.groups[members[0]]) for members in tables.members]
         nodes = [self.node(m, c) for m, c in zip(tables.members, choices, strict=True)]
         moves = list(self.moves(tables, choices))
@@ -127,7 +126,7 @@ class _Builder:
         shares = {(value, p.phase): p.share for p in tables.passages if p.share < 1.0 for value in p.values}
         return Space(
             self.mesh, program, tuple(nodes), tables.node_of, tuple(move.resharding for move in moves),
-            tables.late_from, held, shares, self.shared.moved,
+            tables.late_from, held, shares, self.step.moved,
         )  # fmt: skip
 
     # -- strategies -----------------------------------------------------------------------------------------------
@@ -135,7 +134,7 @@ class _Builder:
     def choices(self, group: Group) -> Choices:
         """The strategies of a group. Groups of one kind and equal factors share them unless an operation decides."""
         factors = len(group.factors)
-        if any(not isinstance(self.values[v].dtype, np.dtype) for v in self.shared.homes_of.get(group.index, ())):
+        if any(not isinstance(self.values[v].dtype, np.dtype) for v in self.step.homes_of.get(group.index, ())):
             found: Sequence[Strategy] = [Strategy(((),) * factors)]  # collectives do not take random keys
         elif group.kind == "heavy":
             found = self.heavy_strategies(group)
@@ -154,7 +153,7 @@ class _Builder:
         """Those of the strategies of a group without an operation to ask that layouts, or else a method, allow."""
         if limit is None:
             return self.operations.kept(group, free) if self.operations and group.index else free
-        dims = self.grouping.homes[self.shared.homes_of[group.index][0]].dims
+        dims = self.grouping.homes[self.step.homes_of[group.index][0]].dims
         found = [s for s in free if layout_of(dims, s) in limit]
         known = {layout_of(dims, s) for s in found}  # a user may also ask for axes in another order
         return found + [strategy_of(dims, layout, len(group.factors)) for layout in limit if layout not in known]
@@ -178,7 +177,7 @@ class _Builder:
             ("assigned", op.key, factors),
             lambda: tuple([Strategy(a) for a in assignments(factors, self.mesh) if self.form(group, a) is not None]),
         )
-        fills = self.several_axes or not (examples := self.shared.facts.examples) or group.index in examples
+        fills = self.several_axes or not (examples := self.step.examples) or group.index in examples
         if operations is not None:
             found, fills = operations.kept(group, found), operations.fills(group)
         return _busiest(found) if fills and op.name in PRODUCTS else found
@@ -243,10 +242,7 @@ class _Builder:
             form = self.form(group, strategy.axes)
             assert form is not None
             return form.results[op.results.index(value)]
-        sums = {a for f, axes in zip(group.factors, strategy.axes, strict=True) if f.kind == "sum" for a in axes}
-        dims = self.grouping.homes[value].dims
-        used = {a for f in factors_in(dims) for a in strategy.axes[f]}
-        return layout_of(dims, strategy, tuple(a for a in self.mesh.axis_names if a in sums - used))
+        return made_layout(group, self.grouping.homes[value].dims, strategy, self.mesh)
 
     # -- nodes ----------------------------------------------------------------------------------------------------
 
@@ -273,7 +269,7 @@ class _Builder:
             op = self.grouping.ops[number]
             rule = self.rules[op.key]
             if rule.source == "opaque":
-                runs, moved = trips.get(number, 1), self.shared.moved[number]
+                runs, moved = trips.get(number, 1), self.step.moved[number]
                 terms[1] += runs * self.cost.compute(0.0, moved.bytes, working_dtype(op, self.values))
                 terms[2] += runs * moved.starts * self.cost.cluster.kernel_start
                 communication += runs * self.sending(local_form(op, rule, (), self.values, self.mesh))
@@ -339,7 +335,7 @@ class _Builder:
         rows: list[tuple[int, ...]] = []  # first point, last point, owner, transfer, copy, value
         klass: list[np.ndarray] = []
         size: list[np.ndarray] = []
-        small = smallest(self.traced)
+        small = self.step.smallest
         for kept in tables.kept:
             made = self.produced(kept.value, choices[kept.node])
             rows.append((kept.start, kept.end, kept.node, -1, -1, kept.value))

@@ -35,9 +35,9 @@ from alpa_lite.ir.layout import Layout, LogicalMesh, reshard_moves
 from alpa_lite.methods import DataParallel, TensorParallel, Zero
 from alpa_lite.passes.ir.primitives import DECIDING, PRODUCTS, UNFUSED
 from alpa_lite.passes.sharding import connected, kinds
-from alpa_lite.passes.sharding.facts import Facts
 from alpa_lite.passes.sharding.groups import Demand, Group, Grouping, factors_in
 from alpa_lite.passes.sharding.space import Strategy
+from alpa_lite.passes.sharding.tables import GroupedStep
 
 Textbook = DataParallel | Zero | TensorParallel
 
@@ -198,7 +198,7 @@ def zero_stage(method: Textbook) -> int:
 
 
 def textbook(
-    facts: Facts, method: Textbook, mesh: LogicalMesh, axes: Sequence[str], named: frozenset[int] = frozenset()
+    step: GroupedStep, method: Textbook, mesh: LogicalMesh, axes: Sequence[str], named: frozenset[int] = frozenset()
 ) -> Operations | None:
     """Returns the strategies that a method allows for operations; None where all are free: no batch, or one device.
 
@@ -206,7 +206,7 @@ def textbook(
       axes: of the mesh: those that the method is about.
       named: arguments, by number, that the user constrains.
     """
-    traced, grouping, counts = facts.traced, facts.grouping, facts.examples
+    traced, grouping, counts = step.traced, step.grouping, step.examples
     over = frozenset(axis for axis in axes if mesh.axis_size(axis) > 1)
     if not counts or not over:
         return None
@@ -218,21 +218,21 @@ def textbook(
         leaves = {g for g in ports if grouping.groups[g].kind == "leaf"} - {0}
         return OverExamples(mesh, over, counts, stage, frozenset(leaves))
     read = kinds.parameters(traced) | forms
-    own, _ = facts.kinds
+    own, _ = step.kinds
     new = {a for out, _ in traced.state if isinstance(a := block.outputs[out], int) and own.get(a) == "params"}
     gradients = {value for value, kind in own.items() if kind == "gradients"}
-    if _updates_read_whole_values(facts, read):
+    if _updates_read_whole_values(step, read):
         gradients = set()
     free = {block.inputs[number] for number in named}
-    for op in facts.constraints:
+    for op in step.constraints:
         free.update(a for a in (*op.operands, *op.results) if isinstance(a, int))
     parts = mesh.product(tuple(over))
-    free |= {demand.value for demand in _reading(facts, read) if not _divides(facts, demand, parts)}
+    free |= {demand.value for demand in _reading(step, read) if not _divides(step, demand, parts)}
     dtypes = enumerate(value.dtype for value in traced.graph.values)
     return OverFeatures(
         mesh, over, counts,
-        features=_features(facts),
-        readers=_readers(facts, read),
+        features=_features(step),
+        readers=_readers(step, read),
         still=frozenset(read | new | gradients),
         free=frozenset(free),
         followers=frozenset(index for index in counts if _follows(grouping, grouping.groups[index])),
@@ -246,25 +246,25 @@ def _follows(grouping: Grouping, group: Group) -> bool:
     return not name or (name in UNFUSED - DECIDING and name != "fft")
 
 
-def parameters_of_products(facts: Facts, parts: int) -> set[int]:
+def parameters_of_products(step: GroupedStep, parts: int) -> set[int]:
     """The arguments that products or gathers over examples read as parameters, in their own shape or out of a stack.
 
     Those alone of which one such reader can be cut into so many parts.
     """
-    traced, values, inputs = facts.traced, facts.traced.graph.values, facts.traced.graph.block.inputs
+    traced, values, inputs = step.traced, step.traced.graph.values, step.traced.graph.block.inputs
     origins = kinds.parameter_of(traced)
     found = set()
-    for demand in _reading(facts, origins.keys()):
+    for demand in _reading(step, origins.keys()):
         shape, whole = values[demand.value].shape, values[origins[demand.value]].shape
-        if sorted(shape) in (sorted(whole), sorted(whole[1:])) and _divides(facts, demand, parts):
+        if sorted(shape) in (sorted(whole), sorted(whole[1:])) and _divides(step, demand, parts):
             found.add(origins[demand.value])
     return {number for number in range(len(traced.arguments)) if inputs[number] in found}
 
 
-def _reading(facts: Facts, read: Collection[int]) -> Iterator[Demand]:
+def _reading(step: GroupedStep, read: Collection[int]) -> Iterator[Demand]:
     """How products and gathers over examples read parameters."""
-    for demand in facts.grouping.demands:
-        if demand.group in facts.examples and reads_weights(facts.grouping, demand, read):
+    for demand in step.grouping.demands:
+        if demand.group in step.examples and reads_weights(step.grouping, demand, read):
             yield demand
 
 
@@ -274,22 +274,22 @@ def reads_weights(grouping: Grouping, demand: Demand, weights: Collection[int]) 
     return reads and grouping.ops[demand.op].name in PRODUCTS | {"gather"}
 
 
-def _features_of(facts: Facts, demand: Demand) -> set[int]:
+def _features_of(step: GroupedStep, demand: Demand) -> set[int]:
     """The factors that a demand is made of and that hold no examples."""
-    return factors_in(demand.dims) - facts.examples[demand.group].keys()
+    return factors_in(demand.dims) - step.examples[demand.group].keys()
 
 
-def _divides(facts: Facts, demand: Demand, parts: int) -> bool:
+def _divides(step: GroupedStep, demand: Demand, parts: int) -> bool:
     """Whether the reader of a parameter divides along a dim of it into `parts`: 2 groups of channels do not into 8."""
-    factors, is_gather = facts.grouping.groups[demand.group].factors, facts.grouping.ops[demand.op].name == "gather"
-    mine = [factors[f] for f in _features_of(facts, demand)]
+    factors, is_gather = step.grouping.groups[demand.group].factors, step.grouping.ops[demand.op].name == "gather"
+    mine = [factors[f] for f in _features_of(step, demand)]
     return any((is_gather or f.kind in ("parallel", "sum")) and f.size % parts == 0 for f in mine)
 
 
-def _updates_read_whole_values(facts: Facts, read: Collection[int]) -> bool:
+def _updates_read_whole_values(step: GroupedStep, read: Collection[int]) -> bool:
     """Whether an update works on whole gradients, as decompositions and products of them do; they are gathered then."""
-    grouping, counts, values = facts.grouping, facts.examples, facts.traced.graph.values
-    shapes = {values[v].shape for v in facts.traced.graph.block.inputs if v in read and values[v].shape}
+    grouping, counts, values = step.grouping, step.examples, step.traced.graph.values
+    shapes = {values[v].shape for v in step.traced.graph.block.inputs if v in read and values[v].shape}
     for demand in grouping.demands:
         home = grouping.homes[demand.value]
         over_examples = not factors_in(home.dims).isdisjoint(counts.get(home.group, ()))
@@ -301,11 +301,11 @@ def _updates_read_whole_values(facts: Facts, read: Collection[int]) -> bool:
     return False
 
 
-def _features(facts: Facts) -> dict[int, frozenset[int]]:
+def _features(step: GroupedStep) -> dict[int, frozenset[int]]:
     """Group -> the factors that hang together with dims of parameters."""
-    homes = [facts.grouping.homes[v] for v in kinds.parameters(facts.traced)]
+    homes = [step.grouping.homes[v] for v in kinds.parameters(step.traced)]
     places = [(home.group, f) for home in homes if home.group for f in factors_in(home.dims)]
-    return by_group(connected.connected(facts.grouping, places))
+    return by_group(connected.connected(step.grouping, places))
 
 
 def by_group(places: Collection[connected.Place]) -> dict[int, frozenset[int]]:
@@ -316,15 +316,15 @@ def by_group(places: Collection[connected.Place]) -> dict[int, frozenset[int]]:
     return {group: frozenset(some) for group, some in found.items()}
 
 
-def _readers(facts: Facts, read: Collection[int]) -> dict[int, tuple[frozenset[int], ...]]:
+def _readers(step: GroupedStep, read: Collection[int]) -> dict[int, tuple[frozenset[int], ...]]:
     """Returns by group the factors along which products and gathers over examples that read a parameter are cut.
 
     For a gather, the factors that it looks up are the first choice, if there are any.
     """
-    grouping = facts.grouping
+    grouping = step.grouping
     dims: dict[int, set[int]] = {}
-    for demand in _reading(facts, read):
-        dims.setdefault(demand.group, set()).update(_features_of(facts, demand))
+    for demand in _reading(step, read):
+        dims.setdefault(demand.group, set()).update(_features_of(step, demand))
     out: dict[int, tuple[frozenset[int], ...]] = {}
     for group, some in dims.items():
         op = grouping.ops[grouping.groups[group].ops[0]]
@@ -345,24 +345,24 @@ def least_state(traced: Traced, method: Textbook, parts: int) -> float:
     return total
 
 
-def _products(facts: Facts) -> Iterator[tuple[Group, Collection[int]]]:
+def _products(step: GroupedStep) -> Iterator[tuple[Group, Collection[int]]]:
     """The products over examples, and by how many examples each of their factors runs."""
-    for group in facts.grouping.groups:
-        if group.index in facts.examples and group.ops and facts.grouping.ops[group.ops[0]].name in PRODUCTS:
-            yield group, facts.examples[group.index].values()
+    for group in step.grouping.groups:
+        if group.index in step.examples and group.ops and step.grouping.ops[group.ops[0]].name in PRODUCTS:
+            yield group, step.examples[group.index].values()
 
 
-def share_in_pieces(facts: Facts, parts: int) -> float:
+def share_in_pieces(step: GroupedStep, parts: int) -> float:
     """The share of the work of products over examples whose examples do not divide into so many parts."""
     total = stuck = 0.0
-    for group, counts in _products(facts):
+    for group, counts in _products(step):
         work = math.prod(factor.size for factor in group.factors) * group.trips
         total += work
         stuck += work * all(count % parts for count in counts)
     return stuck / total if total else 0.0
 
 
-def may_be_cut(facts: Facts, parts: int) -> bool:
+def may_be_cut(step: GroupedStep, parts: int) -> bool:
     """Whether there is a product over examples whose examples divide into so many parts, or no such product."""
-    found = [count for _, counts in _products(facts) for count in counts]
+    found = [count for _, counts in _products(step) for count in counts]
     return not found or any(count % parts == 0 for count in found)

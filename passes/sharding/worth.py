@@ -5,7 +5,6 @@ Only where that is cheap: for few shardings, and programs with few strategies. N
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +12,11 @@ from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.graph import Traced
-from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir.primitives import CONSTRAINT
-from alpa_lite.passes.sharding import limits, strategies, tables
-from alpa_lite.passes.sharding.groups import Grouping
+from alpa_lite.passes.sharding import limits, strategies
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver import solve
+from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.plan.pins import Pins, Wishes
 
 STRATEGIES = 3000
@@ -29,38 +27,24 @@ SHARDINGS = 6
 
 
 def worth(
-    traced: Traced,
-    grouping: Grouping,
-    rules: Mapping[Any, Rule],
-    cluster: Cluster,
-    method: Any,
-    found: MeshSolution,
-    *,
-    budget: float,
-    pins: Pins,
-    wishes: Wishes,
+    step: GroupedStep, cluster: Cluster, method: Any, found: MeshSolution, *, budget: float, pins: Pins, wishes: Wishes
 ) -> tuple[str, ...]:
     """A note for each of the user's own shardings; none where there is none, or where telling is expensive.
 
     Args: those of `mesh_program.mesh_programs`, and the solution.
     """
-    said = items(traced, wishes)
+    said = items(step.traced, wishes)
     size = sum(len(node.strategies) for node in found.space.nodes)
     if not said or len(said) > SHARDINGS or size > STRATEGIES or found.solution.status != "optimal":
         return ()
     if len(said) > 1:
         ops, leaves = zip(*said.values(), strict=True)
         said["all of the user's shardings"] = frozenset().union(*ops), frozenset().union(*leaves)
-    shared = tables.Shared(traced, grouping)
     notes = []
     for name, (ops, leaves) in said.items():
         left = {path: wish for path, wish in wishes.leaves.items() if path not in leaves}
-        others = replace(wishes, leaves=left)
-        constraints = limits.limits(traced, grouping, method, found.mesh, others, pins, shared.facts)
-        space = strategies.build(
-            traced, grouping, rules, MeshCost(cluster, found.mesh), budget=budget,
-            constraints=replace(constraints, unheeded=ops), shared=shared,
-        )  # fmt: skip
+        limit = replace(limits.limits(step, method, found.mesh, replace(wishes, leaves=left), pins), unheeded=ops)
+        space = strategies.build(step, MeshCost(cluster, found.mesh), budget=budget, constraints=limit)
         solution = solve.solve(space.program)
         if solution.status == "optimal":
             with_it, without = found.solution.objective, min(solution.objective, found.solution.objective)

@@ -100,7 +100,7 @@ class Layer:
         self._graph, self._wishes = graph, wishes
         self._rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
         self._groups = grouping.group(traced, self._rules, graph.apart_results)
-        self._shared = tables.Shared(traced, self._groups, repeating.repeats(graph))
+        self._step = tables.GroupedStep(traced, self._groups, self._rules, repeating.repeats(graph))
         self._searches: dict[tuple[int, Sharded], LagrangianSearch] = {}
         self._known: dict[tuple[int, Sharded, int, tuple[int, ...]], LayerCost] = {}
         self._least: LayerCost | None = None
@@ -113,7 +113,7 @@ class Layer:
         """
         if self._least is None:
             one = cluster.part(1)
-            found = limits.admitted(self._graph.traced, self._groups, one, Sharded((1,)), NO_WISHES, max_axes=2)
+            found = limits.admitted(self._step, one, Sharded((1,)), NO_WISHES, max_axes=2)
             self._least = self._cost(one, self._search(one, found), PRICES[0])
         return self._least
 
@@ -130,7 +130,7 @@ class Layer:
         """
         kind = cluster.num_devices, method
         if kind not in self._searches:
-            found = limits.admitted(self._graph.traced, self._groups, cluster, method, self._wishes, max_axes=2)
+            found = limits.admitted(self._step, cluster, method, self._wishes, max_axes=2)
             sensible = tuple(one for one in found if _sensible(one[0], cluster, method))
             self._searches[kind] = self._search(cluster, sensible or found)
         search = self._searches[kind]
@@ -140,10 +140,7 @@ class Layer:
         return self._known[(*kind, price, shape)]
 
     def _search(self, cluster: Cluster, admitted: limits.Admitted) -> LagrangianSearch:
-        return search_at_prices(
-            self._graph.traced, self._groups, self._rules, cluster, admitted, max_work=LAYER_WORK, gap=GAP,
-            shared=self._shared,
-        )  # fmt: skip
+        return search_at_prices(self._step, cluster, admitted, max_work=LAYER_WORK, gap=GAP)
 
     def _cost(self, cluster: Cluster, offers: LagrangianSearch, price: float, shape: tuple[int, ...] = ()) -> LayerCost:
         found = (offers.on(shape) if shape else offers).at(price)

@@ -29,7 +29,7 @@ from alpa_lite.passes.sharding import grouping, limits
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.lagrangian import LagrangianSearch, search_at_prices
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
-from alpa_lite.passes.sharding.tables import Shared
+from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.stages import cutting, packing, repeating, staging, temporaries
 from alpa_lite.passes.stages.segments import Segment, Segments, Wire
 from alpa_lite.passes.stages.staging import StageGraph
@@ -223,9 +223,9 @@ def decide(
         groups = replace(like.grouping, ops={op.index: op for op in traced.graph.ops()})
         return DecidedStage(graph, rules, groups, like.found, cluster, offers=like.offers)
     groups = grouping.group(traced, rules, graph.apart_results)
-    admitted = limits.admitted(traced, groups, cluster, method, wishes, pins)
-    shared = Shared(traced, groups, repeating.repeats(graph, split_weights=split_weights))
-    offers = search_at_prices(traced, groups, rules, cluster, admitted, max_work=STAGE_WORK, gap=GAP, shared=shared)
+    step = GroupedStep(traced, groups, rules, repeating.repeats(graph, split_weights=split_weights))
+    admitted = limits.admitted(step, cluster, method, wishes, pins)
+    offers = search_at_prices(step, cluster, admitted, max_work=STAGE_WORK, gap=GAP)
     offers = offers if unit is None else replace(offers, unit=unit)
     return DecidedStage(graph, rules, groups, offers.at(price), cluster, offers=offers)
 

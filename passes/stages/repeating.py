@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.sharding.repeats import NO_REPEATS, Repeats
+from alpa_lite.passes.sharding.tables import NO_REPEATS, Repeats
 from alpa_lite.passes.stages.staging import StageGraph
 
 

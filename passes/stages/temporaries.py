@@ -29,17 +29,8 @@ from alpa_lite.ir.graph import Lit, Op, Value
 from alpa_lite.passes.ir import fusion
 from alpa_lite.passes.ir.items import Item, item_of
 from alpa_lite.passes.ir.primitives import ADDS, PRODUCTS
-from alpa_lite.passes.lowering.program import (
-    Body,
-    Compute,
-    Instruction,
-    Loop,
-    Operand,
-    Reshard,
-    block_count,
-    reads,
-    writes,
-)
+from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Loop, Operand, Reshard, reads, writes
+from alpa_lite.passes.sharding.space import block_count
 from alpa_lite.passes.stages.segments import Segment, Segments
 
 _HALVES = (np.dtype("float16"), jnp.dtype("bfloat16"))

@@ -3,6 +3,6 @@
 In: `alpa_lite.ir.strategy.StrategyGraph`. Out: `alpa_lite.ir.strategy.Solution` with status, bound and gap.
 """
 
-from alpa_lite.passes.sharding.solver.solve import Bound, evaluate, minimal_budget
+from alpa_lite.passes.sharding.solver.solve import SolverState, evaluate, minimal_budget
 
-__all__ = ["Bound", "evaluate", "minimal_budget"]
+__all__ = ["SolverState", "evaluate", "minimal_budget"]

@@ -15,7 +15,6 @@ import numpy as np
 
 from alpa_lite.passes.sharding.solver import kernels
 from alpa_lite.passes.sharding.solver.problem import Problem
-from alpa_lite.passes.sharding.solver.ragged import lowest
 
 _VISITS = 20  # of each node after which a descent ends
 _GAIN = 1e-12  # relative: what moves less is rounding, and would move back
@@ -40,20 +39,19 @@ class Descent:
           visits: of nodes, after which the descent ends.
           fixed: a node that keeps its strategy.
         """
-        choice, queue = np.array(choice, dtype=np.int64), np.array(list(dict.fromkeys(waiting)), dtype=np.int64)
+        choice, queue = np.array(choice, dtype=np.int64), np.array([*dict.fromkeys(waiting)], dtype=np.int64)
         kernels.descend(self._problem.links.tables, *self._costs, choice, queue, visits, fixed, _GAIN)
         return choice
 
-    def neighbours(self, i: int) -> dict[int, None]:
-        """The nodes that share an edge with node i, in a fixed order."""
-        edges = [self._problem.edges[e] for e in self._problem.touching[i]]
-        return dict.fromkeys(n for edge in edges for n in sorted(edge.nodes) if n != i)
+    def neighbours(self, i: int) -> np.ndarray:
+        """The nodes that share an edge with node i, by edge."""
+        links = self._problem.links
+        near = np.isin(links.edge, links.edge[links.node == i])
+        _, nodes = np.unique(np.stack([links.edge[near], links.node[near]]), axis=1)
+        return nodes[nodes != i]
 
 
-def descend(problem: Problem, choice: np.ndarray | None = None) -> np.ndarray:
-    """A choice that no change of one node improves, from `choice` or from each node's cheapest strategy."""
+def descend(problem: Problem, choice: np.ndarray) -> np.ndarray:
+    """A choice that no change of one node improves, from `choice`."""
     nodes = problem.links.nodes
-    if not nodes:
-        return np.zeros(0, dtype=np.int64)
-    choice = lowest(problem.cost, problem.links.first[:-1]) if choice is None else choice
     return Descent(problem).run(choice, range(nodes), _VISITS * nodes)

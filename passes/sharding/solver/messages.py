@@ -126,35 +126,32 @@ class _Plan:
     """
 
     def __init__(self, links: Links) -> None:
-        part, own = np.flatnonzero(~links.own), np.flatnonzero(links.own)
-        edge, own_edge = links.edge[part], links.edge[own]
-        nodes = np.stack([links.src[edge], links.node[part]], axis=1)
-        shape = np.stack([links.rows[edge], links.columns[edge]], axis=1)
+        of_part, of_loop = (links.edges + np.flatnonzero(mask) for mask in (~links.own, links.own))
+        edge, own_edge = links.edge[of_part], links.edge[of_loop]
+        pair = np.stack([edge, of_part], axis=1)  # the end at the source, and that at the consumer
+        nodes, klass, shape = links.node[pair], links.at[pair], links.shape[edge]
         self.length = shape.sum(1)
         at = offsets(self.length)
         self.ends = np.stack([at[:-1], at[:-1] + shape[:, 0]], axis=1)
-        klass = np.stack([links.source_at[edge], len(links.source) + links.klass_at[part]], axis=1)
         size = links.sizes[nodes].ravel()
         self.used = np.zeros(int(at[-1]), dtype=bool)
         self.used[np.repeat(self.ends.ravel(), size) + links.classes[ranges(klass.ravel(), size)]] = True
-        _, pair, times = np.unique(nodes.min(1) * links.nodes + nodes.max(1), return_inverse=True, return_counts=True)
-        self.times = times[pair]
-        area = shape.prod(1)
+        _, same, times = np.unique(nodes.min(1) * links.nodes + nodes.max(1), return_inverse=True, return_counts=True)
+        self.times = times[same]
         self.cells = entries(links.cell, edge)
-        divided = (links.counts > 1) | (np.bincount(own_edge, minlength=len(links.src)) > 0)
+        divided = (links.counts > 1) | np.isin(np.arange(links.edges), own_edge)
         origin = np.where(divided[edge], -1, links.cell[edge])
         e = np.flatnonzero(divided)
         bounds = [np.searchsorted(edges, e + one) for edges in (edge, own_edge) for one in (0, 1)]
-        paid = offsets(links.sizes[links.src[own_edge]])
-        loop = links.src[own_edge], links.source_at[own_edge], len(links.source) + links.klass_at[own], paid[:-1]
+        paid = offsets(links.sizes[links.node[of_loop]])
         self.paid = np.zeros(int(paid[-1]))
         self.room = max(int(at[-1]), int(links.sizes.max(initial=1)), int(np.diff(links.cell)[e].max(initial=1)))
         end = np.argsort(nodes.ravel(), kind="stable")
         self.parts = kernels.Parts(
             node=np.stack([links.first, np.searchsorted(nodes.ravel()[end], np.arange(links.nodes + 1))], axis=1),
             end=end,
-            part=np.column_stack([nodes, shape, self.ends, klass, offsets(area)[:-1], origin]),
-            divided=np.stack([links.cell[e], links.rows[e], links.columns[e], *bounds], axis=1),
-            loop=np.stack(loop, axis=1),
+            part=np.column_stack([nodes, shape, self.ends, klass, offsets(shape.prod(1))[:-1], origin]),
+            divided=np.column_stack([links.cell[e], links.shape[e], *bounds]),
+            loop=np.column_stack([links.node[of_loop], links.at[own_edge], links.at[of_loop], paid[:-1]]),
             classes=links.classes,
         )

@@ -15,67 +15,14 @@ with p_e = src_class[s_src] and Q_e = {klass[s_node] for (node, klass) in consum
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
 from alpa_lite.passes.sharding.solver import kernels
 from alpa_lite.passes.sharding.solver.links import Links
-from alpa_lite.passes.sharding.solver.ragged import entries, offsets, reduced, split
-
-Consumer = tuple[int, np.ndarray]
-
-
-@dataclass(frozen=True, eq=False)
-class Bytes:
-    """Bytes that live over closed intervals of program points: span [n, 2], size [n, *shape]."""
-
-    span: np.ndarray
-    size: np.ndarray
-
-    def __bool__(self) -> bool:
-        return len(self.span) > 0
-
-
-@dataclass(frozen=True, eq=False)
-class Vertex:
-    """One decision. cost: [S] seconds. memory: [n, S] bytes."""
-
-    cost: np.ndarray
-    memory: Bytes
-
-
-@dataclass(frozen=True, eq=False)
-class Edge:
-    """One transfer. cost: [P, Q] seconds, `inf` forbids. memory: [n, P, Q] bytes of the copy in layout q.
-
-    src_class: [S of src] -> p. consumers: (node, [S of node] -> q); no two of them equal.
-    """
-
-    src: int
-    src_class: np.ndarray
-    consumers: tuple[Consumer, ...]
-    cost: np.ndarray
-    memory: Bytes
-
-    @property
-    def nodes(self) -> set[int]:
-        """The nodes whose choice decides the cost."""
-        return {self.src, *(node for node, _ in self.consumers)}
-
-    def wanted(self, choice: Sequence[int] | np.ndarray) -> list[int]:
-        """The layouts that some consumer wants, each once."""
-        return sorted({int(klass[choice[node]]) for node, klass in self.consumers})
-
-    def seconds(self, choice: Sequence[int] | np.ndarray) -> float:
-        """Returns the seconds that a choice pays for the transfer."""
-        paid = self.cost[self.src_class[choice[self.src]]]
-        if len(self.consumers) == 1:  # the usual case, quickly
-            node, klass = self.consumers[0]
-            return float(paid[klass[choice[node]]])
-        return float(paid[self.wanted(choice)].sum())
+from alpa_lite.passes.sharding.solver.ragged import entries, offsets, reduced
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,26 +81,12 @@ class Problem:
             return self.base
         cells = links.cells_of(choice)
         edge = np.searchsorted(links.cell, cells, side="right") - 1
-        counts = np.concatenate([np.ones(links.nodes, dtype=np.int64), np.bincount(edge, minlength=len(links.src))])
+        counts = np.concatenate([np.ones(links.nodes, dtype=np.int64), np.bincount(edge, minlength=links.edges)])
         taken = np.concatenate([choice, cells - links.cell[edge]])
         times = counts[items.owner]
         where = np.repeat(items.at[:-1], times) + taken[entries(offsets(counts), items.owner)]
         start, end = np.repeat(items.start, times), np.repeat(items.end, times)
         return self.base + timeline(len(self.base), start, end, items.size[where])
-
-    def bytes_of(self, nodes: Iterable[int], edges: Iterable[int], choice: Sequence[int] | np.ndarray) -> np.ndarray:
-        """[points] the bytes of some nodes and edges alone under a choice."""
-        spans, sizes = [np.zeros((0, 2), dtype=np.int64)], [np.zeros(0)]
-        for i in nodes:
-            spans.append(self.nodes[i].memory.span)
-            sizes.append(self.nodes[i].memory.size[:, choice[i]])
-        for edge in [self.edges[e] for e in edges if self.edges[e].memory]:
-            made = edge.memory.size[:, edge.src_class[choice[edge.src]]]
-            for wanted in edge.wanted(choice):
-                spans.append(edge.memory.span)
-                sizes.append(made[:, wanted])
-        start, end = np.concatenate(spans).T
-        return timeline(len(self.base), start, end, np.concatenate(sizes))
 
     def peak(self, choice: Sequence[int] | np.ndarray) -> float:
         """Bytes at the fullest program point; zero without program points."""
@@ -163,42 +96,6 @@ class Problem:
         """Whether a choice stays within the budget, but for rounding of sums of fractional bytes."""
         return self.budget is None or self.peak(choice) <= allowance(self.budget)
 
-    @cached_property
-    def _items_at(self) -> np.ndarray:
-        """[owners + 1] where the items of each node and edge begin."""
-        return np.searchsorted(self.items.owner, np.arange(self.links.nodes + len(self.links.src) + 1))
-
-    def _bytes_at(self, owner: int, shape: tuple[int, ...]) -> Bytes:
-        a, b = self._items_at[owner : owner + 2]
-        items = self.items
-        span = np.stack([items.start[a:b], items.end[a:b]], axis=1)
-        return Bytes(span, items.size[items.at[a] : items.at[b]].reshape(b - a, *shape))
-
-    @cached_property
-    def nodes(self) -> tuple[Vertex, ...]:
-        """The nodes one by one, for who reads few of them."""
-        costs = enumerate(split(self.cost, self.links.first))
-        return tuple(Vertex(cost, self._bytes_at(i, cost.shape)) for i, cost in costs)
-
-    @cached_property
-    def edges(self) -> tuple[Edge, ...]:
-        """The edges one by one, likewise."""
-        links, out = self.links, []
-        consumers: list[list[Consumer]] = [[] for _ in range(len(links.src))]
-        for e, node, klass in zip(links.edge, links.node.tolist(), split(links.klass, links.klass_at), strict=True):
-            consumers[e].append((node, klass))
-        cells, source = split(self.cells, links.cell), split(links.source, links.source_at)
-        for e, src in enumerate(links.src.tolist()):
-            cost = cells[e].reshape(links.rows[e], links.columns[e])
-            memory = self._bytes_at(links.nodes + e, cost.shape)
-            out.append(Edge(src, source[e], tuple(consumers[e]), cost, memory))
-        return tuple(out)
-
-    @property
-    def touching(self) -> list[list[int]]:
-        """For each node the edges that it is part of."""
-        return self.links.touching
-
     @property
     def lower_bound(self) -> float:
         """Seconds that no choice can undercut: each node at its cheapest, each transfer free."""
@@ -207,7 +104,7 @@ class Problem:
     @property
     def size(self) -> int:
         """How many numbers decide the problem: a measure of what a restriction has gained."""
-        return len(self.cost) + int((np.diff(self.links.cell)[self.links.edge]).sum())
+        return len(self.cost) + int((np.diff(self.links.cell) * self.links.counts).sum())
 
     @property
     def settled(self) -> bool:
@@ -222,7 +119,6 @@ def forget_memory(problem: Problem) -> Problem:
 
 def forget_seconds(problem: Problem) -> Problem:
     """The same problem with every allowed cost zero: what remains is memory."""
-
     cost, cells = (np.where(np.isinf(seconds), np.inf, 0.0) for seconds in (problem.cost, problem.cells))
     return replace(problem, cost=cost, cells=cells, budget=None)
 

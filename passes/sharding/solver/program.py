@@ -16,7 +16,7 @@ needed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -24,8 +24,8 @@ import numpy as np
 from scipy import sparse
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
-from alpa_lite.passes.sharding.solver.problem import Edge, Problem, timeline
-from alpa_lite.passes.sharding.solver.ragged import joined
+from alpa_lite.passes.sharding.solver.problem import Problem, timeline
+from alpa_lite.passes.sharding.solver.ragged import entries, joined, offsets, split
 from alpa_lite.passes.sharding.solver.work import BRANCH_NODES, INTEGER_WORK, NODE_ITERATIONS
 
 SCALE = 1e4  # the solver's tolerances are absolute, 1e-7 to 1e-6: this many units make the objective and a memory row
@@ -35,7 +35,7 @@ SCALE = 1e4  # the solver's tolerances are absolute, 1e-7 to 1e-6: this many uni
 class LinearProgram:
     """The arrays of the program. Variables: all x, node by node from `first[i]`, then all z and w.
 
-    cost: [n] seconds. equal, equal_to: equality rows. at_most, at_most_to: inequality rows. start, end, variable, size:
+    cost: [n] seconds. equal, equal_to: equality rows. at_most: rows that are at most zero. start, end, variable, size:
     the bytes of a variable over an interval of program points. pair_edge, pair: [n - x] the edge and flat (p, q) of a z
     that alone stands for its pair, else -1.
     """
@@ -46,7 +46,6 @@ class LinearProgram:
     equal: sparse.csr_array
     equal_to: np.ndarray
     at_most: sparse.csr_array
-    at_most_to: np.ndarray
     start: np.ndarray
     end: np.ndarray
     variable: np.ndarray
@@ -57,7 +56,7 @@ class LinearProgram:
     @property
     def height(self) -> int:
         """How many rows there are, those of memory aside."""
-        return len(self.equal_to) + len(self.at_most_to)
+        return len(self.equal_to) + self.at_most.shape[0]
 
     @property
     def nonzeros(self) -> int:
@@ -124,10 +123,40 @@ class _Matrix:
         return sparse.csr_array(entries, shape=(self.height, width))
 
 
+@dataclass(frozen=True, eq=False)
+class _Edge:
+    """One transfer. cost: [P, Q] seconds. items: [n, P, Q] bytes of the copies, which live over `start` to `end` [n].
+
+    src_class: [S of src] -> p. consumers: (node, [S of node] -> q).
+    """
+
+    src: int
+    src_class: np.ndarray
+    consumers: tuple[tuple[int, np.ndarray], ...]
+    cost: np.ndarray
+    items: np.ndarray
+    start: np.ndarray
+    end: np.ndarray
+
+
+def _edges(problem: Problem) -> Iterator[_Edge]:
+    """The edges of a problem one by one."""
+    links, items = problem.links, problem.items
+    classes, cells = split(links.classes, links.at), split(problem.cells, links.cell)
+    consumers = split(np.arange(links.edges, len(links.edge)), offsets(links.counts))
+    at = np.searchsorted(items.owner, links.nodes + np.arange(links.edges + 1))
+    for e, cost in enumerate(cells):
+        mine = slice(at[e], at[e + 1])
+        cost = cost.reshape(links.shape[e])
+        size = items.size[items.at[at[e]] : items.at[at[e + 1]]].reshape(-1, *cost.shape)
+        ends = tuple((int(links.node[end]), classes[end]) for end in consumers[e])
+        yield _Edge(int(links.node[e]), classes[e], ends, cost, size, items.start[mine], items.end[mine])
+
+
 def build(problem: Problem) -> LinearProgram:
     """The program of a problem; see the module's docstring."""
     draft = _Draft(problem)
-    for e, edge in enumerate(problem.edges):
+    for e, edge in enumerate(_edges(problem)):
         draft.add_edge(e, edge)
     return draft.program()
 
@@ -142,17 +171,18 @@ class _Draft:
         self.equal.add(np.repeat(np.arange(problem.links.nodes), problem.links.sizes), np.arange(self.width), 1.0)
         self.equal.height = problem.links.nodes
         self.cost = [problem.cost]
-        self.items: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # span, variables, bytes
+        self.bytes: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []  # start, end, variable, bytes
         self.pairs: list[tuple[np.ndarray, np.ndarray]] = []  # edge, flat (p, q)
-        for i, node in enumerate(problem.nodes):
-            self._add_bytes(node.memory.span, node.memory.size, self._x(i))
+        items = problem.items.of(np.flatnonzero(problem.items.owner < problem.links.nodes))
+        times = np.diff(items.at)
+        span = np.repeat(items.start, times), np.repeat(items.end, times)
+        self._add_bytes(*span, entries(self.first, items.owner), items.size)
 
     def program(self) -> LinearProgram:
         equal_to = np.zeros(self.equal.height)
         equal_to[: self.problem.links.nodes] = 1.0
-        spans = np.array([span for span, _, _ in self.items], dtype=np.int64).reshape(-1, 2)
-        counts = np.array([len(variables) for _, variables, _ in self.items], dtype=np.int64)
-        start, end = np.repeat(spans, counts, axis=0).T
+        start, end, variable, size = zip(*self.bytes, strict=True)
+        edge, pair = zip(*self.pairs, strict=True) if self.pairs else ((), ())
         return LinearProgram(
             problem=self.problem,
             first=self.first,
@@ -160,26 +190,22 @@ class _Draft:
             equal=self.equal.matrix(self.width),
             equal_to=equal_to,
             at_most=self.at_most.matrix(self.width),
-            at_most_to=np.zeros(self.at_most.height),
-            start=start,
-            end=end,
-            variable=joined([variables for _, variables, _ in self.items]),
-            size=joined([size for _, _, size in self.items], np.float64),
-            pair_edge=joined([edge for edge, _ in self.pairs]),
-            pair=joined([pair for _, pair in self.pairs]),
+            start=joined(start),
+            end=joined(end),
+            variable=joined(variable),
+            size=joined(size, np.float64),
+            pair_edge=joined(edge),
+            pair=joined(pair),
         )
 
-    def add_edge(self, e: int, edge: Edge) -> None:
+    def add_edge(self, e: int, edge: _Edge) -> None:
         """Append the variables and rows of one edge."""
         wants = np.zeros(edge.cost.shape[1], dtype=int)
         for node, klass in edge.consumers:
             wants[np.unique(klass)] += 2 if node == edge.src else 1
-        shared = np.isfinite(edge.cost) & (wants > 1)
-        charged = edge.cost > 0
-        if edge.memory:
-            charged = charged | edge.memory.size.any(0)
+        charged = (edge.cost > 0) | edge.items.any(0)
         once = np.full(edge.cost.shape, -1)
-        p, q = np.nonzero(shared & charged)
+        p, q = np.nonzero(np.isfinite(edge.cost) & (wants > 1) & charged)
         once[p, q] = self._new_pairs(edge, p, q, np.ones(len(p), dtype=bool), name=-1)
         for node, klass in edge.consumers:
             if node == edge.src:
@@ -187,7 +213,7 @@ class _Draft:
             else:
                 self._add_consumer(e, edge, node, klass, once, wants)
 
-    def _add_own(self, edge: Edge, klass: np.ndarray, once: np.ndarray) -> None:
+    def _add_own(self, edge: _Edge, klass: np.ndarray, once: np.ndarray) -> None:
         """A consumer that is the source itself: its pair is the sum of the x of the strategies in that pair."""
         src_x, w = self._x(edge.src), once[edge.src_class, klass]
         names, row = np.unique(w[w >= 0], return_inverse=True)
@@ -199,7 +225,7 @@ class _Draft:
         self.equal.height += bool(len(banned))
 
     def _add_consumer(
-        self, e: int, edge: Edge, node: int, klass: np.ndarray, once: np.ndarray, wants: np.ndarray
+        self, e: int, edge: _Edge, node: int, klass: np.ndarray, once: np.ndarray, wants: np.ndarray
     ) -> None:
         """Another consumer: a z for each pair, whose marginals are those of the x of both ends."""
         rows = len(edge.cost)
@@ -218,22 +244,23 @@ class _Draft:
         self.at_most.add(np.arange(count), w[w >= 0], -1.0)
         self.at_most.height += count
 
-    def _new_pairs(self, edge: Edge, p: np.ndarray, q: np.ndarray, pays: np.ndarray, *, name: int) -> np.ndarray:
+    def _new_pairs(self, edge: _Edge, p: np.ndarray, q: np.ndarray, pays: np.ndarray, *, name: int) -> np.ndarray:
         """Variables for the pairs (p, q). Those of `pays` have their costs and bytes, and the edge's number."""
         new = self.width + np.arange(len(p))
         self.width += len(p)
         self.cost.append(np.where(pays, edge.cost[p, q], 0.0))
-        if edge.memory:
-            self._add_bytes(edge.memory.span, np.where(pays, edge.memory.size[:, p, q], 0.0), new)
+        size = np.where(pays, edge.items[:, p, q], 0.0)
+        spans = np.repeat(edge.start, len(p)), np.repeat(edge.end, len(p))
+        self._add_bytes(*spans, np.tile(new, len(size)), size.ravel())
         self.pairs.append((np.where(pays, name, -1), p * edge.cost.shape[1] + q))
         return new
 
     def _x(self, i: int) -> np.ndarray:
         return np.arange(self.first[i], self.first[i + 1])
 
-    def _add_bytes(self, spans: np.ndarray, sizes: np.ndarray, variables: np.ndarray) -> None:
-        for span, size in zip(spans, sizes, strict=True):
-            self.items.append((span, variables[size > 0], size[size > 0]))
+    def _add_bytes(self, start: np.ndarray, end: np.ndarray, variable: np.ndarray, size: np.ndarray) -> None:
+        some = size > 0
+        self.bytes.append((start[some], end[some], variable[some], size[some]))
 
 
 def relax(program: LinearProgram, points: Sequence[int], unit: float) -> Relaxed:
@@ -245,7 +272,7 @@ def relax(program: LinearProgram, points: Sequence[int], unit: float) -> Relaxed
     result = linprog(
         program.cost * scale,
         A_ub=sparse.csr_array(sparse.vstack([program.at_most, rows])),
-        b_ub=np.concatenate([program.at_most_to, limits]),
+        b_ub=np.append(np.zeros(program.at_most.shape[0]), limits),
         A_eq=program.equal,
         b_eq=program.equal_to,
         bounds=bounds,
@@ -258,7 +285,7 @@ def relax(program: LinearProgram, points: Sequence[int], unit: float) -> Relaxed
     if result.status != 0:
         return Relaxed(None, 0.0, work=work)
     price = np.zeros(len(program.problem.base))
-    dual = -np.asarray(result.ineqlin.marginals)[len(program.at_most_to) :]
+    dual = -np.asarray(result.ineqlin.marginals)[program.at_most.shape[0] :]
     np.add.at(price, np.asarray(points, dtype=int), dual * (_row_scale(program) / scale))
     return Relaxed(result.x, result.fun / scale, np.asarray(result.lower.marginals) / scale, price, work)
 
@@ -303,8 +330,8 @@ def _own_rows(program: LinearProgram, width: int) -> list[LinearConstraint]:
         return sparse.csr_array((rows.data, rows.indices, rows.indptr), shape=(len(rows.indptr) - 1, width))
 
     rows = [_rows(wider(program.equal), program.equal_to, program.equal_to)]
-    if len(program.at_most_to):
-        rows.append(_rows(wider(program.at_most), -np.inf, program.at_most_to))
+    if program.at_most.shape[0]:
+        rows.append(_rows(wider(program.at_most), -np.inf, 0.0))
     return rows
 
 

@@ -39,15 +39,3 @@ def joined(parts: Sequence[np.ndarray], dtype: type = np.int64) -> np.ndarray:
 def reduced(ufunc: np.ufunc, values: np.ndarray, at: np.ndarray) -> np.ndarray:
     """The reduction of each row of `values`, whose rows begin at `at` [n + 1]; none of them is empty."""
     return ufunc.reduceat(values, at[:-1]) if len(at) > 1 else np.zeros(0, dtype=values.dtype)
-
-
-def summed(index: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
-    """[count] sums of the values that share an index."""
-    return np.bincount(index, values, minlength=count) if len(index) else np.zeros(count)
-
-
-def lowest(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The place within its row of the first smallest value of each row; rows begin at `starts`, and none is empty."""
-    least = np.minimum.reduceat(values, starts)
-    hit = np.flatnonzero(values == np.repeat(least, np.diff(starts, append=len(values))))
-    return hit[np.searchsorted(hit, starts)] - starts

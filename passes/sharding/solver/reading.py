@@ -9,7 +9,7 @@ import numpy as np
 from alpa_lite.ir.strategy import Buffers, StrategyGraph, Transfer
 from alpa_lite.passes.sharding.solver.links import Links
 from alpa_lite.passes.sharding.solver.problem import NO_ITEMS, Items, Problem
-from alpa_lite.passes.sharding.solver.ragged import joined, offsets, ranges, summed
+from alpa_lite.passes.sharding.solver.ragged import joined, offsets, ranges
 
 
 def from_graph(graph: StrategyGraph) -> Problem:
@@ -35,44 +35,23 @@ def from_graph(graph: StrategyGraph) -> Problem:
 
 def _links(transfers: Sequence[Transfer], first: np.ndarray) -> tuple[Links, np.ndarray, np.ndarray]:
     """The edges with consumers, their costs, and the edge of each transfer, -1 for those without consumers."""
-    src, shapes, cells, source = [], [], [], []
-    edge, node, klass = [], [], []
-    number = np.full(len(transfers), -1, dtype=np.int64)
-    for t, transfer in enumerate(transfers):
-        cost = np.asarray(transfer.cost, dtype=np.float64)
-        if cost.ndim != 2 or not transfer.consumers:
+    costs = [np.asarray(transfer.cost, dtype=np.float64) for transfer in transfers]
+    is_edge = np.array([cost.ndim == 2 and bool(t.consumers) for t, cost in zip(transfers, costs, strict=True)], bool)
+    for number in np.flatnonzero(~is_edge):
+        _check_transfer(transfers[number], first)
+    edges = [transfers[number] for number in np.flatnonzero(is_edge)]
+    ends = [(e, transfer.src, transfer.src_class) for e, transfer in enumerate(edges)]
+    ends += [(e, node, klass) for e, transfer in enumerate(edges) for node, klass in transfer.consumers]
+    edge, node = np.array([end[:2] for end in ends], dtype=np.int64).reshape(-1, 2).T.copy()
+    shape = np.array([t.cost.shape for t in edges], dtype=np.int64).reshape(-1, 2)
+    links = Links(first, shape, edge, node, joined([klass for *_, klass in ends]))
+    cells = joined([cost for cost, kept in zip(costs, is_edge, strict=True) if kept], np.float64)
+    sizes = links.sizes[node]
+    sound = [len(klass) for *_, klass in ends] == sizes.tolist() and (cells >= 0).all()
+    if not sound or not ((links.classes >= 0) & (links.classes < np.repeat(shape.ravel()[links.side], sizes))).all():
+        for transfer in edges:
             _check_transfer(transfer, first)
-            continue
-        number[t] = e = len(src)
-        src.append(transfer.src)
-        shapes.append(cost.shape)
-        cells.append(cost)
-        source.append(transfer.src_class)
-        consumers = transfer.consumers
-        if len(consumers) > 1 and len({n for n, _ in consumers}) < len(consumers):
-            consumers = tuple({(n, np.asarray(k, dtype=np.int64).tobytes()): (n, k) for n, k in consumers}.values())
-        for n, k in consumers:
-            edge.append(e)
-            node.append(n)
-            klass.append(k)
-    rows, columns = np.array(shapes, dtype=np.int64).reshape(-1, 2).T
-    ints = [np.array(values, dtype=np.int64) for values in (src, edge, node)]
-    links = Links(first, ints[0], rows, columns, joined(source), ints[1], ints[2], joined(klass))
-    flat = joined(cells, np.float64)
-    if not _sound(links, flat, [len(k) for k in source], [len(k) for k in klass]):
-        for transfer in transfers:
-            _check_transfer(transfer, first)
-    return links, flat, number
-
-
-def _sound(links: Links, cells: np.ndarray, sources: list[int], classes: list[int]) -> bool:
-    """Whether costs and classes can be."""
-    if sources != links.sizes[links.src].tolist() or classes != links.sizes[links.node].tolist():
-        return False
-    rows = np.repeat(links.rows, links.sizes[links.src])
-    columns = np.repeat(links.columns[links.edge], links.sizes[links.node])
-    inside = (links.source >= 0).all() and (links.source < rows).all()
-    return bool((cells >= 0).all() and inside and (links.klass >= 0).all() and (links.klass < columns).all())
+    return links.distinct()[0], cells, np.where(is_edge, np.cumsum(is_edge) - 1, -1)
 
 
 def _check_node(cost: np.ndarray, i: int, graph: StrategyGraph) -> None:
@@ -130,11 +109,11 @@ def _items(buffers: Buffers, links: Links, number: np.ndarray) -> Items:
     counts = np.array([len(k) for k in classes], dtype=np.int64)
     where, what = ranges(at[item[mine]], counts), np.repeat(size_at[mine], counts) + joined(classes)
     theirs = live[~kept[live]]  # of an edge: a column
-    rows, stride = links.rows[edge[theirs]], links.columns[edge[theirs]]
+    rows, stride = links.shape[edge[theirs]].T
     cell = ranges(np.zeros(len(theirs), dtype=np.int64), rows) * np.repeat(stride, rows)
     cell += np.repeat(at[item[theirs]] + np.asarray(buffers.copy, dtype=np.int64)[theirs], rows)
     place = np.concatenate([where, cell])
     paid = np.concatenate([sizes[what], sizes[ranges(size_at[theirs], rows)]])
-    items = Items(owner[example], start[example], end[example], at, summed(place, paid, int(at[-1])))
+    items = Items(owner[example], start[example], end[example], at, np.bincount(place, paid, int(at[-1])))
     full = np.maximum.reduceat(items.size, at[:-1]) > 0 if len(example) else np.zeros(0, dtype=bool)
     return items if full.all() else items.of(np.flatnonzero(full))

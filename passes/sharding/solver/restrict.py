@@ -15,7 +15,7 @@ import numpy as np
 from alpa_lite.passes.sharding.solver import kernels
 from alpa_lite.passes.sharding.solver.links import Links
 from alpa_lite.passes.sharding.solver.problem import Items, Problem, timeline
-from alpa_lite.passes.sharding.solver.ragged import entries, offsets, ranges, reduced, split
+from alpa_lite.passes.sharding.solver.ragged import entries, offsets, ranges, reduced
 
 
 class Contradiction(Exception):
@@ -37,12 +37,6 @@ class Restriction:
     strategies: np.ndarray
     original: np.ndarray
     messages: np.ndarray
-
-    @property
-    def kept(self) -> tuple[np.ndarray, ...]:
-        """For each node, the numbers of its strategies in the original problem."""
-        numbers = self.strategies - np.repeat(self.original[:-1], self.problem.links.sizes)
-        return tuple(split(numbers, self.problem.links.first))
 
     def lift(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
         """A choice of the restricted problem as one of the original."""
@@ -81,8 +75,9 @@ def consistent(problem: Problem) -> Restriction:
 
 @dataclass(frozen=True, eq=False)
 class _Left:
-    """The links that are left, the strategies and cells that they have of the original ones, and `messages`, too."""
+    """The links that a mask of the strategies leaves, the strategies and cells that they have, and `messages`."""
 
+    keep: np.ndarray
     links: Links
     strategies: np.ndarray
     cells: np.ndarray
@@ -98,49 +93,39 @@ class _Last:
 
     def __init__(self, links: Links) -> None:
         self._links = links
-        self._last: tuple[np.ndarray, _Left] | None = None
+        self._left: _Left | None = None
 
     def of(self, keep: np.ndarray) -> _Left:
         """Returns the restriction of the links to a mask of the strategies."""
-        if self._last is None or not np.array_equal(self._last[0], keep):
-            self._last = keep, _left(self._links, keep)
-        return self._last[1]
+        if self._left is None or not np.array_equal(self._left.keep, keep):
+            self._left = _left(self._links, keep)
+        return self._left
 
 
 def _left(links: Links, keep: np.ndarray) -> _Left:
-    """The links of a mask of the strategies: the rows and columns that these are in, and distinct consumers."""
-    row, column = np.zeros(links.row_at[-1], dtype=bool), np.zeros(links.column_at[-1], dtype=bool)
-    source_row = links.source_row[keep[links.source_strategy]]
-    klass_column = links.klass_column[keep[links.klass_strategy]]
-    row[source_row] = column[klass_column] = True
-    first, row_at, column_at = (
-        offsets(reduced(np.add, mask.astype(np.int64), at))
-        for mask, at in ((keep, links.first), (row, links.row_at), (column, links.column_at))
-    )
-    source = (np.cumsum(row) - 1 - np.repeat(row_at[:-1], links.rows))[source_row]
-    klass = (np.cumsum(column) - 1 - np.repeat(column_at[:-1], links.columns))[klass_column]
-    rows, columns = np.diff(row_at), np.diff(column_at)
-    which = np.flatnonzero(row)
-    edge_of = np.repeat(np.arange(len(rows)), rows)
-    begin = links.cell[edge_of] + (which - links.row_at[edge_of]) * links.columns[edge_of]
-    taken = np.flatnonzero(column) - np.repeat(links.column_at[:-1], columns)
-    wide = columns[edge_of]
-    cells = np.repeat(begin, wide) + taken[entries(column_at, edge_of)]
-    dropped = np.zeros(len(links.edge), dtype=bool)
-    at = offsets(np.diff(first)[links.node])
-    key = links.edge * (links.nodes + 1) + links.node
-    _, pair, times = np.unique(key, return_inverse=True, return_counts=True)
-    seen: set[tuple[int, bytes]] = set()
-    for c in np.flatnonzero(times[pair] > 1).tolist():
-        same = int(key[c]), klass[at[c] : at[c + 1]].tobytes()
-        dropped[c] = same in seen
-        seen.add(same)
-    edge, node = links.edge, links.node
-    if dropped.any():
-        stay = np.flatnonzero(~dropped)
-        klass, edge, node = klass[entries(at, stay)], edge[stay], node[stay]
-    smaller = Links(first, links.src, rows, columns, source, edge, node, klass)
-    return _Left(smaller, np.flatnonzero(keep), cells, _places(links, row, column, dropped))
+    """The links of a mask of the strategies: the lines that these are in, and distinct consumers."""
+    kept = keep[links.strategy]
+    used = np.zeros(links.line[-1], dtype=bool)
+    used[links.class_line[kept]] = True
+    masks = (keep, links.first), (used, links.line)
+    first, line = (offsets(reduced(np.add, mask.astype(np.int64), at)) for mask, at in masks)
+    number = np.cumsum(used) - 1
+    classes = number[links.class_line[kept]] - np.repeat(line[links.side], np.diff(first)[links.node])
+    shape, lines = np.diff(line).reshape(-1, 2), np.flatnonzero(used)
+    smaller, stay = Links(first, shape, links.edge, links.node, classes).distinct()
+
+    each = np.arange(links.edges)
+    before = lines - np.repeat(links.line[:-1], np.diff(line))  # the row or column of its edge that each line was
+    rows, edge = before[entries(line, 2 * each)], np.repeat(each, shape[:, 0])
+    cells = np.repeat(links.cell[edge] + rows * links.shape[edge, 1], shape[edge, 1])
+    cells += before[entries(line, 2 * edge + 1)]
+
+    edge, part = links.edge[links.edges :], ~links.own
+    at = offsets(np.where(part, links.shape.sum(1)[edge], 0))[:-1]  # where the messages of each consumer begin
+    part &= stay[links.edges :]
+    begin = np.repeat(at[part] - links.line[2 * edge[part]], shape.sum(1)[edge[part]])
+    messages = begin + lines[entries(line[::2], edge[part])]
+    return _Left(keep, smaller, np.flatnonzero(keep), cells, messages)
 
 
 def _remaining(problem: Problem, keep: np.ndarray, cells: np.ndarray, sizes: np.ndarray) -> tuple[Items, np.ndarray]:
@@ -164,25 +149,6 @@ def _remaining(problem: Problem, keep: np.ndarray, cells: np.ndarray, sizes: np.
     size -= np.repeat(least, np.diff(at))
     left = Items(items.owner, items.start, items.end, at, size)
     return left.of(np.flatnonzero(reduced(np.maximum, size, at) > 0)), base
-
-
-def _places(links: Links, row: np.ndarray, column: np.ndarray, dropped: np.ndarray) -> np.ndarray:
-    """The places of the messages that are left, as of `Ascent.messages`."""
-    at = offsets(np.where(links.own, 0, (links.rows + links.columns)[links.edge]))
-    rows, columns = np.flatnonzero(row), np.flatnonzero(column)
-    row_at, column_at = np.searchsorted(rows, links.row_at), np.searchsorted(columns, links.column_at)
-    stay = np.flatnonzero(~dropped & ~links.own)
-    edge = links.edge[stay]
-    high, wide = np.diff(row_at)[edge], np.diff(column_at)[edge]
-    begin = at[stay] - links.row_at[edge]
-    mine = np.repeat(begin, high) + rows[entries(row_at, edge)]
-    begin = at[stay] + links.rows[edge] - links.column_at[edge]
-    theirs = np.repeat(begin, wide) + columns[entries(column_at, edge)]
-    out = np.zeros(len(mine) + len(theirs), dtype=np.int64)
-    new = offsets(high + wide)
-    out[ranges(new[:-1], high)] = mine
-    out[ranges(new[:-1] + high, wide)] = theirs
-    return out
 
 
 def _allowed(problem: Problem) -> np.ndarray:

@@ -25,14 +25,7 @@ from alpa_lite.ir.strategy import Solution
 from alpa_lite.passes.sharding.solver.descent import descend
 from alpa_lite.passes.sharding.solver.memory import MemoryDual, peaks
 from alpa_lite.passes.sharding.solver.messages import Ascent
-from alpa_lite.passes.sharding.solver.problem import (
-    Bytes,
-    Problem,
-    allowance,
-    forget_memory,
-    forget_seconds,
-    price_memory,
-)
+from alpa_lite.passes.sharding.solver.problem import Problem, allowance, forget_memory, forget_seconds, price_memory
 from alpa_lite.passes.sharding.solver.program import LinearProgram, Relaxed, branch, build, flatten, relax
 from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, consistent
 from alpa_lite.passes.sharding.solver.work import (
@@ -261,7 +254,7 @@ class Search:
     def _flatten_exactly(self, restriction: Restriction, enough: float) -> None:
         """The rest of `_flatten`, by linear and integer programs over ever more program points."""
         problem = restriction.problem
-        cheapest = np.zeros(len(problem.nodes), dtype=int)
+        cheapest = np.zeros(problem.links.nodes, dtype=int)
         if problem.settled:
             self._offer_peak(restriction.lift(cheapest))
             self.peak_bound = max(self.peak_bound, self.peak)
@@ -343,7 +336,7 @@ class Search:
         while True:
             problem = restriction.problem
             if problem.settled:
-                choice = np.zeros(len(problem.nodes), dtype=int)
+                choice = np.zeros(problem.links.nodes, dtype=int)
                 fits = self._offer(restriction.lift(choice))
                 self._raise_bound(problem.seconds(choice) if fits or problem.budget is None else math.inf)
                 return
@@ -454,15 +447,9 @@ class Search:
 
 def _cover(program: LinearProgram, choice: np.ndarray, point: int) -> np.ndarray:
     """[variables] mask of the strategies that overfill a program point: not all of them can be chosen together."""
-    problem = program.problem
-
-    def live(memory: Bytes) -> bool:
-        return bool(((memory.span[:, 0] <= point) & (point <= memory.span[:, 1])).any())
-
-    involved = {i for i, node in enumerate(problem.nodes) if live(node.memory)}
-    for edge in problem.edges:
-        if live(edge.memory):
-            involved |= edge.nodes
+    items, links = program.problem.items, program.problem.links
+    owner = items.owner[(items.start <= point) & (point <= items.end)]
+    involved = np.union1d(owner[owner < links.nodes], links.node[np.isin(links.nodes + links.edge, owner)])
     mask = np.zeros(len(program.cost))
-    mask[[program.first[i] + choice[i] for i in involved]] = 1.0
+    mask[program.first[involved] + choice[involved]] = 1.0
     return mask

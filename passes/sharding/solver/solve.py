@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -23,7 +25,7 @@ from alpa_lite.ir.strategy import Solution, StrategyGraph
 from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.passes.sharding.solver.problem import forget_memory
 from alpa_lite.passes.sharding.solver.reading import from_graph
-from alpa_lite.passes.sharding.solver.restrict import Contradiction, consistent
+from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, consistent
 from alpa_lite.passes.sharding.solver.search import SWEEPS, CutoffReached, Search
 from alpa_lite.passes.sharding.solver.work import SOLVE_WORK, sweep_work
 
@@ -36,7 +38,7 @@ def solve(
     gap: float = 1e-4,
     free: float | None = None,
     roof: float = math.inf,
-    known: Known | None = None,
+    known: SolverState | None = None,
     start: Solution | None = None,
 ) -> Solution:
     """The best strategy of each node.
@@ -60,7 +62,7 @@ def solve(
     Raises:
       ValueError: a node without strategies; a cost that is negative or NaN; classes or buffers out of range.
     """
-    known = known or Known(graph)
+    known = known or SolverState(graph)
     problem = replace(known.problem, budget=graph.budget)
     search = Search(problem, cutoff, gap, max_work, roof=roof, messages=known.messages)
     search.starts = [*known.choices, *([start.choice] if start and start.choice else [])]
@@ -73,12 +75,15 @@ def solve(
     return search.solution("infeasible" if search.choice is None else "optimal" if search.closed else "feasible")
 
 
-class Known:
+class SolverState:
     """The results of solves of one graph, from which the next one, with another budget, may start.
 
     Attributes:
       problem: the graph in arrays.
       messages: of `solver.messages.Ascent`, without regard to memory. choices: good ones.
+      seconds: that no choice undercuts, whatever the budget: a quick bound, raised by `improve`; `inf` if every choice
+        uses something forbidden.
+      work: of raising it, in the unit of `solver.work`.
     """
 
     def __init__(self, graph: StrategyGraph) -> None:
@@ -86,6 +91,7 @@ class Known:
         self.problem = from_graph(graph)
         self.messages: np.ndarray | None = None
         self.choices: list[np.ndarray] = []
+        self.seconds, self.work = 0.0, 0
 
     def note(self, search: Search) -> None:
         """Add the results of a search."""
@@ -93,42 +99,36 @@ class Known:
         if search.choice is not None:
             self.choices = [search.choice, *self.choices][:CHOICES]
 
-
-CHOICES = 3
-"""The last choices that are remembered."""
-
-
-class Bound:
-    """Seconds that no choice undercuts, without regard to the budget: a quick bound that can be improved.
-
-    Attributes:
-      known: for `solve`.
-      seconds: the bound; `inf` if every choice uses something forbidden.
-      work: of improving it, in the unit of `solver.work`.
-    """
-
-    def __init__(self, graph: StrategyGraph) -> None:
-        """Raises ValueError as `solve`."""
-        self.work, self.seconds, self.known = 0, 0.0, Known(graph)
-        self._ascent: Ascent | None = None
-        try:
-            self._restriction = consistent(forget_memory(self.known.problem))
-            self._ascent = Ascent(self._restriction.problem)
-        except Contradiction:
-            self.seconds = math.inf
+    @cached_property
+    def _ascent(self) -> tuple[Restriction, Ascent] | None:
+        """Message passing on the strategies that are allowed; None if no choice is."""
+        with suppress(Contradiction):
+            restriction = consistent(forget_memory(self.problem))
+            return restriction, Ascent(restriction.problem)
+        return None
 
     def improve(self) -> None:
         """Raise the bound: mostly within a tenth of the optimum at first, and within a few percent after that."""
-        if self._ascent is not None:
-            self._ascent.sweep(SWEEPS)
-            self.work += SWEEPS * sweep_work(self._restriction.problem.links)
-            self.seconds = max(self.seconds, self._ascent.bound)
-            self.known.messages = self._ascent.messages
+        if self._ascent is None:
+            self.seconds = math.inf
+            return
+        restriction, ascent = self._ascent
+        ascent.sweep(SWEEPS)
+        self.work += SWEEPS * sweep_work(restriction.problem.links)
+        self.seconds = max(self.seconds, ascent.bound)
+        self.messages = ascent.messages
 
     @property
     def fits(self) -> bool:
         """Whether the choice that the bound suggests stays within the budget."""
-        return self._ascent is not None and self.known.problem.fits(self._restriction.lift(self._ascent.choice()))
+        if self._ascent is None:
+            return False
+        restriction, ascent = self._ascent
+        return self.problem.fits(restriction.lift(ascent.choice()))
+
+
+CHOICES = 3
+"""The last choices that are remembered."""
 
 
 def evaluate(graph: StrategyGraph, choice: Sequence[int]) -> tuple[float, float]:
@@ -141,7 +141,7 @@ def evaluate(graph: StrategyGraph, choice: Sequence[int]) -> tuple[float, float]
     return problem.seconds(choice), problem.peak(choice)
 
 
-def bound_of_peak(graph: StrategyGraph, *, max_work: int = SOLVE_WORK, gap: float = 1e-2) -> tuple[float, float]:
+def bound_of_peak(graph: StrategyGraph) -> tuple[float, float]:
     """Bytes that no choice undercuts, and the peak of a choice with few; `minimal_budget` takes longer, and is exact.
 
     The budget of the graph is ignored. Without any allowed choice both are infinite.
@@ -150,10 +150,10 @@ def bound_of_peak(graph: StrategyGraph, *, max_work: int = SOLVE_WORK, gap: floa
       ValueError: as `solve`.
     """
     problem = replace(from_graph(graph), budget=None)
-    return Search(problem, math.inf, gap, max_work).bound_peak()
+    return Search(problem, math.inf, 1e-2, SOLVE_WORK).bound_peak()
 
 
-def minimal_budget(graph: StrategyGraph, *, max_work: int = SOLVE_WORK, gap: float = 1e-4) -> tuple[float, Solution]:
+def minimal_budget(graph: StrategyGraph, *, gap: float = 1e-4) -> tuple[float, Solution]:
     """The smallest peak, in bytes, that a choice reaches, and such a choice.
 
     The budget of the graph is ignored. The Solution's seconds are those of a choice made for memory alone: for the
@@ -164,7 +164,7 @@ def minimal_budget(graph: StrategyGraph, *, max_work: int = SOLVE_WORK, gap: flo
       ValueError: as `solve`.
     """
     problem = replace(from_graph(graph), budget=None)
-    search = Search(problem, math.inf, gap, max_work)
+    search = Search(problem, math.inf, gap, SOLVE_WORK)
     peak, proven = search.minimise_peak()
     search.bound = problem.lower_bound
     if search.choice is None:

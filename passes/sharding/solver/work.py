@@ -49,10 +49,9 @@ class WorkExhausted(Exception):
 
 def sweep_work(links: Links) -> int:
     """Cells visited by a sweep, which visits each part of an edge from both ends, forward and backward."""
-    return 4 * int((links.rows * links.columns)[links.edge[~links.own]].sum())
+    return 4 * int(links.shape.prod(1)[links.edge[links.edges :][~links.own]].sum())
 
 
 def choice_work(links: Links) -> int:
     """Work of a choice that messages suggest, and of the descent from it."""
-    entries = len(links.source) + len(links.klass)
-    return sweep_work(links) // 2 + DECODED_NODE_WORK * links.nodes + DESCENT_ENTRY_WORK * entries
+    return sweep_work(links) // 2 + DECODED_NODE_WORK * links.nodes + DESCENT_ENTRY_WORK * len(links.classes)

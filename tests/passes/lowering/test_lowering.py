@@ -20,6 +20,7 @@ from alpa_lite.passes.lowering.program import LocalProgram, Reshard
 from alpa_lite.passes.sharding import grouping, strategies
 from alpa_lite.passes.sharding.limits import Constraints
 from alpa_lite.passes.sharding.solver import solve
+from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.runtime import meshes
 from tests import comparing, zoo
@@ -36,7 +37,7 @@ def decide(case: zoo.Case, seed: int) -> tuple[Traced, LocalProgram, Any]:
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     groups = grouping.group(traced, rules)
     cluster = Cluster.local(jax.devices()[: MESH.size])
-    space = strategies.build(traced, groups, rules, MeshCost(cluster, MESH))
+    space = strategies.build(GroupedStep(traced, groups, rules), MeshCost(cluster, MESH))
     rng = random.Random(seed)
     chosen = [rng.choice([i for i, s in enumerate(n.strategies) if not s.partial]) for n in space.nodes]
     for _ in range(40):  # partial sums only where the neighbours can take them
@@ -101,7 +102,7 @@ def deep_program(regather: bool) -> tuple[Traced, LocalProgram, Any]:
     groups = grouping.group(traced, rules)
     constraints = Constraints({groups.leaves[i]: (Layout((("x",), ())),) for i in range(4)})
     cost = MeshCost(Cluster.local(jax.devices()[:4]), mesh)
-    space = strategies.build(traced, groups, rules, cost, constraints=constraints, regather=regather)
+    space = strategies.build(GroupedStep(traced, groups, rules), cost, constraints=constraints, regather=regather)
     rows = []
     for node in space.nodes:
         wanted = _zero_3_axes([f.size for f in groups.groups[node.group].factors])

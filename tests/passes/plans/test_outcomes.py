@@ -18,6 +18,7 @@ from alpa_lite.passes.plans.outcomes import Outcomes
 from alpa_lite.passes.sharding import grouping, strategies
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.solver.reading import from_graph
+from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.plan.records import Decision
 from tests.searching import best_of_meshes
@@ -52,9 +53,8 @@ def _weighed():
     """The problem, the choice, and for each alternative its step and the choice that it is of."""
     found, _ = _planned()
     problem, choice = from_graph(found.space.program), list(found.solution.choice)
-    sizes = alternatives.Sizes(problem, choice)
-    outcomes = Outcomes(*_grouped(BATCH), MeshCost(CLUSTER, found.mesh), found.space, choice, sizes)
-    rows = alternatives.weigh(problem, choice, [3] * len(problem.nodes))
+    outcomes = Outcomes(*_grouped(BATCH), MeshCost(CLUSTER, found.mesh), found.space, problem, choice)
+    rows = alternatives.weigh(problem, choice, [3] * len(choice))
     changes = [weighed.fastest for row in rows for weighed in row]
     return problem, choice, [(outcomes.of(c), alternatives.changed_choice(choice, c)) for c in changes]
 
@@ -94,7 +94,7 @@ def test_alternatives_are_ordered_by_the_whole_step() -> None:
 def test_links_twice_as_fast_halve_what_is_not_latency() -> None:
     link = CLUSTER.node_link
     faster = replace(CLUSTER, node_link=replace(link, bandwidth=2 * link.bandwidth))
-    space = strategies.build(*_grouped(BATCH), MeshCost(faster, _planned()[0].mesh))
+    space = strategies.build(GroupedStep(*_grouped(BATCH)), MeshCost(faster, _planned()[0].mesh))
     for step, other in _weighed()[2]:
         waiting = step.communication_seconds - step.latency_seconds
         assert solve.evaluate(space.program, other)[0] == pytest.approx(step.seconds - waiting / 2)
@@ -103,7 +103,7 @@ def test_links_twice_as_fast_halve_what_is_not_latency() -> None:
 def test_a_batch_twice_as_large_adds_what_grows_with_it() -> None:
     """To first order: products read their weights whatever the batch, and larger ones come closer to the peak."""
     found, _ = _planned()
-    space = strategies.build(*_grouped(2 * BATCH), MeshCost(CLUSTER, found.mesh))
+    space = strategies.build(GroupedStep(*_grouped(2 * BATCH)), MeshCost(CLUSTER, found.mesh))
     assert [n.strategies for n in space.nodes] == [n.strategies for n in found.space.nodes]
     for step, other in _weighed()[2]:
         assert solve.evaluate(space.program, other)[0] == pytest.approx(step.seconds + step.batch_seconds, rel=0.05)

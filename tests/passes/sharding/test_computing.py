@@ -13,6 +13,7 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes import factors
 from alpa_lite.passes.sharding import grouping, strategies
+from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.tracing import tracing
 
 BARE = dataclasses.replace(Cluster.preset("a100"), memory_efficiency=1.0, kernel_start=0.0)
@@ -32,7 +33,7 @@ def seconds(left, right, dims=PRODUCT, preferred=None, cluster=BARE):
     traced = tracing.trace(step, (right, left), {})
     rules = dict(factors.rules_of(traced.graph.ops(), traced.graph.values))
     groups = grouping.group(traced, rules)
-    space = strategies.build(traced, groups, rules, MeshCost(cluster, LogicalMesh((8,), ("x",))))
+    space = strategies.build(GroupedStep(traced, groups, rules), MeshCost(cluster, LogicalMesh((8,), ("x",))))
     (heavy,) = [g for g in groups.groups if g.kind == "heavy"]
     return space.nodes[space.node_of[heavy.index]].compute.min()
 

