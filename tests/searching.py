@@ -16,5 +16,4 @@ def best_of_meshes(traced: Any, grouping: Any, rules: Any, cluster: Cluster, met
     programs = mesh_program.mesh_programs(step, cluster, method, budget=budget)
     found = mesh_program.solve_meshes(programs, budget)
     assert found is not None
-    program, space, solution = found
-    return MeshSolution(program.mesh, space, solution, mesh_program.choice_of(space, solution))
+    return found

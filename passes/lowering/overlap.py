@@ -24,7 +24,7 @@ holds one more gathered tensor than without overlap; the plan states its size, a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from alpa_lite.passes.ir.loops import body_runs
@@ -82,16 +82,14 @@ class Overlapping:
                 streams.join(item, at, *self._terms(item), self._size(item))
                 inner += Overlap(hideable=sent)
             elif isinstance(item, Reshard) and kind == "gather":
-                streams.send(item, at, sent)
+                streams.run(item, at, sent, "links")
                 inner += Overlap(hideable=sent, ahead=self._size(item))
-            elif sent:
-                streams.both(item, at, computing + sent)
             else:
-                streams.compute(item, at, computing)
+                streams.run(item, at, computing + sent, "computing", *(("links",) if sent else ()))
         return inner + Overlap(hidden=max(0.0, serial - streams.end()))
 
-    def _issued(self, items: Sequence[Instruction]) -> Iterator[Instruction]:
-        """Yields the instructions in the order in which they start: those that can hide as early as they may.
+    def _issued(self, items: Sequence[Instruction]) -> list[Instruction]:
+        """Returns the instructions in the order in which they start: those that can hide as early as they may.
 
         The update, which depends on sums of gradients, comes after everything else.
         """
@@ -111,8 +109,7 @@ class Overlapping:
             if update:
                 updates.update(writes(item))
             keys.append(key)
-        for key in sorted(keys):
-            yield items[key[2]]
+        return [items[i] for *_, i in sorted(keys)]
 
     def _hidden_kind(self, item: Instruction) -> str | None:
         """Returns the kind of communication of an instruction that can hide: a gradient's sum, or a parameter's gather.
@@ -172,7 +169,7 @@ class _Streams:
     """The clocks of the two streams, and when each register is there."""
 
     def __init__(self) -> None:
-        self._computing = self._links = 0.0
+        self._clock = {"computing": 0.0, "links": 0.0}
         self._ready: dict[int, float] = {}
         self._open: dict[tuple[tuple[str, ...], float], _Bucket] = {}
 
@@ -182,20 +179,11 @@ class _Streams:
             self._flush()
         return max((self._ready.get(register, 0.0) for register in registers), default=0.0)
 
-    def compute(self, item: Instruction, at: float, seconds: float) -> None:
-        """Computes."""
-        self._computing = max(self._computing, at) + seconds
-        self._put(item, self._computing)
-
-    def both(self, item: Instruction, at: float, seconds: float) -> None:
-        """Runs an instruction that both streams wait for, and that waits for both."""
-        self._computing = self._links = max(self._computing, self._links, at) + seconds
-        self._put(item, self._computing)
-
-    def send(self, item: Instruction, at: float, seconds: float) -> None:
-        """Sends beside computing."""
-        self._links = max(self._links, at) + seconds
-        self._put(item, self._links)
+    def run(self, item: Instruction, at: float, seconds: float, *streams: str) -> None:
+        """Runs an instruction that some streams wait for, and that waits for these."""
+        end = max(at, *(self._clock[stream] for stream in streams)) + seconds
+        self._clock.update(dict.fromkeys(streams, end))
+        self._ready.update(dict.fromkeys(writes(item), end))
 
     def join(self, item: Reshard, at: float, latency: float, seconds: float, size: int) -> None:
         """Puts a gradient into the bucket of its kind, and sends that if it is full."""
@@ -210,13 +198,10 @@ class _Streams:
     def end(self) -> float:
         """When everything is done."""
         self._flush()
-        return max(self._computing, self._links)
+        return max(self._clock.values())
 
     def _flush(self) -> None:
         for bucket in self._open.values():
-            self._links = max(self._links, bucket.ready) + bucket.latency + bucket.seconds
-            self._ready.update(dict.fromkeys(bucket.results, self._links))
+            self._clock["links"] = max(self._clock["links"], bucket.ready) + bucket.latency + bucket.seconds
+            self._ready.update(dict.fromkeys(bucket.results, self._clock["links"]))
         self._open = {}
-
-    def _put(self, item: Instruction, at: float) -> None:
-        self._ready.update(dict.fromkeys(writes(item), at))

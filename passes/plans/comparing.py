@@ -29,7 +29,6 @@ from alpa_lite.passes import sharding
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding import mesh_program
 from alpa_lite.passes.sharding.groups import Grouping
-from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.stages import planning
 from alpa_lite.passes.stages.choosing import StagePlan
@@ -88,14 +87,12 @@ def _compared(step: GroupedStep, budget: float, name: str, method: Method, clust
             least, shape = mesh_program.minimise_memory(programs), programs[0].mesh.shape
             if least is None:
                 return Comparison(name, shape, reason="not evaluated: the method has no choice")
-            if least.peak > budget:
-                excess = f"{(least.peak - budget) / 2**30:,.3g} GiB"
-                return Comparison(name, shape, None, math.ceil(least.peak), f"does not fit by {excess}")
-            found = least.program, least.space, least.solution
-        program, space, solution = found
-        decided = MeshSolution(program.mesh, space, solution, mesh_program.choice_of(space, solution))
-        seconds = planning.settled(step.traced, step.grouping, step.rules, cluster, decided)
-        return Comparison(name, program.mesh.shape, seconds, math.ceil(solution.peak))
+            _, found = least
+            if (peak := found.solution.peak) > budget:
+                excess = f"{(peak - budget) / 2**30:,.3g} GiB"
+                return Comparison(name, shape, None, math.ceil(peak), f"does not fit by {excess}")
+        seconds = planning.settled(step.traced, step.grouping, step.rules, cluster, found)
+        return Comparison(name, found.mesh.shape, seconds, math.ceil(found.solution.peak))
     except (InfeasibleError, MicrobatchError, OptionError) as error:
         return Comparison(name, reason=str(error).split(";")[0])
 

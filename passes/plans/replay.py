@@ -84,9 +84,8 @@ def replay(
         raise PlanError(f"the plan is for another program: {_differences(stage, here)}. Plan again for this one.")
     objective, peak = evaluate(space.program, tuple(choice))
     solution = Solution("feasible", tuple(choice), objective, objective, peak, 0, 0, 0)
-    strategies_of = tuple(space.nodes[n].strategies[choice[n]] for n in space.node_of)
     candidate = Candidate("replayed", mesh.shape, objective, int(peak), "chosen")
-    return DecidedStage(graph, rules, groups, MeshSolution(mesh, space, solution, strategies_of, (candidate,)), cluster)
+    return DecidedStage(graph, rules, groups, MeshSolution(space, solution, (candidate,)), cluster)
 
 
 def check_devices(plan: Plan, cluster: Cluster) -> None:

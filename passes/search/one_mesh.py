@@ -210,17 +210,11 @@ class OneMeshSearch:
         key = (0, *config.rank, family.order, *key)
         return Candidate(name, (0, *config.rank), key, waiting, expand, is_floor=True)
 
-    def solve_program(self, program: MeshProgram, space: Space, known: solve.SolverState, cutoff: float) -> Solved:
-        """The best choice of a program within the budget; below the cutoff, unless communication may be hidden."""
-        limit = math.inf if self.request.cluster.overlaps else cutoff
-        solved = mesh_program.solve_within_budget
-        return self.run("sharding", solved, program, space, self.request.budget, limit, known)
-
-    def take(self, step: AnalyzedStep, name: str, mesh: LogicalMesh, space: Space, solution: Solution) -> FoundPlan:
+    def take(self, step: AnalyzedStep, name: str, found: MeshSolution) -> FoundPlan:
         """A solution as a plan, listed among those of its configuration."""
-        found = MeshSolution(mesh, space, solution, mesh_program.choice_of(space, solution))
         seconds = planning.settled(step.loop.traced, step.groups, step.rules, self.request.cluster, found)
-        self._note(step.config, Row(name, mesh.shape, seconds, int(solution.peak), solution.status))
+        peak, status = int(found.solution.peak), found.solution.status
+        self._note(step.config, Row(name, found.mesh.shape, seconds, peak, status))
         plan = FoundPlan((0, *step.config.rank), seconds, DecidedMesh(step, found))
         self.found.append(plan)
         return plan
@@ -247,9 +241,9 @@ class OneMeshSearch:
         config = max(self.own.records, key=lambda c: (c.remat.first is None, c.rank[1], c.microbatches))
         analyzed, request = self.analyses.of(config), self.request
         least = mesh_program.minimise_memory(self.programs(analyzed))
-        if least is not None and least.peak <= request.budget:
-            solution = replace(least.solution, status="feasible")
-            return self.take(analyzed, self.own.name, least.program.mesh, least.space, solution)
+        if least is not None and (found := least[1]).solution.peak <= request.budget:
+            solution = replace(found.solution, status="feasible")
+            return self.take(analyzed, self.own.name, replace(found, solution=solution))
         error = mesh_program.budget_error(self.step.traced, request.cluster, request.budget, least)
         why = f" Micro-batches do not help: {self.refused}" if self.refused else ""
         if config != ExecutionConfig(request.num_microbatches or 1):
@@ -351,7 +345,8 @@ class OneMeshSearch:
     ) -> Expansion:  # fmt: skip
         """The solution of a program, and configurations that use less memory where memory binds."""
         bounds, mesh = family.records[step.config].bounds, program.mesh
-        found = self.solve_program(program, program.build(), bounded, cutoff)
+        limit = math.inf if self.request.cluster.overlaps else cutoff  # communication may be hidden
+        found = self.run("sharding", mesh_program.solve_within_budget, program, self.request.budget, limit, bounded)
         bounds[mesh] = max(bounds[mesh], found.free_bound)
         least, work, solution = found.solution.bound / self.speedup, found.work, found.solution
         if not solution.choice:
@@ -360,7 +355,7 @@ class OneMeshSearch:
                 self._exceeds_budget(family, step.config, program)
             return Expansion(self._successors(family, step), bound=least, work=work)
         hidden = self._hidden(step, found) if self.request.cluster.overlaps and not family.textbook else []
-        plans = [self.take(step, family.name, mesh, found.space, one) for one in (solution, *hidden)]
+        plans = [self.take(step, family.name, MeshSolution(found.space, one)) for one in (solution, *hidden)]
         more = self._successors(family, step) if _is_slowed(found) else []
         work += sum(other.work for other in hidden)
         return Expansion([*more, *self._halve(family, step, fits=True)], plans, least, work)
@@ -410,7 +405,7 @@ class OneMeshSearch:
 
     def _exceeds_budget(self, family: Family, config: ExecutionConfig, program: MeshProgram) -> bool:
         """Whether no choice of a program fits the budget, which is recorded."""
-        bound, _ = mesh_program.peak_bound(program)
+        bound = mesh_program.peak_bound(program)
         if bound <= self.request.budget or math.isinf(bound):
             return math.isinf(bound)
         record = family.records[config]

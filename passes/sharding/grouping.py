@@ -28,19 +28,18 @@ bounded number of classes.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Set
+from typing import Any
 
-from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Traced, Value
-from alpa_lite.ir.strategy import Factor, Rule
+from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Traced
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, keys, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.effects import NeedsOutside
 from alpa_lite.passes.sharding.colors import Digests, colors_of
-from alpa_lite.passes.sharding.groups import Demand, Dims, Draft, Group, Grouping, GroupKind, Home, factors_in
-from alpa_lite.passes.sharding.linear import find_linear, keeps_dims
+from alpa_lite.passes.sharding.groups import Demand, Dims, Draft, Group, Grouping, GroupKind, Home
+from alpa_lite.passes.sharding.linear import find_linear
+from alpa_lite.passes.sharding.op_forms import Form, followed_factors, form_of, leaf_dims, opaque_rule, placed_dims
 
 
 def group(traced: Traced, rules: Mapping[Any, Rule], apart: Set[int] = frozenset()) -> Grouping:
@@ -53,33 +52,6 @@ def group(traced: Traced, rules: Mapping[Any, Rule], apart: Set[int] = frozenset
     builder = _Builder(traced.graph, rules, apart)
     builder.top(traced)
     return builder.finish()
-
-
-def is_lazy_source(op: Op, values: Sequence[Value]) -> bool:
-    """Whether an operation makes a large value out of nothing, or out of a small one."""
-    if op.name == "broadcast_in_dim":
-        source = op.operands[0]
-        return isinstance(source, Lit) or values[op.results[0]].nbytes > values[source].nbytes
-    return op.name == "iota"
-
-
-@dataclass(frozen=True, eq=False)
-class _Form:
-    """The properties that an operation's key determines, computed once for all operations of one key.
-
-    Attributes:
-      rule: its rule.
-      key: as `keys.placeless`.
-      light: whether it only follows, see `_is_light`.
-      lazy: whether its result is made anew for each consumer, or is so where its operands are.
-      whole: the operands that have all factors of the results; literals may be among them.
-    """
-
-    rule: Rule
-    key: str
-    light: bool
-    lazy: Literal["", "always", "as operands"]
-    whole: tuple[int, ...]
 
 
 class _Builder:
@@ -103,7 +75,7 @@ class _Builder:
         self.linear = find_linear(graph.block, rules, graph.values, apart)
         self.digests = Digests()
         self.needs_outside = NeedsOutside()
-        self.forms: dict[Any, _Form] = {}
+        self.forms: dict[Any, Form] = {}
         self.placed: dict[Any, tuple[tuple[Dims, ...], tuple[Dims, ...]]] = {}
         self.followed: dict[Any, tuple[int, ...] | None] = {}
         self.lazy_signatures: dict[int, Any] = {}
@@ -128,7 +100,7 @@ class _Builder:
                 home = self.homes[block.inputs[state[number]]]
                 index, dims = home.group, home.dims
             else:
-                index, dims = self.new_leaf(self.values[atom].shape, 1, "output")
+                index, dims = self.newleaf_dims(self.values[atom].shape, 1, "output")
             self.want(atom, index, dims, 1)
             self.outputs.append((index, dims))
 
@@ -138,7 +110,7 @@ class _Builder:
             self.clock += 1
             depth = self.clock
             if self.needs_outside(op):
-                self.member(op, self.form(op, _opaque(op, self.values)), 0, (), trips)
+                self.member(op, self.form(op, opaque_rule(op, self.values)), 0, (), trips)
             elif op.name in self.regions:
                 self.regions[op.name](op, trips)
             else:
@@ -160,7 +132,7 @@ class _Builder:
             self.want(one.output, home.group, home.dims, inner)
             self.adopt(one.end, home.group, home.dims)
         for atom, result in view.ys:
-            port, dims = self.new_leaf(self.values[result].shape[1:], inner, "ys", result in self.linear.values)
+            port, dims = self.newleaf_dims(self.values[result].shape[1:], inner, "ys", result in self.linear.values)
             self.want(atom, port, dims, inner)
             self.adopt(result, port, ((), *dims))
 
@@ -194,7 +166,7 @@ class _Builder:
             self.body(branch, trips)
         self.clock += 1
         for i, result in enumerate(op.results):
-            port, dims = self.new_leaf(self.values[result].shape, trips, "result")
+            port, dims = self.newleaf_dims(self.values[result].shape, trips, "result")
             self.adopt(result, port, dims)
             for branch in op.bodies:
                 self.want(branch.outputs[i], port, dims, trips)
@@ -206,7 +178,7 @@ class _Builder:
 
         Scalars belong to the fixed group unless they may be partial sums.
         """
-        factors, dims = _leaf(shape)
+        factors, dims = leaf_dims(shape)
         if not factors and not is_sum:
             return 0, dims
         draft = Draft("linear" if is_sum else "leaf", factors, trips, name)
@@ -215,7 +187,7 @@ class _Builder:
         return len(self.drafts) - 1, dims
 
     def leaf(self, value: int, trips: int, name: str) -> int:
-        index, dims = self.new_leaf(self.values[value].shape, trips, name, value in self.linear.values)
+        index, dims = self.newleaf_dims(self.values[value].shape, trips, name, value in self.linear.values)
         self.enter(value, index, dims, "leaf")
         return index
 
@@ -261,11 +233,11 @@ class _Builder:
 
     # -- straight-line operations ---------------------------------------------------------------------------------
 
-    def form(self, op: Op, rule: Rule) -> _Form:
+    def form(self, op: Op, rule: Rule) -> Form:
         """Returns the properties that an operation's key determines; `rule` is always the same for a key."""
         found = self.forms.get(op.key)
         if found is None:
-            found = self.forms[op.key] = _form(op, rule, self.values)
+            found = self.forms[op.key] = form_of(op, rule, self.values)
         return found
 
     def straight(self, op: Op, trips: int) -> int:
@@ -300,13 +272,13 @@ class _Builder:
                 if atom in self.followers:
                     self.followers[result] = self.followers[atom]
 
-    def alone(self, kind: GroupKind, op: Op, form: _Form, trips: int) -> None:
+    def alone(self, kind: GroupKind, op: Op, form: Form, trips: int) -> None:
         """Makes an operation the first member of a group, whose factors are its own."""
         factors = form.rule.factors
         self.drafts.append(Draft(kind, list(factors), trips, op.name))
         self.member(op, form, len(self.drafts) - 1, tuple(range(len(factors))), trips)
 
-    def light(self, op: Op, form: _Form, trips: int) -> None:
+    def light(self, op: Op, form: Form, trips: int) -> None:
         whole = [(k, a) for k in form.whole if isinstance(a := op.operands[k], int) and a not in self.lazy]
         whole = [(k, atom) for k, atom in whole if self.homes[atom].group]
         if not whole:
@@ -316,26 +288,26 @@ class _Builder:
         home = self.homes[atom]
         index, dims = home.group, home.dims
         if self.drafts[index].kind in ("heavy", "linear") or self.drafts[index].trips != trips:
-            factors, dims = _leaf(self.values[atom].shape)
+            factors, dims = leaf_dims(self.values[atom].shape)
             if atom not in self.followers:  # the light group that hangs on a value of a heavy group
                 self.followers[atom] = len(self.drafts)
                 self.drafts.append(Draft("light", factors, trips, "follow"))
             index = self.followers[atom]
         case = (op.key, main, dims)
         if case not in self.followed:
-            self.followed[case] = _followed(form.rule, main, dims)
+            self.followed[case] = followed_factors(form.rule, main, dims)
         factors = self.followed[case]
         if factors is None:
             self.alone("light", op, form, trips)
         else:
             self.member(op, form, index, factors, trips)
 
-    def member(self, op: Op, form: _Form, index: int, factors: tuple[int, ...], trips: int) -> None:
+    def member(self, op: Op, form: Form, index: int, factors: tuple[int, ...], trips: int) -> None:
         """Makes an op a member of a group: its demands, the homes of its results, and the group's signature."""
         draft, homes, key = self.drafts[index], self.homes, form.key
         case = (op.key, factors if index else None)
         if case not in self.placed:
-            self.placed[case] = _placed(form.rule.operands, case[1]), _placed(form.rule.results, case[1])
+            self.placed[case] = placed_dims(form.rule.operands, case[1]), placed_dims(form.rule.results, case[1])
         operands, results = self.placed[case]
         inside = draft.kind in ("light", "leaf")
         refs: list[Any] = []
@@ -394,49 +366,3 @@ class _Builder:
             groups, self.homes, self.lazy, tuple(self.demands), self.positions, self.defined, self.clock + 1,
             self.ops, {c: tuple(m) for c, m in classes.items()}, self.leaves, tuple(self.outputs),
         )  # fmt: skip
-
-
-def _opaque(op: Op, values: Sequence[Value]) -> Rule:
-    """The rule of an operation that takes and gives whole values."""
-    operands = tuple(() if isinstance(a, Lit) else ((),) * len(values[a].shape) for a in op.operands)
-    return Rule((), operands, tuple(((),) * len(values[v].shape) for v in op.results), "opaque")
-
-
-def _form(op: Op, rule: Rule, values: Sequence[Value]) -> _Form:
-    """Returns the properties that an operation and its rule determine."""
-    light = _is_light(rule, op)
-    lazy: Literal["", "always", "as operands"] = ""
-    if len(op.results) == 1 and all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims):
-        tensors = any(not isinstance(atom, Lit) for atom in op.operands)
-        lazy = "always" if is_lazy_source(op, values) else "as operands" if light and tensors else ""
-    every = factors_in(*rule.results)
-    whole = tuple(k for k, dims in enumerate(rule.operands) if every <= factors_in(dims))
-    return _Form(rule, keys.placeless(op, values.__getitem__), light, lazy, whole)
-
-
-def _placed(tensors: Sequence[Dims], factors: tuple[int, ...] | None) -> tuple[Dims, ...]:
-    """The dims of tensors, by factors of a group."""
-    if factors is None:
-        return tuple(((),) * len(dims) for dims in tensors)
-    return tuple(tuple(tuple(factors[f] for f in dim) for dim in dims) for dims in tensors)
-
-
-def _followed(rule: Rule, main: int, dims: Dims) -> tuple[int, ...] | None:
-    """For each factor of a rule the factor that an operand of these dims gives it; None if it lacks one."""
-    of = {f[0]: g[0] for f, g in zip(rule.operands[main], dims, strict=True) if f and g}
-    return tuple(of[f] for f in range(len(rule.factors))) if len(of) == len(rule.factors) else None
-
-
-def _leaf(shape: tuple[int, ...]) -> tuple[list[Factor], Dims]:
-    """The factors of a tensor of which every dim may be sharded, and its dims by these."""
-    factors = [Factor(size, "parallel") for size in shape if size > 1]
-    numbers = itertools.count()
-    return factors, tuple([(next(numbers),) if size > 1 else () for size in shape])
-
-
-def _is_light(rule: Rule, op: Op) -> bool:
-    """Whether an operation only follows: every factor parallel, no dim of several factors, every factor in a result."""
-    if op.name == primitives.CONSTRAINT and any(axes is not None for axes in op.params["dims"]):
-        return False
-    turns = op.name == "reshape" and op.params.get("dimensions")
-    return keeps_dims(rule) and not turns and op.name not in primitives.DECIDING

@@ -28,7 +28,7 @@ from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.strategy import Solution
 from alpa_lite.passes.sharding import strategies
 from alpa_lite.passes.sharding.limits import Admitted
-from alpa_lite.passes.sharding.mesh_program import MeshSolution, choice_of
+from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver.problem import price_memory
 from alpa_lite.passes.sharding.solver.search import Search
 from alpa_lite.passes.sharding.solver.solve import SolverState
@@ -115,7 +115,7 @@ class LagrangianSearch:
             bound=min(solution.bound for solution in free),
             peak=problem.peak(solution.choice),
         )
-        return MeshSolution(space.mesh, space, solution, choice_of(space, solution), tuple(candidates))
+        return MeshSolution(space, solution, tuple(candidates))
 
 
 def search_at_prices(
@@ -150,7 +150,7 @@ def _solved(problems: Mapping[int, SolverState], price: float, *, gap: float, ma
     for i, known in problems.items():
         points = len(known.problem.base)
         priced = price_memory(known.problem, np.full(points, price / max(points, 1)))
-        found = Search(priced, np.inf, gap, max_work, messages=known.messages)
+        found = Search(priced, gap, max_work, messages=known.messages)
         found.starts = list(known.choices)
         found.run()
         known.note(found)

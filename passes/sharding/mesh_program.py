@@ -48,17 +48,26 @@ NEAR_FREE = 2e-3
 
 @dataclass(frozen=True, eq=False)
 class MeshSolution:
-    """A plan of one mesh: its program, solution, and the strategy of every group.
+    """A plan of one mesh: its program, and the solution.
 
     Attributes:
       candidates: the mesh shapes and methods that were compared with it.
     """
 
-    mesh: LogicalMesh
     space: Space
     solution: Solution
-    choice: tuple[Strategy, ...]
     candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """That of the program."""
+        return self.space.mesh
+
+    @functools.cached_property
+    def choice(self) -> tuple[Strategy, ...]:
+        """The strategy of every group."""
+        nodes, choice = self.space.nodes, self.solution.choice
+        return tuple([nodes[n].strategies[choice[n]] for n in self.space.node_of])
 
     @property
     def compute_seconds(self) -> float:
@@ -128,13 +137,12 @@ def mesh_programs(
     return sorted(out, key=key)
 
 
-def solve_within_budget(
-    program: MeshProgram, space: Space, budget: float, cutoff: float, known: solve.SolverState
-) -> Solved:  # fmt: skip
+def solve_within_budget(program: MeshProgram, budget: float, cutoff: float, known: solve.SolverState) -> Solved:
     """The best choice on one mesh within a budget of bytes per device, in up to three solves.
 
     Raises nothing: the status says whether there is a choice, and "cutoff" whether none can be below the cutoff.
     """
+    space = program.build()
     free = solve.solve(replace(space.program, budget=None), cutoff=cutoff, roof=budget, known=known)
     if free.status == "cutoff" or (free.choice and free.peak <= budget):
         return Solved(space, free, free.bound, free.work)
@@ -153,24 +161,18 @@ def solve_within_budget(
     return Solved(space, solution, free.bound, work)
 
 
-def solve_meshes(programs: Sequence[MeshProgram], budget: float) -> tuple[MeshProgram, Space, Solution] | None:
+def solve_meshes(programs: Sequence[MeshProgram], budget: float) -> MeshSolution | None:
     """The best plan of some meshes within a budget, in the order of their bounds; None if none fits."""
     bounded = [(solve.SolverState(program.build().program), program) for program in programs]
     for bound, _ in bounded:
         bound.improve()
-    best: tuple[MeshProgram, Space, Solution] | None = None
+    best, cutoff = None, math.inf
     for bound, program in sorted(bounded, key=lambda pair: pair[0].seconds):
-        cutoff = math.inf if best is None else best[2].objective
         if bound.seconds < cutoff:
-            found = solve_within_budget(program, program.build(), budget, cutoff, bound)
+            found = solve_within_budget(program, budget, cutoff, bound)
             if found.solution.choice and found.solution.objective < cutoff:
-                best = program, found.space, found.solution
+                best, cutoff = MeshSolution(found.space, found.solution), found.solution.objective
     return best
-
-
-def choice_of(space: Space, solution: Solution) -> tuple[Strategy, ...]:
-    """The strategy of every group."""
-    return tuple(space.nodes[n].strategies[solution.choice[n]] for n in space.node_of)
 
 
 def map_choice_to(plan: MeshSolution, space: Space) -> np.ndarray | None:
@@ -202,35 +204,28 @@ def has_all_plans_of(step: GroupedStep, cluster: Cluster, method: Method) -> boo
     return sum(1 for _ in strategies.classes(grouping, constraints)) == len(grouping.classes)
 
 
-def peak_bound(program: MeshProgram) -> tuple[float, float]:
-    """Bytes per device that no choice on a mesh takes less of, and those of a choice with few."""
+def peak_bound(program: MeshProgram) -> float:
+    """Bytes per device that no choice on a mesh takes less of."""
     return solve.bound_of_peak(program.build(regather=program.regathers).program)
 
 
-@dataclass(frozen=True, eq=False)
-class LeastMemory:
-    """The plan of the least memory that was found: `bound` bytes per device, that none takes less of, and its own."""
+def minimise_memory(programs: Sequence[MeshProgram]) -> tuple[float, MeshSolution] | None:
+    """The plan found that takes the fewest bytes per device on any mesh, after those that none takes less of (or 0).
 
-    bound: float
-    peak: float
-    program: MeshProgram
-    space: Space
-    solution: Solution
-
-
-def minimise_memory(programs: Sequence[MeshProgram]) -> LeastMemory | None:
-    """The plan that takes the fewest bytes per device on any mesh; None if no program has a choice."""
-    best: LeastMemory | None = None
+    None if no program has a choice.
+    """
+    best: tuple[float, MeshSolution] | None = None
     for program in programs:
         for space in [program.build(), program.build(regather=True)] if program.regathers else [program.build()]:
             peak, solution = solve.minimal_budget(space.program, gap=PEAK_GAP)
-            if solution.choice and (best is None or peak < best.peak):
-                bound = peak if solution.status == "optimal" else 0.0
-                best = LeastMemory(bound, peak, program, space, solution)
+            if solution.choice and (best is None or peak < best[1].solution.peak):
+                best = peak if solution.status == "optimal" else 0.0, MeshSolution(space, solution)
     return best
 
 
-def budget_error(traced: Traced, cluster: Cluster, budget: float, least: LeastMemory | None) -> InfeasibleError:
+def budget_error(
+    traced: Traced, cluster: Cluster, budget: float, least: tuple[float, MeshSolution] | None
+) -> InfeasibleError:
     """The error that names the tensors that bind, the smallest budget that works, and the ways out."""
     if least is None:
         return InfeasibleError(
@@ -242,14 +237,15 @@ def budget_error(traced: Traced, cluster: Cluster, budget: float, least: LeastMe
     sizes = [(values[v].nbytes, shown(a.path)) for v, a in zip(inputs, traced.arguments, strict=False)]
     largest = ", ".join(f"{path} ({units.nbytes(size)})" for size, path in sorted(sizes, reverse=True)[:5])
     total = sum(values[v].nbytes for v in inputs)
-    smallest = units.exact_bytes(math.ceil(least.peak))
-    known = smallest if least.peak <= least.bound * (1 + PROVEN_PEAK) else f"at most {smallest}"
-    shape = " x ".join(map(str, least.program.mesh.shape))
+    bound, found = least
+    peak, shape = found.solution.peak, " x ".join(map(str, found.mesh.shape))
+    smallest = units.exact_bytes(math.ceil(peak))
+    known = smallest if peak <= bound * (1 + PROVEN_PEAK) else f"at most {smallest}"
     return InfeasibleError(
         f"memory_per_device={units.exact_bytes(budget)} is too small: the smallest budget that works on one mesh is "
         f"{known} per device, on a mesh of {shape}. The arguments alone take {units.nbytes(total)} before they are "
         f"sharded over {cluster.num_devices} devices; the "
         f"largest of them: {largest}. A larger budget, more devices, rematerialisation "
         f"(jax.checkpoint around a layer) or a smaller batch would fit.",
-        math.ceil(least.peak),
+        math.ceil(peak),
     )

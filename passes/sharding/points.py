@@ -18,13 +18,12 @@ type, are those over all points.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 
 _RUNS = 64  # runs that are tried among corresponding points, which then stay as they are
 _STRIDES = 4
-_PARTS, _CHUNK = 16, 512  # sums of columns that are compared before all columns, and columns at a time
 _NEAR = 8  # rows before and after one that may dominate it
 
 
@@ -116,24 +115,15 @@ def _ends(counts: np.ndarray) -> Iterator[int]:
 
 
 def _undominated(counts: np.ndarray) -> np.ndarray:
-    """Returns a mask of the rows that no nearby row dominates by being at least as large in every column.
-
-    A dominating row is at least as large in sums of columns, too, which rules out most pairs early.
-    """
+    """Returns a mask of the rows that no nearby row dominates by being at least as large in every column."""
     keep = np.ones(len(counts), dtype=bool)
-    parts = np.add.reduceat(counts, np.arange(0, counts.shape[1], max(1, counts.shape[1] // _PARTS)), axis=1)
     for step in [s for k in range(1, _NEAR + 1) for s in (k, -k)]:
         alive = np.flatnonzero(keep)
         other = np.arange(len(alive)) + step
         inside = (other >= 0) & (other < len(alive))
         mine, theirs = alive[inside], alive[other[inside]]
-        lower = (parts[mine] <= parts[theirs]).all(1)
-        mine, theirs = mine[lower], theirs[lower]
-        for low in range(0, counts.shape[1], _CHUNK):
-            some = slice(low, low + _CHUNK)
-            lower = (counts[mine, some] <= counts[theirs, some]).all(1)
-            mine, theirs = mine[lower], theirs[lower]
-        keep[mine] = False  # a row that is dropped leads, in this one direction, to one that stays
+        # A row that is dropped leads, in this one direction, to one that stays.
+        keep[mine] = (counts[mine] > counts[theirs]).any(1)
     return keep
 
 
@@ -141,13 +131,3 @@ def compressed(points: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[
     """Intervals in numbers of the needed points: (start, end, mask of the intervals that contain any)."""
     first, last = np.searchsorted(points, start), np.searchsorted(points, end, side="right") - 1
     return first, last, first <= last
-
-
-def tally(*columns: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(number of the first of each group of equal rows, rows in the group), in the order of the rows."""
-    table = [np.asarray(c, dtype=np.int64) for c in columns]
-    order = np.lexsort(table[::-1])  # of equal rows the first comes first
-    new = np.ones(len(order), dtype=bool)
-    new[1:] = np.any([np.diff(column[order]) != 0 for column in table], axis=0)
-    first = np.flatnonzero(new)
-    return order[first], np.diff(first, append=len(order))

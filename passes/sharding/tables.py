@@ -21,7 +21,7 @@ from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding import connected, kinds
 from alpa_lite.passes.sharding.groups import Demand, Dims, Grouping
 from alpa_lite.passes.sharding.mesh_tables import MeshTables
-from alpa_lite.passes.sharding.points import compressed, needed_points, tally
+from alpa_lite.passes.sharding.points import compressed, needed_points
 from alpa_lite.passes.sharding.solver.problem import timeline
 from alpa_lite.passes.sharding.space import Space
 
@@ -265,7 +265,8 @@ def _tables(
     points = needed_points(start, end, kind, _alike(step.grouping, node_of))
     start, end, live = compressed(points, start, end)
     number, kind, start, end, value = (column[live] for column in (number, kind, start, end, value))
-    first, count = tally(number, kind, start, end)
+    alike = np.stack([number, kind, start, end], axis=1)
+    _, first, count = np.unique(alike, axis=0, return_index=True, return_counts=True)
     spans = np.stack([value[first], start[first], end[first], count], axis=1)
     own, *moved = np.split(spans, np.searchsorted(number[first], np.arange(len(found))))
     kept = tuple([Kept(v, node_of[homes[v].group], *times) for v, *times in own.tolist()])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_lite.passes.sharding.solver import kernels
+from alpa_lite.passes.sharding.solver.kernels import INF, Edges, compiled
 from alpa_lite.passes.sharding.solver.links import Links
 from alpa_lite.passes.sharding.solver.problem import Items, Problem, timeline
 from alpa_lite.passes.sharding.solver.ragged import entries, offsets, ranges, reduced
@@ -154,7 +154,47 @@ def _remaining(problem: Problem, keep: np.ndarray, cells: np.ndarray, sizes: np.
 def _allowed(problem: Problem) -> np.ndarray:
     """[strategies] a mask of those that are allowed and that every neighbour can meet."""
     keep = np.isfinite(problem.cost)
-    kernels.prune(problem.links.tables, problem.cells, keep)
+    prune(problem.links.tables, problem.cells, keep)
     if not reduced(np.logical_or, keep, problem.links.first).all():
         raise Contradiction
     return keep
+
+
+@compiled
+def prune(edges: Edges, cells: np.ndarray, keep: np.ndarray) -> None:
+    """Drop from the mask of strategies those that a neighbour cannot meet, until all that are left can be met."""
+    longest = 1
+    for e in range(len(edges.edge) - 1):
+        longest = max(longest, edges.edge[e + 1, 1] - edges.edge[e, 1])
+    live, met = np.empty((2, longest), dtype=np.bool_), np.empty((2, longest), dtype=np.bool_)
+    forbids = np.zeros(len(edges.edge), dtype=np.bool_)
+    changed, first = True, True
+    while changed:
+        changed = False
+        for e in range(len(edges.edge) - 1):
+            src, at, wide, rows, begin = edges.edge[e]
+            area = edges.edge[e + 1, 1] - at
+            for c in range(at, at + area if first else at):
+                forbids[e] |= cells[c] == INF
+            for c in range(begin, edges.edge[e + 1, 4] if forbids[e] else begin):
+                node, columns = edges.consumer[c]
+                for end in range(2):
+                    i, klass = (node, columns) if end else (src, rows)
+                    for p in range(area):
+                        live[end, p] = met[end, p] = False
+                    for s in range(edges.node[i + 1, 0] - edges.node[i, 0]):
+                        live[end, edges.classes[klass + s]] |= keep[edges.node[i, 0] + s]
+                for p in range(area // wide):
+                    for q in range(wide):
+                        if live[0, p] and live[1, q] and cells[at + p * wide + q] < INF:
+                            met[0, p] = met[1, q] = True
+                for end in range(2):
+                    i, klass = (node, columns) if end else (src, rows)
+                    for s in range(edges.node[i + 1, 0] - edges.node[i, 0]):
+                        fine = met[end, edges.classes[klass + s]]
+                        if node == src:  # both are one strategy
+                            fine = cells[at + edges.classes[rows + s] * wide + edges.classes[columns + s]] < INF
+                        if keep[edges.node[i, 0] + s] and not fine:
+                            keep[edges.node[i, 0] + s] = False
+                            changed = True
+        first = False

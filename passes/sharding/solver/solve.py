@@ -23,10 +23,11 @@ import numpy as np
 
 from alpa_lite.ir.strategy import Solution, StrategyGraph
 from alpa_lite.passes.sharding.solver.messages import Ascent
+from alpa_lite.passes.sharding.solver.peak import SWEEPS, PeakSearch
 from alpa_lite.passes.sharding.solver.problem import forget_memory
 from alpa_lite.passes.sharding.solver.reading import from_graph
 from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, consistent
-from alpa_lite.passes.sharding.solver.search import SWEEPS, CutoffReached, Search
+from alpa_lite.passes.sharding.solver.search import CutoffReached, Search
 from alpa_lite.passes.sharding.solver.work import SOLVE_WORK, sweep_work
 
 
@@ -64,7 +65,7 @@ def solve(
     """
     known = known or SolverState(graph)
     problem = replace(known.problem, budget=graph.budget)
-    search = Search(problem, cutoff, gap, max_work, roof=roof, messages=known.messages)
+    search = Search(problem, gap, max_work, cutoff=cutoff, roof=roof, messages=known.messages)
     search.starts = [*known.choices, *([start.choice] if start and start.choice else [])]
     try:
         search.run(free)
@@ -141,16 +142,16 @@ def evaluate(graph: StrategyGraph, choice: Sequence[int]) -> tuple[float, float]
     return problem.seconds(choice), problem.peak(choice)
 
 
-def bound_of_peak(graph: StrategyGraph) -> tuple[float, float]:
-    """Bytes that no choice undercuts, and the peak of a choice with few; `minimal_budget` takes longer, and is exact.
+def bound_of_peak(graph: StrategyGraph) -> float:
+    """Bytes that no choice undercuts; `minimal_budget` takes longer, and is exact.
 
-    The budget of the graph is ignored. Without any allowed choice both are infinite.
+    The budget of the graph is ignored. Without any allowed choice they are infinite.
 
     Raises:
       ValueError: as `solve`.
     """
     problem = replace(from_graph(graph), budget=None)
-    return Search(problem, math.inf, 1e-2, SOLVE_WORK).bound_peak()
+    return PeakSearch(problem, 1e-2, SOLVE_WORK).lower_bound()
 
 
 def minimal_budget(graph: StrategyGraph, *, gap: float = 1e-4) -> tuple[float, Solution]:
@@ -164,8 +165,8 @@ def minimal_budget(graph: StrategyGraph, *, gap: float = 1e-4) -> tuple[float, S
       ValueError: as `solve`.
     """
     problem = replace(from_graph(graph), budget=None)
-    search = Search(problem, math.inf, gap, SOLVE_WORK)
-    peak, proven = search.minimise_peak()
+    search = PeakSearch(problem, gap, SOLVE_WORK)
+    peak, proven = search.minimise()
     search.bound = problem.lower_bound
     if search.choice is None:
         search.bound = math.inf if proven else search.bound

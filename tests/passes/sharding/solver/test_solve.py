@@ -579,7 +579,7 @@ def test_each_loop_is_compiled_once():
     for seed in range(40):
         graph = random_graph(np.random.default_rng(seed), memory=seed % 2 == 0, forbidden=0.1)
         solve.solve(with_budget(graph, 5.0))
-    loops = [value for value in vars(kernels).values() if hasattr(value, "signatures")]
+    loops = [value for module in (kernels, restrict) for value in vars(module).values() if hasattr(value, "signatures")]
     assert len(loops) > 5
     for loop in loops:
         assert len(loop.signatures) <= 1, loop
