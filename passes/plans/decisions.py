@@ -26,26 +26,24 @@ def decisions_of(planned: PlannedStage, like: Sequence[Decision] | None) -> tupl
     """
     traced, grouping, found = planned.graph.traced, planned.grouping, planned.found
     paths = {g: a.path for g, a in zip(grouping.leaves, traced.arguments, strict=False) if g}
+    nodes, out = [node for node in found.space.nodes if len(node.strategies) > 1], []
+    for node, decision in zip(nodes, _unnamed(grouping, found) if like is None else like, strict=True):
+        name, where, own = _named(traced, grouping, node, paths)
+        out.append(replace(decision, key=grouping.groups[node.group].color, name=name, where=where, paths=own))
+    return tuple(out)
+
+
+def _unnamed(grouping: Grouping, found: MeshSolution) -> list[Decision]:
+    """The decisions of a solution without names."""
     out = []
-    if like is not None:
-        for node, decision in zip((node for node in found.space.nodes if len(node.strategies) > 1), like, strict=True):
-            name, where, own = _named(traced, grouping, node, paths)
-            key = grouping.groups[node.group].color
-            out.append(replace(decision, key=key, name=name, where=where, paths=own))
-        return tuple(out)
     for number, moved in transfer_seconds(found):
         node, chosen = found.space.nodes[number], found.solution.choice[number]
         group, strategy = grouping.groups[node.group], node.strategies[chosen]
-        name, where, own = _named(traced, grouping, node, paths)
         seconds = float((node.compute + node.communication)[chosen] * len(node.members) + moved[chosen])
         sizes = tuple(f.size for f in group.factors)
-        out.append(
-            Decision(
-                group.color, name, where, len(node.members), sizes, strategy.axes, seconds,
-                paths=own, partial=strategy.partial,
-            )
-        )  # fmt: skip
-    return tuple(out)
+        count = len(node.members)
+        out.append(Decision("", "", "", count, sizes, strategy.axes, seconds, paths=(), partial=strategy.partial))
+    return out
 
 
 def touching(space: Space) -> list[list[int]]:

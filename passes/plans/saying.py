@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 
 from alpa_lite import _jax
@@ -24,25 +23,22 @@ def heeded(staged: Staged, wishes: Wishes) -> tuple[str, ...]:
 
     Entries of `Manual` are the method of the plan, and need no note.
     """
-    found: Counter[tuple[str, str]] = Counter()
-    first: dict[tuple[str, str], str] = {}
+    found: dict[tuple[str, str], list[str]] = {}
     for stage in staged.stages:
-        found.update(_of_values(stage))
-        for path, what, why in _of_arguments(stage, wishes):
-            found[what, why] += 1
-            first.setdefault((what, why), shown(path))
+        for path, what, why in (*_of_values(stage), *_of_arguments(stage, wishes)):
+            found.setdefault((what, why), []).append(shown(path))
     notes = []
-    for key, count in found.items():
-        what, why = key
-        of = f" on {first[key]}" + (f" and {count - 1} more" if count > 1 else "") if key in first else ""
-        times = f" ({count} times)" if count > 1 and key not in first else ""
+    for (what, why), paths in found.items():
+        more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        times = f" ({len(paths)} times)" if len(paths) > 1 and not paths[0] else ""
+        of = f" on {paths[0]}{more}" if paths[0] else ""
         notes.append(f"{what}{of}: {why or 'heeded'}{times}")
     more = len(notes) - MOST
     return (*notes[:MOST], f"{more} more of the user's shardings") if more > 0 else tuple(notes)
 
 
-def _of_values(stage: PlannedStage) -> Iterator[tuple[str, str]]:
-    """(What is said of a value, why it is not heeded or nothing) for the constraints in a stage."""
+def _of_values(stage: PlannedStage) -> Iterator[tuple[str, str, str]]:
+    """Yields ("", the user's constraint, the reason why it is not heeded or "") of each constraint on a value."""
     values, mesh = stage.graph.traced.graph.values, stage.program.mesh
     for item in (item for item in computes(stage.program.body.instructions) if item.op.name == CONSTRAINT):
         op = item.op
@@ -50,7 +46,7 @@ def _of_values(stage: PlannedStage) -> Iterator[tuple[str, str]]:
         shape = values[op.results[0]].shape
         why = fits(wish, shape, mesh) or ("" if _fulfils(item.form.results[0], wish, mesh) else "not heeded")
         where = _jax.source_line(op.source)
-        yield f"{wish.why} at {where} fixes {list(shape)} to {_spec(wish.dims)}", why and f"not heeded: {why}"
+        yield "", f"{wish.why} at {where} fixes {list(shape)} to {_spec(wish.dims)}", why and f"not heeded: {why}"
 
 
 def _of_arguments(stage: PlannedStage, wishes: Wishes) -> Iterator[tuple[str, str, str]]:

@@ -46,7 +46,8 @@ def needed_points(start: np.ndarray, end: np.ndarray, kind: np.ndarray, alike: n
     labels = alike[points]
     order = np.argsort(labels, kind="stable")
     for rows in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
-        change = _change(counts[rows])
+        change = counts[rows] - counts[rows[:1]]
+        change = change[:, change.any(0)]  # constant columns never decide
         key = len(rows), change.tobytes()
         if key not in known:
             known[key] = _implying(change)
@@ -64,12 +65,6 @@ def _counts(start: np.ndarray, end: np.ndarray, kind: np.ndarray, points: np.nda
     for before, row in itertools.pairwise(change):  # row by row, as they lie in memory
         row += before
     return change[:-1]
-
-
-def _change(counts: np.ndarray) -> np.ndarray:
-    """Returns the differences of rows to the first one, without constant columns, which never decide."""
-    change = counts - counts[:1]
-    return change[:, change.any(0)]
 
 
 def _implying(counts: np.ndarray) -> list[int]:

@@ -228,10 +228,12 @@ def textbook(
         free.update(a for a in (*op.operands, *op.results) if isinstance(a, int))
     parts = mesh.product(tuple(over))
     free |= {demand.value for demand in _reading(step, read) if not _divides(step, demand, parts)}
+    homes = [grouping.homes[v] for v in kinds.parameters(traced)]
+    places = [(home.group, f) for home in homes if home.group for f in factors_in(home.dims)]
     dtypes = enumerate(value.dtype for value in traced.graph.values)
     return OverFeatures(
         mesh, over, counts,
-        features=_features(step),
+        features=by_group(connected.connected(grouping, places)),
         readers=_readers(step, read),
         still=frozenset(read | new | gradients),
         free=frozenset(free),
@@ -299,13 +301,6 @@ def _updates_read_whole_values(step: GroupedStep, read: Collection[int]) -> bool
         if demand.group == 0 or (product and demand.value not in read and demand.group not in counts):
             return True
     return False
-
-
-def _features(step: GroupedStep) -> dict[int, frozenset[int]]:
-    """Group -> the factors that hang together with dims of parameters."""
-    homes = [step.grouping.homes[v] for v in kinds.parameters(step.traced)]
-    places = [(home.group, f) for home in homes if home.group for f in factors_in(home.dims)]
-    return by_group(connected.connected(step.grouping, places))
 
 
 def by_group(places: Collection[connected.Place]) -> dict[int, frozenset[int]]:

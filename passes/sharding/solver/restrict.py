@@ -65,7 +65,10 @@ def consistent(problem: Problem) -> Restriction:
     Raises:
       Contradiction: no choice is allowed.
     """
-    keep = _allowed(problem)
+    keep = np.isfinite(problem.cost)
+    prune(problem.links.tables, problem.cells, keep)
+    if not reduced(np.logical_or, keep, problem.links.first).all():
+        raise Contradiction
     left = problem.links.prepared(_Last).of(keep)
     items, base = _remaining(problem, keep, left.cells, left.links.sizes)
     cost, cells = problem.cost[left.strategies], problem.cells[left.cells]
@@ -149,15 +152,6 @@ def _remaining(problem: Problem, keep: np.ndarray, cells: np.ndarray, sizes: np.
     size -= np.repeat(least, np.diff(at))
     left = Items(items.owner, items.start, items.end, at, size)
     return left.of(np.flatnonzero(reduced(np.maximum, size, at) > 0)), base
-
-
-def _allowed(problem: Problem) -> np.ndarray:
-    """[strategies] a mask of those that are allowed and that every neighbour can meet."""
-    keep = np.isfinite(problem.cost)
-    prune(problem.links.tables, problem.cells, keep)
-    if not reduced(np.logical_or, keep, problem.links.first).all():
-        raise Contradiction
-    return keep
 
 
 @compiled

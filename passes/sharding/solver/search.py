@@ -94,7 +94,7 @@ class Search(PeakSearch):
                     self.messages = ascent.messages
                 self._raise_bound(min(ascent.bound, best))
                 close = best - ascent.bound <= LOOSE * best or ascent.bound - lower <= 0.2 * LOOSE * ascent.bound
-                if close and self._is_over_roof():
+                if close and self.choice is not None and self.problem.peak(self.choice) > self.roof:
                     return
                 waited = waited + 1 if best - ascent.bound > STALLED * before else 0
                 if self._is_close(best, ascent.bound) or waited == PATIENCE:
@@ -167,9 +167,6 @@ class Search(PeakSearch):
         if math.isfinite(self.bound) and self.cutoff - self.bound <= ROUNDING * self.bound:
             self.bound = max(self.bound, self.cutoff)
             raise CutoffReached
-
-    def _is_over_roof(self) -> bool:
-        return self.choice is not None and math.isfinite(self.roof) and self.problem.peak(self.choice) > self.roof
 
     def _limit(self) -> float:
         """Seconds that a choice must undercut to be of interest: from then on, bounds are valid up to it alone."""

@@ -21,20 +21,18 @@ from alpa_lite.passes.lowering import emission
 from alpa_lite.passes.lowering import runs as shared_runs
 from alpa_lite.passes.lowering.program import LocalProgram
 from alpa_lite.runtime import meshes
-from tests.zoo_base import normal, updated
+from tests.gallery import sgd
+from tests.zoo_base import normal
 
 LAYERS, WIDTH = 8, 16
 
 
+@sgd
 def step(state, batch):
-    def loss(state):
-        h = batch["x"]
-        for layer in state:
-            h = h + jnp.tanh(h @ layer["up"] + layer["bias"]) @ layer["down"]
-        return ((h - batch["y"]) ** 2).mean()
-
-    value, grads = jax.value_and_grad(loss)(state)
-    return updated(state, grads), value
+    h = batch["x"]
+    for layer in state:
+        h = h + jnp.tanh(h @ layer["up"] + layer["bias"]) @ layer["down"]
+    return ((h - batch["y"]) ** 2).mean()
 
 
 def arguments() -> Any:
@@ -103,15 +101,12 @@ def test_a_wrong_count_is_found_in_a_shared_program():
 def test_layers_that_differ_in_a_literal_alone_are_shared_and_compute_with_their_own():
     """Elementwise operations' literals are an input of the function that such layers are."""
 
+    @sgd
     def scaled(state, batch):
-        def loss(state):
-            h = batch["x"]
-            for i, layer in enumerate(state):
-                h = h + (1 + i % 3) * 0.1 * jnp.tanh(h @ layer["up"] + layer["bias"]) @ layer["down"]
-            return ((h - batch["y"]) ** 2).mean()
-
-        value, grads = jax.value_and_grad(loss)(state)
-        return updated(state, grads), value
+        h = batch["x"]
+        for i, layer in enumerate(state):
+            h = h + (1 + i % 3) * 0.1 * jnp.tanh(h @ layer["up"] + layer["bias"]) @ layer["down"]
+        return ((h - batch["y"]) ** 2).mean()
 
     compiled = planned(alpa_lite.TensorParallel(), scaled)
     body = program_of(compiled).body
@@ -126,16 +121,13 @@ def test_layers_that_differ_in_a_literal_alone_are_shared_and_compute_with_their
 def test_layers_that_differ_in_one_instruction_share_the_rest():
     """Each reads a row of its own of one array, as of a mask of heads."""
 
+    @sgd
     def rows(state, batch):
-        def loss(state):
-            h, mask = batch["x"], batch["y"][:, :LAYERS]
-            for n, layer in enumerate(state):
-                h = h + jnp.tanh((h * mask[:, n : n + 1]) @ layer["up"] + layer["bias"]) @ layer["down"]
-                h = jnp.cos(h) * h / (1.0 + jnp.exp(-jnp.sin(h)))
-            return (h**2).mean()
-
-        value, grads = jax.value_and_grad(loss)(state)
-        return updated(state, grads), value
+        h, mask = batch["x"], batch["y"][:, :LAYERS]
+        for n, layer in enumerate(state):
+            h = h + jnp.tanh((h * mask[:, n : n + 1]) @ layer["up"] + layer["bias"]) @ layer["down"]
+            h = jnp.cos(h) * h / (1.0 + jnp.exp(-jnp.sin(h)))
+        return (h**2).mean()
 
     compiled = planned(alpa_lite.DataParallel(), rows)
     body = program_of(compiled).body

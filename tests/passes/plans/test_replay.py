@@ -19,22 +19,19 @@ from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.stages import staging
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.plan.plan import Plan
-from tests.gallery import f32
+from tests.gallery import f32, sgd
 from tests.zoo_base import updated
 
 H100 = Cluster.preset("h100", nodes=1)
 WIDTH = 1024
 
 
+@sgd
 def step(state, batch):
-    def loss(layers):
-        h = batch["x"]
-        for layer in layers:
-            h = h + jax.nn.gelu(h @ layer["up"]) @ layer["down"]
-        return (h**2).mean()
-
-    value, grads = jax.value_and_grad(loss)(state)
-    return updated(state, grads), value
+    h = batch["x"]
+    for layer in state:
+        h = h + jax.nn.gelu(h @ layer["up"]) @ layer["down"]
+    return (h**2).mean()
 
 
 ARGUMENTS = [{"up": f32(WIDTH, 4 * WIDTH), "down": f32(4 * WIDTH, WIDTH)}] * 3, {"x": f32(2048, WIDTH)}

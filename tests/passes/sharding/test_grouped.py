@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 import alpa_lite
+from tests.gallery import sgd
 
 CONVOLUTION = functools.partial(
     lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
@@ -25,14 +26,11 @@ METHODS: dict[str, Any] = {
 def compare(groups: int, inputs: int, outputs: int, method: str) -> alpa_lite.Plan:
     """Runs two convolutions, the second in groups, as planned and under plain `jit`."""
 
-    def loss(weights: Any, x: Any) -> Any:
+    @sgd
+    def step(weights: Any, x: Any) -> Any:
         h = jnp.tanh(CONVOLUTION(x, weights["first"]))
         h = CONVOLUTION(h, weights["grouped"], feature_group_count=groups)
         return jnp.mean((h.mean((1, 2)) @ weights["dense"]) ** 2)
-
-    def step(weights: Any, x: Any) -> Any:
-        value, gradients = jax.value_and_grad(loss)(weights, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
 
     def arguments() -> Any:
         rng = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from alpa_lite.passes import factors
 from alpa_lite.passes.sharding import grouping
 from alpa_lite.passes.sharding.groups import Group, Grouping
 from alpa_lite.passes.tracing import tracing
-from tests.gallery import f32
+from tests.gallery import f32, sgd
 
 BATCH = {"x": f32(32, 16), "rows": f32(12, 16), "ids": jax.ShapeDtypeStruct((32, 1), jnp.int32)}
 
@@ -22,14 +22,6 @@ BATCH = {"x": f32(32, 16), "rows": f32(12, 16), "ids": jax.ShapeDtypeStruct((32,
 def grouped(step, *args: Any) -> tuple[Traced, Grouping]:
     traced = tracing.trace(step, args, {})
     return traced, grouping.group(traced, dict(factors.rules_of(traced.graph.ops(), traced.graph.values)))
-
-
-def descent(loss):
-    def step(state, batch):
-        value, grads = jax.value_and_grad(loss)(state, batch)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
-
-    return step
 
 
 def forward(fun):
@@ -87,7 +79,7 @@ def test_stacked_gradients_of_scanned_layers_may_be_partial_sums(layers, kinds):
 
         return jnp.mean(jax.lax.scan(layer, batch["x"], state)[0] ** 2)
 
-    _, groups = grouped(descent(loss), {"w": f32(layers, 16, 16), "b": f32(layers, 16)}, {"x": f32(8, 16)})
+    _, groups = grouped(sgd(loss), {"w": f32(layers, 16, 16), "b": f32(layers, 16)}, {"x": f32(8, 16)})
     stacks = [group.kind for group in groups.groups if group.name == "ys"]
     assert stacks.count("linear") == kinds.count("linear") and set(stacks) >= set(kinds)
     assert layers == 1 or set(stacks) == {"linear", "leaf"}
@@ -135,7 +127,7 @@ def scaled(factor):
             x = jnp.tanh(x @ w["up"] @ w["down"]) * factor(number, batch)
         return jnp.sum(x)
 
-    return descent(loss)
+    return sgd(loss)
 
 
 def clipped_if_finite(state, batch):
@@ -148,7 +140,7 @@ def clipped_if_finite(state, batch):
 @pytest.mark.parametrize(
     "step",
     [
-        descent(layers_loss),
+        sgd(layers_loss),
         scaled(lambda number, batch: batch["rows"][number]),
         scaled(lambda number, batch: jax.lax.dynamic_slice(batch["rows"], (number, 0), (1, 16))),
         scaled(lambda number, batch: jnp.where(batch["ids"] > 0, 1.0, 0.5)),
@@ -173,7 +165,7 @@ def test_depth_of_a_transformer_adds_no_decisions():
 def test_operands_that_are_not_alike_are_told_apart():
     """Two weights of equal shape of which one is a scale and the other an offset, in one chain of operations."""
     _, groups = grouped(
-        descent(lambda state, batch: jnp.sum(jnp.tanh(batch["x"] * state["scale"] + state["offset"]))),
+        sgd(lambda state, batch: jnp.sum(jnp.tanh(batch["x"] * state["scale"] + state["offset"]))),
         {"scale": f32(32, 16), "offset": f32(32, 16)}, {"x": f32(32, 16)},
     )  # fmt: skip
     scale, offset = (groups.groups[groups.leaves[n]].color for n in (1, 0))

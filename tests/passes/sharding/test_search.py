@@ -18,7 +18,8 @@ from alpa_lite import models
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import LogicalMesh
-from tests.gallery import f32
+from tests.gallery import f32, sgd
+from tests.passes.sharding.test_textbook import low_rank
 
 
 def h100(nodes):
@@ -34,16 +35,9 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def descent(loss, state):
-    value, grads = jax.value_and_grad(loss)(state)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
-
-
+@sgd
 def mlp_step(state, batch):
-    def loss(s):
-        return ((jax.nn.gelu(batch["x"] @ s["w1"]) @ s["w2"] - batch["y"]) ** 2).mean()
-
-    return descent(loss, state)
+    return ((jax.nn.gelu(batch["x"] @ state["w1"]) @ state["w2"] - batch["y"]) ** 2).mean()
 
 
 def mlp_args(batch: int, width: int, hidden: int) -> tuple[Any, ...]:
@@ -169,23 +163,18 @@ def refusal(budget: int) -> alpa_lite.InfeasibleError:
 # -- experts and vocabularies -----------------------------------------------------------------------------------------
 
 
+@sgd
 def expert_step(state, batch):
-    def loss(s):
-        x = batch["x"]
-        tokens = x.shape[1]
-        experts = s["up"].shape[0]
-        gates = jax.nn.softmax(x @ s["gate"])
-        weights, chosen = jax.lax.top_k(gates, 2)
-        hot = jax.nn.one_hot(chosen, experts)
-        slots = 2 * tokens // experts
-        place = jnp.cumsum(hot.sum(2), 1).astype(jnp.int32) - 1
-        dispatch = jax.nn.one_hot(place, slots) * hot.sum(2)[..., None]
-        combine = dispatch * jnp.einsum("gnk,gnke->gne", weights, hot)[..., None]
-        inputs = jnp.einsum("gnec,gnd->egcd", dispatch, x)
-        outputs = jnp.einsum("egcf,efd->egcd", jax.nn.relu(jnp.einsum("egcd,edf->egcf", inputs, s["up"])), s["down"])
-        return ((jnp.einsum("gnec,egcd->gnd", combine, outputs) - batch["y"]) ** 2).mean()
-
-    return descent(loss, state)
+    x, experts = batch["x"], state["up"].shape[0]
+    weights, chosen = jax.lax.top_k(jax.nn.softmax(x @ state["gate"]), 2)
+    hot = jax.nn.one_hot(chosen, experts)
+    place = jnp.cumsum(hot.sum(2), 1).astype(jnp.int32) - 1
+    dispatch = jax.nn.one_hot(place, 2 * x.shape[1] // experts) * hot.sum(2)[..., None]
+    combine = dispatch * jnp.einsum("gnk,gnke->gne", weights, hot)[..., None]
+    inputs = jnp.einsum("gnec,gnd->egcd", dispatch, x)
+    hidden = jax.nn.relu(jnp.einsum("egcd,edf->egcf", inputs, state["up"]))
+    outputs = jnp.einsum("egcf,efd->egcd", hidden, state["down"])
+    return ((jnp.einsum("gnec,egcd->gnd", combine, outputs) - batch["y"]) ** 2).mean()
 
 
 def test_experts_give_all_to_all():
@@ -203,13 +192,11 @@ def test_experts_give_all_to_all():
     assert all(c.bytes <= width * experts * 4 for c in plan.collectives if c.kind != "all_to_all")
 
 
+@sgd
 def language_step(state, batch):
-    def loss(s):
-        hidden = jnp.tanh(s["embedding"][batch["tokens"]] @ s["w"])
-        logs = jax.nn.log_softmax(hidden @ s["out"])
-        return -jnp.take_along_axis(logs, batch["targets"][..., None], -1).mean()
-
-    return descent(loss, state)
+    hidden = jnp.tanh(state["embedding"][batch["tokens"]] @ state["w"])
+    logs = jax.nn.log_softmax(hidden @ state["out"])
+    return -jnp.take_along_axis(logs, batch["targets"][..., None], -1).mean()
 
 
 def test_a_large_vocabulary_gives_a_vocabulary_parallel_loss():
@@ -233,8 +220,9 @@ def product_step(state, batch):
     return {"w1": 0.5 * state["w1"]}, batch["x"] @ state["w1"]
 
 
+@sgd
 def two_products_step(state, batch):
-    return descent(lambda s: ((batch["x"] @ s["w1"] @ s["w2"]) ** 2).mean(), state)
+    return ((batch["x"] @ state["w1"] @ state["w2"]) ** 2).mean()
 
 
 def cube_plan(step: Any, mesh: tuple[int, ...], x: P, *weights: P) -> alpa_lite.Plan:
@@ -300,18 +288,11 @@ def against_textbook(step: Any, args: Any, cluster: Cluster) -> list[float]:
     return [auto, *others]
 
 
-def low_rank_step(state: Any, batch: Any) -> Any:
-    """A step whose update multiplies small weights with one another, as LoRA and Muon do."""
-    grads = jax.grad(lambda p: ((batch["x"] @ (p["a"] @ p["b"]) - batch["y"]) ** 2).mean())(state["params"])
-    mu = jax.tree.map(lambda m, g: m + (g @ g.T) @ g, state["mu"], grads)
-    return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu), "mu": mu}
-
-
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_auto_is_never_slower_than_a_textbook_plan(nodes):
     params = {"a": f32(512, 8), "b": f32(8, 512)}
     args = {"params": params, "mu": params}, {"x": f32(16, 512), "y": f32(16, 512)}
-    against_textbook(low_rank_step, args, h100(nodes))
+    against_textbook(low_rank, args, h100(nodes))
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from alpa_lite.passes.checks.hlo_text import parse_hlo
 from alpa_lite.passes.sharding import connected, grouping, limits, mesh_program, strategies
 from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.tracing import tracing
-from tests.gallery import f32
+from tests.gallery import f32, sgd
 
 H100 = Cluster.preset("h100", nodes=1)
 METHODS = {
@@ -106,11 +106,7 @@ def test_zero_3_gathers_parameters_forward_and_backward_in_loops_too():
 
 def low_rank(state: Any, batch: Any) -> Any:
     """A step whose update multiplies small weights with one another, as LoRA and Muon do."""
-
-    def loss(params: Any) -> Any:
-        return ((batch["x"] @ (params["a"] @ params["b"]) - batch["y"]) ** 2).mean()
-
-    grads = jax.grad(loss)(state["params"])
+    grads = jax.grad(lambda p: ((batch["x"] @ (p["a"] @ p["b"]) - batch["y"]) ** 2).mean())(state["params"])
     mu = jax.tree.map(lambda m, g: m + (g @ g.T) @ g, state["mu"], grads)
     return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu), "mu": mu}
 
@@ -178,13 +174,10 @@ def test_convolutions_are_pairs_and_their_weights_stay():
     def convolve(x: Any, w: Any) -> Any:
         return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
+    @sgd
     def fun(state: Any, batch: Any) -> Any:
-        def loss(ws: Any) -> Any:
-            x = convolve(batch["x"], ws["in"])
-            return (convolve(jnp.tanh(convolve(x, ws["a"])), ws["b"]) ** 2).mean()
-
-        value, grads = jax.value_and_grad(loss)(state)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+        x = convolve(batch["x"], state["in"])
+        return (convolve(jnp.tanh(convolve(x, state["a"])), state["b"]) ** 2).mean()
 
     state = {"in": f32(3, 3, 3, 256), "a": f32(3, 3, 256, 512), "b": f32(3, 3, 512, 256)}
     plan = alpa_lite.make_plan(fun, state, {"x": f32(8, 20, 20, 3)}, cluster=H100, method=METHODS["tensor"])

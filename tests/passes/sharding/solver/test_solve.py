@@ -335,38 +335,6 @@ def test_a_chain_needs_no_linear_program():
     assert_optimal(graph, solution, best.min())
 
 
-def layers(rng, depth, tied):
-    """A chain of alike layers of two nodes; tied, one layer whose costs count `depth` times and which feeds itself."""
-    first, second = rng.random(3), rng.random(4)
-    inner, outer = rng.random((3, 4)), rng.random((4, 3))
-    copies = 1 if tied else depth
-    times = depth // copies
-    node_cost = (first * times, second * times) * copies
-    transfers = []
-    for layer in range(copies):
-        a, b = 2 * layer, 2 * layer + 1
-        transfers.append(Transfer(a, np.arange(3), ((b, np.arange(4)),), inner * times))
-        if tied:
-            transfers.append(Transfer(b, np.arange(4), ((a, np.arange(3)),), outer * (depth - 1)))
-        elif layer + 1 < depth:
-            transfers.append(Transfer(b, np.arange(4), ((b + 1, np.arange(3)),), outer))
-    return StrategyGraph(tuple(node_cost), tuple(transfers))
-
-
-@settings(max_examples=40, deadline=None)
-@given(SEEDS, st.integers(2, 3))
-def test_tied_layers_equal_untied_layers(seed, depth):
-    untied = layers(np.random.default_rng(seed), depth, tied=False)
-    tied = layers(np.random.default_rng(seed), depth, tied=True)
-    alike = [choice * depth for choice in itertools.product(range(3), range(4))]
-    best_alike = min(price(untied, choice)[0] for choice in alike)
-    free, bound = solve.solve(untied, gap=0.0), solve.solve(tied, gap=0.0)
-    assert bound.objective == pytest.approx(best_alike, rel=1e-9)
-    assert free.objective == pytest.approx(min(s for s, _, _ in brute_force(untied)), rel=1e-9)
-    lossless = best_alike <= free.objective * (1 + 1e-9)
-    assert lossless == (bound.objective == pytest.approx(free.objective, rel=1e-9))
-
-
 def test_a_tied_layer_that_feeds_itself_and_others_pays_once():
     own, other = np.array([0, 1]), np.array([1, 0])
     cost = np.array([[0.0, 5.0], [4.0, 0.0]])
