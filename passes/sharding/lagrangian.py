@@ -16,7 +16,7 @@ time (`sharding.solver.search`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -44,19 +44,25 @@ ROUGH_GAP = 5e-2
 
 
 @dataclass(frozen=True, eq=False)
+class MeshAtPrices:
+    """The integer program of a mesh shape, what its solves found out for the next, and its rough solution."""
+
+    space: Space
+    state: SolverState
+    rough: Solution
+
+
+@dataclass(frozen=True, eq=False)
 class LagrangianSearch:
     """The integer programs of some mesh shapes, each solved roughly with memory for nothing.
 
     Attributes:
-      known: each program, with what its solves found out for the next. rough: these solutions.
       unit: seconds per byte, of price 1: those of the fastest rough solution, unless others are given.
       max_work: of each solve, in the unit of `solver.work`.
       gap: at which a choice counts as optimal: of its seconds, so that at a price it is a part of that.
     """
 
-    spaces: tuple[Space, ...]
-    known: tuple[SolverState, ...]
-    rough: tuple[Solution, ...]
+    programs: tuple[MeshAtPrices, ...]
     unit: float
     max_work: int
     gap: float
@@ -64,58 +70,54 @@ class LagrangianSearch:
     @property
     def meshes(self) -> tuple[LogicalMesh, ...]:
         """Those of the programs."""
-        return tuple(space.mesh for space in self.spaces)
+        return tuple(program.space.mesh for program in self.programs)
 
     def reset(self) -> LagrangianSearch:
         """The same programs, of which nothing is known but rough solutions: what is found depends on a price alone."""
-        return replace(_solve_roughly(self.spaces, self.max_work, self.gap), unit=self.unit)
+        spaces = [program.space for program in self.programs]
+        return replace(_solve_roughly(spaces, self.max_work, self.gap), unit=self.unit)
 
     @property
     def fastest(self) -> tuple[float, float]:
         """Seconds and bytes per device of the fastest rough solution: of all meshes, their ratio is the unit."""
-        i = min(range(len(self.rough)), key=lambda i: self.rough[i].objective)
-        return self.rough[i].objective, max(self.known[i].problem.peak(self.rough[i].choice), 1.0)
+        best = min(self.programs, key=lambda program: program.rough.objective)
+        return best.rough.objective, max(best.state.problem.peak(best.rough.choice), 1.0)
 
     def on(self, shape: tuple[int, ...]) -> LagrangianSearch:
         """The same with the meshes of one shape alone, if there are any."""
-        kept = [i for i, mesh in enumerate(self.meshes) if mesh.shape == shape]
-        fields = {
-            name: tuple(getattr(self, name)[i] for i in kept) for name in ("spaces", "known", "rough")
-        }  # fmt: skip
-        return replace(self, **fields) if kept else self
+        kept = tuple(program for program in self.programs if program.space.mesh.shape == shape)
+        return replace(self, programs=kept or self.programs)
 
     def at(self, price: float) -> MeshSolution:
         """The best choice at a price of memory; its seconds and bytes are without it.
 
         Mesh shapes that are much slower with memory for nothing are not tried at a price.
         """
-        fastest = min(rough.objective for rough in self.rough)
-        solutions: dict[int, Solution] = {}
-        waiting: dict[int, SolverState] = {}
-        for i, rough in enumerate(self.rough):
-            if not price and (rough.gap <= self.gap or rough.bound >= fastest):
-                solutions[i] = rough
-            elif rough.objective <= MAX_SLOWDOWN * fastest:
-                waiting[i] = self.known[i]
-        solutions |= _solved(waiting, price * self.unit, gap=self.gap / max(1.0, price), max_work=self.max_work)
-        free = self.rough if price else [solutions.get(i, rough) for i, rough in enumerate(self.rough)]
-        best = min(solutions, key=lambda i: solutions[i].objective)
-        problem, space, solution = self.known[best].problem, self.spaces[best], solutions[best]
+        fastest = min(program.rough.objective for program in self.programs)
+        solutions: dict[MeshAtPrices, Solution] = {}
+        for one in self.programs:
+            if not price and (one.rough.gap <= self.gap or one.rough.bound >= fastest):
+                solutions[one] = one.rough
+        for one in self.programs:
+            if one not in solutions and one.rough.objective <= MAX_SLOWDOWN * fastest:
+                solutions[one] = _solve_at(one.state, price * self.unit, self.max_work, self.gap / max(1.0, price))
+        best = min(solutions, key=lambda one: solutions[one].objective)
+        problem, solution = best.state.problem, solutions[best]
         candidates = []
-        for i, other in enumerate(self.known):
-            found = solutions.get(i, self.rough[i])
-            seconds, size = other.problem.seconds(found.choice), int(other.problem.peak(found.choice))
+        for one in self.programs:
+            choice, mine = solutions.get(one, one.rough).choice, one.state.problem
+            seconds, size = mine.seconds(choice), int(mine.peak(choice))
             faster = seconds < problem.seconds(solution.choice)
-            status = "chosen" if i == best else "more memory" if faster else "slower"
-            candidates.append(Candidate("Sharded", self.spaces[i].mesh.shape, seconds, size, status))
+            status = "chosen" if one is best else "more memory" if faster else "slower"
+            candidates.append(Candidate("Sharded", one.space.mesh.shape, seconds, size, status))
         solution = replace(
             solution,
             status="feasible" if price else solution.status,
             objective=problem.seconds(solution.choice),
-            bound=min(solution.bound for solution in free),
+            bound=min((one.rough if price else solutions.get(one, one.rough)).bound for one in self.programs),
             peak=problem.peak(solution.choice),
         )
-        return MeshSolution(space, solution, tuple(candidates))
+        return MeshSolution(best.space, solution, tuple(candidates))
 
 
 def search_at_prices(
@@ -131,30 +133,26 @@ def search_at_prices(
     Raises:
       InfeasibleError: a program has no choice, or none was found.
     """
-    programs = [strategies.build(step, MeshCost(cluster, mesh), constraints=limit) for mesh, limit in admitted]
-    return _solve_roughly(tuple(programs), max_work, gap)
+    spaces = [strategies.build(step, MeshCost(cluster, mesh), constraints=limit) for mesh, limit in admitted]
+    return _solve_roughly(spaces, max_work, gap)
 
 
-def _solve_roughly(spaces: tuple[Space, ...], max_work: int, gap: float) -> LagrangianSearch:
+def _solve_roughly(spaces: Sequence[Space], max_work: int, gap: float) -> LagrangianSearch:
     """Programs with their rough solutions."""
-    known = tuple(SolverState(space.program) for space in spaces)
-    rough = tuple(_solved(dict(enumerate(known)), 0.0, gap=max(gap, ROUGH_GAP), max_work=max_work).values())
-    offered = LagrangianSearch(spaces, known, rough, 1.0, max_work, gap)
+    states = [(space, SolverState(space.program)) for space in spaces]
+    programs = [MeshAtPrices(*pair, _solve_at(pair[1], 0.0, max_work, max(gap, ROUGH_GAP))) for pair in states]
+    offered = LagrangianSearch(tuple(programs), 1.0, max_work, gap)
     seconds, size = offered.fastest
     return replace(offered, unit=seconds / size)
 
 
-def _solved(problems: Mapping[int, SolverState], price: float, *, gap: float, max_work: int) -> dict[int, Solution]:
-    """Returns the best choices at a price in seconds per byte; objectives include the price of memory."""
-    out = {}
-    for i, known in problems.items():
-        points = len(known.problem.base)
-        priced = price_memory(known.problem, np.full(points, price / max(points, 1)))
-        found = Search(priced, gap, max_work, messages=known.messages)
-        found.starts = list(known.choices)
-        found.run()
-        known.note(found)
-        if found.choice is None:
-            raise InfeasibleError("no sharding was found: no strategies of the operations go together")
-        out[i] = found.solution("optimal" if found.closed else "feasible")
-    return out
+def _solve_at(state: SolverState, price: float, max_work: int, gap: float) -> Solution:
+    """Returns the best choice at a price in seconds per byte; its objective includes the price of memory."""
+    points = len(state.problem.base)
+    priced = price_memory(state.problem, np.full(points, price / max(points, 1)))
+    found = Search(priced, gap, max_work, messages=state.messages, starts=list(state.choices))
+    found.run()
+    state.note(found)
+    if found.choice is None:
+        raise InfeasibleError("no sharding was found: no strategies of the operations go together")
+    return found.solution("optimal" if found.closed else "feasible")

@@ -265,8 +265,8 @@ def _tables(
     points = needed_points(start, end, kind, _alike(step.grouping, node_of))
     start, end, live = compressed(points, start, end)
     number, kind, start, end, value = (column[live] for column in (number, kind, start, end, value))
-    alike = np.stack([number, kind, start, end], axis=1)
-    _, first, count = np.unique(alike, axis=0, return_index=True, return_counts=True)
+    alike = (kind * len(points) + start) * len(points) + end  # types are numbered transfer by transfer
+    _, first, count = np.unique(alike, return_index=True, return_counts=True)
     spans = np.stack([value[first], start[first], end[first], count], axis=1)
     own, *moved = np.split(spans, np.searchsorted(number[first], np.arange(len(found))))
     kept = tuple([Kept(v, node_of[homes[v].group], *times) for v, *times in own.tolist()])

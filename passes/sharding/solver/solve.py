@@ -65,8 +65,8 @@ def solve(
     """
     known = known or SolverState(graph)
     problem = replace(known.problem, budget=graph.budget)
-    search = Search(problem, gap, max_work, cutoff=cutoff, roof=roof, messages=known.messages)
-    search.starts = [*known.choices, *([start.choice] if start and start.choice else [])]
+    starts = [*known.choices, *([start.choice] if start and start.choice else [])]
+    search = Search(problem, gap, max_work, cutoff=cutoff, roof=roof, messages=known.messages, starts=starts)
     try:
         search.run(free)
     except CutoffReached:
