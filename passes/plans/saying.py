@@ -10,7 +10,7 @@ from alpa_lite.ir.paths import shown
 from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.lowering.program import computes
 from alpa_lite.passes.programs.staged import Staged
-from alpa_lite.passes.sharding.fulfilling import fits
+from alpa_lite.passes.sharding.space import fits
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.plan.pins import Wish, Wishes
 

@@ -36,8 +36,7 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, keys, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.effects import NeedsOutside
-from alpa_lite.passes.sharding.colors import Digests, colors_of
-from alpa_lite.passes.sharding.groups import Demand, Dims, Draft, Group, Grouping, GroupKind, Home
+from alpa_lite.passes.sharding.groups import Demand, Digests, Dims, Draft, Group, Grouping, GroupKind, Home, colors_of
 from alpa_lite.passes.sharding.linear import find_linear
 from alpa_lite.passes.sharding.op_forms import Form, followed_factors, form_of, leaf_dims, opaque_rule, placed_dims
 

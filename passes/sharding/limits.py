@@ -37,8 +37,8 @@ from alpa_lite.ir.paths import shown
 from alpa_lite.manual import NAMES, Manual
 from alpa_lite.methods import STRATEGIES, DataParallel, Sharded, TensorParallel
 from alpa_lite.passes.sharding import connected, kinds
-from alpa_lite.passes.sharding.fulfilling import completions, described, fits
 from alpa_lite.passes.sharding.groups import Grouping, factors_in
+from alpa_lite.passes.sharding.space import completions, described, fits
 from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.sharding.textbook import (
     Operations,

@@ -31,7 +31,6 @@ from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS, working_dtype
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.sharding.computing import Computing
-from alpa_lite.passes.sharding.fulfilling import completions, fits
 from alpa_lite.passes.sharding.groups import Group, Grouping
 from alpa_lite.passes.sharding.limits import UNCONSTRAINED, Constraints
 from alpa_lite.passes.sharding.mesh_tables import Choices, Moves, Reached, classify
@@ -42,6 +41,8 @@ from alpa_lite.passes.sharding.space import (
     Space,
     Strategy,
     assignments,
+    completions,
+    fits,
     layout_of,
     made_layout,
     strategy_of,

@@ -23,8 +23,8 @@ from alpa_lite.ir.paths import shown, tokens
 from alpa_lite.manual import NAMES, REGEX, Manual, dims_of, matches
 from alpa_lite.methods import Auto, Method, Sharded
 from alpa_lite.passes.ir.primitives import CONSTRAINT
-from alpa_lite.passes.sharding.fulfilling import described
 from alpa_lite.passes.sharding.kinds import state_kinds
+from alpa_lite.passes.sharding.space import described
 from alpa_lite.passes.sharding.textbook import Textbook
 from alpa_lite.passes.tracing.annotations import Annotation, logical_mesh
 from alpa_lite.plan.pins import Wish, Wishes
