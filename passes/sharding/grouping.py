@@ -99,7 +99,7 @@ class _Builder:
                 home = self.homes[block.inputs[state[number]]]
                 index, dims = home.group, home.dims
             else:
-                index, dims = self.newleaf_dims(self.values[atom].shape, 1, "output")
+                index, dims = self.new_leaf(self.values[atom].shape, 1, "output")
             self.want(atom, index, dims, 1)
             self.outputs.append((index, dims))
 
@@ -131,7 +131,7 @@ class _Builder:
             self.want(one.output, home.group, home.dims, inner)
             self.adopt(one.end, home.group, home.dims)
         for atom, result in view.ys:
-            port, dims = self.newleaf_dims(self.values[result].shape[1:], inner, "ys", result in self.linear.values)
+            port, dims = self.new_leaf(self.values[result].shape[1:], inner, "ys", result in self.linear.values)
             self.want(atom, port, dims, inner)
             self.adopt(result, port, ((), *dims))
 
@@ -165,7 +165,7 @@ class _Builder:
             self.body(branch, trips)
         self.clock += 1
         for i, result in enumerate(op.results):
-            port, dims = self.newleaf_dims(self.values[result].shape, trips, "result")
+            port, dims = self.new_leaf(self.values[result].shape, trips, "result")
             self.adopt(result, port, dims)
             for branch in op.bodies:
                 self.want(branch.outputs[i], port, dims, trips)
@@ -186,7 +186,7 @@ class _Builder:
         return len(self.drafts) - 1, dims
 
     def leaf(self, value: int, trips: int, name: str) -> int:
-        index, dims = self.newleaf_dims(self.values[value].shape, trips, name, value in self.linear.values)
+        index, dims = self.new_leaf(self.values[value].shape, trips, name, value in self.linear.values)
         self.enter(value, index, dims, "leaf")
         return index
 
