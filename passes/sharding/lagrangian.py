@@ -45,7 +45,7 @@ ROUGH_GAP = 5e-2
 
 @dataclass(frozen=True, eq=False)
 class MeshAtPrices:
-    """The integer program of a mesh shape, what its solves found out for the next, and its rough solution."""
+    """The integer program of a mesh shape, the state of its solver, and its rough solution."""
 
     space: Space
     state: SolverState

@@ -54,9 +54,14 @@ class LinearProgram:
     pair: np.ndarray
 
     @property
+    def inequalities(self) -> int:
+        """How many rows of `at_most` there are."""
+        return len(self.at_most.indptr) - 1
+
+    @property
     def height(self) -> int:
         """How many rows there are, those of memory aside."""
-        return len(self.equal_to) + self.at_most.shape[0]
+        return len(self.equal_to) + self.inequalities
 
     @property
     def nonzeros(self) -> int:
@@ -272,7 +277,7 @@ def relax(program: LinearProgram, points: Sequence[int], unit: float) -> Relaxed
     result = linprog(
         program.cost * scale,
         A_ub=sparse.csr_array(sparse.vstack([program.at_most, rows])),
-        b_ub=np.append(np.zeros(program.at_most.shape[0]), limits),
+        b_ub=np.append(np.zeros(program.inequalities), limits),
         A_eq=program.equal,
         b_eq=program.equal_to,
         bounds=bounds,
@@ -285,7 +290,7 @@ def relax(program: LinearProgram, points: Sequence[int], unit: float) -> Relaxed
     if result.status != 0:
         return Relaxed(None, 0.0, work=work)
     price = np.zeros(len(program.problem.base))
-    dual = -np.asarray(result.ineqlin.marginals)[program.at_most.shape[0] :]
+    dual = -np.asarray(result.ineqlin.marginals)[program.inequalities :]
     np.add.at(price, np.asarray(points, dtype=int), dual * (_row_scale(program) / scale))
     return Relaxed(result.x, result.fun / scale, np.asarray(result.lower.marginals) / scale, price, work)
 
@@ -330,7 +335,7 @@ def _own_rows(program: LinearProgram, width: int) -> list[LinearConstraint]:
         return sparse.csr_array((rows.data, rows.indices, rows.indptr), shape=(len(rows.indptr) - 1, width))
 
     rows = [_rows(wider(program.equal), program.equal_to, program.equal_to)]
-    if program.at_most.shape[0]:
+    if program.inequalities:
         rows.append(_rows(wider(program.at_most), -np.inf, 0.0))
     return rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,22 +37,23 @@ def from_graph(graph: StrategyGraph) -> Problem:
 def _links(transfers: Sequence[Transfer], first: np.ndarray) -> tuple[Links, np.ndarray, np.ndarray]:
     """The edges with consumers, their costs, and the edge of each transfer, -1 for those without consumers."""
     costs = [np.asarray(transfer.cost, dtype=np.float64) for transfer in transfers]
-    is_edge = np.array([cost.ndim == 2 and bool(t.consumers) for t, cost in zip(transfers, costs, strict=True)], bool)
-    for number in np.flatnonzero(~is_edge):
-        _check_transfer(transfers[number], first)
-    edges = [transfers[number] for number in np.flatnonzero(is_edge)]
+    is_edge = [cost.ndim == 2 and bool(t.consumers) for t, cost in zip(transfers, costs, strict=True)]
+    for transfer, kept in zip(transfers, is_edge, strict=True):
+        if not kept:
+            _check_transfer(transfer, first)
+    edges = list(itertools.compress(transfers, is_edge))
     ends = [(e, transfer.src, transfer.src_class) for e, transfer in enumerate(edges)]
     ends += [(e, node, klass) for e, transfer in enumerate(edges) for node, klass in transfer.consumers]
     edge, node = np.array([end[:2] for end in ends], dtype=np.int64).reshape(-1, 2).T.copy()
     shape = np.array([t.cost.shape for t in edges], dtype=np.int64).reshape(-1, 2)
     links = Links(first, shape, edge, node, joined([klass for *_, klass in ends]))
-    cells = joined([cost for cost, kept in zip(costs, is_edge, strict=True) if kept], np.float64)
+    cells = joined(list(itertools.compress(costs, is_edge)), np.float64)
     sizes = links.sizes[node]
     sound = [len(klass) for *_, klass in ends] == sizes.tolist() and (cells >= 0).all()
     if not sound or not ((links.classes >= 0) & (links.classes < np.repeat(shape.ravel()[links.side], sizes))).all():
         for transfer in edges:
             _check_transfer(transfer, first)
-    return links.distinct()[0], cells, np.where(is_edge, np.cumsum(is_edge) - 1, -1)
+    return links.distinct()[0], cells, np.where(is_edge, np.cumsum(is_edge, dtype=np.int64) - 1, -1)
 
 
 def _check_node(cost: np.ndarray, i: int, graph: StrategyGraph) -> None:
