@@ -1,4 +1,4 @@
-"""A step in its groups, and what the integer programs of all meshes share: nodes, edges, and lifetimes of buffers.
+"""A step in its groups, and the tables that programs of all meshes share: nodes, edges, and lifetimes of buffers.
 
 Only the layouts and their costs depend on the mesh. A search over mesh shapes makes these tables once.
 """
