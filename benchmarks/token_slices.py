@@ -30,7 +30,7 @@ import numpy as np
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import LogicalMesh
-from alpa_lite.passes.stages.token_slices import TokenSlices, cut
+from alpa_lite.passes.tokens.lengths import TokenSlices, cut
 
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "python benchmarks/token_slices.py"

@@ -29,7 +29,7 @@ from alpa_lite.passes.programs.staged import write
 from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages import planning, staging
 from alpa_lite.passes.stages.planning import PlannedStage
-from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.passes.tokens import in_slices
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.runtime.pipeline import PipelineExecutable

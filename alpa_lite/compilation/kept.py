@@ -24,7 +24,7 @@ from alpa_lite.passes.plans import replay
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
 from alpa_lite.passes.search.pipeline_analysis import cut_into_stages
 from alpa_lite.passes.stages.planning import PlannedStage
-from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.plan.pins import Pin, Pins, pin_of
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Stage

@@ -31,7 +31,7 @@ from alpa_lite.passes.stages import planning
 from alpa_lite.passes.stages.owned import moved
 from alpa_lite.passes.stages.owners import is_small
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
-from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.plan.pins import Pin, Pins, places
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import units

@@ -17,7 +17,7 @@ from alpa_lite.passes import microbatches, programs
 from alpa_lite.passes.plans import replay
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating
 from alpa_lite.passes.search.configs import Analyses, ExecutionConfig
-from alpa_lite.passes.stages import planning, staging
+from alpa_lite.passes.stages import planning, stage_graph
 from alpa_lite.passes.tracing.arguments import donated_leaves
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import units
@@ -34,7 +34,7 @@ def replay_plan(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> Stag
     if not plan.pipelined:
         (remat,) = replay.remat_of(plan)
         loop, _ = Analyses(run, step, asked).loop_of(ExecutionConfig(plan.num_microbatches, remat))
-        graph, communication = staging.whole(loop.traced, loop.scan), asked.options.communication
+        graph, communication = stage_graph.whole(loop.traced, loop.scan), asked.options.communication
         decided = run("sharding", replay.replay, graph, asked.cluster, plan.stages[0], communication)
         verdict = replace(verdict, candidates=decided.found.candidates)
         planned = run("lowering", planning.lowered_whole, decided, communication)

@@ -15,7 +15,7 @@ from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
-from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.stages.stage_graph import StageGraph
 
 
 def check(value: Any) -> None:

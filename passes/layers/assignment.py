@@ -25,16 +25,17 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import cached_property
 
 from scipy.cluster.hierarchy import DisjointSet
 
 from alpa_lite.errors import OptionError
 from alpa_lite.ir.graph import Op, Value
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import producers, reach, users, values_in
+from alpa_lite.passes.ir.flow import producers, users, values_in
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.layers.types import Assignment, Layering
+from alpa_lite.passes.layers.types import Assignment, Layering, Phases
 
 
 def assign(layering: Layering, cuts: Sequence[int]) -> Assignment:
@@ -126,30 +127,35 @@ class _Assigner:
             stage=dict(self.stage),
             shared=frozenset(self.shared),
             home=home,
-            backward=frozenset(op.index for op in self.backward),
-            weight=weight,
             split_sums=tuple(self.split_sums),
             dissolved=frozenset(self.dissolved),
+            phases=Phases({op.index: 1 + (op.index in weight) for op in self.backward}),
         )
 
     # -- the forward pass -----------------------------------------------------------------------------------------
 
-    def stages_of(self, op: Op, among: set[int] | None = None) -> set[int]:
-        """Where an op runs: one stage, or for a free op those of its users, followed through other free ops."""
+    @cached_property
+    def bound(self) -> Mapping[int, set[int]]:
+        """Value -> the ops of the body that read it and are not free, directly or through free ones."""
+        found: dict[int, set[int]] = {}
+        for op in reversed(self.body.ops):
+            free = op.index in self.layering.free
+            own = set[int]().union(*(found.get(v, ()) for v in op.results)) if free else {op.index}
+            for value in op.reads:
+                found.setdefault(value, set()).update(own)
+        return found
 
-        def read_by(op: Op) -> list[Op]:
-            return [user for user in self.users_of(op) if among is None or user.index in among]
-
-        reached = reach(read_by(op), lambda user: read_by(user) if user.index in self.layering.free else ())
-        bound = (user.index for user in reached if user.index not in self.layering.free)
-        return {self.stage[index] for index in bound if index in self.stage}
+    def read_on(self, values: Iterable[int], among: Container[int]) -> set[int]:
+        """The stages of those ops, among some, that read any of some values: see `bound`."""
+        readers = {index for value in values for index in self.bound.get(value, ())}
+        return {self.stage[index] for index in readers if index in among and index in self.stage}
 
     def follow_users(self, ops: Iterable[Op], users: Iterable[Op]) -> None:
         """Free ops run where those of `users` are that read them: shared if on several stages."""
         among = {op.index for op in users}
         for op in ops:
             if op.index in self.layering.free:
-                found = self.stages_of(op, among)
+                found = self.read_on(op.results, among)
                 if found:
                     self.stage[op.index] = min(found)
                 elif op.index not in self.stage:
@@ -164,28 +170,19 @@ class _Assigner:
         """
         forward = {op.index for op in self.body.ops if op.index in self.layering.forward}
         for value in self.view.inputs.consts:
-            self.available[value] = self.forward_users(value, forward)
+            self.available[value] = tuple(sorted(self.read_on([value], forward)))
         for value in self.view.inputs.xs:
             heavy = {u.index for u in self.users.get(value, ()) if u.index in forward - self.layering.free}
-            self.available[value] = self.forward_users(value, heavy or forward)
+            self.available[value] = tuple(sorted(self.read_on([value], heavy or forward)))
         for op in self.body.ops:
             for value in op.results if op.index in forward else ():
-                where = set(self.forward_users(value, forward))
+                where = self.read_on([value], forward)
                 if op.index not in self.layering.free:
                     where.add(self.stage[op.index])
                 elif not where:  # only the backward pass reads what is made of these parameters
                     where = {s for v in op.reads for s in self.available.get(v, ())}
                 self.available[value] = tuple(sorted(where))
         self.available = {value: where for value, where in self.available.items() if where}
-
-    def forward_users(self, value: int, forward: set[int]) -> tuple[int, ...]:
-        """The stages whose forward ops read a value, through free ops too."""
-        where: set[int] = set()
-        for user in self.users.get(value, ()):
-            if user.index in forward:
-                is_free = user.index in self.layering.free
-                where |= self.stages_of(user, forward) if is_free else {self.stage[user.index]}
-        return tuple(sorted(where))
 
     # -- the backward pass ----------------------------------------------------------------------------------------
 
@@ -398,7 +395,7 @@ class _Assigner:
         found = self.stages_of_users(op)
         for inner in (i for value in op.results for i in self.inner.get(value, ())):
             for user in self.users.get(inner, ()):
-                several = self.stages_of(user) if user.index in self.shared else set()
+                several = self.read_on(user.results, self.stage) if user.index in self.shared else set()
                 found |= several | {self.stage[user.index]}
         return found
 

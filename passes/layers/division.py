@@ -13,16 +13,20 @@ first iteration was in.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.errors import OptionError
+from alpa_lite.ir.graph import Op, Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir.flow import producers
+from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewritten
 from alpa_lite.passes.layers import assignment as layering_stages
 from alpa_lite.passes.layers import layering, rematerialisation, scan_rematerialisation, scans
+from alpa_lite.passes.layers.forward import forward_ops
 from alpa_lite.passes.layers.remat import Remat
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.layers.scans import Cut
@@ -79,9 +83,9 @@ def divisible(accumulated: Accumulated, *, max_layers: int, rules: Mapping[objec
     if rules is None:
         rules = factors.rules_of(step.graph.ops(), step.graph.values)
     points: dict[int, tuple[int, ...]] = {}
-    repeated = scans.layer_scans(step, accumulated.scan)
+    repeated = layer_scans(step, accumulated.scan)
     for op in repeated:
-        found = scans.even_points(op.params["length"], max(1, (max_layers - MAX_OUTER_LAYERS) // len(repeated)))
+        found = even_points(op.params["length"], max(1, (max_layers - MAX_OUTER_LAYERS) // len(repeated)))
         if found:
             points[op.index] = found
     if not points:
@@ -136,7 +140,7 @@ def _coarse(step: Divisible, cuts: Sequence[int], split_arguments: bool = True) 
     if fine is None:
         return step.layering, list(cuts)
     before = step.accumulated
-    points = scans.kept_points(fine, step.layering, cuts)
+    points = kept_points(fine, step.layering, cuts)
     coarse = scans.cut_scans(before.traced, before.scan, points, step.rules, split_arguments=split_arguments)
     rules = factors.rules_of(coarse.traced.graph.ops(), coarse.traced.graph.values)
     whole = layering.layering(coarse.traced, coarse.scan, rules, max_layers=1)
@@ -223,3 +227,48 @@ def _carried_over(layers: Layering, result: Rewritten) -> Layering:
         order=tuple(place[i] for i in layers.order if i in place),
         free=frozenset(new for new, before in result.origin.items() if before in layers.free),
     )
+
+
+def layer_scans(traced: Traced, scan: int) -> tuple[Op, ...]:
+    """The forward scans of a micro-batch that could be cut: in more than one step, over something made of parameters.
+
+    A stacked parameter may be cast, or otherwise changed, before it is scanned.
+    """
+    op = scan_op(traced, scan)
+    view = ScanView(op)
+    forward = forward_ops(op, traced.graph.values)
+    constant = set(view.inputs.consts)
+    found = []
+    for inner in view.body.ops:
+        if inner.name == "scan" and inner.index in forward and inner.params["length"] > 1:
+            if not constant.isdisjoint(ScanView(inner).operands.xs):
+                found.append(inner)
+        elif inner.reads and constant.issuperset(inner.reads):
+            constant.update(inner.results)
+    return tuple(found)
+
+
+def even_points(length: int, most: int) -> tuple[int, ...]:
+    """Cut points of equal pieces: as many pieces as divide the length, at most `most`."""
+    count = max(n for n in range(1, max(1, most) + 1) if length % n == 0)
+    return tuple(range(length // count, length, length // count))
+
+
+def kept_points(cut: Cut, layering: Layering, cuts: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    """For each scan that was cut, the points that are stage boundaries: cutting there alone makes one scan a stage.
+
+    Args:
+      cut: a fine cutting.
+      layering: the layers of `cut.traced`.
+      cuts: the first layer of each stage after the first.
+    """
+    stage = layering.stage_of(cuts)
+    found: dict[int, dict[int, int]] = {}
+    for index, (scan, start, _) in cut.pieces.items():
+        if index in stage:
+            found.setdefault(scan, {})[start] = stage[index]
+    out = {}
+    for scan, stages in found.items():
+        starts = sorted(stages)
+        out[scan] = tuple(b for a, b in itertools.pairwise(starts) if stages[a] != stages[b])
+    return {scan: points for scan, points in out.items() if points}

@@ -25,7 +25,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Atom, Op, Value
 from alpa_lite.passes.ir import flow, min_cut, primitives
-from alpa_lite.passes.ir.rewriting import Rewriter
+from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_parts
 
 EXPENSIVE_BYTES = 4
 """Memory traffic, in bytes an element, that computing an expensive function once more is worth (as in `ir.fusion`)."""
@@ -87,7 +88,7 @@ def copy_ops(
     """Copies operations into another body.
 
     Args:
-      names: the names that values have there; those of the results are added.
+      names: the names that values have there, which stay; those of the other results are added.
       enter: gives a name to a value that has none.
       is_remat: whether the copies are marked as rematerialised.
     """
@@ -95,17 +96,69 @@ def copy_ops(
     for op in ops:
         names.update([(value, enter(value)) for value in dict.fromkeys(op.reads) if value not in names])
         copies.append(rewriter.copy(op, names, _jax.mark_rematerialised(op.source) if is_remat else None))
-        names.update(zip(op.results, copies[-1].results, strict=True))
+        names.update([pair for pair in zip(op.results, copies[-1].results, strict=True) if pair[0] not in names])
     return copies
 
 
-def entering(rewriter: Rewriter, group: list[tuple[Atom, int]], atom: Atom, like: int) -> int:
-    """The body input of an operand of a scan, which is added to its constants or scanned inputs if it is not there."""
-    known = next((own for other, own in group if other is atom or other == atom), None)
-    if known is None:
-        known = rewriter.fresh(like)
-        group.append((atom, known))
-    return known
+def repeat_in_backward(
+    rewriter: Rewriter,
+    before: ScanView,
+    after: ScanView,
+    gone: Mapping[int, Atom],
+    again: Sequence[Op],
+    first: Sequence[int] | None = None,
+) -> tuple[Op, Op]:
+    """A forward scan that no longer stacks some values, and a backward scan whose iterations compute them again.
+
+    Args:
+      gone: stack -> the atom of the forward body that it is made of.
+      again: the ops of the forward body that are repeated, in program order.
+      first: values of the forward body that are there before all else, as are its inputs and what it stacks already. A
+        barrier on its carries precedes the repeated ops: a scan of one iteration is no loop, and XLA would find both
+        bodies to be the same. None: ops stand where they are first needed.
+    """
+    ys = [pair for pair in before.ys if pair[1] not in gone]
+    stacks = {atom: stack for atom, stack in ys if isinstance(atom, int)}
+    consts, xs = after.consts, [pair for pair in after.xs if pair[0] not in gone]
+    operands, invariants = ({own: atom for atom, own in pairs} for pairs in (before.xs, before.consts))
+
+    def enter(value: int) -> int:
+        """The backward body's input for a value of the forward body that is not computed again, added if need be."""
+        if value in invariants:
+            group, atom = consts, invariants[value]
+        elif value in operands and value not in stacks:
+            group, atom = xs, operands[value]
+        else:
+            if value not in stacks:
+                stacks[value] = rewriter.shaped(value, (before.length, *rewriter.values[value].shape))
+                ys.append((value, stacks[value]))
+            group, atom = xs, stacks[value]
+        own = next((own for other, own in group if other is atom or other == atom), None)
+        if own is None:
+            own = rewriter.fresh(value)
+            group.append((atom, own))
+        return own
+
+    names: dict[int, Atom] = {}  # of the forward body
+    barrier: list[Op] = []
+    if first is not None:
+        taken = before.inputs
+        given = {value: enter(value) for value in (*taken.consts, *taken.carry, *taken.xs)}
+        if taken.carry:
+            begun = [given[value] for value in taken.carry]
+            op, held = rewriter.barrier(begun, _jax.mark_rematerialised(after.op.source))
+            barrier, given = [op], {value: held.get(own, own) for value, own in given.items()}
+        names |= given | {value: enter(value) for value in (*stacks, *first) if value not in given}
+    copies = copy_ops(rewriter, again, names, enter, is_remat=True)
+    known = {
+        own: renamed_atom(gone[stack], names) for stack, own in after.xs if isinstance(stack, int) and stack in gone
+    }
+    ops, carries, outputs = renamed_parts(after, known)
+    ops = place_at_first_use(copies, ops) if first is None else [*barrier, *copies, *ops]
+    return (
+        before.rebuilt(before.body.ops, before.consts, before.carries, before.xs, ys),
+        after.rebuilt(ops, consts, carries, xs, outputs),
+    )
 
 
 def place_at_first_use(copies: Sequence[Op], ops: Sequence[Op]) -> list[Op]:

@@ -24,7 +24,7 @@ from dataclasses import replace
 from alpa_lite.ir.graph import Atom, Block, Op, Traced, Value, walk
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import Rewriter, renamed_parts, with_body
+from alpa_lite.passes.ir.rewriting import Rewriter, with_body
 from alpa_lite.passes.layers import recomputation
 from alpa_lite.passes.layers.loop_constants import sink_constants
 
@@ -57,7 +57,7 @@ def _reduce_block(rewriter: Rewriter, block: Block) -> Block:
                 views = ScanView(ops[forward]), ScanView(ops[backward])
                 gone, again = _choose(rewriter.values, *views, read)
                 if gone:
-                    ops[forward], ops[backward] = _rewrite(rewriter, *views, gone, again)
+                    ops[forward], ops[backward] = recomputation.repeat_in_backward(rewriter, *views, gone, again)
     same = all(new is old for new, old in zip(ops, block.ops, strict=True))
     return block if same else Block(block.inputs, tuple(ops), block.outputs)
 
@@ -114,38 +114,3 @@ def _choose(
     repeated, again = recomputation.choose_repeated(values, required, makers, present, keeping_bytes)
     gone = {stack: atom for atom, stack in required.items() if atom in repeated}
     return gone, again
-
-
-def _rewrite(
-    rewriter: Rewriter, before: ScanView, after: ScanView, gone: Mapping[int, int], again: Sequence[Op]
-) -> tuple[Op, Op]:
-    """A pair of scans after a choice: the forward scan may stack other values, the backward scan repeats ops."""
-    ys = [pair for pair in before.ys if pair[1] not in gone]
-    stacks = {atom: stack for atom, stack in ys if isinstance(atom, int)}
-    consts = list(after.consts)
-    xs = [pair for pair in after.xs if pair[0] not in gone]
-    operands = {value: atom for atom, value in before.xs}
-    invariants = {value: atom for atom, value in before.consts}
-
-    def enter(value: int) -> int:
-        """Returns the backward body's input for a forward value that is not recomputed, and adds it if need be."""
-        if value in invariants:
-            group, atom = consts, invariants[value]
-        elif value in operands and value not in stacks:
-            group, atom = xs, operands[value]
-        else:
-            if value not in stacks:
-                stacks[value] = rewriter.shaped(value, (before.length, *rewriter.values[value].shape))
-                ys.append((value, stacks[value]))
-            group, atom = xs, stacks[value]
-        return recomputation.entering(rewriter, group, atom, value)
-
-    names: dict[int, Atom] = {}  # of the forward body
-    copies = recomputation.copy_ops(rewriter, again, names, enter, is_remat=True)
-    entering = [(atom, own) for atom, own in after.xs if isinstance(atom, int) and atom in gone]
-    ops, carries, outputs = renamed_parts(after, {own: names[gone[atom]] for atom, own in entering})
-    ops = recomputation.place_at_first_use(copies, ops)
-    return (
-        before.rebuilt(before.body.ops, before.consts, before.carries, before.xs, ys),
-        after.rebuilt(ops, consts, carries, xs, outputs),
-    )

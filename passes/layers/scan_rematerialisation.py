@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from alpa_lite import _jax
 from alpa_lite.ir.graph import Atom, Block, Op, Traced, walk
 from alpa_lite.passes.ir.flow import producers, reach, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
-from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, renamed_atom, renamed_parts, substituted, with_body
-from alpa_lite.passes.layers.recomputation import entering
+from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, substituted, with_body
+from alpa_lite.passes.layers.recomputation import repeat_in_backward
 from alpa_lite.passes.layers.rematerialisation import Choice, is_kept
 
 
@@ -36,22 +35,16 @@ def rematerialise_scans(traced: Traced, scan: int, choices: Mapping[int, Choice]
     """
     outer = scan_op(traced, scan)
     body = outer.bodies[0]
-    rewriter = Rewriter(traced.graph)
-    gone = {
-        value: op
-        for op in body.ops
-        if op.index in choices
-        for value in dropped(op, body, choices[op.index])
-    }  # fmt: skip
-    stacks: dict[int, dict[int, int]] = {}  # forward scan -> value of its body -> its stack
-    ops: list[Op] = []
-    for op in body.ops:
-        if any(op is made for made in gone.values()):
-            op, stacks[op.index] = _forward(rewriter, op, gone, choices[op.index])
-        elif op.name == "scan":
-            for maker in {id(gone[v]): gone[v] for v in op.reads if v in gone}.values():
-                op = _backward(rewriter, op, maker, gone, stacks[maker.index])
-        ops.append(op)
+    rewriter, ops = Rewriter(traced.graph), list(body.ops)
+    for n, op in enumerate(body.ops):
+        choice = choices.get(op.index, "none")
+        stacks = dropped(op, body, choice)
+        gone = {stack: atom for atom, stack in ScanView(ops[n]).ys if stack in stacks} if stacks else {}
+        for m, reader in enumerate(body.ops):
+            if not stacks.isdisjoint(reader.reads):
+                view = ScanView(ops[n])
+                first = _needed(view, gone, choice)
+                ops[n], ops[m] = repeat_in_backward(rewriter, view, ScanView(ops[m]), gone, view.body.ops, first)
     made = with_body(outer, Block(body.inputs, tuple(ops), body.outputs))
     return rewriter.step(traced, substituted(traced.graph.block, outer, [made]), scan)
 
@@ -82,53 +75,13 @@ def _scans(op: Op, value: int) -> bool:
     return value not in (*consts, *carry)
 
 
-def _forward(rewriter: Rewriter, op: Op, gone: Mapping[int, Op], choice: Choice) -> tuple[Op, dict[int, int]]:
-    """Returns the forward scan without the dropped results, with its carries and other saved values stacked."""
-    view = ScanView(op)
-    ys = [(atom, value) for atom, value in view.ys if value not in gone]
-    stacks = {atom: value for atom, value in ys if isinstance(atom, int)}
-    for value in (*view.inputs.carry, *_needed(view, gone, choice)):
-        if value not in stacks:
-            stacks[value] = rewriter.shaped(value, (view.length, *rewriter.values[value].shape))
-            ys.append((value, stacks[value]))
-    return view.rebuilt(view.body.ops, view.consts, view.carries, view.xs, ys), stacks
-
-
-def _needed(view: ScanView, gone: Mapping[int, Op], choice: Choice) -> list[int]:
+def _needed(view: ScanView, gone: Mapping[int, Atom], choice: Choice) -> list[int]:
     """The values of the body that the selective choice keeps, and that computing again begins with."""
     makers = producers(view.body.ops)
 
     def begins(value: int) -> bool:
         return value in makers and choice == "selective" and is_kept(makers[value])
 
-    wanted = values_in(atom for atom, value in view.ys if value in gone)
+    wanted = values_in(gone.values())
     reached = reach(wanted, lambda value: () if begins(value) or value not in makers else makers[value].reads)
     return [value for value in reached if begins(value)]
-
-
-def _backward(rewriter: Rewriter, op: Op, maker: Op, gone: Mapping[int, Op], stacks: Mapping[int, int]) -> Op:
-    """A backward scan that computes the body of `maker` again."""
-    view, again = ScanView(op), ScanView(maker)
-    consts, xs = view.consts, view.xs
-    renamed: dict[int, Atom] = {}  # of the forward body
-    scanned = [*((stacks[value], value) for value in again.inputs.carry), *again.xs]
-    for group, pairs in ((consts, again.consts), (xs, scanned)):
-        renamed |= {value: entering(rewriter, group, atom, value) for atom, value in pairs}
-    source = _jax.mark_rematerialised(op.source)
-    ops: list[Op] = []
-    begun = values_in(renamed[value] for value in again.inputs.carry)
-    if begun:  # a scan of one iteration is no loop: XLA would find both bodies to be the same
-        barrier, after = rewriter.barrier(begun, source)
-        ops.append(barrier)
-        renamed = {v: after.get(a, a) if isinstance(a, int) else a for v, a in renamed.items()}
-    for value, stack in stacks.items():
-        if value not in again.body.inputs:  # saved: not computed again
-            renamed[value] = entering(rewriter, xs, stack, value)
-    for inner_op in again.body.ops:
-        copy = rewriter.copy(inner_op, renamed, _jax.mark_rematerialised(inner_op.source))
-        ops.append(copy)
-        renamed = dict(zip(inner_op.results, copy.results, strict=True)) | renamed
-    made = {result: renamed_atom(output, renamed) for output, result in again.ys if gone.get(result) is maker}
-    names = {value: made[atom] for atom, value in xs if isinstance(atom, int) and atom in made}
-    own, carries, ys = renamed_parts(view, names)
-    return view.rebuilt([*ops, *own], consts, carries, [pair for pair in xs if pair[1] not in names], ys)

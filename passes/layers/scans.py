@@ -25,18 +25,14 @@ from typing import Any
 from jax import lax
 
 from alpa_lite.errors import OptionError
-from alpa_lite.ir.graph import Atom, Block, Op, Traced
+from alpa_lite.ir.graph import Atom, Block, Bounds, Op, Stacked, Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.loops import Carried, ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten
 from alpa_lite.passes.layers import stacked_arguments
-from alpa_lite.passes.layers.forward import forward_ops
-from alpa_lite.passes.layers.types import Layering
-
-Bounds = tuple[int, ...]
-"""0, the cut points, and the length."""
+from alpa_lite.passes.layers.stacked_arguments import InPieces
 
 _COMBINED: Mapping[str, Any] = {
     "reduce_sum": lax.add_p,
@@ -65,51 +61,6 @@ class Cut(Rewritten):
             before, start, _ = self.pieces.get(index) or self.ranges[index]
             return before, start
         return self.origin.get(index, -1), 0
-
-
-def layer_scans(traced: Traced, scan: int) -> tuple[Op, ...]:
-    """The forward scans of a micro-batch that could be cut: in more than one step, over something made of parameters.
-
-    A stacked parameter may be cast, or otherwise changed, before it is scanned.
-    """
-    op = scan_op(traced, scan)
-    view = ScanView(op)
-    forward = forward_ops(op, traced.graph.values)
-    constant = set(view.inputs.consts)
-    found = []
-    for inner in view.body.ops:
-        if inner.name == "scan" and inner.index in forward and inner.params["length"] > 1:
-            if not constant.isdisjoint(ScanView(inner).operands.xs):
-                found.append(inner)
-        elif inner.reads and constant.issuperset(inner.reads):
-            constant.update(inner.results)
-    return tuple(found)
-
-
-def even_points(length: int, most: int) -> tuple[int, ...]:
-    """Cut points of equal pieces: as many pieces as divide the length, at most `most`."""
-    count = max(n for n in range(1, max(1, most) + 1) if length % n == 0)
-    return tuple(range(length // count, length, length // count))
-
-
-def kept_points(cut: Cut, layering: Layering, cuts: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """For each scan that was cut, the points that are stage boundaries: cutting there alone makes one scan a stage.
-
-    Args:
-      cut: a fine cutting.
-      layering: the layers of `cut.traced`.
-      cuts: the first layer of each stage after the first.
-    """
-    stage = layering.stage_of(cuts)
-    found: dict[int, dict[int, int]] = {}
-    for index, (scan, start, _) in cut.pieces.items():
-        if index in stage:
-            found.setdefault(scan, {})[start] = stage[index]
-    out = {}
-    for scan, stages in found.items():
-        starts = sorted(stages)
-        out[scan] = tuple(b for a, b in itertools.pairwise(starts) if stages[a] != stages[b])
-    return {scan: points for scan, points in out.items() if points}
 
 
 def cut_scans(
@@ -148,7 +99,8 @@ def cut_scans(
             )
     rewriter, view = Rewriter(traced.graph), ScanView(outer)
     sums = {value for number, value in enumerate(view.inputs.carry) if number in view.accumulators}
-    top = _Walk(rewriter, rules, traced.graph.block)
+    arguments = traced.graph.block.inputs[: len(traced.arguments)] if split_arguments else ()
+    top = _Walk(rewriter, rules, traced.graph.block, divisible=set(arguments))
     body = _Walk(rewriter, rules, view.body, bounds, sums.union(view.inputs.consts))
     for op in traced.graph.block.ops:
         if op is outer:
@@ -160,7 +112,7 @@ def cut_scans(
     block = Block(traced.graph.block.inputs, tuple(top.out), tuple(outputs))
     leaves = None
     if split_arguments:
-        block, leaves = stacked_arguments.split(traced, block, rewriter.values)
+        block, leaves = _with_pieces(traced, top, block)
     done = rewriter.step(traced, block, scan)
     place = rewriter.place
     pieces, ranges = (
@@ -186,13 +138,24 @@ def cut_by_arguments(traced: Traced, bounds: Mapping[int, Bounds], rules: Mappin
     whole = {block.inputs[number]: rewriter.fresh(block.inputs[number]) for number in sorted(bounds)}
     for number, some in sorted(bounds.items()):
         value = block.inputs[number]
-        spans = itertools.pairwise(some)
-        walk.pieces[value] = some, tuple(walk.slice(whole[value], low, high, source) for low, high in spans)
+        parts = tuple(walk.fresh(value, high - low) for low, high in itertools.pairwise(some))
+        walk.pieces[value] = walk.asked_for[whole[value]] = some, parts
     walk.run()
     outputs = tuple(walk.whole(atom, source) for atom in block.outputs)
     inputs = tuple(whole.get(value, value) for value in block.inputs)
-    block, leaves = stacked_arguments.split(traced, Block(inputs, tuple(walk.out), outputs), rewriter.values)
+    block, leaves = _with_pieces(traced, walk, Block(inputs, tuple(walk.out), outputs))
     return stacked_arguments.applied(leaves, replace(traced, graph=rewriter.finish(block)))
+
+
+def _with_pieces(traced: Traced, walk: _Walk, block: Block) -> tuple[Block, Stacked]:
+    """The new top block with arguments and results in pieces; those that stay whole are sliced first."""
+    block, leaves, whole = stacked_arguments.split(traced, block, walk.asked_for, walk.concatenated)
+    walk.out = []
+    for value in whole:
+        bounds, parts = walk.asked_for[value]
+        for part, (low, high) in zip(parts, itertools.pairwise(bounds), strict=True):
+            walk.slice(value, low, high, block.ops[0].source, part)
+    return replace(block, ops=(*walk.out, *block.ops)), leaves
 
 
 class _Walk:
@@ -204,6 +167,7 @@ class _Walk:
       divisible: inputs of the block that can come in as pieces.
       asked_for: those that are read in pieces.
       pieces: values that are made in pieces, or read in pieces. joined: those of them that exist whole too.
+      concatenated: those of these that are made of their pieces.
       spans, ranges: as `Cut.pieces` and `Cut.ranges`.
     """
 
@@ -218,8 +182,9 @@ class _Walk:
         self.rewriter, self.rules, self.block, self.cuts, self.divisible = rewriter, rules, block, cuts, divisible
         self.defined = producers(block.ops)
         self.out: list[Op] = []
-        self.pieces: dict[int, tuple[Bounds, tuple[int, ...]]] = {}
-        self.asked_for: dict[int, tuple[Bounds, tuple[int, ...]]] = {}
+        self.pieces: dict[int, InPieces] = {}
+        self.asked_for: dict[int, InPieces] = {}
+        self.concatenated: dict[int, InPieces] = {}
         self.joined: set[int] = set()
         self.spans: dict[int, tuple[int, int, int]] = {}
         self.ranges: dict[int, tuple[int, int, int]] = {}
@@ -248,7 +213,7 @@ class _Walk:
         """Makes sure that a value exists whole."""
         if isinstance(atom, int) and atom in self.pieces and atom not in self.joined:
             self.joined.add(atom)
-            parts = self.pieces[atom][1]
+            _, parts = self.concatenated[atom] = self.pieces[atom]
             self.out.append(self.rewriter.op(lax.concatenate_p, {"dimension": 0}, parts, [atom], source))
         return atom
 
@@ -263,7 +228,7 @@ class _Walk:
             self.joined.add(value)  # it was made whole before
             return self.pieces[value][1]
         spans = itertools.pairwise(bounds)
-        if value in self.divisible:
+        if value in self.divisible and value not in self.asked_for:
             parts = tuple(self.fresh(value, high - low) for low, high in spans)
             self.asked_for[value] = bounds, parts
         else:
@@ -272,11 +237,11 @@ class _Walk:
         self.joined.add(value)
         return parts
 
-    def slice(self, value: int, low: int, high: int, source: Any) -> int:
-        """Iterations `low` to `high` of a stacked value."""
+    def slice(self, value: int, low: int, high: int, source: Any, part: int | None = None) -> int:
+        """Iterations `low` to `high` of a stacked value, as a new value or a given one."""
         before = self.rewriter.values[value]
         rest = len(before.shape) - 1
-        out = self.fresh(value, high - low)
+        out = self.fresh(value, high - low) if part is None else part
         params = {
             "start_indices": (low, *(0,) * rest),
             "limit_indices": (high, *before.shape[1:]),

@@ -13,16 +13,15 @@ results make up which leaf, and the runtime takes leaves apart and puts them tog
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from jax import lax
-
-from alpa_lite.ir.graph import Argument, Atom, Block, Bounds, Op, Pieces, Stacked, Traced, Value
+from alpa_lite.ir.graph import Argument, Atom, Block, Bounds, Pieces, Stacked, Traced
 from alpa_lite.passes.ir import pruning
-from alpa_lite.passes.ir.flow import producers, users, values_in
-from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
+from alpa_lite.passes.ir.flow import uses
+
+InPieces = tuple[Bounds, tuple[int, ...]]
+"""Where the pieces of a stacked value begin, with the end of the last, and the pieces."""
 
 
 def applied(stacked: Stacked, traced: Traced) -> Traced:
@@ -42,81 +41,47 @@ def applied(stacked: Stacked, traced: Traced) -> Traced:
     )
 
 
-def split(traced: Traced, block: Block, values: Sequence[Value]) -> tuple[Block, Stacked]:
+def split(
+    traced: Traced, block: Block, asked_for: Mapping[int, InPieces], joined: Mapping[int, InPieces]
+) -> tuple[Block, Stacked, list[int]]:
     """The top block with arguments and results in pieces, where that is all that it needs of them.
 
     Args:
-      block: its new top block; slices and concatenations are those that `layers.scans` writes.
+      block: its new top block. Nothing makes the pieces of arguments that it reads.
+      asked_for: argument -> the pieces that are read of it.
+      joined: the pieces of values that are concatenations.
+
+    Returns:
+      The block and its leaves; and the arguments that stay whole although pieces of them are read.
     """
-    block = pruning.live_block(block)  # what is dead may still mention whole leaves
+    used = uses(pruning.live_block(block))  # what is dead may still mention whole leaves
     count = len(traced.arguments)
-    made, readers = producers(block.ops), users(block.ops)
     new_value = {argument: output for output, argument in traced.state}
-    returned = Counter(values_in(block.outputs))
     inputs: list[int] = []
-    taken: dict[int, tuple[Bounds, tuple[int, ...]]] = {}  # output -> its parts
-    renamed: dict[int, int] = {}
+    taken: dict[int, InPieces] = {}  # output -> its parts
     arguments: list[Pieces] = []
+    whole: list[int] = []
     for number, value in enumerate(block.inputs[:count]):
         output = new_value.get(number)
-        itself = output is not None and block.outputs[output] == value
-        slices = _slices(readers.get(value, []), values[value])
-        parts = None if slices is None else _concatenated(made, block, output, values)
-        fits = slices is not None and (output is None or itself or (parts is not None and parts[0] == slices[0]))
-        if not fits or returned[value] > itself:
-            arguments.append(Pieces((len(inputs),)))
-            inputs.append(value)
-            continue
-        assert slices is not None
-        bounds, groups = slices
-        own = tuple(group[0].results[0] for group in groups)
-        renamed.update((op.results[0], first) for group, first in zip(groups, own, strict=True) for op in group[1:])
-        arguments.append(Pieces(tuple(range(len(inputs), len(inputs) + len(own))), bounds))
-        inputs += own
-        if output is not None:
-            taken[output] = (bounds, own) if itself else (bounds, parts[1])  # type: ignore[index]
+        atom = None if output is None else block.outputs[output]
+        made = (asked_for if atom == value else joined).get(atom) if isinstance(atom, int) else None
+        bounds, parts = asked_for.get(value, ((), ()))
+        fits = parts and used[value] == (atom == value) and all(used[part] for part in parts)
+        if not fits or (output is not None and (made is None or made[0] != bounds)):
+            whole += [value] if parts else []
+            bounds, parts = (), (value,)
+        elif output is not None and made is not None:
+            taken[output] = made
+        arguments.append(Pieces(tuple(range(len(inputs), len(inputs) + len(parts))), bounds))
+        inputs += parts
     outputs: list[Atom] = []
     results: list[Pieces] = []
     for number, atom in enumerate(block.outputs):
         bounds, atoms = taken.get(number, ((), (atom,)))
         results.append(Pieces(tuple(range(len(outputs), len(outputs) + len(atoms))), bounds))
         outputs += atoms
-    gone = {*inputs, *renamed}
-    ops = tuple(renamed_op(op, renamed) for op in block.ops if not op.results or not gone.issuperset(op.results))
-    names = tuple(renamed_atom(atom, renamed) for atom in outputs)
-    return Block((*inputs, *block.inputs[count:]), ops, names), Stacked(tuple(arguments), tuple(results))
-
-
-def _slices(readers: Sequence[Op], value: Value) -> tuple[Bounds, list[list[Op]]] | None:
-    """The bounds at which dim 0 is sliced, and the ops of each slice; None if a reader needs anything else."""
-    found: dict[tuple[int, int], list[Op]] = {}
-    for op in readers:
-        if op.primitive is not lax.slice_p or op.params["strides"] is not None:
-            return None
-        starts, limits = op.params["start_indices"], op.params["limit_indices"]
-        if any(starts[1:]) or tuple(limits[1:]) != value.shape[1:]:
-            return None
-        found.setdefault((int(starts[0]), int(limits[0])), []).append(op)
-    spans = sorted(found)
-    if len(spans) < 2 or spans[0][0] != 0 or spans[-1][1] != value.shape[0]:
-        return None
-    if any(a[1] != b[0] for a, b in itertools.pairwise(spans)):
-        return None
-    return (0, *(high for _, high in spans)), [found[span] for span in spans]
-
-
-def _concatenated(
-    made: Mapping[int, Op], block: Block, output: int | None, values: Sequence[Value]
-) -> tuple[Bounds, tuple[Atom, ...]] | None:
-    """The bounds and the parts of a result that is a concatenation along dim 0."""
-    atom = None if output is None else block.outputs[output]
-    op = made.get(atom) if isinstance(atom, int) else None
-    if op is None or op.primitive is not lax.concatenate_p or op.params["dimension"] != 0:
-        return None
-    sizes = [values[v].shape[0] for v in op.reads]
-    if len(sizes) != len(op.operands):
-        return None
-    return (0, *itertools.accumulate(sizes)), op.operands
+    block = Block((*inputs, *block.inputs[count:]), block.ops, tuple(outputs))
+    return block, Stacked(tuple(arguments), tuple(results)), whole
 
 
 def _parts(leaves: Sequence[Argument], pieces: Sequence[Pieces]) -> tuple[Argument, ...]:

@@ -66,6 +66,25 @@ class Layering:
         return {index: stage for stage, layer in layers for index in layer.ops}
 
 
+@dataclass(frozen=True)
+class Phases:
+    """The tasks of a stage that run the ops of a micro-batch.
+
+    Attributes:
+      number: op index -> 1 in the backward task, 2 where it feeds accumulators alone and may run later (the weight task
+        of zero-bubble schedules). In slices of the sequence, the phase in `tokens.slicing`. 0 for all others.
+      num_slices: of the sequence.
+    """
+
+    number: Mapping[int, int] = field(default_factory=dict)
+    num_slices: int = 1
+
+    def of(self, index: int, *, split_weights: bool) -> int:
+        """The phase of an op, where gradients of parameters have one of their own or not."""
+        number = self.number.get(index, 0)
+        return number if split_weights or self.num_slices > 1 else min(number, 1)
+
+
 @dataclass(frozen=True, eq=False)
 class Assignment:
     """Which stage runs which operation. Stages are numbered in the order of the forward pass.
@@ -77,23 +96,17 @@ class Assignment:
       shared: ops that every stage that uses them runs for itself: their operands are inputs or other shared ops.
       home: input of the top block -> the stage that keeps it (for state: that updates it). Inputs that nobody reads
         are on stage 0. Other stages that read it get it once per step, the batch as slices.
-      backward: the body's ops that run in the backward task of their stage.
-      weight: those of `backward` that feed accumulators alone: they may run later (zero-bubble schedules).
       split_sums: (carry, ((value, stage), ...)): what a micro-batch adds to this carry is the sum of these values,
         which are made on different stages. Each stage keeps an accumulator of its own, and they are added once per
         step.
       dissolved: the additions that `stages.sums` replace: those that join the summands, and the carry's own.
-      phases: of a step in slices of the sequence, the phase of each op of the body (`tokens.slicing`); else empty.
-      num_slices: of the sequence; no stage needs to have an op of every phase.
+      phases: of the body's ops; no stage needs to have an op of every phase.
     """
 
     num_stages: int
     stage: Mapping[int, int]
     shared: frozenset[int]
     home: Mapping[int, int]
-    backward: frozenset[int] = frozenset()
-    weight: frozenset[int] = frozenset()
     split_sums: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
     dissolved: frozenset[int] = frozenset()
-    phases: Mapping[int, int] = field(default_factory=dict)
-    num_slices: int = 1
+    phases: Phases = field(default_factory=Phases)

@@ -32,9 +32,9 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.stages import planning
 from alpa_lite.passes.stages.choosing import StagePlan
-from alpa_lite.passes.stages.refusals import microbatches
 from alpa_lite.plan.figures import Comparison
 from alpa_lite.plan.records import Candidate
+from alpa_lite.report import units
 
 TEXTBOOK: Mapping[str, Method] = {
     "data parallel": DataParallel(),
@@ -102,7 +102,7 @@ def compared_pipelines(chosen: StagePlan) -> tuple[Candidate, ...]:
     out = []
     for weighed in chosen.weighed:
         twice = f" with {weighed.virtual} stages per submesh" if weighed.virtual > 1 else ""
-        name = f"{weighed.schedule}{twice}, {microbatches(weighed.num_microbatches)}"
+        name = f"{weighed.schedule}{twice}, {units.plural(weighed.num_microbatches, 'micro-batch')}"
         shape = (weighed.num_stages,) if weighed.num_stages is not None else ()
         size = None if weighed.bytes is None else int(weighed.bytes)
         out.append(Candidate(name, shape, weighed.seconds, size, weighed.status))

@@ -30,10 +30,10 @@ from alpa_lite.passes.sharding.solver.solve import evaluate
 from alpa_lite.passes.sharding.space import Strategy
 from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.sharding.textbook import Operations
-from alpa_lite.passes.stages import repeating
+from alpa_lite.passes.stages import stage_graph
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.stages.pricing import REMAT
-from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.plan.pins import layout_of_spec
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Candidate, Stage
@@ -61,7 +61,7 @@ def replay(
     recorded = _recorded(groups, stage, mesh)
     fixed = Constraints(_argument_layouts(traced, groups, stage), recorded)
     regather = stage.ingredients.get("state gathered anew for late uses") == "True"
-    step = GroupedStep(traced, groups, rules, repeating.repeats(graph, split_weights=split_weights))
+    step = GroupedStep(traced, groups, rules, stage_graph.repeats(graph, split_weights=split_weights))
     space = strategies.build(step, MeshCost(cluster, mesh), constraints=fixed, regather=regather)
     choice, missing = [], []
     for node in space.nodes:

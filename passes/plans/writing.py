@@ -28,7 +28,7 @@ from alpa_lite.passes.sharding import tables
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.stages.planning import PlannedStage
-from alpa_lite.passes.stages.staging import Port
+from alpa_lite.passes.stages.stage_graph import Port
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Collective, Division, Leaf, Memory, Replicated, Solver, Stage
 from alpa_lite.report import units

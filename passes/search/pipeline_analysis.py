@@ -39,7 +39,7 @@ from alpa_lite.passes.stages.choosing import CERTAIN, StagePlan
 from alpa_lite.passes.stages.layer_costs import PRICES, Layer
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.pricing import VARIANTS, LayerCosts
-from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.passes.tokens import in_slices
 from alpa_lite.report import units
 
@@ -234,7 +234,7 @@ class PipelineAnalyses:
         for number, ((graph, digest, price), stage) in enumerate(zip(graphs, slices.stages, strict=True)):
             run.count("stages planned", number, len(graphs), lasting=True)
             devices = slices.devices[stage.mesh]
-            method = submeshes.shape_of(request.pipeline, number, devices)
+            method = submeshes.shape_of(request.pipeline, devices, number)
             if stage.mesh in shapes:
                 method = Sharded(shapes[stage.mesh])
             elif method.mesh_shape is None:

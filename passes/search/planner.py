@@ -20,7 +20,7 @@ from alpa_lite.passes.search.one_mesh import DecidedMesh, OneMeshSearch
 from alpa_lite.passes.search.pipelines import PipelineSearch
 from alpa_lite.passes.sharding import worth
 from alpa_lite.passes.sharding.mesh_program import CLOSED, MeshSolution
-from alpa_lite.passes.stages import planning, staging
+from alpa_lite.passes.stages import planning, stage_graph
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.plan.figures import Comparison
 from alpa_lite.plan.records import SearchSummary
@@ -95,7 +95,7 @@ def _write(run: Passes, request: PlanRequest, one: OneMeshSearch, chosen: FoundP
     bound, status = (own, "optimal") if is_closed else (min(least, own, objective), "feasible")
     rows = one.rows(chosen)
     found = replace(found, solution=replace(found.solution, bound=bound, status=status), candidates=rows)
-    stage = DecidedStage(staging.whole(loop.traced, loop.scan), step.rules, step.groups, found, request.cluster)
+    stage = DecidedStage(stage_graph.whole(loop.traced, loop.scan), step.rules, step.groups, found, request.cluster)
     planned = run("lowering", planning.lowered_whole, stage, request.options.communication)
     verdict = Verdict("step", status, objective, bound, rows)
     staged = run("programs", programs.single, loop, planned, verdict, str(config.remat))

@@ -18,11 +18,11 @@ from alpa_lite.passes.programs.staged import Staged, noted
 from alpa_lite.passes.search.best_first import STAGE_PER_OP, Candidate, Expansion, FoundPlan
 from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.search.pipeline_analysis import REFUSALS, PipelineAnalyses, found_plan
-from alpa_lite.passes.stages import token_choice as choice
-from alpa_lite.passes.stages import token_latency as latency
 from alpa_lite.passes.stages.choosing import StagePlan
-from alpa_lite.passes.stages.token_choice import Proposal
-from alpa_lite.passes.stages.token_latency import Sample
+from alpa_lite.passes.tokens import latency
+from alpa_lite.passes.tokens import lengths as choice
+from alpa_lite.passes.tokens.latency import Sample
+from alpa_lite.passes.tokens.lengths import Proposal
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from alpa_lite.errors import InfeasibleError, OptionError
 from alpa_lite.ir import schedules
 from alpa_lite.options import Pipeline
-from alpa_lite.passes.stages import slicing
-from alpa_lite.passes.stages.formulas import evaluate
+from alpa_lite.passes.stages.dp import slicing
+from alpa_lite.passes.stages.dp.slices import SliceOptions, StageSlices, StageSlicing, Weighed
+from alpa_lite.passes.stages.dp.tasks import evaluate
 from alpa_lite.passes.stages.pricing import REMAT, VARIANTS, LayerCosts
-from alpa_lite.passes.stages.refusals import microbatches
-from alpa_lite.passes.stages.slices import SliceOptions, StageSlices, StageSlicing, Weighed
+from alpa_lite.report import units
 
 GAP = 5e-3
 """How near the optimum of its model the DP stops."""
@@ -85,7 +85,7 @@ def choose(
         best = found.best and replace(found.best, schedule="zb-h1")
     if best is None:
         assert found.infeasible is not None
-        numbers = " or ".join(map(microbatches, counts))
+        numbers = " or ".join(units.plural(count, "micro-batch") for count in counts)
         why = found.infeasible
         raise InfeasibleError(f"no pipeline with {numbers}: {why.message}", why.smallest_budget)
     best = replace(best, stages=tuple(replace(stage, variant=variants[stage.variant]) for stage in best.stages))

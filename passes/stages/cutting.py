@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from alpa_lite.errors import PlanError
 from alpa_lite.ir.graph import Lit
@@ -37,7 +38,7 @@ from alpa_lite.passes.lowering.program import (
     writes,
 )
 from alpa_lite.passes.stages.segments import Segment, Segments, Wire, WireKind
-from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.stages.stage_graph import StageGraph
 
 LATE = primitives.ELEMENTWISE | primitives.RESHAPES
 """Operations that cost nothing more in the round that reads them: a compiler computes them within what reads them."""
@@ -58,31 +59,12 @@ def cut(stage: StageGraph, program: LocalProgram, *, split_weights: bool) -> Seg
     return _Cut(stage, program, split_weights).segments()
 
 
-def _values_of(stage: StageGraph, program: LocalProgram) -> dict[int, int]:
-    """For each register the value that it holds."""
-    found = dict(zip(program.body.inputs, stage.traced.graph.block.inputs, strict=True))
-
-    def visit(items: Iterable[Instruction]) -> None:
-        for item in items:
-            if isinstance(item, Reshard):
-                found[item.result] = item.value
-                continue
-            found.update(zip(item.results, item.op.results, strict=True))
-            if isinstance(item, Loop):
-                for block, body in zip(item.op.bodies, item.bodies, strict=True):
-                    found.update(zip(body.inputs, block.inputs, strict=True))
-                    visit(body.instructions)
-
-    visit(program.body.instructions)
-    return found
-
-
 def whole(stage: StageGraph, program: LocalProgram) -> Segments:
     """A stage as one segment that runs once, its micro-batches inside: what one mesh runs."""
     body = program.body
     outputs = [(Wire("literal", i) if isinstance(o, Lit) else Wire("top", o), o) for i, o in enumerate(body.outputs)]
     segment = _segment_of("step", 0, _alone(body.inputs), outputs, body.instructions)
-    return Segments(stage, program, (segment,), body.outputs, _values_of(stage, program))
+    return Segments(stage, program, (segment,), body.outputs)
 
 
 def _segment_of(
@@ -132,39 +114,23 @@ class _Cut:
         pairs = zip(self.stage.outputs, self.program.body.outputs, strict=True)
         finals = tuple(None if port.kind == "crossing" else operand for port, operand in pairs)
         items = items if prologue is None else [prologue, *items]
-        return Segments(self.stage, self.program, tuple(items), finals, _values_of(self.stage, self.program))
+        return Segments(self.stage, self.program, tuple(items), finals)
 
     # -- the loop's body ------------------------------------------------------------------------------------------
 
     def _body(self, loop: Loop) -> list[Segment]:
         items = self.body.instructions
-        slices = self.stage.num_slices
-        count = 2 * slices if self.stage.phases else 3 if self.split else 2
+        slices = self.stage.phases.num_slices
+        count = 2 * slices if slices > 1 else 3 if self.split else 2
         phases = self._phases(items, count - 1)
         made_in = {r: phases[n] for n, item in enumerate(items) for r in writes(item)}
-        maker = {r: item for item in items for r in writes(item)}
-        ends, cheap = self._ends(made_in), self._remade(items)
-        wanted: dict[int, set[int]] = {phase: set() for phase in range(count)}
-        chosen: list[list[Instruction]] = []
-        for phase in range(count):
-
-            def elsewhere(registers: Iterable[int], phase: int = phase) -> list[int]:
-                return [r for r in registers if made_in.get(r, phase) != phase]
-
-            own = [item for n, item in enumerate(items) if phases[n] == phase]
-            given = _registers(o for _, o, p in ends if p == phase)
-            needed = elsewhere(read_before(own) | given)
-            reached = reach(needed, lambda r: elsewhere(reads(maker[r])) if r in cheap else ())
-            for register in reached.keys() - cheap:
-                wanted[made_in[register]].add(register)
-            again = {id(maker[r]) for r in reached if r in cheap}
-            chosen.append([item for n, item in enumerate(items) if phases[n] == phase or id(item) in again])
+        ends = self._ends(made_in)
         segments: list[Segment] = []
-        for phase in range(count):
+        for phase, (own, wanted) in enumerate(_parts(items, phases, ends, count, self._remade(items))):
             outputs = [(wire, operand) for wire, operand, p in ends if p == phase]
-            outputs += [(Wire("saved", r), r) for r in sorted(wanted[phase])]
-            if outputs or chosen[phase]:
-                segments.append(self._segment(loop, *_named(phase, slices), chosen[phase], outputs))
+            outputs += [(Wire("saved", r), r) for r in wanted]
+            if outputs or own:
+                segments.append(self._segment(loop, *_named(phase, slices), own, outputs))
         return segments
 
     def _phases(self, items: Sequence[Instruction], last: int) -> list[int]:
@@ -180,12 +146,7 @@ class _Cut:
         for n in range(len(items) - 1, -1, -1):
             item = items[n]
             readers = [first[r] for r in writes(item) if r in first]
-            if isinstance(item, Reshard):
-                own = max(2, last)
-            elif stage.phases:
-                own = stage.phases[item.op.index]
-            else:
-                own = 2 if item.op.index in stage.weight else int(item.op.index in stage.backward)
+            own = max(2, last) if isinstance(item, Reshard) else stage.phases.of(item.op.index, split_weights=True)
             out[n] = min([own, *readers])
             if isinstance(item, Reshard) and (not readers or item.result in sent):
                 out[n] = -1  # an output reads it, and other stages may wait for that: as early as its source
@@ -309,20 +270,17 @@ class _Cut:
         made_in = {r: rounds[n] for n, item in enumerate(items) for r in writes(item)}
         arriving = {r: made for r, made in self._arriving().items() if r in ends}  # returned as they come
         last = max([0, *rounds, *stage.late_rounds.values(), *arriving.values()])
-        due: list[tuple[int, Wire, Operand]] = []
+        due: list[tuple[Wire, Operand, int]] = []
         for n, port, operand in results:
             given = stage.late_rounds[port.number] if port.kind == "late" else last
             if isinstance(operand, Lit):
-                due.append((given, Wire("literal", n), operand))
+                due.append((Wire("literal", n), operand, given))
             else:
-                due.append((made_in.get(operand, given), Wire("top", operand), operand))
+                due.append((Wire("top", operand), operand, made_in.get(operand, given)))
         segments = []
-        for current in range(last + 1):
-            own = [item for n, item in enumerate(items) if rounds[n] == current]
-            made = {r for item in own for r in writes(item)}
-            wanted = {r for n, item in enumerate(items) if rounds[n] > current for r in reads(item)} & made
-            outputs: dict[Wire, Operand] = {Wire("top", r): r for r in sorted(wanted)}
-            outputs |= {wire: operand for when, wire, operand in due if when == current}
+        for current, (own, wanted) in enumerate(_parts(items, rounds, due, last + 1)):
+            outputs: dict[Wire, Operand] = {Wire("top", r): r for r in wanted}
+            outputs |= {wire: operand for wire, operand, when in due if when == current}
             new = {wire: self._replaced[o] for wire, o in outputs.items() if o in self._replaced}
             outputs = {wire: outputs[wire] for wire in (*new, *outputs)}
             taken = _taken(own, outputs.items())
@@ -399,6 +357,39 @@ class _Cut:
         """For each register with a value that another stage makes late, the first round that can read it."""
         ports = zip(self.program.body.inputs, self.stage.inputs, strict=False)
         return {register: 1 + self.stage.arrivals[port.number] for register, port in ports if port.kind == "late"}
+
+
+def _parts(
+    items: Sequence[Instruction],
+    numbers: Sequence[int],
+    ends: Sequence[tuple[Wire, Operand, int]],
+    count: int,
+    cheap: AbstractSet[int] = frozenset(),
+) -> list[tuple[list[Instruction], list[int]]]:
+    """The instructions of each part of a straight line, and the registers that it makes for later parts.
+
+    Args:
+      numbers: the part of each instruction.
+      ends: what is given out, by which part.
+      cheap: registers that each part that reads them makes for itself.
+    """
+    made_in = {r: number for number, item in zip(numbers, items, strict=True) for r in writes(item)}
+    maker = {r: item for item in items for r in writes(item)}
+    wanted: list[set[int]] = [set() for _ in range(count)]
+    chosen: list[list[Instruction]] = []
+    for part in range(count):
+
+        def elsewhere(registers: Iterable[int], part: int = part) -> list[int]:
+            return [r for r in registers if made_in.get(r, part) != part]
+
+        own = [item for number, item in zip(numbers, items, strict=True) if number == part]
+        needed = elsewhere(read_before(own) | _registers(operand for _, operand, end in ends if end == part))
+        reached = reach(needed, lambda r: elsewhere(reads(maker[r])) if r in cheap else ())
+        for register in reached.keys() - cheap:
+            wanted[made_in[register]].add(register)
+        again = {id(maker[r]) for r in reached if r in cheap}
+        chosen.append([item for n, item in zip(numbers, items, strict=True) if n == part or id(item) in again])
+    return list(zip(chosen, map(sorted, wanted), strict=True))
 
 
 def _taken(items: Sequence[Instruction], outputs: Iterable[tuple[Wire, Operand]]) -> list[int]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir.graph import Lit
@@ -21,10 +23,10 @@ from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operan
 from alpa_lite.passes.sharding import grouping, limits, tables
 from alpa_lite.passes.sharding.lagrangian import LagrangianSearch, search_at_prices
 from alpa_lite.passes.sharding.space import Strategy
-from alpa_lite.passes.stages import repeating, temporaries
+from alpa_lite.passes.stages import stage_graph, temporaries
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage, bytes_of, lowered
 from alpa_lite.passes.stages.segments import Segment
-from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.plan.pins import NO_WISHES, Wishes
 
 PRICES = (0.0, 4.0, 16.0)
@@ -100,7 +102,7 @@ class Layer:
         self._graph, self._wishes = graph, wishes
         self._rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
         self._groups = grouping.group(traced, self._rules, graph.apart_results)
-        self._step = tables.GroupedStep(traced, self._groups, self._rules, repeating.repeats(graph))
+        self._step = tables.GroupedStep(traced, self._groups, self._rules, stage_graph.repeats(graph))
         self._searches: dict[tuple[int, Sharded], LagrangianSearch] = {}
         self._known: dict[tuple[int, Sharded, int, tuple[int, ...]], LayerCost] = {}
         self._least: LayerCost | None = None
@@ -147,7 +149,7 @@ class Layer:
         key = cluster.num_devices, found.mesh, found.choice  # another price often leads to the same choice
         if key not in self._of_choice:
             decided = DecidedStage(self._graph, self._rules, self._groups, found, cluster)
-            self._of_choice[key] = _cost(lowered(decided, split_weights=False))
+            self._of_choice[key] = MeasuredLayer(lowered(decided, split_weights=False)).cost()
         seconds, size = offers.fastest
         return replace(self._of_choice[key], seconds=seconds, bytes=size)
 
@@ -158,175 +160,168 @@ def _sensible(mesh: LogicalMesh, cluster: Cluster, method: Sharded) -> bool:
     return not free or len(mesh.shape) == 1 or mesh.shape[0] == cluster.nodes
 
 
-def _cost(planned: PlannedStage) -> LayerCost:
-    seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0, "prologue": 0.0}
-    for segment in planned.segments.items:
-        seconds[segment.kind] += planned.seconds[segment]
-    held = planned.held
-    selective, kept = _computed_again(planned, "selective")
-    again, again_steady = _seconds(planned, selective)
-    forward, backward = (_steady(planned, planned.segments.of(kind)) for kind in ("forward", "backward"))
-    sizes = planned.temporary
-    largest = max(reversed(sizes), key=sizes.__getitem__, default=None)
-    temporary = 0 if largest is None else sizes[largest]
-    return LayerCost(
-        mesh_shape=planned.found.mesh.shape,
-        forward=seconds["forward"],
-        backward=seconds["backward"],
-        update=seconds["update"] + seconds["prologue"],
-        fixed=held.fixed,
-        saved=held.saved,
-        kept=min(kept, held.saved),
-        again=again,
-        entering=held.entering,
-        temporary=temporary,
-        temporary_layer=_temporary(planned, _computed_again(planned, "layer")[0]),
-        temporary_selective=_temporary(planned, selective),
-        lasting=min(_lasting_bytes(planned, largest), temporary),
-        apart=_apart(planned),
-        adding=min(_adding(planned) + backward, seconds["backward"]),
-        steady=min(forward, seconds["forward"]),
-        again_steady=again_steady,
-        shared=_shared(planned),
-    )
+class MeasuredLayer:
+    """A layer that is planned as a stage, and what of its costs depends on the size of a micro-batch."""
 
+    def __init__(self, planned: PlannedStage) -> None:
+        """The planned stage."""
+        self.planned, self.prices = planned, planned.prices
+        self.forward, self.backward = (planned.segments.of(kind) for kind in ("forward", "backward"))
 
-def _adding(planned: PlannedStage) -> float:
-    """Seconds of one run of the backward pass that add gradients to their sums over micro-batches."""
-    segment = planned.segments.of("backward")
-    if segment is None:
-        return 0.0
-    sums = {op.index for op, _ in ScanView(scan_op(planned.graph.traced, planned.graph.scan)).accumulators.values()}
-    items = [item for item in segment.instructions if isinstance(item, Compute) and item.op.index in sums]
-    return planned.prices.compute(items) / planned.runs(segment)
+    def cost(self) -> LayerCost:
+        """All of its costs."""
+        planned, held = self.planned, self.planned.held
+        seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0, "prologue": 0.0}
+        for segment in planned.segments.items:
+            seconds[segment.kind] += planned.seconds[segment]
+        (everything, _), (selective, kept) = (self.computed_again(choice) for choice in ("layer", "selective"))
+        again, again_steady = self.seconds_of(selective)
+        sizes = planned.temporary
+        largest = max(reversed(sizes), key=sizes.__getitem__, default=None)
+        temporary = 0 if largest is None else sizes[largest]
+        lasting = 0 if largest is None else self.temporary_bytes(largest, of=self.lasting)
+        return LayerCost(
+            mesh_shape=planned.found.mesh.shape,
+            forward=seconds["forward"],
+            backward=seconds["backward"],
+            update=seconds["update"] + seconds["prologue"],
+            fixed=held.fixed,
+            saved=held.saved,
+            kept=min(kept, held.saved),
+            again=again,
+            entering=held.entering,
+            temporary=temporary,
+            temporary_layer=self.temporary(everything),
+            temporary_selective=self.temporary(selective),
+            lasting=min(lasting, temporary),
+            apart=self.apart(),
+            adding=min(self.adding() + self.steady(self.backward), seconds["backward"]),
+            steady=min(self.steady(self.forward), seconds["forward"]),
+            again_steady=again_steady,
+            shared=self.shared(),
+        )
 
+    @cached_property
+    def view(self) -> ScanView:
+        """The loop over micro-batches."""
+        return ScanView(scan_op(self.planned.graph.traced, self.planned.graph.scan))
 
-def _steady(planned: PlannedStage, segment: Segment | None) -> float:
-    """Seconds of one run of a segment's collectives that do not depend on the size of a micro-batch."""
-    if segment is None:
-        return 0.0
-    waiting = planned.communication_seconds[segment] - planned.overlap[segment].hidden
-    return min(planned.prices.steady(segment.instructions, _lasting(planned)), waiting)
+    @cached_property
+    def lasting(self) -> set[int]:
+        """Values of a micro-batch that are as large whatever its size: made of what there is before, or like a sum.
 
+        An activation that happens to have the shape of a gradient is taken for one.
+        """
+        values = self.planned.graph.traced.graph.values
+        found = set(self.view.inputs.consts)
+        sums = {(values[v].shape, values[v].dtype) for v in self.view.inputs.carry if values[v].shape}
+        for op in self.view.body.ops:
+            if found.issuperset(op.reads):
+                found.update(op.results)
+            else:
+                found.update(v for v in op.results if (values[v].shape, values[v].dtype) in sums)
+        return found
 
-def _lasting(planned: PlannedStage) -> set[int]:
-    """Values of a micro-batch that are as large whatever its size: made of what there is before, or of a sum's shape.
+    def adding(self) -> float:
+        """Seconds of one run of the backward pass that add gradients to their sums over micro-batches."""
+        if self.backward is None:
+            return 0.0
+        sums = {op.index for op, _ in self.view.accumulators.values()}
+        items = [item for item in self.backward.instructions if isinstance(item, Compute) and item.op.index in sums]
+        return self.prices.compute(items) / self.planned.num_microbatches
 
-    An activation that happens to have the shape of a gradient is taken for one.
-    """
-    traced = planned.graph.traced
-    view, values = ScanView(scan_op(traced, planned.graph.scan)), traced.graph.values
-    found = set(view.inputs.consts)
-    sums = {(values[v].shape, values[v].dtype) for v in view.inputs.carry if values[v].shape}
-    for op in view.body.ops:
-        if found.issuperset(op.reads):
-            found.update(op.results)
-        else:
-            found.update(v for v in op.results if (values[v].shape, values[v].dtype) in sums)
-    return found
+    def steady(self, segment: Segment | None) -> float:
+        """Seconds of one run of a segment's collectives that do not depend on the size of a micro-batch."""
+        if segment is None:
+            return 0.0
+        waiting = self.planned.communication_seconds[segment] - self.planned.overlap[segment].hidden
+        return min(self.prices.steady(segment.instructions, self.lasting), waiting)
 
+    def seconds_of(self, again: Sequence[Instruction]) -> tuple[float, float]:
+        """Seconds of forward instructions for one micro-batch, and the part that does not depend on its size."""
+        if not again:
+            return 0.0, 0.0
+        waiting = sum(cost for _, cost in self.prices.collectives(again))
+        seconds = self.prices.compute(again) / self.planned.num_microbatches
+        return seconds + waiting, self.prices.steady(again, self.lasting)
 
-def _lasting_bytes(planned: PlannedStage, segment: Segment | None) -> float:
-    """The temporary bytes per device of a segment that do not depend on the size of a micro-batch."""
-    if segment is None:
-        return 0.0
-    of = _lasting(planned)
-    return temporaries.temporary_bytes(planned.segments, segment, planned.cluster.platform, of=of)
+    def shared(self) -> tuple[int, int]:
+        """The leading dim of the values that cross, and into how many parts it is cut: of the one in the most parts."""
+        segment, segments = self.forward, self.planned.segments
+        found = [(1, 1)]
+        for output, wires in () if segment is None else ((False, segment.inputs), (True, segment.outputs)):
+            for position, wire in enumerate(wires):
+                if wire.kind == "crossing":
+                    shape, _, layout = segments.type_of(segment, position, output=output)
+                    if shape:
+                        found.append((shape[0], self.planned.found.mesh.product(layout.dims[0])))
+        return max(found, key=lambda pair: pair[1])
 
+    def apart(self) -> float:
+        """Bytes per device that the backward pass of a micro-batch leaves for gradients of parameters, computed apart.
 
-def _shared(planned: PlannedStage) -> tuple[int, int]:
-    """The leading dim of the values that cross, and into how many parts it is cut: of the one in the most parts."""
-    found = [(1, 1)]
-    segment = planned.segments.of("forward")
-    if segment is None:
-        return 1, 1
-    for output, wires in ((False, segment.inputs), (True, segment.outputs)):
-        for position, wire in enumerate(wires):
-            if wire.kind == "crossing":
-                shape, _, layout = planned.segments.type_of(segment, position, output=output)
-                if shape:
-                    found.append((shape[0], planned.found.mesh.product(layout.dims[0])))
-    return max(found, key=lambda pair: pair[1])
+        Of what they read, what is made for every micro-batch: activations, and cotangents.
+        """
+        if self.backward is None:
+            return 0.0
+        held = {
+            register
+            for wire, bound in zip(self.backward.inputs, self.backward.binds, strict=True)
+            for register in bound
+            if wire.kind in ("saved", "crossing")
+        }
+        read: set[int] = set()  # by gradients of parameters
+        other: set[int] = set()
+        for item in reversed(self.backward.instructions):
+            if isinstance(item, Reshard):
+                late = item.result in read and item.result not in other
+            else:
+                late = self.planned.graph.phases.of(item.op.index, split_weights=True) == 2
+            (read if late else other).update(reads(item))
+            if not late:
+                held.update(writes(item))
+        return float(sum(map(self.bytes, read & held)))
 
+    def temporary(self, again: Sequence[Instruction]) -> float:
+        """Temporary bytes per device of the largest segment, where the backward pass begins with these instructions."""
+        size = dict(self.planned.temporary)
+        if self.backward is not None:
+            size[self.backward] = self.temporary_bytes(self.backward, again=again)
+        return max(size.values(), default=0)
 
-def _apart(planned: PlannedStage) -> float:
-    """Bytes per device that the backward pass of a micro-batch leaves for gradients of parameters, computed apart.
+    def temporary_bytes(self, segment: Segment, **options: Any) -> int:
+        """As of `temporaries`."""
+        return temporaries.temporary_bytes(self.planned.segments, segment, self.planned.cluster.platform, **options)
 
-    Of what they read, what is made for every micro-batch: activations, and cotangents.
-    """
-    segment = planned.segments.of("backward")
-    if segment is None:
-        return 0.0
-    held = {
-        register
-        for wire, bound in zip(segment.inputs, segment.binds, strict=True)
-        for register in bound
-        if wire.kind in ("saved", "crossing")
-    }
-    read: set[int] = set()  # by gradients of parameters
-    other: set[int] = set()
-    for item in reversed(segment.instructions):
-        if isinstance(item, Reshard):
-            late = item.result in read and item.result not in other
-        else:
-            late = item.op.index in planned.graph.weight
-        (read if late else other).update(reads(item))
-        if not late:
-            held.update(writes(item))
-    return float(sum(_bytes(planned, register) for register in read & held))
+    def computed_again(self, choice: Choice) -> tuple[tuple[Instruction, ...], float]:
+        """The instructions that a micro-batch's backward pass recomputes, and bytes per device of saved results."""
+        if self.forward is None:
+            return (), 0.0
+        wires = zip(self.forward.outputs, self.forward.reads, strict=True)
+        return self.needed(self.forward.instructions, [o for wire, o in wires if wire.kind == "saved"], choice)
 
+    def needed(
+        self, items: Sequence[Instruction], wanted: Iterable[Operand], choice: Choice
+    ) -> tuple[tuple[Instruction, ...], float]:
+        """The instructions that some registers need, and the bytes of results that are saved: see `computed_again`."""
+        needed = {o for o in wanted if not isinstance(o, Lit)}
+        found: list[Instruction] = []
+        total = 0.0
+        for item in reversed(items):
+            if needed.isdisjoint(writes(item)):
+                continue
+            if choice == "selective" and isinstance(item, Compute) and is_kept(item.op):
+                total += sum(map(self.bytes, item.results))
+                continue
+            if isinstance(item, Loop) and item.op.name == "scan":
+                inner = [self.needed(body.instructions, body.outputs, choice) for body in item.bodies]
+                bodies = tuple(replace(body, instructions=o) for body, (o, _) in zip(item.bodies, inner, strict=True))
+                total += item.op.params["length"] * sum(size for _, size in inner)
+                item = replace(item, bodies=bodies)
+            found.append(item)
+            needed.update(reads(item))
+        return tuple(reversed(found)), total
 
-def _computed_again(planned: PlannedStage, choice: Choice) -> tuple[tuple[Instruction, ...], float]:
-    """Returns the instructions that a micro-batch's backward pass recomputes, and bytes per device of saved results."""
-    segment = planned.segments.of("forward")
-    if segment is None:
-        return (), 0.0
-    saved = [o for wire, o in zip(segment.outputs, segment.reads, strict=True) if wire.kind == "saved"]
-    return _again(planned, segment.instructions, saved, choice)
-
-
-def _seconds(planned: PlannedStage, again: Sequence[Instruction]) -> tuple[float, float]:
-    """Returns seconds of forward instructions for one micro-batch, and the part that does not depend on its size."""
-    if not again:
-        return 0.0, 0.0
-    waiting = sum(cost for _, cost in planned.prices.collectives(again))
-    seconds = planned.prices.compute(again) / planned.num_microbatches
-    return seconds + waiting, planned.prices.steady(again, _lasting(planned))
-
-
-def _temporary(planned: PlannedStage, again: Sequence[Instruction]) -> float:
-    """Temporary bytes per device of the largest segment, where the backward pass begins with these instructions."""
-    size = dict(planned.temporary)
-    segment = planned.segments.of("backward")
-    if segment is not None:
-        platform = planned.cluster.platform
-        size[segment] = temporaries.temporary_bytes(planned.segments, segment, platform, again=again)
-    return max(size.values(), default=0)
-
-
-def _again(
-    planned: PlannedStage, items: Sequence[Instruction], wanted: Iterable[Operand], choice: Choice
-) -> tuple[tuple[Instruction, ...], float]:
-    """The instructions that some registers need, and the bytes of results that are saved: see `_computed_again`."""
-    needed = {o for o in wanted if not isinstance(o, Lit)}
-    found: list[Instruction] = []
-    total = 0.0
-    for item in reversed(items):
-        if needed.isdisjoint(writes(item)):
-            continue
-        if choice == "selective" and isinstance(item, Compute) and is_kept(item.op):
-            total += sum(_bytes(planned, r) for r in item.results)
-            continue
-        if isinstance(item, Loop) and item.op.name == "scan":
-            inner = [_again(planned, body.instructions, body.outputs, choice) for body in item.bodies]
-            bodies = tuple(replace(body, instructions=own) for body, (own, _) in zip(item.bodies, inner, strict=True))
-            total += item.op.params["length"] * sum(size for _, size in inner)
-            item = replace(item, bodies=bodies)
-        found.append(item)
-        needed.update(reads(item))
-    return tuple(reversed(found)), total
-
-
-def _bytes(planned: PlannedStage, register: int) -> int:
-    shape, dtype, layout = planned.segments.register_type(register)
-    return bytes_of(planned.found.mesh, shape, dtype, layout)
+    def bytes(self, register: int) -> int:
+        """Of a register, per device."""
+        return bytes_of(self.planned.found.mesh, *self.planned.segments.register_type(register))

@@ -30,9 +30,9 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.lagrangian import LagrangianSearch, search_at_prices
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.tables import GroupedStep
-from alpa_lite.passes.stages import cutting, packing, repeating, staging, temporaries
+from alpa_lite.passes.stages import cutting, packing, stage_graph, temporaries
 from alpa_lite.passes.stages.segments import Segment, Segments, Wire
-from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.plan.pins import NO_PINS, NO_WISHES, Pins, Wishes
 
 T = TypeVar("T")
@@ -223,7 +223,7 @@ def decide(
         groups = replace(like.grouping, ops={op.index: op for op in traced.graph.ops()})
         return DecidedStage(graph, rules, groups, like.found, cluster, offers=like.offers)
     groups = grouping.group(traced, rules, graph.apart_results)
-    step = GroupedStep(traced, groups, rules, repeating.repeats(graph, split_weights=split_weights))
+    step = GroupedStep(traced, groups, rules, stage_graph.repeats(graph, split_weights=split_weights))
     admitted = limits.admitted(step, cluster, method, wishes, pins)
     offers = search_at_prices(step, cluster, admitted, max_work=STAGE_WORK, gap=GAP)
     offers = offers if unit is None else replace(offers, unit=unit)
@@ -284,7 +284,7 @@ def settled(
     """Returns the seconds of a step that is not divided, without communication that hides behind computing."""
     if not cluster.overlaps:
         return found.solution.objective
-    decided = DecidedStage(staging.whole(traced, -1), rules, groups, found, cluster)
+    decided = DecidedStage(stage_graph.whole(traced, -1), rules, groups, found, cluster)
     return sum(lowered_whole(decided, "explicit").seconds.values())
 
 

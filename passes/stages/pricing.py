@@ -20,21 +20,22 @@ from functools import cached_property
 import numpy as np
 
 from alpa_lite.cluster import Cluster, Dispatch
-from alpa_lite.options import Pipeline, Sharded
+from alpa_lite.options import Pipeline
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.division import Divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.passes.stages import layer_costs, planning, ranges, staging, submeshes
+from alpa_lite.passes.stages import layer_costs, planning, staging, submeshes
+from alpa_lite.passes.stages.dp import ranges
+from alpa_lite.passes.stages.dp.ranges import Hosts, StageCosts
+from alpa_lite.passes.stages.dp.slices import StageChoice
 from alpa_lite.passes.stages.layer_costs import Layer, LayerCost
-from alpa_lite.passes.stages.ranges import Hosts, StageCosts
-from alpa_lite.passes.stages.slices import StageChoice
 from alpa_lite.plan.pins import NO_WISHES, Wishes
-
-_ONCE = ("update", "fixed", "steady", "adding", "lasting", "leading", "parts")
-"""Tables of costs that do not depend on the size of a micro-batch."""
 
 _COSTS = ("forward", "steady", "backward", "adding", "update", "fixed", "inflight", "split", "temporary", "lasting")
 """Tables of seconds and bytes."""
+
+_SCALED = ("forward", "backward", "inflight", "split", "temporary")
+"""Those that depend on the size of a micro-batch."""
 
 REMAT: tuple[Choice, ...] = ("none", "layer", "selective")
 """Rematerialisations to choose from for the backward pass of a stage."""
@@ -59,10 +60,10 @@ class LayerCosts:
     Attributes:
       cluster: all devices.
       devices: the numbers of devices of each kind of submesh.
-      methods: for each kind of submesh, the logical meshes that are allowed.
       layers: those of the step; identical ones are one.
       known: the costs of layers.
-      scale: of what depends on the size of a micro-batch, if layers were planned at another one.
+      scale: of `forward`, `backward`, `inflight`, `split` and `temporary`, which depend on the size of a micro-batch,
+        if layers were planned at another one.
       tables: name -> [forms, layers, kinds, variants]: `forward` without `steady`, `backward` without `adding`, these
         and `update` in seconds, `fixed`, `inflight`, `split` (in flight with a split backward pass), `temporary` in
         bytes per device; `leading` and `parts`, both of `LayerCost.shared`. A form is a logical mesh.
@@ -76,7 +77,6 @@ class LayerCosts:
     step: Divisible
     cluster: Cluster
     devices: tuple[int, ...]
-    methods: tuple[Sharded, ...]
     layers: tuple[Layer, ...]
     known: Mapping[Key, LayerCost]
     tables: Mapping[str, np.ndarray]
@@ -98,7 +98,7 @@ class LayerCosts:
     @cached_property
     def seconds(self) -> np.ndarray:
         """[forms, layers, kinds, variants] of a step: both passes of all micro-batches, and the update."""
-        passes = (self.tables["forward"] + self.tables["backward"]) * self.repeated(1.0)
+        passes = (self.tables["forward"] * self.scale + self.tables["backward"] * self.scale) * self.repeated(1.0)
         passes = passes + self.tables["steady"] + self.tables["adding"]
         return passes * self.num_microbatches + self.tables["update"]
 
@@ -128,7 +128,7 @@ class LayerCosts:
     def rescaled(self, step: Divisible) -> LayerCosts:
         """The same costs of the step in another number of micro-batches, scaled; it has the same layers."""
         scale = self.scale * self.num_microbatches / step.accumulated.num_microbatches
-        return _with(replace(self, step=step, scale=scale), self.known)
+        return replace(self, step=step, scale=scale)
 
     def repeated(self, scale: float) -> np.ndarray:
         """[forms, layers, kinds, variants] how many devices do the same with micro-batches of another size.
@@ -177,6 +177,7 @@ class LayerCosts:
         if variants is not None:
             kept = list(variants)
             shared, tables = shared[..., kept], {name: table[..., kept] for name, table in tables.items()}
+        tables = {name: table * (self.scale if name in _SCALED else 1.0) for name, table in tables.items()}
         layers = self.step.layering.layers
         crossing = np.array([0.0, *(layer.bytes_out for layer in layers)]) * scale
         crossing[len(layers)] = 0.0
@@ -237,7 +238,7 @@ def price_layers(
     number = len(layers.layers)
     graphs = staging.stage_graphs(layers.traced, layers.scan, assign(layers, range(1, number)))
     sizes = tuple(sorted(kinds))
-    methods = [submeshes.shape_of(method, submeshes.stage_with(method, size), size) for size in sizes]
+    methods = [submeshes.shape_of(method, size) for size in sizes]
     found = []
     for graph in graphs:
         name = planning.digest(graph, wishes)
@@ -260,16 +261,13 @@ def price_layers(
         for layer, shape in itertools.product(distinct, shapes):
             if known[layer, kind, number, ()].mesh_shape != shape:
                 price(layer, kind, number, shape)
-    return _with(
-        LayerCosts(step, cluster, sizes, tuple(methods), tuple(found), {}, {}, num_stages=method.num_stages), known
-    )
+    return _with(LayerCosts(step, cluster, sizes, tuple(found), {}, {}, num_stages=method.num_stages), known)
 
 
 def _with(costs: LayerCosts, known: Mapping[Key, LayerCost]) -> LayerCosts:
     """The same with these costs."""
     costs = replace(costs, known=known, shapes=_shapes(costs.layers, known))
-    tables = {name: table * (1.0 if name in _ONCE else costs.scale) for name, table in _tables(costs).items()}
-    return replace(costs, tables=tables)
+    return replace(costs, tables=_tables(costs))
 
 
 def _shapes(layers: Sequence[Layer], known: Mapping[Key, LayerCost]) -> dict[tuple[int, int], tuple[Shape, ...]]:
@@ -289,11 +287,12 @@ def _tables(costs: LayerCosts) -> dict[str, np.ndarray]:
     forms = max(map(len, costs.shapes.values()), default=1)
     shape = forms, len(costs.layers), len(costs.devices), len(VARIANTS)
     out = {name: np.zeros(shape) for name in (*_COSTS, "leading", "parts")}
-    for at in np.ndindex(shape):
-        form, n, kind, variant = at
+    places = {layer: [n for n, other in enumerate(costs.layers) if other is layer] for layer in costs.layers}
+    for layer, form, kind, variant in itertools.product(places, *map(range, (forms, *shape[2:]))):
+        at = form, places[layer], kind, variant
         price, remat = VARIANTS[variant]
-        suited = costs.known[costs.layers[n], kind, price, ()]
-        cost = costs.known.get((costs.layers[n], kind, price, costs.shape(form, kind, price)), suited)
+        suited = costs.known[layer, kind, price, ()]
+        cost = costs.known.get((layer, kind, price, costs.shape(form, kind, price)), suited)
         saved, temporary, again, steady = {
             "none": (cost.saved, cost.temporary, 0.0, 0.0),
             "layer": (0.0, cost.temporary_layer, cost.forward, cost.steady),
@@ -328,7 +327,8 @@ def link_seconds(cluster: Cluster, crossing: np.ndarray, first: int, second: int
     """Seconds of sending bytes from a submesh to the next, sharded over the smaller of the two: the mean, and the most.
 
     Of n such submeshes that share a node, the last sends to another node if there are several. The period of a stage in
-    1F1B is a mean over the stages from it on (`slicing`); the largest such mean begins at a cut that crosses: one of n.
+    1F1B is a mean over the stages from it on (`dp.slicing`); the largest such mean begins at a cut that crosses: one of
+    n.
     """
     width = min(first, second)
     link, node, network = cluster.node_link, cluster.devices_per_node, cluster.network_link

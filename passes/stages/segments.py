@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,8 +13,8 @@ from alpa_lite.ir.graph import Lit, Value
 from alpa_lite.ir.layout import Layout
 from alpa_lite.ir.program import Kind
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.lowering.program import Instruction, LocalProgram, Loop, Operand
-from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.lowering.program import Instruction, LocalProgram, Loop, Operand, Reshard
+from alpa_lite.passes.stages.stage_graph import StageGraph
 
 ArrayType = tuple[tuple[int, ...], Any, Layout]
 """Shape, dtype and layout of a global array."""
@@ -91,7 +91,6 @@ class Segments:
       stage, program: what was cut.
       items: in the order prologue, forward, backward, weight, update rounds; kinds that have nothing to do are absent.
       finals: for each result of the stage's graph, its top register or literal; None for crossing ones.
-      value_of: for each register the value that it holds.
       packs: see `packing`.
     """
 
@@ -99,8 +98,26 @@ class Segments:
     program: LocalProgram
     items: tuple[Segment, ...]
     finals: tuple[Operand | None, ...]
-    value_of: Mapping[int, int]
     packs: tuple[Pack, ...] = ()
+
+    @functools.cached_property
+    def value_of(self) -> Mapping[int, int]:
+        """The value that each register holds."""
+        found = dict(zip(self.program.body.inputs, self.stage.traced.graph.block.inputs, strict=True))
+
+        def visit(items: Iterable[Instruction]) -> None:
+            for item in items:
+                if isinstance(item, Reshard):
+                    found[item.result] = item.value
+                    continue
+                found.update(zip(item.results, item.op.results, strict=True))
+                if isinstance(item, Loop):
+                    for block, body in zip(item.op.bodies, item.bodies, strict=True):
+                        found.update(zip(body.inputs, block.inputs, strict=True))
+                        visit(body.instructions)
+
+        visit(self.program.body.instructions)
+        return found
 
     @functools.cached_property
     def carry_registers(self) -> tuple[int, ...]:

@@ -21,76 +21,19 @@ stage can run when all of round r - 1 has been exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Iterable
+from dataclasses import replace
 
 from alpa_lite import _jax
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.ir.graph import Argument, Atom, Block, Graph, Op, Traced
+from alpa_lite.ir.graph import Atom, Op, Traced
 from alpa_lite.passes.ir.flow import made_of, producers, reach, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
-from alpa_lite.passes.ir.pruning import indexed
 from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.layers.types import Assignment
 from alpa_lite.passes.stages import ordering
+from alpa_lite.passes.stages.stage_graph import Port, StageGraph, part_of
 from alpa_lite.passes.stages.sums import split_sums
-
-PortKind = Literal["argument", "copy", "crossing", "late"]
-
-
-@dataclass(frozen=True)
-class Port:
-    """The role of an argument or a result of a stage's graph in the whole step.
-
-    kind / number:
-      argument: flat argument `number` of the step; as a result: flat result `number`.
-      copy: state argument `number`, owned by another stage.
-      crossing: body value `number`, stacked over micro-batches.
-      late: update value `number` (of the whole step's top block).
-    """
-
-    kind: PortKind
-    number: int
-
-
-@dataclass(frozen=True, eq=False)
-class StageGraph:
-    """One stage as a step of its own.
-
-    Attributes:
-      traced: its graph; value numbers are those of the whole step, new ones above them.
-      scan: `Op.index` of its scan over micro-batches, or -1 where nothing of the body is its own.
-      inputs, outputs: one for each argument (constants excluded), and each result.
-      constants: for each of the graph's constants its number in the whole step.
-      rounds: for each top-level op after the scan, by `Op.index`, its round.
-      late_rounds: for each late result, by value number, the round that makes it.
-      arrivals: for each late argument, by value number, the round that makes it elsewhere.
-      backward, weight: body ops, by `Op.index` in this graph, as in `Assignment`.
-      phases: of a step in slices of the sequence, the phase of each body op, by `Op.index` in this graph; else empty.
-      num_slices: of the sequence.
-      apart: whether the iterations of its scan run apart, as those of a pipeline do: each hands on its own results.
-    """
-
-    traced: Traced
-    scan: int
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
-    constants: tuple[int, ...]
-    rounds: Mapping[int, int] = field(default_factory=dict)
-    late_rounds: Mapping[int, int] = field(default_factory=dict)
-    arrivals: Mapping[int, int] = field(default_factory=dict)
-    backward: frozenset[int] = frozenset()
-    weight: frozenset[int] = frozenset()
-    phases: Mapping[int, int] = field(default_factory=dict)
-    num_slices: int = 1
-    apart: bool = False
-
-    @property
-    def apart_results(self) -> frozenset[int]:
-        """The stacked results of its scan whose parts are made one by one."""
-        scans = [op for op in self.traced.graph.block.ops if self.apart and op.index == self.scan]
-        return frozenset(result for op in scans for _, result in ScanView(op).ys)
 
 
 def stage_graphs(traced: Traced, scan: int, assignment: Assignment) -> tuple[StageGraph, ...]:
@@ -106,21 +49,6 @@ def stage_graphs(traced: Traced, scan: int, assignment: Assignment) -> tuple[Sta
     """
     step = _Step(*split_sums(traced, scan, assignment), scan)
     return tuple(_Stage(step, number).build() for number in range(assignment.num_stages))
-
-
-def whole(traced: Traced, scan: int) -> StageGraph:
-    """A step that is not divided, as its only stage.
-
-    Args:
-      scan: the index of its loop over micro-batches, or -1 without one.
-    """
-    return StageGraph(
-        traced=traced,
-        scan=scan,
-        inputs=tuple(Port("argument", i) for i in range(len(traced.arguments))),
-        outputs=tuple(Port("argument", i) for i in range(len(traced.outputs))),
-        constants=tuple(range(len(traced.graph.constants))),
-    )
 
 
 class _Step:
@@ -147,10 +75,6 @@ class _Step:
         self._place_rounds()
         self._place_outputs()
         self._place_crossings()
-
-    def phase(self, op: Op) -> int:
-        """In which order ops of the body run: by phase, else the forward ones first."""
-        return self.assignment.phases.get(op.index, int(op.index in self.assignment.backward))
 
     def _split_top(self) -> None:
         """Sorts the top block into ops before the scan and ops that depend on it.
@@ -330,18 +254,13 @@ class _Stage:
         ops = (*whole, *scan, *step.update[number])
         constants = [v for v in read if v in step.constants]
         graph, place = part_of(
-            step.traced, self.rewriter, ops, inputs, constants, results, step.round_of, step.value_round
-        )
-        assignment = step.assignment
-        return replace(
-            graph,
-            scan=place[step.scan.index] if scan else -1,
-            backward=frozenset(place[i] for i in place if i in assignment.backward),
-            weight=frozenset(place[i] for i in place if i in assignment.weight),
-            phases={place[i]: phase for i, phase in assignment.phases.items() if i in place},
-            num_slices=assignment.num_slices,
-            apart=True,
-        )
+            step.traced, self.rewriter, ops, inputs, constants, results,
+            rounds=step.round_of, made_in=step.value_round,
+        )  # fmt: skip
+        phases = step.assignment.phases
+        own = {place[i]: phase for i, phase in phases.number.items() if i in place}
+        index = place[step.scan.index] if scan else -1
+        return replace(graph, scan=index, phases=replace(phases, number=own), apart=True)
 
     def _outputs(self) -> list[int]:
         """The results of the step that this stage gives, as they are made."""
@@ -373,7 +292,7 @@ class _Stage:
         if not ops and not owned:
             return [], {}, {}
         ys = [(atom, result) for atom, result in view.ys if result in owned]
-        ops = sorted(ops, key=step.phase)
+        ops = sorted(ops, key=lambda op: step.assignment.phases.of(op.index, split_weights=False))
         used = dict.fromkeys(values_in([*(a for op in ops for a in op.operands), *(atom for atom, _ in ys)]))
         place = {value: i for i, value in enumerate(used)}  # in this order, so that identical layers are equal
         every = view.carries
@@ -394,61 +313,3 @@ class _Stage:
             [*ys, *stacks_out.items()],
         )
         return [replace(scan, key=step.scan.key)], stacks_in, stacks_out
-
-
-def part_of(
-    whole: Traced,
-    rewriter: Rewriter,
-    ops: Sequence[Op],
-    inputs: Mapping[int, Port],
-    constants: Sequence[int],
-    outputs: Sequence[tuple[Atom, Port]],
-    rounds: Mapping[int, int],
-    made_in: Mapping[int, int],
-) -> tuple[StageGraph, Mapping[int, int]]:
-    """A part of a step without a loop as a step of its own, and its ops' new indices.
-
-    Args:
-      rewriter: has the part's values.
-      inputs: the role of each argument.
-      constants: those of the whole step's that the part reads.
-      outputs: the results with their roles.
-      rounds: of the ops of the update.
-      made_in: the round that makes each late value.
-    """
-    number = {v: i for i, v in enumerate(whole.graph.block.inputs[len(whole.arguments) :])}
-    kept = tuple(number[v] for v in constants)
-    block, place = indexed(Block((*inputs, *constants), tuple(ops), tuple(atom for atom, _ in outputs)))
-    values = tuple(whole.graph.constants[i] for i in kept)
-    graph = Graph(tuple(rewriter.values), block, values, rewriter.keys)
-    taken, given = tuple(inputs.values()), tuple(port for _, port in outputs)
-    arrivals, late_rounds = (
-        {port.number: made_in[port.number] for port in ports if port.kind == "late"} for ports in (taken, given)
-    )
-    own_rounds = {place[op.index]: rounds[op.index] for op in ops if op.index in rounds}
-    traced = _traced_of(whole, graph, taken, given)
-    return StageGraph(traced, -1, taken, given, kept, own_rounds, late_rounds, arrivals), place
-
-
-def _traced_of(whole: Traced, graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port]) -> Traced:
-    """A stage's graph as a step of its own, its arguments and results described as those of the whole step."""
-    position = {port.number: i for i, port in enumerate(inputs) if port.kind == "argument"}
-    where = {port.number: i for i, port in enumerate(outputs) if port.kind == "argument"}
-    return replace(
-        whole,
-        graph=graph,
-        arguments=tuple(_described(whole.arguments, port) for port in inputs),
-        outputs=tuple(_described(whole.outputs, port) for port in outputs),
-        state=tuple(sorted((where[o], position[a]) for o, a in whole.state if o in where and a in position)),
-        notes=(),
-        batch_named=False,
-        through=(),
-        placed=(),
-    )
-
-
-def _described(known: Sequence[Argument], port: Port) -> Argument:
-    """The record of an argument or a result."""
-    if port.kind == "argument":
-        return known[port.number]
-    return Argument(known[port.number].path if port.kind == "copy" else f"{port.kind} {port.number}", "other")

@@ -52,16 +52,13 @@ def kinds(cluster: Cluster, method: Pipeline) -> tuple[int, ...]:
     return tuple(found)
 
 
-def shape_of(method: Pipeline, stage: int, devices: int) -> Sharded:
-    """The logical meshes that a stage may have on a submesh of so many devices."""
+def shape_of(method: Pipeline, devices: int, stage: int | None = None) -> Sharded:
+    """The logical meshes that a stage may have on a submesh of so many devices; None for the first with so many."""
     shapes = method.mesh_shapes
-    if shapes is not None:
+    if shapes is None:
+        return Sharded((1,)) if devices == 1 else Sharded()
+    if stage is None:
+        shape = next((shape for shape in shapes if math.prod(shape) == devices), shapes[0])
+    else:
         shape = shapes[stage % len(shapes)]
-        return Sharded(shape) if len(shape) > 1 else Sharded()
-    return Sharded((1,)) if devices == 1 else Sharded()
-
-
-def stage_with(method: Pipeline, devices: int) -> int:
-    """The first stage that has so many devices, if submeshes are given."""
-    shapes = method.mesh_shapes or ()
-    return next((i for i, shape in enumerate(shapes) if math.prod(shape) == devices), 0)
+    return Sharded(shape) if len(shape) > 1 else Sharded()

@@ -42,8 +42,7 @@ class _Splitter:
         self.scan = scan_op(traced, scan)
         self.rewriter = Rewriter(traced.graph)
         self.stage = dict(assignment.stage)
-        self.backward, self.weight = set(assignment.backward), set(assignment.weight)
-        self.phases = dict(assignment.phases)
+        self.phases = dict(assignment.phases.number)
         self.made_by = producers(self.scan.bodies[0].ops)
         self.readers = users(traced.graph.block.ops)
         self.before: list[Op] = []
@@ -60,14 +59,9 @@ class _Splitter:
         scan = replace(scan, key=self.scan.key)
         block = substituted(self.traced.graph.block, self.scan, [*self.before, scan, *self.after])
         graph = replace(self.traced.graph, values=tuple(self.rewriter.values), block=block)
+        phases = replace(assignment.phases, number=self.phases)
         return replace(self.traced, graph=graph), replace(
-            assignment,
-            stage=self.stage,
-            backward=frozenset(self.backward),
-            weight=frozenset(self.weight),
-            split_sums=(),
-            dissolved=frozenset(),
-            phases=self.phases,
+            assignment, stage=self.stage, split_sums=(), dissolved=frozenset(), phases=phases
         )
 
     def split(self, whole: Carried, summands: Sequence[tuple[int, int]]) -> list[Carried]:
@@ -100,12 +94,11 @@ class _Splitter:
         """Appends an addition to the body; it runs as soon as its operands are made."""
         op = self.addition(template, left, right, self.rewriter.fresh(template.results[0]), stage)
         self.body.append(op)
-        if self.phases:
-            self.phases[op.index] = max((self.phases[index] for index in sources), default=0)
-        if not self.backward.isdisjoint(sources):
-            self.backward.add(op.index)
-            if self.weight.issuperset(sources):
-                self.weight.add(op.index)
+        phases = [self.phases.get(index, 0) for index in sources]
+        if self.assignment.phases.num_slices == 1 and min(phases, default=0) < 2:
+            phases = [min(phase, 1) for phase in phases]  # with one of the backward task, it runs there
+        if any(phases):
+            self.phases[op.index] = max(phases)
         return op.results[0]
 
     def zeros(self, value: int) -> int:

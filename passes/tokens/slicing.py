@@ -27,7 +27,7 @@ from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter, substituted, with_body
 from alpa_lite.passes.layers import assignment
 from alpa_lite.passes.layers.division import Divided
-from alpa_lite.passes.layers.types import Layering
+from alpa_lite.passes.layers.types import Layering, Phases
 from alpa_lite.passes.tokens import beyond, expansion, states, unrolling
 from alpa_lite.passes.tokens.opening import opened
 from alpa_lite.passes.tokens.statics import Statics
@@ -51,7 +51,7 @@ def in_slices(step: Divided, lengths: Sequence[int]) -> Divided:
         step,
         accumulated=accumulated,
         layering=layers,
-        assignment=replace(assignment.assign(layers, step.cuts), phases=phases, num_slices=len(lengths)),
+        assignment=replace(assignment.assign(layers, step.cuts), phases=Phases(phases, len(lengths))),
     )
 
 

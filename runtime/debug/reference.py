@@ -18,7 +18,7 @@ from alpa_lite.passes.ir.flow import needed, producers
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.stages.planning import PlannedStage
-from alpa_lite.passes.stages.staging import Port
+from alpa_lite.passes.stages.stage_graph import Port
 from alpa_lite.passes.tracing import calls
 from alpa_lite.runtime import global_array
 from alpa_lite.runtime.debug import first_divergence

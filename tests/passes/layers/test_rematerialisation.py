@@ -103,7 +103,7 @@ def test_random_draws_are_the_same():
 def test_part_of_the_model_may_be_rematerialised():
     layers = gpt()
     assignment = assign(layers, [3])
-    backward = [index for index in assignment.backward if assignment.stage[index] == 0]
+    backward = [index for index in assignment.phases.number if assignment.stage[index] == 0]
     result = rematerialise(
         layers.traced, layers.scan, [layer.ops for layer in layers.layers[:3]], backward, choices(layers)["layer"]
     )

@@ -13,7 +13,8 @@ import pytest
 from alpa_lite.errors import OptionError
 from alpa_lite.ir.graph import Traced
 from alpa_lite.passes import factors
-from alpa_lite.passes.layers.scans import Cut, cut_scans, even_points, layer_scans
+from alpa_lite.passes.layers.division import even_points, layer_scans
+from alpa_lite.passes.layers.scans import Cut, cut_scans
 from tests.passes import microbatched
 from tests.passes.layers.test_layering import SGD
 from tests.passes.numerics import assert_same
@@ -97,3 +98,22 @@ def test_bad_points_are_named():
         cut_scans(traced, scan, {0: (1,)}, rules)
     with pytest.raises(OptionError, match="rise strictly"):
         cut_scans(traced, scan, {inner.index: (6,)}, rules)
+
+
+def test_scans_over_one_stack_may_be_cut_at_different_points():
+    """What is read in pieces of one kind and of another comes in as the first; the others are slices."""
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        layer = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+        x, _ = jax.lax.scan(layer, batch["x"], params["w"])
+        return (jax.lax.scan(layer, x * 2, params["w"])[0] ** 2).mean()
+
+    step, state = microbatched.step_of(loss_fn, {"w": normal(0, 6, 8, 8) / 3}, 2, SGD)
+    arguments = state, {"x": normal(3, 8, 8)}
+    traced = microbatched.traced_of(step, *arguments)
+    scan = microbatched.scan_of(traced)
+    first, second = layer_scans(traced, scan)
+    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
+    done = cut_scans(traced, scan, {first.index: (2,), second.index: (3,)}, rules)
+    assert {span[1:] for span in done.pieces.values()} == {(0, 2), (2, 6), (0, 3), (3, 6)}
+    assert_same(traced, done.traced, arguments)

@@ -16,7 +16,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.passes.plans import replay
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver import solve
-from alpa_lite.passes.stages import staging
+from alpa_lite.passes.stages import stage_graph
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.plan.plan import Plan
 from tests.gallery import f32, sgd
@@ -49,7 +49,7 @@ def planned(cluster: Cluster = H100, **options: Any) -> Plan:
 
 def replayed(plan: Plan, fun=step, cluster: Cluster = H100) -> MeshSolution:
     replay.check_devices(plan, cluster)
-    graph = staging.whole(tracing.trace(fun, ARGUMENTS, {}), -1)
+    graph = stage_graph.whole(tracing.trace(fun, ARGUMENTS, {}), -1)
     return replay.replay(graph, cluster, plan.stages[0], "explicit").found
 
 

@@ -11,8 +11,8 @@ import pytest
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Sharded
 from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.passes.stages import layer_costs, planning
-from alpa_lite.passes.stages.layer_costs import Layer, LayerCost
+from alpa_lite.passes.stages import planning
+from alpa_lite.passes.stages.layer_costs import Layer, LayerCost, MeasuredLayer
 from alpa_lite.passes.stages.planning import PlannedStage
 from tests import pipeline_driver
 from tests.mlps import mlp
@@ -32,7 +32,7 @@ def frugal(microbatches: int) -> tuple[PlannedStage, LayerCost]:
     """The layer where memory is very expensive, on a mesh of one axis, and what that costs."""
     decided = planning.decide(graph_of(microbatches), DEVICES, Sharded((4,)), price=1000.0)
     planned = planning.lowered(decided, split_weights=False)
-    return planned, layer_costs._cost(planned)
+    return planned, MeasuredLayer(planned).cost()
 
 
 def waiting(planned: PlannedStage, kind: Literal["forward", "backward"]) -> tuple[list[str], float, float]:
@@ -98,7 +98,7 @@ def test_temporary_bytes_of_computing_again_are_those_of_the_planned_stage(choic
         return planning.lowered(planning.decide(graph, DEVICES, Sharded((4,)), price=0.0), split_weights=False)
 
     plain, again = second(()), second((choice,) * 4)
-    cost = layer_costs._cost(plain)
+    cost = MeasuredLayer(plain).cost()
     found, saved = (cost.temporary_layer, 0.0) if choice == "layer" else (cost.temporary_selective, cost.kept)
     assert found == pytest.approx(max(again.temporary.values()), rel=0.15)
     assert found < 0.4 * (cost.temporary + cost.saved - saved)

@@ -20,7 +20,7 @@ from alpa_lite.ir.graph import Traced
 from alpa_lite.passes.stages import owners
 from alpa_lite.passes.stages.owned import moved, owned_graphs
 from alpa_lite.passes.stages.owners import ownership
-from alpa_lite.passes.stages.staging import StageGraph
+from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.passes.tracing import tracing
 from tests import zoo
 

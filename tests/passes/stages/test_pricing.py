@@ -16,9 +16,9 @@ from alpa_lite.passes import factors
 from alpa_lite.passes.layers import division
 from alpa_lite.passes.microbatches import loop
 from alpa_lite.passes.stages import pricing
+from alpa_lite.passes.stages.dp.slices import StageChoice
 from alpa_lite.passes.stages.layer_costs import LayerCost
 from alpa_lite.passes.stages.pricing import LayerCosts, link_seconds
-from alpa_lite.passes.stages.slices import StageChoice
 from alpa_lite.passes.tracing import tracing
 from tests.mlps import mlp, two_machines
 
@@ -28,7 +28,7 @@ def test_devices_that_micro_batches_are_too_small_for_do_the_same(microbatches: 
     """16 examples in 8 parts at 100 micro-batches: 4 examples have 4 parts, each on two devices."""
     tables = {"leading": np.full((1, 1, 1, 1), 16.0), "parts": np.full((1, 1, 1, 1), 8.0)}
     nothing: Any = None
-    priced = LayerCosts(nothing, nothing, (8,), (), (), {}, tables)
+    priced = LayerCosts(nothing, nothing, (8,), (), {}, tables)
     assert priced.repeated(100 / microbatches).tolist() == [[[[devices]]]]
 
 
@@ -95,7 +95,7 @@ def two_meshes(**named: Any) -> tuple[LayerCosts, Any, Any]:
         layering=SimpleNamespace(layers=[SimpleNamespace(bytes_out=0.0)] * 3),
     )
     layers: Any = (a, b, a)
-    base = LayerCosts(step, cluster, (4,), (), layers, {}, {})
+    base = LayerCosts(step, cluster, (4,), layers, {}, {})
     known: Any = {}
     for price in range(3):
         known |= {(a, 0, price, ()): cost_of((2, 2), 3.0, **named), (b, 0, price, ()): cost_of((4,), 4.0, **named)}

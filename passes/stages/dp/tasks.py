@@ -1,30 +1,37 @@
-"""Tasks of a search for stages: one number of micro-batches and one schedule each, as a graph of choices."""
+"""Tasks of a search for stages: one number of micro-batches and one schedule each, as a graph of choices.
+
+`evaluate` and `terms` are the formulas of `dp.slicing` for the seconds and bytes of a pipeline.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from alpa_lite.ir.schedules import in_flight_formula
-from alpa_lite.passes.stages.formulas import evaluate, terms
-from alpa_lite.passes.stages.paths import Path, PathProblem
-from alpa_lite.passes.stages.ranges import StageCosts
-from alpa_lite.passes.stages.slices import VIRTUAL, SliceOptions, StageChoice, StageSlices
+from alpa_lite.passes.stages.dp.paths import Path, PathProblem
+from alpa_lite.passes.stages.dp.ranges import StageCosts
+from alpa_lite.passes.stages.dp.slices import VIRTUAL, SliceOptions, StageChoice, StageSlices
 
 
 @dataclass(frozen=True)
 class Task:
-    """One B, schedule and number of virtual stages; for virtual ones and for equal submeshes also S and their kind."""
+    """One B, schedule and number of virtual stages; for virtual ones and for equal submeshes also S and their kind.
+
+    Attributes:
+      by_kind: whether transfers depend on the kinds of submesh beside a cut, which makes for a larger graph.
+    """
 
     costs: StageCosts
     schedule: str
     virtual: int = 1
     meshes: int = 0
     kind: int = -1
+    by_kind: bool = True
 
 
 def stage_range(costs: StageCosts, options: SliceOptions) -> tuple[int, int]:
@@ -63,13 +70,9 @@ def equal_tasks(costs: StageCosts, options: SliceOptions) -> list[Task]:
         wanted = options.kinds is None or options.kinds == (kind,) * stages
         if rest or not wanted or not lowest <= stages <= highest:
             continue
-        own = costs
-        if costs.boundary_seconds.ndim == 3:
-            cut, slowest = costs.boundary_seconds[:, kind, kind], costs.slowest[:, kind, kind]
-            own = replace(costs, boundary_seconds=cut, slowest_seconds=slowest)
         for name in options.schedules:
             if name != "interleaved-1f1b" and (name != "zb-h1" or stages <= costs.num_microbatches):
-                tasks.append(Task(own, name, 1, stages, kind))
+                tasks.append(Task(costs, name, 1, stages, kind, by_kind=False))
     return tasks
 
 
@@ -91,23 +94,27 @@ def least_area(costs: StageCosts, kind: int) -> float:
 
 
 def in_one_graph(task: Task, combine: Any = np.min) -> Task:
-    """The task with transfers that do not depend on the kinds beside a cut, which makes for a smaller graph.
+    """The task with transfers that do not depend on the kinds beside a cut.
 
     Args:
       combine: the transfer of a cut from those between the kinds: the fastest, or `np.max`, the slowest. Bytes do not
         depend on it.
     """
-    if task.costs.boundary_seconds.ndim == 1:
+    if not task.by_kind:
         return task
-    seconds, slowest = (combine(one, axis=(1, 2)) for one in (task.costs.boundary_seconds, task.costs.slowest))
-    return replace(task, costs=replace(task.costs, boundary_seconds=seconds, slowest_seconds=slowest))
+    seconds, slowest = (
+        np.broadcast_to(combine(one, axis=(1, 2), keepdims=True), one.shape)
+        for one in (task.costs.boundary_seconds, task.costs.slowest)
+    )
+    costs = replace(task.costs, boundary_seconds=seconds, slowest_seconds=slowest)
+    return replace(task, costs=costs, by_kind=False)
 
 
 def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
     """The graph of a task: a node for each cut, or for each cut and kind of the stage behind it."""
     c, name = task.costs, task.schedule
     layers, kinds = c.num_layers, len(c.devices)
-    by_kind = c.boundary_seconds.ndim == 3
+    by_kind = task.by_kind
     allowed = [k for k in range(kinds) if task.kind in (-1, k) and c.devices[k] <= c.total_devices]
     allowed = [k for k in allowed if options.allowed is None or k in options.allowed]
     unit = math.gcd(c.total_devices, *(c.devices[k] for k in allowed))
@@ -117,8 +124,7 @@ def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
     head = np.where(j == layers, layers * wide, j * wide + (after if by_kind else 0))
     order = np.argsort(tail, kind="stable")
     i, j, k, after, tail, head = (x[order] for x in (i, j, k, after, tail, head))
-    sent = [seconds[j, k, after] if by_kind else seconds[j] for seconds in (c.boundary_seconds, c.slowest)]
-    cut = [np.where(j == layers, 0.0, seconds)[:, None] for seconds in sent]
+    cut = [np.where(j == layers, 0.0, seconds[j, k, after])[:, None] for seconds in (c.boundary_seconds, c.slowest)]
     row = (j * layers + i) * kinds + k  # as ranges lie in memory
 
     def of(values: np.ndarray) -> np.ndarray:
@@ -179,7 +185,7 @@ def _choices(layers: int, allowed: Sequence[int], by_kind: bool) -> np.ndarray:
 def pipeline_of(task: Task, problem: PathProblem, path: Path) -> StageSlices:
     """A path of a task's graph as a pipeline."""
     c = task.costs
-    wide = len(c.devices) if c.boundary_seconds.ndim == 3 else 1
+    wide = len(c.devices) if task.by_kind else 1
     meshes = task.meshes or len(path)
     stages = tuple(
         StageChoice(int(problem.tail[g]) // wide, int(problem.head[g]) // wide, int(problem.kind[g]), v, s % meshes)
@@ -216,3 +222,63 @@ def place(devices: Sequence[int], devices_per_node: int) -> tuple[int, ...]:
         out[s] = offset
         offset += devices[s]
     return tuple(out)
+
+
+def evaluate(costs: StageCosts, slices: StageSlices) -> tuple[float, tuple[float, ...]]:
+    """Seconds of a step, and bytes per device of each submesh, straight from the formulas of `dp.slicing`.
+
+    `costs` must be those of `slices.num_microbatches`; seconds and bytes in `slices` are not read.
+    """
+    count, meshes = slices.num_microbatches, slices.num_meshes
+    found = []
+    fixed: list[list[float]] = [[] for _ in range(meshes)]
+    each: list[list[float]] = [[] for _ in range(meshes)]
+    for s, stage in enumerate(slices.stages):
+        at = stage.first, stage.stop, stage.kind, stage.variant
+        after = slices.stages[s + 1].kind if s + 1 < len(slices.stages) else None
+        cut = (0.0, 0.0) if after is None else costs.cut_seconds(stage.stop, stage.kind, after)
+        latency, excess = terms(
+            slices.schedule, costs, lambda values, at=at: values[at], cut, slices.virtual, stage.kind
+        )
+        found.append((float(latency), float(excess), float(costs.update[at])))
+        fixed[stage.mesh].append(float(costs.fixed_bytes[at]) + costs.buffer_bytes(stage.first, stage.stop))
+        each[stage.mesh].append(float(costs.flying(slices.schedule)[at]))
+    counts = [in_flight_formula(slices.schedule, meshes, count, mesh, slices.virtual) for mesh in range(meshes)]
+    total = sum(t[0] for t in found) + max(t[1] for t in found) + max(t[2] for t in found)
+    return total, tuple(sum(f) + n * max(e) for f, e, n in zip(fixed, each, counts, strict=True))
+
+
+def terms(
+    schedule: str, costs: StageCosts, of: Callable[[np.ndarray], np.ndarray], cut: Any, virtual: int, kind: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Latency and excess of some stages with `cut` behind them: as of `cut_seconds`.
+
+    Args:
+      of: what a cost array holds of the stages.
+      kind: their kinds of submesh, one or an array that broadcasts with theirs.
+    """
+    count = costs.num_microbatches
+    forward, backward = of(costs.forward), of(costs.backward)
+    t, both, most = forward + backward, 2 * np.asarray(cut[0]), 2 * np.asarray(cut[1])
+    possible = np.isfinite(t + both)
+    own, started = _started(schedule, costs, kind)
+    others = count * virtual - 1
+    with np.errstate(invalid="ignore"):  # 0 * inf and inf - inf where there is no such stage
+        latency, period, hidden = t + both, t + both, 0.0
+        if schedule in ("gpipe", "eager-1f1b"):
+            period = np.maximum(t, most)
+        elif schedule == "zb-h1":
+            hidden = 2 * np.minimum(backward / 2, forward)
+            latency = latency - hidden
+        latency = np.maximum(latency, own) / virtual
+        excess = np.maximum(others * period, others * started + min(others, 1) * period) + hidden
+    return np.where(possible, latency, np.inf), np.where(possible, excess, np.inf)
+
+
+def _started(schedule: str, costs: StageCosts, kind: Any) -> tuple[Any, Any]:
+    """Returns the seconds of starting one micro-batch's tasks: the share of one stage, and the sum of its process."""
+    hosts = costs.hosts
+    if hosts is None:
+        return 0.0, 0.0
+    period = hosts.period(3 if schedule == "zb-h1" else 2)
+    return (period / np.array(hosts.stages))[kind], period[kind]

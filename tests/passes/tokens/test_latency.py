@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 
-from alpa_lite.passes.stages import token_choice as choice
-from alpa_lite.passes.stages import token_latency as latency
-from alpa_lite.passes.stages.token_latency import Sample
+from alpa_lite.passes.tokens import latency
+from alpa_lite.passes.tokens import lengths as choice
+from alpa_lite.passes.tokens.latency import Sample
 
 COEFFICIENTS = ((1e-3, 2e-5, 0.0, 3e-8), (2e-3, 5e-5, 1e-6, 1e-8))
 

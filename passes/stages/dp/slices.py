@@ -1,4 +1,4 @@
-"""Options and results of `stages.slicing`."""
+"""Options and results of `dp.slicing`."""
 
 from __future__ import annotations
 

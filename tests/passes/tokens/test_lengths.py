@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alpa_lite.errors import OptionError
-from alpa_lite.passes.stages.token_slices import TokenSlices, cut
+from alpa_lite.passes.tokens.lengths import TokenSlices, cut
 
 
 def compositions(total: int) -> Iterator[tuple[int, ...]]:
@@ -40,14 +40,6 @@ def test_no_cutting_is_faster(times, more, count, stages):
 
     found = cut(times, count, stages, passing=passing)
     assert found.seconds == seconds(found.lengths) == min(map(seconds, compositions(5)))
-
-
-def test_even_slices_would_be_slower():
-    """Later slices attend to more, so they are shorter, as in the paper's tables."""
-    tokens, before = np.arange(1, 65)[:, None], np.arange(64)[None, :]
-    lengths = cut(1.0 + tokens * (1.0 + before / 32.0), 1, 16, step=8).lengths
-    assert sum(lengths) == 512
-    assert lengths[0] > lengths[-1] and list(lengths) == sorted(lengths, reverse=True)
 
 
 def test_what_is_not_allowed_is_not_taken():

@@ -1,4 +1,4 @@
-"""Costs of each range of layers as a stage, for each kind of submesh and variant, as `stages.slicing` reads them."""
+"""Costs of each range of layers as a stage, for each kind of submesh and variant, as `dp.slicing` reads them."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ class StageCosts:
       update: [L, L+1, K, V], seconds once a step: gradient synchronisation and optimizer.
       fixed_bytes: [L, L+1, K, V], per device: parameters, gradients, optimizer, temporaries.
       inflight_bytes: [L, L+1, K, V], per device and micro-batch, from forward to backward.
-      boundary_seconds: [L+1], one transfer over the cut before layer i, one way; or [L+1, K, K] by the kinds of
-        the stages before and behind it. Entries 0 and L are not read. The mean of such transfers, where some are within
-        a node and others are not.
+      boundary_seconds: [L+1, K, K], one transfer over the cut before layer i, one way, by the kinds of the stages
+        before and behind it. Entries 0 and L are not read. The mean of such transfers, where some are within a node and
+        others are not.
       slowest_seconds: as `boundary_seconds`, the slowest of such transfers; None for the same.
       boundary_bytes: [L+1], per device, transfer buffers of the cut before layer i, held by both its stages.
       devices: the devices of each kind of submesh.
@@ -108,8 +108,7 @@ class StageCosts:
 
     def cut_seconds(self, layer: int, before: int, after: int) -> tuple[float, float]:
         """One transfer over the cut before `layer`, between stages of two kinds: the mean, and the slowest."""
-        at = (layer, before, after) if self.boundary_seconds.ndim == 3 else layer
-        return float(self.boundary_seconds[at]), float(self.slowest[at])
+        return float(self.boundary_seconds[layer, before, after]), float(self.slowest[layer, before, after])
 
     def buffer_bytes(self, first: int, stop: int) -> float:
         """Transfer buffers of a stage of layers [first, stop)."""

@@ -1,0 +1,173 @@
+"""One stage as a step of its own, and the roles of its arguments and results in the whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from alpa_lite.ir.graph import Argument, Atom, Block, Graph, Op, Traced
+from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.ir.pruning import indexed
+from alpa_lite.passes.ir.rewriting import Rewriter
+from alpa_lite.passes.layers.types import Phases
+from alpa_lite.passes.sharding.tables import NO_REPEATS, Repeats
+
+PortKind = Literal["argument", "copy", "crossing", "late"]
+
+
+@dataclass(frozen=True)
+class Port:
+    """The role of an argument or a result of a stage's graph in the whole step.
+
+    kind / number:
+      argument: flat argument `number` of the step; as a result: flat result `number`.
+      copy: state argument `number`, owned by another stage.
+      crossing: body value `number`, stacked over micro-batches.
+      late: update value `number` (of the whole step's top block).
+    """
+
+    kind: PortKind
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class StageGraph:
+    """One stage as a step of its own.
+
+    Attributes:
+      traced: its graph; value numbers are those of the whole step, new ones above them.
+      scan: `Op.index` of its scan over micro-batches, or -1 where nothing of the body is its own.
+      inputs, outputs: one for each argument (constants excluded), and each result.
+      constants: for each of the graph's constants its number in the whole step.
+      rounds: for each top-level op after the scan, by `Op.index`, its round.
+      late_rounds: for each late result, by value number, the round that makes it.
+      arrivals: for each late argument, by value number, the round that makes it elsewhere.
+      phases: of its body ops, by `Op.index` in this graph.
+      apart: whether the iterations of its scan run apart, as those of a pipeline do: each hands on its own results.
+    """
+
+    traced: Traced
+    scan: int
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    constants: tuple[int, ...]
+    rounds: Mapping[int, int] = field(default_factory=dict)
+    late_rounds: Mapping[int, int] = field(default_factory=dict)
+    arrivals: Mapping[int, int] = field(default_factory=dict)
+    phases: Phases = field(default_factory=Phases)
+    apart: bool = False
+
+    @property
+    def apart_results(self) -> frozenset[int]:
+        """The stacked results of its scan whose parts are made one by one."""
+        scans = [op for op in self.traced.graph.block.ops if self.apart and op.index == self.scan]
+        return frozenset(result for op in scans for _, result in ScanView(op).ys)
+
+
+def whole(traced: Traced, scan: int) -> StageGraph:
+    """A step that is not divided, as its only stage.
+
+    Args:
+      scan: the index of its loop over micro-batches, or -1 without one.
+    """
+    return StageGraph(
+        traced=traced,
+        scan=scan,
+        inputs=tuple(Port("argument", i) for i in range(len(traced.arguments))),
+        outputs=tuple(Port("argument", i) for i in range(len(traced.outputs))),
+        constants=tuple(range(len(traced.graph.constants))),
+    )
+
+
+def repeats(stage: StageGraph, *, split_weights: bool = False) -> Repeats:
+    """Returns the loop-body segments that run each op, and the values that each of them reshards; none of a whole step.
+
+    `cutting` sorts the instructions of a lowered stage into segments and makes cheap values again. This predicts the
+    same for the operations of a graph, so that the integer program counts collectives as often as they run.
+
+    Args:
+      split_weights: whether gradients of parameters are computed in a segment of their own.
+    """
+    scans = [op for op in stage.traced.graph.block.ops if op.index == stage.scan]
+    if not scans or not stage.phases.number:
+        return NO_REPEATS
+    view = ScanView(scans[0])
+    ports = sum(port.kind == "crossing" for port in stage.inputs)
+    body = view.body
+    crossing = set(body.inputs[len(body.inputs) - ports :])
+    values = {*view.inputs.consts, *view.inputs.xs} - crossing
+    cheap = set()
+    for op in body.ops:
+        if op.name in primitives.CHEAP_TO_REPEAT and values.issuperset(op.reads):
+            values.update(op.results)
+            cheap.add(op.index)
+    parts: dict[int, frozenset[int]] = {}
+    read_in: dict[int, frozenset[int]] = {}
+    for op in reversed(body.ops):
+        own = stage.phases.of(op.index, split_weights=split_weights)
+        readers = frozenset[int]().union(*(read_in[v] for v in op.results if v in read_in))
+        parts[op.index] = readers if op.index in cheap and readers else frozenset((min([own, *readers]),))
+        for value in op.reads:
+            read_in[value] = read_in.get(value, frozenset()) | parts[op.index]
+    return Repeats(parts, frozenset(values))
+
+
+def part_of(
+    whole: Traced,
+    rewriter: Rewriter,
+    ops: Sequence[Op],
+    inputs: Mapping[int, Port],
+    constants: Sequence[int],
+    outputs: Sequence[tuple[Atom, Port]],
+    *,
+    rounds: Mapping[int, int],
+    made_in: Mapping[int, int],
+) -> tuple[StageGraph, Mapping[int, int]]:
+    """A part of a step without a loop as a step of its own, and its ops' new indices.
+
+    Args:
+      rewriter: has the part's values.
+      inputs: the role of each argument.
+      constants: those of the whole step's that the part reads.
+      outputs: the results with their roles.
+      rounds: of the ops of the update.
+      made_in: the round that makes each late value.
+    """
+    number = {v: i for i, v in enumerate(whole.graph.block.inputs[len(whole.arguments) :])}
+    kept = tuple(number[v] for v in constants)
+    block, place = indexed(Block((*inputs, *constants), tuple(ops), tuple(atom for atom, _ in outputs)))
+    values = tuple(whole.graph.constants[i] for i in kept)
+    graph = Graph(tuple(rewriter.values), block, values, rewriter.keys)
+    taken, given = tuple(inputs.values()), tuple(port for _, port in outputs)
+    arrivals, late_rounds = (
+        {port.number: made_in[port.number] for port in ports if port.kind == "late"} for ports in (taken, given)
+    )
+    own_rounds = {place[op.index]: rounds[op.index] for op in ops if op.index in rounds}
+    traced = _traced_of(whole, graph, taken, given)
+    return StageGraph(traced, -1, taken, given, kept, own_rounds, late_rounds, arrivals), place
+
+
+def _traced_of(whole: Traced, graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port]) -> Traced:
+    """A stage's graph as a step of its own, its arguments and results described as those of the whole step."""
+    position = {port.number: i for i, port in enumerate(inputs) if port.kind == "argument"}
+    where = {port.number: i for i, port in enumerate(outputs) if port.kind == "argument"}
+    return replace(
+        whole,
+        graph=graph,
+        arguments=tuple(_described(whole.arguments, port) for port in inputs),
+        outputs=tuple(_described(whole.outputs, port) for port in outputs),
+        state=tuple(sorted((where[o], position[a]) for o, a in whole.state if o in where and a in position)),
+        notes=(),
+        batch_named=False,
+        through=(),
+        placed=(),
+    )
+
+
+def _described(known: Sequence[Argument], port: Port) -> Argument:
+    """The record of an argument or a result."""
+    if port.kind == "argument":
+        return known[port.number]
+    return Argument(known[port.number].path if port.kind == "copy" else f"{port.kind} {port.number}", "other")

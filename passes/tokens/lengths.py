@@ -1,0 +1,240 @@
+"""Which slices of the sequence a pipeline should have: proposals, by a model of the seconds of a slice.
+
+Problem. S stages run m micro-batches, each in slices of n tokens in all. Both m and the lengths are free: fewer
+micro-batches in more slices are an alternative to more micro-batches, since a slice computes attention to the tokens
+before it in one piece, and waits for dispatching and latencies more often, while smaller micro-batches do the same.
+
+Answer. For each m the lengths with the least
+
+    T = sum_i t_i + (S' - 1) max_i (t_i + c_i),     t, c = max over stages of t_s(1/m, l, c), of transfers both ways
+                                                    S' = sum_s T_s / max_s T_s
+
+where T_s is what stage s takes for whole sequences in its model, so that S' = S where all stages take equally long. The
+transfer of a slice hides behind the next one unless it takes longer; in passing all stages it is waited for. A slice
+takes a process at least the seconds that it spends on dispatching it to all of its stages. Lengths are multiples of a
+number of tokens that suits the hardware; the last slice has what is left.
+
+Method (`cut`). As in every pipeline whose stages take as long as one another, the first slice passes all K stages and
+the slowest one sets the pace of the rest. B sequences whose slices of l tokens behind c others take t(l, c) take
+
+    T = B sum_i t_i + (K - 1) max_i p_i,     over slices of L tokens in all,
+
+where p_i = t_i, or what a slice takes to pass a stage if that is more: of sending, only the last slice's is waited for.
+With no slice above m, the least sum splits over prefixes of the sequence,
+
+    F_m(e) = min over l of F_m(e - l) + t(l, e - l), where p <= m,      F_m(0) = 0
+
+so that T is the least B F_m(L) + (K - 1) m over the values m that p takes. TeraPipe tries these in order, at steps of
+some epsilon, which costs at most (K - 1) epsilon (Li et al., ICML 2021, section 3.3). Here they are bisected, since F
+falls as m grows: between two values a < m <= z nothing is less than B F_z(L) + (K - 1) (the value after a), and an
+interval that holds nothing below the best so far is not searched further. The result is exact whatever t is: t need not
+grow with l or c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from alpa_lite.errors import OptionError
+from alpa_lite.ir.graph import Traced
+from alpa_lite.passes.tokens.latency import Latency
+
+MOST = 32
+"""The most slices that are proposed: each is two executables of every stage, which are planned and compiled."""
+
+TILE = {"tpu": 128, "cuda": 64}
+"""Rows that a product of matrices is computed in at least, by platform; slices are multiples of them where they can."""
+
+TILE_ELSEWHERE = 8
+
+FEWEST, FINEST = 8, 256
+"""A sequence has at least and at most so many steps, whatever the tiles."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A number of micro-batches, the lengths of their slices, and the seconds of a step by the model."""
+
+    microbatches: int
+    lengths: tuple[int, ...]
+    seconds: float
+
+
+def step_of(tokens: int, platform: str) -> int:
+    """Of how many tokens the lengths of slices are multiples."""
+    step = TILE.get(platform, TILE_ELSEWHERE)
+    while step > 1 and tokens < FEWEST * step:
+        step //= 2
+    while tokens > FINEST * step:
+        step *= 2
+    return step
+
+
+def first(tokens: int, step: int) -> tuple[int, ...]:
+    """Slices that say most of the model: an eighth, an eighth, a quarter and a half of the sequence; or fewer.
+
+    Four lengths and contexts, as many as the model has coefficients.
+    """
+    steps = tokens // step
+    if steps < 4:
+        return _lengths([1] * max(steps, 2) if tokens >= 2 else [1], 1 if steps < 2 else step, tokens)
+    eighth, quarter = max(1, steps // 8), steps // 4
+    return _lengths([eighth, eighth, quarter, steps - 2 * eighth - quarter], step, tokens)
+
+
+def _lengths(parts: Sequence[int], step: int, tokens: int) -> tuple[int, ...]:
+    """Returns multiples of a step, the last of which includes the rest of the tokens."""
+    lengths = [part * step for part in parts]
+    lengths[-1] = tokens - sum(lengths[:-1])
+    return tuple(lengths)
+
+
+def proposed(
+    latency: Latency, tokens: int, counts: Sequence[int], step: int, dispatch: float
+) -> tuple[Proposal, ...]:  # fmt: skip
+    """The best slices for each number of micro-batches, and equal ones, fastest first; one slice is none.
+
+    Equal ones, as many and as the next power of two, are no better by the model, but prices have steps, which the model
+    has not.
+
+    Args:
+      latency: of slices on each stage.
+      step: of which lengths are multiples, but for the last.
+      dispatch: seconds that a slice takes the busiest process to dispatch.
+    """
+    size = -(-tokens // step)
+    shortest = -(-size // MOST)  # in steps
+    lengths, contexts = np.meshgrid(np.arange(1, size + 1) * step, np.arange(size) * step, indexing="ij")
+    out = []
+    for count in counts:
+        times = latency.seconds(1 / count, lengths, contexts)
+        whole = latency.seconds(1 / count, np.array(tokens), np.array(0))
+        stages = float(whole.sum() / whole.max()) if whole.max() > 0 else float(len(whole))
+        sent = latency.transfers(1 / count, lengths, contexts).max(0)
+        table = np.maximum(np.maximum(times.max(0), sent / 2), dispatch)
+        table[: shortest - 1] = np.inf
+        paced = np.maximum(times.max(0) + sent, dispatch)
+        found = cut(table, count, stages, step=step, passing=np.where(np.isinf(table), np.inf, paced))
+        best = [n // step for n in found.lengths]
+        equal = [tuple(map(len, np.array_split(np.arange(size), n))) for n in (len(best), 1 << len(best).bit_length())]
+        for parts in dict.fromkeys((tuple(best), *equal)):
+            if len(parts) > 1 and min(parts) >= max(shortest, 1):
+                at = np.cumsum([0, *parts[:-1]])
+                taken, longest = table[np.array(parts) - 1, at].sum(), paced[np.array(parts) - 1, at].max()
+                seconds = float(count * taken + (stages - 1) * longest)
+                out.append(Proposal(count, _lengths(parts, step, tokens), seconds))
+    return tuple(sorted(out, key=lambda one: one.seconds))
+
+
+def sizes(traced: Traced) -> tuple[int, ...]:
+    """The numbers of tokens that the sequence of a step may have, by the dims of its batch.
+
+    An array may have one more than what the model reads, for the labels. One example may have no dim of examples.
+    """
+    values = zip(traced.graph.block.inputs, traced.arguments, strict=False)
+    shapes = [traced.graph.values[value].shape for value, argument in values if argument.role == "batch"]
+    first = 1 if any(len(shape) > 1 for shape in shapes) else 0
+    dims = dict.fromkeys(n for shape in shapes for n in shape[first:] if n > 1)
+    shorter = (n - 1 for n in dims if n > 2)
+    return tuple(dict.fromkeys((*dims, *shorter)))
+
+
+_AT_ONCE = 64
+"""Values of m that are tried together: their rows of F fit a cache."""
+
+
+@dataclass(frozen=True)
+class TokenSlices:
+    """A cutting of each sequence.
+
+    Attributes:
+      lengths: of the slices in tokens, first to last.
+      seconds: T, predicted.
+    """
+
+    lengths: tuple[int, ...]
+    seconds: float
+
+
+def cut(
+    seconds: np.ndarray, count: int, stages: float, *, step: int = 1, passing: np.ndarray | None = None
+) -> TokenSlices:
+    """The fastest cutting.
+
+    Args:
+      seconds: [n, n] of a slice of (i + 1) * step tokens behind j * step others, where the sequence has n * step; those
+        longer than the sequence (i + 1 + j > n) are not read, and infinity stands for what is not allowed.
+      count: B.
+      stages: K; not whole where others than the slowest take less.
+      step: the lengths of slices are multiples of so many tokens.
+      passing: p, as `seconds`, which it is where it is not given.
+
+    Raises:
+      OptionError: no slices that are allowed add up to the sequence.
+    """
+    rows = _ends(seconds, seconds if passing is None else passing)
+    values = np.unique(np.concatenate([paced for _, paced in rows]))
+    values = values[np.isfinite(values)]
+    known: dict[int, float] = {}
+
+    def ask(places: list[int]) -> None:
+        new = sorted(set(places) - known.keys())
+        for first in range(0, len(new), _AT_ONCE):
+            some = new[first : first + _AT_ONCE]
+            known.update(zip(some, (count * _prefixes(rows, values[some])[:, -1]).tolist(), strict=True))
+
+    last = len(values) - 1
+    if last >= 0:
+        ask([last])
+    if not np.isfinite(known.get(last, np.inf)):
+        raise OptionError("seconds: no slices that are allowed add up to the sequence; give those of other lengths")
+    best, at = known[last] + (stages - 1) * values[last], last
+    intervals = [(-1, last)]  # values after the first of the two, up to the second
+    while intervals:
+        kept = [
+            (low, high, (low + high) // 2)
+            for low, high in intervals
+            if high - low > 1 and known[high] + (stages - 1) * values[low + 1] < best
+        ]
+        ask([middle for _, _, middle in kept])
+        intervals = []
+        for low, high, middle in kept:
+            if (found := known[middle] + (stages - 1) * values[middle]) < best:
+                best, at = found, middle
+            intervals += [(low, middle), (middle, high)]
+    lengths = _cut_at(rows, values[at])
+    ends = np.cumsum(lengths).tolist()
+    taken, paced = np.array([[row[n - 1] for row in rows[end - 1]] for n, end in zip(lengths, ends, strict=True)]).T
+    return TokenSlices(tuple(n * step for n in lengths), float(count * taken.sum() + (stages - 1) * paced.max()))
+
+
+Rows = list[tuple[np.ndarray, np.ndarray]]
+"""[i] t and p of slices of 1 ... i + 1 steps that end behind step i."""
+
+
+def _ends(seconds: np.ndarray, passing: np.ndarray) -> Rows:
+    """The rows of tables by length and context."""
+    at = [(np.arange(end + 1), end - np.arange(end + 1)) for end in range(len(seconds))]
+    return [(seconds[i], passing[i]) for i in at]
+
+
+def _prefixes(rows: Rows, limits: np.ndarray) -> np.ndarray:
+    """[limits, n + 1] F of each prefix of the sequence."""
+    out = np.zeros((len(limits), len(rows) + 1))
+    for end, (seconds, paced) in enumerate(rows):
+        before = out[:, end::-1] + seconds  # the shortest slice follows the longest prefix
+        out[:, end + 1] = np.where(paced <= limits[:, None], before, np.inf).min(1)
+    return out
+
+
+def _cut_at(rows: Rows, limit: float) -> list[int]:
+    """The slices behind F(L), in steps."""
+    prefix, lengths, end = _prefixes(rows, np.array([limit]))[0], [], len(rows)
+    while end:
+        seconds, paced = rows[end - 1]
+        lengths.append(int(np.where(paced <= limit, prefix[end - 1 :: -1] + seconds, np.inf).argmin()) + 1)
+        end -= lengths[-1]
+    return lengths[::-1]
