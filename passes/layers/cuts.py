@@ -41,17 +41,15 @@ TOLERANCE = 1.0
 """The share by which a layer may exceed the mean seconds where that saves bytes."""
 
 
-def price(op: Op, rules: Mapping[object, Rule], values: Sequence[Value]) -> tuple[float, float]:
-    """(seconds, FLOPs) of an operation on the nominal device; a scan's are its body's times its length."""
+def price(op: Op, rules: Mapping[object, Rule], values: Sequence[Value]) -> float:
+    """Seconds of an operation on the nominal device; a scan's are its body's times its length."""
     if op.bodies:
-        prices = [[(0.0, 0.0), *(price(inner, rules, values) for inner in body.ops)] for body in op.bodies]
-        parts = [tuple(map(sum, zip(*some, strict=True))) for some in prices]
-        seconds, total = max(parts) if op.name == "cond" else map(sum, zip(*parts, strict=True))
-        return body_runs(op) * seconds, body_runs(op) * total
-    flops = primitives.work(op, rules[op.key], values)
+        parts = [sum((price(inner, rules, values) for inner in body.ops), 0.0) for body in op.bodies]
+        return body_runs(op) * (max(parts) if op.name == "cond" else sum(parts))
     is_product = op.name in primitives.PRODUCTS | primitives.KERNELS
     moved = sum(values[v].nbytes for v in op.results) + (sum(values[v].nbytes for v in op.reads) if is_product else 0)
-    return max(flops / _PEAK if is_product else 0.0, moved / _BANDWIDTH, _FREE_SECONDS), flops
+    computing = primitives.work(op, rules[op.key], values) / _PEAK if is_product else 0.0
+    return max(computing, moved / _BANDWIDTH, _FREE_SECONDS)
 
 
 def fingerprint(ops: Sequence[Op], values: Sequence[Value], free: Mapping[int, str] | None = None) -> str:

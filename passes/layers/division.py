@@ -149,7 +149,7 @@ def _coarse(step: Divisible, cuts: Sequence[int], split_arguments: bool = True) 
     made: dict[int, int] = {}  # value -> layer
     numbers: dict[int, list[int]] = {}
     ops = {op.index: op for op in whole.body.ops}
-    for index in whole.order:
+    for index in whole.layers[0].ops:
         known = [made[v] for v in ops[index].reads if v in made]
         number = number_of.get(coarse.part(index), max(known, default=0))
         made.update(dict.fromkeys(ops[index].results, number))
@@ -162,7 +162,6 @@ def _coarse(step: Divisible, cuts: Sequence[int], split_arguments: bool = True) 
             Layer(
                 tuple(numbers[first]),
                 sum(layer.seconds for layer in some),
-                sum(layer.flops for layer in some),
                 " ".join(layer.fingerprint for layer in some),
                 some[-1].bytes_out,
             )
@@ -224,7 +223,6 @@ def _carried_over(layers: Layering, result: Rewritten) -> Layering:
         scan=result.scan,
         forward=frozenset(place[i] for i in layers.forward if i in place),
         layers=tuple(replace(layer, ops=tuple(place[i] for i in layer.ops if i in place)) for layer in layers.layers),
-        order=tuple(place[i] for i in layers.order if i in place),
         free=frozenset(new for new, before in result.origin.items() if before in layers.free),
     )
 

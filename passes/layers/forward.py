@@ -39,13 +39,11 @@ class Split:
     Attributes:
       forward: indices of the body's forward ops.
       free: indices of the free ops of the body and of the top block.
-      kinds: of every value of the top block and of the body: 0, PARAM, INPUT or ACTIVE (both, or not free).
       param_of: value of the body that is made of parameters alone -> the body's inputs that it is made of.
     """
 
     forward: frozenset[int]
     free: frozenset[int]
-    kinds: Mapping[int, int]
     param_of: Mapping[int, frozenset[int]]
 
 
@@ -73,7 +71,7 @@ def split(traced: Traced, scan: int, rules: Mapping[object, Rule]) -> Split:
     walk.run(view.body.ops, frozenset(o.index for o in view.body.ops) - forward)
     kinds.update((result, ACTIVE) for result in op.results)
     walk.run(top[top.index(op) + 1 :], frozenset())
-    return Split(forward, frozenset(walk.free), kinds, walk.param_of)
+    return Split(forward, frozenset(walk.free), walk.param_of)
 
 
 class _Walk:

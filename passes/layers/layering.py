@@ -50,16 +50,16 @@ def layering(traced: Traced, scan: int, rules: Mapping[object, Rule], *, max_lay
         found = []
         for start, stop in itertools.pairwise([*starts, len(order)]):
             some = order[start:stop]
-            seconds, flops = map(sum, zip(*prices[start:stop], strict=True))
+            seconds = sum(prices[start:stop])
             mark = cuts.fingerprint(some, values, made)
-            found.append(Layer(tuple(op.index for op in some), seconds, flops, mark, crossing[stop - 1]))
+            found.append(Layer(tuple(op.index for op in some), seconds, mark, crossing[stop - 1]))
         return found
 
     atoms = layers([0, *_candidates(order, parts.free, crossing)])
     ends = itertools.accumulate(cuts.cut(atoms, max_layers), initial=0)
     sizes = [0, *itertools.accumulate(len(atom.ops) for atom in atoms)]
     found = layers([sizes[end] for end in ends][:-1])
-    return Layering(traced, scan, parts.forward, tuple(found), tuple(op.index for op in order), parts.free)
+    return Layering(traced, scan, parts.forward, tuple(found), parts.free)
 
 
 def _ordered(ops: Sequence[Op], parts: Split) -> list[Op]:

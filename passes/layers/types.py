@@ -15,16 +15,15 @@ class Layer:
     """A contiguous part of the forward pass.
 
     Attributes:
-      ops: forward op indices, in `Layering.order`.
+      ops: forward op indices, in the order that layers cut: program order, but operations that need no activation
+        (masks, positions, casts of parameters) stand before their first user.
       seconds: estimate for one micro-batch, forward only, on a nominal device: to compare layers, not to predict.
-      flops: of one micro-batch, forward only.
       fingerprint: equal for layers that compute the same function.
       bytes_out: bytes per micro-batch of the values that cross from this layer or earlier ones to later ones.
     """
 
     ops: tuple[int, ...]
     seconds: float
-    flops: float
     fingerprint: str
     bytes_out: int
 
@@ -38,8 +37,6 @@ class Layering:
       scan: the index of the op of the top block that runs through the micro-batches.
       forward: the forward ops of the scan's body; the other ops of the body are its backward pass.
       layers: in order; each forward op is in exactly one.
-      order: the forward ops in the order that layers cut: program order, but operations that need no activation
-        (masks, positions, casts of parameters) stand before their first user.
       free: the ops of the top block and of the body that need no activation and are cheap to run again.
     """
 
@@ -47,7 +44,6 @@ class Layering:
     scan: int
     forward: frozenset[int]
     layers: tuple[Layer, ...]
-    order: tuple[int, ...]
     free: frozenset[int]
 
     @cached_property

@@ -396,26 +396,24 @@ class _Writer:
 
     def _exchange(self, current: int) -> None:
         """Sends the late values that this round made to the stages that read them."""
-        copies = []
+        readers: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for number, parts in enumerate(self.stages):
-            for value in (value for value, made in parts.stage.late_rounds.items() if made == current):
-                ports = parts.stage.outputs
-                there = self._final(
-                    number, next(i for i, p in enumerate(ports) if (p.kind, p.number) == ("late", value))
-                )
-                for other, reader in enumerate(self.stages):
-                    for port, register in zip(reader.stage.inputs, reader.program.body.inputs, strict=False):
-                        if (port.kind, port.number) == ("late", value):
-                            copies.append((number, there, other, register))
-        self._copy(copies)
+            for port, register in zip(parts.stage.inputs, parts.program.body.inputs, strict=False):
+                if port.kind == "late":
+                    readers[port.number].append((number, register))
+        self._copy([
+            (number, self._final(number, position), *reader)
+            for number, parts in enumerate(self.stages)
+            for position, port in enumerate(parts.stage.outputs)
+            if port.kind == "late" and parts.stage.late_rounds[port.number] == current
+            for reader in readers[port.number]
+        ])  # fmt: skip
 
     def _final(self, stage: int, position: int) -> int:
         """The buffer of a stage's result."""
         operand = self.stages[stage].finals[position]
         assert operand is not None
-        return (
-            self.shared[stage]["literal", position] if isinstance(operand, Lit) else self.shared[stage]["top", operand]
-        )
+        return self.shared[stage][("literal", position) if isinstance(operand, Lit) else ("top", operand)]
 
     def _outputs(self) -> tuple[int, ...]:
         found = {

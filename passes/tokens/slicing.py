@@ -217,7 +217,6 @@ class _Slicer:
             scan=result.scan,
             forward=frozenset(place[i] for i in forward if i in place),
             layers=tuple(replace(layer, ops=parts_of(layer.ops)) for layer in layers.layers),
-            order=parts_of(layers.order),
             free=frozenset(free),
         )
         return layering, {place[i]: phase for i, phase in made.phase.items() if i in place}

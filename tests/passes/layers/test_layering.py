@@ -77,7 +77,7 @@ def test_alike_blocks_are_alike_layers_cut_at_the_residual_stream():
     assert len(prints) == 6 and len(set(prints[1:5])) == 1
     assert [layer.bytes_out for layer in layers.layers] == [RESIDUAL] * 5 + [0]
     ops = [index for layer in layers.layers for index in layer.ops]
-    assert ops == list(layers.order) and set(ops) == layers.forward and len(set(ops)) == len(ops)
+    assert set(ops) == layers.forward and len(set(ops)) == len(ops)
     assert not any("transpose" in str(op.source.name_stack) for op in layers.body.ops if op.index in layers.forward)
 
 
@@ -294,7 +294,7 @@ def test_bad_arguments_are_named():
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=9), st.integers(1, 5))
 @settings(max_examples=60, deadline=None)
 def test_the_dynamic_program_is_exact(sizes: list[tuple[int, int]], most: int):
-    atoms = [Layer((i,), float(t), 0.0, str(i), c) for i, (t, c) in enumerate(sizes)]
+    atoms = [Layer((i,), float(t), str(i), c) for i, (t, c) in enumerate(sizes)]
     total = sum(a.seconds for a in atoms)
     mean = max(total / most, max(a.seconds for a in atoms) / 3)
     bound = 10.0 * mean  # wide, so that all cuttings are allowed
@@ -320,5 +320,5 @@ ENDS = st.lists(st.integers(0, 1), max_size=3)
 def test_repeats_are_found(period: int, count: int, before: list[int], after: list[int]):
     marks = [f"b{i}{x}" for i, x in enumerate(before)] + [f"r{i}" for i in range(period)] * count
     marks += [f"a{i}{x}" for i, x in enumerate(after)]
-    atoms = [Layer((i,), 1.0, 0.0, mark, 1) for i, mark in enumerate(marks)]
+    atoms = [Layer((i,), 1.0, mark, 1) for i, mark in enumerate(marks)]
     assert layering_cuts.repeats(atoms) == [(len(before), period, count)]
