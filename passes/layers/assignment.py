@@ -23,14 +23,12 @@ operations are; operations on scalars of several stages run on the lowest of the
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 
 from scipy.cluster.hierarchy import DisjointSet
 
-from alpa_lite.errors import OptionError
 from alpa_lite.ir.graph import Op, Value
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import producers, users, values_in
@@ -47,7 +45,7 @@ def assign(layering: Layering, cuts: Sequence[int]) -> Assignment:
     Raises:
       OptionError: `cuts` do not rise strictly within 1 .. number of layers - 1.
     """
-    check_cuts(layering, cuts)
+    layering.check(cuts)
     return _Assigner(layering, cuts).assignment()
 
 
@@ -56,16 +54,6 @@ def stages(layering: Layering, cuts: Sequence[int]) -> Mapping[int, int]:
     assigner = _Assigner(layering, cuts)
     assigner.place_body()
     return assigner.stage
-
-
-def check_cuts(layering: Layering, cuts: Sequence[int]) -> None:
-    """Raises OptionError unless `cuts` rise strictly within 1 .. number of layers - 1."""
-    bounds = [0, *cuts, len(layering.layers)]
-    if any(low >= high for low, high in itertools.pairwise(bounds)):
-        raise OptionError(
-            f"cuts={tuple(cuts)} leave a stage without layers: they must rise strictly, from 1 to "
-            f"{len(layering.layers) - 1}, for {len(layering.layers)} layers"
-        )
 
 
 class _Assigner:

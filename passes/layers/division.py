@@ -107,7 +107,7 @@ def divided(step: Divisible, cuts: Sequence[int], remat: Sequence[Choice] = ()) 
     Raises:
       OptionError: `cuts` do not rise strictly within 1 .. number of layers - 1.
     """
-    layering_stages.check_cuts(step.layering, cuts)
+    step.layering.check(cuts)
     layers, cuts = _coarse(step, cuts)
     if any(choice != "none" for choice in remat):
         layers = rematerialised(layers, cuts, remat)
@@ -128,7 +128,7 @@ def recomputing(step: Divisible, remat: Remat) -> Accumulated:
         if total != len(step.layering.layers):
             raise OptionError(f"{remat}: the step has {len(step.layering.layers)} layers")
         cuts, choices = [first], [remat.choice, "none"]
-        layering_stages.check_cuts(step.layering, cuts)
+        step.layering.check(cuts)
     layers, cuts = _coarse(step, cuts, split_arguments=False)
     layers = rematerialised(layers, cuts, choices)
     return replace(step.accumulated, traced=layers.traced, scan=layers.scan)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from alpa_lite.errors import OptionError
 from alpa_lite.ir.graph import Block, Op, Traced
 from alpa_lite.passes.ir.loops import scan_op
 
@@ -55,6 +57,15 @@ class Layering:
     def body(self) -> Block:
         """The block of one micro-batch."""
         return self.scan_op.bodies[0]
+
+    def check(self, cuts: Sequence[int]) -> None:
+        """Raises OptionError unless `cuts` rise strictly within 1 .. number of layers - 1."""
+        count = len(self.layers)
+        if any(low >= high for low, high in itertools.pairwise([0, *cuts, count])):
+            raise OptionError(
+                f"cuts={tuple(cuts)} leave a stage without layers: they must rise strictly, from 1 to {count - 1}, for "
+                f"{count} layers"
+            )
 
     def stage_of(self, cuts: Sequence[int]) -> dict[int, int]:
         """Forward op -> its stage, where `cuts` are the first layer of each stage after the first."""

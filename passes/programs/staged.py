@@ -18,10 +18,10 @@ from alpa_lite.ir.schedules import Schedule
 from alpa_lite.ir.timeline import Timeline
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs import simulation, transfers, writing
+from alpa_lite.passes.programs.calls import Calls, mesh_of
 from alpa_lite.passes.programs.crossings import crossing_bytes
 from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages.planning import PlannedStage
-from alpa_lite.passes.stages.segments import Segment, Segments
 from alpa_lite.plan.figures import Comparison
 from alpa_lite.plan.records import Candidate
 
@@ -158,20 +158,15 @@ def write(
     traced: Traced, stages: Sequence[PlannedStage], first_devices: Sequence[int], schedule: Schedule, cluster: Cluster
 ) -> Written:
     """The program of planned stages, ordered by their predicted seconds."""
-    table = {segment: seconds for stage in stages for segment, seconds in stage.seconds.items()}
+    seconds = {segment: seconds for stage in stages for segment, seconds in stage.seconds.items()}
 
     def transfer(sent: Buffer, source: Submesh, destination: Submesh, layout: Layout) -> float:
         return transfers.price(sent.shape, sent.dtype, sent.layout, source, layout, destination, cluster)
 
-    def run(segments: Segments, segment: Segment) -> float:
-        return table[segment]
-
-    mesh_of = dict(zip(writing.mesh_of(schedule), (stage.found.mesh for stage in stages), strict=True))
-    submeshes = [Submesh(mesh_of[m], first) for m, first in enumerate(first_devices)]
-    return writing.build(
-        traced, [stage.segments for stage in stages], submeshes, schedule,
-        donated=[argument for _, argument in traced.state], segment_seconds=run, transfer_seconds=transfer,
-    )  # fmt: skip
+    meshes = dict(zip(mesh_of(schedule), (stage.found.mesh for stage in stages), strict=True))
+    submeshes = [Submesh(meshes[m], first) for m, first in enumerate(first_devices)]
+    calls = Calls([stage.segments for stage in stages], submeshes, schedule, seconds, transfer)
+    return writing.build(traced, calls, donated=[argument for _, argument in traced.state])
 
 
 def noted(staged: Staged, *notes: str) -> Staged:

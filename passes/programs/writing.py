@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,25 +25,18 @@ from alpa_lite.ir.layout import Layout
 from alpa_lite.ir.paths import shown
 from alpa_lite.ir.program import (
     Buffer,
-    Executable,
     Instruction,
     Program,
     Receive,
     Run,
     Send,
-    Submesh,
     Transfer,
-    buffer,
     check,
 )
-from alpa_lite.ir.schedules import Schedule
+from alpa_lite.passes.programs.calls import Call, Calls, Key, Reader
 from alpa_lite.passes.programs.ends import end_buffers
 from alpa_lite.passes.programs.simulation import Clocks
-from alpa_lite.passes.stages.packing import Slot, slots
-from alpa_lite.passes.stages.segments import Segment, Segments
-
-TransferSeconds = Callable[[Buffer, Submesh, Submesh, Layout], float]
-SegmentSeconds = Callable[[Segments, Segment], float]
+from alpa_lite.passes.stages.segments import Segments
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,109 +54,40 @@ class Written:
     functions: tuple[tuple[int, int], ...]
 
 
-def build(
-    traced: Traced,
-    stages: Sequence[Segments],
-    submeshes: Sequence[Submesh],
-    schedule: Schedule,
-    *,
-    donated: Collection[int],
-    segment_seconds: SegmentSeconds = lambda stage, segment: 1.0,
-    transfer_seconds: TransferSeconds = lambda sent, source, destination, layout: 0.0,
-) -> Written:
+def build(traced: Traced, calls: Calls, *, donated: Collection[int]) -> Written:
     """Writes and checks the program.
 
     Args:
       traced: the accumulated step.
-      stages, submeshes: one for each stage, and one for each list, of the schedule.
       donated: the flat arguments whose buffers the step may consume.
-      segment_seconds, transfer_seconds: predicted, for the order of tasks and for the simulation.
     """
-    writer = _Writer(traced, stages, submeshes, schedule, segment_seconds, transfer_seconds)
+    writer = _Writer(traced, calls)
     program = end_buffers(writer.program(), donated)
     check(program)
-    functions = tuple(writer.calls[key].function for key in writer.called)
-    return Written(program, tuple(stages), writer.mesh_of, functions)
-
-
-_Key = tuple[str, int]
-"""The kind of a wire, and its number."""
-_Reader = tuple[int, str, int]
-"""A stage, and the kind and round of a segment of it."""
-_PER_MICROBATCH = ("number", "crossing", "saved", "piece")
-"""Wires whose values each micro-batch has for itself; all others have one buffer for all micro-batches."""
-
-
-class _Crossing(NamedTuple):
-    """A value that a segment makes for another stage.
-
-    Attributes:
-      value: its number.
-      reader: the first segment of the other stage that reads it.
-      buffer: the template of its buffer there; None where it is in place.
-      seconds: of sending it, predicted.
-    """
-
-    value: int
-    reader: _Reader
-    buffer: Buffer | None
-    seconds: float
-
-
-class _Call(NamedTuple):
-    """A segment as it is run.
-
-    Attributes:
-      function: (stage, position in `Segments.items`).
-      received: the values from other stages that it reads.
-      reads: of each array that it takes, whether each micro-batch has its own, and the wire.
-      writes: likewise of each that it gives, with the template of its buffer and its name.
-      sends: what it makes for other stages.
-    """
-
-    function: tuple[int, int]
-    executable: Executable
-    received: Sequence[int]
-    reads: Sequence[tuple[bool, _Key]]
-    writes: Sequence[tuple[bool, _Key, Buffer, str]]
-    sends: Sequence[_Crossing]
+    functions = tuple(calls.of[key].function for key in writer.called)
+    return Written(program, tuple(calls.stages), calls.mesh_of, functions)
 
 
 class _Writer:
     """The tables that one program is written with."""
 
-    def __init__(
-        self,
-        traced: Traced,
-        stages: Sequence[Segments],
-        submeshes: Sequence[Submesh],
-        schedule: Schedule,
-        segment_seconds: SegmentSeconds,
-        transfer_seconds: TransferSeconds,
-    ) -> None:
-        self.traced, self.stages, self.submeshes, self.schedule = traced, stages, submeshes, schedule
-        self.segment_seconds, self.transfer_seconds = segment_seconds, transfer_seconds
-        self.mesh_of = mesh_of(schedule)
+    def __init__(self, traced: Traced, calls: Calls) -> None:
+        self.traced, self.stages, self.submeshes, self.schedule = traced, calls.stages, calls.submeshes, calls.schedule
+        self.known, self.mesh_of = calls, calls.mesh_of
         self.buffers: list[Buffer] = []
         self.transfers: list[Transfer] = []
-        self.lists: list[list[Instruction]] = [[] for _ in submeshes]
+        self.lists: list[list[Instruction]] = [[] for _ in self.submeshes]
         self.inputs: list[list[int]] = [[] for _ in traced.arguments]
         self.constants: list[list[int]] = [[] for _ in traced.graph.constants]
-        self.numbers: list[list[int]] = [[] for _ in submeshes]
+        self.numbers: list[list[int]] = [[] for _ in self.submeshes]
         # The buffers of each stage: of what all micro-batches share, and of what each has for itself.
-        self.shared: list[dict[_Key, int]] = [{} for _ in stages]
-        self.own: list[dict[int, dict[_Key, int]]] = [defaultdict(dict) for _ in stages]
-        self.readers = self._readers()
-        self.calls: dict[_Reader, _Call] = {
-            (number, segment.kind, segment.round): self._call(number, position)
-            for number, parts in enumerate(stages)
-            for position, segment in enumerate(parts.items)
-        }
-        self.called: dict[_Reader, int] = {}  # the numbers of the executables, in the order of their first runs
+        self.shared: list[dict[Key, int]] = [{} for _ in self.stages]
+        self.own: list[dict[int, dict[Key, int]]] = [defaultdict(dict) for _ in self.stages]
+        self.called: dict[Reader, int] = {}  # the numbers of the executables, in the order of their first runs
         # When (stage, value, micro-batch) is there, and the transfer that brings it, -1 for what is in place.
         self.arrivals: dict[tuple[int, int, int], tuple[float, int]] = {}
         self.received: set[int] = {-1}
-        self.clocks = Clocks(len(submeshes))
+        self.clocks = Clocks(len(self.submeshes))
 
     def program(self) -> Program:
         """Writes the lists; nothing is freed yet."""
@@ -178,7 +101,7 @@ class _Writer:
             self._exchange(current)
         return Program(
             submeshes=tuple(self.submeshes),
-            executables=tuple(self.calls[key].executable for key in self.called),
+            executables=tuple(self.known.of[key].executable for key in self.called),
             buffers=tuple(self.buffers),
             transfers=tuple(self.transfers),
             lists=tuple(map(tuple, self.lists)),
@@ -189,57 +112,6 @@ class _Writer:
             schedule=self.schedule.name,
             num_microbatches=self.schedule.num_microbatches,
         )
-
-    # -- what is known before ---------------------------------------------------------------------------------------
-
-    def _readers(self) -> dict[int, list[tuple[_Reader, int]]]:
-        """For each crossing value the first segment of each stage that reads it, and the register there."""
-        found: dict[int, dict[int, tuple[_Reader, int]]] = defaultdict(dict)
-        for number, parts in enumerate(self.stages):
-            for segment in parts.items:
-                for wire, binds in zip(segment.inputs, segment.binds, strict=True):
-                    if wire.kind == "crossing":
-                        found[wire.number].setdefault(number, ((number, segment.kind, segment.round), binds[0]))
-        return {value: list(by_stage.values()) for value, by_stage in found.items()}
-
-    def _call(self, stage: int, position: int) -> _Call:
-        """Returns a segment with its inputs and outputs."""
-        parts, mesh = self.stages[stage], self.mesh_of[stage]
-        segment = parts.items[position]
-        reads = [_key(slot) for slot in slots(parts, segment)]
-        given = slots(parts, segment, output=True)
-        writes = [(*_key(slot), self._template(mesh, slot.kind), _name(slot)) for slot in given]
-        sums = {key for _, key, _, _ in writes if key[0] == "carry" and segment.kind != "update"}
-        sliced = self.schedule.num_slices > 1 and segment.kind in ("forward", "backward")
-        part = f" {segment.round}" if segment.round or sliced else ""
-        executable = Executable(
-            f"stage {stage} {segment.kind}{part}", mesh, stage, segment.kind,
-            tuple(i for i, (_, key) in enumerate(reads) if key in sums),
-            self.segment_seconds(parts, segment), slice=segment.round if sliced else -1,
-        )  # fmt: skip
-        sends = []
-        for _, (kind, value), sent, _ in writes:
-            for reader, register in self.readers.get(value, ()) if kind == "crossing" else ():
-                there = self._register(reader[0], register)
-                sends.append(_Crossing(value, reader, *self._passage(sent, there)))
-        received = [wire.number for wire in segment.inputs if wire.kind == "crossing"]
-        return _Call((stage, position), executable, received, reads, writes, sends)
-
-    def _template(self, mesh: int, kind: tuple[tuple[int, ...], Any, Layout]) -> Buffer:
-        """Returns the template of all buffers of a shape, dtype and layout on a submesh."""
-        shape, dtype, layout = kind
-        return buffer(mesh, self.submeshes[mesh], layout, shape, dtype)
-
-    def _register(self, stage: int, register: int) -> Buffer:
-        """Returns the template of the buffers of a stage's register."""
-        return self._template(self.mesh_of[stage], self.stages[stage].register_type(register))
-
-    def _passage(self, sent: Buffer, wanted: Buffer) -> tuple[Buffer | None, float]:
-        """Returns the template of the buffer that a transfer defines, and its seconds; None where none is needed."""
-        if sent.mesh == wanted.mesh and sent.layout == wanted.layout:
-            return None, 0.0
-        ends = self.submeshes[sent.mesh], self.submeshes[wanted.mesh]
-        return wanted, self.transfer_seconds(sent, *ends, wanted.layout)
 
     # -- buffers and transfers --------------------------------------------------------------------------------------
 
@@ -263,7 +135,7 @@ class _Writer:
         groups: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
         for source, there, destination, register in copies:
             sent = self.buffers[there]
-            template, seconds = self._passage(sent, self._register(destination, register))
+            template, seconds = self.known.passage(sent, self.known.register(destination, register))
             here = there if template is None else self._buffer(template, sent.name)
             self.shared[destination]["top", register] = here
             if here != there:
@@ -278,7 +150,7 @@ class _Writer:
         owned: dict[int, tuple[int, int]] = {}
 
         def place(kind: str, number: int, name: str, stage: int, register: int, into: list[list[int]]) -> None:
-            template = self._register(stage, register)
+            template = self.known.register(stage, register)
             key = kind, number, template
             if key not in placed:
                 placed[key] = self._buffer(template, name)
@@ -300,7 +172,7 @@ class _Writer:
         self._copy([(*owned[argument], stage, register) for argument, stage, register in copies])
         counting = [n for n, p in enumerate(self.stages) if any(w.kind == "number" for s in p.items for w in s.inputs)]
         for mesh in sorted({self.mesh_of[stage] for stage in counting}):
-            template = self._template(mesh, ((), np.dtype(np.int32), Layout(())))
+            template = self.known.template(mesh, ((), np.dtype(np.int32), Layout(())))
             names = [f"micro-batch number {i}" for i in range(self.schedule.num_microbatches)]
             self.numbers[mesh] = [self._buffer(template, name) for name in names]
         for stage in counting:
@@ -309,9 +181,9 @@ class _Writer:
 
     # -- runs -------------------------------------------------------------------------------------------------------
 
-    def _run(self, key: _Reader, microbatch: int) -> None:
+    def _run(self, key: Reader, microbatch: int) -> None:
         """Writes one run, if the stage has such a segment, after the receives that it needs."""
-        call = self.calls.get(key)
+        call = self.known.of.get(key)
         if call is None:
             return
         stage = key[0]
@@ -345,7 +217,7 @@ class _Writer:
             if positions[mesh] == len(lists[mesh]):
                 return
             task = lists[mesh][positions[mesh]]
-            call = self.calls.get((task.stage, task.kind, task.slice))
+            call = self.known.of.get((task.stage, task.kind, task.slice))
             keys = [(task.stage, value, task.microbatch) for value in call.received] if call is not None else []
             missing = next((key for key in keys if key not in self.arrivals), None)
             if missing is None:
@@ -362,7 +234,7 @@ class _Writer:
             positions[mesh] += 1
             key = task.stage, task.kind, task.slice
             self._run(key, task.microbatch)
-            call = self.calls.get(key)
+            call = self.known.of.get(key)
             _, end = self.clocks.run(mesh, call.executable.seconds if call is not None else 0.0, start)
             for arrived in self._send_crossing(call, task.microbatch, end) if call is not None else ():
                 if arrived in waiting:
@@ -371,13 +243,13 @@ class _Writer:
         if any(at < len(tasks) for at, tasks in zip(positions, lists, strict=True)):
             raise OrderError(f"schedule {self.schedule.name} cannot run this step: its tasks wait for each other")
 
-    def _send_crossing(self, call: _Call, microbatch: int, end: float) -> list[tuple[int, int, int]]:
+    def _send_crossing(self, call: Call, microbatch: int, end: float) -> list[tuple[int, int, int]]:
         """Sends the outputs of a run that ends at `end` to other stages, those first read by one task in one transfer.
 
         Returns the keys of `arrivals` that this sets.
         """
         stage, _ = call.function
-        groups: dict[_Reader, list[tuple[int, tuple[int, int, float]]]] = {}
+        groups: dict[Reader, list[tuple[int, tuple[int, int, float]]]] = {}
         keys = [(one.reader[0], one.value, microbatch) for one in call.sends]
         for key, one in zip(keys, call.sends, strict=True):
             here = there = self.own[stage][microbatch]["crossing", one.value]
@@ -423,21 +295,3 @@ class _Writer:
             if port.kind == "argument"
         }
         return tuple(found[i] for i in range(len(self.traced.outputs)))
-
-
-def _key(slot: Slot) -> tuple[bool, _Key]:
-    """Whether each micro-batch has its own buffer, and the wire; a slice of a register is read from the register's."""
-    kind = "top" if slot.wire.kind == "slice" else slot.wire.kind
-    return kind in _PER_MICROBATCH, (kind, slot.wire.number)
-
-
-def _name(slot: Slot) -> str:
-    if slot.pack is not None:
-        return f"{len(slot.pack.members)} packed: {slot.wire.kind}"
-    return f"{slot.wire.kind} {slot.wire.number}"
-
-
-def mesh_of(schedule: Schedule) -> tuple[int, ...]:
-    """The submesh of each stage."""
-    found = {task.stage: mesh for mesh, tasks in enumerate(schedule.tasks) for task in tasks}
-    return tuple(found[stage] for stage in range(schedule.num_stages))

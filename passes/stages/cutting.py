@@ -63,7 +63,8 @@ def whole(stage: StageGraph, program: LocalProgram) -> Segments:
     """A stage as one segment that runs once, its micro-batches inside: what one mesh runs."""
     body = program.body
     outputs = [(Wire("literal", i) if isinstance(o, Lit) else Wire("top", o), o) for i, o in enumerate(body.outputs)]
-    segment = _segment_of("step", 0, _alone(body.inputs), outputs, body.instructions)
+    inputs = {Wire("top", register): (register,) for register in body.inputs}
+    segment = _segment_of("step", 0, inputs, outputs, body.instructions)
     return Segments(stage, program, (segment,), body.outputs)
 
 
@@ -79,11 +80,6 @@ def _segment_of(
     wires, reading = tuple(zip(*outputs, strict=True)) or ((), ())
     binds = tuple(map(tuple, inputs.values()))
     return Segment(kind, number, tuple(inputs), binds, tuple(preset), wires, reading, tuple(instructions))
-
-
-def _alone(registers: Iterable[int]) -> dict[Wire, tuple[int]]:
-    """A wire for each register of the top level."""
-    return {Wire("top", register): (register,) for register in registers}
 
 
 def _registers(operands: Iterable[Operand]) -> set[int]:
@@ -193,10 +189,8 @@ class _Cut:
         given = {*parts.consts, *parts.xs} - self._crossing_registers().keys()
         known = set(given)
         for item in items:
-            free = isinstance(item, Reshard) or (
-                isinstance(item, Compute) and item.op.name in primitives.CHEAP_TO_REPEAT
-            )
-            if free and known.issuperset(reads(item)):
+            cheap = isinstance(item, Compute) and item.op.name in primitives.CHEAP_TO_REPEAT
+            if (cheap or isinstance(item, Reshard)) and known.issuperset(reads(item)):
                 known.update(writes(item))
         return frozenset(known - given)
 
@@ -249,7 +243,7 @@ class _Cut:
             return None
         taken = _taken(items, outputs)
         assert set(taken) <= set(self.program.body.inputs)
-        return _segment_of("prologue", 0, _alone(taken), outputs, items)
+        return _segment_of("prologue", 0, {Wire("top", r): (r,) for r in taken}, outputs, items)
 
     def _update(self) -> list[Segment]:
         """Returns the rounds of the update, with the instructions before the loop that only it needs.

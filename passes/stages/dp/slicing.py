@@ -55,8 +55,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from alpa_lite.passes.stages.dp.paths import Minimum, Path, PathProblem, least_bytes, least_bytes_together, minimise
+from alpa_lite.passes.stages.dp.paths import Minimum, least_bytes, least_bytes_together, minimise
 from alpa_lite.passes.stages.dp.ranges import StageCosts
+from alpa_lite.passes.stages.dp.shortest import Path, PathProblem
 from alpa_lite.passes.stages.dp.slices import VIRTUAL, Infeasible, SliceOptions, StageSlices, StageSlicing, Weighed
 from alpa_lite.passes.stages.dp.tasks import (
     Task,

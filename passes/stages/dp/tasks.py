@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.ir.schedules import in_flight_formula
-from alpa_lite.passes.stages.dp.paths import Path, PathProblem
 from alpa_lite.passes.stages.dp.ranges import StageCosts
+from alpa_lite.passes.stages.dp.shortest import Path, PathProblem
 from alpa_lite.passes.stages.dp.slices import VIRTUAL, SliceOptions, StageChoice, StageSlices
 
 

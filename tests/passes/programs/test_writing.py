@@ -13,6 +13,7 @@ from alpa_lite.ir import schedules
 from alpa_lite.ir.program import Receive, Run, Send, peak_bytes
 from alpa_lite.ir.schedules import Schedule, Task
 from alpa_lite.passes.programs import simulation, writing
+from alpa_lite.passes.programs.calls import Calls
 from alpa_lite.passes.programs.writing import Written
 from tests.passes.layers.division_cases import driven
 from tests.pipeline_driver import Driven
@@ -28,15 +29,11 @@ def planned(schedule: Schedule, kind: str = "plain") -> Driven:
 
 def written(schedule: Schedule, kind: str = "plain", transfer: float = 0.0) -> Written:
     stages = planned(schedule, kind)
-    return writing.build(
-        stages.staged.accumulated.traced,
-        [stage.segments for stage in stages.stages],
-        stages.pipeline.program.submeshes,
-        schedule,
-        donated=[argument for _, argument in stages.staged.traced.state],
-        segment_seconds=lambda _, segment: SECONDS.get(segment.kind, 0.0),
-        transfer_seconds=lambda *_: transfer,
-    )
+    segments = [stage.segments for stage in stages.stages]
+    seconds = {segment: SECONDS.get(segment.kind, 0.0) for parts in segments for segment in parts.items}
+    calls = Calls(segments, stages.pipeline.program.submeshes, schedule, seconds, lambda *_: transfer)
+    donated = [argument for _, argument in stages.staged.traced.state]
+    return writing.build(stages.staged.accumulated.traced, calls, donated=donated)
 
 
 MANY = [
