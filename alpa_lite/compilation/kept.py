@@ -107,8 +107,7 @@ def program_as(
     return run(
         "programs", programs.pipelined, loop, planned, division.first_devices, schedule, asked.cluster,
         first_layers=division.first_layers, num_layers=division.num_layers, max_layers=division.max_layers,
-        remat=division.remat, token_slices=division.token_slices,
-        verdict=replace(verdict, idle_devices=division.idle_devices),
+        remat=division.remat, token_slices=division.token_slices, idle_devices=division.idle_devices, verdict=verdict,
     )  # fmt: skip
 
 

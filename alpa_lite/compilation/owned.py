@@ -225,12 +225,13 @@ def _program(
     verdict = Verdict(
         "layers", status,
         sum(stage.found.solution.objective for stage in planned), sum(stage.found.solution.bound for stage in planned),
-        owned=tuple(traced.arguments[number].path for number in sorted(asked.pins.arguments)),
     )  # fmt: skip
+    owned = tuple(traced.arguments[number].path for number in sorted(asked.pins.arguments))
     schedule = schedules.forwards(parts.submeshes, parts.loop.num_microbatches)
     return run(
         "programs", programs.pipelined, parts.loop, planned, firsts, schedule, asked.cluster,
-        first_layers=range(count), num_layers=count, max_layers=count, remat=["none"] * count, verdict=verdict,
+        first_layers=range(count), num_layers=count, max_layers=count, remat=["none"] * count, owned=owned,
+        verdict=verdict,
     )  # fmt: skip
 
 

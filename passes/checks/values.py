@@ -47,7 +47,8 @@ def check(value: Any) -> None:
             schedules.check(value)
         case Staged():
             program.check(value.program)
-            assert value.num_layers >= len(value.stages) == len(value.remat) == len(value.first_layers)
+            division = value.division
+            assert division.num_layers >= len(value.stages) == len(division.remat) == len(division.first_layers)
         case tuple() | list():
             for item in value:
                 check(item)

@@ -30,7 +30,7 @@ from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.stage_graph import Port
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.records import Collective, Division, Leaf, Memory, Replicated, Solver, Stage
+from alpa_lite.plan.records import Collective, Leaf, Memory, Replicated, Solver, Stage
 from alpa_lite.report import units
 
 
@@ -79,7 +79,7 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annot
             max(stage.solver.variables for stage in stages),
             verdict.model,
         ),
-        division=_division(staged),
+        division=staged.division,
         candidates=verdict.candidates,
         notes=_notes(staged, cluster),
         ingredients=parts,
@@ -88,27 +88,9 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annot
     )
 
 
-def _division(staged: Staged) -> Division:
-    return Division(
-        virtual=staged.virtual,
-        num_layers=staged.num_layers,
-        max_layers=staged.max_layers,
-        first_layers=staged.first_layers,
-        submeshes=staged.written.mesh_of,
-        first_devices=tuple(submesh.first for submesh in staged.program.submeshes),
-        remat=staged.remat,
-        buffer_bytes=tuple(pair[0] for pair in staged.bytes),
-        temporary_bytes=tuple(pair[1] for pair in staged.bytes),
-        timeline=staged.timeline,
-        idle_devices=staged.verdict.idle_devices,
-        owned=staged.verdict.owned,
-        token_slices=staged.token_slices,
-    )
-
-
 def _notes(staged: Staged, cluster: Cluster) -> tuple[str, ...]:
     """The notes of a plan, each once."""
-    idle, measured = staged.verdict.idle_devices, ", ".join(cluster.measured)
+    idle, measured = staged.division.idle_devices, ", ".join(cluster.measured)
     notes = [
         *staged.traced.notes,
         *staged.loop.notes,
@@ -219,14 +201,14 @@ def _transfers(program: Program) -> list[tuple[Collective, float]]:
 
 def _whole_ingredients(staged: Staged, stages: Sequence[Stage], cluster: Cluster) -> dict[str, str]:
     """Returns the ingredients of a whole plan: those of its stages, the division of the step, and JAX's settings."""
-    program = staged.program
-    divided = zip(staged.first_layers, staged.written.mesh_of, staged.remat, strict=True)
+    program, division = staged.program, staged.division
+    divided = zip(division.first_layers, division.submeshes, division.remat, strict=True)
     out = {
         "arguments": _digest(_signature(staged.traced)),
         "cluster": cluster.fingerprint,
         "communication": staged.stages[0].communication,
         "micro-batches": str(program.num_microbatches),
-        "schedule": f"{program.schedule} x {staged.virtual}",
+        "schedule": f"{program.schedule} x {division.virtual}",
         "stages": str(list(divided)),
         "jax": jax.__version__,
     }

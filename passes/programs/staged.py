@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir import schedules
@@ -15,7 +16,6 @@ from alpa_lite.ir.graph import Lit, Traced
 from alpa_lite.ir.layout import Layout, replicated
 from alpa_lite.ir.program import Buffer, Executable, Free, Program, Run, Submesh, buffer, check, peak_bytes, sparing
 from alpa_lite.ir.schedules import Schedule
-from alpa_lite.ir.timeline import Timeline
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs import simulation, transfers, writing
 from alpa_lite.passes.programs.calls import Calls, mesh_of
@@ -23,7 +23,7 @@ from alpa_lite.passes.programs.crossings import crossing_bytes
 from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.plan.figures import Comparison
-from alpa_lite.plan.records import Candidate
+from alpa_lite.plan.records import Candidate, Division
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +37,6 @@ class Verdict:
       seconds, bound: of the choice in that model, and of the best that there can be.
       candidates: what was weighed.
       others: one mesh beside a pipeline, or a pipeline beside one mesh, where planning met both or says why not.
-      idle_devices: if devices are left over, how many and why.
-      owned: the paths of the arguments that the step was divided by, if it was.
     """
 
     model: str
@@ -46,8 +44,6 @@ class Verdict:
     seconds: float
     bound: float
     candidates: tuple[Candidate, ...] = ()
-    idle_devices: str = ""
-    owned: tuple[str, ...] = ()
     others: tuple[Comparison, ...] = ()
 
 
@@ -58,26 +54,14 @@ class Staged:
     Attributes:
       loop: the step as it runs: a loop over micro-batches, cut where stages begin; `loop.scan` is -1 without a loop.
       written: the program, and the functions that its executables stand for.
-      first_layers: of each stage; num_layers: of the step; max_layers: the most that it may have been cut into.
-      remat: what each stage's backward pass computes again.
-      virtual: the stages of each submesh.
-      bytes: per device of each submesh: buffers at their peak, and the largest temporaries of its executables; either
-        with the blocks that transfers between processes need (`programs.crossings`).
-      token_slices: tokens of each slice of the sequence; empty for whole sequences.
+      division: as in its plan; bytes include the blocks that transfers between processes need (`programs.crossings`).
     """
 
     loop: Accumulated
     stages: tuple[PlannedStage, ...]
     written: Written
-    first_layers: tuple[int, ...]
-    num_layers: int
-    max_layers: int
-    remat: tuple[str, ...]
-    virtual: int
-    timeline: Timeline
-    bytes: tuple[tuple[int, int], ...]
+    division: Division
     verdict: Verdict
-    token_slices: tuple[int, ...] = ()
 
     @property
     def traced(self) -> Traced:
@@ -92,7 +76,12 @@ class Staged:
     @property
     def seconds(self) -> float:
         """Predicted seconds of a step."""
-        return self.timeline.seconds
+        return self.division.timeline.seconds
+
+    @property
+    def bytes(self) -> tuple[tuple[int, int], ...]:
+        """Per device of each submesh, those of buffers at their peak, and of the largest temporaries."""
+        return tuple(zip(self.division.buffer_bytes, self.division.temporary_bytes, strict=True))
 
     @property
     def needed(self) -> int:
@@ -103,19 +92,9 @@ class Staged:
 def single(loop: Accumulated, stage: PlannedStage, verdict: Verdict, remat: str = "none") -> Staged:
     """One mesh: the whole step as one stage, run once."""
     written = _whole(loop.traced, stage, loop.num_microbatches)
-    return Staged(
-        loop=loop,
-        stages=(stage,),
-        written=written,
-        first_layers=(0,),
-        num_layers=1,
-        max_layers=1,
-        remat=(remat,),
-        virtual=1,
-        timeline=simulation.simulate(written.program, cluster=stage.cluster),
-        bytes=((int(stage.found.solution.peak), 0),),
-        verdict=verdict,
-    )
+    timeline, peak = simulation.simulate(written.program, cluster=stage.cluster), int(stage.found.solution.peak)
+    division = Division(1, 1, 1, (0,), (0,), (0,), (remat,), (peak,), (0,), timeline)
+    return Staged(loop, (stage,), written, division, verdict)
 
 
 def pipelined(
@@ -130,28 +109,29 @@ def pipelined(
     max_layers: int,
     remat: Sequence[str],
     verdict: Verdict,
-    token_slices: Sequence[int] = (),
+    **details: Any,
 ) -> Staged:
     """Several stages: the instruction lists of a schedule, simulated; the state is donated.
 
     Args:
-      first_devices: the number of each submesh's first device.
+      first_devices, first_layers, num_layers, max_layers, remat, details: see `Division`.
     """
     written = write(loop.traced, stages, first_devices, schedule, cluster)
-    return Staged(
-        loop=loop,
-        stages=tuple(stages),
-        written=written,
-        first_layers=tuple(first_layers),
+    buffers, temporaries = zip(*_bytes(written, stages, cluster), strict=True)
+    division = Division(
+        virtual=schedule.virtual,
         num_layers=num_layers,
         max_layers=max_layers,
+        first_layers=tuple(first_layers),
+        submeshes=written.mesh_of,
+        first_devices=tuple(first_devices),
         remat=tuple(remat),
-        virtual=schedule.num_stages // schedule.num_meshes,
+        buffer_bytes=buffers,
+        temporary_bytes=temporaries,
         timeline=simulation.simulate(written.program, cluster=cluster),
-        bytes=_bytes(written, stages, cluster),
-        verdict=verdict,
-        token_slices=tuple(token_slices),
+        **details,
     )
+    return Staged(loop, tuple(stages), written, division, verdict)
 
 
 def write(
@@ -189,8 +169,9 @@ def donating(staged: Staged, arguments: Collection[int]) -> Staged:
     owned = {b for i, buffers in enumerate(program.inputs) if i not in arguments for b in buffers}
     spared = sparing(program, owned)
     before, after = peak_bytes(program), peak_bytes(spared)
-    used = tuple((all_ + b - a, rest) for a, b, (all_, rest) in zip(before, after, staged.bytes, strict=True))
-    return replace(staged, written=replace(staged.written, program=spared), bytes=used)
+    used = tuple(size + b - a for a, b, size in zip(before, after, staged.division.buffer_bytes, strict=True))
+    division = replace(staged.division, buffer_bytes=used)
+    return replace(staged, written=replace(staged.written, program=spared), division=division)
 
 
 def estimated_bytes(stages: Sequence[PlannedStage], mesh_of: Sequence[int], schedule: Schedule) -> list[float]:

@@ -198,9 +198,7 @@ class PipelineAnalyses:
         schedule = schedules.schedule(
             slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual, slices=len(tokens) or 1
         )
-        verdict = Verdict(
-            "layers", "feasible", chosen.seconds, chosen.bound, compared_pipelines(chosen), chosen.idle_devices
-        )  # fmt: skip
+        verdict = Verdict("layers", "feasible", chosen.seconds, chosen.bound, compared_pipelines(chosen))
         attempt, split = 0, schedule.splits_backward
         while True:
             attempt += 1
@@ -210,7 +208,8 @@ class PipelineAnalyses:
                 staged = run(
                     "programs", programs.pipelined, loop, planned, slices.first_devices, schedule, request.cluster,
                     first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers),
-                    max_layers=max_layers(request.pipeline), remat=remat, verdict=verdict, token_slices=tokens,
+                    max_layers=max_layers(request.pipeline), remat=remat, verdict=verdict, token_slices=tuple(tokens),
+                    idle_devices=chosen.idle_devices,
                 )  # fmt: skip
                 over = [sum(pair) - request.budget for pair in staged.bytes]
                 if max(over) <= 0 or attempt == ATTEMPTS:

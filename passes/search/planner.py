@@ -139,7 +139,7 @@ def _compare(staged: Staged, one: OneMeshSearch, pipelines: PipelineSearch, chos
 def _explain_slices(staged: Staged, chosen: FoundPlan, pipelines: PipelineSearch) -> Staged:
     """The same with the whole sequences next to slices, or with the reason why there are no slices."""
     for search in pipelines.slicings:
-        if staged.token_slices and chosen in search.found:
+        if staged.division.token_slices and chosen in search.found:
             return beside(staged, "whole sequences", search.whole)
         if chosen.value is search.whole:
             late = [reason for reason in search.reasons if "waits for" in reason]

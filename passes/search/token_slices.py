@@ -183,7 +183,7 @@ def plan_lengths(analyses: PipelineAnalyses, chosen: StagePlan, lengths: tuple[i
 
 def idle_fraction(staged: Staged, num_devices: int) -> float:
     """The fraction of a step for which devices do not compute, unused ones included."""
-    pairs = zip(staged.timeline.busy, staged.program.submeshes, strict=True)
+    pairs = zip(staged.division.timeline.busy, staged.program.submeshes, strict=True)
     return 1 - sum(busy * submesh.mesh.size for busy, submesh in pairs) / (num_devices * staged.seconds)
 
 
