@@ -161,7 +161,7 @@ def _sensible(mesh: LogicalMesh, cluster: Cluster, method: Sharded) -> bool:
 
 
 class MeasuredLayer:
-    """A layer that is planned as a stage, and what of its costs depends on the size of a micro-batch."""
+    """The costs of a layer that is planned as a stage, and the parts of them that micro-batches of any size have."""
 
     def __init__(self, planned: PlannedStage) -> None:
         """The planned stage."""
@@ -247,12 +247,13 @@ class MeasuredLayer:
 
     def shared(self) -> tuple[int, int]:
         """The leading dim of the values that cross, and into how many parts it is cut: of the one in the most parts."""
-        segment, segments = self.forward, self.planned.segments
-        found = [(1, 1)]
-        for output, wires in () if segment is None else ((False, segment.inputs), (True, segment.outputs)):
+        segment, found = self.forward, [(1, 1)]
+        if segment is None:
+            return 1, 1
+        for output, wires in ((False, segment.inputs), (True, segment.outputs)):
             for position, wire in enumerate(wires):
                 if wire.kind == "crossing":
-                    shape, _, layout = segments.type_of(segment, position, output=output)
+                    shape, _, layout = self.planned.segments.type_of(segment, position, output=output)
                     if shape:
                         found.append((shape[0], self.planned.found.mesh.product(layout.dims[0])))
         return max(found, key=lambda pair: pair[1])

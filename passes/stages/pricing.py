@@ -288,8 +288,8 @@ def _tables(costs: LayerCosts) -> dict[str, np.ndarray]:
     shape = forms, len(costs.layers), len(costs.devices), len(VARIANTS)
     out = {name: np.zeros(shape) for name in (*_COSTS, "leading", "parts")}
     places = {layer: [n for n, other in enumerate(costs.layers) if other is layer] for layer in costs.layers}
-    for layer, form, kind, variant in itertools.product(places, *map(range, (forms, *shape[2:]))):
-        at = form, places[layer], kind, variant
+    for (layer, numbers), (form, kind, variant) in itertools.product(places.items(), np.ndindex(forms, *shape[2:])):
+        at = form, numbers, kind, variant
         price, remat = VARIANTS[variant]
         suited = costs.known[layer, kind, price, ()]
         cost = costs.known.get((layer, kind, price, costs.shape(form, kind, price)), suited)
