@@ -336,10 +336,9 @@ class _Assigner:
             made = [self.made_on(v) for v in values_in([out])]
             if found := split.get(number) or [stage for stage in made if stage is not None]:
                 home[value] = min(found)
-        for op in self.after:  # what has a home draws its operations
-            where = self.largest(op, home)
-            if where is not None:
-                self.place(op, where, home)
+        for op in self.after:  # what has a home draws its operations: the largest, of equal ones the lowest
+            if found := [(-self.values[v].nbytes, home[v]) for v in op.reads if v in home]:
+                self.place(op, min(found)[1], home)
         for op in reversed(self.after):  # what has none follows its users
             if op.index not in self.stage:
                 self.place(op, min(self.stages_of_users(op), default=0), home)
@@ -348,9 +347,11 @@ class _Assigner:
                     home[value] = self.stage[op.index]
         runs: dict[int, set[int]] = {}
         for op in reversed(self.before):
-            found = self.stages_of_inner_users(op)
-            for user in self.users_of(op):
-                found |= runs.get(user.index, set())
+            found = self.stages_of_users(op).union(*(runs.get(user.index, ()) for user in self.users_of(op)))
+            for inner in (i for value in op.results for i in self.inner.get(value, ())):
+                for user in self.users.get(inner, ()):
+                    several = self.read_on(user.results, self.stage) if user.index in self.shared else set()
+                    found |= several | {self.stage[user.index]}
             self.place(op, min(found, default=0), home)
             runs[op.index] = found if op.index in self.layering.free else {self.stage[op.index]}
             if len(runs[op.index]) > 1:
@@ -370,22 +371,8 @@ class _Assigner:
         self.stage[op.index] = stage
         home.update((value, stage) for value in op.results)
 
-    def largest(self, op: Op, home: Mapping[int, int]) -> int | None:
-        """The stage of the largest operand that has a home, the lowest among equals; None if none has."""
-        found = [(-self.values[v].nbytes, home[v]) for v in op.reads if v in home]
-        return min(found)[1] if found else None
-
     def stages_of_users(self, op: Op) -> set[int]:
         return {self.stage[u.index] for u in self.users_of(op) if u.index in self.stage}
-
-    def stages_of_inner_users(self, op: Op) -> set[int]:
-        """The stages of an op before the scan: those of its users, within the body too."""
-        found = self.stages_of_users(op)
-        for inner in (i for value in op.results for i in self.inner.get(value, ())):
-            for user in self.users.get(inner, ()):
-                several = self.read_on(user.results, self.stage) if user.index in self.shared else set()
-                found |= several | {self.stage[user.index]}
-        return found
 
 
 def _meet(kept: Sequence[tuple[int, ...]], highest: int) -> int:

@@ -48,12 +48,12 @@ class StageCosts:
       boundary_seconds: [L+1, K, K], one transfer over the cut before layer i, one way, by the kinds of the stages
         before and behind it. Entries 0 and L are not read. The mean of such transfers, where some are within a node and
         others are not.
-      slowest_seconds: as `boundary_seconds`, the slowest of such transfers; None for the same.
+      slowest_seconds: as `boundary_seconds`, the slowest of such transfers.
       boundary_bytes: [L+1], per device, transfer buffers of the cut before layer i, held by both its stages.
       devices: the devices of each kind of submesh.
       total_devices, devices_per_node: of the cluster.
       split_bytes: [L, L+1, K, V], per device and micro-batch, from forward to the gradients of parameters where these
-        are computed apart; None for `inflight_bytes`.
+        are computed apart.
       hosts: what processes start for each micro-batch; None where that takes no time.
     """
 
@@ -68,8 +68,8 @@ class StageCosts:
     devices: tuple[int, ...]
     total_devices: int
     devices_per_node: int
-    split_bytes: np.ndarray | None = None
-    slowest_seconds: np.ndarray | None = None
+    split_bytes: np.ndarray
+    slowest_seconds: np.ndarray
     hosts: Hosts | None = None
 
     def __post_init__(self) -> None:
@@ -97,18 +97,11 @@ class StageCosts:
 
     def flying(self, schedule: str) -> np.ndarray:
         """Bytes per device of a micro-batch in flight under a schedule."""
-        if schedule == "zb-h1" and self.split_bytes is not None:
-            return self.split_bytes
-        return self.inflight_bytes
-
-    @property
-    def slowest(self) -> np.ndarray:
-        """`slowest_seconds`, or `boundary_seconds`."""
-        return self.boundary_seconds if self.slowest_seconds is None else self.slowest_seconds
+        return self.split_bytes if schedule == "zb-h1" else self.inflight_bytes
 
     def cut_seconds(self, layer: int, before: int, after: int) -> tuple[float, float]:
         """One transfer over the cut before `layer`, between stages of two kinds: the mean, and the slowest."""
-        return float(self.boundary_seconds[layer, before, after]), float(self.slowest[layer, before, after])
+        return float(self.boundary_seconds[layer, before, after]), float(self.slowest_seconds[layer, before, after])
 
     def buffer_bytes(self, first: int, stop: int) -> float:
         """Transfer buffers of a stage of layers [first, stop)."""
@@ -117,7 +110,7 @@ class StageCosts:
 
 
 def from_layers(
-    num_microbatches: int, *, fixed_bytes: np.ndarray, temporary_bytes: np.ndarray | None = None, **costs: Any
+    num_microbatches: int, *, fixed_bytes: np.ndarray, temporary_bytes: np.ndarray, **costs: Any
 ) -> StageCosts:
     """Costs of ranges as sums over their layers: arrays [L, K, V] in place of [L, L+1, K, V].
 
@@ -128,10 +121,8 @@ def from_layers(
     Raises:
       OptionError: as `StageCosts`.
     """
-    fixed = _ranges(fixed_bytes, np.add)
-    if temporary_bytes is not None:
-        fixed = fixed + _ranges(temporary_bytes, np.maximum)
-    summed = {name: _ranges(costs[name], np.add) for name in _SUMMED if costs.get(name) is not None}
+    fixed = _ranges(fixed_bytes, np.add) + _ranges(temporary_bytes, np.maximum)
+    summed = {name: _ranges(costs[name], np.add) for name in _SUMMED}
     return StageCosts(num_microbatches, fixed_bytes=fixed, **{**costs, **summed})
 
 
@@ -142,8 +133,8 @@ def fastest(forms: Sequence[StageCosts]) -> StageCosts:
     for form in forms[1:]:
         faster = form.step_seconds < best.step_seconds
         if faster.any():
-            pairs = ((name, getattr(form, name), getattr(best, name)) for name in names)
-            best = replace(best, **{name: np.where(faster, new, old) for name, new, old in pairs if old is not None})
+            chosen = {name: np.where(faster, getattr(form, name), getattr(best, name)) for name in names}
+            best = replace(best, **chosen)
     return best
 
 

@@ -104,7 +104,7 @@ def in_one_graph(task: Task, combine: Any = np.min) -> Task:
         return task
     seconds, slowest = (
         np.broadcast_to(combine(one, axis=(1, 2), keepdims=True), one.shape)
-        for one in (task.costs.boundary_seconds, task.costs.slowest)
+        for one in (task.costs.boundary_seconds, task.costs.slowest_seconds)
     )
     costs = replace(task.costs, boundary_seconds=seconds, slowest_seconds=slowest)
     return replace(task, costs=costs, by_kind=False)
@@ -124,7 +124,9 @@ def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
     head = np.where(j == layers, layers * wide, j * wide + (after if by_kind else 0))
     order = np.argsort(tail, kind="stable")
     i, j, k, after, tail, head = (x[order] for x in (i, j, k, after, tail, head))
-    cut = [np.where(j == layers, 0.0, seconds[j, k, after])[:, None] for seconds in (c.boundary_seconds, c.slowest)]
+    cut = [
+        np.where(j == layers, 0.0, seconds[j, k, after])[:, None] for seconds in (c.boundary_seconds, c.slowest_seconds)
+    ]
     row = (j * layers + i) * kinds + k  # as ranges lie in memory
 
     def of(values: np.ndarray) -> np.ndarray:

@@ -42,7 +42,7 @@ def random_costs(rng, counts, layers, devices, total, variants, by_kind=False, h
         out.append(
             StageCosts(
                 count, forward, rng.integers(1, 17, shape) / count, rng.integers(0, 9, shape) * 1.0, fixed,
-                inflight, cut / count, buffers, devices, total, total, hosts=hosts,
+                inflight, cut / count, buffers, devices, total, total, inflight, cut / count, hosts,
             )
         )  # fmt: skip
     return out
@@ -204,10 +204,11 @@ def test_equals_the_enumeration_of_thresholds(seed, budget):
     """Seven layers on eight devices: too many pipelines to try, few enough thresholds."""
     rng = np.random.default_rng(seed)
     shape = (7, 8, 3, 2)
+    forward, update = rng.integers(1, 9, shape) * 1.0, rng.integers(0, 4, shape) * 4.0
+    fixed, inflight = rng.integers(1, 12, shape) * 1.0, rng.integers(0, 5, shape) * 1.0
+    cut = by_kinds(rng.integers(0, 2, 8) * 1.0, 3)
     costs = StageCosts(
-        4, rng.integers(1, 9, shape) * 1.0, np.zeros(shape), rng.integers(0, 4, shape) * 4.0,
-        rng.integers(1, 12, shape) * 1.0, rng.integers(0, 5, shape) * 1.0, by_kinds(rng.integers(0, 2, 8) * 1.0, 3),
-        np.ones(8), (1, 2, 4), 8, 4,
+        4, forward, np.zeros(shape), update, fixed, inflight, cut, np.ones(8), (1, 2, 4), 8, 4, inflight, cut
     )  # fmt: skip
     found = slice_stages([costs], SliceOptions(budget, ("1f1b",)))
     assert seconds_of(found.all_devices) == pytest.approx(enumerated(costs, budget))
@@ -318,12 +319,11 @@ def uniform(layers, count, *, devices, total, node=None, **changes):
     zero = np.zeros_like(size)
     values = {
         "forward": 2 / size, "backward": 4 / size, "update": zero, "fixed_bytes": zero,
-        "inflight_bytes": zero, "boundary_bytes": np.zeros(layers + 1),
+        "inflight_bytes": zero, "temporary_bytes": zero, "boundary_bytes": np.zeros(layers + 1),
         "boundary_seconds": np.zeros((layers + 1, len(devices), len(devices))),
-    }  # fmt: skip
-    return from_layers(
-        count, **(values | changes), devices=devices, total_devices=total, devices_per_node=node or total
-    )
+    } | changes  # fmt: skip
+    same = {"split_bytes": values["inflight_bytes"], "slowest_seconds": values["boundary_seconds"]}
+    return from_layers(count, **(same | values), devices=devices, total_devices=total, devices_per_node=node or total)
 
 
 def chain(meshes, count, name, virtual=1):
