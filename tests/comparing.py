@@ -22,13 +22,21 @@ def assert_equal(actual, expected):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-def assert_close(got, want, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Raises AssertionError unless two trees have one structure, and leaves of equal types that are close."""
+def assert_close(got, want, rtol: float = 1e-5, atol: float = 1e-6, weak_types: bool = False) -> None:
+    """Raises AssertionError unless two trees have one structure, and leaves of equal types that are close.
+
+    Leaves that are not arrays must be equal; weak types are compared on request.
+    """
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         message = jax.tree_util.keystr(path)
-        assert (np.shape(a), np.asarray(a).dtype) == (np.shape(b), np.asarray(b).dtype), message
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=rtol, atol=atol, err_msg=message)
+        if not isinstance(b, jax.Array | np.ndarray | np.generic):
+            assert type(a) is type(b) and a == b, message
+            continue
+        assert not weak_types or a.weak_type == getattr(b, "weak_type", False), message
+        a, b = plain(a), plain(b)
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), message
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=message)
 
 
 def close_to_jit(fun, *args, rtol: float = 1e-5, atol: float = 1e-6, **options):

@@ -14,8 +14,17 @@ from alpa_lite.passes.factors import rules
 if jax.__version_info__ < (0, 11) and "XLA_FLAGS" not in os.environ:
     # The older emitters of XLA's CPU compiler take half as long. JAX 0.12 has the newer ones alone, as users do.
     os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # for processes that tests start
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+
+gc.set_threshold(100_000, 20, 20)
+
+
+def pytest_collection_finish() -> None:
+    """Modules survive every collection of garbage, and need not be looked through in each."""
+    gc.freeze()
+
 
 MAPPINGS = 20_000
 """Linux lets a process map 65,530 regions of memory. Every executable of XLA's CPU compiler takes several, and JAX

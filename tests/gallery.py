@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import optax
 from flax import linen, nnx
 from flax.training.train_state import TrainState
+from jax.sharding import AxisType, Mesh
 
 from alpa_lite.cluster import Cluster
-from tests.zoo_base import regression, updated
+from tests.zoo_base import filled, regression, updated
 
 Step = Callable[..., Any]
 
@@ -63,7 +65,7 @@ def nnx_step(model: Any, optimizer: Any, batch: Any) -> Any:
 
 def train_state(model: linen.Module, batch: Any, tx: Any = None) -> TrainState:
     """A state of Flax for a linen module, with Adam unless `tx` is given."""
-    params = model.init(jax.random.key(0), batch)["params"]
+    params = filled(jax.eval_shape(model.init, jax.random.key(0), batch))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=tx or optax.adam(1e-2))
 
 
@@ -80,6 +82,12 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
 def shapes(tree: Any) -> Any:
     """Shapes and dtypes of arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def mesh_of(*sizes: int, names: str = "data model", kind: AxisType = AxisType.Auto) -> Mesh:
+    """A mesh of the first devices of this machine, with the first of some axes."""
+    axes, devices = tuple(names.split())[: len(sizes)], jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, axes, axis_types=(kind,) * len(sizes), devices=devices)
 
 
 def local(devices: int) -> Cluster:

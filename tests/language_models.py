@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,13 +13,15 @@ import numpy as np
 import optax
 import pytest
 
-from tests.gallery import sgd
+import alpa_lite
+from tests.gallery import local, sgd
+from tests.zoo_base import normal
 
 TOKENS, VOCAB, WIDE = 12, 31, 16
 
 
 def tokens_of(examples: int, seed: int = 1, lowest: int = 1) -> jax.Array:
-    return jax.random.randint(jax.random.key(seed), (examples, TOKENS), lowest, VOCAB)
+    return jnp.asarray(np.random.default_rng(seed).integers(lowest, VOCAB, (examples, TOKENS)), jnp.int32)
 
 
 def descending(loss: Callable[..., jax.Array]) -> Any:
@@ -31,16 +34,24 @@ def descending(loss: Callable[..., jax.Array]) -> Any:
     return step
 
 
+def piped(step: Any, on: int | alpa_lite.Cluster, microbatches: Any = 2, **method: Any) -> Any:
+    """The step as a pipeline on a cluster, or on so many devices of this machine."""
+    cluster = local(on) if isinstance(on, int) else on
+    return alpa_lite.parallelize(
+        step, method=alpa_lite.Pipeline(**method), cluster=cluster, num_microbatches=microbatches
+    )
+
+
 def next_token(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits[..., :-1, :], tokens[..., 1:]).mean()
 
 
 def parameters(layers: int, stacked: bool = False) -> Any:
     """An embedding, layers with one projection each before and after their attention, and a head."""
-    keys = iter(jax.random.split(jax.random.key(0), 20))
+    seeds = itertools.count()
 
     def weight(*shape: int) -> jax.Array:
-        return 0.3 * jax.random.normal(next(keys), shape)
+        return 0.3 * normal(next(seeds), *shape)
 
     if stacked:
         stack: Any = {"qkv": weight(layers, WIDE, 3 * WIDE), "out": weight(layers, WIDE, WIDE)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -9,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
+
+from tests import gallery
+from tests.zoo_base import filled
 
 WIDTH, ROWS = 16, 16
 
@@ -22,10 +26,7 @@ def weights() -> list[jax.Array]:
     return [jnp.asarray(rng.normal(size=(WIDTH, WIDTH)) * 0.3, jnp.float32) for _ in range(4)]
 
 
-def model(state, x):
-    for w in state:
-        x = jnp.tanh(x @ w)
-    return x
+model = gallery.layers
 
 
 def gradients(state, x):
@@ -34,6 +35,13 @@ def gradients(state, x):
 
 def sgd(state, grads):
     return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads)
+
+
+def descent(loss: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """The step of a loss, which has its name."""
+    step = gallery.sgd(loss)
+    step.__name__ = loss.__name__
+    return step
 
 
 def metrics(state, x):
@@ -135,17 +143,13 @@ def logged(state, x):
     return sgd(state, grads), found[...]
 
 
+@descent
 def overwritten(state, x):
     """Activations go through a reference that is differentiated."""
-
-    def loss_of(state):
-        h = jax.new_ref(x)
-        for w in state:
-            h[...] = jnp.tanh(h[...] @ w)
-        return jnp.square(jax.freeze(h)).mean()
-
-    loss, grads = jax.value_and_grad(loss_of)(state)
-    return sgd(state, grads), loss
+    h = jax.new_ref(x)
+    for w in state:
+        h[...] = jnp.tanh(h[...] @ w)
+    return jnp.square(jax.freeze(h)).mean()
 
 
 @jax.custom_vjp
@@ -158,17 +162,12 @@ def straight_through(x):
 straight_through.defvjp(lambda x: (straight_through(x), None), lambda _, g: (g,))
 
 
-def with_own_derivative(state, x):
+@descent
+def with_own_derivative(state, h):
     """Within a function with its own derivative, under `jax.checkpoint`."""
-
-    def loss_of(state):
-        h = x
-        for w in state:
-            h = jax.checkpoint(lambda w, h: straight_through(jnp.tanh(h @ w)))(w, h)
-        return jnp.square(h).mean()
-
-    loss, grads = jax.value_and_grad(loss_of)(state)
-    return sgd(state, grads), loss
+    for w in state:
+        h = jax.checkpoint(lambda w, h: straight_through(jnp.tanh(h @ w)))(w, h)
+    return jnp.square(h).mean()
 
 
 def momentum(state, x):
@@ -224,18 +223,14 @@ def in_equinox(state, x):
     return sgd(state, grads), loss, sizes
 
 
+@descent
 def in_nnx(state, x):
     """NNX modules that are split before, and merged in the step."""
     graphdef, _ = nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
-
-    def loss_of(state):
-        h = jax.new_ref(x)
-        for one in state:
-            h[...] = jnp.tanh(nnx.merge(graphdef, one)(h[...]))
-        return jnp.square(h[...]).mean()
-
-    loss, grads = jax.value_and_grad(loss_of)(state)
-    return sgd(state, grads), loss
+    h = jax.new_ref(x)
+    for one in state:
+        h[...] = jnp.tanh(nnx.merge(graphdef, one)(h[...]))
+    return jnp.square(h[...]).mean()
 
 
 PLAIN = (
@@ -251,9 +246,16 @@ def arguments(step: Any) -> tuple[Any, jax.Array]:
     if step is momentum:
         return (weights(), jax.tree.map(jnp.zeros_like, weights())), x
     if step is in_linen:
-        return Mlp().init(jax.random.key(0), x), x
+        return filled(jax.eval_shape(Mlp().init, jax.random.key(0), x)), x
     if step is in_equinox:
-        return Layers([eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(i)) for i in range(3)]), x
-    if step is in_nnx:
-        return [nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)))[1] for i in range(3)], x
-    return weights(), x
+        return Layers(equinox_layers()), x
+    return nnx_states() if step is in_nnx else weights(), x
+
+
+def equinox_layers() -> list[eqx.nn.Linear]:
+    return [eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(i)) for i in range(3)]
+
+
+def nnx_states() -> list[Any]:
+    """The states of three layers, whose graphs are equal."""
+    return [nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)))[1] for i in range(3)]

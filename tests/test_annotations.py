@@ -13,20 +13,18 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite.passes.sharding.limits import _orders
 from alpa_lite.report import units
+from tests.comparing import close_to_jit
+from tests.gallery import mesh_of, nnx_step, sgd
+from tests.marks import slow, slow_but
+from tests.zoo_base import normal
 
-slow = pytest.mark.slow
 X = jnp.linspace(-1, 1, 64 * 64).reshape(64, 64)
-
-
-def mesh_of(names: str, *sizes: int, kind: AxisType = AxisType.Auto) -> Any:
-    count = int(np.prod(sizes))
-    return jax.make_mesh(sizes, tuple(names.split()), axis_types=(kind,) * len(sizes), devices=jax.devices()[:count])
 
 
 NAMES = "data stage fsdp fsdp_transpose sequence context tensor tensor_transpose expert autoregressive slice layers"
@@ -34,58 +32,51 @@ NAMES = "data stage fsdp fsdp_transpose sequence context tensor tensor_transpose
 
 
 def weights() -> list[jax.Array]:
-    return [jax.random.normal(key, (64, 64)) / 8 for key in jax.random.split(jax.random.key(0), 2)]
+    return [normal(seed, 64, 64) / 8 for seed in range(2)]
 
 
 def step_with(say: Callable[[Any], Any]) -> Callable[..., Any]:
     """A step of two layers whose activations go through `say`."""
 
-    def step(w, x):
-        def loss(w):
-            h = x
-            for one in w:
-                h = jnp.tanh(say(h) @ one)
-            return jnp.mean((say(h) - 1) ** 2)
+    def loss(w, h):
+        for one in w:
+            h = jnp.tanh(say(h) @ one)
+        return jnp.mean((say(h) - 1) ** 2)
 
-        value, grads = jax.value_and_grad(loss)(w)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), value
-
-    return step
+    return sgd(loss)
 
 
-def assert_equal_to_jit(plain: Callable[..., Any], *args: Any, **options: Any) -> alpa_lite.Plan:
-    step, wanted = alpa_lite.parallelize(plain, **options), jax.jit(plain)(*args)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), step(*args), wanted)
-    return step.plan(*args)
+def plan_close_to_jit(step: Callable[..., Any], *args: Any) -> alpa_lite.Plan:
+    return close_to_jit(step, *args).plan(*args)
 
 
 def constrained(mesh: Any, spec: P) -> Callable[[Any], Any]:
     return lambda x: lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-MANY = mesh_of(NAMES, 4, 1, 2, *(1,) * 9)
+MANY = mesh_of(4, 1, 2, *(1,) * 9, names=NAMES)
 
 
 @pytest.mark.parametrize(
     "spec",
     [
         P(("data", "fsdp", "fsdp_transpose", "expert"), ("context", "sequence")),
-        pytest.param(P(("data", "stage"), ("fsdp", "tensor", "tensor_transpose")), marks=slow),
-        pytest.param(P("slice", "layers"), marks=slow),
-        pytest.param(P(P.UNCONSTRAINED, "fsdp"), marks=slow),
-        pytest.param(P("data", P.UNCONSTRAINED), marks=slow),
+        slow(P(("data", "stage"), ("fsdp", "tensor", "tensor_transpose"))),
+        slow(P("slice", "layers")),
+        slow(P(P.UNCONSTRAINED, "fsdp")),
+        slow(P("data", P.UNCONSTRAINED)),
     ],
 )
 def test_a_dozen_axes_in_constraints(spec):
     with jax.set_mesh(MANY):
-        plan = assert_equal_to_jit(step_with(constrained(MANY, spec)), weights(), X)
+        plan = plan_close_to_jit(step_with(constrained(MANY, spec)), weights(), X)
     assert plan.stages[0].axis_names == tuple(NAMES.split()) and plan.stages[0].mesh_shape == MANY.axis_sizes
     assert "data=4 fsdp=2" in str(plan) and "stage=1" not in str(plan)
 
 
 def test_a_dozen_axes_on_arrays():
     w = jax.device_put(weights(), NamedSharding(MANY, P(("fsdp", "tensor"), None)))
-    plan = assert_equal_to_jit(step_with(lambda x: x), w, X)
+    plan = plan_close_to_jit(step_with(lambda x: x), w, X)
     assert {leaf.spec for leaf in plan.stages[0].arguments if leaf.role == "state"} == {P("fsdp")}
 
 
@@ -110,13 +101,7 @@ class Logical(nnx.Module):
         return x
 
 
-def nnx_step(model, optimizer, x):
-    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(x) - 1) ** 2))(model)
-    optimizer.update(model, grads)
-    return loss
-
-
-@pytest.mark.parametrize("names", [4, pytest.param(12, marks=slow)])
+@pytest.mark.parametrize("names", [4, slow(12)])
 def test_logical_names_of_nnx_without_rules_are_no_constraints(names):
     def plan(names: int, layers: int) -> alpa_lite.Plan:
         model = Logical(layers)
@@ -132,7 +117,7 @@ def test_logical_names_of_nnx_without_rules_are_no_constraints(names):
 def test_logical_names_with_rules_are_constraints():
     model = Logical(4)
     optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-    with jax.set_mesh(mesh_of("data model", 4, 2)), nnx.logical_axis_rules([("name0", None), ("name1", "model")]):
+    with jax.set_mesh(mesh_of(4, 2)), nnx.logical_axis_rules([("name0", None), ("name1", "model")]):
         plan = alpa_lite.parallelize(nnx_step).plan(model, optimizer, X)
     assert any(spec == P(None, "model") for spec in plan.stages[0].inputs.values())
 
@@ -140,7 +125,7 @@ def test_logical_names_with_rules_are_constraints():
 class Dense(nn.Module):
     @nn.compact
     def __call__(self, x):
-        one = mesh_of("data", 1)
+        one = mesh_of(1)
         for _ in range(2):
             x = constrained(one, P("data", None))(jnp.tanh(nn.Dense(64)(x)))
         return x
@@ -148,21 +133,21 @@ class Dense(nn.Module):
 
 def masked(x: Any) -> Any:
     """Attention with a mask of host data: JAX inserts `reshard` where it meets a value that has the mesh."""
-    mesh = mesh_of("data", 8)
+    mesh = mesh_of(8)
     scores = constrained(mesh, P("data", None))(x)
     mask = np.arange(64)[:, None] >= np.arange(64)[None, :]
     return jnp.where(mask, scores, 0.0) + jnp.where(np.eye(64) > 0, 1.0, scores)
 
 
 ONE = {
-    "whole": constrained(mesh_of("a", 1), P(None, None)),
-    "named": constrained(mesh_of("a b", 1, 1), P("a", "b")),
-    "device_put": lambda x: jax.device_put(x, NamedSharding(mesh_of("a", 1), P(None))),
-    "explicit": constrained(mesh_of("a", 1), P()),
+    "whole": constrained(mesh_of(1), P(None, None)),
+    "named": constrained(mesh_of(1, 1), P("data", "model")),
+    "device_put": lambda x: jax.device_put(x, NamedSharding(mesh_of(1), P(None))),
+    "explicit": constrained(mesh_of(1), P()),
 }
 
 
-@pytest.mark.parametrize("name", ["whole", *(pytest.param(name, marks=slow) for name in [*ONE][1:])])
+@pytest.mark.parametrize("name", slow_but({"whole"}, ONE))
 def test_constraints_over_one_device_constrain_nothing(name):
     free = alpa_lite.parallelize(step_with(lambda x: x)).plan(weights(), X)
     plan = alpa_lite.parallelize(step_with(ONE[name])).plan(weights(), X)
@@ -171,19 +156,14 @@ def test_constraints_over_one_device_constrain_nothing(name):
 
 def test_constraints_of_linen_over_one_device():
     model = Dense()
-    params = model.init(jax.random.key(0), X)
-
-    def step(params, x):
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.asarray(model.apply(p, x)) - 1) ** 2))(params)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
-
-    plan = alpa_lite.parallelize(step).plan(params, X)
+    step = sgd(lambda params, x: jnp.mean((jnp.asarray(model.apply(params, x)) - 1) ** 2))
+    plan = alpa_lite.parallelize(step).plan(jax.eval_shape(model.init, jax.random.key(0), X), X)
     assert not any("heeded" in note or "constraint" in note for note in plan.notes)
 
 
 def test_reshard_that_jax_inserts_constrains_nothing():
-    with jax.set_mesh(mesh_of("data", 8)):
-        plan = assert_equal_to_jit(step_with(masked), weights(), X)
+    with jax.set_mesh(mesh_of(8)):
+        plan = plan_close_to_jit(step_with(masked), weights(), X)
     assert not any("reshard" in note for note in plan.notes)
 
 

@@ -15,6 +15,7 @@ from alpa_lite import Sharded
 from tests.comparing import close_to_jit
 from tests.gallery import local, sgd
 from tests.marks import slow_but
+from tests.zoo_base import normal
 
 B, T, M, D = 4, 8, 16, 4
 Attend = Callable[..., Any]
@@ -29,12 +30,11 @@ def step_with(attend: Attend) -> Any:
 
 
 def arguments(heads: int = 4, shared: int = 4, bias: tuple[int, ...] | None = None) -> Any:
-    keys = iter(jax.random.split(jax.random.key(0), 6))
-    w = {n: jax.random.normal(next(keys), (M, heads if n == "q" else shared, D)) / 4 for n in "qkv"}
-    w["o"] = jax.random.normal(next(keys), (heads, D, M)) / 4
+    w = {n: normal(i, M, heads if n == "q" else shared, D) / 4 for i, n in enumerate("qkv")}
+    w["o"] = normal(3, heads, D, M) / 4
     if bias is not None:
-        w["bias"] = jax.random.normal(next(keys), bias)
-    return w, jax.random.normal(next(keys), (B, T, M))
+        w["bias"] = normal(4, *bias)
+    return w, normal(5, B, T, M)
 
 
 def attend(**options: Any) -> Attend:

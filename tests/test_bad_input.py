@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from alpa_lite.cluster import Cluster
 from tests.gallery import f32, sgd
 
 H100 = Cluster.preset("h100", nodes=1)
+TRACING, OPTION, PLAN = alpa_lite.TracingError, alpa_lite.OptionError, alpa_lite.PlanError
 
 
 @sgd
@@ -25,21 +27,27 @@ def arguments(batch: int = 16, width: int = 32, hidden: int = 64) -> tuple[Any, 
     return {"w1": f32(width, hidden), "w2": f32(hidden, width)}, {"x": f32(batch, width), "y": f32(batch, width)}
 
 
+def manual(specs: dict[str, P]) -> alpa_lite.Manual:
+    return alpa_lite.Manual(specs, (8,), ("a",))
+
+
 def make(fun=step, args: tuple[Any, ...] | None = None, **options: Any) -> alpa_lite.Plan:
     cluster = options.pop("cluster", H100)
     return alpa_lite.make_plan(fun, *(arguments() if args is None else args), cluster=cluster, **options)
 
 
-def message(error: type[Exception], fun=step, args: tuple[Any, ...] | None = None, **options: Any) -> str:
+@functools.cache
+def planned() -> alpa_lite.Plan:
+    return make(method=alpa_lite.Sharded())
+
+
+def refused(error: type[Exception], *parts: str, fun=step, args: tuple[Any, ...] | None = None, **options: Any) -> None:
+    """The error that planning raises has these parts."""
     with pytest.raises(error) as caught:
         make(fun, args, **options)
     assert isinstance(caught.value, alpa_lite.AlpaLiteError)
-    return str(caught.value)
-
-
-def names(text: str, *parts: str) -> None:
-    missing = [part for part in parts if part not in text]
-    assert not missing, f"{missing} not in: {text}"
+    missing = [part for part in parts if part not in str(caught.value)]
+    assert not missing, f"{missing} not in: {caught.value}"
 
 
 # -- the step and its arguments ---------------------------------------------------------------------------------------
@@ -53,16 +61,10 @@ def test_what_needs_a_batch_names_the_option_that_settles_it():
 
     args = ({"a": f32(16, 32), "b": f32(32, 64)},)
     assert any("batch_argnums" in note for note in make(total, args).notes)
-    names(message(alpa_lite.OptionError, total, args, method=alpa_lite.DataParallel()), "batch_argnums", "batch")
-    names(message(alpa_lite.MicrobatchError, total, args, num_microbatches=2), "num_microbatches=2", "batch_argnums")
-    roles = {
-        leaf.role for leaf in make(total, args, method=alpa_lite.DataParallel(), batch_argnums=0).stages[0].arguments
-    }
-    assert "batch" in roles
-
-
-def test_an_argument_cannot_be_state_and_the_batch():
-    names(message(alpa_lite.OptionError, state_argnums=1, batch_argnums=1), "state_argnums", "[1]", "leave them out")
+    data: dict[str, Any] = {"fun": total, "args": args, "method": alpa_lite.DataParallel()}
+    refused(OPTION, "batch_argnums", "batch", **data)
+    refused(alpa_lite.MicrobatchError, "num_microbatches=2", "batch_argnums", fun=total, args=args, num_microbatches=2)
+    assert "batch" in {leaf.role for leaf in make(batch_argnums=0, **data).stages[0].arguments}
 
 
 def test_a_traced_value_as_a_python_bool():
@@ -72,8 +74,7 @@ def test_a_traced_value_as_a_python_bool():
             return new, value
         return state, value
 
-    text = message(alpa_lite.TracingError, branches)
-    names(text, "truth value of a traced array", "test_bad_input.py:", "jax.lax.cond")
+    refused(TRACING, "truth value of a traced array", "test_bad_input.py:", "jax.lax.cond", fun=branches)
 
 
 def test_an_axis_of_pmap_that_nothing_defines():
@@ -81,11 +82,7 @@ def test_an_axis_of_pmap_that_nothing_defines():
         new, value = step(state, batch)
         return jax.lax.pmean(new, "devices"), value
 
-    names(message(alpa_lite.TracingError, averages), "axis 'devices'", "test_bad_input.py:", "jax.pmap", "Leave pmean")
-
-
-def test_a_batch_that_is_not_there():
-    names(message(alpa_lite.SignatureError, batch_argnums=5), "batch_argnums", "argument 5", "2 positional arguments")
+    refused(TRACING, "axis 'devices'", "test_bad_input.py:", "jax.pmap", "Leave pmean", fun=averages)
 
 
 def test_a_step_without_a_batch_is_planned_all_the_same():
@@ -98,8 +95,8 @@ def test_a_step_without_a_batch_is_planned_all_the_same():
 
 @pytest.mark.parametrize("method", [alpa_lite.DataParallel(), alpa_lite.Zero(stage=3)])
 def test_a_batch_that_does_not_divide(method):
-    text = message(alpa_lite.OptionError, args=arguments(batch=12), method=method)
-    names(text, "batch/x", "12", "8 devices", "multiple of 8", "method='auto'")
+    parts = "batch/x", "12", "8 devices", "multiple of 8", "method='auto'"
+    refused(OPTION, *parts, args=arguments(batch=12), method=method)
 
 
 def test_a_batch_that_does_not_divide_is_no_error_where_the_plan_is_free():
@@ -107,61 +104,44 @@ def test_a_batch_that_does_not_divide_is_no_error_where_the_plan_is_free():
     assert make(args=arguments(batch=12)).num_devices <= 8
 
 
-@pytest.mark.parametrize(
-    "method", [alpa_lite.Sharded((3, 2)), alpa_lite.Manual({"state['w1']": P("a")}, (3, 2), ("a", "b"))]
-)
-def test_a_mesh_shape_of_another_number_of_devices(method):
-    names(message(alpa_lite.OptionError, method=method), "mesh_shape=(3, 2)", "6 devices", "8", "another cluster")
-
-
-def test_a_manual_path_that_does_not_exist():
-    method = alpa_lite.Manual({"state['w3']": P("a")}, (8,), ("a",))
-    names(message(alpa_lite.OptionError, method=method), "state['w3']", "state/w1")
-
-
-def test_a_manual_path_of_two_arguments_and_an_argument_of_two_paths():
+def test_a_manual_path_of_two_arguments():
     state, batch = {"w1": {"a": f32(32, 64)}, "w1/a": f32(32, 64), "w2": f32(64, 32)}, {"x": f32(16, 32)}
 
     def twins(state, batch):
         return {"w1": {"a": state["w1/a"]}, "w1/a": state["w1"]["a"], "w2": state["w2"] + batch["x"].sum()}, 0.0
 
-    method = alpa_lite.Manual({"state/w1/a": P("a")}, (8,), ("a",))
-    text = message(alpa_lite.OptionError, twins, (state, batch), method=method)
-    names(text, "'state/w1/a'", "state['w1']['a'], state['w1/a']", "write one of these")
-    method = alpa_lite.Manual({"state/w1": P("a"), "state['w1']": P()}, (8,), ("a",))
-    names(message(alpa_lite.OptionError, method=method), "'state/w1' two specs", "\"state['w1']\"", "give one")
+    parts = "'state/w1/a'", "state['w1']['a'], state['w1/a']", "write one of these"
+    refused(OPTION, *parts, fun=twins, args=(state, batch), method=manual({"state/w1/a": P("a")}))
 
 
 def test_a_manual_spec_that_does_not_fit():
     for spec, part in ((P("a", None, None), "shape (12, 64)"), (P("a"), "12 does not divide")):
-        state, batch = {"w1": f32(12, 64), "w2": f32(64, 12)}, {"x": f32(16, 12), "y": f32(16, 12)}
-        method = alpa_lite.Manual({"state['w1']": spec}, (8,), ("a",))
-        names(message(alpa_lite.OptionError, args=(state, batch), method=method), "state/w1", str(spec), part)
+        method = manual({"state['w1']": spec})
+        refused(OPTION, "state/w1", str(spec), part, args=arguments(width=12), method=method)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_impossible_budget():
-    args = arguments(16, 512, 2048)
-    text = message(alpa_lite.InfeasibleError, args=args, cluster=H100.part(2), memory_per_device=1000)
-    names(text, "memory_per_device=1000", "state/w1 (4.00 MiB)", "state/w2 (4.00 MiB)")
-    names(text, "smallest budget that works on one mesh", "more devices", "jax.checkpoint", "smaller batch")
+    parts = "memory_per_device=1000", "state/w1 (4.00 MiB)", "state/w2 (4.00 MiB)", "more devices", "jax.checkpoint"
+    options: dict[str, Any] = {"cluster": H100.part(2), "memory_per_device": 1000}
+    more = "smallest budget that works on one mesh", "smaller batch"
+    refused(alpa_lite.InfeasibleError, *parts, *more, args=arguments(16, 512, 2048), **options)
 
 
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_for_other_shapes():
-    text = message(alpa_lite.PlanError, args=arguments(width=48), plan=make())
-    names(text, "state/w1 is float32[48, 64], planned float32[32, 64]", "batch/x", "Plan again")
+    parts = "state/w1 is float32[48, 64], planned float32[32, 64]", "batch/x", "Plan again"
+    refused(PLAN, *parts, args=arguments(width=48), plan=planned())
 
 
 def test_a_plan_for_other_dtypes():
     state, batch = arguments()
     batch["x"] = jax.ShapeDtypeStruct((16, 32), jnp.bfloat16)
-    text = message(alpa_lite.PlanError, args=(state, batch), plan=make())
-    names(text, "batch/x is bfloat16[16, 32], planned float32[16, 32]")
+    refused(PLAN, "batch/x is bfloat16[16, 32], planned float32[16, 32]", args=(state, batch), plan=planned())
 
 
 def test_a_plan_for_another_tree():
@@ -170,8 +150,8 @@ def test_a_plan_for_another_tree():
         return {"a": new["w1"], "w2": new["w2"]}, value
 
     state, batch = arguments()
-    text = message(alpa_lite.PlanError, other, ({"a": state["w1"], "w2": state["w2"]}, batch), plan=make())
-    names(text, "state/a is not in the plan", "state/w1 is in the plan but was not passed")
+    parts = "state/a is not in the plan", "state/w1 is in the plan but was not passed"
+    refused(PLAN, *parts, fun=other, args=({"a": state["w1"], "w2": state["w2"]}, batch), plan=planned())
 
 
 def test_a_plan_for_another_model_with_the_same_arguments():
@@ -180,28 +160,35 @@ def test_a_plan_for_another_model_with_the_same_arguments():
         gram = jnp.tanh(s["w1"] @ s["w2"])
         return (jnp.cumsum(batch["x"] @ gram @ gram, axis=1) * batch["y"]).sum()
 
-    text = message(alpa_lite.PlanError, other, plan=make(method=alpa_lite.Sharded()))
-    names(text, "no decision", "program was", "Plan again")
+    refused(PLAN, "no decision", "program was", "Plan again", fun=other, plan=planned())
 
 
 def test_a_plan_for_another_number_of_devices():
-    text = message(alpa_lite.PlanError, plan=make(), cluster=Cluster.preset("h100", nodes=2))
-    names(text, "8 devices", "16", "plan again")
+    refused(PLAN, "8 devices", "16", "plan again", plan=planned(), cluster=Cluster.preset("h100", nodes=2))
 
 
 def test_a_plan_file_that_is_no_plan(tmp_path):
     path = tmp_path / "plan.json"
-    names(message(alpa_lite.PlanError, plan=path), str(path), "cannot be read")
+    refused(PLAN, str(path), "cannot be read", plan=path)
     path.write_text("{}")
-    names(message(alpa_lite.PlanError, plan=path), str(path), "not an alpa_lite plan")
+    refused(PLAN, str(path), "not an alpa_lite plan", plan=path)
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
 
 
+MESH = ["mesh_shape=(3, 2)", "6 devices", "8", "another cluster"]
+TWICE = ["'state/w1' two specs", "\"state['w1']\"", "give one"]
+
+
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
+        ({"state_argnums": 1, "batch_argnums": 1}, ["state_argnums", "[1]", "leave them out"]),
+        ({"method": alpa_lite.Sharded((3, 2))}, MESH),
+        ({"method": alpa_lite.Manual({"state['w1']": P("a")}, (3, 2), ("a", "b"))}, MESH),
+        ({"method": manual({"state['w3']": P("a")})}, ["state['w3']", "state/w1"]),
+        ({"method": manual({"state/w1": P("a"), "state['w1']": P()})}, TWICE),
         ({"metod": "auto"}, ["metod", "method"]),
         ({"method": "fastest"}, ["'fastest'", "DataParallel()"]),
         ({"cluster": "h1000"}, ["'h1000'", "h100"]),
@@ -212,7 +199,11 @@ def test_a_plan_file_that_is_no_plan(tmp_path):
     ],
 )
 def test_options_that_cannot_be_used(options, parts):
-    names(message(alpa_lite.OptionError, **options), *parts)
+    refused(OPTION, *parts, **options)
+
+
+def test_a_batch_that_is_not_there():
+    refused(alpa_lite.SignatureError, "batch_argnums", "argument 5", "2 positional arguments", batch_argnums=5)
 
 
 def test_parallelize_wants_a_function():

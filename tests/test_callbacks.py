@@ -1,9 +1,13 @@
-"""Callbacks with effects run as often as under plain `jit`, on the same values, ordered ones in order; or are refused.
+"""Effects of steps: callbacks and mutable references (`jax.new_ref`).
 
-A refusal names the callback and its line.
+Callbacks run as often as under plain `jit`, on the same values, ordered ones in order; or are refused, which names the
+callback and its line. Steps with references compute what plain `jit` does under every method.
 """
 
 from __future__ import annotations
+
+import itertools
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,9 +18,22 @@ from flax import linen, nnx
 from jax.experimental import io_callback
 
 import alpa_lite
-from alpa_lite import AlpaLiteError, DataParallel, Pipeline, Zero
-from tests.marks import slow_one_in
-from tests.reference_steps import WIDTH, batch, gradients, model, sgd, weights
+from alpa_lite import AlpaLiteError, DataParallel, MicrobatchError, Pipeline, Zero
+from tests import reference_steps
+from tests.comparing import assert_close
+from tests.gallery import f32
+from tests.marks import slow_but, slow_one_in
+from tests.reference_steps import (
+    WIDTH,
+    batch,
+    descent,
+    equinox_layers,
+    gradients,
+    model,
+    nnx_states,
+    sgd,
+    weights,
+)
 
 seen: list[list[float]] = []
 
@@ -85,11 +102,11 @@ def rate_from_host(state, x):
     return jax.tree.map(lambda w, g: w - rate * g, state, grads), loss
 
 
+@descent
 def scale_from_host(state, x):
     """All layers read the result."""
     scale = io_callback(lambda: recorded(np.float32(0.5)), jax.ShapeDtypeStruct((), jnp.float32))
-    loss, grads = jax.value_and_grad(lambda state: jnp.square(model([w * scale for w in state], x)).mean())(state)
-    return sgd(state, grads), loss
+    return jnp.square(model([w * scale for w in state], x)).mean()
 
 
 def augmented(state, x):
@@ -101,16 +118,12 @@ def unread(state, x):
     return trained(state, x)
 
 
-def activations(state, x):
-    def loss_of(state):
-        h = x
-        for w in state:
-            h = jnp.tanh(h @ w)
-            jax.debug.callback(record, h, ordered=True)
-        return jnp.square(h).mean()
-
-    loss, grads = jax.value_and_grad(loss_of)(state)
-    return sgd(state, grads), loss
+@descent
+def activations(state, h):
+    for w in state:
+        h = jnp.tanh(h @ w)
+        jax.debug.callback(record, h, ordered=True)
+    return jnp.square(h).mean()
 
 
 @jax.custom_vjp
@@ -121,17 +134,14 @@ def spied(x):
 spied.defvjp(lambda x: (x, None), lambda _, g: (jax.debug.callback(record, g), (g,))[1])
 
 
-def cotangents(state, x):
-    def loss_of(state):
-        h = x
-        for w in state:
-            h = spied(jnp.tanh(h @ w))
-        return jnp.square(h).mean()
-
-    loss, grads = jax.value_and_grad(loss_of)(state)
-    return sgd(state, grads), loss
+@descent
+def cotangents(state, h):
+    for w in state:
+        h = spied(jnp.tanh(h @ w))
+    return jnp.square(h).mean()
 
 
+@descent
 def layers(state, x):
     """In a scan over layers, of what is the same for all examples."""
 
@@ -140,12 +150,7 @@ def layers(state, x):
         jax.debug.callback(record, number)
         return jnp.tanh(h @ w), None
 
-    def loss_of(state):
-        h, _ = jax.lax.scan(body, x, (jnp.arange(len(state)), jnp.stack(state)))
-        return jnp.square(h).mean()
-
-    loss, grads = jax.value_and_grad(loss_of)(state)
-    return sgd(state, grads), loss
+    return jnp.square(jax.lax.scan(body, x, (jnp.arange(len(state)), jnp.stack(state)))[0]).mean()
 
 
 def examples(state, x):
@@ -187,27 +192,25 @@ def in_linen(state, x):
 def in_nnx(state, x):
     graphdef, _ = nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
 
-    def loss_of(state):
-        h = x
+    def loss_of(state, h):
         for one in state:
             h = jnp.tanh(nnx.merge(graphdef, one)(h))
             jax.debug.callback(record, h.mean())
         return jnp.square(h).mean()
 
-    loss, grads = jax.value_and_grad(loss_of)(state)
+    loss, grads = jax.value_and_grad(loss_of)(state, x)
     io_callback(record, None, loss, ordered=True)
     return sgd(state, grads), loss
 
 
 def in_equinox(state, x):
-    def loss_of(state):
-        h = x
+    def loss_of(state, h):
         for layer in state:
             h = jnp.tanh(jax.vmap(layer)(h))
             jax.debug.callback(record, h.mean())
         return jnp.square(h).mean()
 
-    loss, grads = eqx.filter_value_and_grad(loss_of)(state)
+    loss, grads = eqx.filter_value_and_grad(loss_of)(state, x)
     io_callback(record, None, loss)
     return sgd(state, grads), loss
 
@@ -215,11 +218,7 @@ def in_equinox(state, x):
 def state_of(step):
     if step is in_linen:
         return Mlp().init(jax.random.key(0), batch())
-    if step is in_nnx:
-        return [nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)))[1] for i in range(3)]
-    if step is in_equinox:
-        return [eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(i)) for i in range(3)]
-    return weights()
+    return nnx_states() if step is in_nnx else equinox_layers() if step is in_equinox else weights()
 
 
 METHODS = {
@@ -235,17 +234,12 @@ STEPS = (
     activations, cotangents, layers, examples, before_the_model, in_linen, in_nnx, in_equinox,
 )  # fmt: skip
 REFUSED = {layers: ("micro-batches", "1f1b", "zb-h1"), scale_from_host: ("pipeline", "1f1b", "zb-h1")}
-QUICK = ((in_order, "1f1b"),)
-CASES = slow_one_in(
-    3,
-    [
-        pytest.param(
-            step, method, id=f"{step.__name__}-{method}", marks=[] if (step, method) in QUICK else pytest.mark.slow
-        )
-        for step in STEPS
-        for method in METHODS
-    ],
-)
+CASES = slow_one_in(3, slow_but({(in_order, "1f1b")}, itertools.product(STEPS, METHODS)))
+WITH_REFERENCES = itertools.product(reference_steps.STEPS, [method for method in METHODS if method != "1f1b"])
+
+
+def name_of(value):
+    return getattr(value, "__name__", value)
 
 
 def run(step, fun, *args):
@@ -256,7 +250,7 @@ def run(step, fun, *args):
     return results, seen.copy() if step in ORDERED else sorted(seen)
 
 
-@pytest.mark.parametrize(("step", "method"), CASES)
+@pytest.mark.parametrize(("step", "method"), CASES, ids=name_of)
 def test_callbacks_run_as_under_plain_jit(step, method):
     state, x = state_of(step), batch()
     want, expected = run(step, jax.jit(step), state, x)
@@ -271,25 +265,18 @@ def test_callbacks_run_as_under_plain_jit(step, method):
         assert [len(values) for values in found] == [len(values) for values in expected]
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+        assert_close(got, want)
 
 
-def attentive(state, x):
+@descent
+def attentive(state, h):
     """A causal model whose activations are seen."""
-    tokens = x.shape[1]
-
-    def loss_of(state):
-        h = x
-        for w in state:
-            scores = jnp.einsum("btd,bsd->bts", h @ w, h)
-            causal = jnp.tril(jnp.ones((tokens, tokens), bool))
-            h = jnp.tanh(h + jax.nn.softmax(jnp.where(causal, scores, -1e9)) @ h @ w)
-            jax.debug.callback(record, h)
-        return jnp.square(h).mean()
-
-    loss, grads = jax.value_and_grad(loss_of)(state)
-    return sgd(state, grads), loss
+    causal = jnp.tril(jnp.ones((h.shape[1],) * 2, bool))
+    for w in state:
+        scores = jnp.einsum("btd,bsd->bts", h @ w, h)
+        h = jnp.tanh(h + jax.nn.softmax(jnp.where(causal, scores, -1e9)) @ h @ w)
+        jax.debug.callback(record, h)
+    return jnp.square(h).mean()
 
 
 @pytest.mark.slow
@@ -301,8 +288,7 @@ def test_activations_are_seen_in_slices_of_the_sequence(num_microbatches):
     parallel = alpa_lite.parallelize(attentive, method=method, num_microbatches=num_microbatches)
     got, found = run(attentive, parallel, state, x)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
+    assert_close(got, want)
 
 
 @pytest.mark.parametrize("trips", [1, 5])
@@ -316,10 +302,28 @@ def test_what_a_callback_communicates_is_in_the_predicted_seconds(trips):
         y = jax.lax.fori_loop(0, trips, lambda _, y: called(y), x @ state) if trips > 1 else called(x @ state)
         return 0.9 * state, y.sum()
 
-    cluster = alpa_lite.Cluster.preset("a100")
-    plan = alpa_lite.parallelize(step, method=DataParallel(), batch_argnums=1, cluster=cluster).plan(
-        jax.ShapeDtypeStruct((256, 256), "float32"), jax.ShapeDtypeStruct((64, 256), "float32")
-    )
+    options: dict[str, Any] = {"method": DataParallel(), "batch_argnums": 1, "cluster": "a100"}
+    plan = alpa_lite.make_plan(step, f32(256, 256), f32(64, 256), **options)
     reduced = sum(c.count for c in plan.collectives if c.kind == "all_reduce" and c.bytes == 64 * 256 * 4)
     assert reduced == trips
     assert plan.step_seconds > sum(plan.collective_seconds)
+
+
+# -- references -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("step", "method"),
+    slow_one_in(3, slow_but({(reference_steps.metrics, "zb-h1")}, WITH_REFERENCES)),
+    ids=name_of,
+)
+def test_a_step_with_references_is_equal_to_plain_jit(step, method):
+    state, x = reference_steps.arguments(step)
+    want = jax.jit(step)(state, x)
+    try:
+        got = alpa_lite.parallelize(step, **METHODS[method])(state, x)
+    except MicrobatchError as error:  # parts of the batch of their own, and other batches
+        assert step in (reference_steps.accumulation, reference_steps.scanned), error
+        assert "num_microbatches" in str(error)
+        return
+    assert_close(got, want)

@@ -6,13 +6,14 @@ What Auto must choose is tested where theory says what is best, on clusters that
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import alpa_lite
@@ -27,6 +28,7 @@ from alpa_lite.passes.search import pipeline_analysis, pipelines
 from alpa_lite.passes.stages import pricing
 from tests import comparing
 from tests.gallery import f32, layers, local, sgd
+from tests.zoo_base import normal
 
 FIXED = {
     "sharded": Sharded(),
@@ -96,11 +98,8 @@ def test_slow_links_between_nodes_lead_to_stages_per_node():
 @pytest.mark.slow
 def test_auto_goes_on_where_the_stages_of_a_pipeline_wait_for_each_other(monkeypatch):
     """A schedule that cannot run the stages that were chosen is a reason for a mesh, and no error."""
-
-    def unbuildable(*_: Any) -> Any:
-        raise OrderError("schedule 1f1b cannot run this step")
-
-    monkeypatch.setattr(pipeline_analysis.PipelineAnalyses, "build", unbuildable)
+    error = OrderError("schedule 1f1b cannot run this step")
+    monkeypatch.setattr(pipeline_analysis.PipelineAnalyses, "build", mock.Mock(side_effect=error))
     args = shapes_of(layers=4, width=8192, batch=4096)
     where = cluster(2, 4, network=0.5e9)
     found = make_plan(step, *args, cluster=where, num_microbatches=8, verify="off")
@@ -156,12 +155,8 @@ def residual(weights: Any, batch: Any) -> Any:
 
 
 def residual_args() -> Any:
-    rng = np.random.default_rng(0)
-
-    def array(*shape: int) -> Any:
-        return jnp.asarray(0.1 * rng.standard_normal(shape, np.float32))
-
-    return [(array(16, 128), array(128, 16)) for _ in range(4)], array(512, 16)
+    weights = [(0.1 * normal(i, 16, 128), 0.1 * normal(4 + i, 128, 16)) for i in range(4)]
+    return weights, 0.1 * normal(8, 512, 16)
 
 
 @pytest.mark.slow
@@ -227,10 +222,15 @@ def test_every_pass_is_timed_dumped_and_checked(method, parts, laps, tmp_path) -
     assert "dot_general" in files[0].read_text() and all(path.read_text().strip() for path in files)
 
 
+@functools.cache
+def in_parts(method: Any) -> alpa_lite.Plan:
+    args = shapes_of(layers=4, width=256, batch=64)
+    return make_plan(step, *args, cluster=cluster(1, 4), method=method, num_microbatches=4, verify="off")
+
+
 def test_the_bound_of_a_pipeline_is_that_of_the_model_that_chose_it() -> None:
     """Sums over layers have a bound; the simulated step is of another model, and is not said to be optimal."""
-    args = shapes_of(layers=4, width=256, batch=64)
-    plan = make_plan(step, *args, cluster=cluster(1, 4), method=Pipeline(2), num_microbatches=4, verify="off")
+    plan = in_parts(Pipeline(2))
     assert plan.solver.model == "layers"
     assert plan.solver.bound <= plan.solver.objective != plan.step_seconds
     assert plan.solver.gap == pytest.approx((plan.solver.objective - plan.solver.bound) / plan.solver.objective)
@@ -240,8 +240,7 @@ def test_the_bound_of_a_pipeline_is_that_of_the_model_that_chose_it() -> None:
 @pytest.mark.parametrize("method", [Sharded(), Pipeline(2)])
 def test_solver_plan_and_simulation_have_one_price_list(method) -> None:
     """The seconds of a stage's instructions add up to the objective of its integer program."""
-    args = shapes_of(layers=4, width=256, batch=64)
-    plan = make_plan(step, *args, cluster=cluster(1, 4), method=method, num_microbatches=4, verify="off")
+    plan = in_parts(method)
     for number, stage in enumerate(plan.stages):
         assert stage.compute_seconds + stage.communication_seconds == pytest.approx(stage.solver.objective, rel=1e-6)
         own = [event for event in plan.division.timeline.events if event.stage == number]
@@ -252,35 +251,22 @@ def test_solver_plan_and_simulation_have_one_price_list(method) -> None:
 def test_our_own_faults_in_the_search_of_pipelines_are_not_swallowed(monkeypatch) -> None:
     """A pipeline that does not fit gives way to one mesh, with a note; a broken program does not."""
     args = shapes_of(layers=2, width=64, batch=16)
-    where = cluster(1, 2)
     monkeypatch.setattr(pipelines.PipelineSearch, "estimate", lambda _: (0.0, 0.0))
-
-    def infeasible(*given: Any, **more: Any) -> Any:
-        raise InfeasibleError("no stage fits")
-
-    def broken(*given: Any, **more: Any) -> Any:
-        raise PlanError("the lists wait for each other")
-
-    monkeypatch.setattr(pipeline_analysis.PipelineAnalyses, "_price", infeasible)
-    plan = make_plan(step, *args, cluster=where, verify="off")
+    price = mock.Mock(side_effect=InfeasibleError("no stage fits"))
+    monkeypatch.setattr(pipeline_analysis.PipelineAnalyses, "_price", price)
+    plan = make_plan(step, *args, cluster=cluster(1, 2), verify="off")
     assert any("no stage fits" in note for note in plan.notes)
-    monkeypatch.setattr(pipeline_analysis.PipelineAnalyses, "_price", broken)
+    price.side_effect = PlanError("the lists wait for each other")
     with pytest.raises(PlanError):
-        make_plan(step, *args, cluster=where, verify="off")
+        make_plan(step, *args, cluster=cluster(1, 2), verify="off")
 
 
 def test_estimates_of_layers_do_not_decide_alone_that_no_pipeline_fits(monkeypatch) -> None:
     """With estimates of bytes five times too high, a budget that the stages themselves keep still gives a pipeline."""
 
-    @sgd
-    def step(params: Any, x: Any) -> Any:
-        for w, v in params:
-            x = x + jnp.tanh(x @ w) @ v
-        return (x**2).mean()
-
     arguments = [(f32(64, 256), f32(256, 64)) for _ in range(2)], f32(64, 64)
     options: Any = {"cluster": Cluster.preset("a100").part(2), "method": Pipeline(), "verify": "off"}
-    roomy = make_plan(step, *arguments, **options)
+    roomy = make_plan(residual, *arguments, **options)
     budget = int(1.02 * max(stage.memory.total for stage in roomy.stages))
     tables = pricing._tables
 
@@ -291,7 +277,7 @@ def test_estimates_of_layers_do_not_decide_alone_that_no_pipeline_fits(monkeypat
 
     monkeypatch.setattr(pricing, "_tables", too_high)
     monkeypatch.setattr(pipeline_analysis, "MAX_LAYER_ERROR", 20.0)
-    plan = make_plan(step, *arguments, memory_per_device=budget, **options)
+    plan = make_plan(residual, *arguments, memory_per_device=budget, **options)
     assert max(stage.memory.total for stage in plan.stages) <= budget
 
 

@@ -18,6 +18,10 @@ import alpa_lite
 from alpa_lite import DataParallel, Manual, OptionError, Pipeline, Sharded
 from alpa_lite.ir.paths import shown
 from alpa_lite.methods import STRATEGIES
+from tests.comparing import assert_close
+from tests.gallery import f32, sgd
+from tests.marks import slow
+from tests.zoo_base import filled, normal
 
 X = jnp.linspace(-1, 1, 16 * 8).reshape(16, 8)
 
@@ -36,21 +40,21 @@ class Net(nn.Module):
         return x
 
 
+@sgd
 def linen_step(params, batch):
     net: Any = Net().apply
-    value, grads = jax.value_and_grad(lambda p: ((net({"params": p}, batch) - 1) ** 2).mean())(params)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+    return ((net({"params": params}, batch) - 1) ** 2).mean()
 
 
 def linen_state() -> Any:
-    return Net().init(jax.random.key(0), X)["params"]
+    return filled(jax.eval_shape(Net().init, jax.random.key(0), X))["params"]
 
 
 def fixed(plan: alpa_lite.Plan) -> list[str]:
     return [note for note in plan.notes if note.startswith("constrain[") and " fixes " in note]
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("count", [slow(1), 2])
 def test_the_output_of_a_scope_is_fixed(count):
     specs = {"*/h_*/up": P("data", "model"), "Net/h_1": P(None, "model")}
     step = alpa_lite.parallelize(linen_step, constrain=specs, num_microbatches=count, verify="hlo")
@@ -62,22 +66,15 @@ def test_the_output_of_a_scope_is_fixed(count):
     assert "constrain['Net/h_1']" in last and last.endswith(f"fixes [{rows}, 8] to P(None, 'model'): heeded")
     (new, loss), (wanted, expected) = step(linen_state(), X), jax.jit(linen_step)(linen_state(), X)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), new, wanted)
+    assert_close(new, wanted, rtol=1e-4)
 
 
 def test_the_output_in_a_scan_over_layers_is_fixed():
-    def step(weights, batch):
-        def loss(weights):
-            def layer(x, w):
-                with jax.named_scope("layer"):
-                    return jnp.tanh(x @ w), None
+    def layer(x, w):
+        with jax.named_scope("layer"):
+            return jnp.tanh(x @ w), None
 
-            return (jax.lax.scan(layer, batch, weights)[0] ** 2).mean()
-
-        value, grads = jax.value_and_grad(loss)(weights)
-        return weights - 0.1 * grads, value
-
-    weights = jax.random.normal(jax.random.key(0), (3, 8, 8)) / 3
+    step, weights = sgd(lambda weights, x: (jax.lax.scan(layer, x, weights)[0] ** 2).mean()), normal(0, 3, 8, 8) / 3
     run = alpa_lite.parallelize(step, constrain={"*layer": P("x")}, method=Sharded((8,)))
     (note,) = fixed(run.plan(weights, X))
     assert note.endswith("fixes [16, 8] to P('x', None): heeded")
@@ -107,11 +104,9 @@ def test_what_cannot_be_is_an_error(options, parts):
 
 
 def momentum_step(state, batch):
-    def loss(params):
-        h = batch + jnp.tanh(batch @ params["a"]) @ params["b"]
-        return (h**2).mean()
-
-    value, grads = jax.value_and_grad(loss)(state["params"])
+    value, grads = jax.value_and_grad(
+        lambda params: ((batch + jnp.tanh(batch @ params["a"]) @ params["b"]) ** 2).mean()
+    )(state["params"])
     mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mu"], grads)
     return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu), "mu": mu}, value
 
@@ -122,9 +117,9 @@ CLUSTER = dataclasses.replace(alpa_lite.Cluster.preset("h100", nodes=1), collect
 @functools.cache
 def chosen(batch: int, **options: Any) -> tuple[dict[str, P], collections.Counter[str], float]:
     """Specs by printed path, collectives by kind, and seconds, on eight H100s."""
-    params = {"a": jax.ShapeDtypeStruct((1024, 4096), "float32"), "b": jax.ShapeDtypeStruct((4096, 1024), "float32")}
+    params = {"a": f32(1024, 4096), "b": f32(4096, 1024)}
     plan = alpa_lite.make_plan(
-        momentum_step, {"params": params, "mu": params}, jax.ShapeDtypeStruct((batch, 1024), "float32"),
+        momentum_step, {"params": params, "mu": params}, f32(batch, 1024),
         cluster=CLUSTER, method=Sharded((8,), remat="none"), num_microbatches=1, verify="off", **options,
     )  # fmt: skip
     specs = {shown(path): spec for path, spec in plan.stages[0].inputs.items()}

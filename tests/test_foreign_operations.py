@@ -19,6 +19,7 @@ from alpa_lite import DataParallel, RuleError, Sharded, register_rule
 from alpa_lite.methods import Method
 from tests.comparing import assert_close
 from tests.gallery import local, sgd
+from tests.zoo_base import normal
 
 M = 16
 ROWS = 4096
@@ -36,7 +37,7 @@ def step_with(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def arguments() -> Any:
-    return jnp.eye(M), jax.random.normal(jax.random.key(0), (ROWS, M))
+    return jnp.eye(M), normal(0, ROWS, M)
 
 
 LINE = Sharded((4,))

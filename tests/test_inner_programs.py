@@ -17,8 +17,11 @@ from jax import custom_batching, lax
 from jax.experimental.scheduling_groups import xla_metadata_call  # pyright: ignore[reportPrivateImportUsage]
 
 import alpa_lite
+from tests.comparing import close_to_jit
+from tests.gallery import sgd
 from tests.marks import only
 from tests.test_unusual_programs import FREE_LINKS
+from tests.zoo_base import normal
 
 ROUNDS = 4
 METHODS = {
@@ -34,37 +37,22 @@ State = dict[str, Any]
 def step_of(direction: Callable[[Any, Any], Any]) -> Callable[[State, State], tuple[State, Any]]:
     """A train step of a small network that also moves a vector along what `direction` makes of it and the batch."""
 
-    def step(state: State, batch: State) -> tuple[State, Any]:
-        def loss(w: Any) -> Any:
-            return jnp.mean((jnp.tanh(jnp.tanh(batch["x"] @ w["a"]) @ w["b"]) - batch["y"]) ** 2)
+    def loss(w: Any, batch: State) -> Any:
+        return jnp.mean((jnp.tanh(jnp.tanh(batch["x"] @ w["a"]) @ w["b"]) - batch["y"]) ** 2)
 
-        weights = {name: state[name] for name in ("a", "b")}
-        value, gradient = jax.value_and_grad(loss)(weights)
+    def step(state: State, batch: State) -> tuple[State, Any]:
+        updated, value = sgd(loss)({name: state[name] for name in ("a", "b")}, batch)
         moved = direction(batch["x"], state["v"])
-        updated = jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradient)
         return {**updated, "v": state["v"] - 0.1 * moved}, value + moved @ moved
 
     return step
 
 
-def arguments() -> tuple[State, State]:
-    rng = np.random.default_rng(0)
-
-    def normal(*shape: int) -> Any:
-        return jnp.asarray(rng.normal(size=shape) * 0.3, jnp.float32)
-
-    return {"a": normal(16, 32), "b": normal(32, 8), "v": normal(16)}, {"x": normal(32, 16), "y": normal(32, 8)}
-
-
 def planned_as_jit(direction: Callable[[Any, Any], Any], **options: Any) -> alpa_lite.Plan:
     """Runs the step of a direction, compares it with plain `jit`, and returns its plan."""
-    step, args = step_of(direction), arguments()
-    want = jax.jit(step)(*args)
-    planned = alpa_lite.parallelize(step, **options)
-    got = planned(*arguments())
-    for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(mine, other, rtol=2e-5, atol=2e-6)
-    return planned.plan(*args)
+    state = {"a": normal(0, 16, 32) * 0.3, "b": normal(1, 32, 8) * 0.3, "v": normal(2, 16) * 0.3}
+    args = state, {"x": normal(3, 32, 16) * 0.3, "y": normal(4, 32, 8) * 0.3}
+    return close_to_jit(step_of(direction), *args, rtol=2e-5, atol=2e-6, **options).plan(*args)
 
 
 def curvature(x: Any, v: Any) -> Any:

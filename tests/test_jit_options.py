@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import subprocess
@@ -10,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
@@ -20,15 +20,12 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite
 from alpa_lite import AlpaLiteError, OptionError, Pipeline, SignatureError, Zero
 from alpa_lite.options import Options, StepOptions
+from tests.comparing import assert_close
+from tests.gallery import mesh_of, sgd
+from tests.marks import slow, slow_but
+from tests.zoo_base import normal
 
-slow = pytest.mark.slow
 X = jnp.linspace(-1, 1, 64 * 16).reshape(64, 16)
-
-
-def mesh_of(*sizes: int, kind: AxisType = AxisType.Auto) -> Any:
-    count = int(np.prod(sizes))
-    names = ("data", "model")[: len(sizes)]
-    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes), devices=jax.devices()[:count])
 
 
 MESH, WIDE, EXPLICIT = mesh_of(8), mesh_of(4, 2), mesh_of(8, kind=AxisType.Explicit)
@@ -39,21 +36,20 @@ def put(*entries: Any, mesh: Any = MESH) -> NamedSharding:
 
 
 def state() -> dict[str, jax.Array]:
-    keys = jax.random.split(jax.random.key(0))
-    return {"up": jax.random.normal(keys[0], (16, 32)) / 4, "down": jax.random.normal(keys[1], (32, 16)) / 5}
+    return {"up": normal(0, 16, 32) / 4, "down": normal(1, 32, 16) / 5}
+
+
+def loss_of(state, batch):
+    out = jnp.tanh(batch @ state["up"]) @ state["down"]
+    return jnp.mean((out - 1) ** 2), out
 
 
 def step(state, batch):
-    def loss(state):
-        out = jnp.tanh(batch @ state["up"]) @ state["down"]
-        return jnp.mean((out - 1) ** 2), out
-
-    (value, out), grads = jax.value_and_grad(loss, has_aux=True)(state)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), {"loss": value, "out": out}
+    new, (loss, out) = sgd(loss_of, has_aux=True)(state, batch)
+    return new, {"loss": loss, "out": out}
 
 
-def assert_same(ours: Any, theirs: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, theirs)
+on_one_device = jax.jit(step)
 
 
 COLUMNS = {"up": put(None, "data"), "down": put("data", None)}
@@ -81,21 +77,18 @@ def assert_placed(given: Any, tree: Any) -> None:
     jax.tree.map(check, given, tree, is_leaf=lambda x: x is None or isinstance(x, NamedSharding | P))
 
 
-FAST = ("state and batch", "results", "explicit axes")
-
-
-@pytest.mark.parametrize("name", [name if name in FAST else pytest.param(name, marks=slow) for name in SHARDINGS])
+@pytest.mark.parametrize("name", slow_but(("state and batch", "results", "explicit axes"), SHARDINGS))
 def test_shardings_are_constraints_of_the_plan(name):
     options = SHARDINGS[name]
     ours = alpa_lite.parallelize(step, **options)
-    out = ours(state(), X)
-    assert_same(out, jax.jit(step)(state(), X))
+    out, want = ours(state(), X), on_one_device(state(), X)
+    assert_close(out, want)
     assert_placed(options.get("out_shardings"), out)
     given = options.get("in_shardings")
     assert_placed(given, ours.place(state(), X))
     if isinstance(given, tuple):
         assert_placed(given[0], out[0])  # state stays
-    assert_same(ours(out[0], X), jax.jit(step)(jax.jit(step)(state(), X)[0], X))
+    assert_close(ours(out[0], X), on_one_device(want[0], X))
 
 
 def test_shardings_of_a_train_state():
@@ -108,7 +101,7 @@ def test_shardings_of_a_train_state():
 
     before = TrainState.create(apply_fn=apply, params={"w": state()["up"]}, tx=optax.adam(0.1))
     new, loss = alpa_lite.parallelize(train, in_shardings=(put(), put("data")))(before, X)
-    assert_same((new, loss), jax.jit(train)(before, X))
+    assert_close((new, loss), jax.jit(train)(before, X))
     assert new.params["w"].sharding.is_equivalent_to(put(), 2)
 
 
@@ -137,24 +130,26 @@ def test_what_a_plan_cannot_heed_is_refused_in_a_line(name):
     assert len(text) < 300 and "\n" not in text and next(iter(REFUSED[name])).split("_")[0] in text
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"keep_unused": True}, {"inline": True}, {"compiler_options": {}}, {"compiler_options": None},
-     {"constrain": None, "forbid": None, "allow": None}],
-)  # fmt: skip
-def test_options_without_effect_on_a_plan(options):
-    plan = alpa_lite.parallelize(step, **options).plan(state(), X)
-    assert plan.fingerprint == alpa_lite.parallelize(step).plan(state(), X).fingerprint
+@functools.cache
+def free() -> alpa_lite.Plan:
+    return alpa_lite.parallelize(step).plan(state(), X)
 
 
-@pytest.mark.parametrize("method", ["auto", pytest.param(Pipeline(num_stages=2), marks=slow), "off"])
+@pytest.mark.parametrize("compiler_options", [{}, None])
+def test_options_without_effect_on_a_plan(compiler_options):
+    options: dict[str, Any] = {"keep_unused": True, "inline": True, "constrain": None, "forbid": None, "allow": None}
+    plan = alpa_lite.parallelize(step, compiler_options=compiler_options, **options).plan(state(), X)
+    assert plan.fingerprint == free().fingerprint
+
+
+@pytest.mark.parametrize("method", ["auto", slow(Pipeline(num_stages=2)), "off"])
 def test_options_reach_the_compiler(method):
     options = {"method": method, "compiler_options": {"xla_no_such_option": True}}
     with pytest.raises(Exception, match="xla_no_such_option"):
         alpa_lite.parallelize(step, **options)(state(), X)
 
 
-@pytest.mark.parametrize("method", ["auto", "off", pytest.param(Pipeline(num_stages=2), marks=slow)])
+@pytest.mark.parametrize("method", ["auto", "off", slow(Pipeline(num_stages=2))])
 @pytest.mark.parametrize("keyword", [False, True])
 def test_arguments_are_donated_by_name(method, keyword):
     ours = alpa_lite.parallelize(step, method=method, donate_argnames=("state", "absent")[: 1 + (method != "off")])
@@ -171,21 +166,20 @@ def test_a_step_is_lowered_and_compiled():
     compiled = lowered.compile()
     assert compiled.memory_analysis().argument_size_in_bytes > 0 and compiled.cost_analysis()["flops"] > 0
     assert "ENTRY" in compiled.as_text() and compiled.plan == lowered.plan
-    assert_same(compiled(state(), X), jax.jit(step)(state(), X))
+    assert_close(compiled(state(), X), on_one_device(state(), X))
     with pytest.raises(SignatureError, match="lower it for them"):
         compiled(state(), X[:32])
 
 
-@slow
+@pytest.mark.slow
 def test_a_pipeline_is_lowered_and_compiled():
     lowered = alpa_lite.parallelize(step, method=Pipeline(num_stages=2), num_microbatches=2).lower(state(), X)
     with pytest.raises(OptionError, match=r"several programs; use \.compile\(\)\.as_text\(\)"):
         lowered.as_text()
     compiled = lowered.compile()
-    assert (
-        len(compiled.memory_analysis()) == len(compiled.cost_analysis()) > 1 and compiled.as_text().count("ENTRY") > 1
-    )
-    assert_same(compiled(state(), X), jax.jit(step)(state(), X))
+    assert len(compiled.memory_analysis()) == len(compiled.cost_analysis()) > 1
+    assert compiled.as_text().count("ENTRY") > 1
+    assert_close(compiled(state(), X), on_one_device(state(), X))
 
 
 def test_the_cache_is_cleared():
@@ -193,7 +187,7 @@ def test_the_cache_is_cleared():
     new, _ = ours(state(), X)
     ours.clear_cache()
     assert "0 signatures planned" in repr(ours)
-    assert_same(ours(new, X)[1], jax.jit(step)(jax.jit(step)(state(), X)[0], X)[1])
+    assert_close(ours(new, X)[1], on_one_device(on_one_device(state(), X)[0], X)[1])
 
 
 def test_annotations_are_ignored_on_request():
@@ -204,9 +198,8 @@ def test_annotations_are_ignored_on_request():
     with jax.set_mesh(WIDE):
         heeded = alpa_lite.parallelize(annotated).plan(sharded, X)
         ignored = alpa_lite.parallelize(annotated, ignore_annotations=True).plan(sharded, X)
-    free = alpa_lite.parallelize(step).plan(state(), X)
     assert heeded.stages[0].axis_names == ("data", "model") and ignored.stages[0].axis_names == ("x",)
-    assert ignored.step_seconds == free.step_seconds < heeded.step_seconds
+    assert ignored.step_seconds == free().step_seconds < heeded.step_seconds
     said = " ".join(str(heeded).split())
     assert re.search(r"shardings in the code make it \d+ % slower than .*; ignore_annotations=True plans without", said)
     assert not any("heeded" in note for note in ignored.notes) and "ignore_annotations" not in str(ignored)
@@ -249,7 +242,7 @@ alpa_lite.make_plan(step, 1, 2.0, cluster="h100", verfy="off")  # wrong
 """
 
 
-@slow
+@pytest.mark.slow
 def test_a_type_checker_reports_misspelt_options_and_wrong_arguments(tmp_path):
     pytest.importorskip("pyright")
     path = tmp_path / "script.py"

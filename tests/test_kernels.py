@@ -18,6 +18,7 @@ from tests.comparing import assert_close
 from tests.gallery import sgd
 from tests.marks import slow
 from tests.pallas_kernels import flash, norm
+from tests.zoo_base import normal
 
 M, H, D = 16, 4, 4
 B, S = 8, 8
@@ -27,13 +28,12 @@ NORM = register_rule(norm, "b d, d -> b d", replicate="d")
 
 
 def weights(layers: int = 1) -> Any:
-    keys = iter(jax.random.split(jax.random.key(0), 4 * layers))
     shapes = {"q": (M, H, D), "k": (M, H, D), "v": (M, H, D), "o": (H, D, M)}
-    return [{n: jax.random.normal(next(keys), s) / 4 for n, s in shapes.items()} for _ in range(layers)]
+    return [{n: normal(4 * i + j, *shapes[n]) / 4 for j, n in enumerate("qkvo")} for i in range(layers)]
 
 
 def inputs() -> jax.Array:
-    return jax.random.normal(jax.random.key(9), (B, S, M))
+    return normal(9, B, S, M)
 
 
 def step_with(attend: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,8 +95,7 @@ def test_an_unregistered_kernel_is_sharded_along_independent_dims_of_its_grid():
 
 def test_an_unregistered_kernel_without_a_grid_is_replicated_with_a_note_that_names_the_remedy():
     step = sgd(lambda w, x: (norm(x @ w["in"], w["scale"]) ** 2).mean())
-    w = {"in": jax.random.normal(jax.random.key(0), (M, M)), "scale": jnp.full((M,), 1.5)}
-    x = jax.random.normal(jax.random.key(1), (64, M))
+    w, x = {"in": normal(0, M, M), "scale": jnp.full((M,), 1.5)}, normal(1, 64, M)
     run = alpa_lite.parallelize(step, method=Sharded((8,)))
     plan = run.plan(w, x)
     assert {r.name for r in plan.stages[0].replicated} == {"pallas_call"}
@@ -106,8 +105,7 @@ def test_an_unregistered_kernel_without_a_grid_is_replicated_with_a_note_that_na
 
 def test_what_an_operand_lacks_is_summed_in_its_gradient():
     step = sgd(lambda w, x: (NORM(x @ w["in"], w["scale"]) ** 3).mean())
-    w = {"in": jax.random.normal(jax.random.key(0), (M, M)), "scale": jnp.full((M,), 1.5)}
-    x = jax.random.normal(jax.random.key(1), (4096, M))
+    w, x = {"in": normal(0, M, M), "scale": jnp.full((M,), 1.5)}, normal(1, 4096, M)
     run = alpa_lite.parallelize(step, method=Sharded((8,)))
     plan = run.plan(w, x)
     assert [d.strategy for d in decisions(plan, "norm")] == [(("x",), ())] * 2
@@ -153,7 +151,7 @@ PRODUCT = register_rule(product, "... k, k n -> ... n", reduce="sum")
     ],
 )
 def test_derivatives_of_a_kernel_are_those_of_the_function(transform: Any):
-    x, w = jax.random.normal(jax.random.key(0), (3, 2)), jax.random.normal(jax.random.key(1), (2, 3))
+    x, w = normal(0, 3, 2), normal(1, 2, 3)
     equal(transform(product)(x, w), transform(PRODUCT)(x, w))
 
 
@@ -164,7 +162,7 @@ def test_a_name_that_results_lack_is_reduced_as_the_rule_says(reduce: Any):
     def step(w: Any, x: Any) -> Any:
         return w + lowest(x * 2), None
 
-    w, x = jnp.zeros(4), jax.random.normal(jax.random.key(0), (2**16, 4))
+    w, x = jnp.zeros(4), normal(0, 2**16, 4)
     run = alpa_lite.parallelize(step, method=alpa_lite.DataParallel())
     plan = run.plan(w, x)
     assert [c.kind for c in plan.collectives] == ["all_reduce"]

@@ -14,7 +14,7 @@ import alpa_lite
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Auto, DataParallel, Manual, Sharded, TensorParallel, Zero
 from tests import comparing, zoo
-from tests.gallery import shapes
+from tests.gallery import shapes, square_layers
 from tests.marks import slow
 from tests.passes.microbatches import accumulation_steps as steps
 from tests.passes.microbatches.test_loop import compare
@@ -89,13 +89,18 @@ def test_models_on_several_devices(name, method, parts, devices):
 # -- communication ----------------------------------------------------------------------------------------------------
 
 
-def test_cutting_a_sharded_batch_moves_nothing():
-    """In the plan, and in what is compiled."""
-    fun, args = deep(512)
+def test_cutting_a_sharded_batch_moves_nothing_and_the_compiled_program_synchronises_once():
+    """The HLO verifier counts what the compiled loop runs; and no all-reduce is inside of it."""
+    fun, args = wide()
     step = alpa_lite.parallelize(fun, method=DataParallel(), num_microbatches=4, verify="hlo", donate_argnums=())
-    assert {c.kind for c in step.plan(*args).collectives} == {"all_reduce"}
+    plan = step.plan(*args)
+    assert {c.kind for c in plan.collectives} == {"all_reduce"}
     (text,) = step.hlo(*args)
     assert set(re.findall(r"= .* (all-\w+|collective-\w+|reduce-scatter)\(", text)) == {"all-reduce"}
+    blocks = re.split(r"\n(?=(?:ENTRY )?%)", text)
+    where = [block.split(" ", 1)[0] for block in blocks if re.search(r"= .* all-reduce(-start)?\(", block)]
+    assert where == ["ENTRY"]
+    assert any("compiled: the step has the planned collectives" in line for line in plan.verification)
 
 
 @pytest.mark.parametrize("method", ["data", "zero-3"])
@@ -106,17 +111,6 @@ def test_gradients_and_the_loss_are_synchronised_once(method):
     gradients = sorted(w.nbytes for w in made[1][0].values())
     moved = [(c.kind, c.bytes) for c in plan.collectives if c.kind in (kind, "all_reduce") for _ in range(c.count)]
     assert sorted(moved) == sorted([("all_reduce", 4), *((kind, size) for size in gradients)])
-
-
-def test_the_compiled_program_synchronises_once():
-    """The HLO verifier counts what the compiled loop runs; and no all-reduce is inside of it."""
-    fun, args = wide()
-    step = alpa_lite.parallelize(fun, method=DataParallel(), num_microbatches=4, verify="hlo", donate_argnums=())
-    (text,) = step.hlo(*args)
-    blocks = re.split(r"\n(?=(?:ENTRY )?%)", text)
-    where = [block.split(" ", 1)[0] for block in blocks if re.search(r"= .* all-reduce(-start)?\(", block)]
-    assert where == ["ENTRY"]
-    assert any("compiled: the step has the planned collectives" in line for line in step.plan(*args).verification)
 
 
 def scanned(layers: int = 4, width: int = 64, batch: int = 64) -> steps.Made:
@@ -200,10 +194,7 @@ def deep(batch: int = 16384) -> steps.Made:
     """Activations many times as large as the weights."""
 
     def loss(p, b):
-        h = b["x"]
-        for w in p.values():
-            h = jax.numpy.tanh(h @ w)
-        return jax.numpy.mean(h**2)
+        return square_layers(p.values(), b["x"])
 
     params = {f"w{i}": steps.normal(i, 64, 64) / 8 for i in range(4)}
     return steps.descent(loss, params, {"x": np.zeros((batch, 64), np.float32)})

@@ -12,20 +12,16 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-import alpa_lite
 from alpa_lite.errors import OptionError
-from alpa_lite.methods import Pipeline
 from alpa_lite.passes.tokens import unrolling
 from tests import language_models as lm
 from tests import zoo_linen, zoo_nnx
 from tests.comparing import compare
-from tests.gallery import local
 from tests.marks import thorough
 
 
-def sliced(step: Any, *lengths: int, devices: int = 2, **method: Any) -> Any:
-    chosen = Pipeline(num_stages=2, token_slices=lengths, **method)
-    return alpa_lite.parallelize(step, method=chosen, cluster=local(devices), num_microbatches=2)
+def sliced(step: Any, *lengths: int, **method: Any) -> Any:
+    return lm.piped(step, 2, num_stages=2, token_slices=lengths, **method)
 
 
 # -- scans over layers ------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -16,7 +15,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
-from tests.marks import only
+from tests.gallery import sgd, square_layers
+from tests.marks import only, slow
+from tests.zoo_base import normal as drawn
 
 GIVEN = 3521
 METHODS: dict[str, dict[str, Any]] = {
@@ -30,21 +31,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 def normal(*shape: int) -> Any:
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape) * 0.3, jnp.float32)
-
-
-def descent(loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def step(state: Any, batch: Any) -> Any:
-        value, gradients = jax.value_and_grad(loss)(state, batch)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, state, gradients), value
-
-    return step
-
-
-def layers(weights: Any, x: Any) -> Any:
-    for w in weights:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x**2)
+    return drawn(0, *shape) * 0.3
 
 
 def scanned(weights: Any, x: Any) -> Any:
@@ -72,20 +59,20 @@ ADAM = optax.adam(1e-3)
 
 def adam(state: Any, x: Any) -> Any:
     weights, moments = state
-    value, gradients = jax.value_and_grad(layers)(weights, x)
+    value, gradients = jax.value_and_grad(square_layers)(weights, x)
     updates, moments = ADAM.update(gradients, moments)
     return (optax.apply_updates(weights, updates), moments), value
 
 
 STEPS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[], tuple[Any, Any]]]] = {
-    "weights": (descent(layers), lambda: ([normal(62, 62) for _ in range(2)], normal(24, 62))),
-    "activations": (descent(layers), lambda: ([normal(32, 32) for _ in range(4)], normal(512, 32))),
-    "indivisible": (descent(layers), lambda: ([normal(30, 50), normal(50, 30)], normal(18, 30))),
+    "weights": (sgd(square_layers), lambda: ([normal(62, 62) for _ in range(2)], normal(24, 62))),
+    "activations": (sgd(square_layers), lambda: ([normal(32, 32) for _ in range(4)], normal(512, 32))),
+    "indivisible": (sgd(square_layers), lambda: ([normal(30, 50), normal(50, 30)], normal(18, 30))),
     "adam": (adam, lambda: (([normal(32, 32)] * 2, ADAM.init([normal(32, 32)] * 2)), normal(64, 32))),
-    "embedding": (descent(embedded), lambda: ({"e": normal(256, 16), "w": normal(16, 16)}, jnp.arange(64) % 256)),
-    "rematerialised": (descent(rematerialised), lambda: ([normal(32, 32) for _ in range(2)], normal(256, 32))),
-    "scanned": (descent(scanned), lambda: (normal(4, 32, 32), normal(128, 32))),
-    "shard_map": (descent(manual), lambda: ([normal(64, 64) for _ in range(2)], normal(24, 64))),
+    "embedding": (sgd(embedded), lambda: ({"e": normal(256, 16), "w": normal(16, 16)}, jnp.arange(64) % 256)),
+    "rematerialised": (sgd(rematerialised), lambda: ([normal(32, 32) for _ in range(2)], normal(256, 32))),
+    "scanned": (sgd(scanned), lambda: (normal(4, 32, 32), normal(128, 32))),
+    "shard_map": (sgd(manual), lambda: ([normal(64, 64) for _ in range(2)], normal(24, 64))),
 }
 
 
@@ -105,12 +92,7 @@ def check(name: str, method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        ("weights", "pipeline"),
-        pytest.param("embedding", "sharded", marks=pytest.mark.slow),
-        pytest.param("shard_map", "auto", marks=pytest.mark.slow),
-    ],
+    ("name", "method"), [("weights", "pipeline"), slow("embedding", "sharded"), slow("shard_map", "auto")]
 )
 def test_the_smallest_budget_works(name: str, method: str) -> None:
     check(name, method)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,20 +18,18 @@ from flax import nnx
 import alpa_lite
 from alpa_lite.errors import DonatedError
 from alpa_lite.runtime.stacked import StackedArray
+from tests.comparing import assert_close
+from tests.gallery import sgd
+from tests.marks import slow_but
+from tests.test_settings import X
 
-X = jnp.cos(jnp.arange(128.0)).reshape(16, 8)
 LAYERS = 4
 
 
 def trained(loss_of: Callable[[Any, Any], jax.Array], params: Any, optimizer: Any = None) -> tuple[Any, Any]:
     """A step and its state, under SGD without momentum unless an optimizer is given."""
     if optimizer is None:
-
-        def sgd(state: Any, x: jax.Array) -> Any:
-            loss, grads = jax.value_and_grad(loss_of)(state, x)
-            return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
-
-        return sgd, params
+        return sgd(loss_of), params
 
     def step(state: Any, x: jax.Array) -> Any:
         loss, grads = jax.value_and_grad(loss_of)(state["params"], x)
@@ -113,11 +112,6 @@ WAYS = {
     "interleaved": {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2},
     "1f1b": {"method": alpa_lite.Pipeline(num_stages=2, schedule="1f1b"), "num_microbatches": 2},
 }
-CASES = [
-    pytest.param(program, where, marks=() if (program, where) == ("weak", "1f1b") else pytest.mark.slow)
-    for program in PROGRAMS
-    for where in WAYS
-]
 
 
 @pytest.fixture
@@ -135,12 +129,10 @@ def compilations() -> Any:
 
 
 def same(got: Any, want: Any) -> None:
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=3e-5, atol=1e-6)
+    assert_close(got, want, rtol=3e-5, weak_types=True)
 
 
-@pytest.mark.parametrize(("program", "where"), CASES)
+@pytest.mark.parametrize(("program", "where"), slow_but({("weak", "1f1b")}, itertools.product(PROGRAMS, WAYS)))
 def test_calls_move_and_compile_nothing_and_results_are_those_of_jit(program, where, compilations, monkeypatch):
     step, start = PROGRAMS[program]()
     run, state, want = alpa_lite.parallelize(step, batch_argnums=1, **WAYS[where]), start, start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,7 +15,9 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import MicrobatchError
+from tests.comparing import assert_close, close_to_jit
 from tests.gallery import sgd
+from tests.zoo_base import normal
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
@@ -27,15 +30,23 @@ FREE_LINKS = Cluster(
 
 def same(step: Any, args: tuple[Any, ...], tolerance: float = 1e-6, **options: Any) -> alpa_lite.Plan:
     """Runs a step planned and plain, compares every leaf, and returns the plan."""
-    want = jax.tree.map(np.asarray, jax.tree.map(_words, jax.jit(step)(*args)))
-    planned = alpa_lite.parallelize(step, **options)
-    got = jax.tree.map(_words, planned(*args))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), got, want)
-    return planned.plan(*args)
+    return close_to_jit(step, *args, rtol=tolerance, atol=tolerance, **options).plan(*args)
 
 
-def _words(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+def shrinking(result: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """A step that takes a tenth off its state and gives a result of state and batch."""
+    return lambda state, batch: (jax.tree.map(lambda x: x * 0.9, state), result(state, batch))
+
+
+def manual(specs: dict[str, P], *shape: int, **options: Any) -> alpa_lite.Manual:
+    return alpa_lite.Manual(specs, mesh_shape=shape, axis_names="xyz"[: len(shape)], **options)
+
+
+WHOLE = manual({"batch['x']": P("x")}, 8)
+"""The batch is sharded, so that a sum over it is a collective."""
+SCALAR = {"s": jnp.ones(())}
+CHECKED: dict[str, Any] = {"cluster": FREE_LINKS, "verify": "hlo"}
+BY_COMPILER: dict[str, Any] = {"cluster": FREE_LINKS, "communication": "compiler"}
 
 
 def draw_for_many_keys(state, batch):
@@ -57,62 +68,126 @@ def test_draws_for_many_keys_do_not_depend_on_the_plan(generator, parts):
     assert plan.num_microbatches == parts
 
 
+def grouped_convolution(state, batch):
+    """XLA's partitioner takes the outputs of each device for all groups, or does not compile them."""
+    x, dims = jnp.concatenate([batch["x"], batch["x"][:, :-1]], 1), ("NWC", "WIO", "NWC")
+    return lax.conv_general_dilated(x, state["w"], (2,), "SAME", dimension_numbers=dims, feature_group_count=2)
+
+
+def product(state, batch):
+    """XLA's partitioner exchanges blocks of the result where one axis is summed over and divides it after."""
+    return lax.dot(batch["x"], state["w"]) * batch["b"], batch["x"][0, 0]
+
+
+def scanned_product(state, batch):
+    return lax.scan(lambda x, b: product(state, {"x": x, "b": b}), batch["x"], batch["b"])
+
+
+def product_on_three_axes(*runs: int) -> tuple[Any, dict[str, Any]]:
+    """Arguments and options."""
+    specs = {"batch['x']": P(None, "y"), "state['w']": P("y", None)}
+    specs["batch['b']"] = P(*[None] * len(runs), ("z", "x"), "y")
+    args = {"w": normal(0, 16, 16)}, {"x": normal(1, 4, 16), "b": normal(2, *runs, 4, 16)}
+    return args, {"method": manual(specs, 2, 2, 2), "tolerance": 1e-5, **BY_COMPILER}
+
+
+def either_layout(state, batch):
+    sort, add = (lambda a: jnp.sort(a, -1)), (lambda a: jnp.cumsum(a, 0) / 8)
+    return {"w": lax.cond(jnp.max(batch["n"]) > 3, sort, add, state["w"])}, batch["n"] + 1
+
+
+def complex_loss(params, batch):
+    return jnp.mean(jnp.abs((batch["x"] @ params["w"]) * (1 + 1j) + 2j) ** 2)
+
+
+def norms(state, batch):
+    """XLA refuses a region whose operands are all constants to it."""
+    return jnp.linalg.norm(batch["x"] + 1, axis=-1), jnp.bitwise_xor.reduce(batch["n"])
+
+
+W, X = {"w": jnp.ones((8, 16))}, {"x": jnp.ones((16, 8))}
+PARTS = manual({"batch['a']": P(), "batch['b']": P("x", "y")}, 4, 2, rest=alpa_lite.Zero(3))
+PROGRAMS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "complex constants are checked in the compiled program": (
+        sgd(complex_loss), (W, X), {"method": alpa_lite.DataParallel(), "verify": "hlo"},
+    ),
+    "a product of nothing": (
+        shrinking(lambda state, batch: batch["x"] @ state["w"]), (W, {"x": jnp.ones((0, 8))}),
+        {"method": manual({"state['w']": P(None, "x")}, 8), "verify": "hlo"},
+    ),
+    "no argument has elements": (
+        shrinking(norms), ({"s": jnp.zeros((0,))}, {"x": jnp.zeros((5, 0)), "n": jnp.zeros((0,), int)}),
+        {"method": alpa_lite.DataParallel(), **CHECKED},
+    ),
+    "a part of an axis that the partitioner uses is compared": (
+        lambda state, batch: ({"s": state["s"] + 1}, batch["a"] - batch["b"]),
+        (SCALAR, {"a": jnp.ones((8, 12)), "b": jnp.ones((8, 12))}),
+        {"method": PARTS, "num_microbatches": 4, "communication": "compiler", "verify": "hlo"},
+    ),
+    "integers that are divided, by the compiler": (
+        shrinking(lambda state, batch: (batch["x"] @ batch["x"].T) % 7), (W, {"x": jnp.arange(64).reshape(8, 8)}),
+        {"method": alpa_lite.Sharded((4, 2)), **BY_COMPILER},
+    ),
+    "branches that end in other layouts, by the compiler": (
+        either_layout, ({"w": jnp.arange(96.0).reshape(6, 16) / 96}, {"n": jnp.arange(8)}),
+        {"method": manual({"state['w']": P("x", None)}, 2, 2, 2), "communication": "compiler"},
+    ),
+    "a convolution in groups, not by the compiler": (
+        shrinking(grouped_convolution), ({"w": normal(0, 1, 1, 16)}, {"x": normal(1, 12, 8, 2)}),
+        {"method": manual({"state['w']": P(None, None, "x")}, 8), **BY_COMPILER},
+    ),
+    "a product on three axes, not by the compiler": (shrinking(product), *product_on_three_axes()),
+    "a scanned product on three axes, not by the compiler": (shrinking(scanned_product), *product_on_three_axes(3)),
+    **{
+        f"a bitwise {name} over a sharded dim, not by the compiler": (
+            shrinking(lambda state, batch, reduce=reduce: reduce(batch["x"] * 3)), (SCALAR, {"x": jnp.arange(1, 25)}),
+            {"method": WHOLE, **BY_COMPILER},
+        )
+        for name, reduce in (("and", jnp.bitwise_and.reduce), ("xor", jnp.bitwise_xor.reduce))
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_run_as_under_plain_jit(name):
+    step, args, options = PROGRAMS[name]
+    same(step, args, **options)
+
+
 def test_a_reordering_of_axes_is_listed_over_those_that_it_moves_along():
-    def step(state, batch):
-        return {"w": state["w"] - 0.1 * batch["x"]}
-
     args = {"w": jnp.ones((32, 8))}, {"x": jnp.arange(256.0).reshape(32, 8)}
-    pins = {"state['w']": P(("x", "y")), "batch['x']": P(("y", "x"))}
-    method = alpa_lite.Manual(pins, mesh_shape=(2, 2, 2), axis_names="xyz")
-    plan = same(step, args, method=method, cluster=FREE_LINKS, verify="hlo")
+    method = manual({"state['w']": P(("x", "y")), "batch['x']": P(("y", "x"))}, 2, 2, 2)
+    plan = same(lambda state, batch: {"w": state["w"] - 0.1 * batch["x"]}, args, method=method, **CHECKED)
     assert any(c.kind == "collective_permute" and set(c.axes) == {"x", "y"} for c in plan.collectives), plan.collectives
-
-
-def test_a_step_with_complex_constants_is_checked_in_the_compiled_program():
-    def loss(params, batch):
-        return jnp.mean(jnp.abs((batch["x"] @ params["w"]) * (1 + 1j) + 2j) ** 2)
-
-    args = {"w": jnp.ones((8, 16))}, {"x": jnp.ones((16, 8))}
-    same(sgd(loss), args, method=alpa_lite.DataParallel(), verify="hlo")
 
 
 def test_complex_sums_are_shared_and_cut_into_micro_batches():
     def loss(params, batch):
         return jnp.sum((batch["x"] @ params["w"]) * jnp.complex64(1j)).imag
 
-    args = {"w": jnp.ones((8, 16))}, {"x": jnp.ones((16, 8))}
-    plan = same(sgd(loss), args, method=alpa_lite.DataParallel(), num_microbatches=4)
+    plan = same(sgd(loss), (W, X), method=alpa_lite.DataParallel(), num_microbatches=4)
     assert plan.num_microbatches == 4
     assert not any("reduce_sum" in note for note in plan.notes)
 
 
-WHOLE = alpa_lite.Manual({"batch['x']": P("x")}, mesh_shape=(8,), axis_names=("x",))
-"""The batch is sharded, so that a sum over it is a collective."""
-
-
 def test_a_collective_in_the_condition_of_a_loop_is_found_in_the_compiled_program():
-    def step(state, batch):
-        h = lax.while_loop(lambda h: jnp.sum(h) < 1e3, lambda h: h * 2 + 1, batch["x"] * state["s"])
-        return {"s": state["s"] * 0.9}, h.sum()
+    def doubled(state, batch):
+        return lax.while_loop(lambda h: jnp.sum(h) < 1e3, lambda h: h * 2 + 1, batch["x"] * state["s"]).sum()
 
-    args = {"s": jnp.ones(())}, {"x": jnp.arange(32.0) / 100}
-    plan = same(step, args, method=WHOLE, cluster=FREE_LINKS, verify="hlo")
+    plan = same(shrinking(doubled), (SCALAR, {"x": jnp.arange(32.0) / 100}), method=WHOLE, **CHECKED)
     assert sum(c.count for c in plan.collectives if c.kind == "all_reduce") == 2
 
 
-@pytest.mark.parametrize("verify", ["shardy", "hlo"])
 @pytest.mark.parametrize(("last", "trips"), [(3, 3), (7, 4)])
-def test_a_collective_in_a_counted_loop_is_counted_once_an_iteration(verify, last, trips):
+def test_a_collective_in_a_counted_loop_is_counted_once_an_iteration(last, trips):
     def body(carry):
         i, x = carry
         return i + (1 if trips == last else 2), jnp.tanh(x * 2) + jnp.sum(x)
 
-    def step(state, batch):
-        _, h = lax.while_loop(lambda carry: carry[0] < last, body, (0, batch["x"] * state["s"]))
-        return {"s": state["s"] * 0.9}, h.sum()
+    def summed(state, batch):
+        return lax.while_loop(lambda carry: carry[0] < last, body, (0, batch["x"] * state["s"]))[1].sum()
 
-    args = {"s": jnp.ones(())}, {"x": jnp.arange(32.0) / 100}
-    plan = same(step, args, method=WHOLE, cluster=FREE_LINKS, verify=verify)
+    plan = same(shrinking(summed), (SCALAR, {"x": jnp.arange(32.0) / 100}), method=WHOLE, **CHECKED)
     assert sum(c.count for c in plan.collectives if c.kind == "all_reduce") == trips + 1
 
 
@@ -121,31 +196,33 @@ def test_what_takes_the_whole_batch_is_named_where_nothing_is_left_to_cut():
         h = jnp.tanh(batch["x"] @ params["w"])
         return (h * jnp.sort(h, 0)).mean()
 
-    args = {"w": jnp.ones((8, 16))}, {"x": jnp.ones((16, 8))}
     with pytest.raises(MicrobatchError, match=r"sort at .*test_unusual_programs.* across the examples"):
-        alpa_lite.parallelize(sgd(loss), method=alpa_lite.DataParallel(), num_microbatches=4).plan(*args)
+        alpa_lite.parallelize(sgd(loss), method=alpa_lite.DataParallel(), num_microbatches=4).plan(W, X)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("read", [0, 1])
 def test_the_largest_of_a_sharded_row_and_their_places_need_not_both_be_read(read, dtype):
-    def step(state, batch):
-        h = batch["x"] * state["s"].astype(dtype)
-        return {"s": state["s"] * 0.9}, lax.top_k(h, 3)[read]
-
+    step = shrinking(lambda state, batch: lax.top_k(batch["x"] * state["s"].astype(dtype), 3)[read])
     x = np.random.default_rng(0).permutation(np.repeat(np.arange(16.0), 4)).astype(dtype)  # with ties
-    plan = same(step, ({"s": jnp.ones(())}, {"x": jnp.asarray(x)}), method=WHOLE, cluster=FREE_LINKS, verify="hlo")
+    plan = same(step, (SCALAR, {"x": jnp.asarray(x)}), method=WHOLE, **CHECKED)
     assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_gather", 8 * 3 * 2 * 4)]
 
 
+@pytest.mark.parametrize("size", [8, 16])
+def test_the_place_of_the_largest_of_a_sharded_row_is_gathered_where_blocks_have_several(size):
+    x = np.random.default_rng(0).permutation(np.repeat(np.arange(size / 2), 2)).astype("float32")
+    step = shrinking(lambda state, batch: jnp.argmax(batch["x"] * state["s"]))
+    plan = same(step, (SCALAR, {"x": jnp.asarray(x)}), method=WHOLE, **CHECKED)
+    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_gather", 32)] * (1 if size == 8 else 2)
+
+
 def test_a_loop_that_never_runs_is_what_it_starts_with():
-    def step(state, batch):
-        h, rows = lax.scan(lambda a, w: (jnp.tanh(a @ w), jnp.sum(a, 0)), batch["x"], state["w"])
-        return {"w": state["w"] * 0.9}, (h, rows)
+    def scanned(state, batch):
+        return lax.scan(lambda a, w: (jnp.tanh(a @ w), jnp.sum(a, 0)), batch["x"], state["w"])
 
     args = {"w": jnp.ones((0, 8, 8))}, {"x": jnp.ones((16, 8))}
-    plan = same(step, args, method=alpa_lite.Sharded((8,)), cluster=FREE_LINKS, verify="hlo")
-    assert not plan.collectives
+    assert not same(shrinking(scanned), args, method=alpa_lite.Sharded((8,)), **CHECKED).collectives
 
 
 def test_state_without_elements_is_passed_on_from_call_to_call():
@@ -158,15 +235,6 @@ def test_state_without_elements_is_passed_on_from_call_to_call():
     for _ in range(3):
         state, _ = planned(state, {"x": jnp.ones((16, 8))})
     np.testing.assert_allclose(state["w"], np.full((8, 16), 0.9**3), rtol=1e-6)
-
-
-def test_a_product_of_nothing_is_planned():
-    def step(state, batch):
-        return {"w": state["w"] * 0.9}, batch["x"] @ state["w"]
-
-    args = {"w": jnp.ones((8, 16))}, {"x": jnp.ones((0, 8))}
-    method = alpa_lite.Manual({"state['w']": P(None, "x")}, mesh_shape=(8,), axis_names=("x",))
-    same(step, args, method=method, verify="hlo")
 
 
 @pytest.mark.parametrize("method", [alpa_lite.DataParallel(), alpa_lite.Pipeline(submesh_shapes=((4,), (4,)))])
@@ -185,77 +253,6 @@ def test_the_old_value_of_state_that_is_overwritten_can_be_returned_beside_the_n
         before = np.asarray(state["a"])
 
 
-@pytest.mark.parametrize("size", [8, 16])
-def test_the_place_of_the_largest_of_a_sharded_row_is_gathered_where_blocks_have_several(size):
-    def step(state, batch):
-        return {"s": state["s"] * 0.9}, jnp.argmax(batch["x"] * state["s"])
-
-    x = np.random.default_rng(0).permutation(np.repeat(np.arange(size / 2), 2)).astype("float32")
-    plan = same(step, ({"s": jnp.ones(())}, {"x": jnp.asarray(x)}), method=WHOLE, cluster=FREE_LINKS, verify="hlo")
-    assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_gather", 32)] * (1 if size == 8 else 2)
-
-
-def test_integers_that_are_divided_are_left_to_the_compiler():
-    def step(state, batch):
-        return {"w": state["w"] * 0.9}, (batch["x"] @ batch["x"].T) % 7
-
-    args = {"w": jnp.ones((8, 16))}, {"x": jnp.arange(64).reshape(8, 8)}
-    same(step, args, method=alpa_lite.Sharded((4, 2)), cluster=FREE_LINKS, communication="compiler")
-
-
-def test_branches_that_end_in_other_layouts_are_left_to_the_compiler():
-    def step(state, batch):
-        sort, add = (lambda a: jnp.sort(a, -1)), (lambda a: jnp.cumsum(a, 0) / 8)
-        return {"w": lax.cond(jnp.max(batch["n"]) > 3, sort, add, state["w"])}, batch["n"] + 1
-
-    args = {"w": jnp.arange(96.0).reshape(6, 16) / 96}, {"n": jnp.arange(8)}
-    method = alpa_lite.Manual({"state['w']": P("x", None)}, mesh_shape=(2, 2, 2), axis_names="xyz")
-    same(step, args, method=method, communication="compiler")
-
-
-@pytest.mark.parametrize("reduce", [jnp.bitwise_and.reduce, jnp.bitwise_xor.reduce])
-def test_bitwise_reductions_over_a_sharded_dim_are_not_left_to_the_compiler(reduce):
-    def step(state, batch):
-        return {"s": state["s"] * 0.9}, reduce(batch["x"] * 3)
-
-    args = {"s": jnp.ones(())}, {"x": jnp.arange(1, 25)}
-    same(step, args, method=WHOLE, cluster=FREE_LINKS, communication="compiler")
-
-
-def test_a_convolution_in_groups_is_not_left_to_the_compiler():
-    """XLA's partitioner takes the outputs of each device for all groups, or does not compile them."""
-
-    def step(state, batch):
-        x, dims = jnp.concatenate([batch["x"], batch["x"][:, :-1]], 1), ("NWC", "WIO", "NWC")
-        out = lax.conv_general_dilated(x, state["w"], (2,), "SAME", dimension_numbers=dims, feature_group_count=2)
-        return {"w": state["w"] * 0.9}, out
-
-    method = alpa_lite.Manual({"state['w']": P(None, None, "x")}, mesh_shape=(8,), axis_names=("x",))
-    rng = np.random.default_rng(0)
-    args = {"w": jnp.asarray(rng.normal(size=(1, 1, 16)))}, {"x": jnp.asarray(rng.normal(size=(12, 8, 2)))}
-    same(step, args, method=method, cluster=FREE_LINKS, communication="compiler")
-
-
-@pytest.mark.parametrize("scanned", [False, True])
-def test_a_product_on_a_mesh_of_three_axes_is_not_left_to_the_compiler(scanned):
-    """XLA's partitioner exchanges blocks of the result where one axis is summed over and divides it after."""
-
-    def step(state, batch):
-        def product(x, b):
-            return lax.dot(x, state["w"]) * b, x[0, 0]
-
-        out = lax.scan(product, batch["x"], batch["b"]) if scanned else product(batch["x"], batch["b"])
-        return {"w": state["w"] * 0.9}, out
-
-    runs = (3,) * scanned
-    specs = {"batch['x']": P(None, "y"), "state['w']": P("y", None)}
-    specs["batch['b']"] = P(*[None] * scanned, ("z", "x"), "y")
-    method = alpa_lite.Manual(specs, mesh_shape=(2, 2, 2), axis_names="xyz")
-    rng = np.random.default_rng(0)
-    x, w, b = (jnp.asarray(rng.normal(size=size), "float32") for size in ((4, 16), (16, 16), (*runs, 4, 16)))
-    same(step, ({"w": w}, {"x": x, "b": b}), 1e-5, method=method, cluster=FREE_LINKS, communication="compiler")
-
-
 def test_indices_into_dims_of_one_element_are_brought_nowhere():
     """They can only mean 0: compilers drop them, and what computes them."""
 
@@ -272,26 +269,6 @@ def test_indices_into_dims_of_one_element_are_brought_nowhere():
     assert not plan.collectives
 
 
-def test_a_step_whose_arguments_have_no_elements_is_compiled():
-    """XLA refuses a region whose operands are all constants to it."""
-
-    def step(state, batch):
-        return {"s": state["s"] * 0.9}, (jnp.linalg.norm(batch["x"] + 1, axis=-1), jnp.bitwise_xor.reduce(batch["n"]))
-
-    args = {"s": jnp.zeros((0,))}, {"x": jnp.zeros((5, 0)), "n": jnp.zeros((0,), int)}
-    same(step, args, method=alpa_lite.DataParallel(), cluster=FREE_LINKS, verify="hlo")
-
-
-def test_a_part_of_an_axis_that_the_partitioner_uses_is_compared():
-    def step(state, batch):
-        return {"s": state["s"] + 1}, batch["a"] - batch["b"]
-
-    specs = {"batch['a']": P(), "batch['b']": P("x", "y")}
-    method = alpa_lite.Manual(specs, mesh_shape=(4, 2), axis_names="xy", rest=alpa_lite.Zero(3))
-    args = {"s": jnp.ones(())}, {"a": jnp.ones((8, 12)), "b": jnp.ones((8, 12))}
-    same(step, args, method=method, num_microbatches=4, communication="compiler", verify="hlo")
-
-
 @pytest.mark.parametrize("method", [alpa_lite.DataParallel(), alpa_lite.Pipeline(submesh_shapes=((4,), (4,)))])
 def test_what_is_handed_through_comes_back_in_arrays_of_jax(method):
     descent = sgd(lambda state, batch: jnp.mean(jnp.tanh(jnp.tanh(batch["x"] @ state["w"]) @ state["w"]) ** 2))
@@ -304,8 +281,7 @@ def test_what_is_handed_through_comes_back_in_arrays_of_jax(method):
     want = jax.jit(step)({"w": jnp.ones((8, 8))}, batch)
     got = alpa_lite.parallelize(step, method=method)({"w": jnp.ones((8, 8))}, batch)
     assert [type(leaf) for leaf in jax.tree.leaves(got)] == [type(leaf) for leaf in jax.tree.leaves(want)]
-    assert [leaf.weak_type for leaf in jax.tree.leaves(got)] == [leaf.weak_type for leaf in jax.tree.leaves(want)]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, want)
+    assert_close(got, want, rtol=1e-6, atol=0, weak_types=True)
 
 
 def test_a_transform_beside_a_collective_runs_on_cpus():
@@ -316,10 +292,8 @@ def test_a_transform_beside_a_collective_runs_on_cpus():
         mixed = jnp.fft.irfft(spectrum, n=64)[..., :32].swapaxes(1, 2) * batch["x"]
         return jnp.mean((mixed @ w["out"] - batch["y"]) ** 2)
 
-    keys = iter(jax.random.split(jax.random.key(0), 5))
-    w = {name: jax.random.normal(next(keys), shape) for name, shape in
-         (("filter", (16, 32)), ("in", (16, 16)), ("out", (16, 16)))}  # fmt: skip
-    batch = {name: jax.random.normal(next(keys), (8, 32, 16)) for name in "xy"}
+    w = {"filter": normal(0, 16, 32), "in": normal(1, 16, 16), "out": normal(2, 16, 16)}
+    batch = {"x": normal(3, 8, 32, 16), "y": normal(4, 8, 32, 16)}
     plan = same(sgd(loss), (w, batch), tolerance=1e-4, method=alpa_lite.TensorParallel())
     assert any(one.kind == "all_gather" for one in plan.collectives)
 

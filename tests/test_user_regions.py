@@ -7,27 +7,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen as nn
 from jax import lax
-from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite import DataParallel, OptionError, Pipeline
+from tests.comparing import close_to_jit
+from tests.gallery import mesh_of, sgd
+from tests.marks import slow, slow_but
+from tests.zoo_base import normal
 
-AUTO = {"axis_types": (AxisType.Auto,) * 2}
 X = jnp.linspace(-1, 1, 64 * 32).reshape(64, 32)
 
 
-def mesh_of(*sizes: int) -> Mesh:
-    return jax.make_mesh(sizes, ("data", "model"), devices=jax.devices()[: sizes[0] * sizes[1]], **AUTO)
-
-
 def weights() -> dict[str, jax.Array]:
-    keys = jax.random.split(jax.random.key(0))
-    return {"up": jax.random.normal(keys[0], (32, 64)) / 6, "down": jax.random.normal(keys[1], (64, 32)) / 8}
+    return {"up": normal(0, 32, 64) / 6, "down": normal(1, 64, 32) / 8}
 
 
 def mapped(body: Callable[..., Any], specs: Any, out: Any, *, check_vma: bool = True, axes: Any = None) -> Any:
@@ -90,31 +86,16 @@ REGIONS = {
 
 
 def step_of(region: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
-    def step(w, x):
-        loss, grads = jax.value_and_grad(lambda w: jnp.mean((region(mesh, x, w) - 1) ** 2))(w)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, w, grads), loss
-
-    return step
+    return sgd(lambda w, x: jnp.mean((region(mesh, x, w) - 1) ** 2))
 
 
-def assert_equal_to_jit(step: Any, plain: Any) -> None:
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        step(weights(), X),
-        jax.jit(plain)(weights(), X),
-    )
+def assert_equal_to_jit(plain: Any, **options: Any) -> alpa_lite.Plan:
+    return close_to_jit(plain, weights(), X, **options).plan(weights(), X)
 
 
-FAST = {"batch alone", "parameters gathered", "a sum over products"}
-CASES = [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in REGIONS]
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_but({"batch alone", "parameters gathered", "a sum over products"}, REGIONS))
 def test_regions_are_planned_as_operations_on_whole_arrays(name):
-    plain = step_of(REGIONS[name], mesh_of(4, 2))
-    step = alpa_lite.parallelize(plain)
-    assert_equal_to_jit(step, plain)
-    plan = step.plan(weights(), X)
+    plan = assert_equal_to_jit(step_of(REGIONS[name], mesh_of(4, 2)))
     assert "shard_map" not in {row.name for row in plan.replicated}
     assert plan.collectives
 
@@ -123,27 +104,24 @@ def test_regions_are_planned_as_operations_on_whole_arrays(name):
     "options",
     [
         {"method": DataParallel(), "num_microbatches": 2},
-        pytest.param({"method": Pipeline(num_stages=2), "num_microbatches": 2}, marks=pytest.mark.slow),
+        slow({"method": Pipeline(num_stages=2), "num_microbatches": 2}),
     ],
 )
-@pytest.mark.parametrize("name", ["batch alone", pytest.param("parameters gathered", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["batch alone", slow("parameters gathered")])
 def test_regions_in_micro_batches_and_stages(name, options):
-    plain = step_of(REGIONS[name], mesh_of(4, 2))
-    assert_equal_to_jit(alpa_lite.parallelize(plain, **options), plain)
+    assert_equal_to_jit(step_of(REGIONS[name], mesh_of(4, 2)), **options)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), pytest.param((2, 2), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [(1, 1), slow((2, 2))])
 def test_regions_for_fewer_devices_run_on_all(sizes):
-    plain = step_of(REGIONS["a sum over products"], mesh_of(*sizes))
-    assert_equal_to_jit(alpa_lite.parallelize(plain), plain)
+    assert_equal_to_jit(step_of(REGIONS["a sum over products"], mesh_of(*sizes)))
 
 
-@pytest.mark.parametrize("concrete", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("concrete", [True, slow(False)])
 def test_the_mesh_of_the_context(concrete):
     mesh = mesh_of(8, 1)
-    plain = step_of(REGIONS["parameters gathered"], mesh if concrete else None)
     with jax.set_mesh(mesh):
-        assert_equal_to_jit(alpa_lite.parallelize(plain), plain)
+        assert_equal_to_jit(step_of(REGIONS["parameters gathered"], mesh if concrete else None))
 
 
 def turned(x: Any, up: Any, down: Any) -> Any:
@@ -155,13 +133,11 @@ TURNED = mapped(turned, (ROWS, WHOLE, WHOLE), ROWS)
 
 
 def test_a_region_that_moves_blocks_runs_as_it_is_written():
-    plain = step_of(TURNED, mesh_of(8, 1))
-    step = alpa_lite.parallelize(plain)
-    assert_equal_to_jit(step, plain)
-    assert "shard_map" in {row.name for row in step.plan(weights(), X).replicated}
+    plan = assert_equal_to_jit(step_of(TURNED, mesh_of(8, 1)))
+    assert "shard_map" in {row.name for row in plan.replicated}
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), pytest.param((4, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [(1, 1), slow((4, 1))])
 def test_a_region_that_moves_blocks_of_other_devices_is_refused(sizes):
     with pytest.raises(OptionError, match=rf"shard_map at .* a mesh of {sizes[0]} devices.*for 8.*ppermute"):
         alpa_lite.parallelize(step_of(TURNED, mesh_of(*sizes))).plan(weights(), X)

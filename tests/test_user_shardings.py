@@ -23,15 +23,12 @@ import alpa_lite
 from alpa_lite import DataParallel, OptionError, Pipeline, Sharded
 from alpa_lite.ir.paths import shown
 from tests.comparing import assert_close
-from tests.gallery import linen_step, nnx_step, sgd, train_state
+from tests.gallery import linen_step, mesh_of, nnx_step, sgd, train_state
 from tests.marks import slow
+from tests.zoo_base import normal
 
 FREE = P.UNCONSTRAINED
 BATCH = jnp.linspace(-1, 1, 16 * 16).reshape(16, 16)
-
-
-def mesh_of(*sizes: int, kind: AxisType = AxisType.Auto) -> Mesh:
-    return jax.make_mesh(sizes, ("data", "model")[: len(sizes)], axis_types=(kind,) * len(sizes))
 
 
 def put(spec: P, mesh: Mesh | None = None) -> NamedSharding:
@@ -44,8 +41,7 @@ def step_with(say: Callable[[Any], Any]) -> Callable[..., Any]:
 
 
 def state() -> dict[str, jax.Array]:
-    keys = jax.random.split(jax.random.key(0))
-    return {"up": jax.random.normal(keys[0], (16, 32)) / 4, "down": jax.random.normal(keys[1], (32, 16)) / 4}
+    return {"up": normal(0, 16, 32) / 4, "down": normal(1, 32, 16) / 4}
 
 
 PLAIN = step_with(lambda h: h)

@@ -12,10 +12,8 @@ import pytest
 from flax import nnx
 
 from tests import zoo
+from tests.comparing import assert_equal
 from tests.marks import one_in
-
-by_name = pytest.mark.parametrize("case", zoo.CASES, ids=lambda case: case.name)
-functional = pytest.mark.parametrize("case", zoo.FUNCTIONAL, ids=lambda case: case.name)
 
 
 def test_names_are_unique() -> None:
@@ -27,11 +25,8 @@ def test_names_are_unique() -> None:
 @pytest.mark.parametrize("name", ["nnx_gpt_scan_dropout", "linen_moe", "plain_dropout_raw", "nnx_user_gpt"])
 def test_make_is_deterministic(name: str) -> None:
     first, second = (jax.tree.leaves(zoo.get(name).make()[1]) for _ in range(2))
-    for a, b in zip(first, second, strict=True):
-        assert a is not b
-        same = jax.random.key_data(a) if jnp.issubdtype(a.dtype, jax.dtypes.prng_key) else a
-        other = jax.random.key_data(b) if jnp.issubdtype(b.dtype, jax.dtypes.prng_key) else b
-        np.testing.assert_array_equal(same, other)
+    assert all(a is not b for a, b in zip(first, second, strict=True))
+    assert_equal(first, second)
 
 
 @pytest.mark.parametrize("name", ["nnx_gpt_scan_dropout", "linen_convnet", "plain_dropout_typed", "plain_solve"])
@@ -40,7 +35,7 @@ def test_state_comes_back_in_its_own_shape(name: str) -> None:
 
 
 @pytest.mark.thorough
-@functional
+@pytest.mark.parametrize("case", zoo.FUNCTIONAL, ids=lambda case: case.name)
 def test_every_state_comes_back_in_its_own_shape(case: zoo.Case) -> None:
     _check_form(case)
 

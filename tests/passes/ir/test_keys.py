@@ -1,13 +1,19 @@
-"""Keys tell apart what is not equal, though it prints alike, and leave out what no layout depends on."""
+"""Keys tell apart what is not equal, also in graphs that are edited, and leave out what no layout depends on."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 import pytest
 from jax import lax
 
 from alpa_lite.passes.ir.keys import Keys, placeless
+from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.tracing import tracing
+from alpa_lite.passes.tracing.conversion import graph_of
 
 
 class Rate:
@@ -64,3 +70,21 @@ def test_where_a_part_begins_is_left_out_unless_layouts_depend_on_it(one, other,
     keys = [placeless(*first_op(function, (8, 8))) for function in (one, other)]
     assert (keys[0] == keys[1]) is alike
     assert first_op(one, (8, 8))[0].key != first_op(other, (8, 8))[0].key
+
+
+def callbacks(x: jax.Array) -> Any:
+    like = jax.ShapeDtypeStruct((4,), jnp.float32)
+    return jax.pure_callback(lambda y: y + 1, like, x), jax.pure_callback(lambda y: y + 2, like, x)
+
+
+def test_functions_keep_keys_of_their_own_when_one_of_them_is_rewritten() -> None:
+    """The second function was the first that the new writer of keys saw, and got the number of the other."""
+    graph = graph_of(jax.make_jaxpr(callbacks)(jnp.ones(4)))
+    first, second = graph.block.ops
+    assert first.key != second.key
+    rewriter = Rewriter(graph)
+    new = rewriter.finish(replace(graph.block, ops=(first, replace(second, key=None))))
+    assert [op.key for op in new.block.ops] == [first.key, second.key]
+    # And functions of a part that is traced later.
+    part = graph_of(jax.make_jaxpr(lambda x: callbacks(2 * x))(jnp.ones(4)), graph.keys)
+    assert len({op.key for op in (*graph.block.ops, *part.block.ops)}) == 5  # and the product

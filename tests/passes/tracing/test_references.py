@@ -18,7 +18,7 @@ OF_REFERENCES = {"new_ref", "empty_ref", "free_ref", "freeze", "get", "swap", "a
 
 @pytest.mark.parametrize("step", reference_steps.PLAIN)
 def test_values_take_the_place_of_references(step):
-    """Results of control flow are compared here, and of all steps in `tests/test_references.py`."""
+    """Results of control flow are compared here, and of all steps in `tests/test_callbacks.py`."""
     state, x = reference_steps.arguments(step)
     traced = trace(step, (state, x), {})
     check(traced.graph)
