@@ -5,21 +5,15 @@ and planned for 8 A100 by four methods without a memory limit. The two forms com
 should take as long. Each row itemises the difference: seconds of products, of operations bound by memory, of links and
 their latencies, of kernel starts; and the payload bytes of all collectives of one step per device.
 
-    python -m benchmarks.scanned [MODEL ...]
-
-writes benchmarks/results/scanned.json and scanned.md; models that are not named keep their rows.
+Of the smallest models with scanned layers also the temporaries, by XLA's compiler for one CPU device.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
-import json
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -28,11 +22,12 @@ from alpa_lite.models import MODELS
 from alpa_lite.passes.ir.evaluation import evaluate_block
 from alpa_lite.passes.layers.residuals import reduce_residuals
 from alpa_lite.passes.tracing import tracing
-from benchmarks import outside_networks
-from benchmarks.outside_cases import MLP, adam_step, initial, linen_llama, shape, token_loss
+from benchmarks.gallery import networks
+from benchmarks.gallery.linen import accumulating, linen_llama
+from benchmarks.gallery.steps import Built, adam_step, initial, numbers, shape, token_loss
+from benchmarks.harness import Benchmark, Row, Rows, show, table
 from benchmarks.published import kind
 
-HERE = Path(__file__).parent / "results"
 UNBOUNDED = 2**45  # bytes per device
 METHODS: Mapping[str, tuple[Any, int]] = {
     "data parallel": (alpa_lite.DataParallel(), 1),
@@ -40,7 +35,8 @@ METHODS: Mapping[str, tuple[Any, int]] = {
     "ZeRO-3": (alpa_lite.Zero(3), 1),
     "tensor parallel": (alpa_lite.TensorParallel(), 1),
 }
-Built = tuple[Callable[..., Any], tuple[Any, ...]]
+TERMS = ("products", "memory", "links", "latency", "starts")
+TEMPORARIES = "temporaries of "
 
 
 def library(name: str, size: str, batch: int, scan: bool) -> Built:
@@ -80,55 +76,12 @@ def lstm(scan: bool, layers: int = 4, hidden: int = 1024, batch: int = 256, leng
         value, grads = jax.value_and_grad(loss)(params, jnp.swapaxes(x, 0, 1), y)
         return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads), value
 
-    return step, (params, shape(batch, length, hidden, dtype=jnp.float32), shape(batch, hidden, dtype=jnp.float32))
-
-
-def accumulation(scan: bool, parts: int = 4, batch: int = 4096, width: int = 4096) -> Built:
-    """A step that accumulates gradients over parts of its batch in a loop of its own."""
-    model = MLP((width, width, width))
-    params = initial(model, shape(1, width, dtype=jnp.float32))
-
-    def loss(params: Any, x: Any, labels: Any) -> Any:
-        return token_loss(model.apply(params, x), labels)
-
-    def step(params: Any, x: Any, labels: Any) -> Any:
-        def add(total: Any, part: Any) -> Any:
-            value, grads = jax.value_and_grad(loss)(params, *part)
-            return jax.tree.map(jnp.add, total, (value, grads)), None
-
-        cut = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (x, labels))
-        total = jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)
-        if scan:
-            total, _ = jax.lax.scan(add, total, cut)
-        else:
-            for part in range(parts):
-                total, _ = add(total, jax.tree.map(lambda a, part=part: a[part], cut))
-        value, grads = jax.tree.map(lambda a: a / parts, total)
-        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads), value
-
-    return step, (params, shape(batch, width, dtype=jnp.float32), shape(batch))
-
-
-class UnrolledFold(nn.Module):
-    """`outside_networks.Fold` with its blocks one after another."""
-
-    layers: int
-
-    @nn.compact
-    def __call__(self, rows: Any, apart: Any) -> tuple[Any, Any]:
-        """As `Fold`."""
-        dense = outside_networks.Dense
-        x = dense(256)(jax.nn.one_hot(rows, 23, dtype=jnp.bfloat16))
-        pairs = dense(128)(x[:, 0])[:, :, None] + dense(128)(x[:, 0])[:, None]
-        pairs = pairs + nn.Embed(65, 128, dtype=jnp.bfloat16)(apart)
-        for _ in range(self.layers):
-            (x, pairs), _ = nn.remat(outside_networks.Evolution)()((x, pairs), None)
-        return nn.Dense(64)(pairs + jnp.swapaxes(pairs, 1, 2)), nn.Dense(23)(x)
+    return step, (params, numbers(batch, length, hidden), numbers(batch, hidden))
 
 
 def fold(scan: bool, batch: int = 32, sequences: int = 64, length: int = 128, layers: int = 4) -> Built:
     """The alignment network of the outside models."""
-    model = (outside_networks.Fold if scan else UnrolledFold)(layers)
+    model = networks.Fold(layers, scan)
     rows, apart = shape(batch, sequences, length), shape(batch, length, length)
     params = initial(model, shape(1, sequences, length), shape(1, length, length))
 
@@ -145,7 +98,7 @@ CASES: Mapping[str, Callable[[bool], Built]] = {
     "moe": lambda scan: library("moe", list(MODELS["moe"].sizes)[1], 32, scan),
     "vit": lambda scan: library("vit", list(MODELS["vit"].sizes)[-1], 256, scan),
     "lstm": lstm,
-    "accumulation": accumulation,
+    "accumulation": lambda scan: accumulating(4096, 4, 4096, 4096, 4096, 4096, scan=scan),
     "linen-llama (outside)": lambda scan: linen_llama(32, 2048, scan, layers=4),
     "fold (outside)": fold,
 }
@@ -169,7 +122,18 @@ def planned(build: Callable[[bool], Built], scan: bool, method: Any, microbatche
     return {"seconds": plan.step_seconds, "terms": dict(terms), "bytes": dict(sent)}
 
 
-def temporaries(name: str) -> list[float]:
+def forms(name: str) -> Row:
+    """Both forms of a model by every method: (unrolled, scanned); or its temporaries in both."""
+    if name.startswith(TEMPORARIES):
+        return temporaries(name.removeprefix(TEMPORARIES))
+    return {
+        title: [planned(CASES[name], scan, method, count) for scan in (False, True)]
+        for title, (method, count) in METHODS.items()
+        if count == 1 or name != "accumulation"  # which is in micro-batches already
+    }
+
+
+def temporaries(name: str) -> Row:
     """MiB of temporaries of the smallest step with scanned layers, compiled as JAX traces it and as it is planned."""
     step, args = MODELS[name].abstract(next(iter(MODELS[name].sizes)), 16, scan=True)[:2]
     traced = tracing.trace(step, args, {})
@@ -180,70 +144,47 @@ def temporaries(name: str) -> list[float]:
         memory = compiled.memory_analysis()
         assert memory is not None, "the compiler reports no memory"
         found.append(memory.temp_size_in_bytes / 2**20)
-    return found
+    return dict(zip(("traced", "planned"), found, strict=True))
 
 
-def temporaries_page(rows: Mapping[str, Sequence[float]]) -> list[str]:
-    """The section on temporaries."""
-    lines = [
-        "",
-        "## Temporaries",
-        "",
-        f"Of the smallest models with scanned layers, by XLA's compiler for one CPU device (JAX {jax.__version__}).",
-        "",
-        "| model | as traced, MiB | as planned, MiB |",
-        "|---|--:|--:|",
-    ]
-    return lines + [f"| {name} | {before:.1f} | {after:.1f} |" for name, (before, after) in rows.items()]
+def cells(name: str, method: str, one: Row, other: Row) -> list[Any]:
+    """A line of the table."""
+    whole = one["seconds"]
+    shares = [(other["terms"].get(key, 0) - one["terms"].get(key, 0)) / whole for key in TERMS]
+    sent = [sum(form["bytes"].values()) for form in (one, other)]
+    return [
+        name, method, show(whole * 1e3, ".4g"), show(other["seconds"] * 1e3, ".4g"),
+        show(other["seconds"] / whole, ".3f"), *[show(share, "+.1%") for share in shares],
+        f"{sent[1] / sent[0]:.3f}" if sent[0] else "",
+    ]  # fmt: skip
 
 
-def page(rows: Mapping[str, Any]) -> list[str]:
+def page(rows: Rows) -> list[str]:
     """The page of the results."""
     lines = [
-        "# Scanned and unrolled forms of a model",
-        "",
-        "Predicted for 8 A100 without a memory limit by `python -m benchmarks.scanned`. Differences are seconds of",
-        "the scanned form less those of the unrolled one, over the unrolled step. The payload is a ratio of bytes.",
-        "",
-        "| model | method | unrolled, ms | scanned | ratio | products | memory | links | latency | starts | payload |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        cells(name, method, *rows[name][method])
+        for name in CASES if name in rows
+        for method in METHODS if method in rows[name]
+    ]  # fmt: skip
+    held = [
+        [name.removeprefix(TEMPORARIES), show(row["traced"], ".1f"), show(row["planned"], ".1f")]
+        for name, row in rows.items()
+        if name.startswith(TEMPORARIES)
     ]
-    for name, of_model in rows.items():
-        for method, (one, other) in of_model.items():
-            whole = one["seconds"]
-            keys = ("products", "memory", "links", "latency", "starts")
-            shares = [(other["terms"].get(key, 0) - one["terms"].get(key, 0)) / whole for key in keys]
-            sent = [sum(form["bytes"].values()) for form in (one, other)]
-            payload = f"{sent[1] / sent[0]:.3f}" if sent[0] else ""
-            cells = [f"{share:+.1%}" for share in shares]
-            times = f"{whole * 1e3:.4g} | {other['seconds'] * 1e3:.4g} | {other['seconds'] / whole:.3f}"
-            lines.append(f"| {name} | {method} | {times} | {' | '.join(cells)} | {payload} |")
-    return lines
+    return [
+        *table(f"model | method | unrolled, ms | scanned | ratio | {' | '.join(TERMS)} | payload", lines), "",
+        "## Temporaries", "",
+        "Of the smallest models with scanned layers, by XLA's compiler for one CPU device.", "",
+        *table("model | as traced, MiB | as planned, MiB", held),
+    ]  # fmt: skip
 
 
-def main() -> None:
-    """Plans the forms and writes the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help=f"any of {', '.join(CASES)}")
-    arguments = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    path = HERE / "scanned.json"
-    results = json.loads(path.read_text()) if path.exists() else {"steps": {}}
-    rows = results["steps"]
-    compiled = {name: temporaries(name) for name in ("gpt", "llama", "bert")}
-    for name, build in CASES.items():
-        if arguments.models and name.split()[0] not in arguments.models:
-            continue
-        rows[name] = {
-            title: [planned(build, scan, method, count) for scan in (False, True)]
-            for title, (method, count) in METHODS.items()
-            if count == 1 or name != "accumulation"  # which is in micro-batches already
-        }
-        print("\n".join(page({name: rows[name]})[7:]), flush=True)
-        rows = {name: rows[name] for name in CASES if name in rows}
-        path.write_text(json.dumps({"steps": rows, "temporaries": compiled}, indent=1) + "\n")
-        path.with_suffix(".md").write_text("\n".join([*page(rows), *temporaries_page(compiled)]) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+BENCHMARKS = (
+    Benchmark(
+        "scanned", "Scanned and unrolled forms of a model",
+        "Predicted for 8 A100 without a memory limit. Differences are seconds of the scanned form less those of the "
+        "unrolled one, over the unrolled step. The payload is a ratio of bytes.",
+        lambda: [*CASES, *(TEMPORARIES + name for name in ("gpt", "llama", "bert"))], forms, page, devices=1,
+        sources=("alpa_lite", "passes"),
+    ),
+)  # fmt: skip

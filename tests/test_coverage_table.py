@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import differential_results, random_further
-from benchmarks.differential_results import Counts
+from benchmarks.harness import AT
+from benchmarks.numerics import differential
+from benchmarks.random_steps import features
 
-TABLE = differential_results.RESULTS / "differential.json"
+TABLE = differential.BENCHMARKS[0].path
 FEATURES = ("reference", "effect", "ordered effect", "whole-batch loop", "low-bit type", "returned array in two places")
 
 
@@ -41,13 +42,13 @@ def test_the_table_has_every_feature() -> None:
     total: collections.Counter[str] = collections.Counter()
     for version, row in known.items():
         total.update({} if version == "faults" else row["kinds"])
-    settings = [f"setting: {name}" for name in random_further.SETTINGS]
+    settings = [f"setting: {name}" for name in features.SETTINGS]
     assert not {feature for feature in (*FEATURES, *settings) if not total[feature]}
 
 
-def test_counts_are_added(tmp_path: Path) -> None:
-    counts = Counts(kinds=collections.Counter({"effect": 2}))
-    differential_results.keep(counts, tmp_path)
-    differential_results.keep(counts, tmp_path)
-    (row,) = json.loads((tmp_path / "differential.json").read_text()).values()
-    assert row["kinds"] == {"effect": 4}
+def test_counts_are_added() -> None:
+    rows: dict[str, dict[str, dict[str, int]]] = {}
+    for seeds in ("0-2", "2-4"):
+        counts = differential.Counts(kinds=collections.Counter({"effect": 2}))
+        differential.added(rows, f"{seeds}{AT}jax 1", vars(counts))
+    assert rows["jax 1"]["kinds"] == {"effect": 4}

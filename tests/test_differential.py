@@ -1,6 +1,6 @@
 """The differential test itself: it is deterministic, it finds what is wrong, and some seeds of it find nothing.
 
-`benchmarks/differential.py` runs as many programs as there is time for.
+`python -m benchmarks run differential` runs as many programs as there is time for.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from alpa_lite.passes.lowering import lowering
-from benchmarks import differential, random_operations
-from benchmarks.random_programs import PRELUDE
+from benchmarks.numerics import differential
+from benchmarks.random_steps.prelude import PRELUDE
+from benchmarks.random_steps.program import Builder
 from tests.marks import one_in
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
@@ -65,7 +66,7 @@ def test_a_wrong_operation_is_found_and_its_program_made_shorter(monkeypatch):
         return differential.dataclasses.replace(form, run=lambda x: [jnp.tanh(x) * 1.01])
 
     monkeypatch.setattr(lowering, "local_form", broken)
-    b = random_operations.Builder(0)
+    b = Builder(0)
     h = b.leaf("batch", (8, 8))
     for source in ("{} * 2", "jnp.tanh({})", "jnp.sin({})"):
         h = b.add("line", source.format(h.name), [h])

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks import kills
+from benchmarks.runtime import kills
 from tests.marks import slow_but
 
 ROOT = Path(__file__).parent.parent

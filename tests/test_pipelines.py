@@ -3,7 +3,7 @@
 Three consecutive steps, so that three updated states, losses and metrics are compared leaf by leaf, with the tolerance
 that `comparing` states. A covering design over model, number of stages, number of micro-batches and schedule: every
 pair of a schedule with a number of stages, and every kind of model in linen and in NNX, is there.
-`benchmarks/pipeline_correctness.py` runs the product in full.
+`benchmarks/numerics/pipelines.py` runs the product in full.
 """
 
 from __future__ import annotations

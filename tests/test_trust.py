@@ -19,7 +19,7 @@ def agreements() -> dict[str, trust.Agreement]:
     from benchmarks import published
 
     rows = json.loads((BENCHMARKS / "published_rows.json").read_text())["rows"]
-    found = json.loads((BENCHMARKS / "results" / "published.json").read_text())["rows"]
+    found = json.loads((BENCHMARKS / "results" / "published.json").read_text())
     by: dict[str, list[tuple[float, bool]]] = {}
     for row in rows:
         if row["name"] in found and not row["excluded"]:

@@ -178,5 +178,5 @@ def sdy_rule(given: Any, static: Sequence[Any], operands: Sequence[Any], results
 WIDENS_HALVES = jax.__version_info__ < (0, 12)
 """Whether XLA's CPU compiler keeps all values of half precision that a program makes in float32 until its end.
 
-Measured by its temporaries (`benchmarks/stage_memory.py`): that of 0.10.2 does, and that of 0.12 does not.
+Measured by its temporaries (`python -m benchmarks run stage_memory`): that of 0.10.2 does, and that of 0.12 does not.
 """

@@ -43,7 +43,7 @@ PRICES = (0.0, 1.0, 4.0, 16.0)
 
 LEAST = 2e-3
 """Seconds that a step must take for micro-batches to be tried: with two of them on two submeshes there are some ten
-tasks and transfers, at about 1e-4 seconds each for one controller (`benchmarks/pipeline_overhead.py`)."""
+tasks and transfers, at about 1e-4 seconds each for one controller (`benchmarks/runtime/tasks.py`)."""
 
 MOVED = "in each call"
 """The text that all notes on moved leaves contain."""

@@ -4,7 +4,7 @@ Problem. Compilers put operations into kernels. Within one, values stay in regis
 reads its sources once and writes its end. The cost of an operation is therefore that of the values in
 memory, not of all values that it touches. The rule is that of XLA's GPU passes (`priority_fusion`,
 `multi_output_fusion`, `softmax_rewriter_triton` in xla/service/gpu/transforms), as seen in programs that they compile
-for an H100; `benchmarks/bytes_accessed.py` compares the bytes.
+for an H100; `benchmarks/compilers.py` compares the bytes.
 
 Operations are of the kinds of `ir.items`.
 

@@ -27,7 +27,7 @@ from alpa_lite.ir.layout import Layout, local_shape
 from alpa_lite.passes.stages.segments import ArrayType, Pack, Segment, Segments, Wire
 
 ARGUMENT_SECONDS = 1e-6
-"""Host seconds of one array in a call, as argument or result, of one device (`benchmarks/pipeline_overhead.py`)."""
+"""Host seconds of one array in a call, as argument or result, of one device (`benchmarks/runtime/tasks.py`)."""
 FEWEST = 4
 """Fewer values than these are not worth the copies."""
 

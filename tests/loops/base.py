@@ -1,7 +1,7 @@
 """The common shape of the train loops in this folder, and how one is run and compared with plain `jax.jit`.
 
 Every module here is a loop as its users write it, with a model that `models/` does not have, and defines one `LOOP`.
-`tests/test_loops.py` and `benchmarks/loops.py` run them all.
+`tests/test_loops.py` runs them all.
 
 Two runs of a loop agree if every floating-point leaf of the final state, of every step's metrics and of every
 evaluation holds ||a - b|| <= TOLERANCE * max(||b||, 1e-3 * ||all||), where `all` are the floating-point arrays of the

@@ -1,4 +1,4 @@
-"""The cases of `benchmarks/process_correctness.py` meet in pairs, and its comparison sees what it must."""
+"""The cases of `benchmarks/numerics/processes.py` meet in pairs, and its comparison sees what it must."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.process_cases import CASES, METHODS, MODELS, SUBMESHES, joined
+from benchmarks.numerics.processes import CASES, METHODS, MODELS, SUBMESHES, joined
 
 
 def test_each_method_meets_each_model_and_layout_and_each_model_each_layout():

@@ -37,7 +37,7 @@ TWO = [
 
 @pytest.mark.slow
 def test_schedules_and_submeshes():
-    """On two processes; on four, and by every method and schedule, in `benchmarks/process_correctness.py`."""
+    """On two processes; on four, and by every method and schedule, in `benchmarks/numerics/processes.py`."""
     for text in driver.agreed("models.py", 2, 4, json.dumps(TWO)):
         lines = [line.split() for line in text.splitlines() if " agrees in " in line]
         assert [line[-1] for line in lines] == [options["schedule"] for _, options in TWO]

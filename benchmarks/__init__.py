@@ -1,0 +1,1 @@
+"""Measurements of the library, by one tool: `python -m benchmarks run | report | compare | pictures`."""

@@ -1,0 +1,334 @@
+"""Predictions against the compilers of CPUs, GPUs and TPUs, without the hardware.
+
+`bytes_accessed`: bytes that whole steps of `gallery/small.py` move on one device, predicted by the model of fusion, and
+compiled for the GPU that XLA's target configuration describes (`-o target=h100.txtpb`; JAX's CUDA plugin, the extra
+`cuda-verify`). That is the compiler of most machines that plans are made for. The CPU's emits loops for a few threads,
+and fuses by other rules; libtpu reports bytes, but of its own padded layouts, and with prefetches into on-chip memory.
+Away from the hardware the CUDA compiler reports none, so that they are read off its program (`hlo_bytes.py`).
+
+`stage_memory`: temporaries of the stages of pipelines, and all memory of one mesh. Each step is planned for two
+devices, as a pipeline of two stages with four micro-batches, and as one mesh, and compiled with the CPU compiler, or
+for a `target` as above. Of a stage the executable with most temporaries counts, since a stage needs memory for one at a
+time; of one mesh the peak. A step that cannot be cut into four has no stages.
+
+`rematerialisation`: memory of one mesh on a slice of v5e without rematerialisation (`remat="none"`) and with it
+(`"layer"`), compiled with libtpu (the extra `tpu-verify`). Compilers may merge what is computed again with the first
+time, which shows in the products of the program: those of the backward pass that are computed again have
+`rematted_computation` in their names. They may also run something so late that its operands are kept: that shows in
+the memory alone.
+
+`target_compilers`: collectives, and memory predicted and compiled, of plans for v5e, or with a `target` for a GPU.
+
+Products that are small for an H100 are split along k by the CUDA compiler, which writes and adds up the parts. That is
+how a kernel gets its parallelism, and comes and goes with the size: the compiler is told to leave it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import alpa_lite
+from alpa_lite import models, verifying
+from alpa_lite import steps as named_steps
+from alpa_lite.api import make_options, make_plan
+from alpa_lite.cluster import Cluster
+from alpa_lite.compiler import compile_step
+from alpa_lite.errors import MicrobatchError
+from alpa_lite.passes.checks.verification import compiled_reports, memory_of
+from alpa_lite.passes.ir import moving
+from alpa_lite.passes.tracing import tracing
+from alpa_lite.report import units
+from alpa_lite.runtime import aot
+from alpa_lite.steps import NamedStep
+from benchmarks import hlo_bytes
+from benchmarks.gallery.small import CASES
+from benchmarks.gallery.steps import Built, numbers
+from benchmarks.harness import Benchmark, Row, Rows, by_variant, show, table
+
+WITHIN = 0.25
+NEAR = {True: "yes", False: "no"}
+SPLIT_K = "xla_gpu_experimental_force_split_k"
+
+
+def settings(options: Mapping[str, Any]) -> dict[str, str]:
+    """Variables of a process: two devices, and for a GPU no split products, of which not every compiler knows."""
+    split = f" --{SPLIT_K}=1" if "target" in options else ""
+    return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2" + split}
+
+
+def is_near(ratio: float) -> bool:
+    """Whether a prediction is near what was compiled."""
+    return abs(ratio - 1) <= WITHIN
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def moved(name: str, target: str) -> Row:
+    """Bytes of a case predicted and compiled."""
+    described = aot.target_of(f"cuda:{target}", Cluster.preset("h100").part(1))
+    (device,) = aot.devices_of(described)
+    step, arguments = CASES[name]()
+    graph = tracing.trace(step, arguments, {}).graph
+    start = time.process_time()
+    predicted = moving.moved_bytes(graph.block, graph.values)
+    seconds = time.process_time() - start
+    mesh = jax.sharding.Mesh(np.array([device]), ("x",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    jitted = jax.jit(step, in_shardings=everywhere, out_shardings=everywhere)
+    lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+    compiled = lowered.compile(compiler_options={SPLIT_K: 1})
+    total, by = hlo_bytes.accessed(compiled.as_text() or "")
+    return {
+        "operations": len(graph.block.ops), "predicted": predicted, "compiled": total, "ratio": predicted / total,
+        "seconds": seconds, "by": dict(by.most_common(8)),
+        "compiler": f"{aot.compiler_version(described)} for {device.device_kind}",
+    }  # fmt: skip
+
+
+def moved_page(rows: Rows) -> list[str]:
+    """Bytes in Markdown."""
+    rows = {name: rows[name] for name in CASES if name in rows}
+    cells = [
+        [name, row["operations"], f"{row['predicted'] / 1e6:.0f} MB", f"{row['compiled'] / 1e6:.0f} MB",
+         show(row["ratio"]), NEAR[is_near(row["ratio"])], show(row["seconds"] * 1e3, ".0f")]
+        for name, row in rows.items()
+    ]  # fmt: skip
+    near, compilers = (sum(is_near(row["ratio"]) for row in rows.values()), {row["compiler"] for row in rows.values()})
+    return [
+        *table("model | operations | predicted | compiled | ratio | within 25 % | CPU ms of predicting", cells), "",
+        f"{near} of {len(rows)} are within 25 %. Predictions are low where the compiler copies for the sake of layouts",
+        "(transpositions before batched products, padding before convolutions), and where it expands an operation",
+        "(the gradient of max pooling in `resnet` becomes a reduction of five operands, and a scatter).", "",
+        f"Compiled by {', '.join(sorted(compilers))}.",
+    ]  # fmt: skip
+
+
+# -- memory of stages -------------------------------------------------------------------------------------------------
+
+
+def stages(name: str, target: str | None = None) -> Row:
+    """For each stage of a case the predicted and compiled bytes, and those of one mesh."""
+    cluster, compiler = Cluster.preset("h100").part(2), f"CPU compiler of JAX {jax.__version__}"
+    if target is None:
+        cluster, devices = dataclasses.replace(cluster, platform="cpu"), jax.devices()[:2]
+    else:
+        described = aot.target_of(f"cuda:{target}", cluster)
+        devices = aot.devices_of(described)
+        compiler = f"{aot.compiler_version(described)} for {devices[0].device_kind}"
+    method = alpa_lite.Pipeline(num_stages=2, schedule="1f1b", remat="none")
+    out: Row = {"stages": []}
+    for kind, options in {
+        "pipeline": {"method": method, "num_microbatches": 4, "allow_inexact": True},
+        "mesh": {"method": alpa_lite.Sharded()},
+    }.items():
+        step, arguments = CASES[name]()
+        try:
+            compiled = compile_step(step, arguments, {}, make_options({**options, "cluster": cluster}), cluster)
+        except MicrobatchError:  # such as a loss that compares every example with every other
+            continue
+        executables = list(aot.compiled_for(compiled.staged, compiled.plan, devices))
+        most: dict[int, list[int]] = {}
+        for found in compiled_reports(compiled.plan, compiled.staged, executables, cluster.platform):
+            assert found.memory is not None
+            pair = most.setdefault(found.submesh, [0, 0])
+            here = found.memory.data if kind == "mesh" else found.memory.temporaries
+            pair[:] = max(pair[0], found.memory.predicted or 0), max(pair[1], here)
+        pairs = [most[key] for key in sorted(most)]
+        out |= {"stages": pairs} if kind == "pipeline" else {"mesh": pairs[0]}
+    return out | {"variant": compiler}
+
+
+def stages_page(rows: Rows) -> list[str]:
+    """A section for each compiler."""
+    lines = [
+        "The temporaries of a stage are those of its executable that needs most: bytes per device beyond inputs and",
+        "outputs. Those of one mesh are all bytes of its step at the peak.",
+    ]
+    for compiler, found in sorted(by_variant(rows).items(), reverse=True):
+        pairs = [
+            (name, what, predicted, compiled)
+            for name in CASES if name in found
+            for what, (predicted, compiled) in [
+                *((f"stage {i}, temporaries", pair) for i, pair in enumerate(found[name]["stages"])),
+                ("one mesh, peak", found[name]["mesh"]),
+            ]
+        ]  # fmt: skip
+        cells = [
+            [
+                name,
+                what,
+                *map(units.nbytes, pair),
+                show(pair[0] / pair[1]),
+                "yes" if is_near(pair[0] / pair[1]) else "no",
+            ]
+            for name, what, *pair in pairs
+        ]
+        near = {kind: [is_near(a / b) for _, what, a, b in pairs if what.startswith(kind)] for kind in ("stage", "one")}
+        lines += [
+            "", f"## {compiler}", "", *table("model | part | predicted | compiled | ratio | within 25 %", cells), "",
+            f"{sum(near['stage'])} of {len(near['stage'])} stages and {sum(near['one'])} of {len(near['one'])} steps "
+            "on one mesh are within 25 %.",
+        ]  # fmt: skip
+    return lines
+
+
+# -- rematerialisation ------------------------------------------------------------------------------------------------
+
+PRODUCT = re.compile(r'^.* = .* (?:convolution|dot)\(.*op_name="([^"]*)"', re.MULTILINE)
+ROOM = "1000 GiB"
+"""Of a device when a case is planned, so that what does not fit is for the compiler to say."""
+
+
+def residual(layers: int, examples: int, width: int = 256, inner: int = 1024) -> Built:
+    """A step of residual layers, each wide within and narrow between, and its arguments."""
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss(layers: Any) -> Any:
+            h = batch["x"]
+            for layer in layers:
+                h = h + jax.nn.gelu(h @ layer["up"]) @ layer["down"]
+            return ((h - batch["y"]) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
+
+    state = [{"up": numbers(width, inner), "down": numbers(inner, width)} for _ in range(layers)]
+    return step, (state, {"x": numbers(examples, width), "y": numbers(examples, width)})
+
+
+REMATERIALISED: dict[str, Callable[[], Any]] = {
+    "gpt hidden=128 layers=4 vocab=256 seq=256, batch 256": lambda: models.get("gpt").abstract(
+        "tiny", 256, hidden=128, layers=4, vocab=256, seq=256
+    ),
+    "6 residual layers of 256 and 1024, 6,291,456 examples": lambda: residual(6, 96 * 65536),
+    "6 residual layers of 256 and 1024, 65,536 examples": lambda: residual(6, 65536),
+}
+
+
+def rematerialised(case: str) -> Row:
+    """A case, planned with a rematerialisation and compiled."""
+    name, _, remat = case.rpartition(": ")
+    fun, args = REMATERIALISED[name]()[:2]
+    cluster = Cluster.preset("v5e")
+    method: Any = alpa_lite.Sharded((8,), remat=remat)  # type: ignore[arg-type]
+    options = make_options({"method": method, "num_microbatches": 1, "memory_per_device": ROOM})
+    found = compile_step(fun, args, {}, options, cluster)
+    target = aot.target_of("v5e:2x4", cluster)
+    predicted = found.plan.stages[0].memory.total
+    row = {"predicted": predicted, "compiler": aot.compiler_version(target)}
+    try:
+        (program,) = aot.compiled_for(found.staged, found.plan, aot.devices_of(target))
+    except jax.errors.JaxRuntimeError as error:
+        return {**row, "error": str(error).splitlines()[0][:200]}
+    memory = memory_of(program, predicted)
+    assert memory is not None
+    names = PRODUCT.findall(program.as_text())
+    again = sum("rematted_computation" in name for name in names)
+    return {**row, "compiled": memory.data, "products": len(names), "again": again}
+
+
+def rematerialised_page(rows: Rows) -> list[str]:
+    """Memory and products in Markdown."""
+    cells = []
+    for case, row in rows.items():
+        predicted, rest = row.get("predicted"), [row.get("error"), "", "", ""]
+        if "compiled" in row:
+            ratio = show(predicted / row["compiled"] if predicted else None)
+            rest = [units.nbytes(row["compiled"]), ratio, row["products"], row["again"]]
+        cells.append([*case.rsplit(": ", 1), units.nbytes(predicted) if predicted else "-", *rest])
+    return table("case | remat | predicted | compiled | predicted / compiled | products | of them again", cells)
+
+
+# -- target compilers -------------------------------------------------------------------------------------------------
+
+WIDE = {"hidden": 512, "layers": 4, "vocab": 8192, "seq": 256}
+STEPS = {
+    f"{step.name} {step.size}, batch {step.batch}{''.join(f' {k}={v}' for k, v in step.settings.items())}": step
+    for step in (
+        NamedStep("gpt", "tiny", 32),
+        NamedStep("moe", "tiny", 32),
+        NamedStep("gpt", "tiny", 64, WIDE),
+        NamedStep("moe", "tiny", 64, {**WIDE, "group": 256}),
+        NamedStep("gpt", "small", 64, {"layers": 2}),
+    )
+}
+
+
+def compiled_for(case: str, target: str | None = None) -> Row:
+    """A step planned for a cluster, and compiled for a target."""
+    step, cluster = STEPS[case], "h100" if target else "v5e"
+    fun, args = models.get(step.name).abstract(step.size, step.batch, **step.settings)
+    start = time.perf_counter()
+    plan = make_plan(fun, *args, cluster=cluster)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        plan.save(file)
+        named_steps.remember(file, step)
+        seconds = time.perf_counter() - start
+        found = verifying.verify(file, step, f"cuda:{target}" if target else "v5e:2x4", time_limit=1200.0)
+    (memory,) = found["memory"]
+    kept = {key: found[key] for key in ("communicates", "differences", "rewrites", "compiler")}
+    row = {
+        **kept, "mesh": plan.stages[0].mesh_shape, "planning_seconds": seconds,
+        "compiling_seconds": found["seconds"]["compiling"],
+        "planned_collectives": sum(row["planned"] for row in found["collectives"]),
+        "found_collectives": sum(row["found"] for row in found["collectives"]), "memory": memory,
+    }  # fmt: skip
+    return row | {"variant": "cuda" if target else found["target"]}
+
+
+def compiled_page(rows: Rows) -> list[str]:
+    """The rows of all targets."""
+    cells = []
+    for target, found in sorted(by_variant(rows).items(), reverse=True):
+        for name in (name for name in STEPS if name in found):
+            row = found[name]
+            predicted, compiled = (row["memory"][key] for key in ("predicted", "compiler"))
+            cells.append([
+                name, target, " x ".join(map(str, row["mesh"])), row["planned_collectives"], row["found_collectives"],
+                "yes" if row["communicates"] else "no", units.nbytes(predicted), units.nbytes(compiled),
+                show(predicted / compiled),
+            ])  # fmt: skip
+    return table(
+        "step | target | mesh | collectives planned | found | as planned | predicted | compiler | ratio", cells
+    )
+
+
+BENCHMARKS = (
+    Benchmark(
+        "bytes_accessed", "Bytes accessed, predicted and compiled",
+        "Whole train steps on one device: all that kernels read from memory and write to it. Predicted is "
+        "`alpa_lite.passes.ir.fusion`; compiled is read off the program of XLA's GPU compiler, without a GPU "
+        "(`-o target=h100.txtpb`).",
+        lambda: CASES, moved, moved_page, settings=settings, sources=("passes/ir", "passes/tracing"),
+    ),
+    Benchmark(
+        "stage_memory", "Memory of executables, predicted and compiled",
+        "Two devices; nothing runs. For a GPU (`-o target=h100.txtpb`) JAX's CUDA plugin compiles.",
+        lambda: CASES, stages, stages_page, settings=settings,
+    ),
+    Benchmark(
+        "rematerialisation", "Rematerialisation under the TPU compiler",
+        "Compiled for v5e:2x4 without a TPU. Memory is per device, without the program's code; products are "
+        "convolutions and `dot`s of the program. The compiler keeps what is computed again. It does not always free "
+        "what is read: where there is room, it runs the products of weight gradients after the whole backward pass, "
+        "and keeps their operands until then.",
+        lambda: [f"{name}: {remat}" for name in REMATERIALISED for remat in ("none", "layer")], rematerialised,
+        rematerialised_page, settings=settings,
+    ),
+    Benchmark(
+        "target_compilers", "Plans against the compilers of their targets",
+        "Compiled for v5e:2x4, or for a GPU with `-o target=h100.txtpb`, without the hardware.",
+        lambda: STEPS, compiled_for, compiled_page, settings=settings, limit=1800,
+    ),
+)  # fmt: skip

@@ -1,0 +1,275 @@
+"""Train steps of linen, Haiku and Equinox with other habits than one loss in a `TrainState`.
+
+Lion and other optimizers, gradients clipped by their global norm, weights averaged, packed segments, experts with a
+capacity, graphs, loops over time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.gallery.steps import CLIPPED, Built, Case, habits, initial, numbers, shape, token_loss, weighted
+
+
+class Experts(nn.Module):
+    """The two experts of each token that a softmax prefers, as far as their capacity allows."""
+
+    experts: int
+    wide: int
+    capacity: float = 1.25
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        """[batch, length, hidden] to the same."""
+        batch, length, hidden = x.shape
+        slots = int(2 * self.capacity * length / self.experts)
+        weights, numbers = jax.lax.top_k(jax.nn.softmax(nn.Dense(self.experts)(x)), 2)
+        chosen = jax.nn.one_hot(numbers, self.experts, dtype=jnp.int32)
+        place = jnp.cumsum(chosen.reshape(batch, -1, self.experts), 1).reshape(chosen.shape) - 1
+        taken = (chosen * (place < slots))[..., None] * jax.nn.one_hot(place, slots, dtype=jnp.int32)
+        combine = jnp.einsum("bsk,bskec->bsec", weights, taken.astype(weights.dtype)).astype(x.dtype)
+        given = jnp.einsum("bsec,bsd->becd", taken.sum(2).astype(x.dtype), x)
+        normal = nn.initializers.lecun_normal()
+        up = self.param("up", normal, (self.experts, hidden, self.wide)).astype(x.dtype)
+        down = self.param("down", normal, (self.experts, self.wide, hidden)).astype(x.dtype)
+        made = jnp.einsum("becw,ewd->becd", nn.gelu(jnp.einsum("becd,edw->becw", given, up)), down)
+        return jnp.einsum("becd,bsec->bsd", made, combine)
+
+
+class ExpertsBlock(nn.Module):
+    """A block of a decoder, with experts or without."""
+
+    experts: int
+    heads: int
+    wide: int
+
+    @nn.compact
+    def __call__(self, x: Any, mask: Any) -> Any:
+        """[batch, length, hidden] to the same."""
+        y = nn.RMSNorm(dtype=x.dtype)(x)
+        x = x + nn.MultiHeadDotProductAttention(self.heads, dtype=x.dtype)(y, y, mask=mask)
+        y = nn.RMSNorm(dtype=x.dtype)(x)
+        if self.experts:
+            return x + Experts(self.experts, self.wide)(y)
+        return x + nn.Dense(x.shape[-1], dtype=x.dtype)(nn.gelu(nn.Dense(self.wide, dtype=x.dtype)(y)))
+
+
+class ExpertsModel(nn.Module):
+    """A decoder for packed sequences, with experts in every other block; products are saved."""
+
+    layers: int
+    hidden: int
+    vocabulary: int = 32000
+
+    @nn.compact
+    def __call__(self, ids: Any, segments: Any) -> Any:
+        """Tokens and the numbers of their segments to logits."""
+        x = nn.Embed(self.vocabulary, self.hidden, dtype=jnp.bfloat16)(ids)
+        own = nn.make_attention_mask(segments, segments, jnp.equal)
+        mask = nn.combine_masks(nn.make_causal_mask(ids), own)
+        saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        for number in range(self.layers):
+            block = nn.remat(ExpertsBlock, policy=saved)
+            x = block(32 * (number % 2), self.hidden // 128, 4 * self.hidden)(x, mask)
+        return nn.Dense(self.vocabulary, dtype=jnp.bfloat16)(nn.RMSNorm(dtype=jnp.bfloat16)(x))
+
+
+def experts(batch: int, length: int, layers: int, hidden: int) -> Built:
+    """Next-token prediction of packed sequences."""
+    model = ExpertsModel(layers, hidden)
+    params = initial(model, shape(1, length), shape(1, length))
+
+    def loss(params: Any, ids: Any, segments: Any) -> Any:
+        logits: Any = model.apply(params, ids, segments)
+        return weighted(logits[:, :-1], ids[:, 1:], segments[:, 1:] > 0)
+
+    optimizer = optax.chain(CLIPPED, optax.adamw(1e-4))
+    return habits(loss, params, optimizer, shape(batch, length), shape(batch, length))
+
+
+class Diffusing(nn.Module):
+    """A block of a diffusion transformer: norms are scaled, shifted and gated by a condition."""
+
+    heads: int
+
+    @nn.compact
+    def __call__(self, x: Any, condition: Any) -> Any:
+        """[batch, length, hidden] to the same."""
+        hidden, dtype = x.shape[-1], jnp.bfloat16
+        changes = nn.Dense(6 * hidden, dtype=dtype)(nn.silu(condition))[:, None]
+        shift, scale, gate, shift_up, scale_up, gate_up = jnp.split(changes, 6, -1)
+        norm = nn.LayerNorm(use_bias=False, use_scale=False, dtype=dtype)
+        y = norm(x) * (1 + scale) + shift
+        x = x + gate * nn.MultiHeadDotProductAttention(self.heads, dtype=dtype)(y, y)
+        y = nn.gelu(nn.Dense(4 * hidden, dtype=dtype)(norm(x) * (1 + scale_up) + shift_up))
+        return x + gate_up * nn.Dense(hidden, dtype=dtype)(y)
+
+
+class Diffusion(nn.Module):
+    """A diffusion transformer on latents, each block computed again in the backward pass."""
+
+    layers: int
+    hidden: int
+    heads: int
+
+    @nn.compact
+    def __call__(self, x: Any, time: Any, label: Any) -> Any:
+        """[batch, height, width, channels] to the same."""
+        batch, height, width, channels = x.shape
+        angle = time[:, None] * jnp.exp(-9.2 * jnp.arange(128) / 128)
+        waves = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], -1)
+        condition = nn.Dense(self.hidden)(nn.silu(nn.Dense(self.hidden)(waves))) + nn.Embed(1001, self.hidden)(label)
+        y = nn.Conv(self.hidden, (2, 2), (2, 2), dtype=jnp.bfloat16)(x).reshape(batch, -1, self.hidden)
+        y = y + self.param("places", nn.initializers.normal(0.02), y.shape[1:]).astype(y.dtype)
+        for _ in range(self.layers):
+            y = nn.remat(Diffusing)(self.heads)(y, condition)
+        y = nn.Dense(4 * channels)(y).reshape(batch, height // 2, width // 2, 2, 2, channels)
+        return y.transpose(0, 1, 3, 2, 4, 5).reshape(x.shape)
+
+
+def diffusion(batch: int, size: int, layers: int, hidden: int, heads: int) -> Built:
+    """Prediction of noise, with an average of the weights."""
+    model, latents = Diffusion(layers, hidden, heads), numbers(batch, size, size, 4)
+    one = numbers(1, size, size, 4)
+    params = initial(model, one, numbers(1), shape(1))
+
+    def loss(params: Any, clean: Any, labels: Any, key: Any) -> Any:
+        first, second, third = jax.random.split(key, 3)
+        time = jax.random.randint(first, (batch,), 0, 1000)
+        noise = jax.random.normal(second, clean.shape)
+        kept = jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, 1000))[time][:, None, None, None]
+        labels = jnp.where(jax.random.bernoulli(third, 0.1, labels.shape), 1000, labels)
+        noisy = jnp.sqrt(kept) * clean + jnp.sqrt(1 - kept) * noise
+        predicted: Any = model.apply(params, noisy, time.astype(jnp.float32), labels)
+        return jnp.mean((predicted - noise) ** 2)
+
+    return habits(loss, params, optax.adamw(1e-4), latents, shape(batch), rng=True, average=0.9999)
+
+
+class Round(nn.Module):
+    """A round of messages along the edges of a graph."""
+
+    hidden: int
+
+    @nn.compact
+    def __call__(self, nodes: Any, edges: Any, senders: Any, receivers: Any) -> Any:
+        """Nodes and edges to the same."""
+        edges = edges + self.dense(jnp.concatenate([edges, nodes[senders], nodes[receivers]], -1))
+        summed = jax.ops.segment_sum(edges, receivers, num_segments=nodes.shape[0])
+        return nodes + self.dense(jnp.concatenate([nodes, summed], -1)), edges
+
+    def dense(self, x: Any) -> Any:
+        """Two layers and a norm."""
+        return nn.LayerNorm()(nn.Dense(self.hidden)(nn.relu(nn.Dense(self.hidden)(x))))
+
+
+class Graph(nn.Module):
+    """A graph net of many rounds, each computed again in the backward pass."""
+
+    rounds: int
+    hidden: int
+
+    @nn.compact
+    def __call__(self, nodes: Any, edges: Any, senders: Any, receivers: Any) -> Any:
+        """Features of nodes and edges to three numbers of each node."""
+        nodes, edges = nn.Dense(self.hidden)(nodes), nn.Dense(self.hidden)(edges)
+        for _ in range(self.rounds):
+            nodes, edges = nn.remat(Round)(self.hidden)(nodes, edges, senders, receivers)
+        return nn.Dense(3)(nodes)
+
+
+def graph(nodes: int, edges: int, rounds: int, hidden: int) -> Built:
+    """Regression on the nodes of one large graph."""
+    model = Graph(rounds, hidden)
+    given = numbers(nodes, 16), numbers(edges, 4), shape(edges), shape(edges)
+    params = initial(model, *given)
+
+    def loss(params: Any, given: Any, wanted: Any) -> Any:
+        return jnp.mean((model.apply(params, *given) - wanted) ** 2)
+
+    return habits(loss, params, optax.chain(CLIPPED, optax.adam(1e-4)), given, numbers(nodes, 3))
+
+
+# --- Haiku and Equinox ----------------------------------------------------------------------------------------------
+
+
+def recurrent(batch: int, length: int, width: int, vocabulary: int = 33000) -> Built:
+    """A language model of three LSTMs in Haiku, a loop over time."""
+    hk = importlib.import_module("haiku")
+
+    def forward(ids: Any) -> Any:
+        core = hk.DeepRNN([hk.LSTM(width), jax.nn.relu, hk.LSTM(width), jax.nn.relu, hk.LSTM(width)])
+        x = hk.Embed(vocabulary, width // 4)(ids.T)
+        return hk.Linear(vocabulary)(hk.dynamic_unroll(core, x, core.initial_state(ids.shape[0]))[0]).swapaxes(0, 1)
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    params = initial(model, shape(8, length))
+
+    def loss(params: Any, ids: Any) -> Any:
+        return token_loss(model.apply(params, ids)[:, :-1], ids[:, 1:])
+
+    return habits(loss, params, optax.chain(CLIPPED, optax.adam(1e-3)), shape(batch, length))
+
+
+def state_space(batch: int, length: int, layers: int, hidden: int, states: int = 16, vocabulary: int = 50280) -> Built:
+    """A selective state-space model in Equinox: an associative scan over time in a scan over layers."""
+    eqx = importlib.import_module("equinox")
+    wide, rank = 2 * hidden, hidden // 16
+
+    def layer(key: Any) -> dict[str, Any]:
+        keys = jax.random.split(key, 5)
+        return {
+            "norm": eqx.nn.RMSNorm(hidden),
+            "enter": eqx.nn.Linear(hidden, 2 * wide, use_bias=False, key=keys[0]),
+            "near": eqx.nn.Conv1d(wide, wide, 4, groups=wide, padding=[(3, 0)], key=keys[1]),
+            "select": eqx.nn.Linear(wide, rank + 2 * states, use_bias=False, key=keys[2]),
+            "time": eqx.nn.Linear(rank, wide, key=keys[3]),
+            "decay": jnp.zeros((wide, states)),
+            "leave": eqx.nn.Linear(wide, hidden, use_bias=False, key=keys[4]),
+        }
+
+    def applied(own: Any, x: Any) -> Any:
+        u, gate = jnp.split(jax.vmap(own["enter"])(jax.vmap(own["norm"])(x)), 2, -1)
+        u = jax.nn.silu(own["near"](u.T).T)
+        time, into, out = jnp.split(jax.vmap(own["select"])(u), [rank, rank + states], -1)
+        time = jax.nn.softplus(jax.vmap(own["time"])(time))
+        kept = jnp.exp(-time[..., None] * jnp.exp(own["decay"]))
+        added = (time * u)[..., None] * into[:, None, :]
+        _, held = jax.lax.associative_scan(lambda a, b: (a[0] * b[0], b[0] * a[1] + b[1]), (kept, added))
+        return x + jax.vmap(own["leave"])(jnp.einsum("len,ln->le", held, out) * jax.nn.silu(gate))
+
+    def make(key: Any) -> Any:
+        first, second = jax.random.split(key)
+        return eqx.nn.Embedding(vocabulary, hidden, key=first), eqx.filter_vmap(layer)(jax.random.split(second, layers))
+
+    model = eqx.filter_eval_shape(make, jax.random.key(0))
+    params, rest = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+    def loss(params: Any, ids: Any) -> Any:
+        embedding, stacked = eqx.combine(jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params), rest)
+        arrays, other = eqx.partition(stacked, eqx.is_array)
+
+        def logits(ids: Any) -> Any:
+            block = jax.checkpoint(lambda x, own: (applied(eqx.combine(own, other), x), None))
+            return jax.lax.scan(block, jax.vmap(embedding)(ids), arrays)[0] @ embedding.weight.T
+
+        return token_loss(jax.vmap(logits)(ids)[:, :-1], ids[:, 1:])
+
+    return habits(loss, params, optax.chain(CLIPPED, optax.lion(1e-4)), shape(batch, length))
+
+
+# --- the cases ------------------------------------------------------------------------------------------------------
+
+CASES: dict[str, Case] = {
+    "experts-14b": Case(lambda: experts(256, 2048, 24, 2048), "h100", 4),
+    "diffusion-xl": Case(lambda: diffusion(2048, 64, 28, 1152, 16), "v5p:4x4x4"),
+    "graph-net": Case(lambda: graph(131072, 1048576, 16, 512), "a100"),
+    "haiku-lstm": Case(lambda: recurrent(256, 256, 4096), "a100"),
+    "equinox-mamba": Case(lambda: state_space(64, 2048, 24, 1536), "h100"),
+}

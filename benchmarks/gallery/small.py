@@ -1,0 +1,150 @@
+"""Small train steps of models that nobody here wrote, whose bytes and memory are compared with a compiler's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+
+from benchmarks.gallery.deep import classified
+from benchmarks.gallery.hugging_face import both_sides, causal, contrastive, encoder, masked, pictures, speech
+from benchmarks.gallery.linen import UNet, language, regression
+from benchmarks.gallery.steps import Built, adam_step, descended, initial, numbers, shape, started, token_loss
+
+
+class Mixer(nn.Module):
+    """MLP-Mixer (Tolstikhin et al. 2021) as its authors write it in linen."""
+
+    patch: int
+    hidden: int
+    blocks: int
+    tokens: int
+    channels: int
+    classes: int
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        """[batch, height, width, 3] to logits."""
+        x = nn.Conv(self.hidden, (self.patch, self.patch), strides=(self.patch, self.patch))(x)
+        x = x.reshape(x.shape[0], -1, self.hidden)
+        for _ in range(self.blocks):
+            y = jnp.swapaxes(nn.LayerNorm()(x), 1, 2)
+            y = nn.Dense(y.shape[-1])(nn.gelu(nn.Dense(self.tokens)(y)))
+            x = x + jnp.swapaxes(y, 1, 2)
+            y = nn.LayerNorm()(x)
+            x = x + nn.Dense(self.hidden)(nn.gelu(nn.Dense(self.channels)(y)))
+        return nn.Dense(self.classes)(nn.LayerNorm()(x).mean(1))
+
+
+class Residual(nn.Module):
+    """A block of two convolutions with batch norms."""
+
+    width: int
+    stride: int
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        """[batch, height, width, channels]."""
+        norm = lambda: nn.BatchNorm(use_running_average=False, momentum=0.9)  # noqa: E731
+        y = nn.relu(norm()(nn.Conv(self.width, (3, 3), self.stride, use_bias=False)(x)))
+        y = norm()(nn.Conv(self.width, (3, 3), use_bias=False)(y))
+        if x.shape != y.shape:
+            x = norm()(nn.Conv(self.width, (1, 1), self.stride, use_bias=False)(x))
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """The ResNet of Flax's ImageNet example, with basic blocks."""
+
+    width: int
+    stages: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        """[batch, height, width, 3] to logits."""
+        x = nn.Conv(self.width, (7, 7), (2, 2), use_bias=False)(x)
+        x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9)(x))
+        x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
+        for level, count in enumerate(self.stages):
+            for i in range(count):
+                x = Residual(self.width * 2**level, 2 if level and not i else 1)(x)
+        return nn.Dense(100)(x.mean((1, 2)))
+
+
+def haiku_transformer(batch: int, length: int, layers: int, hidden: int, heads: int, vocabulary: int) -> Built:
+    """The transformer of Haiku's examples."""
+    import haiku as hk
+
+    def forward(ids: Any) -> Any:
+        init = hk.initializers.VarianceScaling(2 / layers)
+        x = hk.Embed(vocabulary, hidden)(ids) + hk.get_parameter("places", [length, hidden], init=init)
+        mask = jnp.tril(jnp.ones((1, 1, length, length)))
+        for _ in range(layers):
+            y = hk.LayerNorm(-1, True, True)(x)
+            x = x + hk.MultiHeadAttention(heads, hidden // heads, w_init=init)(y, y, y, mask)
+            y = hk.Linear(4 * hidden, w_init=init)(hk.LayerNorm(-1, True, True)(x))
+            x = x + hk.Linear(hidden, w_init=init)(jax.nn.gelu(y))
+        return hk.Linear(vocabulary)(hk.LayerNorm(-1, True, True)(x))
+
+    model = hk.without_apply_rng(hk.transform(forward))
+    return language(model, batch, length)
+
+
+def equinox_mlp(batch: int, features: int, width: int, depth: int) -> Built:
+    """The MLP of Equinox under `vmap`, with Adam."""
+    import equinox as eqx
+
+    model = eqx.filter_eval_shape(eqx.nn.MLP, features, features, width, depth, key=jax.random.key(0))
+    params, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    optimizer = optax.adamw(1e-4)
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        return jnp.mean((jax.vmap(eqx.combine(params, static))(x) - y) ** 2)
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        return descended(lambda params: loss(params, x, y), state, optimizer)
+
+    return step, (started(params, optimizer), *[numbers(batch, features)] * 2)
+
+
+def mixer(batch: int, size: int, **sizes: Any) -> Built:
+    """Classification of pictures."""
+    model = Mixer(**sizes)
+
+    def loss(params: Any, pixels: Any, labels: Any) -> Any:
+        return token_loss(model.apply(params, pixels), labels)
+
+    return adam_step(loss, initial(model, numbers(1, size, size, 3)), numbers(batch, size, size, 3), shape(batch))
+
+
+_SIZES: dict[str, Any] = encoder(256, 2, 4, 1024)
+_TEXT: dict[str, Any] = _SIZES | {"vocab_size": 4096}
+_LLAMA: dict[str, Any] = _TEXT | {"intermediate_size": 688, "max_position_embeddings": 128}
+_SPEECH: dict[str, Any] = both_sides(256, 2, 4, 1024) | {
+    "vocab_size": 4096, "num_mel_bins": 80, "max_source_positions": 64, "max_target_positions": 64,
+    "decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_CLIP: dict[str, Any] = {
+    "text": _TEXT | {"max_position_embeddings": 64},
+    "vision": _SIZES | {"image_size": 64, "patch_size": 8},
+    "projection": 256,
+}
+
+CASES: Mapping[str, Callable[[], Built]] = {
+    "bert": lambda: masked("Bert", 16, 128, **_TEXT),
+    "gpt2": lambda: causal("GPT2", 16, 128, head="LMHeadModel", n_embd=256, n_layer=2, n_head=4, vocab_size=4096),
+    "llama": lambda: causal("Llama", 16, 128, **_LLAMA),
+    "whisper": lambda: speech(16, 128, 64, **_SPEECH),
+    "vit": lambda: pictures("ViT", 32, 64, classes=100, patch_size=8, **_SIZES),
+    "clip": lambda: contrastive(32, **_CLIP),
+    "resnet": lambda: classified(ResNet(32, (2, 2, 2)), 32, 64, optax.sgd(0.1, momentum=0.9)),
+    "unet": lambda: regression(UNet(32, 3), 16, 64, denoising=True),
+    "mixer": lambda: mixer(32, 64, patch=8, hidden=256, blocks=3, tokens=128, channels=1024, classes=100),
+    "haiku": lambda: haiku_transformer(16, 128, 2, 256, 4, 4096),
+    "equinox": lambda: equinox_mlp(1024, 256, 1024, 4),
+}
+"""Name -> what builds its step and the shapes of its arguments."""

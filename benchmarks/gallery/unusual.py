@@ -1,0 +1,379 @@
+"""Train steps that are not one loss and one optimizer, and models of unusual operations.
+
+Two networks and optimizers in a step, epochs in a step, frozen weights, tables of millions of rows, loops over time
+and over chunks, attention within windows and along triangles, frequencies, determinants, sorting. Most networks are in
+`networks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import traverse_util
+
+from benchmarks.gallery import networks
+from benchmarks.gallery import networks_of_pictures as pictures
+from benchmarks.gallery.hugging_face import LLAMA_8B, model_of
+from benchmarks.gallery.linen import Llama
+from benchmarks.gallery.steps import (
+    CLIPPED,
+    Built,
+    Case,
+    descended,
+    habits,
+    halved,
+    initial,
+    numbers,
+    random_key,
+    shape,
+    started,
+    token_loss,
+    weighted,
+)
+
+# --- agents ---------------------------------------------------------------------------------------------------------
+
+
+def advantages(rewards: Any, values: Any, done: Any) -> Any:
+    """How much better than expected things went: [time, games], of [time + 1, games] values."""
+
+    def back(carry: Any, given: Any) -> Any:
+        advantage, following = carry
+        reward, value, end = given
+        surprise = reward + 0.99 * following * (1 - end) - value
+        advantage = surprise + 0.99 * 0.95 * (1 - end) * advantage
+        return (advantage, value), advantage
+
+    start = jnp.zeros(rewards.shape[1]), values[-1]
+    return jax.lax.scan(back, start, (rewards, values[:-1], done), reverse=True)[1]
+
+
+def policy(length: int, games: int, epochs: int = 4, parts: int = 8) -> Built:
+    """PPO: several epochs over shuffled parts of what was played, in scans within the step."""
+    model: Any = networks.Actor()
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(3e-4))
+    total = length * games
+
+    def loss(params: Any, seen: Any, taken: Any, before: Any, advantage: Any, wanted: Any) -> Any:
+        logits, values = model.apply(params, seen)
+        logs = jax.nn.log_softmax(logits)
+        ratio = jnp.exp(jnp.take_along_axis(logs, taken[:, None], 1)[:, 0] - before)
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        gain = jnp.minimum(ratio * advantage, jnp.clip(ratio, 0.8, 1.2) * advantage)
+        return -gain.mean() + 0.5 * jnp.mean((values - wanted) ** 2) + 0.01 * (jnp.exp(logs) * logs).sum(-1).mean()
+
+    def step(state: Any, seen: Any, taken: Any, before: Any, rewards: Any, values: Any, done: Any, key: Any) -> Any:
+        advantage = advantages(rewards, values, done)
+        played = seen, taken, before, advantage, advantage + values[:-1]
+        flat = jax.tree.map(lambda x: x.reshape(total, *x.shape[2:]), played)
+
+        def epoch(state: Any, key: Any) -> Any:
+            order = jax.random.permutation(key, total)
+            cut = jax.tree.map(lambda x: x[order].reshape(parts, total // parts, *x.shape[1:]), flat)
+
+            def part(state: Any, given: Any) -> Any:
+                return descended(lambda params: loss(params, *given), state, optimizer)
+
+            return jax.lax.scan(part, state, cut)
+
+        state, losses = jax.lax.scan(epoch, state, jax.random.split(key, epochs))
+        return state, losses.mean()
+
+    state = started(initial(model, shape(1, 84, 84, 4, dtype=jnp.uint8)), optimizer)
+    seen, each = shape(length, games, 84, 84, 4, dtype=jnp.uint8), numbers(length, games)
+    return step, (state, seen, shape(length, games), each, each, numbers(length + 1, games), each, random_key())
+
+
+def world(batch: int, length: int) -> Built:
+    """A world model: frames predicted, and what is expected and what is seen drawn to each other."""
+    model: Any = networks.World()
+    frames, actions = (length, 64, 64, 3), (length, 18)
+    params = initial(model, shape(1, *frames, dtype=jnp.uint8), numbers(1, *actions), random_key())
+
+    def divergence(first: Any, second: Any) -> Any:
+        apart = jax.nn.log_softmax(first) - jax.nn.log_softmax(second)
+        return jnp.maximum((jax.nn.softmax(first) * apart).sum((-1, -2)), 1).mean()
+
+    def loss(params: Any, frames: Any, actions: Any, key: Any) -> Any:
+        made, expected, seen = model.apply(params, frames, actions, key)
+        learned = divergence(jax.lax.stop_gradient(seen), expected)
+        kept = divergence(seen, jax.lax.stop_gradient(expected))
+        return jnp.mean((made - frames / 255) ** 2) + 0.5 * learned + 0.1 * kept
+
+    given = shape(batch, *frames, dtype=jnp.uint8), numbers(batch, *actions)
+    return habits(loss, params, optax.chain(CLIPPED, optax.adam(1e-4)), *given, rng=True)
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+
+
+def language(model: Any, optimizer: Any, batch: int, length: int) -> Built:
+    """Next-token prediction."""
+
+    def loss(params: Any, ids: Any) -> Any:
+        return token_loss(model.apply(params, ids)[:, :-1], ids[:, 1:])
+
+    return habits(loss, initial(model, shape(1, length)), optimizer, shape(batch, length))
+
+
+def adapted(batch: int, length: int, rank: int = 16) -> Built:
+    """Next-token prediction by a frozen Llama of 8 B, whose queries and values are adapted by matrices of low rank."""
+    model, params = model_of("Llama", "ForCausalLM", **LLAMA_8B)
+    optimizer = optax.adamw(1e-4)
+
+    def step(state: Any, frozen: Any, ids: Any, mask: Any) -> Any:
+        def loss(adapters: Any) -> Any:
+            flat: Any = traverse_util.flatten_dict(frozen, sep="/")
+            for name, own in adapters.items():
+                flat[name] = flat[name] + (own["down"] @ own["up"]).astype(jnp.bfloat16)
+            logits = model(ids, attention_mask=mask, params=traverse_util.unflatten_dict(flat, sep="/")).logits
+            return weighted(logits[:, :-1], ids[:, 1:], mask[:, 1:])
+
+        return descended(loss, state, optimizer)
+
+    flat: Any = traverse_util.flatten_dict(params, sep="/")
+    adapters = {
+        name: {"down": numbers(leaf.shape[0], rank), "up": numbers(rank, leaf.shape[1])}
+        for name, leaf in flat.items()
+        if name.endswith(("q_proj/kernel", "v_proj/kernel"))
+    }
+    return step, (started(adapters, optimizer), halved(params), shape(batch, length), shape(batch, length))
+
+
+def preferred(batch: int, length: int) -> Built:
+    """DPO of a Llama of 7 B: pairs of answers, against a frozen copy."""
+    model: Any = Llama(32, 4096, 32, 11008, 32000, True)
+    params, optimizer = initial(model, shape(1, length)), optax.chain(CLIPPED, optax.adamw(1e-6))
+
+    def likelihood(params: Any, ids: Any, mask: Any) -> Any:
+        logs = jax.nn.log_softmax(model.apply(params, ids)[:, :-1].astype(jnp.float32))
+        return (jnp.take_along_axis(logs, ids[:, 1:, None], -1)[..., 0] * mask[:, 1:]).sum(-1)
+
+    def step(state: Any, frozen: Any, better: Any, worse: Any, better_mask: Any, worse_mask: Any) -> Any:
+        better_before, worse_before = likelihood(frozen, better, better_mask), likelihood(frozen, worse, worse_mask)
+
+        def loss(params: Any) -> Any:
+            better_gain = likelihood(params, better, better_mask) - better_before
+            worse_gain = likelihood(params, worse, worse_mask) - worse_before
+            return -jax.nn.log_sigmoid(0.1 * (better_gain - worse_gain)).mean()
+
+        return descended(loss, state, optimizer)
+
+    return step, (started(params, optimizer), halved(params), *[shape(batch, length)] * 4)
+
+
+def distilled(batch: int, length: int) -> Built:
+    """A decoder of 1.3 B that follows the predictions of a frozen one of 13 B."""
+    teacher: Any = networks.Decoder(40, 5120, 40, 32000)
+    model: Any = networks.Decoder(24, 2048, 16, 32000)
+    optimizer = optax.chain(CLIPPED, optax.adamw(3e-4))
+
+    def step(state: Any, frozen: Any, ids: Any) -> Any:
+        wanted = jax.nn.softmax(teacher.apply(frozen, ids).astype(jnp.float32) / 2)
+
+        def loss(params: Any) -> Any:
+            logits = model.apply(params, ids).astype(jnp.float32)
+            followed = -(wanted * jax.nn.log_softmax(logits / 2)).sum(-1).mean() * 4
+            return followed + token_loss(logits[:, :-1], ids[:, 1:])
+
+        return descended(loss, state, optimizer)
+
+    ids = shape(1, length)
+    return step, (started(initial(model, ids), optimizer), halved(initial(teacher, ids)), shape(batch, length))
+
+
+# --- pictures -------------------------------------------------------------------------------------------------------
+
+
+def adversarial(batch: int) -> Built:
+    """A GAN: two networks with an optimizer each, a penalty on gradients, and an average of the generator."""
+    generator: Any = pictures.Generator()
+    discriminator: Any = pictures.Discriminator()
+    optimizer = optax.adam(2e-3, b1=0.0)
+
+    def step(state: Any, real: Any, key: Any) -> Any:
+        first, second = jax.random.split(key)
+
+        def told_apart(params: Any) -> Any:
+            fake = generator.apply(state["generator"]["params"], jax.random.normal(first, (batch, 512)))
+            is_real, is_fake = discriminator.apply(params, real), discriminator.apply(params, fake)
+            steep = jax.grad(lambda x: discriminator.apply(params, x).sum())(real)
+            penalty = 5 * (steep**2).sum((1, 2, 3)).mean()
+            return jax.nn.softplus(is_fake).mean() + jax.nn.softplus(-is_real).mean() + penalty
+
+        critic, apart = descended(told_apart, state["discriminator"], optimizer)
+
+        def believed(params: Any) -> Any:
+            fake = generator.apply(params, jax.random.normal(second, (batch, 512)))
+            return jax.nn.softplus(-discriminator.apply(critic["params"], fake)).mean()
+
+        maker, doubt = descended(believed, state["generator"], optimizer)
+        average = optax.incremental_update(maker["params"], state["average"], 0.001)
+        return {"generator": maker, "discriminator": critic, "average": average}, (apart, doubt)
+
+    params = initial(generator, numbers(4, 512))
+    state = {"generator": started(params, optimizer), "average": params}
+    state["discriminator"] = started(initial(discriminator, numbers(4, 256, 256, 3)), optimizer)
+    return step, (state, numbers(batch, 256, 256, 3), random_key())
+
+
+def rendered(colours: Any, density: Any, times: Any) -> tuple[Any, Any]:
+    """[rays, points, 3] colours and [rays, points] densities to the colours of rays and the weights of points."""
+    apart = jnp.concatenate([times[:, 1:] - times[:, :-1], jnp.full_like(times[:, :1], 1e10)], -1)
+    stopped = 1 - jnp.exp(-density * apart)
+    through = jnp.concatenate([jnp.ones_like(stopped[:, :1]), 1 - stopped[:, :-1] + 1e-10], -1)
+    weights = stopped * jnp.cumprod(through, -1)
+    return (weights[..., None] * colours).sum(1), weights
+
+
+def radiance(rays: int, points: int = 64) -> Built:
+    """A NeRF: a coarse field says where along its rays a fine one is asked."""
+    model: Any = pictures.Field()
+    one = numbers(1, 1, 3)
+    params = {"coarse": initial(model, one, one), "fine": initial(model, one, one)}
+
+    def seen(params: Any, origins: Any, directions: Any, times: Any) -> Any:
+        places = origins[:, None] + directions[:, None] * times[..., None]
+        colours, density = model.apply(params, places, directions[:, None])
+        return rendered(colours, density, times)
+
+    def loss(params: Any, origins: Any, directions: Any, wanted: Any, key: Any) -> Any:
+        first, second = jax.random.split(key)
+        times = jnp.linspace(2.0, 6.0, points)[None] + jax.random.uniform(first, (rays, points)) * 4 / points
+        coarse, weights = seen(params["coarse"], origins, directions, times)
+        shares = jnp.cumsum(weights / (weights.sum(-1, keepdims=True) + 1e-5), -1)
+        drawn = jax.vmap(jnp.searchsorted)(shares, jax.random.uniform(second, (rays, 2 * points))).clip(0, points - 1)
+        more = jnp.concatenate([times, jnp.take_along_axis(times, drawn, 1)], -1)
+        fine, _ = seen(params["fine"], origins, directions, jax.lax.stop_gradient(jnp.sort(more, -1)))
+        return jnp.mean((coarse - wanted) ** 2) + jnp.mean((fine - wanted) ** 2)
+
+    return habits(loss, params, optax.adam(5e-4), *[numbers(rays, 3)] * 3, rng=True)
+
+
+def likely(batch: int) -> Built:
+    """A normalising flow, with noise added to its pictures."""
+    model: Any = pictures.Flow(16, 3)
+
+    def loss(params: Any, x: Any, key: Any) -> Any:
+        return -model.apply(params, x + jax.random.uniform(key, x.shape) / 256).mean() / (64 * 64 * 3)
+
+    params = initial(model, numbers(1, 64, 64, 3))
+    return habits(loss, params, optax.adamax(1e-3), numbers(batch, 64, 64, 3), rng=True)
+
+
+def windows(batch: int) -> Built:
+    """Classification of pictures by attention within windows, with an average of the weights."""
+    model: Any = pictures.Windows()
+
+    def loss(params: Any, x: Any, labels: Any, key: Any) -> Any:
+        return token_loss(model.apply(params, x, rngs={"dropout": key}), labels)
+
+    params, x = initial(model, numbers(1, 224, 224, 3)), numbers(batch, 224, 224, 3)
+    return habits(loss, params, optax.adamw(1e-3), x, shape(batch), rng=True, average=0.9999)
+
+
+# --- science --------------------------------------------------------------------------------------------------------
+
+
+def folded(batch: int, sequences: int, length: int) -> Built:
+    """Distances in a protein and hidden letters of its alignment, with an average of the weights."""
+    model: Any = networks.Fold(48)
+
+    def loss(params: Any, rows: Any, apart: Any, distances: Any, letters: Any, hidden: Any) -> Any:
+        far, letter = model.apply(params, rows, apart)
+        return token_loss(far, distances) + weighted(letter, letters, hidden)
+
+    params = initial(model, shape(1, sequences, length), shape(1, length, length))
+    rows, pairs = shape(batch, sequences, length), shape(batch, length, length)
+    given = rows, pairs, pairs, rows, numbers(batch, sequences, length)
+    return habits(loss, params, optax.chain(CLIPPED, optax.adam(1e-3)), *given, average=0.999)
+
+
+def operator(batch: int) -> Built:
+    """A Fourier operator, with relative errors."""
+    model: Any = pictures.Fourier(64, 32)
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        size = lambda z: jnp.sqrt((z**2).sum((1, 2, 3)))  # noqa: E731
+        return (size(model.apply(params, x) - y) / size(y)).mean()
+
+    params, x = initial(model, numbers(1, 256, 256, 10)), numbers(batch, 256, 256, 10)
+    return habits(loss, params, optax.adam(1e-3), x, numbers(batch, 256, 256, 1))
+
+
+# --- recommendation -------------------------------------------------------------------------------------------------
+
+_TABLES = (10_000_000, 5_000_000, 3_000_000, 1_000_000, 500_000, 100_000, *[20_000] * 10, *[1_000] * 10)
+
+
+class Ranking(nn.Module):
+    """Clicks from numbers and from rows of tables, some of them large, by the products of all pairs."""
+
+    tables: tuple[int, ...]
+
+    @nn.compact
+    def __call__(self, numbers: Any, chosen: Any) -> Any:
+        """[batch, features] numbers and [batch, tables] rows to [batch] logits."""
+        x = numbers
+        for width in (512, 256, 128):
+            x = nn.relu(nn.Dense(width)(x))
+        rows = [nn.Embed(size, 128)(chosen[:, number]) for number, size in enumerate(self.tables)]
+        stacked = jnp.stack([x, *rows], 1)
+        first, second = jnp.tril_indices(1 + len(rows), -1)
+        x = jnp.concatenate([x, jnp.einsum("bid,bjd->bij", stacked, stacked)[:, first, second]], -1)
+        for width in (1024, 1024, 512, 256):
+            x = nn.relu(nn.Dense(width)(x))
+        return nn.Dense(1)(x)[:, 0]
+
+
+def ranking(batch: int) -> Built:
+    """A DLRM: clicks from numbers and from rows of 26 tables."""
+    model: Any = Ranking(_TABLES)
+
+    def loss(params: Any, features: Any, chosen: Any, clicked: Any) -> Any:
+        return optax.sigmoid_binary_cross_entropy(model.apply(params, features, chosen), clicked).mean()
+
+    params = initial(model, numbers(1, 13), shape(1, 26))
+    return habits(loss, params, optax.adagrad(0.01), numbers(batch, 13), shape(batch, 26), numbers(batch))
+
+
+# --- the cases ------------------------------------------------------------------------------------------------------
+
+
+def _unusual(build: Callable[[], Built], cluster: str, nodes: int = 1, **more: Any) -> Case:
+    return Case(build, cluster, nodes, of="unusual", **more)
+
+
+CASES: dict[str, Case] = {
+    # its arrays begin with time: which of their axes is the batch cannot be told
+    "ppo": _unusual(lambda: policy(128, 1024), "a100", options={"batch_argnums": ()}),
+    "dreamer": _unusual(lambda: world(256, 64), "a100"),
+    "gan": _unusual(lambda: adversarial(256), "a100"),
+    "lora-8b": _unusual(lambda: adapted(64, 2048), "h100"),
+    "dpo-7b": _unusual(lambda: preferred(128, 2048), "h100", 2),
+    "dlrm": _unusual(lambda: ranking(65536), "a100"),
+    "muon-1b": _unusual(
+        lambda: language(networks.Decoder(24, 2048, 16, 50304), optax.contrib.muon(2e-2), 256, 2048), "h100", 2
+    ),
+    "fold": _unusual(lambda: folded(128, 128, 256), "a100", 4),
+    "nerf": _unusual(lambda: radiance(65536), "a100"),
+    "glow": _unusual(lambda: likely(512), "a100"),
+    "swin-large": _unusual(lambda: windows(1024), "v5p:2x2x2"),
+    "fno": _unusual(lambda: operator(128), "a100"),
+    "distil": _unusual(lambda: distilled(256, 2048), "h100", 2),
+    "multisteps": _unusual(
+        lambda: language(
+            networks.Decoder(12, 768, 6, 50304),
+            optax.MultiSteps(optax.apply_if_finite(optax.adamw(1e-4), 5), every_k_schedule=4), 256, 1024,
+        ),
+        "a100",
+    ),
+    "linear-attention": _unusual(
+        lambda: language(networks.LinearDecoder(24, 2048, 65536), optax.adamw(1e-4), 128, 4096), "h100", 2
+    ),
+}  # fmt: skip

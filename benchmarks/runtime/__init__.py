@@ -1,0 +1,1 @@
+"""Measured steps, calls, tasks and processes of the runtime."""

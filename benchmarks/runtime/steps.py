@@ -1,0 +1,331 @@
+"""Steps of several plans that take turns in one process on virtual CPU devices, beside what was predicted of them.
+
+Turns, in random order, disturb all plans alike by what else the machine does. Virtual devices share the machine's
+cores and have no network: seconds show the work done and the bytes copied, not what a cluster would gain; bytes per
+device do not depend on that.
+
+`by_hand`: plans against shardings that are written by hand (`hand_written.py`). Of each contestant the collectives of
+the compiled program by kind, the compiler's own memory, the loss of three steps, and the seconds of a step.
+
+`calibration`: ten steps are planned with the figures of `alpa-lite calibrate`. Spearman's rank correlation of the
+predicted with the measured seconds says whether the order is right, with those figures and with the preset's.
+
+`tiny_pipelines`: what `Auto()` takes for tiny models, and what one mesh and a pipeline of two stages and four
+micro-batches take. A row is wrong if Auto takes a pipeline and one mesh is faster.
+
+`token_pipelines`: a GPT of 4 layers on 4 stages of one device each, two micro-batches of one example, sequences of 256
+tokens, in slices and whole. Executed timelines are of one step each. Memory is the most bytes that live arrays of a
+step take on a device of the fullest submesh, counted after every instruction, beside what the plan says of buffers.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from scipy import stats
+
+import alpa_lite
+from alpa_lite import models
+from alpa_lite.calibration import measuring
+from alpa_lite.calibration.storing import Calibration
+from alpa_lite.cluster import Cluster
+from alpa_lite.passes.checks.hlo_text import parse_hlo
+from alpa_lite.passes.checks.verification import memory_of
+from alpa_lite.plan import json_codec
+from alpa_lite.runtime.pipeline import PipelineExecutable
+from benchmarks.harness import Benchmark, Row, Rows, show, table
+from benchmarks.runtime import hand_written
+
+DEVICES = 8
+Model = tuple[str, int, Mapping[str, Any]]
+"""A model's name, its batch and its sizes."""
+Run = Callable[[], float]
+"""Runs a step once more, waits for it, and returns its loss."""
+
+
+def runner(call: Callable[..., Any], state: Any, *batch: Any) -> Run:
+    """A function that replaces the state by that after one more step."""
+
+    def advance() -> float:
+        nonlocal state
+        state, metrics = call(state, *batch)
+        jax.block_until_ready((state, metrics))
+        return float(metrics["loss"])
+
+    return advance
+
+
+def alternating(runs: Mapping[str, Run], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each step, in turns of four of which the first does not count."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    order, rng = list(runs), random.Random(0)
+    for _ in range(rounds):
+        rng.shuffle(order)
+        for name in order:
+            for number in range(4):
+                start = time.perf_counter()
+                runs[name]()
+                times[name] += [time.perf_counter() - start] * (number > 0)
+    return times
+
+
+def built(model: Model) -> tuple[Any, Any]:
+    """The step of a model and its arguments."""
+    name, batch, sizes = model
+    return models.get(name).build("tiny", batch, 0, **sizes)
+
+
+def described(plan: Any) -> str:
+    """The mesh or the stages of a plan."""
+    if plan.pipelined:
+        return f"{plan.num_stages} stages x {plan.num_microbatches}"
+    return " x ".join(map(str, plan.stages[0].mesh_shape))
+
+
+# -- by hand ----------------------------------------------------------------------------------------------------------
+
+WIDE_MLP = {"inputs": 512, "hidden": 1024, "outputs": 512, "layers": 4}
+BY_HAND: dict[str, Model] = {
+    "gpt 2 x 128": ("gpt", 16, {}),
+    "mlp 4 x 1024": ("mlp", 64, WIDE_MLP),
+    "gpt 4 x 256": ("gpt", 16, {"vocab": 1024, "seq": 128, "hidden": 256, "layers": 4}),
+}
+METHODS: dict[str, Any] = {
+    "Auto": alpa_lite.Auto(),
+    "DataParallel": alpa_lite.DataParallel(),
+    "Zero(1)": alpa_lite.Zero(1),
+    "Zero(3)": alpa_lite.Zero(3),
+    "TensorParallel": alpa_lite.TensorParallel(),
+}
+
+
+def by_hand(name: str, rounds: int = 20) -> Row:
+    """Everyone who takes part, all with the same initial state."""
+    step, args = built(BY_HAND[name])
+    rows: list[Row] = []
+    runs: dict[str, Run] = {}
+    for plan in hand_written.plans(BY_HAND[name][0], DEVICES):
+        jitted, *placed = hand_written.shard(step, plan, *args)
+        compiled = jitted.lower(*placed).compile()
+        rows.append({"contestant": f"hand: {plan.name}", "mesh": " x ".join(map(str, plan.mesh_shape))})
+        rows[-1] |= weigh(compiled)
+        runs[rows[-1]["contestant"]] = runner(compiled, *placed)
+    for method, value in METHODS.items():
+        parallel = alpa_lite.parallelize(step, method=value)
+        plan = parallel.plan(*args)
+        executable: Any = parallel._executable(args, {})
+        rows.append({"contestant": f"alpa_lite: {method}", "mesh": described(plan)} | weigh(*executable.compiled()))
+        rows[-1] |= {"predicted_bytes": plan.stages[0].memory.total, "predicted_seconds": plan.step_seconds}
+        runs[rows[-1]["contestant"]] = runner(executable, *executable.place(*args))
+    losses = {name: [run() for _ in range(3)] for name, run in runs.items()}
+    times = alternating(runs, rounds)
+    for row in rows:
+        own, base = times[row["contestant"]], times["alpa_lite: Auto"]
+        row |= {
+            "seconds": statistics.median(own), "fastest_seconds": min(own), "losses": losses[row["contestant"]],
+            "times_auto": statistics.median(mine / other for mine, other in zip(own, base, strict=True)),
+        }  # fmt: skip
+    return {"rows": rows, "rounds": rounds}
+
+
+def weigh(compiled: Any) -> Row:
+    """The compiled collectives by kind ("count", "bytes" per device and step), and the peak bytes per device."""
+    kinds: dict[str, dict[str, int]] = {}
+    for c in parse_hlo(compiled.as_text(), DEVICES):
+        entry = kinds.setdefault(c.kind, {"count": 0, "bytes": 0})
+        entry["count"] += c.count
+        entry["bytes"] += c.bytes * c.count
+    memory = memory_of(compiled)
+    total = sum(kind["bytes"] for kind in kinds.values())
+    return {"collectives": kinds, "collective_bytes": total, "peak_bytes": None if memory is None else memory.peak}
+
+
+def by_hand_page(rows: Rows) -> list[str]:
+    """A table for each model."""
+    lines = []
+    for name in (name for name in BY_HAND if name in rows):
+        cells = []
+        for row in rows[name]["rows"]:
+            found = sorted(row["collectives"].items())
+            kinds = ", ".join(f"{kind} {c['count']}: {c['bytes'] / 1e3:.1f}" for kind, c in found)
+            peak = None if row["peak_bytes"] is None else row["peak_bytes"] / 1e6
+            cells.append([
+                row["contestant"], row["mesh"], kinds or "none", show(row["collective_bytes"] / 1e3, ".1f"),
+                show(peak), show(row["seconds"] * 1e3, ".1f"), show(row["times_auto"]), show(row["losses"][-1], ".6f"),
+            ])  # fmt: skip
+        head = "contestant | mesh | collectives | payload kB | peak MB | ms a step | times Auto | loss after 3 steps"
+        lines += [f"## {name}", "", *table(head, cells), ""]
+    return lines[:-1]
+
+
+# -- calibrated -------------------------------------------------------------------------------------------------------
+
+MLP: Model = ("mlp", 256, WIDE_MLP)
+DEEP: Model = ("mlp", 1024, {"inputs": 256, "hidden": 256, "outputs": 256, "layers": 8})
+GPT: Model = ("gpt", 32, {"layers": 4})
+CALIBRATED: dict[str, tuple[Model, Any, int | str]] = {
+    "MLP 4 x 1024, data parallel": (MLP, alpa_lite.DataParallel(), "auto"),
+    "MLP 4 x 1024, ZeRO-3": (MLP, alpa_lite.Zero(3), "auto"),
+    "MLP 4 x 1024, tensor parallel": (MLP, alpa_lite.TensorParallel(), "auto"),
+    "MLP 4 x 1024, auto": (MLP, alpa_lite.Auto(), "auto"),
+    "MLP 8 x 256, data parallel": (DEEP, alpa_lite.DataParallel(), "auto"),
+    "MLP 8 x 256, sharded 2 x 4": (DEEP, alpa_lite.Sharded((2, 4)), "auto"),
+    "MLP 8 x 256, pipeline of 4": (DEEP, alpa_lite.Pipeline(num_stages=4), 8),
+    "GPT 4 x 128, auto": (GPT, alpa_lite.Auto(), "auto"),
+    "GPT 4 x 128, tensor parallel": (GPT, alpa_lite.TensorParallel(), "auto"),
+    "GPT 4 x 128, pipeline of 2": (GPT, alpa_lite.Pipeline(num_stages=2), 4),
+}
+
+
+def calibrated(case: str, calibration: str | None = None, seconds: float = 60.0, rounds: int = 15) -> Row:
+    """Calibrates, unless a file of `alpa-lite calibrate` is given, and times the ten plans."""
+    found = Calibration.load(calibration) if calibration else measuring.calibrate(DEVICES, seconds=seconds)
+    rows, runs = [], {}
+    for name, (model, method, microbatches) in CALIBRATED.items():
+        fun, args = built(model)
+        options: dict[str, Any] = {"num_microbatches": microbatches, "verify": "off"}
+        step = alpa_lite.parallelize(fun, method=method, cluster=found.cluster, **options)
+        plan = step.plan(*args)
+        usual = Cluster.local(jax.devices()[: found.cluster.num_devices], calibration=None)
+        preset = alpa_lite.make_plan(fun, *args, cluster=usual, plan=plan, verify="off")
+        runs[name] = runner(step, *step.place(*args))
+        rows.append({
+            "plan": name, "mesh": described(plan), "predicted_ms": 1e3 * plan.step_seconds,
+            "preset_ms": 1e3 * preset.step_seconds,
+        })  # fmt: skip
+    for row, own in zip(rows, alternating(runs, rounds).values(), strict=True):
+        row |= {"measured_ms": 1e3 * statistics.median(own), "least_ms": 1e3 * min(own)}
+    ranks = {"calibrated": ("predicted_ms", "measured_ms"), "preset": ("preset_ms", "measured_ms"),
+             "calibrated, least times": ("predicted_ms", "least_ms")}  # fmt: skip
+    return {
+        "calibration": {"date": found.date, "seconds": found.seconds, "samples": len(found.samples)},
+        "fits": [json_codec.encode_fields(fit) for fit in found.fits],
+        "rank_correlation": {name: rank(rows, *columns) for name, columns in ranks.items()},
+        "rows": sorted(rows, key=lambda row: row["measured_ms"]), "rounds": rounds,
+    }  # fmt: skip
+
+
+def rank(rows: list[Row], one: str, other: str) -> float:
+    """Spearman's correlation of two columns."""
+    ranks = [stats.rankdata([row[name] for row in rows]) for name in (one, other)]
+    return float(np.corrcoef(ranks)[0, 1])
+
+
+def calibrated_page(rows: Rows) -> list[str]:
+    """The order of the plans, and the fits."""
+    (result,) = rows.values()
+    ranks, columns = result["rank_correlation"], ("measured_ms", "least_ms", "predicted_ms", "preset_ms")
+    plans = [[r["plan"], r["mesh"], *(show(r[name]) for name in columns)] for r in result["rows"]]
+    fits = [[f["name"], f["count"], show(f["error"], ".0%"), show(f["worst"], ".0%")] for f in result["fits"]]
+    return [
+        f"Spearman's rank correlation of predicted and measured seconds: **{ranks['calibrated']:.2f}** with the "
+        f"figures of `alpa-lite calibrate`", f"({ranks['calibrated, least times']:.2f} with the least measured "
+        f"seconds), {ranks['preset']:.2f} with those of the preset.", "",
+        *table("plan | mesh | measured (median), ms | least, ms | predicted, calibrated | predicted, preset", plans),
+        "", *table("fit | samples | median error | worst", fits),
+    ]  # fmt: skip
+
+
+# -- pipelines --------------------------------------------------------------------------------------------------------
+
+TINY: dict[str, Model] = {
+    "mlp 3 x 64": ("mlp", 64, {}),
+    "mlp 4 x 180": ("mlp", 64, {"inputs": 180, "hidden": 180, "outputs": 180, "layers": 4}),
+    "mlp 8 x 64": ("mlp", 64, {"inputs": 64, "outputs": 64, "layers": 8}),
+    "gpt 2 x 128": ("gpt", 16, {}),
+}
+STAGES, EXAMPLES, TOKENS = 4, 2, 256
+SLICES = {"whole": None, "2 of 128": (128, 128), "4 of 64": (64,) * 4, "8 of 32": (32,) * 8, "auto": "auto"}
+
+
+def tiny(name: str, rounds: int = 15) -> Row:
+    """The choice of Auto(), and the predicted and measured milliseconds of one mesh and of a pipeline."""
+    fun, args = built(TINY[name])
+    auto = alpa_lite.parallelize(fun, verify="off").plan(*args)
+    row: Row = {"auto": f"{auto.num_stages} stages" if auto.pipelined else "one mesh"}
+    runs: dict[str, Run] = {}
+    contestants: dict[str, dict[str, Any]] = {
+        "mesh": {"method": alpa_lite.Sharded()},
+        "pipeline": {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 4},
+    }
+    for contestant, options in contestants.items():
+        step = alpa_lite.parallelize(fun, verify="off", **options)
+        row[f"{contestant}_predicted_ms"] = 1e3 * step.plan(*args).step_seconds
+        runs[contestant] = runner(step, *step.place(*args))
+    row |= {f"{name}_measured_ms": 1e3 * statistics.median(own) for name, own in alternating(runs, rounds).items()}
+    return row | {"ratio": row["pipeline_measured_ms"] / row["mesh_measured_ms"]}
+
+
+def tiny_page(rows: Rows) -> list[str]:
+    """Milliseconds of both."""
+    names = [f"{one}_{which}_ms" for one in ("mesh", "pipeline") for which in ("predicted", "measured")]
+    cells = [[name, row["auto"], *(show(row[key]) for key in names), show(row["ratio"])] for name, row in rows.items()]
+    return table(
+        "model | Auto takes | mesh predicted, ms | measured | pipeline predicted, ms | measured | ratio", cells
+    )
+
+
+def sliced(case: str, rounds: int = 10) -> Row:
+    """The pipeline in slices and whole: predicted, run, and in memory."""
+    step, args = models.get("gpt").build("tiny", EXAMPLES, layers=STAGES, seq=TOKENS)
+    rows: list[Row] = []
+    runs: dict[str, Run] = {}
+    for name, slices in SLICES.items():
+        method = alpa_lite.Pipeline(num_stages=STAGES, schedule="1f1b", remat="none", token_slices=slices)
+        pipeline = alpa_lite.parallelize(step, method=method, num_microbatches=EXAMPLES)
+        plan = pipeline.plan(*args)
+        executed = pipeline.trace(None, *args)
+        executable = pipeline.planned(args, {})[1]
+        assert isinstance(executable, PipelineExecutable)
+        rows.append({
+            "slices": name if slices != "auto" else f"auto: {', '.join(map(str, plan.division.token_slices))}",
+            "predicted": plan.step_seconds, "executed": executed.seconds, "buffers": max(plan.division.buffer_bytes),
+            "peak": max(executable.measure_peak(*args)),
+        })  # fmt: skip
+        runs[name] = runner(pipeline, *args)
+    for row, seconds in zip(rows, alternating(runs, rounds).values(), strict=True):
+        row["measured"] = statistics.median(seconds)
+    return {"rows": rows}
+
+
+def sliced_page(rows: Rows) -> list[str]:
+    """Milliseconds and MiB."""
+    (result,) = rows.values()
+    cells = [
+        [row["slices"], *(show(1e3 * row[key], ".1f") for key in ("predicted", "executed", "measured")),
+         *(show(row[key] / 2**20) for key in ("buffers", "peak"))]
+        for row in result["rows"]
+    ]  # fmt: skip
+    return table("slices | predicted, ms | executed once, ms | measured, ms | buffers, MiB | peak run, MiB", cells)
+
+
+SHARED = "Virtual CPU devices share the machine's cores and have no network: moving bytes costs them copies alone."
+BENCHMARKS = (
+    Benchmark(
+        "by_hand", "Against shardings written by hand",
+        "Collectives are those of the compiled program, as count: kB per device and step; the payload is the "
+        "result's, or a reduce-scatter's operand. An all-reduce sends twice what a gather or a reduce-scatter of the "
+        "same payload sends: the sum of payloads over kinds is not what a network carries. Memory is the compiler's. "
+        f"Seconds are medians of turns; their ratio to Auto's is above 1 where Auto is faster. {SHARED}",
+        lambda: BY_HAND, by_hand, by_hand_page, devices=DEVICES,
+    ),
+    Benchmark(
+        "calibration", "Predicted and measured order of ten plans",
+        f"Steps of each plan in turn on eight devices. {SHARED}", lambda: ["ten plans"], calibrated, calibrated_page,
+        devices=DEVICES,
+    ),
+    Benchmark(
+        "tiny_pipelines", "Pipelines of tiny models", f"Steps on eight devices in turn. {SHARED}", lambda: TINY, tiny,
+        tiny_page, devices=DEVICES,
+    ),
+    Benchmark(
+        "token_pipelines", "Pipelines in slices of the sequence", f"Four stages of one device each. {SHARED}",
+        lambda: ["gpt, 4 stages"], sliced, sliced_page, devices=STAGES,
+    ),
+)  # fmt: skip
