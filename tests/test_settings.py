@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from jax.experimental import io_callback
 
 import alpa_lite
 from alpa_lite import _jax
+from alpa_lite.compilation import replanning
+from alpa_lite.passes.tracing import calls
 from tests.comparing import assert_close
 from tests.gallery import sgd
 from tests.marks import slow_but, slow_one_in
@@ -203,6 +206,15 @@ def test_settings_are_carried_to_a_thread_and_left_there():
     before = _jax.trace_context()
     assert carried() == own != before
     assert _jax.trace_context() == before
+
+
+def test_a_setting_that_a_module_registers_after_planning_is_named():
+    """With JAX 0.12 a first Pallas kernel does so; the call after it failed."""
+    args = jnp.ones(8), X
+    new = calls.signature(calls.calling(lambda w, x: w, args, {}), args, {})
+    old = dataclasses.replace(new, settings=new.settings[:-1])
+    name = [*_jax.named_settings(new.settings)][-1]
+    assert replanning.why(new, [], {old: []}) == f"{name} is a new setting of JAX"
 
 
 @pytest.mark.parametrize(

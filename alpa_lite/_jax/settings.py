@@ -21,8 +21,11 @@ default PRNG and the checks for NaN are not in it: `jit` does not trace again wh
 
 
 def named_settings(context: tuple[Any, ...]) -> dict[str, Any]:
-    """The values of a `trace_context` by the names that JAX has for them."""
-    return dict(zip(_config.trace_context_names(), context, strict=True))
+    """The values of a `trace_context` by the names that JAX has for them.
+
+    Modules that are imported after it was taken, such as those of Pallas with JAX 0.12, append settings of their own.
+    """
+    return dict(zip(_config.trace_context_names(), context, strict=False))
 
 
 def settings_text(context: tuple[Any, ...]) -> dict[str, str]:

@@ -60,7 +60,9 @@ def _differences(old: Signature, paths: Sequence[str], new: Signature, new_paths
     found = _form_differences(old, new)
     settings = _jax.named_settings(old.settings)
     for name, value in _jax.named_settings(new.settings).items():
-        if value != settings[name]:
+        if name not in settings:
+            found.append(f"{name} is a new setting of JAX")
+        elif value != settings[name]:
             found.append(f"{name} is {value}, planned was {settings[name]}")
     before, after = dict(zip(paths, old.types, strict=False)), dict(zip(new_paths, new.types, strict=False))
     for path in [*after, *(path for path in before if path not in after)]:
