@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from alpa_lite.ir.graph import Atom, Block, Lit, Op, Value
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
-from alpa_lite.passes.microbatches.states import is_zero, linear
+from alpa_lite.passes.microbatches.states import fixed_point, is_zero, linear
 
 SUMMATIONS = primitives.LINEAR_IN_EACH - {"mul"} | primitives.SCATTER_ADDITIONS | {"reduce_sum"}
 """Operations that add up terms of single examples where a dim of examples is not among the dims of the result."""
@@ -106,13 +106,8 @@ class Aggregates:
 
     def _repeat(self, body: Block, consts: Sequence[Tag], carry: Sequence[Tag], xs: Sequence[Tag]) -> list[Tag]:
         """The tags of the final carry of a loop, and of its stacked results: a fixed point."""
-        held = list(carry)
-        while True:
-            out = self._block(body, [*consts, *held, *xs])
-            joined = list(map(_join, held, out))
-            if joined == held:
-                return [*held, *out[len(held) :]]
-            held = joined
+        held, ys = fixed_point(carry, lambda held: self._block(body, [*consts, *held, *xs]), _join)
+        return [*held, *ys]
 
     def _scan(self, op: Op, given: Sequence[Tag]) -> list[Tag]:
         view = ScanView(op)

@@ -16,6 +16,7 @@ not depend on it, so that the cost of all of them does not depend on the number 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -33,10 +34,10 @@ from alpa_lite.passes.microbatches.states import (
     Failure,
     Role,
     State,
+    StepStates,
     is_intensive,
     sliced,
 )
-from alpa_lite.passes.microbatches.step_states import StepStates
 from alpa_lite.passes.microbatches.transfer import Transfer, with_inner_results
 
 _NONE: frozenset[int] = frozenset()
@@ -155,16 +156,19 @@ class Analysis:
             self._decline_chain(op, given)
             self._put_after(op, None)
             return
-        found = self._transfer.classify(op, given)
+        found, failure = None, None
+        try:
+            found = self._transfer.classify(op, given)
+        except Failure as error:
+            failure = error.with_traceback(None)
         if states.is_free(op):
             states.free.update(op.results)
-            failure = found if isinstance(found, Failure) else None
-            if isinstance(found, Failure) or (PARTIAL in found.results and not op.has_effects):
+            if found is None or (PARTIAL in found.results and not op.has_effects):
                 self.ahead[op.index] = op, failure
                 found = self._compute_ahead(op, given)
-        if isinstance(found, Failure):
+        if found is None:
             if self.parts > 1 or not any(s.kind in ("sliced", "local") for s in given):
-                self._put_after(op, found)
+                self._put_after(op, failure)
                 return
             found = Role("copy", given, (LOCAL,) * len(op.results))
         if PARTIAL in given and not op.bodies and found.kind == "copy" and not self._stays(op, given, found):
@@ -283,9 +287,9 @@ class Analysis:
         made = flow.values_in(op.operands)
         producers = self.states.producers
         if all(a in producers and producers[a][0].index in self._declined for a in made):
-            found = self._transfer.classify(op, tuple([PARTIAL if s == AFTER else s for s in given]))
-            if isinstance(found, Role):
-                self._declined[op.index] = found
+            with contextlib.suppress(Failure):
+                states = tuple([PARTIAL if s == AFTER else s for s in given])
+                self._declined[op.index] = self._transfer.classify(op, states)
 
     def _chain(self, atom: Atom) -> list[Op] | None:
         """The linear operations between a value and a sum, all read once; None if there is no such chain."""

@@ -18,19 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alpa_lite import _jax
-from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op
+from alpa_lite.ir.graph import Atom, Block, Lit, Op
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import reach, values_in
 from alpa_lite.passes.ir.inlining import inlined
 from alpa_lite.passes.ir.keys import CONTROL_FLOW_JAXPRS
 from alpa_lite.passes.ir.loops import Carried, ScanView, WhileView
-from alpa_lite.passes.ir.rewriting import Rewriter, renamed_block
+from alpa_lite.passes.ir.rewriting import renamed_block
 from alpa_lite.passes.local.types import rebinding
-from alpa_lite.passes.microbatches.cutting import Cuts, PositionDependent
+from alpa_lite.passes.microbatches.builder import Builder
+from alpa_lite.passes.microbatches.cutting import PositionDependent
 from alpa_lite.passes.microbatches.states import (
     AFTER,
-    AXIS,
     INNER,
     LOCAL,
     PARTIAL,
@@ -40,96 +39,6 @@ from alpa_lite.passes.microbatches.states import (
     is_zero,
     state_of,
 )
-from alpa_lite.passes.microbatches.step_states import StepStates
-from alpa_lite.passes.tracing import conversion
-
-
-class Builder(Rewriter):
-    """The rewriting of a step into a loop over micro-batches."""
-
-    def __init__(self, states: StepStates, strided: bool = False):
-        """`strided`: micro-batches are of every m-th example."""
-        super().__init__(states.graph)
-        self.states, self.parts, self.strided = states, states.parts, strided
-        self.cuts = Cuts(self.parts, strided)
-        self._graphs: dict[Hashable, Graph] = {}
-
-    def new_part(self, value: int, state: State) -> int:
-        """A new value for the part of `value` that one micro-batch has."""
-        if state.kind != "sliced":
-            return self.fresh(value)
-        shape, dim = self.values[value].shape, state.dim
-        return self.shaped(value, (*shape[:dim], shape[dim] // self.parts, *shape[dim + 1 :]))
-
-    def append_ops(
-        self,
-        run: Callable[..., Sequence[Any]],
-        operands: Sequence[Atom],
-        ops: list[Op],
-        scope: Scope | None = None,
-        *,
-        kind: Hashable = None,
-        source: Any = None,
-        once: bool = False,
-    ) -> list[Atom]:
-        """Appends the operations that `run` does on arrays like `operands`, and returns its results.
-
-        Args:
-          run, operands: the function and its arguments.
-          ops: the operations of a block so far.
-          scope: that block, if it is in the loop.
-          kind: runs of one kind do the same on operands of the same types, and are traced once; None is like nothing.
-          source: of the operations, in place of their own.
-          once: `run` reads the number of its block to do something in one micro-batch, whichever that is.
-
-        Raises:
-          PositionDependent: `run` reads the number of its block, and the examples of a micro-batch are not a block.
-        """
-        atoms = values_in(operands)
-        graph = self._trace(run, operands, kind if len(atoms) == len(operands) else None)
-        names: dict[int, Atom] = dict(zip(graph.block.inputs, atoms, strict=False))
-        for value, array in zip(graph.block.inputs[len(atoms) :], graph.constants, strict=True):
-            constant = self.constant(graph.values[value], array)
-            names[value] = constant if scope is None else scope.constant(constant)
-        for op in graph.block.ops:
-            if op.name == "axis_index":
-                if self.strided and not once:
-                    raise PositionDependent
-                assert scope is not None
-                names[op.results[0]] = scope.counter
-        made, results = inlined(self, graph, names, source)
-        ops += made
-        return results
-
-    def append_one(
-        self,
-        function: Callable[..., Any],
-        operands: Sequence[Atom],
-        ops: list[Op],
-        scope: Scope | None = None,
-        source: Any = None,
-        static: tuple[Hashable, ...] = (),
-    ) -> Atom:
-        """Appends the operations of `function(*static, *operands)`, and returns its one result."""
-        kind = function, static
-        (found,) = self.append_ops(
-            lambda *arrays: [function(*static, *arrays)], operands, ops, scope, kind=kind, source=source
-        )
-        return found
-
-    def _trace(self, run: Callable[..., Sequence[Any]], operands: Sequence[Atom], kind: Hashable) -> Graph:
-        """The graph of a function on arrays like `operands`, traced once for all runs of one kind."""
-        specs = [_jax.spec_of(self.values[a].aval) for a in values_in(operands)]
-        key = kind and (kind, *((s.shape, s.dtype, s.weak_type) for s in specs))
-        if key is None or key not in self._graphs:
-
-            def call(*arrays: Any) -> Sequence[Any]:
-                given = iter(arrays)
-                return run(*[a.value if isinstance(a, Lit) else next(given) for a in operands])
-
-            jaxpr = jax.make_jaxpr(call, axis_env=[(AXIS, self.parts)])(*specs)
-            self._graphs[key] = conversion.graph_of(jaxpr, self.keys)
-        return self._graphs[key]
 
 
 class Scope:
@@ -224,7 +133,7 @@ class Scope:
             return found
         if not jnp.issubdtype(self.builder.values[value].dtype, jnp.inexact):
             return self._only_in(parts - 1, found, self.source(value))
-        return self.trace(_divided, [found], self.source(value), parts)
+        return self.trace(_with_number, [found], self.source(value), lax.div, parts)
 
     def _only_in(self, number: int, atom: Atom, source: Any = None) -> Atom:
         """The value in one micro-batch, zeros in the others."""
@@ -283,9 +192,43 @@ class Scope:
             raise PositionDependent
         return False
 
+    def append(
+        self,
+        run: Callable[..., Any],
+        operands: Sequence[Atom],
+        *,
+        kind: Hashable = None,
+        source: Any = None,
+        once: bool = False,
+    ) -> list[Atom]:
+        """Appends the operations that `run` does on arrays like `operands`, and returns its results.
+
+        Args:
+          run, operands, kind: as for `Builder.trace`.
+          source: of the operations, in place of their own.
+          once: `run` reads the number of its block to do something in one micro-batch, whichever that is.
+
+        Raises:
+          PositionDependent: `run` reads the number of its block, and the examples of a micro-batch are not a block.
+        """
+        builder, atoms = self.builder, values_in(operands)
+        graph = builder.trace(run, operands, kind)
+        names: dict[int, Atom] = dict(zip(graph.block.inputs, atoms, strict=False))
+        for value, array in zip(graph.block.inputs[len(atoms) :], graph.constants, strict=True):
+            names[value] = self.constant(builder.constant(graph.values[value], array))
+        for op in graph.block.ops:
+            if op.name == "axis_index":
+                if builder.strided and not once:
+                    raise PositionDependent
+                names[op.results[0]] = self.counter
+        made, results = inlined(builder, graph, names, source)
+        self.ops += made
+        return results
+
     def trace(self, function: Callable[..., Any], operands: Sequence[Atom], source: Any, *static: Hashable) -> Atom:
         """The one result of `function(*static, *operands)`, in operations under a source line."""
-        return self.builder.append_one(function, operands, self.ops, self, source, static)
+        run = functools.partial(function, *static)
+        return self.append(run, operands, kind=(function, static), source=source)[0]
 
     def source(self, value: int) -> Any:
         """The source line of a value; None of an argument."""
@@ -350,10 +293,10 @@ class Scope:
         kind = source = None
         if op.name in primitives.DRAWS:  # many operations, the same in every layer, perhaps under another source
             kind, source = ("draw", op.key, op.ctx, form.operands, form.results), op.source
-        found = self.builder.append_ops(form.run, operands, self.ops, self, kind=kind, source=source, once=once)
+        found = self.append(form.run, operands, kind=kind, source=source, once=once)
         for value, state, atom in zip(op.results, role.results, found, strict=True):
             if role.scale and state == LOCAL and self.builder.parts > 1:
-                atom = self.trace(_scaled, [atom], op.source, self.builder.parts)
+                atom = self.trace(_with_number, [atom], op.source, lax.mul, self.builder.parts)
             self.define(value, state, atom)
 
     def _emit_control(self, op: Op, role: Role) -> None:
@@ -448,12 +391,8 @@ class Nested(Scope):
         return self.const_input(outer) if kind == "const" else self.scanned_input(outer)
 
 
-def _divided(parts: int, x: jax.Array) -> jax.Array:
-    return lax.div(x, jnp.asarray(parts, x.dtype))
-
-
-def _scaled(parts: int, x: jax.Array) -> jax.Array:
-    return lax.mul(x, jnp.asarray(parts, x.dtype))
+def _with_number(function: Callable[..., jax.Array], number: int, x: jax.Array) -> jax.Array:
+    return function(x, jnp.asarray(number, x.dtype))
 
 
 def _selected(number: int, count: jax.Array, x: jax.Array) -> jax.Array:

@@ -25,8 +25,7 @@ import numpy as np
 from jax import lax
 
 from alpa_lite.ir.graph import Block
-from alpa_lite.passes.microbatches.states import State, sliced
-from alpa_lite.passes.microbatches.step_states import StepStates
+from alpa_lite.passes.microbatches.states import State, StepStates, sliced
 
 
 class PositionDependent(Exception):

@@ -15,6 +15,7 @@ their value numbers. The scan's results are
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,13 +31,22 @@ from alpa_lite import _jax
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir.flow import reach, values_in
-from alpa_lite.passes.ir.inlining import shape_of
+from alpa_lite.passes.ir.inlining import inlined, shape_of
 from alpa_lite.passes.ir.loops import Carried, ScanView
 from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
-from alpa_lite.passes.microbatches.blocks import Builder, Scope
+from alpa_lite.passes.microbatches.blocks import Scope
+from alpa_lite.passes.microbatches.builder import Builder
 from alpa_lite.passes.microbatches.cutting import check_independent_of_position
-from alpa_lite.passes.microbatches.states import AFTER, INNER, LOCAL, PARTIAL, WHOLE, State, accumulator_dtype
-from alpa_lite.passes.microbatches.step_states import StepStates
+from alpa_lite.passes.microbatches.states import (
+    AFTER,
+    INNER,
+    LOCAL,
+    PARTIAL,
+    WHOLE,
+    State,
+    StepStates,
+    accumulator_dtype,
+)
 
 
 def emit(states: StepStates, *, strided: bool = False) -> tuple[Graph, int]:
@@ -130,7 +140,10 @@ class _Loop(Scope):
 
     def _outside(self, function: Callable[..., Any], operands: Sequence[Atom], ops: list[Op], *static: Hashable) -> Any:
         """The one result of `function(*static, *operands)`, in operations outside of the loop."""
-        return self.builder.append_one(function, operands, ops, static=static)
+        graph = self.builder.trace(functools.partial(function, *static), operands, (function, static))
+        made, (result,) = inlined(self.builder, graph, dict(zip(graph.block.inputs, operands, strict=True)))
+        ops += made
+        return result
 
     def prologue(self) -> list[Op]:
         """The operations before the loop."""

@@ -37,8 +37,9 @@ from alpa_lite.ir.graph import Atom, Graph, Lit, Op, Traced, walk
 from alpa_lite.passes.ir import evaluation, primitives, pruning
 from alpa_lite.passes.ir.flow import made_of, values_in
 from alpa_lite.passes.microbatches.aggregates import Aggregates, Tag
+from alpa_lite.passes.microbatches.cutting import Cuts
 from alpa_lite.passes.microbatches.messages import AVERAGED, COMBINED, JOINED, LAST, SUMMED, notes_on_leaves
-from alpa_lite.passes.microbatches.states import accumulator_dtype
+from alpa_lite.passes.microbatches.states import accumulator_dtype, sliced
 from alpa_lite.passes.tracing import conversion
 
 SCOPE = "micro_batches"
@@ -126,6 +127,7 @@ class IndependentLoop:
           TraceMismatch: the traces differ in more than shapes, or a result has no form that micro-batches can give.
         """
         self.pair, self.dims, self.parts = _Pair(big.graph, small.graph), dims, parts
+        self.cuts = Cuts(parts, strided=False)
         self.arguments, self.outputs = small.arguments, small.outputs
         block = small.graph.block
         batch = {block.inputs[i] for i in dims}
@@ -234,10 +236,10 @@ class IndependentLoop:
         whole = dict(zip(big.block.inputs, [*leaves, *big.constants], strict=True))
         own = dict(zip(small.block.inputs, [*leaves, *small.constants], strict=True))
         dims = {small.block.inputs[i]: dim for i, dim in self.dims.items()}
-        batch = {v: _blocks(own.pop(v), dim, self.parts) for v, dim in dims.items()}
+        batch = {v: self.cuts.cut(sliced(dim), own.pop(v)) for v, dim in dims.items()}
         _evaluate(self._twins(self.before), whole)
         _evaluate(self.before, own)
-        batch |= {v: _blocks(whole[self.pair.big_value[v]], dim, self.parts) for v, dim in self.draws.items()}
+        batch |= {v: self.cuts.cut(sliced(dim), whole[self.pair.big_value[v]]) for v, dim in self.draws.items()}
         exported, mark = self._scan(own, batch)
         made = {value: x for value, x in exported.items() if self.combined[value] != JOINED}
         whole.update({self.pair.big_value[value]: x for value, x in exported.items()})
@@ -276,14 +278,9 @@ class IndependentLoop:
             combined = total / self.parts if self.combined[value] == AVERAGED else total
             found[value] = combined.astype(values[value].dtype)
         for value, each in zip(stacked, rows, strict=True):
-            found[value] = self._join(each, value) if self.combined[value] == JOINED else each[-1]
+            is_joined = self.combined[value] == JOINED
+            found[value] = self.cuts.join(sliced(*self.pair.grown_dims(value)), each) if is_joined else each[-1]
         return found, mark
-
-    def _join(self, stacked: Any, value: int) -> Any:
-        """The stacked micro-batches of a value as one array, along the dim that holds examples."""
-        (dim,) = self.pair.grown_dims(value)
-        moved = jnp.moveaxis(stacked, 0, dim)
-        return jnp.reshape(moved, (*moved.shape[:dim], -1, *moved.shape[dim + 2 :]))
 
     def _output(self, small: Atom, big: Atom, made: Mapping[int, Any], whole: Mapping[int, Any]) -> Any:
         """A result of the step: from the micro-batches' combined values, or joined where it has a value an example."""
@@ -315,12 +312,6 @@ def _evaluate(ops: Sequence[Op], env: dict[int, Any], *, partly: bool = False) -
     for op in ops:
         if not partly or env.keys() >= set(op.reads):
             env.update(zip(op.results, evaluation.bind(op, _read(op, env)), strict=True))
-
-
-def _blocks(x: Any, dim: int, parts: int) -> Any:
-    """An array as its micro-batches along `dim`, stacked along a new leading dim."""
-    split = jnp.reshape(x, (*x.shape[:dim], parts, x.shape[dim] // parts, *x.shape[dim + 1 :]))
-    return jnp.moveaxis(split, dim, 0)
 
 
 def _is_float(value: Any) -> bool:

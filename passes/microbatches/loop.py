@@ -43,7 +43,7 @@ from alpa_lite.passes.microbatches.batch import (
 from alpa_lite.passes.microbatches.cutting import PositionDependent
 from alpa_lite.passes.microbatches.emission import emit
 from alpa_lite.passes.microbatches.independent import IndependentLoop, TraceMismatch
-from alpa_lite.passes.microbatches.step_states import StepStates
+from alpa_lite.passes.microbatches.states import StepStates
 from alpa_lite.passes.microbatches.whole_batch import assign_whole_batch, has_reverse_pass, is_work_in_loop
 
 Retrace = Callable[[Mapping[int, tuple[int, ...]]], Traced]

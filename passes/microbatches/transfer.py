@@ -31,12 +31,13 @@ from alpa_lite.passes.microbatches.states import (
     Failure,
     Role,
     State,
+    StepStates,
+    fixed_point,
     join,
     linear,
     sliced,
     state_of,
 )
-from alpa_lite.passes.microbatches.step_states import StepStates
 from alpa_lite.passes.tracing.conversion import ELEMENTWISE
 
 ONCE = "its effect happens once, for the whole batch"
@@ -58,16 +59,19 @@ class Transfer:
         self._segments: dict[int, tuple[int, ...]] = {}  # size of a dim -> the segments that it had last
         self._known: dict[tuple[Any, tuple[State, ...]], Role] = {}
 
-    def classify(self, op: Op, states: tuple[State, ...]) -> Role | Failure:
+    def classify(self, op: Op, states: tuple[State, ...]) -> Role:
         """The role of an operation on operands in these states, none of them `after`.
 
         Operations with one key have one role, where that depends on nothing but the states.
+
+        Raises:
+          Failure: it has no exact form.
         """
         key = op.key, states
         found = None if op.index in self.local else self._known.get(key)
         if found is None:
             found = self._classify(op, states)
-            if isinstance(found, Role) and self._is_common(op, states, found):
+            if self._is_common(op, states, found):
                 self._known[key] = found
         return found
 
@@ -79,12 +83,12 @@ class Transfer:
             return bound and is_common and op.name not in _OWN_FORMS
         return role.kind in ("whole", "copy")
 
-    def _classify(self, op: Op, states: tuple[State, ...]) -> Role | Failure:
+    def _classify(self, op: Op, states: tuple[State, ...]) -> Role:
         kinds = {s.kind for s in states}
         if kinds <= {"whole"}:
             return self.states.whole(op)
         if op.has_effects and self.parts > 1 and not (op.bodies and kinds & {"sliced", "partial"}):
-            return Failure(find_effect(op), ONCE)
+            raise Failure(find_effect(op), ONCE)
         if kinds <= {"whole", "inner", "local"}:
             result = LOCAL if "local" in kinds else INNER
             return Role("copy", states, (result,) * len(op.results))
@@ -95,14 +99,14 @@ class Transfer:
             if "sliced" not in kinds:
                 wanted = linear(op, [s == PARTIAL for s in states], self.values)
             if wanted is None:
-                return Failure(op, "it needs the sum over the whole batch", self.states.roots_of(op))
+                raise Failure(op, "it needs the sum over the whole batch", self.states.roots_of(op))
             operands = tuple(PARTIAL if w else s for w, s in zip(wanted, states, strict=True))
             return Role("copy", operands, (PARTIAL,) * len(op.results))
         return self._cut(op, states)
 
     # -- sliced operands ------------------------------------------------------------------------------------------
 
-    def _cut(self, op: Op, states: Sequence[State]) -> Role | Failure:
+    def _cut(self, op: Op, states: Sequence[State]) -> Role:
         """The local form of an operation that reads sliced operands."""
         number, state = next((i, s) for i, s in enumerate(states) if s.kind == "sliced")
         rule = self.rules[op.key]
@@ -114,7 +118,9 @@ class Transfer:
             for value, one in zip(op.results, () if found is None else found.results, strict=False):
                 if one.segments:
                     self._segments[self.values[value].shape[one.dim]] = one.segments
-        return found or Failure(op, rule.reason or "it works across the examples of the batch")
+        if found is None:
+            raise Failure(op, rule.reason or "it works across the examples of the batch")
+        return found
 
     def _fit(self, op: Op, states: Sequence[State], form: LocalForm) -> Role | None:
         """The role for a form, if the operands can be had as it wants them."""
@@ -201,7 +207,7 @@ class Transfer:
 
     # -- control flow ---------------------------------------------------------------------------------------------
 
-    def _body(self, block: Block, given: Sequence[State], atoms: Sequence[Atom | None]) -> Failure | list[State]:
+    def _body(self, block: Block, given: Sequence[State], atoms: Sequence[Atom | None]) -> list[State]:
         """Analyses a nested body; `atoms` are its inputs outside, None for carried ones."""
         states = self.states
         for value, state, atom in zip(block.inputs, given, atoms, strict=True):
@@ -216,15 +222,17 @@ class Transfer:
             if op.name == "optimization_barrier":
                 states.barrier(op, inner)
                 continue
-            found = self.classify(op, inner)
+            try:
+                found = self.classify(op, inner)
+            except Failure:
+                if not free:
+                    raise
+                found = states.whole(op)
             if free:
                 states.free.update(op.results)
-                if isinstance(found, Failure) or PARTIAL in found.results:
-                    found = states.whole(op)
-            if isinstance(found, Role) and found.kind == "whole" and op.has_effects and self.parts > 1:
-                found = Failure(find_effect(op), ONCE)
-            if isinstance(found, Failure):
-                return found
+                found = states.whole(op) if PARTIAL in found.results else found
+            if found.kind == "whole" and op.has_effects and self.parts > 1:
+                raise Failure(find_effect(op), ONCE)
             states.decide(op, found)
         return [states.of(a) for a in block.outputs]
 
@@ -236,47 +244,39 @@ class Transfer:
             self.states.roots[value] = self._roots(value) | self._roots(atom)
 
     def _fixed_point(
-        self, op: Op, start: Sequence[State], run: Callable[[list[State]], Failure | list[State]]
-    ) -> Failure | tuple[list[State], list[State]]:
+        self, op: Op, start: Sequence[State], run: Callable[[list[State]], list[State]]
+    ) -> tuple[list[State], list[State]]:
         """Runs a body until the states of carried values are stable. Returns those, and those of its other outputs."""
-        carry, count = list(start), len(start)
-        while True:
-            outputs = run(carry)
-            if isinstance(outputs, Failure):
-                return outputs
-            joined = [join(a, b) for a, b in zip(carry, outputs[:count], strict=True)]
-            for before, out, both in zip(carry, outputs[:count], joined, strict=True):
-                if both is None:
-                    return Failure(op, f"its carry is {_describe(before)} at first and {_describe(out)} later")
-            found = [s for s in joined if s is not None]
-            if found == carry:
-                return carry, outputs[count:]
-            carry = found
 
-    def _scan(self, op: Op, states: Sequence[State]) -> Role | Failure:
+        def joined(before: State, out: State) -> State:
+            both = join(before, out)
+            if both is None:
+                raise Failure(op, f"its carry is {_describe(before)} at first and {_describe(out)} later")
+            return both
+
+        return fixed_point(start, run, joined)
+
+    def _scan(self, op: Op, states: Sequence[State]) -> Role:
         view = ScanView(op)
         consts, start, stacked = view.taken(states)
         if any(s.kind == "sliced" and s.dim == 0 for s in stacked):
             return self._map(view, states)
         xs = [s.shift(-1) for s in stacked]
         atoms = [*view.operands.consts, *[None] * view.num_carry, *view.operands.xs]
-        found = self._fixed_point(op, start, lambda carry: self._body(view.body, [*consts, *carry, *xs], atoms))
-        if isinstance(found, Failure):
-            return found
-        carry, ys = found
+        carry, ys = self._fixed_point(op, start, lambda carry: self._body(view.body, [*consts, *carry, *xs], atoms))
         self._pass_roots(op, view.body.outputs)
         results, operands = (*carry, *(s.shift(1) for s in ys)), (*consts, *carry, *stacked)
         return Role("scan", operands, results, inner=(*carry, *ys), length=view.length, consecutive=op.has_effects)
 
-    def _map(self, view: ScanView, states: Sequence[State]) -> Role | Failure:
+    def _map(self, view: ScanView, states: Sequence[State]) -> Role:
         """A scan over the examples: a micro-batch scans over its own, if all carried values are sums over examples."""
         op, (consts, start, xs) = view.op, view.taken(states)
         failure = Failure(op, "it loops over the examples of the batch, and each needs those before it")
         if view.length % self.parts or any(s != WHOLE and s[:3] != sliced(0)[:3] for s in xs):
-            return failure
+            raise failure
         if any(s.kind in ("sliced", "partial") for s in consts):
             roots = self.states.roots_of(op)
-            return Failure(op, "it loops over the examples of the batch, and each needs all of them", roots)
+            raise Failure(op, "it loops over the examples of the batch, and each needs all of them", roots)
         uses = flow.uses(view.body)
         carried = []
         for number, (carry, state) in enumerate(zip(view.carries, start, strict=True)):
@@ -286,14 +286,14 @@ class Transfer:
             elif added and state.kind != "sliced":
                 carried.append(PARTIAL)
             else:
-                return failure
+                raise failure
         own = sliced(0, common_examples(xs))
         results = (*carried, *[own] * len(view.results.ys))
         self.states.roots.update(dict.fromkeys(op.results, frozenset({op.index})))
         length, consecutive = view.length // self.parts, op.has_effects or not own.examples
         return Role("map", (*consts, *carried, *[own] * len(xs)), results, length=length, consecutive=consecutive)
 
-    def _while(self, op: Op, states: Sequence[State]) -> Role | Failure:
+    def _while(self, op: Op, states: Sequence[State]) -> Role:
         cond, body = op.bodies
         view = WhileView(op)
         cond_consts, body_consts, start = view.taken(states)
@@ -303,39 +303,31 @@ class Transfer:
         any_of = _any_of(cond) if op.params.get(ELEMENTWISE) else None  # it goes on while any example does
         each = cond if any_of is None else _without(cond, any_of)
 
-        def run(carry: list[State]) -> Failure | list[State]:
-            found = self._body(each, [*cond_consts, *carry], [*cond_atoms, *nothing])
-            if isinstance(found, Failure):
-                return found
-            (predicate,) = found
+        def run(carry: list[State]) -> list[State]:
+            (predicate,) = self._body(each, [*cond_consts, *carry], [*cond_atoms, *nothing])
             if any_of is not None:  # examples do not see how long others run: a micro-batch ends with its own
                 one = LOCAL if predicate.kind == "sliced" else predicate
                 self.states.decide(any_of, Role("copy", (predicate,), (one,)))
                 predicate = one
             if predicate.kind in ("sliced", "partial"):
-                return Failure(op, "its length depends on the examples of the batch", self.states.roots_of(op))
+                raise Failure(op, "its length depends on the examples of the batch", self.states.roots_of(op))
             outputs = self._body(body, [*body_consts, *carry], [*body_atoms, *nothing])
-            return outputs if isinstance(outputs, Failure) or any_of is not None else _decided_by(predicate, outputs)
+            return outputs if any_of is not None else _decided_by(predicate, outputs)
 
-        found = self._fixed_point(op, start, run)
-        if isinstance(found, Failure):
-            return found
-        carry = tuple(found[0])
+        carry = tuple(self._fixed_point(op, start, run)[0])
         self._pass_roots(op, body.outputs)
         operands = (*cond_consts, *body_consts, *carry)
         return Role("while", operands, carry, inner=carry, consecutive=op.has_effects)
 
-    def _cond(self, op: Op, states: Sequence[State]) -> Role | Failure:
+    def _cond(self, op: Op, states: Sequence[State]) -> Role:
         if states[0].kind in ("sliced", "partial"):
-            return Failure(op, "its predicate depends on the examples of the batch", self._roots(op.operands[0]))
+            raise Failure(op, "its predicate depends on the examples of the batch", self._roots(op.operands[0]))
         results: list[State] | None = None
         for branch in op.bodies:
             outputs = self._body(branch, states[1:], op.operands[1:])
-            if isinstance(outputs, Failure):
-                return outputs
             joined = [join(a, b) for a, b in zip(results or outputs, outputs, strict=True)]
             if None in joined:
-                return Failure(op, "its branches differ in how their results depend on the batch")
+                raise Failure(op, "its branches differ in how their results depend on the batch")
             results = _decided_by(states[0], [s for s in joined if s is not None])
             self._pass_roots(op, branch.outputs)
         assert results is not None

@@ -23,8 +23,7 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import made_of, producers, reach, values_in
 from alpa_lite.passes.microbatches.analysis import Analysis
-from alpa_lite.passes.microbatches.states import AFTER, LOCAL, PARTIAL, WHOLE, Role, is_intensive
-from alpa_lite.passes.microbatches.step_states import StepStates
+from alpa_lite.passes.microbatches.states import AFTER, LOCAL, PARTIAL, WHOLE, Role, StepStates, is_intensive
 
 
 def has_reverse_pass(graph: Graph) -> bool:

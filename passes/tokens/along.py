@@ -16,8 +16,8 @@ from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.tokens.extents import Extents, Range
 from alpa_lite.passes.tokens.pieces import Pieces
-from alpa_lite.passes.tokens.states import Move, State, States, computed_again, shift_of, size_along
-from alpa_lite.passes.tokens.windows import window
+from alpa_lite.passes.tokens.states import State, States, computed_again
+from alpa_lite.passes.tokens.windows import Move, shift_of, size_along, window
 
 
 class Along(Pieces):
@@ -98,18 +98,19 @@ class Along(Pieces):
         limits = _with(op.params["limit_indices"], state.dim, self._shape(part)[state.dim])
         if limits == self._shape(part) and not any(starts) and strides is None:
             return part
-        return self._made(_sliced, [part], starts, limits, strides and tuple(strides))
+        strides = strides and tuple(strides)
+        return self._made(lax.slice, [part], start_indices=starts, limit_indices=limits, strides=strides)
 
     def _pad(self, op: Op, state: State, rows: Range, before: int, parts: Sequence[Atom]) -> Atom:
         """Padding around one part, or alone. `before`: rows of the piece before those of the part."""
         filler, count = self._fetch(op.operands[1]), rows[1] - rows[0]
         if not parts:  # nothing but padding
-            return self._made(_filled, [filler], _with(self._shape(op.results[0]), state.dim, count))
+            return self._made(jnp.broadcast_to, [filler], shape=_with(self._shape(op.results[0]), state.dim, count))
         config = tuple(map(tuple, op.params["padding_config"]))
         interior = config[state.dim][2]
         given = (1 + interior) * (self._shape(parts[0])[state.dim] - 1) + 1
         config = _with(config, state.dim, (before, count - before - given, interior))
-        return self._made(_padded_by, [parts[0], filler], config)
+        return self._made(lax.pad, [parts[0], filler], padding_config=config)
 
     # -- convolutions, running sums, loops ------------------------------------------------------------------------
 
@@ -175,18 +176,6 @@ class Along(Pieces):
 def _with(items: Sequence[Any], number: int, item: Any) -> tuple[Any, ...]:
     """Some items, one of which is replaced."""
     return (*items[:number], item, *items[number + 1 :])
-
-
-def _sliced(starts: Sequence[int], limits: Sequence[int], strides: Sequence[int] | None, x: jax.Array) -> jax.Array:
-    return lax.slice(x, starts, limits, strides)
-
-
-def _filled(shape: tuple[int, ...], filler: jax.Array) -> jax.Array:
-    return jnp.broadcast_to(filler, shape)
-
-
-def _padded_by(config: Sequence[tuple[int, int, int]], x: jax.Array, filler: jax.Array) -> jax.Array:
-    return lax.pad(x, filler, config)
 
 
 def _going_on(join: Callable[[Any, Any], Any], x: jax.Array, edge: jax.Array) -> jax.Array:

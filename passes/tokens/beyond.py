@@ -13,24 +13,40 @@ over all. Such a row means nothing, and models do not read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import permutations
+from typing import Any
 
 import numpy as np
 
 from alpa_lite.ir.graph import Atom, Lit, Op
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.tokens.statics import NUMPY, Statics
+from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.tracing.statics import NUMPY, Statics
 
 NEGATIVE = -1e3
 """At most this is as good as minus infinity."""
 
-_EXACT = {
-    **NUMPY, "exp2": np.exp2, "expm1": np.expm1, "is_finite": np.isfinite, "logistic": lambda x: 1 / (1 + np.exp(-x)),
-    "sign": np.sign, "sqrt": np.sqrt, "tanh": np.tanh,
+LARGE = 1e30
+"""A finite number between which and its negative all are that are not known."""
+
+_FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    **NUMPY, "and": lambda x, y: int(x) & int(y), "convert_element_type": float, "exp2": np.exp2, "expm1": np.expm1,
+    "integer_pow": lambda y, x: np.float_power(x, y), "is_finite": np.isfinite, "not": np.logical_not,
+    "logistic": lambda x: 1 / (1 + np.exp(-x)), "or": lambda x, y: int(x) | int(y),
+    "select_n": lambda case, *cases: cases[int(case)], "sqrt": np.sqrt, "tanh": np.tanh,
+    "xor": lambda x, y: int(x) ^ int(y),
 }  # fmt: skip
+"""Elementwise operations on numbers; on masks, which are 0 or 1."""
+
+_MONOTONE = (
+    "add", "add_any", "and", "convert_element_type", "copy", "div", "exp", "exp2", "logistic", "max", "min", "mul",
+    "name", "or", "select_n", "stop_gradient", "sub",
+)  # fmt: skip
 _SHAPES = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "reduce_precision")
 
 
@@ -59,20 +75,15 @@ Known = Mapping[int, tuple[Beyond, ...]]
 """By value; at most one for each pair of dims."""
 
 
-def known(
-    ops: Iterable[Op],
-    rules: Mapping[object, Rule],
-    statics: Statics,
-    given: Known | None = None,
-) -> Known:
-    """Returns the knowledge of the values that a block's operations make.
+def known(ops: Iterable[Op], rules: Mapping[object, Rule], statics: Statics) -> Known:
+    """Returns the knowledge of the values that operations make.
 
     Args:
-      ops: in program order.
+      ops: in program order; those of a scan's body after the scan.
       rules: `Op.key` -> its rule.
-      given: the knowledge of the block's inputs.
+      statics: of these operations.
     """
-    found: dict[int, tuple[Beyond, ...]] = dict(given or {})
+    found: dict[int, tuple[Beyond, ...]] = {}
     masks: dict[int, tuple[Beyond, ...]] = {}  # by the array, which several layers may share
 
     def of(atom: Atom) -> tuple[Beyond, ...]:
@@ -86,8 +97,8 @@ def known(
         return masks[id(array)]
 
     for op in ops:
-        if op.name in primitives.PAIRWISE:
-            found.update(pair for pair in zip(op.results, map(of, op.operands), strict=True) if pair[1])
+        if op.name == "scan":
+            found.update((inner, beyond) for outer, inner in ScanView(op).consts if (beyond := of(outer)))
         elif op.name in _SHAPES:
             beyond = found.get(op.operands[0]) if isinstance(op.operands[0], int) else None
             moved = [_moved(b, rules[op.key]) for b in beyond or ()]
@@ -109,7 +120,7 @@ def _read(array: np.ndarray) -> tuple[Beyond, ...]:
     if len(wide) < 2 or array.dtype.kind not in "bif":
         return ()
     out = []
-    for row, column in permutations(wide, 2):
+    for row, column in itertools.permutations(wide, 2):
         others = [d for d in range(array.ndim) if d not in (row, column)]
         rows = array.transpose(*others, row, column).reshape(-1, array.shape[row], array.shape[column])
         number = rows[0, 0, -1]
@@ -136,69 +147,48 @@ def _number(atom: Atom, statics: Statics) -> float | None:
 def _computed(
     op: Op, pair: tuple[int, int], operands: Sequence[tuple[Beyond, ...]], numbers: Sequence[float | None]
 ) -> Beyond | None:
-    """Derives the knowledge of an elementwise result, for rows and columns on two dims; None if there is none."""
+    """The knowledge of an elementwise result, for rows and columns on two dims; None if there is none.
+
+    The fewest operands that determine the number are taken, and exact numbers before those that are as good as minus
+    infinity.
+    """
     held = [next((b for b in some if (b.row, b.column) == pair), None) for some in operands]
     given = [
         (b.value, b.exact) if b else (None if n is None else (n, True)) for b, n in zip(held, numbers, strict=True)
     ]
-    answer = _answer(op, given)
-    if answer is None:
-        return None
-    value, exact, used = answer
-    first = [b.first for i, b in enumerate(held) if b is not None and i in used]
-    return Beyond(*pair, np.maximum.reduce(first), value, exact) if first else None
-
-
-_Given = Sequence[tuple[float, bool] | None]
-
-
-def _answer(op: Op, given: _Given) -> tuple[float, bool, set[int]] | None:
-    """The number that an operation makes, whether exactly, and of which operands; None where that is not known."""
-    every = set(range(len(given)))
-    exact = [g[0] if g is not None and g[1] else None for g in given]
-    if op.name == "select_n" and exact[0] is not None:
-        case = 1 + int(exact[0])
-        chosen = given[case]
-        return None if chosen is None else (*chosen, {0, case})
-    if op.name == "select_n" and None not in exact[1:] and len(set(exact[1:])) == 1:
-        return exact[1], True, every - {0}  # type: ignore[return-value]
-    absorbing = {"and": 0.0, "mul": 0.0, "or": 1.0}.get(op.name)
-    if absorbing is not None and absorbing in exact:
-        return absorbing, True, {exact.index(absorbing)}
-    if op.name == "div" and exact[0] == 0.0:
-        return 0.0, True, {0}
-    if op.name in ("convert_element_type", "copy", "name", "stop_gradient") and given[0] is not None:
-        return (*given[0], {0})
-    numbers = [x for x in exact if x is not None]
-    if len(numbers) == len(given) and op.name in _EXACT:
-        with np.errstate(all="ignore"):
-            if op.name == "not":
-                return float(not numbers[0]), True, every
-            if op.name in ("and", "or", "xor"):
-                return float(_EXACT[op.name](*map(int, numbers))), True, every
-            return float(_EXACT[op.name](*numbers)), True, every
-    if op.name == "integer_pow" and exact[0] == 0.0 and op.params["y"] > 0:
-        return 0.0, True, {0}
-    return _negative(op, given, exact)
-
-
-def _negative(op: Op, given: _Given, exact: Sequence[float | None]) -> tuple[float, bool, set[int]] | None:
-    """The same where an operand is as good as minus infinity, and the others are any finite numbers."""
-    low = [i for i, g in enumerate(given) if g is not None and g[0] <= NEGATIVE]
-    if not low:
-        return None
-    value = max(given[i][0] for i in low)  # type: ignore[index]
-    if op.name in ("exp", "exp2", "logistic"):
-        return 0.0, True, {0}
-    if op.name in ("add", "add_any", "min"):
-        return value, False, {low[0]}
-    if op.name == "max" and len(low) == 2:
-        return value, False, {0, 1}
-    if op.name == "sub" and low[0] == 0:
-        return value, False, {0}
-    factor = next((x for x in exact if x is not None and x > 0), None)
-    if op.name == "mul" and factor is not None:
-        return (value * factor, False, {low[0]}) if value * factor <= NEGATIVE else None
-    if op.name == "div" and low[0] == 0 and exact[1] is not None and exact[1] > 0:
-        return (value / exact[1], False, {0}) if value / exact[1] <= NEGATIVE else None
+    for exactly in (True, False):
+        known = [i for i, g in enumerate(given) if g is not None and (g[1] or not exactly)]
+        for used in itertools.chain.from_iterable(itertools.combinations(known, n + 1) for n in range(len(known))):
+            first = [b.first for i in used if (b := held[i]) is not None]
+            numbers = [g[0] if g is not None and i in used else None for i, g in enumerate(given)]
+            value = _value(op, numbers, exactly) if first else None
+            if value is not None:
+                exact = exactly or value == 0
+                return Beyond(*pair, np.maximum.reduce(first), value, exact)
     return None
+
+
+def _value(op: Op, given: Sequence[float | None], exactly: bool) -> float | None:
+    """The number that an operation makes of some, and of any finite one in place of None; None if it makes several.
+
+    An operation that is monotone in each operand makes one number of all numbers of an interval if it makes that of
+    both ends. Unless `exactly`, what is at most `NEGATIVE` stands for minus infinity, and so does the result.
+    """
+    function, is_certain = _FUNCTIONS.get(op.name), None not in given and exactly
+    if function is None or not (is_certain or op.name in _MONOTONE):
+        return None
+    if not exactly and (op.name in ("and", "or") or (op.name == "div" and (given[1] or 0) <= NEGATIVE)):
+        return None
+    if op.name == "integer_pow":
+        function = functools.partial(function, op.params["y"])
+    unknown = {"and": (0, 1), "or": (0, 1), "select_n": range(len(given) - 1)}.get(op.name, (-LARGE, LARGE))
+    ends = [unknown if x is None else (-np.inf if x <= NEGATIVE and not exactly else x,) for x in given]
+    with np.errstate(all="ignore"):
+        made = {float(function(*numbers)) for numbers in itertools.product(*ends)}
+        bound = float(function(*(0.0 if x is None else x for x in given)))
+    if len(made) > 1 or any(map(math.isnan, made)):
+        return None
+    (value,) = made
+    if exactly or value == 0:
+        return value or 0.0
+    return bound if value == -np.inf and bound <= NEGATIVE else None

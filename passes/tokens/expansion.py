@@ -25,7 +25,6 @@ from typing import Any
 
 from alpa_lite.ir.graph import Atom, Block, Op
 from alpa_lite.ir.strategy import Rule
-from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.tokens.along import Along
@@ -130,12 +129,6 @@ class _Expansion(Along):
         match way.kind:
             case "whole" | "free":
                 self._emit_whole(op)
-            case "pieces" if op.name in primitives.PAIRWISE:
-                for atom, value in zip(op.operands, op.results, strict=True):
-                    if isinstance(atom, int) and value in self.found.of and atom not in self.whole:
-                        self.pieces[value] = list(self.pieces[atom])
-                    else:
-                        self.whole[value] = self._fetch(atom)
             case "pieces":
                 for piece in range(self.slices):
                     extents = self.extents.of(op, way, piece)

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from alpa_lite.ir.graph import Block, Op, Value
 from alpa_lite.ir.strategy import Rule
-from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.tokens.beyond import Beyond, Known
 from alpa_lite.passes.tokens.states import State, States, Way, row_factor
@@ -139,12 +138,7 @@ class Extents:
             state = self.found.of.get(value)
             if state is not None and state.column is not None:
                 self.need.setdefault(value, [0] * self.slices)
-        if way.kind == "pieces" and op.name in primitives.PAIRWISE:
-            for atom, value in zip(op.operands, op.results, strict=True):
-                if isinstance(atom, int) and value in self.need:
-                    for piece, columns in enumerate(self.need[value]):
-                        self._want(atom, self.held(self.found.of[value], piece), columns)
-        elif way.kind in ("pieces", "sum", "spread"):
+        if way.kind in ("pieces", "sum", "spread"):
             rule = self.rules[op.key]
             pieces = [extents for piece in range(self.slices) if (extents := self.of(op, way, piece)) is not None]
             for atom, dims, state in self._operands(op):

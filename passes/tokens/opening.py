@@ -1,7 +1,8 @@
-"""Attention that is one operation, as the operations that it consists of.
+"""Attention that is one operation, as the operations that it consists of, and values behind barriers under one name.
 
 `jax.nn.dot_product_attention` is one operation for the other passes (`kernels`), and so are its derivatives. Which keys
-a slice needs is seen in their operations: the mask, the maximum of a row, the sums.
+a slice needs is seen in their operations: the mask, the maximum of a row, the sums. What a barrier keeps apart, phases
+do.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def opened(rewriter: Rewriter, block: Block) -> tuple[Block, dict[int, int]]:
     part_of: dict[int, int] = {}
     for op in block.ops:
         op = renamed_op(op, names)
+        if op.name in primitives.PAIRWISE:
+            names.update(zip(op.results, op.operands, strict=True))
+            continue
         inner = _inner(rewriter, op) if op.primitive is KERNEL else None
         if inner is None:
             out.append(op)

@@ -62,12 +62,12 @@ class Pieces:
         self._add(self.rw.moved(op, operands, results, params))
         return list(results)
 
-    def _made(self, function: Callable[..., Any], operands: Sequence[Atom], *static: Hashable) -> Atom:
-        """The result of `function(*static, *operands)`, in operations of its own."""
+    def _made(self, function: Callable[..., Any], operands: Sequence[Atom], *static: Hashable, **named: Any) -> Atom:
+        """The result of `function(*static, *operands, **named)`, in operations of its own."""
         specs = [_jax.spec_of(a.aval if isinstance(a, Lit) else self.rw.values[a].aval) for a in operands]
-        key = (function, static, *((s.shape, s.dtype, s.weak_type) for s in specs))
+        key = (function, static, *named.items(), *((s.shape, s.dtype, s.weak_type) for s in specs))
         if key not in self._graphs:
-            jaxpr = jax.make_jaxpr(functools.partial(function, *static))(*specs)
+            jaxpr = jax.make_jaxpr(functools.partial(function, *static, **named))(*specs)
             self._graphs[key] = conversion.graph_of(jaxpr, self.rw.keys, fold_empty=False)
         graph = self._graphs[key]
         ops, (result,) = inlined(self.rw, graph, dict(zip(graph.block.inputs, operands, strict=True)), self._source)

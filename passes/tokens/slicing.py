@@ -30,7 +30,7 @@ from alpa_lite.passes.layers.division import Divided
 from alpa_lite.passes.layers.types import Layering, Phases
 from alpa_lite.passes.tokens import beyond, expansion, states, unrolling
 from alpa_lite.passes.tokens.opening import opened
-from alpa_lite.passes.tokens.statics import Statics
+from alpa_lite.passes.tracing.statics import Statics
 
 _PRODUCTS = primitives.COMPUTE_INTENSIVE
 
@@ -95,13 +95,9 @@ class _Slicer:
         self._parts(part_of)
         new = [op for op in (*self.early, *walk(self.body)) if op.key not in self.rules]
         self.rules.update(factors.rules_of(new, self.values))
-        outer = Statics(self.early, self.values, self.constants)
-        before = beyond.known(self.early, self.rules, outer)
-        inner = {i: o for o, i in self.view.consts if isinstance(o, int)}
-        held = {i: array for i, o in inner.items() if outer.has(o) and (array := outer.of(o)) is not None}
-        self.statics = Statics(self.body.ops, self.values, held)
-        given = {i: before[o] for i, o in inner.items() if o in before}
-        self.known = beyond.known(self.body.ops, self.rules, self.statics, given)
+        ops = [*self.early, with_body(self.scan, self.body)]
+        statics = Statics(ops, self.values, self.constants)
+        self.known = beyond.known([*ops, *self.body.ops], self.rules, statics)
 
     def _parts(self, part_of: Mapping[int, int]) -> None:
         """Notes which operations, by index, of the step before others are a part of."""

@@ -35,7 +35,7 @@ from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.tokens.beyond import Known
-from alpa_lite.passes.tokens.windows import window
+from alpa_lite.passes.tokens.windows import SHIFTS, shift_of, shifts, size_along, window
 
 Kind = Literal["pieces", "sum", "spread", "shift", "window", "running", "loop", "free", "whole"]
 
@@ -93,8 +93,6 @@ class States:
 
 SUMS = frozenset({"dot_general", "reduce_sum", "reduce_max", "reduce_min", "scatter-add"})
 """Reductions whose parts are joined by addition, or by their own operation."""
-
-SHIFTS = frozenset({"slice", "pad", "concatenate", "split"})
 
 _CHEAP = primitives.ELEMENTWISE | primitives.REARRANGED | primitives.CUMULATIVE | {"iota", "reduce_max", "reduce_min"}
 _WHOLE = Way("whole")
@@ -173,11 +171,9 @@ class _Walk:
         given = list(map(self.of.get, op.operands))
         if not any(given):
             return _WHOLE
-        if op.name in primitives.PAIRWISE:
-            pairs = zip(op.operands, op.results, strict=True)
-            self.cotangents.update(result for operand, result in pairs if operand in self.cotangents)
+        if op.name in primitives.PAIRWISE:  # before the loop; within, `opening` has removed them
             self.of.update((r, s) for r, s in zip(op.results, given, strict=True) if s is not None)
-            return Way("pieces")
+            return _WHOLE
         if op.index not in self.early:
             self.cotangents.update(op.results)
         live = [(a, s) for a, s in zip(op.operands, given, strict=True) if s is not None and not s.free]
@@ -301,7 +297,8 @@ class _Walk:
     def _shift(self, op: Op, given: _Given, live: _Live) -> Way | None:
         """`slice`, `pad` and `concatenate` that change the rows."""
         state = live[0][1]
-        if not _shifts(op, state) or (state.outer, state.inner) != (1, 1):
+        size = state.outer * state.size * state.inner
+        if not shifts(op, state.dim, size) or (state.outer, state.inner) != (1, 1):
             return None
         moves = shift_of(op, state.dim, [size_along(shape_of(a, self.values), state.dim) for a in op.operands])
         every = zip(op.operands, given, moves, strict=False)
@@ -382,10 +379,7 @@ def computed_again(block: Block, forward: frozenset[int]) -> frozenset[int]:
     for op in block.ops:
         if op.index in forward:
             continue
-        if op.name in primitives.PAIRWISE:  # what JAX puts between the passes holds cotangents and other values
-            pairs = zip(op.operands, op.results, strict=True)
-            of_cotangents.update(result for operand, result in pairs if operand in of_cotangents)
-        elif _jax.is_computed_again(op.source) and of_cotangents.isdisjoint(op.operands):
+        if _jax.is_computed_again(op.source) and of_cotangents.isdisjoint(op.operands):
             again.add(op.index)
         else:
             of_cotangents.update(op.results)
@@ -400,49 +394,3 @@ def row_factor(rule: Rule, dims: Sequence[Sequence[int]], state: State) -> int |
             return factor
         outer *= rule.factors[factor].size
     return None
-
-
-@dataclass(frozen=True)
-class Move:
-    """Which row of a result each row of an operand is: row start + every * i is row to + apart * i, for every i."""
-
-    start: int = 0
-    every: int = 1
-    to: int = 0
-    apart: int = 1
-
-
-def shift_of(op: Op, dim: int, sizes: Sequence[int]) -> list[Move]:
-    """The move of each operand of one of `SHIFTS`.
-
-    Args:
-      sizes: of the operands along `dim`.
-    """
-    if op.name == "slice":
-        strides = op.params["strides"]
-        return [Move(int(op.params["start_indices"][dim]), 1 if strides is None else int(strides[dim]))]
-    if op.name == "split":
-        return [Move()]
-    if op.name == "pad":
-        low, _, interior = op.params["padding_config"][dim]
-        return [Move(to=int(low), apart=1 + int(interior))]
-    if op.params["dimension"] != dim:
-        return [Move() for _ in sizes]
-    return [Move(to=sum(sizes[:k])) for k in range(len(sizes))]
-
-
-def _shifts(op: Op, state: State) -> bool:
-    """Whether a slice, padding or concatenation changes the rows."""
-    if op.name in ("concatenate", "split"):
-        return op.params["dimension" if op.name == "concatenate" else "axis"] == state.dim
-    if op.name == "pad":
-        return tuple(op.params["padding_config"][state.dim]) != (0, 0, 0)
-    size = state.outer * state.size * state.inner
-    strides = op.params["strides"]
-    whole = (op.params["start_indices"][state.dim], op.params["limit_indices"][state.dim]) == (0, size)
-    return not whole or (strides is not None and strides[state.dim] != 1)
-
-
-def size_along(shape: tuple[int, ...], dim: int) -> int:
-    """The size of a dim; a scalar, such as the number of a padding, has one row."""
-    return shape[dim] if dim < len(shape) else 1

@@ -1,6 +1,7 @@
-"""Convolutions along the sequence: causal ones, whose padding is on the left, and their derivatives.
+"""Rows that operations along the sequence take: convolutions, slices, paddings and concatenations.
 
-With kernel k of K taps, dilation d and left padding p, and likewise for the gradient of the kernel,
+Causal convolutions have their padding on the left. With kernel k of K taps, dilation d and left padding p, and likewise
+for the gradient of the kernel,
 
     y[t] = sum_j k[j] x[t - p + j d],          dk[j] = sum_t dy[t] x[t - p + j d],
 
@@ -10,9 +11,12 @@ of x, which is t if the padding is (K - 1) d; the gradient of x is such a convol
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alpa_lite.ir.graph import Op
+
+SHIFTS = frozenset({"slice", "pad", "concatenate", "split"})
 
 
 @dataclass(frozen=True)
@@ -56,3 +60,48 @@ def window(op: Op, dim: int, kernel: tuple[int, ...], out: tuple[int, ...], *, s
         return None
     reach = (out[out_dim] - 1) * stride if summed else (kernel[kernel_dim] - 1) * dilation
     return Window(dim, kernel_dim, out_dim, spatial, int(op.params["padding"][spatial][0]), int(reach))
+
+
+@dataclass(frozen=True)
+class Move:
+    """Which row of a result each row of an operand is: row start + every * i is row to + apart * i, for every i."""
+
+    start: int = 0
+    every: int = 1
+    to: int = 0
+    apart: int = 1
+
+
+def shift_of(op: Op, dim: int, sizes: Sequence[int]) -> list[Move]:
+    """The move of each operand of one of `SHIFTS`.
+
+    Args:
+      sizes: of the operands along `dim`.
+    """
+    if op.name == "slice":
+        strides = op.params["strides"]
+        return [Move(int(op.params["start_indices"][dim]), 1 if strides is None else int(strides[dim]))]
+    if op.name == "split":
+        return [Move()]
+    if op.name == "pad":
+        low, _, interior = op.params["padding_config"][dim]
+        return [Move(to=int(low), apart=1 + int(interior))]
+    if op.params["dimension"] != dim:
+        return [Move() for _ in sizes]
+    return [Move(to=sum(sizes[:k])) for k in range(len(sizes))]
+
+
+def shifts(op: Op, dim: int, size: int) -> bool:
+    """Whether a slice, padding or concatenation changes the elements of a dim of some size."""
+    if op.name in ("concatenate", "split"):
+        return op.params["dimension" if op.name == "concatenate" else "axis"] == dim
+    if op.name == "pad":
+        return tuple(op.params["padding_config"][dim]) != (0, 0, 0)
+    strides = op.params["strides"]
+    whole = (op.params["start_indices"][dim], op.params["limit_indices"][dim]) == (0, size)
+    return not whole or (strides is not None and strides[dim] != 1)
+
+
+def size_along(shape: tuple[int, ...], dim: int) -> int:
+    """The size of a dim; a scalar, such as the number of a padding, has one row."""
+    return shape[dim] if dim < len(shape) else 1

@@ -6,7 +6,6 @@ shardings that arguments arrive with, or are annotated with, are read here, too.
 """
 
 from alpa_lite.passes.tracing.annotations import read_annotations
-from alpa_lite.passes.tracing.contexts import trace_under
-from alpa_lite.passes.tracing.tracing import trace
+from alpa_lite.passes.tracing.tracing import trace, trace_under
 
 __all__ = ["read_annotations", "trace", "trace_under"]

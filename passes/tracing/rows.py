@@ -12,7 +12,6 @@ are made before the scan), and what one scan stacks for another, such as the bac
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,9 +21,9 @@ from jax.extend.core import primitives as lax_primitives
 
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op
 from alpa_lite.passes.ir import flow, primitives
-from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.ir.rewriting import Rewriter
-from alpa_lite.passes.tracing.trip_counts import constant_inputs
+from alpa_lite.passes.tracing.statics import Statics
 
 
 def with_batched_rows(graph: Graph) -> Graph:
@@ -53,21 +52,14 @@ _SCATTER = _Fields("scatter_dims_to_operand_dims", "inserted_window_dims", "scat
 
 
 class _Rows:
-    """Walks a graph in program order.
-
-    Attributes:
-      makers: value -> the op that makes it.
-      names: input of a body -> what it is in each run of the body: a value outside, or in the scan that stacks it.
-      arrays: value -> the constant that it is.
-    """
+    """The rewriting of one graph. `makers`: value -> the op that makes it."""
 
     def __init__(self, graph: Graph) -> None:
         self.rewriter = Rewriter(graph)
         self.values = self.rewriter.values
-        self.makers: dict[int, Op] = {}
-        self.names: dict[int, Atom] = {}
+        self.makers = flow.producers(graph.ops())
         constants = graph.block.inputs[len(graph.block.inputs) - len(graph.constants) :]
-        self.arrays: Mapping[int, Any] = dict(zip(constants, graph.constants, strict=True))
+        self.statics = Statics(graph.block.ops, graph.values, dict(zip(constants, graph.constants, strict=True)))
 
     def block(self, block: Block) -> Block:
         """The block with batch dims; itself if nothing changes."""
@@ -75,25 +67,14 @@ class _Rows:
         for op in block.ops:
             new = [op]
             if op.bodies:
-                for atoms, inputs in constant_inputs(op):
-                    self.names.update(zip(inputs, atoms, strict=True))
-                self.names.update(self._unstacked(op))
                 bodies = tuple(map(self.block, op.bodies))
                 if not all(map(operator.is_, bodies, op.bodies)):
                     new = [replace(op, bodies=bodies, key=None)]
             elif _indexes(op):
                 new = self._batched(op)
             ops += new
-            self.makers.update((value, one) for one in new for value in one.results)
         same = len(ops) == len(block.ops) and all(map(operator.is_, ops, block.ops))
         return block if same else Block(block.inputs, tuple(ops), block.outputs)
-
-    def _unstacked(self, op: Op) -> Iterator[tuple[int, Atom]]:
-        """Inputs of a scan's body that come from the stacks of another scan, with the outputs of the other body."""
-        for stack, value in ScanView(op).xs if op.name == "scan" else ():
-            maker = self._maker(stack)
-            if maker is not None and maker.name == "scan":
-                yield from ((value, output) for output, result in ScanView(maker).ys if result == stack)
 
     def _batched(self, op: Op) -> list[Op]:
         """Returns the operation with batch dims for rows that it indexes by their own number, behind new index ops."""
@@ -106,7 +87,7 @@ class _Rows:
         pairs = dict(zip(numbers.operand_batching_dims, getattr(numbers, names.rows), strict=True))
         kept = []
         for component, (dim, part) in enumerate(zip(indexed, parts, strict=False)):
-            row = self._position(part)
+            row = _position_in(self.statics.of(part))
             is_free = row is not None and row < len(shape) - 1 and row not in pairs.values()
             if row is not None and is_free and dim in single and shape[row] == sizes[dim]:
                 pairs[dim] = row
@@ -128,11 +109,13 @@ class _Rows:
 
     def _components(self, indices: int) -> list[Atom]:
         """The components of index vectors, each with a last dim of one; none if they are not made one by one."""
-        outside, last = self._resolved(indices), len(self.values[indices].shape) - 1
-        op, parts = self._maker(outside), [outside]
+        outside, last = self.statics.resolve(indices), len(self.values[indices].shape) - 1
+        op, parts = self.makers.get(outside), [outside]
         if op is not None and op.name == "concatenate" and op.params["dimension"] == last:
             parts = list(op.operands)
-        return parts if isinstance(outside, int) and all(self._shape(part)[last] == 1 for part in parts) else []
+        return (
+            parts if isinstance(outside, int) and all(shape_of(part, self.values)[last] == 1 for part in parts) else []
+        )
 
     def _joined(self, op: Op, indices: int, kept: list[int], parts: list[Atom], ops: list[Op]) -> Atom:
         """Returns index vectors of some components, or of none; appends the operations that make them to `ops`."""
@@ -156,72 +139,13 @@ class _Rows:
             ]
         return own[0] if len(own) == 1 else emit(lax_primitives.concatenate_p, len(own), own, dimension=len(rows))
 
-    def _position(self, atom: Atom) -> int | None:
-        """The dim d for which every element of a value is its own position along d; None if that is not certain."""
-        atom = self._resolved(atom)
-        array, op = self._array(atom), self._maker(atom)
-        if array is not None:
-            return _position_in(array)
-        if op is None:
-            return None
-        if op.name == "iota":
-            return op.params["dimension"]
-        if op.name == "select_n":  # negative indices count from the end: an index that is a position is none of these
-            return self._position(op.operands[1]) if self._is_false(op.operands[0]) else None
-        source, (result,) = op.operands[0], op.results[:1]
-        dim = self._position(source) if op.name in primitives.RESHAPES else None
-        if dim is None:
-            return None
-        if op.name == "convert_element_type":
-            dtype = np.dtype(self.values[result].dtype)
-            return dim if dtype.kind in "iu" and dtype.itemsize >= 4 else None
-        if op.name == "broadcast_in_dim":
-            return op.params["broadcast_dimensions"][dim]
-        return dim if op.name == "copy" else _place(self._shape(source), self.values[result].shape, dim)
 
-    def _is_false(self, atom: Atom) -> bool:
-        """Whether a condition is false in every element: known to be, or whether a position is less than zero."""
-        array, test = self._array(atom), self._maker(atom)
-        if array is not None:
-            return not np.any(array)
-        if test is None or test.name != "lt":
-            return False
-        index, zero = test.operands
-        return flow.is_literal_zero(zero) and self._position(index) is not None
-
-    def _resolved(self, atom: Atom) -> Atom:
-        """The atom outside of bodies that an input of a body is in each of its runs."""
-        while isinstance(atom, int) and atom in self.names:
-            atom = self.names[atom]
-        return atom
-
-    def _maker(self, atom: Atom) -> Op | None:
-        return self.makers.get(atom) if isinstance(atom, int) else None
-
-    def _array(self, atom: Atom) -> Any:
-        """The array that an atom is known to be, or None."""
-        return atom.value if isinstance(atom, Lit) else self.arrays.get(atom)
-
-    def _shape(self, atom: Atom) -> tuple[int, ...]:
-        return tuple(atom.aval.shape) if isinstance(atom, Lit) else self.values[atom].shape
-
-
-def _position_in(array: Any) -> int | None:
-    """The dim of an array of integers along which each is its own position."""
-    dtype = getattr(array, "dtype", None)
-    if not isinstance(dtype, np.dtype) or dtype.kind not in "iu" or not np.ndim(array):
+def _position_in(array: np.ndarray | None) -> int | None:
+    """The dim along which each element of an array of integers is its own position; None if there is none."""
+    if array is None or array.dtype.kind not in "iu":
         return None
     for dim, size in enumerate(array.shape):
         positions = np.arange(size).reshape([size if d == dim else 1 for d in range(array.ndim)])
-        if size > 1 and np.array_equal(np.asarray(array), np.broadcast_to(positions, array.shape)):
+        if size > 1 and np.array_equal(array, np.broadcast_to(positions, array.shape)):
             return dim
     return None
-
-
-def _place(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> int | None:
-    """Where a dim is after dims of one element have been added or removed."""
-    large = [d for d, n in enumerate(before) if n != 1]
-    later = [d for d, n in enumerate(after) if n != 1]
-    if [before[d] for d in large] != [after[d] for d in later] or dim not in large:
-        return None
-    return later[large.index(dim)]

@@ -16,9 +16,10 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+from jax.sharding import AxisType
 
 from alpa_lite import _jax
-from alpa_lite.errors import SignatureError, TracingError
+from alpa_lite.errors import OptionError, SignatureError, TracingError
 from alpa_lite.ir.calling import Calling
 from alpa_lite.ir.graph import Argument, Atom, Graph, Traced
 from alpa_lite.ir.paths import shown
@@ -95,6 +96,31 @@ def trace(
     batch = find_batch(inputs, batch_leaves, state, weights, returned, evidence.weights, results)
     placed = run.spread("out_shardings", out_shardings)
     return replace(_assembled(run, graph, matched, batch, through, placed), batch_named=batch_leaves is not None)
+
+
+def trace_under(context: Any, trace: Callable[..., Traced]) -> Callable[..., Traced]:
+    """The same tracing under the mesh of a context, its axes `Auto`, so that specs in the step find their axes.
+
+    Args:
+      context: the mesh of the context; None without one.
+      trace: traces the step.
+    """
+    explicit = context is not None and AxisType.Auto not in context.axis_types
+
+    def traced(**shapes: Any) -> Traced:
+        try:
+            with _jax.tracing_under(context):
+                return trace(**shapes)
+        except (ValueError, TypeError) as error:
+            if not explicit or not any(word in str(error) for word in ("Auto", "Explicit", "explicit")):
+                raise
+            raise OptionError(
+                f"the step is written for the explicit axes of {context}, which are planned as AxisType.Auto: {error} "
+                "Use jax.lax.with_sharding_constraint in place of jax.sharding.reshard and out_sharding=, and "
+                "jax.make_mesh(..., axis_types=(AxisType.Auto, ...))"
+            ) from error
+
+    return traced
 
 
 def _returned_as_they_are(graph: Graph, num_inputs: int, matched: Matched) -> dict[int, int]:

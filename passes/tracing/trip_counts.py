@@ -10,17 +10,18 @@ unknown trip count, and is counted once: in plans, and where lowered programs ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from jax.extend.core.primitives import scan_p
 
-from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
+from alpa_lite.ir.graph import Atom, Block, Graph, Op
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
+from alpa_lite.passes.tracing.statics import FOLDED, Statics, folded
 
 MAX_SIMULATED_TRIPS = 1_000
 _MAX_LENGTH = 2**31 - 1  # of a scan, whose own counter has 32 bits
@@ -33,11 +34,10 @@ def with_counted_loops(graph: Graph) -> Graph:
 
 
 class _Counter:
-    """Walks a graph in program order; `known` holds the scalar of each value that is known."""
+    """Walks a graph in program order, and learns with what counted loops end."""
 
     def __init__(self, graph: Graph) -> None:
-        self.values = graph.values
-        self.known: dict[int, Any] = {}
+        self.values, self.statics = graph.values, Statics((), graph.values, {})
 
     def block(self, block: Block) -> Block:
         ops, names = [], dict[int, Atom]()
@@ -50,15 +50,14 @@ class _Counter:
         return Block(block.inputs, tuple(ops), tuple(renamed_atom(a, names) for a in block.outputs))
 
     def read(self, atom: Atom) -> Any:
-        """The scalar that an atom holds, None if it is not known."""
-        return self.known.get(atom) if isinstance(atom, int) else _integer(atom)
+        """The integer or boolean that an atom holds; None if it is not known, or another value."""
+        array = self.statics.of(atom)
+        return None if array is None or array.shape or array.dtype.kind not in "iub" else array[()]
 
     def _op(self, op: Op) -> Op:
+        self.statics.add(op)
         if not op.bodies:
-            self._learn(op.results[:1], [_folded(op, self.values, self.read)])
             return op
-        for atoms, inputs in constant_inputs(op):
-            self._learn(inputs, map(self.read, atoms))
         op = replace(op, bodies=tuple(map(self.block, op.bodies)))
         if op.name != "while" or any(inner.has_effects for inner in op.bodies[0].ops):
             return op
@@ -67,15 +66,12 @@ class _Counter:
         if found is None:
             return op
         length, ends = found
-        self._learn([op.results[n] for n in ends], ends.values())
+        self.statics.constants.update((op.results[n], np.asarray(end)) for n, end in ends.items())
         _, consts, carry = view.taken(op.operands)
         counts = {"num_consts": len(consts), "num_carry": len(carry)}
         params = {"length": length, "reverse": False, "unroll": 1, **counts}
         operands, bodies = (*consts, *carry), (op.bodies[1],)
         return replace(op, primitive=scan_p, params=params, operands=operands, bodies=bodies, key=None)
-
-    def _learn(self, values: Iterable[int], scalars: Iterable[Any]) -> None:
-        self.known.update((v, scalar) for v, scalar in zip(values, scalars, strict=False) if scalar is not None)
 
     def _trips(self, view: WhileView) -> tuple[int, dict[int, Any]] | None:
         """Returns the iterations, and the final value of each known carry by its number; None if not known."""
@@ -85,7 +81,7 @@ class _Counter:
         state = {n: scalar for n, scalar in start if scalar is not None}
         if (linear := self._linear(view, state)) is not None:
             return linear
-        tests, steps = ([op for op in block.ops if op.name in _SCALAR] for block in (cond, body))
+        tests, steps = ([op for op in block.ops if self._is_scalar(op)] for block in (cond, body))
         for trips in range(MAX_SIMULATED_TRIPS + 1):
             running = self._run(tests, {asked[n]: scalar for n, scalar in state.items()})(cond.outputs[0])
             if running is None:
@@ -105,8 +101,17 @@ class _Counter:
             return self.read(atom) if known is None else known
 
         for op in ops:
-            scalars[op.results[0]] = _folded(op, self.values, read)
+            operands = list(map(read, op.operands))
+            if all(one is not None for one in operands):
+                scalars[op.results[0]] = folded(op, list(map(np.asarray, operands)), self.values)
         return read
+
+    def _is_scalar(self, op: Op) -> bool:
+        """Whether an operation makes one integer or boolean."""
+        if op.name not in FOLDED or self.values[op.results[0]].shape:
+            return False
+        dtype = self.values[op.results[0]].dtype
+        return isinstance(dtype, np.dtype) and dtype.kind in "iub"
 
     def _linear(self, view: WhileView, state: Mapping[int, Any]) -> tuple[int, dict[int, Any]] | None:
         """As `_trips`, of one counter to which a known number is added until a comparison with another ends it."""
@@ -150,61 +155,3 @@ def _linear_trips(kind: str, start: int, step: int, limit: int) -> int | None:
         start, step, limit = -start, -step, -limit
     left = limit - start + (kind in ("le", "ge"))
     return 0 if left <= 0 else -(-left // step) if step > 0 else None
-
-
-def constant_inputs(op: Op) -> list[tuple[Sequence[Atom], Sequence[int]]]:
-    """(operands, inputs of a body) that are equal in each of its runs: constants, and carries that never change."""
-    if op.name == "cond":
-        return [(op.operands[1:], body.inputs) for body in op.bodies]
-    if op.name == "scan":
-        scan = ScanView(op)
-        kept = [(c.start, c.input) for c in scan.carries if c.output == c.input]
-        return [(scan.operands.consts, scan.inputs.consts), ([a for a, _ in kept], [v for _, v in kept])]
-    cond, body = op.bodies
-    view = WhileView(op)
-    (asking, asked), (constant, carried) = view.cond(cond.inputs), view.body(body.inputs)
-    taken = view.taken(op.operands)
-    kept = [n for n, value in enumerate(carried) if body.outputs[n] == value]
-    start = [taken.carry[n] for n in kept]
-    repeated = [(start, [inputs[n] for n in kept]) for inputs in (asked, carried)]
-    return [(taken.cond_consts, asking), (taken.body_consts, constant), *repeated]
-
-
-def _is_known_kind(dtype: Any) -> bool:
-    return isinstance(dtype, np.dtype) and dtype.kind in "iub"
-
-
-def _integer(literal: Lit) -> Any:
-    """The integer or boolean that a scalar literal holds, else None."""
-    aval = literal.aval
-    return None if aval.shape or not _is_known_kind(aval.dtype) else np.asarray(literal.value, aval.dtype)[()]
-
-
-def _folded(op: Op, values: Sequence[Value], read: Callable[[Atom], Any]) -> Any:
-    """The result of a scalar operation on known numbers, else None."""
-    if op.name not in _SCALAR or len(op.results) != 1 or values[op.results[0]].shape:
-        return None
-    dtype, operands = values[op.results[0]].dtype, list(map(read, op.operands))
-    if any(a is None for a in operands) or not _is_known_kind(dtype):
-        return None
-    with np.errstate(all="ignore"):
-        result = _SCALAR[op.name](*operands)
-    return None if result is None else np.asarray(result).astype(dtype)[()]
-
-
-def _quotient(a: Any, b: Any) -> Any:
-    """Rounded toward zero, as XLA divides integers; None where it is not defined."""
-    return None if b == 0 else int(a) // int(b) if (a < 0) == (b < 0) else -(-int(a) // int(b))
-
-
-_SCALAR: Mapping[str, Callable[..., Any]] = {
-    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": _quotient,
-    "rem": lambda a, b: None if b == 0 else np.fmod(a, b), "max": np.maximum, "min": np.minimum, "neg": np.negative,
-    "abs": np.abs, "sign": np.sign, "clamp": lambda low, x, high: np.clip(x, low, high),
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
-    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
-    "select_n": lambda which, *cases: cases[int(which)], **dict.fromkeys(
-        ("broadcast_in_dim", "convert_element_type", "copy", "name", "reshape", "squeeze"), lambda x: x
-    ),
-}  # fmt: skip
-"""Operations on scalar integers and booleans that are computed here, as XLA computes them."""

@@ -20,7 +20,8 @@ from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.microbatches import loop
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.tracing import tracing
-from tests.zoo_base import normal
+from tests.gallery import sgd
+from tests.zoo_base import normal, updated
 
 BATCH, WIDTH = 16, 8
 Loss = Callable[[Any, Any], Any]
@@ -82,14 +83,6 @@ def with_capacity(params: Any, one: Any) -> jax.Array:
 LOSSES = {f.__name__: f for f in (by_labels, by_diagonal, by_identity, of_some, with_capacity)}
 
 
-def step_of(loss: Loss) -> Callable[[Any, Any], Any]:
-    def step(params: Any, one: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, one)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-    return step
-
-
 def accumulated(step: Any, args: Any, parts: int, *, retrace: bool = True) -> Accumulated:
     given: dict[str, Any] = {
         "batch_argnums": "auto", "batch_argnames": (), "static_argnums": (), "static_argnames": ()
@@ -125,7 +118,7 @@ def close(got: Any, want: Any) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_micro_batch_is_a_batch_of_its_own(name: str, parts: int) -> None:
     """Descent on the mean of gradients ends in the mean of where each gradient leads."""
-    step, args = step_of(LOSSES[name]), (weights(), batch())
+    step, args = sgd(LOSSES[name]), (weights(), batch())
     found = accumulated(step, args, parts)
     (scan,) = [op for op in found.traced.graph.block.ops if op.index == found.scan]
     assert scan.params["length"] == parts
@@ -149,7 +142,7 @@ def test_what_is_added_up_stays_a_sum_and_regularisers_count_once() -> None:
     def loss(params: Any, one: Any) -> jax.Array:
         return without(params, one) + 0.01 * sum((w**2).sum() for w in jax.tree.leaves(params))
 
-    step, args = step_of(loss), (weights(), batch())
+    step, args = sgd(loss), (weights(), batch())
     found = accumulated(step, args, 4)
     grads = [jax.grad(without)(args[0], one) for one in parts_of(args[1], 4)]
     total = jax.tree.map(lambda p, *g: p - 0.1 * (sum(g) + 0.02 * p), args[0], *grads)
@@ -161,7 +154,7 @@ def test_a_regulariser_beside_a_mean_counts_once() -> None:
     def loss(params: Any, one: Any) -> jax.Array:
         return by_labels(params, one) + 0.01 * sum((w**2).sum() for w in jax.tree.leaves(params))
 
-    step, args = step_of(loss), (weights(), batch())
+    step, args = sgd(loss), (weights(), batch())
     close(
         outputs(accumulated(step, args, 4), step, args),
         mean([step(args[0], one) for one in parts_of(args[1], 4)]),
@@ -175,7 +168,7 @@ def test_draws_are_blocks_of_those_of_the_whole_batch() -> None:
     def step(params: Any, one: Any, key: Any) -> Any:
         kept = jax.random.bernoulli(key, 0.7, one["x"].shape)
         value, grads = jax.value_and_grad(loss)(params, one, kept)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+        return updated(params, grads), value
 
     args = weights(), batch(), jax.random.key(3)
     got = outputs(accumulated(step, args, 4), step, args)
@@ -183,7 +176,7 @@ def test_draws_are_blocks_of_those_of_the_whole_batch() -> None:
 
     def alone(one: Any, own: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(args[0], one, own)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, args[0], grads), value
+        return updated(args[0], grads), value
 
     close(got, mean([alone(one, own) for one, own in zip(parts_of(args[1], 4), jnp.split(kept, 4), strict=True)]))
 
@@ -197,7 +190,7 @@ def test_results_of_examples_are_put_together_and_counts_added() -> None:
             return rows.mean(), {"rows": rows, "right": right}
 
         (value, more), grads = jax.value_and_grad(loss, has_aux=True)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value, more
+        return updated(params, grads), value, more
 
     args = weights(), batch()
     _, value, more = outputs(accumulated(step, args, 4), step, args)
@@ -215,7 +208,7 @@ def test_the_batch_may_be_another_dim() -> None:
     def of(one: Any) -> Any:
         return {"x": one["x"].T, "y": one["y"].T}
 
-    step, args = step_of(loss), (weights(), of(batch()))
+    step, args = sgd(loss), (weights(), of(batch()))
     want = mean([step(args[0], one) for one in parts_of(args[1], 2, dim=1)])
     got = accumulated(step, args, 2)
     assert "dim 1 of one/x" in got.notes[0]
@@ -229,17 +222,17 @@ def refused(step: Any, words: str) -> None:
 
 def test_what_no_micro_batch_can_give_is_refused() -> None:
     def pairs(params: Any, one: Any) -> Any:
-        return (*step_of(by_labels)(params, one), towers(params, one))
+        return (*sgd(by_labels)(params, one), towers(params, one))
 
     def truth(params: Any, one: Any) -> Any:
-        return (*step_of(by_labels)(params, one), jnp.isfinite(towers(params, one)).all())
+        return (*sgd(by_labels)(params, one), jnp.isfinite(towers(params, one)).all())
 
     def other(params: Any, one: Any) -> Any:
         loss = by_labels if len(one["x"]) == BATCH else by_diagonal
-        return step_of(loss)(params, one)
+        return sgd(loss)(params, one)
 
     def fixed(params: Any, one: Any) -> Any:
-        return step_of(lambda p, b: by_labels(p, {"x": b["x"].reshape(BATCH, WIDTH), "y": b["y"]}))(params, one)
+        return sgd(lambda p, b: by_labels(p, {"x": b["x"].reshape(BATCH, WIDTH), "y": b["y"]}))(params, one)
 
     refused(pairs, r"dot_general at .*computed independently: a result has a value for each pair")
     refused(truth, "a truth value of the whole batch")
@@ -251,7 +244,7 @@ def test_errors_of_the_step_that_have_nothing_to_do_with_shapes_stay_what_they_a
     def step(params: Any, one: Any) -> Any:
         if len(one["x"]) < BATCH:
             raise RuntimeError("no file of that name")
-        return step_of(by_labels)(params, one)
+        return sgd(by_labels)(params, one)
 
     with pytest.raises(RuntimeError, match="no file of that name") as caught:
         accumulated(step, (weights(), batch()), 4)
@@ -259,7 +252,7 @@ def test_errors_of_the_step_that_have_nothing_to_do_with_shapes_stay_what_they_a
 
 
 def test_scopes_of_the_step_may_have_the_name_of_the_loop() -> None:
-    inner = step_of(by_diagonal)
+    inner = sgd(by_diagonal)
 
     def step(params: Any, one: Any) -> Any:
         with jax.named_scope("micro_batches"):
@@ -276,7 +269,7 @@ def test_scopes_of_the_step_may_have_the_name_of_the_loop() -> None:
 
 
 def test_without_consent_the_error_says_what_would_help() -> None:
-    step, args = step_of(by_labels), (weights(), batch())
+    step, args = sgd(by_labels), (weights(), batch())
     with pytest.raises(MicrobatchError, match=r"test_independent.py.*allow_inexact=True to compute each"):
         alpa_lite.make_plan(step, *args, cluster=alpa_lite.Cluster.local(), num_microbatches=2)
     with pytest.raises(MicrobatchError, match="use num_microbatches=1"):
@@ -286,7 +279,7 @@ def test_without_consent_the_error_says_what_would_help() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [alpa_lite.Sharded(), alpa_lite.Pipeline(num_stages=2)], ids=["mesh", "pipeline"])
 def test_on_eight_devices(method: Any) -> None:
-    step, args = step_of(by_labels), (weights(), {k: v for k, v in batch().items() if k != "mask"})
+    step, args = sgd(by_labels), (weights(), {k: v for k, v in batch().items() if k != "mask"})
     want = mean([step(args[0], one) for one in parts_of(args[1], 2)])
     parallel = alpa_lite.parallelize(step, method=method, num_microbatches=2, allow_inexact=True)
     plan = parallel.plan(*args)
@@ -347,12 +340,8 @@ def test_experts_with_a_share_of_the_micro_batch_as_capacity() -> None:
         hidden = jnp.tanh(jnp.einsum("nd,nec->ecd", x, sent) @ params["w"])
         return ((x + jnp.einsum("ecd,nec->nd", hidden, sent) - one["y"]) ** 2).mean()
 
-    def step(params: Any, one: Any) -> tuple[Any, jax.Array]:
-        value, grads = jax.value_and_grad(loss)(params, one)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
     params = {"gate": jnp.eye(WIDTH, experts), "w": jnp.eye(WIDTH)}
     data = {k: v for k, v in batch().items() if k != "mask"}
+    step = sgd(loss)
     parallel = alpa_lite.parallelize(step, method=alpa_lite.Sharded(), num_microbatches=2, allow_inexact=True)
-    want = mean([step(params, one) for one in parts_of(data, 2)])
-    close(parallel(params, data), want)
+    close(parallel(params, data), mean([step(params, one) for one in parts_of(data, 2)]))

@@ -10,14 +10,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 
 import alpa_lite
 from alpa_lite.errors import MicrobatchError
+from tests.comparing import assert_close, close_to_jit
+from tests.gallery import sgd
 from tests.passes.microbatches.test_independent import accumulated, outputs
-from tests.zoo_base import normal
+from tests.zoo_base import normal, updated
 
 PARTS, ROWS, WIDTH = 2, 8, 8
 
@@ -33,14 +34,6 @@ def batch() -> Any:
         "weight": jnp.ones(ROWS),
     }  # which has examples alone
     return jax.tree.map(lambda x: jnp.concatenate([x] * PARTS), one)
-
-
-def descent(loss: Any) -> Any:
-    def step(s: Any, b: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(s, b)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, s, grads), value
-
-    return step
 
 
 def solver(s: Any, b: Any) -> Any:
@@ -96,14 +89,14 @@ def in_order(s: Any, b: Any) -> Any:
     return {"w": lax.scan(turn, s["w"], (b["x"], b["y"]))[0], "v": s["v"]}, s["v"].sum()
 
 
-@descent
+@sgd
 def whitened(s: Any, b: Any) -> Any:
     h = jnp.tanh(b["x"] @ s["w"])
     root = jnp.linalg.cholesky(h.T @ h / len(h) + jnp.eye(WIDTH))
     return jnp.mean((jax.scipy.linalg.solve_triangular(root, h.T, lower=True).T - b["y"]) ** 2)
 
 
-@descent
+@sgd
 def extremes(s: Any, b: Any) -> Any:
     return jnp.mean((b["x"] @ s["w"]).max(0) ** 2)
 
@@ -116,7 +109,7 @@ def summed_rows(s: Any, b: Any) -> Any:
         return jnp.sum(rows**2) + 0.5 * jnp.sum(p["w"] ** 2), jnp.mean(rows)
 
     (value, mean), grads = jax.value_and_grad(loss, has_aux=True)(s)
-    return jax.tree.map(lambda p, g: p - 0.01 * g, s, grads), (value, mean)
+    return updated(s, grads, 0.01), (value, mean)
 
 
 def average_of_statistics(s: Any, b: Any) -> Any:
@@ -149,10 +142,7 @@ def test_results_keep_their_scale_and_are_named(step: Any) -> None:
         args = (jax.tree.map(lambda p: 0.01 * p, state()), batch())
     found = accumulated(step, args, PARTS)
     assert any("inexact" in note for note in found.notes)
-    got, want = outputs(found, step, args), jax.jit(step)(*args)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        np.testing.assert_allclose(a, b, rtol=5e-5, atol=2e-5)
+    assert_close(outputs(found, step, args), jax.jit(step)(*args), rtol=5e-5, atol=2e-5)
     for path, words in NAMED[step].items():
         (note,) = [note for note in found.notes if path in note.split(": ")[-1].split(", ")]
         assert note.startswith(words)
@@ -195,9 +185,6 @@ METHODS = {"mesh": alpa_lite.DataParallel(), "pipeline": alpa_lite.Pipeline(num_
 )
 def test_on_eight_devices(step: Any, method: str) -> None:
     """In pipelines micro-batches have consecutive examples, and so they have on one mesh where results are inexact."""
-    parallel = alpa_lite.parallelize(step, method=METHODS[method], num_microbatches=PARTS, allow_inexact=True)
-    args = (state(), batch())
-    got, want = parallel(*args), jax.jit(step)(*args)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    args, options = (state(), batch()), {"num_microbatches": PARTS, "allow_inexact": True}
+    parallel = close_to_jit(step, *args, method=METHODS[method], **options, rtol=2e-5, atol=2e-5)
     assert any(note.startswith("averaged over micro-batches: ") for note in parallel.plan(*args).notes)

@@ -12,8 +12,9 @@ import pytest
 from jax import lax
 
 import alpa_lite
+from tests.comparing import close_to_jit
+from tests.gallery import sgd
 from tests.marks import slow_one_in
-from tests.passes.microbatches.test_independent import step_of
 from tests.passes.microbatches.test_loop import equal
 from tests.zoo_base import normal
 
@@ -108,7 +109,7 @@ FAST = (consistent, tiled, of_complex_numbers)
 )
 @pytest.mark.parametrize("strided", [False, True])
 def test_gradients_are_exact(loss: Loss, strided: bool) -> None:
-    found = equal((step_of(loss), (weights(), batch())), 4, strided=strided)
+    found = equal((sgd(loss), (weights(), batch())), 4, strided=strided)
     assert not any("inexact" in note or "tile" in note or "concatenate" in note for note in found.notes)
 
 
@@ -127,7 +128,7 @@ def test_copies_that_mix_examples_are_refused() -> None:
         return jnp.mean((net(s, h)[: ROWS // 2] - net(s, h)[ROWS // 2 : ROWS]) ** 2)
 
     with pytest.raises(alpa_lite.MicrobatchError, match="slice at"):
-        equal((step_of(shifted), (weights(), batch())), 4)
+        equal((sgd(shifted), (weights(), batch())), 4)
 
 
 @pytest.mark.slow
@@ -136,7 +137,4 @@ def test_copies_that_mix_examples_are_refused() -> None:
 )
 @pytest.mark.parametrize("loss", [consistent, discriminator, of_complex_numbers], ids=lambda f: f.__name__)
 def test_on_eight_devices(loss: Loss, method: Any) -> None:
-    step, args = step_of(loss), (weights(), batch())
-    got = alpa_lite.parallelize(step, method=method, num_microbatches=2)(*args)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    close_to_jit(sgd(loss), weights(), batch(), method=method, num_microbatches=2, atol=1e-5)

@@ -21,11 +21,13 @@ from alpa_lite.passes.layers.forward import forward_ops
 from alpa_lite.passes.tokens import beyond, expansion, states
 from alpa_lite.passes.tokens.expansion import Expanded
 from alpa_lite.passes.tokens.opening import opened
-from alpa_lite.passes.tokens.statics import Statics
+from alpa_lite.passes.tokens.unrolling import operations, unrolled
 from alpa_lite.passes.tracing import tracing
+from alpa_lite.passes.tracing.statics import Statics
 from tests.comparing import norm
+from tests.gallery import sgd
+from tests.zoo_base import normal
 from tests.zoo_base import tokens as drawn
-from tests.zoo_base import updated
 
 TOKENS, VOCAB, WIDE, HEADS = 12, 31, 16, 4
 UNEVEN = (5, 4, 3)
@@ -60,14 +62,6 @@ def products(made: Expanded) -> list[int]:
     return [counts[phase] for phase in range(max(counts) + 1)]
 
 
-def descent(loss: Any) -> Any:
-    def step(params: Any, tokens: jax.Array) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, tokens)
-        return updated(params, grads), value
-
-    return step
-
-
 def language_model(attend: Any, *, far: bool = False) -> tuple[Any, Any]:
     """Two layers around a function of queries, keys, values ([batch, tokens, heads, ...]) and tokens.
 
@@ -92,7 +86,7 @@ def language_model(attend: Any, *, far: bool = False) -> tuple[Any, Any]:
         losses = optax.softmax_cross_entropy_with_integer_labels((x @ params["head"])[:, :-1], tokens[:, 1:])
         return losses.mean()
 
-    return descent(loss), (params, drawn(1, VOCAB, 2, TOKENS))
+    return sgd(loss), (params, drawn(1, VOCAB, 2, TOKENS))
 
 
 def rotated(x: jax.Array) -> jax.Array:
@@ -225,7 +219,7 @@ def state_space(tokens: jax.Array) -> tuple[Any, Any]:
         x = x + jax.lax.associative_scan(join, (decay, (1 - decay**2) * x), axis=1)[1]
         return optax.softmax_cross_entropy_with_integer_labels((x @ params["out"])[:, :-1], tokens[:, 1:]).mean()
 
-    return descent(loss), (params, tokens)
+    return sgd(loss), (params, tokens)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +258,52 @@ def test_linen():
         assert isinstance(logits, jax.Array)
         return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
 
-    made, expected, actual = expanded(descent(loss), (params, tokens), (6, 6))
+    made, expected, actual = expanded(sgd(loss), (params, tokens), (6, 6))
     assert_equal(expected, actual)
     assert not made.late
+
+
+# -- loops over layers ------------------------------------------------------------------------------------------------
+
+LAYERS = 3
+
+
+def layers(stacked: jax.Array, x: jax.Array) -> Any:
+    """A gradient through a scan over layers, which another scan reads backwards; a stack that is read whole."""
+
+    def loss(stacked: jax.Array) -> Any:
+        last, every = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), h.sum(1)), x, stacked)
+        return (last**2).sum() + (every * jnp.arange(1.0, LAYERS + 1)[:, None]).sum(), every
+
+    (value, every), gradient = jax.value_and_grad(loss, has_aux=True)(stacked)
+    return gradient, value, every
+
+
+@pytest.mark.parametrize("reverse", [True, False])
+def test_loops_written_out_compute_the_same(reverse):
+    """All loops, or the forward one alone, which then stacks for the other one."""
+    arguments = [normal(0, LAYERS, 4, 4), normal(1, 2, 4)]
+    graph = tracing.trace(layers, tuple(arguments), {}, batch_argnums=(1,)).graph
+    rewriter = Rewriter(graph)
+    after = unrolled(rewriter, graph.block, lambda op: reverse or not op.params["reverse"]).block
+    counts = Counter(op.name for op in after.ops)
+    if reverse:
+        assert counts["scan"] == 0 < sum(op.name == "scan" for op in graph.block.ops)
+        assert counts["dot_general"] == 3 * LAYERS
+        assert counts["concatenate"] == 2  # the gradient and `every`: residuals are never stacked
+    else:
+        assert counts["scan"] == 1 and counts["concatenate"] >= 2
+    for a, b in zip(evaluate(graph, arguments), evaluate(rewriter.finish(after), arguments), strict=True):
+        assert norm(a - b) <= 1e-5 * norm(a)
+
+
+@pytest.mark.parametrize("length", [2, 7])
+def test_operations_are_counted_before_they_are_written(length):
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, w)[0]
+
+    graph = tracing.trace(step, (jnp.ones((length, 4, 4)), jnp.ones((2, 4))), {}, batch_argnums=(1,)).graph
+    (scan,) = (op for op in graph.block.ops if op.name == "scan")
+    made = unrolled(Rewriter(graph), graph.block, lambda op: True)
+    assert operations(scan) == len(made.block.ops) == len(made.part_of) == 4 * length
+    assert set(made.rows.values()) == {scan.operands[-1]}

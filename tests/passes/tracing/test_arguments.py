@@ -1,4 +1,4 @@
-"""State whose leaves change places, and data of several sizes: their roles, and results equal to plain `jit`."""
+"""State whose leaves change places, data of several sizes, frozen weights: their roles, and results as of `jit`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 
 import alpa_lite
 from alpa_lite.passes.tracing import trace
 from tests.comparing import assert_close
-from tests.zoo_base import normal
+from tests.zoo_base import normal, updated
 
 WIDTH, ROWS = 16, 16
 METHODS: dict[str, dict[str, Any]] = {
@@ -36,29 +37,25 @@ def loss_of(p: Any, b: Any) -> jax.Array:
     return jnp.mean((jnp.tanh(b["x"] @ p["a"]) @ p["b"] - b["y"]) ** 2)
 
 
-def descended(p: Any, grads: Any) -> Any:
-    return jax.tree.map(lambda x, g: x - 0.1 * g, p, grads)
-
-
 # -- state whose leaves change places ---------------------------------------------------------------------------------
 
 
 def ping_pong(s: Any, b: Any) -> Any:
     loss, grads = jax.value_and_grad(loss_of)(s["p"], b)
-    return {"p": descended(s["q"], grads), "q": s["p"]}, loss
+    return {"p": updated(s["q"], grads), "q": s["p"]}, loss
 
 
 def queue(s: Any, b: Any) -> Any:
     """The last weights wait until their gradient is applied: a stale descent."""
     first, second, third = s["history"]
     loss, grads = jax.value_and_grad(loss_of)(third, b)
-    return {"history": [descended(first, grads), first, second], "step": s["step"] + 1}, loss
+    return {"history": [updated(first, grads), first, second], "step": s["step"] + 1}, loss
 
 
 def rotated(s: Any, b: Any) -> Any:
     """Layers of one shape that change places."""
     loss, grads = jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(b["x"] @ w[0]) @ w[1] @ w[2] - b["y"]) ** 2))(s)
-    one, two, three = descended(s, grads)
+    one, two, three = updated(s, grads)
     return (three, one, two), loss
 
 
@@ -107,25 +104,25 @@ def test_modules_that_change_places() -> None:
 def exchanged(p: Any, q: Any, b: Any) -> Any:
     """Of two arguments that a caller passes on in the order of the results."""
     loss, grads = jax.value_and_grad(loss_of)(p, b)
-    return descended(q, grads), p, loss
+    return updated(q, grads), p, loss
 
 
 def passed_on(fixed: Any, p: Any, q: Any, r: Any, b: Any) -> Any:
     loss, grads = jax.value_and_grad(lambda p: loss_of(jax.tree.map(jnp.add, p, fixed), b))(p)
-    return fixed, (q, r, descended(p, grads)), loss
+    return fixed, (q, r, updated(p, grads)), loss
 
 
 def averaged(average: Any, p: Any, b: Any) -> Any:
     """No exchange: results in another order than the arguments."""
     loss, grads = jax.value_and_grad(loss_of)(p, b)
-    new = descended(p, grads)
+    new = updated(p, grads)
     return new, jax.tree.map(lambda a, w: 0.9 * a + 0.1 * w, average, new), loss
 
 
 def crossed(p: Any, q: Any, b: Any) -> Any:
     """Each new value is an update of the other argument."""
     loss, grads = jax.value_and_grad(loss_of)(p, b)
-    return descended(q, grads), jax.tree.map(lambda w: 0.99 * w, p), loss
+    return updated(q, grads), jax.tree.map(lambda w: 0.99 * w, p), loss
 
 
 def crossed_by_name(p: Any, q: Any, b: Any) -> Any:
@@ -241,7 +238,7 @@ def test_a_loss_that_is_not_a_sum_is_refused_as_such() -> None:
             return mean / (1 + mean)
 
         value, grads = jax.value_and_grad(loss)(s)
-        return descended(s, grads), value
+        return updated(s, grads), value
 
     parallel = alpa_lite.parallelize(step, **METHODS["mesh"])
     with pytest.raises(alpa_lite.MicrobatchError, match=r"mul at .*single examples together with a sum over all"):
@@ -261,7 +258,7 @@ def graph_network(s: Any, graph: Any, labels: Any) -> Any:
         return jnp.mean((jax.ops.segment_sum(hidden, graph_of, len(labels)) - labels) ** 2)
 
     value, grads = jax.value_and_grad(loss)(s)
-    return descended(s, grads), value
+    return updated(s, grads), value
 
 
 def convolved(w: Any, adjacency: Any, x: Any, y: Any) -> Any:
@@ -274,7 +271,7 @@ def two_players(s: Any, real: Any, noise: Any) -> Any:
         return jnp.mean(jnp.tanh(real @ s["d"])) - jnp.mean(jnp.tanh(noise @ s["g"] @ s["d"]))
 
     value, grads = jax.value_and_grad(loss)(s)
-    return descended(s, grads), value
+    return updated(s, grads), value
 
 
 def pooled(s: Any, nodes: Any, edges: Any, sizes: Any) -> Any:
@@ -282,7 +279,7 @@ def pooled(s: Any, nodes: Any, edges: Any, sizes: Any) -> Any:
         return jnp.mean((nodes @ s["w"]) ** 2) + jnp.mean(edges) * jnp.mean(sizes)
 
     value, grads = jax.value_and_grad(loss)(s)
-    return descended(s, grads), value
+    return updated(s, grads), value
 
 
 def nearest(w: Any, known: Any, labels: Any, asked: Any) -> Any:
@@ -336,3 +333,53 @@ def test_data_that_change_in_every_call_are_read_anew(fun: Any, options: Any, ca
             assert_close(step(state, *data), jax.jit(fun)(state, *data))
     assert "frozen" not in caplog.text
     assert not any("frozen" in note for note in step.plan(state, *make(0)).notes)
+
+
+# -- weights that do not come back ------------------------------------------------------------------------------------
+
+
+def adapted(w: jax.Array, base: Any, batch: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.tanh(batch @ base["a"] + batch @ w) ** 2)
+
+
+def transposed(w: jax.Array, base: Any, batch: jax.Array) -> jax.Array:
+    kernel = (base["a"].astype(jnp.bfloat16).astype(jnp.float32) * 2).T.T
+    return jnp.mean((batch @ kernel @ w) ** 2)
+
+
+def scanned(w: jax.Array, base: Any, batch: jax.Array) -> jax.Array:
+    return jnp.mean(lax.scan(lambda x, _: (jnp.tanh(x @ base["a"]) @ w, None), batch, None, length=2)[0] ** 2)
+
+
+def looked_up(w: jax.Array, base: Any, batch: jax.Array) -> jax.Array:
+    return jnp.mean((base["a"][batch[:, 0].astype(jnp.int32)] @ w) ** 2)
+
+
+def against_targets(w: jax.Array, base: Any, batch: jax.Array) -> jax.Array:
+    """A product that sums over the examples: both are examples."""
+    return -jnp.einsum("bc,bc->", jax.nn.log_softmax(batch @ w), base["a"])
+
+
+def pairs(w: jax.Array, base: Any, batch: jax.Array) -> jax.Array:
+    """Rows of both are compared with one another, as data are."""
+    return jnp.mean((batch @ w @ base["a"].T) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "shapes", "role"),
+    [
+        *[(loss, ((ROWS, ROWS), (ROWS, ROWS)), "frozen") for loss in (adapted, transposed, scanned, looked_up)],
+        (adapted, ((ROWS, ROWS), (2 * ROWS, ROWS)), "frozen"),
+        (against_targets, ((ROWS, ROWS), (ROWS, ROWS)), "batch"),
+        (pairs, ((8, ROWS), (2 * ROWS, ROWS)), "batch"),
+    ],
+)
+def test_weights_that_do_not_come_back_are_told_from_the_batch(loss, shapes, role):
+    """Though they have as many rows as there are examples."""
+
+    def step(state: Any, base: Any, batch: Any) -> Any:
+        value, gradient = jax.value_and_grad(lambda w: loss(w, base, batch))(state["w"])
+        return {"w": state["w"] - 0.1 * gradient}, value
+
+    traced = trace(step, ({"w": jnp.ones((ROWS, ROWS))}, {"a": jnp.ones(shapes[0])}, jnp.ones(shapes[1])), {})
+    assert [argument.role for argument in traced.arguments] == ["state", role, "batch"]

@@ -13,6 +13,8 @@ from jax import lax
 
 import alpa_lite
 from alpa_lite.passes.tracing import trace
+from tests.comparing import close_to_jit
+from tests.gallery import sgd
 from tests.passes.microbatches.test_loop import equal
 from tests.zoo_base import normal
 
@@ -94,17 +96,9 @@ LOSSES: list[Loss] = [
 ]  # fmt: skip
 
 
-def step_of(loss: Loss) -> Any:
-    def step(s: Any, b: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(s, b)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, s, grads), value
-
-    return step
-
-
 def batching_dims(loss: Loss) -> list[bool]:
     """Of each operation that indexes, whether its rows are batch dims."""
-    graph = trace(step_of(loss), (weights(), batch()), {}).graph
+    graph = trace(sgd(loss), (weights(), batch()), {}).graph
     ops = [op for op in graph.ops() if op.name in ("gather", "scatter", "scatter-add")]
     return [bool(op.params["dimension_numbers"].operand_batching_dims) for op in ops]
 
@@ -116,7 +110,7 @@ FAST = (last_of_each, rows_of_numpy, overwritten, experts_scanned)
     "loss", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in LOSSES], ids=lambda f: f.__name__
 )
 def test_rows_are_exact_in_micro_batches(loss: Loss) -> None:
-    found = equal((step_of(loss), (weights(), batch())), 4, strided=True)
+    found = equal((sgd(loss), (weights(), batch())), 4, strided=True)
     assert any("cutting moves no data" in note for note in found.notes)
 
 
@@ -139,8 +133,6 @@ def test_other_indices_stay() -> None:
 
 
 def test_rows_on_eight_devices_are_not_gathered() -> None:
-    step, args = step_of(last_of_each), (weights(), batch())
-    parallel = alpa_lite.parallelize(step, method=alpa_lite.DataParallel())
-    for a, b in zip(jax.tree.leaves(parallel(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    args = weights(), batch()
+    parallel = close_to_jit(sgd(last_of_each), *args, method=alpa_lite.DataParallel(), atol=1e-5)
     assert {c.kind for c in parallel.plan(*args).collectives} == {"all_reduce"}

@@ -17,6 +17,7 @@ from alpa_lite.errors import SignatureError, TracingError
 from alpa_lite.ir.graph import Traced, check
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.tracing.tracing import trace
+from tests import gallery
 from tests.comparing import assert_equal
 
 X = np.linspace(-1.0, 1.0, 24, dtype=np.float32).reshape(4, 6)
@@ -60,9 +61,7 @@ def loss_of(params, batch):
     return ((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2).mean()
 
 
-def sgd(params, batch):
-    loss, grads = jax.value_and_grad(loss_of)(params, batch)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+sgd = gallery.sgd(loss_of)
 
 
 def adam(params, opt_state, batch):
