@@ -86,10 +86,10 @@ def match_state(
     """
     matcher = _Matcher(inputs, outputs, batch, known, evidence, named)
     matcher.match_modules()
-    matcher.match_containers(inputs.trees)
-    matcher.match_containers(inputs.trees, typed=False)
+    matcher.match(tree for tree in inputs.trees if not tree.is_bare)
     if not matcher.pairs:
-        matcher.match_containers([part for tree in inputs.trees for part in inputs.subtrees(tree) if part.depth])
+        parts = (part for tree in inputs.trees for part in inputs.subtrees(tree) if part.depth)
+        matcher.match(part for part in parts if not part.is_bare)
     matcher.match_arrays()
     if named is not None:
         matcher.check_complete(named)
@@ -109,6 +109,7 @@ class _Matcher:
         self._inputs, self._outputs, self._evidence = inputs, outputs, evidence
         self._named, self._batch_known = named is not None, batch is not None or named is not None
         self._known = frozenset() if self._named else known
+        self._weak = False
         self._taken = set(batch or ())
         if named is not None:
             self._taken |= set(range(len(inputs.types))) - named
@@ -122,33 +123,15 @@ class _Matcher:
                 self.pairs[number] = argument
         self._taken.update(found.values())
 
-    def match_containers(self, candidates: Iterable[Tree], typed: bool = True) -> None:
-        """Pairs pytrees that have a container; `candidates` are arguments, or parts of arguments."""
-        self._match(False, candidates, typed, self._container_weight)
-
     def match_arrays(self) -> None:
         """Pairs arguments that are one array. One is left for the batch unless that, or the state, is named."""
-        weight = self._array_weight(self._batch_known or not self.pairs)
-        self._match(True, self._inputs.trees, True, lambda _: weight)
+        self._weak = self._batch_known or not self.pairs
+        self.match(tree for tree in self._inputs.trees if tree.is_bare)
 
-    def _match(
-        self, bare: bool, candidates: Iterable[Tree], typed: bool, weigh: Callable[[list[Tree]], Weight]
-    ) -> None:
-        """Pairs trees, larger ones first: arrays or containers, of one structure, and if `typed` of the same types.
-
-        `weigh` gives the weight for arguments of one kind.
-        """
-
-        def grouped(trees: Iterable[Tree], flat: Flat) -> dict[Hashable, list[Tree]]:
-            groups: dict[Hashable, list[Tree]] = {}
-            for tree in trees:
-                if tree.leaves and tree.is_bare == bare:
-                    types = tuple(flat.types[i] for i in tree.leaves) if typed else ()
-                    groups.setdefault((tree.treedef, types), []).append(tree)
-            return groups
-
-        arguments = grouped(candidates, self._inputs)
-        results_of = grouped(self._outputs.subtrees(self._outputs.trees[0]), self._outputs)
+    def match(self, candidates: Iterable[Tree]) -> None:
+        """Pairs arguments, or parts of arguments, with results of their structure, larger ones first."""
+        arguments = self._grouped(candidates, self._inputs)
+        results_of = self._grouped(self._outputs.subtrees(self._outputs.trees[0]), self._outputs)
         sizes = {one: (trees[0].treedef.num_leaves, trees[0].treedef.num_nodes) for one, trees in arguments.items()}
         for one in sorted(arguments, key=sizes.__getitem__, reverse=True):
             free = list(filter(self._is_free, arguments[one]))
@@ -157,12 +140,20 @@ class _Matcher:
                 for tree in results_of.get(one, ())
                 if not any(n in self.pairs or self._outputs.modules[n] for n in tree.leaves)
             ]
-            for result, argument in self._assigned(left, free, weigh(free)):
+            for result, argument in self._assigned(left, free):
                 if not self._is_last_array(argument):
                     self._take(result, argument)
             for result in left:
                 if self.pairs.keys().isdisjoint(result.leaves):
                     self._doubt(result, [tree for tree in free if self._is_free(tree) and self._fits(result, tree)])
+
+    def _grouped(self, trees: Iterable[Tree], flat: Flat) -> dict[Hashable, list[Tree]]:
+        """Trees by structure; those that are one array, by its type."""
+        groups: dict[Hashable, list[Tree]] = {}
+        for tree in trees:
+            if tree.leaves:
+                groups.setdefault(flat.types[tree.start] if tree.is_bare else tree.treedef, []).append(tree)
+        return groups
 
     def _is_last_array(self, argument: Tree) -> bool:
         """Whether an argument that is one array is the only one that may be the batch."""
@@ -185,10 +176,11 @@ class _Matcher:
                     "dtypes; return its new value, or leave it out"
                 )
 
-    def _assigned(self, results: list[Tree], arguments: list[Tree], weight: Weight) -> list[tuple[Tree, Tree]]:
+    def _assigned(self, results: list[Tree], arguments: list[Tree]) -> list[tuple[Tree, Tree]]:
         """The pairs among results and arguments of one kind, as the module's docstring says."""
         if not results or not arguments:
             return []
+        weight = self._array_weight() if arguments[0].is_bare else self._container_weight(arguments)
         weights = np.array([[weight(result, argument) for argument in arguments] for result in results], float)
         order = np.eye(*weights.shape)
         rows, places = self._permutation(results, arguments, [best > 0 for best in weights.max(axis=1)])
@@ -196,7 +188,8 @@ class _Matcher:
         weights[np.ix_(rows, places)] = [[self._fits(results[r], arguments[p]) for p in places] for r in rows]
         keys = np.array([[result.key == argument.key for argument in arguments] for result in results])
         scores = order
-        for criterion in (weights, keys, weights > 0):  # each decides before those ahead of it
+        types = np.array([[all(map(self._same, r.leaves, a.leaves)) for a in arguments] for r in results])
+        for criterion in (weights, keys, weights > 0, types):  # each decides before those ahead of it
             scores = (scores + (scores.max(axis=1).sum() + 1) * criterion) * (weights > 0)
         chosen = zip(*linear_sum_assignment(scores, maximize=True), strict=True)
         pairs = [(results[r], arguments[p]) for r, p in chosen if weights[r, p]]
@@ -237,8 +230,8 @@ class _Matcher:
 
         return weight
 
-    def _array_weight(self, weak: bool) -> Weight:
-        """As `_container_weight`, for arguments that are one array; `weak`: whether their place may tell."""
+    def _array_weight(self) -> Weight:
+        """As `_container_weight`, for arguments that are one array; whether their place may tell, `_weak` says."""
         # State of another step is not expected among the results: `generate(params, cache)` returns (cache, token).
         own = [tree for tree in self._inputs.trees if not tree.leaves or not self._known.issuperset(tree.leaves)]
         results = self._outputs.children(self._outputs.trees[0]) or self._outputs.trees
@@ -253,7 +246,7 @@ class _Matcher:
             counts = is_key(kind) or (not shape and np.issubdtype(dtype, np.integer))
             if counts or self._named or result.key == argument.key:
                 return 1 + carried
-            return int(weak and carried and (learnt or bool(shape and number in places.get(leaf, ()))))
+            return int(self._weak and carried and (learnt or bool(shape and number in places.get(leaf, ()))))
 
         return weight
 

@@ -211,7 +211,7 @@ def test_the_batch_may_be_another_dim() -> None:
     step, args = sgd(loss), (weights(), of(batch()))
     want = mean([step(args[0], one) for one in parts_of(args[1], 2, dim=1)])
     got = accumulated(step, args, 2)
-    assert "dim 1 of one/x" in got.notes[0]
+    assert "dim 1 of batch/x" in got.notes[0]
     close(outputs(got, step, args), want)
 
 

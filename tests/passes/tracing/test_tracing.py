@@ -17,8 +17,8 @@ from alpa_lite.errors import SignatureError, TracingError
 from alpa_lite.ir.graph import Traced, check
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.tracing.tracing import trace
-from tests import gallery
 from tests.comparing import assert_equal
+from tests.zoo_base import updated
 
 X = np.linspace(-1.0, 1.0, 24, dtype=np.float32).reshape(4, 6)
 SQUARE = np.cos(np.arange(16, dtype=np.float32)).reshape(4, 4)
@@ -61,7 +61,9 @@ def loss_of(params, batch):
     return ((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2).mean()
 
 
-sgd = gallery.sgd(loss_of)
+def sgd(params, batch):
+    loss, grads = jax.value_and_grad(loss_of)(params, batch)
+    return updated(params, grads), loss
 
 
 def adam(params, opt_state, batch):
