@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from alpa_lite.cluster import Cluster
@@ -24,58 +24,39 @@ LARGE_CLUSTER, MAX_MICROBATCHES_LARGE = 1024, 512
 def candidate_numbers(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster, method: Pipeline) -> list[int]:
     """Powers of two that the batch divides into, exactly, and above them its size over powers of two, rising.
 
+    The latter leave a power of two of examples: a batch of 1600 is cut into 64 parts of 25, or into 100 of 16, which
+    more devices can share. A step that can be cut into a number of parts can be cut into each of its divisors.
+
     Raises:
       MicrobatchError: there is none, not even one.
     """
     limit = MAX_MICROBATCHES_LARGE if cluster.num_devices >= LARGE_CLUSTER else MAX_MICROBATCHES
     most = min(limit, 8 * max(2, method.num_stages or cluster.num_devices))
-    counts, cut = [1 << i for i in range(most.bit_length())], None
-    found = _analyse_once(traced, rules, counts, most)
-    if found:
-        return found
-    while counts and (cut := batch_dims(traced, rules, counts[-1])) is None:
-        counts.pop()  # a step that can be cut into a number of parts can be cut into half as many
+    powers = [1 << i for i in range(most.bit_length())]
+    sizes = {item.shape[0] for item in batch_arrays(traced)}
+    if len(sizes) == 1:  # one analysis, of the least common multiple, may cover all numbers
+        (size,) = sizes
+        fitting = [count for count in powers if size % count == 0]
+        finer = _halvings(size, fitting[-1], most)
+        cut = batch_dims(traced, rules, math.lcm(fitting[-1], finer[-1])) if finer else None
+        if cut and not any(cut.values()):
+            return [*fitting, *finer]
+    cut = None
+    while powers and (cut := batch_dims(traced, rules, powers[-1])) is None:
+        powers.pop()
     if cut is None:
         raise MicrobatchError("the step cannot be written as a loop over micro-batches; use one mesh (Sharded())")
-    return [*counts, *_finer(traced, rules, cut, counts[-1], most)]
-
-
-def _analyse_once(traced: Traced, rules: Mapping[Any, Rule], counts: Sequence[int], most: int) -> list[int]:
-    """All numbers, where the step can be cut into their least common multiple; else none, and each is to be tried.
-
-    A step that can be cut into a number of parts can be cut into each of its divisors: one analysis covers both kinds.
-    """
-    sizes = {item.shape[0] for item in batch_arrays(traced)}
-    if len(sizes) != 1:
-        return []
-    (size,) = sizes
-    powers = [count for count in counts if size % count == 0]
-    finer = _halvings(size, powers[-1], most)
-    cut = batch_dims(traced, rules, math.lcm(powers[-1], finer[-1])) if finer else None
-    return [*powers, *finer] if cut and not any(cut.values()) else []
+    shapes = {argument.path: traced.graph.values[value].shape for argument, value in inputs_of(traced)}
+    finer = _halvings(max(shapes[path][dim] for path, dim in cut.items()), powers[-1], most) if cut else []
+    while finer and batch_dims(traced, rules, finer[-1]) is None:
+        finer.pop()
+    return [*powers, *finer]
 
 
 def _halvings(size: int, largest: int, most: int) -> list[int]:
     """The size over powers of two, rising: those above the largest power of two of parts and not above the most."""
     found = [size >> i for i in range(size.bit_length()) if size % (1 << i) == 0]
     return sorted(count for count in found if 2 * largest <= most and largest < count <= most)
-
-
-def _finer(traced: Traced, rules: Mapping[Any, Rule], cut: Mapping[str, int], largest: int, most: int) -> list[int]:
-    """Numbers of which each is half of the next, above the largest power of two: the micro-batches are powers of two.
-
-    A batch of 1600 is cut into 64 parts of 25, or into 100 of 16, which more devices can share.
-
-    Args:
-      cut: the dim of each batch argument that is cut.
-    """
-    if not cut:
-        return []
-    shapes = {argument.path: traced.graph.values[value].shape for argument, value in inputs_of(traced)}
-    found = _halvings(max(shapes[path][dim] for path, dim in cut.items()), largest, most)
-    while found and batch_dims(traced, rules, found[-1]) is None:
-        found.pop()
-    return found
 
 
 def state_bytes(traced: Traced) -> int:

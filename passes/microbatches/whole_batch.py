@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Graph, Op, walk
+from alpa_lite.ir.graph import Block, Graph, Op, walk
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import made_of, producers, reach, values_in
@@ -91,7 +91,7 @@ def _forward_and_backward(ops: Sequence[Op]) -> set[int]:
     """The operations of the forward and backward pass, by index."""
     makers = producers(ops)
     later = made_of(ops, [v for op in ops if _is_reverse(op) for v in op.results])
-    marked = [op for op in ops if any(_jax.derivative(o.source) for o in _with_bodies(op))]
+    marked = [op for op in ops if any(_jax.derivative(o.source) for o in walk(Block((), (op,), ())))]
     kept = [op for op in ops if later.isdisjoint(op.reads)] + marked
     return {op.index for op in reach(kept, lambda op: [makers[v] for v in op.reads if v in makers])}
 
@@ -112,8 +112,4 @@ def _is_sum(graph: Graph, op: Op, value: int) -> bool:
 
 
 def _is_reverse(op: Op) -> bool:
-    return any(_jax.is_reverse(o.source) for o in _with_bodies(op))
-
-
-def _with_bodies(op: Op) -> list[Op]:
-    return [op, *(inner for body in op.bodies for inner in walk(body))]
+    return any(_jax.is_reverse(o.source) for o in walk(Block((), (op,), ())))

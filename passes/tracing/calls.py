@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,7 +124,10 @@ def calling(
             )
     static_positions = {i: args[i] for i in sorted(numbers)}
     static_keywords = {name: kwargs[name] for name in sorted(kwargs) if name in keywords}
-    _check_hashable({names[i]: value for i, value in static_positions.items()} | static_keywords)
+    _check_hashable(
+        [*((names[i], value) for i, value in static_positions.items()), *static_keywords.items()],
+        "the static argument {} is not hashable ({}); pass a hashable value, or make it dynamic",
+    )
     found = Calling(
         names=names,
         dynamic=tuple(i for i in range(len(args)) if i not in numbers),
@@ -141,30 +144,24 @@ def calling(
     return replace(found, modules=nnx_modules.present(hidden))
 
 
-def _check_hashable(static: Mapping[str, Any]) -> None:
-    """Raises SignatureError for a static argument that is not hashable."""
-    for name, value in static.items():
+def _check_hashable(named: Iterable[tuple[str, Any]], text: str) -> None:
+    """Raises SignatureError for a value that is not hashable; `text` has places for its name and its type."""
+    for name, value in named:
         try:
             hash(value)
         except TypeError as error:
-            raise SignatureError(
-                f"the static argument {name} is not hashable ({type(value).__name__}); pass a hashable value, "
-                "or make it dynamic"
-            ) from error
+            raise SignatureError(text.format(name, type(value).__name__)) from error
 
 
 def _check_constants(calling: Calling, traced: Any, numbers: bool) -> None:
     """Raises SignatureError for a leaf that is neither an array nor hashable."""
     stops = static_leaves.is_nnx_object
-    for path, leaf in jax.tree_util.tree_flatten_with_path(traced, is_leaf=stops)[0]:
-        if not stops(leaf) and static_leaves.is_constant(leaf, numbers):
-            try:
-                hash(leaf)
-            except TypeError as error:
-                raise SignatureError(
-                    f"{shown(path_of(calling, path, ''))} is a {type(leaf).__name__}, neither an array nor hashable; "
-                    "convert it to arrays, or leave it out of the arguments"
-                ) from error
+    leaves, _ = jax.tree_util.tree_flatten_with_path(traced, is_leaf=stops)
+    constants = [one for one in leaves if not stops(one[1]) and static_leaves.is_constant(one[1], numbers)]
+    _check_hashable(
+        ((shown(path_of(calling, path, "")), leaf) for path, leaf in constants),
+        "{} is a {}, neither an array nor hashable; convert it to arrays, or leave it out of the arguments",
+    )
 
 
 def leaf_type(leaf: Any) -> LeafType:
