@@ -279,7 +279,7 @@ class IndependentLoop:
             found[value] = combined.astype(values[value].dtype)
         for value, each in zip(stacked, rows, strict=True):
             is_joined = self.combined[value] == JOINED
-            found[value] = self.cuts.join(sliced(*self.pair.grown_dims(value)), each) if is_joined else each[-1]
+            found[value] = self.cuts.join(sliced(self.pair.grown_dims(value)[0]), each) if is_joined else each[-1]
         return found, mark
 
     def _output(self, small: Atom, big: Atom, made: Mapping[int, Any], whole: Mapping[int, Any]) -> Any:

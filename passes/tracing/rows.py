@@ -110,7 +110,7 @@ class _Rows:
     def _components(self, indices: int) -> list[Atom]:
         """The components of index vectors, each with a last dim of one; none if they are not made one by one."""
         outside, last = self.statics.resolve(indices), len(self.values[indices].shape) - 1
-        op, parts = self.makers.get(outside), [outside]
+        op, parts = self.makers.get(outside) if isinstance(outside, int) else None, [outside]
         if op is not None and op.name == "concatenate" and op.params["dimension"] == last:
             parts = list(op.operands)
         return (

@@ -71,7 +71,7 @@ class Statics:
                 self._outside.update(zip(inputs, atoms, strict=True))
             if op.name == "scan":
                 view = ScanView(op)
-                self._outside.update((v, self._rows[a]) for a, v in view.xs if a in self._rows)
+                self._outside.update((v, self._rows[a]) for a, v in view.xs if isinstance(a, int) and a in self._rows)
                 self._rows.update((result, output) for output, result in view.ys)
         elif op.name in FOLDED and all(map(self.has, op.operands)):
             self._makers[op.results[0]] = op
@@ -94,15 +94,16 @@ class Statics:
         """
         wanted = [self.resolve(atom)]
         while wanted:  # without recursion: programs are long
-            op = self._makers[wanted[-1]] if self._is_missing(wanted[-1]) else None
-            missing = [a for a in map(self.resolve, op.operands) if self._is_missing(a)] if op else []
+            op = self._missing(wanted[-1])
+            missing = [a for a in map(self.resolve, op.operands) if self._missing(a)] if op else []
             if op and not missing:
                 self._arrays[op.results[0]] = self._computed(op)
             wanted = [*wanted, *missing] if missing else wanted[:-1]
         return self._read(atom)
 
-    def _is_missing(self, atom: Atom) -> bool:
-        return isinstance(atom, int) and atom in self._makers and atom not in self._arrays
+    def _missing(self, atom: Atom) -> Op | None:
+        """The operation that makes an atom, if it is still to be computed."""
+        return self._makers.get(atom) if isinstance(atom, int) and atom not in self._arrays else None
 
     def _read(self, atom: Atom) -> np.ndarray | None:
         """The array of an atom that is a literal, a constant, or computed."""
