@@ -85,7 +85,7 @@ def accumulator_dtype(dtype: Any) -> Any:
 def fixed_point(
     start: Sequence[T], run: Callable[[list[T]], list[T]], join: Callable[[T, T], T]
 ) -> tuple[list[T], list[T]]:
-    """What a loop carries once its body, run on it, gives nothing new; and the other outputs of the body then."""
+    """The least states of carried values that the body of a loop keeps, and those of its other outputs."""
     carry = list(start)
     while True:
         outputs = run(carry)

@@ -1,8 +1,8 @@
 """Attention that is one operation, as the operations that it consists of, and values behind barriers under one name.
 
 `jax.nn.dot_product_attention` is one operation for the other passes (`kernels`), and so are its derivatives. Which keys
-a slice needs is seen in their operations: the mask, the maximum of a row, the sums. What a barrier keeps apart, phases
-do.
+a slice needs is seen in their operations: the mask, the maximum of a row, the sums. Barriers are
+left out: phases keep the passes apart.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def with_counted_loops(graph: Graph) -> Graph:
 
 
 class _Counter:
-    """Walks a graph in program order, and learns with what counted loops end."""
+    """Walks a graph in program order, and learns the final counters of loops."""
 
     def __init__(self, graph: Graph) -> None:
         self.values, self.statics = graph.values, Statics((), graph.values, {})
