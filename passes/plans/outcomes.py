@@ -13,14 +13,11 @@ A plan differs from the chosen one in a few nodes, so only those and the transfe
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import reshard_steps
-from alpa_lite.ir.strategy import Rule
-from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.plans.alternatives import Changes, changed_choice
 from alpa_lite.passes.plans.decisions import touching
 from alpa_lite.passes.sharding.connected import connected, leading_part
@@ -37,16 +34,9 @@ class Outcomes:
     """The outcomes of plans that differ little from the chosen one."""
 
     def __init__(
-        self,
-        traced: Traced,
-        grouping: Grouping,
-        rules: Mapping[Any, Rule],
-        cost: MeshCost,
-        space: Space,
-        problem: Problem,
-        choice: Sequence[int],
+        self, traced: Traced, grouping: Grouping, cost: MeshCost, space: Space, problem: Problem, choice: Sequence[int]
     ) -> None:
-        self._traced, self._grouping, self._rules, self._cost, self._space = traced, grouping, rules, cost, space
+        self._traced, self._grouping, self._cost, self._space = traced, grouping, cost, space
         self._problem, self._choice = problem, list(choice)
         inputs = zip(traced.arguments, traced.graph.block.inputs, strict=False)
         homes = [grouping.homes[v] for a, v in inputs if a.role == "batch" and traced.graph.values[v].shape]
@@ -80,21 +70,10 @@ class Outcomes:
         node = self._space.nodes[i]
         count = len(node.members)
         compute, communication = float(node.compute[s]) * count, float(node.communication[s]) * count
-        latency, sent = self._inside(i, s) if communication else (0.0, 0.0)
-        grows = any((i, f) in self._growing for f in range(len(self._grouping.groups[node.group].factors)))
+        latency, sent = (float(one) * (node.trips * count) for one in node.collectives[1:, s])
+        grows = any((i, f) in self._growing for f in range(len(node.strategies[s].axes)))
         starts = float(node.terms[2, s]) * count
         return compute, communication, latency, compute - starts + communication - latency if grows else 0.0, sent
-
-    def _inside(self, i: int, s: int) -> tuple[float, float]:
-        """Latency and bytes of the collectives inside an operation."""
-        node = self._space.nodes[i]
-        group = self._grouping.groups[node.group]
-        op = self._grouping.ops[group.ops[0]]
-        form = local_form(op, self._rules[op.key], node.strategies[s].axes, self._traced.graph.values, self._cost.mesh)
-        times = group.trips * len(node.members)
-        collectives = form.collectives if form is not None else ()
-        latency = sum(self._cost.coefficients(c.kind, c.axes, c.bytes)[0] for c in collectives)
-        return latency * times, float(sum(c.bytes for c in collectives)) * times
 
     def _transfer(self, t: int, choice: Sequence[int]) -> Parts:
         """The parts of one transfer."""

@@ -60,7 +60,7 @@ def _weighed(planned: DecidedStage, budget: float) -> list[tuple[Alternative, ..
     kept = [KEPT_ALTERNATIVES.get(grouping.groups[node.group].kind, _KEPT_OF_OTHERS) for node in nodes]
     weighed = alternatives.weigh(problem, choice, kept)
     cost = MeshCost(planned.cluster, found.mesh)
-    outcomes = Outcomes(traced, grouping, planned.rules, cost, found.space, problem, choice)
+    outcomes = Outcomes(traced, grouping, cost, found.space, problem, choice)
     layouts = _Layouts(traced, grouping, found.mesh)
     return [
         _alternatives(nodes[number], weighed[number], moved, outcomes, layouts)

@@ -37,15 +37,22 @@ class Node:
     """The strategies of one class of groups, with seconds of each strategy of one group.
 
     Attributes:
+      trips: how often it runs.
       terms: [3, strategies] what its FLOPs take, what its bytes take, and what its kernels take to start.
-      communication: of the collectives that it issues.
+      collectives: [3, strategies] of those that it issues in one run the seconds, those of latency, and the bytes.
     """
 
     group: int
+    trips: int
     members: tuple[int, ...]
     strategies: tuple[Strategy, ...]
     terms: np.ndarray
-    communication: np.ndarray
+    collectives: np.ndarray
+
+    @cached_property
+    def communication(self) -> np.ndarray:
+        """[strategies] seconds of the collectives that it issues."""
+        return self.collectives[0] * self.trips
 
     @cached_property
     def compute(self) -> np.ndarray:

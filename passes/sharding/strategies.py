@@ -253,19 +253,20 @@ class _Builder:
 
     def priced(self, members: tuple[int, ...], choices: Choices) -> Node:
         group = self.grouping.groups[members[0]]
-        terms, communication = np.zeros((3, len(choices.strategies))), np.zeros(len(choices.strategies))
+        terms, collectives = np.zeros((2, 3, len(choices.strategies)))
         if group.kind == "fixed":
-            terms[:, 0], communication[0] = self.opaque(group)
+            terms[:, 0], collectives[:, 0] = self.opaque(group)
         # A group that only says where a value lies takes no time.
         elif not (group.kind == "heavy" and self.op(group).name == CONSTRAINT):
             terms = self.computing.terms(group, choices, members[len(members) // 2], self.produced) * group.trips
-            communication = self.communication(group, choices) * group.trips
-        return Node(group.index, members, choices.strategies, terms, communication)
+            if group.kind == "heavy":
+                collectives = np.array([self.collectives(self.form(group, s.axes)) for s in choices.strategies]).T
+        return Node(group.index, group.trips, members, choices.strategies, terms, collectives)
 
-    def opaque(self, group: Group) -> tuple[np.ndarray, float]:
-        """[3] seconds as those of `Computing.terms`, and of collectives, of the operations that no rule describes."""
+    def opaque(self, group: Group) -> np.ndarray:
+        """[2, 3] as of `Computing.terms` and `collectives`, of the operations that no rule describes."""
         trips = {demand.op: demand.trips for demand in self.grouping.demands if demand.group == group.index}
-        terms, communication = np.zeros(3), 0.0
+        terms, collectives = np.zeros((2, 3))
         for number in group.ops:
             op = self.grouping.ops[number]
             rule = self.rules[op.key]
@@ -273,23 +274,16 @@ class _Builder:
                 runs, moved = trips.get(number, 1), self.step.moved[number]
                 terms[1] += runs * self.cost.compute(0.0, moved.bytes, working_dtype(op, self.values))
                 terms[2] += runs * moved.starts * self.cost.cluster.kernel_start
-                communication += runs * self.sending(local_form(op, rule, (), self.values, self.mesh))
-        return terms, communication
+                collectives += runs * self.collectives(local_form(op, rule, (), self.values, self.mesh))
+        return np.stack([terms, collectives])
 
-    def communication(self, group: Group, choices: Choices) -> np.ndarray:
-        """[strategies] seconds of the collectives that a heavy operation issues itself."""
-        sent = np.zeros(len(choices.strategies))
-        for i, strategy in enumerate(choices.strategies if group.kind == "heavy" else ()):
-            form = self.form(group, strategy.axes)
-            assert form is not None
-            sent[i] = self.sending(form)
-        return sent
-
-    def sending(self, form: LocalForm | None) -> float:
-        """Returns the seconds of the collectives of a local form."""
-        found = form.collectives if form else ()
-        prices = [(self.cost.coefficients(c.kind, c.axes, c.bytes), c.bytes) for c in found]
-        return sum([alpha + beta * nbytes for (alpha, beta), nbytes in prices], 0.0)
+    def collectives(self, form: LocalForm | None) -> np.ndarray:
+        """[3] seconds, seconds of latency, and bytes of the collectives of a local form."""
+        total = np.zeros(3)
+        for c in form.collectives if form else ():
+            alpha, beta = self.cost.coefficients(c.kind, c.axes, c.bytes)
+            total += (alpha + beta * c.bytes, alpha, c.bytes)
+        return total
 
     # -- transfers ------------------------------------------------------------------------------------------------
 

@@ -53,7 +53,8 @@ def _weighed():
     """The problem, the choice, and for each alternative its step and the choice that it is of."""
     found, _ = _planned()
     problem, choice = from_graph(found.space.program), list(found.solution.choice)
-    outcomes = Outcomes(*_grouped(BATCH), MeshCost(CLUSTER, found.mesh), found.space, problem, choice)
+    traced, grouping, _ = _grouped(BATCH)
+    outcomes = Outcomes(traced, grouping, MeshCost(CLUSTER, found.mesh), found.space, problem, choice)
     rows = alternatives.weigh(problem, choice, [3] * len(choice))
     changes = [weighed.fastest for row in rows for weighed in row]
     return problem, choice, [(outcomes.of(c), alternatives.changed_choice(choice, c)) for c in changes]
