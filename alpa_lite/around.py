@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
+from alpa_lite.compilation.placing import Ends, Kind, kind_of
 from alpa_lite.errors import OptionError
 from alpa_lite.ir.calling import Calling
 from alpa_lite.ir.paths import keys, shown
 from alpa_lite.passes.tracing import calls, nnx_modules
-from alpa_lite.plan.placing import Ends, Kind, kind_of
 from alpa_lite.runtime import placement, prefetch
 from alpa_lite.runtime.sharded_init import ShardedInit
 from alpa_lite.runtime.step import Executable

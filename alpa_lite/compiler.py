@@ -41,7 +41,7 @@ from alpa_lite.passes.tracing.manual_regions import check_regions
 from alpa_lite.plan.pins import NO_PINS, Pins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.processes.plan_broadcast import PlanBroadcast
-from alpa_lite.report import log_messages
+from alpa_lite.report.summary import planned_message
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ def compile_step(
     check_memory(plan, options)
     why = "; ".join([why, *found])
     if logger.isEnabledFor(logging.INFO):
-        logger.info(log_messages.planned(name, plan, why))
+        logger.info(planned_message(name, plan, why))
     plan = plan.comparing(comparing.of(step.traced, step.rules, staged, cluster, asked.budget))
     return Compiled(staged, plan, traced, pins)
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
-from alpa_lite.ir import paths
+from alpa_lite.ir import json_codec, paths
 from alpa_lite.methods import (
     Auto,
     DataParallel,
@@ -147,35 +147,12 @@ class Manual(Method):
 
     def to_json(self) -> dict[str, Any]:
         """JSON values that `method_from_json` reads."""
-        mesh = {
-            "mesh_shape": None if self.mesh_shape is None else list(self.mesh_shape),
-            "axis_names": None if self.axis_names is None else list(self.axis_names),
-        }
-        specs = {key: spec_to_json(spec) for key, spec in self.specs}
-        return super().to_json() | {"specs": specs} | mesh | {"rest": self.rest.to_json()}
+        return super().to_json() | {"specs": {key: json_codec.encode(spec) for key, spec in self.specs}}
 
 
 def dims_of(spec: PartitionSpec) -> Dims:
     """The axes of each dim of a spec."""
     return _jax.spec_dims(spec, len(spec))
-
-
-def spec_to_json(spec: PartitionSpec) -> list[Any]:
-    """The entries of a spec: null, a name, a list of names, or {"unconstrained": true}."""
-    return [
-        {"unconstrained": True} if axes is None else None if not axes else axes[0] if len(axes) == 1 else list(axes)
-        for axes in dims_of(spec)
-    ]
-
-
-def spec_from_json(entries: Sequence[Any]) -> PartitionSpec:
-    """The spec that `spec_to_json` wrote."""
-    return PartitionSpec(
-        *(
-            PartitionSpec.UNCONSTRAINED if isinstance(e, Mapping) else tuple(e) if isinstance(e, list) else e
-            for e in entries
-        )
-    )
 
 
 def matches(key: str, path: str) -> bool:
@@ -241,11 +218,11 @@ def method_from_json(data: Mapping[str, Any]) -> Method:
     name = fields.pop("method", None)
     if name not in _BY_NAME:
         raise OptionError(f"method={name!r}: use one of {', '.join(_BY_NAME)}")
-    if name == "Manual" and isinstance(fields.get("specs"), Mapping):
-        fields["specs"] = {key: spec_from_json(entries) for key, entries in fields["specs"].items()}
-        if isinstance(fields.get("rest"), Mapping):
-            fields["rest"] = method_from_json(fields["rest"])
     try:
+        if name == "Manual" and isinstance(fields.get("specs"), Mapping):
+            fields["specs"] = json_codec.decode(Mapping[str, PartitionSpec], fields["specs"], "specs")
+            if isinstance(fields.get("rest"), Mapping):
+                fields["rest"] = method_from_json(fields["rest"])
         return _BY_NAME[name](**fields)
-    except TypeError as error:
+    except (TypeError, json_codec.DecodeError) as error:
         raise OptionError(f"method={name!r} with fields {sorted(fields)}: {error}; write it with to_json()") from error

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from alpa_lite.errors import OptionError
+from alpa_lite.ir import json_codec
 
 MeshShape = tuple[int, ...]
 
@@ -33,7 +34,7 @@ class Method:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values that `method_from_json` reads."""
-        return {"method": type(self).__name__}
+        return {"method": type(self).__name__, **json_codec.encode_fields(self)}
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,6 @@ class Sharded(Method):
         remat = "" if self.remat == "auto" else f", remat {self.remat}"
         return ("sharded" if self.mesh_shape is None else f"sharded on {by(self.mesh_shape)}") + remat
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values that `method_from_json` reads."""
-        shape = None if self.mesh_shape is None else list(self.mesh_shape)
-        return super().to_json() | {"mesh_shape": shape, "remat": self.remat}
-
 
 @dataclass(frozen=True)
 class DataParallel(Method):
@@ -112,10 +108,6 @@ class Zero(Method):
     def describe(self) -> str:
         """The method in a few words."""
         return f"ZeRO-{self.stage}"
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values that `method_from_json` reads."""
-        return super().to_json() | {"stage": self.stage}
 
 
 @dataclass(frozen=True)
@@ -205,13 +197,6 @@ class Pipeline(Method):
         parts += [f"slices of {', '.join(map(str, self.lengths))} tokens"] if self.lengths else []
         parts += ["slices of the sequence: auto"] if self.token_slices == "auto" else []
         return "pipeline" + (": " + ", ".join(parts) if parts else "")
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values that `method_from_json` reads."""
-        shapes = None if self.mesh_shapes is None else [list(shape) for shape in self.mesh_shapes]
-        fields = {"num_stages": self.num_stages, "schedule": self.schedule, "submesh_shapes": shapes}
-        slices = list(self.lengths) if self.lengths else self.token_slices
-        return super().to_json() | fields | {"remat": self.remat, "token_slices": slices}
 
 
 def _check_remat(method: str, remat: str) -> None:

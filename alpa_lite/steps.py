@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from alpa_lite.errors import OptionError, PlanError
+from alpa_lite.ir import json_codec
 
 KEY = "step"
 """Under which a plan file names its step."""
@@ -107,9 +107,7 @@ def attribute(name: str, what: str) -> Any:
 
 def remember(path: Path, step: NamedStep) -> None:
     """Names the step in a plan file that was just written."""
-    data = json.loads(path.read_text(encoding="utf-8"))
-    data[KEY] = asdict(step)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    json_codec.write_json(path, {**json_codec.read_json(path), KEY: json_codec.encode(step)})
 
 
 def remembered(path: Path) -> NamedStep | None:
@@ -119,14 +117,14 @@ def remembered(path: Path) -> NamedStep | None:
       PlanError: the file names a step in a form that this version does not know.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8")).get(KEY)
+        data = json_codec.read_json(path).get(KEY)
     except (OSError, ValueError, AttributeError):
         return None  # reading the plan says what is wrong with the file
     if data is None:
         return None
     try:
-        return NamedStep(**data)
-    except TypeError as error:
+        return json_codec.decode_fields(NamedStep, data)
+    except json_codec.DecodeError as error:
         raise PlanError(
             f"plan file {str(path)!r}: its {KEY!r} is not what this alpa_lite writes; plan again"
         ) from error

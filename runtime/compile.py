@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.report import log_messages, progress
+from alpa_lite.report import progress, summary
 from alpa_lite.runtime import backpressure, callbacks
 
 logger = logging.getLogger(__name__)
@@ -132,5 +132,5 @@ def compile_all(
         for done, function in enumerate(functions):
             report.count("executables compiled", done, len(functions))
             made.append(function.compile(options))
-    logger.info(log_messages.compiled(step, len(functions), time.perf_counter() - start))
+    logger.info(summary.compiled_message(step, len(functions), time.perf_counter() - start))
     return [compiled for compiled, _ in made], [call for _, call in made]

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 import alpa_lite
 from alpa_lite import models, steps, verifying
-from alpa_lite.cli import app
+from alpa_lite.cli import app, tables
 from alpa_lite.errors import AlpaLiteError, OptionError, VerificationError
-from alpa_lite.report import compiled
 from alpa_lite.report.console import plain
 from alpa_lite.steps import NamedStep
 
@@ -48,14 +47,14 @@ FOUND = {
 
 
 def test_what_was_found_stands_beside_what_was_planned() -> None:
-    lines = [" ".join(line.split()) for line in plain(compiled.renderable(FOUND)).splitlines()]
+    lines = [" ".join(line.split()) for line in plain(tables.verification(FOUND)).splitlines()]
     assert "gpt compiled for 8 x TPU v5 lite (v5e:2x4, libtpu 0.0.50, JAX 0.12) in 2.00 s" in lines
     assert "all_reduce x 4.00 KiB 3 2" in lines
     assert "step 1.00 MiB 2.00 MiB 0.50 512 KiB 512 KiB 256 KiB" in lines
     assert any("more than 15 % apart" in line for line in lines)
-    part = plain(compiled.renderable({**FOUND, "fits": None}))
+    part = plain(tables.verification({**FOUND, "fits": None}))
     assert "for temporaries of step." in " ".join(part.split())
-    bad = plain(compiled.renderable({**FOUND, "communicates": False, "differences": ["step: planned but not found"]}))
+    bad = plain(tables.verification({**FOUND, "communicates": False, "differences": ["step: planned but not found"]}))
     assert "does not communicate as planned" in bad and "step: planned but not found" in bad
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from alpa_lite.errors import OptionError
+from alpa_lite.ir import json_codec
 
 FORMAT = "alpa-lite calibration"
 VERSION = 2
@@ -24,7 +24,7 @@ def read(path: str | os.PathLike[str], make: Callable[[Any], Read]) -> Read:
       OptionError: the file cannot be read, is damaged, or has another version.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json_codec.read_json(Path(path))
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
             raise ValueError("it is no calibration")
         if data.get("version") != VERSION:
@@ -32,7 +32,7 @@ def read(path: str | os.PathLike[str], make: Callable[[Any], Read]) -> Read:
         return make(data)
     except OSError as error:
         raise OptionError(f"the calibration {str(path)!r} cannot be read: {error.strerror}; {REMEDY}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OptionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OptionError) as error:
         what = f"{type(error).__name__}: {error}"
         raise OptionError(f"the calibration {str(path)!r} is damaged: {what}; {REMEDY}") from error
 
@@ -43,9 +43,8 @@ def write(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
     Raises:
       OptionError: it cannot be written.
     """
-    text = json.dumps({"format": FORMAT, "version": VERSION, **data}, indent=1)
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        json_codec.write_json(Path(path), {"format": FORMAT, "version": VERSION, **data})
     except OSError as error:
         raise OptionError(f"the calibration {str(path)!r} cannot be written: {error.strerror}") from error

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import CollectiveKind, MeshCost
+from alpa_lite.ir import json_codec
 from alpa_lite.ir.layout import Axes, LogicalMesh
 
 Figure = Literal["product", "sustained", "elementwise", "kernel", "attention", "collective", "run", "transfer"]
@@ -49,15 +50,11 @@ class Sample:
     kind: str = ""
     group: tuple[int, ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
-        return {**vars(self), "sizes": list(self.sizes), "group": list(self.group)}
-
     @classmethod
     def from_json(cls, data: Any) -> Sample:
-        """The sample that `to_json` wrote. Raises TypeError, KeyError or ValueError for damaged data."""
-        found = cls(**(data | {"sizes": tuple(data["sizes"]), "group": tuple(data["group"])}))
-        if found.figure not in get_args(Figure) or not found.seconds > 0:
+        """The sample of JSON values. Raises ValueError for damaged data."""
+        found = json_codec.decode_fields(cls, data)
+        if not found.seconds > 0:
             raise ValueError(f"a sample of {found.figure!r} with {found.seconds!r} seconds")
         return found
 

@@ -15,7 +15,7 @@ from alpa_lite.calibration import files
 from alpa_lite.calibration.fitting import Fit
 from alpa_lite.calibration.samples import Sample
 from alpa_lite.cluster import Cluster
-from alpa_lite.plan import json_codec
+from alpa_lite.ir import json_codec
 
 
 @dataclass(frozen=True)

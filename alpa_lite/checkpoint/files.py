@@ -7,13 +7,14 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from etils import epath
 
 from alpa_lite.errors import CheckpointError
+from alpa_lite.ir import json_codec
 from alpa_lite.plan.plan import Plan
 from alpa_lite.version import __version__
 
@@ -69,7 +70,8 @@ class Metadata:
     def write(self, folder: epath.Path) -> None:
         """Writes the metadata into the folder of a checkpoint."""
         (folder / METADATA).parent.mkdir(exist_ok=True)
-        (folder / METADATA).write_text(json.dumps({"format": FORMAT, **asdict(self)}))
+        fields = {**json_codec.encode_fields(self), "user": self.user}
+        (folder / METADATA).write_text(json.dumps({"format": FORMAT, **fields}))
 
 
 def read_metadata(folder: epath.Path) -> Metadata:
@@ -81,10 +83,11 @@ def read_metadata(folder: epath.Path) -> Metadata:
     if not path.exists():
         return Metadata()
     try:
-        data = json.loads(path.read_text())
-        is_ours = isinstance(data, dict) and data.pop("format", None) == FORMAT
-        return Metadata(**data) if is_ours else Metadata(user=data)
-    except (ValueError, TypeError) as error:
+        data = json_codec.read_json(path)
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+            return Metadata(user=data)
+        return json_codec.decode_fields(Metadata, {**vars(Metadata()), **data})
+    except json_codec.DecodeError as error:
         raise CheckpointError(f"{METADATA} is damaged: {error}") from error
 
 
@@ -154,7 +157,7 @@ def find_damage(folder: epath.Path, process: int = 0, count: int = 1) -> str:
     try:
         if not (folder / CHECKSUMS).exists():
             return f"{CHECKSUMS} is missing" if read_metadata(folder).jax else ""
-        checksums = dict(json.loads((folder / CHECKSUMS).read_text())["crc32"])
+        checksums = dict(json_codec.read_json(folder / CHECKSUMS)["crc32"])
         for name, (size, _) in sorted(checksums.items()):
             found = file_size(folder / name)
             if found != size:

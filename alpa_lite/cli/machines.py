@@ -6,34 +6,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from alpa_lite.cli import base, options
 
 
 def clusters() -> None:
     """List the clusters that `alpa-lite plan --cluster` accepts."""
-    from alpa_lite.cluster import Cluster
-    from alpa_lite.report import units
+    from alpa_lite.cli import tables
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for name in ("cluster", "device", "per node", "nodes", "memory", "16-bit FLOP/s", "memory GB/s", "link GB/s"):
-        table.add_column(name, justify="left" if name in ("cluster", "device") else "right", no_wrap=True)
-    rows: dict[Cluster, list[str]] = {}
-    for name in Cluster.preset_names():
-        rows.setdefault(Cluster.preset(name), []).append(name)
-    for machine, names in rows.items():
-        table.add_row(
-            ", ".join(names),
-            machine.device,
-            "x".join(map(str, machine.topology)) or str(machine.devices_per_node),
-            str(machine.nodes),
-            units.nbytes(machine.memory),
-            f"{max(machine.peak('bfloat16'), machine.peak('float16')) / 1e12:.3g} T",
-            f"{machine.memory_bandwidth / 1e9:,.0f}",
-            f"{machine.node_link.bandwidth / 1e9:,.0f}",
-        )
-    base.console().print(table)
+    base.console().print(tables.clusters())
 
 
 def calibrate(
@@ -59,14 +40,15 @@ def calibrate(
     """
     from alpa_lite import training
     from alpa_lite.calibration import measuring, storing
+    from alpa_lite.cli import tables
     from alpa_lite.cluster import CALIBRATION
-    from alpa_lite.report import calibration, progress
+    from alpa_lite.report import progress
 
     count = training.local_cluster(devices, calibration=None).num_devices
     with progress.planning("calibrating") as report:
         found = measuring.calibrate(devices=count, seconds=seconds, progress=report.count)
     console = base.console()
-    console.print(calibration.renderable(found))
+    console.print(tables.calibration(found))
     path = storing.default_path(found.cluster) if out is None else out
     found.save(path)
     console.print(f"\nsaved to {path}: set {CALIBRATION} to it, or give cluster={str(path)!r}", soft_wrap=True)

@@ -147,8 +147,8 @@ def verify(
     cuda-verify.
     """
     from alpa_lite import steps, verifying
+    from alpa_lite.cli import tables
     from alpa_lite.plan.plan import Plan
-    from alpa_lite.report import compiled
 
     Plan.load(file)
     named = steps.remembered(file) if step is None else values.named_step(step, size, batch, settings, args, kwargs)
@@ -164,7 +164,7 @@ def verify(
     else:
         if json_file is not None:
             base.save(json_file, "--json", text + "\n")
-        base.console().print(compiled.renderable(found))
+        base.console().print(tables.verification(found))
     if not found["communicates"]:
         raise typer.Exit(1)
 

@@ -2,7 +2,7 @@
 
 A `Cluster` states what the cost model and the memory constraint need: devices and how they are joined, memory, peak
 rates and bandwidths, each with its source. Presets describe machines that need not be here; `Cluster.local()` describes
-the devices of this process. Nothing here imports JAX but `Cluster.local()` without devices, when it is called.
+the devices of this process. Nothing here asks JAX for devices but `Cluster.local()` without devices, when it is called.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from alpa_lite.calibration import files
 from alpa_lite.cluster import nvlink, presets, topology
 from alpa_lite.cluster.topology import Level
 from alpa_lite.errors import OptionError
+from alpa_lite.ir import json_codec
 
 #: The part of a device's memory that plans leave free: runtime context, fragmentation, transfer buffers.
 DEVICE_RESERVE = 0.1
@@ -383,33 +384,22 @@ class Cluster:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        fields = dataclasses.asdict(self)
-        fields["peak_flops"] = dict(self.peak_flops)
-        fields["attention_efficiency"] = {kernel: list(shares) for kernel, shares in self.attention_efficiency or ()}
-        fields["collectives"] = [
-            {"kind": curve.kind, "group": list(curve.group), "points": [list(point) for point in curve.points]}
-            for curve in self.collectives
-        ]
-        return fields | {name: list(fields[name]) for name in ("topology", "wraparound", "measured")}
+        tables = {"peak_flops": self.peak_flops, "attention_efficiency": self.attention_efficiency or ()}
+        return json_codec.encode_fields(self) | json_codec.encode({name: dict(table) for name, table in tables.items()})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Cluster:
         """The cluster that `to_json` wrote.
 
         Raises:
-          OptionError: if fields are missing or unknown.
+          OptionError: if fields are missing, unknown or of another type.
         """
         rates = {"sustained_efficiency": 1.0, "memory_efficiency": 1.0, "kernel_start": 0.0, "kernel_start_alone": 0.0}
         data = {"overlap": False, "attention_efficiency": None, **rates, **data}  # data of earlier versions lack these
-        wrong = sorted({field.name for field in dataclasses.fields(cls)}.symmetric_difference(data))
-        if wrong:
-            raise OptionError(f"cluster data: fields missing or unknown: {', '.join(wrong)}; write it with to_json()")
-        links: dict[str, Any] = {
-            key: Link(**data[key]) for key in ("node_link", "network_link", "card_link") if data[key] is not None
-        }
-        curves = tuple(Curve(**curve) for curve in data["collectives"])
-        rest = {"dispatch": Dispatch(**data["dispatch"]), "collectives": curves, "measured": tuple(data["measured"])}
-        return cls(**(data | links | rest))
+        try:
+            return json_codec.decode_fields(cls, data)
+        except json_codec.DecodeError as error:
+            raise OptionError(f"cluster data: {error}; write it with to_json()") from error
 
     def __str__(self) -> str:
         if self.topology:

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from alpa_lite.cluster import Cluster
+from alpa_lite.compilation.placing import Ends, kind_of, places_of
 from alpa_lite.compiler import Compiled, compile_step
 from alpa_lite.errors import InfeasibleError, OptionError, PlanError
 from alpa_lite.ir.layout import LogicalMesh
@@ -29,7 +30,6 @@ from alpa_lite.ir.paths import keys
 from alpa_lite.options import Auto, Options, Sharded
 from alpa_lite.passes.tracing import calls, leaves
 from alpa_lite.plan.pins import Piece, Pin, Pins, layout_of_spec
-from alpa_lite.plan.placing import Ends, kind_of, places_of
 from alpa_lite.plan.plan import Plan
 from alpa_lite.runtime.meshes import available
 

@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ import jax
 from alpa_lite import _jax
 from alpa_lite.compilation.asked import PlanRequest, Step
 from alpa_lite.errors import PlanError
+from alpa_lite.ir import json_codec
 from alpa_lite.options import Options
 from alpa_lite.passes.ir.digest import digest
 from alpa_lite.passes.programs.staged import Staged
@@ -62,7 +62,7 @@ class PlanCache:
     def load(self) -> Plan | None:
         """The plan of the file; None if there is none, or with a warning if it cannot be used."""
         try:
-            data = json.loads(self.path.read_text(encoding="utf-8"))
+            data = json_codec.read_json(self.path)
             if not isinstance(data, dict) or data.get("key") != self.key:
                 raise PlanError("it is of another program, version, cluster or request")
             return Plan.from_json(data.get("plan"), f"the file {str(self.path)!r}")
@@ -70,7 +70,7 @@ class PlanCache:
             return None
         except PlanError as error:
             self.refuse(str(error))
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, json_codec.DecodeError) as error:
             self.refuse(f"it cannot be read ({error})")
         return None
 
@@ -80,17 +80,10 @@ class PlanCache:
 
     def save(self, plan: Plan) -> None:
         """Writes the plan; a failure to write is only a warning, since the plan itself is good."""
-        text = json.dumps({"key": self.key, "plan": plan.to_json()})
-        part = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, part = tempfile.mkstemp(".part", self.path.stem, self.path.parent)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(part, self.path)
+            json_codec.write_json(self.path, {"key": self.key, "plan": plan.to_json()}, indent=None)
         except OSError as error:
-            if part is not None:
-                Path(part).unlink(missing_ok=True)
             logger.warning("the plan cannot be kept as %s: %s", self.path, error)
 
 

@@ -14,7 +14,7 @@ JSON with a schema version (`SCHEMA`), never as a pickle.
 from __future__ import annotations
 
 import dataclasses
-import json
+import importlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from alpa_lite.errors import PlanError
-from alpa_lite.plan import json_codec
+from alpa_lite.ir import json_codec
 from alpa_lite.plan.figures import Comparison
 from alpa_lite.plan.records import PlanRecord, Stage
 
@@ -33,46 +33,39 @@ _COMPARING, _WEIGHING = "_comparing", "_weighing"
 """Attributes with a plan's deferred evaluations of other methods and alternatives; neither fields nor saved."""
 
 
+def _late(name: str) -> Any:
+    """A module that is built on plans, such as a report, and so is imported when it is called."""
+    return importlib.import_module(f"alpa_lite.{name}")
+
+
 @dataclass(frozen=True, eq=False, repr=False)  # the record compares and hashes
 class Plan(PlanRecord):
     """A plan: its decisions, their costs and the reasons; the fields are those of `records.PlanRecord`."""
 
     def __str__(self) -> str:
         """A summary that fits a screen; `details` is everything."""
-        from alpa_lite.report import console, summary
-
-        return console.plain(summary.renderable(self.compared()))
+        return _late("report.console").plain(_late("report.summary").renderable(self.compared()))
 
     def __repr__(self) -> str:
-        from alpa_lite.report import summary
-
-        return summary.line(self)
+        return _late("report.summary").line(self)
 
     def details(self) -> str:
         """Everything: shardings, collectives, memory, what was compared, the solver, checks and notes."""
-        from alpa_lite.report import console, text
-
-        return console.plain(text.renderable(self))
+        return _late("report.console").plain(_late("report.text").renderable(self))
 
     def activations(self) -> str:
         """The activations that wait for the backward pass: place, operation, type, layout and bytes a line, in an
         order that does not depend on the program's, for `diff`."""
-        from alpa_lite.report import activations
-
-        return activations.render(self)
+        return _late("report.operations").activations(self)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as one HTML file that loads nothing: the mesh and each tensor's tiles, memory, time by module
         and operation, the schedule of a pipeline, and tables of tensors, collectives and activations to search in."""
-        from alpa_lite.report import html
-
-        Path(path).write_text(html.document(self.compared()), encoding="utf-8")
+        Path(path).write_text(_late("report.html").document(self.compared()), encoding="utf-8")
 
     def _repr_html_(self) -> str:
         """The same, for notebooks."""
-        from alpa_lite.report import html
-
-        return html.fragment(self.compared())
+        return _late("report.html").fragment(self.compared())
 
     def compared(self) -> Plan:
         """The plan with the figures of data parallelism, FSDP and tensor parallelism on the same devices beside it.
@@ -88,7 +81,7 @@ class Plan(PlanRecord):
         return self
 
     def weighed(self) -> Plan:
-        """The plan with the alternatives of each decision beside it (`records.Decision.alternatives`).
+        """The plan with the alternatives of each decision beside it (`decisions.Decision.alternatives`).
 
         They are weighed when they are asked for, once, by the plan that the compiler made; that takes some seconds for
         a large model. A file has them: a plan that was read from one has those that it was saved with.
@@ -127,15 +120,11 @@ class Plan(PlanRecord):
         Raises:
           PlanError: if nothing has that name; the message holds close matches.
         """
-        from alpa_lite.report import explain
-
-        return explain.explain(self.weighed(), path_or_operation)
+        return _late("report.explain").explain(self.weighed(), path_or_operation)
 
     def diff(self, other: Plan) -> str:
         """The differences of `other`: mesh, shardings, collectives, memory, times."""
-        from alpa_lite.report import diff
-
-        return diff.diff(self, other)
+        return _late("report.diff").diff(self, other)
 
     def simulate(self, path: str | os.PathLike[str]) -> None:
         """Writes the predicted timeline of one step as trace events, which Perfetto opens.
@@ -145,9 +134,7 @@ class Plan(PlanRecord):
         """
         if not self.pipelined:
             raise PlanError("the plan has one mesh and no pipeline, so there are no tasks to simulate")
-        from alpa_lite.report import timeline
-
-        timeline.write(path, self.division.timeline)
+        _late("report.timeline").write(path, self.division.timeline)
 
     def shardings(self, tree: Any, devices: Sequence[Any] | None = None) -> Any:
         """Where the plan has the leaves of a pytree: the same pytree with a `NamedSharding` for each.
@@ -163,10 +150,7 @@ class Plan(PlanRecord):
         Raises:
           PlanError: there are too few devices, or several leaves of the plan may be meant that lie differently.
         """
-        from alpa_lite.plan import placing
-        from alpa_lite.runtime.meshes import available
-
-        return placing.planned_shardings(self, tree, available() if devices is None else devices)
+        return _late("compilation.placing").planned_shardings(self, tree, devices)
 
     def to_json(self) -> dict:
         """The plan as JSON values, with the schema version and with alternatives, which are weighed for it."""
@@ -194,13 +178,7 @@ class Plan(PlanRecord):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON to `path`; an existing file is replaced only after the new one is complete."""
-        target = Path(path)
-        part = target.with_name(target.name + f".{os.getpid()}.part")
-        try:
-            part.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+        json_codec.write_json(Path(path), self.to_json())
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
@@ -209,12 +187,11 @@ class Plan(PlanRecord):
         Raises:
           PlanError: if the file cannot be read, is not a plan, or has another schema version.
         """
+        source = f"plan file {os.fspath(path)!r}"
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            data = json_codec.read_json(Path(path))
         except OSError as error:
-            raise PlanError(f"plan file {os.fspath(path)!r} cannot be read: {error.strerror}.") from error
-        except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise PlanError(
-                f"plan file {os.fspath(path)!r} is not valid JSON ({error}); it may be cut short: plan again."
-            ) from error
-        return Plan.from_json(data, f"plan file {os.fspath(path)!r}")
+            raise PlanError(f"{source} cannot be read: {error.strerror}.") from error
+        except json_codec.DecodeError as error:
+            raise PlanError(f"{source} is not valid JSON ({error}); it may be cut short: plan again.") from error
+        return Plan.from_json(data, source)

@@ -11,7 +11,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from alpa_lite.report import units
-from alpa_lite.report.tables import Bar, Block, Blocks, Branch, Cell, Nested, Section, Sentence, Table
+from alpa_lite.report.tables import Bar, Block, Blocks, Branch, Cell, Curve, Nested, Section, Sentence, Table
 
 WIDTH = 100
 BAR_WIDTH = 40
@@ -94,6 +94,6 @@ def _cell(cell: Cell, style: str) -> RenderableType:
                 Text(units.bar(part.size, cell.whole, BAR_WIDTH), style=f"{style} {part.colour}".strip())
                 for part in cell.parts
             )
-        case Blocks():
+        case Blocks() | Curve():
             return ""
     return Text(str(cell), style=style)

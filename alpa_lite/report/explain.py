@@ -17,10 +17,11 @@ from operator import attrgetter
 
 from alpa_lite.errors import PlanError
 from alpa_lite.ir import paths
+from alpa_lite.plan.decisions import Alternative, Decision, Replicated
 from alpa_lite.plan.figures import Spending
-from alpa_lite.plan.records import Alternative, Decision, Leaf, Replicated, Stage
+from alpa_lite.plan.records import Leaf, Stage
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.report import break_even, computing, console, grouping, stages, units
+from alpa_lite.report import break_even, console, grouping, operations, stages, units
 from alpa_lite.report.sections import type_text
 from alpa_lite.report.tables import Column, Nested, Section, Table
 
@@ -290,7 +291,7 @@ def _explanation(plan: Plan, subject: _Subject, title: str = "") -> list[Section
     chosen = decision.chosen
     assert chosen is not None
     terms = {"FLOPs": chosen.flops_seconds, "bytes": chosen.bytes_seconds, "links": chosen.link_seconds}
-    lines.append(f"{computing.terms_text(terms)} per step")
+    lines.append(f"{operations.terms_text(terms)} per step")
     lines.append(f"mesh {units.mesh(stage.mesh_shape, stage.axis_names)}; all times are predictions")
     letters = iter(f"{a}{b}" for a in ("", *string.ascii_lowercase) for b in string.ascii_lowercase)
     marks = {id(a): ">" if a is chosen else next(letters) for a in decision.alternatives}
@@ -331,7 +332,7 @@ def _facts(subject: _Subject) -> Iterator[str]:
             yield f"operations at {spent.where}: {units.seconds(spent.total)} per step"
             all_of_it = "of the computing and the collectives of the stage"
             yield f"{share} {all_of_it}, {number} of this name at this place together"
-            yield computing.terms_text(spent.terms)
+            yield operations.terms_text(spent.terms)
         case Replicated() as row:
             size = f"{units.nbytes(row.bytes)}, {units.seconds(row.seconds)} per step"
             yield f"not distributed: {row.reason}; at {row.where}; {size}"

@@ -17,6 +17,7 @@ from alpa_lite.ir.paths import shown, tokens
 from alpa_lite.plan.records import Leaf
 
 _NUMBER = re.compile(r"\d+")
+_KEY = re.compile(r"(\['|\.)(.*?)('\]|$)", re.DOTALL)  # the key of a mapping, or an attribute
 _SHOWN = 5  # names in braces before the rest is only counted
 _NAME = 40  # characters of a name that fit its column
 _HEADING = 42  # characters of a line of a heading
@@ -154,27 +155,20 @@ def _numbers(values: list[int]) -> str:
 
 
 def _merge(rows: list[tuple[Row, Hashable]], position: int) -> list[tuple[Row, Hashable]]:
-    """Joins rows whose tokens differ at `position` alone, where all are names of one kind."""
+    """Joins rows whose tokens differ at `position` alone, where all are keys, or all attributes."""
     out: dict[Hashable, list[tuple[Row, Hashable]]] = {}
     for index, (row, attributes) in enumerate(rows):
         parts = row.tokens
-        kind = _kind(parts[position]) if 0 < position < len(parts) else ""
-        key = (parts[:position], parts[position + 1 :], kind, attributes) if kind else index
+        match = _KEY.fullmatch(parts[position]) if 0 < position < len(parts) else None
+        key = (parts[:position], parts[position + 1 :], match[1], attributes) if match else index
         out.setdefault(key, []).append((row, attributes))
     return [_joined(members, position) if len(members) > 1 else members[0] for members in out.values()]
 
 
-def _kind(token: str) -> str:
-    if token.startswith("['"):
-        return "key"
-    return "attribute" if token.startswith(".") else ""
-
-
 def _joined(rows: list[tuple[Row, Hashable]], position: int) -> tuple[Row, Hashable]:
-    first, attributes = rows[0]
-    start, end = ("['", "']") if _kind(first.tokens[position]) == "key" else (".", "")
-    names = [row.tokens[position].removeprefix(start).removesuffix(end) for row, _ in rows]
+    (first, attributes), tokens_there = rows[0], [row.tokens[position] for row, _ in rows]
+    names = [_KEY.sub(r"\2", token) for token in tokens_there]
     names[_SHOWN - 1 :] = names[_SHOWN - 1 :] if len(names) <= _SHOWN else [f"+{len(names) - _SHOWN + 1}"]
-    token = f"{start}{{{','.join(names)}}}{end}"
+    token = _KEY.sub(lambda match: f"{match[1]}{{{','.join(names)}}}{match[3]}", tokens_there[0])
     merged = (*first.tokens[:position], token, *first.tokens[position + 1 :])
     return Row(merged, tuple(path for row, _ in rows for path in row.members)), attributes

@@ -13,8 +13,8 @@ import jinja2
 from rich.text import Text
 
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.report import summary, text, units
-from alpa_lite.report.tables import Bar, Blocks, Branch, Grid, Legend, Nested, Section, Sentence, Table
+from alpa_lite.report import stages, summary, text, units
+from alpa_lite.report.tables import Bar, Blocks, Branch, Curve, Grid, Legend, Nested, Section, Sentence, Table
 
 MAX_CELL_BYTES = 100_000
 """The largest output of a notebook's cell."""
@@ -60,14 +60,12 @@ def _render(
 
 def _cards(plan: Plan) -> list[tuple[str, str]]:
     """The figures in large letters, each with its meaning."""
-    size = summary.peak(plan)
     cards = [(units.seconds(plan.step_seconds), "predicted step")]
     cards += [(rate, f"{name} a second") for name, rate in summary.rates(plan).items()]
     if plan.products.flops:
         share = f"{100 * summary.utilisation(plan):.3g} %"
         cards.append((share, "of the peak: utilisation by the step's own products"))
-    budget = f"{units.percent(size, plan.memory_per_device)} of {units.nbytes(plan.memory_per_device)}"
-    return [*cards, (units.nbytes(size), f"per device at the peak, {budget}")]
+    return [*cards, (units.nbytes(stages.peak(plan)), f"per device at the peak, {summary.budget(plan)}")]
 
 
 @functools.cache
@@ -76,6 +74,6 @@ def _template() -> jinja2.Template:
         loader=jinja2.PackageLoader("alpa_lite.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
     )  # fmt: skip
-    kinds = (str, Sentence, Table, Grid, Legend, Text, Branch, Nested, Bar, Blocks)
+    kinds = (str, Sentence, Table, Grid, Legend, Text, Branch, Nested, Bar, Blocks, Curve)
     environment.tests |= {kind.__name__.lower(): lambda value, kind=kind: isinstance(value, kind) for kind in kinds}
     return environment.get_template("page.html")

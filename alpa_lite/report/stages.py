@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from alpa_lite.plan.decisions import Replicated
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.plan.records import Replicated, Stage
+from alpa_lite.plan.records import Stage
 from alpa_lite.report import units
 
 KINDS = ("params", "frozen", "gathered", "gradients", "optimizer")
 """The kinds of memory that last from task to task."""
 
+_SAMPLES = 64  # of the memory over a step
 _NUMBER = re.compile(r"\d+")
 
 T = TypeVar("T", bound=Hashable)
@@ -97,7 +99,7 @@ def spent(plan: Plan) -> Spent:
         for name in ("compute_seconds", "hidden_seconds", "hideable_seconds")
     )
     by_axes: dict[tuple[str, ...], float] = defaultdict(float)
-    for collective, seconds in zip(plan.collectives, plan.collective_seconds, strict=True):
+    for collective, seconds in plan.priced_collectives:
         if collective.kind != "transfer":
             by_axes[collective.axes] += share[collective.stage] * seconds
     rest = plan.step_seconds - compute - sum(by_axes.values()) + hidden
@@ -143,6 +145,37 @@ def memory(plan: Plan) -> list[Usage]:
         kinds = shown | {"in flight": flying, "temporaries": temporary}
         out.append(Usage(tuple(kinds.items()), buffers + temporary))
     return out
+
+
+Amounts = Mapping[str, Sequence[float]]
+"""Kind of memory -> bytes of a device at equal distances in the step."""
+
+
+def memory_over_step(plan: Plan) -> list[Amounts]:
+    """The memory of each submesh from the beginning of the step to its end; empty where it is not known.
+
+    One mesh has it by operations (`records.Memory.over_step`). In a pipeline the buffers in flight are those of
+    micro-batches whose first task has begun and whose last one has not ended, an equal part each.
+    """
+    if len(plan.stages) == 1:
+        return [plan.stages[0].memory.over_step or {}]
+    timeline, out = plan.division.timeline, []
+    times = [(n + 0.5) * timeline.seconds / _SAMPLES for n in range(_SAMPLES)]
+    for mesh, use in enumerate(memory(plan)):
+        spans: dict[tuple[int, int], tuple[float, float]] = {}
+        for event in timeline.events:
+            if event.mesh == mesh and event.microbatch >= 0 and event.kind != "transfer":
+                start, end = spans.get((event.stage, event.microbatch), (event.start, event.end))
+                spans[event.stage, event.microbatch] = min(start, event.start), max(end, event.end)
+        counts = [sum(start <= time < end for start, end in spans.values()) for time in times]
+        parts = {"in flight": [count / max(1, *counts) for count in counts]}
+        out.append({kind: [size * part for part in parts.get(kind, [1.0] * _SAMPLES)] for kind, size in use.kinds})
+    return out
+
+
+def peak(plan: Plan) -> int:
+    """Bytes per device of the fullest submesh."""
+    return max(use.peak for use in memory(plan))
 
 
 def replicated(plan: Plan) -> list[Replicated]:

@@ -1,4 +1,6 @@
-"""A plan in brief, `print(plan)`: the choice, its prediction, and other methods on the same devices.
+"""A plan in brief: `print(plan)` with the choice, its prediction and other methods; its `repr`; messages of the log.
+
+The choice is in the field's words: data, tensor, sequence and expert parallelism, FSDP, ZeRO, pipelines.
 
     utilisation = FLOPs of the step's own products / (predicted seconds x devices x peak FLOP/s)
 
@@ -8,23 +10,32 @@ their operands' dtypes.
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich.console import Group
 from rich.text import Text
 
 from alpa_lite.cluster import trust
-from alpa_lite.plan.figures import Comparison
+from alpa_lite.plan.figures import AxisUse, Comparison
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.report import computing, console, stages, strategy_names, text, units
+from alpa_lite.plan.records import Stage
+from alpa_lite.report import console, operations, stages, text, units
 from alpa_lite.report.tables import Block, Column, Row, Section, Sentence, Table
 
 _MORE = "more: plan.details(), plan.explain(path), plan.activations(), plan.to_html(file)"
 _MAX_NOTES = 3
 _MAX_OPERATIONS = 3
 _MAX_SETS = 2
+_MAX_LAPS = 3  # of planning, in the log
 _EQUAL = 1e-3  # relative difference of seconds that is within the gap of a solution
+_ALL = 0.98  # the share from which on something counts as all
+_SOME = 0.02  # the share below which something is left out
+_KINDS = {
+    "data": "data parallel", "tensor": "tensor parallel", "sequence": "sequence parallel",
+    "space": "spatially parallel", "expert": "expert parallel",
+}  # fmt: skip
 
 
 def renderable(plan: Plan) -> Group:
@@ -39,7 +50,7 @@ def renderable(plan: Plan) -> Group:
 
 def sections(plan: Plan) -> Iterator[Section]:
     """The choice, the prediction, and other methods on the same devices."""
-    yield Section("overview", "Chosen", tuple(strategy_names.sentences(plan)))
+    yield Section("overview", "Chosen", tuple(chosen(plan)))
     yield Section("predicted", "Predicted", (_predicted(plan),))
     if plan.comparisons:
         yield Section("compared", "Beside it, at the same prices", (_comparisons(plan), *_cost_of_annotations(plan)))
@@ -52,16 +63,119 @@ def line(plan: Plan) -> str:
         mesh = f"{plan.num_stages} stages, {plan.schedule} with {plan.num_microbatches} micro-batches"
     elif plan.num_microbatches > 1:
         mesh += f", {plan.num_microbatches} micro-batches"
-    size = units.nbytes(peak(plan))
+    costs = f"step {units.seconds(plan.step_seconds)}, {units.nbytes(stages.peak(plan))} per device"
+    machine = f"{plan.cluster.num_devices} {plan.cluster.device}"
+    return f"<Plan {plan.method!r} for {machine}: {mesh}, {costs}, {plan.fingerprint[:12]}>"
+
+
+def planned_message(name: str, plan: Plan, why: str) -> str:
+    """Describes a planning for the log: why it was done, the choice, its predicted cost, and the time it took.
+
+    Args:
+      name: of the step.
+      why: why it was planned now, such as "its first call".
+    """
+    words = " ".join("; ".join(sentence.parts) for sentence in chosen(plan)).rstrip(".")
+    laps = plan.planning_seconds
+    longest = [f"{lap} {units.seconds(laps[lap])}" for lap in heapq.nlargest(_MAX_LAPS, laps, laps.__getitem__)]
+    laps_text = f" ({', '.join(longest)})" if longest else ""
     return (
-        f"<Plan {plan.method!r} for {plan.cluster.num_devices} {plan.cluster.device}: {mesh}, "
-        f"step {units.seconds(plan.step_seconds)}, {size} per device, {plan.fingerprint[:12]}>"
+        f"planned {name} for {plan.cluster.num_devices} {plan.cluster.device} ({why}): {words}; predicted "
+        f"{units.seconds(plan.step_seconds)} a step and {units.nbytes(stages.peak(plan))} of "
+        f"{units.nbytes(plan.memory_per_device)} per device; in {units.seconds(sum(laps.values()))}{laps_text}"
     )
 
 
-def peak(plan: Plan) -> int:
-    """Bytes per device of the fullest submesh."""
-    return max(use.peak for use in stages.memory(plan))
+def compiled_message(name: str, executables: int, seconds: float) -> str:
+    """Describes a compilation for the log."""
+    return f"compiled {name}: {units.plural(executables, 'executable')} in {units.seconds(seconds)}"
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def chosen(plan: Plan) -> Iterator[Sentence]:
+    """Lines for the pipeline, the mesh axes of its stages, the state, and operations that are not distributed.
+
+    Those that go on with the stages of the line before are indented.
+    """
+    lines = [(_division(plan), 0)]
+    found = stages.numbers_by_value(map(_stage, plan.stages))
+    for (work, *state), numbers in found.items():
+        where = f"{stages.named(numbers)}: " if len(found) > 1 else ""
+        lines += [((where + work[0], *work[1:]), 0), *((line, len(where)) for line in state)]
+    lines.append((_replicated(plan), 0))
+    return (Sentence("", parts, ";", indent) for parts, indent in lines if parts)
+
+
+def _division(plan: Plan) -> tuple[str, ...]:
+    """Returns the schedule of a pipeline, or the micro-batches of one mesh; and the recomputation."""
+    count, meshes, tokens = plan.num_microbatches, stages.sizes(plan), plan.division.token_slices
+    parts = [f"{count} micro-batches, one after another"] if count > 1 else []
+    if plan.pipelined:
+        alike = len(set(meshes)) == 1
+        sizes = str(meshes[0]) if alike else ", ".join(map(str, meshes))
+        where = f" in {len(meshes)} submeshes" if plan.division.virtual > 1 else ""
+        slices = f" in slices of {', '.join(map(str, tokens))} tokens" if tokens else ""
+        parts = [
+            f"pipeline of {plan.num_stages} stages{where} on {sizes} device{'s' * (sizes != '1')}{' each' * alike}, "
+            f"{plan.schedule} with {units.plural(count, 'micro-batch')}{slices}"
+        ]
+    kinds = [kind for kind in dict.fromkeys(plan.division.remat) if kind != "none"]
+    return *parts, *([f"recomputes {', '.join(kinds)}"] if kinds else [])
+
+
+def _stage(stage: Stage) -> tuple[tuple[str, ...], ...]:
+    """A line for the work of a stage, and one for its state."""
+    if stage.num_devices == 1:
+        return (("one device",),)
+    if not stage.axes:
+        return ((f"mesh {units.mesh(stage.mesh_shape, stage.axis_names)}",),)
+    axes = [axis for axis in stage.axes if axis.size > 1]
+    found: dict[str, list[str]] = {}
+    for axis in axes:
+        found.setdefault(_products(axis), []).append(f"{axis.name}={axis.size}")
+    return tuple(f"{product} over {' '.join(names)}" for product, names in found.items()), _state(axes)
+
+
+def _products(axis: AxisUse) -> str:
+    """A name, such as "data parallel", or "data parallel (71 % of the products' FLOPs) and tensor parallel (28 %)"."""
+    shares = [(_KINDS[name], share) for name, share in axis.products.items() if share >= _SOME]
+    if not shares:
+        return "nothing of the products divided"
+    if len(shares) == 1 and shares[0][1] >= _ALL:
+        return shares[0][0]
+    of = (" of the products' FLOPs", *[""] * len(shares))
+    return " and ".join(f"{name} ({units.percent(s, 1)}{more})" for (name, s), more in zip(shares, of, strict=False))
+
+
+def _state(axes: Iterable[AxisUse]) -> tuple[str, ...]:
+    """The sharding of the state: FSDP where parameters are over an axis that is data parallel, ZeRO for moments."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for axis in axes:
+        data = axis.products.get("data", 0.0) >= 0.5
+        if axis.params >= _SOME:
+            name, share = "FSDP of parameters" if data else "parameters sharded", axis.params
+        elif axis.optimizer >= _SOME:
+            name, share = f"parameters replicated, optimizer state sharded{' (ZeRO)' * data}", axis.optimizer
+        else:
+            name, share = "parameters replicated", 1.0
+        part = "" if share >= _ALL else f" ({100 * share:.0f} % of the bytes)"
+        found.setdefault((name, part), []).append(axis.name)
+    return tuple(f"{name} over {' '.join(names)}{part}" for (name, part), names in found.items())
+
+
+def _replicated(plan: Plan) -> tuple[str, ...]:
+    """Operations that every device computes whole, or the compiler divides, if they take a hundredth of the step."""
+    rows = stages.replicated(plan)
+    seconds = sum(row.seconds for row in rows)
+    if seconds < 0.01 * plan.step_seconds:
+        return ()
+    names = ", ".join(dict.fromkeys(row.name.split(" ")[0] for row in rows[:4]))
+    return (f"not distributed: {names}, {units.percent(seconds, plan.step_seconds)} of the step",)
+
+
+# -- the prediction ----------------------------------------------------------------------------------------------------
 
 
 def batch(plan: Plan) -> tuple[int, int]:
@@ -92,16 +206,19 @@ def rates(plan: Plan) -> dict[str, str]:
     return {name: units.digits(count / step) for name, count in counts if count and step}
 
 
+def budget(plan: Plan) -> str:
+    """The share of the memory budget that the peak takes."""
+    return f"{units.percent(stages.peak(plan), plan.memory_per_device)} of {units.nbytes(plan.memory_per_device)}"
+
+
 def _predicted(plan: Plan) -> Table:
-    spent = stages.spent(plan)
+    spent, solver = stages.spent(plan), plan.solver
     parts = [("compute", spent.compute), ("communication", spent.waiting), ("idle", spent.idle)]
     shares = [f"{name} {units.percent(s, plan.step_seconds)}" for name, s in parts if s > 5e-4 * plan.step_seconds]
     fullest = max(stages.memory(plan), key=lambda use: use.peak)
-    size = fullest.peak
-    budget = f"{units.percent(size, plan.memory_per_device)} of {units.nbytes(plan.memory_per_device)}"
     virtual = plan.cluster.platform == "cpu" and plan.cluster.devices_per_node > 1
-    solved = "the stages, by sums over layers" if plan.solver.model == "layers" else "the sharding of every operation"
-    found = "" if plan.solver.status in ("replayed", "fixed") else f", {text.gap(plan.solver)}: {solved}"
+    solved = "the stages, by sums over layers" if solver.model == "layers" else "the sharding of every operation"
+    found = "" if solver.status in ("replayed", "fixed") else f", {text.gap(solver)}: {solved}"
     used = (
         f"{100 * utilisation(plan):.3g} % of the peak = {units.flops(plan.products.flops)}FLOP of products / "
         f"({units.seconds(plan.step_seconds)} x {plan.num_devices} devices x {units.flops(plan.products.peak)}FLOP/s)"
@@ -111,8 +228,8 @@ def _predicted(plan: Plan) -> Table:
         "throughput": [", ".join(f"{rate} {name}/s" for name, rate in rates(plan).items())],
         "utilisation": [used] if plan.products.flops else [],
         "memory": [
-            f"{units.nbytes(size)} per device, {budget}",
-            ", ".join(f"{name} {units.nbytes(used)}" for name, used in fullest.kinds),
+            f"{units.nbytes(fullest.peak)} per device, {budget(plan)}",
+            ", ".join(f"{name} {units.nbytes(size)}" for name, size in fullest.kinds),
         ],
         **_operations(plan),
         "rates": [
@@ -120,11 +237,11 @@ def _predicted(plan: Plan) -> Table:
             trust.agreement(plan.cluster),
             "the CPU devices of a node are virtual: they share its cores" if virtual else "",
         ],
-        "solver": [f"{plan.solver.status}{found}"],
+        "solver": [f"{solver.status}{found}"],
         "search": _search(plan),
     }
-    said = {name: [line for line in lines if line] for name, lines in facts.items()}
-    rows = ((name * (not number), line) for name, lines in said.items() for number, line in enumerate(lines))
+    lines = {name: [line for line in lines if line] for name, lines in facts.items()}
+    rows = ((name * (not number), line) for name, own in lines.items() for number, line in enumerate(own))
     return Table.of((Column(), Column(wide=True)), rows)
 
 
@@ -151,21 +268,24 @@ def _search(plan: Plan) -> list[str]:
 
 def _operations(plan: Plan) -> dict[str, list[str]]:
     """The resources that bound the operations, and the heaviest of these."""
-    rows = computing.heaviest(plan)
+    rows = operations.heaviest(plan)
     whole = sum(row.total for row in rows)
     heaviest = [
         f"{row.operation}{f' {units.times(row.count)}' if row.count > 1 else ''}: {units.seconds(row.total)}, "
-        f"{units.percent(row.total, whole)} ({row.bound}), {computing.line_text(row)}"
+        f"{units.percent(row.total, whole)} ({row.bound}), {operations.line_text(row)}"
         for row in rows[:_MAX_OPERATIONS]
     ]
-    return {"bound by": [computing.bounds_text(rows)], "heaviest": heaviest}
+    return {"bound by": [operations.bounds_text(rows)], "heaviest": heaviest}
+
+
+# -- other methods -----------------------------------------------------------------------------------------------------
 
 
 def _comparisons(plan: Plan) -> Table:
     """This plan first, then the others as they come."""
     own = "pipeline (this plan)" if plan.pipelined else "this plan"
     shape = f"{plan.num_stages} stages" if plan.pipelined else units.shape(plan.stages[0].mesh_shape)
-    rows: list[Row | tuple] = [Row((own, shape, plan.step_seconds, peak(plan), "chosen"), "bold")]
+    rows: list[Row | tuple] = [Row((own, shape, plan.step_seconds, stages.peak(plan), "chosen"), "bold")]
     for row in plan.comparisons:
         shape = units.shape(row.mesh_shape)
         if row.name == "pipeline":
@@ -197,14 +317,10 @@ def why_not(plan: Plan, row: Comparison) -> str:
     """The reason for not choosing a method: how much it exceeds the memory or is slower, or why it has no figures."""
     if row.step_seconds is None:
         return row.reason or "not evaluated"
-    parts = []
     over = (row.bytes_per_device or 0) - plan.memory_per_device
-    if over > 0:
-        parts.append(f"does not fit by {units.nbytes(over)}")
     more = row.step_seconds / plan.step_seconds - 1 if plan.step_seconds else 0.0
-    if abs(more) <= _EQUAL:
-        parts.append("equally fast")
-    else:
+    pace = "equally fast"
+    if abs(more) > _EQUAL:
         share = f"{100 * abs(more):.2g}" if abs(more) < 0.095 else f"{100 * abs(more):,.0f}"
-        parts.append(f"{'slower' if more > 0 else 'faster'} by {share} %")
-    return ", ".join(parts)
+        pace = f"{'slower' if more > 0 else 'faster'} by {share} %"
+    return f"does not fit by {units.nbytes(over)}, {pace}" if over > 0 else pace

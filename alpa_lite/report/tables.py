@@ -69,7 +69,30 @@ class Blocks:
     label: str
 
 
-Cell = str | int | float | None | Text | Branch | Nested | Bar | Blocks
+@dataclass(frozen=True)
+class Curve:
+    """Amounts over time, one on top of the other, in a box of the height `whole`.
+
+    Attributes:
+      layers: colour, and the amounts at equal distances.
+    """
+
+    layers: tuple[tuple[str, Sequence[float]], ...]
+    whole: float
+    label: str
+
+    def areas(self) -> list[tuple[str, str]]:
+        """The colour and the corners of what is below each layer, in a box of 100 x 100, the highest layer first."""
+        out, below = [], [0.0] * len(self.layers[0][1])
+        for colour, amounts in self.layers:
+            below = [low + amount for low, amount in zip(below, amounts, strict=True)]
+            step, scale = 100 / max(1, len(below) - 1), 100 / self.whole if self.whole else 0.0
+            points = (f"{step * n:.1f},{100 - scale * height:.1f}" for n, height in enumerate(below))
+            out.append((colour, f"0,100 {' '.join(points)} 100,100"))
+        return out[::-1]
+
+
+Cell = str | int | float | None | Text | Branch | Nested | Bar | Blocks | Curve
 """A text of Rich has a style, by its name there and its class on a page."""
 
 

@@ -8,9 +8,9 @@ from operator import attrgetter
 from rich.console import Group
 from rich.text import Text
 
-from alpa_lite.plan.records import Candidate, Solver
+from alpa_lite.plan.decisions import Candidate, Solver
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.report import activations, computing, console, modules, sections, stages, units
+from alpa_lite.report import console, operations, sections, stages, units
 from alpa_lite.report.tables import Block, Column, Legend, Section, Sentence, Table
 
 _MAX_REPLICATED = 10
@@ -30,21 +30,21 @@ def overview(plan: Plan) -> Group:
 def details(plan: Plan) -> Iterator[Section]:
     """All sections of a plan, those of pages too."""
     yield from sections.overview(plan)
-    if found := modules.of(plan):
+    if found := operations.modules(plan):
         note = "Seconds per step of an average device. Open a module for its operations."
-        body = Legend(tuple(modules.COLOURS.items())), modules.table(found, plan.step_seconds), note
+        body = Legend(tuple(operations.COLOURS.items())), operations.module_table(found, plan.step_seconds), note
         yield Section("modules", "Time by module and operation", body, only="page")
     yield from sections.placement(plan)
-    if heavy := computing.heaviest(plan):
+    if heavy := operations.heaviest(plan):
         heading = "Where the time goes: operations and the collectives that they wait for, per device"
-        body = f"bound by {computing.bounds_text(heavy)}", computing.operation_table(heavy)
+        body = f"bound by {operations.bounds_text(heavy)}", operations.table(heavy)
         yield Section("operations", heading, body)
     if rows := stages.replicated(plan):
         heading = "Not distributed: computed whole on every device, or left to the compiler"
         yield Section("replicated", heading, (Table.of(_REPLICATED, rows, _MAX_REPLICATED, "smaller operations"),))
     if any(stage.held for stage in plan.stages):
         heading = "Activations that wait for the backward pass"
-        yield Section("activations", heading, (activations.table(plan),), only="page")
+        yield Section("activations", heading, (operations.activation_table(plan),), only="page")
     if plan.candidates:
         yield Section("candidates", "Plans compared", (_candidates(plan),))
     yield Section("solver", "Solver", tuple(_solver(plan)))

@@ -33,6 +33,9 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Collective, Leaf, Memory, Replicated, Solver, Stage
 from alpa_lite.report import units
 
+_MEMORY_SAMPLES = 64
+"""Points of the step at which a plan has the memory of each kind: of as many equal parts those with most bytes."""
+
 
 def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annotated: bool = False) -> Plan:
     """The plan of a step in planned stages, without verification, planning seconds and alternatives (`weighing`).
@@ -153,7 +156,7 @@ def _stage(staged: Staged, number: int, own: Sequence[tuple[Collective, float]],
         used = sum(staged.bytes[staged.written.mesh_of[number]])
         memory = replace(memory, gathered=0)  # copies of weights live within a run: they are among its temporaries
         rest = max(0, used - sum(memory.kinds.values()) + memory.activations)
-        memory = replace(memory, activations=rest, total=used)
+        memory = replace(memory, activations=rest, total=used, over_step=None)
     runs = {segment: planned.runs(segment) for segment in segments}
     arguments, received = _leaves(planned, graph.inputs, arguments=True)
     results, sent = _leaves(planned, graph.outputs, arguments=False)
@@ -272,10 +275,14 @@ def _leaves(
 
 
 def _memory(traced: Traced, grouping: Grouping, space: Space, choice: Sequence[int]) -> Memory:
-    """The largest of the live bytes of each kind, and of all together."""
+    """The largest of the live bytes of each kind, and of all together, and those of all kinds over the step."""
     live = tables.live_bytes(traced, grouping, space, choice)
     total = np.sum([*live.values()], axis=0)
-    return Memory(**{k: int(v.max(initial=0.0)) for k, v in live.items()}, total=int(total.max(initial=0.0)))
+    parts = np.array_split(np.arange(len(total)), _MEMORY_SAMPLES)
+    fullest = [part[total[part].argmax()] for part in parts if part.size]
+    over_step = {kind: tuple(map(int, amounts[fullest])) for kind, amounts in live.items() if amounts.any()}
+    peaks = {kind: int(amounts.max(initial=0.0)) for kind, amounts in live.items()}
+    return Memory(**peaks, total=int(total.max(initial=0.0)), over_step=over_step)
 
 
 def _replicated(

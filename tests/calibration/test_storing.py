@@ -10,7 +10,6 @@ import pytest
 
 import alpa_lite
 from alpa_lite.calibration import fitting
-from alpa_lite.calibration.samples import Sample
 from alpa_lite.calibration.storing import Calibration, default_path
 from alpa_lite.cluster import CALIBRATION, Cluster
 from alpa_lite.cluster.cost import MeshCost
@@ -58,7 +57,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         (lambda data: data["cluster"].update(memory=-1), "memory=-1"),
         (lambda data: data["samples"][0].update(seconds=0), "0 seconds"),
         (lambda data: data["samples"][0].pop("sizes"), "sizes"),
-        (lambda data: data["cluster"]["collectives"][0].update(points=[[1, "fast"]]), "'fast'"),
+        (lambda data: data["cluster"]["collectives"][0].update(points=[[1, "fast"]]), r"\[0\]\[1\]: .* found str"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_named_with_the_remedy(tmp_path: Path, change, message: str) -> None:
@@ -122,4 +121,3 @@ def test_curves_are_taken_for_their_groups_alone() -> None:
 def test_every_machine_has_a_path_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_path(Cluster.preset("h100")) == tmp_path / "alpa_lite" / "calibration-h100-sxm-8.json"
-    assert Sample.from_json(Sample("run", (8,), 1.0).to_json()) == Sample("run", (8,), 1.0)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from alpa_lite.errors import PlanError
-from alpa_lite.plan.records import Alternative, Decision, Outcome, Solver
+from alpa_lite.plan.decisions import Alternative, Decision, Outcome, Solver
 from tests.plans import gpt_plan
 
 PATH = "state['params']['h_3']['mlp']['up']['kernel']"

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import alpa_lite
-from alpa_lite.report import log_messages, progress
+from alpa_lite.report import progress, summary
 from tests.plans import gpt_plan, small_plan
 
 
@@ -36,11 +36,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 
 def test_a_planning_is_one_sentence() -> None:
     for plan in (gpt_plan(), small_plan()):
-        said = log_messages.planned("train_step", plan, "asked for")
+        said = summary.planned_message("train_step", plan, "asked for")
         assert "\n" not in said
         assert re.match(r"planned train_step for \d+ \S.* \(asked for\): ", said)
         assert re.search(r"; predicted [\d.]+ \S+ a step and [\d.]+ (?:[KMG]i)?B of [\d.]+ GiB per device; in ", said)
-    assert log_messages.compiled("train_step", 3, 1.5) == "compiled train_step: 3 executables in 1.50 s"
+    assert summary.compiled_message("train_step", 3, 1.5) == "compiled train_step: 3 executables in 1.50 s"
 
 
 def test_one_line_for_each_planning_and_compilation(

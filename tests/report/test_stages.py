@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 
 from alpa_lite.plan.plan import Plan
-from alpa_lite.report import communication, console, text
-from alpa_lite.report import stages as sections
+from alpa_lite.report import console, sections, stages, text
 from tests.plans import gpt_plan, pipeline_plan
 
 
@@ -40,9 +39,9 @@ def test_says_how_the_step_is_divided() -> None:
 
 @pytest.mark.parametrize("plan", [gpt_plan(), pipeline_plan(), pipeline_plan("interleaved-1f1b", 3)])
 def test_seconds_of_an_average_device_add_up_to_the_step(plan: Plan) -> None:
-    spent = sections.spent(plan)
+    spent = stages.spent(plan)
     assert spent.compute + sum(spent.communication.values()) + spent.idle == pytest.approx(plan.step_seconds)
-    for row in sections.memory(pipeline_plan()):
+    for row in stages.memory(pipeline_plan()):
         assert row.peak == sum(size for _, size in row.kinds)
 
 
@@ -50,15 +49,15 @@ def test_seconds_are_weighted_by_devices() -> None:
     """Stage 0 alone on one device of three: a third of its seconds counts."""
     plan = pipeline_plan()
     first = dataclasses.replace(plan.stages[0], mesh_shape=(1,), compute_seconds=3e-3)
-    stages = (first, dataclasses.replace(plan.stages[1], compute_seconds=6e-3))
+    both = (first, dataclasses.replace(plan.stages[1], compute_seconds=6e-3))
     shape = dataclasses.replace(plan.division, submeshes=(0, 1), first_devices=(0, 1))
-    two = dataclasses.replace(plan, num_stages=2, stages=stages, collectives=(), collective_seconds=(), division=shape)
-    assert sections.spent(two).compute == pytest.approx((3e-3 + 2 * 6e-3) / 3)
+    two = dataclasses.replace(plan, num_stages=2, stages=both, collectives=(), collective_seconds=(), division=shape)
+    assert stages.spent(two).compute == pytest.approx((3e-3 + 2 * 6e-3) / 3)
 
 
 def test_transfers_are_grouped_by_direction_and_keep_their_submeshes_in_a_file() -> None:
     plan = pipeline_plan()
-    rows = communication.transfer_rows(zip(plan.collectives, plan.collective_seconds, strict=True))
+    rows = sections.transfer_rows(plan.priced_collectives)
     assert [row.where.split(",")[0] for row, _ in rows] == ["submesh {1-3} to {0-2}", "submesh {0-2} to {1-3}"]
     moved = [c for c in plan.collectives if c.kind == "transfer"]
     assert sum(row.count for row, _ in rows) == sum(c.count for c in moved)

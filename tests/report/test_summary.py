@@ -17,7 +17,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.options import Method
 from alpa_lite.plan.figures import AxisUse, Comparison, Products
 from alpa_lite.plan.plan import Plan
-from alpa_lite.report import activations, strategy_names, summary
+from alpa_lite.report import summary
 from tests.gallery import f32
 from tests.plans import gpt_plan, pipeline_plan, small_plan
 
@@ -154,10 +154,13 @@ def test_a_pipeline_has_one_mesh_beside_it() -> None:
 
 
 def test_words_for_the_use_of_the_mesh_axes() -> None:
+    def lines(plan: Plan) -> list[str]:
+        return ["; ".join(sentence.parts) for sentence in summary.chosen(plan)][:2]
+
     def words(*rows: AxisUse) -> list[str]:
         plan = gpt_plan()
         stages = (dataclasses.replace(plan.stages[0], axes=rows),)
-        return strategy_names.chosen(dataclasses.replace(plan, stages=stages))[:2]
+        return lines(dataclasses.replace(plan, stages=stages))
 
     x, y = AxisUse("x", 4, {"data": 1.0}, 0.99, 1.0), AxisUse("y", 2, {"tensor": 1.0}, 0.8, 0.8)
     assert words(x, y) == [
@@ -169,7 +172,7 @@ def test_words_for_the_use_of_the_mesh_axes() -> None:
         "parameters replicated, optimizer state sharded (ZeRO) over x",
     ]
     for method, said in ((DATA, "parameters replicated over x"), (FSDP, "FSDP of parameters over x")):
-        assert strategy_names.chosen(planned_by(method))[:2] == ["data parallel over x=8", said]
+        assert lines(planned_by(method)) == ["data parallel over x=8", said]
 
 
 def test_activations_are_the_values_that_the_backward_pass_reads() -> None:
@@ -182,4 +185,4 @@ def test_activations_are_the_values_that_the_backward_pass_reads() -> None:
     assert lines[1:] == sorted(lines[1:])
     size = sum(row.bytes * row.count for row in planned_by(DATA).stages[0].held)
     assert lines[0].endswith(f"wait for the backward pass, {size:,} bytes per device")
-    assert activations.render(planned(method=DATA)) == text
+    assert planned(method=DATA).activations() == text

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from alpa_lite.plan.decisions import Candidate
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.records import Candidate, Collective, Leaf
-from alpa_lite.report import communication, console, stages, text
+from alpa_lite.plan.records import Collective, Leaf
+from alpa_lite.report import console, sections, stages, text
 from tests.plans import gpt_plan, pipeline_plan, small_plan
 
 
@@ -85,6 +86,6 @@ def test_seconds_and_counts_of_collectives_add_up() -> None:
     costs = stages.spent(plan).communication
     assert sum(costs.values()) == pytest.approx(sum(plan.collective_seconds))
     assert next(iter(costs)) == ("model",)
-    rows = communication.collective_rows(zip(plan.collectives, plan.collective_seconds, strict=True))
+    rows = sections.collective_rows(plan.priced_collectives)
     assert sum(r.count for r, _ in rows) == sum(c.count for c in plan.collectives)
     assert len(rows) == 7

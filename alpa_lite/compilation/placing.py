@@ -22,7 +22,7 @@ from alpa_lite.passes.tracing import calls, nnx_modules
 from alpa_lite.plan import pins
 from alpa_lite.plan.pins import Piece, Pin, pin_of
 from alpa_lite.plan.records import PlanRecord
-from alpa_lite.runtime.meshes import mesh_of
+from alpa_lite.runtime.meshes import available, mesh_of
 
 T = TypeVar("T")
 
@@ -111,8 +111,9 @@ def kind_of(leaf: Any) -> Kind | None:
     return shape, str(dtype)
 
 
-def planned_shardings(plan: PlanRecord, tree: Any, devices: Sequence[Any]) -> Any:
+def planned_shardings(plan: PlanRecord, tree: Any, devices: Sequence[Any] | None) -> Any:
     """Where a plan has the leaves of a pytree: as `Plan.shardings`."""
+    devices = available() if devices is None else list(devices)
     leaves, _ = nnx_modules.flattened(tree)
     kinds = list(map(kind_of, leaves))
     # Only the ends of paths are compared, so any name stands for the pytree itself.
@@ -121,7 +122,7 @@ def planned_shardings(plan: PlanRecord, tree: Any, devices: Sequence[Any]) -> An
 
     def sharding(pin: Pin) -> NamedSharding:
         if pin not in meshes:
-            own = list(devices)[pin.first_device : pin.first_device + pin.mesh.size]
+            own = devices[pin.first_device : pin.first_device + pin.mesh.size]
             if len(own) < pin.mesh.size:
                 raise PlanError(
                     f"the plan is for {plan.num_devices} devices, but there are {len(devices)}; give that many, or "

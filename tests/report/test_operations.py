@@ -11,7 +11,7 @@ import alpa_lite
 from alpa_lite.options import Method
 from alpa_lite.plan.figures import Spending
 from alpa_lite.plan.plan import Plan
-from alpa_lite.report import computing, html
+from alpa_lite.report import html, operations
 from tests import mlps
 
 CLUSTER = dataclasses.replace(alpa_lite.Cluster.preset("h100", nodes=1), collectives=())
@@ -28,28 +28,28 @@ def data_parallel() -> Plan:
 
 
 def test_rows_add_up_to_the_step():
-    stage, rows = data_parallel().stages[0], computing.heaviest(data_parallel())
+    stage, rows = data_parallel().stages[0], operations.heaviest(data_parallel())
     assert [row.total for row in rows] == sorted((row.total for row in rows), reverse=True)
     assert sum(row.seconds for row in rows) == pytest.approx(stage.compute_seconds)
     assert sum(row.links + row.latency for row in rows) == pytest.approx(stage.communication_seconds)
-    assert sum(computing.bounds(rows).values()) == pytest.approx(stage.seconds)
+    assert sum(operations.bounds(rows).values()) == pytest.approx(stage.seconds)
 
 
 def test_a_bound_is_the_largest_term():
     row = Spending("f.py:1", "mul", flops=1e-6, bytes=2e-6, links=1.5e-6, latency=1e-6, count=2)
     assert row.bound == "bytes" and row.seconds == 2e-6 and row.total == pytest.approx(4.5e-6)
-    assert computing.bounds([row]) == pytest.approx({"FLOPs": 0.0, "bytes": 2e-6, "links": 1.5e-6, "latency": 1e-6})
-    assert computing.bounds_text([row]) == "bytes 44 %, links 33 %, latency 22 %"
+    assert operations.bounds([row]) == pytest.approx({"FLOPs": 0.0, "bytes": 2e-6, "links": 1.5e-6, "latency": 1e-6})
+    assert operations.bounds_text([row]) == "bytes 44 %, links 33 %, latency 22 %"
 
 
 def test_printed_and_explained_with_the_bound():
     plan = data_parallel()
-    rows, details, brief = computing.heaviest(plan), plan.details(), str(plan)
+    rows, details, brief = operations.heaviest(plan), plan.details(), str(plan)
     heavy = rows[0]
     assert heavy.operation == "dot_general" and ".py:" in heavy.where
     line = next(text for text in details.splitlines() if text.strip().startswith("dot_general  "))
     assert f"x {heavy.count}" in line and " FLOPs " in line
-    assert f"bound by     {computing.bounds_text(rows)}" in brief
+    assert f"bound by     {operations.bounds_text(rows)}" in brief
     assert f"dot_general x {heavy.count}: " in brief and f"({heavy.bound}), {heavy.where.split()[0]}, backward" in brief
     assert max(map(len, [*brief.splitlines(), *details.splitlines()])) <= 100
     assert html.document(plan).count("<td>FLOPs</td>") == sum(row.bound == "FLOPs" for row in rows)

@@ -1,0 +1,138 @@
+"""Tables that commands print: the clusters, a calibration, and the program of a target's compiler beside the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from operator import attrgetter, itemgetter
+from typing import Any
+
+from rich.console import Group
+from rich.text import Text
+
+from alpa_lite.calibration.fitting import Fit
+from alpa_lite.calibration.storing import Calibration
+from alpa_lite.cluster import Cluster
+from alpa_lite.report import console, units
+from alpa_lite.report.tables import Block, Column, Section, Table
+
+_MAX_LINES = 20
+_SHARE = partial(units.percent, whole=1.0)
+
+
+def clusters() -> Group:
+    """Every preset, with all its names."""
+    rows: dict[Cluster, list[str]] = {}
+    for name in Cluster.preset_names():
+        rows.setdefault(Cluster.preset(name), []).append(name)
+    columns = (
+        Column("cluster", lambda row: ", ".join(row[1]), wide=True),
+        Column("device", lambda row: row[0].device),
+        Column("per node", lambda row: "x".join(map(str, row[0].topology)) or str(row[0].devices_per_node), str),
+        Column("nodes", lambda row: row[0].nodes, str),
+        Column("memory", lambda row: row[0].memory, units.nbytes),
+        Column(
+            "16-bit FLOP/s", lambda row: max(map(row[0].peak, ("bfloat16", "float16"))), lambda x: f"{x / 1e12:.3g} T"
+        ),
+        Column("memory GB/s", lambda row: row[0].memory_bandwidth, _gigabytes),
+        Column("link GB/s", lambda row: row[0].node_link.bandwidth, _gigabytes),
+    )
+    return console.render([Table.of(columns, rows.items())])
+
+
+def _gigabytes(value: float) -> str:
+    return f"{value / 1e9:,.0f}"
+
+
+def calibration(found: Calibration) -> Group:
+    """For each fit its parameters and its errors."""
+    machine = found.cluster
+    head = Text(f"{machine.num_devices} {machine.device} calibrated", style="bold")
+    head.append(
+        f" in {units.seconds(found.seconds)} (JAX {found.jax}): {len(found.samples)} of {found.wanted} measurements",
+        style="not bold",
+    )
+    columns = (
+        Column("figure", attrgetter("name")),
+        Column("found", _parameters),
+        Column("samples", attrgetter("count"), str),
+        Column("median error", attrgetter("error"), _SHARE),
+        Column("worst error", attrgetter("worst"), _SHARE),
+    )
+    return console.render([head, Section("fits", "Fits", (Table.of(columns, found.fits),))])
+
+
+def _parameters(fit: Fit) -> str:
+    """The parameters of a fit in words."""
+    values = fit.parameters
+    if "first" in values:
+        return f"{units.seconds(values['first'])} for little, {values['bytes/s'] / 1e9:.3g} GB/s for much"
+    if "start" in values:
+        return f"{units.seconds(values['start'])} a kernel"
+    if "share" in values:
+        return f"{100 * values['share']:.0f} % of the rate by themselves"
+    if "forward" in values or "backward" in values:
+        return ", ".join(f"{name} {100 * share:.0f} % of the peak" for name, share in values.items())
+    if "bytes/s" in values:
+        return f"{values['bytes/s'] / 1e9:.3g} GB/s"
+    if "FLOP/s" in values:
+        return f"{values['FLOP/s'] / 1e9:,.0f} GFLOP/s, tile {values['tile']:.0f}"
+    return f"{units.seconds(values['task'])} a task + {units.seconds(values['device'])} a device"
+
+
+def verification(found: Mapping[str, Any]) -> Group:
+    """The result of `verifying.verify`: collectives and memory of the compiled program."""
+    head = Text(f"{found['step']} compiled for {found['devices']} x {found['device']}", style="bold")
+    seconds = found["seconds"]["compiling"]
+    head.append(
+        f" ({found['target']}, {found['compiler']}, JAX {found['jax']}) in {units.seconds(seconds)}", style="not bold"
+    )
+    parts: dict[str, Sequence[Block]] = {
+        "Collectives of one run of each executable": [_collectives(found["collectives"])],
+        "Compiler rewrites": units.first(found["rewrites"], _MAX_LINES),
+        "Differences": units.first(found["differences"], _MAX_LINES),
+        "Memory per device": [_memory(found["memory"])] if found["memory"] else [],
+        "Verdict": _verdict(found),
+    }
+    return console.render([head, *(Section("", heading, tuple(body)) for heading, body in parts.items() if body)])
+
+
+def _collectives(rows: Sequence[Mapping[str, Any]]) -> Block:
+    if not rows:
+        return "none planned, and none to compare with"
+    columns = (
+        Column("collective", itemgetter("kind")),
+        Column("axes", itemgetter("axes")),
+        Column("payload", itemgetter("bytes"), units.nbytes),
+        Column("planned", itemgetter("planned"), str),
+        Column("found", itemgetter("found"), str),
+    )
+    return Table.of(columns, rows)
+
+
+def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
+    def ratio(row: Mapping[str, Any]) -> str:
+        return f"{row['predicted'] / row['compiler']:.2f}" if row["compiler"] else "-"
+
+    names = "predicted", "compiler", "arguments", "temporaries", "code"
+    sizes = [Column(name, itemgetter(name), units.nbytes) for name in names]
+    executable = Column("executable", itemgetter("executable"))
+    return Table.of((executable, *sizes[:2], Column("ratio", ratio, str), *sizes[2:]), rows)
+
+
+def _verdict(found: Mapping[str, Any]) -> list[str]:
+    """In words: whether the program communicates as planned, and whether the memory was predicted."""
+    rewritten = ", apart from the listed rewrites" if found["rewrites"] else ""
+    says = "The compiled program does not communicate as planned: see the differences."
+    if found["communicates"]:
+        says = f"The compiled program has the planned collectives{rewritten}."
+    if not found["memory"]:
+        return [says, "The compiler says nothing about memory."]
+    worst = max(found["memory"], key=lambda row: row["compiler"])
+    part, end = ("temporaries of ", ".") if found["fits"] is None else ("", ": more than 15 % apart.")
+    return [
+        says,
+        f"Memory: the plan predicts {units.exact_bytes(worst['predicted'])} and the compiler needs "
+        f"{units.exact_bytes(worst['compiler'])} for {part}{worst['executable']}"
+        f"{', within 15 %.' if found['fits'] else end}",
+    ]
