@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import typing
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,23 +18,27 @@ from jax.sharding import PartitionSpec as P
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import PlanError
+from alpa_lite.ir import json_codec
 from alpa_lite.ir.timeline import Event, Timeline
 from alpa_lite.plan import plan as plan_module
 from alpa_lite.plan import records
 from alpa_lite.plan.plan import Plan
 from tests.plans import gpt_plan, small_plan
 
-AXES = ("x", "y", "z")
 texts = st.text("a/'\"\\ \n{é\u2028\U0001f600", max_size=8)
+axes = st.lists(st.sampled_from("xyz"), unique=True, max_size=3).map(tuple)
+specs = st.lists(st.one_of(st.none(), st.sampled_from("xyz"), axes), max_size=3).map(lambda items: P(*once(items)))
+finite = st.floats(0, 1e6)
 sizes = st.integers(0, 2**60)
-times = st.floats(allow_nan=False)
-axes = st.lists(st.sampled_from(AXES), unique=True, max_size=3).map(tuple)
-shapes = st.lists(st.integers(1, 64), max_size=3).map(tuple)
-entries = st.one_of(st.none(), st.sampled_from(AXES), axes)
-specs = st.lists(entries, max_size=3).map(lambda items: P(*_once(items)))
+events = st.builds(Event, sizes, finite, finite, texts, st.sampled_from(["forward", "step", "transfer"]), sizes, sizes)
+KNOWN: dict[Any, st.SearchStrategy[Any]] = {
+    str: texts, int: sizes, float: st.floats(allow_nan=False), bool: st.booleans(), type(None): st.none(), P: specs,
+    Cluster: st.sampled_from(["a100", "v5p"]).map(Cluster.preset),
+    Timeline: st.builds(Timeline, st.lists(events, max_size=2).map(tuple), sizes, texts),
+}  # fmt: skip
 
 
-def _once(items: list) -> list:
+def once(items: list) -> list:
     """The entries with each axis used once, as PartitionSpec on a mesh demands."""
     seen: set[str] = set()
     out = []
@@ -42,49 +50,36 @@ def _once(items: list) -> list:
     return out
 
 
-def tuples(items: st.SearchStrategy, size: int = 2) -> st.SearchStrategy:
-    return st.lists(items, max_size=size).map(tuple)
+@functools.cache
+def values(kind: Any) -> st.SearchStrategy[Any]:
+    """Values of an annotated type, by the annotations of its fields."""
+    if kind in KNOWN:
+        return KNOWN[kind]
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        return st.lists(values(args[0]), max_size=2).map(tuple) if args[-1] is ... else st.tuples(*map(values, args))
+    if origin is Mapping:
+        return st.dictionaries(texts, values(args[1]), max_size=2)
+    if args:
+        return st.one_of(*map(values, args))
+    return st.builds(kind, **fields(kind))
 
 
-leaves = st.builds(records.Leaf, texts, shapes, texts, sizes, st.sampled_from(["state", "batch", "other"]), specs)
-strategy = tuples(axes)
-outcomes = st.builds(records.Outcome, times, times, times, times, sizes, sizes, sizes)
-costs = (strategy, texts, times, times, times, sizes, times)
-alternatives = st.builds(records.Alternative, *costs, outcomes, st.booleans(), st.none() | outcomes)
-decisions = st.builds(
-    records.Decision, texts, texts, texts, sizes, shapes, strategy, times, tuples(alternatives), tuples(texts)
-)
-memories = st.builds(records.Memory, sizes, sizes, sizes, sizes, sizes)
-solvers = st.builds(records.Solver, texts, times, times, times, sizes, sizes, st.sampled_from(["step", "layers"]))
-replicated = st.builds(records.Replicated, texts, texts, texts, sizes, times, sizes)
-stages = st.builds(
-    records.Stage, st.just((2, 2, 2)), st.just(AXES), tuples(leaves), tuples(leaves), memories, times, times, times,
-    solvers, received=tuples(leaves), sent=tuples(leaves), decisions=tuples(decisions), replicated=tuples(replicated),
-    ingredients=st.dictionaries(texts, texts, max_size=2),
-)  # fmt: skip
-finite = st.floats(0, 1e6)
-events = st.builds(Event, sizes, finite, finite, texts, st.sampled_from(["forward", "step", "transfer"]), sizes, sizes)
-divisions = st.builds(
-    records.Division, sizes, sizes, sizes, shapes, shapes, shapes, tuples(texts), shapes, shapes,
-    st.builds(Timeline, tuples(events), sizes, texts), texts,
-)  # fmt: skip
-candidates = st.builds(records.Candidate, texts, shapes, st.none() | times, st.none() | sizes, texts)
-collectives = st.builds(records.Collective, st.sampled_from(records.KINDS), axes, sizes, sizes, sizes, texts)
+def fields(kind: type, *left_out: str) -> dict[str, st.SearchStrategy[Any]]:
+    """The values of the fields of a dataclass."""
+    return {name: values(own) for name, own in typing.get_type_hints(kind).items() if name not in left_out}
 
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    some = draw(tuples(collectives, 3))
-    parts = draw(st.lists(stages, min_size=1, max_size=2).map(tuple))
-    return Plan(
-        method=draw(texts), cluster=Cluster.preset(draw(st.sampled_from(["a100", "v5p"]))), num_devices=8,
-        num_stages=len(parts), num_microbatches=draw(sizes), schedule=draw(texts), step_seconds=draw(times),
-        fingerprint=draw(texts), memory_per_device=draw(sizes), stages=parts, collectives=some,
-        collective_seconds=tuple(draw(times) for _ in some), solver=draw(solvers), division=draw(divisions),
-        candidates=draw(tuples(candidates)), notes=draw(tuples(texts)),
-        ingredients=draw(st.dictionaries(texts, texts, max_size=2)),
-        planning_seconds=draw(st.dictionaries(texts, times, max_size=2)),
-    )  # fmt: skip
+    """Plans whose lists have the lengths that belong together."""
+    parts, moved = draw(values(tuple[records.Stage, ...])) or (small_plan().stages[0],), draw(collectives)
+    rest = draw(st.fixed_dictionaries(fields(Plan, "stages", "num_stages", "collectives", "collective_seconds")))
+    seconds = tuple(draw(KNOWN[float]) for _ in moved)
+    return Plan(stages=parts, num_stages=len(parts), collectives=moved, collective_seconds=seconds, **rest)
+
+
+collectives = st.lists(values(records.Collective), max_size=3).map(tuple)
 
 
 @given(plans())
@@ -189,6 +184,22 @@ def test_a_file_that_is_not_json_is_refused(tmp_path: Path, content: bytes) -> N
     file.write_bytes(content)
     with pytest.raises(PlanError, match=r"cut\.json"):
         Plan.load(file)
+
+
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_plan().save(tmp_path / "large.json")
+    monkeypatch.setattr(json_codec, "MAX_BYTES", 1000)
+    with pytest.raises(PlanError, match=r"large\.json.*more than 1,000 bytes"):
+        Plan.load(tmp_path / "large.json")
+
+
+def test_files_of_before_are_read() -> None:
+    data = gpt_plan(1).to_json()
+    assert "over_step" not in data["plan"]["stages"][0]["memory"]  # which files have had since
+    memory = dataclasses.replace(gpt_plan(1).stages[0].memory, over_step={"params": (1, 2)})
+    plan = dataclasses.replace(gpt_plan(1), stages=(dataclasses.replace(gpt_plan(1).stages[0], memory=memory),))
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert Plan.from_json(data) == gpt_plan(1) != plan
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "3", '{"format": "another"}'])

@@ -33,6 +33,7 @@ from alpa_lite.ir.paths import tokens
 from alpa_lite.passes.tracing import calls, nnx_modules
 from alpa_lite.passes.tracing.nnx_modules import LeafPath
 from alpa_lite.plan.plan import Plan
+from alpa_lite.report import units
 from alpa_lite.runtime import global_array
 
 SCALARS = (bool, int, float)
@@ -56,10 +57,6 @@ class Leaves:
     paths: tuple[str, ...]
     values: tuple[Any, ...]
     treedef: Any
-
-    def rebuild(self, values: Sequence[Any]) -> Any:
-        """Returns the pytree with other leaves; NNX objects are new ones."""
-        return nnx_modules.unflattened(self.treedef, values)
 
     def orbax_tree(self) -> Any:
         """Returns the pytree for Orbax: the same containers, with NNX objects as nested dicts."""
@@ -141,7 +138,8 @@ class Template:
             own = flatten(shardings.shardings(like) if isinstance(shardings, Plan) else shardings)
             if own.paths != leaves.paths:
                 odd = sorted({*own.paths} ^ {*leaves.paths})
-                raise CheckpointError(f"shardings= has other leaves than like=: {_join(odd)}")
+                listed = "; ".join(units.first(odd, MAX_LISTED_LEAVES))
+                raise CheckpointError(f"shardings= has other leaves than like=: {listed}")
             given = own.values
         self._types = dict(zip(leaves.paths, map(_requested_type, leaves.values, given), strict=True))
 
@@ -158,7 +156,8 @@ class Template:
         stored = {SEPARATOR.join(map(calls.key_text, path)): _stored_type(entry) for path, entry in entries}
         empty = {path: jax.ShapeDtypeStruct(shape, dtype) for path, (shape, dtype) in metadata.empty.items()}
         if differences := self._differences({**stored, **empty}, metadata.keys):
-            raise OtherModelError(f"{folder} holds the state of another model: {_join(differences)}")
+            listed = "; ".join(units.first(differences, MAX_LISTED_LEAVES))
+            raise OtherModelError(f"{folder} holds the state of another model: {listed}")
         args = [_restore_args(self._types[path]) for path in stored]
         values: Sequence[Any] = [None] * len(args)
         if any(args):
@@ -168,7 +167,8 @@ class Template:
             values = jax.tree_util.tree_leaves(found)
         by_path = dict(zip(stored, values, strict=True))
         requested = zip(self._leaves.values, self._types.items(), strict=True)
-        return self._leaves.rebuild([_convert(by_path.get(path), like, kind) for like, (path, kind) in requested])
+        leaves = [_convert(by_path.get(path), like, kind) for like, (path, kind) in requested]
+        return nnx_modules.unflattened(self._leaves.treedef, leaves)  # NNX objects are new ones
 
     def _differences(self, stored: Mapping[str, LeafType], stored_keys: Mapping[str, str]) -> list[str]:
         """Returns descriptions of the leaves that differ from those of a checkpoint."""
@@ -249,9 +249,3 @@ def _convert(value: Any, like: Any, leaf_type: LeafType) -> Any:
             return host if isinstance(like, np.ndarray) else type(like)(host.item())
         value = jax.make_array_from_callback(shape, sharding, lambda index: host[index])
     return _jax.keys_of_data(value, like.dtype) if key_kind(like) and not key_kind(value) else value
-
-
-def _join(lines: Sequence[str]) -> str:
-    """Returns the lines of an error, the first of them if there are many."""
-    more = len(lines) - MAX_LISTED_LEAVES
-    return "; ".join(lines[:MAX_LISTED_LEAVES]) + (f"; and {more} more" if more > 0 else "")

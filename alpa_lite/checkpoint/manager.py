@@ -241,14 +241,11 @@ def _read(folder: epath.Path, template: Template, verify: bool, timeout: float) 
             return describe_error(error)
         return ""
 
-    def first(problems: list[str]) -> str:
-        return next(filter(None, problems), "")
-
-    if verify:
+    if verify:  # of several problems, one is that of all processes
         number, count = collective.process, collective.count
-        if damage := collective.gather("damage", lambda: files.find_damage(folder, number, count), first):
+        if damage := collective.gather("damage", lambda: files.find_damage(folder, number, count), max):
             return str(damage)
-    failed = collective.gather("read", read, first)
+    failed = collective.gather("read", read, max)
     if failed and verify and (folder / files.CHECKSUMS).exists():
         raise CheckpointError(f"{folder} could not be read, though its checksums are right: {failed}")
     return failed or (found[0], found[1])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,24 +37,23 @@ def console() -> Console:
     return console if console.is_terminal else Console(highlight=False, markup=False, width=100)
 
 
-def save(path: Path, option: str, text: str) -> None:
-    """Writes a file that an option names."""
+@contextlib.contextmanager
+def writing(option: str, path: Path) -> Iterator[None]:
+    """Words the error of a file that an option names and that cannot be written."""
     try:
-        path.write_text(text, encoding="utf-8")
+        yield
     except OSError as error:
         raise OptionError(f"{option} {str(path)!r} cannot be written: {error.strerror}") from error
 
 
 def write(plan: Any, output: Path | None, simulate: Path | None, terminal: Console) -> None:
     """Saves the plan and its predicted timeline, each if a file is given for it."""
-    for option, path, write in (("--output", output, plan.save), ("--simulate", simulate, plan.simulate)):
-        if path is None:
-            continue
-        try:
-            write(path)
-        except OSError as error:
-            raise OptionError(f"{option} {str(path)!r} cannot be written: {error.strerror}") from error
-    if output is not None:
-        terminal.print(f"\nsaved to {output}")
-    if simulate is not None:
-        terminal.print(f"\npredicted timeline saved to {simulate}: open it in https://ui.perfetto.dev")
+    perfetto = ": open it in https://ui.perfetto.dev"
+    for option, path, save, saved, hint in (
+        ("--output", output, plan.save, "saved", ""),
+        ("--simulate", simulate, plan.simulate, "predicted timeline saved", perfetto),
+    ):
+        if path is not None:
+            with writing(option, path):
+                save(path)
+            terminal.print(f"\n{saved} to {path}{hint}")

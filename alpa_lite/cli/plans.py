@@ -106,10 +106,8 @@ def show(
     if html is None:
         base.console().print((text if full else summary).renderable(found))
         return
-    try:
+    with base.writing("--html", html):
         found.to_html(html)
-    except OSError as error:
-        raise OptionError(f"--html {str(html)!r} cannot be written: {error.strerror}") from error
     base.console().print(f"saved to {html}: open it in a browser")
 
 
@@ -163,7 +161,8 @@ def verify(
         typer.echo(text)
     else:
         if json_file is not None:
-            base.save(json_file, "--json", text + "\n")
+            with base.writing("--json", json_file):
+                json_file.write_text(text + "\n", encoding="utf-8")
         base.console().print(tables.verification(found))
     if not found["communicates"]:
         raise typer.Exit(1)

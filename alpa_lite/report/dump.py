@@ -61,11 +61,6 @@ def stages(directory: str | os.PathLike[str] | None) -> Iterator[Write]:
     yield write
 
 
-def text(value: Any) -> str:
-    """Any value that a pass returns, as text."""
-    return "\n".join(_Listing().lines(value, "above"))
-
-
 class _Listing:
     """Prints values, each record once."""
 

@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from alpa_lite.errors import PlanError
 from alpa_lite.ir import paths
-from alpa_lite.plan.decisions import Alternative, Decision, Replicated
+from alpa_lite.plan.decisions import Decision, Replicated
 from alpa_lite.plan.figures import Spending
 from alpa_lite.plan.records import Leaf, Stage
 from alpa_lite.plan.records import PlanRecord as Plan
@@ -229,10 +229,10 @@ def _others(plan: Plan, name: str, subjects: list[_Subject]) -> Section:
     rows = []
     for stage in dict.fromkeys(_stages(plan, [s]) for s in subjects if s.leaf):
         own = {path: s for s in subjects if s.leaf and _stages(plan, [s]) == stage for path in s.names}
-        for row in grouping.group((path, _choice(s)) for path, s in own.items()):
+        for row in grouping.group((path, _described(s)[0]) for path, s in own.items()):
             first = own[row.members[0]]
-            rows.append((first, f"{row.path}{stage}", "", _choice(first)))
-    rows += [(s, f"{_title([s])}{_stages(plan, [s])}", s.where, _choice(s)) for s in subjects if not s.leaf]
+            rows.append((first, f"{row.path}{stage}", "", _described(first)[0]))
+    rows += [(s, f"{_title([s])}{_stages(plan, [s])}", s.where, _described(s)[0]) for s in subjects if not s.leaf]
     counts = Counter(row[1:] for row in sorted(rows, key=lambda row: _rank(row[0])))
     body = [
         (Nested(title, tuple(line for line in (where, choice) if line)), count if count > 1 else None)
@@ -241,22 +241,6 @@ def _others(plan: Plan, name: str, subjects: list[_Subject]) -> Section:
     body += [(f"and {len(counts) - _LISTED} more", None)] if len(counts) > _LISTED else []
     heading = f"Other matches of {name.strip()!r} (give more of a name to have it explained)"
     return Section("", heading, (Table.of((Column(wide=True), Column(format=units.times)), body),))
-
-
-def _choice(subject: _Subject) -> str:
-    """The sharding of a subject in a few words."""
-    if subject.leaf:
-        return units.spec(subject.leaf.spec)
-    match subject.record:
-        case Decision(chosen=Alternative() as chosen):
-            return chosen.layout
-        case Decision() as decision:
-            sharded = [(n, axes) for n, axes in zip(decision.factors, decision.strategy, strict=True) if axes]
-            text = ", ".join(f"{size:,} over {units.axes(axes)}" for size, axes in sharded)
-            return f"factor of size {text}" if text else "nothing sharded"
-        case Spending() as spent:
-            return f"{units.seconds(spent.total)} a step, bound by {spent.bound}; the method fixed its sharding"
-    return "not distributed"
 
 
 _STEP = (
@@ -280,7 +264,7 @@ _OWN = (
 
 def _explanation(plan: Plan, subject: _Subject, title: str = "") -> list[Section]:
     """The explanation: lines below the title, and for what has alternatives sections of tables."""
-    decision, stage, lines = subject.record, subject.stage, [*_facts(subject)]
+    decision, stage, lines = subject.record, subject.stage, _described(subject)[1]
     if isinstance(decision, Decision) and decision.count > 1:
         kind, count = "arguments" if subject.leaf else "operations", decision.count
         lines.append(f"{count} identical {kind} share this decision; figures are totals over all {count}")
@@ -316,23 +300,28 @@ def _explanation(plan: Plan, subject: _Subject, title: str = "") -> list[Section
     ]
 
 
-def _facts(subject: _Subject) -> Iterator[str]:
-    """Type and bytes of a subject, or its place and seconds."""
-    leaf, stage = subject.leaf, subject.stage
+def _described(subject: _Subject) -> tuple[str, list[str]]:
+    """The sharding of a subject in a few words; and its type and bytes, or its place and seconds, in lines."""
+    leaf, stage, record = subject.leaf, subject.stage, subject.record
     if leaf:
         size = f"{units.nbytes(leaf.bytes)} whole, {units.nbytes(stage.bytes_per_device(leaf))} per device"
-        yield f"argument ({leaf.role}) {type_text(leaf)}: {units.spec(leaf.spec)}; {size}"
-        return
-    match subject.record:
-        case Decision():
-            yield f"operation at {subject.where}: {_choice(subject)}"
-        case Spending() as spent:
-            share = units.percent(spent.total, stage.compute_seconds + stage.communication_seconds)
-            number = f"all {spent.count:,}" if spent.count > 1 else "all"
-            yield f"operations at {spent.where}: {units.seconds(spent.total)} per step"
-            all_of_it = "of the computing and the collectives of the stage"
-            yield f"{share} {all_of_it}, {number} of this name at this place together"
-            yield operations.terms_text(spent.terms)
-        case Replicated() as row:
-            size = f"{units.nbytes(row.bytes)}, {units.seconds(row.seconds)} per step"
-            yield f"not distributed: {row.reason}; at {row.where}; {size}"
+        spec = units.spec(leaf.spec)
+        return spec, [f"argument ({leaf.role}) {type_text(leaf)}: {spec}; {size}"]
+    if isinstance(record, Decision):
+        sharded = [(n, axes) for n, axes in zip(record.factors, record.strategy, strict=True) if axes]
+        text = ", ".join(f"{size:,} over {units.axes(axes)}" for size, axes in sharded)
+        short = f"factor of size {text}" if text else "nothing sharded"
+        short = record.chosen.layout if record.chosen else short
+        return short, [f"operation at {record.where}: {short}"]
+    if isinstance(record, Spending):
+        total = units.seconds(record.total)
+        share = units.percent(record.total, stage.compute_seconds + stage.communication_seconds)
+        number = f"all {record.count:,}" if record.count > 1 else "all"
+        return f"{total} a step, bound by {record.bound}; the method fixed its sharding", [
+            f"operations at {record.where}: {total} per step",
+            f"{share} of the computing and the collectives of the stage, {number} of this name at this place together",
+            operations.terms_text(record.terms),
+        ]
+    assert record is not None
+    size = f"{units.nbytes(record.bytes)}, {units.seconds(record.seconds)} per step"
+    return "not distributed", [f"not distributed: {record.reason}; at {record.where}; {size}"]

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from rich.text import Text
 
-from alpa_lite.ir import schedules
-from alpa_lite.ir.schedules import Schedule
 from alpa_lite.ir.timeline import Event, Timeline
 from alpa_lite.report import units
 
@@ -100,15 +98,14 @@ def _complete(event: Event) -> dict:
     return {"ph": "X", "name": event.name, "cat": event.kind, **times, "args": arguments}
 
 
-def draw(what: Timeline | Schedule, width: int = WIDTH) -> Text:
+def draw(timeline: Timeline, width: int = WIDTH) -> Text:
     """A drawing at most `width` columns wide: a row for each submesh, time to the right, and a legend.
 
-    A schedule is drawn at equal times: forward, gradients of inputs and gradients of parameters take one unit each, so
-    a backward task that is not split takes two. Where all of it cannot be drawn legibly, the middle is left out, and
-    the last line says how much. Transfers are not drawn.
+    Where all of it cannot be drawn legibly, the middle is left out, and the last line says how much. Transfers are not
+    drawn.
 
     Args:
-      what: a timeline, predicted or executed, or a schedule.
+      timeline: predicted or executed.
       width: in columns, at least 40.
 
     Raises:
@@ -116,13 +113,12 @@ def draw(what: Timeline | Schedule, width: int = WIDTH) -> Text:
     """
     if width < 40:
         raise ValueError(f"width={width} is too narrow to draw in; give at least 40")
-    timeline = schedules.simulate(what, forward=1, backward=1, weight=1) if isinstance(what, Schedule) else what
     tasks = [event for event in timeline.events if event.kind != "transfer" and event.end > event.start]
     digits = len(str(max((event.microbatch for event in tasks), default=0)))
     labels = [f"submesh {mesh} " for mesh in range(timeline.num_meshes)]
     margin = max(map(len, labels), default=0)
     view = _view(timeline.seconds, tasks, digits, width - margin - len(" 100 %"))
-    out = _heading(what, timeline)
+    out = _heading(timeline)
     for mesh, (label, idle) in enumerate(zip(labels, timeline.idle, strict=True)):
         row = sorted((event for event in tasks if event.mesh == mesh), key=lambda event: event.start)
         out.append("\n" + label.ljust(margin))
@@ -196,14 +192,11 @@ def _draw_row(out: Text, events: list[Event], view: _View, low: int, high: int, 
     out.append(_IDLE * (high - at), "dim")
 
 
-def _heading(what: Timeline | Schedule, timeline: Timeline) -> Text:
+def _heading(timeline: Timeline) -> Text:
     count = len({event.microbatch for event in timeline.events if event.microbatch >= 0})
-    parts = [units.plural(timeline.num_meshes, "submesh"), units.plural(count, "micro-batch")]
-    if isinstance(what, Schedule):
-        parts[1:1] = [f"{what.num_stages} stages"] if what.virtual > 1 else []
-    else:
-        parts.append(units.seconds(timeline.seconds))
-    parts.append(f"idle {units.percent(sum(timeline.idle), timeline.seconds * timeline.num_meshes)}")
+    idle = units.percent(sum(timeline.idle), timeline.seconds * timeline.num_meshes)
+    sizes = units.plural(timeline.num_meshes, "submesh"), units.plural(count, "micro-batch")
+    parts = *sizes, units.seconds(timeline.seconds), f"idle {idle}"
     return Text.assemble((timeline.name or "step", "bold"), ": ", ", ".join(parts), no_wrap=True)
 
 

@@ -34,22 +34,24 @@ def test_stages_are_numbered_and_several_dumps_share_a_directory(tmp_path: Path)
     assert (folder / "02_mesh_4_2_choice.txt").read_text(encoding="utf-8") == f"{small_plan()}\n"
 
 
-def test_a_traced_program_is_written_with_its_loops_and_lines() -> None:
+def test_a_traced_program_is_written_with_its_loops_and_lines(tmp_path: Path) -> None:
     def step(state: jax.Array, batch: jax.Array) -> jax.Array:
         total, _ = jax.lax.scan(lambda carry, row: (carry + row * 2.0, None), state, batch)
         return total
 
     args = (jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32))
     traced = tracing.trace(step, args, {})
-    written = dump.text(traced)
+    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
+    with dump.stages(tmp_path) as write:
+        for value in (traced, rules, grouping.group(traced, rules)):
+            write("value", value)
+    program, factored, grouped = (file.read_text() for file in sorted(tmp_path.iterdir()))
     for wanted in ("%0 state (state)", "%1 batch (batch)", ":f32[8,4]"):
-        assert wanted in written
-    lines = written.splitlines()
+        assert wanted in program
+    lines = program.splitlines()
     scan, body = (next(i for i, line in enumerate(lines) if f" = {name} " in line) for name in ("scan", "mul"))
     assert body > scan and lines[body].startswith("    ") and "test_dump.py" in lines[scan]
-    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
-    assert "4 parallel" in dump.text(rules)
-    assert "kind=leaf" in dump.text(grouping.group(traced, rules))
+    assert "4 parallel" in factored and "kind=leaf" in grouped
 
 
 def test_operations_outside_of_regions_are_written(tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ import alpa_lite
 from alpa_lite.options import Method
 from alpa_lite.plan.figures import Spending
 from alpa_lite.plan.plan import Plan
-from alpa_lite.report import html, operations
+from alpa_lite.report import html, operations, stages
 from tests import mlps
+from tests.plans import pipeline_plan
 
 CLUSTER = dataclasses.replace(alpa_lite.Cluster.preset("h100", nodes=1), collectives=())
 
@@ -57,6 +58,27 @@ def test_printed_and_explained_with_the_bound():
     told = plan.explain("dot_general")
     assert "the method fixed this sharding" in told and "bound by FLOPs" in told
     assert "of the computing and the collectives of the stage" in told
+
+
+def test_memory_over_the_step_is_drawn_and_reaches_the_peak():
+    plan = data_parallel()
+    memory = plan.stages[0].memory
+    curves = memory.over_step
+    assert curves is not None and {len(amounts) for amounts in curves.values()} == {64}
+    assert max(map(sum, zip(*curves.values(), strict=True))) == pytest.approx(memory.total, abs=len(curves))
+    assert all(min(amounts) >= 0 and max(amounts) <= memory.kinds[kind] for kind, amounts in curves.items())
+    text = html.document(plan)
+    assert "Memory over the step" in text and text.count("<polygon") == len(curves)
+    assert "Memory over the step" not in plan.details()
+
+
+def test_memory_of_a_pipeline_follows_its_microbatches():
+    plan = pipeline_plan()
+    for use, curves in zip(stages.memory(plan), stages.memory_over_step(plan), strict=True):
+        assert [(kind, max(amounts)) for kind, amounts in curves.items()] == list(use.kinds)
+        assert len(set(curves["in flight"])) > 2 and len(set(curves["params"])) == 1
+    flights = [curves["in flight"] for curves in stages.memory_over_step(plan)]
+    assert flights[0][0] > 0 == flights[3][0] and flights[0][-1] > 0  # the last stage begins last
 
 
 def test_alternatives_are_explained_with_the_bound():

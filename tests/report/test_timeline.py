@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.text import Text
 
 from alpa_lite.ir import schedules
 from alpa_lite.ir.timeline import Event, Timeline
@@ -20,6 +21,11 @@ def example() -> Timeline:
     made = schedules.schedule("1f1b", 3, 4)
     program = toy(made, forward=0.001, backward=0.001, weight=0.001, prologue=0.0005, update=0.002, transfer=0.0003)
     return simulation.simulate(program)
+
+
+def draw(schedule: schedules.Schedule, width: int = 100) -> Text:
+    """A schedule at equal times: forward, gradients of inputs and of parameters take a second each."""
+    return report.draw(schedules.simulate(schedule, forward=1, backward=1, weight=1), width)
 
 
 def complete(trace: dict) -> list[dict]:
@@ -111,9 +117,9 @@ def cells(drawing: str, mesh: int) -> str:
 
 
 def test_a_schedule_by_hand() -> None:
-    drawing = report.draw(schedules.schedule("1f1b", 2, 3), width=41).plain
+    drawing = draw(schedules.schedule("1f1b", 2, 3), width=41).plain
     assert drawing.splitlines() == [
-        "1f1b: 2 submeshes, 3 micro-batches, idle 25 %",
+        "1f1b: 2 submeshes, 3 micro-batches, 12.0 s, idle 25 %",
         "submesh 0 0░1░····0▓▓▓2░1▓▓▓··2▓▓▓  25 %",
         "submesh 1 ··0░0▓▓▓1░1▓▓▓2░2▓▓▓····  25 %",
         "numbers are micro-batches  ░ forward",
@@ -122,7 +128,7 @@ def test_a_schedule_by_hand() -> None:
 
 
 def test_kinds_differ_without_colour_and_with_it() -> None:
-    drawing = report.draw(schedules.schedule("zb-h1", 2, 3), width=60)
+    drawing = draw(schedules.schedule("zb-h1", 2, 3), width=60)
     assert cells(drawing.plain, 0) == "0░░░1░░░····0▓▓▓0▒▒▒2░░░1▓▓▓1▒▒▒2▓▓▓2▒▒▒"
     styles = {drawing.plain[s.start : s.end][1]: s.style for s in drawing.spans if s.end - s.start == 4}
     assert len({styles[shade] for shade in "░▓▒"}) == 3
@@ -131,7 +137,7 @@ def test_kinds_differ_without_colour_and_with_it() -> None:
 
 def test_every_task_is_drawn_where_there_is_room() -> None:
     for made in every((1, 2, 3), (1, 2, 3)):
-        drawing = report.draw(made, width=400).plain
+        drawing = draw(made, width=400).plain
         assert "⋯" not in drawing
         for mesh, tasks in enumerate(made.tasks):
             drawn = [c for c in cells(drawing, mesh) if c.isdigit()]
@@ -141,7 +147,7 @@ def test_every_task_is_drawn_where_there_is_room() -> None:
 @pytest.mark.parametrize("width", [40, 100, 137])
 def test_no_row_is_wider_than_requested(width: int) -> None:
     for made in every((1, 4), (1, 64)):
-        lines = report.draw(made, width).plain.splitlines()
+        lines = draw(made, width).plain.splitlines()
         rows = [line for line in lines if line.startswith("submesh")]
         assert len(rows) == made.num_meshes and len({len(row) for row in rows}) == 1
         assert max(map(len, lines if width >= 100 else rows)) <= width
@@ -150,7 +156,7 @@ def test_no_row_is_wider_than_requested(width: int) -> None:
 
 
 def test_the_middle_is_left_out_and_that_is_said() -> None:
-    lines = report.draw(schedules.schedule("1f1b", 4, 64)).plain.splitlines()
+    lines = draw(schedules.schedule("1f1b", 4, 64)).plain.splitlines()
     assert lines[1].startswith("submesh 0 0░░1░░2░░3░░··················0▓▓▓▓▓4░░")
     assert lines[1].endswith("▓63░60▓▓▓▓···61▓▓▓▓···62▓▓▓▓···63▓▓▓▓   4 %")
     assert all(line.count(" ⋯ ") == 1 for line in lines[1:5])
@@ -168,7 +174,7 @@ def test_a_number_is_never_cut() -> None:
     """Whatever the border cuts, a number in the drawing is that of a micro-batch that runs on that submesh there."""
     made = schedules.schedule("gpipe", 2, 64)
     for width in range(40, 120, 3):
-        left, right = map(numbers, cells(report.draw(made, width).plain, 0).split("⋯"))
+        left, right = map(numbers, cells(draw(made, width).plain, 0).split("⋯"))
         assert left == list(range(len(left))) and right == list(range(64 - len(right), 64))
 
 
