@@ -126,7 +126,7 @@ def toy(
     update: float = 0.0,
     transfer: float = 0.0,
 ) -> Program:
-    """The program of a schedule; durations as in `schedules.simulate`."""
+    """The program of a schedule; durations as in `scheduling.simulate`."""
     whole = backward if schedule.splits_backward else backward + weight
     seconds = {"forward": forward, "backward": whole, "weight": weight, "prologue": prologue, "update": update}
     return Toy(schedule, seconds, transfer).build()

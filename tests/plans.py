@@ -24,6 +24,7 @@ from alpa_lite.plan.records import (
     Solver,
     Stage,
 )
+from tests import scheduling
 
 WIDTH, VOCABULARY, LAYERS = 768, 50304, 12
 MESH = ((4, 2), ("data", "model"))
@@ -264,7 +265,7 @@ def pipeline_plan(name: str = "1f1b", virtual: int = 1) -> Plan:
     count, meshes, each = 8, 4, LAYERS // (4 * virtual)
     stages = [_stage(number, meshes * virtual, each) for number in range(meshes * virtual)]
     schedule = schedules.schedule(name, meshes, count, virtual=virtual)
-    timeline = schedules.simulate(schedule, forward=1e-3, backward=1e-3, weight=1e-3, transfer=1e-4)
+    timeline = scheduling.simulate(schedule, forward=1e-3, backward=1e-3, weight=1e-3, transfer=1e-4)
     entries = [
         (Collective("all_reduce", ("data",), 12 * each * WIDTH**2 * 4, 1, s, f"train.py:31 gradients of h_{s}"), 2e-4)
         for s in range(len(stages))

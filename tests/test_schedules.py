@@ -11,6 +11,7 @@ from alpa_lite.errors import OptionError, PlanError
 from alpa_lite.ir import schedules
 from alpa_lite.ir.schedules import Schedule, Task
 from alpa_lite.ir.timeline import Timeline
+from tests import scheduling
 from tests.marks import only
 
 MOST_MESHES, MOST_MICROBATCHES = 16, 64
@@ -41,7 +42,7 @@ def holds(name: str, virtual: int, meshes: int, microbatches: int) -> None:
     schedules.check(made)
     formula = tuple(schedules.in_flight_formula(name, meshes, microbatches, m, virtual) for m in range(meshes))
     assert schedules.in_flight(made) == formula
-    timeline = schedules.simulate(made, **UNIFORM)
+    timeline = scheduling.simulate(made, **UNIFORM)
     assert timeline.idle == (bubble((name, virtual, meshes, microbatches)),) * meshes  # small integers: exact
 
 
@@ -87,7 +88,7 @@ def test_bubble_of_any_durations(
     if name == "zb-h1":  # the formula's own condition
         weight = min(weight, forward, backward)
     made = schedules.schedule(name, meshes, microbatches, virtual=virtual)
-    timeline = schedules.simulate(made, forward=forward, backward=backward, weight=weight)
+    timeline = scheduling.simulate(made, forward=forward, backward=backward, weight=weight)
     assert timeline.idle == (bubble(case, forward, backward, weight),) * meshes
     assert timeline.busy == (virtual * microbatches * (forward + backward + weight),) * meshes
 
@@ -101,7 +102,7 @@ def test_dependencies_hold_in_the_simulation(data: st.DataObject, case: tuple[st
     several = st.lists(quarters, min_size=stages, max_size=stages)
     forward, backward, weight = (data.draw(several) for _ in range(3))
     transfer = data.draw(st.lists(quarters, min_size=stages - 1, max_size=stages - 1))
-    timeline = schedules.simulate(made, forward=forward, backward=backward, weight=weight, transfer=transfer)
+    timeline = scheduling.simulate(made, forward=forward, backward=backward, weight=weight, transfer=transfer)
     at = ends(timeline)
     for stage in range(stages):
         for m in range(microbatches):
@@ -161,7 +162,7 @@ def test_one_mesh_and_one_microbatch(name: str) -> None:
     made = schedules.schedule(name, 1, 1)
     schedules.check(made)
     assert schedules.in_flight(made) == (1,)
-    timeline = schedules.simulate(made, forward=1.0, backward=2.0, weight=0.5, transfer=9.0)
+    timeline = scheduling.simulate(made, forward=1.0, backward=2.0, weight=0.5, transfer=9.0)
     assert timeline.seconds == 3.5
     assert timeline.idle_fraction == (0.0,)
     if name != "interleaved-1f1b":
@@ -180,21 +181,21 @@ def test_gradients_are_summed_in_one_order() -> None:
 def test_zb_h1_holds_no_more_than_1f1b_does_and_idles_a_third() -> None:
     plain, split = schedules.schedule("1f1b", 4, 12), schedules.schedule("zb-h1", 4, 12)
     assert max(schedules.in_flight(split)) == max(schedules.in_flight(plain)) == 4
-    assert schedules.simulate(split, **UNIFORM).idle[0] * 3 == schedules.simulate(plain, **UNIFORM).idle[0]
+    assert scheduling.simulate(split, **UNIFORM).idle[0] * 3 == scheduling.simulate(plain, **UNIFORM).idle[0]
 
 
 def test_eager_hides_transfers_that_1f1b_waits_for() -> None:
     times = {"forward": 1.0, "backward": 2.0, "transfer": 0.5}
-    plain = schedules.simulate(schedules.schedule("1f1b", 4, 32), **times)
-    eager = schedules.simulate(schedules.schedule("eager-1f1b", 4, 32), **times)
-    free = schedules.simulate(schedules.schedule("eager-1f1b", 4, 32), forward=1.0, backward=2.0)
+    plain = scheduling.simulate(schedules.schedule("1f1b", 4, 32), **times)
+    eager = scheduling.simulate(schedules.schedule("eager-1f1b", 4, 32), **times)
+    free = scheduling.simulate(schedules.schedule("eager-1f1b", 4, 32), forward=1.0, backward=2.0)
     # Filling and draining the pipeline cost three hops each way; all between is hidden.
     assert eager.seconds == free.seconds + 6 * 0.5
     assert plain.seconds > eager.seconds + 10 * 0.5
 
 
 def test_transfers_of_one_link_take_turns() -> None:
-    timeline = schedules.simulate(schedules.schedule("gpipe", 2, 3), forward=1.0, backward=1.0, transfer=4.0)
+    timeline = scheduling.simulate(schedules.schedule("gpipe", 2, 3), forward=1.0, backward=1.0, transfer=4.0)
     there = [e for e in timeline.events if e.kind == "transfer" and e.mesh == 0]
     assert [(e.start, e.end, e.destination) for e in there] == [(1.0, 5.0, 1), (5.0, 9.0, 1), (9.0, 13.0, 1)]
     assert timeline.busy == (6.0, 6.0)
@@ -203,7 +204,7 @@ def test_transfers_of_one_link_take_turns() -> None:
 def test_interleaving_divides_the_bubble() -> None:
     for virtual in (1, 2, 4):
         made = schedules.schedule("interleaved-1f1b", 4, 8, virtual=virtual)
-        timeline = schedules.simulate(made, forward=4.0 / virtual, backward=8.0 / virtual)
+        timeline = scheduling.simulate(made, forward=4.0 / virtual, backward=8.0 / virtual)
         assert timeline.idle == (3 * 12.0 / virtual,) * 4
 
 
@@ -214,7 +215,7 @@ def test_slices_of_the_sequence(name: str, virtual: int) -> None:
         if exists(name, meshes, microbatches):
             made = schedules.schedule(name, meshes, microbatches, virtual=virtual, slices=slices)
             schedules.check(made)
-            timeline = schedules.simulate(made, **UNIFORM)
+            timeline = scheduling.simulate(made, **UNIFORM)
             assert timeline.idle == (bubble((name, virtual, meshes, microbatches)),) * meshes
             names = {(e.stage, e.name) for e in timeline.events}
             assert len(names) == 2 * made.num_stages * microbatches * slices
@@ -248,7 +249,7 @@ def test_check_finds_what_is_wrong() -> None:
     with pytest.raises(PlanError, match=r"wait for each other: submesh 0 at .*submesh 1 at "):
         schedules.check(late)
     with pytest.raises(PlanError, match="wait for each other"):
-        schedules.simulate(late, forward=1.0, backward=1.0)
+        scheduling.simulate(late, forward=1.0, backward=1.0)
 
 
 @pytest.mark.parametrize(
@@ -270,4 +271,4 @@ def test_refused(arguments: tuple, virtual: int, message: str) -> None:
 
 def test_durations_of_the_wrong_length() -> None:
     with pytest.raises(ValueError, match="forward has 3 entries, and 2 are needed"):
-        schedules.simulate(schedules.schedule("gpipe", 2, 2), forward=[1.0] * 3, backward=1.0)
+        scheduling.simulate(schedules.schedule("gpipe", 2, 2), forward=[1.0] * 3, backward=1.0)

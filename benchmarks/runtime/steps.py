@@ -35,9 +35,9 @@ from alpa_lite import models
 from alpa_lite.calibration import measuring
 from alpa_lite.calibration.storing import Calibration
 from alpa_lite.cluster import Cluster
+from alpa_lite.ir import json_codec
 from alpa_lite.passes.checks.hlo_text import parse_hlo
 from alpa_lite.passes.checks.verification import memory_of
-from alpa_lite.plan import json_codec
 from alpa_lite.runtime.pipeline import PipelineExecutable
 from benchmarks.harness import Benchmark, Row, Rows, show, table
 from benchmarks.runtime import hand_written

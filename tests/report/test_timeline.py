@@ -14,6 +14,7 @@ from alpa_lite.ir.timeline import Event, Timeline
 from alpa_lite.passes.programs import simulation
 from alpa_lite.report import console
 from alpa_lite.report import timeline as report
+from tests import scheduling
 from tests.pipelines import every, toy
 
 
@@ -25,7 +26,7 @@ def example() -> Timeline:
 
 def draw(schedule: schedules.Schedule, width: int = 100) -> Text:
     """A schedule at equal times: forward, gradients of inputs and of parameters take a second each."""
-    return report.draw(schedules.simulate(schedule, forward=1, backward=1, weight=1), width)
+    return report.draw(scheduling.simulate(schedule, forward=1, backward=1, weight=1), width)
 
 
 def complete(trace: dict) -> list[dict]:

@@ -12,6 +12,7 @@ from alpa_lite.ir import schedules
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.program import Receive, Run, Send, Submesh
 from alpa_lite.passes.programs import simulation
+from tests import scheduling
 from tests.pipelines import every, toy
 
 quarters = st.integers(1, 16).map(lambda n: n / 4)
@@ -24,7 +25,7 @@ def test_equals_the_simulation_of_the_schedule(
 ) -> None:
     program = toy(made, forward=forward, backward=backward, weight=weight, transfer=transfer)
     found = simulation.simulate(program)
-    expected = schedules.simulate(made, forward=forward, backward=backward, weight=weight, transfer=transfer)
+    expected = scheduling.simulate(made, forward=forward, backward=backward, weight=weight, transfer=transfer)
     kept = [e for e in found.events if e.kind not in ("prologue", "update")]
     assert {dataclasses.replace(e, bytes=0) for e in kept} == set(expected.events)
     assert len(kept) == len(expected.events)

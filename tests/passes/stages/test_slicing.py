@@ -18,6 +18,7 @@ from alpa_lite.passes.stages.dp.ranges import Hosts, StageCosts, from_layers
 from alpa_lite.passes.stages.dp.slices import VIRTUAL, Infeasible, SliceOptions, StageChoice, StageSlices
 from alpa_lite.passes.stages.dp.slicing import slice_stages
 from alpa_lite.passes.stages.dp.tasks import evaluate, place, problem_of, tasks_of
+from tests import scheduling
 
 EXACT = ("gpipe", "1f1b", "eager-1f1b", "zb-h1")
 
@@ -258,7 +259,7 @@ def test_seconds_are_those_of_the_simulated_schedule(name, meshes, count, virtua
     """Uniform stages and free transfers: the formula is the schedule."""
     costs = uniform(meshes * virtual, count, devices=(1,), total=meshes)
     tasks = schedules.schedule(name, meshes, count, virtual=virtual)
-    timeline = schedules.simulate(tasks, forward=2.0, backward=2.0, weight=2.0)
+    timeline = scheduling.simulate(tasks, forward=2.0, backward=2.0, weight=2.0)
     assert evaluate(costs, chain(meshes, count, name, virtual))[0] == pytest.approx(end(timeline))
 
 
@@ -272,7 +273,7 @@ def test_seconds_are_not_below_the_simulated_schedule(seed, meshes, count, name)
     for s in range(meshes):
         costs.forward[s, s + 1], costs.backward[s, s + 1] = forward[s], 2 * forward[s]
     costs.boundary_seconds[1:meshes, 0, 0] = transfer
-    timeline = schedules.simulate(
+    timeline = scheduling.simulate(
         schedules.schedule(name, meshes, count), forward=list(forward), backward=list(2 * forward),
         transfer=list(transfer),
     )  # fmt: skip
@@ -290,7 +291,7 @@ def test_stages_that_share_nodes_wait_for_the_cuts_that_cross_the_network(name, 
     )  # fmt: skip
     free = uniform(meshes, count, devices=(1,), total=meshes)
     crossing = [network if s % 2 else 0.0 for s in range(meshes - 1)]
-    timeline = schedules.simulate(
+    timeline = scheduling.simulate(
         schedules.schedule(name, meshes, count), forward=2.0, backward=4.0, transfer=crossing
     )  # fmt: skip
     estimate, without = (evaluate(c, chain(meshes, count, name))[0] for c in (costs, free))
