@@ -34,7 +34,7 @@ from alpa_lite.plan.records import Collective, Leaf, Memory, Replicated, Solver,
 from alpa_lite.report import units
 
 _MEMORY_SAMPLES = 64
-"""Points of the step at which a plan has the memory of each kind: of as many equal parts those with most bytes."""
+"""Points of the step, at most, at which a plan has the memory of each kind: of equal parts those with most bytes."""
 
 
 def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annotated: bool = False) -> Plan:

@@ -64,7 +64,8 @@ def test_memory_over_the_step_is_drawn_and_reaches_the_peak():
     plan = data_parallel()
     memory = plan.stages[0].memory
     curves = memory.over_step
-    assert curves is not None and {len(amounts) for amounts in curves.values()} == {64}
+    assert curves is not None and len({len(amounts) for amounts in curves.values()}) == 1
+    assert all(1 < len(amounts) <= 64 for amounts in curves.values())
     assert max(map(sum, zip(*curves.values(), strict=True))) == pytest.approx(memory.total, abs=len(curves))
     assert all(min(amounts) >= 0 and max(amounts) <= memory.kinds[kind] for kind, amounts in curves.items())
     text = html.document(plan)
@@ -76,9 +77,10 @@ def test_memory_of_a_pipeline_follows_its_microbatches():
     plan = pipeline_plan()
     for use, curves in zip(stages.memory(plan), stages.memory_over_step(plan), strict=True):
         assert [(kind, max(amounts)) for kind, amounts in curves.items()] == list(use.kinds)
-        assert len(set(curves["in flight"])) > 2 and len(set(curves["params"])) == 1
+        assert len(set(curves["params"])) == 1
     flights = [curves["in flight"] for curves in stages.memory_over_step(plan)]
-    assert flights[0][0] > 0 == flights[3][0] and flights[0][-1] > 0  # the last stage begins last
+    assert [len(set(amounts) - {0.0}) for amounts in flights] == [4, 3, 2, 1]  # as many micro-batches at most
+    assert flights[0][0] > 0 == flights[3][0] and flights[0][-1] > 0 == flights[3][-1]  # the last stage begins last
 
 
 def test_alternatives_are_explained_with_the_bound():
