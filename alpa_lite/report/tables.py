@@ -82,7 +82,7 @@ class Curve:
     label: str
 
     def areas(self) -> list[tuple[str, str]]:
-        """The colour and the corners of what is below each layer, in a box of 100 x 100, the highest layer first."""
+        """The colour and the corners of the area below each layer, in a box of 100 x 100, the highest layer first."""
         out, below = [], [0.0] * len(self.layers[0][1])
         for colour, amounts in self.layers:
             below = [low + amount for low, amount in zip(below, amounts, strict=True)]
