@@ -41,6 +41,7 @@ def clusters() -> Group:
 
 
 def _gigabytes(value: float) -> str:
+    """Whole gigabytes a second."""
     return f"{value / 1e9:,.0f}"
 
 
@@ -98,6 +99,7 @@ def verification(found: Mapping[str, Any]) -> Group:
 
 
 def _collectives(rows: Sequence[Mapping[str, Any]]) -> Block:
+    """The collectives that are planned, and those that the compiled program has."""
     if not rows:
         return "none planned, and none to compare with"
     columns = (
@@ -111,7 +113,10 @@ def _collectives(rows: Sequence[Mapping[str, Any]]) -> Block:
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The predicted bytes of each executable, and those that the compiler reports."""
+
     def ratio(row: Mapping[str, Any]) -> str:
+        """Of the prediction to the bytes that the compiler needs."""
         return f"{row['predicted'] / row['compiler']:.2f}" if row["compiler"] else "-"
 
     names = "predicted", "compiler", "arguments", "temporaries", "code"
