@@ -1,9 +1,8 @@
-"""Calls that differ in weak dtypes alone share a planning; results have the weak types of `jit`; plannings say why."""
+"""Calls that differ in weak dtypes alone share a planning; plannings say why."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -16,12 +15,11 @@ import pytest
 import alpa_lite
 from alpa_lite.compilation import likeness
 from tests.comparing import assert_close
-from tests.gallery import sgd, train_state
-from tests.marks import slow_but, slow_one_in
+from tests.gallery import train_state
+from tests.marks import slow_but
 
 METHODS: dict[str, dict[str, Any]] = {
     "one mesh": {"method": alpa_lite.Zero(stage=3)},
-    "micro-batches": {"method": alpa_lite.DataParallel(), "num_microbatches": 2},
     "pipeline": {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2},
 }
 X = jnp.cos(jnp.arange(128.0)).reshape(16, 8)
@@ -153,68 +151,3 @@ def test_every_other_planning_says_what_differs(caplog):
         caplog.clear()
         run.plan(state, batch, np.int32(2))
         assert caplog.messages == ["step: another pattern of weak dtypes makes the planned program, and shares it"]
-
-
-# -- weak types of results --------------------------------------------------------------------------------------------
-
-
-def counters() -> tuple[Any, Any]:
-    """A weak integer, a weak float, a weak array, and a strong array of the same kind."""
-    state = {
-        "w": [jnp.eye(8), jnp.eye(8)], "step": 0, "rate": 0.1, "gate": jnp.full((8,), 0.5), "count": jnp.int32(0),
-    }  # fmt: skip
-
-    def step(state: Any, x: jax.Array) -> Any:
-        loss, grads = jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(x @ w[0]) @ w[1] - x) ** 2))(state["w"])
-        w = [a - state["rate"] * b for a, b in zip(state["w"], grads, strict=True)]
-        return {
-            "w": w, "step": state["step"] + 1, "rate": state["rate"] * 0.5, "gate": state["gate"] * 0.9,
-            "count": state["count"] + 1,
-        }, (loss, state["step"] * 2, jnp.float32(1.0))  # fmt: skip
-
-    return step, state
-
-
-def loop() -> tuple[Any, Any]:
-    def step(state: Any, x: jax.Array) -> Any:
-        def loss_of(decay: jax.Array) -> jax.Array:
-            out = jax.lax.fori_loop(0, 3, lambda i, u: u + 0.1 * decay * jnp.tanh(u), x)
-            count = jax.lax.while_loop(lambda n: n < 3, lambda n: n + 1, state["n"])
-            return jnp.mean(out**2) + 0 * count
-
-        loss, grads = jax.value_and_grad(loss_of)(state["decay"])
-        total, _ = jax.lax.scan(lambda c, _: (c + 1, None), state["n"], None, length=2)
-        return {"decay": state["decay"] - grads, "n": total - 2}, (loss, jax.lax.cond(True, lambda: 1, lambda: 2))
-
-    return step, {"decay": jnp.full((8,), 0.1), "n": 0}
-
-
-@sgd
-def scan_layers(w: Any, x: jax.Array) -> Any:
-    return jnp.mean(jax.lax.scan(lambda h, one: (jnp.tanh(h @ one["m"] + one["b"]), None), x, w)[0] ** 2)
-
-
-PROGRAMS: dict[str, Callable[[], tuple[Any, Any]]] = {
-    "train_state": lambda: (train_step, make_state()),
-    "counters": counters,
-    "loop": loop,
-    "stacked": lambda: (scan_layers, {"m": jnp.full((4, 8, 8), 0.1), "b": jnp.full((4, 8), 0.1)}),
-}
-FAST = {("counters", "one mesh"), ("loop", "one mesh"), ("train_state", "pipeline")}
-CASES = [(program, where) for program in PROGRAMS for where in METHODS if (program, where) != ("loop", "pipeline")]
-
-
-@pytest.mark.parametrize(("program", "where"), slow_one_in(2, slow_but(FAST, CASES)))
-def test_a_loop_is_planned_once_and_has_the_weak_types_of_jit(program, where):
-    step, start = PROGRAMS[program]()
-    run, jitted = alpa_lite.parallelize(step, batch_argnums=1, **METHODS[where]), jax.jit(step)
-    for change in (lambda x: x, strong):
-        state = want = change(start)
-        for _ in range(3):
-            got, expected = run(state, X), jitted(want, X)
-            same(got, expected)
-            state, want = got[0], expected[0]
-    if program == "counters":
-        same(run.place(start, X)[0], jax.tree.map(jnp.asarray, start))
-        same(run.init(lambda: jax.tree.map(jnp.asarray, start)), jax.tree.map(jnp.asarray, start))
-    assert len(run.plans) == 1
