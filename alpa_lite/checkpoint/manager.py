@@ -241,11 +241,14 @@ def _read(folder: epath.Path, template: Template, verify: bool, timeout: float) 
             return describe_error(error)
         return ""
 
-    if verify:  # of several problems, one is that of all processes
+    def first(problems: list[str]) -> str:
+        return next(filter(None, problems), "")
+
+    if verify:
         number, count = collective.process, collective.count
-        if damage := collective.gather("damage", lambda: files.find_damage(folder, number, count), max):
+        if damage := collective.gather("damage", lambda: files.find_damage(folder, number, count), first):
             return str(damage)
-    failed = collective.gather("read", read, max)
+    failed = collective.gather("read", read, first)
     if failed and verify and (folder / files.CHECKSUMS).exists():
         raise CheckpointError(f"{folder} could not be read, though its checksums are right: {failed}")
     return failed or (found[0], found[1])
