@@ -49,7 +49,7 @@ class Place:
     scope: str
 
     @staticmethod
-    def of(where: str) -> Place:
+    def parse(where: str) -> Place:
         """Returns the parts of a text that `_jax.where` wrote."""
         match = _PLACE.fullmatch(where)
         return Place(match[1] or "", match[2] or "", match[3]) if match else Place("", "", where)
@@ -129,7 +129,7 @@ def terms_text(terms: Mapping[str, float]) -> str:
 
 def line_text(row: Spending) -> str:
     """The source line alone, and whether it is of the reverse pass."""
-    place = Place.of(row.where)
+    place = Place.parse(row.where)
     return f"{place.line or row.where}{', backward' * place.backward}"
 
 
@@ -177,9 +177,9 @@ def modules(plan: Plan) -> list[Module]:
     spent = [
         (row, part * row.seconds) for part, stage in zip(share, plan.stages, strict=True) for row in stage.spending
     ]
-    items = [(Place.of(row.where), row.operation, "", seconds) for row, seconds in spent]
+    items = [(Place.parse(row.where), row.operation, "", seconds) for row, seconds in spent]
     items += [
-        (Place.of(collective.where), collective.kind, "communication", share[collective.stage] * seconds)
+        (Place.parse(collective.where), collective.kind, "communication", share[collective.stage] * seconds)
         for collective, seconds in plan.priced_collectives
         if spent and collective.kind != "transfer"
     ]
@@ -243,11 +243,11 @@ def _joined(rows: Iterable[Held]) -> list[Held]:
     """Activations that differ in the numbers of their scopes alone as one."""
 
     def key(row: Held) -> tuple[str, Hashable]:
-        place = Place.of(row.where)
+        place = Place.parse(row.where)
         return place.scope, (place.source, row.operation, row.shape, row.dtype, row.spec, row.bytes)
 
     return [
-        replace(same[0], where=f"{Place.of(same[0].where).source} {scope}", count=sum(row.count for row in same))
+        replace(same[0], where=f"{Place.parse(same[0].where).source} {scope}", count=sum(row.count for row in same))
         for scope, same in grouping.by_numbers(rows, key)
     ]
 
