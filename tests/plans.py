@@ -10,20 +10,9 @@ from jax.sharding import PartitionSpec as P
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir import schedules
 from alpa_lite.ir.timeline import Event, Timeline
+from alpa_lite.plan.decisions import Alternative, Candidate, Decision, Outcome, Replicated, Solver
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.records import (
-    Alternative,
-    Candidate,
-    Collective,
-    Decision,
-    Division,
-    Leaf,
-    Memory,
-    Outcome,
-    Replicated,
-    Solver,
-    Stage,
-)
+from alpa_lite.plan.records import Collective, Division, Leaf, Memory, Stage
 from tests import scheduling
 
 WIDTH, VOCABULARY, LAYERS = 768, 50304, 12

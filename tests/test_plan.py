@@ -20,8 +20,8 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.errors import PlanError
 from alpa_lite.ir import json_codec
 from alpa_lite.ir.timeline import Event, Timeline
+from alpa_lite.plan import decisions, records
 from alpa_lite.plan import plan as plan_module
-from alpa_lite.plan import records
 from alpa_lite.plan.plan import Plan
 from tests.plans import gpt_plan, small_plan
 
@@ -127,10 +127,10 @@ def test_bytes_per_device_divides_by_the_axes_of_the_spec() -> None:
 
 
 def test_chosen_tells_alternatives_with_equal_axes_apart() -> None:
-    step = records.Outcome(1.0, 0.0, 0.0, 1.0, 0, 1, 0)
-    whole = records.Alternative((("x",),), "[x]", 1.0, 0.0, 0.0, 1, 1.0, step, True)
+    step = decisions.Outcome(1.0, 0.0, 0.0, 1.0, 0, 1, 0)
+    whole = decisions.Alternative((("x",),), "[x]", 1.0, 0.0, 0.0, 1, 1.0, step, True)
     partial = dataclasses.replace(whole, partial=("y",))
-    decision = records.Decision("k", "add", "", 1, (8,), (("x",),), 1.0, (whole, partial), partial=("y",))
+    decision = decisions.Decision("k", "add", "", 1, (8,), (("x",),), 1.0, (whole, partial), partial=("y",))
     assert decision.chosen is partial
     assert dataclasses.replace(decision, partial=()).chosen is whole
     assert dataclasses.replace(decision, strategy=((),)).chosen is None

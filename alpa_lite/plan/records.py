@@ -13,9 +13,7 @@ from jax.sharding import PartitionSpec
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir.timeline import Timeline
-from alpa_lite.plan.decisions import Alternative as Alternative
 from alpa_lite.plan.decisions import Candidate, Decision, Fixed, Replicated, SearchSummary, Solver
-from alpa_lite.plan.decisions import Outcome as Outcome
 from alpa_lite.plan.figures import AxisUse, Comparison, Held, Products, Spending
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "transfer")

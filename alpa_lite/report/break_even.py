@@ -1,8 +1,8 @@
 """The cost of another choice, and the changes that would make it win.
 
-For every alternative the plan holds a whole step in which it is forced and the others adapt (`records.Outcome`). Of its
-T seconds, V are spent waiting for links, G grow with the batch. With links x times as fast, and the batch b times as
-large, this step takes
+For every alternative the plan holds a whole step in which it is forced and the others adapt (`decisions.Outcome`). Of
+its T seconds, V are spent waiting for links, G grow with the batch. With links x times as fast, and the batch b times
+as large, this step takes
 
     T(x) = T - V + V / x          T(b) = T - G + b G
 

@@ -32,8 +32,8 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.stages import planning
 from alpa_lite.passes.stages.choosing import StagePlan
+from alpa_lite.plan.decisions import Candidate
 from alpa_lite.plan.figures import Comparison
-from alpa_lite.plan.records import Candidate
 from alpa_lite.report import units
 
 TEXTBOOK: Mapping[str, Method] = {

@@ -15,7 +15,7 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.space import Node, Space
 from alpa_lite.passes.stages.planning import PlannedStage
-from alpa_lite.plan.records import Decision, Fixed
+from alpa_lite.plan.decisions import Decision, Fixed
 
 
 def decisions_of(planned: PlannedStage, like: Sequence[Decision] | None) -> tuple[Decision, ...]:

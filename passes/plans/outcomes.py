@@ -24,7 +24,7 @@ from alpa_lite.passes.sharding.connected import connected, leading_part
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.solver.problem import Problem
 from alpa_lite.passes.sharding.space import Space
-from alpa_lite.plan.records import Outcome
+from alpa_lite.plan.decisions import Outcome
 
 Parts = tuple[float, float, float, float, float]
 """Compute seconds, communication seconds, latency seconds, seconds that grow with the batch, bytes sent."""

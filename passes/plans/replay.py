@@ -34,9 +34,10 @@ from alpa_lite.passes.stages import stage_graph
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.stages.pricing import REMAT
 from alpa_lite.passes.stages.stage_graph import StageGraph
+from alpa_lite.plan.decisions import Candidate
 from alpa_lite.plan.pins import layout_of_spec
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.records import Candidate, Stage
+from alpa_lite.plan.records import Stage
 
 
 def replay(

@@ -24,7 +24,8 @@ from alpa_lite.passes.sharding.groups import Dims, Grouping
 from alpa_lite.passes.sharding.solver.reading import from_graph
 from alpa_lite.passes.sharding.space import Node, Strategy, block_count, layout_of, made_layout
 from alpa_lite.passes.stages.planning import DecidedStage
-from alpa_lite.plan.records import Alternative, Stage
+from alpa_lite.plan.decisions import Alternative
+from alpa_lite.plan.records import Stage
 
 KEPT_ALTERNATIVES = {"leaf": 4, "heavy": 4}
 """How many alternatives of each kind of decision a plan keeps beyond the chosen one: those with the least bounds."""

@@ -29,8 +29,9 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.stage_graph import Port
+from alpa_lite.plan.decisions import Replicated, Solver
 from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.records import Collective, Leaf, Memory, Replicated, Solver, Stage
+from alpa_lite.plan.records import Collective, Leaf, Memory, Stage
 from alpa_lite.report import units
 
 _MEMORY_SAMPLES = 64

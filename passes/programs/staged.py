@@ -22,8 +22,9 @@ from alpa_lite.passes.programs.calls import Calls, mesh_of
 from alpa_lite.passes.programs.crossings import crossing_bytes
 from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages.planning import PlannedStage
+from alpa_lite.plan.decisions import Candidate
 from alpa_lite.plan.figures import Comparison
-from alpa_lite.plan.records import Candidate, Division
+from alpa_lite.plan.records import Division
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alpa_lite.plan.records import SearchSummary
+from alpa_lite.plan.decisions import SearchSummary
 
 logger = logging.getLogger(__name__)
 

@@ -37,7 +37,7 @@ from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.textbook import least_state, may_be_cut
 from alpa_lite.passes.stages import planning
-from alpa_lite.plan.records import Candidate as Row
+from alpa_lite.plan.decisions import Candidate as Row
 
 MAX_SPEEDUP = 2.0
 """How many times faster two streams are than one at most: each does one thing at a time."""

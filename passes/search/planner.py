@@ -22,8 +22,8 @@ from alpa_lite.passes.sharding import worth
 from alpa_lite.passes.sharding.mesh_program import CLOSED, MeshSolution
 from alpa_lite.passes.stages import planning, stage_graph
 from alpa_lite.passes.stages.planning import DecidedStage
+from alpa_lite.plan.decisions import SearchSummary
 from alpa_lite.plan.figures import Comparison
-from alpa_lite.plan.records import SearchSummary
 from alpa_lite.report import units
 
 

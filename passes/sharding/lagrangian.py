@@ -34,7 +34,7 @@ from alpa_lite.passes.sharding.solver.search import Search
 from alpa_lite.passes.sharding.solver.solve import SolverState
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.tables import GroupedStep
-from alpa_lite.plan.records import Candidate
+from alpa_lite.plan.decisions import Candidate
 
 MAX_SLOWDOWN = 1.3
 """Mesh shapes that are slower by more than this factor with memory for nothing are not tried at a price."""

@@ -29,8 +29,8 @@ from alpa_lite.passes.sharding import computing, limits, strategies
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space, Strategy
 from alpa_lite.passes.sharding.tables import GroupedStep
+from alpa_lite.plan.decisions import Candidate
 from alpa_lite.plan.pins import NO_PINS, NO_WISHES, Pins, Wishes
-from alpa_lite.plan.records import Candidate
 from alpa_lite.report import units
 
 CLOSED = 1e-4

@@ -20,7 +20,7 @@ from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.solver.reading import from_graph
 from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.tracing import tracing
-from alpa_lite.plan.records import Decision
+from alpa_lite.plan.decisions import Decision
 from tests.searching import best_of_meshes
 
 BATCH = 65536
