@@ -91,7 +91,7 @@ def _compared(step: GroupedStep, budget: float, name: str, method: Method, clust
             if (peak := found.solution.peak) > budget:
                 excess = f"{(peak - budget) / 2**30:,.3g} GiB"
                 return Comparison(name, shape, None, math.ceil(peak), f"does not fit by {excess}")
-        seconds = planning.settled(step.traced, step.grouping, step.rules, cluster, found)
+        seconds = planning.settled(step, cluster, found)
         return Comparison(name, found.mesh.shape, seconds, math.ceil(found.solution.peak))
     except (InfeasibleError, MicrobatchError, OptionError) as error:
         return Comparison(name, reason=str(error).split(";")[0])

@@ -31,7 +31,6 @@ from alpa_lite.passes.layers.remat import NOTHING, Remat
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.layers.stacked_sums import add_within_scans
 from alpa_lite.passes.microbatches.loop import Accumulated
-from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.tables import GroupedStep
 
 MAX_LAYERS = 72
@@ -109,16 +108,13 @@ class AnalyzedStep:
 
     Attributes:
       loop: the step so. layers: the number of its layers, where any may be recomputed; else 0.
-      rules, groups: of its operations.
-      shared: the tables that its integer programs have in common.
+      grouped: the step of the loop, with the rules of its operations and its groups.
     """
 
     config: ExecutionConfig
     loop: Accumulated
     layers: int
-    rules: Mapping[Any, Rule]
-    groups: Grouping
-    shared: GroupedStep
+    grouped: GroupedStep
 
 
 class Analyses:
@@ -138,7 +134,7 @@ class Analyses:
         loop, layers = self.loop_of(config)
         rules = self._rules(loop.traced)
         groups = self._run("grouping", sharding.group, loop.traced, rules)
-        return AnalyzedStep(config, loop, layers, rules, groups, GroupedStep(loop.traced, groups, rules))
+        return AnalyzedStep(config, loop, layers, GroupedStep(loop.traced, groups, rules))
 
     def loop_of(self, config: ExecutionConfig) -> tuple[Accumulated, int]:
         """The step as one mesh runs it, with several micro-batches a loop over them, and the number of its layers.

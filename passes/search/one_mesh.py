@@ -169,7 +169,7 @@ class OneMeshSearch:
         """Whether the unrestricted program on the mesh of one axis has all plans of a textbook method."""
         step, cluster = self.analyses.of(config), self.request.cluster
         assert family.textbook is not None
-        return mesh_program.has_all_plans_of(step.shared, cluster, family.textbook)
+        return mesh_program.has_all_plans_of(step.grouped, cluster, family.textbook)
 
     def compute_seconds(self) -> float:
         """Estimated seconds for which a step computes on all devices, by the plans of one mesh and their rooflines.
@@ -212,7 +212,7 @@ class OneMeshSearch:
 
     def take(self, step: AnalyzedStep, name: str, found: MeshSolution) -> FoundPlan:
         """A solution as a plan, listed among those of its configuration."""
-        seconds = planning.settled(step.loop.traced, step.groups, step.rules, self.request.cluster, found)
+        seconds = planning.settled(step.grouped, self.request.cluster, found)
         peak, status = int(found.solution.peak), found.solution.status
         self._note(step.config, Row(name, found.mesh.shape, seconds, peak, status))
         plan = FoundPlan((0, *step.config.rank), seconds, DecidedMesh(step, found))
@@ -268,7 +268,7 @@ class OneMeshSearch:
         """
         r = self.request
         said = {} if method else {"pins": r.pins, "wishes": r.wishes}
-        return mesh_program.mesh_programs(step.shared, r.cluster, method or r.method, budget=r.budget, **said)
+        return mesh_program.mesh_programs(step.grouped, r.cluster, method or r.method, budget=r.budget, **said)
 
     def _expand(self, family: Family, config: ExecutionConfig, cutoff: float) -> Expansion:
         """One candidate for each mesh shape."""
@@ -289,7 +289,7 @@ class OneMeshSearch:
                 return Expansion()
             raise
         work = 0 if method else best_first.ANALYSIS_PER_OP * sum(1 for _ in step.loop.traced.graph.ops())
-        least = step.shared.peak / request.cluster.num_devices
+        least = step.grouped.peak / request.cluster.num_devices
         if least <= request.budget:
             return Expansion([self._of_program(family, step, one, n) for n, one in enumerate(programs)], work=work)
         family.records[config].least = least
@@ -379,7 +379,7 @@ class OneMeshSearch:
         more = config.microbatches
         if family.state < request.budget and request.num_microbatches is None:
             more = next_feasible_microbatches(more, max(least, family.state), family.state, request.budget)
-            whole = self.analyses.of(ExecutionConfig()).shared if family.cuts_examples else None
+            whole = self.analyses.of(ExecutionConfig()).grouped if family.cuts_examples else None
             if whole is None or may_be_cut(whole, more * request.cluster.num_devices):
                 out += self.open(family, replace(config, microbatches=more))
         if family.textbook:

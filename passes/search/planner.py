@@ -83,10 +83,10 @@ def _write(run: Passes, request: PlanRequest, one: OneMeshSearch, chosen: FoundP
     """The program of a plan of one mesh."""
     decided: DecidedMesh = chosen.value
     step, found, config = decided.step, decided.found, decided.step.config
-    loop, costs = step.loop, tuple[str, ...]()
+    loop, grouped, costs = step.loop, step.grouped, tuple[str, ...]()
     if worth.items(loop.traced, request.wishes):
         costs = run(
-            "constraints", worth.worth, step.shared, request.cluster, request.method, found,
+            "constraints", worth.worth, grouped, request.cluster, request.method, found,
             budget=request.budget, pins=request.pins, wishes=request.wishes,
         )  # fmt: skip
     objective, own = found.solution.objective, found.solution.bound
@@ -95,7 +95,8 @@ def _write(run: Passes, request: PlanRequest, one: OneMeshSearch, chosen: FoundP
     bound, status = (own, "optimal") if is_closed else (min(least, own, objective), "feasible")
     rows = one.rows(chosen)
     found = replace(found, solution=replace(found.solution, bound=bound, status=status), candidates=rows)
-    stage = DecidedStage(stage_graph.whole(loop.traced, loop.scan), step.rules, step.groups, found, request.cluster)
+    graph = stage_graph.whole(loop.traced, loop.scan)
+    stage = DecidedStage(graph, grouped.rules, grouped.grouping, found, request.cluster)
     planned = run("lowering", planning.lowered_whole, stage, request.options.communication)
     verdict = Verdict("step", status, objective, bound, rows)
     staged = run("programs", programs.single, loop, planned, verdict, str(config.remat))

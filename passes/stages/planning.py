@@ -278,13 +278,11 @@ def lowered_whole(stage: DecidedStage, communication: str) -> PlannedStage:
     return _planned(stage, cutting.whole, communication)
 
 
-def settled(
-    traced: Traced, groups: Grouping, rules: Mapping[Any, Rule], cluster: Cluster, found: MeshSolution
-) -> float:  # fmt: skip
+def settled(step: GroupedStep, cluster: Cluster, found: MeshSolution) -> float:
     """Returns the seconds of a step that is not divided, without communication that hides behind computing."""
     if not cluster.overlaps:
         return found.solution.objective
-    decided = DecidedStage(stage_graph.whole(traced, -1), rules, groups, found, cluster)
+    decided = DecidedStage(stage_graph.whole(step.traced, -1), step.rules, step.grouping, found, cluster)
     return sum(lowered_whole(decided, "explicit").seconds.values())
 
 
