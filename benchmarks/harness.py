@@ -158,7 +158,7 @@ def environment() -> Row:
         "jax": metadata.version("jax"),
         "python": platform.python_version(),
         "commit": (_git("rev-parse", "--short", "HEAD", root=root) or "unknown") + "+" * changed,
-        "host": f"{platform.node()}, {os.cpu_count()} cores",
+        "host": f"{platform.machine()}, {os.cpu_count()} cores",
     }
 
 
