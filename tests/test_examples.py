@@ -86,7 +86,7 @@ def test_the_readme_s_script_runs(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert (tmp_path / "plan.json").exists()
-    assert "Plan auto for 64 v5p" in run.stdout
+    assert "Plan auto for TPU v5p 4x4x4" in run.stdout
     assert "params/up" in run.stdout
 
 
