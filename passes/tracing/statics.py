@@ -51,7 +51,8 @@ class Statics:
         constants: of the graph's inputs.
         """
         self.values, self.constants = values, dict(constants)
-        self._arrays: dict[int, np.ndarray | None] = {}
+        self._arrays: dict[int, np.ndarray | None] = {}  # each is kept, so that its `id` stands for it
+        self._literals: dict[Hashable, np.ndarray] = {}
         self._alike: dict[Hashable, np.ndarray | None] = {}
         self._makers: dict[int, Op] = {}
         self._outside: dict[int, Atom] = {}  # input of a body -> its value in each run of the body
@@ -90,7 +91,8 @@ class Statics:
     def of(self, atom: Atom) -> np.ndarray | None:
         """The array, of the rank of the value, with size one along dims where it is constant; None if not static.
 
-        Arrays that several layers compute alike, such as their masks, are computed once, and are one array.
+        Arrays that several layers compute alike, such as their masks, are computed once, and are one array. The array
+        is the same in each call.
         """
         wanted = [self.resolve(atom)]
         while wanted:  # without recursion: programs are long
@@ -109,19 +111,20 @@ class Statics:
         """The array of an atom that is a literal, a constant, or computed."""
         atom = self.resolve(atom)
         if isinstance(atom, Lit):
-            return np.asarray(atom.value, atom.aval.dtype if isinstance(atom.aval.dtype, np.dtype) else None)
-        if atom not in self.constants:
-            return self._arrays.get(atom)
-        array = self.constants[atom]
-        small = math.prod(np.shape(array)) <= LARGEST and isinstance(getattr(array, "dtype", None), np.dtype)
-        return np.asarray(array) if small else None
+            array = np.asarray(atom.value, atom.aval.dtype if isinstance(atom.aval.dtype, np.dtype) else None)
+            return self._literals.setdefault((array.dtype.str, array.shape, array.tobytes()), array)
+        if atom in self.constants and atom not in self._arrays:
+            given = self.constants[atom]
+            small = math.prod(np.shape(given)) <= LARGEST and isinstance(getattr(given, "dtype", None), np.dtype)
+            self._arrays[atom] = np.asarray(given) if small else None
+        return self._arrays.get(atom)
 
     def _computed(self, op: Op) -> np.ndarray | None:
         """The result of an operation whose operands are computed."""
         given = [array for a in op.operands if (array := self._read(a)) is not None]
         if len(given) < len(op.operands):
             return None
-        key = (op.key or op.index, *map(_identity, op.operands, given))
+        key = (op.key or op.index, *map(id, given))
         if key not in self._alike:
             shape = np.broadcast_shapes(*(x.shape for x in given)) if op.name in NUMPY else ()
             self._alike[key] = folded(op, given, self.values) if math.prod(shape) <= LARGEST else None
@@ -165,11 +168,6 @@ def folded(op: Op, operands: Sequence[np.ndarray], values: Sequence[Value]) -> n
         starts = [min(max(int(s), 0), n - m) for s, n, m in zip(rest, before, sizes, strict=True)]
         picks = [slice(a, a + n) for a, n in zip(starts, sizes, strict=True)]
     return first[tuple(slice(None) if n == 1 else pick for n, pick in zip(first.shape, picks, strict=True))]
-
-
-def _identity(atom: Atom, array: np.ndarray) -> Hashable:
-    """Equal for equal operands: the array itself, which is kept, or the value of a literal."""
-    return (array.dtype.str, array.tobytes()) if isinstance(atom, Lit) else id(array)
 
 
 def _reshaped(array: np.ndarray, before: tuple[int, ...], after: tuple[int, ...]) -> np.ndarray | None:

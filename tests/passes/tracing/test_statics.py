@@ -54,6 +54,16 @@ def test_division_by_zero_and_what_depends_on_arguments_are_not_known() -> None:
     assert NUMPY.keys() < FOLDED
 
 
+def test_an_array_is_the_same_object_in_each_call() -> None:
+    """Knowledge of arrays is stored by `id`, which must not come to stand for another one."""
+    big = jnp.asarray(SIGNED)
+    graph = graph_of(jax.make_jaxpr(lambda x: (lax.cond(x > 0, lambda y: y * big, lambda y: y + big, 2),))(1.0))
+    statics = Statics(graph.block.ops, graph.values, dict(zip(graph.block.inputs[1:], graph.constants, strict=True)))
+    inner = [value for op in graph.block.ops for body in op.bodies for value in body.inputs]
+    known = [atom for atom in (*graph.block.inputs, *inner) if statics.of(atom) is not None]
+    assert len(known) > 2 and all(statics.of(atom) is statics.of(atom) for atom in known)
+
+
 def test_inputs_of_bodies_are_known_where_every_run_has_the_same() -> None:
     def loops(x: jax.Array) -> Any:
         rows = jnp.arange(4)
