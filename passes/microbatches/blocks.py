@@ -21,7 +21,6 @@ from jax import lax
 from alpa_lite.ir.graph import Atom, Block, Lit, Op
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import reach, values_in
-from alpa_lite.passes.ir.inlining import inlined
 from alpa_lite.passes.ir.keys import CONTROL_FLOW_JAXPRS
 from alpa_lite.passes.ir.loops import Carried, ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import renamed_block
@@ -204,24 +203,21 @@ class Scope:
         """Appends the operations that `run` does on arrays like `operands`, and returns its results.
 
         Args:
-          run, operands, kind: as for `Builder.trace`.
-          source: of the operations, in place of their own.
+          run, operands, kind, source: as for `Builder.inline`.
           once: `run` reads the number of its block to do something in one micro-batch, whichever that is.
 
         Raises:
           PositionDependent: `run` reads the number of its block, and the examples of a micro-batch are not a block.
         """
-        builder, atoms = self.builder, values_in(operands)
-        graph = builder.trace(run, operands, kind)
-        names: dict[int, Atom] = dict(zip(graph.block.inputs, atoms, strict=False))
-        for value, array in zip(graph.block.inputs[len(atoms) :], graph.constants, strict=True):
-            names[value] = self.constant(builder.constant(graph.values[value], array))
-        for op in graph.block.ops:
-            if op.name == "axis_index":
-                if builder.strided and not once:
-                    raise PositionDependent
-                names[op.results[0]] = self.counter
-        made, results = inlined(builder, graph, names, source)
+
+        def counter() -> Atom:
+            if self.builder.strided and not once:
+                raise PositionDependent
+            return self.counter
+
+        made, results = self.builder.inline(
+            run, operands, kind=kind, source=source, constant=self.constant, counter=counter
+        )
         self.ops += made
         return results
 

@@ -31,7 +31,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir.flow import reach, values_in
-from alpa_lite.passes.ir.inlining import inlined, shape_of
+from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.ir.loops import Carried, ScanView
 from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
 from alpa_lite.passes.microbatches.blocks import Scope
@@ -49,6 +49,13 @@ from alpa_lite.passes.microbatches.states import (
 )
 
 
+class WithoutLoop(Exception):
+    """Nothing that a step returns depends on its batch, in the loop."""
+
+    def __str__(self) -> str:
+        return "nothing that the step returns depends on its batch"
+
+
 def emit(states: StepStates, *, strided: bool = False) -> tuple[Graph, int]:
     """The rewritten graph, and the index of its scan over micro-batches in the top block.
 
@@ -57,7 +64,7 @@ def emit(states: StepStates, *, strided: bool = False) -> tuple[Graph, int]:
       strided: micro-batches are of every m-th example.
 
     Raises:
-      ValueError: if nothing that is live depends on the batch.
+      WithoutLoop: if nothing that is live depends on the batch.
       PositionDependent: with `strided`, if the step tells examples apart by their position.
     """
     if strided:
@@ -71,7 +78,7 @@ def emit(states: StepStates, *, strided: bool = False) -> tuple[Graph, int]:
     outputs = tuple(renamed_atom(atom, loop.names) for atom in block.outputs)
     graph = builder.finish(Block(block.inputs, (*loop.prologue(), scan, *post, *loop.epilogue()), outputs))
     if scan.index not in builder.place:
-        raise ValueError("nothing that the step returns depends on its batch")
+        raise WithoutLoop
     return graph, builder.place[scan.index]
 
 
@@ -140,8 +147,8 @@ class _Loop(Scope):
 
     def _outside(self, function: Callable[..., Any], operands: Sequence[Atom], ops: list[Op], *static: Hashable) -> Any:
         """The one result of `function(*static, *operands)`, in operations outside of the loop."""
-        graph = self.builder.trace(functools.partial(function, *static), operands, (function, static))
-        made, (result,) = inlined(self.builder, graph, dict(zip(graph.block.inputs, operands, strict=True)))
+        run = functools.partial(function, *static)
+        made, (result,) = self.builder.inline(run, operands, kind=(function, static))
         ops += made
         return result
 
@@ -244,7 +251,7 @@ class _Loop(Scope):
         for op in (*self.ops, *self.states.graph.block.ops):
             if op.source is not None:
                 return op.source.replace(name_stack=_jax.empty_stack())
-        raise ValueError("nothing that the step returns depends on its batch")
+        raise WithoutLoop
 
 
 def _part(op: Op, wanted: set[int]) -> Op | None:

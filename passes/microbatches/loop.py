@@ -41,7 +41,7 @@ from alpa_lite.passes.microbatches.batch import (
     inputs_of,
 )
 from alpa_lite.passes.microbatches.cutting import PositionDependent
-from alpa_lite.passes.microbatches.emission import emit
+from alpa_lite.passes.microbatches.emission import WithoutLoop, emit
 from alpa_lite.passes.microbatches.independent import IndependentLoop, TraceMismatch
 from alpa_lite.passes.microbatches.states import StepStates
 from alpa_lite.passes.microbatches.whole_batch import assign_whole_batch, has_reverse_pass, is_work_in_loop
@@ -138,7 +138,7 @@ def _accumulate_exactly(traced: Traced, analysis: Analysis, cut: Cut, strided: b
         except PositionDependent:
             is_strided = False
             graph, scan = emit(analysis.states)
-    except ValueError as error:
+    except WithoutLoop as error:
         raise messages.without_loop(analysis, error) from error
     notes = [messages.cut_note(traced, parts, cut), *messages.notes_on_analysis(traced, analysis)]
     if is_strided:
@@ -156,7 +156,7 @@ def _accumulate_in_one(traced: Traced, rules: Rules) -> Accumulated:
     """
     try:
         graph, scan = emit(_analyse_whole_batch(traced, rules))
-    except ValueError as error:
+    except WithoutLoop as error:
         raise MicrobatchError(f"num_microbatches=1: {error}; use one mesh (Sharded())") from error
     batch = batch_arrays(traced)
     sizes = {item.shape[0] for item in batch}

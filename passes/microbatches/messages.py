@@ -47,7 +47,7 @@ def refusal(refused: Refused, parts: int, allow_inexact: bool, graph: Graph) -> 
     return MicrobatchError(f"{text}; use num_microbatches=1, or allow_inexact=True to {within}")
 
 
-def without_loop(analysis: Analysis, error: ValueError) -> MicrobatchError:
+def without_loop(analysis: Analysis, error: Exception) -> MicrobatchError:
     """The error for a step of which nothing is in the loop: all its readers of the batch come before or after it."""
     reasons = [*(failure for _, failure in analysis.ahead.values()), *analysis.cause.values()]
     failure = next((one for one in reasons if one is not None), None)
