@@ -26,7 +26,7 @@ from alpa_lite.options import Auto, DataParallel, Manual, Off, Pipeline, Sharded
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Collective
 from alpa_lite.processes.initialization import initialize
-from alpa_lite.runtime.watchdog import Watchdog
+from alpa_lite.runtime.debug.watchdog import Watchdog
 from alpa_lite.version import __version__
 
 __all__ = [

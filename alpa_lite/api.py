@@ -35,7 +35,8 @@ from alpa_lite.processes.divergence import ProgramPoint
 from alpa_lite.processes.failure_propagation import monitor
 from alpa_lite.processes.plan_broadcast import common_cluster, program_digest
 from alpa_lite.report import timeline
-from alpa_lite.runtime import watchdog
+from alpa_lite.runtime.binding import NewSignature
+from alpa_lite.runtime.debug import watchdog
 from alpa_lite.runtime.jit_fallback import jit_fallback
 from alpa_lite.runtime.load import load
 from alpa_lite.runtime.ownership import Owned
@@ -43,7 +44,6 @@ from alpa_lite.runtime.pipeline import PipelineExecutable
 from alpa_lite.runtime.placement import DeviceCopies
 from alpa_lite.runtime.prefetch import Prefetch
 from alpa_lite.runtime.sharded_init import ShardedInit
-from alpa_lite.runtime.signatures import NewSignature
 from alpa_lite.runtime.step import Executable, LoadOptions
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 
 from alpa_lite.errors import OptionError, SignatureError
 from alpa_lite.plan.plan import Plan
-from alpa_lite.runtime.signatures import NewSignature
+from alpa_lite.runtime.binding import NewSignature
 from alpa_lite.runtime.step import Executable
 
 

@@ -2,7 +2,7 @@
 
 An argument of a pipeline is read from a buffer on each submesh that needs it; on one mesh each argument is a buffer.
 An array that is placed as the plan reads it is taken as it is. Others are put there, and copied where a run overwrites
-the buffer.
+the buffer. A leaf of another type than planned raises `NewSignature`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,50 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from alpa_lite import _jax
+from alpa_lite.errors import AlpaLiteError
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.paths import shown
+from alpa_lite.passes.tracing.calls import is_weak, leaf_type
 from alpa_lite.report import units
-from alpa_lite.runtime import global_array, placement
+from alpa_lite.runtime import placement
+from alpa_lite.runtime.multihost import global_array
 from alpa_lite.runtime.placement import DeviceCopies, is_placed
-from alpa_lite.runtime.signatures import check_leaf
 
 logger = logging.getLogger(__name__)
+
+
+class NewSignature(AlpaLiteError):
+    """The arguments do not have the signature that the step was planned for (`tracing.calls`).
+
+    `ParallelStep` then plans for theirs, so that no caller of it sees this error.
+    """
+
+    def __init__(self, what: str):
+        super().__init__(f"this executable was planned for another signature: {what}")
+
+
+def check_leaf(leaf: Any, aval: Any, shape: tuple[int, ...] | None = None) -> None:
+    """Raises NewSignature unless a leaf has the shape (or a given one) and dtype of an abstract value."""
+    wanted = (aval.shape if shape is None else shape, aval.dtype)
+    try:
+        have = leaf_type(leaf)[:2]
+    except TypeError:
+        raise NewSignature(f"a {type(leaf).__name__} in place of an array") from None
+    if have != wanted:
+        raise NewSignature(f"an argument's (shape, dtype) is {have} and was {wanted}")
+
+
+def weak_flags(leaves: Sequence[Any]) -> tuple[bool, ...]:
+    """Returns for each leaf whether its dtype is weak."""
+    plain = _jax.PlainArray
+    return tuple([leaf.aval.weak_type if type(leaf) is plain else is_weak(leaf) for leaf in leaves])
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +67,6 @@ class Buffers:
       in_place: argument -> buffer of the state that comes back where the next call reads it.
       takes_uncommitted: whether the executable itself puts NumPy arrays, numbers and arrays on no certain device, which
         takes it 4 us where `jax.device_put` takes 95.
-      absent: argument -> the array that stands for state that other processes have, which every call returns.
     """
 
     inputs: Sequence[Sequence[int]]
@@ -45,36 +74,26 @@ class Buffers:
     donated: frozenset[int]
     in_place: Mapping[int, int]
     takes_uncommitted: bool = False
-    absent: Mapping[int, Any] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class Slot:
     """An argument of a program in one of the buffers that it is read from.
 
-    An array that cannot change is looked at once: the next call with the same array takes what stands for it.
-
     Attributes:
       argument: its number.
       buffer: the number of the buffer.
       sharding: of the buffer.
       donated: whether a run overwrites the buffer.
+      last: of the last call, the leaf and the array that stands for it, if the leaf cannot change: a call with the same
+        leaf takes the same array.
     """
 
     argument: int
     buffer: int
     sharding: NamedSharding
     donated: bool
-    _last: tuple[weakref.ref[Any], weakref.ref[Any]] | None = field(default=None, init=False)
-
-    def recall(self, leaf: Any) -> Any:
-        """Returns the array that stands for a leaf, which was the leaf of the last call; else None."""
-        last = self._last
-        return last[1]() if last is not None and last[0]() is leaf else None
-
-    def remember(self, leaf: Any, array: Any) -> None:
-        """Records the array that stands for a leaf which cannot change."""
-        self._last = weakref.ref(leaf), weakref.ref(array)
+    last: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 
     def concerns_this_process(self, leaf: Any) -> bool:
         """Returns whether a device of this process reads the leaf, or has to send it to those that do."""
@@ -118,25 +137,24 @@ class ArgumentBinder:
             self._warn_if_resharded(leaves)
         for n in self._unread:
             check_leaf(leaves[n], self._avals[n])
-        moved: list[Slot] = []
-        copied: list[Slot] = []
+        missing: dict[Callable[..., Any], list[Slot]] = {_put: [], placement.copies: []}
         for slot in self._rest if steady else self._slots:
-            leaf = leaves[slot.argument]
-            array = slot.recall(leaf)
+            leaf, last = leaves[slot.argument], slot.last
+            array = last[1]() if last is not None and last[0]() is leaf else None
             if array is None:
                 check_leaf(leaf, self._avals[slot.argument])
                 if not slot.concerns_this_process(leaf):
                     continue
-                if slot.donated:
-                    array = leaf if may_overwrite(leaf) and is_placed(leaf, slot.sharding) else None
-                else:
+                if not slot.donated:
                     array = self._placed(slot, leaf)
+                elif may_overwrite(leaf) and is_placed(leaf, slot.sharding):
+                    array = leaf
                 if array is None:
-                    (copied if slot.donated else moved).append(slot)
+                    missing[placement.copies if slot.donated else _put].append(slot)
             buffers[slot.buffer] = array
-        for slots, put in ((moved, _put), (copied, placement.copies)):
+        for make, slots in missing.items():
             if slots:
-                arrays = put([leaves[slot.argument] for slot in slots], [slot.sharding for slot in slots])
+                arrays = make([leaves[slot.argument] for slot in slots], [slot.sharding for slot in slots])
                 for slot, array in zip(slots, arrays, strict=True):
                     buffers[slot.buffer] = array
 
@@ -162,7 +180,7 @@ class ArgumentBinder:
                 return placement.snapshot([leaf])[0]
             array = leaf
         if array is not None:
-            slot.remember(leaf, array)
+            slot.last = weakref.ref(leaf), weakref.ref(array)
         return array
 
     def _warn_if_resharded(self, leaves: Sequence[Any]) -> None:

@@ -29,6 +29,7 @@ from alpa_lite.errors import ExecutionError, OptionError
 from alpa_lite.ir.graph import Op
 from alpa_lite.passes.lowering.program import Instruction, Reshard
 from alpa_lite.processes.failure_propagation import monitor
+from alpa_lite.runtime.meshes import lower_region
 
 MARKER = f"{ExecutionError.__name__}: "
 """The prefix of our message in the text that JAX makes of an exception."""
@@ -131,15 +132,9 @@ def lower_failure_check(name: str, mesh: Mesh, results: Sequence[Any], failures:
         noted = jax.lax.psum(jax.pure_callback(look, flag, number), mesh.axis_names)
         return [jax.pure_callback(throw, flag, number, noted), *blocks]  # without a result it would be left out
 
-    specs = [one.sharding.spec for one in results]
-    region = jax.shard_map(
-        local, mesh=mesh, in_specs=(PartitionSpec(), *specs), out_specs=[PartitionSpec(mesh.axis_names), *specs],
-        check_vma=False,
-    )  # fmt: skip
     number = jax.ShapeDtypeStruct((), np.int32, sharding=NamedSharding(mesh, PartitionSpec()))
-    wanted = [NamedSharding(mesh, PartitionSpec(mesh.axis_names)), *(one.sharding for one in results)]
-    donated = tuple(range(1, 1 + len(results)))
-    return jax.jit(region, donate_argnums=donated, out_shardings=wanted).lower(number, *results)
+    flags = jax.ShapeDtypeStruct((mesh.size,), np.int32, sharding=NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
+    return lower_region(local, mesh, [number, *results], [flags, *results], range(1, 1 + len(results)))
 
 
 def _definition(callback: Any) -> str:

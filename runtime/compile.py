@@ -24,7 +24,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.report import progress, summary
-from alpa_lite.runtime import backpressure, callbacks
+from alpa_lite.runtime import callbacks
+from alpa_lite.runtime.multihost import backpressure
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +64,8 @@ class FlatFunction:
       name: of the executable.
       inputs, results: types, with shardings on the mesh.
       donated: the numbers of the inputs that are donated, in the order of the results that replace them.
-      weak: for each result whether its dtype is weak.
-      calls_back: whether the function calls the user's functions on the host: then the number of the micro-batch, an
-        int32, is one more input at the end.
-      failures: where errors of these are noted on several devices.
+      failures: where errors of the user's functions that it calls on the host are noted on several devices: then the
+        number of the micro-batch, an int32, is one more input at the end. None if it calls none.
     """
 
     name: str
@@ -75,21 +74,19 @@ class FlatFunction:
     inputs: Sequence[jax.ShapeDtypeStruct]
     results: Sequence[jax.ShapeDtypeStruct]
     donated: Sequence[int]
-    weak: Sequence[bool]
-    calls_back: bool
-    failures: callbacks.Failures
+    failures: callbacks.Failures | None
 
     @property
     def kept(self) -> list[int]:
         """The numbers of the inputs that are not donated, with that of the micro-batch."""
-        donated = set(self.donated)
-        return [n for n in range(len(self.inputs) + self.calls_back) if n not in donated]
+        count = len(self.inputs) + (self.failures is not None)
+        return [n for n in range(count) if n not in set(self.donated)]
 
     @_jax.without_mesh()
     def lower(self) -> jax.stages.Lowered:
         """Lowers the function for its mesh, whose devices may be those of a topology that is described alone."""
         inputs, function = list(self.inputs), self.function
-        if self.calls_back:
+        if self.failures is not None:
             function = callbacks.locate_callbacks(function, self.name, self.failures if self.mesh.size > 1 else None)
             everywhere = NamedSharding(self.mesh, PartitionSpec())
             inputs.append(jax.ShapeDtypeStruct((), np.int32, sharding=everywhere))
@@ -98,7 +95,8 @@ class FlatFunction:
 
         def grouped(donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
             arrays = (*donated, *kept)
-            return list(map(_jax.with_weak_type, function(*(arrays[n] for n in position)), self.weak))
+            weak = [one.weak_type for one in self.results]
+            return list(map(_jax.with_weak_type, function(*(arrays[n] for n in position)), weak))
 
         grouped.__name__ = self.name.replace(" ", "_")
         groups = picker(self.donated)(inputs), picker(self.kept)(inputs)
@@ -116,7 +114,7 @@ class FlatFunction:
         devices = list(self.mesh.devices.flat)
         compiled = compile_lowered(self.lower(), devices, options)
         call = backpressure.throttle(compiled, devices)
-        if not self.calls_back or self.mesh.size == 1:
+        if self.failures is None or self.mesh.size == 1:
             return compiled, call
         lowered = callbacks.lower_failure_check(self.name, self.mesh, self.results, self.failures)
         check = compile_lowered(lowered, devices)
@@ -125,12 +123,12 @@ class FlatFunction:
 
 def compile_all(
     step: str, functions: Sequence[FlatFunction], options: Mapping[str, Any]
-) -> tuple[list[jax.stages.Compiled], list[Call]]:
-    """Returns the executables of a step of this name, and how each is called; logs how long it took."""
+) -> list[tuple[jax.stages.Compiled, Call]]:
+    """Returns each executable of a step of this name, and how it is called; logs how long it took."""
     start, made = time.perf_counter(), []
     with progress.planning(f"compiling {step}") as report:
         for done, function in enumerate(functions):
             report.count("executables compiled", done, len(functions))
             made.append(function.compile(options))
     logger.info(summary.compiled_message(step, len(functions), time.perf_counter() - start))
-    return [compiled for compiled, _ in made], [call for _, call in made]
+    return made

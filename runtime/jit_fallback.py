@@ -21,44 +21,29 @@ def jit_fallback(fun: Callable[..., Any], options: Any) -> Callable[..., Any]:
 
     def step(*args: Any, **kwargs: Any) -> Any:
         if not jitted:
-            has_modules = nnx_modules.present((args, kwargs))
-            jitted.append(_nnx_jit(fun, options) if has_modules else _jit(fun, options, args, kwargs))
+            jitted.append(_jit(fun, options, args, kwargs))
         return jitted[0](*args, **kwargs)
 
     return step
 
 
-def _shared_options(options: Any) -> dict[str, Any]:
-    """The options that `jax.jit` and `nnx.jit` share."""
-    donate = () if options.donate == "auto" else options.donate
-    return {
-        "static_argnums": options.static_argnums or None,
-        "static_argnames": options.static_argnames or None,
-        "donate_argnums": [one for one in donate if isinstance(one, int)] or None,
-        "donate_argnames": [one for one in donate if isinstance(one, str)] or None,
-        "in_shardings": options.in_shardings,
-        "out_shardings": options.out_shardings,
-        "keep_unused": options.keep_unused,
-        "inline": options.inline,
-    }
-
-
-def _nnx_jit(fun: Callable[..., Any], options: Any) -> Callable[..., Any]:
-    from flax import nnx
-
-    if options.compiler_options:
-        raise OptionError(
-            'compiler_options with method="off" and an NNX object as an argument: nnx.jit takes none; leave them '
-            "out, or pass nnx.split(...) of the object and merge it in the step"
-        )
-    return nnx.jit(fun, **_shared_options(options))
-
-
 def _jit(fun: Callable[..., Any], options: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """The step under `jax.jit`; static leaves among its arguments and results are hidden from JAX."""
-    compile_jit = functools.partial(
-        jax.jit, **_shared_options(options), compiler_options=dict(options.compiler_options) or None
-    )
+    """The step under `jit` for these arguments; static leaves of arguments and results are hidden from `jax.jit`."""
+    shared = {name: getattr(options, name) for name in ("in_shardings", "out_shardings", "keep_unused", "inline")}
+    shared |= {name: getattr(options, name) or None for name in ("static_argnums", "static_argnames")}
+    donate = () if options.donate == "auto" else options.donate
+    shared["donate_argnums"] = [one for one in donate if isinstance(one, int)] or None
+    shared["donate_argnames"] = [one for one in donate if isinstance(one, str)] or None
+    if nnx_modules.present((args, kwargs)):
+        from flax import nnx
+
+        if options.compiler_options:
+            raise OptionError(
+                'compiler_options with method="off" and an NNX object as an argument: nnx.jit takes none; leave them '
+                "out, or pass nnx.split(...) of the object and merge it in the step"
+            )
+        return nnx.jit(fun, **shared)
+    compile_jit = functools.partial(jax.jit, **shared, compiler_options=dict(options.compiler_options) or None)
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return calls.calling(fun, args, kwargs, options.static_argnums, options.static_argnames)

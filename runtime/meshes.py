@@ -1,14 +1,15 @@
-"""The devices of a plan's mesh as a mesh of JAX."""
+"""The devices of a plan's mesh as a mesh of JAX, and functions of the blocks that they hold."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from alpa_lite import _jax
 from alpa_lite.errors import PlanError
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.program import Submesh
@@ -52,3 +53,23 @@ def mesh_of(logical: LogicalMesh, devices: Sequence[Any] | None = None) -> Mesh:
 def submesh_of(submesh: Submesh, devices: Sequence[Any]) -> Mesh:
     """The devices of a submesh, of all by number, as a JAX mesh."""
     return mesh_of(submesh.mesh, [devices[number] for number in submesh.devices])
+
+
+@_jax.without_mesh()
+def lower_region(
+    local: Callable[..., list[Any]],
+    mesh: Mesh,
+    inputs: Sequence[Any],
+    results: Sequence[Any],
+    donate: Sequence[int] = (),
+) -> jax.stages.Lowered:
+    """Lowers a function of the blocks of each device of a mesh.
+
+    Args:
+      inputs, results: types of the arrays, with shardings on the mesh.
+      donate: the inputs whose buffers become results.
+    """
+    specs, wanted = tuple(one.sharding.spec for one in inputs), [one.sharding.spec for one in results]
+    region = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=wanted, check_vma=False)
+    jitted = jax.jit(region, donate_argnums=tuple(donate), out_shardings=[one.sharding for one in results])
+    return jitted.lower(*inputs)

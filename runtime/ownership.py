@@ -34,8 +34,9 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.errors import DonatedError
-from alpa_lite.ir.graph import Argument
+from alpa_lite.ir.graph import Argument, Traced
 from alpa_lite.ir.paths import shown
+from alpa_lite.ir.program import Program, Run
 
 
 class Owned:
@@ -126,12 +127,9 @@ class Disjoint:
             if key in seen or (kind := _view_type(leaf)) is None:
                 continue
             rivals = [donated[n] for n in self._places.get(kind, ())]
-            if any(leaf is rival for rival in rivals):
-                return False
-            if (
-                rivals
-                and not self._has(leaf)
-                and not set(_buffers(leaf)).isdisjoint(b for r in rivals for b in _buffers(r))
+            looked_at = rivals and not self._has(leaf)
+            if any(leaf is rival for rival in rivals) or (
+                looked_at and not set(_buffers(leaf)).isdisjoint(b for r in rivals for b in _buffers(r))
             ):
                 return False
             seen[key] = weakref.ref(leaf, lambda _, key=key: seen.pop(key, None))
@@ -140,7 +138,7 @@ class Disjoint:
 
 def _view_type(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
     """Shape and dtype of an array's blocks; None for a leaf that shares no buffer with an array that a step made."""
-    plain = None if isinstance(leaf, np.ndarray) or not isinstance(leaf, jax.Array) else _plain(leaf)
+    plain = _plain(leaf) if isinstance(leaf, jax.Array) else None
     if plain is None or not plain.committed or not plain.size:
         return None
     return plain.sharding.shard_shape(plain.shape), plain.dtype
@@ -159,27 +157,62 @@ def _plain(array: Any) -> Any:
     return array.made if isinstance(array, _jax.LazyArray) else _jax.data_of_keys(array)
 
 
-def any_deleted(leaves: Sequence[Any]) -> bool:
-    """Returns whether one of the leaves is an array that was donated or deleted."""
-    try:
-        return any(map(_jax.is_deleted, leaves))  # 8 us for 300 arrays, where none has random keys
-    except (TypeError, AttributeError):
-        return any(leaf.is_deleted() for leaf in leaves if hasattr(leaf, "is_deleted"))
-
-
 def check_alive(leaves: Sequence[Any], arguments: Sequence[Argument], name: str) -> None:
     """Raises DonatedError if a leaf of a call of the step `name` was donated or deleted."""
-    if not any_deleted(leaves):
-        return
-    argument = next(one for leaf, one in zip(leaves, arguments, strict=True) if any_deleted((leaf,)))
-    path = shown(argument.path)
-    if argument.role == "state":
+    try:
+        if not any(map(_jax.is_deleted, leaves)):  # 8 us for 300 arrays, where none has random keys
+            return
+    except (TypeError, AttributeError):
+        pass
+    for leaf, argument in zip(leaves, arguments, strict=True):
+        if not (hasattr(leaf, "is_deleted") and leaf.is_deleted()):
+            continue
+        path = shown(argument.path)
+        if argument.role != "state":
+            raise DonatedError(
+                f"{path} was deleted before this call of {name}: other code donated its buffer or called `delete` on "
+                "it. Pass an array that still has its buffer"
+            )
         raise DonatedError(
             f"{path} was deleted before this call: an earlier call of {name} donated its buffer to the new state, or "
             "other code deleted it. Pass on the state that the last call returned, or keep old states with "
             "donate_argnums=()"
         )
-    raise DonatedError(
-        f"{path} was deleted before this call of {name}: other code donated its buffer or called `delete` on it. Pass "
-        "an array that still has its buffer"
-    )
+
+
+# -- of a pipeline ----------------------------------------------------------------------------------------------------
+
+
+def owned_inputs(program: Program) -> frozenset[int]:
+    """Returns the argument buffers that some run consumes, or that are results: these must not be the caller's."""
+    given = {b for group in program.inputs for b in group}
+    runs = (item for items in program.lists for item in items if isinstance(item, Run))
+    return frozenset(given & {*program.outputs, *(b for item in runs for b in program.consumed(item))})
+
+
+def in_place_state(program: Program, traced: Traced) -> dict[int, int]:
+    """Returns argument -> its buffer of the state that comes back where the next call reads it."""
+    found = {}
+    for output, argument in traced.state:
+        group, result = program.inputs[argument], program.buffers[program.outputs[output]]
+        read = [program.buffers[b] for b in group]
+        if len(group) == 1 and (read[0].mesh, read[0].layout) == (result.mesh, result.layout):
+            found[argument] = group[0]
+    return found
+
+
+def shared_outputs(program: Program, traced: Traced) -> list[int]:
+    """Returns the results whose buffers are also state that was given or is returned: later calls may donate these.
+
+    Of equal results, new state keeps the buffer.
+    """
+    state = dict(traced.state)
+    held = {b for argument in state.values() for b in program.inputs[argument]}
+    found = []
+    for n in sorted(range(len(program.outputs)), key=lambda n: n not in state):
+        buffer = program.outputs[n]
+        if buffer in held and not (n in state and buffer in program.inputs[state[n]]):
+            found.append(n)
+        if n in state:
+            held.add(buffer)
+    return sorted(found)

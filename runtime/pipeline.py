@@ -37,7 +37,7 @@ from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import ExecutionError, PlanError
 from alpa_lite.ir.graph import Traced
-from alpa_lite.ir.program import Free, Instruction, Program, Receive, Run, Send, describe
+from alpa_lite.ir.program import Free, Instruction, Receive, Run, Send, describe
 from alpa_lite.ir.timeline import Timeline
 from alpa_lite.passes.lowering.program import Instruction as StageInstruction
 from alpa_lite.passes.lowering.program import spec_of
@@ -45,15 +45,17 @@ from alpa_lite.passes.programs import transfers
 from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages import functions
 from alpa_lite.processes import ordering
-from alpa_lite.runtime import callbacks, global_array, meshes, placement, watchdog
+from alpa_lite.runtime import callbacks, meshes, ownership, placement
 from alpa_lite.runtime.binding import Buffers
 from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker
-from alpa_lite.runtime.profile import MemoryProfile, TimelineRecorder
-from alpa_lite.runtime.remote_outputs import RemoteOutputs
+from alpa_lite.runtime.debug import watchdog
+from alpa_lite.runtime.debug.profile import MemoryProfile, TimelineRecorder
+from alpa_lite.runtime.multihost import global_array
+from alpa_lite.runtime.multihost.permute import CrossProcessTransfer
+from alpa_lite.runtime.multihost.remote_outputs import RemoteOutputs
 from alpa_lite.runtime.stacked import StackedLeaves
 from alpa_lite.runtime.step import Executable, LoadOptions
 from alpa_lite.runtime.transfer import Transfer
-from alpa_lite.runtime.transfer_multihost import CrossProcessTransfer
 
 Watch = Callable[[int, Sequence[Any]], None]
 """Called after each item of the dispatch loop with its number and all buffers."""
@@ -120,25 +122,20 @@ Item = Launch | Move | Drop
 class PipelineExecutable(Executable):
     """A pipelined step on the submeshes of its stages."""
 
-    def __init__(
-        self, traced: Traced, written: Written, cluster: Cluster, devices: Sequence[Any] | None = None,
-        options: LoadOptions | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, traced: Traced, written: Written, cluster: Cluster, options: LoadOptions | None = None) -> None:
         """Prepares the executables; they are compiled by the first call, or by `compiled`.
 
         Args:
           cluster: that transfers were planned for.
-          devices: in the order of the cluster; by default those of the options.
           options: how the step is put on devices. `donate` has been planned for.
 
         Raises:
           PlanError: there are fewer devices than the program needs.
         """
         options = options or LoadOptions(compiler_options=cluster.compiler_options)
-        devices = options.devices if devices is None else devices
         self._written, self._cluster, self._compiler_options = written, cluster, options.compiler_options
         program = self._program = written.program
-        self._devices = meshes.available() if devices is None else list(devices)
+        self._devices = meshes.available() if options.devices is None else list(options.devices)
         needed = max(submesh.devices.stop for submesh in program.submeshes)
         if len(self._devices) < needed:
             raise PlanError(
@@ -148,6 +145,7 @@ class PipelineExecutable(Executable):
         self._meshes = [meshes.submesh_of(submesh, self._devices) for submesh in program.submeshes]
         here = jax.process_index()
         self._here = [any(device.process_index == here for device in mesh.devices.flat) for mesh in self._meshes]
+        self._is_alone = all(device.process_index == here for device in self._devices)
         self._shardings: dict[Any, NamedSharding] = {}
         self._failures = callbacks.Failures()
         self._runs = [item for items in program.lists for item in items if isinstance(item, Run)]
@@ -155,18 +153,14 @@ class PipelineExecutable(Executable):
         self._weak = {(run.executable, n) for run in self._runs for n, b in enumerate(run.outputs) if b in weak}
         self._items: list[Item] = []
         self._initial: list[Any] = []  # all buffers before the arguments are placed
-        self._shared = shared_outputs(program, traced)
+        self._shared = ownership.shared_outputs(program, traced)
+        self._remote = RemoteOutputs(traced, program, self._devices, self._here, self._sharding)
         # No executable makes these results, so that none decides whether their dtype is weak.
         made = {buffer for run in self._runs for buffer in run.outputs}
         self._unlabelled = [n for n, buffer in enumerate(program.outputs) if buffer not in made]
-        in_place, absent = in_place_state(program, traced), {}
-        self._remote: RemoteOutputs | None = None
-        if any(device.process_index != here for device in self._devices):
-            self._remote = RemoteOutputs(traced, program, self._devices, self._here, self._sharding)
-            self._unlabelled += self._remote.broadcast_results
-            absent = self._remote.absent_state
-            in_place = {} if traced.stacked else {n: b for n, b in in_place.items() if n not in absent}
-        buffers = Buffers(program.inputs, self._sharding, owned_inputs(program), in_place, absent=absent)
+        self._unlabelled += self._remote.broadcast_results
+        in_place = ownership.in_place_state(program, traced) if self._is_alone or not traced.stacked else {}
+        buffers = Buffers(program.inputs, self._sharding, ownership.owned_inputs(program), in_place)
         stacked = StackedLeaves(traced, program, self._sharding) if traced.stacked else None
         super().__init__(traced, buffers, options, stacked)
 
@@ -203,13 +197,14 @@ class PipelineExecutable(Executable):
         program, processes = self._program, [device.process_index for device in self._devices]
         order: Any = program.order if len(set(processes)) == 1 else ordering.issue_order(program, processes)
         with _jax.without_mesh():
-            mine = [number for number, one in enumerate(program.executables) if self._here[one.mesh]]
-            made = [self._function(number) for number in mine]
-            compiled, called = compile_all(self._traced.name, made, self._compiler_options)
-            numbered = {number for number, one in zip(mine, made, strict=True) if one.calls_back}
+            functions = {n: self._function(n) for n, one in enumerate(program.executables) if self._here[one.mesh]}
+            made = compile_all(self._traced.name, list(functions.values()), self._compiler_options)
+            numbered = {n for n, function in functions.items() if function.failures is not None}
             self._initial, numbers = self._initial_buffers(numbered)
-            self._items = self._list_items(order, dict(zip(mine, called, strict=True)), numbered, numbers)
-        return tuple(map(dict(zip(mine, compiled, strict=True)).get, range(len(program.executables))))
+            calls = {n: call for n, (_, call) in zip(functions, made, strict=True)}
+            self._items = self._list_items(order, calls, numbered, numbers)
+        compiled = {n: one for n, (one, _) in zip(functions, made, strict=True)}
+        return tuple(map(compiled.get, range(len(program.executables))))
 
     def lowered(self) -> Iterator[jax.stages.Lowered]:
         """Each executable lowered for its submesh, whose devices may be those of a topology that is described alone."""
@@ -221,15 +216,14 @@ class PipelineExecutable(Executable):
         """As of `Executable`. An argument that no stage reads is replicated on the first submesh."""
         anywhere = NamedSharding(self._meshes[0], PartitionSpec())
         arguments = [self._sharding(group[0]) if group else anywhere for group in self._program.inputs]
-        results = list(map(self._sharding, self._program.outputs))
-        if self._remote is not None:
-            results = self._remote.shardings(results)
+        results = self._remote.shardings(list(map(self._sharding, self._program.outputs)))
         return (arguments, results) if self._stacked is None else self._stacked.shardings(arguments, results, anywhere)
 
     def _start(self, leaves: Sequence[Any]) -> list[Any]:
         buffers = list(self._initial)
         for argument, buffer in self._in_place:
-            buffers[buffer] = leaves[argument]
+            if self._is_alone or self._here[self._program.buffers[buffer].mesh]:
+                buffers[buffer] = leaves[argument]
         return buffers
 
     def _execute(self, buffers: list[Any]) -> list[Any]:
@@ -246,7 +240,7 @@ class PipelineExecutable(Executable):
             outputs[n] = copied
         for n in self._unlabelled:
             outputs[n] = _jax.array_with_weak_type(outputs[n], self._traced.outputs[n].weak)
-        return outputs if self._remote is None else self._remote.complete(outputs)
+        return self._remote.complete(outputs)
 
     def _dispatch(self, buffers: list[Any], watch: Watch | None = None) -> None:
         """Walks the items. Nothing but `buffers` holds a buffer, so that what is dropped there is free."""
@@ -281,7 +275,7 @@ class PipelineExecutable(Executable):
 
     def _wait_for_inflight(self, buffers: Sequence[Any]) -> None:
         """Waits for the arrays in flight, whether they fail or not; not in a multi-process run."""
-        for array in buffers if self._remote is None else ():
+        for array in buffers if self._is_alone else ():
             if array is not None and not array.is_deleted():
                 with contextlib.suppress(Exception):
                     array.block_until_ready()
@@ -312,21 +306,15 @@ class PipelineExecutable(Executable):
         stage, position = self._written.functions[number]
         parts, mesh = self._written.stages[stage], self._meshes[executable.mesh]
 
-        def typed(b: int) -> jax.ShapeDtypeStruct:
+        def typed(b: int, weak: bool = False) -> jax.ShapeDtypeStruct:
             one = program.buffers[b]
-            return jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=self._sharding(b))
+            return jax.ShapeDtypeStruct(one.shape, one.dtype, sharding=self._sharding(b), weak_type=weak)
 
-        return FlatFunction(
-            executable.name,
-            functions.function_of(parts, parts.items[position], mesh, program.num_microbatches),
-            mesh,
-            list(map(typed, run.inputs)),
-            list(map(typed, run.outputs)),
-            executable.donated,
-            [(number, n) in self._weak for n in range(len(run.outputs))],
-            callbacks.calls_back(self._instructions(number)),
-            self._failures,
-        )
+        function = functions.function_of(parts, parts.items[position], mesh, program.num_microbatches)
+        inputs = list(map(typed, run.inputs))
+        results = [typed(b, (number, n) in self._weak) for n, b in enumerate(run.outputs)]
+        failures = self._failures if callbacks.calls_back(self._instructions(number)) else None
+        return FlatFunction(executable.name, function, mesh, inputs, results, executable.donated, failures)
 
     def _instructions(self, number: int) -> Sequence[StageInstruction]:
         """The part of a stage that an executable computes."""
@@ -410,38 +398,3 @@ class PipelineExecutable(Executable):
 def _line_of(instruction: Any) -> str:
     op = getattr(instruction, "op", None) or getattr(instruction, "used_by", None)
     return _jax.source_line(op.source) if op is not None else ""
-
-
-def owned_inputs(program: Program) -> frozenset[int]:
-    """Returns the argument buffers that some run consumes, or that are results: these must not be the caller's."""
-    given = {b for group in program.inputs for b in group}
-    runs = (item for items in program.lists for item in items if isinstance(item, Run))
-    return frozenset(given & {*program.outputs, *(b for item in runs for b in program.consumed(item))})
-
-
-def in_place_state(program: Program, traced: Traced) -> dict[int, int]:
-    """Returns argument -> its buffer of the state that comes back where the next call reads it."""
-    found = {}
-    for output, argument in traced.state:
-        group, result = program.inputs[argument], program.buffers[program.outputs[output]]
-        read = [program.buffers[b] for b in group]
-        if len(group) == 1 and (read[0].mesh, read[0].layout) == (result.mesh, result.layout):
-            found[argument] = group[0]
-    return found
-
-
-def shared_outputs(program: Program, traced: Traced) -> list[int]:
-    """Returns the results whose buffers are also state that was given or is returned: later calls may donate these.
-
-    Of equal results, new state keeps the buffer.
-    """
-    state = dict(traced.state)
-    held = {b for argument in state.values() for b in program.inputs[argument]}
-    found = []
-    for n in sorted(range(len(program.outputs)), key=lambda n: n not in state):
-        buffer = program.outputs[n]
-        if buffer in held and not (n in state and buffer in program.inputs[state[n]]):
-            found.append(n)
-        if n in state:
-            held.add(buffer)
-    return sorted(found)

@@ -19,6 +19,7 @@ import functools
 import itertools
 import logging
 import weakref
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,13 +29,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
-from alpa_lite.runtime import global_array
+from alpa_lite.runtime.multihost import global_array
 
 logger = logging.getLogger(__name__)
 
 _GROUPS = 8
 """The number of groups, about, in which state is placed: each costs a small compilation, and its share of memory."""
-_IMMUTABLE = frozenset({_jax.PlainArray, bool, int, float, complex})
 _ALIGNMENT = 64  # bytes; of XLA's CPU buffers
 
 
@@ -49,8 +49,6 @@ def snapshot(leaves: Sequence[Any]) -> Sequence[Any]:
     JAX reads them later: it copies to several devices while the step runs, and on CPUs an executable reads the memory
     itself if it is aligned. So copies are aligned, which makes them the only ones there.
     """
-    if _IMMUTABLE.issuperset(map(type, leaves)):
-        return leaves
     return [_aligned(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
 
 
@@ -109,15 +107,14 @@ def in_groups(sizes: Sequence[int]) -> list[range]:
 @_jax.without_mesh()
 def fresh(arrays: Sequence[Any]) -> list[Any]:
     """Returns copies of arrays where they are; non-addressable ones as they are. One executable copies a mesh's."""
-    out = list(arrays)
-    meshes: dict[Any, list[int]] = {}
-    for i, array in enumerate(arrays):
+    out = dict(enumerate(arrays))
+    meshes: defaultdict[Any, list[int]] = defaultdict(list)
+    for i, array in out.items():
         if global_array.is_addressable(array.sharding):
-            meshes.setdefault(array.sharding.mesh, []).append(i)
+            meshes[array.sharding.mesh].append(i)
     for here in meshes.values():
-        for i, copied in zip(here, _fresh([arrays[i] for i in here]), strict=True):
-            out[i] = copied
-    return out
+        out.update(zip(here, _fresh([arrays[i] for i in here]), strict=True))
+    return list(out.values())
 
 
 @functools.partial(jax.jit, donate_argnums=())
@@ -137,24 +134,20 @@ class DeviceCopies:
         """Returns a leaf with this sharding: itself, or a copy that is kept; None if it may change between calls."""
         if is_placed(leaf, sharding):
             return leaf
-        if not isinstance(leaf, jax.Array):
-            if not self._warned and isinstance(leaf, np.ndarray) and self._is_repeated(leaf, sharding):
-                self._warned = True
-                logger.warning(
-                    "frozen weights come in NumPy arrays %s, such as one of %s bytes: they are copied to the devices "
-                    "in every call; pass jax.Arrays, or what step.place returns",
-                    "that can be written" if leaf.flags.writeable else "whose memory may be written", leaf.nbytes,
-                )  # fmt: skip
-            return None
         key = id(leaf), sharding
+        if not isinstance(leaf, jax.Array):
+            if isinstance(leaf, np.ndarray) and not self._warned:
+                self._warned = self._hosts.get(key) is leaf  # again: data are others in every call
+                self._hosts[key] = leaf
+                if self._warned:
+                    logger.warning(
+                        "frozen weights come in NumPy arrays %s, such as one of %s bytes: they are copied to the "
+                        "devices in every call; pass jax.Arrays, or what step.place returns",
+                        "that can be written" if leaf.flags.writeable else "whose memory may be written", leaf.nbytes,
+                    )  # fmt: skip
+            return None
         found = self._held.get(key)
         if found is None or found[0]() is not leaf:
             (copy,) = copies([leaf], [sharding])
             found = self._held[key] = weakref.ref(leaf, lambda _: self._held.pop(key, None)), copy
         return found[1]
-
-    def _is_repeated(self, leaf: np.ndarray, sharding: NamedSharding) -> bool:
-        """Returns whether an array of the host was passed before: data are others in every call."""
-        before = self._hosts.get((id(leaf), sharding))
-        self._hosts[id(leaf), sharding] = leaf
-        return before is leaf

@@ -27,8 +27,9 @@ from alpa_lite.ir.graph import Graph, Lit
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.tracing import conversion, nnx_modules, static_leaves
-from alpa_lite.runtime import global_array, placement
+from alpa_lite.runtime import placement
 from alpa_lite.runtime.compile import persistent_cache
+from alpa_lite.runtime.multihost import global_array
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,10 @@ from alpa_lite.errors import OptionError
 from alpa_lite.ir.graph import Lit, Traced
 from alpa_lite.passes.tracing.arguments import donated_leaves
 from alpa_lite.plan.pins import layout_of_spec
-from alpa_lite.runtime import callbacks, global_array, placement
+from alpa_lite.runtime import callbacks, placement
 from alpa_lite.runtime.binding import Buffers
 from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker
+from alpa_lite.runtime.multihost import global_array
 from alpa_lite.runtime.step import Donate, Executable, LoadOptions
 
 
@@ -53,29 +54,25 @@ class SingleExecutable(Executable):
         specs = [*in_specs[:count], *(in_specs[count:] or [PartitionSpec()] * len(traced.graph.constants))]
         shardings: dict[Any, NamedSharding] = {}  # equal ones are one object: executables compare identities first
 
-        def typed(aval: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        def typed(aval: Any, spec: PartitionSpec, weak: bool) -> jax.ShapeDtypeStruct:
             spec = PartitionSpec() if 0 in aval.shape else spec  # as executables return what has no elements
             sharding = shardings.setdefault(spec, NamedSharding(mesh, spec))
-            return jax.ShapeDtypeStruct(
-                aval.shape, aval.dtype, sharding=sharding, weak_type=bool(getattr(aval, "weak_type", 0))
-            )
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
 
-        inputs = [typed(values[number].aval, spec) for number, spec in zip(block.inputs, specs, strict=True)]
+        avals = [values[number].aval for number in block.inputs]
+        inputs = list(map(typed, avals, specs, [bool(getattr(aval, "weak_type", False)) for aval in avals]))
         outputs = [atom.aval if isinstance(atom, Lit) else values[atom].aval for atom in block.outputs]
-        results = list(map(typed, outputs, out_specs))
+        results = list(map(typed, outputs, out_specs, [output.weak for output in traced.outputs]))
         self._in_shardings = [one.sharding for one in inputs]
         self._out_shardings = [one.sharding for one in results]
-        donated = donated_arguments(traced, in_specs, out_specs, self._options.donate)
-        in_place = {n: n for n in donated_arguments(traced, in_specs, out_specs, "auto")}
+        donated = donated_arguments(traced, inputs, results, self._options.donate)
+        in_place = {n: n for n in donated_arguments(traced, inputs, results, "auto")}
         if not in_place.keys() >= set(donated):  # another donated argument may share a buffer: each call has to look
             in_place = {}
         inputs_of, sharding = [(n,) for n in range(count)], self._in_shardings.__getitem__
         buffers = Buffers(inputs_of, sharding, frozenset(donated), in_place, takes_uncommitted=True)
-        calls_back = calls_back and mesh.size > 1
-        weak = [output.weak for output in traced.outputs]
-        self._function = FlatFunction(
-            traced.name, function, mesh, inputs, results, donated, weak, calls_back, callbacks.Failures()
-        )
+        failures = callbacks.Failures() if calls_back and mesh.size > 1 else None
+        self._function = FlatFunction(traced.name, function, mesh, inputs, results, donated, failures)
         self._pick_donated, self._pick_kept = picker(donated), picker(self._function.kept)
         self._constants: list[Any] = []
         self._call: Call | None = None
@@ -86,10 +83,10 @@ class SingleExecutable(Executable):
         yield self._function.lower()
 
     def _compile(self) -> tuple[Any, ...]:
-        (compiled,), (self._call,) = compile_all(self._traced.name, [self._function], self._options.compiler_options)
+        ((compiled, self._call),) = compile_all(self._traced.name, [self._function], self._options.compiler_options)
         constants = self._traced.graph.constants
         self._constants = placement.copies(constants, self._in_shardings[len(self._traced.arguments) :])
-        if self._function.calls_back:
+        if self._function.failures is not None:
             self._constants += global_array.put([np.int32(-1)], [NamedSharding(self.mesh, PartitionSpec())])
         return (compiled,)
 
@@ -105,21 +102,18 @@ class SingleExecutable(Executable):
         return self._in_shardings[: len(self._traced.arguments)], list(self._out_shardings)
 
 
-def donated_arguments(
-    traced: Traced, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec], donate: Donate
-) -> list[int]:
+def donated_arguments(traced: Traced, inputs: Sequence[Any], results: Sequence[Any], donate: Donate) -> list[int]:
     """Returns the arguments whose buffers become outputs, in the order of these outputs as far as it is known.
 
     These are the requested arguments whose type and sharding an output has; JAX would warn of others.
+
+    Args:
+      inputs, results: types of the arguments and of the outputs, with shardings on one mesh.
     """
-    values, block = traced.graph.values, traced.graph.block
-
-    def kind(aval: Any, spec: PartitionSpec) -> tuple[Any, ...]:
-        return tuple(aval.shape), aval.dtype, layout_of_spec(spec, len(aval.shape))
-
-    arguments = [kind(values[number], spec) for number, spec in zip(block.inputs, in_specs, strict=False)]
-    atoms = [values[atom] if isinstance(atom, int) else atom.aval for atom in block.outputs]
-    outputs = list(map(kind, atoms, out_specs))
+    arguments, outputs = (
+        [(tuple(one.shape), one.dtype, layout_of_spec(one.sharding.spec, len(one.shape))) for one in types]
+        for types in (inputs, results)
+    )
     if isinstance(donate, str):
         if donate != "auto":
             raise OptionError(f'donate_argnums is {donate!r}; give "auto", an int or a tuple of ints')

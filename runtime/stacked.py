@@ -22,8 +22,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Bounds, Pieces, Traced
 from alpa_lite.ir.program import Program
-from alpa_lite.runtime import global_array, placement
-from alpa_lite.runtime.signatures import STRUCTURE, NewSignature, check_leaf
+from alpa_lite.runtime import placement
+from alpa_lite.runtime.binding import NewSignature, check_leaf
+from alpa_lite.runtime.multihost import global_array
 
 
 class StackedArray(_jax.LazyArray):
@@ -82,7 +83,7 @@ class StackedLeaves:
           NewSignature: a stacked leaf has another shape or dtype than planned.
         """
         if len(leaves) != len(self._arguments):
-            raise NewSignature(STRUCTURE)
+            raise NewSignature("the structure of the arguments")
         out: list[Any] = []
         foreign: defaultdict[Any, list[tuple[int, NamedSharding]]] = defaultdict(list)
         for leaf, one in zip(leaves, self._arguments, strict=True):
@@ -157,7 +158,9 @@ class _Leaf:
         self.shape = (pieces.bounds[-1], *places[0].shape[1:])
         alike = {(place.layout, place.shape, program.submeshes[place.mesh].mesh) for place in places}
         self.in_place = len(alike) == 1 and len({place.mesh for place in places}) == len(places)
-        self.whole = _over_stages(self.shardings) if self.in_place else _even(self.shape, self.shardings)
+        devices = list(dict.fromkeys(d for one in self.shardings for d in np.array(one.mesh.devices).flat))
+        even = global_array.even_sharding(self.shape, devices)
+        self.whole = _over_stages(self.shardings) if self.in_place else even
 
     def parts_of(self, leaf: Any) -> list[Any] | None:
         """The parts of a leaf that a step returned, or whose blocks are these; None if it has none."""
@@ -196,18 +199,6 @@ def _over_stages(shardings: Sequence[NamedSharding]) -> NamedSharding:
     over = () if head is None else (head,) if isinstance(head, str) else tuple(head)
     devices = np.stack([np.array(sharding.mesh.devices) for sharding in shardings])
     return NamedSharding(Mesh(devices, (axis, *names)), PartitionSpec((axis, *over), *rest))
-
-
-def _even(shape: tuple[int, ...], shardings: Sequence[NamedSharding]) -> NamedSharding:
-    """A sharding over all devices of others that cuts one dim, not the first, in as many equal blocks as it can."""
-    devices = list(dict.fromkeys(device for sharding in shardings for device in np.array(sharding.mesh.devices).flat))
-    count, dim = max(
-        ((count, -dim) for dim, size in enumerate(shape) for count in range(1, len(devices) + 1)
-         if dim and len(devices) % count == 0 and size % count == 0),
-        default=(1, 0),
-    )  # fmt: skip
-    mesh = Mesh(np.array(devices).reshape(count, -1), ("cut", "copy"))
-    return NamedSharding(mesh, PartitionSpec(*(None,) * -dim, "cut") if dim else PartitionSpec())
 
 
 @_jax.without_mesh()

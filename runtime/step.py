@@ -6,7 +6,7 @@ executable, and `pipeline.PipelineExecutable`, which walks a list of instruction
 
 A call makes sure of these:
 
-1. *The signature is the planned one* (`signatures`). Any difference raises `NewSignature` before anything runs, and the
+1. *The signature is the planned one* (`binding`). Any difference raises `NewSignature` before anything runs, and the
    caller plans for the new signature.
 2. *Donated arrays are ours.* A donated buffer is overwritten. Arrays that the step did not make (`ownership`) or that
    are not placed as planned are copied (`placement`), and so are those whose buffers the call is given twice. With the
@@ -21,24 +21,25 @@ it is placed, no leaf of it occurs twice, and only other arguments that are new 
 from __future__ import annotations
 
 import abc
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Pieces, Stacked, Traced
 from alpa_lite.passes.tracing import calls, nnx_modules
-from alpa_lite.runtime import nans, ownership, placement
-from alpa_lite.runtime.binding import ArgumentBinder, Buffers
+from alpa_lite.runtime import ownership, placement
+from alpa_lite.runtime.binding import ArgumentBinder, Buffers, NewSignature, weak_flags
 from alpa_lite.runtime.compile import picker
+from alpa_lite.runtime.debug import nans
+from alpa_lite.runtime.multihost import global_array
 from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.placement import DeviceCopies
-from alpa_lite.runtime.signatures import FORM, SETTINGS, STRUCTURE, WEAK, NewSignature, weak_flags
 from alpa_lite.runtime.stacked import StackedLeaves
 
 Donate = str | int | Sequence[int | str]
@@ -95,13 +96,14 @@ class Executable(abc.ABC):
         new_value = {argument: output for output, argument in traced.state}
         result_of = {leaf.numbers[0]: n for n, leaf in enumerate(leaves.results)}
         returned = [(a, result_of[new_value[n[0]]]) for a, n in enumerate(pieces) if n[0] in new_value]
-        self._state = [(a, r) for a, r in returned if buffers.in_place.keys() >= set(pieces[a])]
-        self._in_place = [(n, buffers.in_place[n]) for a, _ in self._state for n in pieces[a]]
-        self._absent = [(n, array) for n, array in buffers.absent.items() if stacked is None]
-        steady = {n for n, _ in self._in_place} | buffers.absent.keys()
-        self._pick_state = picker([a for a, _ in self._state])
+        state = [(a, r) for a, r in returned if buffers.in_place.keys() >= set(pieces[a])]
+        # Non-addressable state comes back as the same arrays, which live as long as this: one of the others comes last.
+        state.sort(key=lambda pair: global_array.is_addressable(buffers.sharding(buffers.in_place[pieces[pair[0]][0]])))
+        self._in_place = [(n, buffers.in_place[n]) for a, _ in state for n in pieces[a]]
+        self._has_state, steady = bool(state), {n for n, _ in self._in_place}
+        self._pick_state = picker([a for a, _ in state])
         self._pick_rest = picker([a for a, numbers in enumerate(pieces) if not steady.issuperset(numbers)])
-        self._pick_returned = picker([r for _, r in (self._state or returned)])
+        self._pick_returned = picker([r for _, r in (state or returned)])
         self._donates = bool(buffers.donated)
         self._binder = ArgumentBinder(traced, buffers, steady, options.copies)
         avals = [traced.graph.values[v].aval for v in traced.graph.block.inputs]
@@ -142,7 +144,7 @@ class Executable(abc.ABC):
           ExecutionError: an executable of a pipeline failed; names the stage, the micro-batch and the source line.
         """
         if self._settings is not None and _jax.trace_context() != self._settings:
-            raise NewSignature(SETTINGS)
+            raise NewSignature("JAX's settings")
         pure: Any = self._dynamic(args, kwargs)
         if not self._calling.modules:
             return self._traced.out_tree.unflatten(self._results(self._flat(*jax.tree.flatten(pure))))
@@ -192,10 +194,6 @@ class Executable(abc.ABC):
         """The optimised HLO text of each executable that this process runs, in the program's order."""
         return tuple(compiled.as_text() for compiled in self.compiled() if compiled is not None)
 
-    def memory_analysis(self) -> tuple[Any, ...]:
-        """The compiler's count of bytes per device of each executable; None where the backend gives none."""
-        return tuple(compiled.memory_analysis() for compiled in self.compiled() if compiled is not None)
-
     def accept(self, arguments: Sequence[bool], results: Sequence[bool]) -> None:
         """Accepts calls whose flat arguments have weak dtypes like this, too, since tracing makes the same program."""
         self._weak_results[tuple(arguments)] = tuple(results)
@@ -205,25 +203,31 @@ class Executable(abc.ABC):
     def _dynamic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments that are not static. Raises NewSignature if the form of the call is another."""
         if not self._calling.matches(args, kwargs):
-            raise NewSignature(FORM)
+            raise NewSignature("the number of arguments, the keywords or a static argument")
         return self._calling.traced(args, kwargs)
 
     def _flat(self, leaves: list[Any], tree: Any) -> list[Any]:
         """The leaves. Raises NewSignature if their structure is not the traced one."""
         if tree != self._traced.in_tree:
-            raise NewSignature(STRUCTURE)
+            raise NewSignature("the structure of the arguments")
         return leaves
 
     def _results(self, leaves: list[Any]) -> list[Any]:
         """The flat results of the user's step: the outputs, and the caller's own arrays where it hands them through."""
         through = [(place, placement.as_array(leaves[argument])) for place, argument in self._traced.through]
-        if _jax.checks_values():
-            apart = functools.partial(self._split, may_overwrite=lambda array: False, add=False)
-            results = nans.run_checked(self._run, leaves, self._traced, self._owned, apart)
-        else:
-            results = self._run(leaves)
+        results = self._run_checked(leaves) if _jax.checks_values() else self._run(leaves)
         for place, leaf in through:
             results.insert(place, leaf)
+        return results
+
+    def _run_checked(self, leaves: list[Any]) -> list[Any]:
+        """As `_run`, on copies. Raises FloatingPointError for an invalid result, with what made it."""
+        kinds = _jax.checked_values()
+        with _jax.values_unchecked():
+            copies = [jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+            self._owned.add(copies)
+            results = self._run(copies)
+            nans.check(results, kinds, self._traced, lambda: self._split(leaves, lambda array: False, add=False))
         return results
 
     def _run(self, leaves: list[Any]) -> list[Any]:
@@ -238,7 +242,7 @@ class Executable(abc.ABC):
             outputs = self._stacked.join(outputs, weak)
         elif weak != self._planned_weak:
             outputs = list(map(_jax.array_with_weak_type, outputs, weak))
-        if self._state:
+        if self._has_state:
             *others, last = self._pick_returned(outputs)
             self._owned.remember(last, others, self._disjoint)
         elif self._donates:
@@ -254,7 +258,7 @@ class Executable(abc.ABC):
         """
         weak = self._weak_results.get(weak_flags(leaves))
         if weak is None:
-            raise NewSignature(WEAK)
+            raise NewSignature("whether a dtype is weak")
         ownership.check_alive(leaves, self._arguments, self._traced.name)
         return weak
 
@@ -263,10 +267,10 @@ class Executable(abc.ABC):
 
         It is, leaf for leaf, what the last call returned, and no other argument shares a buffer with it.
         """
-        if not self._donates and not self._state:
+        if not self._donates and not self._has_state:
             return True
         state: Any = self._pick_state(leaves)
-        if not self._owned.is_last(state, self._disjoint) or any(leaves[n] is not array for n, array in self._absent):
+        if not self._owned.is_last(state, self._disjoint):
             return False
         rest = self._pick_rest(leaves)
         if self._stacked is not None:
@@ -293,7 +297,7 @@ class Executable(abc.ABC):
     def _placed_copies(self, leaves: list[Any]) -> list[Any]:
         """The leaves in new buffers where the program reads them first; those that it never reads, as they are."""
         if len(leaves) != len(self._arguments):
-            raise NewSignature(STRUCTURE)
+            raise NewSignature("the structure of the arguments")
         self._check(leaves)
         out = list(self._split(leaves, self._may_overwrite, add=True))
         self._owned.add(self._binder.copy_all(out))

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,9 +31,15 @@ from alpa_lite.passes.local.types import in_bytes
 from alpa_lite.passes.lowering.emission import change_layout
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan, blocks
-from alpa_lite.runtime import backpressure
 from alpa_lite.runtime.compile import compile_lowered
-from alpa_lite.runtime.meshes import submesh_of
+from alpa_lite.runtime.meshes import lower_region, submesh_of
+from alpa_lite.runtime.multihost import backpressure
+
+Part = tuple[int, Any, Ranges, Ranges]
+"""A part of a block: the number of the array that has it, the dtype, the ranges of that array and those of the part."""
+
+Block = tuple[list[int], int, list[Part]]
+"""A block made of parts, and the item of a list that is to be its number."""
 
 
 class Transfer:
@@ -60,14 +66,10 @@ class Transfer:
         self._shapes = [plan.shape for plan in plans]
         self._whole = [i for i, plan in enumerate(plans) if plan.equal]
         self._split = [i for i, plan in enumerate(plans) if not plan.equal]
-        self._cuts: list[tuple[Any, list[int]]] = []
-        self._joins: list[tuple[Any, list[int]]] = []
-        sources = self._plan_cuts(plans, devices)
-        pieces = [(i, n, piece.destination) for i in self._split for n, piece in enumerate(plans[i].pieces)]
-        self._sent = [sources[i, n] for i, n, _ in pieces]
-        self._targets = [*(self._landings[i] for i in self._whole), *(devices[number] for _, _, number in pieces)]
-        landed = {(i, n): k for k, (i, n, _) in enumerate(pieces, len(self._whole))}
-        self._assembled = self._plan_joins(plans, devices, landed)
+        self._sent, self._cuts = self._plan_cuts(plans, devices)
+        pieces = [devices[piece.destination] for i in self._split for piece in plans[i].pieces]
+        self._targets = [*(self._landings[i] for i in self._whole), *pieces]
+        self._assembled, self._joins = self._plan_joins(plans, devices)
         self._reshard = compile_reshard(plans, destination)
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -100,82 +102,84 @@ class Transfer:
             out[i] = jax.make_array_from_single_device_arrays(self._shapes[i], self._landings[i], parts)
         return out if self._reshard is None else self._reshard(out)
 
-    def _plan_cuts(self, plans: Sequence[TransferPlan], devices: Sequence[Any]) -> dict[tuple[int, int], int]:
+    def _plan_cuts(self, plans: Sequence[TransferPlan], devices: Sequence[Any]) -> tuple[list[int], list[Any]]:
         """Compiles one function for each device that sends parts of its blocks.
 
         Returns:
-          (array, piece) -> its number among the blocks of all arrays that are split, in order, then what is cut.
+          For each piece its number among the blocks of all arrays that are split, in order, then what is cut; and the
+          functions, as of `_compile_all`.
         """
         source = plans[0].src_mesh
-        have = {i: blocks(plans[i].shape, plans[i].src, source.mesh) for i in self._split}
-        block = {place: n for n, place in enumerate(itertools.product(self._split, range(source.mesh.size)))}
-        sources: dict[tuple[int, int], int] = {}
-        cut: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
-        for i in self._split:
-            for n, piece in enumerate(plans[i].pieces):
+        sent: list[int] = []
+        cuts: defaultdict[int, list[Block]] = defaultdict(list)
+        for first, i in enumerate(self._split):
+            plan, have = plans[i], blocks(plans[i].shape, plans[i].src, source.mesh)
+            for piece in plan.pieces:
                 k = piece.source - source.first
-                stays = piece.source == piece.destination and not plans[i].steps  # steps make new arrays
-                if piece.ranges == have[i][k] and not stays:
-                    sources[i, n] = block[i, k]
-                else:
-                    cut[k].append((i, n))
-        count = itertools.count(len(block))
-        for k, pieces in cut.items():
-            used = list(dict.fromkeys(i for i, _ in pieces))
-            wanted = [(used.index(i), _within(plans[i].pieces[n].ranges, have[i][k])) for i, n in pieces]
-
-            def function(*held: Any, wanted: Any = wanted) -> list[Any]:
-                return [_slice(held[which], ranges) for which, ranges in wanted]
-
-            types = [(plans[i].dtype, have[i][k]) for i in used]
-            self._cuts.append((_compile_on(devices[source.devices[k]], function, types), [block[i, k] for i in used]))
-            sources.update(zip(pieces, count, strict=False))
-        return sources
+                block = first * source.mesh.size + k
+                stays = piece.source == piece.destination and not plan.steps  # steps make new arrays
+                if piece.ranges != have[k] or stays:
+                    cuts[piece.source].append((sent, len(sent), [(block, plan.dtype, have[k], piece.ranges)]))
+                sent.append(block)
+        return sent, _compile_all(cuts, len(self._split) * source.mesh.size, devices)
 
     def _plan_joins(
-        self, plans: Sequence[TransferPlan], devices: Sequence[Any], landed: dict[tuple[int, int], int]
-    ) -> dict[int, list[int]]:
+        self, plans: Sequence[TransferPlan], devices: Sequence[Any]
+    ) -> tuple[dict[int, list[int]], list[Any]]:
         """Compiles one function for each device that receives its blocks in parts.
 
-        Args:
-          landed: (array, piece) -> its number among all that is put.
-
         Returns:
-          For each array that is split the numbers of its blocks, in mesh order, among these and what is joined then.
+          For each array that is split the numbers of its blocks, in mesh order, among all that is put and then what is
+          joined; and the functions, as of `_compile_all`.
         """
         assembled: dict[int, list[int]] = {i: [] for i in self._split}
-        count = itertools.count(len(self._targets))
-        for device in plans[0].dst_mesh.devices:
-            types: list[tuple[Any, Ranges]] = []
-            taken: list[int] = []
-            groups: list[list[Ranges]] = []
-            for i in self._split:
-                arriving = [(n, piece.ranges) for n, piece in enumerate(plans[i].pieces) if piece.destination == device]
-                if len(arriving) == 1:
-                    assembled[i].append(landed[i, arriving[0][0]])
-                    continue
-                groups.append([ranges for _, ranges in arriving])
-                types += [(plans[i].dtype, ranges) for _, ranges in arriving]
-                taken += [landed[i, n] for n, _ in arriving]
-                assembled[i].append(next(count))
-
-            def function(*pieces: Any, groups: Any = groups) -> list[Any]:
-                rest = iter(pieces)
-                return [
-                    in_bytes(lambda *own, ranges=ranges: _join(own, ranges, 0), *itertools.islice(rest, len(ranges)))
-                    for ranges in groups
-                ]
-
-            if groups:
-                self._joins.append((_compile_on(devices[device], function, types), taken))
-        return assembled
+        joins: defaultdict[int, list[Block]] = defaultdict(list)
+        count = itertools.count(len(self._whole))
+        for i, numbers in assembled.items():
+            for device, pieces in itertools.groupby(plans[i].pieces, lambda piece: piece.destination):
+                parts: list[Part] = [(next(count), plans[i].dtype, one.ranges, one.ranges) for one in pieces]
+                if len(parts) > 1:
+                    joins[device].append((numbers, len(numbers), parts))
+                numbers.append(parts[0][0])
+        return assembled, _compile_all(joins, len(self._targets), devices)
 
 
-def _compile_on(device: Any, function: Callable[..., Any], types: Sequence[tuple[Any, Ranges]]) -> Any:
-    """A function of blocks on one device, of these dtypes and ranges."""
+def _compile_all(
+    made: Mapping[int, Sequence[Block]], first: int, devices: Sequence[Any]
+) -> list[tuple[Callable[..., list[Any]], list[int]]]:
+    """Compiles a function for each device that makes its blocks, which are numbered from `first` on.
+
+    Returns:
+      The functions, each with the numbers of the arrays that it takes.
+    """
+    count = itertools.count(first)
+    out = []
+    for device, wanted in made.items():
+        out.append(_compile_blocks(devices[device], [parts for _, _, parts in wanted]))
+        for numbers, place, _ in wanted:
+            numbers[place] = next(count)
+    return out
+
+
+def _compile_blocks(device: Any, made: Sequence[Sequence[Part]]) -> tuple[Callable[..., list[Any]], list[int]]:
+    """Compiles a function that makes blocks of parts of arrays, all on one device."""
     where = SingleDeviceSharding(device)
-    avals = [jax.ShapeDtypeStruct(_sizes(ranges), dtype, sharding=where) for dtype, ranges in types]
-    return compile_lowered(jax.jit(function).lower(*avals), [device])
+    given = {
+        number: jax.ShapeDtypeStruct(_sizes(have), dtype, sharding=where)
+        for parts in made for number, dtype, have, _ in parts
+    }  # fmt: skip
+
+    def make(*arrays: Any) -> list[Any]:
+        held = dict(zip(given, arrays, strict=True))
+        out = []
+        for parts in made:
+            ranges = [wanted for *_, wanted in parts]
+            pieces = [_slice(held[number], wanted, have) for number, _, have, wanted in parts]
+            out.append(pieces[0] if len(parts) == 1 else in_bytes(lambda *own, at=ranges: _join(own, at, 0), *pieces))
+        # Without a copy, a jitted function hands its argument's memory on.
+        return [jnp.copy(one) if any(one is array for array in arrays) else one for one in out]
+
+    return compile_lowered(jax.jit(make).lower(*given.values()), [device]), list(given)
 
 
 def compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Callable[[list[Any]], list[Any]] | None:
@@ -199,14 +203,13 @@ def compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Callable[[list
             out.append(block)
         return out
 
-    specs, wanted = [spec_of(plan.landing) for plan in plans], [spec_of(plan.dst) for plan in plans]
-    region = jax.shard_map(local, mesh=mesh, in_specs=tuple(specs), out_specs=wanted, check_vma=False)
-    avals = [
-        jax.ShapeDtypeStruct(plan.shape, plan.dtype, sharding=NamedSharding(mesh, spec))
-        for plan, spec in zip(plans, specs, strict=True)
-    ]
-    lowered = jax.jit(region, out_shardings=[NamedSharding(mesh, spec) for spec in wanted]).lower(*avals)
-    call = backpressure.throttle(compile_lowered(lowered, mesh.devices.flat), mesh.devices.flat)
+    landed, wanted = (
+        [jax.ShapeDtypeStruct(plan.shape, plan.dtype, sharding=NamedSharding(mesh, spec_of(layout)))
+         for plan, layout in zip(plans, layouts, strict=True)]
+        for layouts in ([plan.landing for plan in plans], [plan.dst for plan in plans])
+    )  # fmt: skip
+    devices = list(mesh.devices.flat)
+    call = backpressure.throttle(compile_lowered(lower_region(local, mesh, landed, wanted), devices), devices)
 
     def reshard(arrays: list[Any]) -> list[Any]:
         out = list(arrays)
@@ -221,16 +224,12 @@ def _sizes(ranges: Ranges) -> tuple[int, ...]:
     return tuple(high - low for low, high in ranges)
 
 
-def _within(piece: Ranges, block: Ranges) -> Ranges:
-    """The piece in the block's own indices."""
-    return tuple((low - start, high - start) for (low, high), (start, _) in zip(piece, block, strict=True))
-
-
-def _slice(block: Any, ranges: Ranges) -> Any:
-    """Part of a block, or a copy of all of it: without one, a jitted function hands its argument's memory on."""
-    if _sizes(ranges) == block.shape:
-        return jnp.copy(block)
-    return lax.slice(block, [low for low, _ in ranges], [high for _, high in ranges])
+def _slice(block: Any, wanted: Ranges, have: Ranges) -> Any:
+    """A part of a block that has some ranges of the global array; the block itself, if it is all of it."""
+    if wanted == have:
+        return block
+    starts = [low - first for (low, _), (first, _) in zip(wanted, have, strict=True)]
+    return lax.slice(block, starts, [start + size for start, size in zip(starts, _sizes(wanted), strict=True)])
 
 
 def _join(pieces: Sequence[Any], ranges: Sequence[Ranges], dim: int) -> Any:

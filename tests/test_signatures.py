@@ -21,7 +21,7 @@ from alpa_lite import api
 from alpa_lite.compilation import likeness
 from alpa_lite.errors import SignatureError
 from alpa_lite.passes.tracing import calls, trace
-from alpa_lite.runtime.signatures import NewSignature
+from alpa_lite.runtime.binding import NewSignature
 
 WIDTH, ROWS = 8, 16
 

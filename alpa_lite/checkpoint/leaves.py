@@ -34,7 +34,7 @@ from alpa_lite.passes.tracing import calls, nnx_modules
 from alpa_lite.passes.tracing.nnx_modules import LeafPath
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import units
-from alpa_lite.runtime import global_array
+from alpa_lite.runtime.multihost import global_array
 
 SCALARS = (bool, int, float)
 """Types that are stored as numbers and restored as Python ones."""

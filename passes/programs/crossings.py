@@ -1,6 +1,6 @@
 """Memory that transfers between processes need beyond the arrays that they move.
 
-Such a transfer is one program over the devices of both submeshes (`runtime.transfer_multihost`), in which every device
+Such a transfer is one program over the devices of both submeshes (`runtime.multihost.permute`), in which every device
 gives a block and gets one. A device of the destination, which sends nothing, gives a block of zeros as large as one at
 the source; these are made once, shared by all transfers of such blocks, and stay. A device of the source, which
 receives nothing, gets a block as large as one that lands; it is dropped as soon as the program has run. With g the

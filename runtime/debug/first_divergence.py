@@ -28,7 +28,6 @@ from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.lowering import emission
 from alpa_lite.passes.lowering.program import (
     Body,
-    Compute,
     Instruction,
     LocalProgram,
     Loop,
@@ -38,7 +37,7 @@ from alpa_lite.passes.lowering.program import (
     reads,
     spec_of,
     writes,
-)
+)  # fmt: skip
 
 CHUNK = 2**30
 """Bytes of registers that are looked at in one run."""
@@ -125,12 +124,11 @@ class _Search:
         done = 0
         while done < len(body.instructions):
             stop, wanted = self._chunk(body, done, raw)
-            found = dict(raw)
-            found.update(zip(wanted, self.run(body, stop, wanted, raw), strict=True))
-            for item in body.instructions[done:stop]:
-                difference = self.judge(item, found)
-                if difference is not None:
-                    return difference
+            found = raw | dict(zip(wanted, self.run(body, stop, wanted, raw), strict=True))
+            differences = (self.judge(item, found) for item in body.instructions[done:stop])
+            difference = next((one for one in differences if one is not None), None)
+            if difference is not None:
+                return difference
             done = stop
         return None
 
@@ -163,23 +161,17 @@ class _Search:
         return self.functions[key](*raw.values())
 
     def judge(self, item: Instruction, found: dict[int, Any]) -> Difference | None:
-        """Returns the difference of an instruction, or None."""
-        match item:
-            case Reshard(source=source, result=result):
-                wrong = error(self.whole(result, found[result]), self.alone(source, found[source]))
-                if wrong <= self.limit:
-                    return None
-                kinds = ", ".join(f"{step.kind} over {'+'.join(step.axes)}" for step in item.steps)
-                where = _jax.where(item.used_by.source) if item.used_by is not None else "a result of the step"
-                layouts = f"{self.program.registers[source]} -> {self.program.registers[result]}"
-                return Difference(kinds, where, layouts, wrong)
-            case Outside():
+        """Returns the difference of an instruction from the same on one device, or None."""
+        if isinstance(item, Reshard):
+            source, result = item.source, item.result
+            wrong = error(self.whole(result, found[result]), self.alone(source, found[source]))
+            if wrong <= self.limit:
                 return None
-            case Compute() | Loop():
-                return None if item.op.has_effects else self.operation(item, found)
-
-    def operation(self, item: Compute | Loop, found: dict[int, Any]) -> Difference | None:
-        """Returns the difference of an operation from the same on one device, or None."""
+            kinds = ", ".join(f"{step.kind} over {'+'.join(step.axes)}" for step in item.steps)
+            where = _jax.where(item.used_by.source) if item.used_by is not None else "a result of the step"
+            return Difference(kinds, where, self.layouts((source,), (result,)), wrong)
+        if isinstance(item, Outside) or item.op.has_effects:
+            return None
         op = item.op
         operands = [o.value if isinstance(o, Lit) else self.alone(o, found[o]) for o in item.operands]
         results = self.apply(op, operands)
@@ -192,15 +184,15 @@ class _Search:
             wrong = max(wrong, one)
         if wrong <= self.limit:
             return None
-        return self.loop(item, found, wrong) if isinstance(item, Loop) else self.difference(item, wrong)
+        difference = Difference(op.name, _jax.where(op.source), self.layouts(item.operands, item.results), wrong)
+        return self.loop(item, found, difference) if isinstance(item, Loop) else difference
 
-    def difference(self, item: Compute | Loop, wrong: float) -> Difference:
-        """An operation that differs, in words."""
-        op = item.op
-        layouts = self.program.registers
-        taken = " x ".join(str(layouts[o]) for o in item.operands if isinstance(o, int))
-        given = ", ".join(str(layouts[r]) for r in item.results)
-        return Difference(op.name, _jax.where(op.source), f"{taken} -> {given}", wrong)
+    def layouts(self, operands: Sequence[int | Lit], results: Sequence[int]) -> str:
+        """The layouts of operands and results, as text."""
+        given, made = (
+            [str(self.program.registers[o]) for o in some if isinstance(o, int)] for some in (operands, results)
+        )
+        return f"{' x '.join(given)} -> {', '.join(made)}"
 
     def apply(self, op: Op, operands: Sequence[Any]) -> list[Any]:
         """The operation as written, on one device."""
@@ -216,13 +208,14 @@ class _Search:
         sizes = [abs(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x for x in operands]
         return float(np.max(np.asarray(self.apply(op, sizes)[number], np.float64), initial=0.0))
 
-    def loop(self, item: Loop, found: dict[int, Any], wrong: float) -> Difference | None:
+    def loop(self, item: Loop, found: dict[int, Any], whole: Difference) -> Difference | None:
         """The first instruction of a scan's body that differs, in the first iteration in which any does.
 
         A loop of which no instruction differs is right: what its sums are off by is the rounding of their terms.
+        `whole` is the difference of the loop as one operation.
         """
         if item.op.name != "scan":
-            return self.difference(item, wrong)
+            return whole
         view, body = ScanView(item.op), item.bodies[0]
         registers = view.taken(item.operands)
         inputs = view.taken(body.inputs)
@@ -238,8 +231,7 @@ class _Search:
         carry = list(map(array, registers.carry, inputs.carry))
         order = range(view.length)[::-1] if item.op.params["reverse"] else range(view.length)
         for iteration in order[:ITERATIONS]:
-            raw = dict(outer)
-            raw.update(zip(inputs.consts, map(array, registers.consts, inputs.consts), strict=True))
+            raw = outer | dict(zip(inputs.consts, map(array, registers.consts, inputs.consts), strict=True))
             raw.update(zip(inputs.carry, carry, strict=True))
             for operand, register in zip(registers.xs, inputs.xs, strict=True):
                 partial = isinstance(operand, int) and bool(self.program.registers[operand].partial)
@@ -252,7 +244,7 @@ class _Search:
             wanted = [o for o in outputs if isinstance(o, int)]
             made = dict(zip(wanted, self.run(body, len(body.instructions), wanted, raw), strict=True))
             carry = [array(o, r) if isinstance(o, Lit) else made[o] for o, r in zip(outputs, inputs.carry, strict=True)]
-        return self.difference(item, wrong) if view.length > ITERATIONS and wrong > _COARSE else None
+        return whole if view.length > ITERATIONS and whole.error > _COARSE else None
 
     def placed(self, register: int, array: Any) -> Any:
         """An array as the register has it; of a partial sum, with a leading dim for its summands."""

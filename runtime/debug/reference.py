@@ -20,11 +20,10 @@ from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.stage_graph import Port
 from alpa_lite.passes.tracing import calls
-from alpa_lite.runtime import global_array
 from alpa_lite.runtime.debug import first_divergence
 from alpa_lite.runtime.debug.first_divergence import Difference, error
 from alpa_lite.runtime.meshes import mesh_of, submesh_of
-from alpa_lite.runtime.step import Executable
+from alpa_lite.runtime.multihost import global_array
 
 ROUNDING: Mapping[str, float] = {"float64": 1e-9, "complex128": 1e-9, "float16": 1e-2, "bfloat16": 5e-2}
 """The relative error of leaves that counts as rounding, by dtype; 1e-3 for other dtypes, 5e-2 below 16 bits."""
@@ -84,11 +83,6 @@ def reference_run(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]
     leaves, _ = calls.flattened(traced.calling, args, kwargs)
     leaves = [_alone(global_array.fully_addressable(leaf)) for leaf in leaves]
     return ReferenceRun(traced, leaves, jax.jit(functools.partial(evaluation.evaluate, traced.graph)))
-
-
-def planned_results(executable: Executable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Returns the flat results of the step as planned, on copies of the arguments."""
-    return executable.results(*args, **kwargs)
 
 
 def _alone(leaf: Any) -> Any:

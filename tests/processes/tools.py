@@ -9,7 +9,7 @@ import numpy as np
 import worker
 
 import alpa_lite
-from alpa_lite.runtime.debug import reference
+from alpa_lite.runtime.step import Executable
 
 
 def calling(params, batch):
@@ -31,12 +31,12 @@ def calling(params, batch):
     return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], loss
 
 
-planned = reference.planned_results
+planned = Executable.results
 
 
-def wrong_here(*given):
+def wrong_here(*given, **named):
     """The results of a planned step, of which those that this process alone has are wrong."""
-    return [2 * x if x.is_fully_addressable else x for x in planned(*given)]
+    return [2 * x if x.is_fully_addressable else x for x in planned(*given, **named)]
 
 
 def main() -> None:
@@ -52,9 +52,9 @@ def main() -> None:
         if one is method:
             events = step.trace(None, state, batch).events
             if jax.process_index() == 1:
-                reference.planned_results = wrong_here
+                Executable.results = wrong_here
             wrong = alpa_lite.check(step, state, batch)
-            reference.planned_results = planned
+            Executable.results = planned
             worker.say("wrong:", sum(not leaf.ok for leaf in wrong.leaves), "leaves,", wrong.unchecked)
             worker.say("traced", sorted({event.kind for event in events}), "on", sorted({e.mesh for e in events}))
     step = alpa_lite.parallelize(calling, method=method, num_microbatches=2, allow_inexact=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,26 +14,15 @@ import pytest
 from numpy.lib.stride_tricks import sliding_window_view
 
 import alpa_lite
-from tests.marks import slow_one_in
+from tests.marks import slow_but, slow_one_in
+from tests.runtime.cases import METHODS, descend, equal_leaves
 
-METHODS: dict[str, Callable[[], dict[str, Any]]] = {
-    "one mesh": lambda: {"method": alpa_lite.DataParallel()},
-    "two microbatches": lambda: {"method": alpa_lite.Zero(3), "num_microbatches": 2},
-    "pipeline": lambda: {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2},
-}
+WHERE = ("one mesh", "two microbatches", "pipeline")
 WIDTH, ROWS = 64, 128
 
 
-def slow_but(fast: str, where: str) -> Any:
-    return pytest.param(where, marks=[] if where == fast else pytest.mark.slow)
-
-
 def adapt(params: Any, frozen: Any, x: jax.Array) -> Any:
-    def loss(p: Any) -> jax.Array:
-        return jnp.square(jnp.tanh(jnp.tanh(x @ p["a"]) @ frozen["t"]) @ p["b"]).mean()
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+    return descend(lambda p: jnp.square(jnp.tanh(jnp.tanh(x @ p["a"]) @ frozen["t"]) @ p["b"]).mean(), params)
 
 
 def numbers(count: int) -> np.ndarray:
@@ -75,10 +65,8 @@ MEMORIES: dict[str, Callable[[Path], tuple[np.ndarray, np.ndarray]]] = {
 """An array that is written, and one that is read-only and reads its memory."""
 
 
-@pytest.mark.parametrize("where", [slow_but("one mesh", w) for w in METHODS])
-@pytest.mark.parametrize("memory", ["view made before", "bytes", *(
-    pytest.param(m, marks=pytest.mark.slow) for m in MEMORIES if m not in ("view made before", "bytes")
-)])  # fmt: skip
+@pytest.mark.parametrize("where", slow_but(["one mesh"], WHERE))
+@pytest.mark.parametrize("memory", slow_but(["view made before", "bytes"], MEMORIES))
 def test_read_only_arrays_are_read_in_every_call(memory: str, where: str, tmp_path: Path) -> None:
     def losses(run: Any) -> list[float]:
         written, frozen = MEMORIES[memory](tmp_path)
@@ -103,8 +91,8 @@ def regress(params: Any, batch: Any) -> Any:
             h = jnp.tanh(h @ p["a"]) @ p["b"]
         return jnp.square(h - batch["y"]).mean()
 
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value, "y": batch["y"]}
+    params, value = descend(loss, params)
+    return params, {"loss": value, "y": batch["y"]}
 
 
 def aligned(shape: tuple[int, ...]) -> np.ndarray:
@@ -125,10 +113,7 @@ LOADERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 FAST = {("aligned", "one mesh"), ("copied", "pipeline")}
 
 
-@pytest.mark.parametrize("loader, where", slow_one_in(2, [
-    pytest.param(one, where, marks=[] if (one, where) in FAST else pytest.mark.slow)
-    for one in LOADERS for where in METHODS
-]))  # fmt: skip
+@pytest.mark.parametrize("loader, where", slow_one_in(2, slow_but(FAST, itertools.product(LOADERS, WHERE))))
 def test_a_batch_may_be_refilled_when_the_call_returns(loader: str, where: str) -> None:
     draw = np.random.default_rng(0)
     run, jitted = alpa_lite.parallelize(regress, batch_argnums=1, **METHODS[where]()), jax.jit(regress)
@@ -147,5 +132,4 @@ def test_a_batch_may_be_refilled_when_the_call_returns(loader: str, where: str) 
         want, value = jitted(want, fresh)
         found.append(metrics)
         expected.append(value)
-    for a, b in zip(jax.tree.leaves((state, found)), jax.tree.leaves((want, expected)), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-4, atol=2e-5)
+    equal_leaves((state, found), (want, expected), rtol=2e-4, atol=2e-5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,19 +14,11 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from tests.marks import slow_one_in
+from tests.runtime.cases import METHODS, descend, draw, equal_leaves
 
 WIDTH, ROWS = 16, 16
 TYPES = ["int4", "uint4", "int2", "uint2", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2"]
-METHODS: dict[str, Callable[[], dict[str, Any]]] = {
-    "zero": lambda: {"method": alpa_lite.Zero(3), "verify": "hlo"},
-    "two microbatches": lambda: {"method": alpa_lite.DataParallel(), "num_microbatches": 2},
-    "tensor": lambda: {"method": alpa_lite.TensorParallel()},
-    "pipeline": lambda: {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2},
-}
-
-
-def floats(*shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape) * 0.3, jnp.float32)
+WHERE = ("zero", "two microbatches", "tensor", "pipeline")
 
 
 def low(dtype: str, *shape: int) -> jax.Array:
@@ -35,11 +27,6 @@ def low(dtype: str, *shape: int) -> jax.Array:
 
 def wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)
-
-
-def descend(loss: Callable[[Any], jax.Array], params: Any) -> tuple[Any, jax.Array]:
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
 def adapters_on_frozen(dtype: str) -> tuple[Any, tuple[Any, ...]]:
@@ -52,7 +39,7 @@ def adapters_on_frozen(dtype: str) -> tuple[Any, tuple[Any, ...]]:
         return descend(loss, params)
 
     frozen = {"a": low(dtype, WIDTH, WIDTH), "b": low(dtype, WIDTH, WIDTH)}
-    return step, ({"a": floats(WIDTH, WIDTH), "b": floats(WIDTH)}, frozen, floats(ROWS, WIDTH))
+    return step, ({"a": draw(WIDTH, WIDTH), "b": draw(WIDTH)}, frozen, draw(ROWS, WIDTH))
 
 
 def quantised_state(dtype: str) -> tuple[Any, tuple[Any, ...]]:
@@ -62,7 +49,7 @@ def quantised_state(dtype: str) -> tuple[Any, tuple[Any, ...]]:
         master, value = descend(lambda m: jnp.square(jnp.tanh(x @ wide(state["q"])) @ m).mean(), state["master"])
         return {"q": (jnp.abs(master) > 0.3).astype(state["q"].dtype), "master": master}, value
 
-    return step, ({"q": low(dtype, WIDTH, WIDTH), "master": floats(WIDTH, WIDTH)}, floats(ROWS, WIDTH))
+    return step, ({"q": low(dtype, WIDTH, WIDTH), "master": draw(WIDTH, WIDTH)}, draw(ROWS, WIDTH))
 
 
 def quantised_activations(dtype: str) -> tuple[Any, tuple[Any, ...]]:
@@ -73,7 +60,7 @@ def quantised_activations(dtype: str) -> tuple[Any, tuple[Any, ...]]:
         new, value = descend(lambda p: jnp.square(jnp.tanh(wide(hidden) @ p["b"]) @ p["c"]).mean(), params)
         return new, {"loss": value, "hidden": hidden}
 
-    return step, ({name: floats(WIDTH, WIDTH) for name in "abc"}, floats(ROWS, WIDTH))
+    return step, ({name: draw(WIDTH, WIDTH) for name in "abc"}, draw(ROWS, WIDTH))
 
 
 def changed_layouts(dtype: str) -> tuple[Any, tuple[Any, ...]]:
@@ -87,7 +74,7 @@ def changed_layouts(dtype: str) -> tuple[Any, tuple[Any, ...]]:
             q = jnp.flip(q, 0)
         return descend(lambda p: jnp.square(wide(q) @ p).mean(), params)
 
-    return step, (floats(WIDTH, WIDTH), floats(ROWS, WIDTH))
+    return step, (draw(WIDTH, WIDTH), draw(ROWS, WIDTH))
 
 
 PROGRAMS = [adapters_on_frozen, quantised_state, quantised_activations]
@@ -97,7 +84,7 @@ FAST = {("adapters_on_frozen", "int4", "zero"), ("changed_layouts", "int2", "zer
 def cases() -> Iterator[Any]:
     """Each program with each method, by types in turn; and changes of layout of all types."""
     types = itertools.cycle(TYPES)
-    for program, where in itertools.product(PROGRAMS, METHODS):
+    for program, where in itertools.product(PROGRAMS, WHERE):
         yield program, next(types), where
     for dtype in TYPES:
         yield changed_layouts, dtype, "zero"
@@ -109,11 +96,10 @@ def cases() -> Iterator[Any]:
 ]))  # fmt: skip
 def test_leaves_of_few_bits_run_as_under_jit(program: Any, dtype: str, where: str) -> None:
     step, (state, *rest) = program(dtype)
-    run = alpa_lite.parallelize(step, batch_argnums=len(rest), **METHODS[where]())
+    verify = "hlo" if where == "zero" else "shardy"
+    run = alpa_lite.parallelize(step, batch_argnums=len(rest), verify=verify, **METHODS[where]())
     want, jitted = state, jax.jit(step)
     for _ in range(3):
         state, found = run(state, *rest)
         want, expected = jitted(want, *rest)
-        for a, b in zip(jax.tree.leaves((state, found)), jax.tree.leaves((want, expected)), strict=True):
-            assert a.dtype == b.dtype
-            np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-5, atol=1e-6)
+        equal_leaves((state, found), (want, expected), rtol=2e-5, atol=1e-6)

@@ -1,4 +1,7 @@
-"""What a step may overwrite: what it made itself, and nothing of the caller's, placed or not."""
+"""What a step may overwrite: what it made itself, and nothing of the caller's, placed or not.
+
+A deleted array is refused before anything runs: JAX 0.10 ends the process where an executable is given one.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ from alpa_lite.errors import AlpaLiteError, DonatedError
 from alpa_lite.runtime import placement
 from alpa_lite.runtime.ownership import Owned
 from tests.comparing import assert_close
+from tests.marks import slow_but
+from tests.runtime.cases import deleted, descend
 
 WIDTH, ROWS = 8, 16
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -28,7 +33,7 @@ METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "pipeline": lambda: {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2},
 }
 
-SLOW_PIPELINE = [pytest.param(w, marks=pytest.mark.slow) if w == "pipeline" else w for w in METHODS]
+SLOW_PIPELINE = slow_but(["one mesh"], METHODS)
 
 
 def make(rows: int = ROWS) -> tuple[Any, Any, Any]:
@@ -46,8 +51,7 @@ def step(state: Any, batch: Any, frozen: Any) -> Any:
         x = jnp.tanh(batch["x"] @ s["first"] @ frozen) @ s["second"]
         return ((x - batch["y"]) ** 2).mean()
 
-    value, grads = jax.value_and_grad(loss)(state)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+    return descend(loss, state)
 
 
 @functools.cache
@@ -55,8 +59,9 @@ def parallel(where: str, **options: Any) -> Any:
     return alpa_lite.parallelize(step, batch_argnums=1, **METHODS[where](), **options)
 
 
-def deleted(tree: Any) -> set[bool]:
-    return {leaf.is_deleted() for leaf in jax.tree.leaves(tree)}
+def donate_elsewhere(tree: Any) -> None:
+    jax.block_until_ready(jax.jit(lambda t: jax.tree.map(jnp.negative, t), donate_argnums=0)(tree))
+    assert deleted(tree) == {True}
 
 
 @pytest.fixture
@@ -147,19 +152,46 @@ def test_an_array_that_was_deleted_is_named(where):
     with pytest.raises(AlpaLiteError, match="state/second was deleted"):
         run({**state, "second": old["second"]}, batch, frozen)
     assert deleted(state) == {False}
-    for name, given in (("x", jnp.ones((ROWS, WIDTH))), ("y", batch["y"])):
-        given.delete()
+    for name, given, end in (("x", jnp.ones((ROWS, WIDTH)), jax.Array.delete), ("y", batch["y"], donate_elsewhere)):
+        end(given)
         with pytest.raises(DonatedError, match=f"batch/{name} was deleted"):
             run(state, {**make()[1], name: given}, frozen)
-    frozen.delete()
+    donate_elsewhere(frozen)
     with pytest.raises(DonatedError, match="frozen was deleted"):
         run(state, make()[1], frozen)
     assert deleted(state) == {False}
-    state["second"].delete()  # of what the last call returned
-    with pytest.raises(DonatedError, match="state/second was deleted"):
-        run(state, *make()[1:])
-    with pytest.raises(DonatedError, match="state/second was deleted"):
-        run.place(state, *make()[1:])
+    donate_elsewhere(state["second"])  # of what the last call returned
+    for call in (run, run.place):
+        with pytest.raises(DonatedError, match="state/second was deleted"):
+            call(state, *make()[1:])
+    assert float(run(*make())[1]) > 0
+
+
+@pytest.mark.parametrize("where", SLOW_PIPELINE)
+def test_a_variable_that_was_deleted_is_named(where):
+    options: dict[str, Any] = METHODS[where]() if where == "pipeline" else {"method": alpa_lite.Zero(3)}
+    run = alpa_lite.parallelize(adapt, **options)
+    model, batch, _ = run.place(Adapted(), make()[1])[0], *make()[1:]
+    run(model, batch)
+    old = jax.tree.map(lambda x: x, nnx.state(model))
+    run(model, batch)
+    new = jax.tree.map(lambda x: x, nnx.state(model))
+    nnx.update(model, old)
+    with pytest.raises(DonatedError, match="model/trained/bias was deleted"):
+        run(model, batch)
+    nnx.update(model, new)
+    donate_elsewhere(model.trained.kernel[...])
+    with pytest.raises(DonatedError, match="model/trained/kernel was deleted"):
+        run(model, batch)
+
+
+@pytest.mark.parametrize("where", METHODS)
+def test_a_state_that_is_dropped_is_not_kept_alive(where):
+    out = parallel(where)(*make())
+    alive = list(map(weakref.ref, jax.tree.leaves(out)))
+    del out
+    gc.collect()
+    assert not any(ref() is not None for ref in alive)
 
 
 def test_known_arrays_are_not_kept_alive():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 import itertools
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +22,8 @@ from alpa_lite.passes import checks
 from alpa_lite.report import timeline, units
 from alpa_lite.runtime.pipeline import PipelineExecutable
 from tests import comparing, pipeline_driver, zoo
+from tests.marks import slow
+from tests.runtime.cases import deleted
 
 WIDTH = 16
 
@@ -70,10 +70,6 @@ def executable(schedule: str) -> PipelineExecutable:
     return driven(schedule).executable()
 
 
-def deleted(tree) -> set[bool]:
-    return {leaf.is_deleted() for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)}
-
-
 # -- results ----------------------------------------------------------------------------------------------------------
 
 
@@ -111,14 +107,6 @@ def test_an_array_that_is_two_arguments_is_copied():
     comparing.compare({"grads": got}, {"grads": want})
 
 
-def test_a_state_that_is_dropped_is_not_kept_alive():
-    out = executable("interleaved-1f1b")(*arguments())
-    alive = [weakref.ref(leaf) for leaf in jax.tree.leaves(out)]
-    del out
-    gc.collect()
-    assert not any(ref() is not None for ref in alive)
-
-
 def test_a_state_from_elsewhere_after_ours():
     """The remembered state must not be taken for arrays that are not it."""
     run, (first, batch) = executable("interleaved-1f1b"), arguments()
@@ -143,7 +131,7 @@ def verified():
 
 @pytest.mark.parametrize(
     ("donate", "state_goes"),
-    [((), False), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (((1,), False), ((0,), True)))],
+    [((), False), slow((1,), False), slow((0,), True)],
 )
 def test_only_donated_arguments_are_deleted(donate, state_goes):
     run = parallel(donate_argnums=donate, verify="off") if donate else verified()

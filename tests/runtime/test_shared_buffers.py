@@ -1,4 +1,4 @@
-"""A buffer that reaches a step twice: results are those of plain `jit`, and no array of the caller's is deleted."""
+"""A buffer that reaches a step twice, or leaves it twice: results are those of plain `jit`, and nothing is deleted."""
 
 from __future__ import annotations
 
@@ -16,19 +16,13 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 
 import alpa_lite
-from tests.marks import slow_one_in
+from tests.marks import slow, slow_one_in
+from tests.runtime.cases import METHODS, deleted, descend, draw, equal_leaves
 
 WIDTH, ROWS = 16, 16
-METHODS: dict[str, Callable[[], dict[str, Any]]] = {
-    "one mesh": lambda: {"method": alpa_lite.DataParallel()},
-    "zero": lambda: {"method": alpa_lite.Zero(3)},
-    "pipeline": lambda: {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2},
-}
 Run = Callable[..., Any]
-
-
-def draw(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * 0.3, jnp.float32)
+Program = Callable[[Callable[[Any], Run]], Iterator[Any]]
+"""Yields what it computes with steps that its argument makes. All of it is compared, and must live, at the end."""
 
 
 def weights(seed: int = 0) -> Any:
@@ -40,11 +34,7 @@ def apply(p: Any, x: jax.Array) -> jax.Array:
 
 
 def distil(params: Any, ref: Any, x: jax.Array) -> Any:
-    def loss(p: Any) -> jax.Array:
-        return jnp.square(apply(p, x) - apply(ref, x)).mean() + jnp.square(apply(p, x)).mean()
-
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+    return descend(lambda p: jnp.square(apply(p, x) - apply(ref, x)).mean() + jnp.square(apply(p, x)).mean(), params)
 
 
 def view(tree: Any) -> Any:
@@ -52,8 +42,39 @@ def view(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x, x.sharding), tree)
 
 
-Program = Callable[[Callable[[Any], Run]], Iterator[Any]]
-"""Yields what it computes with steps that its argument makes."""
+def linen_state() -> TrainState:
+    model = linen.Sequential([linen.Dense(WIDTH), jnp.tanh, linen.Dense(WIDTH)])
+    params = model.init(jax.random.key(0), draw(ROWS, WIDTH))
+    return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
+
+
+class Net(nnx.Module):
+    def __init__(self, seed: int) -> None:
+        self.a, self.b = (nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(seed)) for _ in range(2))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.b(jnp.tanh(self.a(x)))
+
+
+class Mlp(eqx.Module):
+    a: eqx.nn.Linear
+    b: eqx.nn.Linear
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.b(jnp.tanh(self.a(x)))
+
+
+def equinox_model() -> Mlp:
+    return Mlp(*(eqx.nn.Linear(WIDTH, WIDTH, key=key) for key in jax.random.split(jax.random.key(0))))
+
+
+def update(model: nnx.Module, loss: Callable[[Any], jax.Array]) -> jax.Array:
+    value, grads = nnx.value_and_grad(loss)(model)
+    nnx.update(model, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(model), grads))
+    return value
+
+
+# -- given twice ------------------------------------------------------------------------------------------------------
 
 
 def references(make: Callable[[Any], Run]) -> Iterator[Any]:
@@ -133,8 +154,7 @@ def scanned(make: Callable[[Any], Run]) -> Iterator[Any]:
         return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, p)[0]
 
     def step(params: Any, ref: Any, x: jax.Array) -> Any:
-        loss, grads = jax.value_and_grad(lambda p: jnp.square(forward(p, x) - forward(ref, x) + 1).mean())(params)
-        return params - 0.1 * grads, loss
+        return descend(lambda p: jnp.square(forward(p, x) - forward(ref, x) + 1).mean(), params)
 
     run, params = make(step), draw(4, WIDTH, WIDTH)
     ref = draw(4, WIDTH, WIDTH, seed=1)
@@ -145,8 +165,6 @@ def scanned(make: Callable[[Any], Run]) -> Iterator[Any]:
 
 
 def linen_states(make: Callable[[Any], Run]) -> Iterator[Any]:
-    model = linen.Sequential([linen.Dense(WIDTH), jnp.tanh, linen.Dense(WIDTH)])
-
     def step(state: TrainState, ref: Any, x: jax.Array) -> Any:
         def loss(p: Any) -> jax.Array:
             return jnp.square(state.apply_fn(p, x) - state.apply_fn(ref, x) + 1).mean()
@@ -154,30 +172,19 @@ def linen_states(make: Callable[[Any], Run]) -> Iterator[Any]:
         value, grads = jax.value_and_grad(loss)(state.params)
         return state.apply_gradients(grads=grads), value
 
-    params = model.init(jax.random.key(0), draw(ROWS, WIDTH))
-    state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-2))
-    run, ref = make(step), params
+    state = linen_state()
+    run, ref = make(step), state.params
     for _ in range(4):
         state, loss = run(state, ref, draw(ROWS, WIDTH))
         ref = state.params
         yield loss, ref
 
 
-class Net(nnx.Module):
-    def __init__(self, seed: int) -> None:
-        self.a, self.b = (nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(seed)) for _ in range(2))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.b(jnp.tanh(self.a(x)))
-
-
 def nnx_targets(make: Callable[[Any], Run]) -> Iterator[Any]:
     """Two modules whose Variables come to hold the same arrays."""
 
     def step(online: Net, target: Net, x: jax.Array) -> Any:
-        value, grads = nnx.value_and_grad(lambda m: jnp.square(m(x) - target(x) + 1).mean())(online)
-        nnx.update(online, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(online), grads))
-        return value
+        return update(online, lambda m: jnp.square(m(x) - target(x) + 1).mean())
 
     run, online, target = make(step), Net(0), Net(1)
     for _ in range(4):
@@ -186,24 +193,11 @@ def nnx_targets(make: Callable[[Any], Run]) -> Iterator[Any]:
         yield loss, nnx.state(target)
 
 
-class Mlp(eqx.Module):
-    a: eqx.nn.Linear
-    b: eqx.nn.Linear
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.b(jnp.tanh(self.a(x)))
-
-
 def equinox_modules(make: Callable[[Any], Run]) -> Iterator[Any]:
     def step(model: Mlp, ref: Mlp, x: jax.Array) -> Any:
-        def loss(m: Mlp) -> jax.Array:
-            return jnp.square(jax.vmap(m)(x) - jax.vmap(ref)(x) + 1).mean()
+        return descend(lambda m: jnp.square(jax.vmap(m)(x) - jax.vmap(ref)(x) + 1).mean(), model)
 
-        value, grads = jax.value_and_grad(loss)(model)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, model, grads), value
-
-    first, second = jax.random.split(jax.random.key(0))
-    model = ref = Mlp(eqx.nn.Linear(WIDTH, WIDTH, key=first), eqx.nn.Linear(WIDTH, WIDTH, key=second))
+    model = ref = equinox_model()
     run = make(step)
     for _ in range(3):
         model, loss = run(model, ref, draw(ROWS, WIDTH))
@@ -211,10 +205,84 @@ def equinox_modules(make: Callable[[Any], Run]) -> Iterator[Any]:
         yield loss, ref
 
 
-PROGRAMS: list[Program] = [
+# -- returned twice ---------------------------------------------------------------------------------------------------
+
+
+def regress(params: Any, x: jax.Array) -> Any:
+    return descend(lambda p: jnp.square(jnp.tanh(x @ p["a"]) @ p["b"] + p["c"]).mean(), params)
+
+
+def biased() -> Any:
+    return weights() | {"c": draw(WIDTH, seed=2)}
+
+
+def new_state(params: Any, x: jax.Array) -> Any:
+    new, loss = regress(params, x)
+    return new, {"loss": loss, "new": new, "again": new["a"]}
+
+
+def old_state(params: Any, x: jax.Array) -> Any:
+    new, loss = regress(params, x)
+    return new, {"loss": loss, "old": params}
+
+
+def unchanged_state(params: Any, x: jax.Array) -> Any:
+    new, loss = regress(params, x)
+    return {**new, "b": params["b"]}, {"loss": loss, "b": params["b"], "x": x, "twice": [loss, loss]}
+
+
+def equal_states(params: Any, x: jax.Array) -> Any:
+    """Two leaves of new state that are one value, the one of which begins as other values."""
+    new, loss = regress(params["online"], x)
+    return {"online": new, "target": new}, {"loss": loss, "target": params["target"]}
+
+
+def of_linen(state: TrainState, x: jax.Array) -> Any:
+    value, grads = jax.value_and_grad(lambda p: jnp.square(state.apply_fn(p, x)).mean())(state.params)
+    new = state.apply_gradients(grads=grads)
+    return new, {"loss": value, "params": new.params, "step": new.step, "moments": new.opt_state}
+
+
+def of_nnx(model: nnx.Module, x: jax.Array) -> Any:
+    value = update(model, lambda m: jnp.square(m(x)).mean())
+    return {"loss": value, "params": jax.tree.map(lambda p: p, nnx.state(model))}
+
+
+def of_equinox(model: Any, x: jax.Array) -> Any:
+    new, value = descend(lambda m: jnp.square(jax.vmap(m)(x)).mean(), model)
+    return new, {"loss": value, "first": new.a}
+
+
+def consecutive(step: Callable[..., Any], state_of: Callable[[], Any]) -> Program:
+    """Four calls of a step, whose results are kept."""
+
+    def program(make: Callable[[Any], Run]) -> Iterator[Any]:
+        run, state = make(step), state_of()
+        for number in range(4):
+            out = run(state, draw(ROWS, WIDTH, seed=number))
+            state, metrics = (state, out) if step is of_nnx else out
+            yield metrics
+        yield nnx.state(state) if step is of_nnx else state
+
+    program.__name__ = step.__name__
+    return program
+
+
+GIVEN: list[Program] = [
     references, itself, views, numpy_views, one_pytree, keys, scanned, linen_states, nnx_targets, equinox_modules,
 ]  # fmt: skip
-FAST = {("itself", "one mesh"), ("views", "one mesh"), ("references", "pipeline")}
+RETURNED = [
+    consecutive(*case)
+    for case in (
+        (new_state, biased), (old_state, biased), (unchanged_state, biased),
+        (equal_states, lambda: {"online": biased(), "target": jax.tree.map(jnp.zeros_like, biased())}),
+        (of_linen, linen_state), (of_nnx, lambda: Net(0)), (of_equinox, equinox_model),
+    )
+]  # fmt: skip
+FAST = {
+    ("itself", "one mesh"), ("views", "one mesh"), ("references", "pipeline"), ("new_state", "pipeline"),
+    ("unchanged_state", "whole pipeline"),
+}  # fmt: skip
 
 
 def check_as_jit(program: Program, options: dict[str, Any]) -> None:
@@ -224,40 +292,36 @@ def check_as_jit(program: Program, options: dict[str, Any]) -> None:
         return alpa_lite.parallelize(step, batch_argnums=len(inspect.signature(step).parameters) - 1, **options)
 
     found = list(program(planned))
-    want = list(program(lambda step: nnx.jit(step) if program is nnx_targets else jax.jit(step)))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=3e-5, atol=1e-6)
+    want = list(program(nnx.jit if program.__name__ in ("nnx_targets", "of_nnx") else jax.jit))
+    equal_leaves(found, want, rtol=3e-5, atol=1e-6)
+
+
+def cases(share: int, programs: list[Program], *methods: str) -> list[Any]:
+    """Each program with each method; of the slow ones all but one in `share` are thorough."""
+    pairs = [(p, w, (p.__name__, w) in FAST) for p in programs for w in methods]
+    return slow_one_in(share, [
+        pytest.param(p, w, id=f"{p.__name__}-{w}", marks=[] if fast else pytest.mark.slow) for p, w, fast in pairs
+    ])  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "program, where",
-    slow_one_in(
-        2,
-        [
-            pytest.param(p, w, id=f"{p.__name__}-{w}", marks=[] if (p.__name__, w) in FAST else pytest.mark.slow)
-            for p in PROGRAMS
-            for w in METHODS
-        ],
-    ),
+    cases(2, GIVEN, "one mesh", "zero", "pipeline") + cases(3, RETURNED, "one mesh", "whole pipeline", "pipeline"),
 )
-def test_what_is_given_twice_is_copied(program: Program, where: str) -> None:
+def test_what_is_given_or_returned_twice_is_as_under_jit(program: Program, where: str) -> None:
     check_as_jit(program, METHODS[where]())
 
 
-@pytest.mark.parametrize("where", METHODS)
+@pytest.mark.parametrize("where", ["one mesh", "zero", "pipeline"])
 @pytest.mark.slow
 def test_named_donation_copies_what_is_given_twice(where: str) -> None:
     check_as_jit(itself, {**METHODS[where](), "donate_argnums": 0})
 
 
-@pytest.mark.parametrize("where", ["one mesh", pytest.param("pipeline", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["one mesh", slow("pipeline")])
 def test_a_shard_of_the_state_is_an_argument(where: str) -> None:
     def step(state: Any, offset: jax.Array, x: jax.Array) -> Any:
-        def loss(s: Any) -> jax.Array:
-            return jnp.square(jnp.tanh(x @ s["w"] + s["bias"]) @ s["out"] + offset).mean()
-
-        value, grads = jax.value_and_grad(loss)(state)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+        return descend(lambda s: jnp.square(jnp.tanh(x @ s["w"] + s["bias"]) @ s["out"] + offset).mean(), state)
 
     run, jitted = alpa_lite.parallelize(step, batch_argnums=2, **METHODS[where]()), jax.jit(step)
     state = {"w": draw(WIDTH, WIDTH), "out": draw(WIDTH, WIDTH), "bias": jnp.ones(())}
@@ -269,3 +333,14 @@ def test_a_shard_of_the_state_is_an_argument(where: str) -> None:
         shards = state["bias"].addressable_shards
         offset, expected = shards[device % len(shards)].data, want["bias"]
     np.testing.assert_allclose(offset, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["one mesh", slow("whole pipeline")])
+def test_state_that_a_step_leaves_alone_stays_the_callers(where: str) -> None:
+    run = alpa_lite.parallelize(unchanged_state, batch_argnums=1, **METHODS[where]())
+    other = alpa_lite.parallelize(regress, batch_argnums=1, like=run)
+    placed, x = run.place(biased(), draw(ROWS, WIDTH))
+    mine = jax.tree.map(lambda one: jax.device_put(one, one.sharding, may_alias=False), placed)
+    state, _ = run(mine, x)
+    other(state, x)
+    assert deleted(mine) == {False}

@@ -13,7 +13,7 @@ from alpa_lite.ir.graph import Block, Graph, Traced, Value
 from alpa_lite.ir.layout import Layout, LogicalMesh
 from alpa_lite.ir.program import Program, Submesh, buffer
 from alpa_lite.passes.layers.stacked_arguments import Pieces, Stacked
-from alpa_lite.runtime.signatures import NewSignature
+from alpa_lite.runtime.binding import NewSignature
 from alpa_lite.runtime.stacked import StackedLeaves
 
 FLOAT = np.dtype(np.float32)

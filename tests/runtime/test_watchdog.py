@@ -17,7 +17,7 @@ import pytest
 
 import alpa_lite
 from alpa_lite.errors import OptionError
-from alpa_lite.runtime import watchdog
+from alpa_lite.runtime.debug import watchdog
 from tests.processes import driver
 from tests.test_daily_use import examples, initial, parallel, train
 

@@ -13,7 +13,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.ir.program import Program, peak_bytes
 from alpa_lite.passes.programs import staged, transfers
 from alpa_lite.passes.programs.crossings import crossing_bytes
-from alpa_lite.runtime.transfer_multihost import CrossProcessTransfer
+from alpa_lite.runtime.multihost.permute import CrossProcessTransfer
 from tests import pipeline_driver
 from tests.passes.layers.division_cases import deep, driven
 

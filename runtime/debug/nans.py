@@ -14,42 +14,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.paths import shown
 from alpa_lite.passes.ir.invalid import origin
-from alpa_lite.runtime import global_array
-from alpa_lite.runtime.ownership import Owned
+from alpa_lite.runtime.multihost import global_array
 
 
-def run_checked(
-    run: Callable[[list[Any]], list[Any]],
-    leaves: Sequence[Any],
-    traced: Traced,
-    owned: Owned,
-    apart: Callable[[list[Any]], Sequence[Any]],
-) -> list[Any]:
-    """Runs a step on copies of its flat arguments, and checks its flat results.
+def check(results: Sequence[Any], kinds: Sequence[str], traced: Traced, arguments: Callable[[], Sequence[Any]]) -> None:
+    """Raises FloatingPointError if a result is invalid; names the source line and the operation that made it so.
 
     Args:
-      owned: what the step may overwrite, to which the copies are added.
-      apart: from the flat arguments of a call to those of the traced step.
-
-    Raises:
-      FloatingPointError: a result is invalid; names the source line and the operation that made it so.
+      results: flat, of a call of the step.
+      kinds: of invalid values, as `_jax.checked_values` gives them.
+      arguments: gives the flat arguments of that call, as the traced step takes them.
     """
-    kind = " or ".join(_jax.checked_values())
-    invalid = _test(kind)
-    with _jax.values_unchecked():
-        copies = [jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-        owned.add(copies)
-        results = run(copies)
-        if any(map(invalid, results)):
-            raise FloatingPointError(_describe(traced, apart(list(leaves)), kind))
-    return results
+    kind = " or ".join(kinds)
+    if any(map(_test(kind), results)):
+        raise FloatingPointError(_describe(traced, arguments(), kind))
 
 
 def _describe(traced: Traced, leaves: Sequence[Any], kind: str) -> str:
@@ -86,18 +69,14 @@ def _test(kind: str) -> Callable[[Any], bool]:
 
 def _together(leaves: Sequence[Any]) -> list[Any]:
     """Arrays that one operation can take together: those on submeshes are spread over all of their devices."""
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
-    sets = {frozenset(array.sharding.device_set) for array in arrays}
+    sets = {frozenset(leaf.sharding.device_set) for leaf in leaves if isinstance(leaf, jax.Array)}
     if len(sets) <= 1:
         return list(leaves)
-    devices = sorted({device for one in sets for device in one}, key=lambda device: device.id)
-    mesh = Mesh(np.array(devices), ("all",))
+    devices = sorted(frozenset().union(*sets), key=lambda device: device.id)
 
     def spread(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array):
             return leaf
-        dim = next((i for i, size in enumerate(leaf.shape) if size and size % mesh.size == 0), None)
-        spec = PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, "all")
-        return jax.device_put(leaf, NamedSharding(mesh, spec))
+        return jax.device_put(leaf, global_array.even_sharding(leaf.shape, devices))
 
     return list(map(spread, leaves))

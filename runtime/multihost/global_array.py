@@ -5,7 +5,7 @@ sharding: a *non-addressable* array, without a block. Its values cannot be read 
 
 A value that a process has by itself (of NumPy, or on devices of its own) is the whole value, which every process has
 alike: each takes the blocks of its devices from it. An array over devices of other processes, or on a mesh of a plan,
-is one *global* array; if it has to move, every process that is concerned moves its part (`transfer_multihost`).
+is one *global* array; if it has to move, every process that is concerned moves its part (`multihost.permute`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding,
 
 from alpa_lite import _jax
 from alpa_lite.runtime import meshes
-from alpa_lite.runtime.transfer_multihost import PermuteTransfer, spec_between
+from alpa_lite.runtime.multihost.permute import PermuteTransfer, spec_between
 
 
 def is_addressable(sharding: Any) -> bool:
@@ -55,6 +55,17 @@ def _put(leaf: Any, sharding: NamedSharding) -> Any:
         return jax.device_put(leaf, sharding)
     host = np.asarray(leaf, _dtype_of(leaf))
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def even_sharding(shape: Sequence[int], devices: Sequence[Any]) -> NamedSharding:
+    """Returns a sharding over devices that cuts one dim, not the first, in as many equal blocks as it can."""
+    count, dim = max(
+        ((count, -dim) for dim, size in enumerate(shape) for count in range(1, len(devices) + 1)
+         if dim and len(devices) % count == 0 and size % count == 0),
+        default=(1, 0),
+    )  # fmt: skip
+    mesh = Mesh(np.array(devices).reshape(count, -1), ("cut", "copy"))
+    return NamedSharding(mesh, PartitionSpec(*(None,) * -dim, "cut") if dim else PartitionSpec())
 
 
 def fully_addressable(leaf: Any) -> Any:
@@ -103,10 +114,8 @@ def _reshard(leaf: jax.Array, sharding: NamedSharding) -> Any:
 @functools.lru_cache(maxsize=1000)
 def _transfer(shape: tuple[int, ...], dtype: Any, have: Any, goal: NamedSharding) -> PermuteTransfer:
     """Moves such arrays; it is compiled once."""
-    sources = (
-        list(have._device_assignment) if not isinstance(have, NamedSharding) else list(np.array(have.mesh.devices).flat)
-    )
-    union = [*sources, *(device for device in np.array(goal.mesh.devices).flat if device not in set(sources))]
+    sources = list(have._device_assignment)
+    union = list(dict.fromkeys([*sources, *np.array(goal.mesh.devices).flat]))
     return PermuteTransfer([spec_between(shape, dtype, have, goal, union)], sources, union)
 
 

@@ -22,9 +22,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.program import Buffer, Program
-from alpa_lite.runtime import backpressure, global_array
 from alpa_lite.runtime.compile import compile_lowered
-from alpa_lite.runtime.transfer_multihost import assembled
+from alpa_lite.runtime.meshes import lower_region
+from alpa_lite.runtime.multihost import backpressure, global_array
+from alpa_lite.runtime.multihost.permute import assembled
 
 MAX_BROADCAST_BYTES = 1024
 """Bytes of a result that is broadcast to all processes."""
@@ -33,11 +34,7 @@ _AXIS = "process"
 
 
 class RemoteOutputs:
-    """The results of a pipeline that are on devices of other processes.
-
-    Attributes:
-      absent_state: argument -> placeholder of its new value, for state that this process has no part of.
-    """
+    """The results of a pipeline that are on devices of other processes; none in a process that is alone."""
 
     def __init__(
         self, traced: Traced, program: Program, devices: Sequence[Any], here: Sequence[bool],
@@ -67,7 +64,6 @@ class RemoteOutputs:
                 buffers = [program.buffers[program.outputs[n]] for n in outputs]
                 self._broadcasts.append(Broadcast(outputs, [(b.shape, b.dtype) for b in buffers], own, devices))
         self._here = [n for n in range(len(program.outputs)) if n not in self._absent]
-        self.absent_state = {argument: self._absent[n] for n, argument in traced.state if n in self._absent}
 
     def shardings(self, results: list[NamedSharding]) -> list[NamedSharding]:
         """Returns the shardings of results, from those of their buffers."""
@@ -126,18 +122,13 @@ class Broadcast:
         blocks = self._zeros or map(_jax.blocks_of, arrays)
         return self._call(*map(assembled, self._types, blocks))
 
-    @_jax.without_mesh()
     def _compile(self) -> Any:
         """The program: each process gives its block, and all take that of the submesh."""
 
         def local(*blocks: Any) -> list[Any]:
             return [lax.all_gather(block, _AXIS)[self._root] for block in blocks]
 
-        spec, count = PartitionSpec(), len(self._types)
-        region = jax.shard_map(
-            local, mesh=self.sharding.mesh, in_specs=(spec,) * count, out_specs=[spec] * count, check_vma=False
-        )
-        lowered = jax.jit(region, out_shardings=[self.sharding] * count).lower(*self._types)
+        lowered = lower_region(local, self.sharding.mesh, self._types, self._types)
         return compile_lowered(lowered, self.sharding.device_set)
 
 

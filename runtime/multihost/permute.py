@@ -30,9 +30,9 @@ from alpa_lite.passes.local.types import in_bytes
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.rounds import Part, Round, rounds
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan
-from alpa_lite.runtime import backpressure
 from alpa_lite.runtime.compile import compile_lowered
-from alpa_lite.runtime.meshes import submesh_of
+from alpa_lite.runtime.meshes import lower_region, submesh_of
+from alpa_lite.runtime.multihost import backpressure
 from alpa_lite.runtime.transfer import compile_reshard
 
 _AXIS = "union"
@@ -83,22 +83,15 @@ class PermuteTransfer:
         known = {} if zeros is None else zeros
         self._zeros = [[_zeros(spec, d, known) for d in mine if d not in held] for spec in specs]
         mesh = Mesh(np.array(list(union)), (_AXIS,), axis_types=(AxisType.Auto,))
-        sent = [_type_of_union(mesh, spec.given, spec.dtype) for spec in specs]
-        landed = [_type_of_union(mesh, spec.taken, spec.dtype) for spec in specs]
-        self._sent = sent
+        self._sent = [_type_of_union(mesh, spec.given, spec.dtype) for spec in specs]
         self._landed = [jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=spec.landing) for spec in specs]
 
         def move(*blocks: Any) -> list[Any]:
             permute = functools.partial(_permute, size=mesh.size)
             return [in_bytes(functools.partial(permute, spec), one) for spec, one in zip(specs, blocks, strict=True)]
 
-        region = jax.shard_map(
-            move, mesh=mesh, check_vma=False,
-            in_specs=tuple(one.sharding.spec for one in sent), out_specs=[one.sharding.spec for one in landed],
-        )  # fmt: skip
-        jitted = jax.jit(region, out_shardings=[one.sharding for one in landed])
-        with _jax.without_mesh():
-            compiled = compile_lowered(jitted.lower(*sent), union)
+        landed = [_type_of_union(mesh, spec.taken, spec.dtype) for spec in specs]
+        compiled = compile_lowered(lower_region(move, mesh, self._sent, landed), union)
         self._call = backpressure.throttle(compiled, union, unread=True)
         # A process that sends nothing gives the same each time.
         self._same = None if held else [self._of_union(n, []) for n in range(len(specs))]
@@ -220,7 +213,7 @@ def _parts(have: dict[int, Ranges], need: dict[int, Ranges], union: Sequence[Any
     return out
 
 
-class CrossProcessTransfer:
+class CrossProcessTransfer(PermuteTransfer):
     """The arrays of one edge of the pipeline, from their submesh to one of other processes. As `transfer.Transfer`.
 
     One more program on the destination's submesh takes the arrays on from the layouts in which they landed. Arrays of
@@ -249,16 +242,15 @@ class CrossProcessTransfer:
             ]
             ends = NamedSharding(start, spec_of(plan.src)), NamedSharding(end, spec_of(plan.landing))
             specs.append(spec_between(shape, dtype, *ends, union, parts))
-        self._permute = PermuteTransfer(specs, list(start.devices.flat), union, zeros)
-        self._starts_here = any(device.process_index == jax.process_index() for device in start.devices.flat)
-        self._reshard = compile_reshard(plans, end) if self._permute.lands_here else None
+        super().__init__(specs, list(start.devices.flat), union, zeros)
+        self._reshard = compile_reshard(plans, end) if self.lands_here else None
 
     def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays on the destination's submesh, each in its `dst` layout. As of `PermuteTransfer`."""
-        if self._keys and self._starts_here:
+        if self._keys and self._same is None:
             arrays = [jax.random.key_data(array) if n in self._keys else array for n, array in enumerate(arrays)]
-        moved = self._permute(arrays)
-        if not self._permute.lands_here:
+        moved = super().__call__(arrays)
+        if not self.lands_here:
             return moved
         out = list(moved)
         for n, dtype in self._keys.items():

@@ -14,11 +14,10 @@ them a function that takes the result and does nothing is dispatched behind the 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from queue import SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -28,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from alpa_lite.ir.program import Free, Program, Run, Send
 from alpa_lite.ir.timeline import Timeline
 from alpa_lite.passes.programs import simulation
-from alpa_lite.runtime import global_array
+from alpa_lite.runtime.multihost import global_array
 
 Track = tuple[int, int]
 """A submesh and -1, or a link: source and destination."""
@@ -92,18 +91,13 @@ class TimelineRecorder:
                     known[key] = _peek(jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=sharding_of(chosen)))
                 self._peeks[chosen] = known[key]
         self._dispatched = [0.0] * len(items)
-        self._ended = [0.0] * len(items)
-        self._queues: dict[Track, SimpleQueue[tuple[int, Any] | None]] = {}
-        self._threads: list[threading.Thread] = []
+        self._ends: dict[int, Future[float]] = {}
+        self._waiting: dict[Track, ThreadPoolExecutor] = {}  # one thread each
         self._begin = self._now = 0.0
 
     def __enter__(self) -> TimelineRecorder:
-        for track in sorted({self._track(item) for item in self._items if not isinstance(item, Free)}):
-            queue: SimpleQueue[tuple[int, Any] | None] = SimpleQueue()
-            thread = threading.Thread(target=self._wait, args=(queue,), daemon=True)
-            self._queues[track] = queue
-            self._threads.append(thread)
-            thread.start()
+        tracks = {self._track(item) for item in self._items if not isinstance(item, Free)}
+        self._waiting = {track: ThreadPoolExecutor(1) for track in tracks}
         self._begin = self._now = time.perf_counter()
         return self
 
@@ -116,14 +110,12 @@ class TimelineRecorder:
         array = None
         if chosen is not None:
             array = self._peeks[chosen](env[chosen]) if chosen in self._peeks else env[chosen]
-        self._queues[self._track(item)].put((number, array))
+        self._ends[number] = self._waiting[self._track(item)].submit(_end_of, array)
         self._now = time.perf_counter()
 
     def __exit__(self, *raised: object) -> None:
-        for queue in self._queues.values():
-            queue.put(None)
-        for thread in self._threads:
-            thread.join()
+        for threads in self._waiting.values():
+            threads.shutdown()
 
     def timeline(self) -> Timeline:
         """Returns the recorded timeline, with the names that the simulation gives."""
@@ -138,8 +130,7 @@ class TimelineRecorder:
             transfer = None if isinstance(item, Run) else self._program.transfers[item.transfer]
             read, made = (item.inputs, item.outputs) if transfer is None else (transfer.sent, transfer.received)
             start = max([self._dispatched[number], free.get(track, 0.0), *(ready.get(b, 0.0) for b in read)])
-            end = max(start, self._ended[number])
-            free[track] = end
+            end = free[track] = max(start, self._ends[number].result())
             ready.update(dict.fromkeys(made, end))
             times = max(0.0, start - self._begin), max(0.0, end - self._begin)
             if isinstance(item, Run):
@@ -148,19 +139,18 @@ class TimelineRecorder:
                 events.append(simulation.transfer_event(self._program, item.transfer, makers, *times))
         return Timeline(tuple(events), len(self._program.submeshes), "executed")
 
-    def _wait(self, queue: SimpleQueue[tuple[int, Any] | None]) -> None:
-        while (entry := queue.get()) is not None:
-            number, array = entry
-            with contextlib.suppress(Exception):  # the dispatch loop or the reader of the results meets it too
-                jax.block_until_ready(array)
-            self._ended[number] = time.perf_counter()
-            del entry, array
-
     def _track(self, item: Run | Send) -> Track:
         if isinstance(item, Run):
             return self._program.executables[item.executable].mesh, -1
         transfer = self._program.transfers[item.transfer]
         return transfer.source, transfer.destination
+
+
+def _end_of(array: Any) -> float:
+    """Waits for an array, and returns when it was there."""
+    with contextlib.suppress(Exception):  # the dispatch loop or the reader of the results meets it too
+        jax.block_until_ready(array)
+    return time.perf_counter()
 
 
 def _peek(spec: jax.ShapeDtypeStruct) -> Any:
