@@ -95,12 +95,6 @@ class Slot:
     donated: bool
     last: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 
-    def concerns_this_process(self, leaf: Any) -> bool:
-        """Returns whether a device of this process reads the leaf, or has to send it to those that do."""
-        if global_array.is_addressable(self.sharding):
-            return True
-        return not is_placed(leaf, self.sharding) and global_array.is_global(leaf)
-
 
 class ArgumentBinder:
     """The slots of a program's arguments."""
@@ -143,8 +137,6 @@ class ArgumentBinder:
             array = last[1]() if last is not None and last[0]() is leaf else None
             if array is None:
                 check_leaf(leaf, self._avals[slot.argument])
-                if not slot.concerns_this_process(leaf):
-                    continue
                 if not slot.donated:
                     array = self._placed(slot, leaf)
                 elif may_overwrite(leaf) and is_placed(leaf, slot.sharding):

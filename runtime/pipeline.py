@@ -143,9 +143,9 @@ class PipelineExecutable(Executable):
                 f"{len(self._devices)}; plan for a cluster of {len(self._devices)}, or start JAX with more devices"
             )
         self._meshes = [meshes.submesh_of(submesh, self._devices) for submesh in program.submeshes]
-        here = jax.process_index()
-        self._here = [any(device.process_index == here for device in mesh.devices.flat) for mesh in self._meshes]
-        self._is_alone = all(device.process_index == here for device in self._devices)
+        owners = [{device.process_index for device in mesh.devices.flat} for mesh in self._meshes]
+        self._here = [jax.process_index() in one for one in owners]
+        self._is_local = [one == {jax.process_index()} for one in owners]
         self._shardings: dict[Any, NamedSharding] = {}
         self._failures = callbacks.Failures()
         self._runs = [item for items in program.lists for item in items if isinstance(item, Run)]
@@ -159,7 +159,7 @@ class PipelineExecutable(Executable):
         made = {buffer for run in self._runs for buffer in run.outputs}
         self._unlabelled = [n for n, buffer in enumerate(program.outputs) if buffer not in made]
         self._unlabelled += self._remote.broadcast_results
-        in_place = ownership.in_place_state(program, traced) if self._is_alone or not traced.stacked else {}
+        in_place = ownership.in_place_state(program, traced) if all(self._is_local) or not traced.stacked else {}
         buffers = Buffers(program.inputs, self._sharding, ownership.owned_inputs(program), in_place)
         stacked = StackedLeaves(traced, program, self._sharding) if traced.stacked else None
         super().__init__(traced, buffers, options, stacked)
@@ -222,8 +222,7 @@ class PipelineExecutable(Executable):
     def _start(self, leaves: Sequence[Any]) -> list[Any]:
         buffers = list(self._initial)
         for argument, buffer in self._in_place:
-            if self._is_alone or self._here[self._program.buffers[buffer].mesh]:
-                buffers[buffer] = leaves[argument]
+            buffers[buffer] = leaves[argument]
         return buffers
 
     def _execute(self, buffers: list[Any]) -> list[Any]:
@@ -275,7 +274,7 @@ class PipelineExecutable(Executable):
 
     def _wait_for_inflight(self, buffers: Sequence[Any]) -> None:
         """Waits for the arrays in flight, whether they fail or not; not in a multi-process run."""
-        for array in buffers if self._is_alone else ():
+        for array in buffers if all(self._is_local) else ():
             if array is not None and not array.is_deleted():
                 with contextlib.suppress(Exception):
                     array.block_until_ready()
@@ -336,17 +335,16 @@ class PipelineExecutable(Executable):
             for b in buffers:
                 if self._here[program.buffers[b].mesh]:
                     (out[b],) = placement.copies([constant], [self._sharding(b)])
-        numbers = {
-            (mesh, i): b for mesh, buffers in enumerate(program.numbers) if self._here[mesh]
-            for i, b in enumerate(buffers)
-        }  # fmt: skip
-        for (_, microbatch), b in numbers.items():
-            (out[b],) = global_array.put([np.int32(microbatch)], [self._sharding(b)])
+        numbers = {(mesh, i): b for mesh, some in enumerate(program.numbers) for i, b in enumerate(some)}
         runs = [run for run in self._runs if run.executable in numbered]
         needed = {(program.executables[run.executable].mesh, run.microbatch) for run in runs}
-        for mesh, microbatch in sorted(needed - numbers.keys()):
-            numbers[mesh, microbatch] = len(out)
-            out += global_array.put([np.int32(microbatch)], [NamedSharding(self._meshes[mesh], PartitionSpec())])
+        numbers |= {key: b for b, key in enumerate(sorted(needed - numbers.keys()), len(out))}
+        out += [None] * len(needed)
+        for (mesh, microbatch), b in numbers.items():
+            if self._here[mesh]:
+                everywhere = NamedSharding(self._meshes[mesh], PartitionSpec())
+                everywhere = self._shardings.setdefault((mesh, PartitionSpec()), everywhere)
+                (out[b],) = global_array.put([np.int32(microbatch)], [everywhere])
         return out, numbers
 
     def _list_items(
@@ -361,7 +359,6 @@ class PipelineExecutable(Executable):
         """
         program = self._program
         movers: dict[Any, Mover] = {}
-        zeros: dict[Any, Any] = {}  # blocks that transfers between processes share
         out: list[Item] = []
         for mesh, position in order:
             item: Instruction = program.lists[mesh][position]
@@ -379,20 +376,14 @@ class PipelineExecutable(Executable):
                     if sent or received:
                         plans = transfers.plans_of(program, number, self._cluster)
                         if plans not in movers:  # equal plans share one
-                            movers[plans] = self._mover(plans, zeros)
+                            is_local = self._is_local[transfer.source] and self._is_local[transfer.destination]
+                            movers[plans] = (Transfer if is_local else CrossProcessTransfer)(plans, self._devices)
                         out.append(Move(item, movers[plans], sent, received))
                 case Free(buffers=buffers) if self._here[mesh]:
                     out.append(Drop(item, buffers))
                 case Run() | Receive() | Free():
                     pass  # of another process; the whole transfer is issued where it is sent
         return out
-
-    def _mover(self, plans: Sequence[transfers.TransferPlan], zeros: dict[Any, Any]) -> Mover:
-        """A transfer, within this process or between several."""
-        ends = {*plans[0].src_mesh.devices, *plans[0].dst_mesh.devices}
-        if all(self._devices[n].process_index == jax.process_index() for n in ends):
-            return Transfer(plans, self._devices)
-        return CrossProcessTransfer(plans, self._devices, zeros)
 
 
 def _line_of(instruction: Any) -> str:

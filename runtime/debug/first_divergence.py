@@ -140,16 +140,10 @@ class _Search:
             item = body.instructions[stop]
             new = {*reads(item), *writes(item)} - known.keys() - wanted.keys()
             wanted |= dict.fromkeys(sorted(new))
-            size += sum(self._bytes(item, register) for register in new)
+            made = (item.value,) if isinstance(item, Reshard) else item.op.results
+            size += sum(self.traced.graph.values[value].nbytes for value in made)
             stop += 1
         return stop, list(wanted)
-
-    def _bytes(self, item: Instruction, register: int) -> int:
-        values = self.traced.graph.values
-        if isinstance(item, Reshard):
-            return values[item.value].nbytes
-        pairs = [*zip(item.operands, item.op.operands, strict=True), *zip(item.results, item.op.results, strict=True)]
-        return next((values[v].nbytes for r, v in pairs if r == register and isinstance(v, int)), 0)
 
     def run(self, body: Body, stop: int, wanted: Sequence[int], raw: dict[int, Any]) -> list[Any]:
         """Some registers after the first `stop` instructions of a body."""

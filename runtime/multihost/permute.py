@@ -14,6 +14,7 @@ replicated, which nobody relies on.)
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from alpa_lite.runtime.multihost import backpressure
 from alpa_lite.runtime.transfer import compile_reshard
 
 _AXIS = "union"
+_known_zeros: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True)
@@ -64,24 +66,19 @@ class PermuteTransfer:
       lands_here: whether this process has a device of the destination.
     """
 
-    def __init__(
-        self, specs: Sequence[TransferSpec], sources: Sequence[Any], union: Sequence[Any],
-        zeros: dict[Any, Any] | None = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, specs: Sequence[TransferSpec], sources: Sequence[Any], union: Sequence[Any]) -> None:
         """Compiles the program of the union.
 
         Args:
           sources: the devices of all arrays, in the order of their sharding.
           union: these and the devices of the destination, in one order for all processes.
-          zeros: blocks of zeros by shape, dtype and device, which those of one program share; takes what is new.
         """
         ends = union, sources, np.array(specs[0].landing.mesh.devices).flat
         mine, held, goals = ([device for device in one if device.process_index == jax.process_index()] for one in ends)
         self.lands_here = bool(goals)
         self._gives = [held.index(device) if device in held else -1 for device in mine]
         self._takes = [mine.index(device) for device in goals]
-        known = {} if zeros is None else zeros
-        self._zeros = [[_zeros(spec, d, known) for d in mine if d not in held] for spec in specs]
+        self._zeros = [[zeros(spec.given, spec.dtype, d) for d in mine if d not in held] for spec in specs]
         mesh = Mesh(np.array(list(union)), (_AXIS,), axis_types=(AxisType.Auto,))
         self._sent = [_type_of_union(mesh, spec.given, spec.dtype) for spec in specs]
         self._landed = [jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=spec.landing) for spec in specs]
@@ -111,8 +108,8 @@ class PermuteTransfer:
 
     def _of_union(self, number: int, blocks: Sequence[Any]) -> Any:
         """An array of the union with these blocks, and zeros where this process has none."""
-        zeros = iter(self._zeros[number])
-        return assembled(self._sent[number], [blocks[n] if n >= 0 else next(zeros) for n in self._gives])
+        none = iter(self._zeros[number])
+        return assembled(self._sent[number], [blocks[n] if n >= 0 else next(none) for n in self._gives])
 
 
 def assembled(kind: Any, blocks: Sequence[Any]) -> jax.Array:
@@ -126,12 +123,13 @@ def _type_of_union(mesh: Mesh, block: tuple[int, ...], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*(_AXIS,) * bool(block))))
 
 
-def _zeros(spec: TransferSpec, device: Any, known: dict[Any, Any]) -> Any:
-    """The block of a device that has nothing to send."""
-    key = spec.given, str(spec.dtype), device
-    if key not in known:
-        known[key] = jax.device_put(np.zeros(spec.given, spec.dtype), device)
-    return known[key]
+def zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+    """Returns a block of zeros on a device, which all share that hold one of this type."""
+    key = shape, str(dtype), device
+    block = _known_zeros.get(key)
+    if block is None:
+        block = _known_zeros[key] = jax.device_put(np.zeros(shape, dtype), device)
+    return block
 
 
 def _permute(spec: TransferSpec, block: Any, size: int) -> Any:
@@ -220,12 +218,10 @@ class CrossProcessTransfer(PermuteTransfer):
     random keys travel as the integers that they are made of.
     """
 
-    def __init__(
-        self, plans: Sequence[TransferPlan], devices: Sequence[Any], zeros: dict[Any, Any] | None = None
-    ) -> None:
+    def __init__(self, plans: Sequence[TransferPlan], devices: Sequence[Any]) -> None:
         """Compiles the executables of the plans. Every process with devices at either end makes one, and no other.
 
-        Args: as of `transfer.Transfer` and of `PermuteTransfer`.
+        Args: as of `transfer.Transfer`.
         """
         start, end = submesh_of(plans[0].src_mesh, devices), submesh_of(plans[0].dst_mesh, devices)
         numbers = sorted({*plans[0].src_mesh.devices, *plans[0].dst_mesh.devices})
@@ -242,7 +238,7 @@ class CrossProcessTransfer(PermuteTransfer):
             ]
             ends = NamedSharding(start, spec_of(plan.src)), NamedSharding(end, spec_of(plan.landing))
             specs.append(spec_between(shape, dtype, *ends, union, parts))
-        super().__init__(specs, list(start.devices.flat), union, zeros)
+        super().__init__(specs, list(start.devices.flat), union)
         self._reshard = compile_reshard(plans, end) if self.lands_here else None
 
     def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:

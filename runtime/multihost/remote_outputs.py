@@ -8,6 +8,7 @@ of the step, by one program over the devices of that submesh and one of each oth
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from alpa_lite.ir.program import Buffer, Program
 from alpa_lite.runtime.compile import compile_lowered
 from alpa_lite.runtime.meshes import lower_region
 from alpa_lite.runtime.multihost import backpressure, global_array
-from alpa_lite.runtime.multihost.permute import assembled
+from alpa_lite.runtime.multihost.permute import assembled, zeros
 
 MAX_BROADCAST_BYTES = 1024
 """Bytes of a result that is broadcast to all processes."""
@@ -112,18 +113,16 @@ class Broadcast:
         self._types = [jax.ShapeDtypeStruct(*kind, sharding=self.sharding) for kind in types]
         mine = jax.process_index()
         # The blocks of a process that has none of the results.
-        self._zeros = [[jax.device_put(np.zeros(*kind), first[mine])] for kind in types] if mine in without else []
-        self._call: Any = None
+        self._zeros = [[zeros(*kind, first[mine])] for kind in types] if mine in without else []
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the results as all processes have them, before they are computed."""
-        if self._call is None:
-            self._call = self._compile()
         blocks = self._zeros or map(_jax.blocks_of, arrays)
         return self._call(*map(assembled, self._types, blocks))
 
-    def _compile(self) -> Any:
-        """The program: each process gives its block, and all take that of the submesh."""
+    @functools.cached_property
+    def _call(self) -> Any:
+        """The program, compiled: each process gives its block, and all take that of the submesh."""
 
         def local(*blocks: Any) -> list[Any]:
             return [lax.all_gather(block, _AXIS)[self._root] for block in blocks]

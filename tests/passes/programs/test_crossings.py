@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import Any
 
 import jax
 import pytest
@@ -24,12 +23,12 @@ def nodes(count: int, devices: int) -> Cluster:
 
 def kept(program: Program, cluster: Cluster) -> Counter[int]:
     """Bytes of zeros that the runtime keeps on each device, were every transfer one between processes."""
-    zeros: dict[Any, Any] = {}
-    for plans in {transfers.plans_of(program, number, cluster) for number in range(len(program.transfers))}:
-        CrossProcessTransfer(plans, jax.devices(), zeros)
+    edges = {transfers.plans_of(program, number, cluster) for number in range(len(program.transfers))}
+    movers = [CrossProcessTransfer(plans, jax.devices()) for plans in edges]
+    blocks = {id(block): block for mover in movers for one in mover._zeros for block in one}
     found: Counter[int] = Counter()
-    for (_, _, device), block in zeros.items():
-        found[device.id] += block.nbytes
+    for block in blocks.values():
+        found[block.device.id] += block.nbytes
     return found
 
 
