@@ -124,7 +124,7 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
     if not isinstance(step, ParallelStep) or isinstance(step.options.method, Off):
         raise OptionError(f"step={step!r}: give a step of parallelize that is planned, so without method='off'")
     compiled, executable = step.planned(args, kwargs)
-    written = reference.reference_run(compiled.source, args, kwargs)
+    written = reference.ReferenceRun(compiled.source, args, kwargs)
     planned = executable.results(*args, **kwargs)
     limits = reference.tolerances(compiled.source, rtol)
     pairs = list(zip(compiled.source.outputs, written.results, planned, strict=True))

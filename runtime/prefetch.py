@@ -22,8 +22,6 @@ from jax.sharding import NamedSharding
 from alpa_lite import _jax
 from alpa_lite.processes.failure_propagation import monitor
 
-_END = object()
-
 
 def rows(sharding: NamedSharding, shape: tuple[int, ...]) -> np.ndarray:
     """The positions in the leading dim that devices of this process read, ascending; all of an array without dims."""
@@ -78,12 +76,10 @@ class Prefetch(Iterator[Any]):
         if self._closed.is_set():
             raise StopIteration
         item, error = self._queue.get()
-        if item is not _END:
+        if error is None:
             return item
         self.close()
-        if error is not None:
-            raise error
-        raise StopIteration
+        raise error
 
     def close(self) -> None:
         """Ends the thread; items that wait are dropped."""
@@ -119,10 +115,9 @@ def _produce(
             if closed.is_set():
                 return
             put(monitor.call_log.place_batch(series, number, place, item))
+        put(None, StopIteration())
     except BaseException as error:  # also what ends the thread is the caller's to see
-        put(_END, error)
-    else:
-        put(_END)
+        put(None, error)
     finally:
         monitor.call_log.end_prefetch(series)
         close = getattr(source, "close", None)

@@ -8,7 +8,6 @@ sent. Any other array is sliced where it is, and its parts are copied to their s
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -158,9 +157,11 @@ class _Leaf:
         self.shape = (pieces.bounds[-1], *places[0].shape[1:])
         alike = {(place.layout, place.shape, program.submeshes[place.mesh].mesh) for place in places}
         self.in_place = len(alike) == 1 and len({place.mesh for place in places}) == len(places)
-        devices = list(dict.fromkeys(d for one in self.shardings for d in np.array(one.mesh.devices).flat))
-        even = global_array.even_sharding(self.shape, devices)
-        self.whole = _over_stages(self.shardings) if self.in_place else even
+        if self.in_place:
+            self.whole = _over_stages(self.shardings)
+        else:
+            devices = dict.fromkeys(d for one in self.shardings for d in np.array(one.mesh.devices).flat)
+            self.whole = global_array.even_sharding(self.shape, list(devices))
 
     def parts_of(self, leaf: Any) -> list[Any] | None:
         """The parts of a leaf that a step returned, or whose blocks are these; None if it has none."""
@@ -177,7 +178,7 @@ class _Leaf:
     def join(self, parts: Sequence[Any]) -> Any:
         """Joins parts of a leaf into the whole. In a multi-process run, all processes that have a part call this."""
         if self.whole is None:
-            return lax.concatenate(list(parts), 0)
+            return _concatenate(parts)
         if not self.in_place:
             return _joined(parts, self.whole)
         blocks = [block for part, goal in zip(parts, self.shardings, strict=True) for block in _blocks(part, goal)]
@@ -204,9 +205,8 @@ def _over_stages(shardings: Sequence[NamedSharding]) -> NamedSharding:
 @_jax.without_mesh()
 def _joined(parts: Sequence[Any], whole: NamedSharding) -> Any:
     """The whole of some parts: each is sent to all devices in the layout of the whole, which has all rows."""
-    return _concatenation(whole)(global_array.put(parts, [whole] * len(parts)))
+    return jax.jit(_concatenate, out_shardings=whole)(global_array.put(parts, [whole] * len(parts)))
 
 
-@functools.lru_cache(maxsize=100)
-def _concatenation(whole: NamedSharding) -> Any:
-    return jax.jit(lambda parts: lax.concatenate(parts, 0), out_shardings=whole)
+def _concatenate(parts: Sequence[Any]) -> Any:
+    return lax.concatenate(list(parts), 0)

@@ -87,7 +87,8 @@ class Executable(abc.ABC):
         self._settings, self._owned = options.settings, options.owned
         self._may_overwrite = self._owned.has if options.donate == "auto" else _anything
         self._compiling, self._compiled = threading.Lock(), ()
-        leaves = traced.stacked or Stacked(_each_whole(traced.arguments), _each_whole(traced.outputs))
+        each_whole = (tuple(Pieces((n,)) for n in range(len(some))) for some in (traced.arguments, traced.outputs))
+        leaves = traced.stacked or Stacked(*each_whole)
         pieces = [leaf.numbers for leaf in leaves.arguments]
         self._arguments = [traced.arguments[numbers[0]] for numbers in pieces]  # of the user's step
         self._planned_weak = tuple(traced.outputs[leaf.numbers[0]].weak for leaf in leaves.results)
@@ -321,10 +322,6 @@ class Executable(abc.ABC):
         if add:
             self._owned.add(part for one in self._stacked.cut for part in parts[one])
         return parts
-
-
-def _each_whole(leaves: Sequence[Any]) -> tuple[Pieces, ...]:
-    return tuple(Pieces((n,)) for n in range(len(leaves)))
 
 
 def _anything(_: Any) -> bool:

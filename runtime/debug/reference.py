@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -33,19 +33,20 @@ class NotComparable(Exception):
     """Operations cannot be compared one by one; the message says why."""
 
 
-@dataclass(frozen=True, eq=False)
 class ReferenceRun:
     """The step as written, on the first device.
 
     Attributes:
-      traced: the step.
       leaves: its flat arguments.
       run: from flat arguments to flat results.
     """
 
-    traced: Traced
-    leaves: list[Any]
-    run: Callable[[Sequence[Any]], list[Any]]
+    def __init__(self, traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Args: the step, and its arguments."""
+        assert traced.calling is not None
+        leaves, _ = calls.flattened(traced.calling, args, kwargs)
+        self._traced, self.leaves = traced, [_alone(global_array.fully_addressable(leaf)) for leaf in leaves]
+        self.run: Callable[[Sequence[Any]], list[Any]] = jax.jit(functools.partial(evaluation.evaluate, traced.graph))
 
     @functools.cached_property
     def results(self) -> list[Any]:
@@ -57,7 +58,10 @@ class ReferenceRun:
 
         The last place is that of the least exact dtype of which the result is made.
         """
-        units = [max(map(_unit, dtypes), default=0.0) for dtypes in result_dtypes(self.traced)]
+        units = [
+            max((float(jnp.finfo(d).eps) for d in dtypes if jnp.issubdtype(d, jnp.floating)), default=0.0)
+            for dtypes in result_dtypes(self._traced)
+        ]
         others = {unit: self.run(_disturbed(self.leaves, unit)) for unit in set(units)}
         return [
             error(others[unit][n], result) for n, (unit, result) in enumerate(zip(units, self.results, strict=True))
@@ -75,14 +79,6 @@ def _disturbed(leaves: Sequence[jax.Array], unit: float) -> list[jax.Array]:
             leaf = (leaf.astype(wide) * signs).astype(leaf.dtype)
         changed.append(leaf)
     return changed
-
-
-def reference_run(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ReferenceRun:
-    """The step as written, with these arguments."""
-    assert traced.calling is not None
-    leaves, _ = calls.flattened(traced.calling, args, kwargs)
-    leaves = [_alone(global_array.fully_addressable(leaf)) for leaf in leaves]
-    return ReferenceRun(traced, leaves, jax.jit(functools.partial(evaluation.evaluate, traced.graph)))
 
 
 def _alone(leaf: Any) -> Any:
@@ -106,12 +102,13 @@ def tolerances(traced: Traced, rtol: float | None = None) -> list[float]:
     Args:
       rtol: of floats; None for that of the least exact dtype of which the result is made.
     """
-    found = []
-    for atom, dtypes in zip(traced.graph.block.outputs, result_dtypes(traced), strict=True):
-        dtype = atom.aval.dtype if isinstance(atom, Lit) else traced.graph.values[atom].dtype
-        rounding = max((_rounding(str(one)) for one in dtypes), default=1e-3) if rtol is None else rtol
-        found.append(rounding if jnp.issubdtype(dtype, jnp.inexact) else 0.0)
-    return found
+    atoms = traced.graph.block.outputs
+    dtypes = [atom.aval.dtype if isinstance(atom, Lit) else traced.graph.values[atom].dtype for atom in atoms]
+    limits = [max((_rounding(str(d)) for d in made_of), default=1e-3) for made_of in result_dtypes(traced)]
+    return [
+        (limit if rtol is None else rtol) if jnp.issubdtype(dtype, jnp.inexact) else 0.0
+        for dtype, limit in zip(dtypes, limits, strict=True)
+    ]
 
 
 def result_dtypes(traced: Traced) -> list[frozenset[Any]]:
@@ -127,11 +124,6 @@ def result_dtypes(traced: Traced) -> list[frozenset[Any]]:
         made_of = inexact([*op.results, *inside]).union(*(found[value] for value in op.reads))
         found.update(dict.fromkeys(op.results, made_of))
     return [found[atom] if isinstance(atom, int) else frozenset() for atom in block.outputs]
-
-
-def _unit(dtype: Any) -> float:
-    """The relative distance of neighbours of a dtype of floats; 0 of others."""
-    return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
 
 
 def _rounding(dtype: str) -> float:

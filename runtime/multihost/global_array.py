@@ -108,7 +108,11 @@ def _move(leaf: jax.Array, sharding: NamedSharding) -> Any:
 
 @_jax.without_mesh()
 def _reshard(leaf: jax.Array, sharding: NamedSharding) -> Any:
-    return jax.jit(lambda x: x, out_shardings=sharding)(leaf)
+    return jax.jit(_identity, out_shardings=sharding)(leaf)  # one function: it is compiled once for each sharding
+
+
+def _identity(leaf: jax.Array) -> jax.Array:
+    return leaf
 
 
 @functools.lru_cache(maxsize=1000)

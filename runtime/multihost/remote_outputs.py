@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Traced
-from alpa_lite.ir.program import Buffer, Program
+from alpa_lite.ir.program import Program
 from alpa_lite.runtime.compile import compile_lowered
 from alpa_lite.runtime.meshes import lower_region
 from alpa_lite.runtime.multihost import backpressure, global_array
@@ -55,7 +55,10 @@ class RemoteOutputs:
             if not here[one.mesh]:
                 absent = global_array.non_addressable(one.shape, one.dtype, sharding(b))
                 self._absent[n] = _jax.array_with_weak_type(absent, traced.outputs[n].weak)
-            if traced.outputs[n].role != "state" and _is_small(one):
+            is_key = jnp.issubdtype(one.dtype, jax.dtypes.extended)
+            if traced.outputs[n].role == "state" or is_key or any(one.layout.dims):
+                continue
+            if math.prod(one.shape) * one.dtype.itemsize <= MAX_BROADCAST_BYTES:
                 groups[one.mesh].append(n)
         self._broadcasts: list[Broadcast] = []
         everyone = {device.process_index for device in devices}
@@ -129,9 +132,3 @@ class Broadcast:
 
         lowered = lower_region(local, self.sharding.mesh, self._types, self._types)
         return compile_lowered(lowered, self.sharding.device_set)
-
-
-def _is_small(one: Buffer) -> bool:
-    if jnp.issubdtype(one.dtype, jax.dtypes.extended) or any(one.layout.dims):
-        return False
-    return math.prod(one.shape) * one.dtype.itemsize <= MAX_BROADCAST_BYTES

@@ -228,7 +228,7 @@ def test_compiled_stages_communicate_as_planned_and_their_temporaries_are_shown(
     several = sum(made._program.submeshes[e.mesh].mesh.size > 1 for e in executables)
     assert any(f"{several} stage executables have the planned collectives" in line for line in plan.verification)
     for mesh in range(2):
-        memories = zip(made.memory_analysis(), executables, strict=True)
+        memories = zip((one.memory_analysis() for one in made.compiled()), executables, strict=True)
         most = units.exact_bytes(max(memory.temp_size_in_bytes for memory, e in memories if e.mesh == mesh))
         assert any(f"submesh {mesh} at most {most} of temporaries" in line for line in plan.verification)
 

@@ -266,7 +266,7 @@ def test_a_sharded_constant_without_elements():
 def test_one_compilation_has_text_and_memory_and_runs(caplog):
     run = executable(step, make_state(), make_batch(), state=fsdp)
     with jax.log_compiles(), caplog.at_level("WARNING"):
-        (text,), (memory,) = run.hlo(), run.memory_analysis()
+        (text,), memory = run.hlo(), run.compiled()[0].memory_analysis()
         outcome(run, make_state(), make_batch())
     assert "HloModule jit_step" in text and "input_output_alias" in text
     assert memory.argument_size_in_bytes > 0 and memory.alias_size_in_bytes > 0
