@@ -55,7 +55,7 @@ class Conditioning:
         self.traced = traced
 
     def of(self, args: tuple[Any, ...]) -> list[float]:
-        return self.with_passed_through(reference.reference_run(self.traced, args, {}).conditioning())
+        return self.with_passed_through(reference.ReferenceRun(self.traced, args, {}).conditioning())
 
     def with_passed_through(self, figures: list[float]) -> list[float]:
         """Figures of the results that are computed, with zeros for arguments that are handed through."""

@@ -45,9 +45,9 @@ from alpa_lite.ir.layout import Layout, LogicalMesh
 from alpa_lite.ir.program import Submesh
 from alpa_lite.passes.programs.transfers import plan_transfer
 from alpa_lite.passes.stages import packing
+from alpa_lite.runtime.multihost.permute import CrossProcessTransfer
 from alpa_lite.runtime.pipeline import Launch, Move, PipelineExecutable
 from alpa_lite.runtime.transfer import Transfer
-from alpa_lite.runtime.transfer_multihost import CrossProcessTransfer
 from benchmarks.harness import Benchmark, Row, Rows, by_variant, show, table
 from tests.processes import driver
 
@@ -139,12 +139,11 @@ def instrument(executable: PipelineExecutable, clocks: Clocks) -> Calls:
         if isinstance(call, (Transfer, CrossProcessTransfer)):
             call._reshard = call._reshard and clocks.timed(call._reshard)
         if isinstance(call, CrossProcessTransfer):
-            call._permute._call = clocks.timed(call._permute._call)
-            moving[id(call._permute)] = call._permute
+            call._call = clocks.timed(call._call)
     executable._items = [
         replace(item, call=clocks.timed(item.call)) if isinstance(item, Launch) else item for item in executable._items
     ]
-    broadcasts = executable._remote._broadcasts if executable._remote is not None else []
+    broadcasts = executable._remote._broadcasts
     for one in broadcasts:
         one._call = clocks.timed(one._call)
     objects = executable, *moving.values(), *broadcasts

@@ -177,11 +177,11 @@ def test_a_variable_that_was_deleted_is_named(where):
     run(model, batch)
     new = jax.tree.map(lambda x: x, nnx.state(model))
     nnx.update(model, old)
-    with pytest.raises(DonatedError, match="model/trained/bias was deleted"):
+    with pytest.raises(DonatedError, match="model/trained/bias/value was deleted"):
         run(model, batch)
     nnx.update(model, new)
     donate_elsewhere(model.trained.kernel[...])
-    with pytest.raises(DonatedError, match="model/trained/kernel was deleted"):
+    with pytest.raises(DonatedError, match="model/trained/kernel/value was deleted"):
         run(model, batch)
 
 
