@@ -111,8 +111,8 @@ class Broadcast:
         without = first.keys() - {device.process_index for device in own}
         members = sorted([*own, *(first[n] for n in without)], key=lambda device: device.process_index)
         self._root = members.index(own[0])
-        mesh = Mesh(np.array(members), (_AXIS,), axis_types=(AxisType.Auto,))
-        self.sharding = NamedSharding(mesh, PartitionSpec())
+        self._mesh = Mesh(np.array(members), (_AXIS,), axis_types=(AxisType.Auto,))
+        self.sharding = NamedSharding(self._mesh, PartitionSpec())
         self._types = [jax.ShapeDtypeStruct(*kind, sharding=self.sharding) for kind in types]
         mine = jax.process_index()
         # The blocks of a process that has none of the results.
@@ -130,5 +130,5 @@ class Broadcast:
         def local(*blocks: Any) -> list[Any]:
             return [lax.all_gather(block, _AXIS)[self._root] for block in blocks]
 
-        lowered = lower_region(local, self.sharding.mesh, self._types, self._types)
+        lowered = lower_region(local, self._mesh, self._types, self._types)
         return compile_lowered(lowered, self.sharding.device_set)
