@@ -14,6 +14,7 @@ import alpa_lite
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "one mesh": lambda: {"method": alpa_lite.DataParallel()},
     "zero": lambda: {"method": alpa_lite.Zero(3)},
+    "replicated microbatches": lambda: {"method": alpa_lite.DataParallel(), "num_microbatches": 2},
     "two microbatches": lambda: {"method": alpa_lite.Zero(3), "num_microbatches": 2},
     "tensor": lambda: {"method": alpa_lite.TensorParallel()},
     "whole pipeline": lambda: {"method": alpa_lite.Pipeline(num_stages=2)},

@@ -18,7 +18,7 @@ from tests.runtime.cases import METHODS, descend, draw, equal_leaves
 
 WIDTH, ROWS = 16, 16
 TYPES = ["int4", "uint4", "int2", "uint2", "float4_e2m1fn", "float8_e4m3fn", "float8_e5m2"]
-WHERE = ("zero", "two microbatches", "tensor", "pipeline")
+WHERE = ("zero", "replicated microbatches", "tensor", "pipeline")
 
 
 def low(dtype: str, *shape: int) -> jax.Array:
