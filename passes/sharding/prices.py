@@ -7,8 +7,10 @@ tensors, or one for each size where the cluster has measured collectives, whose 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,34 +31,43 @@ def _moves(differ: tuple[tuple[Axes, Axes], ...], src_partial: Axes, dst_partial
     return reshard_moves(src, Layout(tuple([after for _, after in differ]), dst_partial))
 
 
-@functools.lru_cache(maxsize=100_000)
-def _coefficients(
-    cost: MeshCost, changes: tuple[tuple[Axes, Axes], ...], src: Axes, dst: Axes, nbytes: float
-) -> tuple[float, float, float]:  # fmt: skip
-    """Seconds of resharding: (latency of steps that may be combined, other latency, seconds per byte of the tensor).
+@functools.lru_cache(maxsize=64)
+def _orders(mesh: LogicalMesh) -> Mapping[Axes, int]:
+    """Every sequence of axes that a dim, or the sums, of a layout may have, numbered."""
+    names = mesh.axis_names
+    return {
+        axes: n for n, axes in enumerate(a for k in range(len(names) + 1) for a in itertools.permutations(names, k))
+    }
+
+
+@functools.lru_cache(maxsize=200_000)
+def _steps(mesh: LogicalMesh, number: int) -> tuple[tuple[str, Axes, int], ...] | None:
+    """The collectives of resharding: (kind, axes, blocks that the payload is one of); None where it cannot be done.
+
+    A dim that does not change takes no part in any step: the blocks are those of a tensor that it does not cut. Nor do
+    the names of the axes matter.
 
     Args:
-      changes: the axes of each dim that changes, before and after. src, dst: those of partial sums.
-      nbytes: of the tensor, less by what dims that do not change are cut into.
-
-    The latency is inf where it cannot be done. A dim that does not change takes no part in any step: the seconds per
-    byte are those of a tensor that it does not cut. Nor do the names of the axes matter.
+      number: the sums before and after, then the axes of each dim that changes, as in `_changes`.
     """
+    orders = list(_orders(mesh))
+    digits = []
+    while number:
+        number, digit = divmod(number, len(orders) ** 2 + 1)
+        digits.append(divmod(digit - 1, len(orders)))
     names: dict[str, str] = {}
 
     def renamed(axes: Axes) -> Axes:
         return tuple([names.setdefault(a, f"{len(names)}") for a in axes])
 
-    differ = tuple([(renamed(before), renamed(after)) for before, after in changes])
-    moves = _moves(differ, renamed(src), renamed(dst))
+    sums, *differ = [(renamed(orders[before]), renamed(orders[after])) for before, after in reversed(digits)]
+    moves = _moves(tuple(differ), *sums)
     if moves is None:
-        return 0.0, math.inf, 0.0
-    joins = combinable(cost)
+        return None
     real = {short: name for name, short in names.items()}
-    size = {short: cost.mesh.axis_size(name) for short, name in real.items()}
-    alpha = [0.0, 0.0]
-    beta = 0.0
+    size = {short: mesh.axis_size(name) for short, name in real.items()}
     held = tuple([before for before, _ in differ])
+    steps: list[tuple[str, Axes, int]] = []
     for kind, axes, dim, _, after, _ in moves:
         if kind == "collective_permute":
             order = held[dim]
@@ -64,15 +75,16 @@ def _coefficients(
         if kind != "slice":
             dims = held if kind == "reduce_scatter" else after
             cut = math.prod([size[x] for some in dims for x in some])
-            a, b = cost.coefficients(kind, tuple([real[x] for x in axes]), nbytes / cut)
-            alpha[kind not in joins] += a
-            beta += b / cut
+            steps.append((kind, tuple([real[x] for x in axes]), cut))
         held = after
-    return alpha[0], alpha[1], beta
+    return tuple(steps)
 
 
 def pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...], nbytes: float) -> np.ndarray:
-    """[3, P, Q] coefficients of every pair of layouts of one rank, as of `_coefficients`.
+    """[3, P, Q] coefficients of every pair of layouts of one rank, of resharding from one to the other.
+
+    These are seconds of latency of steps that may be combined, other latency, and seconds per byte of the tensor. The
+    latency is inf where it cannot be done.
 
     Args:
       nbytes: of the tensor.
@@ -80,40 +92,69 @@ def pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ..
     return _pairs(cost, produced, wanted, float(nbytes) if cost.cluster.collectives else 0.0)
 
 
+@dataclass(frozen=True, eq=False)
+class _Changes:
+    """How layouts of P and of Q differ.
+
+    Attributes:
+      steps: all that any change takes, each as of `_steps`. kind: [P, Q] the number of a change's steps among them.
+      unchanged: [P, Q] into how many blocks the dims that do not change cut the tensor.
+    """
+
+    steps: tuple[tuple[tuple[str, Axes, int], ...] | None, ...]
+    kind: np.ndarray
+    unchanged: np.ndarray
+
+
 @functools.lru_cache(maxsize=1024)
-def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...], nbytes: float) -> np.ndarray:
-    """The tables of `pairs`, which layers, stages and later plans on equal clusters and meshes share."""
-    orders = dict.fromkeys(axes for layout in (*produced, *wanted) for axes in (*layout.dims, layout.partial))
-    names = {axes: i for i, axes in enumerate(orders)}
-    parts = np.array([cost.mesh.product(axes) for axes in orders])
+def _changes(mesh: LogicalMesh, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> _Changes:
+    """The changes from some layouts to others."""
+    orders = _orders(mesh)
+    parts = np.array([mesh.product(axes) for axes in orders])
 
     def coded(layouts: tuple[Layout, ...]) -> tuple[np.ndarray, np.ndarray]:
         """[layouts, dims] the number of each dim's axes, and [layouts] that of the sums."""
-        dims = np.array([[names[axes] for axes in layout.dims] for layout in layouts], dtype=np.int64)
-        return dims.reshape(len(layouts), -1), np.array([names[layout.partial] for layout in layouts])
+        dims = np.array([[orders[axes] for axes in layout.dims] for layout in layouts], dtype=np.int64)
+        return dims.reshape(len(layouts), -1), np.array([orders[layout.partial] for layout in layouts])
 
     (sources, before), (goals, after) = coded(produced), coded(wanted)
     changes = sources[:, None, :] != goals[None, :, :]
     unchanged = np.ones(changes.shape[:2])
-    number, base = before[:, None] * len(names) + after[None, :] + 1, len(names) ** 2 + 1
+    number, base = before[:, None] * len(orders) + after[None, :] + 1, len(orders) ** 2 + 1
+    if (int(changes.sum(2).max(initial=0)) + 1) * math.log2(base) > 62:
+        number = number.astype(object)  # integers of any size
     for dim in range(sources.shape[1]):  # the sums, then the changes in order, each a digit from 1 to base - 1
         changed, mine, theirs = changes[..., dim], sources[:, None, dim], goals[None, :, dim]
         unchanged = np.where(changed, unchanged, unchanged * parts[mine])
-        number = np.where(changed, number * base + mine * len(names) + theirs + 1, number)
-    if (int(changes.sum(2).max(initial=0)) + 1) * math.log2(base) > 62:
-        number = np.arange(number.size).reshape(number.shape)  # more than an integer can tell apart
-    kind = np.unique(number, return_inverse=True)[1].reshape(number.shape)
+        number = np.where(changed, number * base + mine * len(orders) + theirs + 1, number)
+    numbers, number = np.unique(number, return_inverse=True)
+    steps: dict[tuple[tuple[str, Axes, int], ...] | None, int] = {}
+    kinds = np.array([steps.setdefault(_steps(mesh, one), len(steps)) for one in numbers.tolist()])
+    return _Changes(tuple(steps), kinds[number.reshape(unchanged.shape)], unchanged)
+
+
+@functools.lru_cache(maxsize=1024)
+def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, ...], nbytes: float) -> np.ndarray:
+    """The tables of `pairs`, which layers, stages and later plans on equal clusters and meshes share."""
+    changes, joins = _changes(cost.mesh, produced, wanted), combinable(cost)
+    kind, size = changes.kind, len(changes.steps)
     if nbytes:  # what is sent depends on the dims that do not change, too
-        cuts, cut = np.unique(unchanged, return_inverse=True)
-        kind = kind * len(cuts) + cut.reshape(number.shape)
-    _, first, kind = np.unique(kind, return_index=True, return_inverse=True)
-    found = []
-    for i in first.tolist():
-        src, dst = produced[i // len(wanted)], wanted[i % len(wanted)]
-        changed = tuple([pair for pair in zip(src.dims, dst.dims, strict=True) if pair[0] != pair[1]])
-        found.append(_coefficients(cost, changed, src.partial, dst.partial, nbytes / float(unchanged.flat[i])))
-    table = np.moveaxis(np.array(found)[kind.reshape(number.shape)], -1, 0).copy()
-    table[2] /= unchanged
+        cuts, cut = np.unique(changes.unchanged, return_inverse=True)
+        kind = kind + size * cut.reshape(kind.shape)
+    kinds, kind = np.unique(kind, return_inverse=True)
+    found = np.zeros((3, len(kinds)))
+    for n, number in enumerate(kinds.tolist()):
+        steps = changes.steps[number % size]
+        if steps is None:
+            found[1, n] = math.inf
+            continue
+        own = nbytes / float(cuts[number // size]) if nbytes else 0.0
+        for name, axes, blocks in steps:
+            alpha, beta = cost.coefficients(name, axes, own / blocks)
+            found[int(name not in joins), n] += alpha
+            found[2, n] += beta / blocks
+    table = found[:, kind.reshape(changes.unchanged.shape)]
+    table[2] /= changes.unchanged
     table.flags.writeable = False
     return table
 
