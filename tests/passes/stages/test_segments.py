@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from alpa_lite.errors import PlanError
-from alpa_lite.passes.lowering.program import Loop, Outside, Reshard
+from alpa_lite.passes.lowering.program import Loop, Outside, Reshard, reads, writes
 from alpa_lite.passes.stages import cutting
 from alpa_lite.passes.stages.segments import Segments, Wire
 from tests.passes.layers.division_cases import driven
@@ -45,6 +45,21 @@ def test_a_mask_is_made_again_and_not_saved() -> None:
         backward = stage.of("backward")
         assert backward is not None
         assert "gt" in {item.op.name for item in backward.instructions if not isinstance(item, Reshard)}
+
+
+def test_values_are_made_again_right_before_they_are_read() -> None:
+    """A gathered weight that waited from the start of a pass would be in memory with those of all other layers."""
+    places = []
+    for stage in stages_of("plain", "1f1b"):
+        forward, backward = stage.of("forward"), stage.of("backward")
+        assert forward is not None and backward is not None
+        items, before = backward.instructions, set(map(id, forward.instructions))
+        for place, item in enumerate(items):
+            if id(item) in before:
+                reader = min(n for n, other in enumerate(items) if not set(writes(item)).isdisjoint(reads(other)))
+                assert before.issuperset(map(id, items[place:reader]))
+                places.append(place)
+    assert max(places) > 0
 
 
 def test_laying_out_a_stack_of_crossings_is_no_update() -> None:
