@@ -54,6 +54,9 @@ MAX_COMPUTE_RATIO = 1.5
 OPTIMISM = 0.9
 """Share of the seconds of the best mesh known that another mesh of a configuration is estimated to take."""
 
+LAST = 1e30
+"""Estimated seconds of plans that are not expected to fit: they are tried if no others do."""
+
 HALVINGS = 3
 """How often the number of recomputed layers is bisected."""
 
@@ -82,12 +85,14 @@ class Record:
     Attributes:
       bounds: mesh -> seconds that none of its plans takes less of, whatever the budget.
       peak: the same for every mesh: an equal part of the work on each device, at peak rates.
-      least: bytes per device that no plan of the meshes weighed takes less of; 0 if unknown.
+      least: bytes per device that no plan of the meshes that exceed the budget takes less of; 0 if unknown.
+      may_fit: whether a mesh was weighed that may not exceed it.
     """
 
     bounds: defaultdict[LogicalMesh, float] = field(default_factory=lambda: defaultdict(float))
     peak: float = 0.0
     least: float = 0.0
+    may_fit: bool = False
 
 
 @dataclass(eq=False)
@@ -107,6 +112,11 @@ class Family:
     textbook: DataParallel | Zero | TensorParallel | None = None
     records: defaultdict[ExecutionConfig, Record] = field(default_factory=lambda: defaultdict(Record))
     opened: dict[ExecutionConfig, tuple[int, int] | None] = field(default_factory=dict)
+
+    @property
+    def first(self) -> ExecutionConfig:
+        """The configuration that was opened first."""
+        return next(iter(self.opened))
 
     @property
     def label(self) -> str:
@@ -205,7 +215,7 @@ class OneMeshSearch:
 
         def waiting() -> tuple[float, float]:
             bound, _ = estimate()
-            return bound, bound if self.found else 0.0
+            return bound, bound if self.found or config != family.first else 0.0
 
         key = (0, *config.rank, family.order, *key)
         return Candidate(name, (0, *config.rank), key, waiting, expand, is_floor=True)
@@ -251,13 +261,19 @@ class OneMeshSearch:
         raise InfeasibleError(f"{error}{why}", error.smallest_budget)
 
     def _estimate(self, family: Family, config: ExecutionConfig) -> tuple[float, float]:
-        """Seconds that no plan of a configuration takes less of; and estimated of its best, by the bounds of others."""
+        """Seconds that no plan of a configuration takes less of; and estimated of its best, by the bounds of others.
+
+        One that saves less memory than another that exceeds the budget is not expected to fit.
+        """
         records = family.records
         meshes = {mesh for record in records.values() for mesh in record.bounds}
         least = min((self.bound(family, config, mesh) for mesh in meshes), default=self.products)
         bounded = [(other, record) for other, record in records.items() if record.bounds]
         known = [config.scale(one, r.peak, min(r.bounds.values())) / self.speedup for one, r in bounded]
         unknown = config.scale(ExecutionConfig(), self.products, UNKNOWN_COMMUNICATION * self.products)
+        exceeding = [other for other, r in records.items() if r.least and not r.may_fit and other.microbatches > 1]
+        if any(other != config and other.only_adds_to(config) for other in exceeding):
+            return least, max(least, LAST)
         return least, max(least, min(known, default=unknown))
 
     def programs(self, step: AnalyzedStep, method: Method | None = None) -> list[MeshProgram]:
@@ -290,7 +306,7 @@ class OneMeshSearch:
             raise
         work = 0 if method else best_first.ANALYSIS_PER_OP * sum(1 for _ in step.loop.traced.graph.ops())
         least = step.grouped.peak / request.cluster.num_devices
-        if least <= request.budget:
+        if least <= request.budget or (method and not family.cuts_examples and config == family.first):
             return Expansion([self._of_program(family, step, one, n) for n, one in enumerate(programs)], work=work)
         family.records[config].least = least
         for program in programs:
@@ -337,6 +353,7 @@ class OneMeshSearch:
         if not bound.fits and self.run("sharding", self._exceeds_budget, family, config, program):
             self._reject(family, config, program, "infeasible")
             return Expansion(self._successors(family, step), work=work)
+        record.may_fit = True
         self._reject(family, config, program, "cutoff")
         return Expansion([self._of_program(family, step, program, number, bound)], work=work)
 

@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from alpa_lite.errors import AlpaLiteError, InfeasibleError, OptionError
 from alpa_lite.passes.programs.staged import Staged, noted
 from alpa_lite.passes.search.best_first import LAYER_COST, STAGE_DP, STAGE_PER_OP, Candidate, Expansion, FoundPlan
 from alpa_lite.passes.search.configs import ExecutionConfig
-from alpa_lite.passes.search.one_mesh import OneMeshSearch
+from alpa_lite.passes.search.one_mesh import LAST, OneMeshSearch
 from alpa_lite.passes.search.pipeline_analysis import REFUSALS, PipelineAnalyses, found_plan
 from alpa_lite.passes.search.token_slices import SliceSearch, open_slices, plan_lengths
 from alpa_lite.passes.stages.choosing import CERTAIN, StagePlan
@@ -55,7 +56,8 @@ class PipelineSearch:
         self.errors: list[AlpaLiteError] = []
         self.estimates: list[float] = []
         self._one_mesh = one_mesh
-        self._planned_ratio = 1.0  # the least one of planned to estimated seconds: others may gain as much
+        self._planned: set[tuple[Any, ...]] = set()
+        self._planned_ratio = math.inf  # the least one of planned to estimated seconds, if any is planned
 
     @property
     def root(self) -> Candidate:
@@ -109,8 +111,12 @@ class PipelineSearch:
         return best
 
     def _expect(self, seconds: float) -> float:
-        """The least seconds that a planned pipeline may take whose layers are estimated to take some."""
-        return (1 - CERTAIN) * self._planned_ratio * seconds
+        """The least seconds that a planned pipeline is expected to take whose layers are estimated to take some.
+
+        Planned pipelines differ from their estimates for reasons that others share, such as communication that hides.
+        """
+        ratio = self._planned_ratio if self.found else 1.0
+        return (1 - CERTAIN) * ratio * seconds
 
     def _expand(self, cutoff: float) -> Expansion:
         """One candidate for each number of micro-batches, by the DP over equal submeshes at scaled costs."""
@@ -131,7 +137,7 @@ class PipelineSearch:
                 self.errors.append(error)
                 if isinstance(error, OptionError):
                     continue
-                seconds = cutoff if math.isfinite(cutoff) else 1e30  # unequal submeshes, or other schedules, may fit
+                seconds = cutoff if math.isfinite(cutoff) else LAST  # unequal submeshes, or other schedules, may fit
             out.append(self._of_count(count, costs, seconds))
         return Expansion(out, work=LAYER_COST * len(costs.known) + STAGE_DP * len(own.counts))
 
@@ -186,7 +192,11 @@ class PipelineSearch:
         """The planned pipeline of chosen stages, and its slices; others at higher costs, if it exceeds the budget."""
         own, count, request = self.analyses, chosen.slices.num_microbatches, self.analyses.request
         budget, lengths = request.budget, request.pipeline.lengths
-        work = STAGE_PER_OP * sum(1 for _ in own.step.traced.graph.ops())
+        slices, work = chosen.slices, STAGE_PER_OP * sum(1 for _ in own.step.traced.graph.ops())
+        key = count, slices.schedule, slices.virtual, slices.stages
+        if key in self._planned:
+            return Expansion()
+        self._planned.add(key)
         try:
             staged = own.build(chosen, lengths)
         except REFUSALS as error:

@@ -35,13 +35,14 @@ class Evidence:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._inputs, self._outputs = graph.block.inputs, graph.block.outputs
+        self._numbers = {value: number for number, value in enumerate(self._inputs)}
         self.origins = functools.cache(self._origins)
         self._dependents = functools.cache(lambda number: flow.made_of(graph.block.ops, [graph.block.inputs[number]]))
 
     def _origins(self, output: int) -> frozenset[int]:
         """The arguments that an output keeps something of, element by element."""
         found = flow.reach(flow.values_in([self._outputs[output]]), lambda value: self._carriers.get(value, ()))
-        return frozenset(number for number, value in enumerate(self._inputs) if value in found)
+        return frozenset(self._numbers[value] for value in found if value in self._numbers)
 
     def unchanged(self, output: int, argument: int) -> bool:
         """Whether an output is an argument as it came."""
@@ -49,7 +50,7 @@ class Evidence:
 
     def hands_through(self, output: int) -> bool:
         """Whether an output is some argument as it came."""
-        return self._outputs[output] in self._inputs
+        return self._outputs[output] in self._numbers
 
     def learnt(self, output: int) -> bool:
         """Whether an output depends on a reverse pass."""
