@@ -161,7 +161,7 @@ def test_names_of_presets_in_any_case():
 
 
 def test_known_local_devices_have_presets_and_others_are_refused():
-    assert {preset for _, preset in presets.DEVICE_KINDS} <= set(Cluster.preset_names())
+    assert {preset for _, preset in presets.DATA["device_kinds"].items()} <= set(Cluster.preset_names())
     with pytest.raises(OptionError, match="GTX 1080"):
         Cluster.local([FakeDevice("NVIDIA GTX 1080")])
 

@@ -66,7 +66,8 @@ def test_wheel_and_sdist_hold_every_module(tmp_path):
 
     assert {name for name in direct if name.endswith(".py")} == modules()
     assert direct == by_way_of_sdist
-    assert {"alpa_lite/py.typed", "alpa_lite/report/page.html"} <= direct
+    data = ("py.typed", "report/page.html", "cluster/presets.toml", "cluster/nvlink.toml")
+    assert {f"alpa_lite/{name}" for name in data} <= direct
     tops = {name.split("/")[0] for name in direct}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"alpa_lite"}
     assert any(name.endswith("licenses/LICENSE") for name in direct)

@@ -1,7 +1,6 @@
 """Where the rates of a cluster are from, and how far predictions with them are from published steps.
 
-The figures of `PUBLISHED` are those of benchmarks/results/published.json, which `python -m benchmarks.published` makes;
-`tests/test_trust.py` compares them.
+`tests/test_trust.py` compares the figures of `PUBLISHED` with the results of `python -m benchmarks.published`.
 """
 
 from __future__ import annotations
@@ -9,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from alpa_lite.cluster import Cluster
-
-GIVEN = "given by the caller"
-"""`Cluster.source` where the caller names none."""
+from alpa_lite.cluster import Cluster, presets
+from alpa_lite.cluster.machine import GIVEN as GIVEN
 
 
 @dataclass(frozen=True)
@@ -34,33 +31,11 @@ class Agreement:
 
 
 PUBLISHED: Mapping[str, Agreement] = {
-    "H100-SXM": Agreement(43, (39, 43), 0.98, 1.21, 36),
-    "A100-SXM-80GB": Agreement(34, (32, 33), 0.97, 1.32, 34),
-    "A100-SXM-40GB": Agreement(27, (27, 27), 1.00, 1.14, 0),
-    "TPU v5e": Agreement(18, (16, 18), 0.98, 1.22, 3),
-    "TPU v5p": Agreement(4, (3, 4), 1.06, 1.17, 0),
-    "V100-SXM2-16GB": Agreement(1, (1, 1), 0.89, 0.89, 1),
+    device: Agreement(**(row | {"within": tuple(row["within"])})) for device, row in presets.DATA["published"].items()
 }
 """By `Cluster.device`."""
 
-MEASURED: Mapping[str, str] = {
-    "H100-SXM": "products and memory in published steps, collectives of a node, attention",
-    "H200-SXM": "large products on H100",
-    "B200-SXM": "collectives of a node, attention on H100",
-    "GB200-NVL72": "collectives of a node, attention on H100",
-    "A100-SXM-80GB": "products and memory in published steps, attention",
-    "A100-SXM-40GB": "products and memory in published steps of the 80 GB card, attention",
-    "V100-SXM2-16GB": "products in a published step",
-    "V100-SXM2-32GB": "products in a published step of the 16 GB card",
-    "MI300X": "large products",
-    "MI250X-GCD": "large products",
-    "TPU v5e": "products in published steps",
-    "TPU v4": "products in published steps of v5e",
-    "TPU v5p": "products in published steps of v5e",
-    "TPU v6e": "products in published steps of v5e",
-    "TPU7x": "products in published steps of v5e",
-    "cpu": "rates of virtual devices of one machine",
-}
+MEASURED: Mapping[str, str] = presets.DATA["measured"]
 """By `Cluster.device`, the preset figures from measurements; all others are of data sheets, or assumed."""
 
 

@@ -16,7 +16,7 @@ on two streams, one that computes and one that sends, each of which does one thi
 
 Nothing crosses the iterations of a loop, or the beginning and the end of a task of a pipeline. A loop that communicates
 itself waits for both streams. Which kinds of collectives a compiler runs so is a fact of its platform
-(`presets.HIDES`): those for GPUs all of these, that for TPUs gathers, that for CPUs none.
+(`presets.toml`): those for GPUs all of these, that for TPUs gathers, that for CPUs none.
 
 Errors. Sending takes memory bandwidth and a few cores from computing, which is not counted. A gather ahead of its use
 holds one more gathered tensor than without overlap; the plan states its size, and its memory does not count it.
