@@ -9,7 +9,7 @@ Relative errors are made small, since operations of a microsecond and of a secon
     sustained     seconds of a large product by itself over those after seconds of nothing else
     kernel        seconds that a kernel takes to start within a program
     attention     FLOPs of a pass, as `passes.ir.attention` counts them, over its seconds and the peak
-    collectives   of each kind and group its seconds by payload, made monotone (`isotonic`)
+    collectives   of each kind and group its seconds by payload, made monotone by isotonic regression of log seconds
     dispatch      seconds of a task and of each of its devices, >= 0: likewise over runs and transfers
     links         where permutations between the devices of a node were measured: their bandwidth and latency, for
                   transfers and for groups that were not measured
@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
+from scipy.optimize import isotonic_regression, nnls
 
 from alpa_lite.calibration.samples import PASSES, Sample
 from alpa_lite.cluster import Cluster, Curve, Dispatch, Link
@@ -219,7 +219,7 @@ def _collectives(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
 
 def curve_of(kind: str, group: tuple[int, ...], payloads: Sequence[float], seconds: Sequence[float]) -> Curve:
     """The curve through measured seconds, made monotone."""
-    return Curve(kind, group, tuple(zip(payloads, np.exp(isotonic([math.log(s) for s in seconds])), strict=True)))
+    return Curve(kind, group, tuple(zip(payloads, np.exp(isotonic_regression(np.log(seconds)).x), strict=True)))
 
 
 def left_out(curve: Curve, payloads: Sequence[float], seconds: Sequence[float]) -> list[float]:
@@ -232,17 +232,6 @@ def left_out(curve: Curve, payloads: Sequence[float], seconds: Sequence[float]) 
         alpha, beta = used.tangent(payload)
         found.append(alpha + payload * beta)
     return found
-
-
-def isotonic(values: Sequence[float]) -> np.ndarray:
-    """The nondecreasing sequence with the least sum of squared differences (pool adjacent violators)."""
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        pools.append((float(value), 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (b, m), (a, n) = pools.pop(), pools.pop()
-            pools.append(((a * n + b * m) / (n + m), n + m))
-    return np.repeat([value for value, _ in pools], [count for _, count in pools])
 
 
 def _dispatch(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
