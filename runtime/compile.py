@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
+from alpa_lite.processes import effects
 from alpa_lite.report import progress, summary
 from alpa_lite.runtime import callbacks
 from alpa_lite.runtime.multihost import backpressure
@@ -44,7 +45,8 @@ def compile_lowered(
 def persistent_cache(devices: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
     """Returns a context that writes executables for these devices to JAX's compilation cache if there is one."""
     own, users = jax.process_index(), list(devices)
-    if own == 0 or (users[0].platform != "cpu" and own != min(device.process_index for device in users)):
+    is_written = own == 0 or (users[0].platform != "cpu" and own != min(device.process_index for device in users))
+    if is_written or not effects.is_allowed("jax"):
         return contextlib.nullcontext()
     return _jax.writing_executables()
 

@@ -12,6 +12,7 @@ import pytest
 
 import alpa_lite
 from alpa_lite import Sharded
+from alpa_lite.processes import effects
 from tests.comparing import close_to_jit
 from tests.gallery import local, sgd
 from tests.marks import slow_but
@@ -83,6 +84,13 @@ def test_every_form_is_one_operation_and_equals_one_device(form: str):
     assert found[0].strategy == found[1].strategy
     names = [d.name for stage in plan.stages for d in stage.decisions]
     assert not [name for name in names if name.startswith("dot_general") and f"{T},{T}]" in name]
+
+
+def test_a_program_that_declines_it_has_its_products(monkeypatch: pytest.MonkeyPatch):
+    """Functions of JAX are then left alone; so are they while nothing is planned."""
+    monkeypatch.setenv(effects.DECLINE_VARIABLE, "jax")
+    plan = alpa_lite.make_plan(step_with(attend()), *arguments(), cluster=local(4), method=alpa_lite.DataParallel())
+    assert not decisions(plan)
 
 
 def abstract(batch: int, length: int, width: int, heads: int, size: int, dtype: Any = jnp.float32) -> Any:

@@ -14,7 +14,7 @@ from alpa_lite.errors import OptionError
 DECLINE_VARIABLE = "ALPA_LITE_DECLINE"
 """The environment variable that names declined effects, separated by commas; `all` declines all of them."""
 
-EFFECTS = ("gc", "stack", "excepthook", "atexit", "exit")
+EFFECTS = ("gc", "jax", "stack", "excepthook", "atexit", "exit")
 
 
 def is_allowed(effect: str) -> bool:

@@ -16,6 +16,7 @@ GPUs.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from alpa_lite import _jax
 from alpa_lite.errors import RuleError
 from alpa_lite.ir import kernels, notation
 from alpa_lite.ir.kernels import Kernel
 from alpa_lite.ir.notation import Notation, Tensor
+from alpa_lite.processes import effects
 
 NAME = "dot_product_attention"
 _QUERY: Tensor = (("b",), ("t",), ("k", "g"), ("d",))
@@ -51,6 +54,13 @@ class _Attention:
     def __call__(self, *arrays: Any) -> Sequence[Any]:
         given = dict(self.static) | dict(zip(self.names, arrays, strict=True))
         return jax.tree.leaves(self.fun(**given))
+
+
+def as_one_operation(platform: str) -> contextlib.AbstractContextManager[None]:
+    """A context in which JAX's functions of attention are one operation, unless the program declines that."""
+    if not effects.is_allowed("jax"):
+        return contextlib.nullcontext()
+    return _jax.attention_given_to(call_as_kernel, platform)
 
 
 def call_as_kernel(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

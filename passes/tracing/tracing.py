@@ -79,7 +79,7 @@ def trace(
     """
     calling = calls.calling(fun, args, kwargs, static_argnums, static_argnames)
     run = _Run(fun, calling, calling.traced(args, kwargs), shapes)
-    with _jax.attention_given_to(attention.call_as_kernel, platform):
+    with attention.as_one_operation(platform):
         jaxpr = run.jaxpr()
     graph = constrain_scopes(conversion.graph_of(jaxpr, platform=platform, annotations=annotations), constrain)
     inputs, evidence = run.inputs, Evidence(graph)
