@@ -24,9 +24,8 @@ def emit(primitive: Any, params: Mapping[str, Any], source: Any, ctx: Any, opera
     """Binds a primitive under its recorded name stack, source line and context; `bind` alone loses them.
 
     Of the context, what the user chose by `compute_on`, `set_xla_metadata` and `threefry_partitionable` is restored;
-    the mesh
-    is not: an equation that was traced outside any mesh may now be emitted inside `shard_map`. The public `compute_on`
-    is a context manager in 0.10 and a decorator in 0.12; the context that both set is private.
+    the mesh is not: an equation that was traced outside any mesh may now be emitted inside `shard_map`. The public
+    `compute_on` is a context manager in 0.10 and a decorator in 0.12; the context that both set is private.
     """
     stack = _source_info_util.current_name_stack() + source.name_stack
     with contextlib.ExitStack() as contexts:
@@ -50,29 +49,28 @@ _held: contextvars.ContextVar[Held | None] = contextvars.ContextVar("held", defa
 
 
 @contextlib.contextmanager
-def replacing_callbacks(replace: ReplaceCallback) -> Iterator[None]:
+def _holding(variable: contextvars.ContextVar[Any], value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def replacing_callbacks(replace: ReplaceCallback) -> contextlib.AbstractContextManager[None]:
     """Gives every callback that its body binds to `replace`, which may wrap the function and add operands.
 
     Callbacks may take any number of operands, and their primitives pass them all to the parameter `callback`.
     """
-    token = _replace_callback.set(replace)
-    try:
-        yield
-    finally:
-        _replace_callback.reset(token)
+    return _holding(_replace_callback, replace)
 
 
-@contextlib.contextmanager
-def standing_in(is_held: Held) -> Iterator[None]:
+def standing_in(is_held: Held) -> contextlib.AbstractContextManager[None]:
     """Replaces equations in its body that `is_held` selects by opaque operations with the same operands and results.
 
     JAX lowers some operations only for devices that are present.
     """
-    token = _held.set(is_held)
-    try:
-        yield
-    finally:
-        _held.reset(token)
+    return _holding(_held, is_held)
 
 
 def lowers_for(primitive: Any, platform: str) -> bool:

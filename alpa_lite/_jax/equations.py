@@ -23,13 +23,10 @@ def without_references(jaxpr: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _InOrder:
-    """A callback that takes the token of the callback before it, and returns that of its own."""
+class _Wrapped:
+    """A callback around another one."""
 
     call: Callable[..., Any]
-
-    def __call__(self, token: Any, *operands: Any) -> list[Any]:
-        return [token, *self.call(*operands)]
 
     @property
     def callback_func(self) -> Any:
@@ -37,21 +34,22 @@ class _InOrder:
         return getattr(self.call, "callback_func", None)
 
 
+class _InOrder(_Wrapped):
+    """A callback that takes the token of the callback before it, and returns that of its own."""
+
+    def __call__(self, token: Any, *operands: Any) -> list[Any]:
+        return [token, *self.call(*operands)]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Selected:
+class _Selected(_Wrapped):
     """A callback that returns some of its results."""
 
-    call: Callable[..., Any]
     kept: tuple[int, ...]
 
     def __call__(self, *operands: Any) -> list[Any]:
         results = jax.tree.leaves(self.call(*operands))
         return [results[i] for i in self.kept]
-
-    @property
-    def callback_func(self) -> Any:
-        """The user's function, as JAX's own callbacks have it."""
-        return getattr(self.call, "callback_func", None)
 
 
 def with_results(params: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
@@ -139,22 +137,29 @@ def _transposed_first(params: Mapping[str, Any], x: Any) -> Any:
     return jax.lax.reshape(jax.lax.transpose(x, params["dimensions"]), params["new_sizes"])
 
 
+def _loop_parts(params: Mapping[str, Any], operands: Sequence[Any]) -> tuple[Any, Any, Sequence[Any]]:
+    """The condition and the body of a loop as functions of the carried values, and the first carried values."""
+    first = params["cond_nconsts"]
+    last = first + params["body_nconsts"]
+    condition, body = (_extend_core.jaxpr_as_fun(params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
+    read, held = operands[:first], operands[first:last]
+    return functools.partial(condition, *read), functools.partial(body, *held), operands[last:]
+
+
 def _one_condition(params: Mapping[str, Any], *operands: Any) -> Any:
     """A loop with an array of conditions, its dims the first ones of all that is carried, as a loop with one."""
-    split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    conditions, body = (_extend_core.jaxpr_as_fun(params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
-    read, held, carried = operands[: split[0]], operands[split[0] : split[1]], operands[split[1] :]
+    conditions, body, carried = _loop_parts(params, operands)
 
     def step(state: Sequence[Any]) -> Sequence[Any]:
-        (going,) = conditions(*read, *state)
+        (going,) = conditions(*state)
 
         def chosen(new: Any, old: Any) -> Any:
             return jax.lax.select(jax.lax.broadcast_in_dim(going, new.shape, range(going.ndim)), new, old)
 
-        return tuple(map(chosen, body(*held, *state), state))
+        return tuple(map(chosen, body(*state), state))
 
     def going_on(state: Sequence[Any]) -> Any:
-        (going,) = conditions(*read, *state)
+        (going,) = conditions(*state)
         return jax.lax.reduce_or(going, axes=tuple(range(going.ndim)))
 
     return jax.lax.while_loop(going_on, step, tuple(carried))
@@ -162,12 +167,10 @@ def _one_condition(params: Mapping[str, Any], *operands: Any) -> Any:
 
 def _condition_in_body(params: Mapping[str, Any], *operands: Any) -> Any:
     """A loop that carries whether it goes on, which is evaluated before it and at the end of each iteration."""
-    split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-    condition, body = (_extend_core.jaxpr_as_fun(params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
-    read, held, carried = operands[: split[0]], operands[split[0] : split[1]], operands[split[1] :]
+    condition, body, carried = _loop_parts(params, operands)
 
     def step(state: Sequence[Any]) -> Sequence[Any]:
-        new = body(*held, *state[1:])
-        return (*condition(*read, *new), *new)
+        new = body(*state[1:])
+        return (*condition(*new), *new)
 
-    return jax.lax.while_loop(lambda state: state[0], step, (*condition(*read, *carried), *carried))[1:]
+    return jax.lax.while_loop(lambda state: state[0], step, (*condition(*carried), *carried))[1:]

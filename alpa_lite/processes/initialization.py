@@ -83,20 +83,13 @@ def initialize(
     if number == 0:
         _check_free(address, int(port))
     else:
-        _wait_for(
-            (host.strip("[]"), int(port)),
-            until,
-            f"process {number} cannot reach the coordinator at {address} after {timeout:g} s",
-        )
+        failure = f"process {number} cannot reach the coordinator at {address} after {timeout:g} s"
+        _wait_for((host.strip("[]"), int(port)), until, failure)
     logger.info("process %d of %d: waiting for the others at %s, at most %g s", number, count, address, timeout)
     jax.distributed.initialize(
-        address,
-        count,
-        number,
-        initialization_timeout=max(1, int(until - time.monotonic())),
-        heartbeat_timeout_seconds=heartbeat_timeout_seconds,
-        shutdown_timeout_seconds=shutdown_timeout_seconds,
-    )
+        address, count, number, initialization_timeout=max(1, int(until - time.monotonic())),
+        heartbeat_timeout_seconds=heartbeat_timeout_seconds, shutdown_timeout_seconds=shutdown_timeout_seconds,
+    )  # fmt: skip
     return count
 
 

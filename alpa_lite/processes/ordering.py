@@ -14,7 +14,7 @@ waits. `issue_order` starts a transfer when its receiver wants it, and sooner wh
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from alpa_lite.errors import PlanError
 from alpa_lite.ir.program import Instruction, Program, Receive, Run, Send, describe
@@ -65,9 +65,7 @@ def issue_order(program: Program, process_of: Sequence[int]) -> tuple[Task, ...]
             if clock < clocks[mesh] or is_blocked(mesh):
                 continue
         else:
-            mesh = _first_to_send(
-                program, {mesh: item for mesh in range(len(lists)) if (item := head(mesh)) is not None}
-            )
+            mesh = _first_to_send(program, list(map(head, range(len(lists)))))
         order.append((mesh, positions[mesh]))
         item = head(mesh)
         positions[mesh] += 1
@@ -90,14 +88,14 @@ def issue_order(program: Program, process_of: Sequence[int]) -> tuple[Task, ...]
     return tuple(order)
 
 
-def _first_to_send(program: Program, heads: Mapping[int, Instruction]) -> int:
+def _first_to_send(program: Program, heads: Sequence[Instruction | None]) -> int:
     """The submesh, of those whose lists wait at these instructions, that sends the transfer with the lowest number.
 
     Raises:
       PlanError: none sends.
     """
-    sends = [(item.transfer, mesh) for mesh, item in heads.items() if isinstance(item, Send)]
+    sends = [(item.transfer, mesh) for mesh, item in enumerate(heads) if isinstance(item, Send)]
     if not sends:
-        stuck = ", ".join(f"submesh {mesh} at {describe(program, item)}" for mesh, item in heads.items())
+        stuck = ", ".join(f"submesh {mesh} at {describe(program, item)}" for mesh, item in enumerate(heads) if item)
         raise PlanError(f"the lists of the program wait for each other: {stuck}")
     return min(sends)[1]

@@ -24,7 +24,7 @@ import jax
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.compilation import plan_cache
-from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.errors import ProcessError
 from alpa_lite.ir.paths import shown
 from alpa_lite.ir.program import Program
