@@ -21,10 +21,10 @@ from typing import Any
 
 from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
-from alpa_lite.compilation import kept, plan_cache
-from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation import fixed_placement, plan_cache
 from alpa_lite.compilation.gc_pause import reduced_gc
 from alpa_lite.compilation.plan_replay import add_donation, check_memory, load_cached_plan, rebuild_stages, replay_plan
+from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes, passes
 from alpa_lite.compilation.stack_chunk import with_large_stack_chunk
 from alpa_lite.ir.graph import Traced
@@ -89,66 +89,72 @@ def compile_step(
     context, name = _jax.context_mesh(), getattr(fun, "__name__", "step")
     cluster = replace(cluster, overlap=cluster.overlap or options.overlap)
     trace = tracer(fun, args, kwargs, options, pins, cluster.platform)
-    asked = PlanRequest(options, cluster, trace, pins, like)
+    request = PlanRequest(options, cluster, trace, pins, like)
     others = PlanBroadcast(name, shared)
-    with reduced_gc(), _jax.without_mesh(), others.error_scope(), passes(name, options.dump_dir) as run:
-        traced = run("tracing", asked.trace)
+    with reduced_gc, _jax.without_mesh(), others.error_scope(), passes(name, options.dump_dir) as run:
+        traced = run("tracing", request.trace)
         check_regions(traced.graph, cluster.num_devices)
         said = [] if options.ignore_annotations else tracing.read_annotations(traced, args, kwargs)
-        said = [one for one in said if not (one.array and kept.is_given(asked))]
+        said = [one for one in said if not (one.array and fixed_placement.is_given(request))]
         placed, on = placed_arguments(traced, args, kwargs, options.in_shardings, cluster.num_devices)
         context = None if options.ignore_annotations else context
-        wanted = wishes.of(traced, asked.method, cluster.num_devices, said, context, options.forbidden, placed, on)
-        asked = replace(asked, wishes=wanted)
+        wanted = wishes.of(traced, request.method, cluster.num_devices, said, context, options.forbidden, placed, on)
+        request = replace(request, wishes=wanted)
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
         found: list[str] = []
         plan, staged = others.plan(
-            step, asked, lambda: plan_step(run, step, asked, found),
-            lambda plan: rebuild_stages(run, step, asked, plan, math.inf),
+            step, request, lambda: plan_step(run, step, request, found),
+            lambda plan: rebuild_stages(run, step, request, plan, math.inf),
         )  # fmt: skip
     check_memory(plan, options)
     why = "; ".join([why, *found])
     if logger.isEnabledFor(logging.INFO):
         logger.info(planned_message(name, plan, why))
-    plan = plan.comparing(comparing.of(step.traced, step.rules, staged, cluster, asked.budget))
+    plan = plan.comparing(comparing.of(step.traced, step.rules, staged, cluster, request.budget))
     return Compiled(staged, plan, traced, pins)
 
 
-def plan_step(run: Passes, step: Step, asked: PlanRequest, found: list[str]) -> tuple[Plan, Staged]:
+def plan_step(run: Passes, step: Step, request: PlanRequest, found: list[str]) -> tuple[Plan, Staged]:
     """The plan of the cache or a new one, which is verified; says in `found` where it is from, unless it is new."""
-    cache = plan_cache.cache_of(step, asked)
-    known = None if cache is None else load_cached_plan(run, step, asked, cache)
-    plan, staged = known or choose_plan(run, step, asked)
-    if asked.options.verify != "off":
+    cache = plan_cache.cache_of(step, request)
+    known = None if cache is None else load_cached_plan(run, step, request, cache)
+    plan, staged = known or choose_plan(run, step, request)
+    if request.options.verify != "off":
         plan = run("checks", checks.verified, replace(plan, verification=()), staged)
     plan = replace(plan, planning_seconds=dict(run.seconds))
     if known is not None:
         found.append("found in the cache")
         return plan, staged
-    plan = plan.weighing(weighing.of(staged, asked.budget))
+    plan = plan.weighing(weighing.of(staged, request.budget))
     if cache is not None and not (plan.search and plan.search.truncated):
         cache.save(plan)
     return plan, staged
 
 
-def choose_plan(run: Passes, step: Step, asked: PlanRequest) -> tuple[Plan, Staged]:
+def choose_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Plan, Staged]:
     """The plan, and the step in its stages: as a given plan or division says, or as the search finds."""
     summary = None
-    if asked.plan is not None:
-        staged = replay_plan(run, step, asked, asked.plan)
-    elif kept.is_given(asked):
-        staged = kept.divided_as_given(run, step, asked)
-        if staged.needed > asked.budget:
-            raise exceeds_budget(staged, asked.budget)
-        if asked.wishes.forbidden:
+    if request.plan is not None:
+        staged = replay_plan(run, step, request, request.plan)
+    elif fixed_placement.is_given(request):
+        staged = fixed_placement.plan_on_existing_placement(run, step, request)
+        if staged.needed > request.budget:
+            raise exceeds_budget(staged, request.budget)
+        if request.wishes.forbidden:
             staged = noted(staged, "allow and forbid: not heeded on submeshes, where the state stays where it is")
     else:
-        staged, summary = search_plan(run, step, asked)
-    staged = noted(staged, *asked.wishes.notes, *plans.heeded(staged, asked.wishes))
-    staged = add_donation(staged, step, asked)
-    annotated = bool(worth.items(step.traced, asked.wishes))
+        staged, summary = search_plan(run, step, request)
+    staged = noted(staged, *request.wishes.notes, *plans.heeded(staged, request.wishes))
+    staged = add_donation(staged, step, request)
+    annotated = bool(worth.items(step.traced, request.wishes))
     plan = run(
-        "plan", plans.write, staged, asked.cluster, method=asked.described, budget=asked.budget, annotated=annotated
+        "plan",
+        plans.write,
+        staged,
+        request.cluster,
+        method=request.described,
+        budget=request.budget,
+        annotated=annotated,
     )
     return replace(plan, search=summary), staged
 
@@ -176,5 +182,5 @@ def trace_again(
 ) -> Traced:
     """A planned step traced for other arguments."""
     trace = tracer(fun, args, kwargs, options, compiled.pins, compiled.plan.cluster.platform)
-    with reduced_gc(), _jax.without_mesh():
+    with reduced_gc, _jax.without_mesh():
         return trace()

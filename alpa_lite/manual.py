@@ -1,4 +1,4 @@
-"""`Manual`: arguments that are sharded by hand, and methods read from JSON."""
+"""`Manual`: arguments that are sharded by hand."""
 
 from __future__ import annotations
 
@@ -13,13 +13,11 @@ from jax.sharding import PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
-from alpa_lite.ir import json_codec, paths
+from alpa_lite.ir import paths
 from alpa_lite.methods import (
-    Auto,
     DataParallel,
     MeshShape,
     Method,
-    Off,
     Pipeline,
     Sharded,
     TensorParallel,
@@ -145,10 +143,6 @@ class Manual(Method):
         rest = "" if self.rest in (Sharded(), Sharded(self.mesh_shape)) else f", the rest {self.rest.describe()}"
         return f"manual: {len(self.specs)} specs{mesh}{names}{rest}"
 
-    def to_json(self) -> dict[str, Any]:
-        """JSON values that `method_from_json` reads."""
-        return super().to_json() | {"specs": {key: json_codec.encode(spec) for key, spec in self.specs}}
-
 
 def dims_of(spec: PartitionSpec) -> Dims:
     """The axes of each dim of a spec."""
@@ -201,28 +195,3 @@ def check_spec(option: str, key: str, spec: Any, names: tuple[str, ...] | None =
             raise OptionError(f"{option}[{key!r}]={spec}: no axis is named {axis!r}; axis_names={names}")
     if len(set(used)) != len(used):
         raise OptionError(f"{option}[{key!r}]={spec}: an axis may shard one dim only")
-
-
-_BY_NAME: Mapping[str, type[Method]] = {
-    cls.__name__: cls for cls in (Auto, Off, Sharded, DataParallel, Zero, TensorParallel, Pipeline, Manual)
-}
-
-
-def method_from_json(data: Mapping[str, Any]) -> Method:
-    """The method that `Method.to_json` wrote.
-
-    Raises:
-      OptionError: if there is no such method, or its fields are missing, unknown or impossible.
-    """
-    fields = dict(data)
-    name = fields.pop("method", None)
-    if name not in _BY_NAME:
-        raise OptionError(f"method={name!r}: use one of {', '.join(_BY_NAME)}")
-    try:
-        if name == "Manual" and isinstance(fields.get("specs"), Mapping):
-            fields["specs"] = json_codec.decode(Mapping[str, PartitionSpec], fields["specs"], "specs")
-            if isinstance(fields.get("rest"), Mapping):
-                fields["rest"] = method_from_json(fields["rest"])
-        return _BY_NAME[name](**fields)
-    except (TypeError, json_codec.DecodeError) as error:
-        raise OptionError(f"method={name!r} with fields {sorted(fields)}: {error}; write it with to_json()") from error

@@ -1,16 +1,12 @@
-"""The methods: which plans of a step are allowed. All are frozen and hash by value.
-
-`Manual` is in `alpa_lite.manual`, which also reads methods back from JSON.
-"""
+"""Methods: the plans of a step that are allowed. All are frozen and hash by value. `Manual` has a module of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from alpa_lite.errors import OptionError
-from alpa_lite.ir import json_codec
 
 MeshShape = tuple[int, ...]
 
@@ -28,31 +24,25 @@ STRATEGIES: Mapping[str, str] = {
 class Method:
     """Which plans are allowed. Use one of the subclasses."""
 
+    words: ClassVar[str] = ""
+
     def describe(self) -> str:
         """The method in a few words, as plans print it."""
-        raise NotImplementedError
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values that `method_from_json` reads."""
-        return {"method": type(self).__name__, **json_codec.encode_fields(self)}
+        return self.words
 
 
 @dataclass(frozen=True)
 class Auto(Method):
     """The fastest plan found, of any kind: one mesh or a pipeline."""
 
-    def describe(self) -> str:
-        """The method in a few words."""
-        return "auto"
+    words: ClassVar[str] = "auto"
 
 
 @dataclass(frozen=True)
 class Off(Method):
     """Plain `jax.jit` through the same interface, to find out whether an error comes from the plan."""
 
-    def describe(self) -> str:
-        """The method in a few words."""
-        return "off: plain jit"
+    words: ClassVar[str] = "off: plain jit"
 
 
 @dataclass(frozen=True)
@@ -84,9 +74,7 @@ class Sharded(Method):
 class DataParallel(Method):
     """The textbook plan: the batch is sharded, the state is on every device, gradients are all-reduced."""
 
-    def describe(self) -> str:
-        """The method in a few words."""
-        return "data parallel"
+    words: ClassVar[str] = "data parallel"
 
 
 @dataclass(frozen=True)
@@ -97,7 +85,7 @@ class Zero(Method):
       stage: 1 shards the optimizer's state, 2 also the gradients, 3 also the parameters.
     """
 
-    stage: Literal[1, 2, 3]
+    stage: Literal[1, 2, 3] = 3
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2, 3) or isinstance(self.stage, bool):
@@ -114,9 +102,7 @@ class Zero(Method):
 class TensorParallel(Method):
     """The textbook plan that shards pairs of matrices by columns, then by rows, and all-reduces after the second."""
 
-    def describe(self) -> str:
-        """The method in a few words."""
-        return "tensor parallel"
+    words: ClassVar[str] = "tensor parallel"
 
 
 @dataclass(frozen=True)

@@ -2,22 +2,31 @@
 
 A method says which plans are allowed; the options say everything else. Both are frozen and hash by value, so that a
 step's plans can be cached under them.
+
+`Options` is the one table of them: its fields have defaults and conversions, and its docstring has the descriptions, of
+which the docstring and the signature of `parallelize`, the guide (docs/guide/options.md) and the help of the command
+line are made. `PlanOptions` has the types that callers give, for type checkers.
 """
+
+# ruff: noqa: RUF009  fields are made by `_option`
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
-import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from alpa_lite import option_values as values
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
-from alpa_lite.manual import Manual, check_spec, method_from_json
+from alpa_lite.manual import Manual
 from alpa_lite.methods import STRATEGIES, Auto, DataParallel, Method, Off, Pipeline, Sharded, TensorParallel, Zero
 
 if TYPE_CHECKING:
@@ -34,72 +43,113 @@ __all__ = [
     "Sharded",
     "TensorParallel",
     "Zero",
-    "method_from_json",
 ]
+
+
+def _option(default: Any, convert: values.Convert, keyed: bool = True, **more: Any) -> Any:
+    """A field.
+
+    Args:
+      convert: a given value.
+      keyed: whether plans are cached under it: not if no plan depends on it, or the key has it in another form.
+    """
+    return field(default=default, metadata={"convert": convert, "keyed": keyed}, **more)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The keyword arguments of `parallelize`, which describes them.
+    """The keyword arguments of `parallelize`.
 
     On construction sequences become tuples, numbers and names tuples of one, mappings pairs, names of methods and
     clusters the values that they stand for, and texts such as "16 GiB" bytes.
+
+    Attributes:
+      method: "auto", "off" (plain `jit`), or one of `Auto() Sharded() DataParallel() Zero() TensorParallel()
+        Pipeline() Manual()`.
+      cluster: the devices to plan for, or the name of a preset; by default those of this process. The file of a
+        calibration, as "here.json", gives their measured figures.
+      memory_per_device: bytes that a plan may use on each device, or a text such as "16 GiB"; by default its memory
+        less a reserve.
+      num_microbatches: the number of equal parts of the batch that are computed one after another. "auto" chooses
+        the number with the least predicted seconds: on one mesh the least power of two that fits the memory, or a
+        greater one where the memory that it leaves free buys more seconds than it costs.
+      allow_inexact: whether micro-batches may change the result if a value needs the whole batch (batch norm);
+        `Plan.notes` lists such values.
+      batch_argnums, batch_argnames: the arguments that are the batch; "auto" finds them.
+      state_argnums, state_argnames: the arguments that are state, whose new values the step returns; "auto" finds them.
+      static_argnums, static_argnames: as in `jax.jit`.
+      constrain: globs on scopes of Flax modules and `jax.named_scope`, with the `PartitionSpec` of the scope's output:
+        `{"*/h_0/mlp": P("x", None)}`. That is the last value of its forward operations that another scope reads; `*`
+        stands for any text, slashes included.
+      allow, forbid: strategies that are searched, over plans of one mesh, or that are not: "data parallel", "fsdp",
+        "zero", "tensor parallel" (`methods.STRATEGIES` describes each).
+      donate_argnums, donate_argnames: as in `jax.jit`: these arguments are overwritten where they are placed as
+        planned. "auto" donates the state, but only arrays that this step returned, or that `place` made to be given
+        away: others are copied first, so that a caller's own arrays, and results of another step, are never deleted.
+        () donates nothing.
+      in_shardings, out_shardings: as in `jax.jit`, as constraints of the plan: pytree prefixes of the positional
+        arguments and of the result, None where the plan may choose. For state one of the two is enough. The plan is
+        one of one mesh.
+      keep_unused, inline: as in `jax.jit`; a plan depends on neither.
+      compiler_options: for XLA, as in `jax.jit`.
+      ignore_annotations: plans as if the step had no sharding constraints, its arguments no annotations and no
+        shardings, and the context no mesh.
+      like: a step made by `parallelize`, or a plan, or several: arguments that it has as state stay where it has them.
+        For evaluation and whatever else reads the state of a train step, on one mesh and on a pipeline's submeshes.
+      communication: "explicit" writes every collective out; "compiler" leaves them to XLA.
+      overlap: predicted seconds count communication that hides behind computing, gradient synchronisation and gathers
+        of parameters ahead of their use, where the compiler does that: on GPUs and TPUs, of all plans alike.
+      plan: a `Plan`, or the path of one, to run without solving.
+      verify: "shardy" checks each plan against the partitioner; "hlo" also the compiled program; "off" neither.
+      effort: the budget of work of the search: "quick", "normal" or "thorough", about 3, 20 and 180 CPU seconds for the
+        largest models. It is counted, so that a plan does not depend on the machine that makes it; more effort never
+        gives a slower plan.
+      planning_time_limit: wall-clock seconds after which the search ends, once a plan fits; None for no limit. A plan
+        that it cuts short says so (in `Plan.search`), depends on the machine, and is not cached.
+      dump_dir: a directory for the value after each pass, as text.
+      cache_dir: a directory where plans are kept and found again without solving, for the same program, arguments,
+        options, cluster and versions; by default that of the environment variable `ALPA_LITE_CACHE_DIR`, if it is set.
 
     Raises:
       OptionError: naming the argument, the value and the remedy.
     """
 
-    method: Method | str = "auto"
-    cluster: Cluster | str | None = None
-    memory_per_device: int | None = None
-    num_microbatches: int | Literal["auto"] = "auto"
-    allow_inexact: bool = False
-    batch_argnums: tuple[int, ...] | Literal["auto"] = "auto"
-    batch_argnames: tuple[str, ...] = ()
-    state_argnums: tuple[int, ...] | Literal["auto"] = "auto"
-    state_argnames: tuple[str, ...] = ()
-    static_argnums: tuple[int, ...] = ()
-    static_argnames: tuple[str, ...] = ()
-    constrain: Mapping[str, PartitionSpec] | tuple[tuple[str, PartitionSpec], ...] = ()
-    allow: tuple[str, ...] | None = None
-    forbid: tuple[str, ...] = ()
-    donate_argnums: tuple[int, ...] | Literal["auto"] = "auto"
-    donate_argnames: tuple[str, ...] = ()
-    in_shardings: Any = field(default=None, hash=False)
-    out_shardings: Any = field(default=None, hash=False)
-    keep_unused: bool = False
-    inline: bool = False
-    compiler_options: tuple[tuple[str, Any], ...] = ()
-    ignore_annotations: bool = False
-    like: tuple[Any, ...] = ()
-    communication: Literal["explicit", "compiler"] = "explicit"
-    overlap: bool = False
-    plan: Plan | str | os.PathLike[str] | None = None
-    verify: Literal["shardy", "hlo", "off"] = "shardy"
-    effort: Literal["quick", "normal", "thorough"] = "normal"
-    planning_time_limit: float | None = None
-    dump_dir: str | os.PathLike[str] | None = None
-    cache_dir: str | os.PathLike[str] | None = None
+    method: Method | str = _option("auto", values.method)
+    cluster: Cluster | str | None = _option(None, values.cluster, keyed=False)
+    memory_per_device: int | None = _option(None, values.memory)
+    num_microbatches: int | Literal["auto"] = _option("auto", values.COUNT)
+    allow_inexact: bool = _option(False, values.FLAG)
+    batch_argnums: tuple[int, ...] | Literal["auto"] = _option("auto", values.numbers)
+    batch_argnames: tuple[str, ...] = _option((), values.names)
+    state_argnums: tuple[int, ...] | Literal["auto"] = _option("auto", values.numbers)
+    state_argnames: tuple[str, ...] = _option((), values.names)
+    static_argnums: tuple[int, ...] = _option((), functools.partial(values.numbers, auto=False))
+    static_argnames: tuple[str, ...] = _option((), values.names)
+    constrain: Mapping[str, PartitionSpec] | tuple[tuple[str, PartitionSpec], ...] = _option((), values.constrain)
+    allow: tuple[str, ...] | None = _option(None, values.strategies)
+    forbid: tuple[str, ...] = _option((), values.strategies)
+    donate_argnums: tuple[int, ...] | Literal["auto"] = _option("auto", values.numbers)
+    donate_argnames: tuple[str, ...] = _option((), values.names)
+    in_shardings: Any = _option(None, values.shardings, keyed=False, hash=False)
+    out_shardings: Any = _option(None, values.shardings, keyed=False, hash=False)
+    keep_unused: bool = _option(False, values.FLAG, keyed=False)
+    inline: bool = _option(False, values.FLAG, keyed=False)
+    compiler_options: tuple[tuple[str, Any], ...] = _option((), values.compiler_options, keyed=False)
+    ignore_annotations: bool = _option(False, values.FLAG)
+    like: tuple[Any, ...] = _option((), values.like, keyed=False)
+    communication: Literal["explicit", "compiler"] = _option("explicit", values.choice("explicit", "compiler"))
+    overlap: bool = _option(False, values.FLAG)
+    plan: Plan | str | os.PathLike[str] | None = _option(None, lambda _, value: value, keyed=False)
+    verify: Literal["shardy", "hlo", "off"] = _option("shardy", values.choice("shardy", "hlo", "off"), keyed=False)
+    effort: Literal["quick", "normal", "thorough"] = _option("normal", values.choice("quick", "normal", "thorough"))
+    planning_time_limit: float | None = _option(None, values.SECONDS, keyed=False)
+    dump_dir: str | os.PathLike[str] | None = _option(None, values.DIRECTORY, keyed=False)
+    cache_dir: str | os.PathLike[str] | None = _option(None, values.DIRECTORY, keyed=False)
 
     def __post_init__(self) -> None:
-        def put(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        put("method", _method(self.method))
-        put("memory_per_device", _memory(self.memory_per_device))
-        put("cluster", Cluster.named(self.cluster) if isinstance(self.cluster, str) else self.cluster)
-        for name in ("batch_argnums", "state_argnums", "static_argnums", "donate_argnums"):
-            put(name, _numbers(name, getattr(self, name), auto=name != "static_argnums"))
-        for name in ("batch_argnames", "state_argnames", "static_argnames", "donate_argnames"):
-            put(name, _names(name, getattr(self, name)))
-        put("like", _like(self.like))
-        put("constrain", _constrain(() if self.constrain is None else self.constrain))
-        for name in ("in_shardings", "out_shardings"):
-            put(name, _shardings(name, getattr(self, name)))
-        put("compiler_options", _compiler_options(self.compiler_options))
-        put("allow", None if self.allow is None else _strategies("allow", self.allow))
-        put("forbid", _strategies("forbid", () if self.forbid is None else self.forbid))
-        _validate(self)
+        for one in fields(self):
+            object.__setattr__(self, one.name, one.metadata["convert"](one.name, getattr(self, one.name)))
+        _check_conflicts(self)
 
     @property
     def donate(self) -> tuple[int | str, ...] | Literal["auto"]:
@@ -113,6 +163,17 @@ class Options:
         """The strategies that are left out."""
         unasked = () if self.allow is None else set(STRATEGIES) - set(self.allow)
         return frozenset((*self.forbid, *unasked))
+
+
+def make_options(options: Mapping[str, Any]) -> Options:
+    """`Options` from keyword arguments, with an error that lists the known names for an unknown one."""
+    known = list(Options.__dataclass_fields__)
+    for name in options:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else "help(alpa_lite.parallelize) lists the options"
+            raise OptionError(f"{name}=: there is no such option; {hint}")
+    return Options(**options)
 
 
 class PlanOptions(TypedDict, total=False):
@@ -156,21 +217,13 @@ class StepOptions(PlanOptions, total=False):
     cluster: Cluster | str | None
 
 
-def _validate(options: Options) -> None:
-    """Raises OptionError for invalid values that the conversions of `Options` let through."""
+def _check_conflicts(options: Options) -> None:
+    """Raises OptionError for options that exclude each other."""
 
     def refuse(name: str, remedy: str) -> None:
         raise OptionError(f"{name}={getattr(options, name)!r}: {remedy}")
 
-    if options.cluster is not None and not isinstance(options.cluster, Cluster):
-        refuse("cluster", "give a Cluster, the name of a preset, or None for the devices here")
-    memory = options.memory_per_device
-    if memory is not None and (not _is_number(memory) or memory <= 0):
-        refuse("memory_per_device", 'give bytes above 0, as 16 * 2**30 or "16 GiB", or None for the device\'s memory')
-    count = options.num_microbatches
-    if count != "auto" and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        refuse("num_microbatches", 'give a positive number, or "auto"')
-    if isinstance(options.method, Off) and count not in ("auto", 1):
+    if isinstance(options.method, Off) and options.num_microbatches not in ("auto", 1):
         refuse("num_microbatches", 'method="off" runs the step as it is; leave one of the two out')
     rest = options.method.rest if isinstance(options.method, Manual) else options.method
     if options.forbidden and (not isinstance(rest, Auto | Sharded) or options.plan is not None):
@@ -178,130 +231,68 @@ def _validate(options: Options) -> None:
     for name in ("in_shardings", "out_shardings"):
         if getattr(options, name) is not None and (isinstance(rest, Pipeline) or options.plan is not None):
             raise OptionError(f'{name} places arguments on one mesh; use method="auto" or Sharded(), without plan=')
-    for name in ("allow_inexact", "overlap", "keep_unused", "inline", "ignore_annotations"):
-        if not isinstance(getattr(options, name), bool):
-            refuse(name, "give True or False")
-    if options.communication not in ("explicit", "compiler"):
-        refuse("communication", 'use "explicit" or "compiler"')
-    if options.verify not in ("shardy", "hlo", "off"):
-        refuse("verify", 'use "shardy", "hlo" or "off"')
-    if options.effort not in ("quick", "normal", "thorough"):
-        refuse("effort", 'use "quick", "normal" or "thorough"')
-    limit = options.planning_time_limit
-    if limit is not None and (not _is_number(limit) or not limit > 0):
-        refuse("planning_time_limit", "give seconds above 0, or None for no limit")
-    for name in ("dump_dir", "cache_dir"):
-        if getattr(options, name) is not None and not isinstance(getattr(options, name), str | os.PathLike):
-            refuse(name, "give the path of a directory, or None")
-    for kind, join in (("argnums", set(options.static_argnums)), ("argnames", set(options.static_argnames))):
-        batch, state = (set(() if named == "auto" else named) for named in (
-            getattr(options, f"batch_{kind}"), getattr(options, f"state_{kind}")
-        ))  # fmt: skip
-        leave = "leave them out of one of the two"
-        if join & batch:
-            refuse(f"static_{kind}", f"{sorted(join & batch)} cannot be static and the batch; {leave}")
-        if state & (batch | join):
-            what = sorted(state & (batch | join))
-            refuse(f"state_{kind}", f"{what} cannot be state and the batch, or static; {leave}")
-    if set(options.donate_argnames) & set(options.static_argnames):
-        refuse("donate_argnames", "a static argument has no buffer to donate; leave it out")
-    if options.donate_argnums != "auto" and set(options.donate_argnums) & set(options.static_argnums):
-        refuse("donate_argnums", "a static argument has no buffer to donate; leave it out")
-
-
-def _like(value: Any) -> tuple[Any, ...]:
-    """The steps and plans of `like=` as a tuple."""
-    items = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
-    for item in items:
-        if not hasattr(item, "plans") and not hasattr(item, "division"):
-            raise OptionError(f"like={item!r}: give a step that parallelize made, a Plan, or a tuple of these")
-    return items
-
-
-def _shardings(option: str, value: Any) -> Any:
-    """A pytree of shardings, its leaves checked."""
-    kinds = NamedSharding | PartitionSpec | None
-    for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, kinds)):
-        if not isinstance(leaf, kinds):
-            raise OptionError(
-                f"{option} holds a {type(leaf).__name__}; give a NamedSharding, a PartitionSpec, or None where the "
-                "plan may choose"
+    for kind in ("argnums", "argnames"):
+        named = {role: getattr(options, f"{role}_{kind}") for role in ("static", "batch", "state", "donate")}
+        static, batch, state, donated = (set(() if one == "auto" else one) for one in named.values())
+        if static & batch:
+            refuse(f"static_{kind}", f"{sorted(static & batch)} cannot be static and the batch; {_LEAVE}")
+        if state & (batch | static):
+            refuse(
+                f"state_{kind}",
+                f"{sorted(state & (batch | static))} cannot be state and the batch, or static; {_LEAVE}",
             )
-    return tuple(value) if option == "in_shardings" and isinstance(value, list) else value
+        if donated & static:
+            refuse(f"donate_{kind}", "a static argument has no buffer to donate; leave it out")
 
 
-def _compiler_options(value: Any) -> tuple[tuple[str, Any], ...]:
-    """The pairs of `compiler_options`."""
-    pairs = value.items() if isinstance(value, Mapping) else value or ()
-    if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
-        raise OptionError(f"compiler_options={value!r}: give a mapping from names of XLA's options to values, or None")
-    return tuple(pairs)
+_LEAVE = "leave them out of one of the two"
 
 
-def _strategies(option: str, value: Any) -> tuple[str, ...]:
-    """Names of strategies as a tuple."""
-    items = (value,) if isinstance(value, str) else tuple(value)
-    for name in items:
-        if name not in STRATEGIES:
-            known = "; ".join(f"{name!r}: {what}" for name, what in STRATEGIES.items())
-            raise OptionError(f"{option}={value!r}: there is no strategy {name!r}; there are {known}")
-    return items
+# -- what is made of the table ---------------------------------------------------------------------------------------
 
 
-def _constrain(value: Any) -> tuple[tuple[str, PartitionSpec], ...]:
-    """The pairs of `constrain`."""
-    pairs = tuple(value.items()) if isinstance(value, Mapping) else tuple(value)
-    for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise OptionError(f"constrain={value!r}: give a mapping from globs on scopes to PartitionSpecs")
-        check_spec("constrain", *pair)
-    return pairs
+def descriptions() -> str:
+    """The descriptions of all options, as a section of a docstring."""
+    return inspect.cleandoc(Options.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
 
 
-def _method(value: object) -> Method:
-    """The method that a value of `method=` stands for."""
-    if isinstance(value, str) and value in ("auto", "off"):
-        return Auto() if value == "auto" else Off()
-    if isinstance(value, Method) and type(value) is not Method:
-        return value
-    choices = (
-        '"auto", "off", Auto(), Sharded(), DataParallel(), Zero(stage=2), TensorParallel(), Pipeline() or Manual(...)'
-    )
-    hint = f"; {value.__name__} is a class, call it" if isinstance(value, type) else ""
-    raise OptionError(f"method={value!r}: use {choices}{hint}")
+def described() -> Mapping[tuple[str, ...], str]:
+    """Names of options that are described together -> their description, in one line."""
+    entries = re.findall(r"^  (\S[\w, ]*): (.*(?:\n   .*)*)", descriptions(), re.MULTILINE)
+    return {tuple(names.split(", ")): " ".join(text.split()) for names, text in entries}
 
 
-_UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+def summary(name: str) -> str:
+    """The first sentence of the description of an option."""
+    text = next(text for names, text in described().items() if name in names)
+    return f"{text[0].upper()}{text[1:]}".partition(". ")[0].rstrip(".") + "."
 
 
-def _memory(value: Any) -> Any:
-    """Bytes that a text such as "16 GiB" names; anything else, and a text that names none, as it is."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]+)\s*", value.lower()) if isinstance(value, str) else None
-    if match is None or match[2] not in _UNITS:
-        return value
-    return int(float(match[1]) * _UNITS[match[2]])
+def signature() -> inspect.Signature:
+    """The signature of `parallelize` with each option as a keyword, for `help` and for completion at run time."""
+    kinds = inspect.Parameter
+    keywords = [
+        kinds(one.name, kinds.KEYWORD_ONLY, default=one.default, annotation=StepOptions.__annotations__[one.name])
+        for one in fields(Options)
+    ]
+    return inspect.Signature([kinds("fun", kinds.POSITIONAL_OR_KEYWORD, default=None), *keywords])
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def guide() -> str:
+    """The page of the guide that lists all options."""
+    defaults = {one.name: repr(one.default).replace("'", '"') for one in fields(Options)}
+
+    def cell(words: Iterable[str]) -> str:
+        return ", ".join(f"`{word}`" for word in words)
+
+    rows = [f"| {cell(names)} | {cell(defaults[n] for n in names)} | {x} |" for names, x in described().items()]
+    return "\n".join((_GUIDE, *rows, ""))
 
 
-def _numbers(name: str, value: Any, auto: bool) -> tuple[int, ...] | Literal["auto"]:
-    """Argument numbers as a tuple."""
-    if auto and isinstance(value, str) and value == "auto":
-        return "auto"
-    items = (value,) if isinstance(value, int) else value
-    if isinstance(items, list | tuple) and all(isinstance(i, int) and not isinstance(i, bool) for i in items):
-        if any(i < 0 for i in items) or len(set(items)) != len(items):
-            raise OptionError(f"{name}={value!r}: count arguments from 0, each at most once")
-        return tuple(items)
-    choices = "an argument number, a tuple of them" + (' or "auto"' if auto else "")
-    raise OptionError(f"{name}={value!r}: give {choices}")
+_GUIDE = """# Options
 
+The keywords of `alpa_lite.parallelize`, and of `alpa_lite.make_plan`, which needs `cluster`. On the command line
+`alpa-lite plan` takes them as `--option NAME=VALUE`. This page is made of the docstring of `alpa_lite.options.Options`.
 
-def _names(name: str, value: Any) -> tuple[str, ...]:
-    """Argument names as a tuple."""
-    items = (value,) if isinstance(value, str) else value
-    if isinstance(items, list | tuple) and all(isinstance(i, str) and i.isidentifier() for i in items):
-        return tuple(items)
-    raise OptionError(f"{name}={value!r}: give the name of a parameter or a tuple of such names")
+| Option | Default | Meaning |
+|---|---|---|"""

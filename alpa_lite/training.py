@@ -67,25 +67,12 @@ def abstract(
 
 
 def train(
-    model: str,
-    size: str,
-    *,
-    cluster: Cluster,
-    batch: int,
-    steps: int,
-    text: Sequence[Path] | None,
-    method: Method,
-    settings: Mapping[str, Any],
-    seed: int,
-    on_plan: Callable[[Plan], None],
-    on_line: Callable[[str], None],
-    on_trace: Callable[[Timeline], None],
-    memory_per_device: int | None = None,
-    num_microbatches: int | Literal["auto"] = "auto",
-    plan: Path | None = None,
-    trace: Path | None = None,
+    model: str, size: str, *, cluster: Cluster, batch: int, steps: int, text: Sequence[Path] | None, method: Method,
+    settings: Mapping[str, Any], seed: int, on_plan: Callable[[Plan], None], on_line: Callable[[str], None],
+    on_trace: Callable[[Timeline], None], memory_per_device: int | None = None,
+    num_microbatches: int | Literal["auto"] = "auto", plan: Path | None = None, trace: Path | None = None,
     state: Any = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """Plans and trains; language models on text, other models on one random batch repeatedly.
 
     Args:

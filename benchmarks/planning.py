@@ -114,8 +114,8 @@ class Textbook:
         """Traces the step."""
         from alpa_lite import _jax, compiler
         from alpa_lite.api import make_options
-        from alpa_lite.compilation.asked import PlanRequest, Step
         from alpa_lite.compilation.gc_pause import reduced_gc
+        from alpa_lite.compilation.request import PlanRequest, Step
         from alpa_lite.passes import factors
         from alpa_lite.plan.pins import NO_PINS
 
@@ -124,7 +124,7 @@ class Textbook:
         checked = make_options({**case.options, "cluster": cluster})
         trace = compiler.tracer(fun, args, {}, checked, NO_PINS, cluster.platform)
         self.asked = PlanRequest(checked, cluster, trace)
-        with reduced_gc(), _jax.without_mesh():
+        with reduced_gc, _jax.without_mesh():
             traced = trace()
             self.step = Step(traced, factors.rules_of(traced.graph.ops(), traced.graph.values))
 
@@ -143,7 +143,7 @@ class Textbook:
         options = replace(self.asked.options, method=method, effort=effort)
         wished = wishes.of(self.step.traced, method, self.asked.cluster.num_devices, [], None, frozenset())
         asked = replace(self.asked, options=options, wishes=wished)
-        with reduced_gc(), _jax.without_mesh(), passes("textbook", None) as run:
+        with reduced_gc, _jax.without_mesh(), passes("textbook", None) as run:
             return search_plan(run, self.step, asked)[0].seconds
 
 

@@ -101,7 +101,7 @@ def test_options_of_jit_with_modules_and_without_a_plan():
 
 
 def test_a_plan_from_shapes_executes_nothing(monkeypatch):
-    monkeypatch.setattr("alpa_lite.api.load", lambda *_, **__: pytest.fail("an executable was made"))
+    monkeypatch.setattr("alpa_lite.planned_calls.load", lambda *_, **__: pytest.fail("an executable was made"))
     before = {id(x) for x in jax.live_arrays()}
     run = alpa_lite.parallelize(step, method=alpa_lite.DataParallel())
     plan = run.plan(*shapes(arguments()))

@@ -119,8 +119,10 @@ def test_the_demo_trains_on_one_mesh_and_goes_on_as_a_pipeline() -> None:
 def test_plan_for_a_cluster_that_is_not_here(tmp_path: Path) -> None:
     file, stages = tmp_path / "plan.json", tmp_path / "stages"
     args = ["plan", "mlp", "--size", "tiny", "--cluster", "v5p", "--topology", "2x2x1", "--batch", "64"]
-    printed = invoke(*args, "--method", "sharded:2x2", "-o", file, "--dump", stages)
+    options = ("--option", "verify=off", "-O", "overlap=true")
+    printed = invoke(*args, "--method", "sharded:2x2", "-o", file, "--dump", stages, *options)
     assert "2x2" in printed
+    assert Plan.load(file).cluster.overlap and not Plan.load(file).verification
     assert Plan.load(file).num_devices == 4
     assert next(f.name for f in sorted(stages.iterdir())) == "01_tracing.txt"
 
@@ -160,6 +162,8 @@ FOR_A100 = ["--cluster", "a100", "--batch", "8"]
         (["plan", "gpt", *FOR_A100, "--method", "magic"], "magic"),
         (["plan", "gpt", *FOR_A100, "--size", "huge"], "huge"),
         (["plan", "gpt", *FOR_A100, "--set", "seq"], "NAME=VALUE"),
+        (["plan", "gpt", *FOR_A100, "--option", "efort=quick"], "did you mean effort?"),
+        (["plan", "gpt", *FOR_A100, "-O", "effort=much"], "effort='much': use \"quick\""),
         (["plan", "nothing", *FOR_A100], "nothing"),
         (["train", "gpt", "stray"], "stray"),
         (["train", "gpt", "--text", "nowhere.txt", "--steps", "1"], "nowhere.txt"),

@@ -20,7 +20,7 @@ import alpa_lite
 from alpa_lite import DataParallel, Manual, OptionError, Pipeline, Sharded, Zero
 from alpa_lite.ir.paths import shown
 from alpa_lite.manual import matches
-from alpa_lite.options import Auto, method_from_json
+from alpa_lite.options import Auto
 from tests.comparing import assert_close
 from tests.gallery import linen_step, nnx_step, train_state
 from tests.marks import slow
@@ -234,19 +234,6 @@ def test_errors_name_key_and_remedy(specs, parts):
 def test_bad_arguments(arguments, message):
     with pytest.raises(OptionError, match=re.escape(message)):
         Manual(**arguments)
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        Manual(KERNELS, rest=DataParallel()),
-        Manual({"re:a.*b": P(("a", "b"), P.UNCONSTRAINED), "w": {"k": P("a")}}, (4, 2), ("a", "b"), rest=Zero(2)),
-        Manual({"w": P("a")}, axis_names=("a", "b"), rest=Pipeline(2)),
-    ],
-)
-def test_json(method):
-    again = method_from_json(method.to_json())
-    assert again == method and hash(again) == hash(method) and again.describe() == method.describe()
 
 
 def test_matching_of_keys():

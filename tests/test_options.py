@@ -1,5 +1,4 @@
 import dataclasses
-import json
 import os
 import pathlib
 from typing import Any
@@ -7,10 +6,10 @@ from typing import Any
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from alpa_lite import Auto, DataParallel, Manual, Sharded, TensorParallel, Zero
+from alpa_lite import Auto, DataParallel, Manual, Sharded, TensorParallel, Zero, options
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
-from alpa_lite.options import Method, Off, Options, method_from_json
+from alpa_lite.options import Method, Off, Options
 
 MANUAL = Manual({"p['w']": P(None, ("data", "model")), "batch": P("data")}, (4, 2), ("data", "model"))
 
@@ -27,32 +26,26 @@ METHODS = (
 
 
 def test_defaults():
-    options = Options()
-    assert options.method == Auto() and options.cluster is None
-    assert options.batch_argnums == options.donate_argnums == options.num_microbatches == "auto"
-    assert options.static_argnums == options.static_argnames == options.batch_argnames == ()
-    assert options.communication == "explicit" and options.verify == "shardy"
+    usual = Options()
+    assert usual.method == Auto() and usual.cluster is None
+    assert usual.batch_argnums == usual.donate_argnums == usual.num_microbatches == "auto"
+    assert usual.static_argnums == usual.static_argnames == usual.batch_argnames == ()
+    assert usual.communication == "explicit" and usual.verify == "shardy"
     for path in (None, "dump", pathlib.Path("dump")):
         assert Options(dump_dir=path).dump_dir in (None, "dump", pathlib.Path("dump"))
         assert path is None or os.fspath(path) == "dump"
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.describe())
-def test_methods_survive_json_and_hash(method):
-    again = method_from_json(json.loads(json.dumps(method.to_json())))
-    assert again == method and hash(again) == hash(method)
-    assert Options(method=method).method is method
-
-
 def test_conversions():
-    options = make(method="off", cluster="h100", batch_argnums=1, static_argnums=[2, 3], static_argnames="n")
-    assert options.method == Off() and options.cluster == Cluster.preset("h100")
-    assert (options.batch_argnums, options.static_argnums, options.static_argnames) == ((1,), (2, 3), ("n",))
+    made = make(method="off", cluster="h100", batch_argnums=1, static_argnums=[2, 3], static_argnames="n")
+    assert made.method == Off() and made.cluster == Cluster.preset("h100")
+    assert (made.batch_argnums, made.static_argnums, made.static_argnames) == ((1,), (2, 3), ("n",))
     assert Sharded([4, 2]) == Sharded((4, 2))  # type: ignore[arg-type]
     assert hash(Options()) == hash(Options())
-    assert len({method.describe() for method in METHODS}) == len(METHODS)
+    assert len({method.describe() for method in METHODS}) == len(set(METHODS)) == len(METHODS)
+    assert all(Options(method=method).method is method for method in METHODS)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        options.method = Off()  # type: ignore[misc]
+        made.method = Off()  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +70,13 @@ def test_bad_values_are_named_with_a_remedy(name, value, remedy):
     with pytest.raises(OptionError, match=remedy) as error:
         make(**{name: value})
     assert str(error.value).startswith(f"{name}=")
+
+
+def test_every_option_is_described_in_the_guide():
+    assert [name for names in options.described() for name in names] == [f.name for f in dataclasses.fields(Options)]
+    page = pathlib.Path(__file__).parents[1] / "docs" / "guide" / "options.md"
+    command = """python -c "from alpa_lite import options; print(options.guide(), end='')" > docs/guide/options.md"""
+    assert page.read_text() == options.guide(), command
 
 
 def test_conflicts():
@@ -113,12 +113,6 @@ def test_bad_mesh_shapes_and_zero_stages(make, values, name):
     for value in values:
         with pytest.raises(OptionError, match=name):
             make(value)
-
-
-@pytest.mark.parametrize("data", [{}, {"method": "Magic"}, {"method": "Zero"}, {"method": "Auto", "x": 1}])
-def test_damaged_methods_are_refused(data):
-    with pytest.raises(OptionError):
-        method_from_json(data)
 
 
 @pytest.mark.parametrize(

@@ -30,30 +30,30 @@ def thresholds() -> Iterator[None]:
 
 def test_the_first_raises_and_the_last_restores():
     first, second = contextlib.ExitStack(), contextlib.ExitStack()
-    first.enter_context(gc_pause.reduced_gc())
-    second.enter_context(gc_pause.reduced_gc())
+    first.enter_context(gc_pause.reduced_gc)
+    second.enter_context(gc_pause.reduced_gc)
     first.close()
     # The second one still plans.
     assert gc.get_threshold() == (gc_pause.MAX_YOUNG_OBJECTS, gc_pause.MIN_COLLECTIONS, *FOUND[2:])
     second.close()
     assert gc.get_threshold() == FOUND
-    with pytest.raises(ValueError, match="while planning"), gc_pause.reduced_gc():
+    with pytest.raises(ValueError, match="while planning"), gc_pause.reduced_gc:
         raise ValueError("while planning")
     assert gc.get_threshold() == FOUND
 
 
 def test_thresholds_of_the_program_stay():
-    with gc_pause.reduced_gc():
+    with gc_pause.reduced_gc:
         gc.set_threshold(5, 6, 7)
     assert gc.get_threshold() == (5, 6, 7)
     for own in (0, 10 * gc_pause.MAX_YOUNG_OBJECTS):
         gc.set_threshold(own, *FOUND[1:])
-        with gc_pause.reduced_gc():
+        with gc_pause.reduced_gc:
             assert gc.get_threshold()[0] == own
     gc.set_threshold(*FOUND)
     gc.disable()
     try:
-        with gc_pause.reduced_gc():
+        with gc_pause.reduced_gc:
             assert gc.get_threshold() == FOUND
     finally:
         gc.enable()
@@ -66,7 +66,7 @@ def test_garbage_of_several_plans_is_freed():
 
     alive: list[weakref.ref[Cycle]] = []
     for _ in range(12):
-        with gc_pause.reduced_gc():
+        with gc_pause.reduced_gc:
             alive += [weakref.ref(Cycle()) for _ in range(1_000)]
     assert sum(one() is not None for one in alive) < 10_000
 
@@ -74,10 +74,10 @@ def test_garbage_of_several_plans_is_freed():
 def test_rare_collection_can_be_declined(monkeypatch: pytest.MonkeyPatch):
     for given, declined in (("gc", True), ("exit, gc", True), ("all", True), ("exit", False)):
         monkeypatch.setenv(effects.DECLINE_VARIABLE, given)
-        with gc_pause.reduced_gc():
+        with gc_pause.reduced_gc:
             assert (gc.get_threshold() == FOUND) == declined
     monkeypatch.setenv(effects.DECLINE_VARIABLE, "garbage")
-    with pytest.raises(OptionError, match=r"ALPA_LITE_DECLINE='garbage': give some of gc, "), gc_pause.reduced_gc():
+    with pytest.raises(OptionError, match=r"ALPA_LITE_DECLINE='garbage': give some of gc, "), gc_pause.reduced_gc:
         pass
     assert gc.get_threshold() == FOUND
 

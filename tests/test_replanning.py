@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import alpa_lite
-from alpa_lite.compilation import likeness
+from alpa_lite.compilation import existing_placement
 from tests.comparing import assert_close
 from tests.gallery import train_state
 from tests.marks import slow_but
@@ -65,13 +65,13 @@ def train_step(state: Any, batch: Any, rate: Any = 1.0) -> Any:
 def plannings(monkeypatch) -> list[Any]:
     """The planned steps, one a planning."""
     made: list[Any] = []
-    original = likeness.compile_step
+    original = existing_placement.compile_step
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         made.append(original(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(likeness, "compile_step", counting)
+    monkeypatch.setattr(existing_placement, "compile_step", counting)
     return made
 
 
@@ -132,7 +132,7 @@ def test_every_other_planning_says_what_differs(caplog):
 
     run = alpa_lite.parallelize(step, batch_argnums=1, static_argnames="train", method=alpa_lite.DataParallel())
     state, batch = {"w": jnp.ones((8, 4))}, {"x": jnp.ones((16, 8))}
-    with caplog.at_level(logging.INFO, "alpa_lite.api"):
+    with caplog.at_level(logging.INFO, "alpa_lite.planned_calls"):
         run.plan(state, batch)
         assert not caplog.messages
         half = {"x": batch["x"][:8].astype(jnp.bfloat16)}

@@ -17,8 +17,8 @@ import pytest
 from flax import nnx
 
 import alpa_lite
-from alpa_lite import api
-from alpa_lite.compilation import likeness
+from alpa_lite import api, planned_calls
+from alpa_lite.compilation import existing_placement
 from alpa_lite.errors import SignatureError
 from alpa_lite.passes.tracing import calls, trace
 from alpa_lite.runtime.binding import NewSignature
@@ -85,14 +85,14 @@ SLOW_PIPELINE = ["one device", pytest.param("pipeline", marks=pytest.mark.slow)]
 def compiled(monkeypatch) -> list[Any]:
     """Weak references to what `compile_step` has made, one a planning."""
     made: list[Any] = []
-    original = likeness.compile_step
+    original = existing_placement.compile_step
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         made.append(weakref.ref(result))
         return result
 
-    monkeypatch.setattr(likeness, "compile_step", counting)
+    monkeypatch.setattr(existing_placement, "compile_step", counting)
     return made
 
 
@@ -238,7 +238,7 @@ def test_modules_of_one_structure_have_one_signature(compiled):
 
 
 def test_the_least_recently_used_plan_is_dropped(monkeypatch, compiled):
-    monkeypatch.setattr(api, "SIGNATURES", 3)
+    monkeypatch.setattr(planned_calls, "SIGNATURES", 3)
     parallel = alpa_lite.parallelize(step, method=alpa_lite.DataParallel())
     for rows in (8, 16, 24, 8, 32):  # drops 16
         parallel.plan(*make(rows))
@@ -250,7 +250,7 @@ def test_the_least_recently_used_plan_is_dropped(monkeypatch, compiled):
 
 
 def test_the_running_plan_is_not_dropped(monkeypatch, compiled):
-    monkeypatch.setattr(api, "SIGNATURES", 2)
+    monkeypatch.setattr(planned_calls, "SIGNATURES", 2)
     parallel = alpa_lite.parallelize(step, method=alpa_lite.Zero(stage=3))
     state, batch = make()
     state, _ = parallel(state, batch)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from alpa_lite.options import summary
+
 PlanFile = Annotated[
     Path, typer.Argument(help="A plan file, written by `alpa-lite plan -o` or Plan.save.", show_default=False)
 ]
@@ -33,7 +35,7 @@ Stages = Annotated[
 ]
 Microbatches = Annotated[
     int | None,
-    typer.Option(min=1, help="Number of parts of the batch, computed one after another.", show_default="chosen"),
+    typer.Option(min=1, help=summary("num_microbatches"), show_default="chosen"),
 ]
 ScheduleName = Annotated[
     str | None,
@@ -60,6 +62,13 @@ Settings = Annotated[
         "--set", metavar="NAME=VALUE", help="Set an attribute of the model, such as seq=2048; may be repeated."
     ),
 ]
+Option = Annotated[
+    list[str] | None,
+    typer.Option(
+        "-O", "--option", metavar="NAME=VALUE",
+        help="Any other option of alpa_lite.parallelize, such as effort=thorough; may be repeated.",
+    ),
+]  # fmt: skip
 Seed = Annotated[int, typer.Option(help="Seed of the parameters and of the batches.")]
 Arguments = Annotated[
     str | None,

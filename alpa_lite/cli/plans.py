@@ -10,6 +10,7 @@ import typer
 
 from alpa_lite.cli import base, options, values
 from alpa_lite.errors import OptionError
+from alpa_lite.options import summary
 
 
 def plan(
@@ -49,9 +50,8 @@ def plan(
     memory: options.Memory = None,
     settings: options.Settings = None,
     simulate: options.Simulate = None,
-    dump: Annotated[
-        Path | None, typer.Option(help="Write the value after each pass into this directory, as text.")
-    ] = None,
+    option: options.Option = None,
+    dump: Annotated[Path | None, typer.Option(help=summary("dump_dir"))] = None,
 ) -> None:
     """Plan a model, or any train step, for a cluster that need not be attached; nothing is executed.
 
@@ -73,7 +73,7 @@ def plan(
     step, positional, keywords = named.load()
     given = {
         "method": values.method_of(method, stages, schedule), "memory_per_device": values.bytes_of(memory),
-        "num_microbatches": microbatches or "auto", "dump_dir": dump,
+        "num_microbatches": microbatches or "auto", "dump_dir": dump, **values.settings_of(option, "--option"),
     }  # fmt: skip
     from alpa_lite import verifying
     from alpa_lite.api import make_plan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from alpa_lite.errors import OptionError
@@ -73,23 +74,22 @@ def shape_of(text: str, option: str) -> tuple[int, ...]:
         raise OptionError(f"{option} {text!r} is not a shape; write it as 4x2") from None
 
 
-def settings_of(items: list[str] | None) -> dict[str, int | float | str]:
-    """NAME=VALUE pairs; numbers become numbers.
+def settings_of(items: list[str] | None, option: str = "--set") -> dict[str, Any]:
+    """NAME=VALUE pairs of an option; numbers and truth values become such.
 
     Raises:
       OptionError: for anything else.
     """
-    out: dict[str, int | float | str] = {}
+    out: dict[str, Any] = {}
     for item in items or ():
         name, equals, value = item.partition("=")
         if not name or not equals:
-            raise OptionError(f"--set {item!r}: write NAME=VALUE, such as seq=2048")
-        for kind in (int, float, str):
-            try:
-                out[name] = kind(value)
-                break
-            except ValueError:
-                continue
+            example = "seq=2048" if option == "--set" else "effort=quick"
+            raise OptionError(f"{option} {item!r}: write NAME=VALUE, such as {example}")
+        try:
+            out[name] = json.loads(value)
+        except ValueError:
+            out[name] = value
     return out
 
 

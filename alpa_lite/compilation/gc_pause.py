@@ -11,10 +11,8 @@ that collects less often, is left as it is. `ALPA_LITE_DECLINE=gc` declines all 
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
-from collections.abc import Iterator
 
 from alpa_lite.processes import effects
 
@@ -24,28 +22,32 @@ MAX_YOUNG_OBJECTS = 10_000_000
 MIN_COLLECTIONS = 100
 """Collections until surviving objects are traversed again, which takes as long as all of them together."""
 
-_lock = threading.Lock()
-_planning = 0
-_before: tuple[int, int, int] = 0, 0, 0
-_raised: tuple[int, int, int] | None = None
+
+class ReducedGc:
+    """A context that raises the threshold of the cycle collector until the last thread leaves it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._before = self._raised = gc.get_threshold()
+
+    def __enter__(self) -> None:
+        is_allowed = effects.is_allowed("gc")
+        with self._lock:
+            self._threads += 1
+            if self._threads > 1:
+                return
+            self._before = self._raised = first, second, *rest = gc.get_threshold()
+            if gc.isenabled() and 0 < first < MAX_YOUNG_OBJECTS and is_allowed:
+                gc.set_threshold(MAX_YOUNG_OBJECTS, max(MIN_COLLECTIONS, second), *rest)
+                self._raised = gc.get_threshold()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._threads -= 1
+            if self._threads == 0 and gc.get_threshold() == self._raised:
+                gc.set_threshold(*self._before)
 
 
-@contextlib.contextmanager
-def reduced_gc() -> Iterator[None]:
-    """Raises the threshold of the cycle collector to `MAX_YOUNG_OBJECTS` until the last thread leaves this context."""
-    global _planning, _before, _raised
-    allowed = effects.is_allowed("gc")
-    with _lock:
-        _planning += 1
-        if _planning == 1:
-            _before, _raised = gc.get_threshold(), None
-            if gc.isenabled() and 0 < _before[0] < MAX_YOUNG_OBJECTS and allowed:
-                gc.set_threshold(MAX_YOUNG_OBJECTS, max(MIN_COLLECTIONS, _before[1]), *_before[2:])
-                _raised = gc.get_threshold()
-    try:
-        yield
-    finally:
-        with _lock:
-            _planning -= 1
-            if _planning == 0 and gc.get_threshold() == _raised:
-                gc.set_threshold(*_before)
+reduced_gc = ReducedGc()
+"""The one of this process."""

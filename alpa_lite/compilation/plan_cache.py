@@ -22,7 +22,7 @@ from typing import Any
 import jax
 
 from alpa_lite import _jax
-from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.errors import PlanError
 from alpa_lite.ir import json_codec
 from alpa_lite.options import Options
@@ -35,12 +35,6 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "ALPA_LITE_CACHE_DIR"
 """The environment variable that names the directory where `cache_dir` is not given."""
-
-WITHOUT_EFFECT = frozenset((
-    "plan", "cluster", "dump_dir", "cache_dir", "verify", "like", "in_shardings", "out_shardings", "keep_unused",
-    "inline", "compiler_options", "planning_time_limit",
-))  # fmt: skip
-"""Options that decide nothing about a plan, or are in the key in another form."""
 
 ROUNDING = 1e-9
 """The largest relative difference of the seconds of a replayed step from those written."""
@@ -87,17 +81,17 @@ class PlanCache:
             logger.warning("the plan cannot be kept as %s: %s", self.path, error)
 
 
-def cache_of(step: Step, asked: PlanRequest) -> PlanCache | None:
+def cache_of(step: Step, request: PlanRequest) -> PlanCache | None:
     """The file of a planning; None where no directory is named, or a plan is given."""
-    directory = asked.options.cache_dir or os.environ.get(VARIABLE)
-    if not directory or asked.options.plan is not None:
+    directory = request.options.cache_dir or os.environ.get(VARIABLE)
+    if not directory or request.options.plan is not None:
         return None
-    return PlanCache(Path(directory).expanduser(), key_of(step, asked))
+    return PlanCache(Path(directory).expanduser(), key_of(step, request))
 
 
-def key_of(step: Step, asked: PlanRequest) -> dict[str, str]:
+def key_of(step: Step, request: PlanRequest) -> dict[str, str]:
     """Everything that a plan depends on, each part as text: equal in every process, without addresses or paths."""
-    traced, options = step.traced, asked.options
+    traced, options = step.traced, request.options
     values, inputs = traced.graph.values, traced.graph.block.inputs
     arguments = [
         f"{argument.path} {argument.role} {values[number].dtype}{list(values[number].shape)}"
@@ -109,12 +103,12 @@ def key_of(step: Step, asked: PlanRequest) -> dict[str, str]:
         "program": digest(traced.graph, constants=False),
         "arguments": _hash("\n".join([*arguments, *results, str(traced.state), str(traced.batch_named)])),
         "rules": _hash("\n".join(rules)),
-        "pins": _hash(_text(asked.pins)),
-        "wishes": _hash(_text(asked.wishes)),
-        "like": "" if asked.like is None else asked.like.fingerprint,
+        "pins": _hash(_text(request.pins)),
+        "wishes": _hash(_text(request.wishes)),
+        "like": "" if request.like is None else request.like.fingerprint,
         "options": _options(options),
-        "memory per device": f"{asked.budget:.0f}",
-        "cluster": asked.cluster.fingerprint,
+        "memory per device": f"{request.budget:.0f}",
+        "cluster": request.cluster.fingerprint,
         "settings": "" if traced.calling is None else _text(_jax.settings_text(traced.calling.settings)),
         "jax": jax.__version__,
         "alpa_lite": f"{__version__}, plans {SCHEMA}",
@@ -134,7 +128,7 @@ def check_same(plan: Plan, staged: Staged, budget: float) -> None:
 
 
 def _options(options: Options) -> str:
-    kept = [field.name for field in dataclasses.fields(options) if field.name not in WITHOUT_EFFECT]
+    kept = [field.name for field in dataclasses.fields(options) if field.metadata["keyed"]]
     return "; ".join(f"{name}={_text(getattr(options, name))}" for name in sorted(kept))
 
 

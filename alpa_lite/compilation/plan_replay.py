@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from alpa_lite.compilation import kept, owned, plan_cache
-from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation import plan_cache
+from alpa_lite.compilation.division import cut_as_plan, divide_as_plan, replay_decisions, write_program
+from alpa_lite.compilation.partition_by_placement import replay_partition
 from alpa_lite.compilation.plan_cache import PlanCache
+from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from alpa_lite.options import Options
-from alpa_lite.passes import microbatches, programs
+from alpa_lite.passes import programs
 from alpa_lite.passes.plans import replay
 from alpa_lite.passes.programs.staged import Staged, Verdict, donating
 from alpa_lite.passes.search.configs import Analyses, ExecutionConfig
@@ -23,58 +25,54 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.report import units
 
 
-def replay_plan(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> Staged:
+def replay_plan(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> Staged:
     """A given plan: the step divided as it says, and each stage with its decisions, without solving.
 
     Raises:
       PlanError: the plan is for other arguments, devices or another program; says what differs.
     """
-    replay.check_devices(plan, asked.cluster)
+    replay.check_devices(plan, request.cluster)
     verdict = Verdict("step", "replayed", plan.step_seconds, plan.step_seconds)
     if not plan.pipelined:
         (remat,) = replay.remat_of(plan)
-        loop, _ = Analyses(run, step, asked).loop_of(ExecutionConfig(plan.num_microbatches, remat))
-        graph, communication = stage_graph.whole(loop.traced, loop.scan), asked.options.communication
-        decided = run("sharding", replay.replay, graph, asked.cluster, plan.stages[0], communication)
+        loop, _ = Analyses(run, step, request).loop_of(ExecutionConfig(plan.num_microbatches, remat))
+        graph, communication = stage_graph.whole(loop.traced, loop.scan), request.options.communication
+        decided = run("sharding", replay.replay, graph, request.cluster, plan.stages[0], communication)
         verdict = replace(verdict, candidates=decided.found.candidates)
         planned = run("lowering", planning.lowered_whole, decided, communication)
         return run("programs", programs.single, loop, planned, verdict, str(remat))
     if plan.division.owned:
-        return owned.replayed(run, step, asked, plan)
-    count = plan.num_microbatches
-    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **asked.inexact)
-    loop, graphs = kept.cut_as(run, loop, plan)
-    schedule = kept.schedule_as(plan, count)
-    stages = owned.replayed_stages(run, asked, plan, graphs, split_weights=schedule.splits_backward)
-    return kept.program_as(run, loop, stages, schedule, asked, plan, verdict)
+        return replay_partition(run, step, request, plan)
+    division = divide_as_plan(run, *cut_as_plan(run, step, request, plan, plan.num_microbatches), plan)
+    return write_program(run, request, division, replay_decisions(run, request, division, plan), verdict)
 
 
-def load_cached_plan(run: Passes, step: Step, asked: PlanRequest, cache: PlanCache) -> tuple[Plan, Staged] | None:
+def load_cached_plan(run: Passes, step: Step, request: PlanRequest, cache: PlanCache) -> tuple[Plan, Staged] | None:
     """A plan of the cache and the step in the stages that it says; None if there is none that can be used."""
     plan = cache.load()
     if plan is None:
         return None
     try:
-        return plan, rebuild_stages(run, step, asked, plan, asked.budget)
+        return plan, rebuild_stages(run, step, request, plan, request.budget)
     except AlpaLiteError as error:
         cache.refuse(str(error))
         return None
 
 
-def rebuild_stages(run: Passes, step: Step, asked: PlanRequest, plan: Plan, budget: float) -> Staged:
+def rebuild_stages(run: Passes, step: Step, request: PlanRequest, plan: Plan, budget: float) -> Staged:
     """The step in the stages that a plan of the same step says, which came from the cache or from another process.
 
     Raises:
       PlanError: it takes other seconds or bytes than the plan says, or more bytes than `budget`.
     """
-    staged = add_donation(replay_plan(run, step, asked, plan), step, asked)
+    staged = add_donation(replay_plan(run, step, request, plan), step, request)
     plan_cache.check_same(plan, staged, budget)
     return staged
 
 
-def add_donation(staged: Staged, step: Step, asked: PlanRequest) -> Staged:
+def add_donation(staged: Staged, step: Step, request: PlanRequest) -> Staged:
     """Returns the step with the user's named leaves donated; unchanged where the option is "auto"."""
-    named = asked.options.donate
+    named = request.options.donate
     return staged if named == "auto" else donating(staged, donated_leaves(step.traced, named))
 
 

@@ -119,7 +119,7 @@ def by_hand(name: str, rounds: int = 20) -> Row:
     for method, value in METHODS.items():
         parallel = alpa_lite.parallelize(step, method=value)
         plan = parallel.plan(*args)
-        executable: Any = parallel._executable(args, {})
+        executable: Any = parallel.planned(args, {})[1]
         rows.append({"contestant": f"alpa_lite: {method}", "mesh": described(plan)} | weigh(*executable.compiled()))
         rows[-1] |= {"predicted_bytes": plan.stages[0].memory.total, "predicted_seconds": plan.step_seconds}
         runs[rows[-1]["contestant"]] = runner(executable, *executable.place(*args))

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.strategy import Rule

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
-from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
 from alpa_lite.ir.layout import LogicalMesh

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, OptionError
 from alpa_lite.passes.programs.staged import Staged, noted

@@ -223,7 +223,7 @@ def test_modules_are_not_updated_by_a_trace():
 def test_compiled_stages_communicate_as_planned_and_their_temporaries_are_shown():
     args = arguments(layers=2)
     plan = verified().plan(*args)
-    made: Any = verified()._executable(args, {})
+    made: Any = verified().planned(args, {})[1]
     executables = made._program.executables
     several = sum(made._program.submeshes[e.mesh].mesh.size > 1 for e in executables)
     assert any(f"{several} stage executables have the planned collectives" in line for line in plan.verification)
@@ -235,7 +235,7 @@ def test_compiled_stages_communicate_as_planned_and_their_temporaries_are_shown(
 
 def test_a_compiled_stage_that_communicates_otherwise_is_named():
     args = arguments(layers=2)
-    made, found = verified()._executable(args, {}).compiled(), verified()._compiled(args, {}).staged
+    made, found = verified().planned(args, {})[1].compiled(), verified().planned(args, {})[0].staged
     names = [executable.name for executable in found.program.executables]
     update, forward = names.index("stage 1 update"), names.index("stage 1 forward")
     assert made[update].as_text().count("all-reduce") != made[forward].as_text().count("all-reduce")

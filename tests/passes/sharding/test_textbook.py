@@ -70,7 +70,7 @@ def test_what_is_compiled(name):
     """On CPU equal gathers are merged, and plans there count on one of each."""
     args = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), arguments(16, 64, 128))
     run = alpa_lite.parallelize(step, method=METHODS[name])
-    executable: Any = run._executable(args, {})
+    executable: Any = run.planned(args, {})[1]
     (text,) = executable.hlo()
     found = collections.Counter(op.kind for op in parse_hlo(text, 8))
     wanted = {"data": {"all_reduce": 3}, "tensor": {"all_reduce": 1}}.get(name)

@@ -1,4 +1,4 @@
-"""Planning a step by where its arguments lie: each submesh runs what reads its leaves, planned as one stage.
+"""Planning a step by where its arguments are placed: each submesh runs what reads its leaves, planned as one stage.
 
 See `passes.stages.owners` for the division. A stacked leaf of which several submeshes have a part is cut into these
 parts first, and with it the loops over it.
@@ -8,29 +8,24 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from alpa_lite import _jax
-from alpa_lite.compilation.asked import PlanRequest, Step
+from alpa_lite.compilation.division import DividedStep, layers_verdict, replay_decisions, solve, write_program
+from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError, PlanError
 from alpa_lite.ir import schedules
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.paths import shown
-from alpa_lite.options import Sharded
-from alpa_lite.passes import factors, microbatches, programs, stages
+from alpa_lite.passes import factors, microbatches, stages
 from alpa_lite.passes.layers import scans
 from alpa_lite.passes.microbatches.loop import Accumulated, batch_dims
-from alpa_lite.passes.plans import replay
-from alpa_lite.passes.programs.staged import Staged, Verdict
-from alpa_lite.passes.stages import planning
+from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.stages.owned import moved
 from alpa_lite.passes.stages.owners import is_small
-from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.plan.pins import Pin, Pins, places
 from alpa_lite.plan.plan import Plan
@@ -45,31 +40,9 @@ LEAST = 2e-3
 """Seconds that a step must take for micro-batches to be tried: with two of them on two submeshes there are some ten
 tasks and transfers, at about 1e-4 seconds each for one controller (`benchmarks/runtime/tasks.py`)."""
 
-MOVED = "in each call"
-"""The text that all notes on moved leaves contain."""
 
-
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """A divided step.
-
-    Attributes:
-      loop: the step, over micro-batches if there are several.
-      graphs: its stages.
-      submeshes: of each stage.
-      meshes: of each submesh, with the number of its first device.
-      pinned: argument number -> the submesh that it lies on.
-    """
-
-    loop: Accumulated
-    graphs: tuple[StageGraph, ...]
-    submeshes: tuple[int, ...]
-    meshes: Sequence[tuple[LogicalMesh, int]]
-    pinned: Mapping[int, int]
-
-
-def owned(run: Passes, step: Step, asked: PlanRequest) -> Staged:
-    """The step divided by where its pinned arguments lie: what reads a leaf runs on the submesh that has it.
+def partition_by_placement(run: Passes, step: Step, request: PlanRequest) -> Staged:
+    """The step divided by where its pinned arguments are: what reads a leaf runs on the submesh that has it.
 
     Where it takes long enough, and the batch can be cut exactly, micro-batches that take turns on the submeshes are
     tried too, and the plan that the simulation says is faster is taken. A given number of micro-batches holds.
@@ -80,23 +53,23 @@ def owned(run: Passes, step: Step, asked: PlanRequest) -> Staged:
       InfeasibleError: no sharding was found in the time.
       PlanError: an operation cannot run on a submesh.
     """
-    step, asked = in_pieces(run, step, replace(asked, pins=of_leaves(step.traced, asked.pins)))
-    given = asked.num_microbatches
+    pins = of_leaves(step.traced, request.pins)
+    step, request, moved_whole = in_pieces(run, step, replace(request, pins=pins))
+    given = request.num_microbatches
     if given is not None and given > 1:
-        return _planned(run, _in_turns(run, step, asked, given), asked)
-    parts = _at_once(run, step, asked)
-    for line in (*step.traced.notes, *parts.loop.notes):
-        if MOVED in line:
-            logger.warning("%s: %s", step.traced.name, line)
-    staged = _planned(run, parts, asked)
-    count = _worth(step, asked) if given is None and staged.seconds >= LEAST else 1
+        return _solve(run, request, _in_turns(run, step, request, given))
+    division = _at_once(run, step, request)
+    for line in (*moved_whole, *division.copied):
+        logger.warning("%s: %s", step.traced.name, line)
+    staged = _solve(run, request, division)
+    count = _microbatches_to_try(step, request) if given is None and staged.seconds >= LEAST else 1
     if count == 1:
         return staged
     try:
-        other = _planned(run, _in_turns(run, step, asked, count), asked)
+        other = _solve(run, request, _in_turns(run, step, request, count))
     except (MicrobatchError, PlanError):
         return staged
-    fits = other.needed <= max(asked.budget, staged.needed)
+    fits = other.needed <= max(request.budget, staged.needed)
     return other if fits and other.seconds < staged.seconds else staged
 
 
@@ -106,16 +79,16 @@ def of_leaves(traced: Traced, pins: Pins) -> Pins:
     return replace(pins, arguments=found) if found or pins.pieces else pins
 
 
-def _worth(step: Step, asked: PlanRequest) -> int:
-    """The number of micro-batches to try: four for each submesh, or the greatest power of two that the batch allows."""
-    count = 1 << (4 * len(asked.pins.meshes)).bit_length() - 1
+def _microbatches_to_try(step: Step, request: PlanRequest) -> int:
+    """Four for each submesh, or the greatest power of two that the batch allows."""
+    count = 1 << (4 * len(request.pins.meshes)).bit_length() - 1
     while count > 1 and batch_dims(step.traced, step.rules, count) is None:
         count //= 2
-    return count if len(asked.pins.meshes) > 1 else 1
+    return count if len(request.pins.meshes) > 1 else 1
 
 
-def replayed(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> Staged:
-    """A plan of a step that was divided by where its arguments lay: the same division and decisions, without solving.
+def replay_partition(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> Staged:
+    """A plan of a step that was divided by where its arguments were: the same division and decisions.
 
     Raises:
       PlanError: the plan is for other arguments or another program; says what differs.
@@ -134,33 +107,33 @@ def replayed(run: Passes, step: Step, asked: PlanRequest, plan: Plan) -> Staged:
         )
     whole = {numbers[path]: pin for path, pin in known.items() if isinstance(pin, Pin)}
     pieces = {numbers[path]: some for path, some in known.items() if not isinstance(some, Pin)}
-    step, asked = in_pieces(run, step, replace(asked, pins=Pins(whole, pieces)))
+    step, request, _ = in_pieces(run, step, replace(request, pins=Pins(whole, pieces)))
     count = plan.num_microbatches
-    parts = _at_once(run, step, asked) if count == 1 else _in_turns(run, step, asked, count)
-    if len(parts.graphs) != len(plan.stages):
+    division = _at_once(run, step, request) if count == 1 else _in_turns(run, step, request, count)
+    if len(division.graphs) != len(plan.stages):
         raise PlanError(
-            f"the plan has {len(plan.stages)} stages, but this step has {len(parts.graphs)} on these submeshes: the "
+            f"the plan has {len(plan.stages)} stages, but this step has {len(division.graphs)} on these submeshes: the "
             "plan is for another program or version. Plan again."
         )
-    planned = replayed_stages(run, asked, plan, parts.graphs, split_weights=False)
-    return _program(run, parts, asked, planned, "replayed")
+    planned = replay_decisions(run, request, division, plan)
+    return write_program(run, request, division, planned, layers_verdict(planned, "replayed"))
 
 
-def in_pieces(run: Passes, step: Step, asked: PlanRequest) -> tuple[Step, PlanRequest]:
+def in_pieces(run: Passes, step: Step, request: PlanRequest) -> tuple[Step, PlanRequest, tuple[str, ...]]:
     """The step with stacked leaves in the parts that submeshes have, and its pins; itself where there are none.
 
     A leaf that cannot be taken apart, because something reads all of it at once, is pinned nowhere: it is moved to
-    where it is read, and the plan says so.
+    where it is read, and the plan says so by the notes that are returned, too.
     """
-    pieces = asked.pins.pieces
+    pieces = request.pins.pieces
     if not pieces:
-        return step, asked
+        return step, request, ()
     bounds = {n: (0, *(piece.high for piece in some)) for n, some in pieces.items()}
     traced = run("layers", scans.cut_by_arguments, step.traced, bounds, step.rules)
     stacked = traced.stacked
     assert stacked is not None
-    pins: dict[int, Pin] = {stacked.arguments[n].numbers[0]: pin for n, pin in asked.pins.arguments.items()}
-    notes = []
+    pins: dict[int, Pin] = {stacked.arguments[n].numbers[0]: pin for n, pin in request.pins.arguments.items()}
+    notes: list[str] = []
     for number, some in pieces.items():
         leaf = stacked.arguments[number]
         if leaf.bounds == bounds[number]:
@@ -175,33 +148,29 @@ def in_pieces(run: Passes, step: Step, asked: PlanRequest) -> tuple[Step, PlanRe
             )
     traced = replace(traced, notes=(*traced.notes, *notes))
     rules = run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
-    return Step(traced, rules), replace(asked, pins=replace(asked.pins, arguments=pins, pieces={}))
+    request = replace(request, pins=replace(request.pins, arguments=pins, pieces={}))
+    return Step(traced, rules), request, tuple(notes)
 
 
-def _pinned(asked: PlanRequest) -> tuple[Sequence[tuple[LogicalMesh, int]], dict[int, int]]:
-    """Returns `Parts.meshes` and `Parts.pinned`."""
-    found = submeshes_of(asked.pins, asked.cluster.num_devices)
-    return found, {n: found.index((pin.mesh, pin.first_device)) for n, pin in asked.pins.arguments.items()}
-
-
-def _at_once(run: Passes, step: Step, asked: PlanRequest) -> Parts:
+def _at_once(run: Passes, step: Step, request: PlanRequest) -> DividedStep:
     """The step in one part for each submesh, without micro-batches."""
-    meshes, pinned = _pinned(asked)
+    meshes, pinned = _submesh_of_arguments(request)
     found = run("stages", stages.ownership, step.traced, pinned, len(meshes))
     graphs = run("stages", stages.owned_graphs, step.traced, found, len(meshes))
-    notes = (reason(asked.pins), *moves(step.traced, graphs, asked.pins))
-    return Parts(Accumulated(step.traced, -1, 1, notes), graphs, tuple(range(len(meshes))), meshes, pinned)
+    copied = copies(step.traced, graphs, request.pins)
+    loop = Accumulated(step.traced, -1, 1, (reason(request.pins), *copied))
+    return replace(_division(request, loop, graphs, range(len(meshes))), copied=copied)
 
 
-def _in_turns(run: Passes, step: Step, asked: PlanRequest, number: int) -> Parts:
-    """The step in so many micro-batches, in one stage for each round of each submesh.
+def _in_turns(run: Passes, step: Step, request: PlanRequest, number: int) -> DividedStep:
+    """The step in `number` micro-batches, in one stage for each round of each submesh.
 
     Raises:
       MicrobatchError: it cannot be cut into as many.
       PlanError: something outside the loop reads leaves of several submeshes.
     """
-    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, number, **asked.inexact)
-    meshes, pinned = _pinned(asked)
+    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, number, **request.inexact)
+    meshes, pinned = _submesh_of_arguments(request)
     found = run("stages", stages.turns_of, loop.traced, loop.scan, pinned, len(meshes))
     graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, found.assignment)
     for graph, submesh in zip(graphs, found.submeshes, strict=True):
@@ -212,100 +181,57 @@ def _in_turns(run: Passes, step: Step, asked: PlanRequest, number: int) -> Parts
                     f"num_microbatches={number}: {shown(loop.traced.arguments[port.number].path)} would be copied to "
                     f"another submesh; use num_microbatches=1"
                 )
-    loop = replace(loop, notes=(reason(asked.pins), *loop.notes))
-    return Parts(loop, graphs, found.submeshes, meshes, pinned)
+    loop = replace(loop, notes=(reason(request.pins), *loop.notes))
+    return _division(request, loop, graphs, found.submeshes)
 
 
-def _program(
-    run: Passes, parts: Parts, asked: PlanRequest, planned: Sequence[PlannedStage], status: str = "feasible"
-) -> Staged:
-    """The program of planned parts."""
-    traced, count = parts.loop.traced, len(planned)
-    firsts = [first for _, first in parts.meshes]
-    verdict = Verdict(
-        "layers", status,
-        sum(stage.found.solution.objective for stage in planned), sum(stage.found.solution.bound for stage in planned),
+def _submesh_of_arguments(request: PlanRequest) -> tuple[Sequence[tuple[LogicalMesh, int]], dict[int, int]]:
+    """The submeshes, with the number of the first device of each; and the submesh of each pinned argument."""
+    found = submeshes_of(request.pins, request.cluster.num_devices)
+    return found, {n: found.index((pin.mesh, pin.first_device)) for n, pin in request.pins.arguments.items()}
+
+
+def _division(
+    request: PlanRequest, loop: Accumulated, graphs: Sequence[StageGraph], submeshes: Sequence[int]
+) -> DividedStep:
+    """The division into these stages on these submeshes."""
+    meshes, pinned = _submesh_of_arguments(request)
+    pins = [
+        Pins({
+            number: request.pins.arguments[port.number]
+            for number, port in enumerate(graph.inputs)
+            if port.kind == "argument" and pinned.get(port.number) == submesh
+        })
+        for graph, submesh in zip(graphs, submeshes, strict=True)
+    ]  # fmt: skip
+    count, paths = len(graphs), [loop.traced.arguments[number].path for number in sorted(request.pins.arguments)]
+    return DividedStep(
+        loop, graphs, schedules.forwards(submeshes, loop.num_microbatches),
+        [meshes[submesh][0].shape for submesh in submeshes], [first for _, first in meshes],
+        {"first_layers": range(count), "num_layers": count, "max_layers": count, "remat": ["none"] * count},
+        pins, owned=tuple(paths),
     )  # fmt: skip
-    owned = tuple(traced.arguments[number].path for number in sorted(asked.pins.arguments))
-    schedule = schedules.forwards(parts.submeshes, parts.loop.num_microbatches)
-    return run(
-        "programs", programs.pipelined, parts.loop, planned, firsts, schedule, asked.cluster,
-        first_layers=range(count), num_layers=count, max_layers=count, remat=["none"] * count, owned=owned,
-        verdict=verdict,
-    )  # fmt: skip
 
 
-def _planned(run: Passes, parts: Parts, asked: PlanRequest) -> Staged:
-    """The parts planned, memory more and more expensive until all fit, or at the highest price.
+def _solve(run: Passes, request: PlanRequest, division: DividedStep) -> Staged:
+    """The stages planned, memory more and more expensive until all fit, or at the highest price.
 
     Raises:
       InfeasibleError: they do not fit, and leaves are copied between submeshes.
     """
-    pins = [
-        Pins({
-            number: asked.pins.arguments[port.number]
-            for number, port in enumerate(graph.inputs)
-            if port.kind == "argument" and parts.pinned.get(port.number) == submesh
-        })
-        for graph, submesh in zip(parts.graphs, parts.submeshes, strict=True)
-    ]  # fmt: skip
-    shapes = [parts.meshes[submesh][0].shape for submesh in parts.submeshes]
-    for price in PRICES:
-        planned = solved(run, asked, parts.graphs, shapes, pins, price=price, split_weights=False)
-        staged = _program(run, parts, asked, planned)
-        if staged.needed <= asked.budget:
+    for price in PRICES[:-1]:
+        staged = solve(run, request, division, price)
+        if staged.needed <= request.budget:
             return staged
-    copied = [line for line in parts.loop.notes if MOVED in line]
-    if copied:
+    staged = solve(run, request, division, PRICES[-1])
+    if staged.needed > request.budget and division.copied:
         raise InfeasibleError(
-            f"{parts.loop.traced.name} needs {units.nbytes(staged.needed)} per device where its state lies, of "
-            f"{units.nbytes(int(asked.budget))}, and leaves are copied: {copied[0]}. Take the loop over them out of "
-            "the step, and call it once for each iteration, or give more memory_per_device",
+            f"{division.loop.traced.name} needs {units.nbytes(staged.needed)} per device where its state lies, of "
+            f"{units.nbytes(int(request.budget))}, and leaves are copied: {division.copied[0]}. Take the loop over "
+            "them out of the step, and call it once for each iteration, or give more memory_per_device",
             staged.needed,
         )
     return staged
-
-
-def solved(
-    run: Passes, asked: PlanRequest, graphs: Sequence[StageGraph], shapes: Sequence[tuple[int, ...]],
-    pins: Sequence[Pins], *, price: float = 0.0, split_weights: bool,
-) -> list[PlannedStage]:  # fmt: skip
-    """Stages whose leaves lie on given submeshes, each solved there and lowered; identical ones are solved once.
-
-    Args:
-      shapes: of the mesh of each.
-      pins: where the arguments of each lie, by their number in it.
-      price: of memory.
-      split_weights: as for `planning.lowered`.
-    """
-    out: list[PlannedStage] = []
-    known: dict[Any, DecidedStage] = {}
-    for graph, shape, own in zip(graphs, shapes, pins, strict=True):
-        layouts = tuple((number, pin.mesh, pin.layout) for number, pin in sorted(own.arguments.items()))
-        key = planning.digest(graph), shape, layouts
-        decided = run(
-            "sharding", planning.decide, graph, asked.cluster.part(math.prod(shape)), Sharded(shape),
-            price=price, pins=own, like=known.get(key),
-        )  # fmt: skip
-        known.setdefault(key, decided)
-        out.append(run("lowering", planning.lowered, decided, split_weights=split_weights))
-    return out
-
-
-def replayed_stages(
-    run: Passes, asked: PlanRequest, plan: Plan, graphs: Sequence[StageGraph], *, split_weights: bool
-) -> list[PlannedStage]:
-    """The stages of a step with the decisions of a plan, lowered without solving.
-
-    Raises:
-      PlanError: the plan is for another program; says what differs.
-    """
-    planned = []
-    for graph, stage in zip(graphs, plan.stages, strict=True):
-        cluster = asked.cluster.part(stage.num_devices)
-        decided = run("sharding", replay.replay, graph, cluster, stage, "explicit", split_weights=split_weights)
-        planned.append(run("lowering", planning.lowered, decided, split_weights=split_weights))
-    return planned
 
 
 def submeshes_of(pins: Pins, num_devices: int) -> tuple[tuple[LogicalMesh, int], ...]:
@@ -337,7 +263,7 @@ def _of_mesh(pins: Pins, mesh: LogicalMesh, first: int) -> str:
     return f"{count} on devices {first} to {first + mesh.size - 1} as a mesh of {shape}"
 
 
-def moves(traced: Traced, graphs: Sequence[StageGraph], pins: Pins) -> tuple[str, ...]:
+def copies(traced: Traced, graphs: Sequence[StageGraph], pins: Pins) -> tuple[str, ...]:
     """Returns a plan's notes on leaves that another submesh reads, too: they are copied to it in each call."""
     lines = []
     for number, where in moved(traced, graphs).items():

@@ -43,7 +43,7 @@ def same_program(one: Traced, other: Traced) -> bool:
     )
 
 
-def why(new: Signature, paths: Sequence[str], planned: Mapping[Signature, Sequence[str]]) -> str:
+def explain_miss(new: Signature, paths: Sequence[str], planned: Mapping[Signature, Sequence[str]]) -> str:
     """Describes the differences of a new signature from the planned one with which it has most in common.
 
     Args:

@@ -1,15 +1,13 @@
-"""Around a step: its state born where the plan wants it, its batches put there, and where everything lies.
+"""The state of a step, initialised in its planned shardings, and its batches, placed where the plan reads them.
 
-A step remembers the calls that it was planned for, without their arrays. From such a call follow the shardings of all
-flat arguments, and with them what state and batches need that come later: `step.init`, `step.place` of a batch alone,
-`step.shardings`.
+All of it follows from the planned calls of a step (`planned_calls`): `step.init`, `step.place` of a batch alone,
+`step.rows` and `step.shardings`.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +15,11 @@ from jax.sharding import NamedSharding
 
 from alpa_lite.compilation.placing import Ends, Kind, kind_of
 from alpa_lite.errors import OptionError
-from alpa_lite.ir.calling import Calling
 from alpa_lite.ir.paths import keys, shown
 from alpa_lite.passes.tracing import calls, nnx_modules
+from alpa_lite.planned_calls import PlannedCall
 from alpa_lite.runtime import placement, prefetch
 from alpa_lite.runtime.sharded_init import ShardedInit
-from alpa_lite.runtime.step import Executable
 
 
 class Shardings(NamedTuple):
@@ -37,72 +34,12 @@ class Shardings(NamedTuple):
     results: Any
 
 
-@dataclass(frozen=True, eq=False)
-class Call:
-    """A call that a step was planned for, with shapes in place of arrays.
-
-    Attributes:
-      calling: its form.
-      args, kwargs: as the step takes them.
-      executable: gives the executable, which need not be compiled.
-      roles: stored path of each flat argument -> its role.
-    """
-
-    calling: Calling
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    executable: Callable[[], Executable]
-    roles: Mapping[str, str]
-
-    def leaves(self) -> list[tuple[str, Kind, NamedSharding]]:
-        """Path, kind and sharding of each flat argument."""
-        flat, _ = nnx_modules.flattened(self.calling.traced(self.args, self.kwargs))
-        paths = calls.paths(self.calling, self.args, self.kwargs)
-        where, _ = self.executable().shardings
-        return [(path, kind_of(x) or ((), ""), one) for path, x, one in zip(paths, flat, where, strict=True)]
-
-    def batch(self) -> list[tuple[str, int | str]]:
-        """Name and place of each argument that has the batch, or a part of it."""
-        roots = {keys(path)[0] for path, role in self.roles.items() if role == "batch"}
-        places = [*zip(self.calling.names, range(len(self.args)), strict=True), *((n, n) for n in self.kwargs)]
-        return [(name, place) for name, place in places if name in roots]
-
-    def given(self, places: Sequence[int | str], values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The call with other arguments in some places."""
-        args, kwargs = list(self.args), dict(self.kwargs)
-        for place, value in zip(places, values, strict=True):
-            if isinstance(place, int):
-                args[place] = value
-            else:
-                kwargs[place] = value
-        return tuple(args), kwargs
-
-
-def abstract(
-    calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with a `jax.ShapeDtypeStruct` for each array; static ones as they are."""
-
-    def spec(leaf: Any) -> jax.ShapeDtypeStruct:
-        shape, dtype, weak = calls.leaf_type(leaf)
-        return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
-
-    new_args, new_kwargs = nnx_modules.replace_arrays(
-        calling.traced(args, kwargs), lambda leaves: list(map(spec, leaves))
-    )
-    return calling.whole(new_args, new_kwargs)
-
-
-def shardings_of(call: Call, out_tree: Any) -> Shardings:
-    """Where arguments and results of a call lie.
-
-    Args:
-      out_tree: of the traced step.
-    """
+def shardings_of(call: PlannedCall) -> Shardings:
+    """The shardings of arguments and results of a call."""
     where, results = call.executable().shardings
-    args, kwargs = nnx_modules.replace_arrays(call.calling.traced(call.args, call.kwargs), lambda _: where)
-    positional, keywords = call.calling.whole(args, kwargs)
-    out = jax.tree_util.tree_unflatten(out_tree, results)
+    traced = nnx_modules.replace_arrays(call.calling.traced(call.args, call.kwargs), lambda _: where)
+    positional, keywords = call.calling.whole(*traced)
+    out = jax.tree_util.tree_unflatten(call.step.traced.out_tree, results)
     if call.calling.modules:
         out = out[1]
     return Shardings((positional, keywords) if call.kwargs else positional, out)
@@ -111,12 +48,14 @@ def shardings_of(call: Call, out_tree: Any) -> Shardings:
 # -- the batch alone ------------------------------------------------------------------------------------------------
 
 
-def is_batch_alone(known: Sequence[Call], args: tuple[Any, ...]) -> bool:
+def is_batch_alone(known: Sequence[PlannedCall], args: tuple[Any, ...]) -> bool:
     """Whether some arguments are too few for the step, and as many as its batch has."""
     return bool(known) and len(args) < len(known[0].args) + len(known[0].kwargs) and len(args) == len(known[0].batch())
 
 
-def place_batch(known: Sequence[Call], args: tuple[Any, ...], planned: Callable[..., Call]) -> tuple[Any, ...]:
+def place_batch(
+    known: Sequence[PlannedCall], args: tuple[Any, ...], planned: Callable[..., PlannedCall]
+) -> tuple[Any, ...]:
     """The arguments that are the batch, where the plan reads them, in buffers of their own.
 
     Args:
@@ -139,7 +78,7 @@ def place_batch(known: Sequence[Call], args: tuple[Any, ...], planned: Callable[
     return jax.tree_util.tree_unflatten(tree, placed)
 
 
-def rows_of(call: Call) -> Any:
+def rows_of(call: PlannedCall) -> Any:
     """The rows of each array of the batch that devices of this process read; of several arguments, a tuple of these."""
     names, places = zip(*call.batch(), strict=True)
     found = [prefetch.rows(sharding, shape) for (shape, _), sharding in _batch_of(call, names)]
@@ -148,7 +87,7 @@ def rows_of(call: Call) -> Any:
     return jax.tree_util.tree_unflatten(tree, found)
 
 
-def _batch_of(call: Call, names: Sequence[str]) -> list[tuple[Kind, NamedSharding]]:
+def _batch_of(call: PlannedCall, names: Sequence[str]) -> list[tuple[Kind, NamedSharding]]:
     """Kind and sharding of each leaf of these arguments."""
     leaves = call.leaves()
     return [(kind, sharding) for name in names for path, kind, sharding in leaves if keys(path)[0] == name]
@@ -202,7 +141,7 @@ def _binds(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
     return True
 
 
-def init_sharded(birth: ShardedInit, call: Call, room: float) -> tuple[Any, list[jax.Array]]:
+def init_sharded(birth: ShardedInit, call: PlannedCall, room: float) -> tuple[Any, list[jax.Array]]:
     """The state that an initialisation makes, as a planned call reads it, and its flat arrays.
 
     The result is the argument, or the tuple of arguments, whose leaves it has most of in common: path, shape and dtype.

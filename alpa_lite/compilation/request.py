@@ -81,13 +81,13 @@ class PlanRequest:
         Raises:
           OptionError: another number of micro-batches is given beside it.
         """
-        given, asked = self.options.plan, self.options.num_microbatches
+        given, count = self.options.plan, self.options.num_microbatches
         if given is None:
             return None
         plan = Plan.load(given) if isinstance(given, str | os.PathLike) else given
-        if asked not in ("auto", plan.num_microbatches):
+        if count not in ("auto", plan.num_microbatches):
             raise OptionError(
-                f"num_microbatches={asked}: the given plan has {plan.num_microbatches}; leave one of the two out"
+                f"num_microbatches={count}: the given plan has {plan.num_microbatches}; leave one of the two out"
             )
         return plan
 
@@ -99,8 +99,8 @@ class PlanRequest:
     @property
     def num_microbatches(self) -> int | None:
         """The number of micro-batches, if it is given."""
-        asked = self.options.num_microbatches
-        return asked if isinstance(asked, int) else None
+        count = self.options.num_microbatches
+        return count if isinstance(count, int) else None
 
     @property
     def one_mesh(self) -> bool:
@@ -137,17 +137,17 @@ class PlanRequest:
         Raises:
           OptionError: the requested rematerialisation would be undone by the compiler of the platform.
         """
-        asked = (
+        remat = (
             self.base.remat if isinstance(self.base, Sharded) else "auto" if isinstance(self.method, Auto) else "none"
         )
-        if asked == "none" or (asked == "auto" and self.cluster.platform in MERGING):
+        if remat == "none" or (remat == "auto" and self.cluster.platform in MERGING):
             return ("none",)
         if self.cluster.platform in MERGING:
             raise OptionError(
-                f"Sharded remat={asked!r}: the compiler for {self.cluster.platform} merges what is computed again with "
+                f"Sharded remat={remat!r}: the compiler for {self.cluster.platform} merges what is computed again with "
                 'the first time; use remat="none", or Pipeline(), whose stages are compiled apart'
             )
-        return ("none", "selective", "layer") if asked == "auto" else tuple(c for c in REMAT if c == asked)
+        return ("none", "selective", "layer") if remat == "auto" else tuple(c for c in REMAT if c == remat)
 
     @property
     def inexact(self) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from alpa_lite.runtime.meshes import available
 logger = logging.getLogger(__name__)
 
 
-class Likeness:
+class ExistingPlacement:
     """Where some plans have their state."""
 
     def __init__(self, plans: Sequence[Plan], why: str) -> None:
@@ -145,7 +145,7 @@ def _arguments_for(step: Any, given: Mapping[str, Any]) -> tuple[list[Any], dict
     return (list(given.values()), {}) if len(needed) == len(given) else None
 
 
-def compile_alike(
+def compile_with_placement(
     fun: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -176,16 +176,16 @@ def compile_alike(
     if options.like:
         names = ", ".join(getattr(one, "__name__", "the plan") for one in options.like)
         plans = plans_of(options.like, {**dict(zip(call.names, args, strict=True)), **kwargs})
-        found = Likeness(plans, f"the state is kept where {names} has it").pins(flat)
+        found = ExistingPlacement(plans, f"the state is kept where {names} has it").pins(flat)
         if not found:
             logger.warning("%s: no argument has a leaf of like=%s: it is planned by itself", _name(fun), names)
         return planned(options=options, pins=found)
     kept = f"the state is kept where {_name(fun)} has it for other shapes"
-    alike = ((plan, Likeness([plan], kept)) for plan in own if plan.cluster == cluster)
-    like, likeness = next(((plan, one) for plan, one in alike if one.covers(flat)), (None, None))
-    if like is None or likeness is None:
+    alike = ((plan, ExistingPlacement([plan], kept)) for plan in own if plan.cluster == cluster)
+    like, placement = next(((plan, one) for plan, one in alike if one.covers(flat)), (None, None))
+    if like is None or placement is None:
         return planned(options=options)
-    found = likeness.pins(flat, state_alone=True)
+    found = placement.pins(flat, state_alone=True)
     try:
         try:
             return planned(options=options, pins=found, like=like)

@@ -1,0 +1,272 @@
+"""The planned calls of a step: one for each signature of its arguments, with its plan, its shardings, its executable.
+
+A signature is the structure, shapes and dtypes of the arguments, the values of those that are static, and JAX's
+settings. Signatures that differ in weak dtypes alone share a planned call if the same program comes out.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from alpa_lite.cluster import Cluster
+from alpa_lite.compilation import signature_diff
+from alpa_lite.compilation.existing_placement import compile_with_placement
+from alpa_lite.compilation.placing import Kind, kind_of
+from alpa_lite.compiler import Compiled, trace_again
+from alpa_lite.ir.calling import Calling
+from alpa_lite.ir.paths import keys
+from alpa_lite.options import Options
+from alpa_lite.passes import checks
+from alpa_lite.passes.tracing import calls, nnx_modules
+from alpa_lite.plan.plan import Plan
+from alpa_lite.processes.plan_broadcast import common_cluster, program_digest
+from alpa_lite.runtime.debug import watchdog
+from alpa_lite.runtime.load import load
+from alpa_lite.runtime.ownership import Owned
+from alpa_lite.runtime.placement import DeviceCopies
+from alpa_lite.runtime.step import Executable, LoadOptions
+
+logger = logging.getLogger(__name__)
+
+SIGNATURES = 32
+"""The most signatures that a step keeps plans and executables for; a call with another one drops the one that was used
+longest ago, which is planned again if it comes back. A step whose shapes go on changing would otherwise fill the memory
+of the host: each entry holds the graph, the plan and the compiled code. Training has a handful of signatures (training
+and evaluation, the last batch, a static flag), buckets of sequence lengths some more, each a power of two."""
+
+
+class PlannedCall:
+    """One signature, or several with the same program. Whoever plans or loads it holds its lock.
+
+    Attributes:
+      compiled: the planned step; None until it is planned.
+      args, kwargs: of the call that was planned for, with shapes in place of arrays.
+      loaded: the executable, once it was made.
+    """
+
+    def __init__(self, name: str, how: LoadOptions, verify: str) -> None:
+        """Args:
+        name: of the step.
+        how: to load it.
+        verify: the option; "hlo" checks the compiled program.
+        """
+        self.lock = threading.RLock()
+        self.compiled: Compiled | None = None
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: Mapping[str, Any] = {}
+        self.loaded: Executable | None = None
+        self._name, self._how, self._verify = name, how, verify
+        self._weak: list[tuple[Sequence[bool], Sequence[bool]]] = []  # of arguments and results, beyond the planned
+
+    def plan(self, compile_call: Callable[[], Compiled], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Plans the call unless it is planned. Returns whether it was not."""
+        with self.lock, watchdog.activity(f"planning or loading {self._name}"):
+            if self.compiled is not None:
+                return False
+            compiled = compile_call()
+            assert compiled.source.calling is not None
+            self.args, self.kwargs = _abstract(compiled.source.calling, args, kwargs)
+            self.compiled = compiled  # last: others read it without the lock
+            return True
+
+    @property
+    def step(self) -> Compiled:
+        """The planned step, once it is planned."""
+        assert self.compiled is not None
+        return self.compiled
+
+    @property
+    def calling(self) -> Calling:
+        """The form of the call."""
+        assert self.step.source.calling is not None
+        return self.step.source.calling
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The digest of the planned program, equal in all processes."""
+        return program_digest(self.step.staged.program)
+
+    def executable(self) -> Executable:
+        """The executable on the addressable devices, made once; its HLO is checked if requested."""
+        with self.lock, watchdog.activity(f"planning or loading {self._name}"):
+            if self.loaded is None:
+                step = self.step
+                executable = load(step.staged, step.plan, self._how)
+                if self._verify == "hlo":
+                    plan = checks.verified_compiled(step.plan, step.staged, executable.compiled())
+                    self.compiled = replace(step, plan=plan)
+                for arguments, results in self._weak:
+                    executable.accept(arguments, results)
+                self.loaded = executable
+            return self.loaded
+
+    def accept(self, arguments: Sequence[bool], results: Sequence[bool]) -> None:
+        """Takes arguments with other weak dtypes, which give results with these."""
+        self._weak.append((arguments, results))
+        if self.loaded is not None:
+            self.loaded.accept(arguments, results)
+
+    def leaves(self) -> list[tuple[str, Kind, NamedSharding]]:
+        """Path, kind and sharding of each flat argument."""
+        flat, _ = nnx_modules.flattened(self.calling.traced(self.args, self.kwargs))
+        paths = calls.paths(self.calling, self.args, self.kwargs)
+        shardings, _ = self.executable().shardings
+        return [(path, kind_of(x) or ((), ""), one) for path, x, one in zip(paths, flat, shardings, strict=True)]
+
+    def batch(self) -> list[tuple[str, int | str]]:
+        """Name and place of each argument that has the batch, or a part of it."""
+        roots = {keys(argument.path)[0] for argument in self.step.source.arguments if argument.role == "batch"}
+        places = [*zip(self.calling.names, range(len(self.args)), strict=True), *((n, n) for n in self.kwargs)]
+        return [(name, place) for name, place in places if name in roots]
+
+    def given(self, places: Sequence[int | str], values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the call with others in some places."""
+        new = dict(zip(places, values, strict=True))
+        args = tuple(new.get(place, x) for place, x in enumerate(self.args))
+        return args, {name: new.get(name, x) for name, x in self.kwargs.items()}
+
+
+class PlannedCalls:
+    """The planned calls of a step, for the last `SIGNATURES` signatures. In any thread.
+
+    Attributes:
+      owned: the arrays that the step, or those whose state it shares, made, which its calls may overwrite.
+    """
+
+    def __init__(self, fun: Callable[..., Any], name: str, options: Options, like: PlannedCalls | None) -> None:
+        """Args:
+        fun, name, options: of the step.
+        like: those of a step whose state it shares.
+        """
+        self._fun, self._name, self._options = fun, name, options
+        self._entries: OrderedDict[Any, PlannedCall] = OrderedDict()  # the last used at the end
+        self._plans: list[Plan] = []
+        self._lock = threading.Lock()
+        self.owned = Owned() if like is None else like.owned
+        self._copies = DeviceCopies() if like is None else like._copies
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that plans are made for."""
+        given, like = self._options.cluster, self._options.like
+        if isinstance(given, Cluster):
+            return given
+        return like[0].cluster if like else _local_cluster(tuple(jax.devices()))
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The first plan that was made, and those of later signatures, in the order in which they were made."""
+        with self._lock:
+            return tuple(self._plans)
+
+    def recent(self) -> list[PlannedCall]:
+        """The planned calls that are kept, the one used last first."""
+        with self._lock:
+            entries = dict.fromkeys(reversed(self._entries.values()))
+        return [entry for entry in entries if entry.compiled is not None]
+
+    def count(self) -> int:
+        """The number of signatures that are planned and kept."""
+        with self._lock:
+            return sum(entry.compiled is not None for entry in self._entries.values())
+
+    def clear(self) -> None:
+        """Drops all of them."""
+        with self._lock:
+            self._entries.clear()
+
+    def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], running: Any) -> PlannedCall:
+        """The call of these arguments, planned if it is new. Drops the signatures used longest ago.
+
+        A call that is dropped while a thread works on it, or runs its executable, lives until that thread is done.
+
+        Args:
+          running: the executable that runs now, which counts as used just before.
+        """
+        options, kwargs = self._options, dict(kwargs)
+        form = calls.calling(self._fun, args, kwargs, options.static_argnums, options.static_argnames)
+        key = calls.signature(form, args, kwargs), self.cluster
+        if self._entries and key not in self._entries:
+            self._relate(key, calls.paths(form, args, kwargs), args, kwargs)
+        how = LoadOptions(
+            donate=options.donate, owned=self.owned, copies=self._copies, settings=form.settings,
+            compiler_options=dict(options.compiler_options),
+        )  # fmt: skip
+        with self._lock:
+            current = [k for k, one in self._entries.items() if one.loaded is running is not None]
+            entry = self._entries.setdefault(key, PlannedCall(self._name, how, options.verify))
+            for used in (*current, key):
+                self._entries.move_to_end(used)
+            while len(self._entries) > SIGNATURES:
+                self._entries.popitem(last=False)
+        try:
+            if entry.plan(functools.partial(self._compile, args, kwargs), args, kwargs):
+                with self._lock:
+                    self._plans.append(entry.step.plan)
+                    del self._plans[1:-SIGNATURES]
+        finally:
+            if entry.compiled is None:  # planning failed: nothing is worth keeping
+                with self._lock:
+                    if self._entries.get(key) is entry:
+                        del self._entries[key]
+        return entry
+
+    def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Compiled:
+        own = self.plans
+        why = "another signature of its arguments" if own else "first signature of its arguments"
+        return compile_with_placement(self._fun, args, kwargs, self._options, self.cluster, own, why, shared=True)
+
+    def _relate(self, key: Any, paths: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Lets a new signature share the entry of one with the same program, or logs how it differs from others.
+
+        Only signatures that differ in weak dtypes alone are traced to compare the programs.
+        """
+        name, (signature, cluster) = self._name, key
+        with self._lock:
+            kept = {known: entry for (known, where), entry in self._entries.items() if where == cluster}
+        for known, entry in kept.items():
+            if not signature_diff.same_but_weak(known, signature):
+                continue
+            with entry.lock:
+                if entry.compiled is None:
+                    continue
+                traced = trace_again(entry.compiled, self._fun, args, kwargs, self._options)
+                if signature_diff.same_program(entry.compiled.source, traced):
+                    entry.accept(signature_diff.weak_types(signature), [output.weak for output in traced.outputs])
+                    with self._lock:
+                        self._entries.setdefault(key, entry)
+                    logger.info("%s: another pattern of weak dtypes makes the planned program, and shares it", name)
+                    return
+        made = {known: entry.compiled for known, entry in kept.items() if entry.compiled is not None}
+        planned = {known: [argument.path for argument in one.source.arguments] for known, one in made.items()}
+        if planned:
+            why = signature_diff.explain_miss(signature, paths, planned)
+            logger.warning("%s is planned again, for another signature: %s", name, why)
+
+
+def _abstract(
+    calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments with a `jax.ShapeDtypeStruct` for each array; static ones as they are."""
+
+    def spec(leaf: Any) -> jax.ShapeDtypeStruct:
+        shape, dtype, weak = calls.leaf_type(leaf)
+        return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
+
+    traced = calling.traced(args, kwargs)
+    return calling.whole(*nnx_modules.replace_arrays(traced, lambda leaves: list(map(spec, leaves))))
+
+
+@functools.lru_cache(maxsize=1)
+def _local_cluster(devices: tuple[Any, ...]) -> Cluster:
+    """The cluster of the devices that are here, described once for as long as they are the same."""
+    return common_cluster(Cluster.local(devices))
