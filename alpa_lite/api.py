@@ -255,7 +255,7 @@ class ParallelStep(Generic[P, R]):
         return Prefetch(batches, place, size)
 
     def shardings(self, *args: Any, **kwargs: Any) -> state_io.Shardings:
-        """Where arguments and results lie: pytrees with a `NamedSharding` for each array. Nothing is executed.
+        """The shardings of arguments and results: pytrees with a `NamedSharding` for each array. Nothing is executed.
 
         For restores, data loaders, and `jax.jit`, whose `in_shardings` and `out_shardings` they can be.
 
@@ -265,7 +265,7 @@ class ParallelStep(Generic[P, R]):
         return state_io.shardings_of(self._call(args, kwargs))
 
     def init(self, init_fn: Callable[..., Any], *args: Any, rest: Any = None) -> Any:
-        """State that is born sharded as the plan wants it: `init_fn(*args)`, no device or host of which has the whole.
+        """Initialises the state `init_fn(*args)` in its planned shardings; no device or host holds it unsharded.
 
         The numbers are those of `jax.jit(init_fn)(*args)`, bit for bit: each mesh of the plan makes its own leaves,
         some at a time, and each device keeps its blocks. A leaf that takes more than a quarter of a device's memory is

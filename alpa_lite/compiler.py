@@ -141,10 +141,10 @@ def choose_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Plan, St
         if staged.needed > request.budget:
             raise exceeds_budget(staged, request.budget)
         if request.wishes.forbidden:
-            staged = noted(staged, "allow and forbid: not heeded on submeshes, where the state stays where it is")
+            staged = noted(staged, "allow and forbid do not apply on submeshes, where the state stays in place")
     else:
         staged, summary = search_plan(run, step, request)
-    staged = noted(staged, *request.wishes.notes, *plans.heeded(staged, request.wishes))
+    staged = noted(staged, *request.wishes.notes, *plans.constraint_notes(staged, request.wishes))
     staged = add_donation(staged, step, request)
     annotated = bool(worth.items(step.traced, request.wishes))
     plan = run(

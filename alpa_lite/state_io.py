@@ -117,7 +117,7 @@ def completed(fun: Callable[..., Any], shapes: Any, rest: Any) -> tuple[tuple[An
     name = getattr(fun, "__name__", "the step")
     if rest is None:
         raise OptionError(
-            f"{name} has no plan yet, so it is not known where its state is to lie: give the step's other arguments, "
+            f"{name} has no plan yet, which decides the shardings of its state: give the step's other arguments, "
             f"or their shapes, as in {name}.init(create, key, rest=(batch,)), or call {name}.plan(...) before"
         )
     more = dict(rest) if isinstance(rest, Mapping) else {}

@@ -191,7 +191,7 @@ class ArgumentBinder:
         if moved:
             size, path = max(moved)
             logger.warning(
-                "%s moves %s of state in this call: %s leaves do not lie as its plan wants them, the largest of them "
+                "%s moves %s of state in this call: %s leaves are not sharded as planned, the largest of them "
                 "%s of %s. Pass on what the last call returned, or what step.place or step.init returned",
                 self._name, units.exact_bytes(sum(size for size, _ in moved)), len(moved), shown(path),
                 units.nbytes(size),

@@ -84,8 +84,8 @@ class Transfer:
         for i, (array, expected) in enumerate(zip(arrays, self._expected, strict=True)):
             if not array.sharding.is_equivalent_to(expected, array.ndim):
                 raise ValueError(
-                    f"arrays[{i}] lies as {array.sharding}, but the transfer was planned from {expected}; give the "
-                    "executable that makes it these output shardings"
+                    f"arrays[{i}] has the sharding {array.sharding}, but the transfer was planned from {expected}; "
+                    "give the executable that makes it these output shardings"
                 )
         held: list[Any] = [shard.data for i in self._split for shard in arrays[i].addressable_shards]
         for cut, numbers in self._cuts:

@@ -151,14 +151,14 @@ ONE = {
 def test_constraints_over_one_device_constrain_nothing(name):
     free = alpa_lite.parallelize(step_with(lambda x: x)).plan(weights(), X)
     plan = alpa_lite.parallelize(step_with(ONE[name])).plan(weights(), X)
-    assert plan.step_seconds == free.step_seconds and not any("heeded" in note for note in plan.notes)
+    assert plan.step_seconds == free.step_seconds and not any("applied" in note for note in plan.notes)
 
 
 def test_constraints_of_linen_over_one_device():
     model = Dense()
     step = sgd(lambda params, x: jnp.mean((jnp.asarray(model.apply(params, x)) - 1) ** 2))
     plan = alpa_lite.parallelize(step).plan(jax.eval_shape(model.init, jax.random.key(0), X), X)
-    assert not any("heeded" in note or "constraint" in note for note in plan.notes)
+    assert not any("applied" in note or "constraint" in note for note in plan.notes)
 
 
 def test_reshard_that_jax_inserts_constrains_nothing():

@@ -62,8 +62,8 @@ def test_the_output_of_a_scope_is_fixed(count):
     assert plan.stages[0].axis_names == ("data", "model")
     rows = 16 // count
     up, last = fixed(plan)
-    assert up.endswith(f"fixes [{rows}, 16] to P('data', 'model'): heeded (2 times)")
-    assert "constrain['Net/h_1']" in last and last.endswith(f"fixes [{rows}, 8] to P(None, 'model'): heeded")
+    assert up.endswith(f"fixes [{rows}, 16] to P('data', 'model'): applied (2 times)")
+    assert "constrain['Net/h_1']" in last and last.endswith(f"fixes [{rows}, 8] to P(None, 'model'): applied")
     (new, loss), (wanted, expected) = step(linen_state(), X), jax.jit(linen_step)(linen_state(), X)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     assert_close(new, wanted, rtol=1e-4)
@@ -77,7 +77,7 @@ def test_the_output_in_a_scan_over_layers_is_fixed():
     step, weights = sgd(lambda weights, x: (jax.lax.scan(layer, x, weights)[0] ** 2).mean()), normal(0, 3, 8, 8) / 3
     run = alpa_lite.parallelize(step, constrain={"*layer": P("x")}, method=Sharded((8,)))
     (note,) = fixed(run.plan(weights, X))
-    assert note.endswith("fixes [16, 8] to P('x', None): heeded")
+    assert note.endswith("fixes [16, 8] to P('x', None): applied")
     np.testing.assert_allclose(run(weights, X)[1], jax.jit(step)(weights, X)[1], rtol=1e-5)
 
 

@@ -196,13 +196,13 @@ def test_annotations_are_ignored_on_request():
 
     sharded = jax.device_put(state(), put(None, "model", mesh=WIDE))
     with jax.set_mesh(WIDE):
-        heeded = alpa_lite.parallelize(annotated).plan(sharded, X)
+        applied = alpa_lite.parallelize(annotated).plan(sharded, X)
         ignored = alpa_lite.parallelize(annotated, ignore_annotations=True).plan(sharded, X)
-    assert heeded.stages[0].axis_names == ("data", "model") and ignored.stages[0].axis_names == ("x",)
-    assert ignored.step_seconds == free().step_seconds < heeded.step_seconds
-    said = " ".join(str(heeded).split())
+    assert applied.stages[0].axis_names == ("data", "model") and ignored.stages[0].axis_names == ("x",)
+    assert ignored.step_seconds == free().step_seconds < applied.step_seconds
+    said = " ".join(str(applied).split())
     assert re.search(r"shardings in the code make it \d+ % slower than .*; ignore_annotations=True plans without", said)
-    assert not any("heeded" in note for note in ignored.notes) and "ignore_annotations" not in str(ignored)
+    assert not any("applied" in note for note in ignored.notes) and "ignore_annotations" not in str(ignored)
 
 
 # -- the signature ----------------------------------------------------------------------------------------------------

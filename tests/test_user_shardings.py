@@ -63,7 +63,7 @@ def mesh(plan: alpa_lite.Plan) -> tuple[Any, ...]:
 
 
 def said(plan: alpa_lite.Plan) -> list[str]:
-    return [note for note in plan.notes if "heeded" in note]
+    return [note for note in plan.notes if "applied" in note]
 
 
 DATA_MODEL = (4, 2, "data", "model")
@@ -83,7 +83,7 @@ def test_constraints_in_the_step_are_hard(say, gathers):
     step = alpa_lite.parallelize(step_with(say), verify="hlo")
     plan = check(step, PLAIN, state(), BATCH)
     assert mesh(plan) == DATA_MODEL
-    assert said(plan) and all(note.split(": ")[-1].startswith("heeded") for note in said(plan))
+    assert said(plan) and all(note.split(": ")[-1].startswith("applied") for note in said(plan))
     assert "test_user_shardings.py" in said(plan)[0]
     (price,) = [note for note in plan.notes if "without, on this mesh" in note]
     with_it, without = map(float, re.findall(r"([0-9.e+-]+) s ", price))
@@ -97,7 +97,7 @@ def test_constraints_in_the_step_are_hard(say, gathers):
 
 
 @pytest.mark.slow
-def test_a_constraint_is_heeded_where_the_compiler_communicates():
+def test_a_constraint_is_applied_where_the_compiler_communicates():
     step = constrained(put(P()), communication="compiler")
     check(step, PLAIN, state(), BATCH)
     assert "f32[16,32]" in "".join(line for line in step.hlo(state(), BATCH)[0].splitlines() if "all-gather" in line)
@@ -106,16 +106,16 @@ def test_a_constraint_is_heeded_where_the_compiler_communicates():
 def test_a_constraint_survives_micro_batches():
     step = constrained(put(P("data", "model")), num_microbatches=2)
     plan = check(step, PLAIN, state(), BATCH)
-    assert said(plan) == [note for note in said(plan) if "[8, 32] to P('data', 'model'): heeded" in note] != []
+    assert said(plan) == [note for note in said(plan) if "[8, 32] to P('data', 'model'): applied" in note] != []
 
 
 def test_constraints_that_no_mesh_of_the_plan_can_fulfil_are_named():
     half = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     step = constrained(put(P("data"), half))
     notes = said(check(step, PLAIN, state(), BATCH))
-    assert "mesh of 4 devices, and the plan 8: not heeded" in notes[0] and "no axis 'data'" in notes[1]
+    assert "mesh of 4 devices, and the plan 8: not applied" in notes[0] and "no axis 'data'" in notes[1]
     step = constrained(put(P("data")), method=Pipeline(2), num_microbatches=2)
-    assert "not heeded" in said(step.plan(state(), BATCH))[0]
+    assert "not applied" in said(step.plan(state(), BATCH))[0]
 
 
 def test_a_mesh_shape_beside_a_constraint_on_another_mesh_is_an_error():
@@ -162,7 +162,7 @@ def test_arrays_that_arrive_sharded_stay(spec):
     step = alpa_lite.parallelize(PLAIN)
     plan = check(step, PLAIN, sharded, BATCH)
     assert mesh(plan) == DATA_MODEL and plan.stages[0].inputs["state['up']"] == spec
-    assert said(plan) == [f"an array that arrives as {spec} on state/up: heeded"]
+    assert said(plan) == [f"an array that arrives as {spec} on state/up: applied"]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), sharded)
     abstract = alpa_lite.parallelize(PLAIN).plan(shapes, BATCH)
     assert abstract.stages[0].inputs["state['up']"] == spec
@@ -172,7 +172,7 @@ def test_arrays_that_arrive_sharded_stay(spec):
 def test_arrays_give_way_to_a_method_that_asks_for_something_else(method):
     sharded = state() | {"up": jax.device_put(state()["up"], put(P(None, "model")))}
     plan = alpa_lite.parallelize(PLAIN, method=method).plan(sharded, BATCH)
-    assert plan.stages[0].mesh_shape == (8,) and "not heeded beside" in said(plan)[0]
+    assert plan.stages[0].mesh_shape == (8,) and "not applied with" in said(plan)[0]
 
 
 class Boxed(nn.Module):
@@ -211,7 +211,7 @@ def test_boxes_of_linen(logical, rules, context, names):
     for root in ("params", "opt_state/0/mu", "opt_state/0/nu"):
         assert found[f"state/{root}/Dense_0/kernel/value"] == P(None, "model")
     assert set(names.split()) <= set(plan.stages[0].axis_names)
-    assert any(("Logically" in note) == logical and "and 2 more: heeded" in note for note in said(plan))
+    assert any(("Logically" in note) == logical and "and 2 more: applied" in note for note in said(plan))
     assert any("sharding_constraint" in note for note in said(plan)) == context
     np.testing.assert_allclose(loss, jax.jit(linen_step)(before, BATCH)[1], rtol=1e-5)
     assert new.params["Dense_0"]["kernel"].value.sharding.spec == P(None, "model")
@@ -219,7 +219,7 @@ def test_boxes_of_linen(logical, rules, context, names):
 
 def test_logical_names_without_rules_are_named():
     plan = alpa_lite.parallelize(linen_step).plan(train_state(Boxed(True), BATCH), BATCH)
-    assert said(plan) == ["nn.LogicallyPartitioned('embed', 'hidden') without nn.logical_axis_rules: not heeded"]
+    assert said(plan) == ["nn.LogicallyPartitioned('embed', 'hidden') without nn.logical_axis_rules: not applied"]
 
 
 class Annotated(nnx.Module):

@@ -9,8 +9,8 @@ from jax.interpreters import mlir as _mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 CONSTRAINT = _extend_core.Primitive("user_constraint")
-"""The identity, where the user has said how a value lies: parameters `dims` (axes of each dim, None where it is free),
-`mesh` ((shape, names) of the user's mesh, or None), and `why` (in words)."""
+"""The identity, where the user fixes the sharding of a value. Parameters: `dims` (axes of each dim, None where it is
+free), `mesh` ((shape, names) of the user's mesh, or None), and `why` (in words)."""
 CONSTRAINT.def_impl(lambda x, **_: x)
 CONSTRAINT.def_abstract_eval(lambda x, **_: x)
 _mlir.register_lowering(CONSTRAINT, lambda _, x, **__: [x])

@@ -1,4 +1,4 @@
-"""Where the axes of a logical mesh lie in a machine, and which meshes are worth trying.
+"""The position of the axes of a logical mesh in a machine, and which meshes are worth trying.
 
 A machine is a tower of levels, outermost first: nodes, cards of a node, devices of a card; or slices, then the dims of
 a torus. Devices are numbered in mixed radix over the levels, so that the last level joins neighbours. A mesh axis of
@@ -97,7 +97,7 @@ def mesh_shapes(levels: tuple[Level, ...], max_axes: int) -> tuple[tuple[int, ..
     """The distinct mesh shapes of one to `max_axes` axes, fewest axes first; every axis has two devices or more.
 
     Of equivalent shapes the one with the larger axes first is listed. Shapes of one and two axes are complete. Of three
-    and more axes only those are kept whose axes each lie within one level or cover their levels wholly (any other is a
+    and more axes only those are kept whose axes are each within one level or cover their levels wholly (any other is a
     kept shape with some axes used jointly), and also the one nearest to a cube, which 3-D algorithms want.
 
     Args:
@@ -154,7 +154,7 @@ def _class_of(axes: tuple[tuple[Piece, ...], ...], levels: tuple[Level, ...]) ->
 
 
 def _is_aligned(shape: tuple[int, ...], levels: tuple[Level, ...]) -> bool:
-    """Whether every axis lies within one level or covers its levels wholly; the switches of a node count as one."""
+    """Whether every axis is within one level or covers its levels wholly; the switches of a node count as one."""
     groups: list[int] = []
     group_of = []
     for level in levels:

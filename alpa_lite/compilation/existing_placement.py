@@ -3,9 +3,9 @@
 Evaluation after training (`like=train_step`), the short last batch and another sequence length get *pins*
 (`alpa_lite.plan.pins`) for the flat arguments that a plan already has on its devices:
 
-1. An array that lies on a mesh of that plan keeps its sharding, which is read from the array.
+1. An array on a mesh of that plan keeps its sharding, which is read from the array.
 2. Any other leaf (abstract, on the host, on one device) is matched with the leaf of the plan that has the longest
-   common end of its path, and the same shape and dtype. Leaves that tie must lie in one place, or nothing is pinned.
+   common end of its path, and the same shape and dtype. Leaves that tie must have one place, or nothing is pinned.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ExistingPlacement:
 
         Args:
           flat: path and leaf of each flat argument.
-          state_alone: whether only what is state of the plans is pinned, not batches that lie on their mesh, too.
+          state_alone: whether only what is state of the plans is pinned, not batches on their mesh, too.
         """
         meshes = self._meshes()
         found: dict[int, Pin] = {}
@@ -67,7 +67,7 @@ class ExistingPlacement:
                 state.add(number)
             elif state_alone:
                 continue
-            where = _lies(leaf, meshes, self.why) or where
+            where = _pin_of_array(leaf, meshes, self.why) or where
             if isinstance(where, Pin):
                 found[number] = where
             elif where is not None:
@@ -92,8 +92,8 @@ class ExistingPlacement:
         return out
 
 
-def _lies(leaf: Any, meshes: Mapping[Any, tuple[LogicalMesh, int]], why: str) -> Pin | None:
-    """The pin of an array that lies on one of some meshes."""
+def _pin_of_array(leaf: Any, meshes: Mapping[Any, tuple[LogicalMesh, int]], why: str) -> Pin | None:
+    """The pin of an array on one of some meshes."""
     sharding = getattr(leaf, "sharding", None) if isinstance(leaf, jax.Array) else None
     if not isinstance(sharding, NamedSharding):
         return None

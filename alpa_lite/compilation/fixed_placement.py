@@ -45,7 +45,7 @@ def plan_on_existing_placement(run: Passes, step: Step, request: PlanRequest) ->
             raise
         options = replace(request.options, num_microbatches="auto")  # the given number may be what cannot be
         staged = partition_by_placement(run, step, replace(request, options=options))
-        return noted(staged, f"divided by where the state lies, and not as the plan of the first call: {error}")
+        return noted(staged, f"divided by the placement of the state, not as in the plan of the first call: {error}")
 
 
 def divide_again(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> DividedStep:

@@ -48,7 +48,7 @@ def partition_by_placement(run: Passes, step: Step, request: PlanRequest) -> Sta
     tried too, and the plan that the simulation says is faster is taken. A given number of micro-batches holds.
 
     Raises:
-      OptionError: arguments lie on submeshes that share devices.
+      OptionError: arguments are on submeshes that share devices.
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
       InfeasibleError: no sharding was found in the time.
       PlanError: an operation cannot run on a submesh.
@@ -143,7 +143,7 @@ def in_pieces(run: Passes, step: Step, request: PlanRequest) -> tuple[Step, Plan
         if any(value in op.reads for op in traced.graph.block.ops):
             size = traced.graph.values[value].nbytes
             notes.append(
-                f"{shown(traced.arguments[leaf.numbers[0]].path)} lies in parts on {len(some)} submeshes, but an "
+                f"{shown(traced.arguments[leaf.numbers[0]].path)} has parts on {len(some)} submeshes, but an "
                 f"operation reads all of it: it is moved in each call ({units.nbytes(size)})"
             )
     traced = replace(traced, notes=(*traced.notes, *notes))
@@ -226,7 +226,7 @@ def _solve(run: Passes, request: PlanRequest, division: DividedStep) -> Staged:
     staged = solve(run, request, division, PRICES[-1])
     if staged.needed > request.budget and division.copied:
         raise InfeasibleError(
-            f"{division.loop.traced.name} needs {units.nbytes(staged.needed)} per device where its state lies, of "
+            f"{division.loop.traced.name} needs {units.nbytes(staged.needed)} per device with its state in place, of "
             f"{units.nbytes(int(request.budget))}, and leaves are copied: {division.copied[0]}. Take the loop over "
             "them out of the step, and call it once for each iteration, or give more memory_per_device",
             staged.needed,
@@ -235,7 +235,7 @@ def _solve(run: Passes, request: PlanRequest, division: DividedStep) -> Staged:
 
 
 def submeshes_of(pins: Pins, num_devices: int) -> tuple[tuple[LogicalMesh, int], ...]:
-    """The submeshes that arguments lie on, as (mesh, number of the first device), in the order of devices.
+    """The submeshes that arguments are on, as (mesh, number of the first device), in the order of devices.
 
     Raises:
       OptionError: two of them share devices, or one has devices that the cluster has not.
@@ -245,14 +245,14 @@ def submeshes_of(pins: Pins, num_devices: int) -> tuple[tuple[LogicalMesh, int],
         if second < first + mesh.size:
             names = [_of_mesh(pins, *pair) for pair in ((mesh, first), (other, second))]
             raise OptionError(
-                f"arguments lie on submeshes that share devices: {names[0]} and {names[1]}; place both as one plan "
+                f"arguments are on submeshes that share devices: {names[0]} and {names[1]}; place both as one plan "
                 "wants them, with the place method of the step that like= names"
             )
     mesh, first = found[-1]
     if first + mesh.size > num_devices:
         raise OptionError(
-            f"arguments lie where the cluster of {num_devices} devices has none: {_of_mesh(pins, mesh, first)}; plan "
-            "for the cluster that the state was placed on"
+            f"arguments are on devices that the cluster of {num_devices} devices does not have: "
+            f"{_of_mesh(pins, mesh, first)}; plan for the cluster that the state was placed on"
         )
     return found
 
@@ -285,6 +285,6 @@ def reason(pins: Pins) -> str:
     """Returns a plan's reason for the division into stages."""
     why = dict.fromkeys(pin.why for pin in pins.arguments.values())
     return (
-        f"divided by where {len(pins.arguments)} arguments lie ({'; '.join(why)}): an operation runs on the submesh "
-        "that has the leaves that it reads"
+        f"divided by the placement of {len(pins.arguments)} arguments ({'; '.join(why)}): an operation runs on the "
+        "submesh that has the leaves that it reads"
     )

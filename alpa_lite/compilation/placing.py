@@ -144,7 +144,7 @@ def planned_shardings(plan: PlanRecord, tree: Any, devices: Sequence[Any] | None
     for path, kind in zip(paths, kinds, strict=True):
         where = () if kind is None else ends.candidates(keys(path)[1:], kind)
         if len(where) > 1 or (where and not isinstance(where[0], Pin)):
-            what = f"{len(where)} leaves that lie differently may be meant" if len(where) > 1 else "submeshes share it"
+            what = f"{len(where)} leaves with different placements match" if len(where) > 1 else "submeshes share it"
             raise PlanError(
                 f"the plan has no single sharding for {shown(path)}: {what}; give a tree with more of its path, or use "
                 "step.shardings(...)"

@@ -38,7 +38,7 @@ class PlanRequest:
       trace: traces the step; with other shapes for some flat arguments if they are given by number.
       pins: where flat arguments already are and stay.
       like: the plan of the same step for other shapes, whose division a pipeline keeps; None if there is none.
-      wishes: what the user says of arguments and of the mesh, in the method and beside it.
+      wishes: what the user says of arguments and of the mesh, in the method and elsewhere.
     """
 
     options: Options
@@ -79,7 +79,7 @@ class PlanRequest:
         """The plan to run without solving.
 
         Raises:
-          OptionError: another number of micro-batches is given beside it.
+          OptionError: another number of micro-batches is given, too.
         """
         given, count = self.options.plan, self.options.num_microbatches
         if given is None:
@@ -111,10 +111,10 @@ class PlanRequest:
     def pipelines(self) -> bool:
         """Whether the method allows pipelines on this cluster; a mesh of all devices that the user names has none.
 
-        Nor are there any where the state already lies on one mesh.
+        Nor are there any where the state is already on one mesh.
 
         Raises:
-          OptionError: the method is a pipeline, but the state lies on one mesh.
+          OptionError: the method is a pipeline, but the state is on one mesh.
         """
         if self.pins:
             if isinstance(self.method, Pipeline):

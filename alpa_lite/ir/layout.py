@@ -1,4 +1,4 @@
-"""How one tensor lies on a mesh, and how it gets from one layout to another.
+"""The layout of one tensor on a mesh, and how it gets from one layout to another.
 
 A `LogicalMesh` is a grid of devices with named axes. A `Layout` gives, for each dim of a tensor, the mesh axes that
 shard it, major to minor (the meaning of `jax.sharding.PartitionSpec`), and the axes over which the value is a
@@ -59,7 +59,7 @@ class LogicalMesh:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor lies on a mesh.
+    """The layout of a tensor on a mesh.
 
     Attributes:
       dims: for each dim the mesh axes that shard it, major to minor.
@@ -154,7 +154,7 @@ class Step:
 def moved_axes(before: Axes, after: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Which axes a reordering of one dim's axes moves blocks along, by their positions in `before`.
 
-    Block b = (b_1, .., b_n) lies at coordinate b_i of axis `before[i]`, and goes where the same number, written in the
+    Block b = (b_1, .., b_n) is at coordinate b_i of axis `before[i]`, and goes where the same number, written in the
     sizes of `after`, says. An axis along which no block changes its coordinate takes no part: of (x, y, z) to (x, z, y)
     that is x.
 
@@ -181,7 +181,7 @@ def reshard_steps(src: Layout, dst: Layout) -> tuple[Step, ...] | None:
     goal has no use for, and last gathers of axes that must go. Neighbouring steps of one kind are joined, since one
     collective over two axes is cheaper than one per axis.
 
-    The result does not depend on the tensor's shape: divisibility of `src` and `dst` implies that of what lies between,
+    The result does not depend on the tensor's shape: divisibility of `src` and `dst` implies that of what is between,
     except where a dim holds axes of both; callers check with `local_shape` on each step's layouts if in doubt.
     """
     moves = reshard_moves(src, dst)

@@ -1,4 +1,4 @@
-"""Where leaves and values of a step must lie, whatever is cheaper: what is given, not searched for.
+"""The given placements of leaves and values of a step, which are not searched for.
 
 A pin comes from where the state already is (the plan of another signature, or of another step), from a constraint that
 the user wrote, or from an array that arrives sharded. Passes read pins as hard constraints; `why` is for plans and
@@ -21,12 +21,12 @@ _SLICE = re.compile(r"\[\d+:\d+\]$")
 
 @dataclass(frozen=True)
 class Pin:
-    """Where one leaf or value lies.
+    """The placement of one leaf or value.
 
     Attributes:
       mesh: the logical mesh of a submesh, or of all devices.
       first_device: the number of the submesh's first device in the cluster; 0 for a mesh of all devices.
-      layout: how it lies there; without partial sums.
+      layout: its layout there; without partial sums.
       why: in words, to follow "because", such as "the state is kept where `train_step` put it".
     """
 
@@ -38,7 +38,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a stacked leaf: `low` to `high` of dim 0, and where it lies."""
+    """A part of a stacked leaf: `low` to `high` of dim 0, and its placement."""
 
     low: int
     high: int
@@ -63,7 +63,7 @@ class Pins:
         return bool(self.arguments or self.pieces)
 
     def on_submeshes(self, num_devices: int) -> bool:
-        """Whether something lies on fewer devices than all."""
+        """Whether something is on fewer devices than all."""
         return any(mesh.size < num_devices for mesh, _ in self.meshes)
 
     @property
@@ -107,7 +107,7 @@ def places(plan: PlanRecord, why: str) -> dict[str, Pin | tuple[Piece, ...]]:
 _PART = re.compile(r"(.*)\[(\d+):(\d+)\]")  # how `layers.stacked_arguments` names the part of a stacked leaf
 
 NO_PINS = Pins()
-"""Everything lies where the plan wants it."""
+"""Nothing is placed before planning."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Wishes:
-    """All that a user says of one step, beside the method.
+    """All constraints of a user on one step, in addition to the method.
 
     Attributes:
       mesh: the mesh that the step's own constraints, its arrays, or the context name; None leaves it to the search.
@@ -134,7 +134,7 @@ class Wishes:
       why: where the mesh or the names come from, to follow "because of".
       leaves: stored path of an argument -> what is said of it.
       given: stored paths of those leaves that the method itself names: they come before the rest of the method.
-      notes: what is not heeded, and why.
+      notes: the constraints that are not applied, and why.
       forbidden: names of `methods.STRATEGIES`.
     """
 

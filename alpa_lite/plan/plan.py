@@ -148,7 +148,7 @@ class Plan(PlanRecord):
           devices: in the order of the cluster; by default all that there are.
 
         Raises:
-          PlanError: there are too few devices, or several leaves of the plan may be meant that lie differently.
+          PlanError: there are too few devices, or several leaves of the plan with different shardings match.
         """
         return _late("compilation.placing").planned_shardings(self, tree, devices)
 

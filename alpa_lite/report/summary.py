@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import textwrap
 from collections.abc import Iterable, Iterator
 
 from rich.console import Group
@@ -42,7 +43,7 @@ def renderable(plan: Plan) -> Group:
     """The summary as a Rich renderable."""
     remarks = [*plan.verification[:1], *plan.notes[:_MAX_NOTES]]
     hidden = len(plan.notes) - _MAX_NOTES + max(0, len(plan.verification) - 1)
-    lines = [line if len(line) <= console.WIDTH - 2 else f"{line[: console.WIDTH - 6]} ..." for line in remarks]
+    lines = [textwrap.shorten(line, console.WIDTH - 2, placeholder=" ...") for line in remarks]
     lines += [f"and {hidden} more in details()"] if hidden > 0 else []
     notes = [Section("notes", "Notes", tuple(lines))] if remarks else []
     return console.render((*text.header(plan), *sections(plan), *notes, Text(f"\n{_MORE}", style="dim")))

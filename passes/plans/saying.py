@@ -18,8 +18,8 @@ MOST = 12
 """The most notes; the others are counted."""
 
 
-def heeded(staged: Staged, wishes: Wishes) -> tuple[str, ...]:
-    """Returns notes on the step's own constraints, and on annotations and arrays: heeded, or the reason why not.
+def constraint_notes(staged: Staged, wishes: Wishes) -> tuple[str, ...]:
+    """Returns notes on the step's own constraints, and on annotations and arrays: applied, or the reason why not.
 
     Entries of `Manual` are the method of the plan, and need no note.
     """
@@ -32,25 +32,25 @@ def heeded(staged: Staged, wishes: Wishes) -> tuple[str, ...]:
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         times = f" ({len(paths)} times)" if len(paths) > 1 and not paths[0] else ""
         of = f" on {paths[0]}{more}" if paths[0] else ""
-        notes.append(f"{what}{of}: {why or 'heeded'}{times}")
+        notes.append(f"{what}{of}: {why or 'applied'}{times}")
     more = len(notes) - MOST
     return (*notes[:MOST], f"{more} more of the user's shardings") if more > 0 else tuple(notes)
 
 
 def _of_values(stage: PlannedStage) -> Iterator[tuple[str, str, str]]:
-    """Yields ("", the user's constraint, the reason why it is not heeded or "") of each constraint on a value."""
+    """Yields ("", the user's constraint, the reason why it is not applied or "") of each constraint on a value."""
     values, mesh = stage.graph.traced.graph.values, stage.program.mesh
     for item in (item for item in computes(stage.program.body.instructions) if item.op.name == CONSTRAINT):
         op = item.op
         wish = Wish(op.params["dims"], op.params["why"])
         shape = values[op.results[0]].shape
-        why = fits(wish, shape, mesh) or ("" if _fulfils(item.form.results[0], wish, mesh) else "not heeded")
+        why = fits(wish, shape, mesh) or ("" if _fulfils(item.form.results[0], wish, mesh) else "not applied")
         where = _jax.source_line(op.source)
-        yield "", f"{wish.why} at {where} fixes {list(shape)} to {_spec(wish.dims)}", why and f"not heeded: {why}"
+        yield "", f"{wish.why} at {where} fixes {list(shape)} to {_spec(wish.dims)}", why and f"not applied: {why}"
 
 
 def _of_arguments(stage: PlannedStage, wishes: Wishes) -> Iterator[tuple[str, str, str]]:
-    """Yields (path, the user's constraint, the reason why it is not heeded or "") of each annotated argument."""
+    """Yields (path, the user's constraint, the reason why it is not applied or "") of each annotated argument."""
     traced, mesh = stage.graph.traced, stage.program.mesh
     inputs = zip(traced.arguments, stage.program.inputs, traced.graph.block.inputs, strict=False)
     for argument, layout, value in inputs:
@@ -60,7 +60,7 @@ def _of_arguments(stage: PlannedStage, wishes: Wishes) -> Iterator[tuple[str, st
         why = fits(wish, traced.graph.values[value].shape, mesh)
         if why is None and not _fulfils(layout, wish, mesh):
             why = f"the plan has {layout}"
-        yield argument.path, wish.why, f"not heeded: {why}" if why else ""
+        yield argument.path, wish.why, f"not applied: {why}" if why else ""
 
 
 def _fulfils(layout: Layout, wish: Wish, mesh: LogicalMesh) -> bool:

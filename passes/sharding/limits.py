@@ -67,7 +67,7 @@ class Constraints:
       gathers_again: whether parameters are gathered for the backward pass again, regardless of memory.
       whole: group -> those of its factors that must not be cut.
       ungathered: values that must not be gathered.
-      unheeded: operations of `ir.primitives.CONSTRAINT` that may be ignored.
+      ignored: operations of `ir.primitives.CONSTRAINT` that are not applied.
     """
 
     layouts: Mapping[int, tuple[Layout, ...]] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class Constraints:
     gathers_again: bool = False
     whole: Mapping[int, frozenset[int]] = field(default_factory=dict)
     ungathered: frozenset[int] = frozenset()
-    unheeded: frozenset[int] = frozenset()
+    ignored: frozenset[int] = frozenset()
 
 
 UNCONSTRAINED = Constraints()

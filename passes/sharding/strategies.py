@@ -189,7 +189,7 @@ class _Builder:
         (value,) = op.results
         shape, dims = self.values[value].shape, self.grouping.homes[value].dims
         wish = Wish(op.params["dims"], op.params["why"])
-        if op.index in self.constraints.unheeded or fits(wish, shape, self.mesh) is not None:
+        if op.index in self.constraints.ignored or fits(wish, shape, self.mesh) is not None:
             return self.free_strategies(group)
         found = dict.fromkeys(completions(wish, shape, self.mesh))
         return [strategy_of(dims, layout, len(group.factors)) for layout in found]

@@ -89,16 +89,16 @@ def of(
     first = {} if placed_on is None else {placed_on: _SHARDINGS}
     for candidate, source in (first | _meshes(traced, said, context)).items():
         if candidate.size != num_devices:
-            notes.append(f"{source} has a mesh of {candidate.size} devices, and the plan {num_devices}: not heeded")
+            notes.append(f"{source} has a mesh of {candidate.size} devices, and the plan {num_devices}: not applied")
         elif mesh is None and (source != _ARRAYS or _admits(method, candidate, names)):
             mesh, why = candidate, source
         elif candidate != mesh:
-            notes.append(f"{source} has the mesh {described(candidate)}: not heeded beside {why or method.describe()}")
+            notes.append(f"{source} has the mesh {described(candidate)}: not applied with {why or method.describe()}")
     leaves: dict[str, Wish] = {}
     for one in said:
         path = traced.arguments[one.number].path
         if one.dims is None:
-            notes.append(f"{one.why}: not heeded")
+            notes.append(f"{one.why}: not applied")
         elif path in found or one.mesh not in (None, mesh):
             continue
         elif isinstance(method, Textbook):
@@ -109,7 +109,7 @@ def of(
     if mesh is None and len(spoken) > MAX_BARE_NAMES:
         notes.append(
             f"annotations name {len(spoken)} axes ({', '.join([*spoken][:MAX_BARE_NAMES])}, ...) without a mesh and "
-            "without rules (nnx.logical_axis_rules): not heeded; plan under jax.set_mesh(mesh), or give rules"
+            "without rules (nnx.logical_axis_rules): not applied; plan under jax.set_mesh(mesh), or give rules"
         )
         leaves = {}
     scopes = [op.params["dims"] for op in traced.graph.ops() if op.name == CONSTRAINT and op.params["mesh"] is None]

@@ -43,7 +43,7 @@ def worth(
     notes = []
     for name, (ops, leaves) in said.items():
         left = {path: wish for path, wish in wishes.leaves.items() if path not in leaves}
-        limit = replace(limits.limits(step, method, found.mesh, replace(wishes, leaves=left), pins), unheeded=ops)
+        limit = replace(limits.limits(step, method, found.mesh, replace(wishes, leaves=left), pins), ignored=ops)
         space = strategies.build(step, MeshCost(cluster, found.mesh), budget=budget, constraints=limit)
         solution = solve.solve(space.program)
         if solution.status == "optimal":

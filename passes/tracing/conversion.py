@@ -77,7 +77,7 @@ def graph_of(
       literals.
       keys: writes the keys; a new one by default. For a part of another graph, that graph's.
       platform: "cpu", "cuda", "rocm" or "tpu", whose branches are taken; all are kept if it is not known.
-      annotations: whether constraints on placements are heeded.
+      annotations: whether constraints on placements are applied.
       fold_empty: whether arrays without elements become constants; else the operations that make them stay.
 
     Returns:

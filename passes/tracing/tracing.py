@@ -65,7 +65,7 @@ def trace(
       platform: that the step is planned for.
       constrain: glob on scopes -> `PartitionSpec` of their outputs (`constraints`).
       out_shardings: as in `jax.jit`.
-      annotations: whether constraints that the step itself writes are heeded.
+      annotations: whether constraints that the step itself writes are applied.
 
     Returns:
       The traced step. `in_tree` is the structure of the traced (args, kwargs), with NNX objects split; `out_tree` that

@@ -141,7 +141,7 @@ def first_difference(staged: Staged, leaves: Sequence[Any], limit: float) -> Dif
       NotComparable: the collectives are left to the compiler, or a stage's inputs cannot be found.
     """
     if jax.process_count() > 1:
-        raise NotComparable("the values between operations lie in several processes; check with the same plan in one")
+        raise NotComparable("the values between operations are in several processes; check with the same plan in one")
     if staged.stages[0].communication != "explicit":
         raise NotComparable("communication='compiler' leaves the operations to it")
     if staged.program.schedule == "none":

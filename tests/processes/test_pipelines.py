@@ -111,5 +111,5 @@ def test_check_trace_and_callbacks():
     """A wrong block of one process is found by all."""
     for text in driver.agreed("tools.py", 2, 2, "[2, 2]"):
         assert "equal: 5 leaves of Pipeline" in text and "equal: 5 leaves of Zero" in text
-        assert "wrong: 2 leaves, the values between operations lie in several processes" in text
+        assert "wrong: 2 leaves, the values between operations are in several processes" in text
         assert "'update'] on [0, 1]" in text and "called back" in text

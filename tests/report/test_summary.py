@@ -186,3 +186,9 @@ def test_activations_are_the_values_that_the_backward_pass_reads() -> None:
     size = sum(row.bytes * row.count for row in planned_by(DATA).stages[0].held)
     assert lines[0].endswith(f"wait for the backward pass, {size:,} bytes per device")
     assert planned(method=DATA).activations() == text
+
+
+def test_long_notes_are_shortened_at_a_word():
+    plan = dataclasses.replace(small_plan(), notes=("words " * 40,))
+    (line,) = [line for line in str(plan).splitlines() if "words" in line]
+    assert line.rstrip().endswith(" words ...") and len(line) <= 100

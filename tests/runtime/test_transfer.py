@@ -247,5 +247,5 @@ def test_plans_of_different_edges_and_other_placements_are_refused():
     backwards = Mesh(np.array(jax.devices()[3::-1]), ("s0",), axis_types=(AxisType.Auto,))
     there = jax.device_put(value, NamedSharding(backwards, PartitionSpec("s0")))
     for wrong in (place(value, Layout(((), ("s0",))), source), there):
-        with pytest.raises(ValueError, match=r"arrays\[0\] lies as"):
+        with pytest.raises(ValueError, match=r"arrays\[0\] has the sharding"):
             mover([wrong])
