@@ -2,8 +2,8 @@
 
 A step is a model of this project with its size and batch, or any function, as `package.module:attribute`, with its
 arguments from another such name. Modules are looked for in the current directory first, as Python itself does for a
-script. A plan holds no program: the file that the command line writes names it beside the plan, so that the plan can
-be compiled later without being told again.
+script. A plan holds no program: the file that the command line writes also names the step, so that the plan can be
+compiled later.
 """
 
 from __future__ import annotations
@@ -52,12 +52,15 @@ class NamedStep:
         """The function, its positional arguments and its keyword arguments.
 
         Raises:
-          OptionError: there is no such model, module or attribute, or it is not what it should be.
+          OptionError: there is no such model, size, module or attribute, or it is of another kind.
         """
         if self.is_model:
-            from alpa_lite import training
+            from alpa_lite import models
 
-            fun, args = training.abstract(self.name, self.size, self.batch, self.settings)
+            try:
+                fun, args = models.get(self.name).abstract(self.size, self.batch, **self.settings)
+            except (ValueError, TypeError) as error:
+                raise OptionError(str(error)) from error
             return fun, tuple(args), {}
         fun = attribute(self.name, "the step")
         if not callable(fun):

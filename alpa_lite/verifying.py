@@ -19,7 +19,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from alpa_lite.api import ParallelStep
+from alpa_lite.compiler import compile_step
 from alpa_lite.errors import AlpaLiteError, OptionError, VerificationError
+from alpa_lite.options import Options
+from alpa_lite.passes.checks.verification import CompiledReport, compiled_reports
+from alpa_lite.plan.plan import Plan
+from alpa_lite.runtime import aot
 from alpa_lite.steps import NamedStep
 
 TOLERANCE = 0.15
@@ -79,14 +87,6 @@ def report(plan_file: Path, step: NamedStep, target: str | None) -> dict[str, An
         alone to compare;
       seconds: of planning again, and of compiling.
     """
-    import jax
-
-    from alpa_lite.compiler import compile_step
-    from alpa_lite.options import Options
-    from alpa_lite.passes.checks.verification import compiled_reports
-    from alpa_lite.plan.plan import Plan
-    from alpa_lite.runtime import aot
-
     plan = Plan.load(plan_file)
     chosen = aot.target_of(target, plan.cluster)
     devices = aot.devices_of(chosen)
@@ -118,14 +118,12 @@ def report(plan_file: Path, step: NamedStep, target: str | None) -> dict[str, An
 
 def options_of(fun: Any) -> dict[str, Any]:
     """The options that a step was decorated with; {} for a plain function."""
-    from alpa_lite.api import ParallelStep
-
     if not isinstance(fun, ParallelStep):
         return {}
     return {name: getattr(fun.options, name) for name in type(fun.options).__dataclass_fields__}
 
 
-def _collectives(found: Sequence[Any]) -> list[dict[str, Any]]:
+def _collectives(found: Sequence[CompiledReport]) -> list[dict[str, Any]]:
     """Planned and found executions of one run of each executable, by kind, axes and bytes."""
     counts: defaultdict[tuple[str, str, int], list[int]] = defaultdict(lambda: [0, 0])
     for one in found:
@@ -140,8 +138,9 @@ def _collectives(found: Sequence[Any]) -> list[dict[str, Any]]:
     ]
 
 
-def _memory(one: Any) -> dict[str, Any]:
+def _memory(one: CompiledReport) -> dict[str, Any]:
     memory = one.memory
+    assert memory is not None
     return {
         "executable": one.name,
         "submesh": one.submesh,

@@ -13,15 +13,15 @@
     alpa-lite calibrate --seconds 60 -o here.json
     alpa-lite launch -n 4 --devices-per-process 2 --platform cpu -- examples/pretrain.py --steps 100
 
-Each command has one function, in the module of its kind; the training loop is in `alpa_lite.training`. JAX is imported
-only by commands that need it, and only after the number of virtual CPU devices is set, which JAX reads at its first use
-at the latest.
+Each command has one function, in the module of its kind. Those that use the devices here first set the number of
+virtual CPU devices (`base.local_cluster`), which JAX reads once.
 """
 
 from __future__ import annotations
 
 import io
 import sys
+from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -54,8 +54,6 @@ for _command, _settings in (
 def _version(wanted: bool) -> None:
     """Prints the version and ends."""
     if wanted:
-        from importlib import metadata
-
         base.console().print(f"alpa-lite {metadata.version('alpa-lite')} (JAX {metadata.version('jax')})")
         raise typer.Exit
 

@@ -1,4 +1,4 @@
-"""Helpers that commands share: reporting of errors, the terminal, files."""
+"""Helpers that commands share: reporting of errors, the terminal, devices, files."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
+import jax
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, OptionError
+
+VIRTUAL_DEVICES = 8
+"""The number of CPU devices if there is no accelerator and the user gives no number."""
 
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -35,6 +40,29 @@ def console() -> Console:
     """Standard output: as wide as the terminal; without a terminal, as wide as a plan."""
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(highlight=False, markup=False, width=100)
+
+
+def local_cluster(devices: int | None, calibration: Literal["auto"] | None = "auto") -> Cluster:
+    """The cluster of the first `devices` devices here; None for all accelerators, or eight virtual CPU devices.
+
+    The number of virtual CPU devices can only be set before JAX first looks for devices; accelerators are unaffected.
+
+    Args:
+      calibration: as for `Cluster.local`.
+
+    Raises:
+      OptionError: if there are fewer devices.
+    """
+    with contextlib.suppress(RuntimeError):  # raised if JAX has already looked for devices: those must do
+        jax.config.update("jax_num_cpu_devices", devices or VIRTUAL_DEVICES)
+    found = jax.devices()
+    if devices is not None and len(found) < devices:
+        raise OptionError(
+            f"--devices {devices}: there are {len(found)} {found[0].platform} devices here; ask for fewer"
+        )
+    if devices is None and found[0].platform == "cpu":
+        devices = min(VIRTUAL_DEVICES, len(found))
+    return Cluster.local(found[:devices], calibration=calibration)
 
 
 @contextlib.contextmanager

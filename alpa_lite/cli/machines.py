@@ -7,13 +7,15 @@ from typing import Annotated
 
 import typer
 
-from alpa_lite.cli import base, options
+from alpa_lite.calibration import measuring, storing
+from alpa_lite.cli import base, options, tables
+from alpa_lite.cluster import CALIBRATION
+from alpa_lite.processes import local_launch
+from alpa_lite.report import progress
 
 
 def clusters() -> None:
     """List the clusters that `alpa-lite plan --cluster` accepts."""
-    from alpa_lite.cli import tables
-
     base.console().print(tables.clusters())
 
 
@@ -38,13 +40,7 @@ def calibrate(
     Plans use the file by ALPA_LITE_CALIBRATION=FILE, by Cluster.calibrated(FILE), or by cluster=FILE. Nothing else
     should run meanwhile.
     """
-    from alpa_lite import training
-    from alpa_lite.calibration import measuring, storing
-    from alpa_lite.cli import tables
-    from alpa_lite.cluster import CALIBRATION
-    from alpa_lite.report import progress
-
-    count = training.local_cluster(devices, calibration=None).num_devices
+    count = base.local_cluster(devices, calibration=None).num_devices
     with progress.planning("calibrating") as report:
         found = measuring.calibrate(devices=count, seconds=seconds, progress=report.count)
     console = base.console()
@@ -78,8 +74,6 @@ def launch(
     The script calls jax.distributed.initialize() or alpa_lite.initialize(), which find the other processes. Each line
     of output has the number of its process in front. If one process fails, the others are ended.
     """
-    from alpa_lite.processes import local_launch
-
     raise typer.Exit(
         local_launch.launch(
             script, echo=typer.echo, processes=processes, devices_per_process=devices_per_process, platform=platform,

@@ -8,9 +8,15 @@ from typing import Annotated
 
 import typer
 
-from alpa_lite.cli import base, options, values
+from alpa_lite import steps, verifying
+from alpa_lite.api import make_plan
+from alpa_lite.cli import base, options, tables, values
+from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
 from alpa_lite.options import summary
+from alpa_lite.plan.plan import Plan
+from alpa_lite.report import summary as brief
+from alpa_lite.report import text
 
 
 def plan(
@@ -59,12 +65,8 @@ def plan(
     alpa-lite plan train:step --args train:abstract_args --cluster h100
     """
     shape = None if topology is None else values.shape_of(topology, "--topology")
-    from alpa_lite import steps, training
-    from alpa_lite.cluster import Cluster
-    from alpa_lite.report import summary as report
-
     if cluster.lower() == "local":
-        machine = training.local_cluster(None)
+        machine = base.local_cluster(None)
     elif nodes is None and shape is None:
         machine = Cluster.named(cluster)
     else:
@@ -75,9 +77,6 @@ def plan(
         "method": values.method_of(method, stages, schedule), "memory_per_device": values.bytes_of(memory),
         "num_microbatches": microbatches or "auto", "dump_dir": dump, **values.settings_of(option, "--option"),
     }  # fmt: skip
-    from alpa_lite import verifying
-    from alpa_lite.api import make_plan
-
     own = verifying.options_of(step)
     if own:  # what is not given here is as the step was decorated
         usual = {"method": values.method_of("auto", None, None), "num_microbatches": "auto"}
@@ -85,7 +84,7 @@ def plan(
     given["cluster"] = machine
     found = make_plan(step, *positional, kwargs=keywords, **given)
     console = base.console()
-    console.print(report.renderable(found.compared()))
+    console.print(brief.renderable(found.compared()))
     base.write(found, output, simulate, console)
     if output is not None:
         steps.remember(output, named)
@@ -99,12 +98,9 @@ def show(
     ] = None,
 ) -> None:
     """Print a plan: what was chosen, what it yields, and how other methods would do; with --full everything."""
-    from alpa_lite.plan.plan import Plan
-    from alpa_lite.report import summary, text
-
     found = Plan.load(file)
     if html is None:
-        base.console().print((text if full else summary).renderable(found))
+        base.console().print((text if full else brief).renderable(found))
         return
     with base.writing("--html", html):
         found.to_html(html)
@@ -140,14 +136,10 @@ def verify(
 ) -> None:
     """Compile a plan with the compiler of its target, without the hardware, and compare.
 
-    Prints the collectives and the memory of the compiled program beside the plan's. Ends with exit code 1 if the
-    program communicates what the plan does not say. For TPUs install alpa-lite with its extra tpu-verify, for CUDA with
+    Prints the collectives and the memory of the compiled program and of the plan. Ends with exit code 1 if the program
+    communicates what the plan does not say. For TPUs install alpa-lite with its extra tpu-verify, for CUDA with
     cuda-verify.
     """
-    from alpa_lite import steps, verifying
-    from alpa_lite.cli import tables
-    from alpa_lite.plan.plan import Plan
-
     Plan.load(file)
     named = steps.remembered(file) if step is None else values.named_step(step, size, batch, settings, args, kwargs)
     if named is None:
@@ -156,13 +148,13 @@ def verify(
             "package.module:abstract_args, or a model with --size and --batch"
         )
     found = verifying.verify(file, named, target, time_limit)
-    text = json.dumps(found, indent=1)
+    written = json.dumps(found, indent=1)
     if str(json_file) == "-":
-        typer.echo(text)
+        typer.echo(written)
     else:
         if json_file is not None:
             with base.writing("--json", json_file):
-                json_file.write_text(text + "\n", encoding="utf-8")
+                json_file.write_text(written + "\n", encoding="utf-8")
         base.console().print(tables.verification(found))
     if not found["communicates"]:
         raise typer.Exit(1)
@@ -180,13 +172,9 @@ def explain(
     ],
 ) -> None:
     """Explain the sharding of an argument or operation, and which changes would make another choice win."""
-    from alpa_lite.plan.plan import Plan
-
     base.console().print(Plan.load(file).explain(path))
 
 
 def diff(before: options.PlanFile, after: options.PlanFile) -> None:
     """Compare two plans: mesh, shardings, collectives, memory, times."""
-    from alpa_lite.plan.plan import Plan
-
     base.console().print(Plan.load(before).diff(Plan.load(after)))

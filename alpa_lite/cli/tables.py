@@ -1,4 +1,4 @@
-"""Tables that commands print: the clusters, a calibration, and the program of a target's compiler beside the plan."""
+"""Tables that commands print: the clusters, a calibration, and the program of a target's compiler against the plan."""
 
 from __future__ import annotations
 

@@ -1,14 +1,28 @@
-"""Commands that train on the devices of this machine: `demo`, `train`."""
+"""Commands that train on the devices of this machine: `demo`, `train`.
+
+The loop is an ordinary one on purpose: a user's own loop looks like this with `alpa_lite.parallelize` around its step.
+"""
 
 from __future__ import annotations
 
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
+from alpa_lite.api import ParallelStep, parallelize
 from alpa_lite.cli import base, options, values
 from alpa_lite.errors import OptionError
+from alpa_lite.options import Pipeline
+from alpa_lite.report import summary, timeline, units
+from alpa_lite.report import text as report
+
+_LINES = 20  # of losses, whatever the number of steps
 
 
 def demo(
@@ -25,14 +39,22 @@ def demo(
 
     Without an accelerator it runs on 8 virtual CPU devices. The pipeline continues from the state of the first plan.
     """
-    shared: dict[str, Any] = {"devices": devices, "batch": 32, "text": None, "settings": None}
-    state = _train("gpt", "tiny", steps=steps, method="auto", seed=0, **shared)
-    if (stages or 1) > 1:
-        base.console().print(f"\nthe same training, now as a pipeline of {stages} stages\n", style="bold")
-        _train(
-            "gpt", "tiny", steps=max(1, steps // 2), method="pipeline", seed=1, stages=stages, schedule=schedule,
-            microbatches=microbatches, trace=trace, state=state, brief=True, **shared,
-        )  # fmt: skip
+    console, cluster = base.console(), base.local_cluster(devices)
+    work = _work("gpt", "tiny", 32)
+    step = parallelize(work.step, cluster=cluster)
+    console.print(summary.renderable(step.plan(work.state, work.example).compared()))
+    console.print()
+    state = _run(console, step, work, work.state, steps)
+    if (stages or 1) == 1:
+        return
+    console.print(f"\nthe same training, now as a pipeline of {stages} stages\n", style="bold")
+    work = _work("gpt", "tiny", 32, seed=1)
+    method = Pipeline(stages, schedule or "auto")
+    step = parallelize(work.step, method=method, cluster=cluster, num_microbatches=microbatches or "auto")
+    console.print(report.overview(step.plan(work.state, work.example)))
+    console.print()
+    state, _ = step.place(state, work.example)
+    _run(console, step, work, state, max(1, steps // 2), trace)
 
 
 def train(
@@ -64,53 +86,112 @@ def train(
     if context.args and not text:  # `--text a b` leaves b unparsed
         raise OptionError(f"unexpected argument {context.args[0]!r}; text files follow --text")
     files = None if text is None else [*text, *map(Path, context.args)]
-    _train(
-        model, size, devices=devices, batch=batch, steps=steps, text=files, method=method, stages=stages,
-        microbatches=microbatches, schedule=schedule, memory=memory, settings=settings, plan=plan, output=output,
-        simulate=simulate, trace=trace, seed=seed,
+    chosen, cluster = values.method_of(method, stages, schedule), base.local_cluster(devices)
+    work = _work(model, size, batch, files, settings, seed)
+    step = parallelize(
+        work.step, method=chosen, cluster=cluster, memory_per_device=values.bytes_of(memory),
+        num_microbatches=microbatches or "auto", plan=plan,
     )  # fmt: skip
-
-
-def _train(
-    model: str,
-    size: str,
-    *,
-    devices: int | None,
-    method: str,
-    settings: list[str] | None,
-    stages: int | None = None,
-    microbatches: int | None = None,
-    schedule: str | None = None,
-    memory: float | None = None,
-    output: Path | None = None,
-    simulate: Path | None = None,
-    brief: bool = False,
-    **options: Any,
-) -> Any:
-    """Sets the devices up, then trains; prints the plan, or with `brief` its beginning, and saves it if asked."""
-    from alpa_lite import training
-
+    found = step.plan(work.state, work.example)
+    if trace is not None and not found.pipelined:
+        raise OptionError(
+            f"--trace {str(trace)!r}: the plan has one mesh and no pipeline; use --stages 2, or leave --trace out"
+        )
     console = base.console()
-    chosen = values.method_of(method, stages, schedule)
-    cluster = training.local_cluster(devices)
-    from alpa_lite.report import summary, timeline
-    from alpa_lite.report import text as report
+    console.print(summary.renderable(found.compared()))
+    base.write(found, output, simulate, console)
+    console.print()
+    _run(console, step, work, work.state, steps, trace)
 
-    def show(plan: Any) -> None:
-        console.print(report.overview(plan) if brief else summary.renderable(plan.compared()))
-        base.write(plan, output, simulate, console)
-        console.print()
 
-    return training.train(
-        model,
-        size,
-        cluster=cluster,
-        settings=values.settings_of(settings),
-        method=chosen,
-        memory_per_device=values.bytes_of(memory),
-        num_microbatches=microbatches or "auto",
-        on_plan=show,
-        on_line=console.print,
-        on_trace=lambda executed: console.print("\n", timeline.draw(executed), "\n", sep=""),
-        **options,
-    )
+@dataclass(frozen=True)
+class _Work:
+    """A model to train.
+
+    Attributes:
+      step, state: its step and its first state.
+      example: a batch.
+      batches: endless batches; of language models text, of other models one random batch repeatedly.
+      title: the model and its batches in words.
+    """
+
+    step: Callable[..., Any]
+    state: Any
+    example: Any
+    batches: Iterator[Any]
+    title: str
+
+
+def _work(
+    model: str, size: str, batch: int, text: Sequence[Path] | None = None, settings: list[str] | None = None,
+    seed: int = 0,
+) -> _Work:  # fmt: skip
+    """A model with its batches; text is of some files, by default of the sources of Python's standard library.
+
+    Raises:
+      OptionError: for a model, size, attribute or file that does not exist.
+    """
+    from alpa_lite import models
+
+    given = values.settings_of(settings)
+    try:
+        spec = models.get(model)
+        config = spec.config(size, **given)
+        step, (state, example) = spec.build(size, batch, seed, **given)
+        batches, source = _batches(config, example, text, batch, seed)
+        title = f"{model} {size}: {spec.parameters(size, **given):,} parameters, {source}"
+    except (ValueError, TypeError, OSError) as error:
+        raise OptionError(str(error)) from error
+    return _Work(step, state, example, batches, title)
+
+
+def _batches(
+    config: Any, example: Any, text: Sequence[Path] | None, batch: int, seed: int
+) -> tuple[Iterator[Any], str]:
+    """Endless batches, and a description of them."""
+    from alpa_lite.models import text as texts
+
+    if not (hasattr(config, "vocab") and hasattr(config, "seq") and {"inputs", "targets"} <= set(example)):
+        if text is not None:
+            raise ValueError("--text is for language models; leave it out for this one")
+        return itertools.repeat(example), f"one random batch of {batch}, repeated"
+    data = texts.read(text)
+    if config.vocab < texts.VOCAB:
+        raise ValueError(f"vocab={config.vocab}: text is read as bytes, so it must be at least {texts.VOCAB}")
+    return texts.batches(data, batch, config.seq, seed), f"{units.nbytes(len(data))} of text"
+
+
+def _run(
+    console: Console, step: ParallelStep[..., Any], work: _Work, state: Any, steps: int, trace: Path | None = None
+) -> Any:
+    """Runs a planned step from a state, and of a pipeline one more whose timeline is drawn. Returns the state.
+
+    Losses are fetched only for the printed lines, so that steps overlap; the first step compiles.
+
+    Args:
+      trace: where to write that timeline.
+    """
+    console.print(f"{work.title}, {steps} steps")
+    losses: list[float] = []
+    every = max(1, steps // _LINES)
+    start = since = time.perf_counter()
+    done = 0
+    for number in range(1, steps + 1):
+        state, metrics = step(state, next(work.batches))
+        if number == 1 or number % every == 0 or number == steps:
+            losses.append(float(metrics["loss"]))
+            now = time.perf_counter()
+            speed = f"compiled and run in {units.seconds(now - since)}"
+            if number > 1:
+                speed = f"{(number - done) / (now - since):.1f} steps/s"
+            console.print(f"step {number:>5}  loss {losses[-1]:.4f}  {speed}")
+            since, done = now, number
+    console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {units.seconds(time.perf_counter() - start)}")
+    if step.plans[-1].pipelined:
+        executed = step.trace(trace, state, next(work.batches))
+        console.print("\n", timeline.draw(executed), "\n", sep="")
+    if trace is not None:
+        console.print(
+            f"executed and predicted timeline of one step saved to {trace}: open it in https://ui.perfetto.dev"
+        )
+    return state

@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from alpa_lite import options
 from alpa_lite.errors import OptionError
+from alpa_lite.steps import NamedStep
 
 
 def named_step(
     name: str, size: str, batch: int | None, settings: list[str] | None, args: str | None, kwargs: str | None
-) -> Any:
+) -> NamedStep:
     """The step of a command line.
 
     Raises:
       OptionError: a model without a batch, or options of models with a step of the user's own and the other way round.
     """
-    from alpa_lite.steps import NamedStep
-
     if ":" in name:
         for option, value in (("--batch", batch), ("--set", settings)):
             if value:
@@ -31,14 +31,12 @@ def named_step(
     return NamedStep(name, size, batch, settings_of(settings))
 
 
-def method_of(name: str, stages: int | None, schedule: str | None) -> Any:
+def method_of(name: str, stages: int | None, schedule: str | None) -> options.Method:
     """The method of a command line; stages or a schedule turn "auto" into a pipeline.
 
     Raises:
       OptionError: for an unknown name, or for stages with a method that is no pipeline.
     """
-    from alpa_lite import options
-
     if name == "pipeline" or (name == "auto" and (stages or schedule)):
         return options.Pipeline(num_stages=stages, schedule=schedule or "auto")
     if stages or schedule:
