@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.harness import AT
 from benchmarks.numerics import differential
-from benchmarks.random_steps import features
+from benchmarks.random_steps import contests
 
 TABLE = differential.BENCHMARKS[0].path
 FEATURES = ("reference", "effect", "ordered effect", "whole-batch loop", "low-bit type", "returned array in two places")
@@ -42,7 +42,7 @@ def test_the_table_has_every_feature() -> None:
     total: collections.Counter[str] = collections.Counter()
     for version, row in known.items():
         total.update({} if version == "faults" else row["kinds"])
-    settings = [f"setting: {name}" for name in features.SETTINGS]
+    settings = [f"setting: {name}" for name in contests.SETTINGS]
     assert not {feature for feature in (*FEATURES, *settings) if not total[feature]}
 
 

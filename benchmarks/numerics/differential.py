@@ -6,8 +6,8 @@ virtual CPU devices or submeshes of them, micro-batches, communication, and what
 - two calls, the second on the state that the first returned, with plain `jit` on copies, per leaf. The tolerances are
   those of `alpa_lite.check`: rounding by dtype, else thirty times what a change of the arguments in their last place
   does to the leaf;
-- from seed 1,000,000 on, callbacks run as often as under plain `jit`, and the second call may run under another
-  setting of JAX, or with an array of the state that the first returned in the batch, too (`random_steps/features.py`);
+- callbacks run as often as under plain `jit`, and the second call may run under another setting of JAX, or with an
+  array of the state that the first returned in the batch, too;
 - `alpa_lite.check`, which looks for its own differences operation by operation;
 - the library's verification: collectives of the lowered program, and of the compiled one, are those of the plan;
 - the plan, saved, loaded and run again without solving, gives the same bits; summaries and explanations do not raise.
@@ -44,7 +44,7 @@ from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
 from benchmarks.harness import AT, Benchmark, Row, Rows, table
 from benchmarks.random_steps.comparison import Conditioning, Failure, compare, copied, failure, guarded, words
 from benchmarks.random_steps.contests import FREE_LINKS, Contest, made, reductions
-from benchmarks.random_steps.program import Program, kinds_of
+from benchmarks.random_steps.program import Program
 
 REFUSALS = (InfeasibleError, MicrobatchError, OptionError)
 
@@ -90,7 +90,7 @@ def run(program: Program, contest: Contest) -> Outcome:
 def _compare_all(program: Program, contest: Contest, outcome: Outcome) -> None:
     """Counts the leaves of all comparisons; raises `Refused` as soon as something cannot be done."""
     step, fresh = program.function(), program.arguments  # calls may donate what they are given
-    jitted, features = jax.jit(step), contest.features
+    jitted = jax.jit(step)
     want, calls = _plain_jit(step, lambda: jitted(*fresh()))
     planned = contest.parallelized(program, step)
     try:
@@ -107,12 +107,12 @@ def _compare_all(program: Program, contest: Contest, outcome: Outcome) -> None:
     kept = jax.tree.map(words, jax.tree.map(copied, got))
     again = jax.tree.map(copied, got[0])
     _calls(step)  # conditioning, too, runs callbacks
-    with features.context():
-        want, calls = _plain_jit(step, lambda: jitted(*features.arguments(again, fresh()[1])))
-        got = _planned("second call", lambda: planned(*features.arguments(got[0], fresh()[1])))
+    with contest.context():
+        want, calls = _plain_jit(step, lambda: jitted(*contest.arguments(again, fresh()[1])))
+        got = _planned("second call", lambda: planned(*contest.arguments(got[0], fresh()[1])))
         _same_calls("second call", _calls(step), calls)
-        given = lambda: features.arguments(again, fresh()[1])  # noqa: E731
-        if features.setting:
+        given = lambda: contest.arguments(again, fresh()[1])  # noqa: E731
+        if contest.setting:
             conditioning = Conditioning(planned.planned(given(), {})[0].source)
         outcome.leaves += compare("second call", got, want, given, conditioning)
     checked = guarded("check", lambda: alpa_lite.check(planned, *fresh()))
@@ -242,8 +242,8 @@ def search(seeds: range, seconds: float, shrink: float, folder: Path | None = No
         program, contest = made(seed)
         print(f"{seed} {contest.method}, {len(program.lines)} lines", file=sys.stderr, flush=True)
         counts.programs[contest.method] += 1
-        counts.kinds.update(kinds_of(program))
-        counts.kinds.update(contest.features.names())
+        counts.kinds.update(line.kind for line in program.lines)
+        counts.kinds.update(contest.features())
         try:
             outcome = guarded("comparing", lambda program=program, contest=contest: run(program, contest))
         except Failure as found:

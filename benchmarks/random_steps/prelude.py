@@ -1,4 +1,4 @@
-"""The beginning of the source of random programs: functions that their lines call; `FURTHER`, those of some seeds."""
+"""The beginning of the source of random programs: functions that their lines call."""
 
 PRELUDE = '''
 import functools
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
 
 
@@ -189,10 +190,8 @@ def attended(h, w, heads):
     scores = jnp.einsum('bqhd,bkhd->bhqk', q, k) / np.sqrt(q.shape[-1])
     scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
     return jnp.einsum('bhqk,bkhd->bqhd', jax.nn.softmax(scores), k).reshape(h.shape)
-'''
 
-FURTHER = '''
-from jax.experimental import io_callback
+
 
 CALLS = []
 

@@ -12,25 +12,20 @@ of a sum could change. So two right runs differ by rounding.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import random
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from benchmarks.random_steps.prelude import FURTHER, PRELUDE
+from benchmarks.random_steps.prelude import PRELUDE
 
 SIZES = (8, 16, 4, 8, 16, 6, 3, 5, 12, 2, 1, 24)
 LARGEST = 8192
 NARROW = ("int2", "int4", "uint4")
-
-Kind = TypeVar("Kind", bound=Callable[..., object])
-Forms = Any
-"""The result of a function that writes a line; see `writers`."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +36,10 @@ class Value:
     shape: tuple[int, ...]
     dtype: str
     exact: bool = True
+
+    def __str__(self) -> str:
+        """The name, as it stands in a line."""
+        return self.name
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ class Program:
       generator: of random keys.
       optimizer: the function of the prelude that makes the new state of the gradients.
       feeding: the function of the prelude that the arguments go through, if any.
-      further: whether it may call the functions of `prelude.FURTHER`.
     """
 
     seed: int
@@ -81,12 +79,6 @@ class Program:
     generator: str
     optimizer: str = "descended"
     feeding: str = ""
-    further: bool = False
-
-    @property
-    def prelude(self) -> str:
-        """The source before the step's."""
-        return PRELUDE + FURTHER if self.further else PRELUDE
 
     def source(self) -> str:
         """The step as text."""
@@ -117,22 +109,29 @@ class Program:
     def function(self) -> Any:
         """The step."""
         space: dict[str, Any] = {"__name__": "random_program"}
-        source = self.prelude + "\n" + self.source()
+        source = PRELUDE + "\n" + self.source()
         exec(compile(source, f"program_{self.seed}.py", "exec"), space)
         return space["step"]
 
-    def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The state and the batch, in arrays of their own."""
-        rng = np.random.default_rng(self.seed)
-        make = functools.partial(_array, rng, self.generator)
-        state, batch = {v.name: make(v) for v in self.state}, {v.name: make(v) for v in self.batch}
+    def leaves(self) -> str:
+        """The lines that make the state and the batch, in arrays of their own."""
+        state, batch = (
+            f"{{{', '.join(f'{v.name!r}: {_made(v, self.generator)}' for v in some)}}}"
+            for some in (self.state, self.batch)
+        )
+        lines = [f"rng = np.random.default_rng({self.seed})", f"state = {state}", f"batch = {batch}"]
         if self.has_moments:
-            state["moments"] = {v.name: state[v.name] * 0 for v in self.state if is_float(v.dtype)}
+            names = [v.name for v in self.state if is_float(v.dtype)]
+            lines.append(f"state['moments'] = {{name: state[name] * 0 for name in {names!r}}}")
         if self.feeding:
-            space: dict[str, Any] = {}
-            exec(self.prelude, space)
-            return space[self.feeding](state, batch)
-        return state, batch
+            lines.append(f"state, batch = {self.feeding}(state, batch)")
+        return "\n".join(lines)
+
+    def arguments(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The state and the batch."""
+        space: dict[str, Any] = {}
+        exec(PRELUDE + self.leaves(), space)
+        return space["state"], space["batch"]
 
     @property
     def has_moments(self) -> bool:
@@ -145,18 +144,8 @@ class Program:
             "import jax",
             'jax.config.update("jax_platforms", "cpu")',
             'jax.config.update("jax_num_cpu_devices", 8)',
-            self.prelude,
-            self.source(),
-            "rng = np.random.default_rng(0)",
-            f"state = {{{', '.join(f'{v.name!r}: {_made(v, self.generator)}' for v in self.state)}}}",
-            f"batch = {{{', '.join(f'{v.name!r}: {_made(v, self.generator)}' for v in self.batch)}}}",
         ]
-        if self.has_moments:
-            names = [v.name for v in self.state if is_float(v.dtype)]
-            lines.append(f"state['moments'] = {{name: state[name] * 0 for name in {names!r}}}")
-        if self.feeding:
-            lines.append(f"state, batch = {self.feeding}(state, batch)")
-        return "\n".join([*lines, run]) + "\n"
+        return "\n".join([*lines, PRELUDE, self.source(), self.leaves(), run]) + "\n"
 
     def without(self, name: str) -> Program | None:
         """The program without a line; None if it has no such line."""
@@ -200,67 +189,8 @@ def renamed(line: Line, old: str, new: str) -> Line:
     """A line that reads another value."""
     if old not in line.reads:
         return line
-    import re
-
     reads = tuple(new if n == old else n for n in line.reads)
     return dataclasses.replace(line, source=re.sub(rf"\b{old}\b", new, line.source), reads=reads)
-
-
-def entered(book: dict[str, Kind]) -> Callable[[Kind], Kind]:
-    """A decorator that puts functions into a book, under their names."""
-
-    def enter(function: Kind) -> Kind:
-        return book.setdefault(function.__name__, function)
-
-    return enter
-
-
-def axis_of(b: Builder, v: Value) -> int:
-    """A random dim of a value."""
-    return b.rng.randrange(len(v.shape))
-
-
-def pick(dtypes: Sequence[str] = (), *, like: int | None = None, **limits: Any) -> Callable[..., Value | None]:
-    """A choice of `Builder.pick`, of the shape of an earlier choice if `like` is its number, else of any.
-
-    Without dtypes it has the dtype of that choice, too.
-    """
-
-    def choose(b: Builder, before: Sequence[Value | None]) -> Value | None:
-        if like is None:
-            return b.pick(dtypes, **limits)
-        first = before[like]
-        return None if first is None else b.pick(dtypes or (first.dtype,), shape=first.shape, **limits)
-
-    return choose
-
-
-def writers(book: dict[str, Callable[[Builder], Value | None]]) -> Callable[..., Callable[..., Any]]:
-    """A decorator for functions that write a line of one kind, which it puts into a book, under their names.
-
-    Picked values are arguments of the function, which returns a form of the line, or some of which one is drawn, with
-    "{0}" for the first value; with a list of other values if these are not all that the line reads. A line that the
-    function has added itself is returned as it is. Nothing is added where a value cannot be picked.
-    """
-
-    def kind(label: str, *picks: Callable[..., Value | None], exact: bool = False) -> Callable[..., Any]:
-        def enter(function: Callable[..., Forms]) -> Callable[[Builder], Value | None]:
-            def add(b: Builder) -> Value | None:
-                values: list[Any] = []
-                for choose in picks:
-                    values.append(choose(b, values))
-                made = None if None in values else function(b, *values)
-                if made is None or isinstance(made, Value):
-                    return made
-                forms, reads = made if isinstance(made, tuple) and isinstance(made[1], list) else (made, values)
-                form = forms if isinstance(forms, str) else b.rng.choice(forms)
-                return b.add(label, form.format(*(value.name for value in reads)), reads, exact)
-
-            return book.setdefault(function.__name__, add)
-
-        return enter
-
-    return kind
 
 
 def is_float(dtype: str) -> bool:
@@ -268,31 +198,20 @@ def is_float(dtype: str) -> bool:
     return dtype in ("float32", "bfloat16", "float16", "complex64")
 
 
-def _array(rng: np.random.Generator, generator: str, value: Value) -> Any:
-    if value.dtype == "key":
-        return jax.random.key(int(rng.integers(1000)), impl=generator)
-    if value.dtype == "bool":
-        return jnp.asarray(rng.integers(0, 2, value.shape).astype(bool))
-    if value.dtype == "complex64":
-        return jnp.asarray((rng.normal(size=value.shape) + 1j * rng.normal(size=value.shape)) / 2, value.dtype)
-    if is_float(value.dtype) or value.dtype.startswith("float8"):
-        return jnp.asarray(rng.normal(size=value.shape) / 2, value.dtype)
-    if value.dtype in NARROW:
-        return jnp.asarray(rng.integers(0, 2, value.shape), value.dtype)
-    return jnp.asarray(rng.integers(0, 6, value.shape), value.dtype)
-
-
 def _made(value: Value, generator: str) -> str:
-    """The expression of a leaf in a script."""
-    if value.dtype == "key":
-        return f"jax.random.key(7, impl={generator!r})"
-    if value.dtype == "bool":
-        return f"jnp.asarray(rng.integers(0, 2, {value.shape}), bool)"
-    if is_float(value.dtype) or value.dtype.startswith("float8"):
-        return f"jnp.asarray(rng.normal(size={value.shape}) / 2, {value.dtype!r})"
-    if value.dtype in NARROW:
-        return f"jnp.asarray(rng.integers(0, 2, {value.shape}), {value.dtype!r})"
-    return f"jnp.asarray(rng.integers(0, 6, {value.shape}), {value.dtype!r})"
+    """The expression of a leaf, of random numbers of `rng`."""
+    match value.dtype:
+        case "key":
+            return f"jax.random.key(int(rng.integers(1000)), impl={generator!r})"
+        case "bool":
+            return f"jnp.asarray(rng.integers(0, 2, {value.shape}), bool)"
+        case "complex64":
+            normal = f"rng.normal(size={value.shape})"
+            return f"jnp.asarray(({normal} + 1j * {normal}) / 2, 'complex64')"
+        case dtype if is_float(dtype) or dtype.startswith("float8"):
+            return f"jnp.asarray(rng.normal(size={value.shape}) / 2, {dtype!r})"
+        case dtype:
+            return f"jnp.asarray(rng.integers(0, {2 if dtype in NARROW else 6}, {value.shape}), {dtype!r})"
 
 
 class Builder:
@@ -306,7 +225,7 @@ class Builder:
         self.lines: list[Line] = []
         self.values: dict[str, Value] = {}
         self._space: dict[str, Any] = {}
-        exec(PRELUDE + FURTHER, self._space)
+        exec(PRELUDE, self._space)
 
     def leaf(self, where: str, shape: tuple[int, ...], dtype: str = "float32") -> Value:
         """A new leaf of the state or of the batch."""
@@ -385,11 +304,3 @@ class Builder:
             tuple(updates), gradient, generator,
         )  # fmt: skip
         return program.pruned(dead)
-
-
-def kinds_of(program: Program) -> Mapping[str, int]:
-    """How many lines of each kind a program has."""
-    out: dict[str, int] = {}
-    for line in program.lines:
-        out[line.kind] = out.get(line.kind, 0) + 1
-    return out
