@@ -14,70 +14,56 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.gallery.steps import CLIPPED, Built, Case, habits, initial, numbers, shape, token_loss, weighted
+from benchmarks.gallery import steps as forms
+from benchmarks.gallery.steps import CLIPPED, Built, Case, case, habits, initial, language, module, numbers, shape
 
 
-class Experts(nn.Module):
-    """The two experts of each token that a softmax prefers, as far as their capacity allows."""
+@module
+def Experts(self, x, *, experts, wide, capacity=1.25):
+    """The two experts of each token that a softmax prefers, as far as their capacity allows.
 
-    experts: int
-    wide: int
-    capacity: float = 1.25
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        """[batch, length, hidden] to the same."""
-        batch, length, hidden = x.shape
-        slots = int(2 * self.capacity * length / self.experts)
-        weights, numbers = jax.lax.top_k(jax.nn.softmax(nn.Dense(self.experts)(x)), 2)
-        chosen = jax.nn.one_hot(numbers, self.experts, dtype=jnp.int32)
-        place = jnp.cumsum(chosen.reshape(batch, -1, self.experts), 1).reshape(chosen.shape) - 1
-        taken = (chosen * (place < slots))[..., None] * jax.nn.one_hot(place, slots, dtype=jnp.int32)
-        combine = jnp.einsum("bsk,bskec->bsec", weights, taken.astype(weights.dtype)).astype(x.dtype)
-        given = jnp.einsum("bsec,bsd->becd", taken.sum(2).astype(x.dtype), x)
-        normal = nn.initializers.lecun_normal()
-        up = self.param("up", normal, (self.experts, hidden, self.wide)).astype(x.dtype)
-        down = self.param("down", normal, (self.experts, self.wide, hidden)).astype(x.dtype)
-        made = jnp.einsum("becw,ewd->becd", nn.gelu(jnp.einsum("becd,edw->becw", given, up)), down)
-        return jnp.einsum("becd,bsec->bsd", made, combine)
+    [batch, length, hidden] to the same.
+    """
+    batch, length, hidden = x.shape
+    slots = int(2 * capacity * length / experts)
+    weights, numbers = jax.lax.top_k(jax.nn.softmax(nn.Dense(experts)(x)), 2)
+    chosen = jax.nn.one_hot(numbers, experts, dtype=jnp.int32)
+    place = jnp.cumsum(chosen.reshape(batch, -1, experts), 1).reshape(chosen.shape) - 1
+    taken = (chosen * (place < slots))[..., None] * jax.nn.one_hot(place, slots, dtype=jnp.int32)
+    combine = jnp.einsum("bsk,bskec->bsec", weights, taken.astype(weights.dtype)).astype(x.dtype)
+    given = jnp.einsum("bsec,bsd->becd", taken.sum(2).astype(x.dtype), x)
+    normal = nn.initializers.lecun_normal()
+    up = self.param("up", normal, (experts, hidden, wide)).astype(x.dtype)
+    down = self.param("down", normal, (experts, wide, hidden)).astype(x.dtype)
+    made = jnp.einsum("becw,ewd->becd", nn.gelu(jnp.einsum("becd,edw->becw", given, up)), down)
+    return jnp.einsum("becd,bsec->bsd", made, combine)
 
 
-class ExpertsBlock(nn.Module):
-    """A block of a decoder, with experts or without."""
-
-    experts: int
-    heads: int
-    wide: int
-
-    @nn.compact
-    def __call__(self, x: Any, mask: Any) -> Any:
-        """[batch, length, hidden] to the same."""
-        y = nn.RMSNorm(dtype=x.dtype)(x)
-        x = x + nn.MultiHeadDotProductAttention(self.heads, dtype=x.dtype)(y, y, mask=mask)
-        y = nn.RMSNorm(dtype=x.dtype)(x)
-        if self.experts:
-            return x + Experts(self.experts, self.wide)(y)
-        return x + nn.Dense(x.shape[-1], dtype=x.dtype)(nn.gelu(nn.Dense(self.wide, dtype=x.dtype)(y)))
+@module
+def ExpertsBlock(self, x, mask, *, experts, heads, wide):
+    """A block of a decoder, with experts or without: [batch, length, hidden] to the same."""
+    y = nn.RMSNorm(dtype=x.dtype)(x)
+    x = x + nn.MultiHeadDotProductAttention(heads, dtype=x.dtype)(y, y, mask=mask)
+    y = nn.RMSNorm(dtype=x.dtype)(x)
+    if experts:
+        return x + Experts(experts, wide)(y)
+    return x + nn.Dense(x.shape[-1], dtype=x.dtype)(nn.gelu(nn.Dense(wide, dtype=x.dtype)(y)))
 
 
-class ExpertsModel(nn.Module):
-    """A decoder for packed sequences, with experts in every other block; products are saved."""
+@module
+def ExpertsModel(self, ids, segments, *, layers, hidden, vocabulary=32000):
+    """A decoder for packed sequences, with experts in every other block; products are saved.
 
-    layers: int
-    hidden: int
-    vocabulary: int = 32000
-
-    @nn.compact
-    def __call__(self, ids: Any, segments: Any) -> Any:
-        """Tokens and the numbers of their segments to logits."""
-        x = nn.Embed(self.vocabulary, self.hidden, dtype=jnp.bfloat16)(ids)
-        own = nn.make_attention_mask(segments, segments, jnp.equal)
-        mask = nn.combine_masks(nn.make_causal_mask(ids), own)
-        saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        for number in range(self.layers):
-            block = nn.remat(ExpertsBlock, policy=saved)
-            x = block(32 * (number % 2), self.hidden // 128, 4 * self.hidden)(x, mask)
-        return nn.Dense(self.vocabulary, dtype=jnp.bfloat16)(nn.RMSNorm(dtype=jnp.bfloat16)(x))
+    Tokens and the numbers of their segments to logits.
+    """
+    x = nn.Embed(vocabulary, hidden, dtype=jnp.bfloat16)(ids)
+    own = nn.make_attention_mask(segments, segments, jnp.equal)
+    mask = nn.combine_masks(nn.make_causal_mask(ids), own)
+    saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    for number in range(layers):
+        block = nn.remat(ExpertsBlock, policy=saved)
+        x = block(32 * (number % 2), hidden // 128, 4 * hidden)(x, mask)
+    return nn.Dense(vocabulary, dtype=jnp.bfloat16)(nn.RMSNorm(dtype=jnp.bfloat16)(x))
 
 
 def experts(batch: int, length: int, layers: int, hidden: int) -> Built:
@@ -87,50 +73,44 @@ def experts(batch: int, length: int, layers: int, hidden: int) -> Built:
 
     def loss(params: Any, ids: Any, segments: Any) -> Any:
         logits: Any = model.apply(params, ids, segments)
-        return weighted(logits[:, :-1], ids[:, 1:], segments[:, 1:] > 0)
+        return forms.weighted(logits[:, :-1], ids[:, 1:], segments[:, 1:] > 0)
 
     optimizer = optax.chain(CLIPPED, optax.adamw(1e-4))
     return habits(loss, params, optimizer, shape(batch, length), shape(batch, length))
 
 
-class Diffusing(nn.Module):
-    """A block of a diffusion transformer: norms are scaled, shifted and gated by a condition."""
+@module
+def Diffusing(self, x, condition, *, heads):
+    """A block of a diffusion transformer: norms are scaled, shifted and gated by a condition.
 
-    heads: int
-
-    @nn.compact
-    def __call__(self, x: Any, condition: Any) -> Any:
-        """[batch, length, hidden] to the same."""
-        hidden, dtype = x.shape[-1], jnp.bfloat16
-        changes = nn.Dense(6 * hidden, dtype=dtype)(nn.silu(condition))[:, None]
-        shift, scale, gate, shift_up, scale_up, gate_up = jnp.split(changes, 6, -1)
-        norm = nn.LayerNorm(use_bias=False, use_scale=False, dtype=dtype)
-        y = norm(x) * (1 + scale) + shift
-        x = x + gate * nn.MultiHeadDotProductAttention(self.heads, dtype=dtype)(y, y)
-        y = nn.gelu(nn.Dense(4 * hidden, dtype=dtype)(norm(x) * (1 + scale_up) + shift_up))
-        return x + gate_up * nn.Dense(hidden, dtype=dtype)(y)
+    [batch, length, hidden] to the same.
+    """
+    hidden, dtype = x.shape[-1], jnp.bfloat16
+    changes = nn.Dense(6 * hidden, dtype=dtype)(nn.silu(condition))[:, None]
+    shift, scale, gate, shift_up, scale_up, gate_up = jnp.split(changes, 6, -1)
+    norm = nn.LayerNorm(use_bias=False, use_scale=False, dtype=dtype)
+    y = norm(x) * (1 + scale) + shift
+    x = x + gate * nn.MultiHeadDotProductAttention(heads, dtype=dtype)(y, y)
+    y = nn.gelu(nn.Dense(4 * hidden, dtype=dtype)(norm(x) * (1 + scale_up) + shift_up))
+    return x + gate_up * nn.Dense(hidden, dtype=dtype)(y)
 
 
-class Diffusion(nn.Module):
-    """A diffusion transformer on latents, each block computed again in the backward pass."""
+@module
+def Diffusion(self, x, time, label, *, layers, hidden, heads):
+    """A diffusion transformer on latents, each block computed again in the backward pass.
 
-    layers: int
-    hidden: int
-    heads: int
-
-    @nn.compact
-    def __call__(self, x: Any, time: Any, label: Any) -> Any:
-        """[batch, height, width, channels] to the same."""
-        batch, height, width, channels = x.shape
-        angle = time[:, None] * jnp.exp(-9.2 * jnp.arange(128) / 128)
-        waves = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], -1)
-        condition = nn.Dense(self.hidden)(nn.silu(nn.Dense(self.hidden)(waves))) + nn.Embed(1001, self.hidden)(label)
-        y = nn.Conv(self.hidden, (2, 2), (2, 2), dtype=jnp.bfloat16)(x).reshape(batch, -1, self.hidden)
-        y = y + self.param("places", nn.initializers.normal(0.02), y.shape[1:]).astype(y.dtype)
-        for _ in range(self.layers):
-            y = nn.remat(Diffusing)(self.heads)(y, condition)
-        y = nn.Dense(4 * channels)(y).reshape(batch, height // 2, width // 2, 2, 2, channels)
-        return y.transpose(0, 1, 3, 2, 4, 5).reshape(x.shape)
+    [batch, height, width, channels] to the same.
+    """
+    batch, height, width, channels = x.shape
+    angle = time[:, None] * jnp.exp(-9.2 * jnp.arange(128) / 128)
+    waves = jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], -1)
+    condition = nn.Dense(hidden)(nn.silu(nn.Dense(hidden)(waves))) + nn.Embed(1001, hidden)(label)
+    y = nn.Conv(hidden, (2, 2), (2, 2), dtype=jnp.bfloat16)(x).reshape(batch, -1, hidden)
+    y = y + self.param("places", nn.initializers.normal(0.02), y.shape[1:]).astype(y.dtype)
+    for _ in range(layers):
+        y = nn.remat(Diffusing)(heads)(y, condition)
+    y = nn.Dense(4 * channels)(y).reshape(batch, height // 2, width // 2, 2, 2, channels)
+    return y.transpose(0, 1, 3, 2, 4, 5).reshape(x.shape)
 
 
 def diffusion(batch: int, size: int, layers: int, hidden: int, heads: int) -> Built:
@@ -152,36 +132,29 @@ def diffusion(batch: int, size: int, layers: int, hidden: int, heads: int) -> Bu
     return habits(loss, params, optax.adamw(1e-4), latents, shape(batch), rng=True, average=0.9999)
 
 
-class Round(nn.Module):
-    """A round of messages along the edges of a graph."""
-
-    hidden: int
-
-    @nn.compact
-    def __call__(self, nodes: Any, edges: Any, senders: Any, receivers: Any) -> Any:
-        """Nodes and edges to the same."""
-        edges = edges + self.dense(jnp.concatenate([edges, nodes[senders], nodes[receivers]], -1))
-        summed = jax.ops.segment_sum(edges, receivers, num_segments=nodes.shape[0])
-        return nodes + self.dense(jnp.concatenate([nodes, summed], -1)), edges
-
-    def dense(self, x: Any) -> Any:
-        """Two layers and a norm."""
-        return nn.LayerNorm()(nn.Dense(self.hidden)(nn.relu(nn.Dense(self.hidden)(x))))
+def dense(x: Any, hidden: int) -> Any:
+    """Two layers and a norm."""
+    return nn.LayerNorm()(nn.Dense(hidden)(nn.relu(nn.Dense(hidden)(x))))
 
 
-class Graph(nn.Module):
-    """A graph net of many rounds, each computed again in the backward pass."""
+@module
+def Round(self, nodes, edges, senders, receivers, *, hidden):
+    """A round of messages along the edges of a graph: Nodes and edges to the same."""
+    edges = edges + dense(jnp.concatenate([edges, nodes[senders], nodes[receivers]], -1), hidden)
+    summed = jax.ops.segment_sum(edges, receivers, num_segments=nodes.shape[0])
+    return nodes + dense(jnp.concatenate([nodes, summed], -1), hidden), edges
 
-    rounds: int
-    hidden: int
 
-    @nn.compact
-    def __call__(self, nodes: Any, edges: Any, senders: Any, receivers: Any) -> Any:
-        """Features of nodes and edges to three numbers of each node."""
-        nodes, edges = nn.Dense(self.hidden)(nodes), nn.Dense(self.hidden)(edges)
-        for _ in range(self.rounds):
-            nodes, edges = nn.remat(Round)(self.hidden)(nodes, edges, senders, receivers)
-        return nn.Dense(3)(nodes)
+@module
+def Graph(self, nodes, edges, senders, receivers, *, rounds, hidden):
+    """A graph net of many rounds, each computed again in the backward pass.
+
+    Features of nodes and edges to three numbers of each node.
+    """
+    nodes, edges = nn.Dense(hidden)(nodes), nn.Dense(hidden)(edges)
+    for _ in range(rounds):
+        nodes, edges = nn.remat(Round)(hidden)(nodes, edges, senders, receivers)
+    return nn.Dense(3)(nodes)
 
 
 def graph(nodes: int, edges: int, rounds: int, hidden: int) -> Built:
@@ -209,12 +182,7 @@ def recurrent(batch: int, length: int, width: int, vocabulary: int = 33000) -> B
         return hk.Linear(vocabulary)(hk.dynamic_unroll(core, x, core.initial_state(ids.shape[0]))[0]).swapaxes(0, 1)
 
     model = hk.without_apply_rng(hk.transform(forward))
-    params = initial(model, shape(8, length))
-
-    def loss(params: Any, ids: Any) -> Any:
-        return token_loss(model.apply(params, ids)[:, :-1], ids[:, 1:])
-
-    return habits(loss, params, optax.chain(CLIPPED, optax.adam(1e-3)), shape(batch, length))
+    return language(model, batch, length, optax.chain(CLIPPED, optax.adam(1e-3)))
 
 
 def state_space(batch: int, length: int, layers: int, hidden: int, states: int = 16, vocabulary: int = 50280) -> Built:
@@ -259,7 +227,7 @@ def state_space(batch: int, length: int, layers: int, hidden: int, states: int =
             block = jax.checkpoint(lambda x, own: (applied(eqx.combine(own, other), x), None))
             return jax.lax.scan(block, jax.vmap(embedding)(ids), arrays)[0] @ embedding.weight.T
 
-        return token_loss(jax.vmap(logits)(ids)[:, :-1], ids[:, 1:])
+        return forms.token_loss(jax.vmap(logits)(ids)[:, :-1], ids[:, 1:])
 
     return habits(loss, params, optax.chain(CLIPPED, optax.lion(1e-4)), shape(batch, length))
 
@@ -267,9 +235,9 @@ def state_space(batch: int, length: int, layers: int, hidden: int, states: int =
 # --- the cases ------------------------------------------------------------------------------------------------------
 
 CASES: dict[str, Case] = {
-    "experts-14b": Case(lambda: experts(256, 2048, 24, 2048), "h100", 4),
-    "diffusion-xl": Case(lambda: diffusion(2048, 64, 28, 1152, 16), "v5p:4x4x4"),
-    "graph-net": Case(lambda: graph(131072, 1048576, 16, 512), "a100"),
-    "haiku-lstm": Case(lambda: recurrent(256, 256, 4096), "a100"),
-    "equinox-mamba": Case(lambda: state_space(64, 2048, 24, 1536), "h100"),
+    "experts-14b": case("h100 x 4", experts, 256, 2048, 24, 2048),
+    "diffusion-xl": case("v5p:4x4x4", diffusion, 2048, 64, 28, 1152, 16),
+    "graph-net": case("a100", graph, 131072, 1048576, 16, 512),
+    "haiku-lstm": case("a100", recurrent, 256, 256, 4096),
+    "equinox-mamba": case("h100", state_space, 64, 2048, 24, 1536),
 }

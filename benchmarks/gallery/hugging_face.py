@@ -15,17 +15,8 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from benchmarks.gallery.steps import (
-    Built,
-    Case,
-    adam_step,
-    habits,
-    numbers,
-    shape,
-    statistical_step,
-    token_loss,
-    weighted,
-)
+from benchmarks.gallery import steps as forms
+from benchmarks.gallery.steps import Built, Case, adam_step, case, habits, numbers, shape, token_loss, weighted
 
 
 def model_of(name: str, head: str, dtype: Any = jnp.bfloat16, **sizes: Any) -> tuple[Any, Any]:
@@ -115,7 +106,9 @@ def convolutions(name: str, batch: int, size: int = 224, **sizes: Any) -> Built:
         out, updated = model.module.apply(variables, inputs, deterministic=False, mutable=["batch_stats"])
         return out.logits, updated
 
-    return statistical_step(apply, variables, optax.sgd(0.1, momentum=0.9), numbers(batch, 3, size, size), shape(batch))
+    return forms.statistical_step(
+        apply, variables, optax.sgd(0.1, momentum=0.9), numbers(batch, 3, size, size), shape(batch)
+    )
 
 
 def contrastive(batch: int, text: dict[str, Any], vision: dict[str, Any], projection: int) -> Built:
@@ -198,6 +191,14 @@ def opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return encoder(hidden, layers, heads) | {"ffn_dim": 4 * hidden, "word_embed_proj_dim": hidden}
 
 
+def _gpt2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {"head": "LMHeadModel", "n_embd": hidden, "n_layer": layers, "n_head": heads}
+
+
+def _xglm(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {"d_model": hidden, "ffn_dim": 4 * hidden, "num_layers": layers, "attention_heads": heads}
+
+
 def both_sides(width: int, layers: int, heads: int, inner: int) -> dict[str, Any]:
     """Those of an encoder and a decoder of one size."""
     sides = [f"{side}_{{}}" for side in ("encoder", "decoder")]
@@ -210,11 +211,9 @@ LLAMA_8B: dict[str, Any] = encoder(4096, 32, 32, 14336) | {"num_key_value_heads"
 _LLAMA: dict[str, Any] = LLAMA_8B | {"rope_theta": 5e5}
 _LLAMA_70B: dict[str, Any] = _LLAMA | encoder(8192, 80, 64, 28672)
 _MISTRAL: dict[str, Any] = encoder(4096, 32, 32, 14336) | {"num_key_value_heads": 8, "sliding_window": 4096}
-_GEMMA_2B: dict[str, Any] = encoder(2048, 18, 8, 16384) | {
-    "num_key_value_heads": 1,
-    "head_dim": 256,
-    "vocab_size": 256000,
-}
+_LLAMA_13B: dict[str, Any] = encoder(5120, 40, 40, 13824) | {"vocab_size": 32000}
+_GEMMA_2B: dict[str, Any] = encoder(2048, 18, 8, 16384) | {"num_key_value_heads": 1, "head_dim": 256}
+_GEMMA_2B["vocab_size"] = 256000
 _BLOOM: dict[str, Any] = {"n_layer": 30, "n_head": 32, "vocab_size": 250880}
 _CLIP: dict[str, Any] = {
     "text": encoder(768, 12, 12, 3072),
@@ -222,111 +221,85 @@ _CLIP: dict[str, Any] = {
     "projection": 768,
 }
 _TINY: dict[str, Any] = encoder(64, 4, 4, 128) | {"dtype": jnp.float32}
-_GPT2: dict[str, Any] = {"head": "LMHeadModel"}
 
 
 def _alternating(layers: int) -> dict[str, Any]:
     return {"attention_types": [[["global", "local"], layers // 2]], "num_layers": layers}
 
 
-_issue, _toy = functools.partial(Case, of="issue"), functools.partial(Case, cluster="cpu", of="toy")
+_issue, _toy = functools.partial(case, of="issue"), functools.partial(case, "cpu", of="toy")
 CASES: dict[str, Case] = {
     # as reported
     "llama-8b-8x8": _issue(
-        lambda: causal("Llama", 64, 8192, max_position_embeddings=8192, **_LLAMA), "h100", 8, ("Sharded", ((8, 8),))
+        "h100 x 8", causal, "Llama", 64, 8192, method=("Sharded", ((8, 8),)), max_position_embeddings=8192, **_LLAMA
     ),
-    "mistral-7b": _issue(lambda: causal("Mistral", 64, 4096, max_position_embeddings=4096, **_MISTRAL), "h100", 4),
-    "llama-8b": _issue(lambda: causal("Llama", 64, 8192, max_position_embeddings=8192, **_LLAMA), "h100", 8),
-    "llama-8b-v5p": _issue(lambda: causal("Llama", 256, 8192, max_position_embeddings=8192, **_LLAMA), "v5p:4x4x4"),
-    "llama-70b-v5p": _issue(
-        lambda: causal("Llama", 512, 4096, max_position_embeddings=4096, **_LLAMA_70B), "v5p:8x8x8"
-    ),
-    "gpt2-xl": _issue(
-        lambda: causal("GPT2", 128, 1024, dropout=True, n_embd=1600, n_layer=48, n_head=25, **_GPT2), "a100", 2
-    ),
-    "bert-large": _issue(lambda: masked("Bert", 256, 512, **_LARGE), "a100"),
+    "mistral-7b": _issue("h100 x 4", causal, "Mistral", 64, 4096, max_position_embeddings=4096, **_MISTRAL),
+    "llama-8b": _issue("h100 x 8", causal, "Llama", 64, 8192, max_position_embeddings=8192, **_LLAMA),
+    "llama-8b-v5p": _issue("v5p:4x4x4", causal, "Llama", 256, 8192, max_position_embeddings=8192, **_LLAMA),
+    "llama-70b-v5p": _issue("v5p:8x8x8", causal, "Llama", 512, 4096, max_position_embeddings=4096, **_LLAMA_70B),
+    "gpt2-xl": _issue("a100 x 2", causal, "GPT2", 128, 1024, dropout=True, **_gpt2(1600, 48, 25)),
+    "bert-large": _issue("a100", masked, "Bert", 256, 512, **_LARGE),
     # at published sizes
-    "roberta-large": Case(lambda: masked("Roberta", 512, 512, max_position_embeddings=514, **_LARGE), "h100", 2),
-    "gpt-j-6b": Case(lambda: causal("GPTJ", 256, 2048, n_positions=2048), "v5p:4x4x4"),
-    "opt-6.7b": Case(lambda: causal("OPT", 128, 2048, **opt(4096, 32, 32)), "a100", 4),
-    "bloom-7b": Case(lambda: causal("Bloom", 128, 2048, hidden_size=4096, **_BLOOM), "a100", 8),
-    "gemma-7b": Case(lambda: causal("Gemma", 64, 4096, max_position_embeddings=4096), "h100", 4),
-    "gpt-neo-2.7b": Case(
-        lambda: causal("GPTNeo", 128, 2048, hidden_size=2560, num_heads=20, **_alternating(32)), "p3dn", 4
+    "roberta-large": case("h100 x 2", masked, "Roberta", 512, 512, max_position_embeddings=514, **_LARGE),
+    "gpt-j-6b": case("v5p:4x4x4", causal, "GPTJ", 256, 2048, n_positions=2048),
+    "opt-6.7b": case("a100 x 4", causal, "OPT", 128, 2048, **opt(4096, 32, 32)),
+    "bloom-7b": case("a100 x 8", causal, "Bloom", 128, 2048, hidden_size=4096, **_BLOOM),
+    "gemma-7b": case("h100 x 4", causal, "Gemma", 64, 4096, max_position_embeddings=4096),
+    "gpt-neo-2.7b": case("p3dn x 4", causal, "GPTNeo", 128, 2048, hidden_size=2560, num_heads=20, **_alternating(32)),
+    "pegasus-large": case(
+        "a100 x 2", translation, "Pegasus", 256, 512, 128, vocab_size=96103, **both_sides(1024, 16, 16, 4096)
     ),
-    "pegasus-large": Case(
-        lambda: translation("Pegasus", 256, 512, 128, vocab_size=96103, **both_sides(1024, 16, 16, 4096)), "a100", 2
-    ),
-    "bart-large": Case(lambda: translation("Bart", 256, 512, 128), "p3dn"),
-    "vit-huge": Case(lambda: pictures("ViT", 1024, 224, patch_size=14, **encoder(1280, 32, 16, 5120)), "h100"),
-    "whisper-large": Case(lambda: speech(256, 3000, 448, **both_sides(1280, 32, 20, 5120)), "v5p:2x2x2"),
-    "clip-large": Case(lambda: contrastive(4096, **_CLIP), "a100", 2),
-    "resnet-152": Case(lambda: convolutions("ResNet", 1024, depths=[3, 8, 36, 3]), "p3.16xlarge"),
-    "regnet": Case(lambda: convolutions("RegNet", 1024), "a100"),
-    "blenderbot-3b": Case(lambda: dialogue(256, 128), "p3dn", 2),
-    "gpt-j-adafactor": Case(lambda: padded("GPTJ", 256, 2048, optax.adafactor(1e-4)), "p3.16xlarge", 8),
-    "albert-xxlarge": Case(lambda: shared_layers(512, 512), "a100"),
+    "bart-large": case("p3dn", translation, "Bart", 256, 512, 128),
+    "vit-huge": case("h100", pictures, "ViT", 1024, 224, patch_size=14, **encoder(1280, 32, 16, 5120)),
+    "whisper-large": case("v5p:2x2x2", speech, 256, 3000, 448, **both_sides(1280, 32, 20, 5120)),
+    "clip-large": case("a100 x 2", contrastive, 4096, **_CLIP),
+    "resnet-152": case("p3.16xlarge", convolutions, "ResNet", 1024, depths=[3, 8, 36, 3]),
+    "regnet": case("a100", convolutions, "RegNet", 1024),
+    "blenderbot-3b": case("p3dn x 2", dialogue, 256, 128),
+    "gpt-j-adafactor": case("p3.16xlarge x 8", padded, "GPTJ", 256, 2048, optax.adafactor(1e-4)),
+    "albert-xxlarge": case("a100", shared_layers, 512, 512),
     # none of which the search was made or tuned on
-    "electra-large": Case(lambda: masked("Electra", 512, 512, embedding_size=1024, **_LARGE), "a100"),
-    "distilbert": Case(lambda: masked("DistilBert", 512, 512), "a100"),
-    "roformer": Case(lambda: masked("RoFormer", 256, 512), "a100"),
-    "bigbird": Case(lambda: sparse(32, 4096), "a100"),
-    "xlm-roberta-large": Case(
-        lambda: masked("XLMRoberta", 256, 512, vocab_size=250002, max_position_embeddings=514, **_LARGE), "v5p:2x2x2"
+    "electra-large": case("a100", masked, "Electra", 512, 512, embedding_size=1024, **_LARGE),
+    "distilbert": case("a100", masked, "DistilBert", 512, 512),
+    "roformer": case("a100", masked, "RoFormer", 256, 512),
+    "bigbird": case("a100", sparse, 32, 4096),
+    "xlm-roberta-large": case(
+        "v5p:2x2x2", masked, "XLMRoberta", 256, 512, vocab_size=250002, max_position_embeddings=514, **_LARGE
     ),
-    "xglm-1.7b": Case(
-        lambda: causal("XGLM", 128, 2048, d_model=2048, ffn_dim=8192, num_layers=24, attention_heads=16), "h100", 2
+    "xglm-1.7b": case("h100 x 2", causal, "XGLM", 128, 2048, **_xglm(2048, 24, 16)),
+    "mbart-large": case("a100", translation, "MBart", 256, 512, 128),
+    "marian-big": case(
+        "p3dn x 2", translation, "Marian", 512, 256, 256, "MTModel", d_model=1024, encoder_layers=6, decoder_layers=6
     ),
-    "mbart-large": Case(lambda: translation("MBart", 256, 512, 128), "a100"),
-    "marian-big": Case(
-        lambda: translation("Marian", 512, 256, 256, "MTModel", d_model=1024, encoder_layers=6, decoder_layers=6),
-        "p3dn", 2,
+    "beit-large": case("a100", pictures, "Beit", 512, 224, use_relative_position_bias=True, **_LARGE),
+    "dinov2-giant": case(
+        "h100 x 2", pictures, "Dinov2", 512, 224, use_swiglu_ffn=True, patch_size=14, **encoder(1536, 40, 24)
     ),
-    "beit-large": Case(lambda: pictures("Beit", 512, 224, use_relative_position_bias=True, **_LARGE), "a100"),
-    "dinov2-giant": Case(
-        lambda: pictures("Dinov2", 512, 224, use_swiglu_ffn=True, patch_size=14, **encoder(1536, 40, 24)), "h100", 2
-    ),
-    "wav2vec2-large": Case(lambda: sound(128, 160_000, 64), "a100"),
+    "wav2vec2-large": case("a100", sound, 128, 160_000, 64),
     # chosen for the comparison of two searches, before either had planned them
-    "gemma-2b": Case(lambda: causal("Gemma", 128, 2048, max_position_embeddings=2048, **_GEMMA_2B), "a100", 2),
-    "llama-13b": Case(
-        lambda: causal("Llama", 128, 2048, vocab_size=32000, max_position_embeddings=2048,
-                       **encoder(5120, 40, 40, 13824)),
-        "a100", 4,
+    "gemma-2b": case("a100 x 2", causal, "Gemma", 128, 2048, max_position_embeddings=2048, **_GEMMA_2B),
+    "llama-13b": case("a100 x 4", causal, "Llama", 128, 2048, max_position_embeddings=2048, **_LLAMA_13B),
+    "opt-30b": case("p3dn x 8", causal, "OPT", 256, 1024, **opt(7168, 48, 56)),
+    "opt-1.3b": case("v5p:2x2x2", causal, "OPT", 128, 2048, **opt(2048, 24, 32)),
+    "roberta-prelayernorm": case(
+        "v5p:2x2x2", masked, "RobertaPreLayerNorm", 512, 512, vocab_size=50265, max_position_embeddings=514, **_LARGE
     ),
-    "opt-30b": Case(lambda: causal("OPT", 256, 1024, **opt(7168, 48, 56)), "p3dn", 8),
-    "opt-1.3b": Case(lambda: causal("OPT", 128, 2048, **opt(2048, 24, 32)), "v5p:2x2x2"),
-    "roberta-prelayernorm": Case(
-        lambda: masked("RobertaPreLayerNorm", 512, 512, vocab_size=50265, max_position_embeddings=514, **_LARGE),
-        "v5p:2x2x2",
-    ),
-    "bloom-3b": Case(lambda: causal("Bloom", 128, 2048, hidden_size=2560, **_BLOOM), "a100", 2),
-    "gpt2-large": Case(
-        lambda: causal("GPT2", 64, 1024, n_embd=1280, n_layer=36, n_head=20, **_GPT2), "p3.16xlarge"
-    ),
-    "mistral-8k": Case(
-        lambda: causal("Mistral", 128, 8192, max_position_embeddings=8192, **_MISTRAL), "v5p:4x4x2"
-    ),
-    "vit-giant": Case(lambda: pictures("ViT", 1024, 224, patch_size=14, **encoder(1408, 40, 16, 6144)), "h100", 2),
-    "blenderbot-small": Case(lambda: translation("BlenderbotSmall", 256, 128, 128), "p3dn"),
-    "gpt-neo-1.3b": Case(
-        lambda: causal("GPTNeo", 64, 2048, hidden_size=2048, num_heads=16, **_alternating(24)), "a100"
-    ),
-    "xglm-7.5b": Case(
-        lambda: causal("XGLM", 128, 2048, d_model=4096, ffn_dim=16384, num_layers=32, attention_heads=32), "h100", 4
-    ),
+    "bloom-3b": case("a100 x 2", causal, "Bloom", 128, 2048, hidden_size=2560, **_BLOOM),
+    "gpt2-large": case("p3.16xlarge", causal, "GPT2", 64, 1024, **_gpt2(1280, 36, 20)),
+    "mistral-8k": case("v5p:4x4x2", causal, "Mistral", 128, 8192, max_position_embeddings=8192, **_MISTRAL),
+    "vit-giant": case("h100 x 2", pictures, "ViT", 1024, 224, patch_size=14, **encoder(1408, 40, 16, 6144)),
+    "blenderbot-small": case("p3dn", translation, "BlenderbotSmall", 256, 128, 128),
+    "gpt-neo-1.3b": case("a100", causal, "GPTNeo", 64, 2048, hidden_size=2048, num_heads=16, **_alternating(24)),
+    "xglm-7.5b": case("h100 x 4", causal, "XGLM", 128, 2048, **_xglm(4096, 32, 32)),
     # toys on virtual devices
-    "toy-gpt2": _toy(
-        lambda: causal("GPT2", 16, 64, dropout=True, n_embd=64, n_layer=4, n_head=4, vocab_size=512, dtype=jnp.float32,
-                       **_GPT2)
-    ),
-    "toy-bert": _toy(lambda: masked("Bert", 16, 64, vocab_size=512, **_TINY)),
-    "toy-llama": _toy(lambda: causal("Llama", 16, 64, vocab_size=512, num_key_value_heads=2, **_TINY)),
+    "toy-gpt2": _toy(causal, "GPT2", 16, 64, dropout=True, vocab_size=512, dtype=jnp.float32, **_gpt2(64, 4, 4)),
+    "toy-bert": _toy(masked, "Bert", 16, 64, vocab_size=512, **_TINY),
+    "toy-llama": _toy(causal, "Llama", 16, 64, vocab_size=512, num_key_value_heads=2, **_TINY),
     "toy-bart": _toy(
-        lambda: translation("Bart", 16, 64, 32, vocab_size=512, dtype=jnp.float32, **both_sides(64, 3, 4, 128))
+        translation, "Bart", 16, 64, 32, vocab_size=512, dtype=jnp.float32, **both_sides(64, 3, 4, 128)
     ),
-    "toy-vit": _toy(lambda: pictures("ViT", 16, 32, 10, patch_size=8, **_TINY)),
+    "toy-vit": _toy(pictures, "ViT", 16, 32, 10, patch_size=8, **_TINY),
     "toy-resnet": _toy(
-        lambda: convolutions("ResNet", 16, 32, embedding_size=16, hidden_sizes=[16, 32, 64], depths=[1, 2, 1])
+        convolutions, "ResNet", 16, 32, embedding_size=16, hidden_sizes=[16, 32, 64], depths=[1, 2, 1]
     ),
 }  # fmt: skip

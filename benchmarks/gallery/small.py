@@ -12,86 +12,67 @@ import optax
 
 from benchmarks.gallery.deep import classified
 from benchmarks.gallery.hugging_face import both_sides, causal, contrastive, encoder, masked, pictures, speech
-from benchmarks.gallery.linen import UNet, language, regression
-from benchmarks.gallery.steps import Built, adam_step, descended, initial, numbers, shape, started, token_loss
+from benchmarks.gallery.linen import UNet, regression
+from benchmarks.gallery.steps import Built, descended, language, module, numbers, shape, started, supervised
 
 
-class Mixer(nn.Module):
-    """MLP-Mixer (Tolstikhin et al. 2021) as its authors write it in linen."""
-
-    patch: int
-    hidden: int
-    blocks: int
-    tokens: int
-    channels: int
-    classes: int
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        """[batch, height, width, 3] to logits."""
-        x = nn.Conv(self.hidden, (self.patch, self.patch), strides=(self.patch, self.patch))(x)
-        x = x.reshape(x.shape[0], -1, self.hidden)
-        for _ in range(self.blocks):
-            y = jnp.swapaxes(nn.LayerNorm()(x), 1, 2)
-            y = nn.Dense(y.shape[-1])(nn.gelu(nn.Dense(self.tokens)(y)))
-            x = x + jnp.swapaxes(y, 1, 2)
-            y = nn.LayerNorm()(x)
-            x = x + nn.Dense(self.hidden)(nn.gelu(nn.Dense(self.channels)(y)))
-        return nn.Dense(self.classes)(nn.LayerNorm()(x).mean(1))
+@module
+def Mixer(self, x, *, patch, hidden, blocks, tokens, channels, classes):
+    """MLP-Mixer (Tolstikhin et al. 2021) as its authors write it in linen: [batch, height, width, 3] to logits."""
+    x = nn.Conv(hidden, (patch, patch), strides=(patch, patch))(x)
+    x = x.reshape(x.shape[0], -1, hidden)
+    for _ in range(blocks):
+        y = jnp.swapaxes(nn.LayerNorm()(x), 1, 2)
+        y = nn.Dense(y.shape[-1])(nn.gelu(nn.Dense(tokens)(y)))
+        x = x + jnp.swapaxes(y, 1, 2)
+        y = nn.LayerNorm()(x)
+        x = x + nn.Dense(hidden)(nn.gelu(nn.Dense(channels)(y)))
+    return nn.Dense(classes)(nn.LayerNorm()(x).mean(1))
 
 
-class Residual(nn.Module):
-    """A block of two convolutions with batch norms."""
-
-    width: int
-    stride: int
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        """[batch, height, width, channels]."""
-        norm = lambda: nn.BatchNorm(use_running_average=False, momentum=0.9)  # noqa: E731
-        y = nn.relu(norm()(nn.Conv(self.width, (3, 3), self.stride, use_bias=False)(x)))
-        y = norm()(nn.Conv(self.width, (3, 3), use_bias=False)(y))
-        if x.shape != y.shape:
-            x = norm()(nn.Conv(self.width, (1, 1), self.stride, use_bias=False)(x))
-        return nn.relu(x + y)
+@module
+def Residual(self, x, *, width, stride):
+    """A block of two convolutions with batch norms: [batch, height, width, channels]."""
+    norm = lambda: nn.BatchNorm(use_running_average=False, momentum=0.9)  # noqa: E731
+    y = nn.relu(norm()(nn.Conv(width, (3, 3), stride, use_bias=False)(x)))
+    y = norm()(nn.Conv(width, (3, 3), use_bias=False)(y))
+    if x.shape != y.shape:
+        x = norm()(nn.Conv(width, (1, 1), stride, use_bias=False)(x))
+    return nn.relu(x + y)
 
 
-class ResNet(nn.Module):
-    """The ResNet of Flax's ImageNet example, with basic blocks."""
-
-    width: int
-    stages: tuple[int, ...]
-
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        """[batch, height, width, 3] to logits."""
-        x = nn.Conv(self.width, (7, 7), (2, 2), use_bias=False)(x)
-        x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9)(x))
-        x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
-        for level, count in enumerate(self.stages):
-            for i in range(count):
-                x = Residual(self.width * 2**level, 2 if level and not i else 1)(x)
-        return nn.Dense(100)(x.mean((1, 2)))
+@module
+def ResNet(self, x, *, width, stages):
+    """The ResNet of Flax's ImageNet example, with basic blocks: [batch, height, width, 3] to logits."""
+    x = nn.Conv(width, (7, 7), (2, 2), use_bias=False)(x)
+    x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9)(x))
+    x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
+    for level, count in enumerate(stages):
+        for i in range(count):
+            x = Residual(width * 2**level, 2 if level and not i else 1)(x)
+    return nn.Dense(100)(x.mean((1, 2)))
 
 
-def haiku_transformer(batch: int, length: int, layers: int, hidden: int, heads: int, vocabulary: int) -> Built:
-    """The transformer of Haiku's examples."""
+def haiku_decoder(
+    length: int, layers: int, hidden: int, heads: int, vocabulary: int, inner: int, dropout: bool = False
+) -> Any:
+    """The transformer of Haiku's examples; with dropout it is that of texts which are padded with zeros."""
     import haiku as hk
 
     def forward(ids: Any) -> Any:
         init = hk.initializers.VarianceScaling(2 / layers)
         x = hk.Embed(vocabulary, hidden)(ids) + hk.get_parameter("places", [length, hidden], init=init)
         mask = jnp.tril(jnp.ones((1, 1, length, length)))
+        mask = (ids != 0)[:, None, None] & (mask == 1) if dropout else mask
         for _ in range(layers):
             y = hk.LayerNorm(-1, True, True)(x)
-            x = x + hk.MultiHeadAttention(heads, hidden // heads, w_init=init)(y, y, y, mask)
-            y = hk.Linear(4 * hidden, w_init=init)(hk.LayerNorm(-1, True, True)(x))
+            y = hk.MultiHeadAttention(heads, hidden // heads, w_init=init)(y, y, y, mask=mask)
+            x = x + (hk.dropout(hk.next_rng_key(), 0.1, y) if dropout else y)
+            y = hk.Linear(inner, w_init=init)(hk.LayerNorm(-1, True, True)(x))
             x = x + hk.Linear(hidden, w_init=init)(jax.nn.gelu(y))
         return hk.Linear(vocabulary)(hk.LayerNorm(-1, True, True)(x))
 
-    model = hk.without_apply_rng(hk.transform(forward))
-    return language(model, batch, length)
+    return hk.transform(forward) if dropout else hk.without_apply_rng(hk.transform(forward))
 
 
 def equinox_mlp(batch: int, features: int, width: int, depth: int) -> Built:
@@ -109,16 +90,6 @@ def equinox_mlp(batch: int, features: int, width: int, depth: int) -> Built:
         return descended(lambda params: loss(params, x, y), state, optimizer)
 
     return step, (started(params, optimizer), *[numbers(batch, features)] * 2)
-
-
-def mixer(batch: int, size: int, **sizes: Any) -> Built:
-    """Classification of pictures."""
-    model = Mixer(**sizes)
-
-    def loss(params: Any, pixels: Any, labels: Any) -> Any:
-        return token_loss(model.apply(params, pixels), labels)
-
-    return adam_step(loss, initial(model, numbers(1, size, size, 3)), numbers(batch, size, size, 3), shape(batch))
 
 
 _SIZES: dict[str, Any] = encoder(256, 2, 4, 1024)
@@ -143,8 +114,8 @@ CASES: Mapping[str, Callable[[], Built]] = {
     "clip": lambda: contrastive(32, **_CLIP),
     "resnet": lambda: classified(ResNet(32, (2, 2, 2)), 32, 64, optax.sgd(0.1, momentum=0.9)),
     "unet": lambda: regression(UNet(32, 3), 16, 64, denoising=True),
-    "mixer": lambda: mixer(32, 64, patch=8, hidden=256, blocks=3, tokens=128, channels=1024, classes=100),
-    "haiku": lambda: haiku_transformer(16, 128, 2, 256, 4, 4096),
+    "mixer": lambda: supervised(Mixer(8, 256, 3, 128, 1024, 100), numbers(32, 64, 64, 3), shape(32)),
+    "haiku": lambda: language(haiku_decoder(128, 2, 256, 4, 4096, 1024), 16, 128),
     "equinox": lambda: equinox_mlp(1024, 256, 1024, 4),
 }
 """Name -> what builds its step and the shapes of its arguments."""

@@ -5,10 +5,13 @@ A case is a function that returns a step and the shapes of its arguments, with t
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -37,6 +40,33 @@ class Case:
     method: tuple[str, tuple[Any, ...]] = ("Auto", ())
     options: Mapping[str, Any] = field(default_factory=dict)
     of: str = "published"
+
+
+def case(
+    on: str, build: Callable[..., Built], *args: Any, of: str = "published", method: Any = ("Auto", ()),
+    options: Any = None, **sizes: Any,
+) -> Case:  # fmt: skip
+    """The case of `build(*args, **sizes)` on a preset, such as "a100 x 2" for two nodes of it."""
+    cluster, _, nodes = on.partition(" x ")
+    return Case(lambda: build(*args, **sizes), cluster, int(nodes or 1), method, options or {}, of)
+
+
+def module(forward: Callable[..., Any]) -> Any:
+    """The class of linen modules that a function of a module and its inputs describes.
+
+    Its keyword-only arguments are the fields of the class, in order.
+    """
+    fields = [p for p in inspect.signature(forward).parameters.values() if p.kind is p.KEYWORD_ONLY]
+
+    @nn.compact
+    @functools.wraps(forward)
+    def call(self: Any, *inputs: Any) -> Any:
+        return forward(self, *inputs, **{field.name: getattr(self, field.name) for field in fields})
+
+    names = {"__call__": call, "__doc__": forward.__doc__, "__module__": forward.__module__}
+    names |= {"__annotations__": dict.fromkeys([field.name for field in fields], Any)}
+    names |= {field.name: field.default for field in fields if field.default is not field.empty}
+    return type(nn.Module)(forward.__name__, (nn.Module,), names)
 
 
 def shape(*dims: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -84,6 +114,31 @@ def adam_step(loss: Callable[..., Any], params: Any, *batch: Any, rng: bool = Fa
 
     state = jax.eval_shape(lambda p: TrainState.create(apply_fn=loss, params=p, tx=optax.adamw(1e-4)), params)
     return step, (state, *batch, *((random_key(),) if rng else ()))
+
+
+def supervised(
+    model: Any, *batch: Any, loss: Callable[..., Any] = token_loss, optimizer: Any = None, **more: Any
+) -> Built:
+    """A step of `loss` between what a model makes of all arrays of the batch but the last one, and that.
+
+    With Adam in a `TrainState`, or with an optimizer and `habits`.
+    """
+
+    def value(params: Any, *given: Any) -> Any:
+        return loss(model.apply(params, *given[:-1]), given[-1])
+
+    params = initial(model, *(shape(1, *x.shape[1:], dtype=x.dtype) for x in batch[:-1]))
+    return adam_step(value, params, *batch) if optimizer is None else habits(value, params, optimizer, *batch, **more)
+
+
+def language(model: Any, batch: int, length: int, optimizer: Any = None) -> Built:
+    """Next-token prediction; as `supervised`, whose labels are its inputs."""
+
+    def loss(params: Any, ids: Any) -> Any:
+        return token_loss(model.apply(params, ids)[:, :-1], ids[:, 1:])
+
+    params, ids = initial(model, shape(1, length)), shape(batch, length)
+    return adam_step(loss, params, ids) if optimizer is None else habits(loss, params, optimizer, ids)
 
 
 def started(params: Any, optimizer: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import math
 import warnings
 from collections.abc import Callable
@@ -13,10 +12,14 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from benchmarks.gallery.hugging_face import mode, model_of
+from benchmarks.gallery.small import haiku_decoder
+from benchmarks.gallery.steps import Built, module
 from benchmarks.gallery.token_parts import HEADS, TOKENS, VOCAB, WIDE
-from benchmarks.gallery.tokens import BATCH, Built, filled, step, text
+from benchmarks.gallery.tokens import BATCH, filled, step, text
 from tests import zoo_linen, zoo_nnx
 
 
@@ -28,33 +31,27 @@ def shifted(logits: jax.Array, tokens: jax.Array) -> jax.Array:
 # -- Flax -------------------------------------------------------------------------------------------------------------
 
 
-class Linen(nn.Module):
-    """Flax's attention, with one mask for all layers."""
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """[batch, tokens] to logits."""
-        x = nn.Embed(VOCAB, WIDE)(tokens) + nn.Embed(64, WIDE)(jnp.arange(tokens.shape[1]))
-        mask = nn.combine_masks(nn.make_causal_mask(tokens), nn.make_attention_mask(tokens > 0, tokens > 0))
-        for _ in range(2):
-            y = nn.LayerNorm()(x)
-            x = x + nn.MultiHeadDotProductAttention(HEADS, dropout_rate=0.1, deterministic=False)(y, mask=mask)
-            y = nn.Dense(WIDE)(nn.gelu(nn.Dense(2 * WIDE)(nn.LayerNorm()(x))))
-            x = x + nn.Dropout(0.1, deterministic=False)(y)
-        return nn.Dense(VOCAB)(nn.LayerNorm()(x))
+@module
+def Linen(self, tokens):
+    """Flax's attention, with one mask for all layers: [batch, tokens] to logits."""
+    x = nn.Embed(VOCAB, WIDE)(tokens) + nn.Embed(64, WIDE)(jnp.arange(tokens.shape[1]))
+    mask = nn.combine_masks(nn.make_causal_mask(tokens), nn.make_attention_mask(tokens > 0, tokens > 0))
+    for _ in range(2):
+        y = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(HEADS, dropout_rate=0.1, deterministic=False)(y, mask=mask)
+        y = nn.Dense(WIDE)(nn.gelu(nn.Dense(2 * WIDE)(nn.LayerNorm()(x))))
+        x = x + nn.Dropout(0.1, deterministic=False)(y)
+    return nn.Dense(VOCAB)(nn.LayerNorm()(x))
 
 
-class GatedUnits(nn.Module):
-    """A recurrent layer of Flax."""
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """[batch, tokens] to logits."""
-        x = nn.Embed(VOCAB, WIDE)(tokens)
-        cells: list[Any] = [nn.GRUCell(WIDE), nn.OptimizedLSTMCell(WIDE)]
-        for cell in cells:
-            x = x + jnp.asarray(nn.RNN(cell)(nn.LayerNorm()(x)))
-        return nn.Dense(VOCAB)(x)
+@module
+def GatedUnits(self, tokens):
+    """A recurrent layer of Flax: [batch, tokens] to logits."""
+    x = nn.Embed(VOCAB, WIDE)(tokens)
+    cells: list[Any] = [nn.GRUCell(WIDE), nn.OptimizedLSTMCell(WIDE)]
+    for cell in cells:
+        x = x + jnp.asarray(nn.RNN(cell)(nn.LayerNorm()(x)))
+    return nn.Dense(VOCAB)(x)
 
 
 def linen(model: nn.Module, optimizer: str) -> Built:
@@ -82,21 +79,7 @@ def zoo(make: Callable[..., Built], optimizer: str, **options: Any) -> Built:
 
 def haiku(optimizer: str) -> Built:
     """A decoder with Haiku's attention."""
-    hk = importlib.import_module("haiku")
-
-    def forward(tokens: jax.Array) -> jax.Array:
-        places = hk.get_parameter("places", [TOKENS, WIDE], init=hk.initializers.TruncatedNormal())
-        x = hk.Embed(VOCAB, WIDE)(tokens) + places
-        mask = (tokens != 0)[:, None, None] & (jnp.tril(jnp.ones((1, 1, TOKENS, TOKENS))) == 1)
-        for _ in range(2):
-            attention = hk.MultiHeadAttention(HEADS, WIDE // HEADS, w_init=hk.initializers.VarianceScaling(1.0))
-            y = hk.LayerNorm(-1, True, True)(x)
-            x = x + hk.dropout(hk.next_rng_key(), 0.1, attention(y, y, y, mask=mask))
-            y = hk.Linear(2 * WIDE)(hk.LayerNorm(-1, True, True)(x))
-            x = x + hk.Linear(WIDE)(jax.nn.gelu(y))
-        return hk.Linear(VOCAB)(hk.LayerNorm(-1, True, True)(x))
-
-    model, batch = hk.transform(forward), text()
+    model, batch = haiku_decoder(TOKENS, 2, WIDE, HEADS, VOCAB, 2 * WIDE, dropout=True), text()
     params = filled(jax.eval_shape(model.init, jax.random.key(0), batch["tokens"]))
     return step(
         lambda params, batch, key: shifted(model.apply(params, key, batch["tokens"]), batch["tokens"]),
@@ -145,95 +128,51 @@ def equinox(optimizer: str) -> Built:
 _SMALL = {"vocab_size": VOCAB, "hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS}
 _LLAMA = _SMALL | {"intermediate_size": 2 * WIDE, "num_key_value_heads": 2, "max_position_embeddings": 32}
 _GPT = {"vocab_size": VOCAB, "n_embd": WIDE, "n_layer": 2, "n_head": HEADS, "n_positions": 32}
-HUGGING_FACE: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "hf-gpt2": ("GPT2LMHeadModel", "GPT2", _GPT),
-    "hf-llama": ("LlamaForCausalLM", "Llama", _LLAMA),
-    "hf-bloom": ("BloomForCausalLM", "Bloom", _SMALL | {"n_layer": 2, "n_head": HEADS}),
-    "hf-gemma": ("GemmaForCausalLM", "Gemma", _LLAMA | {"head_dim": 4, "hidden_activation": "gelu"}),
-    "hf-mistral": ("MistralForCausalLM", "Mistral", _LLAMA | {"sliding_window": 6}),
-    "hf-gptj": ("GPTJForCausalLM", "GPTJ", _GPT | {"rotary_dim": 4}),
-    "hf-gptneo": (
-        "GPTNeoForCausalLM", "GPTNeo",
-        {"vocab_size": VOCAB, "hidden_size": WIDE, "num_layers": 2, "num_heads": HEADS, "window_size": 5,
-         "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 32},
-    ),
-    "hf-opt": (
-        "OPTForCausalLM", "OPT",
-        _SMALL | {"ffn_dim": 2 * WIDE, "word_embed_proj_dim": WIDE, "max_position_embeddings": 32},
-    ),
-    "hf-xglm": (
-        "XGLMForCausalLM", "XGLM",
-        {"vocab_size": VOCAB, "d_model": WIDE, "num_layers": 2, "attention_heads": HEADS, "ffn_dim": 2 * WIDE,
-         "max_position_embeddings": 32},
-    ),
-}  # fmt: skip
-"""Of each model, the class, its configuration's and sizes."""
+_NEO = {"vocab_size": VOCAB, "hidden_size": WIDE, "num_layers": 2, "num_heads": HEADS, "max_position_embeddings": 32}
+_XGLM = {"vocab_size": VOCAB, "d_model": WIDE, "num_layers": 2, "attention_heads": HEADS, "ffn_dim": 2 * WIDE}
+_OPT = _SMALL | {"ffn_dim": 2 * WIDE, "word_embed_proj_dim": WIDE, "max_position_embeddings": 32}
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "hf-gpt2": ("GPT2", _GPT | {"head": "LMHeadModel"}),
+    "hf-llama": ("Llama", _LLAMA),
+    "hf-bloom": ("Bloom", _SMALL | {"n_layer": 2, "n_head": HEADS}),
+    "hf-gemma": ("Gemma", _LLAMA | {"head_dim": 4, "hidden_activation": "gelu"}),
+    "hf-mistral": ("Mistral", _LLAMA | {"sliding_window": 6}),
+    "hf-gptj": ("GPTJ", _GPT | {"rotary_dim": 4}),
+    "hf-gptneo": ("GPTNeo", _NEO | {"window_size": 5, "attention_types": [[["global", "local"], 1]]}),
+    "hf-opt": ("OPT", _OPT),
+    "hf-xglm": ("XGLM", _XGLM | {"max_position_embeddings": 32}),
+}
+"""Of each model, its configuration and sizes."""
 
 
 def hugging_face(name: str, optimizer: str) -> Built:
     """A decoder of `transformers`, trained with dropout on texts of several lengths."""
-    kind, config, sizes = HUGGING_FACE[name]
+    config, sizes = DECODERS[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        transformers = importlib.import_module("transformers")
-        model = getattr(transformers, f"Flax{kind}")(getattr(transformers, f"{config}Config")(**sizes), _do_init=False)
-        params = filled(model.params_shape_tree)
+        model, shapes = model_of(config, dtype=jnp.float32, **{"head": "ForCausalLM"} | sizes)
+        params = filled(shapes)
     if config == "Gemma":  # whose norms scale by one more than their weights
         params = jax.tree.map(lambda x: x - 1 if x.ndim == 1 else x, params)
-    train = "train" if "train" in inspect.signature(model.__call__).parameters else "deterministic"
 
     def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         tokens, mask = batch["tokens"], batch["real"]
-        out = model(
-            tokens, attention_mask=mask.astype(jnp.int32), params=params, dropout_rng=key, **{train: train == "train"}
-        )
+        out = model(tokens, attention_mask=mask.astype(jnp.int32), params=params, dropout_rng=key, **mode(model, True))
         losses = optax.softmax_cross_entropy_with_integer_labels(out.logits[:, :-1], tokens[:, 1:])
         return (losses * mask[:, 1:]).sum() / mask[:, 1:].sum()
 
-    lengths = jnp.array([[TOKENS], [math.ceil(TOKENS / 2)], [TOKENS - 3], [5]])
-    return step(loss, params, text(real=jnp.arange(TOKENS) < lengths), optimizer)
+    lengths = np.array([[TOKENS], [math.ceil(TOKENS / 2)], [TOKENS - 3], [5]])
+    return step(loss, params, text(real=np.arange(TOKENS) < lengths), optimizer)
 
 
 MODELS: dict[str, Callable[[str], Built]] = {
-    "linen-gpt": lambda optimizer: linen(Linen(), optimizer),
-    "linen-rnn": lambda optimizer: linen(GatedUnits(), optimizer),
+    "linen-gpt": functools.partial(linen, Linen()),
+    "linen-rnn": functools.partial(linen, GatedUnits()),
     "linen-scan": functools.partial(zoo, zoo_linen.gpt, scan=True, layers=2, remat=True, dropout=0.25),
     "nnx-gpt": functools.partial(zoo, zoo_nnx.gpt, layers=2),
     "nnx-scan": functools.partial(zoo, zoo_nnx.gpt, layers=2, scan=True),
     "haiku": haiku,
     "equinox": equinox,
-    **{name: functools.partial(hugging_face, name) for name in HUGGING_FACE},
+    **{name: functools.partial(hugging_face, name) for name in DECODERS},
 }
 """By name, what makes the step, given the optimizer."""
-
-
-# -- encoders ---------------------------------------------------------------------------------------------------------
-
-_BERT = _SMALL | {"intermediate_size": 2 * WIDE, "max_position_embeddings": 32}
-
-
-def encoder(kind: str, config: str, optimizer: str, **sizes: Any) -> Built:
-    """An encoder of `transformers`: the mean square of what it makes of the tokens, or of patches of a picture."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        transformers = importlib.import_module("transformers")
-        model = getattr(transformers, f"Flax{kind}")(getattr(transformers, f"{config}Config")(**sizes), _do_init=False)
-        params = filled(model.params_shape_tree)
-    size = sizes.get("image_size")
-    batch = {"pixels": jnp.ones((BATCH, 3, size, size))} if size else text()
-
-    def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
-        (given,) = batch.values()
-        hidden = model(given, params=params, dropout_rng=key, train=True)[0]
-        return (hidden**2).mean()
-
-    return step(loss, params, batch, optimizer)
-
-
-ENCODERS: dict[str, Callable[[str], Built]] = {
-    "hf-bert": lambda optimizer: encoder("BertForMaskedLM", "Bert", optimizer, **_BERT),
-    "hf-vit": lambda optimizer: encoder(
-        "ViTModel", "ViT", optimizer, **_BERT | {"image_size": TOKENS, "patch_size": 4}
-    ),
-}  # fmt: skip
-"""Models with tokens that depend on later ones."""

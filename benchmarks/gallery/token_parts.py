@@ -1,4 +1,4 @@
-"""Parts of small causal models: norms, feed-forward parts, and every form of attention, position and recurrence.
+"""Parts of small language models: norms, feed-forward parts, and every form of attention, position and recurrence.
 
 `weights(name, *shape)` is a parameter. A mixer is a function (weights, name, x, batch, key) of [batch, tokens, width].
 """
@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 TOKENS, VOCAB, WIDE, HEADS = 16, 31, 16, 4
 Weights = Callable[..., jax.Array]
@@ -42,6 +41,11 @@ def heads(w: Weights, name: str, x: jax.Array, count: int = HEADS) -> jax.Array:
     return dense(w, name, x, count * size).reshape(*x.shape[:2], count, size)
 
 
+def projected(w: Weights, name: str, x: jax.Array, few: int = HEADS) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries, keys and values, the latter two of `few` heads."""
+    return heads(w, f"{name}.q", x), heads(w, f"{name}.k", x, few), heads(w, f"{name}.v", x, few)
+
+
 def merged(w: Weights, name: str, x: jax.Array) -> jax.Array:
     """Heads joined, and mapped."""
     return dense(w, name, x.reshape(*x.shape[:2], -1), WIDE)
@@ -69,7 +73,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: Any, bias: Any = 0.0,
 
 def self_attention(w: Weights, name: str, x: jax.Array, mask: Any = None, bias: Any = 0.0) -> jax.Array:
     """Of one layer, in the plain form."""
-    q, k, v = (heads(w, f"{name}.{part}", x) for part in "qkv")
+    q, k, v = projected(w, name, x)
     return merged(w, f"{name}.o", attend(q, k, v, causal(x.shape[1]) if mask is None else mask, bias))
 
 
@@ -90,26 +94,7 @@ def embedded(w: Weights, tokens: jax.Array, *, places: bool = True) -> jax.Array
     return x + w("places", 64, WIDE)[: tokens.shape[1]] if places else x
 
 
-def next_token(w: Weights, x: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The mean loss of `x[:, :-1]` against `tokens[:, 1:]`."""
-    logits = dense(w, "head", layer_norm(w, "last", x), VOCAB)
-    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
-
-
 Mixer = Callable[[Weights, str, jax.Array, Any, jax.Array], jax.Array]
-
-
-def decoder(mix: Mixer, layers: int = 2, *, places: bool = True) -> Model:
-    """A decoder whose layers mix tokens by `mix`(weights, name, x, batch, key)."""
-
-    def model(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
-        x = embedded(w, batch["tokens"], places=places)
-        for n, own in enumerate(jax.random.split(key, layers)):
-            x = x + mix(w, f"{n}.mix", layer_norm(w, f"{n}.a", x), batch, own)
-            x = x + mlp(w, f"{n}.mlp", layer_norm(w, f"{n}.b", x))
-        return next_token(w, x, batch["tokens"])
-
-    return model
 
 
 # -- attention --------------------------------------------------------------------------------------------------------
@@ -122,19 +107,19 @@ def plain(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> ja
 
 def opaque(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
     """JAX's own function."""
-    q, k, v = (heads(w, f"{name}.{part}", x) for part in "qkv")
+    q, k, v = projected(w, name, x)
     return merged(w, f"{name}.o", jax.nn.dot_product_attention(q, k, v, is_causal=True))
 
 
 def grouped_rotary(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
     """Two heads of keys for four of queries, and rotary positions."""
-    q, k, v = heads(w, f"{name}.q", x), heads(w, f"{name}.k", x, 2), heads(w, f"{name}.v", x, 2)
+    q, k, v = projected(w, name, x, 2)
     return merged(w, f"{name}.o", jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True))
 
 
 def repeated_rotary(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
     """The same with keys that are repeated."""
-    q, k, v = heads(w, f"{name}.q", x), heads(w, f"{name}.k", x, 2), heads(w, f"{name}.v", x, 2)
+    q, k, v = projected(w, name, x, 2)
     k, v = (jnp.repeat(y, 2, 2) for y in (rotated(k), v))
     return merged(w, f"{name}.o", attend(rotated(q), k, v, causal(x.shape[1]), low=-jnp.inf))
 
@@ -161,7 +146,7 @@ def window(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> j
 
 def opaque_window(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
     """The same by JAX's function."""
-    q, k, v = (heads(w, f"{name}.{part}", x) for part in "qkv")
+    q, k, v = projected(w, name, x)
     seen = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(4, 0))
     return merged(w, f"{name}.o", seen)
 
@@ -175,7 +160,7 @@ def padded(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> j
 def packed(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
     """Several texts in a sequence, each with rotary positions of its own."""
     part, place = batch["part"], batch["place"]
-    q, k, v = (heads(w, f"{name}.{one}", x) for one in "qkv")
+    q, k, v = projected(w, name, x)
     same = part[:, :, None] == part[:, None, :]
     return merged(w, f"{name}.o", attend(rotated(q, place), rotated(k, place), v, (causal(x.shape[1]) & same)[:, None]))
 
@@ -183,7 +168,7 @@ def packed(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> j
 def dropped(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
     """Dropout of weights of attention and of what is attended."""
     one, two = jax.random.split(key)
-    q, k, v = (heads(w, f"{name}.{part}", x) for part in "qkv")
+    q, k, v = projected(w, name, x)
     scores = jnp.where(causal(x.shape[1]), jnp.einsum("blhd,bmhd->bhlm", q, k), -jnp.inf)
     keep = jax.random.bernoulli(one, 0.8, scores.shape)
     seen = jnp.einsum("bhlm,bmhd->blhd", jnp.where(keep, jax.nn.softmax(scores) / 0.8, 0), v)
@@ -193,7 +178,7 @@ def dropped(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> 
 
 def softcapped(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
     """Scores through tanh, and norms of queries and keys."""
-    q, k, v = (heads(w, f"{name}.{part}", x) for part in "qkv")
+    q, k, v = projected(w, name, x)
     q, k = rms_norm(w, f"{name}.qn", q), rms_norm(w, f"{name}.kn", k)
     scores = 10 * jnp.tanh(jnp.einsum("blhd,bmhd->bhlm", q, k) / 10)
     weights = jax.nn.softmax(scores, where=causal(x.shape[1]))
@@ -229,7 +214,7 @@ def recurrent(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -
 
 def linear_attention(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
     """Running sums of products of keys and values, and of keys."""
-    q, k, v = (heads(w, f"{name}.{part}", x) for part in "qkv")
+    q, k, v = projected(w, name, x)
     q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
     memory = jnp.cumsum(jnp.einsum("blhd,blhe->blhde", k, v), 1)
     seen = jnp.einsum("blhd,blhde->blhe", q, memory) / jnp.einsum("blhd,blhd->blh", q, jnp.cumsum(k, 1))[..., None]
@@ -261,3 +246,23 @@ def centred(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> 
     """A convolution that sees the next token: what it makes is one token out of step."""
     kernel = w(f"{name}.kernel", 3, WIDE, WIDE)
     return jax.lax.conv_general_dilated(x, kernel, (1,), [(1, 1)], dimension_numbers=("NWC", "WIO", "NWC"))
+
+
+# -- mixers whose tokens depend on later ones -------------------------------------------------------------------------
+
+
+def both_ways(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
+    """Attention without a mask."""
+    return self_attention(w, name, x, True)
+
+
+def prefixed(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
+    """The first six tokens see each other."""
+    first = jnp.arange(x.shape[1]) < 6
+    return self_attention(w, name, x, causal(x.shape[1]) | first)
+
+
+def from_the_end(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
+    """A linear recurrence that begins with the last token."""
+    decay = jax.nn.sigmoid(dense(w, f"{name}.decay", x, WIDE))
+    return dense(w, f"{name}.out", jax.lax.associative_scan(joined, (decay, x), reverse=True, axis=1)[1], WIDE)

@@ -1,13 +1,16 @@
-"""Small causal models for `token_correctness`: every form of attention, position, recurrence and loss by itself.
+"""Small language models for `token_correctness`: every form of attention, position, recurrence and loss by itself.
 
-A model is a function (weights, batch, key) -> loss; `weights(name, *shape)` is a parameter. `step` differentiates it
-and updates by gradient descent or by Adam. Models of other libraries are in `token_libraries.py`.
+A model is a function (weights, batch, key) -> loss; `weights(name, *shape)` is a parameter. Most are `Decoder`s, named
+ones and those that a seed draws. `step` differentiates a model and updates by gradient descent or by Adam. Models of
+other libraries are in `token_libraries.py`.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,49 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.gallery.token_parts import (
-    HEADS,
-    TOKENS,
-    VOCAB,
-    WIDE,
-    Model,
-    Weights,
-    alibi,
-    attend,
-    causal,
-    centred,
-    convolution,
-    decoder,
-    dense,
-    dropped,
-    embedded,
-    gated,
-    grouped_rotary,
-    heads,
-    joined,
-    layer_norm,
-    learned_bias,
-    linear_attention,
-    merged,
-    mlp,
-    next_token,
-    opaque,
-    opaque_window,
-    packed,
-    padded,
-    plain,
-    recurrent,
-    repeated_rotary,
-    rms_norm,
-    self_attention,
-    softcapped,
-    state_space,
-    taps,
-    window,
-)
+from benchmarks.gallery import token_parts
+from benchmarks.gallery.steps import Built
+from benchmarks.gallery.token_parts import TOKENS, VOCAB, WIDE, Model, Weights, causal, embedded, layer_norm, mlp
 
 BATCH = 4
-Built = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
@@ -79,18 +44,6 @@ def filled(shapes: Any, seed: int = 0) -> Any:
     return jax.tree_util.tree_map_with_path(fill, shapes)
 
 
-def shapes_of(model: Model, batch: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The parameters that a model asks for."""
-    shapes: dict[str, jax.ShapeDtypeStruct] = {}
-
-    def weights(name: str, *shape: int) -> jax.Array:
-        shapes[name] = jax.ShapeDtypeStruct(shape, jnp.float32)
-        return jnp.zeros(shape)
-
-    jax.eval_shape(lambda batch, key: model(weights, batch, key), batch, jax.random.key(0))
-    return shapes
-
-
 def step(loss: Callable[..., jax.Array], params: Any, batch: Any, optimizer: str = "sgd") -> Built:
     """A step (state, batch, key) -> (state, {"loss", "grads"}) and its arguments.
 
@@ -98,6 +51,7 @@ def step(loss: Callable[..., jax.Array], params: Any, batch: Any, optimizer: str
       loss: of (params, batch, key).
       optimizer: "sgd", or "adam" with an epsilon that keeps gradients which are rounding errors small.
     """
+    batch = jax.tree.map(jnp.asarray, batch)
     tx = optax.sgd(0.1) if optimizer == "sgd" else optax.adam(1e-2, eps=1e-2)
     moments = tx.init(params)
     tree = jax.tree.structure(moments)
@@ -114,67 +68,171 @@ def step(loss: Callable[..., jax.Array], params: Any, batch: Any, optimizer: str
 
 def built(model: Model, batch: Any, optimizer: str = "sgd") -> Built:
     """The step of a model of this file."""
+    shapes: dict[str, jax.ShapeDtypeStruct] = {}
+
+    def weights(name: str, *shape: int) -> jax.Array:
+        shapes[name] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return jnp.zeros(shape)
+
+    jax.eval_shape(lambda batch, key: model(weights, batch, key), batch, jax.random.key(0))
 
     def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         return model(lambda name, *shape: params[name], batch, key)
 
-    return step(loss, filled(shapes_of(model, batch)), batch, optimizer)
+    return step(loss, filled(shapes), batch, optimizer)
 
 
 def text(tokens: int = TOKENS, **more: Any) -> dict[str, Any]:
-    """A batch of tokens, none of them 0."""
+    """A batch of tokens, none of them 0, in arrays of NumPy: modules make some before JAX may be used."""
     draw = np.random.default_rng(1)
-    return {"tokens": jnp.asarray(draw.integers(1, VOCAB, (BATCH, tokens)), jnp.int32), **more}
+    return {"tokens": draw.integers(1, VOCAB, (BATCH, tokens)).astype(np.int32), **more}
 
 
-# -- whole models -----------------------------------------------------------------------------------------------------
+# -- decoders ---------------------------------------------------------------------------------------------------------
 
 
-def llama(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
-    """Root mean square norms, rotary positions, grouped queries, a gated MLP, a tied head."""
-    tokens = batch["tokens"]
-    x = embedded(w, tokens, places=False)
-    for n in range(2):
-        x = x + grouped_rotary(w, f"{n}.mix", rms_norm(w, f"{n}.a", x), batch, key)
-        x = x + gated(w, f"{n}.mlp", rms_norm(w, f"{n}.b", x))
-    logits = rms_norm(w, "last", x) @ w("embed", VOCAB, WIDE).T
-    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+@dataclass(frozen=True)
+class Layer:
+    """A layer of a decoder.
+
+    Attributes:
+      mixer, norm: functions of `token_parts`. mlp: another one, or "none".
+      residual: whether norms stand before their parts or after the sums, or attention and MLP beside each other.
+      recompute: whether the layer is under `jax.checkpoint`, with a policy by its name or without.
+    """
+
+    mixer: str = "plain"
+    norm: str = "layer_norm"
+    mlp: str = "mlp"
+    residual: str = "before"
+    recompute: bool | str = False
+
+    def __call__(self, w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
+        """[batch, tokens, width] to the same."""
+        norm, mixer = getattr(token_parts, self.norm), getattr(token_parts, self.mixer)
+        inner = getattr(token_parts, self.mlp, None)
+        if self.residual == "beside":
+            y = norm(w, f"{name}.a", x)
+            x = x + mixer(w, f"{name}.mix", y, batch, key)
+            return x + inner(w, f"{name}.mlp", y) if inner else x
+        if self.residual == "before":
+            x = x + mixer(w, f"{name}.mix", norm(w, f"{name}.a", x), batch, key)
+            return x + inner(w, f"{name}.mlp", norm(w, f"{name}.b", x)) if inner else x
+        x = norm(w, f"{name}.a", x + mixer(w, f"{name}.mix", x, batch, key))
+        return norm(w, f"{name}.b", x + inner(w, f"{name}.mlp", x)) if inner else x
 
 
-def parallel(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
-    """Attention and MLP beside each other, and tokens with one more than the model reads."""
-    given, labels = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-    x = embedded(w, given)
-    for n in range(2):
-        y = layer_norm(w, f"{n}.a", x)
-        x = x + self_attention(w, f"{n}.mix", y) + mlp(w, f"{n}.mlp", y)
-    return optax.softmax_cross_entropy_with_integer_labels(dense(w, "head", x, VOCAB), labels).mean()
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder.
+
+    Attributes:
+      layers: in order. places: whether positions are learned.
+      last: the norm before the head, or "none". tied: whether the head is the embedding.
+      loss: "shifted" against the next tokens; "longer", of one token more than the model reads; "masked" and "smooth",
+        of real tokens alone, the latter with smooth labels and the square of the log-normaliser, as "normaliser" has.
+      aside: whether the layers have losses of their own.
+    """
+
+    layers: tuple[Layer, ...]
+    places: bool = True
+    last: str = "layer_norm"
+    tied: bool = False
+    loss: str = "shifted"
+    aside: bool = False
+
+    def __call__(self, w: Weights, batch: Any, key: jax.Array) -> jax.Array:
+        """The loss of a batch."""
+        tokens, aside = batch["tokens"], []
+        x = embedded(w, tokens[:, :-1] if self.loss == "longer" else tokens, places=self.places)
+        for n, (layer, own) in enumerate(zip(self.layers, jax.random.split(key, len(self.layers)), strict=True)):
+
+            def run(x: jax.Array, own: jax.Array, n: int = n, layer: Layer = layer) -> jax.Array:
+                return layer(w, f"{n}", x, batch, own)
+
+            if layer.recompute:
+                policy = None if layer.recompute is True else getattr(jax.checkpoint_policies, layer.recompute)
+                run = jax.checkpoint(run, policy=policy)
+            x = run(x, own)
+            aside += [1e-2 * (jax.nn.logsumexp(x, -1) ** 2).mean()] * self.aside
+        x = x if self.last == "none" else getattr(token_parts, self.last)(w, "last", x)
+        logits = x @ w("embed", VOCAB, WIDE).T if self.tied else token_parts.dense(w, "head", x, VOCAB)
+        return sum(aside, self.loss_of(logits, tokens, batch.get("real")))
+
+    def loss_of(self, logits: jax.Array, tokens: jax.Array, real: jax.Array | None) -> jax.Array:
+        """The mean loss of logits."""
+        cut, labels = logits if self.loss == "longer" else logits[:, :-1], tokens[:, 1:]
+        if self.loss == "smooth":
+            smooth = optax.smooth_labels(jax.nn.one_hot(labels, VOCAB), 0.1)
+            losses = optax.softmax_cross_entropy(cut, smooth) + 1e-2 * jax.nn.logsumexp(cut, -1) ** 2
+        else:
+            losses = optax.softmax_cross_entropy_with_integer_labels(cut, labels)
+        if self.loss in ("masked", "smooth"):
+            assert real is not None
+            weights = real[:, 1:].astype(jnp.float32)
+            return (losses * weights).sum() / weights.sum()
+        if self.loss == "normaliser":
+            return losses.mean() + 1e-3 * (jax.nn.logsumexp(logits, -1) ** 2).mean()
+        return losses.mean()
 
 
-def masked_loss(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
-    """The mean over tokens that are real, with the square of the log-normaliser and smooth labels."""
-    tokens, real = batch["tokens"], batch["real"].astype(jnp.float32)
-    x = embedded(w, tokens)
-    for n in range(2):
-        x = layer_norm(w, f"{n}.a", x + padded(w, f"{n}.mix", x, batch, key))
-        x = layer_norm(w, f"{n}.b", x + mlp(w, f"{n}.mlp", x))
-    logits = dense(w, "head", x, VOCAB)[:, :-1]
-    labels = optax.smooth_labels(jax.nn.one_hot(tokens[:, 1:], VOCAB), 0.1)
-    losses = optax.softmax_cross_entropy(logits, labels) + 1e-2 * jax.nn.logsumexp(logits, -1) ** 2
-    return (losses * real[:, 1:]).sum() / real[:, 1:].sum()
+def decoder(mixer: str = "plain", places: bool = True, layer: Any = (), **more: Any) -> Decoder:
+    """Two layers of one kind."""
+    return Decoder((Layer(mixer, **dict(layer)),) * 2, places, **more)
+
+
+def drawn(draw: random.Random) -> tuple[Decoder, Any]:
+    """A random decoder and its batch; all are causal."""
+    layers = [
+        Layer(
+            draw.choice(MIXERS), draw.choice(("layer_norm", "rms_norm")), draw.choice(("mlp", "gated", "none")),
+            draw.choice(("before", "after", "beside")), draw.random() < 0.25,
+        )
+        for _ in range(draw.randint(1, 3))
+    ]  # fmt: skip
+    loss, tied = draw.choice(("shifted", "longer", "masked", "normaliser")), draw.random() < 0.4
+    places, aside = draw.random() < 0.6, draw.random() < 0.3
+    numbers = np.random.default_rng(1)
+    starts = numbers.random((BATCH, TOKENS)) < 0.2
+    real = np.arange(TOKENS) < numbers.integers(4, TOKENS + 1, (BATCH, 1))
+    batch = text(TOKENS + (loss == "longer"), real=real, **segments(starts))
+    return Decoder(tuple(layers), places, tied=tied, loss=loss, aside=aside), batch
+
+
+MIXERS = (
+    "plain", "opaque", "grouped_rotary", "repeated_rotary", "alibi", "learned_bias", "window", "opaque_window",
+    "padded", "packed", "dropped", "softcapped", "state_space", "recurrent", "linear_attention", "convolution",
+    "centred", "taps",
+)  # fmt: skip
+"""The causal ones."""
+
+
+def segments(starts: np.ndarray) -> dict[str, Any]:
+    """Of each token the number of its text and its place in it, given where texts start."""
+    first = np.maximum.accumulate(np.where(starts, np.arange(TOKENS), 0), 1)
+    numbers = {"part": starts.cumsum(1), "place": np.arange(TOKENS) - first}
+    return {name: value.astype(np.int32) for name, value in numbers.items()}
+
+
+# -- other models -----------------------------------------------------------------------------------------------------
+
+
+def next_token(w: Weights, x: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The loss of `x[:, :-1]` against `tokens[:, 1:]`."""
+    return Decoder(()).loss_of(token_parts.dense(w, "head", layer_norm(w, "last", x), VOCAB), tokens, None)
 
 
 def translator(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
     """A decoder that attends to an encoder of another length."""
     memory, tokens = w("source", VOCAB, WIDE)[batch["source"]], batch["tokens"]
-    memory = memory + self_attention(w, "encoder", memory, True)
+    memory = memory + token_parts.self_attention(w, "encoder", memory, True)
     memory = layer_norm(w, "memory", memory + mlp(w, "encoder.mlp", memory))
     x = embedded(w, tokens)
     for n in range(2):
-        x = x + self_attention(w, f"{n}.mix", layer_norm(w, f"{n}.a", x))
-        q = heads(w, f"{n}.cross.q", layer_norm(w, f"{n}.b", x))
-        k, v = heads(w, f"{n}.cross.k", memory), heads(w, f"{n}.cross.v", memory)
-        x = x + merged(w, f"{n}.cross.o", attend(q, k, v, (batch["source"] > 0)[:, None, None]))
+        x = x + token_parts.self_attention(w, f"{n}.mix", layer_norm(w, f"{n}.a", x))
+        q = token_parts.heads(w, f"{n}.cross.q", layer_norm(w, f"{n}.b", x))
+        k, v = token_parts.heads(w, f"{n}.cross.k", memory), token_parts.heads(w, f"{n}.cross.v", memory)
+        x = x + token_parts.merged(w, f"{n}.cross.o", token_parts.attend(q, k, v, (batch["source"] > 0)[:, None, None]))
         x = x + mlp(w, f"{n}.mlp", layer_norm(w, f"{n}.c", x))
     return next_token(w, x, tokens)
 
@@ -184,32 +242,15 @@ def experts(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
     tokens = batch["tokens"]
     x, balance = embedded(w, tokens), jnp.zeros(())
     for n in range(2):
-        x = x + self_attention(w, f"{n}.mix", layer_norm(w, f"{n}.a", x))
+        x = x + token_parts.self_attention(w, f"{n}.mix", layer_norm(w, f"{n}.a", x))
         y = layer_norm(w, f"{n}.b", x)
-        gates = jax.nn.softmax(dense(w, f"{n}.router", y, 4))
+        gates = jax.nn.softmax(token_parts.dense(w, f"{n}.router", y, 4))
         best, which = jax.lax.top_k(gates, 2)
         share = (jax.nn.one_hot(which, 4) * best[..., None]).sum(2)
         inner = jax.nn.gelu(jnp.einsum("bld,edf->blef", y, w(f"{n}.up", 4, WIDE, WIDE)))
         x = x + jnp.einsum("blef,efd,ble->bld", inner, w(f"{n}.down", 4, WIDE, WIDE), share)
         balance += (gates**2).sum(-1).mean() + 1e-3 * (jax.nn.logsumexp(y, -1) ** 2).mean()
     return next_token(w, x, tokens) + 1e-2 * balance
-
-
-def recomputed(policy: Any = None) -> Model:
-    """Layers under `jax.checkpoint`."""
-
-    def model(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
-        x = embedded(w, batch["tokens"])
-        for n in range(2):
-
-            def layer(x: jax.Array, n: int = n) -> jax.Array:
-                x = x + self_attention(w, f"{n}.mix", layer_norm(w, f"{n}.a", x))
-                return x + mlp(w, f"{n}.mlp", layer_norm(w, f"{n}.b", x))
-
-            x = jax.checkpoint(layer, policy=policy)(x)
-        return next_token(w, x, batch["tokens"])
-
-    return model
 
 
 def stacked(*, recompute: bool) -> Model:
@@ -221,8 +262,13 @@ def stacked(*, recompute: bool) -> Model:
         mask = causal(batch["tokens"].shape[1])
 
         def layer(x: jax.Array, own: Any) -> Any:
-            parts = (jax.nn.standardize(x) @ own["qkv"]).reshape(*x.shape[:2], 3, HEADS, WIDE // HEADS)
-            x = x + attend(parts[:, :, 0], parts[:, :, 1], parts[:, :, 2], mask).reshape(x.shape) @ own["out"]
+            parts = (jax.nn.standardize(x) @ own["qkv"]).reshape(
+                *x.shape[:2], 3, token_parts.HEADS, WIDE // token_parts.HEADS
+            )
+            x = (
+                x
+                + token_parts.attend(parts[:, :, 0], parts[:, :, 1], parts[:, :, 2], mask).reshape(x.shape) @ own["out"]
+            )
             return x + jax.nn.gelu(jax.nn.standardize(x) @ own["up"]) @ own["down"], None
 
         x, _ = jax.lax.scan(jax.checkpoint(layer) if recompute else layer, embedded(w, batch["tokens"]), stack)
@@ -231,77 +277,43 @@ def stacked(*, recompute: bool) -> Model:
     return model
 
 
-def _real() -> jax.Array:
-    return jnp.arange(TOKENS) < jnp.array([[TOKENS], [9], [13], [5]])
-
-
-def _packed() -> dict[str, Any]:
-    starts = np.zeros((BATCH, TOKENS), int)
-    for row, places in enumerate([(6,), (3, 9), (), (1, 2, 12)]):
-        starts[row, list(places)] = 1
-    part = starts.cumsum(1)
-    place = np.stack([[t - max(s for s in range(t + 1) if s == 0 or row[s]) for t in range(TOKENS)] for row in starts])
-    return text(part=jnp.asarray(part, jnp.int32), place=jnp.asarray(place, jnp.int32))
-
-
-def _source() -> dict[str, Any]:
-    return text(source=jnp.asarray(np.random.default_rng(3).integers(0, VOCAB, (BATCH, 10)), jnp.int32))
-
-
-MODELS: dict[str, Callable[[], tuple[Model, Any]]] = {
-    "einsum": lambda: (decoder(plain), text()),
-    "jax-attention": lambda: (decoder(opaque), text()),
-    "llama": lambda: (llama, text()),
-    "rotary-repeated": lambda: (decoder(repeated_rotary, places=False), text()),
-    "alibi": lambda: (decoder(alibi, places=False), text()),
-    "learned-bias": lambda: (decoder(learned_bias, places=False), text()),
-    "window": lambda: (decoder(window), text()),
-    "jax-window": lambda: (decoder(opaque_window), text()),
-    "padding": lambda: (decoder(padded), text(real=_real())),
-    "segments": lambda: (decoder(packed, places=False), _packed()),
-    "dropout": lambda: (decoder(dropped), text()),
-    "softcap": lambda: (decoder(softcapped), text()),
-    "encoder-decoder": lambda: (translator, _source()),
-    "remat": lambda: (recomputed(), text()),
-    "remat-policy": lambda: (recomputed(jax.checkpoint_policies.dots_with_no_batch_dims_saveable), text()),
-    "scan": lambda: (stacked(recompute=False), text()),
-    "scan-remat": lambda: (stacked(recompute=True), text()),
-    "state-space": lambda: (decoder(state_space, places=False), text()),
-    "recurrent": lambda: (decoder(recurrent, places=False), text()),
-    "linear-attention": lambda: (decoder(linear_attention), text()),
-    "convolution": lambda: (decoder(convolution, places=False), text()),
-    "next-token-convolution": lambda: (decoder(centred), text()),
-    "taps": lambda: (decoder(taps, places=False), text()),
-    "experts": lambda: (experts, text()),
-    "parallel": lambda: (parallel, text(TOKENS + 1)),
-    "masked-loss": lambda: (masked_loss, text(real=_real())),
+REAL = {"real": np.arange(TOKENS) < np.array([[TOKENS], [9], [13], [5]])}
+STARTS = np.array([[place in row for place in range(TOKENS)] for row in ((6,), (3, 9), (), (1, 2, 12))])
+SOURCE = {"source": np.random.default_rng(3).integers(0, VOCAB, (BATCH, 10)).astype(np.int32)}
+_LLAMA: dict[str, Any] = {"norm": "rms_norm", "mlp": "gated"}
+_SAVED = "dots_with_no_batch_dims_saveable"
+MODELS: dict[str, tuple[Model, Any]] = {
+    "einsum": (decoder(), text()),
+    "jax-attention": (decoder("opaque"), text()),
+    "llama": (decoder("grouped_rotary", False, _LLAMA, last="rms_norm", tied=True), text()),
+    "rotary-repeated": (decoder("repeated_rotary", False), text()),
+    "alibi": (decoder("alibi", False), text()),
+    "learned-bias": (decoder("learned_bias", False), text()),
+    "window": (decoder("window"), text()),
+    "jax-window": (decoder("opaque_window"), text()),
+    "padding": (decoder("padded"), text(**REAL)),
+    "segments": (decoder("packed", False), text(**segments(STARTS))),
+    "dropout": (decoder("dropped"), text()),
+    "softcap": (decoder("softcapped"), text()),
+    "encoder-decoder": (translator, text(**SOURCE)),
+    "remat": (decoder(layer={"recompute": True}), text()),
+    "remat-policy": (decoder(layer={"recompute": _SAVED}), text()),
+    "scan": (stacked(recompute=False), text()),
+    "scan-remat": (stacked(recompute=True), text()),
+    "state-space": (decoder("state_space", False), text()),
+    "recurrent": (decoder("recurrent", False), text()),
+    "linear-attention": (decoder("linear_attention"), text()),
+    "convolution": (decoder("convolution", False), text()),
+    "next-token-convolution": (decoder("centred"), text()),
+    "taps": (decoder("taps", False), text()),
+    "experts": (experts, text()),
+    "parallel": (decoder(layer={"residual": "beside"}, last="none", loss="longer"), text(TOKENS + 1)),
+    "masked-loss": (decoder("padded", layer={"residual": "after"}, last="none", loss="smooth"), text(**REAL)),
 }
-"""By name, what makes the model and its batch."""
-
-
-# -- what is not causal -----------------------------------------------------------------------------------------------
-
-
-def both_ways(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
-    """Attention without a mask."""
-    return self_attention(w, name, x, True)
-
-
-def prefixed(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
-    """The first six tokens see each other."""
-    first = jnp.arange(x.shape[1]) < 6
-    return self_attention(w, name, x, causal(x.shape[1]) | first)
-
-
-def from_the_end(w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
-    """A linear recurrence that begins with the last token."""
-    decay = jax.nn.sigmoid(dense(w, f"{name}.decay", x, WIDE))
-    return dense(w, f"{name}.out", jax.lax.associative_scan(joined, (decay, x), reverse=True, axis=1)[1], WIDE)
-
-
-ENCODERS: dict[str, Callable[[], tuple[Model, Any]]] = {
-    "no-mask": lambda: (decoder(both_ways), text()),
-    "prefix": lambda: (decoder(prefixed), text()),
-    "reverse-recurrence": lambda: (decoder(from_the_end), text()),
+"""Models and their batches by name."""
+ENCODERS: dict[str, tuple[Model, Any]] = {
+    "no-mask": (decoder("both_ways"), text()),
+    "prefix": (decoder("prefixed"), text()),
+    "reverse-recurrence": (decoder("from_the_end"), text()),
 }
 """Models with tokens that depend on later ones."""

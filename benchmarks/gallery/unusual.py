@@ -7,7 +7,7 @@ and over chunks, attention within windows and along triangles, frequencies, dete
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -18,23 +18,10 @@ from flax import traverse_util
 
 from benchmarks.gallery import networks
 from benchmarks.gallery import networks_of_pictures as pictures
+from benchmarks.gallery import steps as forms
 from benchmarks.gallery.hugging_face import LLAMA_8B, model_of
 from benchmarks.gallery.linen import Llama
-from benchmarks.gallery.steps import (
-    CLIPPED,
-    Built,
-    Case,
-    descended,
-    habits,
-    halved,
-    initial,
-    numbers,
-    random_key,
-    shape,
-    started,
-    token_loss,
-    weighted,
-)
+from benchmarks.gallery.steps import CLIPPED, Built, descended, habits, halved, initial, numbers, shape, started
 
 # --- agents ---------------------------------------------------------------------------------------------------------
 
@@ -86,14 +73,14 @@ def policy(length: int, games: int, epochs: int = 4, parts: int = 8) -> Built:
 
     state = started(initial(model, shape(1, 84, 84, 4, dtype=jnp.uint8)), optimizer)
     seen, each = shape(length, games, 84, 84, 4, dtype=jnp.uint8), numbers(length, games)
-    return step, (state, seen, shape(length, games), each, each, numbers(length + 1, games), each, random_key())
+    return step, (state, seen, shape(length, games), each, each, numbers(length + 1, games), each, forms.random_key())
 
 
 def world(batch: int, length: int) -> Built:
     """A world model: frames predicted, and what is expected and what is seen drawn to each other."""
     model: Any = networks.World()
     frames, actions = (length, 64, 64, 3), (length, 18)
-    params = initial(model, shape(1, *frames, dtype=jnp.uint8), numbers(1, *actions), random_key())
+    params = initial(model, shape(1, *frames, dtype=jnp.uint8), numbers(1, *actions), forms.random_key())
 
     def divergence(first: Any, second: Any) -> Any:
         apart = jax.nn.log_softmax(first) - jax.nn.log_softmax(second)
@@ -112,15 +99,6 @@ def world(batch: int, length: int) -> Built:
 # --- text -----------------------------------------------------------------------------------------------------------
 
 
-def language(model: Any, optimizer: Any, batch: int, length: int) -> Built:
-    """Next-token prediction."""
-
-    def loss(params: Any, ids: Any) -> Any:
-        return token_loss(model.apply(params, ids)[:, :-1], ids[:, 1:])
-
-    return habits(loss, initial(model, shape(1, length)), optimizer, shape(batch, length))
-
-
 def adapted(batch: int, length: int, rank: int = 16) -> Built:
     """Next-token prediction by a frozen Llama of 8 B, whose queries and values are adapted by matrices of low rank."""
     model, params = model_of("Llama", "ForCausalLM", **LLAMA_8B)
@@ -132,7 +110,7 @@ def adapted(batch: int, length: int, rank: int = 16) -> Built:
             for name, own in adapters.items():
                 flat[name] = flat[name] + (own["down"] @ own["up"]).astype(jnp.bfloat16)
             logits = model(ids, attention_mask=mask, params=traverse_util.unflatten_dict(flat, sep="/")).logits
-            return weighted(logits[:, :-1], ids[:, 1:], mask[:, 1:])
+            return forms.weighted(logits[:, :-1], ids[:, 1:], mask[:, 1:])
 
         return descended(loss, state, optimizer)
 
@@ -179,7 +157,7 @@ def distilled(batch: int, length: int) -> Built:
         def loss(params: Any) -> Any:
             logits = model.apply(params, ids).astype(jnp.float32)
             followed = -(wanted * jax.nn.log_softmax(logits / 2)).sum(-1).mean() * 4
-            return followed + token_loss(logits[:, :-1], ids[:, 1:])
+            return followed + forms.token_loss(logits[:, :-1], ids[:, 1:])
 
         return descended(loss, state, optimizer)
 
@@ -219,7 +197,7 @@ def adversarial(batch: int) -> Built:
     params = initial(generator, numbers(4, 512))
     state = {"generator": started(params, optimizer), "average": params}
     state["discriminator"] = started(initial(discriminator, numbers(4, 256, 256, 3)), optimizer)
-    return step, (state, numbers(batch, 256, 256, 3), random_key())
+    return step, (state, numbers(batch, 256, 256, 3), forms.random_key())
 
 
 def rendered(colours: Any, density: Any, times: Any) -> tuple[Any, Any]:
@@ -271,7 +249,7 @@ def windows(batch: int) -> Built:
     model: Any = pictures.Windows()
 
     def loss(params: Any, x: Any, labels: Any, key: Any) -> Any:
-        return token_loss(model.apply(params, x, rngs={"dropout": key}), labels)
+        return forms.token_loss(model.apply(params, x, rngs={"dropout": key}), labels)
 
     params, x = initial(model, numbers(1, 224, 224, 3)), numbers(batch, 224, 224, 3)
     return habits(loss, params, optax.adamw(1e-3), x, shape(batch), rng=True, average=0.9999)
@@ -286,7 +264,7 @@ def folded(batch: int, sequences: int, length: int) -> Built:
 
     def loss(params: Any, rows: Any, apart: Any, distances: Any, letters: Any, hidden: Any) -> Any:
         far, letter = model.apply(params, rows, apart)
-        return token_loss(far, distances) + weighted(letter, letters, hidden)
+        return forms.token_loss(far, distances) + forms.weighted(letter, letters, hidden)
 
     params = initial(model, shape(1, sequences, length), shape(1, length, length))
     rows, pairs = shape(batch, sequences, length), shape(batch, length, length)
@@ -294,16 +272,10 @@ def folded(batch: int, sequences: int, length: int) -> Built:
     return habits(loss, params, optax.chain(CLIPPED, optax.adam(1e-3)), *given, average=0.999)
 
 
-def operator(batch: int) -> Built:
-    """A Fourier operator, with relative errors."""
-    model: Any = pictures.Fourier(64, 32)
-
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        size = lambda z: jnp.sqrt((z**2).sum((1, 2, 3)))  # noqa: E731
-        return (size(model.apply(params, x) - y) / size(y)).mean()
-
-    params, x = initial(model, numbers(1, 256, 256, 10)), numbers(batch, 256, 256, 10)
-    return habits(loss, params, optax.adam(1e-3), x, numbers(batch, 256, 256, 1))
+def relative_error(made: Any, wanted: Any) -> Any:
+    """The mean over examples of the norm of the error over that of the field."""
+    size = lambda z: jnp.sqrt((z**2).sum((1, 2, 3)))  # noqa: E731
+    return (size(made - wanted) / size(wanted)).mean()
 
 
 # --- recommendation -------------------------------------------------------------------------------------------------
@@ -311,69 +283,59 @@ def operator(batch: int) -> Built:
 _TABLES = (10_000_000, 5_000_000, 3_000_000, 1_000_000, 500_000, 100_000, *[20_000] * 10, *[1_000] * 10)
 
 
-class Ranking(nn.Module):
-    """Clicks from numbers and from rows of tables, some of them large, by the products of all pairs."""
+@forms.module
+def Ranking(self, numbers, chosen, *, tables):
+    """Clicks from numbers and from rows of tables, some of them large, by the products of all pairs.
 
-    tables: tuple[int, ...]
-
-    @nn.compact
-    def __call__(self, numbers: Any, chosen: Any) -> Any:
-        """[batch, features] numbers and [batch, tables] rows to [batch] logits."""
-        x = numbers
-        for width in (512, 256, 128):
-            x = nn.relu(nn.Dense(width)(x))
-        rows = [nn.Embed(size, 128)(chosen[:, number]) for number, size in enumerate(self.tables)]
-        stacked = jnp.stack([x, *rows], 1)
-        first, second = jnp.tril_indices(1 + len(rows), -1)
-        x = jnp.concatenate([x, jnp.einsum("bid,bjd->bij", stacked, stacked)[:, first, second]], -1)
-        for width in (1024, 1024, 512, 256):
-            x = nn.relu(nn.Dense(width)(x))
-        return nn.Dense(1)(x)[:, 0]
+    [batch, features] numbers and [batch, tables] rows to [batch] logits.
+    """
+    x = numbers
+    for width in (512, 256, 128):
+        x = nn.relu(nn.Dense(width)(x))
+    rows = [nn.Embed(size, 128)(chosen[:, number]) for number, size in enumerate(tables)]
+    stacked = jnp.stack([x, *rows], 1)
+    first, second = jnp.tril_indices(1 + len(rows), -1)
+    x = jnp.concatenate([x, jnp.einsum("bid,bjd->bij", stacked, stacked)[:, first, second]], -1)
+    for width in (1024, 1024, 512, 256):
+        x = nn.relu(nn.Dense(width)(x))
+    return nn.Dense(1)(x)[:, 0]
 
 
-def ranking(batch: int) -> Built:
-    """A DLRM: clicks from numbers and from rows of 26 tables."""
-    model: Any = Ranking(_TABLES)
-
-    def loss(params: Any, features: Any, chosen: Any, clicked: Any) -> Any:
-        return optax.sigmoid_binary_cross_entropy(model.apply(params, features, chosen), clicked).mean()
-
-    params = initial(model, numbers(1, 13), shape(1, 26))
-    return habits(loss, params, optax.adagrad(0.01), numbers(batch, 13), shape(batch, 26), numbers(batch))
+def clicks(logits: Any, clicked: Any) -> Any:
+    """The mean loss of clicks."""
+    return optax.sigmoid_binary_cross_entropy(logits, clicked).mean()
 
 
 # --- the cases ------------------------------------------------------------------------------------------------------
 
 
-def _unusual(build: Callable[[], Built], cluster: str, nodes: int = 1, **more: Any) -> Case:
-    return Case(build, cluster, nodes, of="unusual", **more)
-
-
-CASES: dict[str, Case] = {
+_unusual = functools.partial(forms.case, of="unusual")
+_STEPS = optax.MultiSteps(optax.apply_if_finite(optax.adamw(1e-4), 5), every_k_schedule=4)
+CASES: dict[str, forms.Case] = {
     # its arrays begin with time: which of their axes is the batch cannot be told
-    "ppo": _unusual(lambda: policy(128, 1024), "a100", options={"batch_argnums": ()}),
-    "dreamer": _unusual(lambda: world(256, 64), "a100"),
-    "gan": _unusual(lambda: adversarial(256), "a100"),
-    "lora-8b": _unusual(lambda: adapted(64, 2048), "h100"),
-    "dpo-7b": _unusual(lambda: preferred(128, 2048), "h100", 2),
-    "dlrm": _unusual(lambda: ranking(65536), "a100"),
-    "muon-1b": _unusual(
-        lambda: language(networks.Decoder(24, 2048, 16, 50304), optax.contrib.muon(2e-2), 256, 2048), "h100", 2
-    ),
-    "fold": _unusual(lambda: folded(128, 128, 256), "a100", 4),
-    "nerf": _unusual(lambda: radiance(65536), "a100"),
-    "glow": _unusual(lambda: likely(512), "a100"),
-    "swin-large": _unusual(lambda: windows(1024), "v5p:2x2x2"),
-    "fno": _unusual(lambda: operator(128), "a100"),
-    "distil": _unusual(lambda: distilled(256, 2048), "h100", 2),
-    "multisteps": _unusual(
-        lambda: language(
-            networks.Decoder(12, 768, 6, 50304),
-            optax.MultiSteps(optax.apply_if_finite(optax.adamw(1e-4), 5), every_k_schedule=4), 256, 1024,
-        ),
-        "a100",
-    ),
-    "linear-attention": _unusual(
-        lambda: language(networks.LinearDecoder(24, 2048, 65536), optax.adamw(1e-4), 128, 4096), "h100", 2
-    ),
+    "ppo": _unusual("a100", policy, 128, 1024, options={"batch_argnums": ()}),
+    "dreamer": _unusual("a100", world, 256, 64),
+    "gan": _unusual("a100", adversarial, 256),
+    "lora-8b": _unusual("h100", adapted, 64, 2048),
+    "dpo-7b": _unusual("h100 x 2", preferred, 128, 2048),
+    "dlrm": _unusual("a100", lambda: forms.supervised(
+        Ranking(_TABLES), numbers(65536, 13), shape(65536, 26), numbers(65536), loss=clicks,
+        optimizer=optax.adagrad(0.01),
+    )),
+    "muon-1b": _unusual("h100 x 2", lambda: forms.language(
+        networks.Decoder(24, 2048, 16, 50304), 256, 2048, optax.contrib.muon(2e-2)
+    )),
+    "fold": _unusual("a100 x 4", folded, 128, 128, 256),
+    "nerf": _unusual("a100", radiance, 65536),
+    "glow": _unusual("a100", likely, 512),
+    "swin-large": _unusual("v5p:2x2x2", windows, 1024),
+    "fno": _unusual("a100", lambda: forms.supervised(
+        pictures.Fourier(64, 32), numbers(128, 256, 256, 10), numbers(128, 256, 256, 1), loss=relative_error,
+        optimizer=optax.adam(1e-3),
+    )),
+    "distil": _unusual("h100 x 2", distilled, 256, 2048),
+    "multisteps": _unusual("a100", lambda: forms.language(networks.Decoder(12, 768, 6, 50304), 256, 1024, _STEPS)),
+    "linear-attention": _unusual("h100 x 2", lambda: forms.language(
+        networks.LinearDecoder(24, 2048, 65536), 128, 4096, optax.adamw(1e-4)
+    )),
 }  # fmt: skip

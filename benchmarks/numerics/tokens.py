@@ -27,14 +27,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 
 from alpa_lite.errors import AlpaLiteError
-from benchmarks.gallery import token_libraries, token_parts
+from benchmarks.gallery import token_libraries
 from benchmarks.gallery import tokens as gallery
-from benchmarks.gallery.token_parts import TOKENS, VOCAB, Model, Weights
+from benchmarks.gallery.steps import Built
+from benchmarks.gallery.token_parts import TOKENS
 from benchmarks.harness import Benchmark, Row, Rows, by_variant
 from benchmarks.numerics import ALLOWED, by_model, largest
 from benchmarks.workers import free_links
@@ -42,7 +40,7 @@ from tests import pipeline_driver
 
 CAUSAL = [*gallery.MODELS, *token_libraries.MODELS]
 RANDOM = "random "
-ENCODERS = [*gallery.ENCODERS, *token_libraries.ENCODERS]
+ENCODERS = list(gallery.ENCODERS)
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b")
 _RANDOMS = [f"{RANDOM}{seed}" for seed in range(16)]
 VARIANTS, STEPS = 2, 2
@@ -78,14 +76,16 @@ class Variant:
         return replace(self, stages=2) if self.schedule == "interleaved-1f1b" else self
 
     def __str__(self) -> str:
-        """As the results name it."""
+        """The name of a variant in the results."""
         cut = f"{self.slices} {'even' if self.even else 'uneven'} slices"
-        return ", ".join(
-            map(
-                str,
-                (f"{self.stages} x {self.devices}", cut, self.microbatches, self.schedule, self.remat, self.optimizer),
-            )
-        )
+        run = f"{self.microbatches}, {self.schedule}, {self.remat}, {self.optimizer}"
+        return f"{self.stages} x {self.devices}, {cut}, {run}"
+
+    @classmethod
+    def draw(cls, rng: random.Random) -> Variant:
+        """A random one."""
+        some = (cls(**{name: rng.choice(of) for name, of in CHOICES.items()}) for _ in itertools.count())
+        return next(one for one in some if one.exists)
 
 
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -100,9 +100,7 @@ def variants(model: str) -> tuple[Variant, ...]:
     if model in ENCODERS:
         return (Variant(2, 2, True, 2, 1, "1f1b", "none", "sgd"),)
     if model.startswith(RANDOM):
-        draw = random.Random(f"variant of {model}")
-        some = (Variant(**{name: draw.choice(of) for name, of in CHOICES.items()}) for _ in itertools.count())
-        return (next(one for one in some if one.exists).of_few_layers,)
+        return (Variant.draw(random.Random(f"variant of {model}")).of_few_layers,)
     return _all_variants()[model]
 
 
@@ -155,14 +153,14 @@ def measure(case: str) -> Row:
     return row
 
 
-def made(model: str, optimizer: str) -> gallery.Built:
+def made(model: str, optimizer: str) -> Built:
     """A model's step and its arguments."""
     if model.startswith(RANDOM):
-        return gallery.built(*drawn(random.Random(int(model.removeprefix(RANDOM)))), optimizer)
-    plain = {**gallery.MODELS, **gallery.ENCODERS}
+        return gallery.built(*gallery.drawn(random.Random(int(model.removeprefix(RANDOM)))), optimizer)
+    plain = gallery.MODELS | gallery.ENCODERS
     if model in plain:
-        return gallery.built(*plain[model](), optimizer)
-    return {**token_libraries.MODELS, **token_libraries.ENCODERS}[model](optimizer)
+        return gallery.built(*plain[model], optimizer)
+    return token_libraries.MODELS[model](optimizer)
 
 
 def page(rows: Rows) -> list[str]:
@@ -183,80 +181,6 @@ def page(rows: Rows) -> list[str]:
         "## Refusals", "", *dict.fromkeys(refusals(models)), "", "Encoders, whose tokens depend on later ones:", "",
         *dict.fromkeys(refusals(ENCODERS)),
     ]  # fmt: skip
-
-
-# -- random models ----------------------------------------------------------------------------------------------------
-
-MIXERS = (
-    "plain", "opaque", "grouped_rotary", "repeated_rotary", "alibi", "learned_bias", "window", "opaque_window",
-    "padded", "packed", "dropped", "softcapped", "state_space", "recurrent", "linear_attention", "convolution",
-    "centred", "taps",
-)  # fmt: skip
-LOSSES = ("shifted", "longer", "masked", "normaliser")
-
-
-def drawn(draw: random.Random) -> tuple[Model, Any]:
-    """A model and its batch."""
-    layers = [
-        {
-            "mixer": draw.choice(MIXERS), "norm": draw.choice(("layer_norm", "rms_norm")),
-            "mlp": draw.choice(("mlp", "gated", "none")), "residual": draw.choice(("before", "after", "beside")),
-            "recompute": draw.random() < 0.25,
-        }
-        for _ in range(draw.randint(1, 3))
-    ]  # fmt: skip
-    loss, tied, places, aside = draw.choice(LOSSES), draw.random() < 0.4, draw.random() < 0.6, draw.random() < 0.3
-
-    def model(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
-        tokens = batch["tokens"]
-        given = tokens[:, :-1] if loss == "longer" else tokens
-        x, beside = token_parts.embedded(w, given, places=places), jnp.zeros(())
-        for n, (layer, own) in enumerate(zip(layers, jax.random.split(key, len(layers)), strict=True)):
-
-            def run(x: jax.Array, own: jax.Array, n: int = n, layer: Any = layer) -> jax.Array:
-                return _layer(w, f"{n}", layer, x, batch, own)
-
-            x = (jax.checkpoint(run) if layer["recompute"] else run)(x, own)
-            beside += 1e-2 * (jax.nn.logsumexp(x, -1) ** 2).mean() if aside else 0
-        x = token_parts.layer_norm(w, "last", x)
-        logits = x @ w("embed", VOCAB, x.shape[-1]).T if tied else token_parts.dense(w, "head", x, VOCAB)
-        return _loss(loss, logits, tokens, batch["real"]) + beside
-
-    return model, _batch(longer=loss == "longer")
-
-
-def _layer(w: Weights, name: str, layer: Any, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
-    norm, mixer = getattr(token_parts, layer["norm"]), getattr(token_parts, layer["mixer"])
-    inner = getattr(token_parts, layer["mlp"], None)
-    if layer["residual"] == "beside":
-        y = norm(w, f"{name}.a", x)
-        return x + mixer(w, f"{name}.mix", y, batch, key) + (inner(w, f"{name}.mlp", y) if inner else 0)
-    if layer["residual"] == "before":
-        x = x + mixer(w, f"{name}.mix", norm(w, f"{name}.a", x), batch, key)
-        return x + inner(w, f"{name}.mlp", norm(w, f"{name}.b", x)) if inner else x
-    x = norm(w, f"{name}.a", x + mixer(w, f"{name}.mix", x, batch, key))
-    return norm(w, f"{name}.b", x + inner(w, f"{name}.mlp", x)) if inner else x
-
-
-def _loss(kind: str, logits: jax.Array, tokens: jax.Array, real: jax.Array) -> jax.Array:
-    cut = logits if kind == "longer" else logits[:, :-1]
-    losses = optax.softmax_cross_entropy_with_integer_labels(cut, tokens[:, 1:])
-    if kind == "masked":
-        weights = real[:, 1:].astype(jnp.float32)
-        return (losses * weights).sum() / weights.sum()
-    return losses.mean() + (1e-3 * (jax.nn.logsumexp(logits, -1) ** 2).mean() if kind == "normaliser" else 0)
-
-
-def _batch(*, longer: bool) -> dict[str, Any]:
-    """Tokens with all that a mixer may ask for."""
-    numbers = np.random.default_rng(1)
-    starts = numbers.random((gallery.BATCH, TOKENS)) < 0.2
-    first = np.maximum.accumulate(np.where(starts, np.arange(TOKENS), 0), 1)
-    real = np.arange(TOKENS) < numbers.integers(4, TOKENS + 1, (gallery.BATCH, 1))
-    return gallery.text(
-        TOKENS + longer, real=jnp.asarray(real), part=jnp.asarray(starts.cumsum(1), jnp.int32),
-        place=jnp.asarray(np.arange(TOKENS) - first, jnp.int32),
-    )  # fmt: skip
 
 
 BENCHMARKS = (
