@@ -93,15 +93,12 @@ def compare(
     after: Annotated[Path, typer.Option(help="another checkout than this one")] = harness.ROOT,
     before_options: Annotated[list[str] | None, typer.Option(help="KEY=VALUE of make_plan in the former")] = None,
     limit: Annotated[float | None, typer.Option(help="seconds of each planning")] = None,
-    dry: Annotated[bool, typer.Option("--dry", help="print, and keep nothing")] = False,
 ) -> None:
-    """Plans cases by the library of another revision and by this one in turn, and keeps the ratios."""
-    from benchmarks import plans
+    """Plans cases by the library of another revision and by this one in turn, and prints the ratios."""
+    from benchmarks import planning
 
-    for case, row in plans.compared(before, after, cases or (), _parsed(before_options), limit):
-        print(case, json.dumps(row), flush=True)
-        if not dry:
-            harness.keep(plans.AGAINST, case, row)
+    for line in planning.compared(before, after, cases or (), _parsed(before_options), limit):
+        print(line, flush=True)
 
 
 @app.command()

@@ -11,13 +11,9 @@ devices, as a pipeline of two stages with four micro-batches, and as one mesh, a
 for a `target` as above. Of a stage the executable with most temporaries counts, since a stage needs memory for one at a
 time; of one mesh the peak. A step that cannot be cut into four has no stages.
 
-`rematerialisation`: memory of one mesh on a slice of v5e without rematerialisation (`remat="none"`) and with it
-(`"layer"`), compiled with libtpu (the extra `tpu-verify`). Compilers may merge what is computed again with the first
-time, which shows in the products of the program: those of the backward pass that are computed again have
-`rematted_computation` in their names. They may also run something so late that its operands are kept: that shows in
-the memory alone.
-
-`target_compilers`: collectives, and memory predicted and compiled, of plans for v5e, or with a `target` for a GPU.
+`target_compilers`: collectives, and memory predicted and compiled, of plans for v5e, or with a `target` for a GPU. Two
+cases differ in their rematerialisation alone: compilers may merge what is computed again with the first time, or run
+something so late that its operands are kept, and either shows in the memory.
 
 Products that are small for an H100 are split along k by the CUDA compiler, which writes and adds up the parts. That is
 how a kernel gets its parallelism, and comes and goes with the size: the compiler is told to leave it.
@@ -26,10 +22,9 @@ how a kernel gets its parallelism, and comes and goes with the size: the compile
 from __future__ import annotations
 
 import dataclasses
-import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +38,7 @@ from alpa_lite.api import make_options, make_plan
 from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import compile_step
 from alpa_lite.errors import MicrobatchError
-from alpa_lite.passes.checks.verification import compiled_reports, memory_of
+from alpa_lite.passes.checks.verification import compiled_reports
 from alpa_lite.passes.ir import moving
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.report import units
@@ -51,7 +46,6 @@ from alpa_lite.runtime import aot
 from alpa_lite.steps import NamedStep
 from benchmarks import hlo_bytes
 from benchmarks.gallery.small import CASES
-from benchmarks.gallery.steps import Built, numbers
 from benchmarks.harness import Benchmark, Row, Rows, by_variant, show, table
 
 WITHIN = 0.25
@@ -182,78 +176,12 @@ def stages_page(rows: Rows) -> list[str]:
     return lines
 
 
-# -- rematerialisation ------------------------------------------------------------------------------------------------
-
-PRODUCT = re.compile(r'^.* = .* (?:convolution|dot)\(.*op_name="([^"]*)"', re.MULTILINE)
-ROOM = "1000 GiB"
-"""Of a device when a case is planned, so that what does not fit is for the compiler to say."""
-
-
-def residual(layers: int, examples: int, width: int = 256, inner: int = 1024) -> Built:
-    """A step of residual layers, each wide within and narrow between, and its arguments."""
-
-    def step(state: Any, batch: Any) -> Any:
-        def loss(layers: Any) -> Any:
-            h = batch["x"]
-            for layer in layers:
-                h = h + jax.nn.gelu(h @ layer["up"]) @ layer["down"]
-            return ((h - batch["y"]) ** 2).mean()
-
-        value, grads = jax.value_and_grad(loss)(state)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), value
-
-    state = [{"up": numbers(width, inner), "down": numbers(inner, width)} for _ in range(layers)]
-    return step, (state, {"x": numbers(examples, width), "y": numbers(examples, width)})
-
-
-REMATERIALISED: dict[str, Callable[[], Any]] = {
-    "gpt hidden=128 layers=4 vocab=256 seq=256, batch 256": lambda: models.get("gpt").abstract(
-        "tiny", 256, hidden=128, layers=4, vocab=256, seq=256
-    ),
-    "6 residual layers of 256 and 1024, 6,291,456 examples": lambda: residual(6, 96 * 65536),
-    "6 residual layers of 256 and 1024, 65,536 examples": lambda: residual(6, 65536),
-}
-
-
-def rematerialised(case: str) -> Row:
-    """A case, planned with a rematerialisation and compiled."""
-    name, _, remat = case.rpartition(": ")
-    fun, args = REMATERIALISED[name]()[:2]
-    cluster = Cluster.preset("v5e")
-    method: Any = alpa_lite.Sharded((8,), remat=remat)  # type: ignore[arg-type]
-    options = make_options({"method": method, "num_microbatches": 1, "memory_per_device": ROOM})
-    found = compile_step(fun, args, {}, options, cluster)
-    target = aot.target_of("v5e:2x4", cluster)
-    predicted = found.plan.stages[0].memory.total
-    row = {"predicted": predicted, "compiler": aot.compiler_version(target)}
-    try:
-        (program,) = aot.compiled_for(found.staged, found.plan, aot.devices_of(target))
-    except jax.errors.JaxRuntimeError as error:
-        return {**row, "error": str(error).splitlines()[0][:200]}
-    memory = memory_of(program, predicted)
-    assert memory is not None
-    names = PRODUCT.findall(program.as_text())
-    again = sum("rematted_computation" in name for name in names)
-    return {**row, "compiled": memory.data, "products": len(names), "again": again}
-
-
-def rematerialised_page(rows: Rows) -> list[str]:
-    """Memory and products in Markdown."""
-    cells = []
-    for case, row in rows.items():
-        predicted, rest = row.get("predicted"), [row.get("error"), "", "", ""]
-        if "compiled" in row:
-            ratio = show(predicted / row["compiled"] if predicted else None)
-            rest = [units.nbytes(row["compiled"]), ratio, row["products"], row["again"]]
-        cells.append([*case.rsplit(": ", 1), units.nbytes(predicted) if predicted else "-", *rest])
-    return table("case | remat | predicted | compiled | predicted / compiled | products | of them again", cells)
-
-
 # -- target compilers -------------------------------------------------------------------------------------------------
 
 WIDE = {"hidden": 512, "layers": 4, "vocab": 8192, "seq": 256}
-STEPS = {
-    f"{step.name} {step.size}, batch {step.batch}{''.join(f' {k}={v}' for k, v in step.settings.items())}": step
+DEEP = NamedStep("gpt", "tiny", 256, {"hidden": 128, "layers": 4, "vocab": 256, "seq": 256})
+STEPS: dict[str, tuple[NamedStep, Any]] = {
+    f"{step.name} {step.size}, batch {step.batch}{''.join(f' {k}={v}' for k, v in step.settings.items())}": (step, None)
     for step in (
         NamedStep("gpt", "tiny", 32),
         NamedStep("moe", "tiny", 32),
@@ -261,15 +189,19 @@ STEPS = {
         NamedStep("moe", "tiny", 64, {**WIDE, "group": 256}),
         NamedStep("gpt", "small", 64, {"layers": 2}),
     )
-}
+} | {f"deep gpt, remat {remat}": (DEEP, remat) for remat in ("none", "layer")}
+"""Steps by their names, and how they are rematerialised; by the plan's choice if None."""
 
 
 def compiled_for(case: str, target: str | None = None) -> Row:
     """A step planned for a cluster, and compiled for a target."""
-    step, cluster = STEPS[case], "h100" if target else "v5e"
+    step, remat = STEPS[case]
     fun, args = models.get(step.name).abstract(step.size, step.batch, **step.settings)
+    method = alpa_lite.Auto() if remat is None else alpa_lite.Sharded((8,), remat=remat)
+    # What does not fit is for the compiler to say.
+    options: Any = {} if remat is None else {"num_microbatches": 1, "memory_per_device": "1000 GiB"}
     start = time.perf_counter()
-    plan = make_plan(fun, *args, cluster=cluster)
+    plan = make_plan(fun, *args, cluster="h100" if target else "v5e", method=method, **options)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         plan.save(file)
@@ -277,14 +209,13 @@ def compiled_for(case: str, target: str | None = None) -> Row:
         seconds = time.perf_counter() - start
         found = verifying.verify(file, step, f"cuda:{target}" if target else "v5e:2x4", time_limit=1200.0)
     (memory,) = found["memory"]
-    kept = {key: found[key] for key in ("communicates", "differences", "rewrites", "compiler")}
-    row = {
-        **kept, "mesh": plan.stages[0].mesh_shape, "planning_seconds": seconds,
+    return {key: found[key] for key in ("communicates", "differences", "rewrites", "compiler")} | {
+        "mesh": plan.stages[0].mesh_shape, "planning_seconds": seconds,
         "compiling_seconds": found["seconds"]["compiling"],
         "planned_collectives": sum(row["planned"] for row in found["collectives"]),
         "found_collectives": sum(row["found"] for row in found["collectives"]), "memory": memory,
+        "variant": "cuda" if target else found["target"],
     }  # fmt: skip
-    return row | {"variant": "cuda" if target else found["target"]}
 
 
 def compiled_page(rows: Rows) -> list[str]:
@@ -316,15 +247,6 @@ BENCHMARKS = (
         "stage_memory", "Memory of executables, predicted and compiled",
         "Two devices; nothing runs. For a GPU (`-o target=h100.txtpb`) JAX's CUDA plugin compiles.",
         lambda: CASES, stages, stages_page, settings=settings,
-    ),
-    Benchmark(
-        "rematerialisation", "Rematerialisation under the TPU compiler",
-        "Compiled for v5e:2x4 without a TPU. Memory is per device, without the program's code; products are "
-        "convolutions and `dot`s of the program. The compiler keeps what is computed again. It does not always free "
-        "what is read: where there is room, it runs the products of weight gradients after the whole backward pass, "
-        "and keeps their operands until then.",
-        lambda: [f"{name}: {remat}" for name in REMATERIALISED for remat in ("none", "layer")], rematerialised,
-        rematerialised_page, settings=settings,
     ),
     Benchmark(
         "target_compilers", "Plans against the compilers of their targets",

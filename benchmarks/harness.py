@@ -39,21 +39,18 @@ AT = " @ "
 """Between the name of a case and the variant that its row is of: a version of JAX, or a compiler."""
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
-    "planning": {"planning": "planning", "equal_plans": "plans", "planning_against": "plans"},
-    "quality": {
-        "pipelines": "plans", "published": "published", "scanned": "scanned", "token_slices": "slices",
-        "token_published": "slices",
-    },
+    "planning": {"planning": "planning"},
+    "quality": {"published": "published", "token_published": "slices"},
     "numerics": {
         "pipeline_correctness": "numerics.pipelines", "token_correctness": "numerics.tokens",
         "process_correctness": "numerics.processes", "differential": "numerics.differential",
     },
     "runtime": {
-        "by_hand": "runtime.steps", "calibration": "runtime.steps", "tiny_pipelines": "runtime.steps",
-        "token_pipelines": "runtime.steps", "overhead": "runtime.calls", "pipeline_overhead": "runtime.tasks",
+        "by_hand": "runtime.steps", "calibration": "runtime.steps",
+        "on_device": "runtime.steps", "overhead": "runtime.calls", "pipeline_overhead": "runtime.tasks",
         "processes": "runtime.tasks", "kills": "runtime.kills",
     },
-    "memory": {"stage_memory": "compilers", "rematerialisation": "compilers"},
+    "memory": {"stage_memory": "compilers"},
     "compilers": {"bytes_accessed": "compilers", "target_compilers": "compilers"},
     "pages": {"pictures": "pictures"},
 }  # fmt: skip
@@ -72,8 +69,8 @@ class Benchmark:
       measure: (case, **options) to a row.
       page: the lines of a page about some rows, by case.
       parts: further measures of a case, each in a process of its own; its result is the row's item of that name.
-      devices: virtual CPU devices of a process, or none. quickly: whether programs are compiled without most
-        optimisations.
+      devices: virtual CPU devices of a process, or none; 0 for the accelerators of this machine.
+      quickly: whether programs are compiled without most optimisations.
       settings: environment variables of a process, given the options.
       limit, memory: seconds and GiB of a case.
       versions: whether rows of several versions of JAX are kept side by side. A row that has a `variant`, such as a
@@ -217,6 +214,12 @@ def by_variant(rows: Rows) -> dict[str, dict[str, Row]]:
             case, _, variant = name.partition(AT)
             out.setdefault(variant, {})[case] = row
     return out
+
+
+def sections(rows: Rows, lines_of: Callable[[dict[str, Row]], list[str]]) -> list[str]:
+    """A section of a page for each version of JAX or compiler."""
+    found = sorted(by_variant(rows).items())
+    return [line for variant, own in found for line in ("", f"## {variant}", "", *lines_of(own))][1:]
 
 
 # -- reports ----------------------------------------------------------------------------------------------------------

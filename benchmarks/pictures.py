@@ -106,9 +106,10 @@ def architecture() -> str:
     for number, (name, about) in enumerate(BOXES):
         y = 40 + 46 * number
         shapes += [rect(20, y, 460, 34, "#e8f0fe"), words(32, y + 22, name, 13, more='font-weight="bold"')]
-        shapes += [words(468, y + 22, about, 11, "end"), stroke(250, y + 34, 250, y + 46)] if number < 9 else [
-            words(468, y + 22, about, 11, "end")
-        ]  # fmt: skip
+        shapes += [
+            words(468, y + 22, about, 11, "end"),
+            *[stroke(250, y + 34, 250, y + 46)] * (number + 1 < len(BOXES)),
+        ]
     return framed(500, 40 + 46 * len(BOXES), shapes)
 
 
@@ -193,24 +194,24 @@ def bars(values: Sequence[tuple[float, str, str]], title: str, mark: float | Non
     return framed(max(56 + width * len(values), 560), 326, shapes)
 
 
+def planned(rows: Rows) -> list[tuple[str, Row, str]]:
+    """The names, rows and colours of the cases that were planned."""
+    return [(name, row, KINDS[planning.CASES[name].of]) for name, row in rows.items() if name in planning.CASES]
+
+
 def against_baselines(rows: Rows) -> str:
     """Predicted seconds of Auto over those of the best textbook plan."""
     ratios = [
-        (row["plan"]["step_seconds"] / best[1], KINDS[planning.CASES[name].of], f"{name}, {best[0]}")
-        for name, row in rows.items()
-        if name in planning.CASES and planning.CASES[name].method[0] == "Auto" and "plan" in row
-        and (best := planning.best_textbook(row))
-    ]  # fmt: skip
+        (row["plan"]["step_seconds"] / best[1], colour, f"{name}, {best[0]}")
+        for name, row, colour in planned(rows)
+        if planning.CASES[name].method[0] == "Auto" and "plan" in row and (best := planning.best_textbook(row))
+    ]
     return bars(ratios, "Predicted step of Auto over that of the fastest textbook plan that fits", 1.0)
 
 
 def planning_seconds(rows: Rows) -> str:
     """CPU seconds of planning."""
-    values = [
-        (row["cpu_seconds"], KINDS[planning.CASES[name].of], name)
-        for name, row in rows.items()
-        if name in planning.CASES and "cpu_seconds" in row
-    ]
+    values = [(row["cpu_seconds"], colour, name) for name, row, colour in planned(rows) if "cpu_seconds" in row]
     return bars(values, "CPU seconds of planning, one core", 30.0)
 
 

@@ -11,16 +11,21 @@ that each is one integer program of few choices for a number of micro-batches.
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import statistics
+import subprocess
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from benchmarks import workers
 from benchmarks.gallery.cases import CASES
 from benchmarks.gallery.steps import Case
-from benchmarks.harness import Benchmark, Row, Rows, show, table
+from benchmarks.harness import ROOT, Benchmark, Row, Rows, show, table
 
 GIB = 2**30
 KINDS = ("issue", "published", "unusual", "toy", "own")
@@ -38,34 +43,16 @@ def cluster_of(case: Case) -> Any:
     return alpa_lite.Cluster.preset(base, nodes=case.nodes, **more)
 
 
-def method_of(text: str) -> Any:
-    """A method by its text, such as "Zero(3)"."""
-    import alpa_lite
-
-    return eval(text, dict(vars(alpa_lite)))
-
-
-def plan_of(case: Case, method: Any = None, **options: Any) -> Any:
-    """The plan of a case by its own method or another one."""
-    import alpa_lite
-
-    fun, args = case.build()
-    kind, values = case.method
-    method = getattr(alpa_lite, kind)(*values) if method is None else method
-    return alpa_lite.make_plan(fun, *args, cluster=cluster_of(case), method=method, **case.options, **options)
-
-
 def measure(name: str, **options: Any) -> Row:
-    """Plans a case; what it took, and figures of the plan."""
+    """Plans a case; the cost of planning, and figures of the plan."""
     import alpa_lite
 
     case = CASES[name]
     fun, args = case.build()
-    cluster, (kind, values) = cluster_of(case), case.method
+    cluster, (method, values) = cluster_of(case), case.method
+    given = {"method": getattr(alpa_lite, method)(*values), **case.options, **options}
     start, cpu = time.perf_counter(), time.process_time()
-    plan = alpa_lite.make_plan(
-        fun, *args, cluster=cluster, method=getattr(alpa_lite, kind)(*values), **case.options, **options
-    )
+    plan = alpa_lite.make_plan(fun, *args, cluster=cluster, **given)
     return {
         "seconds": time.perf_counter() - start,
         "cpu_seconds": time.process_time() - cpu,
@@ -92,70 +79,47 @@ def figures(plan: Any) -> Row:
     }
 
 
-def textbook(name: str, **options: Any) -> dict[str, Any]:
-    """The seconds a step of every textbook method, or why there are none."""
+def textbook(name: str, effort: str = "normal", **_: Any) -> dict[str, Any]:
+    """The seconds a step of every textbook method, or why there are none; the step is traced once."""
+    import alpa_lite
+    from alpa_lite import _jax, compiler
+    from alpa_lite.api import make_options
+    from alpa_lite.compilation.gc_pause import reduced_gc
+    from alpa_lite.compilation.request import PlanRequest, Step
+    from alpa_lite.compilation.runner import passes
     from alpa_lite.errors import AlpaLiteError
+    from alpa_lite.passes import factors
+    from alpa_lite.passes.search.planner import search_plan
+    from alpa_lite.passes.sharding import wishes
+    from alpa_lite.plan.pins import NO_PINS
 
     case = CASES[name]
-    step = Textbook(case)
-    methods: dict[str, Any] = {}
-    for text in TEXTBOOK:
-        try:
-            methods[text] = step.seconds(method_of(text), options.get("effort", "normal"))
-        except AlpaLiteError as error:
-            methods[text] = f"{type(error).__name__}: {str(error)[:120]}"
-    return methods
-
-
-class Textbook:
-    """A step, traced once, whose textbook methods are then compared."""
-
-    def __init__(self, case: Case) -> None:
-        """Traces the step."""
-        from alpa_lite import _jax, compiler
-        from alpa_lite.api import make_options
-        from alpa_lite.compilation.gc_pause import reduced_gc
-        from alpa_lite.compilation.request import PlanRequest, Step
-        from alpa_lite.passes import factors
-        from alpa_lite.plan.pins import NO_PINS
-
-        fun, args = case.build()
-        cluster = cluster_of(case)
-        checked = make_options({**case.options, "cluster": cluster})
-        trace = compiler.tracer(fun, args, {}, checked, NO_PINS, cluster.platform)
-        self.asked = PlanRequest(checked, cluster, trace)
-        with reduced_gc, _jax.without_mesh():
-            traced = trace()
-            self.step = Step(traced, factors.rules_of(traced.graph.ops(), traced.graph.values))
-
-    def seconds(self, method: Any, effort: str) -> float:
-        """The seconds of the method's best plan of one mesh.
-
-        Raises:
-          AlpaLiteError: none fits, or the method cannot be applied.
-        """
-        from alpa_lite import _jax
-        from alpa_lite.compilation.gc_pause import reduced_gc
-        from alpa_lite.compilation.runner import passes
-        from alpa_lite.passes.search.planner import search_plan
-        from alpa_lite.passes.sharding import wishes
-
-        options = replace(self.asked.options, method=method, effort=effort)
-        wished = wishes.of(self.step.traced, method, self.asked.cluster.num_devices, [], None, frozenset())
-        asked = replace(self.asked, options=options, wishes=wished)
-        with reduced_gc, _jax.without_mesh(), passes("textbook", None) as run:
-            return search_plan(run, self.step, asked)[0].seconds
+    fun, args = case.build()
+    cluster = cluster_of(case)
+    checked = make_options({**case.options, "cluster": cluster})
+    trace = compiler.tracer(fun, args, {}, checked, NO_PINS, cluster.platform)
+    found: dict[str, Any] = {}
+    with reduced_gc, _jax.without_mesh():
+        traced = trace()
+        step = Step(traced, factors.rules_of(traced.graph.ops(), traced.graph.values))
+        for text in TEXTBOOK:
+            method = eval(text, dict(vars(alpa_lite)))
+            options = replace(checked, method=method, effort=effort)
+            try:
+                wished = wishes.of(traced, method, cluster.num_devices, [], None, frozenset())
+                with passes("textbook", None) as run:
+                    asked = replace(PlanRequest(checked, cluster, trace), options=options, wishes=wished)
+                    found[text] = search_plan(run, step, asked)[0].seconds
+            except AlpaLiteError as error:
+                found[text] = f"{type(error).__name__}: {str(error)[:120]}"
+    return found
 
 
 def best_textbook(row: Row) -> tuple[str, float] | None:
     """The fastest textbook method that fits, and its seconds."""
     methods = row.get("textbook")
-    fits = (
-        {name: value for name, value in methods.items() if isinstance(value, float)}
-        if isinstance(methods, dict)
-        else {}
-    )
-    return min(fits.items(), key=lambda item: item[1]) if fits else None
+    fits = [(value, name) for name, value in methods.items() if isinstance(value, float)] if methods else []
+    return min(fits)[::-1] if fits else None
 
 
 def shown(plan: Row) -> str:
@@ -207,6 +171,58 @@ def _shares(planned: Rows) -> Iterator[str]:
     if total := sum(sums.values()):
         shares = sorted(((value / total, part) for part, value in sums.items()), reverse=True)
         yield "Of all seconds: " + ", ".join(f"{part} {share:.0%}" for share, part in shares) + "."
+
+
+# -- two revisions ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def checkout(revision: str) -> Iterator[Path]:
+    """A folder with the library of a revision; a folder is one already."""
+    if Path(revision).is_dir():
+        yield Path(revision).resolve()
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkout"
+        subprocess.run(["git", "-C", str(ROOT), "worktree", "add", "--detach", str(path), revision], check=True)
+        try:
+            yield path
+        finally:
+            subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", str(path)], check=True)
+
+
+def compared(before: str, after: Path, cases: Sequence[str], options: Row, limit: float | None) -> Iterator[str]:
+    """Plans cases by the library of a revision, with some options, and by that of a checkout, in turn.
+
+    Planning seconds of two days say little, since machines drift by a factor of two; the ratios of this table count.
+
+    Yields:
+      Lines of a table as they come, and at last the means of the ratios.
+    """
+    (benchmark,) = BENCHMARKS
+    yield "case | CPU s before | after | after / before | beyond tracing | step s before | after | after / before"
+    ratios: list[tuple[float, ...]] = []
+    with checkout(before) as folder:
+        for name in benchmark.chosen(cases):
+            sides = [
+                row
+                for library, given in ((folder, options), (after.resolve(), {}))
+                for _, row in workers.run(benchmark, [name], given, limit=limit, library=library)
+            ]
+            if not all("plan" in row for row in sides):
+                yield f"{name} | {' | '.join(row['status'] for row in sides)}"
+                continue
+            cpu = [row["cpu_seconds"] for row in sides]
+            beyond = [row["seconds"] - row["planning_seconds"]["tracing"] for row in sides]
+            step = [row["plan"]["step_seconds"] for row in sides]
+            found = tuple(second / first for first, second in (cpu, beyond, step))
+            ratios.append(found)
+            figures = (f"{one:.4g}" for one in (*cpu, *found[:2], *step, found[2]))
+            yield f"{name} | {' | '.join(figures)}"
+    for number, title in enumerate(("CPU seconds", "seconds beyond tracing", "predicted steps") if ratios else ()):
+        values = [found[number] for found in ratios]
+        mean = statistics.geometric_mean(values)
+        yield f"Ratios of {title}, {len(values)} cases: geometric mean {mean:.4f}, most {max(values):.3f}."
 
 
 BENCHMARKS = (

@@ -102,14 +102,15 @@ def child(request: str) -> None:
 
 
 def prepare(devices: int | None = None, *, quickly: bool = False) -> None:
-    """Gives this process virtual CPU devices; with `quickly`, programs are compiled without most optimisations.
+    """Gives this process virtual CPU devices, or leaves it its accelerators with `devices=0`, before JAX is used.
 
-    To be called before JAX is used.
+    With `quickly`, programs are compiled without most optimisations.
     """
     import jax
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    jax.config.update("jax_platforms", "cpu")
+    if devices != 0:
+        jax.config.update("jax_platforms", "cpu")
     if devices:
         jax.config.update("jax_num_cpu_devices", devices)
     if quickly:

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite.ir import schedules
-from benchmarks.harness import Benchmark, Row, Rows, by_variant, table
+from benchmarks.harness import Benchmark, Row, Rows, sections, table
 from benchmarks.numerics import ALLOWED, largest
 from tests import comparing, pipeline_driver, zoo
 from tests.processes import driver, worker
@@ -221,19 +221,20 @@ def measure(name: str) -> Row:
 
 def page(rows: Rows) -> list[str]:
     """For each version a table of methods and layouts."""
-    lines = []
-    for version, found in by_variant(rows).items():
+
+    def lines_of(found: Rows) -> list[str]:
         cells = [[method, *(_cell(found, layout, method) for layout in SUBMESHES)] for method in METHODS]
         good = [row for row in found.values() if "error" in row]
         blocks, leaves = (sum(row[name] for row in good) for name in ("blocks", "leaves"))
-        lines += [
-            f"## {version}", "", *table(f"method | {' | '.join(SUBMESHES)}", cells), "",
+        return [
+            *table(f"method | {' | '.join(SUBMESHES)}", cells), "",
             f"{len(good)} of {len(CASES)} cases ran: {leaves} leaves in {blocks} blocks. "
             f"{sum(row['error'] > 1 for row in good)} are above 1 against one device, "
             f"{sum(row['alone'] > 1 for row in good)} against one process;",
-            f"{sum(row['alone'] == 0 for row in good)} equal one process in every bit.", "",
+            f"{sum(row['alone'] == 0 for row in good)} equal one process in every bit.",
         ]  # fmt: skip
-    return lines[:-1]
+
+    return sections(rows, lines_of)
 
 
 def _cell(found: Rows, layout: str, method: str) -> str:

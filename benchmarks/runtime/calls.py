@@ -29,21 +29,79 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen, nnx
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from alpa_lite import Cluster, DataParallel, parallelize
-from alpa_lite.ir.layout import LogicalMesh
-from alpa_lite.passes.ir.evaluation import evaluate_block
-from alpa_lite.passes.tracing.tracing import trace
-from alpa_lite.runtime.meshes import mesh_of
-from alpa_lite.runtime.single import SingleExecutable
-from benchmarks.harness import Benchmark, Row, Rows, by_variant, table
+from alpa_lite import Cluster, DataParallel, Manual, parallelize
+from benchmarks.harness import Benchmark, Row, Rows, sections, table
 
-Contest = tuple[Any, Callable[[], Any], Callable[[Any], Callable[[], Any]]]
-"""Our step, a maker of a `jit` of its own, and a maker of a contestant of either, with a state of its own."""
+JITTED = "jit", "jit again"
 LAYERS = 100  # of three leaves each
 BATCH = np.ones((8, 8), np.float32)
+
+
+class Layer(nnx.Module):
+    """Three leaves."""
+
+    def __init__(self) -> None:
+        self.kernel = nnx.Param(jnp.ones((8, 8)))
+        self.bias = nnx.Param(jnp.ones(8))
+        self.scale = nnx.Param(jnp.ones(8))
+
+
+class Model(nnx.Module):
+    """`LAYERS` layers."""
+
+    def __init__(self) -> None:
+        self.layers = nnx.List([Layer() for _ in range(LAYERS)])
+
+
+class Dense50(linen.Module):
+    """50 layers of two leaves."""
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        """[batch, features] to the same."""
+        for _ in range(50):
+            x = linen.tanh(linen.Dense(features=8)(x))
+        return x
+
+
+def added(state: Any, batch: Any) -> Any:
+    """A state in nested dicts, as linen has them, of which the step makes another one."""
+    total = batch.sum()
+    return jax.tree.map(lambda leaf: leaf + total, state), total
+
+
+def updated(model: Any, batch: Any) -> Any:
+    """A model of NNX that the step updates in place."""
+    total = batch.sum()
+    nnx.update(model, jax.tree.map(lambda leaf: leaf + total, nnx.state(model)))
+    return total
+
+
+def trained(params: Any, moments: Any, batch: Any) -> Any:
+    """A train step as users have it: parameters, Adam's moments and its count."""
+    loss, gradients = jax.value_and_grad(lambda p: jnp.square(jnp.asarray(Dense50().apply(p, batch))).mean())(params)
+    updates, moments = optax.adam(1e-3).update(gradients, moments, params)
+    return optax.apply_updates(params, updates), moments, loss
+
+
+def nested() -> tuple[Any]:
+    """The state of `added`."""
+    layer = {"attention": {"kernel": np.ones((8, 8), np.float32), "bias": np.ones(8, np.float32)}}
+    return ({f"layer_{i}": layer | {"norm": {"scale": np.ones(8, np.float32)}} for i in range(LAYERS)},)
+
+
+def initial() -> tuple[Any, Any]:
+    """The state of `trained`."""
+    params = Dense50().init(jax.random.key(0), BATCH)
+    return params, optax.adam(1e-3).init(params)
+
+
+CONTESTS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
+    "dict": (added, nested), "nnx": (updated, lambda: (Model(),)), "linen": (trained, initial),
+}  # fmt: skip
+"""Steps, and what makes their states."""
 
 
 def measure(case: str, repetitions: int = 9, rounds: int = 200) -> Row:
@@ -53,12 +111,36 @@ def measure(case: str, repetitions: int = 9, rounds: int = 200) -> Row:
       repetitions: how often the contestants are made.
       rounds: how often each is called.
     """
-    name, _, devices = case.partition(", ")
-    ours, jitted, contestant = CONTESTS[name](mesh_of(LogicalMesh((int(devices.split()[0]),), ("d",))))
+    name, devices = case.removesuffix(" devices").split(", ")
+    step, make = CONTESTS[name]
+    method: Any = DataParallel() if name == "linen" else Manual({"*": P("d")}, (int(devices),), ("d",))
+    ours = parallelize(step, cluster=Cluster.local(jax.devices()[: int(devices)]), method=method)
+    *state, batch = ours.place(*make(), BATCH)
+    wrap: Any = functools.partial(jax.jit, donate_argnums=tuple(range(len(state))))
+    if name == "nnx":
+        wrap = functools.partial(nnx.jit, donate_argnums=0)
+    else:
+        inputs, outputs = ours.shardings(*make(), BATCH)
+        wrap = functools.partial(wrap, in_shardings=inputs, out_shardings=outputs)
+
+    def contestant(run: Any) -> Callable[[], Any]:
+        """Calls a step on the state that it returned last."""
+        state: Any = ours.place(*make(), BATCH)[:-1]
+        if name == "nnx":
+            return lambda: run(*state, batch)
+
+        def call() -> Any:
+            nonlocal state
+            *state, rest = run(*state, batch)
+            return rest
+
+        return call
+
     found = []
     for seed in range(repetitions):
-        calls = {"ours": ours, "jit": jitted(), "jit again": jitted()}
-        found.append(_medians({name: contestant(call) for name, call in calls.items()}, rounds, seed))
+        # Each `jit` wraps a function of its own, so that it shares no executable with another one.
+        runs = {"ours": ours} | {name: wrap(functools.wraps(step)(lambda *args: step(*args))) for name in JITTED}
+        found.append(_medians({name: contestant(run) for name, run in runs.items()}, rounds, seed))
 
     def more(name: str, clock: int) -> list[float]:
         return [1e6 * (medians[name][clock] - medians["jit"][clock]) for medians in found]
@@ -99,138 +181,16 @@ def _medians(calls: dict[str, Callable[[], Any]], rounds: int, seed: int) -> dic
     }
 
 
-def calling(run: Any, state: tuple[Any, ...], batch: Any) -> Callable[[], Any]:
-    """A function that calls a step on the state that it returned last, and gives what else it returns."""
-
-    def call() -> Any:
-        nonlocal state
-        *state, rest = run(*state, batch)  # type: ignore[assignment]
-        return rest
-
-    return call
-
-
-def anew(wrap: Callable[..., Any], step: Callable[..., Any], **options: Any) -> Any:
-    """A `jit` that shares no executable with another one of the same step."""
-    return wrap(functools.wraps(step)(lambda *args: step(*args)), **options)
-
-
-def dict_contest(mesh: Any) -> Contest:
-    """A state in nested dicts, as Flax linen has them, and a placed batch."""
-
-    def step(state: Any, batch: Any) -> Any:
-        total = batch.sum()
-        return jax.tree.map(lambda leaf: leaf + total, state), total
-
-    def make() -> Any:
-        layer = {"attention": {"kernel": np.ones((8, 8), np.float32), "bias": np.ones(8, np.float32)}}
-        return {f"layer_{i}": layer | {"norm": {"scale": np.ones(8, np.float32)}} for i in range(LAYERS)}
-
-    ours, place, shardings, batch = parallel(mesh, step, make(), BATCH)
-    options: dict[str, Any] = {"in_shardings": shardings, "out_shardings": (shardings[0], NamedSharding(mesh, P()))}
-    return (
-        ours,
-        lambda: anew(jax.jit, step, donate_argnums=0, **options),
-        lambda run: calling(run, (place(make(), batch)[0],), batch),
-    )
-
-
-class Layer(nnx.Module):
-    """Three leaves."""
-
-    def __init__(self) -> None:
-        self.kernel = nnx.Param(jnp.ones((8, 8)))
-        self.bias = nnx.Param(jnp.ones(8))
-        self.scale = nnx.Param(jnp.ones(8))
-
-
-class Model(nnx.Module):
-    """`LAYERS` layers."""
-
-    def __init__(self) -> None:
-        self.layers = nnx.List([Layer() for _ in range(LAYERS)])
-
-
-def nnx_contest(mesh: Any) -> Contest:
-    """A model that the step updates in place."""
-
-    def step(model: Any, batch: Any) -> Any:
-        total = batch.sum()
-        nnx.update(model, jax.tree.map(lambda leaf: leaf + total, nnx.state(model)))
-        return total
-
-    ours, place, _, batch = parallel(mesh, step, Model(), BATCH)
-
-    def contestant(run: Any) -> Callable[[], Any]:
-        model = place(Model(), batch)[0]
-        return lambda: run(model, batch)
-
-    return ours, lambda: anew(nnx.jit, step, donate_argnums=0), contestant
-
-
-class Dense50(linen.Module):
-    """50 layers of two leaves."""
-
-    @linen.compact
-    def __call__(self, x: Any) -> Any:
-        """[batch, features] to the same."""
-        for _ in range(50):
-            x = linen.tanh(linen.Dense(features=8)(x))
-        return x
-
-
-def linen_contest(mesh: Any) -> Contest:
-    """A train step as users have it: parameters, Adam's moments and its count, planned."""
-    model, optimizer = Dense50(), optax.adam(1e-3)
-
-    def loss_of(params: Any, batch: Any) -> Any:
-        return jnp.mean(jnp.square(jnp.asarray(model.apply(params, batch))))
-
-    def step(params: Any, moments: Any, batch: Any) -> Any:
-        loss, gradients = jax.value_and_grad(loss_of)(params, batch)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return optax.apply_updates(params, updates), moments, loss
-
-    def make() -> Any:
-        params = model.init(jax.random.key(0), BATCH)
-        return params, optimizer.init(params)
-
-    ours = parallelize(step, cluster=Cluster.local(list(mesh.devices.flat)), method=DataParallel())
-    inputs, outputs = ours.shardings(*make(), BATCH)
-    batch = ours.place(*make(), BATCH)[-1]
-    return (
-        ours,
-        lambda: anew(jax.jit, step, donate_argnums=(0, 1), in_shardings=inputs, out_shardings=outputs),
-        lambda run: calling(run, tuple(ours.place(*make(), BATCH)[:2]), batch),
-    )
-
-
-def parallel(mesh: Any, step: Callable[..., Any], state: Any, batch: Any) -> tuple[Any, Any, Any, Any]:
-    """The step with every array sharded by its leading dim: the step, its `place`, the shardings, and a placed batch.
-
-    Not planned, so that the shardings are the `jit`'s.
-    """
-    traced = trace(step, (state, batch), {})
-    inputs = [P("d")] * len(traced.arguments)
-    outputs = [P("d") if output.role == "state" else P() for output in traced.outputs]
-    run = SingleExecutable(traced, lambda *leaves: evaluate_block(traced.graph.block, leaves), mesh, inputs, outputs)
-    ours = parallelize(step)
-    ours._current = run
-    sharding = NamedSharding(mesh, P("d"))
-    return ours, run.place, (jax.tree.map(lambda _: sharding, state), sharding), jax.device_put(batch, sharding)
-
-
-CONTESTS = {"dict": dict_contest, "nnx": nnx_contest, "linen": linen_contest}
-
-
 def page(rows: Rows) -> list[str]:
     """Microseconds of each version."""
     names = ("ours_us", "jit_us", "more_us", "noise_us", "more_cpu_us", "noise_cpu_us")
-    lines = []
-    for version, found in by_variant(rows).items():
-        cells = [[case, *(row.get(name) for name in names)] for case, row in sorted(found.items())]
-        lines += [f"## {version}", "", *table(f"arguments | {' | '.join(names)}", cells), ""]
-    return lines[:-1]
+    return sections(
+        rows,
+        lambda found: table(
+            f"arguments | {' | '.join(names)}",
+            [[case, *(row.get(name) for name in names)] for case, row in sorted(found.items())],
+        ),
+    )
 
 
 BENCHMARKS = (

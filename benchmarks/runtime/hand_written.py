@@ -1,19 +1,17 @@
-"""What one writes by hand: plain `jax.jit` with a `NamedSharding` for every argument. Nothing of alpa_lite is used.
+"""Shardings as one writes them by hand: plain `jax.jit` with a `NamedSharding` for every argument, without alpa_lite.
 
-Each plan names a mesh, how the batch lies on it, and how a parameter does, by its path and shape; the optimizer's
-moments lie as their parameter. The step is what the user wrote for one device; XLA's partitioner adds the rest.
+The optimizer's moments are sharded as their parameter. The step is that of one device; XLA's partitioner adds the rest.
 
-    data parallel   batch over every device, state on every device
+    data parallel   batch over every device, state replicated
     FSDP            batch over every device, each parameter sharded by its largest dim that divides
-    Megatron        attention by heads, feed-forward by columns, then rows, embedding by vocabulary; the batch whole, or
-                    over a second axis of the mesh
+    Megatron        attention by heads, feed-forward by columns, then rows, embedding by vocabulary; the batch
+                    replicated, or over a second axis of the mesh
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,82 +19,52 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-SpecOf = Callable[[str, tuple[int, ...]], P]
+DEVICES = 8
+MEGATRON = (
+    (r"'(query|key|value)'\]\['kernel'", P(None, "m", None)),
+    (r"'(query|key|value)'\]\['bias'", P("m", None)),
+    (r"'output'\]\['kernel'", P("m", None, None)),
+    (r"'up'\]\['kernel'|'layers'\]\[\d*[02468]\]\['kernel'", P(None, "m")),
+    (r"'up'\]\['bias'|'layers'\]\[\d*[02468]\]\['bias'", P("m")),
+    (r"'down'\]\['kernel'|'tokens'\]\['embedding'|'layers'\]\[\d*[13579]\]\['kernel'", P("m", None)),
+)
+"""Specs of leaves by a pattern of their path, in a GPT and in an MLP, whose even layers are cut by columns."""
 
 
-@dataclass(frozen=True)
-class HandPlan:
-    """A sharding written by hand.
-
-    Attributes:
-      name: for the table.
-      mesh_shape, axis_names: the mesh.
-      batch: the spec of every array of the batch.
-      spec: the spec of a state leaf, from its path and shape.
-    """
-
-    name: str
-    mesh_shape: tuple[int, ...]
-    axis_names: tuple[str, ...]
-    batch: P
-    spec: SpecOf
+def replicated(path: str, shape: tuple[int, ...]) -> P:
+    """The whole leaf on every device."""
+    return P()
 
 
-def plans(model: str, devices: int) -> tuple[HandPlan, ...]:
-    """The plans for "gpt" or "mlp" on a number of devices."""
-    megatron = {"gpt": megatron_gpt, "mlp": megatron_mlp}[model]
-    return (
-        HandPlan("data parallel", (devices,), ("d",), P("d"), lambda path, shape: P()),
-        HandPlan("FSDP", (devices,), ("d",), P("d"), lambda path, shape: largest_dim(shape, "d", devices)),
-        HandPlan("Megatron", (devices,), ("m",), P(), megatron),
-        HandPlan("Megatron x data", (2, devices // 2), ("d", "m"), P("d"), megatron),
+def largest_dim(path: str, shape: tuple[int, ...]) -> P:
+    """FSDP's rule: the largest dim that divides; small or odd leaves are replicated."""
+    dims = [i for i, size in enumerate(shape) if size % DEVICES == 0]
+    return P(*[None] * max(dims, key=shape.__getitem__), "d") if dims else P()
+
+
+def megatron(path: str, shape: tuple[int, ...]) -> P:
+    """The spec of the first pattern that fits."""
+    return next((spec for pattern, spec in MEGATRON if re.search(pattern, path)), P())
+
+
+PLANS: dict[str, tuple[dict[str, int], P, Callable[[str, tuple[int, ...]], P]]] = {
+    "data parallel": ({"d": DEVICES}, P("d"), replicated),
+    "FSDP": ({"d": DEVICES}, P("d"), largest_dim),
+    "Megatron": ({"m": DEVICES}, P(), megatron),
+    "Megatron x data": ({"d": 2, "m": DEVICES // 2}, P("d"), megatron),
+}
+"""Of each plan the mesh, the spec of every array of the batch, and that of a leaf of the state by path and shape."""
+
+
+def shard(step: Callable[..., Any], name: str, state: Any, batch: Any) -> tuple[Any, Any, Any]:
+    """The step under a plan, jitted with donated state, and the placed state and batch."""
+    axes, spec_of_batch, spec_of = PLANS[name]
+    devices = np.array(jax.devices()[:DEVICES]).reshape(*axes.values())
+    mesh = Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+    states = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: NamedSharding(mesh, spec_of(jax.tree_util.keystr(path), np.shape(leaf))), state
     )
-
-
-def largest_dim(shape: tuple[int, ...], axis: str, devices: int) -> P:
-    """FSDP's rule: the largest dim that divides; small or odd leaves stay whole."""
-    dims = [i for i, size in enumerate(shape) if size % devices == 0]
-    if not dims:
-        return P()
-    dim = max(dims, key=lambda i: shape[i])
-    return P(*[axis if i == dim else None for i in range(len(shape))])
-
-
-def megatron_gpt(path: str, shape: tuple[int, ...]) -> P:
-    """Heads of attention, columns of `up`, rows of `down`, and the vocabulary."""
-    rules = (
-        (r"'(query|key|value)'\]\['kernel'", P(None, "m", None)),
-        (r"'(query|key|value)'\]\['bias'", P("m", None)),
-        (r"'output'\]\['kernel'", P("m", None, None)),
-        (r"'up'\]\['kernel'", P(None, "m")),
-        (r"'up'\]\['bias'", P("m")),
-        (r"'down'\]\['kernel'", P("m", None)),
-        (r"'tokens'\]\['embedding'", P("m", None)),
-    )
-    return next((spec for pattern, spec in rules if re.search(pattern, path)), P())
-
-
-def megatron_mlp(path: str, shape: tuple[int, ...]) -> P:
-    """Columns of even layers, rows of odd ones."""
-    found = re.search(r"'layers'\]\[(\d+)\]\['(kernel|bias)'\]", path)
-    if not found:
-        return P()
-    odd, kernel = int(found[1]) % 2, found[2] == "kernel"
-    if odd:
-        return P("m", None) if kernel else P()
-    return P(None, "m") if kernel else P("m")
-
-
-def shard(step: Callable[..., Any], plan: HandPlan, state: Any, batch: Any) -> tuple[Any, Any, Any]:
-    """The jitted step with donated state, and the placed state and batch."""
-    devices = np.array(jax.devices()[: int(np.prod(plan.mesh_shape))]).reshape(plan.mesh_shape)
-    mesh = Mesh(devices, plan.axis_names, axis_types=(AxisType.Auto,) * len(plan.axis_names))
-
-    def sharding(path: Any, leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh, plan.spec(jax.tree_util.keystr(path), np.shape(leaf)))
-
-    states = jax.tree_util.tree_map_with_path(sharding, state)
-    batches = jax.tree.map(lambda _: NamedSharding(mesh, plan.batch), batch)
+    batches = jax.tree.map(lambda _: NamedSharding(mesh, spec_of_batch), batch)
     jitted = jax.jit(
         step, in_shardings=(states, batches), out_shardings=(states, NamedSharding(mesh, P())), donate_argnums=0
     )

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from alpa_lite.processes import local_launch
-from benchmarks.harness import ROOT, Benchmark, Row, Rows, by_variant, table
+from benchmarks.harness import ROOT, Benchmark, Row, Rows, sections, table
 
 SCRIPT = ROOT / "examples" / "pretrain.py"
 SMALL = ("--batch", "12", "--seq", "32", "--hidden", "32", "--layers", "1", "--evaluate-batches", "0", "--verbose")
@@ -212,19 +212,19 @@ def measure(case: str) -> Row:
 
 def page(rows: Rows) -> list[str]:
     """A table for each version of JAX."""
-    lines = []
-    for version, found in by_variant(rows).items():
+    head = "method | processes x devices | killed | while | the others end after | they name it | started again on"
+
+    def lines_of(found: Rows) -> list[str]:
         cells = [
             [
                 case.partition(",")[0], f"{row['processes']} x {row['devices']}", row["victim"], row["moment"],
                 f"{row['seconds']:.1f} s", "yes" if row["named"] else "no", row["again"], f"{row['difference']:.1e}",
             ]
             for case, row in found.items()
-            if "named" in row
         ]  # fmt: skip
-        head = "method | processes x devices | killed | while | the others end after | they name it | started again on"
-        lines += [f"## {version}", "", *table(f"{head} | farthest loss", cells), ""]
-    return lines[:-1]
+        return table(f"{head} | farthest loss", cells)
+
+    return sections({name: row for name, row in rows.items() if "named" in row}, lines_of)
 
 
 BENCHMARKS = (

@@ -10,12 +10,8 @@ the compiled program by kind, the compiler's own memory, the loss of three steps
 `calibration`: ten steps are planned with the figures of `alpa-lite calibrate`. Spearman's rank correlation of the
 predicted with the measured seconds says whether the order is right, with those figures and with the preset's.
 
-`tiny_pipelines`: what `Auto()` takes for tiny models, and what one mesh and a pipeline of two stages and four
-micro-batches take. A row is wrong if Auto takes a pipeline and one mesh is faster.
-
-`token_pipelines`: a GPT of 4 layers on 4 stages of one device each, two micro-batches of one example, sequences of 256
-tokens, in slices and whole. Executed timelines are of one step each. Memory is the most bytes that live arrays of a
-step take on a device of the fullest submesh, counted after every instruction, beside what the plan says of buffers.
+`on_device`: train steps on one accelerator under plain `jit` and under a plan: seconds, what a call costs more, and
+predicted against measured seconds and memory, with the preset and with the rates that `alpa-lite calibrate` measures.
 """
 
 from __future__ import annotations
@@ -27,6 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
@@ -38,7 +35,6 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.ir import json_codec
 from alpa_lite.passes.checks.hlo_text import parse_hlo
 from alpa_lite.passes.checks.verification import memory_of
-from alpa_lite.runtime.pipeline import PipelineExecutable
 from benchmarks.harness import Benchmark, Row, Rows, show, table
 from benchmarks.runtime import hand_written
 
@@ -96,33 +92,27 @@ BY_HAND: dict[str, Model] = {
     "mlp 4 x 1024": ("mlp", 64, WIDE_MLP),
     "gpt 4 x 256": ("gpt", 16, {"vocab": 1024, "seq": 128, "hidden": 256, "layers": 4}),
 }
-METHODS: dict[str, Any] = {
-    "Auto": alpa_lite.Auto(),
-    "DataParallel": alpa_lite.DataParallel(),
-    "Zero(1)": alpa_lite.Zero(1),
-    "Zero(3)": alpa_lite.Zero(3),
-    "TensorParallel": alpa_lite.TensorParallel(),
-}
+METHODS = ("Auto()", "DataParallel()", "Zero(1)", "Zero(3)", "TensorParallel()")
 
 
 def by_hand(name: str, rounds: int = 20) -> Row:
-    """Everyone who takes part, all with the same initial state."""
+    """All contestants, each with the same initial state."""
     step, args = built(BY_HAND[name])
     rows: list[Row] = []
     runs: dict[str, Run] = {}
-    for plan in hand_written.plans(BY_HAND[name][0], DEVICES):
+    for plan, (axes, *_) in hand_written.PLANS.items():
         jitted, *placed = hand_written.shard(step, plan, *args)
         compiled = jitted.lower(*placed).compile()
-        rows.append({"contestant": f"hand: {plan.name}", "mesh": " x ".join(map(str, plan.mesh_shape))})
-        rows[-1] |= weigh(compiled)
+        rows.append({"contestant": f"hand: {plan}", "mesh": " x ".join(map(str, axes.values()))} | weigh(compiled))
         runs[rows[-1]["contestant"]] = runner(compiled, *placed)
-    for method, value in METHODS.items():
-        parallel = alpa_lite.parallelize(step, method=value)
+    for method in METHODS:
+        parallel = alpa_lite.parallelize(step, method=eval(method, dict(vars(alpa_lite))))
         plan = parallel.plan(*args)
         executable: Any = parallel.planned(args, {})[1]
-        rows.append({"contestant": f"alpa_lite: {method}", "mesh": described(plan)} | weigh(*executable.compiled()))
+        contestant = f"alpa_lite: {method.removesuffix('()')}"
+        rows.append({"contestant": contestant, "mesh": described(plan)} | weigh(*executable.compiled()))
         rows[-1] |= {"predicted_bytes": plan.stages[0].memory.total, "predicted_seconds": plan.step_seconds}
-        runs[rows[-1]["contestant"]] = runner(executable, *executable.place(*args))
+        runs[contestant] = runner(executable, *executable.place(*args))
     losses = {name: [run() for _ in range(3)] for name, run in runs.items()}
     times = alternating(runs, rounds)
     for row in rows:
@@ -232,77 +222,48 @@ def calibrated_page(rows: Rows) -> list[str]:
     ]  # fmt: skip
 
 
-# -- pipelines --------------------------------------------------------------------------------------------------------
+# -- one accelerator --------------------------------------------------------------------------------------------------
 
-TINY: dict[str, Model] = {
-    "mlp 3 x 64": ("mlp", 64, {}),
-    "mlp 4 x 180": ("mlp", 64, {"inputs": 180, "hidden": 180, "outputs": 180, "layers": 4}),
-    "mlp 8 x 64": ("mlp", 64, {"inputs": 64, "outputs": 64, "layers": 8}),
-    "gpt 2 x 128": ("gpt", 16, {}),
+ON_DEVICE: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "gpt 350M": ("gpt", "350M", 16, {"seq": 1024}),
+    "llama 8B, 4 layers": ("llama", "8B", 2, {"seq": 4096, "layers": 4}),
+    "wide_resnet 250M": ("wide_resnet", "250M", 64, {}),
+    "gpt tiny": ("gpt", "tiny", 8, {}),
 }
-STAGES, EXAMPLES, TOKENS = 4, 2, 256
-SLICES = {"whole": None, "2 of 128": (128, 128), "4 of 64": (64,) * 4, "8 of 32": (32,) * 8, "auto": "auto"}
 
 
-def tiny(name: str, rounds: int = 15) -> Row:
-    """The choice of Auto(), and the predicted and measured milliseconds of one mesh and of a pipeline."""
-    fun, args = built(TINY[name])
-    auto = alpa_lite.parallelize(fun, verify="off").plan(*args)
-    row: Row = {"auto": f"{auto.num_stages} stages" if auto.pipelined else "one mesh"}
-    runs: dict[str, Run] = {}
-    contestants: dict[str, dict[str, Any]] = {
-        "mesh": {"method": alpa_lite.Sharded()},
-        "pipeline": {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 4},
+def on_device(case: str, calibration: str | None = None, seconds: float = 120.0, rounds: int = 20) -> Row:
+    """A step under plain `jit` and under a plan, in turn; calibrates, unless a file of a calibration is given."""
+    name, size, batch, sizes = ON_DEVICE[case]
+    found = Calibration.load(calibration) if calibration else measuring.calibrate(1, seconds=seconds)
+    fun, (state, data) = models.get(name).build(size, batch, **sizes)
+    compiled = jax.jit(fun, donate_argnums=0).lower(state, data).compile()
+    ours = alpa_lite.parallelize(fun, cluster=Cluster.local(jax.devices()[:1], calibration=None))
+    plan = ours.plan(state, data)
+    copies = [jax.tree.map(jnp.array, state) for _ in range(2)]
+    runs = {
+        name: runner(call, own, data) for name, call, own in zip(("jit", "ours"), (compiled, ours), copies, strict=True)
     }
-    for contestant, options in contestants.items():
-        step = alpa_lite.parallelize(fun, verify="off", **options)
-        row[f"{contestant}_predicted_ms"] = 1e3 * step.plan(*args).step_seconds
-        runs[contestant] = runner(step, *step.place(*args))
-    row |= {f"{name}_measured_ms": 1e3 * statistics.median(own) for name, own in alternating(runs, rounds).items()}
-    return row | {"ratio": row["pipeline_measured_ms"] / row["mesh_measured_ms"]}
+    took = {kind: statistics.median(own) for kind, own in alternating(runs, rounds).items()}
+    calibrated = alpa_lite.make_plan(fun, state, data, cluster=found.cluster, verify="off")
+    memory = memory_of(compiled)
+    return took | {
+        "predicted": plan.step_seconds, "calibrated": calibrated.step_seconds,
+        "predicted_bytes": plan.stages[0].memory.total, "bytes": None if memory is None else memory.peak,
+        "fits": [json_codec.encode_fields(fit) for fit in found.fits], "variant": jax.devices()[0].device_kind,
+    }  # fmt: skip
 
 
-def tiny_page(rows: Rows) -> list[str]:
-    """Milliseconds of both."""
-    names = [f"{one}_{which}_ms" for one in ("mesh", "pipeline") for which in ("predicted", "measured")]
-    cells = [[name, row["auto"], *(show(row[key]) for key in names), show(row["ratio"])] for name, row in rows.items()]
-    return table(
-        "model | Auto takes | mesh predicted, ms | measured | pipeline predicted, ms | measured | ratio", cells
-    )
-
-
-def sliced(case: str, rounds: int = 10) -> Row:
-    """The pipeline in slices and whole: predicted, run, and in memory."""
-    step, args = models.get("gpt").build("tiny", EXAMPLES, layers=STAGES, seq=TOKENS)
-    rows: list[Row] = []
-    runs: dict[str, Run] = {}
-    for name, slices in SLICES.items():
-        method = alpa_lite.Pipeline(num_stages=STAGES, schedule="1f1b", remat="none", token_slices=slices)
-        pipeline = alpa_lite.parallelize(step, method=method, num_microbatches=EXAMPLES)
-        plan = pipeline.plan(*args)
-        executed = pipeline.trace(None, *args)
-        executable = pipeline.planned(args, {})[1]
-        assert isinstance(executable, PipelineExecutable)
-        rows.append({
-            "slices": name if slices != "auto" else f"auto: {', '.join(map(str, plan.division.token_slices))}",
-            "predicted": plan.step_seconds, "executed": executed.seconds, "buffers": max(plan.division.buffer_bytes),
-            "peak": max(executable.measure_peak(*args)),
-        })  # fmt: skip
-        runs[name] = runner(pipeline, *args)
-    for row, seconds in zip(rows, alternating(runs, rounds).values(), strict=True):
-        row["measured"] = statistics.median(seconds)
-    return {"rows": rows}
-
-
-def sliced_page(rows: Rows) -> list[str]:
-    """Milliseconds and MiB."""
-    (result,) = rows.values()
+def on_device_page(rows: Rows) -> list[str]:
+    """Milliseconds, ratios and GiB."""
     cells = [
-        [row["slices"], *(show(1e3 * row[key], ".1f") for key in ("predicted", "executed", "measured")),
-         *(show(row[key] / 2**20) for key in ("buffers", "peak"))]
-        for row in result["rows"]
+        [name, *(show(1e3 * row[key]) for key in ("jit", "ours", "predicted", "calibrated")),
+         show(row["ours"] / row["jit"] - 1, "+.1%"), show(row["predicted"] / row["ours"]),
+         *(show(None if row[key] is None else row[key] / 2**30) for key in ("predicted_bytes", "bytes"))]
+        for name, row in rows.items()
     ]  # fmt: skip
-    return table("slices | predicted, ms | executed once, ms | measured, ms | buffers, MiB | peak run, MiB", cells)
+    head = "step | jit, ms | ours | predicted | predicted, calibrated | overhead | predicted / measured"
+    return table(f"{head} | GiB predicted | compiled", cells)
 
 
 SHARED = "Virtual CPU devices share the machine's cores and have no network: moving bytes costs them copies alone."
@@ -321,11 +282,8 @@ BENCHMARKS = (
         devices=DEVICES,
     ),
     Benchmark(
-        "tiny_pipelines", "Pipelines of tiny models", f"Steps on eight devices in turn. {SHARED}", lambda: TINY, tiny,
-        tiny_page, devices=DEVICES,
-    ),
-    Benchmark(
-        "token_pipelines", "Pipelines in slices of the sequence", f"Four stages of one device each. {SHARED}",
-        lambda: ["gpt, 4 stages"], sliced, sliced_page, devices=STAGES,
+        "on_device", "Steps on one accelerator",
+        "Medians of steps in turn, on the accelerator of this machine; a CPU where there is none.",
+        lambda: ON_DEVICE, on_device, on_device_page, devices=0, versions=True,
     ),
 )  # fmt: skip

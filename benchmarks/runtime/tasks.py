@@ -48,7 +48,7 @@ from alpa_lite.passes.stages import packing
 from alpa_lite.runtime.multihost.permute import CrossProcessTransfer
 from alpa_lite.runtime.pipeline import Launch, Move, PipelineExecutable
 from alpa_lite.runtime.transfer import Transfer
-from benchmarks.harness import Benchmark, Row, Rows, by_variant, show, table
+from benchmarks.harness import Benchmark, Row, Rows, sections, show, table
 from tests.processes import driver
 
 MICROBATCHES = 8
@@ -214,11 +214,13 @@ def _rounds(run: Any, args: Any, clocks: Clocks, rounds: int) -> list[tuple[floa
 def page(rows: Rows) -> list[str]:
     """Microseconds of each version."""
     names = ("tasks", "transfers", "arguments_per_task", "ours_us", "calls_us", "ours_cpu_us", "calls_cpu_us")
-    lines = []
-    for version, found in by_variant(rows).items():
-        cells = [[case, *(row.get(name) for name in names)] for case, row in found.items()]
-        lines += [f"## {version}", "", *table(f"submeshes | {' | '.join(names)}", cells), ""]
-    return lines[:-1]
+    return sections(
+        rows,
+        lambda found: table(
+            f"submeshes | {' | '.join(names)}",
+            [[case, *(row.get(name) for name in names)] for case, row in found.items()],
+        ),
+    )
 
 
 # -- several processes ------------------------------------------------------------------------------------------------
