@@ -119,7 +119,8 @@ def best_textbook(row: Row) -> tuple[str, float] | None:
     """The fastest textbook method that fits, and its seconds."""
     methods = row.get("textbook")
     fits = [(value, name) for name, value in methods.items() if isinstance(value, float)] if methods else []
-    return min(fits)[::-1] if fits else None
+    seconds, name = min(fits, default=(0.0, ""))
+    return (name, seconds) if fits else None
 
 
 def shown(plan: Row) -> str:

@@ -62,12 +62,14 @@ def haiku_decoder(
     def forward(ids: Any) -> Any:
         init = hk.initializers.VarianceScaling(2 / layers)
         x = hk.Embed(vocabulary, hidden)(ids) + hk.get_parameter("places", [length, hidden], init=init)
+        real = (ids != 0)[:, None, None] if dropout else None
         mask = jnp.tril(jnp.ones((1, 1, length, length)))
-        mask = (ids != 0)[:, None, None] & (mask == 1) if dropout else mask
+        mask = mask if real is None else real & (mask == 1)
         for _ in range(layers):
             y = hk.LayerNorm(-1, True, True)(x)
+            key = hk.next_rng_key() if dropout else None
             y = hk.MultiHeadAttention(heads, hidden // heads, w_init=init)(y, y, y, mask=mask)
-            x = x + (hk.dropout(hk.next_rng_key(), 0.1, y) if dropout else y)
+            x = x + (y if key is None else hk.dropout(key, 0.1, y))
             y = hk.Linear(inner, w_init=init)(hk.LayerNorm(-1, True, True)(x))
             x = x + hk.Linear(hidden, w_init=init)(jax.nn.gelu(y))
         return hk.Linear(vocabulary)(hk.LayerNorm(-1, True, True)(x))

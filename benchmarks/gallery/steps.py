@@ -66,7 +66,7 @@ def module(forward: Callable[..., Any]) -> Any:
     names = {"__call__": call, "__doc__": forward.__doc__, "__module__": forward.__module__}
     names |= {"__annotations__": dict.fromkeys([field.name for field in fields], Any)}
     names |= {field.name: field.default for field in fields if field.default is not field.empty}
-    return type(nn.Module)(forward.__name__, (nn.Module,), names)
+    return type(forward.__name__, (nn.Module,), names)
 
 
 def shape(*dims: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:

@@ -82,7 +82,7 @@ def built(model: Model, batch: Any, optimizer: str = "sgd") -> Built:
     return step(loss, filled(shapes), batch, optimizer)
 
 
-def text(tokens: int = TOKENS, **more: Any) -> dict[str, Any]:
+def text(tokens: int = TOKENS, /, **more: Any) -> dict[str, Any]:
     """A batch of tokens, none of them 0, in arrays of NumPy: modules make some before JAX may be used."""
     draw = np.random.default_rng(1)
     return {"tokens": draw.integers(1, VOCAB, (BATCH, tokens)).astype(np.int32), **more}
