@@ -104,7 +104,7 @@ def places(plan: PlanRecord, why: str) -> dict[str, Pin | tuple[Piece, ...]]:
     return {**whole, **ordered}
 
 
-_PART = re.compile(r"(.*)\[(\d+):(\d+)\]")  # how `layers.stacked_arguments` names the part of a stacked leaf
+_PART = re.compile(r"(.*)\[(\d+):(\d+)\]")  # how `layers.scans` names the part of a stacked leaf
 
 NO_PINS = Pins()
 """Nothing is placed before planning."""

@@ -3,44 +3,30 @@
 A model whose layers are a `lax.scan` over stacked parameters is one operation forward and one backward, so no stage
 boundary could fall inside. With cut points p_1 < .. < p_k in its length n, the scan over [0, n) becomes consecutive
 scans over [0, p_1), [p_1, p_2), .., [p_k, n) of the same body (for a reversed scan, the last first), whose carry goes
-from one to the next. Then everything stacked over layers is held in pieces:
+from one to the next. Then everything stacked over layers is held in pieces (`layers.stacks`), so that only slices at
+the arguments, and concatenations at the new state, mention a whole stacked leaf.
 
-    scanned inputs     sliced on dim 0; a stacked parameter thus at the step's argument
-    stacked results    stay in pieces: the backward scan that reads the residuals is cut at the same points, the
-                       accumulators of its stacked gradients become one a piece, and so on through the update
-    operations         whose dim 0 is a parallel factor of its own (elementwise, casts, reductions of other dims) are
-                       done piece by piece; a reduction of dim 0 is the combination of the pieces' reductions
-    everything else    reads the concatenation of the pieces
-
-so that only slices at the arguments, and concatenations at the new state, mention a whole stacked leaf.
+As one argument, such a leaf would be owned by one stage and sent to the others whole. So an argument that is read in
+slices of dim 0 alone, which cover it, and whose new value is the concatenation of as many parts (or itself), becomes
+one argument a slice, and its new value one result a part: each stage owns its slice, as any other leaf. The user still
+passes and receives whole leaves: `Stacked` records which arguments and results make up which leaf, and the runtime
+takes leaves apart and puts them together.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from jax import lax
 
 from alpa_lite.errors import OptionError
-from alpa_lite.ir.graph import Atom, Block, Bounds, Op, Stacked, Traced
+from alpa_lite.ir.graph import Argument, Atom, Block, Bounds, Pieces, Stacked, Traced
 from alpa_lite.ir.strategy import Rule
-from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import producers, values_in
+from alpa_lite.passes.ir import pruning
+from alpa_lite.passes.ir.flow import uses
 from alpa_lite.passes.ir.loops import Carried, ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten
-from alpa_lite.passes.layers import stacked_arguments
-from alpa_lite.passes.layers.stacked_arguments import InPieces
-
-_COMBINED: Mapping[str, Any] = {
-    "reduce_sum": lax.add_p,
-    "reduce_max": lax.max_p,
-    "reduce_min": lax.min_p,
-    "reduce_and": lax.and_p,
-    "reduce_or": lax.or_p,
-}
+from alpa_lite.passes.layers.stacks import InPieces, StackWalk
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +65,7 @@ def cut_scans(
       points: index of a scan in its body -> the iterations before which it is cut, rising, within 1 .. length - 1.
       rules: of all ops, as `factors.rules_of` gives them.
       split_arguments: make each piece of a stacked argument, and of the result that replaces it, an argument and a
-        result of its own (`layers.stacked_arguments`).
+        result of its own.
 
     Raises:
       OptionError: a key of `points` is no scan of the body, or its points do not rise strictly within its length.
@@ -100,8 +86,8 @@ def cut_scans(
     rewriter, view = Rewriter(traced.graph), ScanView(outer)
     sums = {value for number, value in enumerate(view.inputs.carry) if number in view.accumulators}
     arguments = traced.graph.block.inputs[: len(traced.arguments)] if split_arguments else ()
-    top = _Walk(rewriter, rules, traced.graph.block, divisible=set(arguments))
-    body = _Walk(rewriter, rules, view.body, bounds, sums.union(view.inputs.consts))
+    top = StackWalk(rewriter, rules, traced.graph.block, divisible=set(arguments))
+    body = StackWalk(rewriter, rules, view.body, bounds, sums.union(view.inputs.consts))
     for op in traced.graph.block.ops:
         if op is outer:
             body.run()
@@ -118,7 +104,7 @@ def cut_scans(
     pieces, ranges = (
         {place[i]: span for i, span in spans.items() if i in place} for spans in (body.spans, top.ranges | body.ranges)
     )
-    step = done.traced if leaves is None else stacked_arguments.applied(leaves, done.traced)
+    step = done.traced if leaves is None else _applied(leaves, done.traced)
     return Cut(step, done.scan, done.origin, done.copies, pieces, ranges)
 
 
@@ -133,7 +119,7 @@ def cut_by_arguments(traced: Traced, bounds: Mapping[int, Bounds], rules: Mappin
       rules: of all ops, as `factors.rules_of` gives them.
     """
     rewriter, block = Rewriter(traced.graph), traced.graph.block
-    walk = _Walk(rewriter, rules, block, {})
+    walk = StackWalk(rewriter, rules, block, {})
     source = next((op.source for op in block.ops), None)
     whole = {block.inputs[number]: rewriter.fresh(block.inputs[number]) for number in sorted(bounds)}
     for number, some in sorted(bounds.items()):
@@ -144,12 +130,12 @@ def cut_by_arguments(traced: Traced, bounds: Mapping[int, Bounds], rules: Mappin
     outputs = tuple(walk.whole(atom, source) for atom in block.outputs)
     inputs = tuple(whole.get(value, value) for value in block.inputs)
     block, leaves = _with_pieces(traced, walk, Block(inputs, tuple(walk.out), outputs))
-    return stacked_arguments.applied(leaves, replace(traced, graph=rewriter.finish(block)))
+    return _applied(leaves, replace(traced, graph=rewriter.finish(block)))
 
 
-def _with_pieces(traced: Traced, walk: _Walk, block: Block) -> tuple[Block, Stacked]:
+def _with_pieces(traced: Traced, walk: StackWalk, block: Block) -> tuple[Block, Stacked]:
     """The new top block with arguments and results in pieces; those that stay whole are sliced first."""
-    block, leaves, whole = stacked_arguments.split(traced, block, walk.asked_for, walk.concatenated)
+    block, leaves, whole = _split_arguments(traced, block, walk.asked_for, walk.concatenated)
     walk.out = []
     for value in whole:
         bounds, parts = walk.asked_for[value]
@@ -158,194 +144,7 @@ def _with_pieces(traced: Traced, walk: _Walk, block: Block) -> tuple[Block, Stac
     return replace(block, ops=(*walk.out, *block.ops)), leaves
 
 
-class _Walk:
-    """A walk over the ops of one block, in order; stacks over cut layers are held in pieces.
-
-    Attributes:
-      cuts: scans that are cut, by index, and where; those that read stacks of a cut scan are cut there too. None where
-        no scan is.
-      divisible: inputs of the block that can come in as pieces.
-      asked_for: those that are read in pieces.
-      pieces: values that are made in pieces, or read in pieces. joined: those of them that exist whole too.
-      concatenated: those of these that are made of their pieces.
-      spans, ranges: as `Cut.pieces` and `Cut.ranges`.
-    """
-
-    def __init__(
-        self,
-        rewriter: Rewriter,
-        rules: Mapping[object, Rule],
-        block: Block,
-        cuts: Mapping[int, Bounds] | None = None,
-        divisible: Set[int] = frozenset(),
-    ) -> None:
-        self.rewriter, self.rules, self.block, self.cuts, self.divisible = rewriter, rules, block, cuts, divisible
-        self.defined = producers(block.ops)
-        self.out: list[Op] = []
-        self.pieces: dict[int, InPieces] = {}
-        self.asked_for: dict[int, InPieces] = {}
-        self.concatenated: dict[int, InPieces] = {}
-        self.joined: set[int] = set()
-        self.spans: dict[int, tuple[int, int, int]] = {}
-        self.ranges: dict[int, tuple[int, int, int]] = {}
-
-    # -- operations -----------------------------------------------------------------------------------------------
-
-    def run(self) -> None:
-        """Walks all ops of the block."""
-        for op in self.block.ops:
-            self.walk(op)
-
-    def walk(self, op: Op) -> None:
-        """Appends an op, in pieces if it reads pieces and can be split."""
-        if self.cuts is not None and op.name == "scan":
-            linked = (self.pieces[v][0] for v in values_in(ScanView(op).operands.xs) if v in self.pieces)
-            if bounds := self.cuts.get(op.index) or next(linked, None):
-                return self.cut(op, bounds)
-        bounds = next((self.pieces[v][0] for v in op.reads if v in self.pieces and v not in self.joined), None)
-        if bounds is not None and (self.split(op, bounds) or self.combined(op, bounds)):
-            return
-        for value in op.reads:
-            self.whole(value, op.source)
-        self.out.append(op)
-
-    def whole(self, atom: Atom, source: Any) -> Atom:
-        """Makes sure that a value exists whole."""
-        if isinstance(atom, int) and atom in self.pieces and atom not in self.joined:
-            self.joined.add(atom)
-            _, parts = self.concatenated[atom] = self.pieces[atom]
-            self.out.append(self.rewriter.op(lax.concatenate_p, {"dimension": 0}, parts, [atom], source))
-        return atom
-
-    def parts(self, value: int, bounds: Bounds, source: Any) -> tuple[int, ...]:
-        """A value in pieces: as made, by the operation that makes it done in pieces, as they come in, or by slices."""
-        if value in self.pieces and self.pieces[value][0] == bounds:
-            return self.pieces[value][1]
-        if value in self.pieces:
-            self.whole(value, source)
-        op = self.defined.get(value)
-        if op is not None and len(op.results) == 1 and not op.bodies and self.split(op, bounds):
-            self.joined.add(value)  # it was made whole before
-            return self.pieces[value][1]
-        spans = itertools.pairwise(bounds)
-        if value in self.divisible and value not in self.asked_for:
-            parts = tuple(self.fresh(value, high - low) for low, high in spans)
-            self.asked_for[value] = bounds, parts
-        else:
-            parts = tuple(self.slice(value, low, high, source) for low, high in spans)
-        self.pieces[value] = bounds, parts
-        self.joined.add(value)
-        return parts
-
-    def slice(self, value: int, low: int, high: int, source: Any, part: int | None = None) -> int:
-        """Iterations `low` to `high` of a stacked value, as a new value or a given one."""
-        before = self.rewriter.values[value]
-        rest = len(before.shape) - 1
-        out = self.fresh(value, high - low) if part is None else part
-        params = {
-            "start_indices": (low, *(0,) * rest),
-            "limit_indices": (high, *before.shape[1:]),
-            "strides": None,
-        }
-        self.out.append(self.rewriter.op(lax.slice_p, params, [value], [out], source))
-        return out
-
-    def fresh(self, value: int, size: int) -> int:
-        """A new value like another, but for the size of dim 0."""
-        return self.rewriter.shaped(value, (size, *self.rewriter.values[value].shape[1:]))
-
-    # -- splitting ------------------------------------------------------------------------------------------------
-
-    def split(self, op: Op, bounds: Bounds) -> bool:
-        """Does an op in pieces where its dim 0 is parallel; whether it could."""
-        if not self.is_parallel(op, bounds[-1]):
-            return False
-        operands: list[list[Atom]] = []
-        for atom, dims in zip(op.operands, self.rules[op.key].operands, strict=True):
-            if isinstance(atom, int) and dims and dims[0] == self.rules[op.key].results[0][0]:
-                operands.append(list(self.parts(atom, bounds, op.source)))
-            else:
-                operands.append([self.whole(atom, op.source)] * (len(bounds) - 1))
-        results: list[list[int]] = [[] for _ in op.results]
-        for number, (low, high) in enumerate(itertools.pairwise(bounds)):
-            made = [self.fresh(value, high - low) for value in op.results]
-            params = _sized(op, high - low)
-            some = [column[number] for column in operands]
-            self.out.append(self.rewriter.op(op.primitive, params, some, made, op.source, op.index, op.ctx))
-            self.ranges[self.out[-1].index] = op.index, low, high
-            for column, value in zip(results, made, strict=True):
-                column.append(value)
-        self.pieces.update((v, (bounds, tuple(c))) for v, c in zip(op.results, results, strict=True))
-        return True
-
-    def is_parallel(self, op: Op, length: int) -> bool:
-        """Whether dim 0 of every result is one parallel factor, which is dim 0 of operands or in none of them."""
-        rule = self.rules.get(op.key)
-        if rule is None or op.bodies or op.has_effects or op.name in primitives.SIZED or rule.source == "opaque":
-            return False
-        heads = {dims[0] if dims else () for dims in rule.results}
-        if len(heads) != 1 or len(head := heads.pop()) != 1:
-            return False
-        if rule.factors[head[0]].kind != "parallel" or rule.factors[head[0]].size != length:
-            return False
-        inner = [d for dims in (*rule.operands, *rule.results) for d in dims[1:]]
-        return not any(head[0] in d for d in inner) and not any(
-            dims and head[0] in dims[0] and dims[0] != head for dims in rule.operands
-        )
-
-    def combined(self, op: Op, bounds: Bounds) -> bool:
-        """Does a reduction of dim 0 in pieces, and combines them; whether it could."""
-        if op.name not in _COMBINED or 0 not in op.params["axes"]:
-            return False
-        (value,) = op.reads
-        total: int | None = None
-        parts = self.parts(value, bounds, op.source)
-        for number, part in enumerate(parts):
-            is_last = number == len(parts) - 1
-            made = op.results[0] if is_last and total is None else self.rewriter.fresh(op.results[0])
-            self.out.append(self.rewriter.op(op.primitive, op.params, [part], [made], op.source, op.index))
-            self.ranges[self.out[-1].index] = op.index, bounds[number], bounds[number + 1]
-            if total is None:
-                total = made
-                continue
-            summed = op.results[0] if is_last else self.rewriter.fresh(op.results[0])
-            self.out.append(self.rewriter.op(_COMBINED[op.name], {}, [total, made], [summed], op.source))
-            total = summed
-        return True
-
-    def cut(self, op: Op, bounds: Bounds) -> None:
-        """One scan as several: the carry goes from one to the next."""
-        consts, carry, xs = ScanView(op).operands
-        finals, ys = ScanView(op).results
-        scanned: list[Sequence[Atom]] = []
-        for atom in xs:
-            is_value = isinstance(atom, int)
-            scanned.append(self.parts(atom, bounds, op.source) if is_value else (atom,) * (len(bounds) - 1))
-        for atom in (*consts, *carry):
-            self.whole(atom, op.source)
-        spans = list(enumerate(itertools.pairwise(bounds)))
-        stacked: list[tuple[int, ...]] = []
-        for place, (number, (low, high)) in enumerate(reversed(spans) if op.params["reverse"] else spans):
-            carried = finals if place == len(spans) - 1 else tuple(map(self.rewriter.fresh, finals))
-            stacked.append(tuple(self.fresh(v, high - low) for v in ys))
-            piece = replace(
-                op,
-                index=self.rewriter.index(op.index),
-                params=dict(op.params, length=high - low, unroll=min(op.params["unroll"], high - low)),
-                operands=(*consts, *carry, *(parts[number] for parts in scanned)),
-                results=(*carried, *stacked[-1]),
-                bodies=op.bodies if place == 0 else (self.rewriter.copy_block(op.bodies[0]),),
-                key=None,
-            )
-            self.spans[piece.index] = op.index, low, high
-            self.out.append(piece)
-            carry = carried
-        if op.params["reverse"]:
-            stacked.reverse()
-        self.pieces.update((v, (bounds, column)) for v, column in zip(ys, zip(*stacked, strict=True), strict=True))
-
-
-def _micro_batches(top: _Walk, body: _Walk, view: ScanView) -> None:
+def _micro_batches(top: StackWalk, body: StackWalk, view: ScanView) -> None:
     """Appends the scan over micro-batches, with constants and sums in pieces where its body asks for them."""
     source = view.op.source
 
@@ -375,10 +174,70 @@ def _micro_batches(top: _Walk, body: _Walk, view: ScanView) -> None:
     top.out.append(view.rebuilt(body.out, consts, carries, xs, ys))
 
 
-def _sized(op: Op, size: int) -> Mapping[str, Any]:
-    """The parameters of an op on a piece of dim 0."""
-    if op.name == "broadcast_in_dim":
-        return dict(op.params, shape=(size, *op.params["shape"][1:]))
-    if op.name == "reshape":
-        return dict(op.params, new_sizes=(size, *op.params["new_sizes"][1:]))
-    return op.params
+def _applied(stacked: Stacked, traced: Traced) -> Traced:
+    """The user's step with arguments and results in pieces; its graph has them already."""
+    new_value = {argument: output for output, argument in traced.state}
+    state = [
+        pair
+        for argument, output in new_value.items()
+        for pair in zip(stacked.results[output].numbers, stacked.arguments[argument].numbers, strict=True)
+    ]
+    return replace(
+        traced,
+        arguments=_parts(traced.arguments, stacked.arguments),
+        outputs=_parts(traced.outputs, stacked.results),
+        state=tuple(sorted(state)),
+        stacked=stacked,
+    )
+
+
+def _split_arguments(
+    traced: Traced, block: Block, asked_for: Mapping[int, InPieces], joined: Mapping[int, InPieces]
+) -> tuple[Block, Stacked, list[int]]:
+    """The top block with arguments and results in pieces, where that is all that it needs of them.
+
+    Args:
+      block: its new top block. Nothing makes the pieces of arguments that it reads.
+      asked_for: argument -> the pieces that are read of it.
+      joined: the pieces of values that are concatenations.
+
+    Returns:
+      The block and its leaves; and the arguments that stay whole although pieces of them are read.
+    """
+    used = uses(pruning.live_block(block))  # what is dead may still mention whole leaves
+    count = len(traced.arguments)
+    new_value = {argument: output for output, argument in traced.state}
+    inputs: list[int] = []
+    taken: dict[int, InPieces] = {}  # output -> its parts
+    arguments: list[Pieces] = []
+    whole: list[int] = []
+    for number, value in enumerate(block.inputs[:count]):
+        output = new_value.get(number)
+        atom = None if output is None else block.outputs[output]
+        made = (asked_for if atom == value else joined).get(atom) if isinstance(atom, int) else None
+        bounds, parts = asked_for.get(value, ((), ()))
+        fits = parts and used[value] == (atom == value) and all(used[part] for part in parts)
+        if not fits or (output is not None and (made is None or made[0] != bounds)):
+            whole += [value] if parts else []
+            bounds, parts = (), (value,)
+        elif output is not None and made is not None:
+            taken[output] = made
+        arguments.append(Pieces(tuple(range(len(inputs), len(inputs) + len(parts))), bounds))
+        inputs += parts
+    outputs: list[Atom] = []
+    results: list[Pieces] = []
+    for number, atom in enumerate(block.outputs):
+        bounds, atoms = taken.get(number, ((), (atom,)))
+        results.append(Pieces(tuple(range(len(outputs), len(outputs) + len(atoms))), bounds))
+        outputs += atoms
+    block = Block((*inputs, *block.inputs[count:]), block.ops, tuple(outputs))
+    return block, Stacked(tuple(arguments), tuple(results)), whole
+
+
+def _parts(leaves: Sequence[Argument], pieces: Sequence[Pieces]) -> tuple[Argument, ...]:
+    """The records of pieces: their paths name the slice."""
+    out: list[Argument] = []
+    for leaf, one in zip(leaves, pieces, strict=True):
+        spans = list(itertools.pairwise(one.bounds))
+        out += [replace(leaf, path=f"{leaf.path}[{low}:{high}]") for low, high in spans] or [leaf]
+    return tuple(out)

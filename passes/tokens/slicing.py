@@ -110,9 +110,7 @@ class _Slicer:
         Raises:
           OptionError: they would become too many operations.
         """
-        while loops := unrolling.coupled(
-            self.body, {op.index for op in self.body.ops if found.ways[op.index].reason == states.ACROSS}
-        ):
+        while loops := [op for op in self.body.ops if found.ways[op.index].reason == states.ACROSS]:
             count = sum(map(unrolling.operations, loops))
             if count > unrolling.MOST:
                 raise OptionError(
@@ -121,8 +119,7 @@ class _Slicer:
                     f"{unrolling.MOST:,}; leave token_slices out"
                 )
             self.has_loops = False
-            wanted = {op.index for op in loops}
-            flat = unrolling.unrolled(self.rewriter, self.body, lambda op, wanted=wanted: op.index in wanted)
+            flat = unrolling.unrolled(self.rewriter, self.body, {op.index for op in loops})
             self._parts(flat.part_of)
             whole = {value for _, value in self.view.consts}
             whole |= {v for op in self.body.ops if op.index in self.free for v in op.results}

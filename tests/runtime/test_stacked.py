@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from alpa_lite.ir.graph import Block, Graph, Traced, Value
+from alpa_lite.ir.graph import Block, Graph, Pieces, Stacked, Traced, Value
 from alpa_lite.ir.layout import Layout, LogicalMesh
 from alpa_lite.ir.program import Program, Submesh, buffer
-from alpa_lite.passes.layers.stacked_arguments import Pieces, Stacked
 from alpa_lite.runtime.binding import NewSignature
 from alpa_lite.runtime.stacked import StackedLeaves
 

@@ -12,13 +12,12 @@ import optax
 import pytest
 
 from alpa_lite.errors import OptionError
-from alpa_lite.ir.graph import check
+from alpa_lite.ir.graph import Pieces, check
 from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors
 from alpa_lite.passes.layers import division
 from alpa_lite.passes.layers.division import Divided, Divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.passes.layers.stacked_arguments import Pieces
 from alpa_lite.passes.microbatches import loop
 from alpa_lite.passes.search.pipeline_analysis import max_layers
 from alpa_lite.passes.tracing import tracing
