@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,7 +40,6 @@ from alpa_lite.passes.microbatches.states import (
 )
 from alpa_lite.passes.microbatches.transfer import Transfer, with_inner_results
 
-_NONE: frozenset[int] = frozenset()
 _CONTROL = ("scan", "map", "while", "cond")
 
 
@@ -52,14 +51,27 @@ class Refused(Exception):
         self.op, self.failure, self.roots = op, failure, roots
 
 
+class Ahead(NamedTuple):
+    """An operation on the batch that is computed before the loop; why, if it has no exact form in it."""
+
+    op: Op
+    cause: Failure | None
+
+
+class After(NamedTuple):
+    """A value after the loop: why it is there, if an operation on its way has no exact form; dims with examples."""
+
+    cause: Failure | None
+    examples: frozenset[int]
+
+
 class Analysis:
     """The analysis of one graph.
 
     Attributes:
       states: of its values, with the roles of its operations.
-      ahead: operations on the batch that are computed for the whole batch before the loop, by index, with the reason
-        for those that have no exact form in the loop.
-      cause: value after the loop -> why it is there, if an operation on its way has no exact form.
+      ahead: operations that are computed for the whole batch before the loop, by index.
+      after: the values after the loop.
     """
 
     def __init__(
@@ -86,10 +98,9 @@ class Analysis:
         """
         self.graph, self.parts = graph, parts
         self.states = StepStates(graph, rules, parts, batch, bound)
-        self.ahead: dict[int, tuple[Op, Failure | None]] = {}
-        self.cause: dict[int, Failure | None] = {}
+        self.ahead: dict[int, Ahead] = {}
+        self.after: dict[int, After] = {}
         self._transfer = Transfer(self.states)
-        self._examples: dict[int, frozenset[int]] = {}  # after the loop: the dims that hold examples
         self._declined: dict[int, Role] = {}  # linear operations after the loop: their role in it
         self._sunk: dict[int, list[Op]] = {}  # an operation -> those before it that it moves into the loop
         self._uses = flow.uses(graph.block)
@@ -145,10 +156,15 @@ class Analysis:
 
     def _visit(self, op: Op) -> None:
         states = self.states
-        self._forget(op)
+        for by_op in (states.roles, states.failures, self.ahead, self._declined, self._sunk):  # of an earlier visit
+            by_op.pop(op.index, None)
+        for value in op.results:
+            self.after.pop(value, None)
         given = states.read(op)
         if op.name == "optimization_barrier":
-            self._visit_barrier(op, given)
+            states.barrier(op, given)
+            pairs = zip(op.operands, op.results, strict=True)
+            self.after.update((v, self.after[a]) for a, v in pairs if isinstance(a, int) and a in self.after)
             return
         if AFTER in given:
             given = self._sink(op, given)
@@ -161,11 +177,9 @@ class Analysis:
             found = self._transfer.classify(op, given)
         except Failure as error:
             failure = error.with_traceback(None)
-        if states.is_free(op):
-            states.free.update(op.results)
-            if found is None or (PARTIAL in found.results and not op.has_effects):
-                self.ahead[op.index] = op, failure
-                found = self._compute_ahead(op, given)
+        if states.is_free(op) and (found is None or (PARTIAL in found.results and not op.has_effects)):
+            self.ahead[op.index] = Ahead(op, failure)
+            found = self._compute_ahead(op, given)
         if found is None:
             if self.parts > 1 or not any(s.kind in ("sliced", "local") for s in given):
                 self._put_after(op, failure)
@@ -176,23 +190,6 @@ class Analysis:
             self._put_after(op, None)
             return
         states.decide(op, with_inner_results(found) if found.kind in _CONTROL else found)
-
-    def _forget(self, op: Op) -> None:
-        """Removes the notes of an earlier visit of an operation."""
-        self.states.forget(op)
-        for by_op in (self.ahead, self._declined, self._sunk):
-            by_op.pop(op.index, None)
-        for value in op.results:
-            self.cause.pop(value, None)
-            self._examples.pop(value, None)
-
-    def _visit_barrier(self, op: Op, given: tuple[State, ...]) -> None:
-        self.states.barrier(op, given)
-        for value, atom in zip(op.results, op.operands, strict=True):
-            if isinstance(atom, int) and atom in self.cause:
-                self.cause[value] = self.cause[atom]
-            if isinstance(atom, int) and atom in self._examples:
-                self._examples[value] = self._examples[atom]
 
     def _compute_ahead(self, op: Op, given: Sequence[State]) -> Role:
         """Computed before the loop; results that still hold single examples are cut: their readers are in the loop."""
@@ -212,19 +209,18 @@ class Analysis:
 
     def _put_after(self, op: Op, failure: Failure | None) -> None:
         """Puts an operation after the loop; refused if it is heavy and works on single examples."""
-        examples, roots, cause = self._operand_examples(op), self.states.roots_of(op), failure
-        if failure is not None:
-            roots |= failure.roots
+        examples, cause = self._operand_examples(op), failure
         for value in op.reads:
-            cause = cause or self.cause.get(value)
+            cause = cause or (self.after[value].cause if value in self.after else None)
         if cause is None and examples:
             cause = Failure(op, "it uses single examples together with a sum over all of them")
         if examples and (is_intensive(op) or self._is_opaque(op)):
-            raise Refused(op, cause, roots)
+            raise Refused(op, cause, self.states.roots([*op.reads, *(failure.sums if failure is not None else ())]))
+        if failure is not None:
+            self.states.failures[op.index] = failure
         for i, value in enumerate(op.results):
             self.states.state[value] = AFTER
-            self.states.roots[value], self.cause[value] = roots, cause
-            self._examples[value] = self._result_examples(op, examples, i) if examples else _NONE
+            self.after[value] = After(cause, self._result_examples(op, examples, i) if examples else frozenset())
 
     def _is_opaque(self, op: Op) -> bool:
         rule = self.states.rules.get(op.key)
@@ -237,8 +233,8 @@ class Analysis:
             state = self.states.of(atom)
             if state.kind == "sliced":
                 found[i] = frozenset({state.dim})
-            elif isinstance(atom, int) and self._examples.get(atom):
-                found[i] = self._examples[atom]
+            elif isinstance(atom, int) and atom in self.after and self.after[atom].examples:
+                found[i] = self.after[atom].examples
         return found
 
     def _result_examples(self, op: Op, examples: Mapping[int, frozenset[int]], result: int) -> frozenset[int]:

@@ -16,18 +16,19 @@ an operation's operands have to be summands for that; the others must be equal i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_lite.ir.graph import Atom, Graph, Lit, Op, Value
+from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.inlining import shape_of
+from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 
@@ -155,12 +156,12 @@ class Failure(Exception):
     Attributes:
       op: the operation, nested ones included.
       text: the reason.
-      roots: the reductions (op indices) whose sums it would need; computed within the micro-batch, it could go on.
+      sums: the values whose sums over micro-batches it would need; were these local, it could go on.
     """
 
-    def __init__(self, op: Op, text: str, roots: frozenset[int] = frozenset()) -> None:
+    def __init__(self, op: Op, text: str, sums: Sequence[int] = ()) -> None:
         super().__init__(text)
-        self.op, self.text, self.roots = op, text, roots
+        self.op, self.text, self.sums = op, text, sums
 
 
 def is_zero(atom: Atom, producers: dict[int, tuple[Op, int]]) -> bool:
@@ -217,6 +218,17 @@ def is_intensive(op: Op) -> bool:
     )
 
 
+def outer_operands(op: Op) -> list[list[Atom | None]]:
+    """For each body of control flow, the operand that each of its inputs is; None for what is carried."""
+    if op.name == "scan":
+        consts, carry, xs = ScanView(op).operands
+        return [[*consts, *[None] * len(carry), *xs]]
+    if op.name == "while":
+        *consts, carry = WhileView(op).taken(op.operands)
+        return [[*some, *[None] * len(carry)] for some in consts]
+    return [list(op.operands[1:]) for _ in op.bodies]
+
+
 class StepStates:
     """The states and roles of one graph, as far as they are known, and its local forms over the axis of time.
 
@@ -225,8 +237,8 @@ class StepStates:
       parts: the number of micro-batches.
       state: value -> state.
       roles: op index -> role; operations that come after the loop have none.
-      free: the values that no floating-point state reaches.
-      roots: value -> the reductions (op indices) whose sums it is made of.
+      bound: the values that floating-point state, or something carried, reaches; the others are *free*.
+      failures: op index -> why an operation that comes after the loop has no exact form in it.
       producers: value -> (its op, result number).
     """
 
@@ -235,13 +247,13 @@ class StepStates:
     ) -> None:
         """`batch`: input -> the dim that is cut; `bound`: inputs that are floating-point state, or weights."""
         self.graph, self.values, self.rules, self.parts = graph, graph.values, rules, parts
-        inputs = graph.block.inputs
         self.state: dict[int, State] = {
-            v: sliced(batch[v], self.values[v].shape[batch[v]]) if v in batch else WHOLE for v in inputs
+            v: sliced(batch[v], self.values[v].shape[batch[v]]) if v in batch else WHOLE for v in graph.block.inputs
         }
         self.roles: dict[int, Role] = {}
-        self.free: set[int] = set(inputs).difference(bound)
-        self.roots: dict[int, frozenset[int]] = {}
+        self.bound, self.failures = set(bound), dict[int, Failure]()
+        self._outer: dict[int, Atom | None] = {}  # input of a body -> operand
+        self._bind(graph.block)
         self.producers = {value: (op, i) for op in graph.ops() for i, value in enumerate(op.results)}
         self._mesh = LogicalMesh((parts,), (AXIS,))
         self._forms: dict[tuple[int, int], LocalForm | None] = {}
@@ -261,7 +273,19 @@ class StepStates:
 
     def is_free(self, op: Op) -> bool:
         """Whether nothing that an operation reads depends on floating-point state."""
-        return self.free.issuperset(op.reads)
+        return self.bound.isdisjoint(op.reads)
+
+    def _bind(self, block: Block) -> None:
+        """Adds to `bound` what the operations of a block make of it."""
+        for op in block.ops:
+            for body, atoms in zip(op.bodies, outer_operands(op), strict=True):
+                self._outer.update(zip(body.inputs, atoms, strict=True))
+                self.bound.update(v for v in body.inputs if self._outer[v] is None or self._outer[v] in self.bound)
+                self._bind(body)
+            if op.name == "optimization_barrier":
+                self.bound.update(v for a, v in zip(op.operands, op.results, strict=True) if a in self.bound)
+            elif not self.is_free(op):
+                self.bound.update(op.results)
 
     def is_outside(self, value: int) -> bool:
         """Whether a value is computed before the loop, or is an argument."""
@@ -274,25 +298,29 @@ class StepStates:
         """Notes the role of an operation, and the states of its results."""
         self.roles[op.index] = role
         self.state.update(zip(op.results, role.results, strict=True))
-        if not op.bodies and PARTIAL in role.results:
-            found = frozenset({op.index}) if role.kind == "form" else self.roots_of(op)
-            self.roots.update(dict.fromkeys(op.results, found))
 
-    def forget(self, op: Op) -> None:
-        """Removes the notes of an earlier visit of an operation."""
-        self.roles.pop(op.index, None)
-        self.free.difference_update(op.results)
-        for value in op.results:
-            self.roots.pop(value, None)
+    def roots(self, values: Iterable[int]) -> frozenset[int]:
+        """The reductions (op indices) whose sums some values are made of."""
+        found: set[int] = set()
 
-    def roots_of(self, op: Op) -> frozenset[int]:
-        """The reductions whose sums an operation reads."""
-        found: frozenset[int] = frozenset()
-        for value in op.reads:
-            more = self.roots.get(value)
-            if more and more is not found:  # behind a norm of all gradients, nearly every value has all roots
-                found = more if found <= more else found if more <= found else found | more
-        return found
+        def made_of(value: int) -> Sequence[int]:
+            if value in self._outer:
+                return flow.values_in([atom for atom in [self._outer[value]] if atom is not None])
+            if value not in self.producers or self.state[value] not in (PARTIAL, AFTER):
+                return ()
+            op, number = self.producers[value]
+            role = self.roles.get(op.index)
+            if role is None:
+                return (*op.reads, *(self.failures[op.index].sums if op.index in self.failures else ()))
+            if role.kind in ("form", "map"):
+                found.add(op.index)
+                return ()
+            if op.bodies:
+                return flow.values_in(body.outputs[number] for body in op.bodies[op.name == "while" :])
+            return flow.values_in([op.operands[number]]) if role.kind == "barrier" else op.reads
+
+        flow.reach(values, made_of)
+        return frozenset(found)
 
     def whole(self, op: Op) -> Role:
         """The role of an operation that stays outside of the loop."""
@@ -301,12 +329,7 @@ class StepStates:
     def barrier(self, op: Op, states: tuple[State, ...]) -> None:
         """Notes an `optimization_barrier`: each result is another name of its operand."""
         self.roles[op.index] = Role("barrier", states, states)
-        for atom, result, state in zip(op.operands, op.results, states, strict=True):
-            self.state[result] = state
-            if isinstance(atom, int) and atom in self.roots:
-                self.roots[result] = self.roots[atom]
-            if isinstance(atom, int) and atom in self.free:
-                self.free.add(result)
+        self.state.update(zip(op.results, states, strict=True))
 
     def is_update(self, op: Op) -> bool:
         """Whether an operation comes after the loop."""

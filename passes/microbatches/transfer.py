@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from alpa_lite.ir.graph import Atom, Block, Lit, Op
+from alpa_lite.ir.graph import Block, Lit, Op
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.types import LocalForm, rebinding
@@ -99,7 +99,7 @@ class Transfer:
             if "sliced" not in kinds:
                 wanted = linear(op, [s == PARTIAL for s in states], self.values)
             if wanted is None:
-                raise Failure(op, "it needs the sum over the whole batch", self.states.roots_of(op))
+                raise Failure(op, "it needs the sum over the whole batch", op.reads)
             operands = tuple(PARTIAL if w else s for w, s in zip(wanted, states, strict=True))
             return Role("copy", operands, (PARTIAL,) * len(op.results))
         return self._cut(op, states)
@@ -207,18 +207,12 @@ class Transfer:
 
     # -- control flow ---------------------------------------------------------------------------------------------
 
-    def _body(self, block: Block, given: Sequence[State], atoms: Sequence[Atom | None]) -> list[State]:
-        """Analyses a nested body; `atoms` are its inputs outside, None for carried ones."""
+    def _body(self, block: Block, given: Sequence[State]) -> list[State]:
+        """Analyses a nested body, whose inputs are in the given states."""
         states = self.states
-        for value, state, atom in zip(block.inputs, given, atoms, strict=True):
-            states.state[value] = state
-            states.free.discard(value)
-            if atom is not None and (isinstance(atom, Lit) or atom in states.free):
-                states.free.add(value)
-            states.roots[value] = self._roots(atom)
+        states.state.update(zip(block.inputs, given, strict=True))
         for op in block.ops:
             inner, free = states.read(op), states.is_free(op)
-            states.forget(op)
             if op.name == "optimization_barrier":
                 states.barrier(op, inner)
                 continue
@@ -228,20 +222,12 @@ class Transfer:
                 if not free:
                     raise
                 found = states.whole(op)
-            if free:
-                states.free.update(op.results)
-                found = states.whole(op) if PARTIAL in found.results else found
+            if free and PARTIAL in found.results:
+                found = states.whole(op)
             if found.kind == "whole" and op.has_effects and self.parts > 1:
                 raise Failure(find_effect(op), ONCE)
             states.decide(op, found)
         return [states.of(a) for a in block.outputs]
-
-    def _roots(self, atom: Atom | None) -> frozenset[int]:
-        return self.states.roots.get(atom, frozenset()) if isinstance(atom, int) else frozenset()
-
-    def _pass_roots(self, op: Op, outputs: Sequence[Atom]) -> None:
-        for value, atom in zip(op.results, outputs, strict=True):
-            self.states.roots[value] = self._roots(value) | self._roots(atom)
 
     def _fixed_point(
         self, op: Op, start: Sequence[State], run: Callable[[list[State]], list[State]]
@@ -262,9 +248,7 @@ class Transfer:
         if any(s.kind == "sliced" and s.dim == 0 for s in stacked):
             return self._map(view, states)
         xs = [s.shift(-1) for s in stacked]
-        atoms = [*view.operands.consts, *[None] * view.num_carry, *view.operands.xs]
-        carry, ys = self._fixed_point(op, start, lambda carry: self._body(view.body, [*consts, *carry, *xs], atoms))
-        self._pass_roots(op, view.body.outputs)
+        carry, ys = self._fixed_point(op, start, lambda carry: self._body(view.body, [*consts, *carry, *xs]))
         results, operands = (*carry, *(s.shift(1) for s in ys)), (*consts, *carry, *stacked)
         return Role("scan", operands, results, inner=(*carry, *ys), length=view.length, consecutive=op.has_effects)
 
@@ -275,8 +259,7 @@ class Transfer:
         if view.length % self.parts or any(s != WHOLE and s[:3] != sliced(0)[:3] for s in xs):
             raise failure
         if any(s.kind in ("sliced", "partial") for s in consts):
-            roots = self.states.roots_of(op)
-            raise Failure(op, "it loops over the examples of the batch, and each needs all of them", roots)
+            raise Failure(op, "it loops over the examples of the batch, and each needs all of them", op.reads)
         uses = flow.uses(view.body)
         carried = []
         for number, (carry, state) in enumerate(zip(view.carries, start, strict=True)):
@@ -289,47 +272,40 @@ class Transfer:
                 raise failure
         own = sliced(0, common_examples(xs))
         results = (*carried, *[own] * len(view.results.ys))
-        self.states.roots.update(dict.fromkeys(op.results, frozenset({op.index})))
         length, consecutive = view.length // self.parts, op.has_effects or not own.examples
         return Role("map", (*consts, *carried, *[own] * len(xs)), results, length=length, consecutive=consecutive)
 
     def _while(self, op: Op, states: Sequence[State]) -> Role:
         cond, body = op.bodies
-        view = WhileView(op)
-        cond_consts, body_consts, start = view.taken(states)
-        cond_atoms, body_atoms, _ = view.taken(op.operands)
-        nothing: list[Atom | None] = [None] * len(start)
-
+        cond_consts, body_consts, start = WhileView(op).taken(states)
         any_of = _any_of(cond) if op.params.get(ELEMENTWISE) else None  # it goes on while any example does
         each = cond if any_of is None else _without(cond, any_of)
 
         def run(carry: list[State]) -> list[State]:
-            (predicate,) = self._body(each, [*cond_consts, *carry], [*cond_atoms, *nothing])
+            (predicate,) = self._body(each, [*cond_consts, *carry])
             if any_of is not None:  # examples do not see how long others run: a micro-batch ends with its own
                 one = LOCAL if predicate.kind == "sliced" else predicate
                 self.states.decide(any_of, Role("copy", (predicate,), (one,)))
                 predicate = one
             if predicate.kind in ("sliced", "partial"):
-                raise Failure(op, "its length depends on the examples of the batch", self.states.roots_of(op))
-            outputs = self._body(body, [*body_consts, *carry], [*body_atoms, *nothing])
+                raise Failure(op, "its length depends on the examples of the batch", op.reads)
+            outputs = self._body(body, [*body_consts, *carry])
             return outputs if any_of is not None else _decided_by(predicate, outputs)
 
         carry = tuple(self._fixed_point(op, start, run)[0])
-        self._pass_roots(op, body.outputs)
         operands = (*cond_consts, *body_consts, *carry)
         return Role("while", operands, carry, inner=carry, consecutive=op.has_effects)
 
     def _cond(self, op: Op, states: Sequence[State]) -> Role:
         if states[0].kind in ("sliced", "partial"):
-            raise Failure(op, "its predicate depends on the examples of the batch", self._roots(op.operands[0]))
+            raise Failure(op, "its predicate depends on the examples of the batch", op.reads[:1])
         results: list[State] | None = None
         for branch in op.bodies:
-            outputs = self._body(branch, states[1:], op.operands[1:])
+            outputs = self._body(branch, states[1:])
             joined = [join(a, b) for a, b in zip(results or outputs, outputs, strict=True)]
             if None in joined:
                 raise Failure(op, "its branches differ in how their results depend on the batch")
             results = _decided_by(states[0], [s for s in joined if s is not None])
-            self._pass_roots(op, branch.outputs)
         assert results is not None
         return Role("cond", tuple(states), tuple(results), inner=tuple(results), consecutive=op.has_effects)
 

@@ -57,8 +57,6 @@ def assign_whole_batch(
     returned = {v for op in block.ops if op.index in update for v in op.reads} | set(values_in(block.outputs))
     for op in block.ops:
         given = states.read(op)
-        if states.is_free(op):
-            states.free.update(op.results)
         if op.name == "optimization_barrier":
             late = tuple([WHOLE if state == WHOLE else AFTER for state in given])
             states.barrier(op, late if op.index in update else given)

@@ -62,7 +62,7 @@ class _Unrolling(StackWalk):
 
     Attributes:
       names: what a value that a loop ended with is called.
-      part_of, rows: as `Unrolled` has them. makers: stack -> index of the loop that makes it.
+      part_of, rows: as `Unrolled` has them. makers: stack -> the loop that makes it.
       loop: index of the loop that is written out.
     """
 
@@ -72,7 +72,7 @@ class _Unrolling(StackWalk):
         self.names: dict[int, Atom] = {}
         self.part_of: dict[int, int] = {}
         self.rows: dict[int, int] = {}
-        self.makers: dict[int, int] = {}
+        self.makers: dict[int, Op] = {}
         self.loop = -1
 
     def cut(self, op: Op, bounds: Bounds) -> None:
@@ -97,7 +97,7 @@ class _Unrolling(StackWalk):
         self.names.update((v, renamed_atom(a, self.names)) for v, a in zip(view.results.carry, carry, strict=True))
         for value, *rows in zip(view.results.ys, *(given[number] for number in order), strict=True):
             self.pieces[value] = bounds, tuple(rows)
-            self.makers[value] = op.index
+            self.makers[value] = op
 
     def slice(self, value: int, low: int, high: int, source: Any, part: int | None = None) -> int:
         """The row of a stack that an iteration takes."""
@@ -110,10 +110,11 @@ class _Unrolling(StackWalk):
 
     def join(self, value: int, parts: Sequence[int], source: Any) -> None:
         """Puts a stack together."""
-        shape, first = (1, *self.rewriter.values[value].shape[1:]), len(self.out)
+        loop, first = self.makers[value], len(self.out)
+        shape = (1, *self.rewriter.values[value].shape[1:])
         params = {"shape": shape, "broadcast_dimensions": tuple(range(1, len(shape))), "sharding": None}
         made = [self.rewriter.shaped(value, shape) for _ in parts]
         for row, part in zip(parts, made, strict=True):
-            self.out.append(self.rewriter.op(lax.broadcast_in_dim_p, params, [row], [part], source))
-        super().join(value, made, source)
-        self.part_of.update((op.index, self.makers[value]) for op in self.out[first:])
+            self.out.append(self.rewriter.op(lax.broadcast_in_dim_p, params, [row], [part], loop.source))
+        super().join(value, made, loop.source)
+        self.part_of.update((op.index, loop.index) for op in self.out[first:])
