@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from alpa_lite.errors import OptionError
-from alpa_lite.passes.tokens import unrolling
+from alpa_lite.passes.tokens import opening
 from tests import language_models as lm
 from tests import zoo_linen, zoo_nnx
 from tests.comparing import compare
@@ -43,7 +43,7 @@ def test_scans_over_layers(make: Any, lengths: tuple[int, ...], method: dict[str
 
 
 def test_what_would_be_too_many_operations_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unrolling, "MOST", 10)
+    monkeypatch.setattr(opening, "MOST", 10)
     step, args = lm.scanned()
     with pytest.raises(OptionError, match=r"the loop at .*language_models.py.* would be \d+ operations.* most 10"):
         sliced(step, 6, 6).plan(*args)

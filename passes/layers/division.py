@@ -25,10 +25,9 @@ from alpa_lite.passes.ir.flow import producers
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewritten
 from alpa_lite.passes.layers import assignment as layering_stages
-from alpa_lite.passes.layers import layering, rematerialisation, scan_rematerialisation, scans
-from alpa_lite.passes.layers.forward import forward_ops
-from alpa_lite.passes.layers.remat import Remat
-from alpa_lite.passes.layers.rematerialisation import Choice
+from alpa_lite.passes.layers import layering, rematerialisation, scans
+from alpa_lite.passes.layers.layering import forward_ops
+from alpa_lite.passes.layers.rematerialisation import Choice, Remat
 from alpa_lite.passes.layers.scans import Cut
 from alpa_lite.passes.layers.types import Assignment, Layer, Layering
 from alpa_lite.passes.microbatches.loop import Accumulated
@@ -184,10 +183,10 @@ def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice
     wanted: dict[int, Choice] = {
         op.index: choice_of[op.index]
         for op in layers.body.ops
-        if scan_rematerialisation.dropped(op, layers.body, choice_of.get(op.index, "none"))
+        if rematerialisation.dropped(op, layers.body, choice_of.get(op.index, "none"))
     }
     if wanted:
-        result = scan_rematerialisation.rematerialise_scans(layers.traced, layers.scan, wanted)
+        result = rematerialisation.rematerialise_scans(layers.traced, layers.scan, wanted)
         layers = _carried_over(layers, result)
         wanted = {new: wanted[before] for new, before in result.origin.items() if before in wanted}
     stage_of = layering_stages.stages(layers, cuts)

@@ -100,6 +100,20 @@ def copy_ops(
     return copies
 
 
+def read_by_scans(
+    view: ScanView, readers: Mapping[int, Sequence[Op]], outputs: Iterable[Atom]
+) -> dict[int, Sequence[Op]]:
+    """The stacks of a scan that scans alone read, row by row, with these scans.
+
+    Args:
+      readers, outputs: of the block that the scan is in.
+    """
+    left = set(flow.values_in(outputs))
+    for user in {op for stack in view.results.ys for op in readers.get(stack, ())}:
+        left.update(flow.values_in(sum(ScanView(user).operands[:2], ()) if user.name == "scan" else user.operands))
+    return {stack: readers[stack] for stack in view.results.ys if stack in readers and stack not in left}
+
+
 def repeat_in_backward(
     rewriter: Rewriter,
     before: ScanView,

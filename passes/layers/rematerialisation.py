@@ -18,24 +18,66 @@ those of another.
 
 (Chen et al. 2016, sublinear memory; Korthikanti et al. 2022, section 5, for the selective choice. JAX calls the
 saving of products without batch dims `dots_with_no_batch_dims_saveable`.)
+
+A scan over layers is one operation forward and one backward, which reads what the forward scan stacked for it, one
+slice an iteration. Instead, the forward scan stacks the carry that each iteration began with, and the body of the
+backward scan first computes the forward body again, from that carry and from the same scanned inputs:
+
+    forward   (c, x) -> c', r              becomes   (c, x) -> c', c
+    backward  (g, r, ..) -> g', ..         becomes   (g, c, x, ..) -> r = forward(c, x); g', ..
+
+So a layer is computed again right before its own backward pass, and no more than one layer's intermediates exist at a
+time. The selective choice keeps stacking what it saves; nothing that only that needs is computed again.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Atom, Block, Op, Traced
+from alpa_lite.ir.graph import Atom, Block, Op, Traced, walk
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import producers, reach
+from alpa_lite.passes.ir.flow import producers, reach, users, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, renamed_op, substituted, with_body
 from alpa_lite.passes.ir.ties import Tie, ties
+from alpa_lite.passes.layers.recomputation import read_by_scans, repeat_in_backward
 from alpa_lite.passes.layers.types import Layering
 
 Choice = Literal["none", "selective", "layer"]
+
+
+@dataclass(frozen=True)
+class Remat:
+    """The layers that are rematerialised, and the choice for them.
+
+    Attributes:
+      choice: the values of a layer that are recomputed, as in `rematerialisation`.
+      first: (k, n): in the first k of n layers alone, whose activations wait longest for the backward pass; None: in
+        all layers.
+    """
+
+    choice: Choice = "none"
+    first: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        return self.choice if self.first is None else "{} in the first {} of {} layers".format(self.choice, *self.first)
+
+    @classmethod
+    def parse(cls, text: str) -> Remat | None:
+        """The one that is written so; None if there is none."""
+        found = re.fullmatch(r"(\w+)(?: in the first (\d+) of (\d+) layers)?", text)
+        choice = next((c for c in get_args(Choice) if found and c == found[1]), None)
+        if found is None or choice is None:
+            return None
+        return cls(choice, None if found[2] is None else (int(found[2]), int(found[3])))
+
+
+NOTHING = Remat()
+"""Nothing is computed again."""
 
 
 def rematerialise(
@@ -218,3 +260,49 @@ class _Body:
                 op, self.after[layer] = self.rewriter.barrier(held, _jax.mark_rematerialised(user.source))
                 self.out.append(op)
         return self.after[layer]
+
+
+# -- within scans -----------------------------------------------------------------------------------------------------
+
+
+def rematerialise_scans(traced: Traced, scan: int, choices: Mapping[int, Choice]) -> Rewritten:
+    """Makes backward scans recompute the values that forward scans stacked for them.
+
+    Args:
+      choices: index of a forward scan in its body -> "layer" or "selective".
+
+    Returns:
+      The step; scans are the same operations as before (`Rewritten.origin`), with other operands and results.
+    """
+    outer = scan_op(traced, scan)
+    body = outer.bodies[0]
+    rewriter, ops = Rewriter(traced.graph), list(body.ops)
+    for n, op in enumerate(body.ops):
+        choice = choices.get(op.index, "none")
+        stacks = dropped(op, body, choice)
+        gone = {stack: atom for atom, stack in ScanView(ops[n]).ys if stack in stacks} if stacks else {}
+        for m, reader in enumerate(body.ops):
+            if not stacks.isdisjoint(reader.reads):
+                view = ScanView(ops[n])
+                first = _needed(view, gone, choice)
+                ops[n], ops[m] = repeat_in_backward(rewriter, view, ScanView(ops[m]), gone, view.body.ops, first)
+    made = with_body(outer, Block(body.inputs, tuple(ops), body.outputs))
+    return rewriter.step(traced, substituted(traced.graph.block, outer, [made]), scan)
+
+
+def dropped(op: Op, body: Block, choice: Choice) -> frozenset[int]:
+    """The stacked results of a forward scan that backward scans alone read, and that a choice computes again."""
+    if op.name != "scan" or choice == "none" or any(o.has_effects for o in walk(op.bodies[0])):
+        return frozenset()
+    view = ScanView(op)
+    made = producers(o for o in view.body.ops if choice == "selective" and is_kept(o))
+    read = read_by_scans(view, users(body.ops), body.outputs)
+    return frozenset(stack for atom, stack in view.ys if stack in read and atom not in made)
+
+
+def _needed(view: ScanView, gone: Mapping[int, Atom], choice: Choice) -> list[int]:
+    """The values of the body that the selective choice keeps, and that computing again begins with."""
+    makers = producers(view.body.ops)
+    begins = {v for v, op in makers.items() if choice == "selective" and is_kept(op)}
+    reached = reach(values_in(gone.values()), lambda v: makers[v].reads if v in makers and v not in begins else ())
+    return [value for value in reached if value in begins]

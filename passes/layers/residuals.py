@@ -11,6 +11,12 @@ required. A value is available to the backward body if it is scanned over or con
 stacking v moves 2 bytes(v), since it is written and read. A stacked byte also takes memory until the backward pass,
 which counts little (`KEEPING_WEIGHT`), so that of choices that move equally many bytes the smallest is made.
 
+Constants. JAX moves out of a differentiated scan whatever does not depend on its carry, such as a mask of the shape of
+the attention scores, broadcast from [length, length], and the fill value in the same shape. Every iteration then reads
+bytes(v) for each constant v, where outside of loops XLA would compute it within the kernels that use it. Constants of
+at most `CACHED_BYTES` stay in a cache and as they are; the same cut, over the operations of the enclosing block, says
+which values replace the others.
+
 Values that do not depend on the carry (casts of weights) stay as they are: whether a weight is gathered again is a
 decision of its sharding. Stacks that something other than one backward scan reads are there in any case.
 """
@@ -24,18 +30,20 @@ from dataclasses import replace
 from alpa_lite.ir.graph import Atom, Block, Op, Traced, Value, walk
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import Rewriter, with_body
+from alpa_lite.passes.ir.rewriting import Rewriter, renamed_parts, with_body
 from alpa_lite.passes.layers import recomputation
-from alpa_lite.passes.layers.loop_constants import sink_constants
 
 KEEPING_WEIGHT = 1 / 16
 """Memory traffic that keeping a stacked byte until the backward pass is worth."""
+
+CACHED_BYTES = 2**20
+"""Constants of a loop up to this size are read from a cache."""
 
 
 def reduce_residuals(traced: Traced) -> Traced:
     """Stacks less in forward scans, and computes the rest again in backward scans, where that moves fewer bytes.
 
-    Scans also compute large constants themselves (`loop_constants`).
+    Scans also compute large constants themselves.
 
     Returns:
       The step; itself if nothing changes.
@@ -48,7 +56,7 @@ def reduce_residuals(traced: Traced) -> Traced:
 def _reduce_block(rewriter: Rewriter, block: Block) -> Block:
     """A block whose scans, and those within its loops, stack and read less; itself if nothing changes."""
     makers = flow.producers(filter(recomputation.is_repeatable, block.ops))
-    ops = [sink_constants(rewriter, _reduce_bodies(rewriter, op), makers) for op in block.ops]
+    ops = [_sink_constants(rewriter, _reduce_bodies(rewriter, op), makers) for op in block.ops]
     readers, places = flow.users(ops), {id(op): place for place, op in enumerate(ops)}
     for forward, op in enumerate(ops):
         if op.name == "scan" and not any(inner.has_effects for inner in walk(op.bodies[0])):
@@ -74,14 +82,11 @@ def _pairs(
     scan: Op, readers: Mapping[int, Sequence[Op]], outputs: Iterable[Atom]
 ) -> list[tuple[Op, Mapping[int, int]]]:
     """The scans that alone read some stacks of another, each with stack -> value of the forward body."""
-    out = set(flow.values_in(outputs))
+    view = ScanView(scan)
+    read = recomputation.read_by_scans(view, readers, outputs)
     found: dict[Op, dict[int, int]] = {}
-    for atom, stack in ScanView(scan).ys:
-        users = readers.get(stack, ())
-        if not isinstance(atom, int) or stack in out or len(users) != 1 or users[0].name != "scan":
-            continue
-        consts, carry, _ = ScanView(users[0]).operands
-        if stack not in (*consts, *carry):
+    for atom, stack in view.ys:
+        if isinstance(atom, int) and len(users := read.get(stack, ())) == 1:
             found.setdefault(users[0], {})[stack] = atom
     return list(found.items())
 
@@ -114,3 +119,39 @@ def _choose(
     repeated, again = recomputation.choose_repeated(values, required, makers, present, keeping_bytes)
     gone = {stack: atom for atom, stack in required.items() if atom in repeated}
     return gone, again
+
+
+def _sink_constants(rewriter: Rewriter, op: Op, makers: Mapping[int, Op]) -> Op:
+    """Makes a scan compute large constants in its body.
+
+    Args:
+      op: an operation; all but scans are left as they are.
+      makers: value -> the operation of the enclosing block that makes it, of those that can be repeated.
+
+    Returns:
+      The operation with other operands; itself if no constant costs less to compute than to read.
+    """
+    values = rewriter.values
+    if op.name != "scan":
+        return op
+    view = ScanView(op)
+    required = {
+        atom: own for atom, own in view.consts
+        if isinstance(atom, int) and atom in makers and values[atom].nbytes > CACHED_BYTES
+    }  # fmt: skip
+    if not required:
+        return op
+    present = {atom for atom in view.operands.consts if isinstance(atom, int)} - required.keys()
+    repeated, again = recomputation.choose_repeated(values, required, makers, present, lambda v: values[v].nbytes)
+    if repeated.isdisjoint(required):
+        return op
+    consts = [pair for pair in view.consts if pair[0] not in repeated]
+    names: dict[int, Atom] = {atom: own for atom, own in consts if isinstance(atom, int)}
+
+    def enter(value: int) -> int:
+        consts.append((value, rewriter.fresh(value)))
+        return consts[-1][1]
+
+    copies = recomputation.copy_ops(rewriter, again, names, enter, is_remat=False)
+    ops, carries, ys = renamed_parts(view, {own: names[atom] for atom, own in required.items() if atom in repeated})
+    return view.rebuilt(recomputation.place_at_first_use(copies, ops), consts, carries, view.xs, ys)

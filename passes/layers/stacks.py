@@ -1,6 +1,6 @@
 """Values that are stacked over the iterations of scans, in pieces: a walk over the operations of a block.
 
-Where scans are cut between iterations (`scans`), or written out (`tokens.unrolling`), everything stacked over them is
+Where scans are cut between iterations (`scans`), or written out (`tokens.opening`), everything stacked over them is
 held in pieces:
 
     scanned inputs     sliced on dim 0; a stacked parameter thus at the step's argument

@@ -25,8 +25,7 @@ from alpa_lite.passes.ir.keys import CONTROL_FLOW_JAXPRS
 from alpa_lite.passes.ir.loops import Carried, ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import renamed_block
 from alpa_lite.passes.local.types import rebinding
-from alpa_lite.passes.microbatches.builder import Builder
-from alpa_lite.passes.microbatches.cutting import PositionDependent
+from alpa_lite.passes.microbatches.builder import Builder, PositionDependent
 from alpa_lite.passes.microbatches.states import (
     AFTER,
     INNER,

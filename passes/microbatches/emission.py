@@ -35,8 +35,7 @@ from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.ir.loops import Carried, ScanView
 from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
 from alpa_lite.passes.microbatches.blocks import Scope
-from alpa_lite.passes.microbatches.builder import Builder
-from alpa_lite.passes.microbatches.cutting import check_independent_of_position
+from alpa_lite.passes.microbatches.builder import Builder, check_independent_of_position
 from alpa_lite.passes.microbatches.states import (
     AFTER,
     INNER,

@@ -37,7 +37,7 @@ from alpa_lite.ir.graph import Atom, Graph, Lit, Op, Traced, walk
 from alpa_lite.passes.ir import evaluation, primitives, pruning
 from alpa_lite.passes.ir.flow import made_of, values_in
 from alpa_lite.passes.microbatches.aggregates import Aggregates, Tag
-from alpa_lite.passes.microbatches.cutting import Cuts
+from alpa_lite.passes.microbatches.builder import Cuts
 from alpa_lite.passes.microbatches.messages import AVERAGED, COMBINED, JOINED, LAST, SUMMED, notes_on_leaves
 from alpa_lite.passes.microbatches.states import accumulator_dtype, sliced
 from alpa_lite.passes.tracing import conversion

@@ -4,7 +4,7 @@ Problem. Pipelines, and steps whose activations do not fit, work on one micro-ba
 on the whole batch, and its results must not change.
 
 Mathematics. A micro-batch is a shard of the batch, in time instead of space. Let the batch be cut into b contiguous
-blocks x_1 .. x_b, or, where that makes no difference but saves communication, into every b-th example (`cutting`). The
+blocks x_1 .. x_b, or, where that makes no difference but saves communication, into every b-th example (`builder`). The
 factors of the operations (`factors`) say how the batch goes through the step, and the local forms (`local.forms`) give
 the computation of one block, positions and random draws included. A value that loses the batch by a sum is
 S = sum_t s(x_t): the s(x_t) are added up in a loop, and operations on S come after it. All constants are those of the
@@ -40,7 +40,7 @@ from alpa_lite.passes.microbatches.batch import (
     find_indivisible,
     inputs_of,
 )
-from alpa_lite.passes.microbatches.cutting import PositionDependent
+from alpa_lite.passes.microbatches.builder import PositionDependent
 from alpa_lite.passes.microbatches.emission import WithoutLoop, emit
 from alpa_lite.passes.microbatches.independent import IndependentLoop, TraceMismatch
 from alpa_lite.passes.microbatches.states import StepStates
@@ -89,7 +89,7 @@ def accumulate(
         where that does not help (contrastive losses), let each micro-batch be a batch of its own.
       retrace: traces the step on other shapes, for the latter; without it such steps are refused.
       strided: let a micro-batch have every m-th example where the step does not tell examples apart by their position,
-        so that no device sends another its examples (`microbatches.cutting`).
+        so that no device sends another its examples (`microbatches.builder`).
 
     Returns:
       The step with the same arguments and results.

@@ -50,7 +50,7 @@ class State(NamedTuple):
       dim: of a sliced value, the dim that is cut.
       segments: the sizes of the segments of that dim, if it has several (`segments`).
       examples: the number of examples in that dim, each of as many consecutive elements; 0 if it does not consist of
-        whole examples, so that a micro-batch must have consecutive ones (`cutting`).
+        whole examples, so that a micro-batch must have consecutive ones (`builder`).
     """
 
     kind: Literal["whole", "inner", "sliced", "partial", "local", "after"]

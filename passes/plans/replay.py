@@ -20,7 +20,7 @@ from alpa_lite.ir.layout import Layout, LogicalMesh
 from alpa_lite.ir.paths import shown
 from alpa_lite.ir.strategy import Rule, Solution
 from alpa_lite.passes import factors
-from alpa_lite.passes.layers.remat import Remat
+from alpa_lite.passes.layers.rematerialisation import Remat
 from alpa_lite.passes.plans.writing import ingredients
 from alpa_lite.passes.sharding import grouping, strategies
 from alpa_lite.passes.sharding.groups import Group, Grouping

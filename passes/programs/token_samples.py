@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir.program import Program, Run, Send
 from alpa_lite.passes.programs.simulation import Dispatching, producers
-from alpa_lite.passes.tokens.latency import Sample
+from alpa_lite.passes.tokens.lengths import Sample
 
 
 def samples(program: Program, lengths: Sequence[int]) -> tuple[Sample, ...]:

@@ -27,8 +27,7 @@ from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import factors, microbatches, sharding
 from alpa_lite.passes.layers.division import Divisible, divisible, recomputing
-from alpa_lite.passes.layers.remat import NOTHING, Remat
-from alpa_lite.passes.layers.rematerialisation import Choice
+from alpa_lite.passes.layers.rematerialisation import NOTHING, Choice, Remat
 from alpa_lite.passes.layers.stacked_sums import add_within_scans
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.sharding.tables import GroupedStep

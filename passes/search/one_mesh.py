@@ -25,7 +25,7 @@ from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.strategy import Solution
 from alpa_lite.methods import Auto, DataParallel, Method, Sharded, TensorParallel, Zero
-from alpa_lite.passes.layers.remat import NOTHING, Remat
+from alpa_lite.passes.layers.rematerialisation import NOTHING, Remat
 from alpa_lite.passes.microbatches import numbers
 from alpa_lite.passes.search import best_first, configs
 from alpa_lite.passes.search.best_first import Candidate, Expansion, FoundPlan

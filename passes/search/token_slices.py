@@ -19,10 +19,8 @@ from alpa_lite.passes.search.best_first import STAGE_PER_OP, Candidate, Expansio
 from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.search.pipeline_analysis import REFUSALS, PipelineAnalyses, found_plan
 from alpa_lite.passes.stages.choosing import StagePlan
-from alpa_lite.passes.tokens import latency
 from alpa_lite.passes.tokens import lengths as choice
-from alpa_lite.passes.tokens.latency import Sample
-from alpa_lite.passes.tokens.lengths import Proposal
+from alpa_lite.passes.tokens.lengths import Proposal, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +82,7 @@ class SliceSearch:
         if len(self.tried) >= ATTEMPTS or self.program is None:
             return []
         own, cluster = self.analyses, self.analyses.request.cluster
-        model = own.run("slices", latency.fitted, self.samples)
+        model = own.run("slices", choice.fitted, self.samples)
         self.error = model.error
         step = choice.step_of(self.tokens, cluster.platform)
         fewer = [n for n in own.counts if n <= self.count]

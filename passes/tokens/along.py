@@ -14,8 +14,7 @@ from alpa_lite.ir.graph import Atom, Block, Lit, Op
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter
-from alpa_lite.passes.tokens.extents import Extents, Range
-from alpa_lite.passes.tokens.pieces import Pieces
+from alpa_lite.passes.tokens.pieces import Extents, Pieces, Range
 from alpa_lite.passes.tokens.states import State, States, computed_again
 from alpa_lite.passes.tokens.windows import Move, shift_of, size_along, window
 

@@ -29,8 +29,7 @@ from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.tokens.along import Along
 from alpa_lite.passes.tokens.beyond import Known
-from alpa_lite.passes.tokens.extents import Extents, Range, Ranges
-from alpa_lite.passes.tokens.pieces import padded
+from alpa_lite.passes.tokens.pieces import Extents, Range, Ranges, padded
 from alpa_lite.passes.tokens.states import State, States, Way, row_factor
 
 

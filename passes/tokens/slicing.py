@@ -28,8 +28,7 @@ from alpa_lite.passes.ir.rewriting import Rewriter, substituted, with_body
 from alpa_lite.passes.layers import assignment
 from alpa_lite.passes.layers.division import Divided
 from alpa_lite.passes.layers.types import Layering, Phases
-from alpa_lite.passes.tokens import beyond, expansion, states, unrolling
-from alpa_lite.passes.tokens.opening import opened
+from alpa_lite.passes.tokens import beyond, expansion, opening, states
 from alpa_lite.passes.tracing.statics import Statics
 
 _PRODUCTS = primitives.COMPUTE_INTENSIVE
@@ -91,7 +90,7 @@ class _Slicer:
 
     def _study(self, body: Block) -> None:
         """Collects facts of the body, with attention in operations."""
-        self.body, part_of = opened(self.rewriter, body)
+        self.body, part_of = opening.opened(self.rewriter, body)
         self._parts(part_of)
         new = [op for op in (*self.early, *walk(self.body)) if op.key not in self.rules]
         self.rules.update(factors.rules_of(new, self.values))
@@ -111,15 +110,15 @@ class _Slicer:
           OptionError: they would become too many operations.
         """
         while loops := [op for op in self.body.ops if found.ways[op.index].reason == states.ACROSS]:
-            count = sum(map(unrolling.operations, loops))
-            if count > unrolling.MOST:
+            count = sum(map(opening.operations, loops))
+            if count > opening.MOST:
                 raise OptionError(
                     f"token_slices={list(self.lengths)}: the loop at {_where(loops[0])} does not run along the "
                     f"sequence, and loops like it would be {count:,} operations once written out, of at most "
-                    f"{unrolling.MOST:,}; leave token_slices out"
+                    f"{opening.MOST:,}; leave token_slices out"
                 )
             self.has_loops = False
-            flat = unrolling.unrolled(self.rewriter, self.body, {op.index for op in loops})
+            flat = opening.unrolled(self.rewriter, self.body, {op.index for op in loops})
             self._parts(flat.part_of)
             whole = {value for _, value in self.view.consts}
             whole |= {v for op in self.body.ops if op.index in self.free for v in op.results}

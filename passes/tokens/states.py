@@ -98,7 +98,7 @@ _CHEAP = primitives.ELEMENTWISE | primitives.REARRANGED | primitives.CUMULATIVE 
 _WHOLE = Way("whole")
 
 ACROSS = "a loop that does not run along the sequence"
-"""The reason of loops over layers and the like, which have to be written out to be cut (`unrolling`)."""
+"""The reason of loops over layers and the like, which have to be written out to be cut (`opening`)."""
 
 
 def states(

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from alpa_lite.passes.layers.remat import Remat
+from alpa_lite.passes.layers.rematerialisation import Remat
 from alpa_lite.passes.search.configs import ExecutionConfig, next_feasible_microbatches
 
 NONE, SELECTIVE, LAYER, FIRST = Remat(), Remat("selective"), Remat("layer"), Remat("layer", (1, 4))

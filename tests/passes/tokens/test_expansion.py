@@ -17,11 +17,10 @@ from alpa_lite.ir.graph import walk
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.ir.rewriting import Rewriter
-from alpa_lite.passes.layers.forward import forward_ops
+from alpa_lite.passes.layers.layering import forward_ops
 from alpa_lite.passes.tokens import beyond, expansion, states
 from alpa_lite.passes.tokens.expansion import Expanded
-from alpa_lite.passes.tokens.opening import opened
-from alpa_lite.passes.tokens.unrolling import operations, unrolled
+from alpa_lite.passes.tokens.opening import opened, operations, unrolled
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.passes.tracing.statics import Statics
 from tests.comparing import norm

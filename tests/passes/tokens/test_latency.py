@@ -7,9 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from alpa_lite.passes.tokens import latency
 from alpa_lite.passes.tokens import lengths as choice
-from alpa_lite.passes.tokens.latency import Sample
+from alpa_lite.passes.tokens.lengths import Sample
 
 COEFFICIENTS = ((1e-3, 2e-5, 0.0, 3e-8), (2e-3, 5e-5, 1e-6, 1e-8))
 
@@ -31,7 +30,7 @@ def planned(part: float, lengths: tuple[int, ...]) -> list[Sample]:
 def test_the_first_slices_say_what_any_slice_takes():
     lengths = choice.first(1024, 64)
     assert lengths == (128, 128, 256, 512)
-    model = latency.fitted(planned(1 / 2, lengths))
+    model = choice.fitted(planned(1 / 2, lengths))
     assert model.error < 1e-9
     got = model.seconds(1 / 4, np.array([100, 64]), np.array([0, 900]))
     want = [[true_seconds(s, 1 / 4, 100, 0), true_seconds(s, 1 / 4, 64, 900)] for s in range(2)]
@@ -48,7 +47,7 @@ def step_seconds(count: int, lengths: tuple[int, ...], dispatch: float) -> float
 
 @pytest.mark.parametrize("dispatch", [0.0, 8e-3])
 def test_no_lengths_are_faster_by_the_model(dispatch):
-    model = latency.fitted(planned(1.0, choice.first(512, 64)))
+    model = choice.fitted(planned(1.0, choice.first(512, 64)))
     found = choice.proposed(model, 384, [1, 2, 4], 64, dispatch)
     steps = [c for n in range(1, 7) for c in itertools.product(range(1, 7), repeat=n) if sum(c) == 6]
     every = [step_seconds(count, tuple(64 * n for n in c), dispatch) for c in steps for count in (1, 2, 4)]
@@ -64,7 +63,7 @@ def test_sequences_that_are_no_multiple_of_the_hardware():
     assert [choice.step_of(n, "tpu") for n in (2048, 300)] == [128, 32]
     assert [choice.step_of(n, "cuda") for n in (2048, 131072)] == [64, 512]
     assert sum(choice.first(2047, 64)) == 2047
-    model = latency.fitted(planned(1.0, (128, 128, 256, 512)))
+    model = choice.fitted(planned(1.0, (128, 128, 256, 512)))
     for proposal in choice.proposed(model, 1000, [1], 64, 0.0):
         assert sum(proposal.lengths) == 1000 and all(n % 64 == 0 for n in proposal.lengths[:-1])
         assert 2 <= len(proposal.lengths) <= choice.MOST
