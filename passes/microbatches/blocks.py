@@ -35,6 +35,7 @@ from alpa_lite.passes.microbatches.states import (
     Role,
     State,
     is_zero,
+    outer_operands,
     state_of,
 )
 
@@ -295,95 +296,86 @@ class Scope:
             self.define(value, state, atom)
 
     def _emit_control(self, op: Op, role: Role) -> None:
+        """Emits control flow on what one micro-batch has of the values that its bodies read."""
         results = self._define(op, role)
+        start: list[Atom] = []
+        if op.name != "cond":
+            taken = ScanView(op).taken if op.name == "scan" else WhileView(op).taken
+            start = self.fetch_all(taken(op.operands).carry, taken(role.operands).carry)
+        inner = [Nested(self, op, number, role) for number in range(len(op.bodies))]
         if op.name == "scan":
-            made = self._scan(op, role, results)
+            made = self._scan(ScanView(op), inner[0], start, results, role.length)
+        elif op.name == "while":
+            consts, body_consts = ([atom for atom, _ in one.consts] for one in inner)
+            params = dict(op.params, cond_nconsts=len(consts), body_nconsts=len(body_consts))
+            blocks = tuple([one.block((*(v for _, v in one.consts), *one.carried)) for one in inner])
+            made = replace(op, params=params, operands=(*consts, *body_consts, *start), bodies=blocks)
         else:
-            made = self._while(op, role) if op.name == "while" else self._cond(op, role)
+            made = self._cond(op, inner, role)
         params = {name: value for name, value in made.params.items() if name not in CONTROL_FLOW_JAXPRS}
         self.ops.append(
             replace(made, index=self.builder.index(op.index), params=params, results=tuple(results), key=None)
         )
 
-    def _scan(self, op: Op, role: Role, results: Sequence[int]) -> Op:
-        view = ScanView(op)
-        start = self.fetch_all(view.operands.carry, view.taken(role.operands).carry)
-        kinds = [*["const"] * view.num_consts, *["carry"] * view.num_carry, *["xs"] * len(view.operands.xs)]
-        inner = Nested(self, view.body, op.operands, kinds)
-        carried = inner.carry(view.inputs.carry, view.given(role.inner).carry)
-        outputs, ends = view.given(inner.run(view.body, role.inner)), view.given(results)
-        carries = list(map(Carried, start, carried, outputs.carry, ends.carry))
+    def _scan(self, view: ScanView, inner: Nested, start: Sequence[Atom], results: Sequence[int], length: int) -> Op:
+        outputs, ends = view.given(inner.outputs), view.given(results)
+        carries = list(map(Carried, start, inner.carried, outputs.carry, ends.carry))
         ys = list(zip(outputs.ys, ends.ys, strict=True))
-        return view.rebuilt(inner.ops, inner.consts, carries, inner.xs, ys, length=role.length)
+        return view.rebuilt(inner.ops, inner.consts, carries, inner.xs, ys, length=length)
 
-    def _while(self, op: Op, role: Role) -> Op:
-        cond, body = op.bodies
-        view = WhileView(op)
-        cond_consts, body_consts, carry = view.taken(op.operands)
-        start = self.fetch_all(carry, view.taken(role.operands).carry)
-        blocks, consts = [], []
-        for block, own, wanted in (
-            (cond, cond_consts, [self.states.of(cond.outputs[0])]),
-            (body, body_consts, role.inner),
-        ):
-            inner = Nested(self, block, [*own, *carry], ["const"] * len(own) + ["carry"] * len(carry))
-            carried = inner.carry(block.inputs[len(own) :], role.inner)
-            outputs = inner.run(block, wanted)
-            blocks.append(Block((*(v for _, v in inner.consts), *carried), tuple(inner.ops), outputs))
-            consts.append([a for a, _ in inner.consts])
-        params = dict(op.params, cond_nconsts=len(consts[0]), body_nconsts=len(consts[1]))
-        return replace(op, params=params, operands=(*consts[0], *consts[1], *start), bodies=tuple(blocks))
-
-    def _cond(self, op: Op, role: Role) -> Op:
-        scopes, outputs = [], []
-        for branch in op.bodies:
-            inner = Nested(self, branch, op.operands[1:], ["const"] * len(branch.inputs))
-            outputs.append(inner.run(branch, role.inner))
-            scopes.append(inner)
-        taken = list(dict.fromkeys(values_in(a for scope in scopes for a, _ in scope.consts)))
+    def _cond(self, op: Op, inner: Sequence[Nested], role: Role) -> Op:
+        """The branches on the values that any of them reads."""
+        taken = list(dict.fromkeys(values_in(a for one in inner for a, _ in one.consts)))
         blocks = []
-        for scope, outs in zip(scopes, outputs, strict=True):
+        for one in inner:
             own: dict[Atom, int] = {}
             names: dict[int, int] = {}
-            for atom, value in scope.consts:
+            for atom, value in one.consts:
                 names[value] = own.setdefault(atom, value)
             inputs = tuple(own[a] if a in own else self.builder.fresh(a) for a in taken)
-            blocks.append(renamed_block(Block(inputs, tuple(scope.ops), outs), names))
+            blocks.append(renamed_block(one.block(inputs), names))
         predicate = self.fetch(op.operands[0], role.operands[0])
         return replace(op, operands=(predicate, *taken), bodies=tuple(blocks))
 
 
 class Nested(Scope):
-    """A body of control flow inside of the loop. Values that it reads from outside become inputs on request."""
+    """A body of control flow inside of the loop. Values that it reads from outside become inputs on request.
 
-    def __init__(self, parent: Scope, block: Block, atoms: Sequence[Atom], kinds: Sequence[str]):
+    Attributes:
+      carried: new inputs for the values that the loop carries.
+      outputs: of the body, in the states that the role wants.
+    """
+
+    def __init__(self, parent: Scope, op: Op, number: int, role: Role) -> None:
         super().__init__(parent.builder, parent)
-        self._ports = {v: (a, k) for v, a, k in zip(block.inputs, atoms, kinds, strict=True) if k != "carry"}
+        body, atoms = op.bodies[number], outer_operands(op)[number]
+        scanned = ScanView(op).inputs.xs if op.name == "scan" else ()
+        self._ports = {v: (a, v in scanned) for v, a in zip(body.inputs, atoms, strict=True) if a is not None}
+        wanted: Sequence[State] = role.inner
+        held = [v for v in body.inputs if v not in self._ports]
+        if op.name == "while" and number == 0:
+            wanted = [self.states.of(body.outputs[0])]
+        self.carried = [self.builder.new_part(v, state) for v, state in zip(held, role.inner, strict=False)]
+        for value, state, part in zip(held, role.inner, self.carried, strict=False):
+            self.define(value, state, part)
+        for inner in body.ops:
+            self.emit(inner)
+        self.outputs = tuple(self.fetch_all(body.outputs, wanted))
 
-    def carry(self, inputs: Sequence[int], states: Sequence[State]) -> list[int]:
-        """Creates new inputs for the values that the loop carries."""
-        out = []
-        for value, state in zip(inputs, states, strict=True):
-            out.append(self.builder.new_part(value, state))
-            self.define(value, state, out[-1])
-        return out
-
-    def run(self, block: Block, wanted: Sequence[State]) -> tuple[Atom, ...]:
-        """Emits the block's operations and returns its outputs in the wanted states."""
-        for op in block.ops:
-            self.emit(op)
-        return tuple(self.fetch_all(block.outputs, wanted))
+    def block(self, inputs: Sequence[int]) -> Block:
+        """The body, given the inputs of all that it reads."""
+        return Block(tuple(inputs), tuple(self.ops), self.outputs)
 
     def port(self, value: int, want: State) -> Atom | None:
         """An input that the enclosing block gives."""
         if value not in self._ports:
             return None
-        atom, kind = self._ports[value]
+        atom, is_scanned = self._ports[value]
         assert self.parent is not None
-        outer = self.parent.fetch(atom, want if kind == "const" else want.shift(1))
+        outer = self.parent.fetch(atom, want.shift(1) if is_scanned else want)
         if isinstance(outer, Lit):
             return outer
-        return self.const_input(outer) if kind == "const" else self.scanned_input(outer)
+        return self.scanned_input(outer) if is_scanned else self.const_input(outer)
 
 
 def _with_number(function: Callable[..., jax.Array], number: int, x: jax.Array) -> jax.Array:
