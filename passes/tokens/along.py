@@ -10,33 +10,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alpa_lite.ir.graph import Atom, Block, Lit, Op
+from alpa_lite.ir.graph import Atom, Lit, Op
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import Rewriter
-from alpa_lite.passes.tokens.pieces import Extents, Pieces, Range
-from alpa_lite.passes.tokens.states import State, States, computed_again
+from alpa_lite.passes.tokens.pieces import Pieces, Range
+from alpa_lite.passes.tokens.states import State
 from alpa_lite.passes.tokens.windows import Move, shift_of, size_along, window
 
 
 class Along(Pieces):
-    """Operations along the sequence, with the pieces of their values.
-
-    Attributes:
-      block, rules: what is expanded.
-      forward: indices of the forward operations. again: those that the backward pass does again.
-    """
-
-    def __init__(
-        self, rewriter: Rewriter, found: States, extents: Extents, block: Block, forward: frozenset[int]
-    ) -> None:
-        super().__init__(rewriter, found, extents, block.inputs)
-        self.block, self.rules = block, extents.rules
-        self.forward, self.again = forward, computed_again(block, forward)
+    """Operations along the sequence, with the pieces of their values."""
 
     def _begin(self, op: Op, piece: int) -> None:
         """Sets the phase of a piece of an operation for all operations that are written from here on."""
-        if op.index in self.again:  # as soon as the backward pass begins: it waits for its readers in the end
+        if (
+            op.index in self.body.computed_again
+        ):  # as soon as the backward pass begins: it waits for its readers in the end
             self._now = self.slices
         else:
             self._now = piece if op.index in self.forward else 2 * self.slices - 1 - piece

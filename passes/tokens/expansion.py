@@ -28,9 +28,8 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.tokens.along import Along
-from alpa_lite.passes.tokens.beyond import Known
-from alpa_lite.passes.tokens.pieces import Extents, Range, Ranges, padded
-from alpa_lite.passes.tokens.states import State, States, Way, row_factor
+from alpa_lite.passes.tokens.pieces import Range, Ranges, padded
+from alpa_lite.passes.tokens.states import Body, State, States, Way, row_factor
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,32 +57,23 @@ class Expanded:
     late: tuple[Late, ...]
 
 
-def expand(
-    rewriter: Rewriter,
-    block: Block,
-    rules: Mapping[object, Rule],
-    known: Known,
-    found: States,
-    forward: frozenset[int],
-    lengths: Sequence[int],
-) -> Expanded:
+def expand(rewriter: Rewriter, body: Body, found: States, lengths: Sequence[int]) -> Expanded:
     """The block in slices.
 
     Args:
       rewriter: of the graph that the block is in.
-      rules, known, forward: as for `states.states`. found: its answer.
+      found: the states of the body.
       lengths: of the slices, in tokens; the last takes what is left.
     """
-    extents = Extents(block, rules, rewriter.values, known, found, lengths)
-    return _Expansion(rewriter, found, extents, block, forward).run()
+    return _Expansion(rewriter, body, found, lengths).run()
 
 
 class _Expansion(Along):
     """The expansion of one block."""
 
     def run(self) -> Expanded:
-        late = []
-        for op in self.block.ops:
+        late, block = [], self.body.block
+        for op in block.ops:
             self._source, self._owner = op.source, op.index
             self._now = 0 if op.index in self.forward else self.slices
             way = self.found.ways[op.index]
@@ -91,16 +81,15 @@ class _Expansion(Along):
             reason = self._late_reason(op, way)
             if reason:
                 late.append(Late(op, reason))
-        makers = producers(self.block.ops)
+        makers = producers(block.ops)
         outputs: list[Atom] = []
-        for atom in self.block.outputs:  # joins belong to the operation that makes an output, and run where that does
+        for atom in block.outputs:  # joins belong to the operation that makes an output, and run where that does
             maker = makers.get(atom) if isinstance(atom, int) else None
             self._owner, self._now = -1 if maker is None else maker.index, 0
             outputs.append(self._fetch(atom))
         phase = self._sink(outputs)
         ordered = sorted((op for _, op in self.ops), key=lambda op: phase[op.index])
-        block = Block(self.block.inputs, tuple(ordered), tuple(outputs))
-        return Expanded(block, phase, self.owner, tuple(late))
+        return Expanded(Block(block.inputs, tuple(ordered), tuple(outputs)), phase, self.owner, tuple(late))
 
     def _late_reason(self, op: Op, way: Way) -> str:
         """Why a piece of a forward operation waits for a later slice, if one does."""
@@ -119,7 +108,7 @@ class _Expansion(Along):
         phase: dict[int, int] = {}
         for own, op in reversed(self.ops):
             due = min((until[v] for v in op.results if v in until), default=own)
-            phase[op.index] = max(own, due) if self.owner[op.index] in self.again else own
+            phase[op.index] = max(own, due) if self.owner[op.index] in self.body.computed_again else own
             for value in values_in(op.operands):
                 until[value] = min(until.get(value, last), phase[op.index])
         return phase

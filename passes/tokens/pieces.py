@@ -23,13 +23,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
-from alpa_lite.ir.strategy import Rule
+from alpa_lite.ir.graph import Atom, Graph, Lit, Op
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.inlining import inlined, shape_of
 from alpa_lite.passes.ir.rewriting import Rewriter
-from alpa_lite.passes.tokens.beyond import Beyond, Known
-from alpa_lite.passes.tokens.states import State, States, Way, row_factor
+from alpa_lite.passes.tokens.beyond import Beyond
+from alpa_lite.passes.tokens.states import Body, State, States, Way, row_factor
 from alpa_lite.passes.tracing import conversion
 
 Range = tuple[int, int]
@@ -43,26 +42,18 @@ class Extents:
     """The ranges of all pieces.
 
     Args:
-      rules, known: as for `states.states`. found: its answer.
+      found: the states of the body.
       lengths: of the slices, in tokens.
     """
 
-    def __init__(
-        self,
-        block: Block,
-        rules: Mapping[object, Rule],
-        values: Sequence[Value],
-        known: Known,
-        found: States,
-        lengths: Sequence[int],
-    ) -> None:
-        self.rules, self.values, self.known, self.found = rules, values, known, found
+    def __init__(self, body: Body, found: States, lengths: Sequence[int]) -> None:
+        self.rules, self.values, self.known, self.found = body.rules, body.values, body.known, found
         self.bounds = (0, *itertools.accumulate(lengths))
         self.slices = len(lengths)
         self.need: dict[int, list[int]] = {}  # value -> for each piece the columns that are read
-        for value in values_in(block.outputs):
+        for value in values_in(body.block.outputs):
             self._want(value, None, None)
-        for op in reversed(block.ops):
+        for op in reversed(body.block.ops):
             self._demand(op)
 
     def held(self, state: State, piece: int) -> Range:
@@ -173,16 +164,18 @@ class Pieces:
     """The operations that are written, and the pieces of their values.
 
     Attributes:
+      body, rules, forward: what is expanded.
       pieces: value -> the atom of each of its pieces; None where a slice has none of its rows.
       whole: value -> the atom of all of it.
       phase: value -> the phase that makes it.
       ops: with their phases, in an order in which they can run. owner: op index -> `_owner` when it was written.
     """
 
-    def __init__(self, rewriter: Rewriter, found: States, extents: Extents, inputs: Sequence[int]) -> None:
-        self.rw, self.found, self.extents, self.slices = rewriter, found, extents, extents.slices
-        self.pieces: dict[int, list[Atom | None]] = defaultdict(lambda: [None] * extents.slices)
-        self.whole: dict[int, Atom] = {value: value for value in inputs}
+    def __init__(self, rewriter: Rewriter, body: Body, found: States, lengths: Sequence[int]) -> None:
+        self.rw, self.body, self.rules, self.forward, self.found = rewriter, body, body.rules, body.forward, found
+        self.extents, self.slices = Extents(body, found, lengths), len(lengths)
+        self.pieces: dict[int, list[Atom | None]] = defaultdict(lambda: [None] * len(lengths))
+        self.whole: dict[int, Atom] = {value: value for value in body.block.inputs}
         self.phase: dict[int, int] = {}
         self.ops: list[tuple[int, Op]] = []
         self.owner: dict[int, int] = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
@@ -64,6 +64,20 @@ def first_dim(traced: Traced, num_microbatches: int) -> int:
     return 0 if num_microbatches == 1 and max(ranks, default=0) == 1 else 1
 
 
+@dataclass(frozen=True, eq=False)
+class _Opened:
+    """The loop's body with attention, and loops perhaps, in operations.
+
+    Attributes:
+      part_of: index of an op that another one became -> that one's.
+      free: indices of the ops that need no activation.
+    """
+
+    body: states.Body
+    part_of: Mapping[int, int]
+    free: frozenset[int]
+
+
 class _Slicer:
     """The tables of one step."""
 
@@ -79,37 +93,30 @@ class _Slicer:
         self.values = self.rewriter.values
         inputs = self.graph.block.inputs
         self.constants = dict(zip(inputs[len(self.traced.arguments) :], self.graph.constants, strict=True))
-        self._afresh()
 
-    def _afresh(self) -> None:
-        """The tables of the body as it is, its loops in place."""
-        self.part_of: dict[int, int] = {}
-        self.free, self.forward = set(self.layers.free), self.layers.forward
-        self.has_loops = True
-        self._study(self.layers.body)
-
-    def _study(self, body: Block) -> None:
-        """Collects facts of the body, with attention in operations."""
-        self.body, part_of = opening.opened(self.rewriter, body)
-        self._parts(part_of)
-        new = [op for op in (*self.early, *walk(self.body)) if op.key not in self.rules]
+    def _opened(self, block: Block, before: _Opened | None, parts: Mapping[int, int], free: frozenset[int]) -> _Opened:
+        """A body and what is known of it; `parts`: its ops, by index, that those `before` became."""
+        block, inner = opening.opened(self.rewriter, block)
+        forward, part_of = self.layers.forward, dict[int, int]()
+        if before is not None:
+            forward, part_of = before.body.forward, {**before.part_of}
+        for some in (parts, inner):
+            forward |= {i for i, whole in some.items() if whole in forward}
+            part_of.update((i, part_of.get(whole, whole)) for i, whole in some.items())
+        new = [op for op in (*self.early, *walk(block)) if op.key not in self.rules]
         self.rules.update(factors.rules_of(new, self.values))
-        ops = [*self.early, with_body(self.scan, self.body)]
-        statics = Statics(ops, self.values, self.constants)
-        self.known = beyond.known([*ops, *self.body.ops], self.rules, statics)
+        ops = [*self.early, with_body(self.scan, block)]
+        known = beyond.known([*ops, *block.ops], self.rules, Statics(ops, self.values, self.constants))
+        return _Opened(states.Body(block, self.rules, self.values, known, forward), part_of, free)
 
-    def _parts(self, part_of: Mapping[int, int]) -> None:
-        """Notes which operations, by index, of the step before others are a part of."""
-        self.forward = self.forward | {i for i, whole in part_of.items() if whole in self.forward}
-        self.part_of.update((i, self.part_of.get(whole, whole)) for i, whole in part_of.items())
-
-    def _without_loops(self, found: states.States, sequence: Mapping[int, int]) -> states.States:
-        """The states once loops that do not run along the sequence are written out.
+    def _without_loops(self, opened: _Opened, sequence: Mapping[int, int]) -> tuple[_Opened, states.States]:
+        """The body once loops that do not run along the sequence are written out, and its states.
 
         Raises:
           OptionError: they would become too many operations.
         """
-        while loops := [op for op in self.body.ops if found.ways[op.index].reason == states.ACROSS]:
+        found = self._states(opened.body, sequence)
+        while loops := [op for op in opened.body.block.ops if found.ways[op.index].reason == states.ACROSS]:
             count = sum(map(opening.operations, loops))
             if count > opening.MOST:
                 raise OptionError(
@@ -117,36 +124,34 @@ class _Slicer:
                     f"sequence, and loops like it would be {count:,} operations once written out, of at most "
                     f"{opening.MOST:,}; leave token_slices out"
                 )
-            self.has_loops = False
-            flat = opening.unrolled(self.rewriter, self.body, {op.index for op in loops})
-            self._parts(flat.part_of)
+            flat = opening.unrolled(self.rewriter, opened.body.block, {op.index for op in loops})
             whole = {value for _, value in self.view.consts}
-            whole |= {v for op in self.body.ops if op.index in self.free for v in op.results}
-            self.free |= {index for index, stack in flat.rows.items() if stack in whole}
-            self._study(flat.block)
-            found = self._states(sequence)
-        return found
+            whole |= {v for op in opened.body.block.ops if op.index in opened.free for v in op.results}
+            free = opened.free | {index for index, stack in flat.rows.items() if stack in whole}
+            opened = self._opened(flat.block, opened, flat.part_of, free)
+            found = self._states(opened.body, sequence)
+        return opened, found
 
     def sliced(self) -> tuple[Layering, Mapping[int, int]]:
         """The layers of the new step; and of each op of its body, by index, the phase."""
         reasons: list[str] = []
+        whole = self._opened(self.layers.body, None, {}, self.layers.free)
         for sequence in self._candidates():
-            if not self.has_loops:
-                self._afresh()
-            found = self._without_loops(self._states(sequence), sequence)
+            opened, found = self._without_loops(whole, sequence)
             tokens = _tokens(found)
             fits = tokens == sum(self.lengths)
-            products = [op for op in self.body.ops if op.index in self.forward and op.name in _PRODUCTS]
+            forward = [op for op in opened.body.block.ops if op.index in opened.body.forward]
+            products = [op for op in forward if op.name in _PRODUCTS]
             if all(found.ways[op.index].kind == "whole" for op in products):  # then slices are of no use
                 read = [op for op in products if not found.of.keys().isdisjoint(op.operands)]
                 reasons += [_waits(op, found.ways[op.index].reason or "it takes the whole sequence") for op in read]
                 continue
             lengths = self.lengths if fits else (tokens // 2, tokens - tokens // 2)
-            made = expansion.expand(self.rewriter, self.body, self.rules, self.known, found, self.forward, lengths)
+            made = expansion.expand(self.rewriter, opened.body, found, lengths)
             if any(late.op.name in _PRODUCTS for late in made.late):
                 reasons.append(_waits(made.late[0].op, made.late[0].reason))
             elif fits:
-                return self._step(made)
+                return self._step(opened, made)
             elif tokens:
                 reasons.append(f"the sequence has {tokens} tokens, and {list(self.lengths)} are {sum(self.lengths)}")
         reasons.sort(key=lambda reason: "waits for" not in reason)
@@ -172,17 +177,18 @@ class _Slicer:
         if not every:  # to say what there is
             yield {v: first for v, shape in shapes.items() if len(shape) > first}
 
-    def _states(self, sequence: Mapping[int, int]) -> states.States:
-        """Of the body, given the dims of the step's arguments."""
+    def _states(self, body: states.Body, sequence: Mapping[int, int]) -> states.States:
+        """Of a body, given the dims of the step's arguments."""
         outer = Block(self.graph.block.inputs, tuple(self.early), ())
-        above = states.states(outer, self.rules, self.values, {}, frozenset(o.index for o in self.early), sequence)
+        early = frozenset(op.index for op in self.early)
+        above = states.states(states.Body(outer, self.rules, self.values, {}, early), sequence)
         inner = {v: above.of[a].dim for a, v in self.view.consts if a in above.of}
         inner |= {v: above.of[a].dim - 1 for a, v in self.view.xs if a in above.of and above.of[a].dim}
-        return states.states(self.body, self.rules, self.values, self.known, self.forward, inner)
+        return states.states(body, inner)
 
     # -- the new step ---------------------------------------------------------------------------------------------
 
-    def _step(self, made: expansion.Expanded) -> tuple[Layering, Mapping[int, int]]:
+    def _step(self, opened: _Opened, made: expansion.Expanded) -> tuple[Layering, Mapping[int, int]]:
         layers, slices, rewriter = self.layers, len(self.lengths), self.rewriter
         scan = with_body(self.scan, made.block)
         result = rewriter.step(self.traced, substituted(self.graph.block, self.scan, [scan]), self.scan.index)
@@ -191,25 +197,24 @@ class _Slicer:
         for op in made.block.ops:
             if op.index in place:
                 owner = made.owner[op.index]
-                parts[self.part_of.get(owner, owner)].append(op.index)
+                parts[opened.part_of.get(owner, owner)].append(op.index)
         forward = {i for i, phase in made.phase.items() if phase < slices}
 
         def parts_of(ops: Sequence[int]) -> tuple[int, ...]:
             return tuple(place[i] for op in ops for i in parts[op] if i in forward)
 
-        cuts = self.free - layers.free  # what an iteration takes of stacked parameters
-        free = {place[i] for op in layers.free for i in parts[op]}
-        free |= {place[i] for i, owner in made.owner.items() if owner in cuts and i in place}
-        free |= {place[op.index] for op in self.graph.block.ops if op.index in layers.free and op.index in place}
-        known = {i for i, new in place.items() if new in free}
-        free |= {place[i] for i in self._cuts_of_constants(made.block, known) & place.keys()}
+        cuts = opened.free - layers.free  # what an iteration takes of stacked parameters
+        free = {i for op in layers.free for i in parts[op]}
+        free |= {i for i, owner in made.owner.items() if owner in cuts}
+        free |= {op.index for op in self.graph.block.ops if op.index in layers.free}
+        free |= self._cuts_of_constants(made.block, free & place.keys())
         layering = replace(
             layers,
             traced=result.traced,
             scan=result.scan,
             forward=frozenset(place[i] for i in forward if i in place),
             layers=tuple(replace(layer, ops=parts_of(layer.ops)) for layer in layers.layers),
-            free=frozenset(free),
+            free=frozenset(place[i] for i in free if i in place),
         )
         return layering, {place[i]: phase for i, phase in made.phase.items() if i in place}
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from alpa_lite import _jax
@@ -91,6 +92,38 @@ class States:
     ways: Mapping[int, Way]
 
 
+@dataclass(frozen=True, eq=False)
+class Body:
+    """A block that is cut along the sequence, and what is known of it.
+
+    Attributes:
+      rules: `Op.key` -> its rule.
+      values: of the graph.
+      known: of `beyond`.
+      forward: indices of the forward operations.
+    """
+
+    block: Block
+    rules: Mapping[object, Rule]
+    values: Sequence[Value]
+    known: Known
+    forward: frozenset[int]
+
+    @cached_property
+    def computed_again(self) -> frozenset[int]:
+        """The backward operations that compute the forward pass again: they read no cotangent."""
+        of_cotangents: set[int] = set()
+        again = set()
+        for op in self.block.ops:
+            if op.index in self.forward:
+                continue
+            if _jax.is_computed_again(op.source) and of_cotangents.isdisjoint(op.operands):
+                again.add(op.index)
+            else:
+                of_cotangents.update(op.results)
+        return frozenset(again)
+
+
 SUMS = frozenset({"dot_general", "reduce_sum", "reduce_max", "reduce_min", "scatter-add"})
 """Reductions whose parts are joined by addition, or by their own operation."""
 
@@ -101,26 +134,15 @@ ACROSS = "a loop that does not run along the sequence"
 """The reason of loops over layers and the like, which have to be written out to be cut (`opening`)."""
 
 
-def states(
-    block: Block,
-    rules: Mapping[object, Rule],
-    values: Sequence[Value],
-    known: Known,
-    forward: frozenset[int],
-    sequence: Mapping[int, int],
-) -> States:
+def states(body: Body, sequence: Mapping[int, int]) -> States:
     """States and ways.
 
     Args:
-      rules: `Op.key` -> its rule.
-      known: of `beyond`.
-      forward: indices of the forward operations.
       sequence: inputs of the block that have the sequence -> its dim.
     """
-    early = forward | computed_again(block, forward)
-    walk = _Walk(rules, values, early, _orientation(block.ops, rules, known))
-    walk.of = {value: State(dim, values[value].shape[dim], free=True) for value, dim in sequence.items()}
-    for op in block.ops:
+    walk = _Walk(body)
+    walk.of = {value: State(dim, body.values[value].shape[dim], free=True) for value, dim in sequence.items()}
+    for op in body.block.ops:
         walk.ways[op.index] = walk.visit(op)
     return States(walk.of, walk.ways)
 
@@ -154,14 +176,9 @@ _Live = Sequence[tuple[Atom, State]]
 class _Walk:
     """One pass over the operations in program order."""
 
-    def __init__(
-        self,
-        rules: Mapping[object, Rule],
-        values: Sequence[Value],
-        early: frozenset[int],
-        orientation: Mapping[int, tuple[int, int]],
-    ) -> None:
-        self.rules, self.values, self.early, self.orientation = rules, values, early, orientation
+    def __init__(self, body: Body) -> None:
+        self.rules, self.values, self.early = body.rules, body.values, body.forward | body.computed_again
+        self.orientation = _orientation(body.block.ops, body.rules, body.known)
         self.of: dict[Atom, State] = {}
         self.ways: dict[int, Way] = {}
         self.cotangents: set[int] = set()  # what nothing makes before the backward pass of its slice
@@ -370,20 +387,6 @@ class _Walk:
         for value in view.given(op.results).ys:
             self.of[value] = State(0, view.length, offset)
         return Way("loop")
-
-
-def computed_again(block: Block, forward: frozenset[int]) -> frozenset[int]:
-    """The backward operations that compute the forward pass again: they read no cotangent."""
-    of_cotangents: set[int] = set()
-    again = set()
-    for op in block.ops:
-        if op.index in forward:
-            continue
-        if _jax.is_computed_again(op.source) and of_cotangents.isdisjoint(op.operands):
-            again.add(op.index)
-        else:
-            of_cotangents.update(op.results)
-    return frozenset(again)
 
 
 def row_factor(rule: Rule, dims: Sequence[Sequence[int]], state: State) -> int | None:

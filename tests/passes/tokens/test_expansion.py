@@ -43,8 +43,8 @@ def expanded(step: Any, args: Any, lengths: tuple[int, ...]) -> tuple[Expanded, 
     constants = dict(zip(block.inputs[len(traced.arguments) :], graph.constants, strict=True))
     known = beyond.known(block.ops, rules, Statics(block.ops, rewriter.values, constants))
     batch = {v: 1 for v, a in zip(block.inputs, traced.arguments, strict=False) if a.role == "batch"}
-    found = states.states(block, rules, rewriter.values, known, forward, batch)
-    made = expansion.expand(rewriter, block, rules, known, found, forward, lengths)
+    body = states.Body(block, rules, rewriter.values, known, forward)
+    made = expansion.expand(rewriter, body, states.states(body, batch), lengths)
     sliced, leaves = rewriter.finish(made.block), jax.tree.leaves(args)
     return made, *([f(*leaves) for f in (jax.jit(lambda *x, g=g: evaluate(g, x)) for g in (graph, sliced))])
 
