@@ -26,7 +26,7 @@ from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.strategy import Solution
 from alpa_lite.methods import Auto, DataParallel, Method, Sharded, TensorParallel, Zero
 from alpa_lite.passes.layers.rematerialisation import NOTHING, Remat
-from alpa_lite.passes.microbatches import numbers
+from alpa_lite.passes.microbatches.loop import state_bytes
 from alpa_lite.passes.search import best_first, configs
 from alpa_lite.passes.search.best_first import Candidate, Expansion, FoundPlan
 from alpa_lite.passes.search.configs import Analyses, AnalyzedStep, ExecutionConfig, next_feasible_microbatches
@@ -141,7 +141,7 @@ class OneMeshSearch:
     def __init__(self, run: Passes, step: Step, request: PlanRequest) -> None:
         self.run, self.step, self.request = run, step, request
         self.analyses = Analyses(run, step, request)
-        floor = numbers.state_bytes(step.traced) / request.cluster.num_devices
+        floor = state_bytes(step.traced) / request.cluster.num_devices
         self.own = Family(type(request.method).__name__, floor)
         self.products = computing.products_bound(step.traced, step.rules, request.cluster)
         self.speedup = MAX_SPEEDUP if request.cluster.overlaps else 1.0

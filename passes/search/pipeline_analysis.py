@@ -27,8 +27,7 @@ from alpa_lite.options import Pipeline, Sharded
 from alpa_lite.passes import microbatches, programs, stages
 from alpa_lite.passes.layers.division import MAX_OUTER_LAYERS, Divisible, divided, divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
-from alpa_lite.passes.microbatches import numbers
-from alpa_lite.passes.microbatches.loop import Accumulated
+from alpa_lite.passes.microbatches.loop import Accumulated, candidate_numbers
 from alpa_lite.passes.plans.comparing import compared_pipelines
 from alpa_lite.passes.programs.staged import Staged, Verdict, estimated_bytes
 from alpa_lite.passes.search.best_first import FoundPlan
@@ -130,7 +129,7 @@ class PipelineAnalyses:
         request, step = self.request, self.step
         if request.num_microbatches:
             return [request.num_microbatches]
-        return numbers.candidate_numbers(step.traced, step.rules, request.cluster, request.pipeline)
+        return candidate_numbers(step.traced, step.rules, request.cluster, request.pipeline)
 
     @property
     def reference(self) -> int:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors, tracing
-from alpa_lite.passes.microbatches.numbers import candidate_numbers
+from alpa_lite.passes.microbatches.loop import candidate_numbers
 
 
 def numbers(batch: int, loss: Any, devices: int = 8) -> list[int]:
