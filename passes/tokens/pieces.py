@@ -76,21 +76,15 @@ class Extents:
 
     def of(self, op: Op, way: Way, piece: int) -> Ranges | None:
         """Returns the range of each factor that one piece of an operation takes; None where it has no rows."""
-        rule = self.rules[op.key]
         rows = self.held(self._leading(op, way), piece)
         if rows[0] == rows[1]:
             return None
         if way.rows is None:  # a single row
             return {}
-        out: dict[int | None, Range] = {way.rows: rows}
-        for number, factor in enumerate(rule.factors):
-            if number == way.rows:
-                continue
-            if number == way.column and way.kind == "pieces":
-                out[number] = (0, self.need[op.results[0]][piece])
-            elif any(s.column is not None and dims[s.column] == (number,) for _, dims, s in self._operands(op)):
-                out[number] = (0, self._seen(op, number, rows, factor.size))
-        return out
+        seen: dict[int | None, Range] = {factor: (0, self._seen(op, factor, rows)) for factor in way.columns}
+        if way.column is not None and way.kind == "pieces":
+            seen[way.column] = (0, self.need[op.results[0]][piece])
+        return {**seen, way.rows: rows}
 
     def _operands(self, op: Op) -> Iterator[tuple[int, Sequence[Sequence[int]], State]]:
         """The operands that have the sequence, with the factors of their dims."""
@@ -105,9 +99,9 @@ class Extents:
         rule = self.rules[op.key]
         return next(state for _, dims, state in self._operands(op) if row_factor(rule, dims, state) == way.rows)
 
-    def _seen(self, op: Op, factor: int, rows: Range, size: int) -> int:
+    def _seen(self, op: Op, factor: int, rows: Range) -> int:
         """How many columns of a factor these rows need: those behind add nothing."""
-        least = size
+        least = self.rules[op.key].factors[factor].size
         for atom, dims, state in self._operands(op):
             for b in self.known.get(atom, ()):
                 if (b.row, b.column) != (state.dim, state.column) or dims[b.column] != (factor,):

@@ -75,12 +75,14 @@ class Way:
     Attributes:
       rows, column: the factors of the rows, and of the result's columns (of "spread": the result's rows); a single row
         has none.
+      columns: the factors of the columns of operands.
       reason: of "whole" where an operand is in pieces: what stands in the way.
     """
 
     kind: Kind
     rows: int | None = None
     column: int | None = None
+    columns: tuple[int, ...] = ()
     reason: str = ""
 
 
@@ -244,15 +246,12 @@ class _Walk:
         (factor,) = rows
         for column, offset in columns.items():
             if any(column in dim for dim in made):
-                return self._spread(op, rule, factor, column, offset)
-        return Way("sum", factor)
-
-    def _spread(self, op: Op, rule: Rule, factor: int, column: int, offset: int) -> Way | None:
-        state = self._made(rule, rule.results[0], column, offset)
-        if op.name not in ("dot_general", "reduce_sum") or state is None or state.outer != 1:
-            return None
-        self.of[op.results[0]] = state
-        return Way("spread", factor, column)
+                state = self._made(rule, made, column, offset)
+                if op.name not in ("dot_general", "reduce_sum") or state is None or state.outer != 1:
+                    return None
+                self.of[op.results[0]] = state
+                return Way("spread", factor, column, tuple(columns))
+        return Way("sum", factor, None, tuple(columns))
 
     def _pieces(
         self, op: Op, rule: Rule, factor: int, rows: Mapping[int, list[tuple[Atom, State]]], columns: Mapping[int, int]
@@ -274,7 +273,7 @@ class _Walk:
             elif any(f in dim for f in others for dim in dims):
                 return None
             made.append((value, state))
-            found = Way("pieces", factor, column)
+            found = Way("pieces", factor, column, tuple(columns))
         self.of.update(made)
         return found
 
