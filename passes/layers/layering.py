@@ -107,17 +107,12 @@ def _ordered(ops: Sequence[Op], parts: Split) -> list[Op]:
         if early and op.index not in reduces and op.index not in parts.free:
             roots = {root for v in op.reads for root in parts.param_of.get(v, ())}
             for follower in [f for root in sorted(roots) for f in early.pop(root, [])]:
-                if _only_free(follower, defined, parts):
+                if all(v not in defined or defined[v].index in parts.free for v in follower.reads):  # may be anywhere
                     append_behind_makers(out, follower, defined)
         append_behind_makers(out, op, defined)
     for op in forward:
         append_behind_makers(out, op, defined)
     return list(out)
-
-
-def _only_free(op: Op, defined: Mapping[int, Op], parts: Split) -> bool:
-    """Whether an op reads only inputs and free ops' results, so that it may stand anywhere."""
-    return all(v not in defined or defined[v].index in parts.free for v in op.reads)
 
 
 def _candidates(order: Sequence[Op], free: frozenset[int], crossing: Sequence[int]) -> list[int]:

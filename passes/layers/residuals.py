@@ -30,7 +30,7 @@ from dataclasses import replace
 from alpa_lite.ir.graph import Atom, Block, Op, Traced, Value, walk
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import Rewriter, renamed_parts, with_body
+from alpa_lite.passes.ir.rewriting import Rewriter, renamed_parts
 from alpa_lite.passes.layers import recomputation
 
 KEEPING_WEIGHT = 1 / 16
@@ -56,7 +56,11 @@ def reduce_residuals(traced: Traced) -> Traced:
 def _reduce_block(rewriter: Rewriter, block: Block) -> Block:
     """A block whose scans, and those within its loops, stack and read less; itself if nothing changes."""
     makers = flow.producers(filter(recomputation.is_repeatable, block.ops))
-    ops = [_sink_constants(rewriter, _reduce_bodies(rewriter, op), makers) for op in block.ops]
+    ops = []
+    for op in block.ops:
+        bodies = tuple([_reduce_block(rewriter, body) for body in op.bodies])
+        same = all(new is old for new, old in zip(bodies, op.bodies, strict=True))
+        ops.append(_sink_constants(rewriter, op if same else replace(op, bodies=bodies, key=None), makers))
     readers, places = flow.users(ops), {id(op): place for place, op in enumerate(ops)}
     for forward, op in enumerate(ops):
         if op.name == "scan" and not any(inner.has_effects for inner in walk(op.bodies[0])):
@@ -68,14 +72,6 @@ def _reduce_block(rewriter: Rewriter, block: Block) -> Block:
                     ops[forward], ops[backward] = recomputation.repeat_in_backward(rewriter, *views, gone, again)
     same = all(new is old for new, old in zip(ops, block.ops, strict=True))
     return block if same else Block(block.inputs, tuple(ops), block.outputs)
-
-
-def _reduce_bodies(rewriter: Rewriter, op: Op) -> Op:
-    """An op whose bodies stack and read less; itself if they do not change."""
-    bodies = tuple([_reduce_block(rewriter, body) for body in op.bodies])
-    if all(new is old for new, old in zip(bodies, op.bodies, strict=True)):
-        return op
-    return with_body(op, bodies[0]) if len(bodies) == 1 else replace(op, bodies=bodies, key=None)
 
 
 def _pairs(

@@ -214,17 +214,15 @@ class Analysis:
             cause = cause or (self.after[value].cause if value in self.after else None)
         if cause is None and examples:
             cause = Failure(op, "it uses single examples together with a sum over all of them")
-        if examples and (is_intensive(op) or self._is_opaque(op)):
+        rule = self.states.rules.get(op.key)
+        is_opaque = not op.bodies and rule is not None and rule.source == "opaque" and not op.has_effects
+        if examples and (is_intensive(op) or is_opaque):
             raise Refused(op, cause, self.states.roots([*op.reads, *(failure.sums if failure is not None else ())]))
         if failure is not None:
             self.states.failures[op.index] = failure
         for i, value in enumerate(op.results):
             self.states.state[value] = AFTER
             self.after[value] = After(cause, self._result_examples(op, examples, i) if examples else frozenset())
-
-    def _is_opaque(self, op: Op) -> bool:
-        rule = self.states.rules.get(op.key)
-        return not op.bodies and rule is not None and rule.source == "opaque" and not op.has_effects
 
     def _operand_examples(self, op: Op) -> dict[int, frozenset[int]]:
         """The dims that hold examples of each operand that has any, by its number."""
@@ -263,7 +261,8 @@ class Analysis:
         before = sum(values[a].nbytes for a in summed if not isinstance(a, Lit))
         joins = op.name in primitives.ADDITIONS and len(summed) == 2 and all(s == PARTIAL for s in given)
         shrinks = op.name == "reduce_sum" and sum(values[v].nbytes for v in op.results) < before
-        widens = op.name == "convert_element_type" and values[op.results[0]].itemsize > self._itemsize(summed[0])
+        dtypes = [(a.aval if isinstance(a, Lit) else values[a]).dtype for a in (summed[0], op.results[0])]
+        widens = op.name == "convert_element_type" and np.dtype(dtypes[0]).itemsize < np.dtype(dtypes[1]).itemsize
         return (joins or shrinks or widens) and all(self._is_read_once(a) for a in summed)
 
     def _sink(self, op: Op, given: tuple[State, ...]) -> tuple[State, ...]:
@@ -302,7 +301,3 @@ class Analysis:
 
     def _is_read_once(self, atom: Atom) -> bool:
         return isinstance(atom, int) and self._uses[atom] == 1
-
-    def _itemsize(self, atom: Atom) -> int:
-        aval = atom.aval if isinstance(atom, Lit) else self.states.values[atom]
-        return int(np.dtype(aval.dtype).itemsize)

@@ -103,18 +103,13 @@ class _Loop(Scope):
     def port(self, value: int, want: State) -> Atom | None:
         states = self.states
         if want == WHOLE:
-            return None if self._is_source(value) else self.const_input(self._require(value))
+            op, _ = states.producers.get(value, (None, 0))
+            is_bare = op is not None and not (op.bodies or op.has_effects or op.reads)  # made from nothing in the loop
+            return None if is_bare else self.const_input(self._require(value))
         if want.kind == "sliced" and (states.is_outside(value) or states.state[value] == WHOLE):
             found = self._local_block(value, want) if states.state[value] == WHOLE else None
             return found if found is not None else self.scanned_input(self._stack(value, want))
         return None
-
-    def _is_source(self, value: int) -> bool:
-        """Whether a value is made from nothing, so that it need not come in from outside."""
-        if value not in self.states.producers:
-            return False
-        op, _ = self.states.producers[value]
-        return not op.bodies and not op.has_effects and all(isinstance(a, Lit) for a in op.operands)
 
     def _require(self, value: int) -> int:
         """Makes sure that a value is computed, for the whole batch, before the loop."""

@@ -278,11 +278,13 @@ class Transfer:
     def _while(self, op: Op, states: Sequence[State]) -> Role:
         cond, body = op.bodies
         cond_consts, body_consts, start = WhileView(op).taken(states)
-        any_of = _any_of(cond) if op.params.get(ELEMENTWISE) else None  # it goes on while any example does
-        each = cond if any_of is None else _without(cond, any_of)
+        last = (o for o in cond.ops if o.name == "reduce_or" and o.results == cond.outputs)
+        any_of = next(last, None) if op.params.get(ELEMENTWISE) else None  # it goes on while any example does
+        if any_of is not None:
+            cond = Block(cond.inputs, tuple(o for o in cond.ops if o is not any_of), any_of.operands)
 
         def run(carry: list[State]) -> list[State]:
-            (predicate,) = self._body(each, [*cond_consts, *carry])
+            (predicate,) = self._body(cond, [*cond_consts, *carry])
             if any_of is not None:  # examples do not see how long others run: a micro-batch ends with its own
                 one = LOCAL if predicate.kind == "sliced" else predicate
                 self.states.decide(any_of, Role("copy", (predicate,), (one,)))
@@ -329,16 +331,6 @@ def find_effect(op: Op) -> Op:
 def _decided_by(predicate: State, outputs: list[State]) -> list[State]:
     """The states of values that a predicate chooses: under a local one none is the same in all micro-batches."""
     return [LOCAL if predicate == LOCAL and s.kind in ("whole", "inner") else s for s in outputs]
-
-
-def _any_of(cond: Block) -> Op | None:
-    """The last op of a condition that holds if any of many conditions does."""
-    return next((op for op in cond.ops if op.name == "reduce_or" and op.results == cond.outputs), None)
-
-
-def _without(cond: Block, last: Op) -> Block:
-    """The many conditions."""
-    return Block(cond.inputs, tuple(op for op in cond.ops if op is not last), last.operands)
 
 
 def _describe(state: State) -> str:
