@@ -21,6 +21,7 @@ from jax import lax
 from alpa_lite.ir.graph import Atom, Block, Lit, Op
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import reach, values_in
+from alpa_lite.passes.ir.inlining import inlined
 from alpa_lite.passes.ir.keys import CONTROL_FLOW_JAXPRS
 from alpa_lite.passes.ir.loops import Carried, ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import renamed_block
@@ -41,22 +42,24 @@ from alpa_lite.passes.microbatches.states import (
 
 
 class Scope:
-    """A block that is being built: the body of the loop, or a body of control flow in it, within its parent."""
+    """A block that is being built: the body of the loop, or a body of control flow in it, within its parent.
+
+    Attributes:
+      ops: of the block. prepared: new ones before the loop.
+      consts, xs: (value of the enclosing block, input of this one).
+    """
 
     def __init__(self, builder: Builder, parent: Scope | None = None):
         self.builder, self.states, self.parent = builder, builder.states, parent
         self.ops: list[Op] = []
+        self.prepared: list[Op] = []
         self.env: dict[tuple[int, State], Atom] = {}
-        self.consts: list[tuple[Atom, int]] = []  # (value of the enclosing block, input of this one)
+        self.consts: list[tuple[Atom, int]] = []
         self.xs: list[tuple[Atom, int]] = []
         self._constants: dict[int, int] = {}
 
     def port(self, value: int, want: State) -> Atom | None:
         """An input of the block in a wanted state; None if `value` is not one, or is carried by a loop."""
-        raise NotImplementedError
-
-    def counters(self) -> int:
-        """The numbers of the micro-batches: int32, one each."""
         raise NotImplementedError
 
     # -- inputs ---------------------------------------------------------------------------------------------------
@@ -77,7 +80,9 @@ class Scope:
     def counter(self) -> int:
         """The number of the micro-batch, an int32 scalar."""
         if self.parent is None:
-            return self.scanned_input(self.counters())
+            return self.scanned_input(
+                self.trace(lax.iota, [], None, np.int32, self.builder.parts, outside=self.prepared)
+            )
         return self.const_input(self.parent.counter)
 
     def constant(self, value: int) -> int:
@@ -199,32 +204,44 @@ class Scope:
         kind: Hashable = None,
         source: Any = None,
         once: bool = False,
+        outside: list[Op] | None = None,
     ) -> list[Atom]:
         """Appends the operations that `run` does on arrays like `operands`, and returns its results.
 
         Args:
-          run, operands, kind, source: as for `Builder.inline`.
+          kind: as for `Builder.traced`.
+          source: of the operations, in place of their own.
           once: `run` reads the number of its block to do something in one micro-batch, whichever that is.
+          outside: operations outside of the loop, to which they are appended.
 
         Raises:
           PositionDependent: `run` reads the number of its block, and the examples of a micro-batch are not a block.
         """
-
-        def counter() -> Atom:
-            if self.builder.strided and not once:
-                raise PositionDependent
-            return self.counter
-
-        made, results = self.builder.inline(
-            run, operands, kind=kind, source=source, constant=self.constant, counter=counter
-        )
-        self.ops += made
+        atoms, graph = values_in(operands), self.builder.traced(run, operands, kind)
+        names: dict[int, Atom] = dict(zip(graph.block.inputs, atoms, strict=False))
+        for value, array in zip(graph.block.inputs[len(atoms) :], graph.constants, strict=True):
+            constant = self.builder.constant(graph.values[value], array)
+            names[value] = constant if outside is not None else self.constant(constant)
+        for op in graph.block.ops:
+            if op.name == "axis_index":
+                if self.builder.strided and not once:
+                    raise PositionDependent
+                names[op.results[0]] = self.counter
+        made, results = inlined(self.builder, graph, names, source)
+        (self.ops if outside is None else outside).extend(made)
         return results
 
-    def trace(self, function: Callable[..., Any], operands: Sequence[Atom], source: Any, *static: Hashable) -> Atom:
+    def trace(
+        self,
+        function: Callable[..., Any],
+        operands: Sequence[Atom],
+        source: Any,
+        *static: Hashable,
+        outside: list[Op] | None = None,
+    ) -> Any:
         """The one result of `function(*static, *operands)`, in operations under a source line."""
         run = functools.partial(function, *static)
-        return self.append(run, operands, kind=(function, static), source=source)[0]
+        return self.append(run, operands, kind=(function, static), source=source, outside=outside)[0]
 
     def source(self, value: int) -> Any:
         """The source line of a value; None of an argument."""

@@ -27,9 +27,8 @@ import numpy as np
 from jax import lax
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op
+from alpa_lite.ir.graph import Atom, Block, Graph, Lit
 from alpa_lite.passes.ir.flow import values_in
-from alpa_lite.passes.ir.inlining import inlined
 from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.microbatches.states import AXIS, State, StepStates, sliced
 from alpa_lite.passes.tracing import conversion
@@ -136,37 +135,11 @@ class Builder(Rewriter):
         shape, dim = self.values[value].shape, state.dim
         return self.shaped(value, (*shape[:dim], shape[dim] // self.parts, *shape[dim + 1 :]))
 
-    def inline(
-        self,
-        run: Callable[..., Any],
-        operands: Sequence[Atom],
-        *,
-        kind: Hashable = None,
-        source: Any = None,
-        constant: Callable[[int], Atom] = lambda value: value,
-        counter: Callable[[], Atom] | None = None,
-    ) -> tuple[list[Op], list[Atom]]:
-        """The operations of a function on arrays like `operands`, and its results.
+    def traced(self, run: Callable[..., Any], operands: Sequence[Atom], kind: Hashable) -> Graph:
+        """The graph of a function, of which literals are no inputs, traced once for all runs of one kind.
 
-        Args:
-          run, operands: the function and its arguments.
-          kind: runs of one kind do the same on operands of the same types, and are traced once; None is like nothing.
-          source: of the operations, in place of their own.
-          constant: a constant of the whole graph -> its value where the operations are placed.
-          counter: makes the number of the micro-batch; None outside of the loop.
+        Runs of one kind do the same on operands of the same types; None is like nothing.
         """
-        atoms, graph = values_in(operands), self._trace(run, operands, kind)
-        names: dict[int, Atom] = dict(zip(graph.block.inputs, atoms, strict=False))
-        for value, array in zip(graph.block.inputs[len(atoms) :], graph.constants, strict=True):
-            names[value] = constant(self.constant(graph.values[value], array))
-        for op in graph.block.ops:
-            if op.name == "axis_index":
-                assert counter is not None
-                names[op.results[0]] = counter()
-        return inlined(self, graph, names, source)
-
-    def _trace(self, run: Callable[..., Any], operands: Sequence[Atom], kind: Hashable) -> Graph:
-        """The graph of a function, of which literals are no inputs, traced once for all runs of one kind."""
         specs = [_jax.spec_of(self.values[a].aval) for a in values_in(operands)]
         is_shared = kind is not None and len(specs) == len(operands)
         key = (kind, *((s.shape, s.dtype, s.weak_type) for s in specs)) if is_shared else None

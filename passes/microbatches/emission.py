@@ -15,8 +15,7 @@ their value numbers. The scan's results are
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -92,11 +91,9 @@ class _Loop(Scope):
         super().__init__(builder)
         self.names: dict[int, int] = {}
         self._exports: dict[int, State] = {}
-        self._prepared: list[Op] = []  # new operations before the loop
         self._early: set[int] = set()  # values that are computed before the loop
         self._late: set[int] = set()  # and after it, unless they are early
         self._effects: set[int] = set()  # operations after the loop, by index
-        self._stacks: dict[tuple[int, State], int] = {}
 
     # -- before ---------------------------------------------------------------------------------------------------
 
@@ -108,7 +105,10 @@ class _Loop(Scope):
             return None if is_bare else self.const_input(self._require(value))
         if want.kind == "sliced" and (states.is_outside(value) or states.state[value] == WHOLE):
             found = self._local_block(value, want) if states.state[value] == WHOLE else None
-            return found if found is not None else self.scanned_input(self._stack(value, want))
+            if found is None:  # its micro-batches, stacked along a new leading dim
+                cut = self.builder.cuts.cut
+                found = self.scanned_input(self.trace(cut, [self._require(value)], None, want, outside=self.prepared))
+            return found
         return None
 
     def _require(self, value: int) -> int:
@@ -129,27 +129,10 @@ class _Loop(Scope):
 
         marked.update(reach(missing([value]), made_of))
 
-    def _stack(self, value: int, state: State) -> int:
-        """The value with its micro-batches, in a sliced state, stacked along a new leading dim."""
-        key = (value, state)
-        if key not in self._stacks:
-            self._stacks[key] = self._outside(self.builder.cuts.cut, [self._require(value)], self._prepared, state)
-        return self._stacks[key]
-
-    def counters(self) -> int:
-        return self._outside(lax.iota, [], self._prepared, np.int32, self.builder.parts)
-
-    def _outside(self, function: Callable[..., Any], operands: Sequence[Atom], ops: list[Op], *static: Hashable) -> Any:
-        """The one result of `function(*static, *operands)`, in operations outside of the loop."""
-        run = functools.partial(function, *static)
-        made, (result,) = self.builder.inline(run, operands, kind=(function, static))
-        ops += made
-        return result
-
     def prologue(self) -> list[Op]:
         """The operations before the loop."""
         ops = self.states.graph.block.ops
-        return [*(part for op in ops if (part := _part(op, self._early)) is not None), *self._prepared]
+        return [*(part for op in ops if (part := _part(op, self._early)) is not None), *self.prepared]
 
     # -- after ----------------------------------------------------------------------------------------------------
 
@@ -216,16 +199,16 @@ class _Loop(Scope):
         for value, carry in carries:
             dtype = values[value].dtype
             is_wide = values[carry.end].dtype != dtype
-            self.names[value] = self._outside(_converted, [carry.end], post, dtype) if is_wide else carry.end
+            self.names[value] = self.trace(_converted, [carry.end], None, dtype, outside=post) if is_wide else carry.end
         for value, state, _, result in stacked:
-            self.names[value] = self._outside(self.builder.cuts.join, [result], post, state)
+            self.names[value] = self.trace(self.builder.cuts.join, [result], None, state, outside=post)
         return scan, post
 
     def _carry(self, value: int, state: State) -> Carried:
         """A carry for an exported value."""
         shape, dtype = self.builder.values[value].shape, self.builder.values[value].dtype
         wide = dtype if state == INNER else accumulator_dtype(dtype)
-        init = self._outside(_zeros, [], self._prepared, shape, wide)
+        init = self.trace(_zeros, [], None, shape, wide, outside=self.prepared)
         if state == LOCAL and dtype == np.bool_:
             raise MicrobatchError(
                 f"num_microbatches={self.builder.parts}: a result is a truth value of the whole batch, which no "
