@@ -13,7 +13,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -26,7 +25,7 @@ from alpa_lite.passes.ir.keys import CONTROL_FLOW_JAXPRS
 from alpa_lite.passes.ir.loops import Carried, ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import renamed_block
 from alpa_lite.passes.local.types import rebinding
-from alpa_lite.passes.microbatches.builder import Builder, PositionDependent
+from alpa_lite.passes.microbatches.builder import Builder, PositionDependent, selected, with_number
 from alpa_lite.passes.microbatches.states import (
     AFTER,
     INNER,
@@ -137,11 +136,11 @@ class Scope:
             return found
         if not jnp.issubdtype(self.builder.values[value].dtype, jnp.inexact):
             return self._only_in(parts - 1, found, self.source(value))
-        return self.trace(_with_number, [found], self.source(value), lax.div, parts)
+        return self.trace(with_number, [found], self.source(value), lax.div, parts)
 
     def _only_in(self, number: int, atom: Atom, source: Any = None) -> Atom:
         """The value in one micro-batch, zeros in the others."""
-        return self.trace(_selected, [self.counter, atom], source, number)
+        return self.trace(selected, [self.counter, atom], source, number)
 
     def _whole(self, value: int, want: State) -> Atom:
         """A value that this block computes from values that are the same in all micro-batches."""
@@ -309,7 +308,7 @@ class Scope:
         found = self.append(form.run, operands, kind=kind, source=source, once=once)
         for value, state, atom in zip(op.results, role.results, found, strict=True):
             if role.scale and state == LOCAL and self.builder.parts > 1:
-                atom = self.trace(_with_number, [atom], op.source, lax.mul, self.builder.parts)
+                atom = self.trace(with_number, [atom], op.source, lax.mul, self.builder.parts)
             self.define(value, state, atom)
 
     def _emit_control(self, op: Op, role: Role) -> None:
@@ -393,12 +392,3 @@ class Nested(Scope):
         if isinstance(outer, Lit):
             return outer
         return self.scanned_input(outer) if is_scanned else self.const_input(outer)
-
-
-def _with_number(function: Callable[..., jax.Array], number: int, x: jax.Array) -> jax.Array:
-    return function(x, jnp.asarray(number, x.dtype))
-
-
-def _selected(number: int, count: jax.Array, x: jax.Array) -> jax.Array:
-    x = jnp.asarray(x)
-    return lax.select(lax.broadcast(lax.eq(count, np.int32(number)), x.shape), x, lax.full_like(x, 0))

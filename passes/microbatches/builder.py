@@ -23,6 +23,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -152,3 +153,14 @@ class Builder(Rewriter):
             jaxpr = jax.make_jaxpr(call, axis_env=[(AXIS, self.parts)])(*specs)
             self._graphs[key] = conversion.graph_of(jaxpr, self.keys)
         return self._graphs[key]
+
+
+def with_number(function: Callable[..., jax.Array], number: int, x: jax.Array) -> jax.Array:
+    """A function of an array and a number of its type."""
+    return function(x, jnp.asarray(number, x.dtype))
+
+
+def selected(number: int, count: jax.Array, x: jax.Array) -> jax.Array:
+    """An array in the micro-batch with a number, zeros in the others."""
+    x = jnp.asarray(x)
+    return lax.select(lax.broadcast(lax.eq(count, np.int32(number)), x.shape), x, lax.full_like(x, 0))
