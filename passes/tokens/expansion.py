@@ -122,10 +122,12 @@ class _Expansion(Pieces):
     def _emit(self, op: Op, way: Way) -> None:
         match way.kind:
             case "whole" | "free":
-                self._emit_whole(op)
+                operands = list(map(self._fetch, op.operands))
+                results = self._again(op, operands, list(map(self.rw.fresh, op.results)))
+                self.whole.update(zip(op.results, results, strict=True))
             case "pieces":
                 for piece in range(self.slices):
-                    extents = self.extents.of(op, way, piece)
+                    extents = self.ranges(op, way, piece)
                     if extents is not None:
                         for value, part in zip(op.results, self._emit_piece(op, piece, extents), strict=True):
                             self.pieces[value][piece] = part
@@ -139,15 +141,6 @@ class _Expansion(Pieces):
                 self._emit_running(op)
             case "loop":
                 self._emit_loop(op)
-
-    def _emit_whole(self, op: Op) -> None:
-        operands = [self._fetch(a) for a in op.operands]
-        if all(a == b for a, b in zip(operands, op.operands, strict=True)):
-            self._add(op)
-            self.whole.update((v, v) for v in op.results)
-        else:
-            results = self._again(op, operands, list(map(self.rw.fresh, op.results)))
-            self.whole.update(zip(op.results, results, strict=True))
 
     # -- by factors -----------------------------------------------------------------------------------------------
 
@@ -210,7 +203,7 @@ class _Expansion(Pieces):
         (value,) = op.results
         state, total = self.found.of.get(value), None
         for piece in sorted(range(self.slices), reverse=op.index not in self.forward):
-            extents = self.extents.of(op, way, piece)
+            extents = self.ranges(op, way, piece)
             if extents is None:
                 continue
             is_scatter = op.name == "scatter-add"
@@ -220,10 +213,12 @@ class _Expansion(Pieces):
                 continue
             assert state is not None
             reach = extents[way.column][1] if way.column in extents else state.size
-            for target, own in self.extents.over(state, (0, reach)):
-                first, _ = self.extents.held(state, target)
+            for target, own in self.over(state, (0, reach)):
+                first, stop = self.held(state, target)
                 given = self._cut(part, state.dim, (own[0] + first, own[1] + first))
-                given = self._padded(given, state, target, own)
+                missing = stop - first - own[1]  # to some rows of this piece, and zeros to the rest
+                if missing or own[0]:
+                    given = self._made(padded, [given], state.dim, own[0], missing, 0)
                 self.pieces[value][target] = self._combined(op, self.pieces[value][target], given)
         if way.kind == "sum":
             assert total is not None
@@ -232,12 +227,6 @@ class _Expansion(Pieces):
         assert state is not None
         for piece, held in enumerate(self.pieces[value]):
             self.pieces[value][piece] = self._zeros(value, state, piece) if held is None else held
-
-    def _padded(self, atom: Atom, state: State, piece: int, own: Range) -> Atom:
-        """Returns a slice's contribution to some rows of a piece, with zeros for the rest."""
-        first, stop = self.extents.held(state, piece)
-        missing = stop - first - own[1]
-        return self._made(padded, [atom], state.dim, own[0], missing, 0) if missing or own[0] else atom
 
     # -- along the sequence ---------------------------------------------------------------------------------------
 
@@ -253,7 +242,7 @@ class _Expansion(Pieces):
     def _turns(self, op: Op, state: State, *, reverse: bool = False) -> Iterator[tuple[int, Range]]:
         """The pieces of an operation that have rows, with these, in the order in which they are written."""
         for piece in sorted(range(self.slices), reverse=reverse):
-            rows = self.extents.held(state, piece)
+            rows = self.held(state, piece)
             if rows[0] < rows[1]:
                 self._begin(op, piece)
                 yield piece, rows
@@ -264,7 +253,7 @@ class _Expansion(Pieces):
         return right if left is None else self._made(join, [left, right])
 
     def _zeros(self, value: int, state: State, piece: int) -> Atom | None:
-        first, stop = self.extents.held(state, piece)
+        first, stop = self.held(state, piece)
         shape = _with(self._shape(value), state.dim, stop - first)
         return self._made(jnp.zeros, [], shape, self.rw.values[value].dtype) if first < stop else None
 

@@ -74,7 +74,7 @@ class Extents:
             if a < b:
                 yield piece, (a - first, b - first)
 
-    def of(self, op: Op, way: Way, piece: int) -> Ranges | None:
+    def ranges(self, op: Op, way: Way, piece: int) -> Ranges | None:
         """Returns the range of each factor that one piece of an operation takes; None where it has no rows."""
         rows = self.held(self._leading(op, way), piece)
         if rows[0] == rows[1]:
@@ -140,7 +140,7 @@ class Extents:
                 self.need.setdefault(value, [0] * self.slices)
         if way.kind in ("pieces", "sum", "spread"):
             rule = self.rules[op.key]
-            pieces = [extents for piece in range(self.slices) if (extents := self.of(op, way, piece)) is not None]
+            pieces = [extents for piece in range(self.slices) if (extents := self.ranges(op, way, piece)) is not None]
             for atom, dims, state in self._operands(op):
                 if state.column is None:
                     continue
@@ -154,11 +154,11 @@ class Extents:
                 self._want(atom, columns=columns)
 
 
-class Pieces:
+class Pieces(Extents):
     """The operations that are written, and the pieces of their values.
 
     Attributes:
-      body, rules, forward: what is expanded.
+      body, forward: what is expanded.
       pieces: value -> the atom of each of its pieces; None where a slice has none of its rows.
       whole: value -> the atom of all of it.
       phase: value -> the phase that makes it.
@@ -166,8 +166,8 @@ class Pieces:
     """
 
     def __init__(self, rewriter: Rewriter, body: Body, found: States, lengths: Sequence[int]) -> None:
-        self.rw, self.body, self.rules, self.forward, self.found = rewriter, body, body.rules, body.forward, found
-        self.extents, self.slices = Extents(body, found, lengths), len(lengths)
+        super().__init__(body, found, lengths)
+        self.rw, self.body, self.forward = rewriter, body, body.forward
         self.pieces: dict[int, list[Atom | None]] = defaultdict(lambda: [None] * len(lengths))
         self.whole: dict[int, Atom] = {value: value for value in body.block.inputs}
         self.phase: dict[int, int] = {}
@@ -228,7 +228,7 @@ class Pieces:
         key = ("fetch", self._now, atom, rows, columns)
         if key not in self._memo:
             parts: list[Atom] = []
-            for piece, own in self.extents.over(state, rows):
+            for piece, own in self.over(state, rows):
                 held = self.pieces[atom][piece]
                 assert held is not None
                 part = self._cut(held, state.dim, own, state.outer, state.inner)
@@ -244,7 +244,7 @@ class Pieces:
         made = self._shape(part)[column]
         if width <= made:
             return self._cut(part, column, (0, width))
-        holds = self.extents.behind(value)
+        holds = self.behind(value)
         assert holds is not None, "columns that somebody reads are made, or known"
         return self._made(padded, [part], column, 0, width - made, holds.value)
 
