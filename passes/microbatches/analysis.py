@@ -16,7 +16,6 @@ not depend on it, so that the cost of all of them does not depend on the number 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +35,7 @@ from alpa_lite.passes.microbatches.states import (
     State,
     StepStates,
     is_intensive,
+    linear,
     sliced,
 )
 from alpa_lite.passes.microbatches.transfer import Transfer, with_inner_results
@@ -101,8 +101,6 @@ class Analysis:
         self.ahead: dict[int, Ahead] = {}
         self.after: dict[int, After] = {}
         self._transfer = Transfer(self.states)
-        self._declined: dict[int, Role] = {}  # linear operations after the loop: their role in it
-        self._sunk: dict[int, list[Op]] = {}  # an operation -> those before it that it moves into the loop
         self._uses = flow.uses(graph.block)
         self._visit_all(may_be_local)
 
@@ -150,13 +148,10 @@ class Analysis:
                     positions = {op.index: n for n, top in enumerate(ops) for op in walk(Block((), (top,), ()))}
                 number = min(positions[index] for index in new)
                 self._transfer.local |= new
-        for chain in self._sunk.values():
-            for op in reversed(chain):
-                self.states.decide(op, self._declined[op.index])
 
     def _visit(self, op: Op) -> None:
         states = self.states
-        for by_op in (states.roles, states.failures, self.ahead, self._declined, self._sunk):  # of an earlier visit
+        for by_op in (states.roles, states.failures, self.ahead):  # of an earlier visit
             by_op.pop(op.index, None)
         for value in op.results:
             self.after.pop(value, None)
@@ -169,7 +164,6 @@ class Analysis:
         if AFTER in given:
             given = self._sink(op, given)
         if AFTER in given:
-            self._decline_chain(op, given)
             self._put_after(op, None)
             return
         found, failure = None, None
@@ -186,7 +180,6 @@ class Analysis:
                 return
             found = Role("copy", given, (LOCAL,) * len(op.results))
         if PARTIAL in given and not op.bodies and found.kind == "copy" and not self._stays(op, given, found):
-            self._declined[op.index] = found
             self._put_after(op, None)
             return
         states.decide(op, with_inner_results(found) if found.kind in _CONTROL else found)
@@ -266,34 +259,24 @@ class Analysis:
         return (joins or shrinks or widens) and all(self._is_read_once(a) for a in summed)
 
     def _sink(self, op: Op, given: tuple[State, ...]) -> tuple[State, ...]:
-        """The states of operands once the linear operations before an addition or a conversion are in the loop, too."""
+        """The states of operands, once linear operations before an addition or a conversion are in the loop, too."""
         if op.name not in primitives.ADDITIONS and op.name != "convert_element_type":
             return given
         chains = [self._chain(a) for a in op.operands]
         if any(chain is None for chain in chains):
             return given
-        self._sunk[op.index] = [inner for chain in chains for inner in chain or ()]
+        for inner in (one for chain in chains for one in reversed(chain or ())):
+            self.states.decide(inner, Role("copy", (PARTIAL,), (PARTIAL,)))
         return (PARTIAL,) * len(given)
-
-    def _decline_chain(self, op: Op, given: Sequence[State]) -> None:
-        """Notes an operation that could be in the loop if the linear operations before it were."""
-        if op.name not in primitives.LINEAR_CHAIN:
-            return
-        made = flow.values_in(op.operands)
-        producers = self.states.producers
-        if all(a in producers and producers[a][0].index in self._declined for a in made):
-            with contextlib.suppress(Failure):
-                states = tuple([PARTIAL if s == AFTER else s for s in given])
-                self._declined[op.index] = self._transfer.classify(op, states)
 
     def _chain(self, atom: Atom) -> list[Op] | None:
         """The linear operations between a value and a sum, all read once; None if there is no such chain."""
         chain: list[Op] = []
-        while isinstance(atom, int) and self._is_read_once(atom):
+        while isinstance(atom, int) and self._is_read_once(atom) and self.states.state[atom] in (PARTIAL, AFTER):
             if self.states.state[atom] == PARTIAL:
                 return chain
-            op = self.states.producers[atom][0] if atom in self.states.producers else None
-            if op is None or op.name not in primitives.LINEAR_CHAIN or op.index not in self._declined:
+            op, _ = self.states.producers[atom]
+            if op.name not in primitives.LINEAR_CHAIN or linear(op, [True], self.states.values) is None:
                 return None
             chain.append(op)
             atom = op.operands[0]
