@@ -201,16 +201,9 @@ def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice
     kept |= {v for number in again for v in saved[remat[number]] if own.get(made[v].index) == number}
     kept |= {v for v, op in made.items() if op.index in wanted}
     kept -= {v for v in kept if made[v].index in layers.free}
-    result = rematerialisation.rematerialise(
-        layers.traced,
-        layers.scan,
-        [layer.ops for layer in layers.layers if not again.isdisjoint(map(own.__getitem__, layer.ops))],
-        [op.index for op in layers.body.ops if op.index not in layers.forward and stage_of[op.index] in again],
-        kept,
-        free=layers.free,
-        stages=stage_of,
-    )
-    return _carried_over(layers, result)
+    backward = [op.index for op in layers.body.ops if op.index not in layers.forward and stage_of[op.index] in again]
+    numbers = [n for n, layer in enumerate(layers.layers) if not again.isdisjoint(map(own.__getitem__, layer.ops))]
+    return _carried_over(layers, rematerialisation.rematerialise(layers, numbers, backward, kept, stage_of))
 
 
 def _carried_over(layers: Layering, result: Rewritten) -> Layering:

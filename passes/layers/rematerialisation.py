@@ -33,7 +33,7 @@ time. The selective choice keeps stacking what it saves; nothing that only that 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -81,32 +81,29 @@ NOTHING = Remat()
 
 
 def rematerialise(
-    traced: Traced,
-    scan: int,
-    layers: Sequence[Collection[int]],
+    layers: Layering,
+    again: Collection[int],
     backward: Collection[int],
     saved: Collection[int],
-    *,
-    free: Collection[int] = (),
     stages: Mapping[int, int] | None = None,
 ) -> Rewritten:
-    """Makes backward operations read only saved values, and values that none of `layers` makes.
+    """Makes backward operations read only saved values, and values that no layer that is computed again makes.
 
     Args:
-      layers: forward ops of the scan's body, by index: those that may be copied; one barrier for each layer.
+      again: the numbers of these layers; there is one barrier for each. Those of their ops that need no activation can
+        run on any stage: each has its own copies.
       backward: the ops of the body, by index, that are to read only saved values.
-      saved: values of the body. Those that no op of `layers` makes (parameters, values of other stages) are implied.
-      free: those of `layers` that need no activation. Any stage can run them: each stage has its own copies.
-      stages: the stage of each op of `layers` and of `backward`, by index; None for one stage.
+      saved: values of the body. Those that these layers do not make (parameters, values of other stages) are implied.
+      stages: the stage of each op of the layers and of `backward`, by index; None for one stage.
 
     Returns:
       The step. Copies are marked as backward operations in their name stacks, as `jax.checkpoint` marks its own.
       Forward operations whose results are no longer read are gone.
     """
-    op = scan_op(traced, scan)
-    rewriter = Rewriter(traced.graph)
-    body = _Body(rewriter, op, layers, frozenset(backward), frozenset(saved), frozenset(free), stages or {}).block()
-    return rewriter.step(traced, substituted(traced.graph.block, op, [with_body(op, body)]), scan)
+    rewriter, block = Rewriter(layers.traced.graph), layers.traced.graph.block
+    body = _Body(rewriter, layers, again, backward, saved, stages or {}).block()
+    scan = layers.scan_op
+    return rewriter.step(layers.traced, substituted(block, scan, [with_body(scan, body)]), layers.scan)
 
 
 def choices(layering: Layering) -> Mapping[Choice, frozenset[int]]:
@@ -134,23 +131,23 @@ def is_kept(op: Op) -> bool:
     return op.name in primitives.KEPT or op.has_effects
 
 
-@dataclass(eq=False)
 class _Body:
-    """The new body of one rewriting; fields as the arguments of `rematerialise`."""
+    """The new body of one rewriting; arguments as those of `rematerialise`."""
 
-    rewriter: Rewriter
-    scan: Op
-    layers: Sequence[Collection[int]]
-    backward: frozenset[int]
-    saved: frozenset[int]
-    free: frozenset[int]
-    stages: Mapping[int, int]
-
-    def __post_init__(self) -> None:
-        self.body: Block = self.scan.bodies[0]
+    def __init__(
+        self,
+        rewriter: Rewriter,
+        layers: Layering,
+        again: Collection[int],
+        backward: Collection[int],
+        saved: Collection[int],
+        stages: Mapping[int, int],
+    ) -> None:
+        self.rewriter, self.body, self.free, self.stages = rewriter, layers.body, layers.free, stages
+        self.backward, self.saved = frozenset(backward), frozenset(saved)
         self.inputs = frozenset(self.body.inputs)
-        self.consts = frozenset(ScanView(self.scan).inputs.consts)
-        self.layer_of = {index: number for number, layer in enumerate(self.layers) for index in layer}
+        self.consts = frozenset(ScanView(layers.scan_op).inputs.consts)
+        self.layer_of = {index: number for number in again for index in layers.layers[number].ops}
         self.made = producers(op for op in self.body.ops if op.index in self.layer_of)
         self.ties = ties(self.body.ops)
         self.entering: dict[int, set[int]] = {}

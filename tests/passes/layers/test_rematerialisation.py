@@ -22,7 +22,7 @@ from tests.zoo_base import normal
 
 def rewritten(layers: Layering, saved: frozenset[int]) -> Rewritten:
     backward = [op.index for op in layers.body.ops if op.index not in layers.forward]
-    return rematerialise(layers.traced, layers.scan, [layer.ops for layer in layers.layers], backward, saved)
+    return rematerialise(layers, range(len(layers.layers)), backward, saved)
 
 
 @functools.cache
@@ -104,7 +104,5 @@ def test_part_of_the_model_may_be_rematerialised():
     layers = gpt()
     assignment = assign(layers, [3])
     backward = [index for index in assignment.phases.number if assignment.stage[index] == 0]
-    result = rematerialise(
-        layers.traced, layers.scan, [layer.ops for layer in layers.layers[:3]], backward, choices(layers)["layer"]
-    )
+    result = rematerialise(layers, range(3), backward, choices(layers)["layer"])
     assert {assignment.stage[result.origin[index]] for index in result.copies} == {0}
