@@ -312,7 +312,7 @@ class Scope:
             self.define(value, state, atom)
 
     def _emit_control(self, op: Op, role: Role) -> None:
-        """Emits control flow on what one micro-batch has of the values that its bodies read."""
+        """Emits control flow on one micro-batch of the values that its bodies read."""
         results = self._define(op, role)
         start: list[Atom] = []
         if op.name != "cond":

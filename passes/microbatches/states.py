@@ -219,7 +219,7 @@ def is_intensive(op: Op) -> bool:
 
 
 def outer_operands(op: Op) -> list[list[Atom | None]]:
-    """For each body of control flow, the operand that each of its inputs is; None for what is carried."""
+    """For each body of control flow, the operand that each of its inputs is; None for carried ones."""
     if op.name == "scan":
         consts, carry, xs = ScanView(op).operands
         return [[*consts, *[None] * len(carry), *xs]]

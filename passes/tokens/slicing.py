@@ -95,7 +95,7 @@ class _Slicer:
         self.constants = dict(zip(inputs[len(self.traced.arguments) :], self.graph.constants, strict=True))
 
     def _opened(self, block: Block, before: _Opened | None, parts: Mapping[int, int], free: frozenset[int]) -> _Opened:
-        """A body and what is known of it; `parts`: its ops, by index, that those `before` became."""
+        """A body with its rules and knowledge; `parts`: its ops, by index, that those `before` became."""
         block, inner = opening.opened(self.rewriter, block)
         forward, part_of = self.layers.forward, dict[int, int]()
         if before is not None:

@@ -96,7 +96,7 @@ class States:
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """A block that is cut along the sequence, and what is known of it.
+    """A block that is cut along the sequence, with facts of its operations.
 
     Attributes:
       rules: `Op.key` -> its rule.
