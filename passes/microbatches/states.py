@@ -276,7 +276,7 @@ class StepStates:
         return self.bound.isdisjoint(op.reads)
 
     def _bind(self, block: Block) -> None:
-        """Adds to `bound` what the operations of a block make of it."""
+        """Adds to `bound` the values that the operations of a block make of it."""
         for op in block.ops:
             for body, atoms in zip(op.bodies, outer_operands(op), strict=True):
                 self._outer.update(zip(body.inputs, atoms, strict=True))
