@@ -148,64 +148,49 @@ class Split:
 
 def split(traced: Traced, scan: int, rules: Mapping[object, Rule]) -> Split:
     """Classifies the operations of a step whose micro-batches run in the scan with index `scan`."""
-    op = scan_op(traced, scan)
-    forward = forward_ops(op, traced.graph.values)
+    op, values, top = scan_op(traced, scan), traced.graph.values, traced.graph.block.ops
+    view, forward = ScanView(op), forward_ops(op, values)
+    backward = {o.index for o in view.body.ops} - forward  # those on parameters are never free: they follow them
     opaque = {key for key, rule in rules.items() if rule.source == "opaque"}
     kinds: dict[int, int] = {}
+    free: set[int] = set()
+    param_of: dict[int, frozenset[int]] = {}
+
+    def shrinks(o: Op) -> bool:
+        """Whether an operation reduces its parameters (by elements: a cast is no reduction, nor is a selection)."""
+        size = max((math.prod(values[v].shape) for v in o.reads if kinds.get(v) == PARAM), default=0)
+        return o.name not in primitives.SELECTIONS and sum(math.prod(values[v].shape) for v in o.results) < size
+
+    def walk(ops: Iterable[Op]) -> None:
+        for o in ops:
+            kind = 0
+            for value in o.reads:
+                kind |= kinds.get(value, 0)
+            is_free = kind != ACTIVE and not (o.has_effects or is_expensive(o) or o.key in opaque)
+            if is_free and kind == PARAM:
+                is_free = o.index not in backward and not shrinks(o)
+            if is_free:
+                free.add(o.index)
+            if kind == PARAM:
+                roots = frozenset().union(*[param_of.get(v, frozenset()) for v in o.reads])
+                param_of.update(dict.fromkeys(o.results, roots))
+            kinds.update(dict.fromkeys(o.results, kind if is_free else ACTIVE))
+
     for number, value in enumerate(traced.graph.block.inputs):
-        stays = number < len(traced.arguments) and traced.arguments[number].stays
-        is_number = jnp.issubdtype(traced.graph.values[value].dtype, jnp.inexact)
-        is_key = jnp.issubdtype(traced.graph.values[value].dtype, jax.dtypes.extended)
-        kinds[value] = PARAM if stays and is_number and not is_key else INPUT
-    walk = _Walk(traced, kinds, opaque)
-    top = traced.graph.block.ops
-    walk.run(top[: top.index(op)], frozenset())
-    view = ScanView(op)
+        stays, dtype = number < len(traced.arguments) and traced.arguments[number].stays, values[value].dtype
+        is_number = jnp.issubdtype(dtype, jnp.inexact) and not jnp.issubdtype(dtype, jax.dtypes.extended)
+        kinds[value] = PARAM if stays and is_number else INPUT
+    walk(top[: top.index(op)])
     for number, value in enumerate(view.inputs.carry):
         kinds[value] = 0 if number in view.accumulators else ACTIVE
     for operand, value in (*view.consts, *view.xs):
         kinds[value] = kinds.get(operand, 0) if isinstance(operand, int) else 0
         if kinds[value] == PARAM:
-            walk.param_of[value] = frozenset({value})
-    walk.run(view.body.ops, frozenset(o.index for o in view.body.ops) - forward)
+            param_of[value] = frozenset({value})
+    walk(view.body.ops)
     kinds.update((result, ACTIVE) for result in op.results)
-    walk.run(top[top.index(op) + 1 :], frozenset())
-    return Split(forward, frozenset(walk.free), walk.param_of)
-
-
-class _Walk:
-    """One pass over the ops in program order."""
-
-    def __init__(self, traced: Traced, kinds: dict[int, int], opaque: set[object]) -> None:
-        self.values = traced.graph.values
-        self.kinds = kinds
-        self.opaque = opaque
-        self.free: set[int] = set()
-        self.param_of: dict[int, frozenset[int]] = {}
-
-    def run(self, ops: Iterable[Op], backward: frozenset[int]) -> None:
-        """Fills in kinds, and which ops are free. Backward ops on parameters are never free: they follow them."""
-        for op in ops:
-            operands = op.reads
-            kind = 0
-            for value in operands:
-                kind |= self.kinds.get(value, 0)
-            is_free = kind != ACTIVE and not (op.has_effects or is_expensive(op) or op.key in self.opaque)
-            if is_free and kind == PARAM:
-                is_free = op.index not in backward and not self._shrinks(op)
-            if is_free:
-                self.free.add(op.index)
-            if kind == PARAM:
-                roots = frozenset().union(*[self.param_of.get(v, frozenset()) for v in operands])
-                self.param_of.update(dict.fromkeys(op.results, roots))
-            self.kinds.update(dict.fromkeys(op.results, kind if is_free else ACTIVE))
-
-    def _shrinks(self, op: Op) -> bool:
-        """Whether an operation reduces its parameters (by elements: a cast is no reduction, nor is a selection)."""
-        if op.name in primitives.SELECTIONS:
-            return False
-        size = max((math.prod(self.values[v].shape) for v in op.reads if self.kinds.get(v) == PARAM), default=0)
-        return sum(math.prod(self.values[v].shape) for v in op.results) < size
+    walk(top[top.index(op) + 1 :])
+    return Split(forward, frozenset(free), param_of)
 
 
 def is_expensive(op: Op) -> bool:
