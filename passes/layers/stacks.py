@@ -20,10 +20,11 @@ from typing import Any
 
 from jax import lax
 
-from alpa_lite.ir.graph import Atom, Block, Bounds, Op
+from alpa_lite.ir.graph import Atom, Block, Bounds, Op, Value
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import producers, values_in
+from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter
 
@@ -160,8 +161,8 @@ class StackWalk:
         results: list[list[int]] = [[] for _ in op.results]
         for number, (low, high) in enumerate(itertools.pairwise(bounds)):
             made = [self.fresh(value, high - low) for value in op.results]
-            params = _sized(op, high - low)
             some = [column[number] for column in operands]
+            params = params_for(op, some, made, self.rewriter.values)
             self.out.append(self.rewriter.op(op.primitive, params, some, made, op.source, op.index, op.ctx))
             self.ranges[self.out[-1].index] = op.index, low, high
             for column, value in zip(results, made, strict=True):
@@ -236,10 +237,18 @@ class StackWalk:
         self.pieces.update((v, (bounds, column)) for v, column in zip(ys, zip(*stacked, strict=True), strict=True))
 
 
-def _sized(op: Op, size: int) -> Mapping[str, Any]:
-    """The parameters of an op on a piece of dim 0."""
+def params_for(op: Op, operands: Sequence[Atom], results: Sequence[int], values: Sequence[Value]) -> Mapping[str, Any]:
+    """The parameters of an op on smaller operands and results."""
+    params, made = op.params, values[results[0]].shape
     if op.name == "broadcast_in_dim":
-        return dict(op.params, shape=(size, *op.params["shape"][1:]))
+        return {**params, "shape": made}
     if op.name == "reshape":
-        return dict(op.params, new_sizes=(size, *op.params["new_sizes"][1:]))
-    return op.params
+        return {**params, "new_sizes": made}
+    if op.name not in ("slice", "gather", "dynamic_slice"):
+        return params
+    name = "limit_indices" if op.name == "slice" else "slice_sizes"
+    before, after = shape_of(op.operands[0], values), shape_of(operands[0], values)
+    sizes = zip(params[name], before, after, strict=True)
+    if op.name == "slice":
+        return {**params, name: tuple(limit if n == m else m for limit, n, m in sizes)}
+    return {**params, name: tuple(m if size == n else size for size, n, m in sizes)}

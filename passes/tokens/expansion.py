@@ -33,6 +33,7 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter
+from alpa_lite.passes.layers.stacks import params_for
 from alpa_lite.passes.tokens.pieces import Pieces, Range, Ranges, padded
 from alpa_lite.passes.tokens.states import Body, State, States, Way, row_factor
 from alpa_lite.passes.tokens.windows import Move, shift_of, size_along, window
@@ -160,7 +161,7 @@ class _Expansion(Pieces):
                     a, b = extents.get(factor, (0, rule.factors[factor].size))
                     shape[dim] = shape[dim] // rule.factors[factor].size * (b - a)
             results.append(self.rw.shaped(value, tuple(shape)))
-        return self._again(op, operands, results, self._params(op, operands, self._shape(results[0])))
+        return self._again(op, operands, results, params_for(op, operands, results, self.rw.values))
 
     def _operand(self, atom: Atom, rule: Rule, dims: Sequence[Sequence[int]], extents: Ranges) -> Atom:
         """Returns the part of an operand that one piece of an operation takes."""
@@ -181,22 +182,6 @@ class _Expansion(Pieces):
                     got = self._cut(got, dim, extents[factor], outer, inner)
                 outer *= rule.factors[factor].size
         return got
-
-    def _params(self, op: Op, operands: Sequence[Atom], made: tuple[int, ...]) -> Mapping[str, Any]:
-        """The parameters of an operation on smaller operands."""
-        params = op.params
-        if op.name == "broadcast_in_dim":
-            return {**params, "shape": made}
-        if op.name == "reshape":
-            return {**params, "new_sizes": made}
-        before, after = self._shape(op.operands[0]), self._shape(operands[0])
-        if op.name == "slice":
-            cut = zip(params["limit_indices"], before, after, strict=True)
-            return {**params, "limit_indices": tuple(limit if n == m else m for limit, n, m in cut)}
-        if op.name in ("gather", "dynamic_slice"):
-            cut = zip(params["slice_sizes"], before, after, strict=True)
-            return {**params, "slice_sizes": tuple(m if size == n else size for size, n, m in cut)}
-        return params
 
     def _emit_sum(self, op: Op, way: Way) -> None:
         """Writes the sum over slices, in the order of the phases; of "spread", a sum for each slice on its own."""
