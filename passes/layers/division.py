@@ -143,8 +143,8 @@ def _coarse(step: Divisible, cuts: Sequence[int], split_arguments: bool = True) 
     coarse = scans.cut_scans(before.traced, before.scan, points, step.rules, split_arguments=split_arguments)
     rules = factors.rules_of(coarse.traced.graph.ops(), coarse.traced.graph.values)
     whole = layering.layering(coarse.traced, coarse.scan, rules, max_layers=1)
-    number_of = {fine.part(i): n for n, layer in enumerate(step.layering.layers) for i in layer.ops}
-    number_of = {part: n for part, n in number_of.items() if part[0] >= 0}
+    parts = [(fine.part(i), n) for n, layer in enumerate(step.layering.layers) for i in layer.ops]
+    number_of = {part: n for part, n in parts if part[0] >= 0}
     made: dict[int, int] = {}  # value -> layer
     numbers: dict[int, list[int]] = {}
     ops = {op.index: op for op in whole.body.ops}
@@ -244,7 +244,7 @@ def even_points(length: int, most: int) -> tuple[int, ...]:
     return tuple(range(length // count, length, length // count))
 
 
-def kept_points(cut: Cut, layering: Layering, cuts: Sequence[int]) -> dict[int, tuple[int, ...]]:
+def kept_points(cut: Cut, layering: Layering, cuts: Sequence[int]) -> dict[int, list[int]]:
     """For each scan that was cut, the points that are stage boundaries: cutting there alone makes one scan a stage.
 
     Args:
@@ -253,12 +253,9 @@ def kept_points(cut: Cut, layering: Layering, cuts: Sequence[int]) -> dict[int, 
       cuts: the first layer of each stage after the first.
     """
     stage = layering.stage_of(cuts)
-    found: dict[int, dict[int, int]] = {}
-    for index, (scan, start, _) in cut.pieces.items():
-        if index in stage:
-            found.setdefault(scan, {})[start] = stage[index]
-    out = {}
-    for scan, stages in found.items():
-        starts = sorted(stages)
-        out[scan] = tuple(b for a, b in itertools.pairwise(starts) if stages[a] != stages[b])
-    return {scan: points for scan, points in out.items() if points}
+    pieces = sorted((scan, start, stage[i]) for i, (scan, start, _) in cut.pieces.items() if i in stage)
+    found: dict[int, list[int]] = {}
+    for (before, _, last), (scan, start, own) in itertools.pairwise(pieces):
+        if before == scan and last != own:
+            found.setdefault(scan, []).append(start)
+    return found
