@@ -69,7 +69,7 @@ class Compiled:
 @with_large_stack_chunk
 def compile_step(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, cluster: Cluster,
-    pins: Pins = NO_PINS, like: Plan | None = None, why: str = "asked for", shared: bool = False,
+    pins: Pins = NO_PINS, like: Plan | None = None, why: str = "requested", shared: bool = False,
 ) -> Compiled:  # fmt: skip
     """Traces, plans, lowers and verifies a step. Nothing is executed, and no device is touched.
 

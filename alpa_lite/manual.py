@@ -171,7 +171,7 @@ def _entries(key: Any, value: Any) -> Iterator[tuple[str, PartitionSpec]]:
         try:
             re.compile(key.removeprefix(REGEX))
         except re.error as error:
-            raise OptionError(f"Manual specs key {key!r} is no regular expression: {error}") from error
+            raise OptionError(f"Manual specs key {key!r} is not a regular expression: {error}") from error
     if isinstance(value, PartitionSpec):
         yield key, value
         return

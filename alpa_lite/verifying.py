@@ -62,7 +62,7 @@ def verify(plan_file: Path, step: NamedStep, target: str | None, time_limit: flo
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=time_limit)
         except subprocess.TimeoutExpired:
             raise OptionError(
-                f"--time-limit {time_limit:g}: the compiler was not done after so many seconds; allow more, or verify "
+                f"--time-limit {time_limit:g}: the compiler did not finish in this time; allow more, or verify "
                 "a smaller size of the model"
             ) from None
         if not answer.exists():

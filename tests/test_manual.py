@@ -198,7 +198,7 @@ def test_shapes_are_tried_for_names_without_a_shape():
 @pytest.mark.parametrize(
     ("specs", "parts"),
     [
-        ({"*/h_3/*": P("x")}, ["'*/h_3/*'", "no argument", "state/"]),
+        ({"*/h_3/*": P("x")}, ["'*/h_3/*'", "not an argument", "state/"]),
         ({"state/params/h_0/Dense_0/kernle": P("x")}, ["similar", "state/params/h_0/Dense_0/kernel"]),
         ({"state/params/h_0": P(None, "x")}, ["state/params/h_0/Dense_0/bias", "2 entries for 1 dims"]),
         ({"state/step": P("x")}, ["state/step", "scalar"]),
@@ -225,7 +225,7 @@ def test_errors_name_key_and_remedy(specs, parts):
         ({"specs": {"w": P("a")}, "mesh_shape": (8,), "rest": Pipeline()}, "submesh_shapes"),
         ({"specs": {"w": P("a")}, "rest": Pipeline(submesh_shapes=((2, 2), (4,)))}, "submesh 2 x 2"),
         ({"specs": {3: P("a")}}, "path, a glob"),
-        ({"specs": {"re:(": P("a")}}, "no regular expression"),
+        ({"specs": {"re:(": P("a")}}, "not a regular expression"),
         ({"specs": {re.compile("w", re.IGNORECASE): P("a")}}, "flags"),
         ({"specs": {"w": {"a": 3}}}, "PartitionSpec"),
         ({"specs": [P("a")]}, "mapping"),

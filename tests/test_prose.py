@@ -50,3 +50,20 @@ def test_sentences_of_pages_name_their_subject(page: Path) -> None:
             continue
         for sentence in re.split(r"(?<=[.!?:])\s+(?=[A-Z])", " ".join(paragraph.split())):
             assert not (RELATIVE.match(sentence) and not sentence.endswith("?")), f"{page.name}: {sentence}"
+
+
+EVERYDAY = re.compile(r"\b(heeded|lies?|anew|beside|born|told|whatever|so many)\b|(?<!there) is no (?!longer)")
+"""Words of errors, notes and reports that have a technical form, such as "is placed" for "lies"."""
+
+INGREDIENTS = {"heeded", "state gathered anew for late uses"}
+"""Texts that fingerprints of stored plans are made of."""
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_messages_use_technical_words(name: str) -> None:
+    tree = ast.parse(KNOWN[name].read_text())
+    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Constant(value=str(text)) if id(node) not in texts and text not in INGREDIENTS:
+                assert not EVERYDAY.search(text), f"{KNOWN[name].relative_to(ROOT)}:{node.lineno}: {text}"

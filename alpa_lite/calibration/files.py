@@ -26,7 +26,7 @@ def read(path: str | os.PathLike[str], make: Callable[[Any], Read]) -> Read:
     try:
         data = json_codec.read_json(Path(path))
         if not isinstance(data, Mapping) or data.get("format") != FORMAT:
-            raise ValueError("it is no calibration")
+            raise ValueError("it is not a calibration")
         if data.get("version") != VERSION:
             raise ValueError(f"it has version {data.get('version')!r}, and {VERSION} is read")
         return make(data)

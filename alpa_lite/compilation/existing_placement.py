@@ -152,7 +152,7 @@ def compile_with_placement(
     options: Options,
     cluster: Cluster,
     own: Sequence[Plan],
-    why: str = "asked for",
+    why: str = "requested",
     shared: bool = False,
 ) -> Compiled:
     """Plans a step whose state may have a place already: that of the steps `options.like`, or of its own plans.
@@ -178,7 +178,7 @@ def compile_with_placement(
         plans = plans_of(options.like, {**dict(zip(call.names, args, strict=True)), **kwargs})
         found = ExistingPlacement(plans, f"the state is kept where {names} has it").pins(flat)
         if not found:
-            logger.warning("%s: no argument has a leaf of like=%s: it is planned by itself", _name(fun), names)
+            logger.warning("%s: no argument has a leaf of like=%s: it is planned independently", _name(fun), names)
         return planned(options=options, pins=found)
     kept = f"the state is kept where {_name(fun)} has it for other shapes"
     alike = ((plan, ExistingPlacement([plan], kept)) for plan in own if plan.cluster == cluster)
@@ -195,7 +195,7 @@ def compile_with_placement(
             logger.info("%s is sharded freely for these shapes, its state where it is: %s", _name(fun), error)
             return planned(options=replace(options, method=Sharded()), pins=found, like=like)
     except InfeasibleError as error:
-        logger.warning("%s is planned anew for these shapes, and moves its state: %s", _name(fun), error)
+        logger.warning("%s is planned again for these shapes, and moves its state: %s", _name(fun), error)
         return planned(options=options)
 
 

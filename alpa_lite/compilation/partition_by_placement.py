@@ -245,8 +245,8 @@ def submeshes_of(pins: Pins, num_devices: int) -> tuple[tuple[LogicalMesh, int],
         if second < first + mesh.size:
             names = [_of_mesh(pins, *pair) for pair in ((mesh, first), (other, second))]
             raise OptionError(
-                f"arguments are on submeshes that share devices: {names[0]} and {names[1]}; place both as one plan "
-                "wants them, with the place method of the step that like= names"
+                f"arguments are on submeshes that share devices: {names[0]} and {names[1]}; place both as in "
+                "one plan, with the place method of the step that like= names"
             )
     mesh, first = found[-1]
     if first + mesh.size > num_devices:
@@ -275,7 +275,7 @@ def copies(traced: Traced, graphs: Sequence[StageGraph], pins: Pins) -> tuple[st
                 "a result" if reader is None else f"{reader.name} at {_jax.where(reader.source) or 'an unknown line'}"
             )
             lines.append(
-                f"{shown(traced.arguments[number].path)} stays where it is, and is copied in each call to submesh "
+                f"{shown(traced.arguments[number].path)} stays in place, and is copied in each call to submesh "
                 f"{', '.join(map(str, where))} ({units.nbytes(value.nbytes * len(where))}): {what} needs it there"
             )
     return tuple(lines)

@@ -144,8 +144,8 @@ class PlanRequest:
             return ("none",)
         if self.cluster.platform in MERGING:
             raise OptionError(
-                f"Sharded remat={remat!r}: the compiler for {self.cluster.platform} merges what is computed again with "
-                'the first time; use remat="none", or Pipeline(), whose stages are compiled apart'
+                f"Sharded remat={remat!r}: the compiler for {self.cluster.platform} merges the recomputation with the "
+                'first computation; use remat="none", or Pipeline(), whose stages are compiled apart'
             )
         return ("none", "selective", "layer") if remat == "auto" else tuple(c for c in REMAT if c == remat)
 

@@ -485,7 +485,7 @@ def register_rule(
     elif callable(target):
         return RegisteredFunction(target, found)
     else:
-        raise RuleError(f"register_rule: {target!r} is no function, no primitive and no name of an FFI target")
+        raise RuleError(f"register_rule: {target!r} is not a function, a primitive or the name of an FFI target")
     return target
 
 

@@ -245,7 +245,7 @@ def sizes_of(
                 parts = ", ".join(f"{name} = {sizes[name]}" for name in dim)
                 raise RuleError(
                     f"{where} of {who} has shape {shape}: its dim of size {n} is {' '.join(dim)} in the rule "
-                    f"{notation.text!r}, but elsewhere {parts}; give dims of different sizes different names"
+                    f"{notation.text!r}, but at another place {parts}; give dims of different sizes different names"
                 )
     return sizes
 

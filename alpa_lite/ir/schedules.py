@@ -155,7 +155,7 @@ def _validate(name: str, num_meshes: int, num_microbatches: int, virtual: int) -
         raise OptionError(f"schedule={name!r} does not exist; give one of {', '.join(map(repr, NAMES))}.")
     for argument, value in (("num_meshes", num_meshes), ("num_microbatches", num_microbatches), ("virtual", virtual)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise OptionError(f"{argument}={value!r} of schedule {name!r} is no positive integer; give at least 1.")
+            raise OptionError(f"{argument}={value!r} of schedule {name!r} is not a positive integer; give at least 1.")
     if virtual > 1 and name != "interleaved-1f1b":
         raise OptionError(
             f"virtual={virtual}: schedule {name!r} has one stage for each submesh; "

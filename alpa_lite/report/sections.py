@@ -120,7 +120,7 @@ def _bubble(plan: Plan) -> str:
     share = units.percent(bubble, tasks * count * division.virtual + bubble)
     text = f"ideal bubble {share} (equal stages, free transfers); the rest is imbalance, updates and waiting"
     unequal = len(set(stages.sizes(plan))) > 1
-    return f"{text}; idle shares below are means over submeshes, whatever their size" if unequal else text
+    return f"{text}; idle shares below are unweighted means over submeshes" if unequal else text
 
 
 def _stages(plan: Plan) -> Table:

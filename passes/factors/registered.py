@@ -50,8 +50,8 @@ def _try_blocks(kernel: Kernel, types: Types) -> None:
                 kernels.results_of(kernel, blocks)
             except RuleError as error:
                 raise RuleError(
-                    f"{kernel.name}: on blocks of {name!r} with {size // parts} instead of {size}, it returns what is "
-                    f"no block of its result: {error}. Take sizes from the operands, or list {name!r} in replicate"
+                    f"{kernel.name}: on blocks of {name!r} with {size // parts} instead of {size}, it does not return "
+                    f"a block of its result: {error}. Take sizes from the operands, or list {name!r} in replicate"
                 ) from None
             except Exception as error:  # whatever a user's function raises
                 raise RuleError(

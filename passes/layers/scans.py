@@ -76,7 +76,7 @@ def cut_scans(
     for index, some in points.items():
         if index not in inside:
             raise OptionError(
-                f"points name op {index}, which is no scan of the micro-batch; there are {sorted(inside)}"
+                f"points name op {index}, which is not a scan of the micro-batch; there are {sorted(inside)}"
             )
         bounds[index] = (0, *some, inside[index].params["length"])
         if any(low >= high for low, high in itertools.pairwise(bounds[index])):
@@ -149,7 +149,7 @@ def _micro_batches(top: StackWalk, body: StackWalk, view: ScanView) -> None:
     source = view.op.source
 
     def in_pieces(atom: Atom, bounds: Bounds) -> tuple[int, ...]:
-        assert isinstance(atom, int), "a stacked value is no literal"
+        assert isinstance(atom, int), "a stacked value is not a literal"
         return top.parts(atom, bounds, source)
 
     consts: list[tuple[Atom, int]] = []

@@ -229,7 +229,7 @@ def budget_error(
     """The error that names the tensors that bind, the smallest budget that works, and the ways out."""
     if least is None:
         return InfeasibleError(
-            f"the method admits no sharding of this step on {cluster.num_devices} devices, whatever the memory: the "
+            f"the method admits no sharding of this step on {cluster.num_devices} devices with any memory: the "
             "constraints on arguments and operations contradict each other. Use method='auto', or constrain less "
             "(constrain, allow, forbid)."
         )

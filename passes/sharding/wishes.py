@@ -189,4 +189,4 @@ def _nothing(key: str, known: list[str]) -> str:
     wanted = key.removeprefix(REGEX) if key.startswith(REGEX) else paths.spellings(key)[-1]
     close = difflib.get_close_matches(wanted, printed, n=3, cutoff=0.3)
     hint = f"similar arguments are {', '.join(close)}" if close else f"its arguments are {', '.join(printed[:5])}"
-    return f"Manual names {key!r}, which is no argument of the step; {hint}."
+    return f"Manual names {key!r}, which is not an argument of the step; {hint}."

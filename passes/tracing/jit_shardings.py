@@ -6,6 +6,7 @@ Those of other results are constraints in the graph.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,9 +40,10 @@ def spread(option: str, prefix: Any, tree: Any) -> list[Given]:
     try:
         jax.tree_util.tree_map(add, prefix, tree, is_leaf=is_sharding)
     except ValueError as error:
+        reason = textwrap.shorten(str(error).splitlines()[0], 120, placeholder=" ...")
         raise OptionError(
-            f"{option} is no prefix of the pytree that it is for ({str(error).splitlines()[0][:120]}); give one "
-            "sharding for all, or one for each part, None where it is free"
+            f"{option} is not a prefix of the pytree that it is for ({reason}); give one sharding for all, or one for "
+            "each part, None where it is free"
         ) from error
     return found
 

@@ -50,7 +50,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.pop("format"), "no calibration"),
+        (lambda data: data.pop("format"), "not a calibration"),
         (lambda data: data.update(version=1), "version 1, and 2 is read"),
         (lambda data: data.pop("fits"), "fits"),
         (lambda data: data["cluster"].pop("dispatch"), "dispatch"),

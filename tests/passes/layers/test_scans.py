@@ -94,7 +94,7 @@ def test_bad_points_are_named():
     scan = microbatched.scan_of(traced)
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     (inner,) = layer_scans(traced, scan)
-    with pytest.raises(OptionError, match="no scan"):
+    with pytest.raises(OptionError, match="not a scan"):
         cut_scans(traced, scan, {0: (1,)}, rules)
     with pytest.raises(OptionError, match="rise strictly"):
         cut_scans(traced, scan, {inner.index: (6,)}, rules)
