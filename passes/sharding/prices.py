@@ -7,9 +7,8 @@ tensors, or one for each size where the cluster has measured collectives, whose 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,36 +30,22 @@ def _moves(differ: tuple[tuple[Axes, Axes], ...], src_partial: Axes, dst_partial
     return reshard_moves(src, Layout(tuple([after for _, after in differ]), dst_partial))
 
 
-@functools.lru_cache(maxsize=64)
-def _orders(mesh: LogicalMesh) -> Mapping[Axes, int]:
-    """Every sequence of axes that a dim, or the sums, of a layout may have, numbered."""
-    names = mesh.axis_names
-    return {
-        axes: n for n, axes in enumerate(a for k in range(len(names) + 1) for a in itertools.permutations(names, k))
-    }
-
-
 @functools.lru_cache(maxsize=200_000)
-def _steps(mesh: LogicalMesh, number: int) -> tuple[tuple[str, Axes, int], ...] | None:
+def _steps(mesh: LogicalMesh, changes: tuple[tuple[Axes, Axes], ...]) -> tuple[tuple[str, Axes, int], ...] | None:
     """The collectives of resharding: (kind, axes, blocks that the payload is one of); None where it cannot be done.
 
     A dim that does not change takes no part in any step: the blocks are those of a tensor that it does not cut. Nor do
     the names of the axes matter.
 
     Args:
-      number: the sums before and after, then the axes of each dim that changes, as in `_changes`.
+      changes: the sums before and after, then the axes of each dim that changes.
     """
-    orders = list(_orders(mesh))
-    digits = []
-    while number:
-        number, digit = divmod(number, len(orders) ** 2 + 1)
-        digits.append(divmod(digit - 1, len(orders)))
     names: dict[str, str] = {}
 
     def renamed(axes: Axes) -> Axes:
         return tuple([names.setdefault(a, f"{len(names)}") for a in axes])
 
-    sums, *differ = [(renamed(orders[before]), renamed(orders[after])) for before, after in reversed(digits)]
+    sums, *differ = [(renamed(before), renamed(after)) for before, after in changes]
     moves = _moves(tuple(differ), *sums)
     if moves is None:
         return None
@@ -109,7 +94,8 @@ class _Changes:
 @functools.lru_cache(maxsize=1024)
 def _changes(mesh: LogicalMesh, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> _Changes:
     """The changes from some layouts to others."""
-    orders = _orders(mesh)
+    every = (axes for layout in (*produced, *wanted) for axes in (*layout.dims, layout.partial))
+    orders = {axes: n for n, axes in enumerate(dict.fromkeys(every))}
     parts = np.array([mesh.product(axes) for axes in orders])
 
     def coded(layouts: tuple[Layout, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -127,10 +113,15 @@ def _changes(mesh: LogicalMesh, produced: tuple[Layout, ...], wanted: tuple[Layo
         changed, mine, theirs = changes[..., dim], sources[:, None, dim], goals[None, :, dim]
         unchanged = np.where(changed, unchanged, unchanged * parts[mine])
         number = np.where(changed, number * base + mine * len(orders) + theirs + 1, number)
-    numbers, number = np.unique(number, return_inverse=True)
+    _, first, number = np.unique(number, return_index=True, return_inverse=True)
     steps: dict[tuple[tuple[str, Axes, int], ...] | None, int] = {}
-    kinds = np.array([steps.setdefault(_steps(mesh, one), len(steps)) for one in numbers.tolist()])
-    return _Changes(tuple(steps), kinds[number.reshape(unchanged.shape)], unchanged)
+    kinds = []
+    for row, column in zip(*np.unravel_index(first, unchanged.shape), strict=True):
+        src, dst = produced[row], wanted[column]
+        differ = [pair for pair in zip(src.dims, dst.dims, strict=True) if pair[0] != pair[1]]
+        found = _steps(mesh, ((src.partial, dst.partial), *differ))
+        kinds.append(steps.setdefault(found, len(steps)))
+    return _Changes(tuple(steps), np.array(kinds)[number.reshape(unchanged.shape)], unchanged)
 
 
 @functools.lru_cache(maxsize=1024)
