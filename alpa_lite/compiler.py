@@ -35,7 +35,7 @@ from alpa_lite.passes.plans import comparing, weighing
 from alpa_lite.passes.programs.staged import Staged, noted
 from alpa_lite.passes.search.pipelines import exceeds_budget
 from alpa_lite.passes.search.planner import search_plan
-from alpa_lite.passes.sharding import wishes, worth
+from alpa_lite.passes.sharding import mesh_program, wishes
 from alpa_lite.passes.tracing.jit_shardings import placed_arguments
 from alpa_lite.passes.tracing.manual_regions import check_regions
 from alpa_lite.plan.pins import NO_PINS, Pins
@@ -146,7 +146,7 @@ def choose_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Plan, St
         staged, summary = search_plan(run, step, request)
     staged = noted(staged, *request.wishes.notes, *plans.constraint_notes(staged, request.wishes))
     staged = add_donation(staged, step, request)
-    annotated = bool(worth.items(step.traced, request.wishes))
+    annotated = bool(mesh_program.constraints_of(step.traced, request.wishes))
     plan = run(
         "plan",
         plans.write,

@@ -85,7 +85,7 @@ def test_passes_touch_no_runtime_and_the_runtime_does_not_plan():
             assert not {o for o in others if o.startswith("alpa_lite.runtime")}, name
 
 
-LARGE = {"passes.sharding": 20, "passes.tracing": 20, "passes.ir": 17}
+LARGE = {"passes.tracing": 20, "passes.ir": 17}
 """Packages with more than sixteen modules: to be divided; none may grow."""
 
 

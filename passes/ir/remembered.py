@@ -1,11 +1,11 @@
-"""A cache for functions of one frozen value, which lasts as long as the value lives."""
+"""Caches: of functions of one frozen value, which last as long as the value lives, and of tables of a search."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -25,3 +25,13 @@ def remembered(function: Callable[[K], V]) -> Callable[[K], V]:
         return known[value]
 
     return of
+
+
+class Memo(dict[Hashable, Any]):
+    """Results by key; a key begins with the name of its table."""
+
+    def once(self, key: Hashable, make: Callable[[], V]) -> V:
+        """Returns the result of `make`, called for each key once."""
+        if key not in self:
+            self[key] = make()
+        return self[key]

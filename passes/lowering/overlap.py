@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from alpa_lite.passes.ir.loops import body_runs
 from alpa_lite.passes.lowering.prices import FREE, Prices
 from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Reshard, reads, writes
-from alpa_lite.passes.sharding.hiding import Hiding
+from alpa_lite.passes.sharding.kinds import Hiding
 from alpa_lite.passes.sharding.space import block_count
 
 BUCKET = 30 * 2**20

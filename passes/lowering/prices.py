@@ -26,10 +26,9 @@ from alpa_lite.ir.graph import Op, Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir.primitives import work, working_dtype
 from alpa_lite.passes.lowering.program import Body, Communicated, Compute, Instruction, LocalProgram, Loop, collectives
-from alpa_lite.passes.sharding.computing import attention_efficiency
+from alpa_lite.passes.sharding.costs import attention_efficiency, combinable
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
-from alpa_lite.passes.sharding.prices import combinable
 from alpa_lite.plan.records import Collective
 
 

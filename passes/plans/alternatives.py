@@ -5,7 +5,7 @@ hundreds of integer programs. Two numbers enclose it instead, and where they mee
 
   from below   message passing (`sharding.solver.messages`) gives a bound for all choices, and for each strategy how far
                above the bound a choice must be that takes it (a lower min-marginal);
-  from above   a plan that takes s: coordinate descent (`sharding.solver.descent`) from the chosen plan with node i
+  from above   a plan that takes s: coordinate descent (`sharding.solver.problem`) from the chosen plan with node i
                fixed at s.
 
 Both are for the tied operations of a node together. A budget that binds is respected through a price of memory
@@ -23,11 +23,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_lite.passes.sharding.solver.descent import Descent
+from alpa_lite.passes.sharding.solver.links import split
 from alpa_lite.passes.sharding.solver.memory import MemoryDual
 from alpa_lite.passes.sharding.solver.messages import Ascent
-from alpa_lite.passes.sharding.solver.problem import Problem, forget_memory, price_memory
-from alpa_lite.passes.sharding.solver.ragged import split
+from alpa_lite.passes.sharding.solver.problem import Problem, descend, forget_memory, price_memory
 from alpa_lite.passes.sharding.solver.restrict import Contradiction, consistent
 
 Changes = Mapping[int, int]
@@ -103,12 +102,12 @@ class _Answers:
     """The plans that answer to forced strategies in one problem without a budget."""
 
     def __init__(self, problem: Problem, chosen: list[int]) -> None:
-        self.problem, self._chosen, self._descent = problem, chosen, Descent(problem)
+        self.problem, self._chosen = problem, chosen
 
     def plan(self, node: int, strategy: int) -> Changes | None:
         """Returns a plan where a node takes a strategy and no other gains by moving; None if its cost is infinite."""
         forced = changed_choice(self._chosen, {node: strategy})
-        after = self._descent.run(forced, self._descent.neighbours(node), _VISITS, fixed=node)
+        after = descend(self.problem, forced, self.problem.links.neighbours(node), _VISITS, fixed=node)
         if not math.isfinite(self.problem.seconds(after)):
             return None
         return {i: s for i, (s, before) in enumerate(zip(after.tolist(), self._chosen, strict=True)) if s != before}

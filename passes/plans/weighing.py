@@ -21,7 +21,7 @@ from alpa_lite.passes.plans.decisions import transfer_seconds
 from alpa_lite.passes.plans.outcomes import Outcomes
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding.groups import Dims, Grouping
-from alpa_lite.passes.sharding.solver.reading import from_graph
+from alpa_lite.passes.sharding.solver.problem import from_graph
 from alpa_lite.passes.sharding.space import Node, Strategy, block_count, layout_of, made_layout
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.plan.decisions import Alternative

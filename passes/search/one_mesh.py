@@ -8,7 +8,7 @@ mesh of one axis. Their first plan makes an incumbent; the others wait, once the
 
 Where communication overlaps with computation (`Cluster.overlaps`), the seconds of a plan are those of two streams, and
 no sum over choices. One stream takes at most twice as long (`MAX_SPEEDUP`), so half of a bound of the sum is a bound;
-each program is solved at full prices and with hideable communication at a share of its price (`sharding.hiding`).
+each program is solved at full prices and with hideable communication at a share of its price (`sharding.kinds`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from alpa_lite.passes.microbatches.loop import state_bytes
 from alpa_lite.passes.search import best_first, configs
 from alpa_lite.passes.search.best_first import Candidate, Expansion, FoundPlan
 from alpa_lite.passes.search.configs import Analyses, AnalyzedStep, ExecutionConfig, next_feasible_microbatches
-from alpa_lite.passes.sharding import computing, mesh_program
-from alpa_lite.passes.sharding.hiding import Hiding
+from alpa_lite.passes.sharding import costs, mesh_program
+from alpa_lite.passes.sharding.kinds import Hiding
 from alpa_lite.passes.sharding.mesh_program import MeshProgram, MeshSolution, Solved
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.space import Space
@@ -143,7 +143,7 @@ class OneMeshSearch:
         self.analyses = Analyses(run, step, request)
         floor = state_bytes(step.traced) / request.cluster.num_devices
         self.own = Family(type(request.method).__name__, floor)
-        self.products = computing.products_bound(step.traced, step.rules, request.cluster)
+        self.products = costs.products_bound(step.traced, step.rules, request.cluster)
         self.speedup = MAX_SPEEDUP if request.cluster.overlaps else 1.0
         self.found: list[FoundPlan] = []
         self.refused: MicrobatchError | None = None

@@ -32,7 +32,7 @@ from alpa_lite.passes.plans.comparing import compared_pipelines
 from alpa_lite.passes.programs.staged import Staged, Verdict, estimated_bytes
 from alpa_lite.passes.search.best_first import FoundPlan
 from alpa_lite.passes.search.configs import MAX_LAYERS
-from alpa_lite.passes.sharding import computing
+from alpa_lite.passes.sharding import costs
 from alpa_lite.passes.stages import planning, submeshes
 from alpa_lite.passes.stages.choosing import CERTAIN, StagePlan
 from alpa_lite.passes.stages.layer_costs import PRICES, Layer
@@ -108,7 +108,7 @@ class PipelineAnalyses:
     def bound(self) -> float:
         """Seconds that no pipeline takes less of: see the module."""
         cluster = self.request.cluster
-        work = computing.products_bound(self.step.traced, self.step.rules, cluster)
+        work = costs.products_bound(self.step.traced, self.step.rules, cluster)
         in_process = 2 if cluster.controller(cluster.num_devices - 1) == cluster.controller(0) else 1
         task = cluster.dispatch.seconds(1)
         return min(max(work * (1 + 1 / (3 * n)), (2 * n * in_process - 1) * task) for n in RUNS)

@@ -18,7 +18,7 @@ from alpa_lite.passes.search.best_first import EFFORTS, Candidate, FoundPlan
 from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.search.one_mesh import DecidedMesh, OneMeshSearch
 from alpa_lite.passes.search.pipelines import PipelineSearch
-from alpa_lite.passes.sharding import worth
+from alpa_lite.passes.sharding import mesh_program
 from alpa_lite.passes.sharding.mesh_program import CLOSED, MeshSolution
 from alpa_lite.passes.stages import planning, stage_graph
 from alpa_lite.passes.stages.planning import DecidedStage
@@ -84,9 +84,9 @@ def _write(run: Passes, request: PlanRequest, one: OneMeshSearch, chosen: FoundP
     decided: DecidedMesh = chosen.value
     step, found, config = decided.step, decided.found, decided.step.config
     loop, grouped, costs = step.loop, step.grouped, tuple[str, ...]()
-    if worth.items(loop.traced, request.wishes):
+    if mesh_program.constraints_of(loop.traced, request.wishes):
         costs = run(
-            "constraints", worth.worth, grouped, request.cluster, request.method, found,
+            "constraints", mesh_program.price_constraints, grouped, request.cluster, request.method, found,
             budget=request.budget, pins=request.pins, wishes=request.wishes,
         )  # fmt: skip
     objective, own = found.solution.objective, found.solution.bound

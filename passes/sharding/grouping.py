@@ -21,9 +21,7 @@ each consumer makes its own block, and what is moved is the small source ("price
 A `Demand` is an edge: a group wants a value, with each dim sharded by the given factors of the group. Demands on a lazy
 value are pulled back to the values that it is made from.
 
-Tying. Groups of equal *colour* share one decision. Colours come from the operations inside a group and two rounds of
-Weisfeiler-Lehman refinement over demands (Weisfeiler & Leman 1968; DESIGN section 4), so a model of any depth has a
-bounded number of classes.
+Tying. Groups of equal *colour* share one decision (`sharding.groups`).
 """
 
 from __future__ import annotations
@@ -35,10 +33,11 @@ from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, keys, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
+from alpa_lite.passes.ir.remembered import Memo
 from alpa_lite.passes.local.effects import NeedsOutside
-from alpa_lite.passes.sharding.groups import Demand, Digests, Dims, Draft, Group, Grouping, GroupKind, Home, colors_of
+from alpa_lite.passes.sharding import groups
+from alpa_lite.passes.sharding.groups import Demand, Digests, Dims, Draft, Form, Group, Grouping, GroupKind, Home
 from alpa_lite.passes.sharding.linear import find_linear
-from alpa_lite.passes.sharding.op_forms import Form, followed_factors, form_of, leaf_dims, opaque_rule, placed_dims
 
 
 def group(traced: Traced, rules: Mapping[Any, Rule], apart: Set[int] = frozenset()) -> Grouping:
@@ -74,10 +73,7 @@ class _Builder:
         self.linear = find_linear(graph.block, rules, graph.values, apart)
         self.digests = Digests()
         self.needs_outside = NeedsOutside()
-        self.forms: dict[Any, Form] = {}
-        self.placed: dict[Any, tuple[tuple[Dims, ...], tuple[Dims, ...]]] = {}
-        self.followed: dict[Any, tuple[int, ...] | None] = {}
-        self.lazy_signatures: dict[int, Any] = {}
+        self.known = Memo()
         self.regions = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}
 
     # -- blocks ---------------------------------------------------------------------------------------------------
@@ -109,7 +105,7 @@ class _Builder:
             self.clock += 1
             depth = self.clock
             if self.needs_outside(op):
-                self.member(op, self.form(op, opaque_rule(op, self.values)), 0, (), trips)
+                self.member(op, self.form(op, groups.opaque_rule(op, self.values)), 0, (), trips)
             elif op.name in self.regions:
                 self.regions[op.name](op, trips)
             else:
@@ -177,7 +173,7 @@ class _Builder:
 
         Scalars belong to the fixed group unless they may be partial sums.
         """
-        factors, dims = leaf_dims(shape)
+        factors, dims = groups.leaf_dims(shape)
         if not factors and not is_sum:
             return 0, dims
         draft = Draft("linear" if is_sum else "leaf", factors, trips, name)
@@ -227,17 +223,14 @@ class _Builder:
             return
         draft = self.drafts[index]
         likeness = likeness or f"slot {draft.wants}"
-        self.demands.append(Demand(atom, index, dims, draft.wants, self.clock, trips, op, operand, likeness))
+        self.demands.append(Demand(atom, index, dims, self.clock, trips, op, operand, likeness))
         draft.wants += 1
 
     # -- straight-line operations ---------------------------------------------------------------------------------
 
     def form(self, op: Op, rule: Rule) -> Form:
         """Returns the properties that an operation's key determines; `rule` is always the same for a key."""
-        found = self.forms.get(op.key)
-        if found is None:
-            found = self.forms[op.key] = form_of(op, rule, self.values)
-        return found
+        return self.known.once(("form", op.key), lambda: groups.form_of(op, rule, self.values))
 
     def straight(self, op: Op, trips: int) -> int:
         """Places an operation without a region; returns its depth."""
@@ -287,15 +280,12 @@ class _Builder:
         home = self.homes[atom]
         index, dims = home.group, home.dims
         if self.drafts[index].kind in ("heavy", "linear") or self.drafts[index].trips != trips:
-            factors, dims = leaf_dims(self.values[atom].shape)
+            factors, dims = groups.leaf_dims(self.values[atom].shape)
             if atom not in self.followers:  # the light group that hangs on a value of a heavy group
                 self.followers[atom] = len(self.drafts)
                 self.drafts.append(Draft("light", factors, trips, "follow"))
             index = self.followers[atom]
-        case = (op.key, main, dims)
-        if case not in self.followed:
-            self.followed[case] = followed_factors(form.rule, main, dims)
-        factors = self.followed[case]
+        factors = self.known.once(("followed", op.key, main, dims), lambda: form.followed_factors(main, dims))
         if factors is None:
             self.alone("light", op, form, trips)
         else:
@@ -304,10 +294,8 @@ class _Builder:
     def member(self, op: Op, form: Form, index: int, factors: tuple[int, ...], trips: int) -> None:
         """Makes an op a member of a group: its demands, the homes of its results, and the group's signature."""
         draft, homes, key = self.drafts[index], self.homes, form.key
-        case = (op.key, factors if index else None)
-        if case not in self.placed:
-            self.placed[case] = placed_dims(form.rule.operands, case[1]), placed_dims(form.rule.results, case[1])
-        operands, results = self.placed[case]
+        own = factors if index else None
+        operands, results = self.known.once(("placed", op.key, own), lambda: form.placed_dims(own))
         inside = draft.kind in ("light", "leaf")
         refs: list[Any] = []
         likes: list[Any] = []
@@ -343,25 +331,27 @@ class _Builder:
 
     def lazy_signature(self, atom: int) -> Any:
         """Returns the signature of a lazy value's computation; None for a value that is not lazy."""
-        if atom in self.lazy and atom not in self.lazy_signatures:
+
+        def signature() -> Any:
             number, result = self.lazy[atom]
             op = self.ops[number]
             parts = tuple("lit" if isinstance(a, Lit) else self.lazy_signature(a) for a in op.operands)
-            self.lazy_signatures[atom] = keys.placeless(op, self.values.__getitem__), result, parts
-        return self.lazy_signatures.get(atom)
+            return keys.placeless(op, self.values.__getitem__), result, parts
+
+        return self.known.once(("lazy", atom), signature) if atom in self.lazy else None
 
     # -- colours --------------------------------------------------------------------------------------------------
 
     def finish(self) -> Grouping:
-        colors = colors_of(self.drafts, self.demands, self.homes)
-        groups = tuple(
+        colors = groups.colors_of(self.drafts, self.demands, self.homes)
+        found = tuple(
             Group(i, d.kind, tuple(d.factors), tuple(d.ops), tuple(d.op_factors), d.trips, colors[i], d.name)
             for i, d in enumerate(self.drafts)
         )
         classes: dict[str, list[int]] = {}
-        for g in groups:
+        for g in found:
             classes.setdefault(g.color, []).append(g.index)
         return Grouping(
-            groups, self.homes, self.lazy, tuple(self.demands), self.positions, self.defined, self.clock + 1,
+            found, self.homes, self.lazy, tuple(self.demands), self.positions, self.defined, self.clock + 1,
             self.ops, {c: tuple(m) for c, m in classes.items()}, self.leaves, tuple(self.outputs),
         )  # fmt: skip

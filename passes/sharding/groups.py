@@ -1,4 +1,4 @@
-"""The nouns of grouping: where a value is made, who wants it, and the groups that decide. See `sharding.grouping`.
+"""The nouns of grouping: where a value is made, who wants it, the groups that decide, and how operations take part.
 
 Groups of equal colour are identical, and share one decision. The first colour is what a group consists of. Two rounds
 of Weisfeiler-Lehman refinement over demands (Weisfeiler & Leman 1968) add what its neighbours are, so that a model of
@@ -9,12 +9,14 @@ a mask for itself from the same batch, and it does not matter which of them is i
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from alpa_lite.ir.graph import Op
-from alpa_lite.ir.strategy import Factor
+from alpa_lite.ir.graph import Lit, Op, Value
+from alpa_lite.ir.strategy import Factor, Rule
+from alpa_lite.passes.ir import keys, primitives
 
 Dims = tuple[tuple[int, ...], ...]
 
@@ -45,8 +47,8 @@ class Home:
 class Demand:
     """Group `group` wants `value` with its dims sharded by the given factors of the group.
 
-    `slot` numbers the demands of a group. Of those with equal `likeness` it does not matter whose value comes where:
-    operations of equal likeness want them, in equal dims, as the same operand, or as any of those that are joined.
+    Of the demands of a group with equal `likeness` it does not matter whose value comes where: operations of equal
+    likeness want them, in equal dims, as the same operand, or as any of those that are joined.
     `position` is the program point of the use; `trips` how often it happens. `op` is the operation that wants it, or -1
     for an output, a carry or a port; `operand` its operand number.
     """
@@ -54,7 +56,6 @@ class Demand:
     value: int
     group: int
     dims: Dims
-    slot: int
     position: int
     trips: int
     op: int = -1
@@ -152,3 +153,88 @@ def colors_of(drafts: Sequence[Draft], demands: Sequence[Demand], homes: Mapping
 
 
 _ROUNDS = 2  # of refinement
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """The properties that an operation's key determines, computed once for all operations of one key.
+
+    Attributes:
+      rule: its rule.
+      key: as `keys.placeless`.
+      light: whether it only follows, see `is_light`.
+      lazy: whether its result is made anew for each consumer, or is so where its operands are.
+      whole: the operands that have all factors of the results; literals may be among them.
+    """
+
+    rule: Rule
+    key: str
+    light: bool
+    lazy: Literal["", "always", "as operands"]
+    whole: tuple[int, ...]
+
+    def placed_dims(self, factors: tuple[int, ...] | None) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
+        """The dims of operands and of results by the factors of a group that those of the rule are, if of any."""
+
+        def placed(tensors: Sequence[Dims]) -> tuple[Dims, ...]:
+            if factors is None:
+                return tuple(((),) * len(dims) for dims in tensors)
+            return tuple(tuple(tuple(factors[f] for f in dim) for dim in dims) for dims in tensors)
+
+        return placed(self.rule.operands), placed(self.rule.results)
+
+    def followed_factors(self, main: int, dims: Dims) -> tuple[int, ...] | None:
+        """For each factor of the rule the factor that an operand of these dims gives it; None if it lacks one."""
+        of = {f[0]: g[0] for f, g in zip(self.rule.operands[main], dims, strict=True) if f and g}
+        count = len(self.rule.factors)
+        return tuple(of[f] for f in range(count)) if len(of) == count else None
+
+
+def opaque_rule(op: Op, values: Sequence[Value]) -> Rule:
+    """The rule of an operation that takes and gives whole values."""
+    operands = tuple(() if isinstance(a, Lit) else ((),) * len(values[a].shape) for a in op.operands)
+    return Rule((), operands, tuple(((),) * len(values[v].shape) for v in op.results), "opaque")
+
+
+def form_of(op: Op, rule: Rule, values: Sequence[Value]) -> Form:
+    """Returns the properties that an operation and its rule determine."""
+    light = is_light(rule, op)
+    lazy: Literal["", "always", "as operands"] = ""
+    if len(op.results) == 1 and all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims):
+        tensors = any(not isinstance(atom, Lit) for atom in op.operands)
+        lazy = "always" if is_lazy_source(op, values) else "as operands" if light and tensors else ""
+    every = factors_in(*rule.results)
+    whole = tuple(k for k, dims in enumerate(rule.operands) if every <= factors_in(dims))
+    return Form(rule, keys.placeless(op, values.__getitem__), light, lazy, whole)
+
+
+def is_lazy_source(op: Op, values: Sequence[Value]) -> bool:
+    """Whether an operation makes a large value out of nothing, or out of a small one."""
+    if op.name == "broadcast_in_dim":
+        source = op.operands[0]
+        return isinstance(source, Lit) or values[op.results[0]].nbytes > values[source].nbytes
+    return op.name == "iota"
+
+
+def keeps_dims(rule: Rule) -> bool:
+    """Whether every dim of a rule's tensors is one parallel factor or none, and every factor is in each result."""
+    if any(f.kind != "parallel" for f in rule.factors):
+        return False
+    single = all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims)
+    once = all(len(factors_in(dims)) == sum(map(len, dims)) for dims in rule.results)
+    return single and once and len(factors_in(*rule.results)) == len(rule.factors)
+
+
+def is_light(rule: Rule, op: Op) -> bool:
+    """Whether an operation only follows: every factor parallel, no dim of several factors, every factor in a result."""
+    if op.name == primitives.CONSTRAINT and any(axes is not None for axes in op.params["dims"]):
+        return False
+    turns = op.name == "reshape" and op.params.get("dimensions")
+    return keeps_dims(rule) and not turns and op.name not in primitives.DECIDING
+
+
+def leaf_dims(shape: tuple[int, ...]) -> tuple[list[Factor], Dims]:
+    """The factors of a tensor of which every dim may be sharded, and its dims by these."""
+    factors = [Factor(size, "parallel") for size in shape if size > 1]
+    numbers = itertools.count()
+    return factors, tuple([(next(numbers),) if size > 1 else () for size in shape])

@@ -30,7 +30,6 @@ from alpa_lite.passes.sharding import strategies
 from alpa_lite.passes.sharding.limits import Admitted
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver.problem import price_memory
-from alpa_lite.passes.sharding.solver.search import Search
 from alpa_lite.passes.sharding.solver.solve import SolverState
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.sharding.tables import GroupedStep
@@ -50,6 +49,10 @@ class MeshAtPrices:
     space: Space
     state: SolverState
     rough: Solution
+
+    def figures(self, choice: Sequence[int]) -> tuple[float, float]:
+        """Seconds and bytes per device of a choice, without the price of memory."""
+        return self.state.problem.seconds(choice), self.state.problem.peak(choice)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +84,7 @@ class LagrangianSearch:
     def fastest(self) -> tuple[float, float]:
         """Seconds and bytes per device of the fastest rough solution: of all meshes, their ratio is the unit."""
         best = min(self.programs, key=lambda program: program.rough.objective)
-        return best.rough.objective, max(best.state.problem.peak(best.rough.choice), 1.0)
+        return best.rough.objective, max(best.figures(best.rough.choice)[1], 1.0)
 
     def on(self, shape: tuple[int, ...]) -> LagrangianSearch:
         """The same with the meshes of one shape alone, if there are any."""
@@ -94,29 +97,22 @@ class LagrangianSearch:
         Mesh shapes that are much slower with memory for nothing are not tried at a price.
         """
         fastest = min(program.rough.objective for program in self.programs)
-        solutions: dict[MeshAtPrices, Solution] = {}
-        for one in self.programs:
-            if not price and (one.rough.gap <= self.gap or one.rough.bound >= fastest):
-                solutions[one] = one.rough
+        is_known = [not price and (one.rough.gap <= self.gap or one.rough.bound >= fastest) for one in self.programs]
+        solutions = {one: one.rough for one, known in zip(self.programs, is_known, strict=True) if known}
         for one in self.programs:
             if one not in solutions and one.rough.objective <= MAX_SLOWDOWN * fastest:
                 solutions[one] = _solve_at(one.state, price * self.unit, self.max_work, self.gap / max(1.0, price))
         best = min(solutions, key=lambda one: solutions[one].objective)
-        problem, solution = best.state.problem, solutions[best]
-        candidates = []
+        least, peak = best.figures(solutions[best].choice)
+        candidates, bounds = [], []
         for one in self.programs:
-            choice, mine = solutions.get(one, one.rough).choice, one.state.problem
-            seconds, size = mine.seconds(choice), int(mine.peak(choice))
-            faster = seconds < problem.seconds(solution.choice)
-            status = "chosen" if one is best else "more memory" if faster else "slower"
-            candidates.append(Candidate("Sharded", one.space.mesh.shape, seconds, size, status))
-        solution = replace(
-            solution,
-            status="feasible" if price else solution.status,
-            objective=problem.seconds(solution.choice),
-            bound=min((one.rough if price else solutions.get(one, one.rough)).bound for one in self.programs),
-            peak=problem.peak(solution.choice),
-        )
+            solution = solutions.get(one, one.rough)
+            seconds, size = one.figures(solution.choice)
+            status = "chosen" if one is best else "more memory" if seconds < least else "slower"
+            candidates.append(Candidate("Sharded", one.space.mesh.shape, seconds, int(size), status))
+            bounds.append((one.rough if price else solution).bound)
+        status = "feasible" if price else solutions[best].status
+        solution = replace(solutions[best], status=status, objective=least, bound=min(bounds), peak=peak)
         return MeshSolution(best.space, solution, tuple(candidates))
 
 
@@ -150,9 +146,7 @@ def _solve_at(state: SolverState, price: float, max_work: int, gap: float) -> So
     """Returns the best choice at a price in seconds per byte; its objective includes the price of memory."""
     points = len(state.problem.base)
     priced = price_memory(state.problem, np.full(points, price / max(points, 1)))
-    found = Search(priced, gap, max_work, messages=state.messages, starts=list(state.choices))
-    found.run()
-    state.note(found)
-    if found.choice is None:
+    found = state.solve(priced, gap=gap, max_work=max_work)
+    if found.status == "infeasible":
         raise InfeasibleError("no sharding was found: no strategies of the operations go together")
-    return found.solution("optimal" if found.closed else "feasible")
+    return found

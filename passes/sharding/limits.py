@@ -36,21 +36,11 @@ from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
 from alpa_lite.ir.paths import shown
 from alpa_lite.manual import NAMES, Manual
 from alpa_lite.methods import STRATEGIES, DataParallel, Sharded, TensorParallel
-from alpa_lite.passes.sharding import connected, kinds
+from alpa_lite.passes.sharding import connected, kinds, textbook
 from alpa_lite.passes.sharding.groups import Grouping, factors_in
 from alpa_lite.passes.sharding.space import completions, described, fits
 from alpa_lite.passes.sharding.tables import GroupedStep
-from alpa_lite.passes.sharding.textbook import (
-    Operations,
-    OverExamples,
-    Textbook,
-    by_group,
-    parameters_of_products,
-    reads_weights,
-    share_in_pieces,
-    textbook,
-    zero_stage,
-)
+from alpa_lite.passes.sharding.textbook import Operations, OverExamples, Textbook
 from alpa_lite.plan.pins import NO_PINS, NO_WISHES, Pins, Wish, Wishes
 
 Layouts = dict[int, tuple[Layout, ...]]
@@ -210,16 +200,16 @@ def limits(
         free = tuple(a for a in mesh.axis_names if a not in taken)
         found |= _textbook(step, rest, mesh, free or mesh.axis_names, own)
         if free and not pins:
-            operations = textbook(step, rest, mesh, free, own)
+            operations = textbook.textbook(step, rest, mesh, free, own)
             count = mesh.product(free)
-            if isinstance(operations, OverExamples) and share_in_pieces(step, count) > _MOST:
+            if isinstance(operations, OverExamples) and textbook.share_in_pieces(step, count) > _MOST:
                 raise MicrobatchError(
                     f"most of the step works on fewer examples at a time than divide over {count} devices, or on a "
                     "number that does not: use fewer micro-batches, a larger batch, or method='auto'."
                 )
     pinned = {grouping.leaves[number]: (pin.layout,) for number, pin in pins.arguments.items()}
     layouts = found | named | {group: layouts for group, layouts in pinned.items() if group}
-    again = operations is not None and zero_stage(rest) == 3
+    again = operations is not None and textbook.zero_stage(rest) == 3
     return Constraints(layouts, operations, again, *_forbidden(step, wishes.forbidden))
 
 
@@ -243,7 +233,7 @@ def _forbidden(step: GroupedStep, names: Collection[str]) -> tuple[dict[int, fro
     if "data parallel" in names:
         whole |= connected.connected(grouping, connected.of_the_batch(traced, grouping))
     if "tensor parallel" in names:
-        demands = [demand for demand in grouping.demands if reads_weights(grouping, demand, read)]
+        demands = [demand for demand in grouping.demands if textbook.reads_weights(grouping, demand, read)]
         whole.update((demand.group, f) for demand in demands for f in factors_in(demand.dims))
     if "fsdp" in names:
         ungathered |= read
@@ -251,7 +241,7 @@ def _forbidden(step: GroupedStep, names: Collection[str]) -> tuple[dict[int, fro
         block, of = traced.graph.block, kinds.state_kinds(traced)
         new = (block.outputs[out] for out, argument in traced.state if of.get(argument) == "params")
         ungathered.update(a for a in new if isinstance(a, int) and a not in block.inputs)
-    return by_group(whole), frozenset(ungathered)
+    return textbook.by_group(whole), frozenset(ungathered)
 
 
 def _textbook(step: GroupedStep, method: Textbook, mesh: LogicalMesh, axes: Axes, named: Collection[int]) -> Layouts:
@@ -270,12 +260,12 @@ def _textbook(step: GroupedStep, method: Textbook, mesh: LogicalMesh, axes: Axes
             "batch_argnums=(i,) or batch_argnames=(name,), or use another method"
         )
     out: Layouts = {}
-    count, stage, tensor = mesh.product(axes), zero_stage(method), isinstance(method, TensorParallel)
+    count, stage, tensor = mesh.product(axes), textbook.zero_stage(method), isinstance(method, TensorParallel)
     shapes = [values[v].shape for v in traced.graph.block.inputs]
     batch = [shape for shape, a in zip(shapes, traced.arguments, strict=False) if a.role == "batch" and shape]
     may_be_whole = not traced.batch_named and any(shape[0] % count == 0 for shape in batch)
     cut_by_loops = _stacked(grouping)
-    in_blocks = parameters_of_products(step, count) if tensor else set()
+    in_blocks = textbook.parameters_of_products(step, count) if tensor else set()
 
     def blocks(group: int, shape: tuple[int, ...]) -> tuple[Layout, ...]:
         """One dim over all axes; a stack of layers along another one than the stack's, if that divides."""

@@ -23,7 +23,7 @@ from alpa_lite.ir.graph import Atom, Block, Lit, Op, Value
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import Carried, ScanView
-from alpa_lite.passes.sharding.groups import factors_in
+from alpa_lite.passes.sharding.groups import keeps_dims
 
 # Linear in their one tensor operand: partial sums pass through them, `reshape` and `reduce_sum` only if dims stay.
 _LINEAR_UNARY = primitives.LINEAR_CHAIN | {"reduce_sum"}
@@ -49,15 +49,6 @@ def find_linear(
     found = Linear()
     _Block(block, rules, values, found, apart).visit()
     return found
-
-
-def keeps_dims(rule: Rule) -> bool:
-    """Whether every dim of a rule's tensors is one parallel factor or none, and every factor is in each result."""
-    if any(f.kind != "parallel" for f in rule.factors):
-        return False
-    single = all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims)
-    once = all(len(factors_in(dims)) == sum(map(len, dims)) for dims in rule.results)
-    return single and once and len(factors_in(*rule.results)) == len(rule.factors)
 
 
 class _Block:

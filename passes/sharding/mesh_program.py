@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import InfeasibleError
@@ -24,9 +25,12 @@ from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.paths import shown
 from alpa_lite.ir.strategy import Solution
 from alpa_lite.methods import Method
-from alpa_lite.passes.ir.primitives import PRODUCTS
-from alpa_lite.passes.sharding import computing, limits, strategies
+from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS
+from alpa_lite.passes.sharding import costs, limits, strategies
 from alpa_lite.passes.sharding.solver import solve
+from alpa_lite.passes.sharding.solver.memory import PeakSearch
+from alpa_lite.passes.sharding.solver.problem import from_graph
+from alpa_lite.passes.sharding.solver.work import SOLVE_WORK
 from alpa_lite.passes.sharding.space import Space, Strategy
 from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.plan.decisions import Candidate
@@ -44,6 +48,13 @@ PEAK_GAP = 1e-2
 
 NEAR_FREE = 2e-3
 """Relative difference to the seconds without a budget below which gathering state again is not tried."""
+
+
+PRICED_STRATEGIES = 3000
+"""The most strategies of a program that is solved again."""
+
+PRICED_SHARDINGS = 6
+"""The most shardings that are told apart."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +136,7 @@ def mesh_programs(
     for mesh, constraints in limits.admitted(step, cluster, method, wishes, pins):
         cost = MeshCost(cluster, mesh)
         build = functools.partial(strategies.build, step, cost, budget=budget, constraints=constraints)
-        peak_seconds = functools.partial(computing.at_peak, step, cost)
+        peak_seconds = functools.partial(costs.at_peak, step, cost)
         regathers = cluster.platform not in strategies.MERGING
         out.append(MeshProgram(mesh, regathers, functools.cache(build), peak_seconds))
 
@@ -205,8 +216,9 @@ def has_all_plans_of(step: GroupedStep, cluster: Cluster, method: Method) -> boo
 
 
 def peak_bound(program: MeshProgram) -> float:
-    """Bytes per device that no choice on a mesh takes less of."""
-    return solve.bound_of_peak(program.build(regather=program.regathers).program)
+    """Bytes per device that no choice on a mesh takes less of; `minimise_memory` takes longer, and is exact."""
+    problem = replace(from_graph(program.build(regather=program.regathers).program), budget=None)
+    return PeakSearch(problem, PEAK_GAP, SOLVE_WORK).lower_bound()
 
 
 def minimise_memory(programs: Sequence[MeshProgram]) -> tuple[float, MeshSolution] | None:
@@ -249,3 +261,45 @@ def budget_error(
         f"(jax.checkpoint around a layer) or a smaller batch would fit.",
         math.ceil(peak),
     )
+
+
+def price_constraints(
+    step: GroupedStep, cluster: Cluster, method: Any, found: MeshSolution, *, budget: float, pins: Pins, wishes: Wishes
+) -> tuple[str, ...]:
+    """A note on the cost of each of the user's own shardings: the same program is solved without each, and without all.
+
+    None where there is none, or where that is expensive: nothing is claimed then.
+
+    Args: those of `mesh_program.mesh_programs`, and the solution.
+    """
+    said = constraints_of(step.traced, wishes)
+    size = sum(len(node.strategies) for node in found.space.nodes)
+    if not said or len(said) > PRICED_SHARDINGS or size > PRICED_STRATEGIES or found.solution.status != "optimal":
+        return ()
+    if len(said) > 1:
+        ops, leaves = zip(*said.values(), strict=True)
+        said["all of the user's shardings"] = frozenset().union(*ops), frozenset().union(*leaves)
+    notes = []
+    for name, (ops, leaves) in said.items():
+        left = {path: wish for path, wish in wishes.leaves.items() if path not in leaves}
+        limit = replace(limits.limits(step, method, found.mesh, replace(wishes, leaves=left), pins), ignored=ops)
+        space = strategies.build(step, MeshCost(cluster, found.mesh), budget=budget, constraints=limit)
+        solution = solve.solve(space.program)
+        if solution.status == "optimal":
+            with_it, without = found.solution.objective, min(solution.objective, found.solution.objective)
+            notes.append(f"{name}: the step takes {with_it:.4g} s with it and {without:.4g} s without, on this mesh")
+    return tuple(notes)
+
+
+def constraints_of(traced: Traced, wishes: Wishes) -> dict[str, tuple[frozenset[int], frozenset[str]]]:
+    """In words each sharding -> the operations and the paths of arguments that it is said of."""
+    ops: dict[str, set[int]] = {}
+    leaves: dict[str, set[str]] = {}
+    for op in traced.graph.ops():
+        if op.name == CONSTRAINT and any(axes is not None for axes in op.params["dims"]):
+            ops.setdefault(f"{op.params['why']} at {_jax.source_line(op.source)}", set()).add(op.index)
+    for path, wish in wishes.leaves.items():
+        if path not in wishes.given:
+            leaves.setdefault(wish.why, set()).add(path)
+    names = dict.fromkeys((*ops, *leaves))
+    return {name: (frozenset(ops.get(name, ())), frozenset(leaves.get(name, ()))) for name in names}

@@ -13,6 +13,7 @@ import numpy as np
 from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
 from alpa_lite.ir.strategy import Factor, StrategyGraph
 from alpa_lite.passes.ir.moving import Moved
+from alpa_lite.passes.ir.remembered import Memo
 from alpa_lite.passes.sharding.groups import Dims, Group, factors_in
 from alpa_lite.plan.pins import Wish
 
@@ -30,6 +31,49 @@ class Strategy:
     @cached_property
     def _hash(self) -> int:
         return hash((self.axes, self.partial))
+
+
+@dataclass(frozen=True, eq=False)
+class Reached:
+    """The layouts that strategies lead to.
+
+    Attributes:
+      layouts: each once. klass: [strategies] the number of each one's among them.
+      blocks: [layouts] into how many blocks each cuts a tensor.
+    """
+
+    layouts: tuple[Layout, ...]
+    klass: np.ndarray
+    blocks: np.ndarray
+
+
+def classify(layouts: Sequence[Layout], mesh: LogicalMesh) -> Reached:
+    """The distinct ones of the layouts that strategies lead to, each."""
+    seen: dict[Layout, int] = {}
+    classes = np.array([seen.setdefault(layout, len(seen)) for layout in layouts])
+    return Reached(tuple(seen), classes, np.array([block_count(layout, mesh) for layout in seen]))
+
+
+class Choices:
+    """The strategies of a node as arrays: `parts[s, f]` is into how many parts strategy s cuts factor f."""
+
+    def __init__(self, strategies: Sequence[Strategy], factors: int, mesh: LogicalMesh):
+        self.strategies, self.mesh = tuple(strategies), mesh
+        sizes = [[mesh.product(axes) for axes in s.axes] for s in self.strategies]
+        self.parts = np.array(sizes, dtype=np.float64).reshape(len(self.strategies), factors)
+        self._known = Memo()
+
+    def cut(self, dims: Dims) -> np.ndarray:
+        """[strategies] into how many blocks a tensor is cut whose dims are made of these factors."""
+        return self._known.once(("cut", dims), lambda: self.parts[:, [f for dim in dims for f in dim]].prod(1))
+
+    def layouts(self, dims: Dims, partial: bool) -> Reached:
+        """The layouts of a tensor; `partial`: with the strategy's sums."""
+
+        def reached() -> Reached:
+            return classify([layout_of(dims, s, s.partial if partial else ()) for s in self.strategies], self.mesh)
+
+        return self._known.once(("layouts", dims, partial), reached)
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +114,10 @@ class Resharding:
     """A transfer of the integer program: `count` identical values, each moved `trips` times."""
 
     value: int
-    src: int
     produced: tuple[Layout, ...]
     wanted: tuple[Layout, ...]
     count: int
     trips: int
-    phase: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +130,7 @@ class Space:
       moves: one for each transfer of the program.
       late_from: program point from which a use counts as late (see `build`); None if uses are not split.
       buffer_values: for each of the program's buffers, the value that it holds.
-      shares: (value, phase) of each transfer that the compiler combines with others -> its share of their latency.
+      shares: as of `Tables`.
       moved: op index -> what the operation reads and writes on one device.
     """
 

@@ -1,24 +1,14 @@
 """Enumerates the strategies of every group on a mesh, prices them, and builds the integer program.
 
-A strategy assigns mesh axes to the factors of a group. For a heavy operation the assignments are those that have a
-local form (`local.forms`): a sharded sum factor leaves a partial sum. For a linear group an axis may also carry
-a partial sum through. Leaves, ports and light groups may shard any of their dims.
-
-Seconds of a strategy: those of its local work (`sharding.computing`), times the trip count and the number of identical
-groups. Seconds of a transfer: those of the steps of `layout.reshard_steps`, each alpha + payload * beta, where payload
-is the tensor's bytes over the shards that the layout leaves, so every pair of layouts has one pair of coefficients
-whatever the tensor. Gradient reductions and the gathers of updated state are combined by the compiler, so all of them
-together pay latency once.
-
-Memory: every value that leaves its group lives from its definition to its last use, with the bytes of its block; state
-lives throughout; a resharded copy lives from its first use to its last.
+Strategies, their seconds and the bytes of buffers are those of docs/strategies.md. Of a linear group an axis may carry
+a partial sum through. Every pair of layouts has one pair of coefficients, whatever the tensor (`sharding.costs`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,24 +20,13 @@ from alpa_lite.ir.strategy import Buffers, Factor, StrategyGraph, Transfer
 from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS, working_dtype
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
-from alpa_lite.passes.sharding.computing import Computing
+from alpa_lite.passes.sharding import space
+from alpa_lite.passes.sharding.costs import Moves, divides, gathers, group_terms, moves
 from alpa_lite.passes.sharding.groups import Group, Grouping
 from alpa_lite.passes.sharding.limits import UNCONSTRAINED, Constraints
-from alpa_lite.passes.sharding.mesh_tables import Choices, Moves, Reached, classify
-from alpa_lite.passes.sharding.prices import divides, gathers
-from alpa_lite.passes.sharding.space import (
-    Node,
-    Resharding,
-    Space,
-    Strategy,
-    assignments,
-    completions,
-    fits,
-    layout_of,
-    made_layout,
-    strategy_of,
-)
+from alpa_lite.passes.sharding.space import Choices, Node, Reached, Resharding, Space, Strategy, assignments, layout_of
 from alpa_lite.passes.sharding.tables import GroupedStep, Passage, Tables
+from alpa_lite.passes.sharding.textbook import OverFeatures
 from alpa_lite.plan.pins import Wish
 
 
@@ -109,13 +88,12 @@ class _Builder:
         self.several_axes = sum(size > 1 for size in cost.mesh.shape) > 1
         self.constraints, self.operations = constraints, constraints.operations
         self.known = step.on(cost)
-        self.computing = Computing(step, cost)
 
     def space(self, budget: float | None, regather: bool) -> Space:
         tables = self.step.tables(tuple(classes(self.grouping, self.constraints)), regather)
         choices = [self.choices(self.grouping.groups[members[0]]) for members in tables.members]
         nodes = [self.node(m, c) for m, c in zip(tables.members, choices, strict=True)]
-        moves = list(self.moves(tables, choices))
+        moves = list(self.transfers(tables, choices))
         buffers, held = self.buffers(tables, choices, moves)
         program = StrategyGraph(
             node_cost=tuple(node.seconds for node in nodes),
@@ -124,10 +102,9 @@ class _Builder:
             budget=budget,
             names=tuple(self.grouping.groups[node.group].name for node in nodes),
         )
-        shares = {(value, p.phase): p.share for p in tables.passages if p.share < 1.0 for value in p.values}
         return Space(
             self.mesh, program, tuple(nodes), tables.node_of, tuple(move.resharding for move in moves),
-            tables.late_from, held, shares, self.step.moved,
+            tables.late_from, held, tables.shares, self.step.moved,
         )  # fmt: skip
 
     # -- strategies -----------------------------------------------------------------------------------------------
@@ -142,13 +119,18 @@ class _Builder:
         else:
             free = self.known.once(
                 ("free", group.kind, self.factors(group)),
-                lambda: self.known.choices(self.free_strategies(group), factors),
+                lambda: self.arrays(self.free_strategies(group), factors),
             )
             limit = self.constraints.layouts.get(group.index)
             if limit is None and self.operations is None:
                 return free
             found = self.limited(group, free.strategies, limit)
-        return self.known.choices(found, factors)
+        return self.arrays(found, factors)
+
+    def arrays(self, strategies: Iterable[Strategy], factors: int) -> Choices:
+        """The strategies of a group of so many factors as arrays, one for all groups that have the same."""
+        some = tuple(strategies)
+        return self.known.once(("choices", factors, some), lambda: Choices(some, factors, self.mesh))
 
     def limited(self, group: Group, free: Sequence[Strategy], limit: Sequence[Layout] | None) -> Sequence[Strategy]:
         """Those of the strategies of a group without an operation to ask that layouts, or else a method, allow."""
@@ -157,7 +139,7 @@ class _Builder:
         dims = self.grouping.homes[self.step.homes_of[group.index][0]].dims
         found = [s for s in free if layout_of(dims, s) in limit]
         known = {layout_of(dims, s) for s in found}  # a user may also ask for axes in another order
-        return found + [strategy_of(dims, layout, len(group.factors)) for layout in limit if layout not in known]
+        return found + [space.strategy_of(dims, layout, len(group.factors)) for layout in limit if layout not in known]
 
     def factors(self, group: Group) -> tuple[Factor, ...]:
         """The factors of a group; those that must not be cut are marked so."""
@@ -189,10 +171,10 @@ class _Builder:
         (value,) = op.results
         shape, dims = self.values[value].shape, self.grouping.homes[value].dims
         wish = Wish(op.params["dims"], op.params["why"])
-        if op.index in self.constraints.ignored or fits(wish, shape, self.mesh) is not None:
+        if op.index in self.constraints.ignored or space.fits(wish, shape, self.mesh) is not None:
             return self.free_strategies(group)
-        found = dict.fromkeys(completions(wish, shape, self.mesh))
-        return [strategy_of(dims, layout, len(group.factors)) for layout in found]
+        found = dict.fromkeys(space.completions(wish, shape, self.mesh))
+        return [space.strategy_of(dims, layout, len(group.factors)) for layout in found]
 
     def free_strategies(self, group: Group) -> list[Strategy]:
         """The strategies of leaves, light and linear groups, which have no operation of their own to ask."""
@@ -214,14 +196,15 @@ class _Builder:
     def form(self, group: Group, axes: tuple[Axes, ...]) -> LocalForm | None:
         """The local form of a heavy group's operation, if its operands are laid out as the rule says."""
         op = self.op(group)
-        return self.known.once(("form", op.key, axes), lambda: self.plain_form(op, axes))
 
-    def plain_form(self, op: Op, axes: tuple[Axes, ...]) -> LocalForm | None:
-        rule, plain = self.rules[op.key], Strategy(axes)
-        form = local_form(op, rule, axes, self.values, self.mesh)
-        operands = () if form is None else zip(op.operands, form.operands, rule.operands, strict=True)
-        moved = any(not isinstance(a, Lit) and layout != layout_of(dims, plain) for a, layout, dims in operands)
-        return None if moved else form
+        def plain_form() -> LocalForm | None:
+            rule, plain = self.rules[op.key], Strategy(axes)
+            form = local_form(op, rule, axes, self.values, self.mesh)
+            operands = () if form is None else zip(op.operands, form.operands, rule.operands, strict=True)
+            moved = any(not isinstance(a, Lit) and layout != layout_of(dims, plain) for a, layout, dims in operands)
+            return None if moved else form
+
+        return self.known.once(("form", op.key, axes), plain_form)
 
     def produced(self, value: int, choices: Choices) -> Reached:
         """The layouts in which a value may be made, by the strategies of its group."""
@@ -233,7 +216,7 @@ class _Builder:
         own = (op.key, op.results.index(value)) if value in op.results else (home.group, home.slot)
         return self.known.once(
             ("made", own, choices),
-            lambda: classify([self.made(value, group, s) for s in choices.strategies], self.mesh),
+            lambda: space.classify([self.made(value, group, s) for s in choices.strategies], self.mesh),
         )
 
     def made(self, value: int, group: Group, strategy: Strategy) -> Layout:
@@ -243,7 +226,7 @@ class _Builder:
             form = self.form(group, strategy.axes)
             assert form is not None
             return form.results[op.results.index(value)]
-        return made_layout(group, self.grouping.homes[value].dims, strategy, self.mesh)
+        return space.made_layout(group, self.grouping.homes[value].dims, strategy, self.mesh)
 
     # -- nodes ----------------------------------------------------------------------------------------------------
 
@@ -258,7 +241,8 @@ class _Builder:
             terms[:, 0], collectives[:, 0] = self.opaque(group)
         # A group that only says where a value lies takes no time.
         elif not (group.kind == "heavy" and self.op(group).name == CONSTRAINT):
-            terms = self.computing.terms(group, choices, members[len(members) // 2], self.produced) * group.trips
+            terms = group_terms(self.step, self.cost, group, choices, members[len(members) // 2], self.produced)
+            terms *= group.trips
             if group.kind == "heavy":
                 collectives = np.array([self.collectives(self.form(group, s.axes)) for s in choices.strategies]).T
         return Node(group.index, group.trips, members, choices.strategies, terms, collectives)
@@ -287,8 +271,9 @@ class _Builder:
 
     # -- transfers ------------------------------------------------------------------------------------------------
 
-    def moves(self, tables: Tables, choices: Sequence[Choices]) -> Iterator[_Move]:
+    def transfers(self, tables: Tables, choices: Sequence[Choices]) -> Iterator[_Move]:
         """Yields the transfers of the program that cost anything."""
+        tensor = self.operations if isinstance(self.operations, OverFeatures) else None
         for passage in tables.passages:
             first, count, trips = passage.values[0], len(passage.values), passage.demands[0].trips
             made = self.produced(first, choices[passage.src])
@@ -303,20 +288,21 @@ class _Builder:
             for node, demand, some in zip(nodes, passage.demands, asked, strict=True):
                 numbers = []
                 for layout in some.layouts:
-                    follows = self.operations is not None and self.operations.follows(demand, layout)
+                    follows = tensor is not None and tensor.follows(demand, layout)
                     numbers.append(goals.setdefault((layout, follows), len(goals)))
                 klass = np.array(numbers)[some.klass]
                 ends.setdefault((node, klass.tobytes()), klass)
             wanted = tuple([layout for layout, _ in goals])
-            known = self.known.moves(shape, nbytes, made.layouts, wanted)
-            matrix = known.joint * passage.share + known.alpha + known.beta * nbytes
+            case = shape, nbytes, made.layouts, wanted
+            known = self.known.once(("moves", *case), lambda case=case: moves(self.cost, *case))
+            matrix = known.joint * tables.shares.get((first, passage.phase), 1.0) + known.alpha + known.beta * nbytes
             if not self.constraints.ungathered.isdisjoint(passage.values):
                 matrix = np.where(gathers(made.layouts, wanted), math.inf, matrix)
-            refused = self.operations and self.operations.refused(passage.values, made.layouts, [*goals])
+            refused = tensor and tensor.refused(passage.values, made.layouts, [*goals])
             if refused is not None:
                 matrix = np.where(refused, math.inf, matrix)
             if matrix.any():
-                move = Resharding(first, passage.src, made.layouts, wanted, count, trips, passage.phase)
+                move = Resharding(first, made.layouts, wanted, count, trips)
                 consumers = tuple([(n, k) for (n, _), k in ends.items()])
                 transfer = Transfer(passage.src, made.klass, consumers, matrix * (count * trips), f"value {first}")
                 yield _Move(move, transfer, passage, known)
@@ -331,17 +317,17 @@ class _Builder:
         klass: list[np.ndarray] = []
         size: list[np.ndarray] = []
         small = self.step.smallest
-        for kept in tables.kept:
-            made = self.produced(kept.value, choices[kept.node])
-            rows.append((kept.start, kept.end, kept.node, -1, -1, kept.value))
+        for value, node, first, last, count in tables.kept.tolist():
+            made = self.produced(value, choices[node])
+            rows.append((first, last, node, -1, -1, value))
             klass.append(made.klass)
-            size.append(self.values[kept.value].nbytes * kept.count / made.blocks)
+            size.append(self.values[value].nbytes * count / made.blocks)
         for number, (move, _, passage, costs) in enumerate(moves):
             nbytes = self.values[move.value].nbytes
             spans = passage.spans.tolist()
             for q, parts, costly in costs.copies if spans else ():
                 if nbytes / parts >= small:
-                    rows += [(first, last, move.src, number, q, value) for value, first, last, _ in spans]
+                    rows += [(first, last, passage.src, number, q, value) for value, first, last, _ in spans]
                     klass += [_EMPTY] * len(spans)
                     size += [costly * (nbytes / parts * count) for *_, count in spans]
         start, end, owner, transfer, copy, held = np.array(rows, dtype=int).reshape(-1, 6).T

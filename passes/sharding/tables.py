@@ -18,9 +18,9 @@ from alpa_lite.ir.graph import Op, Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import moving
 from alpa_lite.passes.ir.primitives import CONSTRAINT
+from alpa_lite.passes.ir.remembered import Memo
 from alpa_lite.passes.sharding import connected, kinds
 from alpa_lite.passes.sharding.groups import Demand, Dims, Grouping
-from alpa_lite.passes.sharding.mesh_tables import MeshTables
 from alpa_lite.passes.sharding.points import compressed, needed_points
 from alpa_lite.passes.sharding.solver.problem import timeline
 from alpa_lite.passes.sharding.space import Space
@@ -58,7 +58,6 @@ class Passage:
         again; else 0.
       demands: those on the first of the values.
       spans: [n, 4] a value, its first and its last point, and the number of values of equal span.
-      share: the share of the latency that it pays, since the compiler combines it with others.
     """
 
     src: int
@@ -66,18 +65,6 @@ class Passage:
     phase: int
     demands: tuple[Demand, ...]
     spans: np.ndarray
-    share: float
-
-
-@dataclass(frozen=True, eq=False)
-class Kept:
-    """Alike values that take memory where they are made: `count` of them live from `start` to `end`."""
-
-    value: int
-    node: int
-    start: int
-    end: int
-    count: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,16 +74,20 @@ class Tables:
     Attributes:
       members: the groups of each node. node_of: group -> node.
       late_from: program point from which state is served again; None if it is not.
-      passages: every transfer. kept: every buffer of what stays where it is made.
+      passages: every transfer.
+      kept: [n, 5] alike values that take memory where they are made: one of them, its node, its first and its last
+        point, and the number of values of equal span.
       points: how many program points are left; intervals are in their numbers.
+      shares: (value, phase) of each transfer that the compiler combines with others -> its share of their latency.
     """
 
     members: tuple[tuple[int, ...], ...]
     node_of: tuple[int, ...]
     late_from: int | None
     passages: tuple[Passage, ...]
-    kept: tuple[Kept, ...]
+    kept: np.ndarray
     points: int
+    shares: Mapping[tuple[int, int], float]
 
 
 @dataclass(eq=False)
@@ -105,22 +96,23 @@ class GroupedStep:
 
     Attributes:
       repeats: the parts that the program runs in.
-      works: a cache of `sharding.computing` for properties of groups that are the same on all meshes.
+      known: a cache of tables that are the same on all meshes, and of those of each mesh.
     """
 
     traced: Traced
     grouping: Grouping
     rules: Mapping[Any, Rule]
     repeats: Repeats = NO_REPEATS
-    works: dict[tuple[int, int], Any] = field(default_factory=dict, init=False)
-    _tables: dict[tuple[tuple[int, ...], bool], Tables] = field(default_factory=dict, init=False)
-    _meshes: dict[MeshCost, MeshTables] = field(default_factory=dict, init=False)
+    known: Memo = field(default_factory=Memo, init=False)
 
-    def on(self, cost: MeshCost) -> MeshTables:
-        """Returns the tables that the programs on one mesh share."""
-        if cost not in self._meshes:
-            self._meshes[cost] = MeshTables(cost)
-        return self._meshes[cost]
+    def on(self, cost: MeshCost) -> Memo:
+        """Returns the cache of the programs on one mesh, for every method.
+
+        A search builds several programs on a mesh: of each textbook method, of all strategies, and with state gathered
+        again. They differ in which strategies the groups have, and in which consumers are served when. The definition,
+        the cost and the layouts of a group's strategy are the same in all of them, and are computed once.
+        """
+        return self.known.once(("mesh", cost), Memo)
 
     def tables(self, members: Sequence[tuple[int, ...]], regather: bool) -> Tables:
         """Returns the tables where these groups are tied."""
@@ -128,10 +120,14 @@ class GroupedStep:
         for node, groups in enumerate(members):
             for group in groups:
                 node_of[group] = node
-        key = tuple(node_of), regather
-        if key not in self._tables:
-            self._tables[key] = _tables(self, tuple(members), *key)
-        return self._tables[key]
+        tying = tuple(node_of), regather
+        return self.known.once(("tables", *tying), lambda: _tables(self, tuple(members), *tying))
+
+    @cached_property
+    def roles(self) -> dict[int, str]:
+        """Input of the step, by value -> the role of the argument, or "constant"."""
+        inputs, arguments = self.traced.graph.block.inputs, self.traced.arguments
+        return dict.fromkeys(inputs, "constant") | {v: a.role for v, a in zip(inputs, arguments, strict=False)}
 
     @cached_property
     def uses(self) -> dict[int, list[Demand]]:
@@ -250,7 +246,6 @@ def _tables(
     values, homes, (kinds_of, copies) = step.traced.graph.values, step.grouping.homes, step.kinds
     late_from = step.fullest if regather else None
     found = _edges(step, node_of, late_from)
-    shares = _latency_shares(step, found)
     rows: list[tuple[int, int, int, int, int]] = []  # transfer or -1, type, start, end, value
     types: dict[object, int] = {}
     for value, start, end in step.living:
@@ -269,15 +264,12 @@ def _tables(
     _, first, count = np.unique(alike, return_index=True, return_counts=True)
     spans = np.stack([value[first], start[first], end[first], count], axis=1)
     own, *moved = np.split(spans, np.searchsorted(number[first], np.arange(len(found))))
-    kept = tuple([Kept(v, node_of[homes[v].group], *times) for v, *times in own.tolist()])
+    kept = np.insert(own, 1, [node_of[homes[v].group] for v in own[:, 0].tolist()], axis=1)
     passages = [
-        Passage(
-            src=key[0], values=tuple([v for v, _ in same]), phase=key[3], demands=tuple(same[0][1]), spans=some,
-            share=shares.get((same[0][0], key[3]), 1.0),
-        )
+        Passage(src=key[0], values=tuple([v for v, _ in same]), phase=key[3], demands=tuple(same[0][1]), spans=some)
         for (key, same), some in zip(found.items(), moved, strict=True)
-    ]  # fmt: skip
-    return Tables(members, node_of, late_from, tuple(passages), kept, len(points))
+    ]
+    return Tables(members, node_of, late_from, tuple(passages), kept, len(points), _latency_shares(step, found))
 
 
 _Key = tuple[int, str | int, frozenset[tuple[int, str, Dims]], int]

@@ -59,18 +59,6 @@ class Operations:
         del group
         return False
 
-    def follows(self, demand: Demand, layout: Layout) -> bool:
-        """Whether who wants a value in a layout must not take its block of a whole one."""
-        del demand, layout
-        return False
-
-    def refused(
-        self, values: Sequence[int], made: Sequence[Layout], wanted: Sequence[tuple[Layout, bool]]
-    ) -> np.ndarray | None:
-        """[made, wanted] which moves of some values are not allowed; None where all are. With each goal, `follows`."""
-        del values, made, wanted
-        return None
-
 
 @dataclass(frozen=True, eq=False)
 class _Textbook(Operations):
@@ -173,13 +161,16 @@ class OverFeatures(_Textbook):
         return [s for s in found if self.cut(s) <= along] or list(found)
 
     def follows(self, demand: Demand, layout: Layout) -> bool:
-        """As of `Operations`: what is between the products of two pairs is done whole, like what they make."""
+        """Whether who wants a value in a layout must not take its block of a whole one.
+
+        Operations between the products of two pairs are done whole, like what they make.
+        """
         return demand.group in self.followers and demand.value in self.floats and bool(self.axes & layout.used)
 
     def refused(
         self, values: Sequence[int], made: Sequence[Layout], wanted: Sequence[tuple[Layout, bool]]
     ) -> np.ndarray | None:
-        """As of `Operations`."""
+        """[made, wanted] which moves of some values are not allowed; None where all are. With each goal, `follows`."""
         if not self.free.isdisjoint(values):
             return None
         usual = {"slice"} if not self.still.isdisjoint(values) else {"slice", "all_reduce", "all_gather"}

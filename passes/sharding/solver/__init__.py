@@ -2,7 +2,3 @@
 
 In: `alpa_lite.ir.strategy.StrategyGraph`. Out: `alpa_lite.ir.strategy.Solution` with status, bound and gap.
 """
-
-from alpa_lite.passes.sharding.solver.solve import SolverState, evaluate, minimal_budget
-
-__all__ = ["SolverState", "evaluate", "minimal_budget"]

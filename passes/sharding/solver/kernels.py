@@ -58,6 +58,23 @@ class Parts(NamedTuple):
     classes: np.ndarray
 
 
+class State(NamedTuple):
+    """The numbers of message passing, all of them changed but `edges`.
+
+    Attributes:
+      edges: [cells of the problem]. cost, cells, messages: of strategies, parts' cells and messages.
+      paid: what the strategies of the loops pay.
+      room: to work in.
+    """
+
+    edges: np.ndarray
+    cost: np.ndarray
+    cells: np.ndarray
+    messages: np.ndarray
+    paid: np.ndarray
+    room: np.ndarray
+
+
 @compiled
 def _collect(parts: Parts, cells: np.ndarray, given: np.ndarray, k: int, end: int, found: np.ndarray) -> None:
     """Compute the least of the cells of each class of an end, less the amounts given to the other end."""
@@ -82,10 +99,24 @@ def _collect(parts: Parts, cells: np.ndarray, given: np.ndarray, k: int, end: in
 
 
 @compiled
-def collect(parts: Parts, cells: np.ndarray, given: np.ndarray, found: np.ndarray) -> None:
-    """Compute for each message the least of its cells, less the amounts given to the other end."""
+def collect(parts: Parts, cells: np.ndarray, given: np.ndarray) -> np.ndarray:
+    """For each message the least of its cells, less the amounts given to the other end."""
+    found = np.zeros(len(given))
     for h in parts.end:
         _collect(parts, cells, given, h >> 1, h & 1, found)
+    return found
+
+
+@compiled
+def rests(parts: Parts, cells: np.ndarray, messages: np.ndarray) -> np.ndarray:
+    """[parts] the least that each still holds."""
+    found, rest = np.empty(len(messages)), np.full(len(parts.part), INF)
+    for h in range(0, 2 * len(rest), 2):
+        k, end = h >> 1, h & 1
+        _collect(parts, cells, messages, k, end, found)
+        for c in range(parts.part[k, ROW], parts.part[k, ROW] + parts.part[k, HIGH]):
+            rest[k] = min(rest[k], found[c] - messages[c])
+    return rest
 
 
 @compiled
@@ -102,10 +133,12 @@ def _total(parts: Parts, cost: np.ndarray, messages: np.ndarray, i: int, total: 
 
 
 @compiled
-def add(parts: Parts, cost: np.ndarray, messages: np.ndarray, totals: np.ndarray) -> None:
+def add(parts: Parts, cost: np.ndarray, messages: np.ndarray) -> np.ndarray:
     """Seconds of each strategy with the messages of its classes."""
+    totals = np.empty(len(cost))
     for i in range(len(parts.node) - 1):
         _total(parts, cost, messages, i, totals[parts.node[i, 0] :])
+    return totals
 
 
 @compiled
@@ -120,11 +153,13 @@ def _least(parts: Parts, values: np.ndarray, k: int, end: int, least: np.ndarray
 
 
 @compiled
-def least(parts: Parts, values: np.ndarray, out: np.ndarray) -> None:
-    """For each message the least value of the strategies of its class."""
+def least(parts: Parts, values: np.ndarray, messages: int) -> np.ndarray:
+    """For each message, whose number is given, the least value of the strategies of its class."""
+    out = np.zeros(messages)
     for h in parts.end:
         k, end = h >> 1, h & 1
         _least(parts, values[parts.node[parts.part[k, SRC + end], 0] :], k, end, out)
+    return out
 
 
 @compiled
@@ -139,22 +174,17 @@ def excess(parts: Parts, cells: np.ndarray, given: np.ndarray, rest: np.ndarray,
 
 
 @compiled
-def ascend(
-    parts: Parts, edges: np.ndarray, cost: np.ndarray, cells: np.ndarray, messages: np.ndarray, paid: np.ndarray,
-    room: np.ndarray, times: int, direction: int,
-) -> None:  # fmt: skip
+def ascend(parts: Parts, state: State, times: int, direction: int) -> None:
     """Pass messages, and divide the cells of shared edges after each sweep.
 
     Each node collects what its parts hold, and hands it on to those that lead on.
 
     Args:
-      edges: [cells of the problem]. cost, cells, messages: of strategies, parts' cells and messages, which are changed.
-      paid: what the strategies of the loops pay, which is changed.
-      room: to work in. times: sweeps, or 0 to divide alone.
+      times: sweeps, or 0 to divide alone.
       direction: 0 or 1 for a pass forward or backward alone, without dividing; or -1.
     """
     nodes = len(parts.node) - 1
-    found, least, total = room[0], room[1], room[2]
+    messages, found, least, total = state.messages, state.room[0], state.room[1], state.room[2]
     for _ in range(max(times, 1)):
         for n in range(2 * nodes if times else 0):
             backward = n >= nodes
@@ -165,9 +195,9 @@ def ascend(
             ahead = 0
             for h in range(begin, stop):
                 k, end = parts.end[h] >> 1, parts.end[h] & 1
-                _collect(parts, cells, messages, k, end, found)
+                _collect(parts, state.cells, messages, k, end, found)
                 ahead += parts.part[k, SRC + 1 - end] > i
-            _total(parts, cost, found, i, total)
+            _total(parts, state.cost, found, i, total)
             share = 1.0 / max(ahead, stop - begin - ahead, 1)
             for h in range(begin, stop):
                 k, end = parts.end[h] >> 1, parts.end[h] & 1
@@ -177,20 +207,18 @@ def ascend(
                 for c in range(message, message + parts.part[k, HIGH + end]):
                     messages[c] = found[c] - (share * least[c] if leads else 0.0) if least[c] < INF else -INF
         for e in range(len(parts.divided) if direction < 0 else 0):
-            _divide(parts, edges, cost, cells, messages, paid, room, e)
+            _divide(parts, state, e)
 
 
 @compiled
-def _divide(
-    parts: Parts, edges: np.ndarray, cost: np.ndarray, cells: np.ndarray, messages: np.ndarray, paid: np.ndarray,
-    room: np.ndarray, e: int,
-) -> None:  # fmt: skip
+def _divide(parts: Parts, state: State, e: int) -> None:
     """Divide the cells of an edge among its consumers.
 
     Any parts of at least zero that sum to the cost of a cell give a lower bound. Each consumer gets what its messages
     have taken away, one that is the source itself what its best strategies pay, and all of them an equal part of the
     rest.
     """
+    edges, cost, cells, messages, paid, room = state
     at, high, wide, k0, k1, l0, l1 = parts.divided[e]
     spare, need, wants, pays = room[2], room[3], room[4], room[5]
     for c in range(high * wide):
@@ -242,18 +270,13 @@ def _divide(
 
 
 @compiled
-def choose(
-    parts: Parts, cost: np.ndarray, cells: np.ndarray, messages: np.ndarray, total: np.ndarray, backward: bool,
-    chosen: np.ndarray,
-) -> None:  # fmt: skip
-    """Choose node by node the best strategy given the nodes before, whose cells are the messages from then on.
-
-    Args: total: to work in. chosen: [nodes] is written.
-    """
-    nodes = len(parts.node) - 1
+def choose(parts: Parts, state: State, backward: bool) -> np.ndarray:
+    """[nodes] node by node the best strategy given the nodes before, whose cells are the messages from then on."""
+    nodes, cells, messages, total = len(parts.node) - 1, state.cells, state.messages, state.room[2]
+    chosen = np.zeros(nodes, dtype=np.int64)
     for n in range(nodes):
         i = nodes - 1 - n if backward else n
-        _total(parts, cost, messages, i, total)
+        _total(parts, state.cost, messages, i, total)
         best = 0
         for s in range(parts.node[i + 1, 0] - parts.node[i, 0]):
             best = s if total[s] < total[best] else best
@@ -264,6 +287,7 @@ def choose(
             at, step = (mine, wide) if end else (mine * wide, 1)
             for c in range(parts.part[k, HIGH + 1 - end]):
                 messages[parts.part[k, ROW + 1 - end] + c] = cells[parts.part[k, CELL] + at + c * step]
+    return chosen
 
 
 class Edges(NamedTuple):
@@ -366,11 +390,3 @@ def descend(
                     queued[j] = True
                     queue[tail] = j
                     tail = (tail + 1) % (nodes + 1)
-
-
-@compiled
-def add_items(owner: np.ndarray, at: np.ndarray, size: np.ndarray, each: np.ndarray, entries: np.ndarray) -> None:
-    """Add to the entries of each item's owner, which begin at `owner`, its sizes times its price."""
-    for n in range(len(owner)):
-        for c in range(at[n + 1] - at[n] if each[n] else 0):
-            entries[owner[n] + c] += each[n] * size[at[n] + c]

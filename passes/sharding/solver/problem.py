@@ -2,50 +2,52 @@
 
 A `StrategyGraph` lists arrays by node, by transfer and by buffer. Here all costs are one vector of *entries*: the
 strategies of every node, node by node, then the *cells* of every edge, the flat [P, Q] of its cost. Bytes are *items*:
-over a closed interval of program points, an array of the shape of one node's or one edge's costs. So whatever restricts
-or prices a problem treats bytes as it treats seconds, and a problem of any number of nodes takes the same number of
-array operations.
+those that one entry takes over a closed interval of program points. So whatever restricts or prices a problem treats
+bytes as it treats seconds, and a problem of any number of nodes takes the same number of array operations.
 
     seconds(choice)  = sum_i node_i.cost[s_i] + sum_e sum_{q in Q_e} edge_e.cost[p_e, q]
-    bytes(choice)[t] = base[t] + the same sum over the sizes of the items whose interval contains t
+    bytes(choice)[t] = base[t] + the sizes of the items of these entries whose interval contains t
 
 with p_e = src_class[s_src] and Q_e = {klass[s_node] for (node, klass) in consumers}, a set: a layout is paid once.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
+from alpa_lite.ir.strategy import Buffers, StrategyGraph, Transfer
 from alpa_lite.passes.sharding.solver import kernels
-from alpa_lite.passes.sharding.solver.links import Links
-from alpa_lite.passes.sharding.solver.ragged import entries, offsets, reduced
+from alpa_lite.passes.sharding.solver.links import Links, joined, offsets, ranges, reduced
 
 
-@dataclass(frozen=True, eq=False)
-class Items:
-    """Bytes by owner: nodes by number, then edges.
+class Items(NamedTuple):
+    """The bytes that entries take: columns of equal length.
 
-    owner: [n]. start, end: [n] first and last program point. at: [n + 1] where the sizes of each begin in `size`.
+    The items of one node, or one edge, over one interval are next to each other, in the order of entries; nodes come by
+    number, then edges.
+
+    entry: its number. start, end: first and last program point. size: bytes, more than zero.
     """
 
-    owner: np.ndarray
+    entry: np.ndarray
     start: np.ndarray
     end: np.ndarray
-    at: np.ndarray
     size: np.ndarray
 
-    def of(self, which: np.ndarray) -> Items:
-        """Some of the items."""
-        at, size = offsets(np.diff(self.at)[which]), self.size[entries(self.at, which)]
-        return Items(self.owner[which], self.start[which], self.end[which], at, size)
+    def select(self, which: np.ndarray) -> Items:
+        """Some of the items, by number or by a mask."""
+        return Items(*(column[which] for column in self))
 
 
 _NONE = np.zeros(0, dtype=np.int64)
-NO_ITEMS = Items(_NONE, _NONE, _NONE, np.zeros(1, dtype=np.int64), np.zeros(0))
+NO_ITEMS = Items(_NONE, _NONE, _NONE, np.zeros(0))
 """No bytes at all."""
 
 
@@ -76,17 +78,11 @@ class Problem:
 
     def bytes(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
         """[points] bytes live at each program point under a choice."""
-        items, links, choice = self.items, self.links, np.asarray(choice, dtype=np.int64)
-        if not len(items.owner):
-            return self.base
-        cells = links.cells_of(choice)
-        edge = np.searchsorted(links.cell, cells, side="right") - 1
-        counts = np.concatenate([np.ones(links.nodes, dtype=np.int64), np.bincount(edge, minlength=links.edges)])
-        taken = np.concatenate([choice, cells - links.cell[edge]])
-        times = counts[items.owner]
-        where = np.repeat(items.at[:-1], times) + taken[entries(offsets(counts), items.owner)]
-        start, end = np.repeat(items.start, times), np.repeat(items.end, times)
-        return self.base + timeline(len(self.base), start, end, items.size[where])
+        links, choice = self.links, np.asarray(choice, dtype=np.int64)
+        chosen = np.zeros(links.begin[-1], dtype=bool)
+        chosen[links.first[:-1] + choice] = chosen[len(self.cost) + links.cells_of(choice)] = True
+        _, *live = self.items.select(np.flatnonzero(chosen[self.items.entry]))
+        return self.base + timeline(len(self.base), *live)
 
     def peak(self, choice: Sequence[int] | np.ndarray) -> float:
         """Bytes at the fullest program point; zero without program points."""
@@ -100,6 +96,12 @@ class Problem:
     def lower_bound(self) -> float:
         """Seconds that no choice can undercut: each node at its cheapest, each transfer free."""
         return float(reduced(np.minimum, self.cost, self.links.first).sum())
+
+    @cached_property
+    def forbidden_seconds(self) -> float:
+        """Seconds that stand for infinite ones in descent from a forbidden choice: more than any allowed one takes."""
+        most = sum(len(x) * float(x.max(initial=0.0, where=x < np.inf)) for x in (self.cost, self.cells))
+        return 1e3 * most or 1.0
 
     @property
     def size(self) -> int:
@@ -125,13 +127,11 @@ def forget_seconds(problem: Problem) -> Problem:
 
 def price_memory(problem: Problem, price: np.ndarray) -> Problem:
     """The Lagrangian: a byte at program point t costs `price[t]` seconds; no budget."""
-    items, links = problem.items, problem.links
+    entry, start, end, size = problem.items
     total = np.concatenate([[0.0], np.cumsum(price)])
-    each = total[items.end + 1] - total[items.start]
-    entries = np.concatenate([problem.cost, problem.cells])
-    kernels.add_items(links.begin[items.owner], items.at, items.size, each, entries)
-    cut = len(problem.cost)
-    return forget_memory(replace(problem, cost=entries[:cut], cells=entries[cut:]))
+    seconds, cut = np.concatenate([problem.cost, problem.cells]), len(problem.cost)
+    np.add.at(seconds, entry, (total[end + 1] - total[start]) * size)
+    return forget_memory(replace(problem, cost=seconds[:cut], cells=seconds[cut:]))
 
 
 def timeline(points: int, start: np.ndarray, end: np.ndarray, size: np.ndarray) -> np.ndarray:
@@ -145,3 +145,135 @@ def timeline(points: int, start: np.ndarray, end: np.ndarray, size: np.ndarray) 
 def allowance(budget: float) -> float:
     """The budget, with room for the rounding of float sums; whole bytes below 2**53 are summed exactly."""
     return budget + 1e-9 * min(abs(budget), 1e8)
+
+
+_VISITS = 20  # of each node after which a descent ends
+_GAIN = 1e-12  # relative: what moves less is rounding, and would move back
+
+
+def descend(
+    problem: Problem, choice: Sequence[int] | np.ndarray, waiting: np.ndarray | None = None, visits: int | None = None,
+    fixed: int = -1,
+) -> np.ndarray:  # fmt: skip
+    """Coordinate descent: [nodes] a choice that, by default, no change of one node improves.
+
+    One node at a time takes the strategy that is best while its neighbours stay, until no node wants to move. That
+    gives upper bounds, which scale the linear program and let reduced costs forbid most of it; with one node fixed, the
+    plan that answers to that node's strategy. Memory is not looked at: price it first. Descent must be able to leave
+    what is forbidden, so a large cost stands for an infinite one.
+
+    Args:
+      choice: where it begins.
+      waiting: the nodes that are visited first, each once; by default all.
+      visits: of nodes, after which the descent ends.
+      fixed: a node that keeps its strategy.
+    """
+    nodes, choice = problem.links.nodes, np.array(choice, dtype=np.int64)
+    waiting, visits = np.arange(nodes) if waiting is None else waiting, visits or _VISITS * nodes
+    costs = problem.cost, problem.cells, problem.forbidden_seconds
+    kernels.descend(problem.links.tables, *costs, choice, waiting, visits, fixed, _GAIN)
+    return choice
+
+
+def from_graph(graph: StrategyGraph) -> Problem:
+    """The problem of a strategy graph.
+
+    Raises:
+      ValueError: a node without strategies, or a cost, class or buffer that cannot be (negative, NaN, out of range).
+    """
+    costs = [np.asarray(cost, dtype=np.float64) for cost in graph.node_cost]
+    cost = joined(costs, np.float64)
+    if any(one.ndim != 1 or not one.size for one in costs) or not (cost >= 0).all():
+        for i, one in enumerate(costs):
+            _check_node(one, i, graph)
+    first = offsets([len(one) for one in costs])
+    links, cells, number = _links(graph.transfers, first)
+    points, items = 0, NO_ITEMS
+    if graph.buffers is not None:
+        points = graph.buffers.points
+        _check_buffers(graph.buffers)
+        items = _items(graph.buffers, links, number)
+    return Problem(links, cost, cells, items, np.zeros(points), graph.budget)
+
+
+def _links(transfers: Sequence[Transfer], first: np.ndarray) -> tuple[Links, np.ndarray, np.ndarray]:
+    """The edges with consumers, their costs, and the edge of each transfer, -1 for those without consumers."""
+    costs = [np.asarray(transfer.cost, dtype=np.float64) for transfer in transfers]
+    is_edge = [cost.ndim == 2 and bool(t.consumers) for t, cost in zip(transfers, costs, strict=True)]
+    for transfer, kept in zip(transfers, is_edge, strict=True):
+        if not kept:
+            _check_transfer(transfer, first)
+    edges = list(itertools.compress(transfers, is_edge))
+    ends = [(e, transfer.src, transfer.src_class) for e, transfer in enumerate(edges)]
+    ends += [(e, node, klass) for e, transfer in enumerate(edges) for node, klass in transfer.consumers]
+    edge, node = np.array([end[:2] for end in ends], dtype=np.int64).reshape(-1, 2).T.copy()
+    shape = np.array([t.cost.shape for t in edges], dtype=np.int64).reshape(-1, 2)
+    cells, classes = joined(list(itertools.compress(costs, is_edge)), np.float64), joined([klass for *_, klass in ends])
+    sizes, side = np.diff(first)[node], (np.arange(len(node)) >= len(edges)).astype(np.int64)
+    sound = [len(klass) for *_, klass in ends] == sizes.tolist() and (cells >= 0).all()
+    if not sound or not ((classes >= 0) & (classes < np.repeat(shape[edge, side], sizes))).all():
+        for transfer in edges:
+            _check_transfer(transfer, first)
+    links, _ = Links(first, shape, edge, node, classes).distinct()
+    return links, cells, np.where(is_edge, np.cumsum(is_edge, dtype=np.int64) - 1, -1)
+
+
+def _check_node(cost: np.ndarray, i: int, graph: StrategyGraph) -> None:
+    name = graph.names[i] if graph.names else f"node {i}"
+    if cost.ndim != 1 or not cost.size:
+        raise ValueError(f"node_cost of {name} has shape {cost.shape}: a node needs a vector of at least one strategy")
+    if not (cost >= 0).all():
+        raise ValueError(f"node_cost of {name} holds {cost[~(cost >= 0)][0]}: seconds are at least zero, or inf")
+
+
+def _check_transfer(transfer: Transfer, first: np.ndarray) -> None:
+    name = transfer.name or f"the transfer from node {transfer.src}"
+    cost = np.asarray(transfer.cost, dtype=np.float64)
+    if cost.ndim != 2 or not (cost >= 0).all():
+        raise ValueError(f"cost of {name}: [P, Q] seconds of at least zero are needed, or inf; got {cost}")
+    for axis, (node, klass) in enumerate([(transfer.src, transfer.src_class), *transfer.consumers]):
+        klass = np.asarray(klass, dtype=np.int64)
+        classes, strategies = cost.shape[min(axis, 1)], int(first[node + 1] - first[node])
+        if klass.shape != (strategies,) or klass.min() < 0 or klass.max() >= classes:
+            raise ValueError(
+                f"classes of node {node} in {name}: {strategies} numbers below {classes} are needed, got {klass}"
+            )
+
+
+def _check_buffers(buffers: Buffers) -> None:
+    start, end = np.asarray(buffers.start), np.asarray(buffers.end)
+    sizes = joined(buffers.size, np.float64)
+    wrong = np.flatnonzero((start < 0) | (start > end) | (end >= buffers.points))
+    if len(wrong):
+        b = wrong[0]
+        raise ValueError(f"buffer {b} lives over [{start[b]}, {end[b]}], but there are {buffers.points} program points")
+    if not (np.isfinite(sizes) & (sizes >= 0)).all():
+        bad = sizes[~(np.isfinite(sizes) & (sizes >= 0))][0]
+        raise ValueError(f"a buffer has a size of {bad} bytes: finite sizes of at least zero are needed")
+
+
+def _items(buffers: Buffers, links: Links, number: np.ndarray) -> Items:
+    """The buffers by entry and interval; those of one entry that live equally long are one."""
+    transfer = np.asarray(buffers.transfer, dtype=np.int64)
+    edge = np.append(number, -1)[transfer]
+    live = np.concatenate([np.flatnonzero(transfer < 0), np.flatnonzero((transfer >= 0) & (edge >= 0))])
+    edge, is_node = edge[live], transfer[live] < 0
+    owner = np.where(is_node, np.asarray(buffers.owner, dtype=np.int64)[live], links.nodes + edge)
+    start, end, copy = (np.asarray(one, dtype=np.int64)[live] for one in (buffers.start, buffers.end, buffers.copy))
+    # One row for each strategy of a node, and for each cell of a column of an edge.
+    high, wide = np.append(links.shape, [[0, 0]], axis=0)[edge].T
+    count = np.where(is_node, np.array([len(buffers.klass[b]) for b in live], dtype=np.int64), high)
+    part, row = ranges(np.zeros(len(live), dtype=np.int64), count), np.repeat(np.arange(len(live)), count)
+    klass = np.where(is_node[row], 0, part)
+    klass[is_node[row]] = joined([buffers.klass[b] for b in live[is_node]])
+    size = joined(buffers.size, np.float64)[offsets([len(some) for some in buffers.size])[live][row] + klass]
+    _, example, item = np.unique(
+        (owner * buffers.points + start) * buffers.points + end, return_index=True, return_inverse=True
+    )
+    owner, start, end = owner[example], start[example], end[example]
+    at = offsets(np.diff(links.begin)[owner])
+    place = (at[item] + np.where(is_node, 0, copy))[row] + part * np.where(is_node, 1, wide)[row]
+    dense = np.bincount(place, size, int(at[-1]))
+    some = np.flatnonzero(dense > 0)
+    which = np.searchsorted(at, some, side="right") - 1
+    return Items(links.begin[owner[which]] + some - at[which], start[which], end[which], dense[some])

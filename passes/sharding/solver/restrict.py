@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from alpa_lite.passes.sharding.solver.kernels import INF, Edges, compiled
-from alpa_lite.passes.sharding.solver.links import Links
+from alpa_lite.passes.sharding.solver.links import Links, entries, offsets, reduced
 from alpa_lite.passes.sharding.solver.problem import Items, Problem, timeline
-from alpa_lite.passes.sharding.solver.ragged import entries, offsets, ranges, reduced
 
 
 class Contradiction(Exception):
@@ -69,40 +69,26 @@ def consistent(problem: Problem) -> Restriction:
     prune(problem.links.tables, problem.cells, keep)
     if not reduced(np.logical_or, keep, problem.links.first).all():
         raise Contradiction
-    left = problem.links.prepared(_Last).of(keep)
-    items, base = _remaining(problem, keep, left.cells, left.links.sizes)
+    # A program is solved without its budget, within it and at prices of memory; the same strategies are mostly allowed
+    # in each. The tables that message passing prepares for the links that are left then serve all of them.
+    known, key = problem.links.restrictions, keep.tobytes()
+    if key not in known:
+        known.clear()
+        known[key] = _left(problem.links, keep)
+    left: _Left = known[key]
+    items, base = _remaining(problem, left)
     cost, cells = problem.cost[left.strategies], problem.cells[left.cells]
     part = Problem(left.links, cost, cells, items, base, problem.budget)
     return Restriction(part, left.strategies, problem.links.first, left.messages)
 
 
-@dataclass(frozen=True, eq=False)
-class _Left:
+class _Left(NamedTuple):
     """The links that a mask of the strategies leaves, the strategies and cells that they have, and `messages`."""
 
-    keep: np.ndarray
     links: Links
     strategies: np.ndarray
     cells: np.ndarray
     messages: np.ndarray
-
-
-class _Last:
-    """The latest restriction of some links.
-
-    A program is solved without its budget, within it and at prices of memory; the same strategies are mostly allowed in
-    each. The tables that message passing prepares for the links that are left then serve all of them.
-    """
-
-    def __init__(self, links: Links) -> None:
-        self._links = links
-        self._left: _Left | None = None
-
-    def of(self, keep: np.ndarray) -> _Left:
-        """Returns the restriction of the links to a mask of the strategies."""
-        if self._left is None or not np.array_equal(self._left.keep, keep):
-            self._left = _left(self._links, keep)
-        return self._left
 
 
 def _left(links: Links, keep: np.ndarray) -> _Left:
@@ -128,30 +114,28 @@ def _left(links: Links, keep: np.ndarray) -> _Left:
     part &= stay[links.edges :]
     begin = np.repeat(at[part] - links.line[2 * edge[part]], shape.sum(1)[edge[part]])
     messages = begin + lines[entries(line[::2], edge[part])]
-    return _Left(keep, smaller, np.flatnonzero(keep), cells, messages)
+    return _Left(smaller, np.flatnonzero(keep), cells, messages)
 
 
-def _remaining(problem: Problem, keep: np.ndarray, cells: np.ndarray, sizes: np.ndarray) -> tuple[Items, np.ndarray]:
+def _remaining(problem: Problem, left: _Left) -> tuple[Items, np.ndarray]:
     """The bytes that are left, and those that every choice has."""
-    items, links, base = problem.items, problem.links, problem.base
-    if not len(items.owner):
-        return items, base
-    entry = np.concatenate([keep, np.zeros(len(problem.cells), dtype=bool)])
-    entry[len(keep) + cells] = True
-    entry_of = ranges(links.begin[items.owner], np.diff(items.at))
-    mask = entry[entry_of]
-    at = offsets(reduced(np.add, mask.astype(np.int64), items.at))
-    size = items.size[mask]
-    banned = np.isinf(problem.cells)
-    if banned.any():
-        banned = np.concatenate([np.zeros(len(keep), dtype=bool), banned])
-        size[banned[entry_of][mask]] = 0.0
-    of_node = items.owner < links.nodes
-    least = np.where(of_node, reduced(np.minimum, size, at), 0.0)
-    base = base + timeline(len(base), items.start, items.end, least)
-    size -= np.repeat(least, np.diff(at))
-    left = Items(items.owner, items.start, items.end, at, size)
-    return left.of(np.flatnonzero(reduced(np.maximum, size, at) > 0)), base
+    if not len(problem.items.entry):
+        return problem.items, problem.base
+    links, cut, nodes = left.links, len(problem.cost), problem.links.nodes
+    number = np.full(cut + len(problem.cells), -1)
+    number[np.concatenate([left.strategies, cut + left.cells])] = np.arange(len(left.strategies) + len(left.cells))
+    number[cut:][np.isinf(problem.cells)] = -1
+    entry, start, end, size = problem.items.select(number[problem.items.entry] >= 0)
+    entry = number[entry]
+    # Bytes that all strategies of a node take over an interval.
+    owner = np.repeat(np.arange(nodes), links.sizes)[entry[entry < len(left.strategies)]]
+    mine = slice(len(owner))
+    run = np.flatnonzero(np.diff(np.stack([owner, start[mine], end[mine]]), axis=1, prepend=-1).any(0))
+    count = np.diff(run, append=len(owner))
+    least = np.where(count == links.sizes[owner[run]], reduced(np.minimum, size[mine], np.append(run, 0)), 0.0)
+    base = problem.base + timeline(len(problem.base), start[run], end[run], least)
+    size[mine] -= np.repeat(least, count)
+    return Items(entry, start, end, size).select(size > 0), base
 
 
 @compiled

@@ -19,20 +19,13 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from alpa_lite.passes.sharding.solver.descent import descend
-from alpa_lite.passes.sharding.solver.memory import MemoryDual, peaks
+from alpa_lite.passes.sharding.solver import work
+from alpa_lite.passes.sharding.solver.memory import ROUNDING, STEPS, SWEEPS, MemoryDual, PeakSearch, peaks
 from alpa_lite.passes.sharding.solver.messages import Ascent
-from alpa_lite.passes.sharding.solver.peak import ROUNDING, STEPS, SWEEPS, PeakSearch
-from alpa_lite.passes.sharding.solver.problem import allowance, forget_memory, price_memory
+from alpa_lite.passes.sharding.solver.problem import allowance, descend, forget_memory, price_memory
 from alpa_lite.passes.sharding.solver.program import LinearProgram, Relaxed, branch, relax
 from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, consistent
-from alpa_lite.passes.sharding.solver.work import (
-    LARGEST_INTEGER,
-    LARGEST_LINEAR,
-    WorkExhausted,
-    choice_work,
-    sweep_work,
-)
+from alpa_lite.passes.sharding.solver.work import WorkExhausted
 
 ROUNDS = 10  # with `SWEEPS` sweeps each, twice as many every second round
 PRICES, POLISH = 8, (1.0, 0.5, 0.2, 0.0)  # multiples of a price that are tried, and of it for the best choice
@@ -85,7 +78,7 @@ class Search(PeakSearch):
             ascent, waited = Ascent(problem, messages), 0
             for turn in range(ROUNDS):
                 before, lower, sweeps = best - ascent.bound, ascent.bound, SWEEPS << turn // 2
-                self._charge(sweeps * sweep_work(problem.links) + choice_work(problem.links))
+                self._charge(sweeps * work.sweep_work(problem.links) + work.choice_work(problem.links))
                 ascent.sweep(sweeps)
                 choice = descend(problem, ascent.choice(backward=turn % 2 == 1))
                 if (seconds := problem.seconds(choice)) < best:
@@ -140,9 +133,9 @@ class Search(PeakSearch):
                 self.points = peaks(self.problem.bytes(self.choice), 0.98 * (self.problem.budget or 0.0))
             if self.closed or math.isinf(self.objective):
                 break
-            self._charge(SWEEPS * sweep_work(problem.links))
+            self._charge(SWEEPS * work.sweep_work(problem.links))
             restriction, smaller = self._forbid(restriction, *dual.slack(SWEEPS), self._limit())
-            messages = dual.messages[restriction.messages]
+            messages = None if dual.messages is None else dual.messages[restriction.messages]
             if not smaller:
                 break
         if not self.closed:
@@ -184,7 +177,7 @@ class Search(PeakSearch):
                 self._raise_bound(problem.seconds(choice) if fits or problem.budget is None else math.inf)
                 return
             self._raise_bound(problem.lower_bound)
-            if problem.size > LARGEST_LINEAR:
+            if problem.size > work.LARGEST_LINEAR:
                 return
             program = self._build(problem)
             relaxed = self._relax(program)
@@ -229,7 +222,7 @@ class Search(PeakSearch):
         low, high = 0.5, math.inf  # too cheap, and expensive enough
         for _ in range(PRICES if price.any() else 0):
             factor = low * 2 if math.isinf(high) else (low + high) / 2
-            self._charge(2 * sweep_work(restriction.problem.links) + choice_work(restriction.problem.links))
+            self._charge(2 * work.sweep_work(restriction.problem.links) + work.choice_work(restriction.problem.links))
             fits = self._offer(restriction.lift(dual.answer(factor * price, 2)))
             low, high = (low, factor) if fits else (factor, high)
             if self.closed or high < 1.02 * low:
@@ -243,14 +236,14 @@ class Search(PeakSearch):
             if start is None or self.closed:
                 return
             problem = restriction.problem
-            self._charge(choice_work(problem.links))
+            self._charge(work.choice_work(problem.links))
             priced = problem if price is None else price_memory(problem, factor * price)
             self._offer(restriction.lift(descend(priced, start)))
 
     def _branch(self, restriction: Restriction) -> None:
         """Branch and bound, adding memory rows until the choice fits."""
         problem = restriction.problem
-        if problem.size > LARGEST_INTEGER:
+        if problem.size > work.LARGEST_INTEGER:
             return
         program = self._build(problem)
         covers: list[np.ndarray] = []
@@ -272,9 +265,9 @@ class Search(PeakSearch):
 
 def _cover(program: LinearProgram, choice: np.ndarray, point: int) -> np.ndarray:
     """[variables] mask of the strategies that overfill a program point: not all of them can be chosen together."""
-    items, links = program.problem.items, program.problem.links
-    owner = items.owner[(items.start <= point) & (point <= items.end)]
+    (entry, start, end, _), links = program.problem.items, program.problem.links
+    owner = np.searchsorted(links.begin, entry[(start <= point) & (point <= end)], side="right") - 1
     involved = np.union1d(owner[owner < links.nodes], links.node[np.isin(links.nodes + links.edge, owner)])
     mask = np.zeros(len(program.cost))
-    mask[program.first[involved] + choice[involved]] = 1.0
+    mask[links.first[involved] + choice[involved]] = 1.0
     return mask

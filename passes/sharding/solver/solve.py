@@ -1,14 +1,8 @@
 """Which strategy for each operation: the integer program of intra-operator parallelism, solved.
 
-Given a `StrategyGraph`, choose one strategy per node so as to minimise
-
-    sum_i node_cost[i][s_i]  +  sum_t  sum_{q wanted by a consumer of t} cost_t[p_t, q]        (seconds)
-
-while at every program point the live buffers fit the budget. This is the integer program of Alpa (Zheng et al., OSDI
-2022, section 4) with two additions: a value that several consumers want in one layout is resharded once, and memory is
-a constraint in bytes over program points, not a sum.
-
-The docstring of `sharding.solver.search` says how it is solved.
+It is that of Alpa (Zheng et al., OSDI 2022, section 4) with two additions: a value that several consumers want in one
+layout is resharded once, and memory is a constraint in bytes over program points, not a sum. `solver.problem` has the
+formula, `solver.search` says how it is solved.
 """
 
 from __future__ import annotations
@@ -18,14 +12,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from alpa_lite.ir.strategy import Solution, StrategyGraph
+from alpa_lite.passes.sharding.solver.memory import SWEEPS, PeakSearch
 from alpa_lite.passes.sharding.solver.messages import Ascent
-from alpa_lite.passes.sharding.solver.peak import SWEEPS, PeakSearch
-from alpa_lite.passes.sharding.solver.problem import forget_memory
-from alpa_lite.passes.sharding.solver.reading import from_graph
+from alpa_lite.passes.sharding.solver.problem import Problem, forget_memory, from_graph
 from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, consistent
 from alpa_lite.passes.sharding.solver.search import CutoffReached, Search
 from alpa_lite.passes.sharding.solver.work import SOLVE_WORK, sweep_work
@@ -65,15 +59,8 @@ def solve(
     """
     known = known or SolverState(graph)
     problem = replace(known.problem, budget=graph.budget)
-    starts = [*known.choices, *([start.choice] if start and start.choice else [])]
-    search = Search(problem, gap, max_work, cutoff=cutoff, roof=roof, messages=known.messages, starts=starts)
-    try:
-        search.run(free)
-    except CutoffReached:
-        return search.solution("cutoff")
-    finally:
-        known.note(search)
-    return search.solution("infeasible" if search.choice is None else "optimal" if search.closed else "feasible")
+    starts = [start.choice] if start and start.choice else []
+    return known.solve(problem, free, starts, gap=gap, max_work=max_work, cutoff=cutoff, roof=roof)
 
 
 class SolverState:
@@ -94,11 +81,24 @@ class SolverState:
         self.choices: list[np.ndarray] = []
         self.seconds, self.work = 0.0, 0
 
-    def note(self, search: Search) -> None:
-        """Add the results of a search."""
-        self.messages = search.messages
-        if search.choice is not None:
-            self.choices = [search.choice, *self.choices][:CHOICES]
+    def solve(
+        self, problem: Problem, free: float | None = None, starts: Sequence[Sequence[int]] = (), **limits: Any
+    ) -> Solution:
+        """Returns the solution of the problem with another budget, or at a price of memory; its results are added.
+
+        Args:
+          free, starts: as of the function `solve`. limits: as of `Search`.
+        """
+        search = Search(problem, messages=self.messages, starts=[*self.choices, *starts], **limits)
+        try:
+            search.run(free)
+        except CutoffReached:
+            return search.solution("cutoff")
+        finally:
+            self.messages = search.messages
+            if search.choice is not None:
+                self.choices = [search.choice, *self.choices][:CHOICES]
+        return search.solution("infeasible" if search.choice is None else "optimal" if search.closed else "feasible")
 
     @cached_property
     def _ascent(self) -> tuple[Restriction, Ascent] | None:
@@ -140,18 +140,6 @@ def evaluate(graph: StrategyGraph, choice: Sequence[int]) -> tuple[float, float]
     """
     problem = from_graph(graph)
     return problem.seconds(choice), problem.peak(choice)
-
-
-def bound_of_peak(graph: StrategyGraph) -> float:
-    """Bytes that no choice undercuts; `minimal_budget` takes longer, and is exact.
-
-    The budget of the graph is ignored. Without any allowed choice they are infinite.
-
-    Raises:
-      ValueError: as `solve`.
-    """
-    problem = replace(from_graph(graph), budget=None)
-    return PeakSearch(problem, 1e-2, SOLVE_WORK).lower_bound()
 
 
 def minimal_budget(graph: StrategyGraph, *, gap: float = 1e-4) -> tuple[float, Solution]:

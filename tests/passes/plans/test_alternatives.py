@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 
 from alpa_lite.ir.strategy import StrategyGraph, Transfer
 from alpa_lite.passes.plans import alternatives
-from alpa_lite.passes.sharding.solver import reading, solve
-from alpa_lite.passes.sharding.solver.problem import Problem
+from alpa_lite.passes.sharding.solver import solve
+from alpa_lite.passes.sharding.solver.problem import Problem, from_graph
 from tests.passes.sharding.solver.test_solve import SEEDS, random_graph
 
 
@@ -34,7 +34,7 @@ def _weighed(seed: int, *, memory: bool):
         graph = replace(graph, budget=least * float(rng.choice([1.0, 1.2, 2.0])))
     solution = solve.solve(graph, gap=0.0)
     assume(solution.status == "optimal")
-    problem = reading.from_graph(graph)
+    problem = from_graph(graph)
     rows = alternatives.weigh(problem, solution.choice, [9] * len(solution.choice))
     return problem, solution, rows
 
@@ -82,7 +82,7 @@ def _chain(seconds: list[list[float]], move: float) -> Problem:
     """Nodes in a row; neighbours of unequal strategies pay `move`."""
     same, cost = np.arange(2), np.array([[0.0, move], [move, 0.0]])
     transfers = tuple(Transfer(i, same, ((i + 1, same),), cost) for i in range(len(seconds) - 1))
-    return reading.from_graph(StrategyGraph(tuple(np.array(one) for one in seconds), transfers))
+    return from_graph(StrategyGraph(tuple(np.array(one) for one in seconds), transfers))
 
 
 def test_neighbours_adapt_to_what_is_forced() -> None:

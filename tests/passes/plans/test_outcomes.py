@@ -17,7 +17,7 @@ from alpa_lite.passes.plans import alternatives
 from alpa_lite.passes.plans.outcomes import Outcomes
 from alpa_lite.passes.sharding import grouping, strategies
 from alpa_lite.passes.sharding.solver import solve
-from alpa_lite.passes.sharding.solver.reading import from_graph
+from alpa_lite.passes.sharding.solver.problem import from_graph
 from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.plan.decisions import Decision

@@ -11,10 +11,8 @@ import pytest
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import LogicalMesh
-from alpa_lite.passes import factors
-from alpa_lite.passes.sharding import grouping, strategies
-from alpa_lite.passes.sharding.tables import GroupedStep
-from alpa_lite.passes.tracing import tracing
+from alpa_lite.passes.sharding import strategies
+from tests.searching import grouped_step
 
 BARE = dataclasses.replace(Cluster.preset("a100"), memory_efficiency=1.0, kernel_start=0.0)
 PRODUCT = (((1,), (0,)), ((), ()))
@@ -30,11 +28,9 @@ def seconds(left, right, dims=PRODUCT, preferred=None, cluster=BARE):
     def step(state, x):
         return state, jax.lax.dot_general(x, state, dims, preferred_element_type=preferred)
 
-    traced = tracing.trace(step, (right, left), {})
-    rules = dict(factors.rules_of(traced.graph.ops(), traced.graph.values))
-    groups = grouping.group(traced, rules)
-    space = strategies.build(GroupedStep(traced, groups, rules), MeshCost(cluster, LogicalMesh((8,), ("x",))))
-    (heavy,) = [g for g in groups.groups if g.kind == "heavy"]
+    grouped = grouped_step(step, right, left)
+    space = strategies.build(grouped, MeshCost(cluster, LogicalMesh((8,), ("x",))))
+    (heavy,) = [g for g in grouped.grouping.groups if g.kind == "heavy"]
     return space.nodes[space.node_of[heavy.index]].compute.min()
 
 

@@ -8,20 +8,17 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from alpa_lite import models
 from alpa_lite.ir.graph import Traced
-from alpa_lite.passes import factors
-from alpa_lite.passes.sharding import grouping
 from alpa_lite.passes.sharding.groups import Group, Grouping
-from alpa_lite.passes.tracing import tracing
 from tests.gallery import f32, sgd
+from tests.searching import grouped_step
 
 BATCH = {"x": f32(32, 16), "rows": f32(12, 16), "ids": jax.ShapeDtypeStruct((32, 1), jnp.int32)}
 
 
 def grouped(step, *args: Any) -> tuple[Traced, Grouping]:
-    traced = tracing.trace(step, args, {})
-    return traced, grouping.group(traced, dict(factors.rules_of(traced.graph.ops(), traced.graph.values)))
+    found = grouped_step(step, *args)
+    return found.traced, found.grouping
 
 
 def forward(fun):
@@ -151,15 +148,6 @@ def clipped_if_finite(state, batch):
 def test_depth_adds_no_decisions(step):
     few, many = (grouped(step, layers_of(count), BATCH)[1] for count in (7, 12))
     assert len(few.classes) == len(many.classes) and len(few.groups) < len(many.groups)
-
-
-@pytest.mark.slow
-def test_depth_of_a_transformer_adds_no_decisions():
-    counts = []
-    for depth in (4, 8):
-        step, args = models.get("gpt").abstract("tiny", 8, layers=depth)
-        counts.append(len(grouped(step, *args)[1].classes))
-    assert counts[0] == counts[1]
 
 
 def test_operands_that_are_not_alike_are_told_apart():

@@ -14,7 +14,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
-from alpa_lite import models
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import LogicalMesh
@@ -293,12 +292,6 @@ def test_auto_is_never_slower_than_a_textbook_plan(nodes):
     params = {"a": f32(512, 8), "b": f32(8, 512)}
     args = {"params": params, "mu": params}, {"x": f32(16, 512), "y": f32(16, 512)}
     against_textbook(low_rank, args, h100(nodes))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "nodes"), [("moe", 1), ("gpt", 2)])
-def test_auto_is_never_slower_than_a_textbook_plan_on_transformers(name, nodes):
-    against_textbook(*models.get(name).abstract("tiny", 64), Cluster.preset("a100", nodes=nodes))
 
 
 def test_a_wide_step_beats_a_textbook_plan():

@@ -13,12 +13,10 @@ import alpa_lite
 from alpa_lite import models
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
-from alpa_lite.passes import factors
 from alpa_lite.passes.checks.hlo_text import parse_hlo
-from alpa_lite.passes.sharding import connected, grouping, limits, mesh_program, strategies
-from alpa_lite.passes.sharding.tables import GroupedStep
-from alpa_lite.passes.tracing import tracing
+from alpa_lite.passes.sharding import limits, mesh_program, strategies
 from tests.gallery import f32, sgd
+from tests.searching import grouped_step
 
 H100 = Cluster.preset("h100", nodes=1)
 METHODS = {
@@ -122,10 +120,7 @@ def test_the_search_has_every_strategy_of_data_parallelism_on_one_axis(fun: Any,
     batch = {"x": f32(16, 512), "y": f32(16, 512)}
     params = {"a": f32(512, 8), "b": f32(8, 512)}
     state = {"params": params, "mu": params} if fun is low_rank else arguments()[0]
-    traced = tracing.trace(fun, (state, batch), {})
-    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
-    groups = grouping.group(traced, rules)
-    grouped = GroupedStep(traced, groups, rules)
+    grouped = grouped_step(fun, state, batch)
     within = mesh_program.has_all_plans_of(grouped, H100, method)
     assert within == (name != "tensor")
     ((mesh, constraints),) = limits.admitted(grouped, H100, method)
@@ -137,7 +132,7 @@ def test_the_search_has_every_strategy_of_data_parallelism_on_one_axis(fun: Any,
         return
     assert [node.members for node in free.nodes] == [node.members for node in own.nodes]
     for mine, every in zip(own.nodes, free.nodes, strict=True):
-        assert set(mine.strategies) <= set(every.strategies), groups.groups[mine.group]
+        assert set(mine.strategies) <= set(every.strategies), grouped.grouping.groups[mine.group]
 
 
 def test_heads_that_do_not_divide_are_gathered_and_weights_stay():
@@ -156,9 +151,8 @@ def test_examples_are_followed_through_reshapes():
         parts = rows.reshape(2, 2, 6, 8)
         return jnp.einsum("pbsf,qbsf->pqs", parts, parts).sum(), w
 
-    traced = tracing.trace(lambda state, batch: fun(state, batch["x"])[::-1], (f32(8, 8), {"x": f32(4, 6, 8)}), {})
-    groups = grouping.group(traced, factors.rules_of(traced.graph.ops(), traced.graph.values))
-    found = connected.examples(traced, groups)
+    step = grouped_step(lambda state, batch: fun(state, batch["x"])[::-1], f32(8, 8), {"x": f32(4, 6, 8)})
+    groups, found = step.grouping, step.examples
     held = {g.name: sorted(found[g.index].values()) for g in groups.groups if g.index in found and g.kind == "heavy"}
     products = [sorted(found[g.index].values()) for g in groups.groups if g.name == "dot_general" and g.index in found]
     assert [4] in products, held  # the 24 rows of the product are four examples

@@ -14,10 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.ir.strategy import Buffers, StrategyGraph, Transfer
-from alpa_lite.passes.sharding.solver import kernels, reading, restrict, solve, work
+from alpa_lite.passes.sharding.solver import kernels, restrict, solve, work
 from alpa_lite.passes.sharding.solver import problem as sharding_problem
 from alpa_lite.passes.sharding.solver.memory import MemoryDual
 from alpa_lite.passes.sharding.solver.messages import Ascent
+from alpa_lite.passes.sharding.solver.problem import from_graph
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -229,7 +230,7 @@ def test_a_restriction_keeps_the_optimum(seed):
     graph = random_graph(rng, memory=seed % 3 > 0, forbidden=0.1)
     peaks = [peak for _, peak, _ in brute_force(graph)] or [0.0]
     budget = float(np.quantile(peaks, rng.random())) if seed % 3 == 1 else None
-    problem = reading.from_graph(with_budget(graph, budget))
+    problem = from_graph(with_budget(graph, budget))
     if budget is None and seed % 3 == 0:
         problem = sharding_problem.forget_memory(problem)
     before, part = optimum_of(problem), consistent(problem)
@@ -254,7 +255,7 @@ def optimum_of(problem):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_restrictions_that_allow_the_same_share_their_structure(seed):
-    problem = reading.from_graph(random_graph(np.random.default_rng(seed), memory=True))
+    problem = from_graph(random_graph(np.random.default_rng(seed), memory=True))
     first = consistent(problem)
     if first is None:
         return
@@ -272,7 +273,7 @@ def test_restrictions_that_allow_the_same_share_their_structure(seed):
 @given(seed=SEEDS)
 @example(seed=156495)  # whose last sweep divides cells for the worse
 def test_message_passing_gives_bounds_and_slacks_that_hold(seed):
-    part = consistent(reading.from_graph(random_graph(np.random.default_rng(seed))))
+    part = consistent(from_graph(random_graph(np.random.default_rng(seed))))
     if part is None:
         return
     problem = part.problem
@@ -291,16 +292,20 @@ def test_message_passing_gives_bounds_and_slacks_that_hold(seed):
         assert (seconds >= ascent.bound + cells[links.cells_of(np.array(choice))] - 1e-9).all()
 
 
-def test_message_passing_is_exact_on_a_tree():
+def test_message_passing_is_exact_on_a_tree_which_needs_no_linear_program():
     rng = np.random.default_rng(4)
     parents = [int(rng.integers(i)) for i in range(1, 7)]
     transfers = tuple(
         Transfer(parent, np.arange(3), ((i, np.arange(3)),), rng.random((3, 3))) for i, parent in enumerate(parents, 1)
     )
     graph = StrategyGraph(tuple(rng.random(3) for _ in range(7)), transfers)
-    ascent = Ascent(reading.from_graph(graph))
+    best = min(s for s, _, _ in brute_force(graph))
+    ascent = Ascent(from_graph(graph))
     ascent.sweep(10)
-    assert ascent.bound == pytest.approx(min(s for s, _, _ in brute_force(graph)), rel=1e-9)
+    assert ascent.bound == pytest.approx(best, rel=1e-9)
+    solution = solve.solve(graph, gap=0.0)
+    assert solution.variables == 0
+    assert_optimal(graph, solution, best)
 
 
 @settings(max_examples=40, deadline=None)
@@ -312,7 +317,7 @@ def test_prices_of_memory_give_bounds(seed):
     if not every:
         return
     budget = float(np.quantile([peak for _, peak, _ in every], 0.3))
-    problem = restrict.consistent(reading.from_graph(with_budget(graph, budget))).problem
+    problem = restrict.consistent(from_graph(with_budget(graph, budget))).problem
     best = min((s for s, peak, _ in every if peak <= budget), default=math.inf)
     least = min(peak for _, peak, _ in every)
     for dual, limit in ((MemoryDual(problem), best), (MemoryDual(replace(problem, budget=None)), least)):
@@ -320,19 +325,6 @@ def test_prices_of_memory_give_bounds(seed):
             dual.step(3)
             assert dual.bound <= limit + 1e-9
             assert (dual.price >= 0).all()
-
-
-def test_a_chain_needs_no_linear_program():
-    rng = np.random.default_rng(0)
-    n = 50
-    transfers = tuple(Transfer(i, np.arange(6), ((i + 1, np.arange(6)),), rng.random((6, 6))) for i in range(n - 1))
-    graph = StrategyGraph(tuple(rng.random(6) for _ in range(n)), transfers)
-    best = graph.node_cost[0]
-    for i in range(1, n):
-        best = (best[:, None] + transfers[i - 1].cost).min(0) + graph.node_cost[i]
-    solution = solve.solve(graph)
-    assert solution.variables == 0  # no linear program was needed
-    assert_optimal(graph, solution, best.min())
 
 
 def test_a_tied_layer_that_feeds_itself_and_others_pays_once():
