@@ -15,6 +15,7 @@ from flax import nnx
 import alpa_lite
 from alpa_lite import models
 from alpa_lite.errors import OptionError
+from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.lowering import emission, lowering
 from alpa_lite.runtime.debug import first_divergence, reference
 from tests.gallery import local
@@ -198,6 +199,12 @@ def test_a_pipeline_of_scanned_layers_is_examined_whole() -> None:
     compiled, _ = piped.planned(args, {})
     leaves = reference.ReferenceRun(compiled.source, args, {}).leaves
     assert reference.first_difference(compiled.staged, leaves, 1e-2) is None
+    traced, given = compiled.staged.traced, reference._pieces(compiled.staged.traced, leaves)
+    known, want = reference._values(compiled.staged, given), evaluation.evaluate(traced.graph, given)
+    for stage in compiled.staged.stages:
+        inputs = [known[reference._kind(port), port.number] for port in stage.graph.inputs]
+        results = zip(stage.graph.outputs, evaluation.evaluate(stage.graph.traced.graph, inputs), strict=True)
+        assert all(reference.error(one, want[port.number]) < 1e-5 for port, one in results if port.kind == "argument")
 
 
 def test_each_leaf_is_as_exact_as_what_it_is_made_of():

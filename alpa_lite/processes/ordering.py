@@ -16,8 +16,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from alpa_lite.errors import PlanError
-from alpa_lite.ir.program import Instruction, Program, Receive, Run, Send, describe
+from alpa_lite.ir.program import Instruction, Program, Receive, Run, Send
 
 Task = tuple[int, int]
 """An instruction of a program: its submesh, and its position in that submesh's list."""
@@ -30,10 +29,8 @@ def issue_order(program: Program, process_of: Sequence[int]) -> tuple[Task, ...]
     starts when its receiver has come to its `Receive`; where no list can go on, that with the lowest number does.
 
     Args:
+      program: checked, so that its lists do not wait for each other.
       process_of: the process of each device, by number.
-
-    Raises:
-      PlanError: the lists wait for each other.
     """
     lists, transfers = program.lists, program.transfers
     processes = [frozenset(process_of[device] for device in one.devices) for one in program.submeshes]
@@ -65,7 +62,7 @@ def issue_order(program: Program, process_of: Sequence[int]) -> tuple[Task, ...]
             if clock < clocks[mesh] or is_blocked(mesh):
                 continue
         else:
-            mesh = _first_to_send(program, list(map(head, range(len(lists)))))
+            mesh = min((item.transfer, m) for m in range(len(lists)) if isinstance(item := head(m), Send))[1]
         order.append((mesh, positions[mesh]))
         item = head(mesh)
         positions[mesh] += 1
@@ -86,16 +83,3 @@ def issue_order(program: Program, process_of: Sequence[int]) -> tuple[Task, ...]
         for one in unblocked:
             heapq.heappush(candidates, (clocks[one], one))
     return tuple(order)
-
-
-def _first_to_send(program: Program, heads: Sequence[Instruction | None]) -> int:
-    """The submesh, of those whose lists wait at these instructions, that sends the transfer with the lowest number.
-
-    Raises:
-      PlanError: none sends.
-    """
-    sends = [(item.transfer, mesh) for mesh, item in enumerate(heads) if isinstance(item, Send)]
-    if not sends:
-        stuck = ", ".join(f"submesh {mesh} at {describe(program, item)}" for mesh, item in enumerate(heads) if item)
-        raise PlanError(f"the lists of the program wait for each other: {stuck}")
-    return min(sends)[1]
