@@ -80,20 +80,19 @@ class FlatFunction:
 
     @property
     def kept(self) -> list[int]:
-        """The numbers of the inputs that are not donated, with that of the micro-batch."""
-        count = len(self.inputs) + (self.failures is not None)
-        return [n for n in range(count) if n not in set(self.donated)]
+        """The numbers of the inputs that are not donated."""
+        return [n for n in range(len(self.inputs)) if n not in set(self.donated)]
 
     @_jax.without_mesh()
     def lower(self) -> jax.stages.Lowered:
         """Lowers the function for its mesh, whose devices may be those of a topology that is described alone."""
-        inputs, function = list(self.inputs), self.function
+        inputs, kept, function = list(self.inputs), self.kept, self.function
         if self.failures is not None:
             function = callbacks.locate_callbacks(function, self.name, self.failures if self.mesh.size > 1 else None)
             everywhere = NamedSharding(self.mesh, PartitionSpec())
+            kept.append(len(inputs))
             inputs.append(jax.ShapeDtypeStruct((), np.int32, sharding=everywhere))
-        order = [*self.donated, *self.kept]
-        position = np.argsort(order)
+        position = np.argsort([*self.donated, *kept])
 
         def grouped(donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
             arrays = (*donated, *kept)
@@ -101,7 +100,7 @@ class FlatFunction:
             return list(map(_jax.with_weak_type, function(*(arrays[n] for n in position)), weak))
 
         grouped.__name__ = self.name.replace(" ", "_")
-        groups = picker(self.donated)(inputs), picker(self.kept)(inputs)
+        groups = picker(self.donated)(inputs), picker(kept)(inputs)
         jitted = jax.jit(
             grouped,
             in_shardings=tuple(tuple(one.sharding for one in group) for group in groups),
@@ -121,6 +120,11 @@ class FlatFunction:
         lowered = callbacks.lower_failure_check(self.name, self.mesh, self.results, self.failures)
         check = compile_lowered(lowered, devices)
         return compiled, lambda donated, kept: check(kept[-1], *call(donated, kept))[1:]
+
+
+def with_number(call: Call, number: jax.Array) -> Call:
+    """Returns the call of a function that has failures, for the micro-batch of this number."""
+    return lambda donated, kept: call(donated, (*kept, number))
 
 
 def compile_all(

@@ -47,7 +47,7 @@ from alpa_lite.passes.stages import functions
 from alpa_lite.processes import ordering
 from alpa_lite.runtime import callbacks, meshes, ownership, placement
 from alpa_lite.runtime.binding import Buffers
-from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker
+from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker, with_number
 from alpa_lite.runtime.debug import watchdog
 from alpa_lite.runtime.debug.profile import MemoryProfile, TimelineRecorder
 from alpa_lite.runtime.multihost import global_array
@@ -200,9 +200,8 @@ class PipelineExecutable(Executable):
             functions = {n: self._function(n) for n, one in enumerate(program.executables) if self._here[one.mesh]}
             made = compile_all(self._traced.name, list(functions.values()), self._compiler_options)
             numbered = {n for n, function in functions.items() if function.failures is not None}
-            self._initial, numbers = self._initial_buffers(numbered)
             calls = {n: call for n, (_, call) in zip(functions, made, strict=True)}
-            self._items = self._list_items(order, calls, numbered, numbers)
+            self._initial, self._items = self._initial_buffers(), self._list_items(order, calls, numbered)
         compiled = {n: one for n, (one, _) in zip(functions, made, strict=True)}
         return tuple(map(compiled.get, range(len(program.executables))))
 
@@ -320,55 +319,42 @@ class PipelineExecutable(Executable):
         stage, position = self._written.functions[number]
         return self._written.stages[stage].items[position].instructions
 
-    def _initial_buffers(self, numbered: set[int]) -> tuple[list[Any], dict[tuple[int, int], int]]:
-        """All buffers, of which there are constants and micro-batch numbers; those that callbacks need come last.
-
-        Args:
-          numbered: the executables whose callbacks need the number.
-
-        Returns:
-          The buffers, and of each (submesh, micro-batch) that has a number the buffer of it.
-        """
+    def _initial_buffers(self) -> list[Any]:
+        """All buffers, of which there are constants and the micro-batch numbers that functions compute with."""
         program = self._program
         out: list[Any] = [None] * len(program.buffers)
-        for constant, buffers in zip(self._traced.graph.constants, program.constants, strict=False):
-            for b in buffers:
+        numbers = [(np.int32(n), [b]) for some in program.numbers for n, b in enumerate(some)]
+        for value, buffers in (*zip(self._traced.graph.constants, program.constants, strict=False), *numbers):
+            for b in buffers:  # one by one: processes that share a mesh copy the same arrays together
                 if self._here[program.buffers[b].mesh]:
-                    (out[b],) = placement.copies([constant], [self._sharding(b)])
-        numbers = {(mesh, i): b for mesh, some in enumerate(program.numbers) for i, b in enumerate(some)}
-        runs = [run for run in self._runs if run.executable in numbered]
-        needed = {(program.executables[run.executable].mesh, run.microbatch) for run in runs}
-        numbers |= {key: b for b, key in enumerate(sorted(needed - numbers.keys()), len(out))}
-        out += [None] * len(needed)
-        for (mesh, microbatch), b in numbers.items():
-            if self._here[mesh]:
-                everywhere = NamedSharding(self._meshes[mesh], PartitionSpec())
-                everywhere = self._shardings.setdefault((mesh, PartitionSpec()), everywhere)
-                (out[b],) = global_array.put([np.int32(microbatch)], [everywhere])
-        return out, numbers
+                    (out[b],) = placement.copies([value], [self._sharding(b)])
+        return out
 
-    def _list_items(
-        self, order: Any, calls: Mapping[int, Call], numbered: set[int], numbers: Mapping[tuple[int, int], int]
-    ) -> list[Item]:
+    def _list_items(self, order: Any, calls: Mapping[int, Call], numbered: set[int]) -> list[Item]:
         """The items that a call walks.
 
         Args:
           order: (submesh, position in its list) of each instruction.
           calls: how each executable is called.
-          numbered, numbers: as of `_initial_buffers`.
+          numbered: the executables whose callbacks need the number of the micro-batch.
         """
         program = self._program
         movers: dict[Any, Mover] = {}
+        numbers: dict[tuple[int, int], Any] = {}  # by submesh and micro-batch
         out: list[Item] = []
         for mesh, position in order:
             item: Instruction = program.lists[mesh][position]
             match item:
                 case Run(executable=number) if self._here[mesh]:
                     kept = [b for n, b in enumerate(item.inputs) if n not in program.executables[number].donated]
+                    call, donated, key = calls[number], program.consumed(item), (mesh, item.microbatch)
                     if number in numbered:
-                        kept.append(numbers[mesh, item.microbatch])
-                    donated = program.consumed(item)
-                    out.append(Launch(item, calls[number], picker(donated), picker(kept), donated, item.outputs))
+                        if key not in numbers:
+                            everywhere = NamedSharding(self._meshes[mesh], PartitionSpec())
+                            everywhere = self._shardings.setdefault((mesh, PartitionSpec()), everywhere)
+                            (numbers[key],) = global_array.put([np.int32(item.microbatch)], [everywhere])
+                        call = with_number(call, numbers[key])
+                    out.append(Launch(item, call, picker(donated), picker(kept), donated, item.outputs))
                 case Send(transfer=number):
                     transfer = program.transfers[number]
                     sent = transfer.sent if self._here[transfer.source] else ()

@@ -23,7 +23,7 @@ from alpa_lite.passes.tracing.arguments import donated_leaves
 from alpa_lite.plan.pins import layout_of_spec
 from alpa_lite.runtime import callbacks, placement
 from alpa_lite.runtime.binding import Buffers
-from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker
+from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker, with_number
 from alpa_lite.runtime.multihost import global_array
 from alpa_lite.runtime.step import Donate, Executable, LoadOptions
 
@@ -87,7 +87,8 @@ class SingleExecutable(Executable):
         constants = self._traced.graph.constants
         self._constants = placement.copies(constants, self._in_shardings[len(self._traced.arguments) :])
         if self._function.failures is not None:
-            self._constants += global_array.put([np.int32(-1)], [NamedSharding(self.mesh, PartitionSpec())])
+            (number,) = global_array.put([np.int32(-1)], [NamedSharding(self.mesh, PartitionSpec())])
+            self._call = with_number(self._call, number)
         return (compiled,)
 
     def _start(self, leaves: Sequence[Any]) -> list[Any]:
