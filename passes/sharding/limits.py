@@ -205,7 +205,7 @@ def limits(
             if isinstance(operations, OverExamples) and textbook.share_in_pieces(step, count) > _MOST:
                 raise MicrobatchError(
                     f"most of the step works on fewer examples at a time than divide over {count} devices, or on a "
-                    "number that does not: use fewer micro-batches, a larger batch, or method='auto'."
+                    "number that does not: use a smaller num_microbatches, a larger batch, or method='auto'."
                 )
     pinned = {grouping.leaves[number]: (pin.layout,) for number, pin in pins.arguments.items()}
     layouts = found | named | {group: layouts for group, layouts in pinned.items() if group}
