@@ -149,9 +149,7 @@ def routed(batch: int, length: int) -> Built:
 
 
 CASES: dict[str, Case] = {
-    "densenet-201": case("a100", lambda: classified(DenseNet(), 512, 224, optax.sgd(0.1, momentum=0.9))),
-    "efficientnet-b7": case(
-        "v5p:2x2x2", lambda: classified(EfficientNet(), 128, 600, optax.rmsprop(0.01, momentum=0.9))
-    ),
+    "densenet-201": case("a100", classified, DenseNet(), 512, 224, optax.sgd(0.1, momentum=0.9)),
+    "efficientnet-b7": case("v5p:2x2x2", classified, EfficientNet(), 128, 600, optax.rmsprop(0.01, momentum=0.9)),
     "routed-16b": case("h100 x 4", routed, 64, 4096),
 }

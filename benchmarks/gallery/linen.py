@@ -157,29 +157,18 @@ def Autoencoder(self, x, *, widths, code):
     return nn.Conv(start[-1], (3, 3))(x)
 
 
-def linen_gpt(
-    batch: int, length: int, layers: int, hidden: int, heads: int, vocabulary: int = 51200, causal: bool = True,
-    dtype: Any = jnp.float16,
-) -> Built:  # fmt: skip
-    """Next-token prediction with the GPT above."""
-    return language(GPT(layers, hidden, heads, vocabulary, length, causal, dtype), batch, length)
-
-
-def linen_llama(batch: int, length: int, scan: bool, layers: int = 32) -> Built:
-    """A Llama of 7 B parameters."""
-    return language(Llama(layers, 4096, 32, 11008, 32000, scan), batch, length)
-
-
 _issue, _toy = functools.partial(case, of="issue"), functools.partial(case, "cpu", of="toy")
 CASES: dict[str, Case] = {
-    "gpt-39b-mask": _issue("p3.16xlarge x 8", linen_gpt, 1024, 1024, 48, 8192, 64),
-    "gpt-39b-no-mask": _issue("p3.16xlarge x 8", linen_gpt, 1024, 1024, 48, 8192, 64, causal=False),
-    "llama-7b-scan": _issue("h100 x 4", linen_llama, 128, 2048, True),
-    "llama-7b-unrolled": _issue("h100 x 4", linen_llama, 128, 2048, False),
-    "mlp-toy": _issue("cpu", lambda: forms.supervised(MLP((256, 256, 128, 10)), numbers(256, 128), shape(256))),
+    "gpt-39b-mask": _issue("p3.16xlarge x 8", language, GPT(48, 8192, 64, 51200, 1024, True, jnp.float16), 1024, 1024),
+    "gpt-39b-no-mask": _issue(
+        "p3.16xlarge x 8", language, GPT(48, 8192, 64, 51200, 1024, False, jnp.float16), 1024, 1024
+    ),
+    "llama-7b-scan": _issue("h100 x 4", language, Llama(32, 4096, 32, 11008, 32000, True), 128, 2048),
+    "llama-7b-unrolled": _issue("h100 x 4", language, Llama(32, 4096, 32, 11008, 32000, False), 128, 2048),
+    "mlp-toy": _issue("cpu", forms.supervised, MLP((256, 256, 128, 10)), numbers(256, 128), shape(256)),
     "own-accumulation": _issue("cpu", accumulating, 512, 4, 512, 2048, 2048, 16),
     "unet": case("a100", regression, UNet(128, 4), 64, 128, denoising=True),
     "toy-unet": _toy(regression, UNet(16, 3), 16, 32, denoising=True),
     "toy-autoencoder": _toy(regression, Autoencoder((16, 32, 64), 64), 32, 32, denoising=False),
-    "toy-gpt": _toy(linen_gpt, 16, 64, 4, 64, 4, vocabulary=512, dtype=jnp.float32),
+    "toy-gpt": _toy(language, GPT(4, 64, 4, 512, 64, True, jnp.float32), 16, 64),
 }

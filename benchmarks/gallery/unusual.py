@@ -318,24 +318,24 @@ CASES: dict[str, forms.Case] = {
     "gan": _unusual("a100", adversarial, 256),
     "lora-8b": _unusual("h100", adapted, 64, 2048),
     "dpo-7b": _unusual("h100 x 2", preferred, 128, 2048),
-    "dlrm": _unusual("a100", lambda: forms.supervised(
-        Ranking(_TABLES), numbers(65536, 13), shape(65536, 26), numbers(65536), loss=clicks,
+    "dlrm": _unusual(
+        "a100", forms.supervised, Ranking(_TABLES), numbers(65536, 13), shape(65536, 26), numbers(65536), loss=clicks,
         optimizer=optax.adagrad(0.01),
-    )),
-    "muon-1b": _unusual("h100 x 2", lambda: forms.language(
-        networks.Decoder(24, 2048, 16, 50304), 256, 2048, optax.contrib.muon(2e-2)
-    )),
+    ),
+    "muon-1b": _unusual(
+        "h100 x 2", forms.language, networks.Decoder(24, 2048, 16, 50304), 256, 2048, optax.contrib.muon(2e-2)
+    ),
     "fold": _unusual("a100 x 4", folded, 128, 128, 256),
     "nerf": _unusual("a100", radiance, 65536),
     "glow": _unusual("a100", likely, 512),
     "swin-large": _unusual("v5p:2x2x2", windows, 1024),
-    "fno": _unusual("a100", lambda: forms.supervised(
-        pictures.Fourier(64, 32), numbers(128, 256, 256, 10), numbers(128, 256, 256, 1), loss=relative_error,
-        optimizer=optax.adam(1e-3),
-    )),
+    "fno": _unusual(
+        "a100", forms.supervised, pictures.Fourier(64, 32), numbers(128, 256, 256, 10), numbers(128, 256, 256, 1),
+        loss=relative_error, optimizer=optax.adam(1e-3),
+    ),
     "distil": _unusual("h100 x 2", distilled, 256, 2048),
-    "multisteps": _unusual("a100", lambda: forms.language(networks.Decoder(12, 768, 6, 50304), 256, 1024, _STEPS)),
-    "linear-attention": _unusual("h100 x 2", lambda: forms.language(
-        networks.LinearDecoder(24, 2048, 65536), 128, 4096, optax.adamw(1e-4)
-    )),
+    "multisteps": _unusual("a100", forms.language, networks.Decoder(12, 768, 6, 50304), 256, 1024, _STEPS),
+    "linear-attention": _unusual(
+        "h100 x 2", forms.language, networks.LinearDecoder(24, 2048, 65536), 128, 4096, optax.adamw(1e-4)
+    ),
 }  # fmt: skip
