@@ -12,12 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alpa_lite import _jax
 from alpa_lite.ir.graph import Lit, Traced, walk
 from alpa_lite.passes.ir import evaluation
+from alpa_lite.passes.ir.flow import needed, producers
+from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.stages.planning import PlannedStage
-from alpa_lite.passes.stages.stage_graph import Port, StageGraph
+from alpa_lite.passes.stages.stage_graph import Port
 from alpa_lite.passes.tracing import calls
 from alpa_lite.runtime.debug import first_divergence
 from alpa_lite.runtime.debug.first_divergence import Difference, error
@@ -183,31 +184,81 @@ def _pieces(traced: Traced, leaves: Sequence[Any]) -> list[Any]:
 
 
 def _values(staged: Staged, leaves: Sequence[Any]) -> dict[tuple[str, int], Any]:
-    """(port kind, number) -> value, on one device: the arguments, and all that stages give to each other.
+    """(port kind, number) -> value, on one device: arguments, values of the loop stacked over micro-batches, and values
+    of the update."""
+    traced = staged.traced
+    ports = [port for stage in staged.stages for port in stage.graph.inputs]
+    inside = sorted({port.number for port in ports if port.kind == "crossing"})
+    late = {port.number for port in ports if port.kind == "late"}
 
-    Stages are evaluated in turn, to the last one and back, with zeros for values that are not known yet, until no value
-    changes: a value is right as soon as those are of which it is made.
+    def run(leaves: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
+        env: dict[int, Any] = dict(zip(traced.graph.block.inputs, [*leaves, *traced.graph.constants], strict=True))
+        crossing: dict[int, Any] = {}
+        for op in traced.graph.block.ops:
+            operands = [a.value if isinstance(a, Lit) else env[a] for a in op.operands]
+            if op.index == staged.loop.scan:
+                results, crossing = _micro_batches(ScanView(op), operands, inside)
+            else:
+                results = evaluation.bind(op, operands)
+            env.update(zip(op.results, results, strict=True))
+        return {v: env[v] for v in late if v in env}, crossing
+
+    updates, crossing = jax.jit(run)(leaves)
+    found = {("argument", i): leaf for i, leaf in enumerate(leaves)}
+    found |= {("late", v): value for v, value in updates.items()}
+    found |= {("crossing", v): value for v, value in crossing.items()}
+    while any(_exchanged(stage, found) for stage in staged.stages):
+        pass
+    return found
+
+
+def _exchanged(stage: PlannedStage, known: dict[tuple[str, int], Any]) -> bool:
+    """Adds the late results of a stage that follow from known values, such as its summand of a sum over stages.
+
+    Returns:
+      Whether there were any.
     """
-    known = {("argument", number): leaf for number, leaf in enumerate(leaves)}
-    stages = [(stage.graph, jax.jit(functools.partial(evaluation.evaluate, stage.graph.traced.graph)))
-              for stage in staged.stages]  # fmt: skip
-    makers: dict[tuple[str, int], StageGraph] = {}
-    for _ in range(sum(len(graph.inputs) for graph, _ in stages)):
-        before = dict(known)
-        for graph, run in (*stages, *stages[-2::-1]):
-            avals = [graph.traced.graph.values[v].aval for v in graph.traced.graph.block.inputs]
-            keys = [(_kind(port), port.number) for port in graph.inputs]
-            given = [known[key] if key in known else _zeros(a) for key, a in zip(keys, avals, strict=False)]
-            for port, value in zip(graph.outputs, run(given), strict=True):
-                key = port.kind, port.number
-                if port.kind in ("crossing", "late") and makers.setdefault(key, graph) is graph:
-                    known[key] = value
-        if known.keys() == before.keys() and not any(error(known[key], before[key]) for key in makers):
-            break
-    return known
+    traced = stage.graph.traced
+    block, values = traced.graph.block, traced.graph.values
+    ports = [(_kind(port), port.number) for port in stage.graph.inputs]
+    missing = {v for v, port in zip(block.inputs, ports, strict=False) if port not in known}
+    makers = producers(block.ops)
+    wanted = {
+        ("late", port.number): number
+        for number, (port, atom) in enumerate(zip(stage.graph.outputs, block.outputs, strict=True))
+        if port.kind == "late" and ("late", port.number) not in known and isinstance(atom, int)
+        and missing.isdisjoint(needed([atom], makers))
+    }  # fmt: skip
+    if not wanted:
+        return False
+    inputs = [
+        jnp.zeros(values[v].shape, values[v].dtype) if v in missing else known[port]
+        for v, port in zip(block.inputs, ports, strict=False)
+    ]
+
+    def run(inputs: Sequence[Any]) -> list[Any]:
+        outputs = evaluation.evaluate(traced.graph, inputs)
+        return [outputs[number] for number in wanted.values()]
+
+    known.update(zip(wanted, jax.jit(run)(inputs), strict=True))
+    return True
 
 
-def _zeros(aval: Any) -> Any:
-    if not jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        return jnp.zeros(aval.shape, aval.dtype)
-    return _jax.keys_of_data(jnp.zeros((*aval.shape, *_jax.key_kind(aval.dtype)[1]), np.uint32), aval.dtype)
+def _micro_batches(view: ScanView, operands: Sequence[Any], wanted: Sequence[int]) -> tuple[list[Any], dict[int, Any]]:
+    """The results of the loop over micro-batches, and some values of its body, stacked."""
+    consts, start, xs = view.taken(operands)
+    made = set(wanted) & {v for op in view.body.ops for v in op.results}
+
+    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+        env: dict[int, Any] = {}
+
+        def place(value: int, array: Any) -> Any:
+            if value in made:
+                env[value] = array
+            return array
+
+        out = view.given(evaluation.evaluate_block(view.body, [*consts, *carry, *xs], place))
+        return out.carry, (out.ys, env)
+
+    carry, (ys, stacked) = jax.lax.scan(step, start, xs, length=view.length, reverse=view.op.params["reverse"])
+    return [*carry, *ys], stacked
