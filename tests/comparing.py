@@ -3,8 +3,6 @@
 Floats are compared leaf by leaf: ||a - b|| <= 1e-5 * max(||b||, 1e-3 * ||all gradients||).
 """
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,7 +1,5 @@
 """Train steps that tests of several modules plan, and shapes, clusters and updates for them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +37,17 @@ def descent(loss: Callable[[Any, Any], Any]) -> Step:
     return step
 
 
+def optimised(loss: Callable[..., Any], tx: optax.GradientTransformation) -> Step:
+    """A step from `(params, opt_state, *batch)` to the new ones and the loss, as Optax's guide writes it."""
+
+    def step(params, opt_state, *batch):
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return step
+
+
 def rows(count: int, width: int) -> dict[str, jax.Array]:
     """A batch of as many features as targets."""
     return regression(width, width, count)
@@ -63,6 +72,24 @@ def nnx_step(model: Any, optimizer: Any, batch: Any) -> Any:
     return loss
 
 
+class Block(linen.Module):
+    """A residual block."""
+
+    @linen.compact
+    def __call__(self, x):
+        return x + linen.Dense(8)(linen.gelu(linen.Dense(16)(x)))
+
+
+class Net(linen.Module):
+    """Two residual blocks."""
+
+    @linen.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = Block(name=f"h_{i}")(x)
+        return x
+
+
 def train_state(model: linen.Module, batch: Any, tx: Any = None) -> TrainState:
     """A state of Flax for a linen module, with Adam unless `tx` is given."""
     params = filled(jax.eval_shape(model.init, jax.random.key(0), batch))["params"]
@@ -73,6 +100,19 @@ def linen_step(state: TrainState, batch: Any) -> Any:
     """Updates a `TrainState`, towards ones."""
     loss, grads = jax.value_and_grad(lambda p: jnp.mean((state.apply_fn({"params": p}, batch) - 1) ** 2))(state.params)
     return state.apply_gradients(grads=grads), loss
+
+
+def record_calls(monkeypatch: Any, module: Any, name: str) -> list[Any]:
+    """A list that grows by the result of each call of a module's function."""
+    made: list[Any] = []
+    original = getattr(module, name)
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        made.append(original(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(module, name, recording)
+    return made
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:

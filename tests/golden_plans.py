@@ -7,8 +7,6 @@ A fingerprint is a digest of the plan's file, which holds no measured quantity, 
 Traces differ between versions of JAX, so each supported end has a file of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

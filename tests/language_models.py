@@ -1,9 +1,6 @@
-"""Decoders for tests of slices of the sequence: unrolled, as a scan, without a dim of examples, and from elsewhere."""
-
-from __future__ import annotations
+"""Decoders for tests of slices of the sequence: unrolled, and without a dim of examples."""
 
 import itertools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import alpa_lite
 from tests.gallery import local, sgd
@@ -46,17 +42,14 @@ def next_token(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits[..., :-1, :], tokens[..., 1:]).mean()
 
 
-def parameters(layers: int, stacked: bool = False) -> Any:
+def parameters(layers: int) -> Any:
     """An embedding, layers with one projection each before and after their attention, and a head."""
     seeds = itertools.count()
 
     def weight(*shape: int) -> jax.Array:
         return 0.3 * normal(next(seeds), *shape)
 
-    if stacked:
-        stack: Any = {"qkv": weight(layers, WIDE, 3 * WIDE), "out": weight(layers, WIDE, WIDE)}
-    else:
-        stack = [{"qkv": weight(WIDE, 3 * WIDE), "out": weight(WIDE, WIDE)} for _ in range(layers)]
+    stack = [{"qkv": weight(WIDE, 3 * WIDE), "out": weight(WIDE, WIDE)} for _ in range(layers)]
     return {"embed": weight(VOCAB, WIDE), "layers": stack, "head": weight(WIDE, VOCAB)}
 
 
@@ -79,17 +72,6 @@ def language_model(causal: bool = True, layers: int = 2) -> tuple[Any, Any]:
     return sgd(loss), (parameters(layers), tokens_of(8, lowest=0))
 
 
-def scanned(layers: int = 2) -> tuple[Any, Any]:
-    """Layers as a plain scan over stacked parameters, recomputed in the backward pass."""
-
-    def loss(params: Any, tokens: jax.Array) -> jax.Array:
-        block = jax.checkpoint(lambda x, layer: (attend(x, layer), None))
-        x, _ = jax.lax.scan(block, params["embed"][tokens], params["layers"])
-        return next_token(x @ params["head"], tokens)
-
-    return descending(loss), (parameters(layers, stacked=True), tokens_of(4))
-
-
 def without_examples(one_hot: bool = False) -> tuple[Any, Any]:
     """A step on one sequence that has no dim of examples."""
 
@@ -104,33 +86,3 @@ def without_examples(one_hot: bool = False) -> tuple[Any, Any]:
         return next_token(x @ params["head"], tokens)
 
     return descending(loss), (parameters(2), tokens_of(1, lowest=0)[0])
-
-
-# -- Hugging Face -----------------------------------------------------------------------------------------------------
-
-SMALL = {"vocab_size": VOCAB, "hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": 4}
-LLAMA = SMALL | {"intermediate_size": 32, "num_key_value_heads": 2, "max_position_embeddings": 16}
-DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "GPT2LMHead": ("GPT2", {"vocab_size": VOCAB, "n_embd": WIDE, "n_layer": 2, "n_head": 4, "n_positions": 16}),
-    "LlamaForCausalLM": ("Llama", LLAMA),
-    "BloomForCausalLM": ("Bloom", SMALL),
-    "GemmaForCausalLM": ("Gemma", LLAMA | {"head_dim": 4, "hidden_activation": "gelu"}),
-}  # fmt: skip
-
-
-def filled(shapes: Any) -> Any:
-    """Parameters of given shapes, none of them zero."""
-    leaves, tree = jax.tree.flatten(shapes)
-    draw = np.random.default_rng(0)
-    arrays = [jnp.asarray(draw.normal(size=x.shape) * 0.3 + (x.ndim == 1), x.dtype) for x in leaves]
-    return jax.tree.unflatten(tree, arrays)
-
-
-def hugging_face(name: str, config: str, sizes: dict[str, Any]) -> tuple[Any, Any]:
-    """A model of `transformers`, which the extra `outside` has, and its parameters."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        transformers = pytest.importorskip("transformers")
-        kind = getattr(transformers, f"Flax{name}{'Model' if name.endswith('Head') else ''}")
-        model = kind(getattr(transformers, f"{config}Config")(**sizes), _do_init=False)
-        return model, filled(model.params_shape_tree)

@@ -1,7 +1,5 @@
 """Which cases of many are run how often, for `pytest.mark.parametrize`."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A multilayer perceptron in plain JAX, and two machines to plan it for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from alpa_lite.cluster import Cluster, Link

@@ -1,7 +1,5 @@
 """Pallas kernels as users write them, in interpret mode: attention with its own derivative, and layer normalisation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

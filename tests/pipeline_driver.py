@@ -4,8 +4,6 @@ The stage search is left out: the forward pass is cut into stages of about as ma
 planned on the submesh that it is given. What follows is what the compiler does with the stages that it chose.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,21 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from alpa_lite.ir import schedules
+from alpa_lite.ir import program, schedules
 from alpa_lite.ir.layout import Layout, LogicalMesh
-from alpa_lite.ir.program import (
-    Buffer,
-    Executable,
-    Free,
-    Instruction,
-    Kind,
-    Program,
-    Receive,
-    Run,
-    Send,
-    Submesh,
-    Transfer,
-)
 from alpa_lite.ir.schedules import Schedule, Task
 
 FLOAT = np.dtype("float32")
@@ -33,13 +20,13 @@ class Toy:
 
     def __init__(self, schedule: Schedule, seconds: dict[str, float], transfer: float) -> None:
         self.schedule, self.seconds, self.transfer = schedule, seconds, transfer
-        self.buffers: list[Buffer] = []
-        self.executables: list[Executable] = []
-        self.transfers: list[Transfer] = []
-        self.lists: list[list[Instruction]] = [[] for _ in range(schedule.num_meshes)]
+        self.buffers: list[program.Buffer] = []
+        self.executables: list[program.Executable] = []
+        self.transfers: list[program.Transfer] = []
+        self.lists: list[list[program.Instruction]] = [[] for _ in range(schedule.num_meshes)]
         self.values: dict[tuple[str, int, int], int] = {}
 
-    def build(self) -> Program:
+    def build(self) -> program.Program:
         schedule, stages = self.schedule, range(self.schedule.num_stages)
         inputs = [self.define("parameter", stage) for stage in stages]
         for stage in stages:
@@ -48,8 +35,8 @@ class Toy:
             self.task(task)
         for stage in stages:
             self.run("update", stage, -1, [], ["parameter", "sum"], ["parameter"])
-        return Program(
-            submeshes=tuple(Submesh(LogicalMesh((1,), ("data",)), m) for m in range(schedule.num_meshes)),
+        return program.Program(
+            submeshes=tuple(program.Submesh(LogicalMesh((1,), ("data",)), m) for m in range(schedule.num_meshes)),
             executables=tuple(self.executables),
             buffers=tuple(self.buffers),
             transfers=tuple(self.transfers),
@@ -78,19 +65,19 @@ class Toy:
         else:
             self.run("weight", stage, m, [], ["kept", "sum"], ["sum"])
 
-    def run(self, kind: Kind, stage: int, m: int, read: list[str], taken: list[str], made: list[str]) -> None:
+    def run(self, kind: program.Kind, stage: int, m: int, read: list[str], taken: list[str], made: list[str]) -> None:
         mesh = self.schedule.mesh(stage)
         for name in ("value", "gradient"):
             number = self.values.pop((f"{name} transfer", stage, m), None) if name in taken else None
             if number is not None:
-                self.lists[mesh].append(Receive(number))
+                self.lists[mesh].append(program.Receive(number))
         donated = tuple(range(len(read), len(read) + len(taken)))
         self.executables.append(
-            Executable(f"stage {stage} {kind}", mesh, stage, kind, donated, self.seconds.get(kind, 0.0))
+            program.Executable(f"stage {stage} {kind}", mesh, stage, kind, donated, self.seconds.get(kind, 0.0))
         )
         inputs = tuple(self.value(name, stage, m) for name in read + taken)
         outputs = tuple(self.define(name, stage, m) for name in made)
-        self.lists[mesh].append(Run(len(self.executables) - 1, m, inputs, outputs))
+        self.lists[mesh].append(program.Run(len(self.executables) - 1, m, inputs, outputs))
 
     def move(self, name: str, stage: int, target: int, m: int) -> None:
         source, destination = self.schedule.mesh(stage), self.schedule.mesh(target)
@@ -100,15 +87,17 @@ class Toy:
             return
         number = len(self.transfers)
         received = self.define(name, target, m)
-        self.transfers.append(Transfer(source, destination, (sent,), (received,), self.transfer, m))
+        self.transfers.append(program.Transfer(source, destination, (sent,), (received,), self.transfer, m))
         self.values[f"{name} transfer", target, m] = number
-        self.lists[source] += (Send(number), Free((sent,)))
+        self.lists[source] += (program.Send(number), program.Free((sent,)))
 
     def define(self, name: str, stage: int, m: int = -1) -> int:
         m = -1 if name in ("parameter", "sum") else m
         size = 1 if name in ("saved", "kept") else 0
         layout = Layout(((),))
-        self.buffers.append(Buffer(self.schedule.mesh(stage), layout, (4,), FLOAT, size, m, f"{name} of stage {stage}"))
+        self.buffers.append(
+            program.Buffer(self.schedule.mesh(stage), layout, (4,), FLOAT, size, m, f"{name} of stage {stage}")
+        )
         self.values[name, stage, m] = len(self.buffers) - 1
         return len(self.buffers) - 1
 
@@ -125,7 +114,7 @@ def toy(
     prologue: float = 0.0,
     update: float = 0.0,
     transfer: float = 0.0,
-) -> Program:
+) -> program.Program:
     """The program of a schedule; durations as in `scheduling.simulate`."""
     whole = backward if schedule.splits_backward else backward + weight
     seconds = {"forward": forward, "backward": whole, "weight": weight, "prologue": prologue, "update": update}

@@ -1,7 +1,5 @@
 """Plans as the compiler would make them, written out by hand for the tests of what prints and stores plans."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -11,6 +9,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.ir import schedules
 from alpa_lite.ir.timeline import Event, Timeline
 from alpa_lite.plan.decisions import Alternative, Candidate, Decision, Outcome, Replicated, Solver
+from alpa_lite.plan.figures import Comparison
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Collective, Division, Leaf, Memory, Stage
 from tests import scheduling
@@ -312,3 +311,16 @@ def _stage(number: int, of: int, layers: int) -> Stage:
         decisions=(gpt_decisions()[0], weight),
         replicated=(last,) if number == of - 1 else (),
     )  # fmt: skip
+
+
+def with_comparisons(plan: Plan) -> Plan:
+    """With figures of other methods."""
+    rows = (
+        Comparison("data parallel", (8,), 1.25 * plan.step_seconds, plan.memory_per_device + 3 * 2**30),
+        Comparison("FSDP (ZeRO-3)", (8,), 1.25 * plan.step_seconds, 2**30),
+        Comparison("tensor parallel", reason="argument batch has a batch of 6, which does not divide over 8 devices"),
+        Comparison("one mesh", (8,), plan.step_seconds, 2**30),
+        Comparison("a faster one", (8,), 0.5 * plan.step_seconds, 2**30),
+        Comparison("one device"),
+    )
+    return dataclasses.replace(plan, comparisons=rows)

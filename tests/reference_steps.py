@@ -1,15 +1,12 @@
-"""Train steps that use mutable references (`jax.new_ref`): in plain JAX, Flax linen and NNX, and Equinox."""
-
-from __future__ import annotations
+"""Train steps that use mutable references (`jax.new_ref`): in plain JAX and in Flax linen."""
 
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen, nnx
+from flax import linen
 
 from tests import gallery
 from tests.zoo_base import filled
@@ -201,43 +198,11 @@ def in_linen(state, x):
     return sgd(state, grads), loss, sizes
 
 
-class Layers(eqx.Module):
-    """As `Mlp`."""
-
-    layers: list[eqx.nn.Linear]
-
-    def __call__(self, x):
-        sizes = jax.new_ref(jnp.zeros(len(self.layers)))
-        for i, layer in enumerate(self.layers):
-            x = jnp.tanh(jax.vmap(layer)(x))
-            sizes[i] = jax.lax.stop_gradient(jnp.abs(x).mean())
-        return x, sizes[...]
-
-
-def in_equinox(state, x):
-    def loss_of(state):
-        y, sizes = state(x)
-        return jnp.square(y).mean(), sizes
-
-    (loss, sizes), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)(state)
-    return sgd(state, grads), loss, sizes
-
-
-@descent
-def in_nnx(state, x):
-    """NNX modules that are split before, and merged in the step."""
-    graphdef, _ = nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0)))
-    h = jax.new_ref(x)
-    for one in state:
-        h[...] = jnp.tanh(nnx.merge(graphdef, one)(h[...]))
-    return jnp.square(h[...]).mean()
-
-
 PLAIN = (
     metrics, accumulation, scanned, searched, counted, within_branches, within_loops, logged, overwritten,
     with_own_derivative, momentum,
 )  # fmt: skip
-STEPS = (*PLAIN, in_linen, in_equinox, in_nnx)
+STEPS = (*PLAIN, in_linen)
 
 
 def arguments(step: Any) -> tuple[Any, jax.Array]:
@@ -245,17 +210,4 @@ def arguments(step: Any) -> tuple[Any, jax.Array]:
     x = batch()
     if step is momentum:
         return (weights(), jax.tree.map(jnp.zeros_like, weights())), x
-    if step is in_linen:
-        return filled(jax.eval_shape(Mlp().init, jax.random.key(0), x)), x
-    if step is in_equinox:
-        return Layers(equinox_layers()), x
-    return nnx_states() if step is in_nnx else weights(), x
-
-
-def equinox_layers() -> list[eqx.nn.Linear]:
-    return [eqx.nn.Linear(WIDTH, WIDTH, key=jax.random.key(i)) for i in range(3)]
-
-
-def nnx_states() -> list[Any]:
-    """The states of three layers, whose graphs are equal."""
-    return [nnx.split(nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(i)))[1] for i in range(3)]
+    return filled(jax.eval_shape(Mlp().init, jax.random.key(0), x)) if step is in_linen else weights(), x

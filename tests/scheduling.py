@@ -1,7 +1,5 @@
 """A schedule with given seconds for its tasks as a timeline: an oracle for simulated programs and the stage search."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

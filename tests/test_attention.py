@@ -1,7 +1,5 @@
 """`jax.nn.dot_product_attention` in all its forms: one operation in the plan, and equal to one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

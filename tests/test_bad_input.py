@@ -1,7 +1,5 @@
 """What cannot be planned is refused, with an error that names the argument, its value and the remedy."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

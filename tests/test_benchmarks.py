@@ -1,7 +1,5 @@
 """The tool of the benchmarks: rows that are kept and merged, processes that are ended, and what is stale."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`alpa_lite.check`: planned steps that are right are equal, and of those that are wrong it names the operation."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 
@@ -18,7 +16,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.lowering import emission, lowering
 from alpa_lite.runtime.debug import first_divergence, reference
-from tests.gallery import local
+from tests.gallery import local, optimised
 from tests.marks import slow
 
 METHODS = {
@@ -35,10 +33,7 @@ def loss_of(params, x, y):
     return jnp.mean(jnp.square(hidden @ params["c"] - y))
 
 
-def step(params, opt, x, y):
-    loss, gradients = jax.value_and_grad(loss_of)(params, x, y)
-    updates, opt = OPTIMIZER.update(gradients, opt, params)
-    return optax.apply_updates(params, updates), opt, loss
+step = optimised(loss_of, OPTIMIZER)
 
 
 def arguments() -> tuple[Any, ...]:
@@ -123,15 +118,11 @@ def test_names_a_collective(monkeypatch) -> None:
 def test_rounding_that_the_optimizer_enlarges_is_no_error() -> None:
     """Adam moves a weight whose gradient is zero but for rounding by the learning rate, in either direction."""
 
-    def noisy(params, opt, x, y):
-        def loss(params):
-            shifted = jax.nn.softmax(x @ params["a"] + params["b"].sum())  # no softmax feels a shift
-            return jnp.mean((shifted @ params["c"] - y) ** 2)
+    def loss(params, x, y):
+        shifted = jax.nn.softmax(x @ params["a"] + params["b"].sum())  # no softmax feels a shift
+        return jnp.mean((shifted @ params["c"] - y) ** 2)
 
-        value, gradients = jax.value_and_grad(loss)(params)
-        updates, opt = optax.adam(1.0, eps=0.0, eps_root=0.0).update(gradients, opt, params)
-        return optax.apply_updates(params, updates), opt, value
-
+    noisy = optimised(loss, optax.adam(1.0, eps=0.0, eps_root=0.0))
     checked = alpa_lite.check(planned("mesh", noisy), *arguments())
     assert checked.ok, str(checked)
     leaves = {leaf.path: leaf for leaf in checked.leaves}

@@ -1,7 +1,5 @@
 """The command line: every command, on the smallest model."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -3,8 +3,6 @@
 What Auto must choose is tested where theory says what is best, on clusters that are not here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

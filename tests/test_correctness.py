@@ -4,8 +4,6 @@ float32: ||a - b|| <= 1e-5 * max(||b||, 1e-3 * ||all gradients||) for each leaf.
 step is at most twice the single-device bf16 step's. One device: bit-equal.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Collection
 from typing import Literal

@@ -1,7 +1,5 @@
 """State that is born sharded, batches that are placed ahead, and shardings for what comes from elsewhere."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A training loop with everything around it: evaluation, short batches and restores, and nothing of the state moves."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

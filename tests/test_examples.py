@@ -4,8 +4,6 @@
 `examples/jobs` parse, and the script knows the options that they give it.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import itertools

@@ -1,7 +1,5 @@
 """Operations that only their user knows: FFI calls, custom partitioning, own primitives; and what lowers elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans are those that are stored: see `golden_plans`."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

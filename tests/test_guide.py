@@ -1,7 +1,5 @@
 """Every block of Python code in the user's guide runs, page by page, as a reader would type it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

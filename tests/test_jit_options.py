@@ -1,7 +1,5 @@
 """The options of `jax.jit`, and what its functions offer, mean the same of a planned step, or are refused in a line."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Steps whose state already lies on submeshes: nothing of it moves, and they compute what one device computes."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any
@@ -12,23 +10,19 @@ import pytest
 from flax import nnx
 
 import alpa_lite
-from alpa_lite import compiler, models
-from alpa_lite.compiler import Compiled
+from alpa_lite import Pipeline, compiler, models
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, OptionError
 from alpa_lite.ir.layout import Layout, LogicalMesh
-from alpa_lite.options import Options, Pipeline
-from alpa_lite.passes.tracing.tracing import trace
-from alpa_lite.plan.pins import Pin, Pins, places
-from alpa_lite.plan.plan import Plan
-from alpa_lite.runtime import load
+from alpa_lite.options import Options
+from alpa_lite.plan.pins import Pin, Pins
 from tests.comparing import assert_close
 from tests.gallery import local, sgd
 from tests.marks import slow, thorough
 
 
-def parameters(layers: int = 4, width: int = 16):
+def parameters(layers: int = 4):
     keys = jax.random.split(jax.random.key(0), layers)
-    return {f"w{i}": 0.1 * jax.random.normal(key, (width, width)) for i, key in enumerate(keys)}
+    return {f"w{i}": 0.1 * jax.random.normal(key, (16, 16)) for i, key in enumerate(keys)}
 
 
 def forward(p, x):
@@ -44,96 +38,70 @@ def train(p, x):
     return descent(p, x)
 
 
-def examples(count: int, width: int = 16):
-    return jax.random.normal(jax.random.key(1), (count, width))
+def examples(count: int):
+    return jax.random.normal(jax.random.key(1), (count, 16))
 
 
 def sharding(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding, tree)
 
 
-def run(compiled: Compiled) -> Any:
-    return load.load(compiled.staged, compiled.plan)
+def pipeline(fun: Any = train, args: Any = None, cluster: Any = None, **method: Any) -> Any:
+    """A train step on four devices, planned."""
+    chosen = Pipeline(method.pop("num_stages", 2), **method)
+    step = alpa_lite.parallelize(fun, method=chosen, cluster=cluster or local(4), num_microbatches=4)
+    step.plan(*(args or (parameters(), examples(8))))
+    return step
 
 
-@functools.cache
-def trained(stages: int = 2, devices: int = 4, **method) -> Compiled:
-    options = Options(method=Pipeline(num_stages=stages, **method), cluster=local(devices), num_microbatches=4)
-    return compiler.compile_step(train, (parameters(), examples(8)), {}, options, local(devices))
+trained = functools.cache(pipeline)
 
 
-def placed_state(first: Compiled, state: Any = None) -> Any:
-    return run(first).place(state or parameters(), examples(8))[0]
+def layouts(plan: alpa_lite.Plan):
+    return [{leaf.path: leaf.spec for leaf in stage.arguments if leaf.role == "state"} for stage in plan.stages]
 
 
-def layouts(compiled: Compiled):
-    stages = compiled.plan.stages
-    return [{leaf.path: leaf.spec for leaf in stage.arguments if leaf.role == "state"} for stage in stages]
+def sent_arguments(run: Any, *args: Any) -> set[str]:
+    """The names of the arguments that transfers carry."""
+    program = run.planned(args, {})[0].staged.program
+    given = {b for group in program.inputs for b in group}
+    return {program.buffers[b].name for t in program.transfers for b in t.sent if b in given}
+
+
+def check(first: Any, run: Any, fun: Any, state: Any, *args: Any) -> None:
+    """Compares results on the placed state, of which nothing moves, and nothing is deleted that is not updated."""
+    placed = first.place(state, examples(8))[0]
+    before, updates = sharding(placed), run.planned((placed, *args), {})[0].traced.state
+    assert sent_arguments(run, placed, *args) == set()
+    assert_close(run(placed, *args), jax.jit(fun)(state, *args))
+    if not updates:
+        assert all(not x.is_deleted() for x in jax.tree.leaves(placed))
+        assert sharding(placed) == before
 
 
 @pytest.mark.parametrize(("batch", "microbatches"), [(6, 3), slow(7, 1)])
 def test_a_train_step_on_another_batch_keeps_its_division(batch: int, microbatches: int) -> None:
-    first = trained()
-    options = Options(method=Pipeline(num_stages=2), cluster=local(4))
-    x = examples(batch)
-    again = compiler.compile_step(train, (parameters(), x), {}, options, local(4), like=first.plan)
-    assert again.plan.num_microbatches == microbatches
+    step, x = pipeline(), examples(batch)
+    first, again = step.plan(parameters(), examples(8)), step.plan(parameters(), x)
+    assert again.num_microbatches == microbatches
     assert layouts(again) == layouts(first)
-    assert again.plan.division.submeshes == first.plan.division.submeshes
-    assert_close(run(again)(*run(again).place(parameters(), x)), train(parameters(), x))
+    assert again.division.submeshes == first.division.submeshes
+    assert_close(step(*step.place(parameters(), x)), train(parameters(), x))
 
 
 def test_a_division_of_another_step_is_refused() -> None:
     options, args = Options(method=Pipeline(), cluster=local(4)), (parameters(6), examples(8))
     with pytest.raises(AlpaLiteError, match="layers"):
-        compiler.compile_step(train, args, {}, options, local(4), like=trained().plan)
-
-
-def pins(plan: Plan, fun, args, names=()) -> Pins:
-    """Where a plan has the state, for the arguments of a function that have the same paths."""
-    found = places(plan, "the train step has it there")
-    traced = trace(fun, args, {}, batch_argnums=(), batch_argnames=names)
-    known = {i: found[a.path] for i, a in enumerate(traced.arguments) if a.path in found}
-    whole = {i: pin for i, pin in known.items() if isinstance(pin, Pin)}
-    return Pins(whole, {i: some for i, some in known.items() if not isinstance(some, Pin)})
-
-
-def planned(first: Compiled, fun, args, names=(), devices: int = 4, **options) -> Compiled:
-    """A function planned with the state where a train step has it."""
-    given = Options(cluster=local(devices), batch_argnums=(), batch_argnames=names, **options)
-    where = pins(first.plan, fun, args, names)
-    return compiler.compile_step(fun, args, {}, given, local(devices), pins=where)
-
-
-def sent_arguments(compiled: Compiled) -> set[str]:
-    """The names of the arguments that transfers carry."""
-    program = compiled.staged.program
-    given = {b for group in program.inputs for b in group}
-    return {program.buffers[b].name for t in program.transfers for b in t.sent if b in given}
-
-
-def check(first: Compiled, compiled: Compiled, fun, state, args) -> None:
-    """Compares results on the placed state, of which nothing moves, and nothing is deleted that is not updated.
-
-    Args:
-      state: the first argument; args: the others.
-    """
-    placed = placed_state(first, state)
-    before = sharding(placed)
-    assert_close(run(compiled)(placed, *args), jax.jit(fun)(state, *args))
-    assert sent_arguments(compiled) == set()
-    if not compiled.traced.state:
-        assert all(not x.is_deleted() for x in jax.tree.leaves(placed))
-        assert sharding(placed) == before
+        compiler.compile_step(train, args, {}, options, local(4), like=trained().plans[0])
 
 
 def test_a_train_step_divided_by_its_state() -> None:
     """The backward pass of a layer runs where its weights are, although no stage was told."""
-    first = trained()
-    again = planned(first, train, (parameters(), examples(6)), ("x",))
-    check(first, again, train, parameters(), (examples(6),))
-    assert layouts(again) == layouts(first)
-    assert len(again.staged.program.transfers) == 2  # one activation there, one gradient back
+    again = alpa_lite.parallelize(train, like=trained(), batch_argnums=1)
+    check(trained(), again, train, parameters(), examples(6))
+    assert layouts(again.plans[0]) == layouts(trained().plans[0])
+    program = again.planned((parameters(), examples(6)), {})[0].staged.program
+    assert len(program.transfers) == 2  # one activation there, one gradient back
 
 
 def evaluate(p, x):
@@ -145,10 +113,9 @@ def count(p):
     return sum(w.size for w in jax.tree.leaves(p)), jnp.sqrt(sum(jnp.sum(w**2) for w in jax.tree.leaves(p)))
 
 
-def test_functions_of_the_state_of_a_pipeline() -> None:
-    first, x = trained(), examples(6)
-    check(first, planned(first, evaluate, (parameters(), x), ("x",)), evaluate, parameters(), (x,))
-    check(first, planned(first, count, (parameters(),)), count, parameters(), ())
+@pytest.mark.parametrize(("fun", "args"), [(evaluate, (examples(6),)), (count, ())])
+def test_functions_of_the_state_of_a_pipeline(fun: Any, args: Any) -> None:
+    check(trained(), alpa_lite.parallelize(fun, like=trained()), fun, parameters(), *args)
 
 
 def decode(p, cache, x, at):
@@ -161,21 +128,18 @@ def decode(p, cache, x, at):
 
 
 def test_generation_with_a_cache() -> None:
-    first = trained()
-    cache = {f"k{i}": jnp.zeros((4, 3, 16)) for i in range(4)}
-    compiled = planned(first, decode, (parameters(), cache, examples(4), jnp.int32(0)), ("x",))
-    assert sorted(a.path for a in compiled.traced.arguments if a.role == "state") == sorted(
-        f"cache['k{i}']" for i in range(4)
-    )
-    placed = placed_state(first)
-    executable, want, x, y = run(compiled), cache, examples(4), examples(4)
+    cache = want = {f"k{i}": jnp.zeros((4, 3, 16)) for i in range(4)}
+    run, placed = alpa_lite.parallelize(decode, like=trained()), trained().place(parameters(), examples(8))[0]
+    x = y = examples(4)
     for at in range(3):
-        cache, x = executable(placed, cache, x, jnp.int32(at))
+        cache, x = run(placed, cache, x, jnp.int32(at))
         want, y = decode(parameters(), want, y, at)
     assert_close((cache, x), (want, y))
+    arguments = [leaf for stage in run.plans[0].stages for leaf in stage.arguments]
+    assert sorted(leaf.path for leaf in arguments if leaf.role == "state") == [f"cache['k{i}']" for i in range(4)]
     for i in range(4):
         assert cache[f"k{i}"].sharding.device_set == placed[f"w{i}"].sharding.device_set
-    assert sent_arguments(compiled) == set()
+    assert sent_arguments(run, placed, cache, x, jnp.int32(0)) == set()
 
 
 def gpt(**config):
@@ -203,57 +167,47 @@ def gpt(**config):
 def test_a_gpt_is_evaluated_after_a_pipeline(stages: int, devices: int, schedule: str, config) -> None:
     """No leaf moves, neither a tied embedding nor the parts of stacked layers; loss, guesses and norm are exact."""
     step, evaluate, state, batch = gpt(**config)
-    method = Pipeline(num_stages=stages, schedule=schedule)
-    options = Options(method=method, cluster=local(devices), num_microbatches=4)
-    first = compiler.compile_step(step, (state, batch), {}, options, local(devices))
-    placed = run(first).place(state, batch)[0]
+    first = pipeline(step, (state, batch), local(devices), num_stages=stages, schedule=schedule)
+    placed = first.place(state, batch)[0]
     before = sharding(placed)
 
     def norm(state):
         return jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(state["params"])))
 
-    for fun, args, names in ((evaluate, (batch,), ("batch",)), (norm, (), ())):
-        compiled = planned(first, fun, (state, *args), names, devices)
-        assert_close(run(compiled)(placed, *args), jax.jit(fun)(state, *args))
-        assert sent_arguments(compiled) == set()
-        assert not any("moved in each call" in note or "copied in each call" in note for note in compiled.plan.notes)
+    functions: list[Any] = [(evaluate, (batch,)), (norm, ())]
+    for fun, args in functions:
+        run = alpa_lite.parallelize(fun, like=first)
+        assert_close(run(placed, *args), jax.jit(fun)(state, *args))
+        assert sent_arguments(run, placed, *args) == set()
+        assert not any("moved in each call" in note or "copied in each call" in note for note in run.plans[0].notes)
         assert sharding(placed) == before
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
 def test_micro_batches_take_turns_in_an_evaluation(schedule: str, tmp_path) -> None:
-    first, x = trained(schedule=schedule), examples(8)
-    args = parameters(), x
-    compiled = planned(first, evaluate, args, ("x",), num_microbatches=4)
-    assert compiled.plan.num_microbatches == 4
-    check(first, compiled, evaluate, parameters(), (x,))
-    tasks = [e for e in compiled.plan.division.timeline.events if e.kind == "forward"]
-    assert len(tasks) == 4 * len(compiled.plan.stages)
-    compiled.plan.save(tmp_path / "plan.json")
-    options = Options(cluster=local(4), plan=str(tmp_path / "plan.json"), batch_argnames=("x",), batch_argnums=())
-    again = compiler.compile_step(evaluate, args, {}, options, local(4))
-    assert [s.arguments for s in again.plan.stages] == [s.arguments for s in compiled.plan.stages]
-    assert "forward" in str(again.plan)
+    first, args = trained(schedule=schedule), (parameters(), examples(8))
+    run = alpa_lite.parallelize(evaluate, like=first, num_microbatches=4)
+    check(first, run, evaluate, *args)
+    (plan,) = run.plans
+    assert plan.num_microbatches == 4
+    assert sum(e.kind == "forward" for e in plan.division.timeline.events) == 4 * len(plan.stages)
+    plan.save(tmp_path / "plan.json")
+    again = alpa_lite.parallelize(evaluate, plan=tmp_path / "plan.json", cluster=local(4), batch_argnums=1).plan(*args)
+    assert [s.arguments for s in again.stages] == [s.arguments for s in plan.stages]
+    assert "forward" in str(again)
 
 
 def test_micro_batches_are_taken_where_they_are_faster() -> None:
     """Of a step of milliseconds on slow devices, chosen by the simulated seconds."""
-    first, x = trained(), examples(8)
-    peaks = {name: 1e6 for name, _ in local(4).peak_flops}
-    where = replace(local(4), peak_flops=peaks, tile=1)
-    pinned = pins(first.plan, evaluate, (parameters(), x), ("x",))
-    seconds = {}
-    for number in ("auto", 1):
-        options = Options(cluster=where, batch_argnums=(), batch_argnames=("x",), num_microbatches=number)
-        plan = compiler.compile_step(evaluate, (parameters(), x), {}, options, where, pins=pinned).plan
-        seconds[plan.num_microbatches] = plan.step_seconds
+    first = pipeline(cluster=replace(local(4), peak_flops={name: 1e6 for name, _ in local(4).peak_flops}, tile=1))
+    runs = (alpa_lite.parallelize(evaluate, like=first, num_microbatches=number) for number in ("auto", 1))
+    seconds = {plan.num_microbatches: plan.step_seconds for plan in (r.plan(parameters(), examples(8)) for r in runs)}
     assert seconds[8] < seconds[1]
 
 
 def test_a_loop_with_evaluation_and_a_short_last_batch_moves_nothing() -> None:
-    here, x = local(4), examples(8)
-    step = alpa_lite.parallelize(train, method=Pipeline(num_stages=2), cluster=here, num_microbatches=4)
-    evaluation = alpa_lite.parallelize(evaluate, like=step, cluster=here)
+    step, x = pipeline(), examples(8)
+    evaluation = alpa_lite.parallelize(evaluate, like=step)
     p, _ = step(parameters(), x)
     want, _ = train(parameters(), x)
     before = sharding(p)
@@ -281,11 +235,10 @@ def test_what_is_copied_is_said_and_logged(caplog) -> None:
     def sampled(p, x):
         return jax.lax.fori_loop(0, 3, lambda _, x: forward(p, x), x)
 
-    first, args = trained(), (parameters(), examples(4))
-    compiled = planned(first, sampled, args, ("x",))
-    notes = [note for note in compiled.plan.notes if "copied in each call" in note]
-    assert len(notes) == len(sent_arguments(compiled)) and "1.00 KiB" in notes[0] and "test_kept.py" in notes[0]
+    args, run = (parameters(), examples(4)), alpa_lite.parallelize(sampled, like=trained())
+    notes = [note for note in run.plan(*args).notes if "copied in each call" in note]
+    assert len(notes) == len(sent_arguments(run, *args)) and "1.00 KiB" in notes[0] and "test_kept.py" in notes[0]
     assert [record.message.partition(": ")[2] for record in caplog.records if "copied" in record.message] == notes
-    assert_close(run(compiled)(placed_state(first), args[1]), sampled(*args))
+    assert_close(run(trained().place(parameters(), examples(8))[0], args[1]), sampled(*args))
     with pytest.raises(InfeasibleError, match="Take the loop"):
-        planned(first, sampled, args, ("x",), memory_per_device=3000)
+        alpa_lite.parallelize(sampled, like=trained(), memory_per_device=3000).plan(*args)

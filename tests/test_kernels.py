@@ -1,7 +1,5 @@
 """Functions that are one operation: `register_rule` and Pallas kernels, on one mesh, in parts and in stages."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

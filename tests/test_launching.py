@@ -1,7 +1,5 @@
 """`alpa-lite launch` and `alpa_lite.initialize` with real processes: what they print, how they end, what is left."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

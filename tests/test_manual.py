@@ -1,7 +1,5 @@
 """`Manual`: which arguments its entries name, what the rest does, and that the compiled step says the same."""
 
-from __future__ import annotations
-
 import functools
 import re
 from typing import Any
@@ -11,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -22,24 +19,10 @@ from alpa_lite.ir.paths import shown
 from alpa_lite.manual import matches
 from alpa_lite.options import Auto
 from tests.comparing import assert_close
-from tests.gallery import linen_step, nnx_step, train_state
+from tests.gallery import Net, linen_step, nnx_step, train_state
 from tests.marks import slow
 
 X = jnp.linspace(-1, 1, 16 * 8).reshape(16, 8)
-
-
-class Block(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return x + nn.Dense(8)(nn.gelu(nn.Dense(16)(x)))
-
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        for i in range(2):
-            x = Block(name=f"h_{i}")(x)
-        return x
 
 
 @functools.cache

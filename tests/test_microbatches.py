@@ -1,7 +1,5 @@
 """`num_microbatches` on one mesh: the step as the user calls it computes what it does on one device."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

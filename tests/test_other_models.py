@@ -3,8 +3,6 @@
 Each stands for something that was once refused, wrong, or ended in an internal error.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ pair of a schedule with a number of stages, and every kind of model in linen and
 `benchmarks/numerics/pipelines.py` runs the product in full.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Plans as values: JSON and back, and every file that must be refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

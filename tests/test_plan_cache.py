@@ -1,7 +1,5 @@
 """Plans on disk: found again without solving for the same request, and never for another."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -22,7 +20,7 @@ from alpa_lite.compilation import plan_cache
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Stage
-from tests.gallery import f32
+from tests.gallery import f32, record_calls
 
 H100 = alpa_lite.Cluster.preset("h100", nodes=1)
 WIDTH = 256
@@ -54,15 +52,7 @@ def planned(directory: Any, fun: Any = step, args: Any = None, **options: Any) -
 @pytest.fixture
 def solver(monkeypatch) -> list[Any]:
     """One entry for every call of the solver."""
-    calls: list[Any] = []
-    original = solve.solve
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(solve, "solve", counting)
-    return calls
+    return record_calls(monkeypatch, solve, "solve")
 
 
 def same(one: Plan, other: Plan, *leaving: str) -> None:

@@ -1,7 +1,5 @@
 """What planning does to its process: rare garbage collection, which is undone, and stack frames in one piece."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import inspect

@@ -3,8 +3,6 @@
 Three consecutive steps equal the single-device step, leaf by leaf.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

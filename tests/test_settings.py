@@ -1,33 +1,28 @@
-"""Settings and weak types are those of `jax.jit`: another setting is another program, and a loop is planned once."""
-
-from __future__ import annotations
+"""Settings and weak types are those of `jax.jit`: another setting is another program; other plannings say why."""
 
 import contextlib
 import dataclasses
 import itertools
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
-import equinox
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState
 from jax.experimental import io_callback
 
 import alpa_lite
 from alpa_lite import _jax
-from alpa_lite.compilation import signature_diff
+from alpa_lite.compilation import existing_placement, signature_diff
 from alpa_lite.passes.tracing import calls
 from tests.comparing import assert_close
-from tests.gallery import sgd
+from tests.gallery import record_calls, sgd, train_state
 from tests.marks import slow_but, slow_one_in
-from tests.zoo_base import filled
 
 X = jnp.cos(jnp.arange(128.0)).reshape(16, 8)
 METHODS: dict[str, dict[str, Any]] = {
@@ -50,6 +45,9 @@ class Linen(nn.Module):
         return nn.Dense(8)(nn.tanh(nn.Dense(8)(x)))
 
 
+MODEL, OPTIMIZER = Linen(), optax.adamw(optax.cosine_decay_schedule(1e-2, 10))
+
+
 def plain() -> tuple[Any, Any]:
     def loss_of(w: Any, x: jax.Array) -> Any:
         noise = jax.random.normal(jax.random.key(1), x.shape)
@@ -58,47 +56,15 @@ def plain() -> tuple[Any, Any]:
     return sgd(loss_of, has_aux=True), [jnp.eye(8), jnp.ones((8, 8)) / 8]
 
 
-def train_state() -> tuple[Any, Any]:
-    model = Linen()
-    params = filled(jax.eval_shape(model.init, jax.random.key(0), X))["params"]
-    optimizer = optax.adamw(optax.cosine_decay_schedule(1e-2, 10))
-
+def in_linen() -> tuple[Any, Any]:
     def step(state: Any, x: jax.Array) -> Any:
         kept = jax.random.bernoulli(jax.random.key(2), 0.5, x.shape)
-        loss, grads = jax.value_and_grad(
-            lambda p: jnp.mean((jnp.asarray(model.apply({"params": p}, x * kept)) - x) ** 2)
-        )(state.params)
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((state.apply_fn({"params": p}, x * kept) - x) ** 2))(
+            state.params
+        )
         return state.apply_gradients(grads=grads), loss
 
-    return step, TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
-
-
-def flax_nnx() -> tuple[Any, Any]:
-    graph, state = nnx.split(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
-
-    def step(state: Any, x: jax.Array) -> Any:
-        def loss_of(params: Any) -> jax.Array:
-            return jnp.mean((jnp.tanh(nnx.merge(graph, params)(x)) - x) ** 2) + jax.random.uniform(jax.random.key(3))
-
-        loss, grads = jax.value_and_grad(loss_of)(state[0])
-        updates, moments = optimizer.update(grads, state[1], state[0])
-        return (optax.apply_updates(state[0], updates), moments, state[2] + 1), loss
-
-    return step, (state, optimizer.init(state), 0)
-
-
-def equinox_arrays() -> tuple[Any, Any]:
-    arrays, rest = equinox.partition(equinox.nn.MLP(8, 8, 8, 2, key=jax.random.key(0)), equinox.is_array)
-
-    def loss_of(state: Any, x: jax.Array) -> Any:
-        return jnp.mean(jax.vmap(equinox.combine(state, rest))(x) ** 2), jax.random.normal(jax.random.key(4))
-
-    def step(state: Any, x: jax.Array) -> Any:
-        new, found = sgd(loss_of, has_aux=True)(state[0], x)
-        return (new, state[1] * 0.99), found
-
-    return step, (arrays, 1.0)
+    return step, train_state(MODEL, X, OPTIMIZER)
 
 
 def scanned() -> tuple[Any, Any]:
@@ -111,8 +77,7 @@ def scanned() -> tuple[Any, Any]:
     return sgd(loss_of, has_aux=True), {"m": jnp.full((4, 8, 8), 0.1), "b": jnp.full((4, 1, 8), 0.1)}
 
 
-LIBRARIES = (train_state, flax_nnx, equinox_arrays, scanned)
-PROGRAMS = {f.__name__: f for f in (plain, *LIBRARIES)}
+PROGRAMS = {f.__name__: f for f in (plain, in_linen, scanned)}
 CASES = slow_one_in(3, slow_but({("plain", "one mesh")}, itertools.product(PROGRAMS, METHODS)))
 
 
@@ -283,8 +248,8 @@ def loop() -> tuple[Any, Any]:
     return step, {"decay": jnp.full((8,), 0.1), "n": 0}
 
 
-LOOPED = {f.__name__: f for f in (counters, loop, *LIBRARIES)}
-FAST = {("counters", "one mesh"), ("loop", "one mesh"), ("train_state", "pipeline")}
+LOOPED = {f.__name__: f for f in (counters, loop, in_linen, scanned)}
+FAST = {("counters", "one mesh"), ("loop", "one mesh"), ("in_linen", "pipeline")}
 PAIRS = [pair for pair in itertools.product(LOOPED, METHODS) if pair != ("loop", "pipeline")]  # nothing to cut
 
 
@@ -309,16 +274,6 @@ def test_a_loop_is_planned_once_and_has_the_weak_types_of_jit(program, where):
     assert len(run.plans) == 1
 
 
-def test_placed_and_initialised_state_keeps_its_weak_types():
-    step, start = counters()
-    run = parallel(step)
-    placed, _ = run.place(start, X)
-    same(placed, jax.tree.map(jnp.asarray, start))
-    made = run.init(lambda: {**jax.tree.map(jnp.asarray, start), "step": jnp.asarray(0)})
-    same(made, jax.tree.map(jnp.asarray, start))
-    assert len(run.plans) == 1
-
-
 def test_an_array_takes_another_weak_type_without_a_copy():
     array = jax.device_put(jnp.ones(8), jax.sharding.NamedSharding(jax.make_mesh((8,), "x"), jax.P("x")))
     weak = _jax.array_with_weak_type(array, True)
@@ -327,3 +282,102 @@ def test_an_array_takes_another_weak_type_without_a_copy():
     assert [x.unsafe_buffer_pointer() for x in _jax.blocks_of(weak)] == [
         x.unsafe_buffer_pointer() for x in _jax.blocks_of(array)
     ]
+
+
+# -- what shares a planning -------------------------------------------------------------------------------------------
+
+
+def make_state() -> Any:
+    return in_linen()[1]
+
+
+def train_step(state: Any, batch: Any, rate: Any = 1.0) -> Any:
+    def loss_of(params: Any) -> jax.Array:
+        return ((state.apply_fn({"params": params}, batch) - batch[:, ::-1]) ** 2).mean() * rate
+
+    loss, grads = jax.value_and_grad(loss_of)(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+@pytest.fixture
+def plannings(monkeypatch) -> list[Any]:
+    """The planned steps, one a planning."""
+    return record_calls(monkeypatch, existing_placement, "compile_step")
+
+
+@pytest.mark.parametrize("where", slow_but({"one mesh"}, ["one mesh", "pipeline"]))
+def test_a_step_counter_host_copies_and_restored_states_share_one_planning(where, plannings):
+    run, jitted = alpa_lite.parallelize(train_step, batch_argnums=1, **METHODS[where]), jax.jit(train_step)
+    state = want = make_state()
+    assert isinstance(state.step, int)
+    first = run.plan(state, X, 1.0)
+    executables = set()
+    changes = [lambda s: s, lambda s: s, strong, lambda s: s, lambda s: jax.tree.map(np.asarray, s), lambda s: s]
+    for change in changes:
+        state, want = change(state), strong(want)
+        for rate in (1.0, np.float32(1.0), jnp.asarray(1.0)):
+            state, loss = run(state, X, rate)
+            want, expected = jitted(want, X, rate)
+            executables.add(run._current)
+            assert jax.tree.map(lambda x: x.dtype, (state, loss)) == jax.tree.map(lambda x: x.dtype, (want, expected))
+            assert_close((state, loss), (want, expected), rtol=2e-5)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), (state, X))
+    assert run.plan(*shapes, 1.0) is run.plan(state, X, np.float32(2)) is first
+    assert run.plan(jax.eval_shape(make_state), X, 1.0) is first
+    assert len(plannings) == 1 and len(executables) == 1
+
+
+def test_a_weak_dtype_that_decides_promotion_is_planned_apart(plannings):
+    def step(state: Any, batch: Any, rate: Any) -> Any:
+        return {"w": (state["w"] - batch.sum(0) * rate).astype(jnp.bfloat16)}, batch[0, 0] * rate
+
+    args = {"w": jnp.ones(8, jnp.bfloat16)}, jnp.ones((16, 8), jnp.bfloat16)
+    run = alpa_lite.parallelize(step, batch_argnums=1, method=alpa_lite.DataParallel())
+    for rate in (0.5, np.float32(0.5), jnp.bfloat16(0.5), 0.5, np.float32(0.25)):
+        same(run(*args, rate), jax.jit(step)(*args, rate))
+    assert len(plannings) == 3
+
+
+def test_the_state_may_come_back_with_another_weak_type(plannings):
+    """A strong scale that comes back weak is, in plain `jit`, another program in the second call."""
+
+    def step(state: Any, batch: Any) -> Any:
+        scaled = state["w"] * state["scale"]
+        return {"w": scaled.astype(jnp.bfloat16), "scale": jnp.asarray(1.5)}, scaled.sum() + batch.sum(dtype=int)
+
+    state = want = {"w": jnp.ones(8, jnp.bfloat16), "scale": jnp.float32(1.5)}
+    run, batch = alpa_lite.parallelize(step, batch_argnums=1, method=alpa_lite.DataParallel()), jnp.ones((16, 8))
+    dtypes = []
+    for _ in range(3):
+        (state, loss), (want, expected) = run(state, batch), jax.jit(step)(want, batch)
+        dtypes.append(expected.dtype)
+        same((state, loss), (want, expected))
+    assert dtypes == [jnp.float32, jnp.bfloat16, jnp.bfloat16] and len(plannings) == 2
+
+
+def test_every_other_planning_says_what_differs(caplog):
+    def step(state: Any, batch: Any, scale: Any = 1.0, *, train: bool = True) -> Any:
+        value, grads = jax.value_and_grad(lambda w: ((batch["x"] @ w) ** 2).mean() * scale)(state["w"])
+        return ({"w": state["w"] - grads} if train else state), value
+
+    run = alpa_lite.parallelize(step, batch_argnums=1, static_argnames="train", method=alpa_lite.DataParallel())
+    state, batch = {"w": jnp.ones((8, 4))}, {"x": jnp.ones((16, 8))}
+    with caplog.at_level(logging.INFO, "alpa_lite.planned_calls"):
+        run.plan(state, batch)
+        assert not caplog.messages
+        half = {"x": batch["x"][:8].astype(jnp.bfloat16)}
+        for args, kwargs, text in [
+            ((state, {"x": jnp.ones((8, 8))}), {}, "batch/x is float32[8,8], planned was float32[16,8]"),
+            ((state, half), {}, "batch/x is bfloat16[8,8], planned was float32[8,8]"),
+            ((state, {**batch, "z": jnp.ones(16)}), {}, "batch/z is new"),
+            ((state, batch), {"train": False}, "train is static"),
+            ((state, batch), {"train": True}, "the static argument train is True, planned was False"),
+            ((state, batch, 2), {}, "3 positional arguments, planned was 2 positional arguments; scale is new"),
+        ]:
+            caplog.clear()
+            run.plan(*args, **kwargs)
+            (message,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+            assert message == f"step is planned again, for another signature: {text}"
+        caplog.clear()
+        run.plan(state, batch, np.int32(2))
+        assert caplog.messages == ["step: another pattern of weak dtypes makes the planned program, and shares it"]

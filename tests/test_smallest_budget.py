@@ -1,7 +1,5 @@
 """Refusals for memory: the budget that they print is the given one, and `smallest_budget` works when it is given."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

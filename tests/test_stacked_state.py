@@ -1,19 +1,15 @@
 """State stacked over layers that a pipeline cuts stays with its stages between calls, and is an array when read."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from typing import Any
 
-import equinox
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import alpa_lite
 from alpa_lite.errors import DonatedError
@@ -71,42 +67,11 @@ def linen() -> tuple[Any, Any]:
     return trained(lambda p, x: jnp.mean((model.apply(p, x) - x) ** 2), params, optax.sgd(0.1, momentum=0.9))
 
 
-def flax_nnx() -> tuple[Any, Any]:
-    @nnx.split_rngs(splits=LAYERS)
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def make(rngs: nnx.Rngs) -> nnx.Linear:
-        return nnx.Linear(8, 8, rngs=rngs)
-
-    graph, state = nnx.split(make(nnx.Rngs(0)))
-
-    def loss_of(state: Any, x: jax.Array) -> jax.Array:
-        return jnp.mean(jax.lax.scan(lambda h, one: (jnp.tanh(nnx.merge(graph, one)(h)), None), x, state)[0] ** 2)
-
-    return trained(loss_of, state)
-
-
-def equinox_layers() -> tuple[Any, Any]:
-    made = equinox.filter_vmap(lambda key: equinox.nn.Linear(8, 8, key=key))(
-        jax.random.split(jax.random.key(0), LAYERS)
-    )
-    arrays, rest = equinox.partition(made, equinox.is_array)
-
-    def loss_of(arrays: Any, x: jax.Array) -> jax.Array:
-        def layer(h: jax.Array, one: Any) -> Any:
-            return jnp.tanh(jax.vmap(equinox.combine(one, rest))(h)), None
-
-        return jnp.mean(jax.lax.scan(layer, x, arrays)[0] ** 2)
-
-    return trained(loss_of, arrays)
-
-
 PROGRAMS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "plain": lambda: trained(plain_loss, PLAIN),
     "adamw": lambda: trained(plain_loss, PLAIN, optax.adamw(1e-2)),
     "weak": lambda: trained(plain_loss, {**PLAIN, "layers": {**PLAIN["layers"], "b": jnp.full((LAYERS, 8), 0.1)}}),
     "linen": linen,
-    "nnx": flax_nnx,
-    "equinox": equinox_layers,
 }
 WAYS = {
     "interleaved": {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2},

@@ -1,8 +1,5 @@
 """Leaves that are no arrays are constants of the program; methods and callables bind as under `jit`."""
 
-from __future__ import annotations
-
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,24 +37,6 @@ def dropped(key: Any) -> Any:
                               eqx.nn.Lambda(jax.nn.relu), eqx.nn.Linear(32, "scalar", key=key)])  # fmt: skip
 
 
-class Tower(eqx.Module):
-    layers: list[Any]
-    norm: Any
-    turn: Callable[..., Any]
-    scale: float
-    name: str = "tower"
-    width: int = eqx.field(static=True, default=16)
-
-    def __init__(self, key):
-        self.layers = [eqx.nn.Linear(16, 16, key=k) for k in jax.random.split(key, 2)]
-        self.norm, self.turn, self.scale = eqx.nn.LayerNorm(16), functools.partial(jax.nn.leaky_relu), 0.5
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = self.norm(x + self.turn(layer(x)) * (self.scale if self.scale > 0.1 else 0.0))
-        return x[0] - x[1]
-
-
 def eqx_step(net, opt_state, x, y):
     loss, grads = eqx.filter_value_and_grad(lambda net: jnp.mean((jax.vmap(net)(x) - y) ** 2))(net)
     updates, opt_state = TX.update(grads, opt_state, eqx.filter(net, eqx.is_inexact_array))
@@ -69,7 +48,7 @@ PIPELINE = {"method": Pipeline(num_stages=2), "num_microbatches": 2}
 
 @pytest.mark.parametrize("options", [{}, slow({"method": Zero(3)}), slow(PIPELINE)])
 @pytest.mark.parametrize("filtered", [False, True])
-@pytest.mark.parametrize("make", [dropped, slow(mlp), slow(Tower)])
+@pytest.mark.parametrize("make", [dropped, slow(mlp)])
 def test_modules_of_equinox(make, filtered, options):
     net = make(KEY)
     state = TX.init(eqx.filter(net, eqx.is_inexact_array))
@@ -220,17 +199,6 @@ class Trainer:
         return Trainer(w), loss
 
 
-@struct.dataclass
-class Flax:
-    w: jax.Array
-    scale: float = struct.field(pytree_node=False, default=2.0)
-
-    @alpa_lite.parallelize
-    def update(self, x):
-        w, loss = sgd(self.w, x, self.scale)
-        return dataclasses.replace(self, w=w), loss
-
-
 class Module(eqx.Module):
     w: jax.Array
     act: Any = jnp.tanh
@@ -270,7 +238,6 @@ class Agent:
 
 BOUND = {
     "a dataclass": (lambda: Trainer(W).update, lambda: (X,), 1.0),
-    "a dataclass of Flax": (lambda: Flax(W).update, lambda: (X,), 2.0),
     "a module of Equinox": (lambda: Module(W).update, lambda: (jnp.arctanh(X * 0.9),), None),
     "self is static": (lambda: Agent().update, lambda: (W, X), 2.0),
     "self is static by name": (lambda: Agent().named, lambda: (W, X), 2.0),

@@ -3,8 +3,6 @@
 `token_slices="auto"` takes slices where they are predicted to be faster, and whole sequences elsewhere.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from dataclasses import replace

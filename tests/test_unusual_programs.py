@@ -1,7 +1,5 @@
 """Programs unlike a model's, each of which once went wrong: they run as under plain `jit`, planned and checked."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What users do around a step: options that do not fit, plans given again, tracers, callbacks that raise."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

@@ -1,7 +1,5 @@
 """What users say of shardings in the step, in Flax, on arrays and around the call is planned, and told in notes."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import warnings

@@ -3,8 +3,6 @@
 These run plain JAX alone, of every model among the thorough tests: plans and results of models are tested elsewhere.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

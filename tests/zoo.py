@@ -3,14 +3,11 @@
 `CASES` lists them all; `get` finds one by name. Nothing here knows of alpa_lite.
 """
 
-from __future__ import annotations
-
 from tests import zoo_linen, zoo_nnx, zoo_plain
 from tests.zoo_base import Case
 
 CASES: list[Case] = [*zoo_nnx.CASES, *zoo_linen.CASES, *zoo_plain.CASES]
 FUNCTIONAL: list[Case] = [case for case in CASES if case.style == "functional"]
-USER: list[Case] = [case for case in CASES if case.style != "functional"]
 
 
 def get(name: str) -> Case:

@@ -1,6 +1,6 @@
 """Where the rates of a cluster are from, and how far predictions with them are from published steps.
 
-`tests/test_trust.py` compares the figures of `PUBLISHED` with the results of `python -m benchmarks.published`.
+`tests/test_cost.py` compares the figures of `PUBLISHED` with the results of `python -m benchmarks.published`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A pass that must classify an operation tests `op.name in primitives.PRODUCTS`, not names of its own, so that two passes
 that mean the same test the same set. Tables that map a primitive to a function (rules of factors, local forms) are in
 the modules of their passes. Names are those of JAX 0.10.2 to 0.12; a name that none of these versions has is an error,
-which `tests/passes/ir/test_primitives.py` finds.
+which `tests/passes/ir/test_keys.py` finds.
 
 Three sets could be called "heavy". They differ, because they answer different questions: `COMPUTE_INTENSIVE` (would it
 defeat micro-batches to do this on the whole batch?), `EXPENSIVE_TO_REPEAT` (may every stage do it for itself?) and

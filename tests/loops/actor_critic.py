@@ -3,8 +3,6 @@
 Acting is the evaluation: it samples actions from the policy, with a key of its own.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import jax

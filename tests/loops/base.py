@@ -10,8 +10,7 @@ loops update by gradient descent with momentum, or by Adam with a large epsilon:
 out of gradients that are rounding errors.
 """
 
-from __future__ import annotations
-
+import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +27,10 @@ TOLERANCE = 1e-5
 ROWS, LAST, STEPS, EPOCH = 16, 6, 20, 10
 """Examples in a batch and in the last one of an epoch, steps of a run, and steps of an epoch: no device count divides
 the last batch, as with most data sets."""
+
+NAMES = (
+    "nnx_optimizer", "ema", "loss_scaling", "gan", "actor_critic", "haiku_state", "vision_batch_norm", "two_towers",
+)  # fmt: skip
 
 Arrays = dict[str, Any]
 
@@ -155,3 +158,8 @@ def images(seed: int, rows: int, size: int, channels: int, classes: int) -> Arra
 def rng_of(seed: int) -> np.random.Generator:
     """Random numbers for a batch."""
     return np.random.default_rng(seed)
+
+
+def loop(name: str) -> Loop:
+    """The loop of one module: only its own imports are loaded."""
+    return importlib.import_module(f"tests.loops.{name}").LOOP

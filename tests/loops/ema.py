@@ -1,7 +1,5 @@
 """An exponential moving average of the weights, which evaluation uses: a denoising model with sampled noise levels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

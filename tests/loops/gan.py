@@ -1,7 +1,5 @@
 """Two optimizers in one step: a generator and a discriminator, each with its own `TrainState`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

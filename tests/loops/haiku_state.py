@@ -1,7 +1,5 @@
 """Haiku with state: `transform_with_state`, batch norm, dropout with a key that the loop splits."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import haiku as hk

@@ -3,8 +3,6 @@
 The scale starts so large that the first steps overflow float32, as they do float16 with usual scales.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

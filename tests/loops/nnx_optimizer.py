@@ -1,7 +1,5 @@
 """`nnx.Optimizer`: a convolutional NNX model with batch norm and dropout, updated in place, with `nnx.MultiMetric`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -3,8 +3,6 @@
 The loss compares every example with every other of its batch. Dims: inner steps, examples, features.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -4,8 +4,6 @@ Its activations are smooth: where rounding turns the sign of one pre-activation,
 bias differed by 1.4e-5 after 20 steps in one run of the tests, on another processor.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

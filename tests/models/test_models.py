@@ -1,8 +1,8 @@
 """Every model: it trains, its published sizes have the published parameters, and shapes cost nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,12 +12,10 @@ import optax
 import pytest
 from flax import nnx
 
-import alpa_lite
 from alpa_lite import models
-from alpa_lite.models import gpt, llama, moe
+from alpa_lite.models import gpt, llama, moe, text
 from tests.marks import one_in
 
-SCANNED = ["gpt", "llama", "moe", "vit", "bert"]
 names = pytest.mark.parametrize("name", models.MODELS)
 
 # Parameters as published, and the last digit given: the papers name sizes by rounding, or by cutting (1.35e9 is 1.3B).
@@ -262,20 +260,42 @@ def test_routing_fills_each_slot_once_and_first_choices_first() -> None:
     assert float(auxiliary) > 0 and float(route(uniform, 1, 8)[1]) == pytest.approx(1.0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCANNED)
-def test_scanned_layers_reduce_gradients_once_as_unrolled_ones_do(name):
-    """The same bytes in a step of data parallelism with micro-batches, in fewer collectives."""
-    found = []
-    for scan in (False, True):
-        step, arguments = models.MODELS[name].abstract("tiny", 64, scan=scan, layers=4)
-        plan = alpa_lite.make_plan(
-            step, *arguments, method=alpa_lite.DataParallel(), num_microbatches=4,
-            cluster=alpa_lite.Cluster.preset("a100"),
-        )  # fmt: skip
-        assert {one.kind for one in plan.collectives} == {"all_reduce"}
-        found.append(
-            (sum(one.bytes * one.count for one in plan.collectives), sum(one.count for one in plan.collectives))
-        )
-    (unrolled, many), (scanned, few) = found
-    assert scanned == pytest.approx(unrolled, abs=16) and few < many
+def test_batches_are_windows_of_the_text_and_targets_follow_inputs(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(bytes(range(100)))
+    (tmp_path / "b.txt").write_bytes(bytes(range(100, 200)))
+    data = text.read([tmp_path / "a.txt", str(tmp_path / "b.txt")])
+    np.testing.assert_array_equal(data, np.arange(200))
+    for batch in islice(text.batches(data, 4, 10, seed=1), 50):
+        assert batch["inputs"].shape == batch["targets"].shape == (4, 10)
+        assert batch["inputs"].dtype == batch["targets"].dtype == np.int32
+        np.testing.assert_array_equal(batch["targets"], batch["inputs"] + 1)  # bytes count up in this text
+
+
+def test_every_window_is_reached() -> None:
+    data = np.arange(12, dtype=np.uint8)
+    starts = {int(row) for batch in islice(text.batches(data, 8, 10), 20) for row in batch["inputs"][:, 0]}
+    assert starts == {0, 1}
+
+
+def test_the_same_seed_gives_the_same_batches() -> None:
+    data = text.read()
+    runs = [[b["inputs"] for b in islice(text.batches(data, 8, 64, seed), 5)] for seed in (0, 0, 1)]
+    np.testing.assert_array_equal(runs[0], runs[1])
+    assert np.any(np.asarray(runs[0]) != np.asarray(runs[2]))
+
+
+def test_the_default_text_is_the_standard_library() -> None:
+    data = text.read()
+    assert len(data) > 1_000_000
+    np.testing.assert_array_equal(data, text.read())
+    assert b"def dedent(" in data.tobytes() and data.max() < text.VOCAB
+
+
+def test_short_empty_and_missing_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="seq=10 needs a text of at least 11 bytes, but it has 10"):
+        text.batches(np.zeros(10, np.uint8), 2, 10)
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(ValueError, match=r"empty\.txt.*hold no bytes"):
+        text.read([tmp_path / "empty.txt"])
+    with pytest.raises(FileNotFoundError):
+        text.read([tmp_path / "absent.txt"])

@@ -1,7 +1,5 @@
 """Training steps that accumulate gradients in a `lax.scan` over micro-batches, written by hand in JAX."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

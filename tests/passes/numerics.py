@@ -1,7 +1,5 @@
 """Traced steps that are rewritten compute what they did, compiled as they are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 
 from jax.sharding import PartitionSpec as P

@@ -1,7 +1,5 @@
 """The files of `dump_dir`: one for each pass, in order, that people can read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax

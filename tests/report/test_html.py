@@ -1,7 +1,5 @@
 """The page of a plan: one file that loads nothing, right in a real browser, dark and light, by keyboard too."""
 
-from __future__ import annotations
-
 import dataclasses
 import html.parser
 import json
@@ -17,8 +15,7 @@ from alpa_lite.plan.figures import Held, Products, Spending
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import operations, stages
 from alpa_lite.report.html import MAX_CELL_BYTES, document, fragment
-from tests.plans import gpt_plan, pipeline_plan
-from tests.report.test_summary import with_comparisons
+from tests.plans import gpt_plan, pipeline_plan, with_comparisons
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FLAGS = (
@@ -123,41 +120,6 @@ def test_modules_have_the_seconds_of_their_operations() -> None:
     assert sum(row.seconds for row in rows.values()) == pytest.approx(total)
 
 
-PROBE = """
-<script>
-const out = {errors: [], resources: 0};
-window.addEventListener("error", event => out.errors.push(event.message));
-window.addEventListener("load", () => {
-  const field = document.querySelector("#tensors-table-search"), table = document.querySelector("#tensors-table");
-  const visible = () => [...table.tBodies[0].rows].filter(row => !row.hidden && row.offsetHeight > 0);
-  out.members = [...document.querySelectorAll("[id^=tensors][id$=-table] tbody tr")].map(
-    row => +row.cells[1].textContent.slice(2) || 1).reduce((a, b) => a + b);
-  field.focus();
-  out.focused = document.activeElement === field;
-  field.value = "KERNEL h_2 mlp"; field.dispatchEvent(new Event("input"));
-  out.found = visible().length; out.said = document.querySelector("#tensors-table-count").textContent;
-  field.value = ""; field.dispatchEvent(new Event("input"));
-  const heads = [...table.tHead.rows[0].cells], at = heads.findIndex(head => head.textContent === "per device");
-  const button = heads[at].querySelector("button");
-  button.focus(); out.button = document.activeElement === button; button.click();
-  out.sort = heads[at].getAttribute("aria-sort");
-  const keys = visible().map(row => +row.cells[at].dataset.key);
-  out.sorted = keys.every((key, i) => i === 0 || keys[i - 1] >= key);
-  out.resources = performance.getEntriesByType("resource").length;
-  const open = [...document.querySelectorAll(".alpa section > div > div.scroll")];
-  out.cut = open.filter(x => x.getBoundingClientRect().right > document.documentElement.clientWidth).length;
-  const wide = [...document.querySelectorAll(".alpa .bar, .alpa .blocks, .alpa .mesh b")];
-  out.empty = wide.filter(x => x.getBoundingClientRect().width < 1).length;
-  out.overflow = document.documentElement.scrollWidth - document.documentElement.clientWidth;
-  const style = getComputedStyle(document.querySelector(".alpa"));
-  out.colours = [style.backgroundColor, style.color];
-  const pre = document.createElement("pre"); pre.id = "probe"; pre.textContent = JSON.stringify(out);
-  document.body.append(pre);
-});
-</script>
-"""
-
-
 def browse(file: Path, *flags: str, width: int = 1200) -> dict:
     """What the probe reports from a page in headless Chromium."""
     assert CHROMIUM is not None
@@ -174,7 +136,8 @@ def browse(file: Path, *flags: str, width: int = 1200) -> dict:
 def test_works_in_a_browser(plan: Plan, width: int, tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
     plan.to_html(file)
-    file.write_text(file.read_text().replace("<head>", f"<head>{PROBE}"))
+    probe = (Path(__file__).parent / "probe.html").read_text(encoding="utf-8")
+    file.write_text(file.read_text().replace("<head>", f"<head>{probe}"))
     light, dark = browse(file, width=width), browse(file, "--blink-settings=preferredColorScheme=0", width=width)
     for page in (light, dark):
         assert page["errors"] == [] and page["resources"] == 0 and page["empty"] == 0 and page["overflow"] <= 0

@@ -1,7 +1,5 @@
 """The list of the operations that take most, what bounds them, and what explaining them says."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

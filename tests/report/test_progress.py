@@ -1,16 +1,19 @@
-"""The line of progress: on a terminal and in a notebook, after a delay, with what is done and left."""
-
-from __future__ import annotations
+"""The line of progress, on a terminal and in a notebook, and the log: a sentence for each planning and compilation."""
 
 import io
+import logging
+import re
 import sys
 import time
 import types
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
+import alpa_lite
 from alpa_lite.report import progress
+from tests.gallery import sgd, square_layers
 
 
 class Stream(io.StringIO):
@@ -86,3 +89,40 @@ def test_in_a_notebook_one_output_of_the_cell_changes_and_stays(monkeypatch: pyt
     with progress.planning("planning step", delay=60.0):
         pass
     assert len(shown) == quick
+
+
+step = sgd(square_layers)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
+    counts: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(
+        progress.Report, "count", lambda self, what, done, total, lasting=False: counts.append((what, done, total))
+    )
+    return counts
+
+
+def test_one_line_for_each_planning_and_compilation(
+    caplog: pytest.LogCaptureFixture, counted: list[tuple[str, int, int]]
+) -> None:
+    planned = alpa_lite.parallelize(step)
+    with caplog.at_level(logging.INFO, logger="alpa_lite"):
+        state, _ = planned([jnp.ones((16, 8))], jnp.ones((32, 16)))
+        planned(state, jnp.ones((32, 16)))
+        planned([jnp.ones((16, 8))], jnp.ones((64, 16)))
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    reasons = [re.search(r"\(([^)]*)\)", line) for line in lines if line.startswith("planned step for 8 cpu")]
+    wanted = ["first signature of its arguments", "another signature of its arguments"]
+    assert [found[1] for found in reasons if found] == wanted
+    assert sum(line.startswith("compiled step: 1 executable in ") for line in lines) == 2
+    assert {"% of the search budget", "executables compiled"} <= {what for what, _, _ in counted}
+    assert all(0 <= done <= total for _, done, total in counted)
+
+
+def test_pipelines_count_layers_stages_and_executables(counted: list[tuple[str, int, int]]) -> None:
+    planned = alpa_lite.parallelize(step, method=alpa_lite.Pipeline(num_stages=2), num_microbatches=2)
+    planned([jnp.ones((16, 16))] * 2, jnp.ones((32, 16)))
+    for what in ("layers priced", "stages planned", "executables compiled"):
+        numbers = [(done, total) for name, done, total in counted if name == what]
+        assert numbers and numbers == sorted(numbers), what

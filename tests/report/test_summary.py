@@ -1,7 +1,5 @@
 """`print(plan)`: a screen with the choice, its yield, and the figures of other methods."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pickle
@@ -15,33 +13,27 @@ import pytest
 import alpa_lite
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Method
-from alpa_lite.plan.figures import AxisUse, Comparison, Products
+from alpa_lite.plan.figures import AxisUse, Products
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import summary
-from tests.gallery import f32
-from tests.plans import gpt_plan, pipeline_plan, small_plan
+from tests.gallery import f32, optimised
+from tests.plans import gpt_plan, pipeline_plan, small_plan, with_comparisons
 
 CLUSTER = Cluster.preset("h100", nodes=1)
 OPTIMIZER = optax.adam(1e-3)
 
 
-def tokens_step(params, opt, tokens):
+def loss_of(params, tokens):
     """Two products on [batch, sequence] tokens."""
-
-    def loss_fn(params):
-        hidden = jnp.tanh(params["embed"][tokens] @ params["up"])
-        return jnp.mean((hidden @ params["down"]) ** 2)
-
-    loss, gradients = jax.value_and_grad(loss_fn)(params)
-    updates, opt = OPTIMIZER.update(gradients, opt)
-    return optax.apply_updates(params, updates), opt, loss
+    hidden = jnp.tanh(params["embed"][tokens] @ params["up"])
+    return jnp.mean((hidden @ params["down"]) ** 2)
 
 
 def planned(batch: int = 64, width: int = 128, hidden: int = 512, **options) -> Plan:
     params = {"embed": f32(256, width), "up": f32(width, hidden), "down": f32(hidden, width)}
     tokens = jax.ShapeDtypeStruct((batch, 32), jnp.int32)
     args = params, jax.eval_shape(OPTIMIZER.init, params), tokens
-    return alpa_lite.make_plan(tokens_step, *args, cluster=CLUSTER, verify="off", **options)
+    return alpa_lite.make_plan(optimised(loss_of, OPTIMIZER), *args, cluster=CLUSTER, verify="off", **options)
 
 
 @functools.cache
@@ -52,41 +44,11 @@ def planned_by(method: Method) -> Plan:
 DATA, FSDP, ONE_MESH = alpa_lite.DataParallel(), alpa_lite.Zero(stage=3), alpa_lite.Sharded()
 
 
-def with_comparisons(plan: Plan) -> Plan:
-    rows = (
-        Comparison("data parallel", (8,), 1.25 * plan.step_seconds, plan.memory_per_device + 3 * 2**30),
-        Comparison("FSDP (ZeRO-3)", (8,), 1.25 * plan.step_seconds, 2**30),
-        Comparison("tensor parallel", reason="argument batch has a batch of 6, which does not divide over 8 devices"),
-        Comparison("one mesh", (8,), plan.step_seconds, 2**30),
-    )
-    return dataclasses.replace(plan, comparisons=rows)
-
-
 @pytest.mark.parametrize("shown", [gpt_plan(), gpt_plan(96), small_plan(), pipeline_plan("interleaved-1f1b", 3)])
 def test_fits_a_screen(shown: Plan) -> None:
     lines = str(with_comparisons(shown)).splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
     assert not any(line != line.rstrip() or "\x1b" in line for line in lines)
-
-
-def test_repr_is_one_line() -> None:
-    assert repr(gpt_plan()) == (
-        "<Plan 'Auto()' for 8 V100-SXM2-16GB: mesh data=4 model=2, step 48.2 ms, 3.16 GiB per device, 9f2c61d07be6>"
-    )
-    assert "4 stages, 1f1b with 8 micro-batches" in repr(pipeline_plan())
-    assert len(repr(pipeline_plan().division.timeline)) < 120 and "\n" not in repr(pipeline_plan().division.timeline)
-
-
-def test_reasons_against_other_methods() -> None:
-    plan = with_comparisons(gpt_plan())
-    assert [summary.why_not(plan, row) for row in plan.comparisons] == [
-        "does not fit by 3.00 GiB, slower by 25 %",
-        "slower by 25 %",
-        "argument batch has a batch of 6, which does not divide over 8 devices",
-        "equally fast",
-    ]
-    assert summary.why_not(plan, Comparison("x", (8,), 0.5 * plan.step_seconds)) == "faster by 50 %"
-    assert summary.why_not(plan, Comparison("x")) == "not evaluated"
 
 
 def test_utilisation_and_rates_are_those_of_the_formula() -> None:

@@ -1,110 +1,18 @@
-"""Collectives read from optimised HLO in the syntax of each backend; `test_hlo.py` reads programs of this JAX."""
+"""Collectives read from optimised HLO in the syntax of each backend, and axes from replica groups in every syntax."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.ir.layout import LogicalMesh
+from alpa_lite.passes.checks import replica_groups
 from alpa_lite.passes.checks.hlo_text import parse_hlo, read_hlo
 
 MESH = LogicalMesh((4, 2), ("d", "m"))
-
-GPU = """HloModule jit_step, is_scheduled=true, num_partitions=8
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-%wrapped (p: f32[32,4]) -> f32[8,4] {
-  %p = f32[32,4]{1,0} parameter(0)
-  ROOT %scattered = f32[8,4]{1,0} reduce-scatter(%p), channel_id=9, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}, to_apply=%add
-}
-
-ENTRY %main (x: f32[32,4], y: bf16[16]) -> (f32[32,4], f32[8,4], bf16[32], bf16[16]) {
-  %x = f32[32,4]{1,0} parameter(0)
-  %y = bf16[16]{0} parameter(1)
-  %ar = f32[32,4]{1,0} all-reduce-start(%x), channel_id=1, replica_groups={{0,2,4,6},{1,3,5,7}}, use_global_device_ids=true, to_apply=%add, metadata={op_name="jit(step)/psum" source_file="step.py" source_line=3}, backend_config={"collective_backend_config":{"is_sync":false}}
-  %ar-done = f32[32,4]{1,0} all-reduce-done(%ar)
-  %many = (f32[32,4]{1,0}, f32[8]{0}) all-reduce-start(%x, %z), channel_id=2, replica_groups=[4,2]<=[8], to_apply=%add
-  %many-done = (f32[32,4]{1,0}, f32[8]{0}) all-reduce-done(%many)
-  %ag = (bf16[16]{0}, bf16[32]{0}) all-gather-start(%y), channel_id=3, replica_groups=[4,2]<=[8], dimensions={0}
-  %ag-done = bf16[32]{0} all-gather-done(%ag)
-  %two = ((bf16[16]{0}, f32[8]{0}), (bf16[64]{0}, f32[32]{0})) all-gather-start(%y, %z), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}
-  %two-done = (bf16[64]{0}, f32[32]{0}) all-gather-done(%two)
-  %rs = ((f32[32,4]{1,0}), f32[8,4]{1,0}) async-start(%x), calls=%wrapped
-  %rs-done = f32[8,4]{1,0} async-done(%rs), calls=%wrapped
-  %sugar = ((f32[32,4]{1,0}), f32[16,4]{1,0}) reduce-scatter-start(%x), channel_id=11, replica_groups=[4,2]<=[8], dimensions={0}, to_apply=%add
-  %sugar-done = f32[16,4]{1,0} reduce-scatter-done(%sugar)
-  %cp = (bf16[16]{0}, bf16[16]{0}) collective-permute-start(%y), channel_id=4, source_target_pairs={{0,2},{2,4},{4,6},{6,0},{1,3},{3,5},{5,7},{7,1}}
-  %cp-done = bf16[16]{0} collective-permute-done(%cp)
-  %one = f32[32,4]{1,0} all-reduce(%x), replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}, to_apply=%add
-  %s = (bf16[16]{0}, u32[], token[]) send(%y, %t), channel_id=7
-  %s-done = token[] send-done(%s), channel_id=7
-  ROOT %out = (f32[32,4]{1,0}, f32[8,4]{1,0}, bf16[32]{0}, bf16[16]{0}) tuple(%ar-done, %rs-done, %ag-done, %cp-done)
-}
-"""  # noqa: E501
-
-TPU = """HloModule jit_step, is_scheduled=true
-
-%add (a: bf16[], b: bf16[]) -> bf16[] {
-  %a = bf16[]{:T(256)} parameter(0)
-  %b = bf16[]{:T(256)} parameter(1)
-  ROOT %sum = bf16[]{:T(256)} add(%a, %b)
-}
-
-%fused (p: bf16[64,256]) -> bf16[16,256] {
-  %p = bf16[64,256]{1,0:T(8,128)(2,1)} parameter(0)
-  %summed = bf16[64,256]{1,0:T(8,128)(2,1)} all-reduce(%p), channel_id=5, replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
-  ROOT %part = bf16[16,256]{1,0:T(8,128)(2,1)} dynamic-slice(%summed, %i, %j), dynamic_slice_sizes={16,256}
-}
-
-%inner_condition (c: (s32[], bf16[8,128])) -> pred[] {
-  %c = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) parameter(0)
-  %i = s32[]{:T(128)} get-tuple-element(%c), index=0
-  %n = s32[]{:T(128)} constant(3)
-  ROOT %less = pred[]{:T(512)} compare(%i, %n), direction=LT
-}
-
-%inner_body (c: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
-  %c = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) parameter(0)
-  %x = bf16[8,128]{1,0:T(8,128)(2,1)} get-tuple-element(%c), index=1
-  %permuted = (bf16[8,128]{1,0:T(8,128)(2,1)}, bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%x), channel_id=3, source_target_pairs={{0,1},{1,0},{2,3},{3,2},{4,5},{5,4},{6,7},{7,6}}
-  %permuted-done = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} collective-permute-done(%permuted)
-  ROOT %out = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) tuple(%i, %permuted-done)
-}
-
-%outer_condition (c: (s32[], bf16[8,128])) -> pred[] {
-  %c = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) parameter(0)
-  ROOT %less = pred[]{:T(512)} custom-call(%c), custom_call_target="opaque"
-}
-
-%outer_body (c: (s32[], bf16[8,128])) -> (s32[], bf16[8,128]) {
-  %c = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) parameter(0)
-  ROOT %w = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) while(%c), condition=%inner_condition, body=%inner_body
-}
-
-%yes (p: bf16[8,128]) -> bf16[8,256] {
-  %p = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
-  ROOT %gathered = bf16[8,256]{1,0:T(8,128)(2,1)} all-gather(%p), channel_id=8, replica_groups=mesh['d'=4,'m'=2] {'m'}, dimensions={1}
-}
-
-%no (p: bf16[8,128]) -> bf16[8,256] {
-  %p = bf16[8,128]{1,0:T(8,128)(2,1)} parameter(0)
-  ROOT %pieces = bf16[2,8,128]{2,1,0:T(8,128)(2,1)} all-to-all(%p), channel_id=2, replica_groups={{0,1},{2,3},{4,5},{6,7}}, dimensions={0}
-}
-
-ENTRY %main (x: bf16[64,256]) -> bf16[16,256] {
-  %x = bf16[64,256]{1,0:T(8,128)(2,1)} parameter(0)
-  %w = (s32[]{:T(128)}, bf16[8,128]{1,0:T(8,128)(2,1)}) while(%t), condition=%outer_condition, body=%outer_body, backend_config={"known_trip_count":{"n":"5"},"flag_configs":[]}
-  %c = bf16[8,256]{1,0:T(8,128)(2,1)} conditional(%flag, %y, %y), true_computation=%yes, false_computation=%no
-  %b = bf16[8,256]{1,0:T(8,128)(2,1)} conditional(%which, %y, %y), branch_computations={%yes, %no}
-  %called = bf16[8,256]{1,0:T(8,128)(2,1)} call(%y), to_apply=%yes
-  %wide = (f32[16]{0}, f32[17]{0}, f32[18]{0}, f32[19]{0}, f32[20]{0}, /*index=5*/f32[21]{0}) all-reduce(%a, %b, %c, %d, %e, /*index=5*/%f), replica_groups={}, to_apply=%add
-  ROOT %scattered = bf16[16,256]{1,0:T(8,128)(2,1)} fusion(%x), kind=kCustom, calls=%fused
-}
-"""  # noqa: E501
+GPU, TPU = ((Path(__file__).parents[2] / "golden" / "hlo" / f"{name}.txt").read_text() for name in ("gpu", "tpu"))
 
 
 def summary(text, mesh=MESH):
@@ -214,3 +122,116 @@ def test_steps_of_one_collective_that_is_fused_into_other_work_count_once():
     assert [(c.kind, c.axes, c.bytes, c.count, c.chain) for c in found] == [
         ("all_gather", ("x",), 64 * 128 * 4, 1, 0), ("all_gather", ("x",), 64 * 128 * 4, 1, 1)
     ]  # fmt: skip
+
+
+@st.composite
+def meshes_and_axes(draw):
+    """A mesh of up to four axes, some of one device, and a subset of its axes longer than one."""
+    shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)))
+    mesh = LogicalMesh(shape, tuple(f"a{i}" for i in range(len(shape))))
+    long = [name for name, n in zip(mesh.axis_names, shape, strict=True) if n > 1]
+    axes = tuple(name for name in long if draw(st.booleans()))
+    return mesh, axes
+
+
+def listed(groups, opening, separator):
+    closing = {"{": "}", "[": "]"}[opening]
+    rows = (opening + separator.join(map(str, row)) + closing for row in groups.tolist())
+    return opening + separator.join(rows) + closing
+
+
+def iota(mesh, axes):
+    inside = [mesh.axis_names.index(a) for a in axes]
+    order = [i for i in range(len(mesh.shape)) if i not in inside] + inside
+    rows, width = mesh.size // mesh.product(axes), mesh.product(axes)
+    return f"[{rows},{width}]<=[{','.join(map(str, mesh.shape))}]T({','.join(map(str, order))})"
+
+
+def named(mesh, axes):
+    sizes = ",".join(f"'{n}'={s}" for n, s in zip(mesh.axis_names, mesh.shape, strict=True))
+    return f"mesh[{sizes}] {{{','.join(repr(a) for a in axes)}}}"
+
+
+@settings(max_examples=80, deadline=None)
+@given(meshes_and_axes(), st.randoms())
+def test_every_syntax_gives_the_axes_back(case, random):
+    mesh, axes = case
+    groups = replica_groups.groups_of_axes(axes, mesh)
+    coordinates = zip(mesh.axis_names, np.unravel_index(groups, mesh.shape), strict=True)
+    assert tuple(name for name, c in coordinates if np.ptp(c, axis=1).any()) == axes
+    assert groups.shape[1] == mesh.product(axes) and sorted(groups.ravel()) == [*range(mesh.size)]
+    assert replica_groups.axes_of_groups(groups, mesh) == axes
+    rows = groups.tolist()
+    random.shuffle(rows)
+    shuffled = np.array(rows)
+    table = f"dense<{listed(shuffled, '[', ', ')}> : tensor<{groups.shape[0]}x{groups.shape[1]}xi64>"
+    for text in (listed(shuffled, "{", ","), table, iota(mesh, axes), named(mesh, axes)):
+        assert replica_groups.axes_from_text(text, mesh) == axes, text
+
+
+@settings(max_examples=50, deadline=None)
+@given(meshes_and_axes())
+def test_permutations_name_the_axes_along_which_they_move(case):
+    mesh, axes = case
+    source = np.stack(np.unravel_index(np.arange(mesh.size), mesh.shape))
+    step = np.array([axis in axes for axis in mesh.axis_names])[:, None]
+    target = np.ravel_multi_index(tuple((source + step) % np.array(mesh.shape)[:, None]), mesh.shape)
+    pairs = np.stack([np.arange(mesh.size), target], axis=1)
+    assert replica_groups.axes_from_pairs(listed(pairs, "{", ","), mesh) == axes
+    assert (
+        replica_groups.axes_from_pairs(f"dense<{listed(pairs, '[', ', ')}> : tensor<{mesh.size}x2xi64>", mesh) == axes
+    )
+
+
+def test_tables_that_mlir_abbreviates():
+    mesh = LogicalMesh((16, 8), ("d", "m"))
+    for axes in (("d",), ("m",), ("d", "m")):
+        groups = replica_groups.groups_of_axes(axes, mesh)
+        items = groups.astype("<i8").tobytes().hex().upper()
+        text = f'dense<"0x{items}"> : tensor<{groups.shape[0]}x{groups.shape[1]}xi64>'
+        assert replica_groups.axes_from_text(text, mesh) == axes
+        assert replica_groups.axes_from_text(text.replace("0x00", "0x"), mesh)[0].startswith("groups dense")
+    assert replica_groups.axes_from_text("dense<0> : tensor<1x1xi64>", LogicalMesh((1,), ("d",))) == ()
+
+
+def test_groups_that_no_axes_give_are_named_as_printed():
+    mesh = LogicalMesh((4, 2), ("d", "m"))
+    for text in ("{{0,1,2,3},{4,5,6,7}}", "{{0,1},{2,3}}", "{{0,1,2},{3,4,5,6,7}}", "[4,2]<=[4,4]", "nonsense"):
+        (axis,) = replica_groups.axes_from_text(text, mesh)
+        assert text in axis
+    assert replica_groups.axes_from_text("", mesh) == ("d", "m")
+    assert replica_groups.axes_from_text("{}", mesh) == ("d", "m")
+    assert replica_groups.axes_from_text("{{0},{1},{2},{3},{4},{5},{6},{7}}", mesh) == ()
+    assert replica_groups.axes_from_pairs("{}", mesh) == ("pairs {}",)
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("[4,2]<=[2,2,2]T(2,1,0)", [[0, 4], [2, 6], [1, 5], [3, 7]]),
+        ("mesh['d'=4,'m'=2] {'d':(1)2}", [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ("mesh['d'=4,'m'=2] {'d':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
+        ("mesh['d'=2,'m'=4], device_ids=([2,4]<=[4,2]T(1,0)) {'m'}", [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ("mesh['d'=4,'m'=2] {'d','d'}", None),
+        ("mesh['d'=4,'m'=3] {'d'}", None),
+        ("[4,2]<=[2,2,2]T(7,1,0)", None),
+        ("[3,2]<=[8]", None),
+    ],
+)
+def test_printed_groups(text, groups):
+    parsed = replica_groups.parse_groups(text, 8)
+    assert (None if parsed is None else parsed.tolist()) == groups
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet="mesh[]{}()<=T,:'0123456789dx ", max_size=40))
+def test_no_text_stops_the_parser(text):
+    mesh = LogicalMesh((4, 2), ("d", "m"))
+    assert isinstance(replica_groups.axes_from_text(text, mesh), tuple)
+    assert isinstance(replica_groups.axes_from_pairs(text, mesh), tuple)
+
+
+def test_normal_axes_drop_what_has_one_device_and_follow_the_mesh():
+    mesh = LogicalMesh((4, 1, 2), ("d", "one", "m"))
+    assert replica_groups.normal_axes(("m", "one", "d"), mesh) == ("d", "m")
+    assert replica_groups.normal_axes(("other", "m"), mesh) == ("m", "other")

@@ -1,7 +1,5 @@
 """Pallas kernels without a rule of their user: their grids say what may be sharded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

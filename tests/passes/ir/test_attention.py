@@ -58,15 +58,6 @@ def test_seconds_are_those_of_the_kernel_that_the_caller_names():
     assert found == pytest.approx([4 * work / 0.8, 10 * work / 0.8])
 
 
-def test_defaults_are_those_of_the_platform():
-    h100, a100 = Cluster.preset("h100"), Cluster.preset("a100")
-    forward, backward = (h100.attention("cudnn", backward=backward) for backward in (False, True))
-    assert forward and backward and 0 < backward < forward < 1
-    assert (a100.attention("cudnn", backward=False) or 0) > forward
-    assert Cluster.preset("v5p").attention("cudnn", backward=False) is None
-    assert not Cluster.preset("cpu").attention_efficiency
-
-
 @pytest.mark.parametrize("given", [{"cudnn": 0}, {"cudnn": (0.5, 1.5)}, {"cudnn": (0.5,)}, {"cudnn": "fast"}])
 def test_shares_that_no_kernel_reaches_are_refused(given):
     with pytest.raises(OptionError, match=r"attention_efficiency=.*give kernel -> "):

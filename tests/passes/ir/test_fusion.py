@@ -1,7 +1,5 @@
 """Fusion: values in memory, by hand for programs whose kernels are known."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,11 @@
-"""Keys tell apart what is not equal, also in graphs that are edited, and leave out what no layout depends on."""
+"""Operations by keys, which tell apart what is not equal, by names, which exist, and maxima that are compared again."""
 
-from __future__ import annotations
-
+import ast
+import functools
+import gc
+import importlib
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +13,23 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 
+import alpa_lite
+from alpa_lite.ir.graph import Block
+from alpa_lite.passes.factors import tables
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.keys import Keys, placeless
+from alpa_lite.passes.ir.loops import scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter
-from alpa_lite.passes.tracing import tracing
+from alpa_lite.passes.ir.ties import Tie, ties
+from alpa_lite.passes.local import forms
+from alpa_lite.passes.tracing import conversion, tracing
 from alpa_lite.passes.tracing.conversion import graph_of
+from tests.passes import microbatched
+from tests.passes.layers.test_layering import layers_of
+from tests.passes.layers.test_rematerialisation import SGD, rewritten
+from tests.zoo_base import normal
 
 
 class Rate:
@@ -88,3 +104,88 @@ def test_functions_keep_keys_of_their_own_when_one_of_them_is_rewritten() -> Non
     # And functions of a part that is traced later.
     part = graph_of(jax.make_jaxpr(lambda x: callbacks(2 * x))(jnp.ones(4)), graph.keys)
     assert len({op.key for op in (*graph.block.ops, *part.block.ops)}) == 5  # and the product
+
+
+PASSES = pathlib.Path(alpa_lite.__file__).parents[1] / "passes"
+MODULES = (
+    "jax.lax.linalg", "jax.nn", "jax.ffi", "jax.scipy.special", "jax.experimental.pallas",
+    "jax.experimental.scheduling_groups",
+)  # fmt: skip
+ENDED = frozenset({"call", "closed_call", "core_map"})
+"""Primitives of JAX 0.10 that later versions do not have."""
+NEW = frozenset({"log2", "one_minus_square", "polynomial"})
+"""Primitives that JAX 0.10 does not have yet."""
+
+
+@functools.cache
+def known() -> frozenset[str]:
+    for module in MODULES:
+        importlib.import_module(module)
+    gc.unfreeze()  # what is frozen is not listed
+    return frozenset(one.name for one in gc.get_objects() if isinstance(one, Primitive)) | ENDED | NEW
+
+
+def compared() -> Iterator[tuple[str, str]]:
+    """(place, name) of every string that a pass compares with the name of an operation."""
+    for path in sorted(PASSES.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "name":
+                for one in ast.walk(ast.Tuple(node.comparators, ast.Load())):
+                    if isinstance(one, ast.Constant) and isinstance(one.value, str):
+                        yield f"{path.name}:{node.lineno}", one.value
+
+
+SETS = {name: value for name, value in vars(primitives).items() if isinstance(value, frozenset)}
+
+
+def test_the_names_in_sets_and_tables_exist():
+    assert len(SETS) > 20
+    assert not {name: sorted(value - known()) for name, value in SETS.items() if value - known()}
+    for table in (tables.TABLE, tables.SHARDY, forms.FORMS, conversion.CALL_BODY):
+        assert not set(table) - known()
+
+
+def test_the_names_that_passes_compare_with_exist():
+    names = known()
+    other_languages = ("schedules", "stablehlo.", "func.", "sdy.")
+    found = [(place, name) for place, name in compared() if not name.startswith(other_languages)]
+    assert len(found) > 30
+    assert not [(place, name) for place, name in found if name not in names and name not in {"follow"}]
+
+
+def test_primitives_of_other_versions_alone_are_used():
+    """A primitive that no set mentions any more leaves the lists of this test, too."""
+    assert frozenset().union(*SETS.values()) | set(conversion.CALL_BODY) >= ENDED | NEW
+
+
+def found(fun: Callable[..., Any]) -> tuple[Block, Mapping[int, Tie]]:
+    block = graph_of(jax.make_jaxpr(fun)(normal(0, 4, 6))).block
+    return block, ties(block.ops)
+
+
+@pytest.mark.parametrize("fun", [lambda x: x.max(1), lambda x: x.min(0), lambda x: x.max(1, keepdims=True)])
+def test_gradients_of_maxima_are_found_and_other_comparisons_are_not(fun: Callable[[jax.Array], jax.Array]) -> None:
+    block, links = found(jax.grad(lambda x: (fun(jnp.sin(x)) ** 2).sum()))
+    tied = [(op, links[op.index]) for op in block.ops if op.name == "eq" and op.index in links]
+    assert tied and all(tie.chain[-1].results[0] in op.operands for op, tie in tied)
+    assert not found(lambda x: (x == x[::-1], jnp.argmax(x, 1) == 0, jax.nn.softmax(x), x == x.sum()))[1]
+
+
+def test_a_recomputed_value_is_compared_with_its_own_maximum() -> None:
+    """Though maxima are saved, recomputed values are compared with a recomputed maximum."""
+
+    def loss_fn(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for w in params:
+            x = jnp.sin(x @ w) * lax.rsqrt(1.0 + x.mean())
+            x = x - x.max(-1, keepdims=True)
+        return (x**2).mean()
+
+    step, state = microbatched.step_of(loss_fn, [normal(i, 16, 16) for i in range(3)], 2, SGD)
+    layers = layers_of(step, state, {"x": normal(7, 8, 16)})
+    selected = {v for op in layers.body.ops if op.name == "reduce_max" for v in op.results}
+    result = rewritten(layers, frozenset(selected))
+    ops = scan_op(result.traced, result.scan).bodies[0].ops
+    again = [op for op in ops if op.name == "eq" and op.index in result.copies]
+    links = ties(ops)
+    assert len(again) == 3 and all(op.index in links for op in again)

@@ -1,7 +1,5 @@
 """Communication that hides behind computing: two streams, and plans that count on them."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

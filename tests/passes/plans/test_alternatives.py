@@ -1,19 +1,30 @@
-"""Alternatives against brute force: the bound is a bound, the plan is a plan, and both mean what they say."""
+"""Alternatives against brute force, the whole steps that they are, and when they are weighed."""
 
-from __future__ import annotations
-
+import functools
 import itertools
 import math
+import pickle
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import assume, given, settings
 
+import alpa_lite
+from alpa_lite import models
+from alpa_lite.cluster import Cluster
+from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.strategy import StrategyGraph, Transfer
+from alpa_lite.options import Method, Pipeline, Sharded
 from alpa_lite.passes.plans import alternatives
+from alpa_lite.passes.plans.outcomes import Outcomes
+from alpa_lite.passes.sharding import mesh_program, strategies
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.solver.problem import Problem, from_graph
+from alpa_lite.plan.decisions import Decision
+from alpa_lite.plan.plan import Plan
 from tests.passes.sharding.solver.test_solve import SEEDS, random_graph
+from tests.searching import grouped_step
 
 
 def _every(problem: Problem):
@@ -98,3 +109,125 @@ def test_no_more_are_weighed_than_asked_for_or_allowed() -> None:
     assert [len(row) for row in alternatives.weigh(_chain([[0.0, 1.0], [0.0, 1.0]], 2.0), (0, 0), [0, 1])] == [1, 2]
     problem = _chain([[0.0, 1.0], [0.0, math.inf]], math.inf)
     assert [len(row) for row in alternatives.weigh(problem, (0, 0), [1, 1])] == [1, 1]
+
+
+CLUSTER = Cluster.preset("a100", nodes=1)
+
+
+def _planned(method: Method) -> Plan:
+    step, args = models.get("mlp").abstract("tiny", 4096, inputs=1024, hidden=1024)
+    return alpa_lite.make_plan(step, *args, cluster=CLUSTER, method=method, verify="off")
+
+
+def _has_alternatives(plan: Plan) -> bool:
+    return any(decision.alternatives for stage in plan.stages for decision in stage.decisions)
+
+
+def test_alternatives_are_weighed_when_somebody_asks_and_a_file_has_them() -> None:
+    plan = _planned(Sharded((4, 2)))
+    before = pickle.loads(pickle.dumps(plan))
+    assert not _has_alternatives(plan)
+    decided = next(decision.paths[0] for decision in plan.stages[0].decisions if decision.paths)
+    assert "no alternatives" not in plan.explain(decided)
+    assert _has_alternatives(plan) and plan.weighed() is plan
+    assert before == plan and not _has_alternatives(before.weighed())
+    read = Plan.from_json(plan.to_json())
+    assert _has_alternatives(read) and read.stages == plan.stages
+    assert [d.alternatives for d in read.stages[0].decisions] == [d.alternatives for d in plan.stages[0].decisions]
+
+
+def test_every_stage_has_those_of_its_own_decisions() -> None:
+    plan = _planned(Pipeline(num_stages=2)).weighed()
+    assert len(plan.stages) == 2
+    for stage in plan.stages:
+        assert stage.decisions
+        for decision in stage.decisions:
+            assert decision.chosen is not None
+            assert decision.chosen.step.seconds == pytest.approx(stage.solver.objective)
+
+
+BATCH = 65536
+
+
+def _stepped(batch: int):
+    step, args = models.get("mlp").abstract("tiny", batch, inputs=1024, hidden=2048)
+    return step, *args
+
+
+@functools.cache
+def _grouped(batch: int):
+    return grouped_step(*_stepped(batch))
+
+
+@functools.cache
+def _compared():
+    method = Sharded((4, 2))
+    budget = CLUSTER.usable_memory
+    programs = mesh_program.mesh_programs(_grouped(BATCH), CLUSTER, method, budget=budget)
+    found = mesh_program.solve_meshes(programs, budget)
+    assert found is not None
+    plan = alpa_lite.make_plan(*_stepped(BATCH), cluster=CLUSTER, method=method, num_microbatches=1, verify="off")
+    return found, plan.weighed()
+
+
+@functools.cache
+def _steps():
+    """The problem, the choice, and for each alternative its step and the choice that it is of."""
+    found, _ = _compared()
+    problem, choice = from_graph(found.space.program), list(found.solution.choice)
+    step = _grouped(BATCH)
+    outcomes = Outcomes(step.traced, step.grouping, MeshCost(CLUSTER, found.mesh), found.space, problem, choice)
+    rows = alternatives.weigh(problem, choice, [3] * len(choice))
+    changes = [weighed.fastest for row in rows for weighed in row]
+    return problem, choice, [(outcomes.of(c), alternatives.changed_choice(choice, c)) for c in changes]
+
+
+def test_the_chosen_step_is_the_plan() -> None:
+    _, plan = _compared()
+    for decision in plan.stages[0].decisions:
+        assert decision.chosen is not None
+        step = decision.chosen.step
+        assert decision.chosen.fits
+        assert step.seconds == pytest.approx(plan.step_seconds)
+        assert step.compute_seconds == pytest.approx(plan.stages[0].compute_seconds)
+        assert step.bytes_sent == sum(c.bytes * c.count for c in plan.collectives)
+        assert step.bytes_per_device == plan.stages[0].memory.total
+        assert step.changed == 0
+
+
+def test_every_alternative_is_a_step_of_its_own() -> None:
+    problem, choice, steps = _steps()
+    for step, other in steps:
+        assert step.seconds == pytest.approx(problem.seconds(other))
+        assert step.bytes_per_device == pytest.approx(problem.peak(other), abs=1)
+        assert 0 <= step.latency_seconds <= step.communication_seconds
+        assert 0 <= step.batch_seconds <= step.seconds
+        assert step.changed == sum(a != b for a, b in zip(choice, other, strict=True))
+
+
+def test_alternatives_are_ordered_by_the_whole_step() -> None:
+    def order(decision: Decision) -> list[tuple[bool, float]]:
+        return [(not a.fits, a.step.seconds) for a in decision.alternatives]
+
+    _, plan = _compared()
+    assert any(len(d.alternatives) > 3 for d in plan.stages[0].decisions)
+    assert all(order(d) == sorted(order(d)) for d in plan.stages[0].decisions)
+
+
+def test_links_twice_as_fast_halve_what_is_not_latency() -> None:
+    link = CLUSTER.node_link
+    faster = replace(CLUSTER, node_link=replace(link, bandwidth=2 * link.bandwidth))
+    space = strategies.build(_grouped(BATCH), MeshCost(faster, _compared()[0].mesh))
+    for step, other in _steps()[2]:
+        waiting = step.communication_seconds - step.latency_seconds
+        assert solve.evaluate(space.program, other)[0] == pytest.approx(step.seconds - waiting / 2)
+
+
+def test_a_batch_twice_as_large_adds_what_grows_with_it() -> None:
+    """To first order: products read their weights whatever the batch, and larger ones come closer to the peak."""
+    found, _ = _compared()
+    space = strategies.build(_grouped(2 * BATCH), MeshCost(CLUSTER, found.mesh))
+    assert [n.strategies for n in space.nodes] == [n.strategies for n in found.space.nodes]
+    for step, other in _steps()[2]:
+        assert solve.evaluate(space.program, other)[0] == pytest.approx(step.seconds + step.batch_seconds, rel=0.05)
+        assert step.batch_seconds > 0.3 * step.seconds

@@ -1,7 +1,5 @@
 """The note on attention that writes its scores, and what these cost."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

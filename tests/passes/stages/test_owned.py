@@ -3,8 +3,6 @@
 Parts keep the value numbers of the step, so nothing need be computed: who has which value is all there is to check.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter
@@ -152,23 +150,6 @@ def test_a_loop_over_leaves_of_several_submeshes_pulls_the_fewest_bytes() -> Non
     traced = trace(fun, {"a": jnp.ones((WIDTH, WIDTH)), "b": jnp.ones((WIDTH,))}, X, 0, batch="x")
     assert moved(traced, divided(traced, {0: 0, 1: 1})) == {1: (0,)}
     assert moved(traced, divided(traced, {0: 1, 1: 0})) == {1: (1,)}
-
-
-def test_a_cache_lives_where_its_layer_is() -> None:
-    """New state that lies nowhere yet is owned by the submesh that updates it, and no step sends any of it."""
-
-    def decode(p: Any, cache: Any, x: jax.Array, at: jax.Array) -> Any:
-        out = {}
-        for i, w in enumerate(p.values()):
-            out[f"k{i}"] = jax.lax.dynamic_update_slice(cache[f"k{i}"], (x @ w)[:, None], (0, at, 0))
-            x = x + jnp.tanh(out[f"k{i}"]).mean(1)
-        return out, x
-
-    cache = {f"k{i}": jnp.zeros((BATCH, 64, WIDTH)) for i in range(4)}
-    traced = trace(decode, weights(4), cache, X, jnp.int32(0), batch="x")
-    found = ownership(traced, {0: 0, 1: 0, 2: 1, 3: 1}, 2)
-    assert [found.owner[i] for i in range(8)] == [0, 0, 1, 1] * 2
-    assert sent(divided(traced, {0: 0, 1: 0, 2: 1, 3: 1})) == [(0, 1, ROWS)]
 
 
 def test_new_state_that_is_made_elsewhere_is_sent_home() -> None:

@@ -1,7 +1,5 @@
 """Packing: small values share a buffer, large ones and those of other readers do not; the step computes the same."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -14,24 +12,21 @@ from alpa_lite.ir.program import peak_bytes
 from alpa_lite.passes.stages import cutting, packing
 from alpa_lite.passes.stages.segments import Segments
 from tests import comparing, pipeline_driver
+from tests.gallery import descent
 from tests.zoo_base import normal, updated
 
 LAYERS, WIDTH, ROWS = 10, 64, 16  # layers of two stages: the fewest whose backward pass has packs, be it split or not
 SMALL = WIDTH * 4  # bytes of a bias
 
 
-def step(state: Any, batch: Any) -> tuple[Any, Any]:
+@descent
+def step(params: Any, batch: Any) -> jax.Array:
     """Layers of a weight (large), a scale and a bias (small)."""
-
-    def loss_fn(params: Any) -> jax.Array:
-        x = batch["x"]
-        for layer in params:
-            y = jnp.tanh(x @ layer["weight"] + layer["bias"])
-            x = x + (y - y.mean(-1, keepdims=True)) * layer["scale"]
-        return ((x - batch["y"]) ** 2).mean()
-
-    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
-    return {"params": updated(state["params"], grads)}, {"loss": loss, "grads": grads}
+    x = batch["x"]
+    for layer in params:
+        y = jnp.tanh(x @ layer["weight"] + layer["bias"])
+        x = x + (y - y.mean(-1, keepdims=True)) * layer["scale"]
+    return ((x - batch["y"]) ** 2).mean()
 
 
 def _virtual(schedule: str) -> int:

@@ -1,7 +1,6 @@
-"""Segments: nothing is made for nobody, cheap values are made again, and weights have segments where schedules do."""
+"""Stages and their segments: every operation once, nothing made for nobody, and communication that is paid for."""
 
-from __future__ import annotations
-
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +9,18 @@ import jax.numpy as jnp
 import pytest
 
 from alpa_lite.errors import PlanError
+from alpa_lite.ir.layout import reshard_steps
+from alpa_lite.passes.checks.hlo_text import parse_hlo
+from alpa_lite.passes.ir.loops import scan_op
 from alpa_lite.passes.lowering.program import Loop, Outside, Reshard, reads, writes
 from alpa_lite.passes.stages import cutting
+from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.segments import Segments, Wire
-from tests.passes.layers.division_cases import driven
+from alpa_lite.passes.stages.sums import split_sums
+from tests import pipeline_driver
+from tests.passes.layers.division_cases import driven, staged
 from tests.pipeline_driver import drive
+from tests.test_token_pipelines import language_model
 
 
 def stages_of(kind: str, schedule: str) -> list[Segments]:
@@ -105,3 +111,100 @@ def test_a_stage_without_a_backward_pass_has_slices_of_its_forward_pass() -> Non
     ).stages  # fmt: skip
     (alone,) = [stage.segments.items for stage in stages if all(s.kind != "backward" for s in stage.segments.items)]
     assert [segment.round for segment in alone if segment.kind == "forward"] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("kind", "stages"), [("plain", 2), ("tied", 2), ("tied", 4), ("norm", 4)])
+def test_operations_and_what_crosses_have_one_stage(kind: str, stages: int) -> None:
+    cut = staged(kind, stages)
+    traced, assignment = split_sums(cut.accumulated.traced, cut.accumulated.scan, cut.assignment)
+    assert bool(cut.assignment.split_sums) == (kind == "tied") and assignment.split_sums == ()
+    bodies = [scan_op(one.traced, one.scan).bodies[0].ops for one in cut.graphs]
+    made = Counter(v for ops in bodies for op in ops for v in op.results)
+    for op in scan_op(traced, cut.accumulated.scan).bodies[0].ops:
+        assert op.index in assignment.shared or all(made[value] == 1 for value in op.results), op.name
+    updates = [op for one in cut.graphs for op in one.traced.graph.block.ops if op.index in one.rounds]
+    assert set(Counter(v for op in updates for v in op.results).values()) <= {1}
+    for name in ("crossing", "late"):
+        given = Counter(p.number for one in cut.graphs for p in one.outputs if p.kind == name)
+        taken = {p.number for one in cut.graphs for p in one.inputs if p.kind == name}
+        assert set(given.values()) <= {1} and taken == set(given)
+    rounds = {number for one in cut.graphs for number in one.rounds.values()}
+    assert (max(rounds) > 0) == (kind != "plain")  # the update exchanges values
+
+
+@pytest.mark.parametrize(("kind", "stages"), [("plain", 4), ("tied", 2), ("norm", 2)])
+def test_results_come_from_one_stage_and_state_stays_where_it_is_updated(kind: str, stages: int) -> None:
+    cut = staged(kind, stages)
+    state = {argument for _, argument in cut.traced.state}
+    arguments = [{p.number for p in one.inputs if p.kind == "argument"} for one in cut.graphs]
+    outputs = [{p.number for p in one.outputs if p.kind == "argument"} for one in cut.graphs]
+    assert sorted(number for some in outputs for number in some) == list(range(len(cut.traced.outputs)))
+    for own, results in zip(arguments, outputs, strict=True):
+        assert {a for o, a in cut.traced.state if o in results} == own & state
+    copies = {p.number for one in cut.graphs for p in one.inputs if p.kind == "copy"}
+    assert copies <= state and bool(copies) == (kind == "tied")
+
+
+MICROBATCHES = 2
+LOOP = ("forward", "backward", "weight")
+
+
+def language_pipeline(tokens: tuple[int, ...], schedule: str = "1f1b") -> pipeline_driver.Driven:
+    """A pipeline with memory so expensive that its stages hold parameters sharded."""
+    step, args = language_model()
+    return pipeline_driver.drive(
+        step, args, devices=(4, 4), microbatches=MICROBATCHES, schedule=schedule, tokens=tokens, price=16.0
+    )
+
+
+def gathers_paid(stage: PlannedStage) -> int:
+    """The gathers within the loop for which the integer program pays, of one micro-batch."""
+    space, choice = stage.found.space, stage.found.solution.choice
+    count = 0
+    for move, transfer in zip(space.moves, space.program.transfers, strict=True):
+        if move.trips == MICROBATCHES:
+            made = move.produced[transfer.src_class[choice[transfer.src]]]
+            for wanted in {int(klass[choice[node]]) for node, klass in transfer.consumers}:
+                steps = reshard_steps(made, move.wanted[wanted]) or ()
+                count += move.count * sum(step.kind == "all_gather" for step in steps)
+    return count
+
+
+def gathers_planned(stage: PlannedStage) -> list[int]:
+    """The gathers of one run of each segment of the loop."""
+    return [
+        sum(found.count for found, _ in stage.prices.collectives(s.instructions) if found.kind == "all_gather")
+        for s in stage.segments.items
+        if s.kind in LOOP
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "schedule"),
+    [((), "1f1b"), ((), "zb-h1"), ((5, 4, 3), "1f1b"), pytest.param((3, 3, 3, 3), "1f1b", marks=pytest.mark.slow)],
+)
+def test_the_program_pays_for_what_every_segment_communicates(tokens: tuple[int, ...], schedule: str) -> None:
+    several = 0
+    for stage in language_pipeline(tokens, schedule).stages:
+        found, every = stage.found, gathers_planned(stage)
+        paid = found.solution.objective - found.compute_seconds
+        seconds = sum(stage.communication_seconds[s] * stage.runs(s) for s in stage.segments.items)
+        assert seconds == pytest.approx(paid, rel=1e-9)
+        assert sum(every) == gathers_paid(stage)
+        several += sum(map(bool, every)) > 1
+    assert several
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_quickly")
+def test_compiled_slices_gather_as_often_as_the_program_pays_for() -> None:
+    run = language_pipeline((6, 6))
+    program, made = run.pipeline.program, run.executable().compiled()
+    paid = [gathers_paid(stage) for stage in run.stages]
+    found = [0] * len(paid)
+    for executable, one in zip(program.executables, made, strict=True):
+        if executable.kind in LOOP:
+            gathers = parse_hlo(one.as_text(), program.submeshes[executable.mesh].mesh)
+            found[executable.stage] += sum(c.count for c in gathers if c.kind == "all_gather")
+    assert found == paid
+    assert sum(paid) > 2

@@ -1,7 +1,5 @@
 """The stage DP against brute force, against simulated schedules, and on pipelines whose answer is known."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

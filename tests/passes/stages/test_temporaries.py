@@ -1,9 +1,6 @@
 """Temporaries of stages against the compiler's."""
 
-from __future__ import annotations
-
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +16,10 @@ from alpa_lite.compiler import compile_step
 from alpa_lite.passes.checks.verification import MemoryReport, compiled_reports
 from alpa_lite.passes.stages import temporaries
 from alpa_lite.runtime import aot
-from tests.zoo_base import updated
+from tests.gallery import f32
+from tests.gallery import sgd as descent
 
 WIDTH, BATCH = 256, 512
-
-
-f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-
-
-def descent(loss):
-    """A step of gradient descent on a function of the state and a batch."""
-
-    def step(state, x):
-        value, grads = jax.value_and_grad(loss)(state, x)
-        return updated(state, grads), value
-
-    return step
 
 
 @descent
@@ -63,7 +48,7 @@ def windows(state, x):
     return (x * x).mean()
 
 
-SMALL = [(f32((64, 64)), f32((64,)))] * 12
+SMALL = [(f32(64, 64), f32(64))] * 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +81,8 @@ def reports(step, arguments, cluster=None) -> list[Found]:
 
 @pytest.mark.parametrize(
     ("step", "arguments"),
-    [(products, ([f32((WIDTH, WIDTH))] * 6, f32((BATCH, WIDTH)))),
-     (windows, ([f32((3, 3, 32, 32))] * 4, f32((32, 16, 16, 32))))],
+    [(products, ([f32(WIDTH, WIDTH)] * 6, f32(BATCH, WIDTH))),
+     (windows, ([f32(3, 3, 32, 32)] * 4, f32(32, 16, 16, 32)))],
     ids=["products", "windows"],
 )  # fmt: skip
 def test_temporaries_of_stages_are_the_compilers(step, arguments):
@@ -148,8 +133,8 @@ def test_an_update_writes_every_leaf_over_itself(turned):
             x = jnp.tanh(x @ w)
         return (x * x).mean()
 
-    params = {f"w{i}": f32((WIDTH, WIDTH)) for i in range(6)}
-    arguments = params, jax.eval_shape(ADAM.init, params), f32((8, WIDTH))
+    params = {f"w{i}": f32(WIDTH, WIDTH) for i in range(6)}
+    arguments = params, jax.eval_shape(ADAM.init, params), f32(8, WIDTH)
     updates = [one.memory for one in reports(adam_step(loss, turned), arguments) if "update" in one.name]
     assert len(updates) == 2
     for memory in updates:
@@ -166,7 +151,7 @@ def test_what_a_late_round_makes_of_state_waits_for_it():
             x = jnp.tanh(x @ w)
         return jax.nn.log_softmax(x @ params["embedding"].T)[:, :, 0].mean()
 
-    params = {"embedding": f32((512, WIDTH)), "layers": [f32((WIDTH, WIDTH))] * 4}
+    params = {"embedding": f32(512, WIDTH), "layers": [f32(WIDTH, WIDTH)] * 4}
     arguments = params, jax.eval_shape(ADAM.init, params), jax.ShapeDtypeStruct((8, 32), jnp.int32)
     found = {one.name: one.memory for one in reports(adam_step(loss), arguments)}
     (late,) = [memory for name, memory in found.items() if name.endswith("update 1")]
@@ -187,30 +172,10 @@ def temporary(step, arguments, platform):
 def test_products_of_gpus_are_added_to_sums_where_these_are():
     """A CPU has the gradient of a weight beside the sum that it is added to; a GPU's product adds to the sum."""
     wide = 1024
-    arguments = [f32((wide, wide))] * 4, f32((64, wide))
+    arguments = [f32(wide, wide)] * 4, f32(64, wide)
     weight, values = 4 * wide * wide, 4 * 32 * wide
     assert weight <= temporary(products, arguments, "cpu")["backward"] < weight + 8 * values
     assert temporary(products, arguments, "cuda")["backward"] < 8 * values
-
-
-def test_a_product_that_is_split_is_added_nowhere():
-    """Queries and keys of one product: a loop of two results follows it."""
-
-    @descent
-    def split(state, x):
-        a, b = jnp.split(x @ state[0], 2, axis=1)
-        return ((jnp.tanh(a * b) @ state[1]) ** 2).mean()
-
-    found = temporary(split, ([f32((64, 1024)), f32((512, 64))], f32((64, 64))), "cuda")
-    assert found["forward"] >= 32 * 1024 * 4
-
-
-def test_what_gpus_join_in_a_pack_is_made_where_it_is_joined():
-    """The functions of a layer are written to the pack by one loop, and products alone are there before it."""
-    block = 256 * 64 * 4
-    on_cpu, on_gpu = (temporary(small, (SMALL, f32((512, 64))), platform)["forward"] for platform in ("cpu", "cuda"))
-    assert on_cpu > 6 * block
-    assert 0 <= on_gpu <= on_cpu - 3 * block
 
 
 def placed_by_trying(values, rooms):

@@ -1,18 +1,23 @@
-"""Identical stages: what one costs is what the others cost, and it is worked out once."""
-
-from __future__ import annotations
+"""Identical stages: what one costs the others cost, and it is worked out once; unread results are not computed."""
 
 import functools
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from alpa_lite.cluster import Cluster
+from alpa_lite.ir import graph
+from alpa_lite.ir.graph import walk
 from alpa_lite.options import Sharded
+from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.stages import planning
 from alpa_lite.passes.stages.planning import DecidedStage
+from alpa_lite.passes.tracing import tracing
 from tests import pipeline_driver
 from tests.mlps import mlp
 
@@ -102,3 +107,53 @@ def test_a_stage_at_another_price_of_memory_is_what_it_would_be_solved_anew(grap
     assert twin.found is again.found and twin.graph is not again.graph
     unit = decided(graphs[0], price=1.0, unit=100.0 * first.offers.unit)
     assert unit.found.choice == anew.found.choice
+
+
+def chain(*functions: Callable[[Any], Any]) -> pipeline_driver.Staged:
+    """A chain of square layers, one a stage, with these functions after their products."""
+
+    def step(weights: Any, batch: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            x = batch["x"]
+            for w, function in zip(weights, functions, strict=True):
+                x = function(x @ w)
+            return (x**2).mean()
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+
+    count = len(functions)
+    args = [jnp.ones((8, 8))] * count, {"x": jnp.ones((4, 8))}
+    return pipeline_driver.staged(step, args, count, 2, cuts=range(1, count))
+
+
+def test_stages_that_differ_within_a_micro_batch_alone_have_other_digests():
+    """The scan over micro-batches keeps the key of the whole step's, so that its body must be looked at."""
+    stage = chain(jnp.tanh, jnp.tanh, jnp.tanh).graphs[1]
+    whole = stage.traced.graph
+    scan = next(op for op in whole.block.ops if op.index == stage.scan)
+    (body,) = scan.bodies
+    other = replace(body, ops=(replace(body.ops[0], key="another"), *body.ops[1:]))
+    ops = tuple(replace(op, bodies=(other,)) if op is scan else op for op in whole.block.ops)
+    changed = replace(stage.traced, graph=replace(whole, block=replace(whole.block, ops=ops)))
+    assert planning.digest(replace(stage, traced=changed)) != planning.digest(stage)
+
+
+@pytest.mark.parametrize(("length", "products"), [(1, 1), (2, 2)])
+def test_the_last_carry_of_a_single_iteration_is_not_computed_if_unread(length, products):
+    """The gradient that a scan of layers carries, where nobody reads the last one."""
+
+    def step(weights, x, grad):
+        def layer(grad, saved):
+            w, x = saved
+            return grad @ w.T, x.T @ grad
+
+        return jax.lax.scan(layer, grad, (weights, x), reverse=True)[1]
+
+    shapes = [jax.ShapeDtypeStruct((length, 4, 4), jnp.float32)] * 2 + [jax.ShapeDtypeStruct((4, 4), jnp.float32)]
+    traced = tracing.trace(step, shapes, {})
+    graph.check(traced.graph)
+    assert sum(op.name == "dot_general" for op in walk(traced.graph.block)) == products
+    arguments = [jnp.arange(float(s.size)).reshape(s.shape) for s in shapes]
+    (found,) = jax.jit(functools.partial(evaluation.evaluate, traced.graph))(arguments)
+    np.testing.assert_array_equal(found, jax.jit(step)(*arguments))

@@ -1,7 +1,5 @@
 """The graph computes what the function computes, bit for bit, for every structured primitive."""
 
-from __future__ import annotations
-
 import functools
 import os
 import subprocess
@@ -219,26 +217,6 @@ def test_calls_are_inlined_and_control_flow_has_bodies():
         assert len(op.bodies) == {"scan": 1, "while": 2, "cond": len(op.bodies)}.get(op.name, 0), op.name
     loops = {n: op for n in ("vmapped_while", "while") for op in graph_of_program(n).ops() if op.name == "while"}
     assert loops["vmapped_while"].params[ELEMENTWISE] and ELEMENTWISE not in loops["while"].params
-
-
-def test_weak_types_and_python_scalars():
-    args = (X.astype(jnp.bfloat16), 1.5, 3)
-    graph = graph_for(lambda x, s, n: (x * s, s * n, n), *args)
-    assert_same_program(graph, lambda x, s, n: (x * s, s * n, n), *args)
-    assert graph.values[graph.block.inputs[1]].aval.weak_type
-
-
-def test_callbacks_run_though_nobody_reads_them():
-    seen = []
-
-    def fun(x):
-        jax.debug.callback(lambda total: seen.append(float(total)), x.sum())
-        return x
-
-    graph = graph_for(fun, np.ones(3, np.float32))
-    jax.block_until_ready(jax.jit(lambda x: evaluate(graph, [x]))(np.ones(3, np.float32)))
-    jax.effects_barrier()
-    assert seen == [3.0]
 
 
 def test_closed_over_arrays_are_the_last_inputs_and_scalars_are_literals():

@@ -1,7 +1,5 @@
 """Steps with mutable references are traced to graphs without, which compute the same; references from outside."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

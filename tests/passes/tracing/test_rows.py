@@ -1,7 +1,5 @@
 """Rows that are indexed by their own number are batch dims: exact in micro-batches, and sharded without a gather."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
