@@ -22,6 +22,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from alpa_lite.passes.sharding.solver.kernels import compiled
+
 _RUNS = 64  # runs that are tried among corresponding points, which then stay as they are
 _STRIDES = 4
 _NEAR = 8  # rows before and after one that may dominate it
@@ -118,8 +120,20 @@ def _undominated(counts: np.ndarray) -> np.ndarray:
         inside = (other >= 0) & (other < len(alive))
         mine, theirs = alive[inside], alive[other[inside]]
         # A row that is dropped leads, in this one direction, to one that stays.
-        keep[mine] = (counts[mine] > counts[theirs]).any(1)
+        _exceeding(counts, mine, theirs, keep)
     return keep
+
+
+@compiled
+def _exceeding(counts: np.ndarray, mine: np.ndarray, theirs: np.ndarray, keep: np.ndarray) -> None:
+    """Notes of each row of `mine` whether it exceeds that of `theirs` in any column: mostly in one of the first."""
+    for n in range(len(mine)):
+        exceeds = False
+        for column in range(counts.shape[1]):
+            if counts[mine[n], column] > counts[theirs[n], column]:
+                exceeds = True
+                break
+        keep[mine[n]] = exceeds
 
 
 def compressed(points: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
