@@ -119,9 +119,3 @@ def beside(staged: Staged, name: str, other: Staged | Comparison | str) -> Stage
         shape = other.stages[0].found.mesh.shape if len(other.stages) == 1 else (len(other.stages),)
         compared = Comparison(name, shape, other.seconds, other.needed)
     return replace(staged, verdict=replace(staged.verdict, others=(*staged.verdict.others, compared)))
-
-
-def does_not_fit(error: InfeasibleError) -> str:
-    """Why one mesh is none of the plans, in a line."""
-    least = error.smallest_budget
-    return str(error).split(":")[0] if least is None else f"does not fit: needs {least / 2**30:,.1f} GiB per device"

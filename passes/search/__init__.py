@@ -7,7 +7,7 @@ that was not searched, the work spent, and the candidates that were not reached.
     configs             micro-batches and rematerialisation of one mesh; which configuration only adds to which
     one_mesh            candidates of one mesh: configurations, the program of each mesh shape, textbook methods
     pipeline_analysis   costs of layers, and planned pipelines
-    pipelines           candidates of pipelines: numbers of micro-batches, and stages; token_slices: their slices
+    pipelines           candidates of pipelines: numbers of micro-batches, stages, and slices of the sequence
     planner             which candidates a request begins with, and the program of the best plan
 
 The plan is a function of the step, the request and the versions of the numerical libraries: no clock, no load, no

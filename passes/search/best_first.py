@@ -37,9 +37,6 @@ logger = logging.getLogger(__name__)
 MARGIN = 0.01
 """The share of its seconds that a plan of a less simple kind must save: the gap of the whole search."""
 
-ROUNDING = 1e-9
-"""Relative difference of seconds that is rounding."""
-
 EFFORTS: Mapping[str, int] = {"quick": 400_000_000, "normal": 3_500_000_000, "thorough": 30_000_000_000}
 """Cells that a search may visit, by `effort`: about 3, 20 and 180 CPU seconds of a core of 2026."""
 
@@ -102,7 +99,7 @@ def cutoff_of(incumbent: FoundPlan | None, kind: Kind) -> float:
     if incumbent is None:
         return math.inf
     simpler = all(own <= other for own, other in zip(kind, incumbent.kind, strict=True))
-    return incumbent.seconds * (1 - (ROUNDING if simpler else MARGIN))
+    return incumbent.seconds * (1 - (1e-9 if simpler else MARGIN))  # that little is rounding
 
 
 def search(
@@ -122,13 +119,8 @@ def search(
     bound, work, expanded, pruned, truncated = math.inf, 0, 0, 0, False
     estimated: list[str] = []
     unreached: list[str] = []
-    heap: list[tuple[float, tuple[Any, ...], Candidate]] = []
-
-    def push(candidates: Sequence[Candidate]) -> None:
-        for candidate in candidates:
-            heapq.heappush(heap, (candidate.estimate()[1], candidate.key, candidate))
-
-    push(roots)
+    heap = [(root.estimate()[1], root.key, root) for root in roots]
+    heapq.heapify(heap)
     while heap:
         priority, key, candidate = heapq.heappop(heap)
         least, current = candidate.estimate()
@@ -155,7 +147,8 @@ def search(
             for plan in found.plans:
                 if plan.seconds < cutoff_of(incumbent, plan.kind):
                     incumbent = plan
-            push(found.candidates)
+            for part in found.candidates:
+                heapq.heappush(heap, (part.estimate()[1], part.key, part))
         bound = min(bound, least)
     bound = min(bound, math.inf if incumbent is None else incumbent.seconds)
     return incumbent, SearchSummary(

@@ -32,19 +32,14 @@ from alpa_lite.passes.layers.stacked_sums import add_within_scans
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.sharding.tables import GroupedStep
 
-MAX_LAYERS = 72
-"""The most layers that a forward pass is cut into: 64 parts of repeated blocks, and those before and after them."""
+MAX_LAYERS = 72  # of a forward pass: 64 parts of repeated blocks, and those before and after them
 
-MICROBATCH_OVERHEAD = 0.005
-"""Estimated relative cost of each further micro-batch: gathers of weights and latencies are repeated."""
-
+# Estimates:
+MICROBATCH_OVERHEAD = 0.005  # relative cost of each further micro-batch: gathers of weights and latencies are repeated
 REMAT_OVERHEAD: Mapping[Choice, float] = {"none": 0.0, "selective": 0.08, "layer": 1 / 3}
-"""Estimated relative cost of rematerialisation: with whole layers, the forward pass, a third of the operations."""
-
+"""Relative cost of rematerialisation: with whole layers, the forward pass, a third of the operations."""
 REMAT_MEMORY_FACTOR: Mapping[Choice, int] = {"none": 1, "selective": 16, "layer": 64}
-"""Estimated factor by which rematerialisation lowers saved activations."""
-
-_RANKS: Mapping[Choice, int] = {"none": 0, "selective": 1, "layer": 2}
+"""Factor by which rematerialisation lowers saved activations."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,7 @@ class ExecutionConfig:
     def rank(self) -> tuple[int, int]:
         """Its micro-batches, and its rematerialisation in thousandths of a rank."""
         first, total = self.remat.first or (1, 1)
-        return self.microbatches, 1000 * _RANKS[self.remat.choice] * first // total
+        return self.microbatches, 1000 * tuple(REMAT_OVERHEAD).index(self.remat.choice) * first // total
 
     @property
     def remat_overhead(self) -> float:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from alpa_lite.compilation.request import PlanRequest, Step
@@ -44,17 +44,8 @@ from alpa_lite.report import units
 
 logger = logging.getLogger(__name__)
 
-RUNS = tuple(1 << i for i in range(12))
-"""The numbers of runs of a stage that the bound considers."""
-
-MAX_LAYER_ERROR = 1.6
-"""Stages are planned whose bytes, summed over layers that share some, exceed the budget by this factor at most."""
-
-ATTEMPTS = 3
-"""How often the same stages are planned, each time with memory more expensive for those that exceed the budget."""
-
-Kind = tuple[Any, ...]
-"""The inputs that identical stages share: the digest, the devices, the meshes allowed, whether weights are apart."""
+ATTEMPTS = 3  # how often the same stages are planned, each time with memory more expensive where they exceed the budget
+MAX_LAYER_ERROR = 1.6  # of the budget: up to so many bytes by their layers, which share some, stages are planned
 
 REFUSALS = InfeasibleError, MicrobatchError, OptionError, OrderError
 """Errors of stages or slices that cannot be planned."""
@@ -87,9 +78,9 @@ class PipelineAnalyses:
 
     Attributes:
       below_all: whether a single stage on all devices, which is one mesh, is no pipeline.
-      solved: one stage of each kind, at some price of memory.
+      solved: one stage of each kind, at some price of memory. A kind are the inputs that identical stages share: the
+        digest, the devices, the meshes allowed, and whether weights are apart.
       planned: the first of each kind at each price.
-      own: each stage of each kind at each price.
     """
 
     run: Passes
@@ -97,9 +88,8 @@ class PipelineAnalyses:
     request: PlanRequest
     below_all: bool
     layers: dict[str, Layer] = field(default_factory=dict)
-    solved: dict[Kind, DecidedStage] = field(default_factory=dict)
-    planned: dict[tuple[Kind, float], PlannedStage] = field(default_factory=dict)
-    own: dict[tuple[StageGraph, Kind, float], PlannedStage] = field(default_factory=dict)
+    solved: dict[tuple[Any, ...], DecidedStage] = field(default_factory=dict)
+    planned: dict[tuple[tuple[Any, ...], float], PlannedStage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cut, self.price = functools.cache(self._cut), functools.cache(self._price)
@@ -111,7 +101,8 @@ class PipelineAnalyses:
         work = costs.products_bound(self.step.traced, self.step.rules, cluster)
         in_process = 2 if cluster.controller(cluster.num_devices - 1) == cluster.controller(0) else 1
         task = cluster.dispatch.seconds(1)
-        return min(max(work * (1 + 1 / (3 * n)), (2 * n * in_process - 1) * task) for n in RUNS)
+        runs = (1 << i for i in range(12))  # of a stage
+        return min(max(work * (1 + 1 / (3 * n)), (2 * n * in_process - 1) * task) for n in runs)
 
     @functools.cached_property
     def kinds(self) -> tuple[int, ...]:
@@ -160,6 +151,13 @@ class PipelineAnalyses:
         names = {"names": ("1f1b",)} if rough else {}
         return self.run("slicing", stages.choose, costs, self.request.pipeline, [count], room, rough=rough, **names)
 
+    def rescaled(self, chosen: StagePlan, count: int) -> StagePlan | None:
+        """The same stages with another number of micro-batches; None if the step has other layers then."""
+        step, slices = self.cut(count), replace(chosen.slices, num_microbatches=count)
+        if len(step.layering.layers) != len(chosen.priced.layers):
+            return None
+        return replace(chosen, priced=chosen.priced.rescaled(step), slices=slices)
+
     def choose_or_least(self, costs: LayerCosts, count: int, *, rough: bool = False) -> tuple[StagePlan, float]:
         """Stages within the budget, and the bytes that they were chosen for.
 
@@ -187,11 +185,9 @@ class PipelineAnalyses:
           tokens: of each slice of a sequence; none leaves sequences whole.
         """
         run, request, slices = self.run, self.request, chosen.slices
-        firsts = [stage.first for stage in slices.stages]
-        mesh_of = [stage.mesh for stage in slices.stages]
-        variants = [VARIANTS[stage.variant] for stage in slices.stages]
-        prices = [PRICES[number] for number, _ in variants]
-        remat: tuple[Choice, ...] = tuple(choice for _, choice in variants)
+        firsts, mesh_of = zip(*((stage.first, stage.mesh) for stage in slices.stages), strict=True)
+        numbers, remat = zip(*(VARIANTS[stage.variant] for stage in slices.stages), strict=True)
+        prices = [PRICES[number] for number in numbers]
         loop, graphs = cut_into_stages(run, chosen.priced.step, firsts, remat, tokens)
         digests = [planning.digest(graph, request.wishes) for graph in graphs]
         schedule = schedules.schedule(
@@ -223,8 +219,8 @@ class PipelineAnalyses:
         """Solves and lowers every stage, given with its digest and its price of memory.
 
         The mesh shape of a stage is the best one of its layers, and binds the other stages of its submesh. Identical
-        stages take over the choices of the first and their costs, a stage at another attempt with the same price of
-        memory is the one of the attempt before, and at another price it has the same integer program.
+        stages take over the choices of the first and their costs; at another price of memory a stage has the same
+        integer program.
         """
         run, request, slices, kinds = self.run, self.request, chosen.slices, chosen.priced.devices
         shapes: dict[int, tuple[int, ...]] = {}
@@ -238,19 +234,16 @@ class PipelineAnalyses:
             elif method.mesh_shape is None:
                 method = Sharded(chosen.priced.mesh_of(stage, kinds.index(devices)))
             kind = digest, devices, method, split
-            if (graph, kind, price) not in self.own:
-                twin = self.planned.get((kind, price))
-                like = twin or self.solved.get(kind)
-                if twin is None and like is not None:
-                    like = run("sharding", planning.repriced, like, price)
-                decided = run(
-                    "sharding", planning.decide, graph, request.cluster.part(devices), method, price=price,
-                    split_weights=split, wishes=request.wishes, like=like, unit=chosen.priced.unit_of(stage),
-                )  # fmt: skip
-                self.solved.setdefault(kind, decided)
-                lowered = run("lowering", planning.lowered, decided, split_weights=split, like=twin)
-                self.own[graph, kind, price] = lowered
-            planned = self.own[graph, kind, price]
+            twin = self.planned.get((kind, price))
+            like = twin or self.solved.get(kind)
+            if twin is None and like is not None:
+                like = run("sharding", planning.repriced, like, price)
+            decided = run(
+                "sharding", planning.decide, graph, request.cluster.part(devices), method, price=price,
+                split_weights=split, wishes=request.wishes, like=like, unit=chosen.priced.unit_of(stage),
+            )  # fmt: skip
+            self.solved.setdefault(kind, decided)
+            planned = run("lowering", planning.lowered, decided, split_weights=split, like=twin)
             self.planned.setdefault((kind, price), planned)
             shapes[stage.mesh] = planned.found.mesh.shape
             out.append(planned)

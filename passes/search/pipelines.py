@@ -2,42 +2,60 @@
 
 All pipelines are expanded by pricing the step's layers at one number of micro-batches (`search.pipeline_analysis`, with
 the bound), those of a number by choosing stages with the DP, at scaled costs where that has the same layers and at its
-own else, and planning them. Slices of the sequence follow from a planned pipeline (`search.token_slices`).
+own else, and planning them.
 
 Memory. The DP reads sums over layers. Where planned stages exceed the budget, their excess is added to the costs of
-their layers (`LayerCosts.beyond`), and the candidate waits again with the DP's next choice, `ATTEMPTS` times.
+their layers (`LayerCosts.beyond`), and the candidate waits again with the DP's next choice, `MAX_DIVISIONS` times.
+
+Slices of the sequence (token-level pipelines) follow from a planned pipeline. A proposal follows from a fitted model of
+latency, and is an estimate. Each expansion plans and simulates one slicing, fits the model again, and opens the next
+proposal, `MAX_SLICINGS` at most.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
 from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
-from alpa_lite.errors import AlpaLiteError, InfeasibleError, OptionError
+from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError
+from alpa_lite.ir.program import Program
+from alpa_lite.options import Auto
+from alpa_lite.passes import stages
+from alpa_lite.passes.programs import token_samples
 from alpa_lite.passes.programs.staged import Staged, noted
 from alpa_lite.passes.search.best_first import LAYER_COST, STAGE_DP, STAGE_PER_OP, Candidate, Expansion, FoundPlan
 from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.search.one_mesh import LAST, OneMeshSearch
 from alpa_lite.passes.search.pipeline_analysis import REFUSALS, PipelineAnalyses, found_plan
-from alpa_lite.passes.search.token_slices import SliceSearch, open_slices, plan_lengths
 from alpa_lite.passes.stages.choosing import CERTAIN, StagePlan
 from alpa_lite.passes.stages.pricing import LayerCosts
+from alpa_lite.passes.tokens import lengths as choice
+from alpa_lite.passes.tokens.lengths import Proposal, Sample
 from alpa_lite.report import units
 
 logger = logging.getLogger(__name__)
 
-EXPECTED_OVERHEAD = 0.1
-"""Estimated share by which a pipeline takes longer than computing: bubble, transfers, and communication in stages."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
-ATTEMPTS = 3
-"""Divisions that are planned for a number of micro-batches, each with the excess of those before added to its costs."""
+EXPECTED_OVERHEAD = 0.1  # estimated share added to computing: bubble, transfers, and communication in stages
+MAX_DIVISIONS = 3  # that are planned for a number of micro-batches, each with the excess of those before in its costs
+
+# Slices:
+MIN_IDLE = 0.03  # slices are searched if the devices are idle for more than this fraction of the step
+MAX_MICROBATCHES = 16  # `Auto` searches slices with at most so many: with more, a pipeline is idle for little
+SLICES = 8  # of a sequence, for which stages are chosen: these balance better, the more runs they are chosen for
+MAX_SLICINGS = 5  # slicings that are planned and simulated at most
+MODEL_ERROR = 0.04  # the share by which the model may overestimate the seconds of a proposal
+WHOLE = "token_slices: whole sequences"
 
 
 class PipelineSearch:
@@ -57,7 +75,7 @@ class PipelineSearch:
         self.estimates: list[float] = []
         self._one_mesh = one_mesh
         self._planned: set[tuple[Any, ...]] = set()
-        self._planned_ratio = math.inf  # the least one of planned to estimated seconds, if any is planned
+        self._ratios: list[float] = []  # of planned to estimated seconds
 
     @property
     def root(self) -> Candidate:
@@ -76,12 +94,13 @@ class PipelineSearch:
         Raises:
           AlpaLiteError: why it does not fit either, or why there is no pipeline.
         """
-        own, error = self.analyses, (*self.errors, InfeasibleError("the step has no pipeline"))[0]
-        if any(isinstance(e, InfeasibleError) and e.smallest_budget is not None for e in self.errors):
-            best = self._least_memory()
-            if best is not None and best.needed <= own.request.budget:
-                return found_plan(best)
-            error = error if best is None else exceeds_budget(best, own.request.budget)
+        own, budget = self.analyses, self.analyses.request.budget
+        is_short = any(isinstance(e, InfeasibleError) and e.smallest_budget is not None for e in self.errors)
+        best = self._least_memory() if is_short else None
+        if best is not None and best.needed <= budget:
+            return found_plan(best)
+        refusals = [exceeds_budget(best, budget)] if best is not None else self.errors
+        error = refusals[0] if refusals else InfeasibleError("the step has no pipeline")
         if isinstance(error, InfeasibleError) and own.request.num_microbatches is None:
             tried = f"up to {max(own.counts)} micro-batches were tried, num_microbatches takes others"
             raise InfeasibleError(f"{error}; {tried}", error.smallest_budget)
@@ -95,12 +114,11 @@ class PipelineSearch:
         own, best = self.analyses, None
         for count in reversed(own.counts):
             try:
-                costs, room = own.price(own.reference, own.kinds), math.inf
+                costs = own.price(own.reference, own.kinds)
                 try:
-                    own.choose(costs, count, 1.0)
+                    chosen = own.choose(costs, count, 1.0)
                 except InfeasibleError as error:
-                    room = (error.smallest_budget or math.inf) * (1 + 1e-9)
-                chosen = own.choose(costs, count, room)
+                    chosen = own.choose(costs, count, (error.smallest_budget or math.inf) * (1 + 1e-9))
                 anew = PipelineAnalyses(own.run, own.step, own.request.with_budget(1), own.below_all)
                 staged = anew.build(chosen, own.request.pipeline.lengths)
             except AlpaLiteError:
@@ -110,35 +128,35 @@ class PipelineSearch:
                 break
         return best
 
+    def _tried(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """The value of a function; None if it refuses, with the error among those of the search."""
+        try:
+            return function(*args, **kwargs)
+        except REFUSALS as error:
+            self.errors.append(error)
+            return None
+
     def _expect(self, seconds: float) -> float:
         """The least seconds that a planned pipeline is expected to take whose layers are estimated to take some.
 
         Planned pipelines differ from their estimates for reasons that others share, such as communication that hides.
         """
-        ratio = self._planned_ratio if self.found else 1.0
-        return (1 - CERTAIN) * ratio * seconds
+        return (1 - CERTAIN) * min(self._ratios, default=1.0) * seconds
 
     def _expand(self, cutoff: float) -> Expansion:
         """One candidate for each number of micro-batches, by the DP over equal submeshes at scaled costs."""
         own, out = self.analyses, list[Candidate]()
-        try:
-            if own.below_all and not own.kinds:
-                return Expansion()
-            costs = own.price(own.reference, own.kinds)
-        except REFUSALS as error:
-            self.errors.append(error)
+        costs = self._tried(lambda: own.price(own.reference, own.kinds) if own.kinds else None)
+        if costs is None:
             return Expansion()
         for count in own.counts:
-            try:
-                rough, _ = own.choose_or_least(costs, count, rough=True)
-                seconds = rough.seconds
-                self.estimates.append(seconds)
-            except (InfeasibleError, OptionError) as error:
-                self.errors.append(error)
-                if isinstance(error, OptionError):
-                    continue
-                seconds = cutoff if math.isfinite(cutoff) else LAST  # unequal submeshes, or other schedules, may fit
-            out.append(self._of_count(count, costs, seconds))
+            rough = self._tried(own.choose_or_least, costs, count, rough=True)
+            if rough is not None:
+                self.estimates.append(rough[0].seconds)
+            elif isinstance(self.errors[-1], OptionError):
+                continue
+            late = cutoff if math.isfinite(cutoff) else LAST  # unequal submeshes, or other schedules, may fit
+            out.append(self._of_count(count, costs, late if rough is None else rough[0].seconds))
         return Expansion(out, work=LAYER_COST * len(costs.known) + STAGE_DP * len(own.counts))
 
     def _of_count(self, count: int, costs: LayerCosts, seconds: float, attempt: int = 0) -> Candidate:
@@ -147,45 +165,30 @@ class PipelineSearch:
         `seconds` estimates the best of them. `attempt` divisions were planned, and exceeded the budget.
         """
         bound, name = self.analyses.bound, f"pipelines of {ExecutionConfig(count)}"
-
-        def expand(cutoff: float) -> Expansion:
-            parts = self._choose(count, costs, attempt, cutoff)
-            return replace(parts, bound=bound, work=STAGE_DP + parts.work)
-
+        expand = partial(self._choose, count, costs, attempt)
         return Candidate(
             name, (2, count, 0), (2, 1, count), lambda: (bound, max(bound, self._expect(seconds))), expand
         )  # fmt: skip
 
     def _choose(self, count: int, costs: LayerCosts, attempt: int, cutoff: float) -> Expansion:
         """The same at costs of its own; or the planned pipeline of the DP's stages, and its slices."""
-        own = self.analyses
-        try:
-            chosen, room = own.choose_or_least(costs, count)
-        except (InfeasibleError, OptionError) as error:
-            self.errors.append(error)
-            return Expansion()
-        if self._expect(chosen.seconds) >= cutoff:
-            return Expansion()
-        if count != costs.num_microbatches:
-            step = own.cut(count)
-            if len(step.layering.layers) != len(costs.layers):
-                return self._price(count, costs, chosen, attempt)
-            chosen = replace(chosen, priced=costs.rescaled(step))
-        return self._plan(chosen, room, costs, attempt)
+        own, parts = self.analyses, Expansion()
+        found = self._tried(own.choose_or_least, costs, count)
+        if found is not None and self._expect(found[0].seconds) < cutoff:
+            chosen, room = found
+            suited = chosen if count == costs.num_microbatches else own.rescaled(chosen, count)
+            parts = self._plan(suited, room, costs, attempt) if suited else self._price(count, costs, chosen, attempt)
+        return replace(parts, bound=own.bound, work=STAGE_DP + parts.work)
 
     def _price(self, count: int, costs: LayerCosts, rough: StagePlan, attempt: int) -> Expansion:
         """The same with layers priced at this number of micro-batches, on the sizes of submeshes that the DP chose."""
         own, work = self.analyses, 0
         for kinds in dict.fromkeys((tuple(sorted(set(rough.slices.devices))), own.kinds)):
-            try:
-                exact = own.price(count, kinds)
-                work += LAYER_COST * len(exact.known)
-                chosen, _ = own.choose_or_least(exact, count)
-            except REFUSALS as error:
-                self.errors.append(error)
-                continue
-            exact = replace(exact, beyond=costs.beyond)
-            return Expansion([self._of_count(count, exact, chosen.seconds, attempt)], work=work)
+            exact = self._tried(own.price, count, kinds)
+            work += LAYER_COST * len(exact.known) if exact else 0
+            if exact and (found := self._tried(own.choose_or_least, exact, count)):
+                exact = replace(exact, beyond=costs.beyond)
+                return Expansion([self._of_count(count, exact, found[0].seconds, attempt)], work=work)
         return Expansion(work=work)
 
     def _plan(self, chosen: StagePlan, room: float, costs: LayerCosts, attempt: int) -> Expansion:
@@ -197,28 +200,24 @@ class PipelineSearch:
         if key in self._planned:
             return Expansion()
         self._planned.add(key)
-        try:
-            staged = own.build(chosen, lengths)
-        except REFUSALS as error:
-            self.errors.append(error)
+        staged = self._tried(own.build, chosen, lengths)
+        if staged is None:
             return Expansion(work=work)
         if staged.needed > budget:
             self.errors.append(exceeds_budget(staged, budget))
-            if attempt + 1 >= ATTEMPTS:
+            if attempt + 1 >= MAX_DIVISIONS:
                 return Expansion(work=work)
             logger.info("the pipeline exceeds the budget by %s", units.nbytes(staged.needed - budget))
             costs = replace(costs, beyond=excess(costs.beyond, chosen, staged, room, budget))
             return Expansion([self._of_count(count, costs, chosen.seconds, attempt + 1)], work=work)
-        self._planned_ratio = min(self._planned_ratio, staged.seconds / chosen.seconds)
-        slicing, note = open_slices(own, chosen, staged)
-        staged = noted(staged, note) if note else staged
-        others = plan_lengths(own, chosen, lengths) if lengths else []
-        plans = [found_plan(one) for one in (staged, *others) if one.needed <= budget]
+        self._ratios.append(staged.seconds / chosen.seconds)
+        slicings, notes = open_slices(own, chosen, staged)
+        staged = noted(staged, *notes) if notes else staged
+        other = self._tried(plan_lengths, own, chosen, lengths) if lengths else None
+        plans = [found_plan(one) for one in (staged, other) if one is not None and one.needed <= budget]
         self.found += plans
-        if slicing is None:
-            return Expansion(plans=plans, work=work)
-        self.slicings.append(slicing)
-        return Expansion(slicing.first(), plans, work=work)
+        self.slicings += slicings
+        return Expansion([first for one in slicings for first in one.first()], plans, work=work)
 
 
 def excess(
@@ -231,8 +230,7 @@ def excess(
     found, slices = dict(beyond), chosen.slices
     for stage in slices.stages:
         needed, estimated = sum(staged.bytes[stage.mesh]), slices.bytes[stage.mesh]
-        over = needed - budget
-        size = room - estimated + (1 + CERTAIN) * over if over > 0 else needed - estimated
+        size = room - estimated + (1 + CERTAIN) * (needed - budget) if needed > budget else needed - estimated
         for layer in range(stage.first, stage.stop):
             key = layer, slices.devices[stage.mesh]
             found[key] = found.get(key, 0.0) + max(size, 0.0)
@@ -248,3 +246,140 @@ def exceeds_budget(staged: Staged, budget: float) -> InfeasibleError:
         f"{worst}; allow more memory, more micro-batches or more stages",
         staged.needed,
     )
+
+
+@dataclass(eq=False)
+class SliceSearch:
+    """Candidates in slices of one set of stages, and the state that they share.
+
+    Attributes:
+      chosen: stages for slices, of which `SLICES` make up a micro-batch.
+      whole: the pipeline of whole sequences. idle: the share of a step for which devices do not compute in it.
+      samples: of the model of seconds. program: planned last. tokens: of a sequence, once one is planned.
+      tried: number of micro-batches, and lengths -> why these cannot be planned, if they cannot.
+    """
+
+    analyses: PipelineAnalyses
+    chosen: StagePlan
+    whole: Staged
+    idle: float
+    samples: list[Sample] = field(default_factory=list)
+    program: Program | None = None
+    tokens: int = 0
+    tried: dict[tuple[int, tuple[int, ...]], str] = field(default_factory=dict)
+    found: list[FoundPlan] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        """The number of micro-batches of whole sequences."""
+        return self.whole.program.num_microbatches
+
+    def first(self) -> list[Candidate]:
+        """The slicing that tells most about the model, for each number of tokens that a sequence may have."""
+        cluster = self.analyses.request.cluster
+        seconds = self.whole.seconds * (1 - self.idle)
+        sizes = choice.sizes(self.chosen.priced.step.accumulated.traced)
+        slicings = [choice.first(tokens, choice.step_of(tokens, cluster.platform)) for tokens in sizes]
+        return [self._candidate(Proposal(self.count, some, seconds), 0.0) for some in slicings if len(some) > 1]
+
+    def _next(self) -> list[Candidate]:
+        """The fastest proposal that was not tried."""
+        if len(self.tried) >= MAX_SLICINGS or self.program is None:
+            return []
+        own, cluster = self.analyses, self.analyses.request.cluster
+        model = own.run("slices", choice.fitted, self.samples)
+        step = choice.step_of(self.tokens, cluster.platform)
+        fewer = [n for n in own.counts if n <= self.count]
+        dispatch = token_samples.dispatch_seconds(self.program, cluster)
+        found = own.run("slices", choice.proposed, model, self.tokens, fewer, step, dispatch)
+        new = [one for one in found if (one.microbatches, one.lengths) not in self.tried]
+        new.sort(key=lambda one: (one.seconds, one.microbatches, one.lengths))
+        return [self._candidate(best, model.error) for best in new[:1]]
+
+    def _candidate(self, proposal: Proposal, error: float) -> Candidate:
+        """One slicing of the stages, after whole sequences; estimated by the model, less its error."""
+        count, lengths, bound = proposal.microbatches, proposal.lengths, self.analyses.bound
+        name = f"slices of {', '.join(map(str, lengths))} tokens, {count} at once"
+        estimate = bound, max(bound, (1 - MODEL_ERROR) * proposal.seconds)
+        kind, key = (len(self.whole.stages), count, 0), (3, count, len(lengths), *lengths)
+        return Candidate(name, kind, key, lambda: estimate, lambda _: self._expand(count, lengths, error))
+
+    def _expand(self, count: int, lengths: tuple[int, ...], error: float) -> Expansion:
+        """The planned slicing, and the next proposal. `error`: of the model of seconds that proposed it."""
+        own, whole, tokens = self.analyses, self.whole, sum(lengths)
+        if (count, lengths) in self.tried or self.tokens not in (0, tokens):
+            return Expansion()
+        self.tried[count, lengths] = ""
+        work = STAGE_PER_OP * sum(1 for _ in whole.traced.graph.ops()) * len(lengths) // 2
+        plans: list[FoundPlan] = []
+        try:
+            suited = own.rescaled(self.chosen, count)
+            if suited is None:
+                raise MicrobatchError(f"with {count} micro-batches the step has other layers")
+            staged = own.build(suited, lengths)
+        except REFUSALS as refused:
+            logger.info("slices of %s tokens, %d at once: %s", lengths, count, refused)
+            self.tried[count, lengths] = str(refused).split("]: ", 1)[-1].rsplit(";", 1)[0]
+        else:
+            self.tokens, self.program = tokens, staged.program
+            self.samples += token_samples.samples(staged.program, lengths)
+            if staged.needed <= own.request.budget:
+                note = (
+                    f"token_slices: chosen for {staged.seconds:.4g} s instead of {whole.seconds:.4g} s with "
+                    f"{ExecutionConfig(self.count)} of whole sequences, {whole.seconds / staged.seconds:.2f} times as "
+                    f"fast; the model of seconds that proposed them misses planned slices by {error:.1%} at most"
+                )
+                plans = [found_plan(noted(staged, note))]
+                self.found += plans
+        return Expansion(self._next(), plans, own.bound, work)
+
+
+def open_slices(
+    analyses: PipelineAnalyses, chosen: StagePlan, whole: Staged
+) -> tuple[list[SliceSearch], list[str]]:  # fmt: skip
+    """The search for slices of a planned pipeline's sequences, if any; and a note why there is none, if it was asked.
+
+    Args:
+      chosen, whole: the stages as they were chosen, and planned.
+    """
+    request, slices = analyses.request, chosen.slices
+    sizes = choice.sizes(analyses.step.traced)
+    tile = choice.TILE.get(request.cluster.platform, choice.TILE_ELSEWHERE)
+    short = analyses.counts[-1] > MAX_MICROBATCHES or max(sizes, default=0) < choice.FEWEST * tile
+    if request.pipeline.token_slices != "auto" or (isinstance(request.base, Auto) and short):
+        return [], []
+    if request.pipeline.schedule == "zb-h1":
+        return [], [f"{WHOLE}: zb-h1 computes gradients of parameters apart, which slices do not"]
+    if not sizes:
+        return [], [f"{WHOLE}: no argument of the batch has a sequence"]
+    pairs = zip(whole.division.timeline.busy, whole.program.submeshes, strict=True)
+    busy = sum(busy * submesh.mesh.size for busy, submesh in pairs)
+    idle = 1 - busy / (request.cluster.num_devices * whole.seconds)  # of all devices, unused ones included
+    if idle < MIN_IDLE:
+        return [], [f"{WHOLE}: devices are idle for {idle:.1%} of the step"]
+    runs = SLICES * slices.num_microbatches
+    try:
+        suited = _balance(analyses, chosen, runs)
+    except InfeasibleError:
+        schedule = "1f1b" if slices.schedule == "zb-h1" else slices.schedule
+        suited = replace(chosen, slices=replace(slices, schedule=schedule, num_microbatches=runs))
+    return [SliceSearch(analyses, suited, whole, idle)], []
+
+
+def plan_lengths(analyses: PipelineAnalyses, chosen: StagePlan, lengths: tuple[int, ...]) -> Staged:
+    """The pipeline of stages that suit slices of given lengths; raises one of `REFUSALS` if there is none."""
+    count = chosen.slices.num_microbatches
+    suited = _balance(analyses, chosen, count * len(lengths))
+    return analyses.build(replace(suited, slices=replace(suited.slices, num_microbatches=count)), lengths)
+
+
+def _balance(analyses: PipelineAnalyses, chosen: StagePlan, runs: int) -> StagePlan:
+    """Stages for a number of runs at the same costs without latencies, which the choice of slices counts.
+
+    Gradients of parameters are not computed apart in slices.
+    """
+    method = analyses.request.pipeline
+    method = replace(method, schedule="1f1b") if method.schedule == "auto" else method
+    free = chosen.priced.without_latency()
+    suited = analyses.run("slicing", stages.choose, free, method, [runs], analyses.request.budget)
+    return replace(suited, priced=chosen.priced)

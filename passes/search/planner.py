@@ -11,13 +11,13 @@ from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from alpa_lite.passes import programs
-from alpa_lite.passes.plans.comparing import beside, does_not_fit
+from alpa_lite.passes.plans.comparing import beside
 from alpa_lite.passes.programs.staged import Staged, Verdict, noted
-from alpa_lite.passes.search import best_first, token_slices
-from alpa_lite.passes.search.best_first import EFFORTS, Candidate, FoundPlan
+from alpa_lite.passes.search import best_first
+from alpa_lite.passes.search.best_first import EFFORTS, FoundPlan
 from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.search.one_mesh import DecidedMesh, OneMeshSearch
-from alpa_lite.passes.search.pipelines import PipelineSearch
+from alpa_lite.passes.search.pipelines import WHOLE, PipelineSearch
 from alpa_lite.passes.sharding import mesh_program
 from alpa_lite.passes.sharding.mesh_program import CLOSED, MeshSolution
 from alpa_lite.passes.stages import planning, stage_graph
@@ -35,13 +35,9 @@ def search_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Staged, 
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
       OptionError: the method asks for something that the cluster or the step does not have.
     """
-    roots: list[Candidate] = []
     one = OneMeshSearch(run, step, request) if request.one_mesh else None
-    if one is not None:
-        roots += one.roots()
     pipelines = PipelineSearch(run, step, request, one) if request.pipelines else None
-    if pipelines is not None:
-        roots.append(pipelines.root)
+    roots = [*(one.roots() if one else ()), *([pipelines.root] if pipelines else ())]
     effort, limit, started = request.options.effort, request.options.planning_time_limit, time.perf_counter()
     found, summary = best_first.search(
         roots, EFFORTS[effort], effort=effort,
@@ -49,11 +45,7 @@ def search_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Staged, 
         progress=lambda work, allowed: run.count("% of the search budget", min(99, 100 * work // allowed), 100),
     )  # fmt: skip
     chosen = found or _fit_or_explain(one, pipelines)
-    if isinstance(chosen.value, Staged):
-        staged = chosen.value
-    else:
-        assert one is not None
-        staged = _write(run, request, one, chosen)
+    staged = _write(run, request, one, chosen) if one and isinstance(chosen.value, DecidedMesh) else chosen.value
     if summary.truncated:
         staged = noted(staged, f"truncated by planning_time_limit={limit:g} s")
     if one is not None and pipelines is not None:
@@ -66,17 +58,15 @@ def search_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Staged, 
 def _fit_or_explain(one: OneMeshSearch | None, pipelines: PipelineSearch | None) -> FoundPlan:
     """A plan made for memory alone, where the search found none that fits; raises why there is none, else."""
     errors: list[AlpaLiteError] = []
-    for search in (one, pipelines):
+    for search in filter(None, (one, pipelines)):
         try:
-            if search is not None:
-                return search.fit_or_explain()
+            return search.fit_or_explain()
         except AlpaLiteError as error:
             errors.append(error)
     budgets = [e.smallest_budget for e in errors if isinstance(e, InfeasibleError) and e.smallest_budget is not None]
     if len(errors) == 1 or not budgets:
         raise errors[0]
-    first, second = errors
-    raise InfeasibleError(f"{first} No pipeline fits either: {second}", min(budgets)) from first
+    raise InfeasibleError(f"{errors[0]} No pipeline fits either: {errors[1]}", min(budgets)) from errors[0]
 
 
 def _write(run: Passes, request: PlanRequest, one: OneMeshSearch, chosen: FoundPlan) -> Staged:
@@ -90,7 +80,8 @@ def _write(run: Passes, request: PlanRequest, one: OneMeshSearch, chosen: FoundP
             budget=request.budget, pins=request.pins, wishes=request.wishes,
         )  # fmt: skip
     objective, own = found.solution.objective, found.solution.bound
-    least = one.bound_of(config)
+    record = one.own.records.get(config)
+    least = min((one.bound(record, mesh) for mesh in record.bounds), default=0.0) if record else 0.0
     is_closed = objective - min(least, own, objective) <= CLOSED * objective
     bound, status = (own, "optimal") if is_closed else (min(least, own, objective), "feasible")
     rows = one.rows(chosen)
@@ -107,9 +98,9 @@ def _reasons(one: OneMeshSearch, chosen: FoundPlan, config: ExecutionConfig) -> 
     """Why a configuration with micro-batches or rematerialisation was chosen."""
     memory = f"memory_per_device={units.exact_bytes(one.request.budget)}"
     others = [(plan.value.step.config, plan.seconds) for plan in one.found]
-    simpler = [(other.rank, s, other) for other, s in others if other != config and config.only_adds_to(other)]
+    simpler = [pair for pair in others if pair[0] != config and config.only_adds_to(pair[0])]
     if simpler:
-        _, least, other = min(simpler, key=lambda pair: pair[:2])
+        other, least = min(simpler, key=lambda pair: (pair[0].rank, pair[1]))
         yield f"{config}: {other} would take {least:.4g} s within {memory}, this {chosen.seconds:.4g} s"
     elif one.request.num_microbatches is None and config != ExecutionConfig():
         fewer = "with fewer, the step" if config.microbatches > 1 else str(ExecutionConfig())
@@ -133,18 +124,20 @@ def _compare(staged: Staged, one: OneMeshSearch, pipelines: PipelineSearch, chos
         found: MeshSolution = best.value.found
         figures = Comparison("one mesh", found.mesh.shape, best.seconds, math.ceil(found.solution.peak))
         return beside(staged, "one mesh", figures)
-    least = min((record.least for record in one.own.records.values() if record.least), default=None)
-    return beside(staged, "one mesh", does_not_fit(InfeasibleError("nothing fits", least)))
+    least = [record.least / 2**30 for record in one.own.records.values() if record.least]
+    why = f"does not fit: needs {min(least):,.1f} GiB per device" if least else "nothing fits"
+    return beside(staged, "one mesh", why)
 
 
 def _explain_slices(staged: Staged, chosen: FoundPlan, pipelines: PipelineSearch) -> Staged:
     """The same with the whole sequences next to slices, or with the reason why there are no slices."""
     for search in pipelines.slicings:
-        if staged.division.token_slices and chosen in search.found:
+        if chosen in search.found:
             return beside(staged, "whole sequences", search.whole)
         if chosen.value is search.whole:
-            late = [reason for reason in search.reasons if "waits for" in reason]
-            reasons = late or search.reasons or ["no argument of the batch has a sequence"]
-            why = f"no slices were found that take less than {staged.seconds:.4g} s with {search.count} micro-batches"
-            return noted(staged, f"{token_slices.WHOLE}: {why if search.program is not None else reasons[0]}")
+            why = next(filter(None, search.tried.values()), "no argument of the batch has a sequence")
+            if search.program is not None:
+                counts = f"{search.count} micro-batches"
+                why = f"no slices were found that take less than {staged.seconds:.4g} s with {counts}"
+            return noted(staged, f"{WHOLE}: {why}")
     return staged
