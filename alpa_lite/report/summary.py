@@ -259,7 +259,8 @@ def _search(plan: Plan) -> list[str]:
     ]
     if found.estimated:
         lines.append(
-            f"not expanded, since estimated to be no faster: {'; '.join(units.first(found.estimated, _MAX_SETS))}"
+            f"not expanded, since estimated to be no faster: {'; '.join(units.first(found.estimated, _MAX_SETS))}; to "
+            "plan one, ask for it: method=Pipeline(num_stages=...) or Sharded(mesh_shape=...), and num_microbatches=..."
         )
     if found.unreached:
         more = "" if found.effort == "thorough" else "; effort='thorough' searches further"

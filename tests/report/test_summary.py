@@ -13,6 +13,7 @@ import pytest
 import alpa_lite
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Method
+from alpa_lite.plan.decisions import SearchSummary
 from alpa_lite.plan.figures import AxisUse, Products
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import summary
@@ -49,6 +50,12 @@ def test_fits_a_screen(shown: Plan) -> None:
     lines = str(with_comparisons(shown)).splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 100
     assert not any(line != line.rstrip() or "\x1b" in line for line in lines)
+
+
+def test_sets_that_were_not_expanded_are_listed_with_the_methods_that_plan_them() -> None:
+    search = SearchSummary("normal", 1, 2, 1, 0, 1e-3, ("pipelines of 8 micro-batches",))
+    text = " ".join(str(dataclasses.replace(gpt_plan(), search=search)).split())
+    assert "pipelines of 8 micro-batches; to plan one, ask for it: method=Pipeline(num_stages=...) or Sharded(" in text
 
 
 def test_utilisation_and_rates_are_those_of_the_formula() -> None:
