@@ -105,7 +105,7 @@ class OneMeshSearch:
 
     Attributes:
       own: the plans of the request's method. first: the configuration that every method begins with, but for `remat`.
-      products: seconds that no plan takes less of.
+      products: seconds that no plan takes less of. divided: the same of a pipeline, from the first program on.
       speedup: of two streams over one, at most; 1 if nothing overlaps.
       refused: why the step cannot be cut into some number of micro-batches.
     """
@@ -116,6 +116,7 @@ class OneMeshSearch:
         floor = state_bytes(step.traced) / request.cluster.num_devices
         self.own, self.first = Family("one mesh", floor), ExecutionConfig(request.num_microbatches or 1)
         self.products = costs.products_bound(step.traced, step.rules, request.cluster)
+        self.divided = self.products
         self.speedup = MAX_SPEEDUP if request.cluster.overlaps else 1.0
         self.found: list[FoundPlan] = []
         self.refused: MicrobatchError | None = None
@@ -293,7 +294,10 @@ class OneMeshSearch:
             bound.choices += [choice for choice in choices if choice is not None]
         for _ in range(IMPROVEMENTS):
             self.run("sharding", bound.improve)
-        record.peak = max(record.peak, program.peak_seconds(space))
+        peak, divided = program.peak_seconds(space)
+        record.peak = max(record.peak, peak)
+        if record.config == self.first:
+            self.divided = max(self.divided, divided)
         record.bounds[mesh] = max(record.bounds[mesh], bound.seconds)
         cells = sum(transfer.cost.size for transfer in space.program.transfers)
         strategies = sum(len(node.strategies) for node in space.nodes)

@@ -2,13 +2,13 @@
 
 StagePlan ──layers──▶ ──stages──▶ ──sharding──▶ ──lowering──▶ PlannedStage, for each stage ──programs──▶ Staged
 
-Bound. However a step is divided, its products compute for at least their FLOPs over all devices at the highest rate of
-large products. With S stages and n runs of each stage in each direction, the first and the last are waited for: the
-published bubbles are at least (S - 1) / 3n of computing, with S = 2 and zb-h1. A process starts one task after another:
-2n of them for each of its stages. So
+Bound. However a step is divided, D devices together compute its FLOPs, move its bytes and start its kernels at least
+once (`costs.at_peak`): W / D seconds, of which products P / D. With S stages and n runs of each stage in each
+direction, the first and the last are waited for: the published bubbles are at least (S - 1) / 3n of computing, with
+S = 2 and zb-h1. A process starts one task after another: 2n of them for each of its stages. So
 
-    T  >=  min over n of max(W / D * (1 + 1 / 3n), (2 n S_p - 1) * seconds of a dispatch),   S_p: 2 if all devices have
-                                                                                             one process, else 1.
+    T  >=  min over n of max(W / D + P / 3nD, (2 n S_p - 1) * seconds of a dispatch),    S_p: 2 if all devices have one
+                                                                                             process, else 1.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from alpa_lite.passes.plans.comparing import compared_pipelines
 from alpa_lite.passes.programs.staged import Staged, Verdict, estimated_bytes
 from alpa_lite.passes.search.best_first import FoundPlan
 from alpa_lite.passes.search.configs import MAX_LAYERS
+from alpa_lite.passes.search.one_mesh import OneMeshSearch
 from alpa_lite.passes.sharding import costs
 from alpa_lite.passes.stages import planning, submeshes
 from alpa_lite.passes.stages.choosing import CERTAIN, StagePlan
@@ -77,7 +78,7 @@ class PipelineAnalyses:
     """Analyses of a step for pipelines, and planned stages, to be reused: these grow.
 
     Attributes:
-      below_all: whether a single stage on all devices, which is one mesh, is no pipeline.
+      one_mesh: the search of plans of one mesh, which are no pipelines; None if the method admits none.
       solved: one stage of each kind, at some price of memory. A kind are the inputs that identical stages share: the
         digest, the devices, the meshes allowed, and whether weights are apart.
       planned: the first of each kind at each price.
@@ -86,30 +87,30 @@ class PipelineAnalyses:
     run: Passes
     step: Step
     request: PlanRequest
-    below_all: bool
+    one_mesh: OneMeshSearch | None
     layers: dict[str, Layer] = field(default_factory=dict)
     solved: dict[tuple[Any, ...], DecidedStage] = field(default_factory=dict)
     planned: dict[tuple[tuple[Any, ...], float], PlannedStage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.cut, self.price = functools.cache(self._cut), functools.cache(self._price)
+        self.products = costs.products_bound(self.step.traced, self.step.rules, self.request.cluster)
 
-    @functools.cached_property
+    @property
     def bound(self) -> float:
         """Seconds that no pipeline takes less of: see the module."""
         cluster = self.request.cluster
-        work = costs.products_bound(self.step.traced, self.step.rules, cluster)
+        least = self.one_mesh.divided if self.one_mesh else self.products
         in_process = 2 if cluster.controller(cluster.num_devices - 1) == cluster.controller(0) else 1
-        task = cluster.dispatch.seconds(1)
-        runs = (1 << i for i in range(12))  # of a stage
-        return min(max(work * (1 + 1 / (3 * n)), (2 * n * in_process - 1) * task) for n in runs)
+        runs, task = [1 << i for i in range(12)], cluster.dispatch.seconds(1)
+        return min(max(least + self.products / (3 * n), (2 * n * in_process - 1) * task) for n in runs)
 
     @functools.cached_property
     def kinds(self) -> tuple[int, ...]:
         """The numbers of devices of submeshes."""
         request, total = self.request, self.request.cluster.num_devices
         found = submeshes.kinds(request.cluster, request.pipeline)
-        if self.below_all:
+        if self.one_mesh is not None:
             layers = len(self.cut(self.reference).layering.layers)
             found = tuple(n for n in found if n < total and 2 * layers * n >= total)
         return found

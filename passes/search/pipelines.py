@@ -68,12 +68,11 @@ class PipelineSearch:
 
     def __init__(self, run: Passes, step: Step, request: PlanRequest, one_mesh: OneMeshSearch | None) -> None:
         """`one_mesh`: the search of plans of one mesh, which are no pipelines; None if the method admits none."""
-        self.analyses = PipelineAnalyses(run, step, request, one_mesh is not None)
+        self.analyses = PipelineAnalyses(run, step, request, one_mesh)
         self.found: list[FoundPlan] = []
         self.slicings: list[SliceSearch] = []
         self.errors: list[AlpaLiteError] = []
         self.estimates: list[float] = []
-        self._one_mesh = one_mesh
         self._planned: set[tuple[Any, ...]] = set()
         self._ratios: list[float] = []  # of planned to estimated seconds
 
@@ -85,7 +84,7 @@ class PipelineSearch:
     def estimate(self) -> tuple[float, float]:
         """Returns the bound in seconds, and the computing of one mesh with the overhead of a pipeline."""
         bound = self.analyses.bound
-        computing = self._one_mesh.compute_seconds() if self._one_mesh else 0.0
+        computing = self.analyses.one_mesh.compute_seconds() if self.analyses.one_mesh else 0.0
         return bound, max(bound, computing) * (1 + EXPECTED_OVERHEAD)
 
     def fit_or_explain(self) -> FoundPlan:
@@ -119,7 +118,7 @@ class PipelineSearch:
                     chosen = own.choose(costs, count, 1.0)
                 except InfeasibleError as error:
                     chosen = own.choose(costs, count, (error.smallest_budget or math.inf) * (1 + 1e-9))
-                anew = PipelineAnalyses(own.run, own.step, own.request.with_budget(1), own.below_all)
+                anew = PipelineAnalyses(own.run, own.step, own.request.with_budget(1), own.one_mesh)
                 staged = anew.build(chosen, own.request.pipeline.lengths)
             except AlpaLiteError:
                 continue

@@ -94,13 +94,14 @@ class MeshProgram:
     Attributes:
       regathers: whether the platform's compiler keeps repeated gathers of a value apart.
       build: builds it, with or without `regather`; each once.
-      peak_seconds: seconds that no mesh of as many devices has less of, given a built program.
+      peak_seconds: seconds that no mesh of as many devices has less of, and no other division among them, given a built
+        program.
     """
 
     mesh: LogicalMesh
     regathers: bool
     build: Callable[..., Space]
-    peak_seconds: Callable[[Space], float]
+    peak_seconds: Callable[[Space], tuple[float, float]]
 
 
 @dataclass(frozen=True, eq=False)

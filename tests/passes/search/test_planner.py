@@ -21,8 +21,10 @@ import alpa_lite
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.passes.layers.rematerialisation import Remat
+from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.search.best_first import MARGIN, Candidate, Expansion, FoundPlan, Kind, cutoff_of, search
 from alpa_lite.passes.search.configs import ExecutionConfig, next_feasible_microbatches
+from alpa_lite.passes.search.pipeline_analysis import PipelineAnalyses
 from tests import zoo
 from tests.mlps import mlp, two_machines
 
@@ -85,6 +87,23 @@ def test_a_plan_says_what_its_search_did() -> None:
     assert search.expanded > 0 and not search.truncated
     assert 0 < search.bound <= plan.step_seconds
     assert alpa_lite.Plan.from_json(plan.to_json()).search == search
+
+
+def test_planned_pipelines_take_no_less_than_the_bound_which_counts_more_than_products(monkeypatch) -> None:
+    found: list[tuple[float, float, float]] = []
+
+    def build(self: PipelineAnalyses, *args: Any) -> Staged:
+        staged = whole(self, *args)
+        found.append((self.products, self.bound, staged.seconds))
+        return staged
+
+    whole = PipelineAnalyses.build
+    monkeypatch.setattr(PipelineAnalyses, "build", build)
+    for width, examples, bandwidth in ((256, 4096, 1e8), (4096, 8192, 1e9), (8192, 8192, 1e10)):
+        step, args = mlp(width, examples, 8)
+        alpa_lite.make_plan(step, *args, cluster=two_machines(2**34, bandwidth), verify="off")
+    assert len(found) > 2
+    assert all(products < bound <= seconds for products, bound, seconds in found)
 
 
 def test_more_effort_is_never_slower() -> None:
