@@ -99,7 +99,7 @@ def test_planned_pipelines_take_no_less_than_the_bound_which_counts_more_than_pr
 
     whole = PipelineAnalyses.build
     monkeypatch.setattr(PipelineAnalyses, "build", build)
-    for width, examples, bandwidth in ((256, 4096, 1e8), (4096, 8192, 1e9), (8192, 8192, 1e10)):
+    for width, examples, bandwidth in ((2048, 2048, 1e9), (4096, 8192, 1e9), (8192, 8192, 1e10)):
         step, args = mlp(width, examples, 8)
         alpa_lite.make_plan(step, *args, cluster=two_machines(2**34, bandwidth), verify="off")
     assert len(found) > 2
