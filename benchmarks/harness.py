@@ -39,16 +39,17 @@ AT = " @ "
 """Between the name of a case and the variant that its row is of: a version of JAX, or a compiler."""
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
-    "planning": {"planning": "planning"},
-    "quality": {"published": "published", "token_published": "slices"},
+    "planning": {"planning": "planning", "equal_plans": "plans"},
+    "quality": {
+        "pipelines": "plans", "published": "published", "scanned": "scanned", "token_published": "slices",
+    },
     "numerics": {
         "pipeline_correctness": "numerics.pipelines", "token_correctness": "numerics.tokens",
         "process_correctness": "numerics.processes", "differential": "numerics.differential",
     },
     "runtime": {
-        "by_hand": "runtime.steps", "calibration": "runtime.steps",
-        "on_device": "runtime.steps", "overhead": "runtime.calls", "pipeline_overhead": "runtime.tasks",
-        "processes": "runtime.tasks", "kills": "runtime.kills",
+        "by_hand": "runtime.steps", "calibration": "runtime.steps", "overhead": "runtime.calls",
+        "pipeline_overhead": "runtime.tasks", "processes": "runtime.tasks", "kills": "runtime.kills",
     },
     "memory": {"stage_memory": "compilers"},
     "compilers": {"bytes_accessed": "compilers", "target_compilers": "compilers"},

@@ -43,16 +43,22 @@ def cluster_of(case: Case) -> Any:
     return alpa_lite.Cluster.preset(base, nodes=case.nodes, **more)
 
 
-def measure(name: str, **options: Any) -> Row:
-    """Plans a case; the cost of planning, and figures of the plan."""
+def plan_of(case: Case, method: str = "", built: Any = None, **options: Any) -> Any:
+    """The plan of a case, of a built step if it is given, by its own method or by that of a text, such as "Zero(3)"."""
     import alpa_lite
 
+    fun, args = built or case.build()
+    kind, values = case.method
+    own = eval(method, dict(vars(alpa_lite))) if method else getattr(alpa_lite, kind)(*values)
+    return alpa_lite.make_plan(fun, *args, cluster=cluster_of(case), **{"method": own, **case.options, **options})
+
+
+def measure(name: str, **options: Any) -> Row:
+    """Plans a case; the cost of planning, and figures of the plan."""
     case = CASES[name]
-    fun, args = case.build()
-    cluster, (method, values) = cluster_of(case), case.method
-    given = {"method": getattr(alpa_lite, method)(*values), **case.options, **options}
+    built = case.build()
     start, cpu = time.perf_counter(), time.process_time()
-    plan = alpa_lite.make_plan(fun, *args, cluster=cluster, **given)
+    plan = plan_of(case, built=built, **options)
     return {
         "seconds": time.perf_counter() - start,
         "cpu_seconds": time.process_time() - cpu,

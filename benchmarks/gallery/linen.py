@@ -98,8 +98,8 @@ def MLP(self, x, *, widths):
     return nn.Dense(widths[-1])(x)
 
 
-def accumulating(batch: int, parts: int, features: int, *widths: int) -> Built:
-    """A step that accumulates gradients over parts of its batch in a scan of its own."""
+def accumulating(batch: int, parts: int, features: int, *widths: int, scan: bool = True) -> Built:
+    """A step that accumulates gradients over parts of its batch in a loop of its own, a scan or not."""
     model = MLP(widths)
     params = initial(model, numbers(1, features))
     optimizer = optax.adam(1e-3)
@@ -113,7 +113,15 @@ def accumulating(batch: int, parts: int, features: int, *widths: int) -> Built:
             return jax.tree.map(jnp.add, total, grads), value
 
         cut = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), (x, labels))
-        grads, losses = jax.lax.scan(one, jax.tree.map(jnp.zeros_like, params), cut)
+        total = jax.tree.map(jnp.zeros_like, params)
+        if scan:
+            grads, losses = jax.lax.scan(one, total, cut)
+        else:
+            values = []
+            for part in range(parts):
+                total, value = one(total, jax.tree.map(lambda a, part=part: a[part], cut))
+                values.append(value)
+            grads, losses = total, jnp.stack(values)
         updates, after = optimizer.update(jax.tree.map(lambda g: g / parts, grads), memory, params)
         return optax.apply_updates(params, updates), after, losses.mean()
 

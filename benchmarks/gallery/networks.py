@@ -190,8 +190,8 @@ def Evolution(self, carry, _):
 
 
 @module
-def Fold(self, rows, apart, *, layers):
-    """Distances of places from an alignment: a scan over blocks that are computed again in the backward pass.
+def Fold(self, rows, apart, *, layers, scan=True):
+    """Distances of places from an alignment: a scan over blocks that are computed again in the backward pass, or none.
 
     [batch, sequences, length] letters and [batch, length, length] numbers to logits of distances and letters.
     """
@@ -199,6 +199,8 @@ def Fold(self, rows, apart, *, layers):
     pairs = Dense(128)(x[:, 0])[:, :, None] + Dense(128)(x[:, 0])[:, None]
     pairs = pairs + nn.Embed(65, 128, dtype=jnp.bfloat16)(apart)
     block = nn.remat(Evolution, prevent_cse=False)
-    stack = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=layers)
-    (x, pairs), _ = stack()((x, pairs), None)
+    if scan:
+        block = nn.scan(block, variable_axes={"params": 0}, split_rngs={"params": True}, length=layers)
+    for _ in range(1 if scan else layers):
+        (x, pairs), _ = block()((x, pairs), None)
     return nn.Dense(64)(pairs + jnp.swapaxes(pairs, 1, 2)), nn.Dense(23)(x)

@@ -9,9 +9,6 @@ the compiled program by kind, the compiler's own memory, the loss of three steps
 
 `calibration`: ten steps are planned with the figures of `alpa-lite calibrate`. Spearman's rank correlation of the
 predicted with the measured seconds says whether the order is right, with those figures and with the preset's.
-
-`on_device`: train steps on one accelerator under plain `jit` and under a plan: seconds, what a call costs more, and
-predicted against measured seconds and memory, with the preset and with the rates that `alpa-lite calibrate` measures.
 """
 
 from __future__ import annotations
@@ -23,7 +20,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
@@ -222,50 +218,6 @@ def calibrated_page(rows: Rows) -> list[str]:
     ]  # fmt: skip
 
 
-# -- one accelerator --------------------------------------------------------------------------------------------------
-
-ON_DEVICE: dict[str, tuple[str, str, int, dict[str, Any]]] = {
-    "gpt 350M": ("gpt", "350M", 16, {"seq": 1024}),
-    "llama 8B, 4 layers": ("llama", "8B", 2, {"seq": 4096, "layers": 4}),
-    "wide_resnet 250M": ("wide_resnet", "250M", 64, {}),
-    "gpt tiny": ("gpt", "tiny", 8, {}),
-}
-
-
-def on_device(case: str, calibration: str | None = None, seconds: float = 120.0, rounds: int = 20) -> Row:
-    """A step under plain `jit` and under a plan, in turn; calibrates, unless a file of a calibration is given."""
-    name, size, batch, sizes = ON_DEVICE[case]
-    found = Calibration.load(calibration) if calibration else measuring.calibrate(1, seconds=seconds)
-    fun, (state, data) = models.get(name).build(size, batch, **sizes)
-    compiled = jax.jit(fun, donate_argnums=0).lower(state, data).compile()
-    ours = alpa_lite.parallelize(fun, cluster=Cluster.local(jax.devices()[:1], calibration=None))
-    plan = ours.plan(state, data)
-    copies = [jax.tree.map(jnp.array, state) for _ in range(2)]
-    runs = {
-        name: runner(call, own, data) for name, call, own in zip(("jit", "ours"), (compiled, ours), copies, strict=True)
-    }
-    took = {kind: statistics.median(own) for kind, own in alternating(runs, rounds).items()}
-    calibrated = alpa_lite.make_plan(fun, state, data, cluster=found.cluster, verify="off")
-    memory = memory_of(compiled)
-    return took | {
-        "predicted": plan.step_seconds, "calibrated": calibrated.step_seconds,
-        "predicted_bytes": plan.stages[0].memory.total, "bytes": None if memory is None else memory.peak,
-        "fits": [json_codec.encode_fields(fit) for fit in found.fits], "variant": jax.devices()[0].device_kind,
-    }  # fmt: skip
-
-
-def on_device_page(rows: Rows) -> list[str]:
-    """Milliseconds, ratios and GiB."""
-    cells = [
-        [name, *(show(1e3 * row[key]) for key in ("jit", "ours", "predicted", "calibrated")),
-         show(row["ours"] / row["jit"] - 1, "+.1%"), show(row["predicted"] / row["ours"]),
-         *(show(None if row[key] is None else row[key] / 2**30) for key in ("predicted_bytes", "bytes"))]
-        for name, row in rows.items()
-    ]  # fmt: skip
-    head = "step | jit, ms | ours | predicted | predicted, calibrated | overhead | predicted / measured"
-    return table(f"{head} | GiB predicted | compiled", cells)
-
-
 SHARED = "Virtual CPU devices share the machine's cores and have no network: moving bytes costs them copies alone."
 BENCHMARKS = (
     Benchmark(
@@ -280,10 +232,5 @@ BENCHMARKS = (
         "calibration", "Predicted and measured order of ten plans",
         f"Steps of each plan in turn on eight devices. {SHARED}", lambda: ["ten plans"], calibrated, calibrated_page,
         devices=DEVICES,
-    ),
-    Benchmark(
-        "on_device", "Steps on one accelerator",
-        "Medians of steps in turn, on the accelerator of this machine; a CPU where there is none.",
-        lambda: ON_DEVICE, on_device, on_device_page, devices=0, versions=True,
     ),
 )  # fmt: skip
