@@ -36,7 +36,7 @@ from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.tokens.beyond import Known
-from alpa_lite.passes.tokens.windows import SHIFTS, Move, shift_of, size_along, window
+from alpa_lite.passes.tokens.windows import SHIFTS, shift_of, shifts, size_along, window
 
 Kind = Literal["pieces", "sum", "spread", "shift", "window", "running", "loop", "free", "whole"]
 
@@ -314,10 +314,9 @@ class _Walk:
         """`slice`, `pad` and `concatenate` that change the rows."""
         state = live[0][1]
         size = state.outer * state.size * state.inner
-        moves = shift_of(op, state.dim, [size_along(shape_of(a, self.values), state.dim) for a in op.operands])
-        is_same = self.values[op.results[0]].shape[state.dim] == size and set(moves) == {Move()}
-        if is_same or (state.outer, state.inner) != (1, 1):
+        if not shifts(op, state.dim, size) or (state.outer, state.inner) != (1, 1):
             return None
+        moves = shift_of(op, state.dim, [size_along(shape_of(a, self.values), state.dim) for a in op.operands])
         every = zip(op.operands, given, moves, strict=False)
         alive = [(a, s, move) for a, s, move in every if s is not None and not s.free]
         if any((s.dim, s.outer, s.column) != (state.dim, 1, state.column) for _, s, _ in alive):

@@ -91,6 +91,17 @@ def shift_of(op: Op, dim: int, sizes: Sequence[int]) -> list[Move]:
     return [Move(to=sum(sizes[:k])) for k in range(len(sizes))]
 
 
+def shifts(op: Op, dim: int, size: int) -> bool:
+    """Whether a slice, padding or concatenation changes the elements of a dim of some size."""
+    if op.name in ("concatenate", "split"):
+        return op.params["dimension" if op.name == "concatenate" else "axis"] == dim
+    if op.name == "pad":
+        return tuple(op.params["padding_config"][dim]) != (0, 0, 0)
+    strides = op.params["strides"]
+    whole = (op.params["start_indices"][dim], op.params["limit_indices"][dim]) == (0, size)
+    return not whole or (strides is not None and strides[dim] != 1)
+
+
 def size_along(shape: tuple[int, ...], dim: int) -> int:
     """The size of a dim; a scalar, such as the number of a padding, has one row."""
     return shape[dim] if dim < len(shape) else 1
