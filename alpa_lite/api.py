@@ -128,7 +128,7 @@ class ParallelStep(Generic[P, R]):
         copy_attributes(self, fun)
         self._fun = fun
         self._options = options
-        shared = next((one._calls for one in options.like if isinstance(one, ParallelStep)), None)
+        shared = next((one._calls for one in options.state_from if isinstance(one, ParallelStep)), None)
         self._calls = PlannedCalls(fun, self.__name__, options, shared)
         self._first = 0  # the number of the first call
         self._current: Any = jit_fallback(fun, options) if isinstance(options.method, Off) else None
@@ -199,8 +199,8 @@ class ParallelStep(Generic[P, R]):
         it is, several as a tuple.
 
         In a multi-process run each process may give the whole batch, the same in all, or only the rows of it that its
-        devices read, `step.rows()`: a batch with the shapes of a planned one is taken as the whole, one with as many
-        rows as those as a part of the last one, and anything else as a batch of another size.
+        devices read, `step.local_batch_indices()`: a batch with the shapes of a planned one is taken as the whole, one
+        with as many rows as those as a part of the last one, and anything else as a batch of another size.
         """
         known = [] if kwargs else self._calls.recent()
         if not state_io.is_batch_alone(known, args):
@@ -208,7 +208,7 @@ class ParallelStep(Generic[P, R]):
         placed = state_io.place_batch(known, args, self._call)
         return placed[0] if len(placed) == 1 else placed
 
-    def rows(self) -> Any:
+    def local_batch_indices(self) -> Any:
         """The rows of the global batch that devices of this process read, for loaders that read only these.
 
         Returns:
@@ -219,13 +219,15 @@ class ParallelStep(Generic[P, R]):
           OptionError: the step is not planned yet, or has no batch.
 
         Example:
-          mine = step.rows()["x"]
+          mine = step.local_batch_indices()["x"]
           batch = step.place({"x": read_rows(mine), "y": read_labels(mine)})
         """
         known = self._calls.recent()
         if not known or not known[0].batch():
             name = self.__name__
-            raise OptionError(f"{name}.rows: it has no plan with a batch yet; call {name}.plan(...) or init before")
+            raise OptionError(
+                f"{name}.local_batch_indices: it has no plan with a batch yet; call {name}.plan(...) or init before"
+            )
         return state_io.rows_of(known[0])
 
     def prefetch(self, batches: Iterable[Any], size: int = 2) -> Prefetch:
@@ -310,7 +312,7 @@ class ParallelStep(Generic[P, R]):
         """The optimised HLO text of each executable; for a pipeline, of the executables of every stage."""
         return self._call(args, kwargs).executable().hlo()
 
-    def trace(self, path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any) -> Timeline:
+    def profile(self, path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any) -> Timeline:
         """Runs one pipelined step and writes when each of its tasks ran, and the predicted timeline.
 
         The file is in the trace-event format, which Perfetto opens. State is copied first: nothing is donated.
@@ -328,7 +330,9 @@ class ParallelStep(Generic[P, R]):
         call = self._call(args, kwargs)
         executable = call.executable()
         if not isinstance(executable, PipelineExecutable):
-            raise OptionError("trace: the plan has one mesh and no pipeline; use jax.profiler.trace for its executable")
+            raise OptionError(
+                "profile: the plan has one mesh and no pipeline; use jax.profiler.trace for its executable"
+            )
         executed = executable.trace(*args, **kwargs)
         if path is not None:
             timeline.write(path, executed, call.step.plan.division.timeline)

@@ -33,9 +33,9 @@ class BoundStep(Generic[P, R]):
         placed = step.place(self.__self__, *args, **kwargs)
         return (placed[0][1:], placed[1]) if kwargs else placed[1:]
 
-    def trace(self, path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any) -> Timeline:
-        """As `ParallelStep.trace`."""
-        return self.__func__.trace(path, self.__self__, *args, **kwargs)
+    def profile(self, path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any) -> Timeline:
+        """As `ParallelStep.profile`."""
+        return self.__func__.profile(path, self.__self__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         """The step's own attributes; those that take its arguments take the others after the object."""

@@ -40,12 +40,12 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def like(_: str, value: Any) -> tuple[Any, ...]:
-    """The steps and plans of `like=` as a tuple."""
+def state_from(_: str, value: Any) -> tuple[Any, ...]:
+    """The steps and plans of `state_from=` as a tuple."""
     items = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     for item in items:
         if not hasattr(item, "plans") and not hasattr(item, "division"):
-            raise OptionError(f"like={item!r}: give a step that parallelize made, a Plan, or a tuple of these")
+            raise OptionError(f"state_from={item!r}: give a step that parallelize made, a Plan, or a tuple of these")
     return items
 
 

@@ -94,8 +94,9 @@ class Options:
       compiler_options: for XLA, as in `jax.jit`.
       ignore_annotations: plans as if the step had no sharding constraints, its arguments no annotations and no
         shardings, and the context no mesh.
-      like: a step made by `parallelize`, or a plan, or several: arguments that it has as state stay where it has them.
-        For evaluation and whatever else reads the state of a train step, on one mesh and on a pipeline's submeshes.
+      state_from: a step made by `parallelize`, or a plan, or several: arguments that it has as state stay where it has
+        them. For evaluation and whatever else reads the state of a train step, on one mesh and on a pipeline's
+        submeshes.
       communication: "explicit" writes every collective out; "compiler" leaves them to XLA.
       overlap: predicted seconds count communication that hides behind computing, gradient synchronisation and gathers
         of parameters ahead of their use, where the compiler does that: on GPUs and TPUs, of all plans alike.
@@ -136,7 +137,7 @@ class Options:
     inline: bool = _option(False, values.FLAG, keyed=False)
     compiler_options: tuple[tuple[str, Any], ...] = _option((), values.compiler_options, keyed=False)
     ignore_annotations: bool = _option(False, values.FLAG)
-    like: tuple[Any, ...] = _option((), values.like, keyed=False)
+    state_from: tuple[Any, ...] = _option((), values.state_from, keyed=False)
     communication: Literal["explicit", "compiler"] = _option("explicit", values.choice("explicit", "compiler"))
     overlap: bool = _option(False, values.FLAG)
     plan: Plan | str | os.PathLike[str] | None = _option(None, lambda _, value: value, keyed=False)
@@ -200,7 +201,7 @@ class PlanOptions(TypedDict, total=False):
     inline: bool
     compiler_options: Mapping[str, Any] | Sequence[tuple[str, Any]] | None
     ignore_annotations: bool
-    like: Any
+    state_from: Any
     communication: Literal["explicit", "compiler"]
     overlap: bool
     plan: Plan | str | os.PathLike[str] | None

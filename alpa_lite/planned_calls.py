@@ -157,7 +157,7 @@ class PlannedCalls:
     @property
     def cluster(self) -> Cluster:
         """The cluster that plans are made for."""
-        given, like = self._options.cluster, self._options.like
+        given, like = self._options.cluster, self._options.state_from
         if isinstance(given, Cluster):
             return given
         return like[0].cluster if like else _local_cluster(tuple(jax.devices()))

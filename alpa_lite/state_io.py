@@ -1,7 +1,7 @@
 """The state of a step, initialised in its planned shardings, and its batches, placed where the plan reads them.
 
 All of it follows from the planned calls of a step (`planned_calls`): `step.init`, `step.place` of a batch alone,
-`step.rows` and `step.shardings`.
+`step.local_batch_indices` and `step.shardings`.
 """
 
 from __future__ import annotations

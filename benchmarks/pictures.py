@@ -48,7 +48,7 @@ def measure(case: str) -> Row:
     step, args = models.get("gpt").build("tiny", 16, layers=4)
     method = alpa_lite.Pipeline(num_stages=4, submesh_shapes=(1, 1, 1, 1), schedule="1f1b")
     run = alpa_lite.parallelize(step, method=method, num_microbatches=8)
-    executed = [run.trace(None, *args) for _ in range(3)][-1]  # the first runs are slower
+    executed = [run.profile(None, *args) for _ in range(3)][-1]  # the first runs are slower
     predicted = run.plan(*args).division.timeline
     step, args = models.get("gpt").abstract("1.3B", 32)[:2]
     plan = alpa_lite.make_plan(step, *args, cluster="h100")

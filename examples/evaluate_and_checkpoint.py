@@ -72,7 +72,7 @@ def main(epochs: int = 3) -> list[float]:
     """The losses of evaluation after each epoch, and after one more under another plan."""
     step = alpa_lite.parallelize(train_step)
     state = step.init(create_state, jax.random.key(0), rest=(make_batch(0),))
-    evaluate = alpa_lite.parallelize(loss_fn, like=step)
+    evaluate = alpa_lite.parallelize(loss_fn, state_from=step)
     losses = [float(evaluate(state.params, make_batch(1000)))]
     with tempfile.TemporaryDirectory() as name, CheckpointManager(name, keep=2) as manager:
         for epoch in range(epochs):
@@ -84,7 +84,7 @@ def main(epochs: int = 3) -> list[float]:
         state = restored(manager, other)
     for batch in batches(epochs):
         state, _ = other(state, batch)
-    losses.append(float(alpa_lite.parallelize(loss_fn, like=other)(state.params, make_batch(1000))))
+    losses.append(float(alpa_lite.parallelize(loss_fn, state_from=other)(state.params, make_batch(1000))))
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f}")
     return losses
 

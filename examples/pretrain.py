@@ -187,7 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
     model = GPT(options.hidden, options.layers, options.heads, options.seq)
     tx = optax.adamw(optax.warmup_cosine_decay_schedule(0.0, options.rate, 20, max(options.steps, 21)))
     step = alpa_lite.parallelize(train_step, method=METHODS[options.method], cache_dir=folder / "plans")
-    evaluate = alpa_lite.parallelize(eval_step, like=step)
+    evaluate = alpa_lite.parallelize(eval_step, state_from=step)
     make = functools.partial(create, model, tx, options.seed)
 
     example = source.batch(0)
@@ -206,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
             state, first, _ = checkpoints.restore(shapes, shardings=where.arguments[0])
         metrics.event("start", step=first, processes=jax.process_count(), devices=jax.device_count())
         done, saved = first, first
-        for batch in step.prefetch(source.batches(first, options.steps, step.rows())):
+        for batch in step.prefetch(source.batches(first, options.steps, step.local_batch_indices())):
             state, loss = step(state, batch)
             metrics.step(done, loss)
             done += 1

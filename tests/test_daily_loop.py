@@ -21,7 +21,7 @@ BATCHES = [
 @pytest.mark.parametrize("method", ["zero", daily.SLOW])
 def test_a_loop_on_a_linen_train_state(method: str, caplog: Any) -> None:
     step = daily.parallel(daily.train, method)
-    test = alpa_lite.parallelize(daily.evaluate, like=step)
+    test = alpa_lite.parallelize(daily.evaluate, state_from=step)
     state = step.init(daily.create, jax.random.key(0), rest=(BATCHES[0],))
     reference, plain, plain_test = daily.create(jax.random.key(0)), jax.jit(daily.train), jax.jit(daily.evaluate)
     with step.prefetch(BATCHES) as batches:
@@ -50,7 +50,7 @@ def test_a_loop_on_an_nnx_model(caplog: Any) -> None:
         return model, nnx.Optimizer(model, daily.OPTIMIZER, wrt=nnx.Param)
 
     step = alpa_lite.parallelize(daily.train_nnx, method=alpa_lite.Zero(3))
-    test = alpa_lite.parallelize(lambda model, batch: daily.distance(model(batch["x"]), batch), like=step)
+    test = alpa_lite.parallelize(lambda model, batch: daily.distance(model(batch["x"]), batch), state_from=step)
     model, optimizer = step.init(make, jax.random.key(0), rest=(BATCHES[0],))
     twin, other = make(jax.random.key(0))
     plain = nnx.jit(daily.train_nnx)

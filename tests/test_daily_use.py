@@ -110,15 +110,15 @@ def pointers(tree: Any) -> list[int]:
     return [s.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for s in x.addressable_shards]
 
 
-# -- like= ------------------------------------------------------------------------------------------------------------
+# -- state_from= -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["zero", "mesh", "pipeline"])
 def test_evaluation_keeps_the_state_where_the_train_step_has_it(method: str, caplog: Any) -> None:
     step = parallel(train, method)
-    test = alpa_lite.parallelize(evaluate, like=step)
-    norm = alpa_lite.parallelize(norm_of, like=step)
+    test = alpa_lite.parallelize(evaluate, state_from=step)
+    norm = alpa_lite.parallelize(norm_of, state_from=step)
     state, reference = initial(), initial()
     for number in range(2):
         state, _ = step(state, examples(16, number))
@@ -149,23 +149,23 @@ def test_abstract_and_host_leaves_are_matched_by_the_ends_of_their_paths() -> No
         return Net().apply(params, x)
 
     for like in (step, plan, (plan,)):
-        found = alpa_lite.parallelize(predict, like=like).plan(shapes, examples(8)["x"])
+        found = alpa_lite.parallelize(predict, state_from=like).plan(shapes, examples(8)["x"])
         leaves = {leaf.path: leaf.spec for leaf in found.stages[0].arguments}
         inner = "['params']['Dense_0']['kernel']"
         assert leaves[f"params{inner}"] == specs[f"state.params{inner}"] != jax.sharding.PartitionSpec()
-    made = alpa_lite.make_plan(predict, shapes, examples(8)["x"], cluster=plan.cluster, like=plan)
+    made = alpa_lite.make_plan(predict, shapes, examples(8)["x"], cluster=plan.cluster, state_from=plan)
     assert made.stages[0].inputs == found.stages[0].inputs
 
 
 def test_a_step_that_is_not_planned_yet_is_planned_from_the_shapes_at_hand() -> None:
     step = parallel(train, "zero")
-    with pytest.raises(OptionError, match=r"like=train: train has no plan yet.*train\.plan\(\.\.\.\)"):
-        alpa_lite.parallelize(norm_of, like=step)(initial().params)
-    found = alpa_lite.parallelize(evaluate, like=step)(initial(), examples(8))
+    with pytest.raises(OptionError, match=r"state_from=train: train has no plan yet.*train\.plan\(\.\.\.\)"):
+        alpa_lite.parallelize(norm_of, state_from=step)(initial().params)
+    found = alpa_lite.parallelize(evaluate, state_from=step)(initial(), examples(8))
     comparing.compare(found, jax.jit(evaluate)(initial(), examples(8)))
     assert len(step.plans) == 1
-    with pytest.raises(OptionError, match="like=3: give a step that parallelize made, a Plan"):
-        alpa_lite.parallelize(evaluate, like=3)
+    with pytest.raises(OptionError, match="state_from=3: give a step that parallelize made, a Plan"):
+        alpa_lite.parallelize(evaluate, state_from=3)
 
 
 def test_two_train_steps_on_one_state_hand_it_on_without_a_copy(caplog: Any) -> None:
@@ -175,7 +175,7 @@ def test_two_train_steps_on_one_state_hand_it_on_without_a_copy(caplog: Any) -> 
         return train(state, {**batch, "y": 0.5 * batch["y"]})
 
     one = trained()
-    two = alpa_lite.parallelize(slowly, like=one)
+    two = alpa_lite.parallelize(slowly, state_from=one)
     state, reference = initial(), initial()
     for number in range(4):
         fun, run = ((train, one), (slowly, two))[number % 2]
@@ -190,7 +190,7 @@ def test_two_train_steps_on_one_state_hand_it_on_without_a_copy(caplog: Any) -> 
 def test_what_only_derives_values_from_the_state_does_not_donate_it() -> None:
     step = trained()
     state, _ = step(initial(), examples(16))
-    half = alpa_lite.parallelize(lambda params: jax.tree.map(lambda p: 0.5 * p, params), like=step)
+    half = alpa_lite.parallelize(lambda params: jax.tree.map(lambda p: 0.5 * p, params), state_from=step)
     halved = half(half(state.params))
     comparing.compare(halved, jax.tree.map(lambda p: 0.25 * p, state.params))
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
@@ -206,7 +206,7 @@ def test_generation_with_a_cache_hands_the_cache_on(caplog: Any) -> None:
 
     step = trained()
     state, _ = step(initial(), examples(16))
-    run = alpa_lite.parallelize(generate, like=step)
+    run = alpa_lite.parallelize(generate, state_from=step)
     mine = theirs = (jnp.ones((8, WIDTH)), jnp.ones(8), jax.random.key(0))
     params = jax.tree.map(np.asarray, state.params)
     for number in range(3):
@@ -306,7 +306,7 @@ def train_nnx(model: NnxNet, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
 @pytest.mark.parametrize("method", ["zero", SLOW])
 def test_an_nnx_model_is_evaluated_where_it_is(method: str, caplog: Any) -> None:
     step = parallel(train_nnx, method)
-    test = alpa_lite.parallelize(lambda model, batch: distance(model(batch["x"]), batch), like=step)
+    test = alpa_lite.parallelize(lambda model, batch: distance(model(batch["x"]), batch), state_from=step)
     models = [NnxNet(nnx.Rngs(0)) for _ in range(2)]
     optimizers = [nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param) for model in models]
     plain = nnx.jit(train_nnx)

@@ -97,7 +97,7 @@ def test_a_division_of_another_step_is_refused() -> None:
 
 def test_a_train_step_divided_by_its_state() -> None:
     """The backward pass of a layer runs where its weights are, although no stage was told."""
-    again = alpa_lite.parallelize(train, like=trained(), batch_argnums=1)
+    again = alpa_lite.parallelize(train, state_from=trained(), batch_argnums=1)
     check(trained(), again, train, parameters(), examples(6))
     assert layouts(again.plans[0]) == layouts(trained().plans[0])
     program = again.planned((parameters(), examples(6)), {})[0].staged.program
@@ -115,7 +115,7 @@ def count(p):
 
 @pytest.mark.parametrize(("fun", "args"), [(evaluate, (examples(6),)), (count, ())])
 def test_functions_of_the_state_of_a_pipeline(fun: Any, args: Any) -> None:
-    check(trained(), alpa_lite.parallelize(fun, like=trained()), fun, parameters(), *args)
+    check(trained(), alpa_lite.parallelize(fun, state_from=trained()), fun, parameters(), *args)
 
 
 def decode(p, cache, x, at):
@@ -129,7 +129,7 @@ def decode(p, cache, x, at):
 
 def test_generation_with_a_cache() -> None:
     cache = want = {f"k{i}": jnp.zeros((4, 3, 16)) for i in range(4)}
-    run, placed = alpa_lite.parallelize(decode, like=trained()), trained().place(parameters(), examples(8))[0]
+    run, placed = alpa_lite.parallelize(decode, state_from=trained()), trained().place(parameters(), examples(8))[0]
     x = y = examples(4)
     for at in range(3):
         cache, x = run(placed, cache, x, jnp.int32(at))
@@ -176,7 +176,7 @@ def test_a_gpt_is_evaluated_after_a_pipeline(stages: int, devices: int, schedule
 
     functions: list[Any] = [(evaluate, (batch,)), (norm, ())]
     for fun, args in functions:
-        run = alpa_lite.parallelize(fun, like=first)
+        run = alpa_lite.parallelize(fun, state_from=first)
         assert_close(run(placed, *args), jax.jit(fun)(state, *args))
         assert sent_arguments(run, placed, *args) == set()
         assert not any("moved in each call" in note or "copied in each call" in note for note in run.plans[0].notes)
@@ -186,7 +186,7 @@ def test_a_gpt_is_evaluated_after_a_pipeline(stages: int, devices: int, schedule
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b"])
 def test_micro_batches_take_turns_in_an_evaluation(schedule: str, tmp_path) -> None:
     first, args = trained(schedule=schedule), (parameters(), examples(8))
-    run = alpa_lite.parallelize(evaluate, like=first, num_microbatches=4)
+    run = alpa_lite.parallelize(evaluate, state_from=first, num_microbatches=4)
     check(first, run, evaluate, *args)
     (plan,) = run.plans
     assert plan.num_microbatches == 4
@@ -200,14 +200,14 @@ def test_micro_batches_take_turns_in_an_evaluation(schedule: str, tmp_path) -> N
 def test_micro_batches_are_taken_where_they_are_faster() -> None:
     """Of a step of milliseconds on slow devices, chosen by the simulated seconds."""
     first = pipeline(cluster=replace(local(4), peak_flops={name: 1e6 for name, _ in local(4).peak_flops}, tile=1))
-    runs = (alpa_lite.parallelize(evaluate, like=first, num_microbatches=number) for number in ("auto", 1))
+    runs = (alpa_lite.parallelize(evaluate, state_from=first, num_microbatches=number) for number in ("auto", 1))
     seconds = {plan.num_microbatches: plan.step_seconds for plan in (r.plan(parameters(), examples(8)) for r in runs)}
     assert seconds[8] < seconds[1]
 
 
 def test_a_loop_with_evaluation_and_a_short_last_batch_moves_nothing() -> None:
     step, x = pipeline(), examples(8)
-    evaluation = alpa_lite.parallelize(evaluate, like=step)
+    evaluation = alpa_lite.parallelize(evaluate, state_from=step)
     p, _ = step(parameters(), x)
     want, _ = train(parameters(), x)
     before = sharding(p)
@@ -235,10 +235,10 @@ def test_what_is_copied_is_said_and_logged(caplog) -> None:
     def sampled(p, x):
         return jax.lax.fori_loop(0, 3, lambda _, x: forward(p, x), x)
 
-    args, run = (parameters(), examples(4)), alpa_lite.parallelize(sampled, like=trained())
+    args, run = (parameters(), examples(4)), alpa_lite.parallelize(sampled, state_from=trained())
     notes = [note for note in run.plan(*args).notes if "copied in each call" in note]
     assert len(notes) == len(sent_arguments(run, *args)) and "1.00 KiB" in notes[0] and "test_kept.py" in notes[0]
     assert [record.message.partition(": ")[2] for record in caplog.records if "copied" in record.message] == notes
     assert_close(run(trained().place(parameters(), examples(8))[0], args[1]), sampled(*args))
     with pytest.raises(InfeasibleError, match="Take the loop"):
-        alpa_lite.parallelize(sampled, like=trained(), memory_per_device=3000).plan(*args)
+        alpa_lite.parallelize(sampled, state_from=trained(), memory_per_device=3000).plan(*args)

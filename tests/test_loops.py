@@ -24,7 +24,7 @@ def compare(caplog: pytest.LogCaptureFixture, name: str, steps: int, epoch: int,
     train_step, eval_step = base.plain(one)
     want = base.run(one, train_step, eval_step, steps, epoch)
     step = alpa_lite.parallelize(one.train_step, **one.options, **options)
-    evaluation = alpa_lite.parallelize(one.eval_step, like=step, **one.eval_options)
+    evaluation = alpa_lite.parallelize(one.eval_step, state_from=step, **one.eval_options)
     with caplog.at_level(logging.WARNING, logger="alpa_lite"):
         errors = base.errors(base.run(one, step, evaluation, steps, epoch), want)
     assert "moves" not in caplog.text, caplog.text

@@ -154,7 +154,7 @@ def test_evaluation_reads_state_in_parts(compilations, monkeypatch):
     step, start = PROGRAMS["plain"]()
     run = alpa_lite.parallelize(step, batch_argnums=1, **WAYS["1f1b"])
     state, _ = run(start, X)
-    evaluate = alpa_lite.parallelize(plain_loss, batch_argnums=1, like=run)
+    evaluate = alpa_lite.parallelize(plain_loss, batch_argnums=1, state_from=run)
     want = jax.jit(plain_loss)(jax.tree.map(np.asarray, state), X)
     np.testing.assert_allclose(evaluate(state, X), want, rtol=1e-5)
     layers = jax.jit(lambda layers: jax.tree.map(jnp.sum, layers))(state["layers"])  # "out" is on its stage alone

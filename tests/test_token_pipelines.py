@@ -29,7 +29,7 @@ def test_activations_alone_travel(tmp_path):
     """Masks, their zeros and their cuts are made on every stage that reads them."""
     step, args = language_model()
     plan = piped(step, 2, num_stages=2, schedule="1f1b", token_slices=(5, 4, 3)).plan(*args)
-    plan.simulate(tmp_path / "step.json")
+    plan.save_timeline(tmp_path / "step.json")
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     sent = [event["args"]["bytes"] for event in events if event.get("args", {}).get("bytes")]
     assert sent and max(sent) <= 4 * 5 * WIDE * 4  # four examples of the longest slice

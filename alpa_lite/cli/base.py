@@ -79,7 +79,7 @@ def write(plan: Any, output: Path | None, simulate: Path | None, terminal: Conso
     perfetto = ": open it in https://ui.perfetto.dev"
     for option, path, save, saved, hint in (
         ("--output", output, plan.save, "saved", ""),
-        ("--simulate", simulate, plan.simulate, "predicted timeline saved", perfetto),
+        ("--simulate", simulate, plan.save_timeline, "predicted timeline saved", perfetto),
     ):
         if path is not None:
             with writing(option, path):

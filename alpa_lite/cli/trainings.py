@@ -188,7 +188,7 @@ def _run(
             since, done = now, number
     console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {units.seconds(time.perf_counter() - start)}")
     if step.plans[-1].pipelined:
-        executed = step.trace(trace, state, next(work.batches))
+        executed = step.profile(trace, state, next(work.batches))
         console.print("\n", timeline.draw(executed), "\n", sep="")
     if trace is not None:
         console.print(

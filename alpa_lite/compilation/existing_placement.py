@@ -1,6 +1,6 @@
 """State stays where a plan has it: a step that reads the state of another, or its own in other shapes, is planned so.
 
-Evaluation after training (`like=train_step`), the short last batch and another sequence length get *pins*
+Evaluation after training (`state_from=train_step`), the short last batch and another sequence length get *pins*
 (`alpa_lite.plan.pins`) for the flat arguments that a plan already has on its devices:
 
 1. An array on a mesh of that plan keeps its sharding, which is read from the array.
@@ -125,7 +125,7 @@ def plans_of(like: Sequence[Any], given: Mapping[str, Any]) -> tuple[Plan, ...]:
                     failure += f" ({type(error).__name__}: {error})"
             if not plans:
                 raise OptionError(
-                    f"like={name}: {name} has no plan yet, and {failure}, so it is not known where its state is "
+                    f"state_from={name}: {name} has no plan yet, and {failure}, so it is not known where its state is "
                     f"placed; call it first, or {name}.plan(...) with its arguments or their shapes"
                 )
         out += plans
@@ -155,7 +155,7 @@ def compile_with_placement(
     why: str = "requested",
     shared: bool = False,
 ) -> Compiled:
-    """Plans a step whose state may have a place already: that of the steps `options.like`, or of its own plans.
+    """Plans a step whose state may have a place already: that of the steps `options.state_from`, or of its own plans.
 
     Args:
       fun, args, kwargs, options, cluster: as for `compile_step`.
@@ -173,12 +173,14 @@ def compile_with_placement(
             options = replace(options, plan=None)  # the plan is for another batch, but says where the state is
     call = calls.calling(fun, args, kwargs, options.static_argnums, options.static_argnames)
     flat = leaves.flat_arguments(call, args, kwargs)
-    if options.like:
-        names = ", ".join(getattr(one, "__name__", "the plan") for one in options.like)
-        plans = plans_of(options.like, {**dict(zip(call.names, args, strict=True)), **kwargs})
+    if options.state_from:
+        names = ", ".join(getattr(one, "__name__", "the plan") for one in options.state_from)
+        plans = plans_of(options.state_from, {**dict(zip(call.names, args, strict=True)), **kwargs})
         found = ExistingPlacement(plans, f"the state is kept where {names} has it").pins(flat)
         if not found:
-            logger.warning("%s: no argument has a leaf of like=%s: it is planned independently", _name(fun), names)
+            logger.warning(
+                "%s: no argument has a leaf of state_from=%s: it is planned independently", _name(fun), names
+            )
         return planned(options=options, pins=found)
     kept = f"the state is kept where {_name(fun)} has it for other shapes"
     alike = ((plan, ExistingPlacement([plan], kept)) for plan in own if plan.cluster == cluster)

@@ -96,7 +96,7 @@ def _pins(graph: StageGraph, stage: Stage, first_device: int, why: str) -> Pins:
         if argument.path not in planned:
             raise PlanError(
                 f"{shown(argument.path)} belongs to another stage than in the plan that the step is divided as; plan "
-                "again without like="
+                "again without state_from="
             )
         found[number] = pin_of(stage, first_device, planned[argument.path], why)
     return Pins(found)

@@ -246,7 +246,7 @@ def submeshes_of(pins: Pins, num_devices: int) -> tuple[tuple[LogicalMesh, int],
             names = [_of_mesh(pins, *pair) for pair in ((mesh, first), (other, second))]
             raise OptionError(
                 f"arguments are on submeshes that share devices: {names[0]} and {names[1]}; place both as in "
-                "one plan, with the place method of the step that like= names"
+                "one plan, with the place method of the step that state_from= names"
             )
     mesh, first = found[-1]
     if first + mesh.size > num_devices:

@@ -105,7 +105,7 @@ def key_of(step: Step, request: PlanRequest) -> dict[str, str]:
         "rules": _hash("\n".join(rules)),
         "pins": _hash(_text(request.pins)),
         "wishes": _hash(_text(request.wishes)),
-        "like": "" if request.like is None else request.like.fingerprint,
+        "state_from": "" if request.like is None else request.like.fingerprint,
         "options": _options(options),
         "memory per device": f"{request.budget:.0f}",
         "cluster": request.cluster.fingerprint,

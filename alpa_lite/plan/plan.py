@@ -126,7 +126,7 @@ class Plan(PlanRecord):
         """The differences of `other`: mesh, shardings, collectives, memory, times."""
         return _late("report.diff").diff(self, other)
 
-    def simulate(self, path: str | os.PathLike[str]) -> None:
+    def save_timeline(self, path: str | os.PathLike[str]) -> None:
         """Writes the predicted timeline of one step as trace events, which Perfetto opens.
 
         Raises:

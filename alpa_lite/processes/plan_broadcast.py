@@ -48,7 +48,7 @@ _DIGESTS = {
     "constants": "arrays that the step closes over have other values",
     "options": "the options of parallelize are others",
     "cluster": "the clusters are others",
-    "like": "the steps of like= have other plans",
+    "state_from": "the steps of state_from= have other plans",
     "pins": "the arguments are placed otherwise",
 }
 

@@ -195,7 +195,7 @@ def _report(plan: Any, contest: Contest, program: Program) -> None:
         if contest.reports:
             plan.to_html(Path(folder) / "plan.html")
         if plan.pipelined:
-            plan.simulate(Path(folder) / "timeline.json")
+            plan.save_timeline(Path(folder) / "timeline.json")
     known = {leaf.path for stage in plan.stages for leaf in stage.arguments}
     for leaf in program.state[:2]:
         if f"state/{leaf.name}" in known:  # pipelines do not hold what the step hands through

@@ -72,7 +72,7 @@ def main() -> None:
     assert all(jax.tree.leaves(jax.tree.map(lambda leaf, one: leaf.sharding == one, state, where.arguments[0])))
     worker.say("trained")
 
-    evaluate = alpa_lite.parallelize(eval_step, like=step)
+    evaluate = alpa_lite.parallelize(eval_step, state_from=step)
     got = evaluate(state, batch(5))
     worker.compare(got, worker.host(jax.jit(eval_step)(want, batch(5))))
     worker.compare(state, worker.host(want))  # still there

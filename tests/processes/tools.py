@@ -50,7 +50,7 @@ def main() -> None:
         assert found.ok, str(found)
         worker.say("equal:", len(found.leaves), "leaves of", type(one).__name__)
         if one is method:
-            events = step.trace(None, state, batch).events
+            events = step.profile(None, state, batch).events
             if jax.process_index() == 1:
                 Executable.results = wrong_here
             wrong = alpa_lite.check(step, state, batch)

@@ -43,7 +43,7 @@ def part(number, rows):
 for method in (alpa_lite.Zero(3), alpa_lite.TensorParallel()):
     step = alpa_lite.parallelize(train, method=method)
     state = step.init(lambda: create(jax.random.key(0)), rest=(examples(16),))
-    rows = step.rows()
+    rows = step.local_batch_indices()
     batches = [part(n, rows) if n % 2 else examples(16, n) for n in range(4)]
     placed = [step.place(batches[0]), *batches[1:]]
     for leaf in jax.tree.leaves(placed[0]):
@@ -70,17 +70,19 @@ def test_rows_are_those_of_the_devices_that_are_here() -> None:
 
 def test_rows_of_a_step_are_asked_once_it_is_planned() -> None:
     step = parallel(train, "zero")
-    with pytest.raises(OptionError, match=r"train\.rows: it has no plan with a batch yet"):
-        step.rows()
+    with pytest.raises(OptionError, match=r"train\.local_batch_indices: it has no plan with a batch yet"):
+        step.local_batch_indices()
     step.plan(initial(), examples(16))
-    assert {name: own.tolist() for name, own in step.rows().items()} == {key: list(range(16)) for key in "xy"}
+    assert {name: own.tolist() for name, own in step.local_batch_indices().items()} == {
+        key: list(range(16)) for key in "xy"
+    }
 
     @alpa_lite.parallelize(method=alpa_lite.DataParallel())
     def sgd(w: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
         return w - 0.1 * jax.grad(lambda w: ((x @ w - y) ** 2).mean())(w)
 
     sgd.plan(np.ones((4, 2), np.float32), np.ones((8, 4), np.float32), np.ones((8, 2), np.float32))
-    assert [own.tolist() for own in sgd.rows()] == [list(range(8))] * 2
+    assert [own.tolist() for own in sgd.local_batch_indices()] == [list(range(8))] * 2
 
 
 @pytest.mark.slow

@@ -310,7 +310,7 @@ def test_a_shard_of_the_state_is_an_argument(where: str) -> None:
 @pytest.mark.parametrize("where", ["one mesh", slow("whole pipeline")])
 def test_state_that_a_step_leaves_alone_stays_the_callers(where: str) -> None:
     run = alpa_lite.parallelize(unchanged_state, batch_argnums=1, **METHODS[where]())
-    other = alpa_lite.parallelize(regress, batch_argnums=1, like=run)
+    other = alpa_lite.parallelize(regress, batch_argnums=1, state_from=run)
     placed, x = run.place(BIASED, draw(ROWS, WIDTH))
     mine = jax.tree.map(lambda one: jax.device_put(one, one.sharding, may_alias=False), placed)
     state, _ = run(mine, x)
