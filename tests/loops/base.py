@@ -29,7 +29,8 @@ ROWS, LAST, STEPS, EPOCH = 16, 6, 20, 10
 the last batch, as with most data sets."""
 
 NAMES = (
-    "nnx_optimizer", "ema", "loss_scaling", "gan", "actor_critic", "haiku_state", "vision_batch_norm", "two_towers",
+    "linen_train_state", "nnx_optimizer", "multi_steps", "ema", "loss_scaling", "lora", "gan", "actor_critic",
+    "haiku_state", "equinox_partition", "vision_batch_norm", "two_towers",
 )  # fmt: skip
 
 Arrays = dict[str, Any]
