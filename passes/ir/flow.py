@@ -6,7 +6,8 @@ Every function takes operations, or a block, in program order; none looks into b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import TypeVar
 
 import numpy as np
@@ -68,19 +69,41 @@ def made_of_all(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
     return found
 
 
-def append_behind_makers(ops: dict[Op, None], last: Op, makers: Mapping[int, Op]) -> list[Op]:
-    """Appends an op to ordered ops, behind the makers of its operands; returns the ops that were appended."""
+def append_behind_makers(
+    items: dict[T, None], last: T, makers: Mapping[int, T], reads: Callable[[T], Iterable[int]] = attrgetter("reads")
+) -> list[T]:
+    """Appends an op to ordered ops, behind the makers of its operands; returns the ops that were appended.
+
+    Args:
+      reads: the values that an item reads, where items are not ops.
+    """
     stack, added = [last], []
     while stack:
-        missing = [makers[v] for v in stack[-1].reads if v in makers and makers[v] not in ops]
+        missing = [makers[v] for v in reads(stack[-1]) if v in makers and makers[v] not in items]
         if missing:
             stack += missing
             continue
-        op = stack.pop()
-        if op not in ops:
-            ops[op] = None
-            added.append(op)
+        item = stack.pop()
+        if item not in items:
+            items[item] = None
+            added.append(item)
     return added
+
+
+def before_readers(
+    items: Sequence[T], early: Collection[T], reads: Callable[[T], Iterable[int]] = attrgetter("reads"),
+    results: Callable[[T], Iterable[int]] = attrgetter("results"),
+) -> list[T]:  # fmt: skip
+    """Returns the ops with each of some right before its first reader, and those that no other one reads at the end.
+
+    Args:
+      reads, results: the values of an item, where items are not ops.
+    """
+    makers = {value: item for item in items if item in early for value in results(item)}
+    out: dict[T, None] = {}
+    for item in (*(item for item in items if item not in early), *items):
+        append_behind_makers(out, item, makers, reads)
+    return list(out)
 
 
 def reach(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> dict[T, None]:

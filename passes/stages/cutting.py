@@ -22,7 +22,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.ir.graph import Lit
 from alpa_lite.ir.program import Kind
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import reach
+from alpa_lite.passes.ir.flow import before_readers, reach
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.lowering.program import (
     Body,
@@ -381,23 +381,10 @@ def _parts(
         reached = reach(needed, lambda r: elsewhere(reads(maker[r])) if r in cheap else ())
         for register in reached.keys() - cheap:
             wanted[made_in[register]].add(register)
-        again = {id(maker[r]) for r in reached if r in cheap}
-        chosen.append(
-            _before_readers([i for n, i in zip(numbers, items, strict=True) if n == part or id(i) in again], again)
-        )
+        again = {maker[r] for r in reached if r in cheap}  # gathered weights, which need memory until they are read
+        both = [item for n, item in zip(numbers, items, strict=True) if n == part or item in again]
+        chosen.append(before_readers(both, again, reads, writes))
     return list(zip(chosen, map(sorted, wanted), strict=True))
-
-
-def _before_readers(items: Sequence[Instruction], again: AbstractSet[int]) -> list[Instruction]:
-    """The instructions with those of some ids right before their first readers: gathered weights live no longer."""
-    first: dict[int, int] = {}
-    keys: list[tuple[int, bool]] = []
-    for place in range(len(items) - 1, -1, -1):
-        own = id(items[place]) not in again
-        at = place if own else min((first[r] for r in writes(items[place]) if r in first), default=len(items))
-        first.update((r, min(at, first.get(r, at))) for r in reads(items[place]))
-        keys.append((at, own))
-    return [item for _, item in sorted(zip(keys[::-1], items, strict=True), key=lambda pair: pair[0])]
 
 
 def _taken(items: Sequence[Instruction], outputs: Iterable[tuple[Wire, Operand]]) -> list[int]:

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from alpa_lite.ir.graph import Op
-from alpa_lite.passes.ir.flow import append_behind_makers, made_of_all, users
+from alpa_lite.passes.ir.flow import append_behind_makers, before_readers, made_of_all, users
 
 
 def body(ops: Sequence[Op], copies: AbstractSet[int], lasting: Iterable[int]) -> list[Op]:
@@ -34,17 +34,8 @@ def body(ops: Sequence[Op], copies: AbstractSet[int], lasting: Iterable[int]) ->
       lasting: inputs of the body that are the same for every micro-batch.
     """
     same = made_of_all(ops, lasting)
-    early = {op.index for op in ops if op.index in copies or (same.issuperset(op.results) and not op.has_effects)}
-    return _behind(_before(ops, early), early)
-
-
-def _before(ops: Sequence[Op], early: AbstractSet[int]) -> list[Op]:
-    """Returns the ops with each early one right before its first reader."""
-    makers = {value: op for op in ops if op.index in early for value in op.results}
-    out: dict[Op, None] = {}
-    for first in (*(op for op in ops if op.index not in early), *ops):
-        append_behind_makers(out, first, makers)
-    return list(out)
+    early = {op for op in ops if op.index in copies or (same.issuperset(op.results) and not op.has_effects)}
+    return _behind(before_readers(ops, early), {op.index for op in early})
 
 
 def _behind(ops: Sequence[Op], early: AbstractSet[int]) -> list[Op]:
