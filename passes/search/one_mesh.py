@@ -294,10 +294,9 @@ class OneMeshSearch:
             bound.choices += [choice for choice in choices if choice is not None]
         for _ in range(IMPROVEMENTS):
             self.run("sharding", bound.improve)
-        peak, divided = program.peak_seconds(space)
-        record.peak = max(record.peak, peak)
-        if record.config == self.first:
-            self.divided = max(self.divided, divided)
+        record.peak = max(record.peak, program.peak_seconds(space))
+        if record.config == self.first and self.divided == self.products:
+            self.divided = max(self.products, program.divided_seconds(space))
         record.bounds[mesh] = max(record.bounds[mesh], bound.seconds)
         cells = sum(transfer.cost.size for transfer in space.program.transfers)
         strategies = sum(len(node.strategies) for node in space.nodes)

@@ -94,7 +94,8 @@ class PipelineAnalyses:
 
     def __post_init__(self) -> None:
         self.cut, self.price = functools.cache(self._cut), functools.cache(self._price)
-        self.products = costs.products_bound(self.step.traced, self.step.rules, self.request.cluster)
+        one, step = self.one_mesh, self.step
+        self.products = one.products if one else costs.products_bound(step.traced, step.rules, self.request.cluster)
 
     @property
     def bound(self) -> float:

@@ -156,34 +156,44 @@ def attention_efficiency(op: Op, values: Sequence[Value], cluster: Cluster) -> f
 _BLOCK = 0.01
 
 
-def at_peak(step: GroupedStep, cost: MeshCost, space: Space) -> tuple[float, float]:
-    """Seconds of a step in equal parts on all devices, at the rate of large products.
+def at_peak(step: GroupedStep, cost: MeshCost, space: Space) -> float:
+    """Seconds of a step in equal parts on all devices, at the rate of large products: no plan of any mesh takes less.
 
-    However a group is cut, D devices together compute no less than its FLOPs, and move no less than its bytes: the
-    roofline of a group on one device, divided by D, is a bound on each mesh, and on each division of the groups among
-    the devices. Every device of a mesh starts each kernel; of a division one does, and what a checkpoint computes again
-    may be computed once.
+    However a group is cut, each of D devices computes no less than 1 / D of its FLOPs, and moves no less than 1 / D of
+    its bytes: the roofline of a group on one device, divided by D, is a bound on each mesh. Every device starts each
+    kernel.
 
     Args:
       space: of a mesh, whose groups have been priced.
-
-    Returns:
-      Seconds that no plan of any mesh takes less of; the same of any division.
     """
-    one_mesh = divided = 0.0
-    devices, start = cost.cluster.num_devices, cost.cluster.kernel_start
+    total = 0.0
     for node in space.nodes:
         work: _Work | None = step.known.get(("work", node.group, node.members[len(node.members) // 2]))
         if work is not None:
             runs = step.grouping.groups[node.group].trips * len(node.members)
             computed = cost.compute(work.flops, work.bytes, work.dtype, work.efficiency)
-            one_mesh += runs * (computed / devices + work.starts * start)
+            total += runs * (computed / cost.cluster.num_devices + work.starts * cost.cluster.kernel_start)
+    return total
+
+
+def divided_bound(step: GroupedStep, cost: MeshCost, space: Space) -> float:
+    """Seconds of a step whose groups are divided among all devices in any way: no plan takes less.
+
+    The rooflines of groups on one device add up to what D devices compute together. One of them at least starts each
+    kernel, and what a checkpoint computes again may be computed once.
+
+    Args:
+      space: of any mesh of the devices, whose groups have been priced.
+    """
+    total = 0.0
+    for node in space.nodes:
+        if ("work", node.group, node.members[len(node.members) // 2]) in step.known:
             for member in map(step.grouping.groups.__getitem__, node.members):
-                own = _work_of(step, member, cost.cluster)
                 if not any(_jax.is_computed_again(step.grouping.ops[number].source) for number in member.ops):
-                    computed = cost.compute(own.flops, own.bytes, own.dtype, own.efficiency)
-                    divided += member.trips * (computed + own.starts * start) / devices
-    return one_mesh, divided
+                    work = _work_of(step, member, cost.cluster)
+                    computed = cost.compute(work.flops, work.bytes, work.dtype, work.efficiency)
+                    total += member.trips * (computed + work.starts * cost.cluster.kernel_start)
+    return total / cost.cluster.num_devices
 
 
 def products_bound(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster) -> float:

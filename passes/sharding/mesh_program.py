@@ -94,14 +94,15 @@ class MeshProgram:
     Attributes:
       regathers: whether the platform's compiler keeps repeated gathers of a value apart.
       build: builds it, with or without `regather`; each once.
-      peak_seconds: seconds that no mesh of as many devices has less of, and no other division among them, given a built
-        program.
+      peak_seconds: seconds that no mesh of as many devices has less of, given a built program. divided_seconds: the
+        same of any division of the operations among them.
     """
 
     mesh: LogicalMesh
     regathers: bool
     build: Callable[..., Space]
-    peak_seconds: Callable[[Space], tuple[float, float]]
+    peak_seconds: Callable[[Space], float]
+    divided_seconds: Callable[[Space], float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,9 +138,9 @@ def mesh_programs(
     for mesh, constraints in limits.admitted(step, cluster, method, wishes, pins):
         cost = MeshCost(cluster, mesh)
         build = functools.partial(strategies.build, step, cost, budget=budget, constraints=constraints)
-        peak_seconds = functools.partial(costs.at_peak, step, cost)
+        bounds = [functools.partial(bound, step, cost) for bound in (costs.at_peak, costs.divided_bound)]
         regathers = cluster.platform not in strategies.MERGING
-        out.append(MeshProgram(mesh, regathers, functools.cache(build), peak_seconds))
+        out.append(MeshProgram(mesh, regathers, functools.cache(build), *bounds))
 
     def key(program: MeshProgram) -> tuple[bool, int, float]:
         shape = program.mesh.shape

@@ -126,7 +126,7 @@ def _undominated(counts: np.ndarray) -> np.ndarray:
 
 @compiled
 def _exceeding(counts: np.ndarray, mine: np.ndarray, theirs: np.ndarray, keep: np.ndarray) -> None:
-    """Notes of each row of `mine` whether it exceeds that of `theirs` in any column: mostly in one of the first."""
+    """Keeps the rows of `mine` that exceed that of `theirs` in any column: mostly one of the first decides."""
     for n in range(len(mine)):
         exceeds = False
         for column in range(counts.shape[1]):
