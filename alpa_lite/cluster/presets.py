@@ -81,7 +81,7 @@ def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _curves(kinds: Mapping[str, Any], devices: int) -> Iterator[tuple[str, tuple[int], Any]]:
-    """The measured collectives of a node, as far as groups have so many devices."""
+    """The measured collectives of groups of devices that a node has."""
     rows = [(int(size), kind, *row) for kind, sizes in kinds.items() for size, row in sizes.items()]
     for size, kind, least, *microseconds in sorted(rows):
         if size <= devices:

@@ -40,7 +40,7 @@ class Dispatch:
     device: float = 0.0
 
     def seconds(self, devices: int) -> float:
-        """Of a task on so many devices of a process."""
+        """Of a task on this number of devices of a process."""
         return self.task + self.device * devices
 
 

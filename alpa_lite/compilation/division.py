@@ -62,7 +62,7 @@ def cut_as_plan(run: Passes, step: Step, request: PlanRequest, plan: Plan, count
     """The step in `count` micro-batches, and the schedule of a plan for them.
 
     Raises:
-      MicrobatchError, OptionError: it has not so many micro-batches, or the schedule does not exist for them.
+      MicrobatchError, OptionError: the batch does not divide into them, or the schedule does not exist for them.
     """
     division = plan.division
     schedule = schedules.schedule(

@@ -56,7 +56,7 @@ def divide_again(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> D
 
     Raises:
       PlanError: the step is another one, or has other layers.
-      MicrobatchError: the step is no loop over micro-batches.
+      MicrobatchError: the step cannot be a loop over micro-batches.
     """
     replay.check_devices(plan, request.cluster)
     loop, schedule = _in_most_microbatches(run, step, request, plan)
