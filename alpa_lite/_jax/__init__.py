@@ -10,7 +10,7 @@ from alpa_lite._jax.arrays import (
     key_kind, keys_of_data,
 )
 from alpa_lite._jax.emission import (
-    Held, ReplaceCallback, attributes_of, bind, constant_of, emit, is_splat, lowers_for, materialise,
+    Held, ReplaceCallback, attributes_of, bind, constant_of, emit, lowers_for, materialise,
     replacing_callbacks, standing_in, strong, under, where, with_weak_type,
 )
 from alpa_lite._jax.equations import expansion, in_order, retrace, spec_of, with_results, without_references

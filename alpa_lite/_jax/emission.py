@@ -174,12 +174,6 @@ def constant_of(op: Any) -> Any:
         return op.get_asm(large_elements_limit=4).partition("dense<")[2]
 
 
-def is_splat(op: Any) -> bool:
-    """Whether all elements of a constant are equal by its form: one is written for all."""
-    held = constant_of(op)
-    return not held.startswith(("[", "dense_resource")) if isinstance(held, str) else held.is_splat
-
-
 def attributes_of(op: Any) -> tuple[tuple[str, Any], ...]:
     """The names and attributes of an operation; equal if and only if the attributes are.
 

@@ -26,7 +26,7 @@ from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.errors import PlanError
 from alpa_lite.ir import json_codec
 from alpa_lite.options import Options
-from alpa_lite.passes.ir.digest import digest
+from alpa_lite.passes.ir.keys import digest
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.plan.plan import SCHEMA, Plan
 from alpa_lite.version import __version__

@@ -14,7 +14,7 @@ from typing import Any
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.paths import shown
-from alpa_lite.passes.ir.digest import digest
+from alpa_lite.passes.ir.keys import digest
 from alpa_lite.passes.tracing.calls import Signature
 
 LISTED = 4

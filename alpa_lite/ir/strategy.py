@@ -40,14 +40,14 @@ class Rule:
       operands, results: for each tensor, for each dim, the factors that make up the dim, major to minor. A dim of size
         one, and a dim that has no factor, holds (). The product of the factors' sizes need not equal the dim's size
         for `special` factors (a strided slice); for the others it does.
-      source: "shardy", "table", "registered" (by the user) or "opaque": who described it.
+      source: "table", "registered" (by the user) or "opaque": who described it.
       reason: for "opaque", why nothing describes it; else "".
     """
 
     factors: tuple[Factor, ...]
     operands: tuple[tuple[tuple[int, ...], ...], ...]
     results: tuple[tuple[tuple[int, ...], ...], ...]
-    source: str = "shardy"
+    source: str = "table"
     reason: str = ""
 
     @functools.cached_property

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from alpa_lite.ir.strategy import Factor, FactorKind, Rule
@@ -53,20 +52,10 @@ def is_complex(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.complexfloating)
 
 
-def is_key(aval: Any) -> bool:
-    """Whether the value is an array of typed random keys."""
-    dtype = getattr(aval, "dtype", None)
-    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-
-
-def whole(tensors: tuple[Any, ...]) -> tuple[Dims, ...]:
-    """Dims without factors."""
-    return tuple(((),) * len(shape(aval)) for aval in tensors)
-
-
 def opaque(call: Call, reason: str) -> Rule:
     """The rule of an operation that nothing describes."""
-    return Rule((), whole(call.operands), whole(call.results), "opaque", reason)
+    operands, results = (tuple(((),) * len(shape(a)) for a in side) for side in (call.operands, call.results))
+    return Rule((), operands, results, "opaque", reason)
 
 
 @dataclass
@@ -86,6 +75,12 @@ class Rules:
         """One new factor for each dim."""
         return tuple(self.dim(size, kind) for size in sizes)
 
+    def matched(self, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Dims, Dims]:
+        """The dims of two tensors: one parallel factor where their sizes are equal, else a whole one for each."""
+        pairs = list(zip(before, after, strict=True))
+        left = tuple(self.dim(b, "parallel" if a == b else "replicate") for b, a in pairs)
+        return left, tuple(dim if a == b else self.dim(a, "replicate") for dim, (b, a) in zip(left, pairs, strict=True))
+
     def rule(self, operands: list[Dims], results: list[Dims]) -> Rule:
         """The rule of these tensors."""
-        return Rule(tuple(self.factors), tuple(operands), tuple(results), "table")
+        return Rule(tuple(self.factors), tuple(operands), tuple(results))

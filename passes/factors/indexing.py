@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from alpa_lite.ir.strategy import FactorKind, Rule
-from alpa_lite.passes.factors.base import Call, Dim, Dims, Rules, is_number, shape
+from alpa_lite.passes.factors.base import Call, Dim, Rules, is_number, shape
 from alpa_lite.passes.ir import primitives
 
 
@@ -76,21 +76,15 @@ def scatter(call: Call) -> Rule:
 def dynamic_slice(call: Call) -> Rule:
     """Dims taken whole are parallel."""
     new = Rules()
-    before, after = shape(call.operands[0]), shape(call.results[0])
-    operand = [new.dim(b, "parallel" if a == b else "replicate") for b, a in zip(before, after, strict=True)]
-    result = [dim if a == b else new.dim(a, "replicate") for dim, b, a in zip(operand, before, after, strict=True)]
-    scalars: list[Dims] = [new.dims(shape(aval), "replicate") for aval in call.operands[1:]]
-    return new.rule([tuple(operand), *scalars], [tuple(result)])
+    operand, result = new.matched(shape(call.operands[0]), shape(call.results[0]))
+    return new.rule([operand, *(new.dims(shape(aval), "replicate") for aval in call.operands[1:])], [result])
 
 
 def dynamic_update_slice(call: Call) -> Rule:
     """Dims updated whole are parallel."""
     new = Rules()
-    before, update = shape(call.operands[0]), shape(call.operands[1])
-    operand = [new.dim(b, "parallel" if u == b else "replicate") for b, u in zip(before, update, strict=True)]
-    given = [dim if u == b else new.dim(u, "replicate") for dim, b, u in zip(operand, before, update, strict=True)]
-    scalars: list[Dims] = [new.dims(shape(aval), "replicate") for aval in call.operands[2:]]
-    return new.rule([tuple(operand), tuple(given), *scalars], [tuple(operand)])
+    operand, given = new.matched(shape(call.operands[0]), shape(call.operands[1]))
+    return new.rule([operand, given, *(new.dims(shape(aval), "replicate") for aval in call.operands[2:])], [operand])
 
 
 INDEXING: Mapping[str, Callable[[Call], Rule]] = {

@@ -47,7 +47,7 @@ def pallas(call: Call) -> Rule:
         described.append(tuple(dims))
     whole = [((),) * len(shape(operand)) for operand in call.operands[: kernel.first]]
     count = len(call.operands) - kernel.first
-    return Rule(tuple(factors), (*whole, *described[:count]), tuple(described[count:]), "table")
+    return Rule(tuple(factors), (*whole, *described[:count]), tuple(described[count:]))
 
 
 def _independent(kernel: _jax.PallasGrid, tensors: list[tuple[int, ...]], results: int) -> list[int]:

@@ -4,12 +4,11 @@ The problem: to shard an operation one must know which dims of its operands and 
 the result when one of them is split. An operation is described by a `Rule`: its dims are products of *factors* (the
 indices of an einsum), and each factor has a kind. Sharding is then an assignment of mesh axes to factors.
 
-The source: XLA's partitioner Shardy carries such a rule for every StableHLO operation, and `factors.shardy` queries it
-for products, reductions, broadcasts, transposes, concatenations, sorts and FFTs. Hand tables describe operations that
-have no rule (`top_k`, `argmax`, random bits, batched linear algebra), that Shardy's kinds do not distinguish (`sum`
-from `max`; a window from a reversal), and on which its versions differ (reshape, convolution).
-`tests/passes/factors/test_rules.py` holds the tables to Shardy's answers wherever it has one, and to the operation
-itself.
+The source: a table by primitive (`factors.tables`). XLA's partitioner Shardy carries such a rule for most StableHLO
+operations; the table also has those without one (`top_k`, `argmax`, random bits, batched linear algebra), distinguishes
+kinds that are one to Shardy (`sum` and `max`; a window and a reversal), and does not depend on the versions in which
+Shardy's rules differ (reshape, convolution). `tests/passes/factors` holds the table to Shardy's rules wherever there is
+one, and to the operations themselves.
 
 A primitive that is not listed here is opaque: a rule read off its lowering would not be sound, since a lowering may
 hold constants that come from the shape (a mean divides by it) while the primitive is bound again on the local shape.
@@ -104,8 +103,7 @@ from alpa_lite.ir.graph import Lit, Op, Value
 from alpa_lite.ir.strategy import Factor, Rule
 from alpa_lite.passes.factors.base import Call, is_complex, is_number, opaque
 from alpa_lite.passes.factors.registered import registered
-from alpa_lite.passes.factors.shardy import shardy_rules
-from alpa_lite.passes.factors.tables import SHARDY, TABLE
+from alpa_lite.passes.factors.tables import TABLE
 from alpa_lite.passes.ir import primitives
 
 _REMEDIES = {
@@ -133,9 +131,7 @@ def rules_of(ops: Iterable[Op], values: Sequence[Value]) -> Mapping[Any, Rule]:
             operands = tuple(a.aval if isinstance(a, Lit) else values[a].aval for a in op.operands)
             literals = tuple(isinstance(a, Lit) for a in op.operands)
             calls[op.key] = Call(op.primitive, op.params, operands, tuple(values[r].aval for r in op.results), literals)
-    lowered = {key: call for key, call in calls.items() if call.name in SHARDY}
-    found = dict(zip(lowered, shardy_rules(list(lowered.values())), strict=True))
-    return {key: finish(found[key] if key in found else describe(call), call) for key, call in calls.items()}
+    return {key: finish(describe(call), call) for key, call in calls.items()}
 
 
 def describe(call: Call) -> Rule:

@@ -1,14 +1,13 @@
-"""Hand tables of factor rules; `factors.rules` states the conventions that they follow.
+"""The table of factor rules; `factors.rules` states the conventions that it follows.
 
-`TABLE` maps a primitive's name to the function that describes it; `SHARDY` names the primitives that `factors.shardy`
-asks Shardy about instead.
+`TABLE` maps a primitive's name to the function that describes it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from alpa_lite.ir.strategy import FactorKind, Rule
 from alpa_lite.passes.factors.attention import cudnn
@@ -47,46 +46,54 @@ def replicated(call: Call) -> Rule:
     return new.rule(tensors[: len(call.operands)], tensors[len(call.operands) :])
 
 
-def along(name: str, kind: FactorKind) -> Callable[[Call], Rule]:
-    """Operands and results of one shape, all dims parallel but the one that the parameter names."""
+def along(name: str, kind: FactorKind, result: Literal["same", "whole", "gone"] = "same") -> Callable[[Call], Rule]:
+    """The dims that a parameter names have a kind; all others are parallel, in all operands and results.
+
+    Args:
+      name: of the parameter, a dim or several.
+      result: whether results have these dims, have them without the factor (of another size), or lack them.
+    """
 
     def describe(call: Call) -> Rule:
         new = Rules()
-        size = shape(call.operands[0])
-        axis = call.params[name] % len(size)
-        dims = tuple(new.dim(s, kind if d == axis else "parallel") for d, s in enumerate(size))
-        return new.rule([dims] * len(call.operands), [dims] * len(call.results))
-
-    return describe
-
-
-def selecting(name: str, kind: FactorKind) -> Callable[[Call], Rule]:
-    """top_k: as `along`, but the results' dim has another size and no factor."""
-
-    def describe(call: Call) -> Rule:
-        new = Rules()
-        size = shape(call.operands[0])
-        axis = call.params.get(name, -1) % len(size)
-        dims = tuple(new.dim(s, kind if d == axis else "parallel") for d, s in enumerate(size))
-        result = tuple(() if d == axis else dim for d, dim in enumerate(dims))
-        return new.rule([dims] * len(call.operands), [result] * len(call.results))
-
-    return describe
-
-
-def reducing(name: str, kind: FactorKind) -> Callable[[Call], Rule]:
-    """The dims that the parameter names are in the operands only; further scalar operands are initial values."""
-
-    def describe(call: Call) -> Rule:
-        new = Rules()
-        size = shape(call.operands[0])
-        axes = {axis % len(size) for axis in call.params[name]}
+        size, named = shape(call.operands[0]), call.params[name]
+        axes = {axis % len(size) for axis in ((named,) if isinstance(named, int) else named)}
         dims = tuple(new.dim(s, kind if d in axes else "parallel") for d, s in enumerate(size))
-        kept = tuple(dim for d, dim in enumerate(dims) if d not in axes)
+        after = {"same": dims, "whole": tuple(() if d in axes else dim for d, dim in enumerate(dims))}
+        kept = after.get(result, tuple(dim for d, dim in enumerate(dims) if d not in axes))
+        # Further scalar operands are initial values.
         operands: list[Dims] = [dims if len(shape(aval)) == len(size) else () for aval in call.operands]
         return new.rule(operands, [kept] * len(call.results))
 
     return describe
+
+
+def broadcast(call: Call) -> Rule:
+    """Dims that are kept, and new ones of the result, are parallel."""
+    new = Rules()
+    dims = new.dims(shape(call.operands[0]), "parallel")
+    kept = dict(zip(call.params["broadcast_dimensions"], dims, strict=True))
+    return new.rule(
+        [dims], [tuple(kept.get(d) or new.dim(s, "parallel") for d, s in enumerate(shape(call.results[0])))]
+    )
+
+
+def transpose(call: Call) -> Rule:
+    """Every dim is parallel."""
+    new = Rules()
+    dims = new.dims(shape(call.operands[0]), "parallel")
+    return new.rule([dims], [tuple(dims[d] for d in call.params["permutation"])])
+
+
+def fft(call: Call) -> Rule:
+    """The dims that are transformed are whole; one that changes its size has two factors."""
+    new = Rules()
+    before, after = shape(call.operands[0]), shape(call.results[0])
+    batch = len(before) - len(call.params["fft_lengths"])
+    dims = tuple(new.dim(s, "parallel" if d < batch else "replicate") for d, s in enumerate(before))
+    return new.rule(
+        [dims], [tuple(x if a == b else new.dim(a, "replicate") for x, b, a in zip(dims, before, after, strict=True))]
+    )
 
 
 def reshape(call: Call) -> Rule:
@@ -156,11 +163,8 @@ def stacked(call: Call) -> Rule:
 def tile(call: Call) -> Rule:
     """Dims that are not repeated are parallel."""
     new = Rules()
-    before, after = shape(call.operands[0]), shape(call.results[0])
-    same = tuple(new.dim(b, "parallel") if b == a else None for b, a in zip(before, after, strict=True))
-    operand = tuple(new.dim(b, "replicate") if d is None else d for d, b in zip(same, before, strict=True))
-    result = tuple(new.dim(a, "replicate") if d is None else d for d, a in zip(same, after, strict=True))
-    return new.rule([operand], [result])
+    before, after = new.matched(shape(call.operands[0]), shape(call.results[0]))
+    return new.rule([before], [after])
 
 
 def touched(call: Call) -> Rule:
@@ -186,29 +190,29 @@ def iota(call: Call) -> Rule:
     return new.rule([], [new.dims(shape(call.results[0]), "special")])
 
 
-def ragged_dot(call: Call) -> Rule:
-    """A product whose lhs is cut into groups of rows (or of contracted or batch indices)."""
-    numbers = call.params["ragged_dot_dimension_numbers"]
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
-    lhs, rhs, groups = (shape(aval) for aval in call.operands[:3])
+def product(call: Call) -> Rule:
+    """dot_general, and ragged_dot_general, whose lhs is cut into groups of rows (or of contracted or batch indices)."""
+    numbers = call.params.get("ragged_dot_dimension_numbers")
+    dims = call.params["dimension_numbers"] if numbers is None else numbers.dot_dimension_numbers
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dims
+    ragged, grouped = ((), ()) if numbers is None else (numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions)
+    lhs, rhs = (shape(aval) for aval in call.operands[:2])
     new = Rules()
-    ragged = set(numbers.lhs_ragged_dimensions)
 
-    def factor(d: int, kind: FactorKind) -> Dim:
-        return new.dim(lhs[d], "replicate" if d in ragged else kind)
+    def factor(d: int) -> Dim:
+        return new.dim(lhs[d], "replicate" if d in ragged else "sum" if d in lhs_contract else "parallel")
 
-    left = {d: factor(d, "sum" if d in lhs_contract else "parallel") for d in range(len(lhs))}
+    left = {d: factor(d) for d in range(len(lhs))}
     right = {d: left[e] for d, e in zip((*rhs_contract, *rhs_batch), (*lhs_contract, *lhs_batch), strict=True)}
     for d in range(len(rhs)):
         if d not in right:
-            right[d] = new.dim(rhs[d], "replicate" if d in numbers.rhs_group_dimensions else "parallel")
+            right[d] = new.dim(rhs[d], "replicate" if d in grouped else "parallel")
     out = [left[d] for d in lhs_batch]
     out += [left[d] for d in range(len(lhs)) if d not in (*lhs_contract, *lhs_batch)]
-    gone = (*rhs_contract, *rhs_batch, *numbers.rhs_group_dimensions)
-    out += [right[d] for d in range(len(rhs)) if d not in gone]
-    if ragged & set(lhs_contract):  # one product a group
-        out.insert(0, new.dim(groups[-1], "replicate"))
-    assert len(out) == len(shape(call.results[0])), numbers
+    out += [right[d] for d in range(len(rhs)) if d not in (*rhs_contract, *rhs_batch, *grouped)]
+    if not set(lhs_contract).isdisjoint(ragged):  # one product a group
+        out.insert(0, new.dim(shape(call.operands[2])[-1], "replicate"))
+    assert len(out) == len(shape(call.results[0])), dims
     tensors = [tuple(left[d] for d in range(len(lhs))), tuple(right[d] for d in range(len(rhs)))]
     return new.rule([*tensors, *(new.dims(shape(a), "replicate") for a in call.operands[2:])], [tuple(out)])
 
@@ -274,19 +278,16 @@ def keyed(describe: Callable[[Call], Rule]) -> Callable[[Call], Rule]:
     return described
 
 
-_SHARDY = """
-    broadcast_in_dim dot_general fft reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor rev
-    sort transpose
-"""
-SHARDY = frozenset(_SHARDY.split())
-
-
 def _table() -> dict[str, Callable[[Call], Rule]]:
     table: dict[str, Callable[[Call], Rule]] = dict.fromkeys(primitives.ELEMENTWISE, elementwise)
     table |= dict.fromkeys(primitives.PAIRWISE, pairs)
     table |= dict.fromkeys(("rng_bit_generator", "rng_uniform", "random_gamma"), replicated)
     table |= dict.fromkeys(primitives.CUMULATIVE, along("axis", "special"))
-    table |= dict.fromkeys(("argmax", "argmin"), reducing("axes", "special"))
+    table |= dict.fromkeys(
+        ("argmax", "argmin", "reduce_and", "reduce_or", "reduce_prod", "reduce_xor"), along("axes", "special", "gone")
+    )
+    table |= {f"reduce_{kind}": along("axes", kind, "gone") for kind in ("sum", "max", "min")}
+    table |= dict.fromkeys(("dot_general", "ragged_dot_general"), product)
     table |= dict.fromkeys(primitives.MATRIX_ALGEBRA, batched(2))
     table |= dict.fromkeys(primitives.VECTOR_ALGEBRA, batched(1))
     table |= dict.fromkeys(("reshape", "squeeze"), reshape)
@@ -295,12 +296,16 @@ def _table() -> dict[str, Callable[[Call], Rule]]:
     table |= dict.fromkeys(("pad", "slice"), touched)
     table |= dict.fromkeys(("random_wrap", "random_unwrap", "bitcast_convert_type"), leading("replicate"))
     table |= {
-        "reduce": reducing("dimensions", "replicate"),
-        "top_k": selecting("axis", "special"),
-        "approx_top_k": selecting("reduction_dimension", "replicate"),
+        "broadcast_in_dim": broadcast,
+        "transpose": transpose,
+        "rev": along("dimensions", "special"),
+        "sort": along("dimension", "replicate"),
+        "fft": fft,
+        "reduce": along("dimensions", "replicate", "gone"),
+        "top_k": along("axis", "special", "whole"),
+        "approx_top_k": along("reduction_dimension", "replicate", "whole"),
         "tile": tile,
         "iota": iota,
-        "ragged_dot_general": ragged_dot,
         "random_bits": keyed(leading("special")),
         **dict.fromkeys(primitives.CUDNN, cudnn),
         "custom_partitioning": partitioned,

@@ -8,7 +8,8 @@ followed inside: a scan iteration by iteration, up to the first one that returns
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +45,11 @@ def origin(graph: Graph, leaves: Sequence[Any], invalid: Invalid) -> Origin | No
       leaves: one array for each argument.
       invalid: tells arrays that hold an invalid value.
     """
-    found = _in_block(graph.block, [*leaves, *graph.constants], invalid)
-    return None if found is None else found[0]
+    return _in_block(graph.block, [*leaves, *graph.constants], invalid)
 
 
-def _in_block(block: Block, inputs: Sequence[Any], invalid: Invalid) -> tuple[Origin, list[Any]] | None:
-    """The origin of a block's first invalid output, and its outputs; None if all are valid.
+def _in_block(block: Block, inputs: Sequence[Any], invalid: Invalid) -> Origin | None:
+    """The origin of a block's first invalid output; None if all are valid.
 
     The origin's argument is an input of the block, its output one of the block.
     """
@@ -74,52 +74,39 @@ def _in_block(block: Block, inputs: Sequence[Any], invalid: Invalid) -> tuple[Or
         env.update(zip(op.results, results, strict=True))
         for value in last.get(op.index, ()):
             del env[value]
-    outputs = [read(atom) for atom in block.outputs]
     for number, atom in enumerate(block.outputs):
         if isinstance(atom, int) and atom in bad:
             known = origins.get(atom) or Origin(None, block.inputs.index(atom), -1)
-            return Origin(known.op, known.argument, number, known.iterations), outputs
+            return Origin(known.op, known.argument, number, known.iterations)
     return None
 
 
 def _inside(op: Op, operands: Sequence[Any], invalid: Invalid) -> Origin:
     """The origin of an invalid result of valid operands: the operation itself, or one within it."""
-    found = None
-    if op.name == "scan":
-        found = _in_scan(op, operands, invalid)
+    for iterations, block, inputs in _runs(op, operands):
+        found = _in_block(block, inputs, invalid)
+        if found is not None:
+            return Origin(found.op or op, -1, -1, (*iterations, *found.iterations) if found.op else ())
+    return Origin(op, -1, -1)
+
+
+def _runs(op: Op, operands: Sequence[Any]) -> Iterator[tuple[tuple[int, ...], Block, list[Any]]]:
+    """The runs of the body of a loop, or of the branch that is taken: number of the iteration, block, inputs."""
+    if op.name == "cond":
+        yield (), op.bodies[min(max(int(operands[0]), 0), len(op.bodies) - 1)], list(operands[1:])
+    elif op.name == "scan":
+        view = ScanView(op)
+        consts, carry, xs = view.taken(operands)
+        order = reversed(range(view.length)) if op.params["reverse"] else range(view.length)
+        for number, i in enumerate(order):
+            inputs = [*consts, *carry, *(x[i] for x in xs)]
+            yield (number,), view.body, inputs
+            carry = view.given(evaluation.evaluate_block(view.body, inputs)).carry
     elif op.name == "while":
-        found = _in_while(op, operands, invalid)
-    elif op.name == "cond":
-        branch = op.bodies[min(max(int(operands[0]), 0), len(op.bodies) - 1)]
-        result = _in_block(branch, operands[1:], invalid)
-        found = None if result is None else result[0]
-    if found is None or found.op is None:
-        return Origin(op, -1, -1)
-    return found
-
-
-def _in_scan(op: Op, operands: Sequence[Any], invalid: Invalid) -> Origin | None:
-    view = ScanView(op)
-    consts, carry, xs = view.taken(operands)
-    order = reversed(range(view.length)) if op.params["reverse"] else range(view.length)
-    for number, i in enumerate(order):
-        inputs = [*consts, *carry, *(x[i] for x in xs)]
-        found = _in_block(view.body, inputs, invalid)
-        if found is not None:
-            return Origin(found[0].op, -1, -1, (number, *found[0].iterations))
-        carry = view.given(evaluation.evaluate_block(view.body, inputs)).carry
-    return None
-
-
-def _in_while(op: Op, operands: Sequence[Any], invalid: Invalid) -> Origin | None:
-    condition, body = op.bodies
-    cond_consts, body_consts, carry = WhileView(op).taken(operands)
-    number = 0
-    while bool(evaluation.evaluate_block(condition, [*cond_consts, *carry])[0]):
-        inputs = [*body_consts, *carry]
-        found = _in_block(body, inputs, invalid)
-        if found is not None:
-            return Origin(found[0].op, -1, -1, (number, *found[0].iterations))
-        carry = tuple(evaluation.evaluate_block(body, inputs))
-        number += 1
-    return None
+        condition, body = op.bodies
+        cond_consts, body_consts, carry = WhileView(op).taken(operands)
+        for number in itertools.count():
+            if not evaluation.evaluate_block(condition, [*cond_consts, *carry])[0]:
+                return
+            yield (number,), body, [*body_consts, *carry]
+            carry = tuple(evaluation.evaluate_block(body, [*body_consts, *carry]))

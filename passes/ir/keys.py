@@ -14,7 +14,7 @@ import enum
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,11 +23,12 @@ import numpy as np
 from jax.core import Tracer
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Block, Lit, Op, Value
+from alpa_lite.ir.graph import Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir import primitives
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _FILE = re.compile(r"(/[^\s'\",:<>()]+)+\.py(:\d+)*")
+_WEAK = re.compile(r"weak_type=(True|False),?")
 _PROVENANCE = frozenset({"DebugInfo", "SourceInfo", "NameAndSrcInfo", "Traceback"})
 CONTROL_FLOW_JAXPRS = frozenset({"jaxpr", "cond_jaxpr", "body_jaxpr", "branches"})
 
@@ -68,7 +69,7 @@ class Keys:
         inner = ",".join(bodies)
         return f"{head}({described}){{{inner}}}" if inner else f"{head}({described})"
 
-    def block(self, block: Block, values: Callable[[int], Value], *, numbers: bool = True) -> str:
+    def block(self, block: Block, values: Callable[[int], Value], *, numbers: bool = True, weak: bool = True) -> str:
         """A digest of a block: its operations and how they are wired.
 
         Args:
@@ -77,25 +78,58 @@ class Keys:
           numbers: whether the numbers count that elementwise operations of the block itself have as literals, and where
             slices begin (`placeless`). Layers that draw random numbers differ in the former: each folds its own into
             the key; layers that read one row each of an array, in the latter.
+          weak: whether it counts which conversions make weak types.
         """
-        local: dict[int, int] = {}
 
-        def name(atom: int | Lit) -> str:
-            return self._operand(atom) if isinstance(atom, Lit) else f"%{local[atom]}"
+        def text(op: Op) -> str:
+            if weak:
+                return op.key if numbers else placeless(op, values)
+            head = self.head(op.primitive, op.params, structured=True) if op.bodies else op.key
+            return _WEAK.sub("", head) + ",".join(self.block(body, values, weak=False) for body in op.bodies)
 
-        for value in block.inputs:
-            local[value] = len(local)
-        lines = [",".join([self.type_of(values(value)) for value in block.inputs])]
-        for op in block.ops:
-            if not numbers and _has_numbers(op):
-                wires = ["L" if isinstance(atom, Lit) else f"%{local[atom]}" for atom in op.operands]
-                lines.append(f"{self.without_numbers(op, values)}:{','.join(wires)}")
-            else:
-                key = op.key if numbers else placeless(op, values)
-                lines.append(f"{key}:{','.join([name(atom) for atom in op.operands])}")
-            for value in op.results:
+        def wired(op: Op) -> tuple[str, Sequence[Any], Sequence[Any]]:
+            if numbers or not _has_numbers(op):
+                return text(op), op.operands, op.results
+            return (
+                self.without_numbers(op, values),
+                [None if isinstance(a, Lit) else a for a in op.operands],
+                op.results,
+            )
+
+        types = [",".join([self.type_of(values(value)) for value in block.inputs])]
+        return self._digest_of(types, block.inputs, map(wired, block.ops), block.outputs)
+
+    def _digest_of(
+        self,
+        head: list[str],
+        inputs: Iterable[Any],
+        ops: Iterable[tuple[str, Sequence[Any], Sequence[Any]]],
+        outputs: Iterable[Any],
+    ) -> str:
+        """A digest of a straight line of operations, whose values go by the order in which they are made.
+
+        Args:
+          head: lines for the types of the inputs.
+          inputs, outputs: atoms.
+          ops: the text, the operands (None for a literal that does not count), and the results of each.
+        """
+        local: dict[Any, int] = {}
+
+        def name(atom: Any) -> str:
+            if isinstance(atom, Lit):
+                return self._operand(atom)
+            return "L" if atom is None else f"%{local[atom]}"
+
+        def define(values: Iterable[Any]) -> None:
+            for value in values:
                 local[value] = len(local)
-        lines.append(",".join([name(atom) for atom in block.outputs]))
+
+        define(inputs)
+        lines = list(head)
+        for text, operands, results in ops:
+            lines.append(f"{text}:{','.join([name(atom) for atom in operands])}")
+            define(results)
+        lines.append(",".join([name(atom) for atom in outputs]))
         return _digest("\n".join(lines).encode())
 
     def without_numbers(self, op: Op, values: Callable[[int], Value]) -> str:
@@ -182,29 +216,36 @@ class Keys:
         return self._digests[id(value)]
 
     def _jaxpr(self, value: Any) -> str:
-        digest = self._digests.get(id(value))
-        if digest is None:
-            digest = self._digests[id(value)] = _digest("\n".join(self._jaxpr_lines(value)).encode())
-            self._alive.append(value)
+        if id(value) in self._digests:
+            return self._digests[id(value)]
+        jaxpr, consts = _jax.open_jaxpr(value)
+
+        def atoms(variables: Iterable[Any]) -> list[Any]:
+            return [Lit(one.val, one.aval) if _jax.is_literal(one) else one for one in variables]
+
+        inputs = (*jaxpr.constvars, *jaxpr.invars)
+        head = [",".join([self.text(const) for const in consts]), *(self.type_of(var.aval) for var in inputs)]
+        ops = ((self.head(eqn.primitive, eqn.params), atoms(eqn.invars), eqn.outvars) for eqn in jaxpr.eqns)
+        self._alive.append(value)
+        digest = self._digests[id(value)] = self._digest_of(head, inputs, ops, atoms(jaxpr.outvars))
         return digest
 
-    def _jaxpr_lines(self, value: Any) -> list[str]:
-        jaxpr, consts = _jax.open_jaxpr(value)
-        local: dict[Any, int] = {}
 
-        def name(atom: Any) -> str:
-            return self._operand(Lit(atom.val, atom.aval)) if _jax.is_literal(atom) else f"%{local[atom]}"
+def digest(graph: Graph, *, constants: bool = True) -> str:
+    """The digest of a whole program, equal in every process, by which two traces are found to be the same program.
 
-        lines = [",".join([self.text(const) for const in consts])]
-        for var in (*jaxpr.constvars, *jaxpr.invars):
-            local[var] = len(local)
-            lines.append(self.type_of(var.aval))
-        for eqn in jaxpr.eqns:
-            lines.append(f"{self.head(eqn.primitive, eqn.params)}:{','.join([name(atom) for atom in eqn.invars])}")
-            for var in eqn.outvars:
-                local[var] = len(local)
-        lines.append(",".join([name(atom) for atom in jaxpr.outvars]))
-        return lines
+    Graphs of equal digests apply the same operations to the same operands in the same order: they compute the same
+    values, bit for bit, and one plan and one executable serve both. Weak dtypes are left out, since they only decide
+    which operations JAX traces: what promotion they cause is in the graph, as conversions.
+
+    Args:
+      graph: the program.
+      constants: whether the closed-over arrays count; their shapes and dtypes do in any case.
+    """
+    keys = graph.keys if isinstance(graph.keys, Keys) else Keys()
+    lines = [keys.block(graph.block, graph.values.__getitem__, weak=False)]
+    lines += map(keys.text, graph.constants if constants else ())
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
 def placeless(op: Op, values: Callable[[int], Value]) -> str:

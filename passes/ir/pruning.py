@@ -102,8 +102,8 @@ def _scan(op: Op, used: list[bool]) -> Op:
     consts, _, xs = view.taken([value in live for value in view.body.inputs])
     inputs, outputs = (*consts, *carry, *xs), (*carry, *ys)
     params = dict(op.params, num_consts=sum(consts), num_carry=sum(carry))
-    pruned = _body(view.body, inputs, outputs)
-    return _with(op, (pruned,), params, _select(op.operands, inputs), _select(op.results, outputs))
+    bodies = (_body(view.body, inputs, outputs),)
+    return _changed(op, inputs, outputs, params=params, bodies=bodies)
 
 
 def _once(op: Op, used: list[bool]) -> tuple[Op, list[bool]]:
@@ -120,7 +120,7 @@ def _once(op: Op, used: list[bool]) -> tuple[Op, list[bool]]:
     kept = (*ends, *(True for _ in ys))
     params = dict(op.params, num_consts=view.num_consts + len(ends) - sum(ends), num_carry=sum(ends))
     body = Block(turned(view.body.inputs), view.body.ops, _select(view.body.outputs, kept))
-    once = _with(op, (body,), params, turned(op.operands), _select(op.results, kept))
+    once = _changed(op, None, kept, params=params, bodies=(body,), operands=turned(op.operands))
     return once, list(_select(used, kept))
 
 
@@ -136,8 +136,7 @@ def _while(op: Op, used: list[bool]) -> Op:
     params = dict(op.params, cond_nconsts=sum(cond_consts), body_nconsts=sum(body_consts))
     kept = Block(_select(cond.inputs, (*cond_consts, *carry)), cond_ops, cond.outputs)
     bodies = (kept, _body(body, (*body_consts, *carry), carry))
-    operands = _select(op.operands, (*cond_consts, *body_consts, *carry))
-    return _with(op, bodies, params, operands, _select(op.results, carry))
+    return _changed(op, (*cond_consts, *body_consts, *carry), carry, params=params, bodies=bodies)
 
 
 def _cond(op: Op, used: list[bool]) -> Op:
@@ -147,18 +146,16 @@ def _cond(op: Op, used: list[bool]) -> Op:
         _, live = _live_ops(branch.ops, _select(branch.outputs, used))
         inputs = [needed or value in live for needed, value in zip(inputs, branch.inputs, strict=True)]
     bodies = tuple(_body(branch, inputs, used) for branch in op.bodies)
-    return _with(op, bodies, None, (op.operands[0], *_select(op.operands[1:], inputs)), _select(op.results, used))
+    return _changed(op, (True, *inputs), used, bodies=bodies)
 
 
 def _barrier(op: Op, used: list[bool]) -> Op:
-    return op if all(used) else _with(op, (), None, _select(op.operands, used), _select(op.results, used))
+    return op if all(used) else _changed(op, used, used)
 
 
 def _callback(op: Op, used: list[bool]) -> Op:
-    if all(used):
-        return op
     kept = [i for i, is_read in enumerate(used) if is_read]
-    return _with(op, (), _jax.with_results(op.params, kept), None, _select(op.results, used))
+    return op if all(used) else _changed(op, None, used, params=_jax.with_results(op.params, kept))
 
 
 _RULES = {
@@ -192,22 +189,14 @@ def _select(items: Sequence[Any], mask: Sequence[bool]) -> tuple[Any, ...]:
     return tuple(item for item, keep in zip(items, mask, strict=True) if keep)
 
 
-def _with(
-    op: Op,
-    bodies: tuple[Block, ...],
-    params: Any = None,
-    operands: tuple[Atom, ...] | None = None,
-    results: tuple[int, ...] | None = None,
-) -> Op:
-    """`op` with other parts; its key is None, to be written when it is numbered."""
-    return replace(
-        op,
-        params=op.params if params is None else params,
-        operands=op.operands if operands is None else operands,
-        results=op.results if results is None else results,
-        bodies=bodies,
-        key=None,
-    )
+def _changed(op: Op, operands: Sequence[bool] | None, results: Sequence[bool], /, **parts: Any) -> Op:
+    """An op with some of its operands (None for all) and results, and with other parts.
+
+    Its key is written when it is numbered.
+    """
+    if operands is not None:
+        parts["operands"] = _select(op.operands, operands)
+    return replace(op, results=_select(op.results, results), key=None, **parts)
 
 
 class _Numbering:

@@ -107,70 +107,73 @@ class Rewriter:
         after = {value: self.fresh(value) for value in values}
         return self.op(_jax.optimization_barrier_primitive(), {}, values, list(after.values()), source), after
 
-    def copy(self, op: Op, renamed: Mapping[int, Atom], source: Any = None) -> Op:
-        """A copy of an op: its operands renamed, its results and everything in its bodies fresh."""
-        operands = [renamed_atom(a, renamed) for a in op.operands]
-        return self._made(op, operands, list(map(self.fresh, op.results)), op.params, None, op.key, source)
+    def copy(
+        self,
+        op: Op,
+        operands: Mapping[int, Atom] | Sequence[Atom],
+        results: Sequence[int] | None = None,
+        *,
+        params: Mapping[str, Any] | None = None,
+        values: Sequence[Value] | None = None,
+        source: Any = None,
+    ) -> Op:
+        """A copy of an op, everything in its bodies fresh. Its key is written when it is numbered, if it is another.
+
+        Args:
+          operands: new ones, of other types perhaps, or the names of those that change.
+          results: new ones; fresh values of the same types by default.
+          params: in place of its own.
+          values: of the graph that the op is from, by default this one.
+          source: in place of its own.
+        """
+        known = self.values if values is None else values
+        if isinstance(operands, Mapping):
+            operands = [renamed_atom(a, operands) for a in op.operands]
+        is_alike = params is None and len(operands) == len(op.operands)  # fewer of a part of a barrier
+        is_alike = is_alike and all(self._is_alike(a, known, b) for a, b in zip(op.operands, operands, strict=True))
+        return Op(
+            self.index(op.index if values is None else None, is_copy=True),
+            op.primitive,
+            op.params if params is None else params,
+            tuple(operands),
+            tuple([self.fresh(known[v]) for v in op.results] if results is None else results),
+            tuple([self.copy_block(body, known) for body in op.bodies]),
+            op.source if source is None else source,
+            op.key if is_alike else None,
+            op.ctx,
+            op.has_effects,
+        )
+
+    def _is_alike(self, before: Atom, known: Sequence[Value], after: Atom) -> bool:
+        """Whether an operand, of a graph with these values, is like a new one to the key of an op."""
+        if isinstance(before, Lit) or isinstance(after, Lit):
+            return before is after
+        one, other = known[before], self.values[after]
+        return one is other or (one.shape, one.dtype) == (other.shape, other.dtype)
 
     def copy_block(self, block: Block, values: Sequence[Value] | None = None) -> Block:
         """A copy of a block, in which everything is fresh. `values`: of the graph that it is from, by default this."""
         known = self.values if values is None else values
-        renamed: dict[int, int] = {value: self.fresh(known[value]) for value in block.inputs}
-        ops = []
-        for op in block.ops:
-            renamed.update((value, self.fresh(known[value])) for value in op.results)
-            operands = [renamed_atom(a, renamed) for a in op.operands]
-            ops.append(self._made(op, operands, [renamed[v] for v in op.results], op.params, values, op.key))
-        outputs = tuple([renamed_atom(a, renamed) for a in block.outputs])
-        return Block(tuple([renamed[v] for v in block.inputs]), tuple(ops), outputs)
+        inputs = tuple([self.fresh(known[value]) for value in block.inputs])
+        ops, outputs = self.inline(block, dict(zip(block.inputs, inputs, strict=True)), known)
+        return Block(inputs, tuple(ops), tuple(outputs))
 
-    def moved(
-        self,
-        op: Op,
-        operands: Sequence[Atom],
-        results: Sequence[int],
-        params: Mapping[str, Any] | None = None,
-        values: Sequence[Value] | None = None,
-    ) -> Op:
-        """A copy of an op on other values, of other types perhaps: its key is written when it is numbered.
+    def inline(
+        self, block: Block, given: Mapping[int, Atom], values: Sequence[Value] | None = None, source: Any = None
+    ) -> tuple[list[Op], list[Atom]]:
+        """Copies of the operations of a block, and the atoms of its outputs.
 
         Args:
-          params: in place of its own.
-          values: of the graph that the op is from, by default this one: its bodies are copied.
+          given: the atoms of its inputs; operations whose results are among them are left out.
+          values: of the graph that it is from, by default this one.
+          source: of all operations, in place of their own.
         """
-        is_alike = params is None and values is None and not op.bodies and self._are_alike(op.operands, operands)
-        taken = op.params if params is None else params
-        return self._made(op, operands, results, taken, values, op.key if is_alike else None)
-
-    def _are_alike(self, before: Sequence[Atom], after: Sequence[Atom]) -> bool:
-        """Whether operands have the types of others, as far as is seen at once."""
-        known = self.values
-        if len(before) != len(after):  # a part of a barrier
-            return False
-        for one, other in zip(before, after, strict=True):
-            if one is other:
-                continue
-            if isinstance(one, Lit) or isinstance(other, Lit) or known[one] is not known[other]:
-                return False
-        return True
-
-    def _made(
-        self,
-        op: Op,
-        operands: Sequence[Atom],
-        results: Sequence[int],
-        params: Mapping[str, Any],
-        values: Sequence[Value] | None,
-        key: Any,
-        source: Any = None,
-    ) -> Op:
-        """A copy of an op with its bodies, under its own source unless another is given."""
-        index = self.index(op.index if values is None else None, is_copy=True)
-        bodies = tuple([self.copy_block(body, values) for body in op.bodies])
-        where = op.source if source is None else source
-        return Op(
-            index, op.primitive, params, tuple(operands), tuple(results), bodies, where, key, op.ctx, op.has_effects
-        )
+        names, ops = dict(given), []
+        for op in block.ops:
+            if not op.results or not names.keys() >= set(op.results):
+                ops.append(self.copy(op, names, values=values, source=source))
+                names.update(zip(op.results, ops[-1].results, strict=True))
+        return ops, [renamed_atom(atom, names) for atom in block.outputs]
 
     def finish(self, block: Block) -> Graph:
         """The graph with another top block; `place` says where its ops are."""
@@ -193,6 +196,11 @@ class Rewriter:
             {new: index for new, index in origin.items() if index in known},
             frozenset(new for index, new in self.place.items() if index in self._copies),
         )
+
+
+def shape_of(atom: Atom, values: Sequence[Value]) -> tuple[int, ...]:
+    """Returns the shape of an atom."""
+    return tuple(atom.aval.shape) if isinstance(atom, Lit) else values[atom].shape
 
 
 def renamed_atom(atom: Atom, names: Mapping[int, Atom]) -> Any:

@@ -95,7 +95,7 @@ def copy_ops(
     copies = []
     for op in ops:
         names.update([(value, enter(value)) for value in dict.fromkeys(op.reads) if value not in names])
-        copies.append(rewriter.copy(op, names, _jax.mark_rematerialised(op.source) if is_remat else None))
+        copies.append(rewriter.copy(op, names, source=_jax.mark_rematerialised(op.source) if is_remat else None))
         names.update([pair for pair in zip(op.results, copies[-1].results, strict=True) if pair[0] not in names])
     return copies
 

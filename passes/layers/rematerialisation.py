@@ -203,7 +203,7 @@ class _Body:
         """Copies the choice that an op compares with, and adds the names of its results to `names`."""
         tie = self.tie(op)
         for one in tie.chain if tie is not None else ():
-            copy = self.rewriter.copy(one, names, _jax.mark_rematerialised(one.source))
+            copy = self.rewriter.copy(one, names, source=_jax.mark_rematerialised(one.source))
             names.update(zip(one.results, copy.results, strict=True))
             self.out.append(copy)
 
@@ -244,7 +244,7 @@ class _Body:
             names: dict[int, Atom] = {v: after[v] for v in needs if v in after}
             names.update((v, self.copied[self.place(v, reader)]) for v in again)
             self.chosen_again(op, names)
-            copy = self.rewriter.copy(op, names, _jax.mark_rematerialised(op.source))
+            copy = self.rewriter.copy(op, names, source=_jax.mark_rematerialised(op.source))
             self.copied.update((self.place(v, reader), x) for v, x in zip(op.results, copy.results, strict=True))
             self.out.append(copy)
 

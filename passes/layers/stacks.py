@@ -24,9 +24,8 @@ from alpa_lite.ir.graph import Atom, Block, Bounds, Op, Value
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import producers, values_in
-from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import Rewriter
+from alpa_lite.passes.ir.rewriting import Rewriter, shape_of
 
 InPieces = tuple[Bounds, tuple[int, ...]]
 """Where the pieces of a stacked value begin, with the end of the last, and the pieces."""

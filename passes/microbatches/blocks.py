@@ -20,7 +20,6 @@ from jax import lax
 from alpa_lite.ir.graph import Atom, Block, Lit, Op
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import reach, values_in
-from alpa_lite.passes.ir.inlining import inlined
 from alpa_lite.passes.ir.keys import CONTROL_FLOW_JAXPRS
 from alpa_lite.passes.ir.loops import Carried, ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import renamed_block
@@ -226,7 +225,7 @@ class Scope:
                 if self.builder.strided and not once:
                     raise PositionDependent
                 names[op.results[0]] = self.counter
-        made, results = inlined(self.builder, graph, names, source)
+        made, results = self.builder.inline(graph.block, names, graph.values, source)
         (self.ops if outside is None else outside).extend(made)
         return results
 
@@ -277,7 +276,7 @@ class Scope:
             return
         operands = [self.fetch(op.operands[i], role.operands[i]) for i in kept]
         results = [self.builder.new_part(op.results[i], role.results[i]) for i in kept]
-        self.ops.append(self.builder.moved(op, operands, results))
+        self.ops.append(self.builder.copy(op, operands, results))
         for i, result in zip(kept, results, strict=True):
             self.define(op.results[i], role.results[i], result)
 
@@ -290,7 +289,7 @@ class Scope:
     def _emit_copy(self, op: Op, role: Role, params: Any = None) -> None:
         """Emits the operation itself on the operands of its role, with other parameters perhaps."""
         operands = self.fetch_all(op.operands, role.operands)
-        self.ops.append(self.builder.moved(op, operands, self._define(op, role), params))
+        self.ops.append(self.builder.copy(op, operands, self._define(op, role), params=params))
 
     def _emit_form(self, op: Op, role: Role) -> None:
         form = role.form

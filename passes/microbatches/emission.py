@@ -30,9 +30,8 @@ from alpa_lite import _jax
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir.flow import reach, values_in
-from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.ir.loops import Carried, ScanView
-from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
+from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op, shape_of
 from alpa_lite.passes.microbatches.blocks import Scope
 from alpa_lite.passes.microbatches.builder import Builder, check_independent_of_position
 from alpa_lite.passes.microbatches.states import (

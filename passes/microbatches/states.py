@@ -27,8 +27,8 @@ from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, primitives
-from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.ir.loops import ScanView, WhileView
+from alpa_lite.passes.ir.rewriting import shape_of
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 

@@ -28,7 +28,6 @@ from alpa_lite.ir.graph import Atom, Block, Bounds, Graph, Op
 from alpa_lite.ir.kernels import KERNEL
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import values_in
-from alpa_lite.passes.ir.inlining import inlined
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_block, renamed_op
 from alpa_lite.passes.layers.stacks import StackWalk
@@ -55,7 +54,9 @@ def opened(rewriter: Rewriter, block: Block) -> tuple[Block, dict[int, int]]:
         if inner is None:
             out.append(op)
             continue
-        ops, results = inlined(rewriter, inner, dict(zip(inner.block.inputs, op.operands, strict=True)), op.source)
+        ops, results = rewriter.inline(
+            inner.block, dict(zip(inner.block.inputs, op.operands, strict=True)), inner.values, op.source
+        )
         out += ops
         part_of.update((one.index, op.index) for one in ops)
         names.update(zip(op.results, results, strict=True))

@@ -25,8 +25,7 @@ from jax import lax
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Atom, Graph, Lit, Op
 from alpa_lite.passes.ir.flow import values_in
-from alpa_lite.passes.ir.inlining import inlined, shape_of
-from alpa_lite.passes.ir.rewriting import Rewriter
+from alpa_lite.passes.ir.rewriting import Rewriter, shape_of
 from alpa_lite.passes.tokens.beyond import Beyond
 from alpa_lite.passes.tokens.states import Body, State, States, Way, row_factor
 from alpa_lite.passes.tracing import conversion
@@ -189,7 +188,7 @@ class Pieces(Extents):
         self, op: Op, operands: Sequence[Atom], results: Sequence[int], params: Mapping[str, Any] | None = None
     ) -> list[int]:
         """Writes an operation on other operands, with other parameters perhaps; its results."""
-        self._add(self.rw.moved(op, operands, results, params))
+        self._add(self.rw.copy(op, operands, results, params=params))
         return list(results)
 
     def _made(self, function: Callable[..., Any], operands: Sequence[Atom], *static: Hashable, **named: Any) -> Atom:
@@ -200,7 +199,9 @@ class Pieces(Extents):
             jaxpr = jax.make_jaxpr(functools.partial(function, *static, **named))(*specs)
             self._graphs[key] = conversion.graph_of(jaxpr, self.rw.keys, fold_empty=False)
         graph = self._graphs[key]
-        ops, (result,) = inlined(self.rw, graph, dict(zip(graph.block.inputs, operands, strict=True)), self._source)
+        ops, (result,) = self.rw.inline(
+            graph.block, dict(zip(graph.block.inputs, operands, strict=True)), graph.values, self._source
+        )
         for op in ops:
             self._add(op)
         return result

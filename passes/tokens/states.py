@@ -33,8 +33,8 @@ from alpa_lite import _jax
 from alpa_lite.ir.graph import Atom, Block, Op, Value
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.ir.rewriting import shape_of
 from alpa_lite.passes.tokens.beyond import Known
 from alpa_lite.passes.tokens.windows import SHIFTS, shift_of, shifts, size_along, window
 

@@ -21,8 +21,7 @@ from jax.extend.core import primitives as lax_primitives
 
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op
 from alpa_lite.passes.ir import flow, primitives
-from alpa_lite.passes.ir.inlining import shape_of
-from alpa_lite.passes.ir.rewriting import Rewriter
+from alpa_lite.passes.ir.rewriting import Rewriter, shape_of
 from alpa_lite.passes.tracing.statics import Statics
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.ir.graph import Atom, Lit, Op, Value
-from alpa_lite.passes.ir.inlining import shape_of
 from alpa_lite.passes.ir.loops import ScanView, WhileView
+from alpa_lite.passes.ir.rewriting import shape_of
 
 LARGEST = 1 << 28
 """Elements of a value beyond which it is not computed."""
