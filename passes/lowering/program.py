@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -21,8 +22,19 @@ from alpa_lite.plan.records import Collective
 Operand = int | Lit
 
 
+class HasOperands:
+    """An instruction with operands."""
+
+    operands: tuple[Operand, ...]
+
+    @functools.cached_property
+    def reads(self) -> tuple[int, ...]:
+        """The registers among its operands."""
+        return tuple([o for o in self.operands if not isinstance(o, Lit)])
+
+
 @dataclass(frozen=True, eq=False)
-class Compute:
+class Compute(HasOperands):
     """Runs an operation's local form on registers."""
 
     op: Op
@@ -53,7 +65,7 @@ class Body:
 
 
 @dataclass(frozen=True, eq=False)
-class Loop:
+class Loop(HasOperands):
     """A scan, while or cond whose bodies are local programs."""
 
     op: Op
@@ -63,7 +75,7 @@ class Loop:
 
 
 @dataclass(frozen=True, eq=False)
-class Outside:
+class Outside(HasOperands):
     """An operation that cannot be inside a region: it runs on global arrays, and splits the step into regions."""
 
     op: Op
@@ -144,10 +156,9 @@ def computes(items: Iterable[Instruction]) -> Iterator[Compute]:
                 yield from computes(body.instructions)
 
 
-def reads(item: Instruction) -> list[int]:
-    """The registers among an instruction's operands."""
-    operands = (item.source,) if isinstance(item, Reshard) else item.operands
-    return [o for o in operands if not isinstance(o, Lit)]
+def reads(item: Instruction) -> tuple[int, ...]:
+    """The registers that an instruction reads."""
+    return (item.source,) if isinstance(item, Reshard) else item.reads
 
 
 def writes(item: Instruction) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ with one port a device: Bar-Noy and Kipnis, "Designing broadcasting algorithms i
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from alpa_lite.cluster import Cluster
@@ -79,7 +79,19 @@ class Loads:
             parts = [self._busy.get(resource, 0.0) + slow * count + latency for resource, slow, latency in way]
             return sorted(parts, reverse=True), source
 
-        return min(holders, key=busy)
+        return min(self._least_busy_ports(holders), key=busy)
+
+    def _least_busy_ports(self, holders: Sequence[int]) -> Iterable[int]:
+        """Of holders that differ in their ports alone, as those of a node without a torus do, the least busy one."""
+        cluster = self._cluster
+        if cluster.topology:
+            return holders
+        alike = cluster.devices_per_node if cluster.card_link is None else cluster.devices_per_card
+        best: dict[int, tuple[float, int]] = {}
+        for source in holders:
+            port = self._busy.get(("send", source), 0.0), source
+            best[source // alike] = min(best.get(source // alike, port), port)
+        return [source for _, source in best.values()]
 
     @property
     def seconds(self) -> float:

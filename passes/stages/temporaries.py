@@ -29,6 +29,7 @@ from alpa_lite.ir.graph import Lit, Op, Value
 from alpa_lite.passes.ir import fusion
 from alpa_lite.passes.ir.items import Item, item_of
 from alpa_lite.passes.ir.primitives import ADDS, PRODUCTS
+from alpa_lite.passes.ir.remembered import Memo, remembered
 from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Loop, Operand, Reshard, reads, writes
 from alpa_lite.passes.sharding.space import block_count
 from alpa_lite.passes.stages.segments import Segment, Segments
@@ -149,11 +150,18 @@ def _placed(values: Sequence[int], rooms: Sequence[int]) -> int:
     return placed
 
 
+@remembered
+def _known_items(_: Segments) -> Memo:
+    """Items by instruction: a run is weighed with several contents and for several values."""
+    return Memo()
+
+
 class _Sizes:
     """Bytes of registers."""
 
     def __init__(self, segments: Segments, platform: str, of: Container[int] | None) -> None:
         self.of = of
+        self.known = _known_items(segments)
         self.values: Sequence[Value] = segments.stage.traced.graph.values
         self.value_of = segments.value_of
         self.registers = segments.program.registers
@@ -302,7 +310,10 @@ class _Sizes:
 
     def item(self, instruction: Instruction) -> Item:
         """An instruction, for the rule of fusion: blocks in place of whole values."""
-        operands, results = tuple(reads(instruction)), writes(instruction)
+        return self.known.once((instruction, self.on_cpu), lambda: self._item(instruction))
+
+    def _item(self, instruction: Instruction) -> Item:
+        operands, results = reads(instruction), writes(instruction)
         if isinstance(instruction, Loop):
             return Item("control", operands, results, 0)
         if isinstance(instruction, Reshard):
