@@ -41,15 +41,12 @@ from alpa_lite.errors import MicrobatchError
 from alpa_lite.passes.checks.verification import compiled_reports
 from alpa_lite.passes.ir import moving
 from alpa_lite.passes.tracing import tracing
-from alpa_lite.report import units
 from alpa_lite.runtime import aot
 from alpa_lite.steps import NamedStep
 from benchmarks import hlo_bytes
 from benchmarks.gallery.small import CASES
-from benchmarks.harness import Benchmark, Row, Rows, by_variant, show, table
+from benchmarks.harness import Benchmark, Row
 
-WITHIN = 0.25
-NEAR = {True: "yes", False: "no"}
 SPLIT_K = "xla_gpu_experimental_force_split_k"
 
 
@@ -57,11 +54,6 @@ def settings(options: Mapping[str, Any]) -> dict[str, str]:
     """Variables of a process: two devices, and for a GPU no split products, of which not every compiler knows."""
     split = f" --{SPLIT_K}=1" if "target" in options else ""
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2" + split}
-
-
-def is_near(ratio: float) -> bool:
-    """Whether a prediction is near what was compiled."""
-    return abs(ratio - 1) <= WITHIN
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------
@@ -87,24 +79,6 @@ def moved(name: str, target: str) -> Row:
         "seconds": seconds, "by": dict(by.most_common(8)),
         "compiler": f"{aot.compiler_version(described)} for {device.device_kind}",
     }  # fmt: skip
-
-
-def moved_page(rows: Rows) -> list[str]:
-    """Bytes in Markdown."""
-    rows = {name: rows[name] for name in CASES if name in rows}
-    cells = [
-        [name, row["operations"], f"{row['predicted'] / 1e6:.0f} MB", f"{row['compiled'] / 1e6:.0f} MB",
-         show(row["ratio"]), NEAR[is_near(row["ratio"])], show(row["seconds"] * 1e3, ".0f")]
-        for name, row in rows.items()
-    ]  # fmt: skip
-    near, compilers = (sum(is_near(row["ratio"]) for row in rows.values()), {row["compiler"] for row in rows.values()})
-    return [
-        *table("model | operations | predicted | compiled | ratio | within 25 % | CPU ms of predicting", cells), "",
-        f"{near} of {len(rows)} are within 25 %. Predictions are low where the compiler copies for the sake of layouts",
-        "(transpositions before batched products, padding before convolutions), and where it expands an operation",
-        "(the gradient of max pooling in `resnet` becomes a reduction of five operands, and a scatter).", "",
-        f"Compiled by {', '.join(sorted(compilers))}.",
-    ]  # fmt: skip
 
 
 # -- memory of stages -------------------------------------------------------------------------------------------------
@@ -140,40 +114,6 @@ def stages(name: str, target: str | None = None) -> Row:
         pairs = [most[key] for key in sorted(most)]
         out |= {"stages": pairs} if kind == "pipeline" else {"mesh": pairs[0]}
     return out | {"variant": compiler}
-
-
-def stages_page(rows: Rows) -> list[str]:
-    """A section for each compiler."""
-    lines = [
-        "The temporaries of a stage are those of its executable that needs most: bytes per device beyond inputs and",
-        "outputs. Those of one mesh are all bytes of its step at the peak.",
-    ]
-    for compiler, found in sorted(by_variant(rows).items(), reverse=True):
-        pairs = [
-            (name, what, predicted, compiled)
-            for name in CASES if name in found
-            for what, (predicted, compiled) in [
-                *((f"stage {i}, temporaries", pair) for i, pair in enumerate(found[name]["stages"])),
-                ("one mesh, peak", found[name]["mesh"]),
-            ]
-        ]  # fmt: skip
-        cells = [
-            [
-                name,
-                what,
-                *map(units.nbytes, pair),
-                show(pair[0] / pair[1]),
-                "yes" if is_near(pair[0] / pair[1]) else "no",
-            ]
-            for name, what, *pair in pairs
-        ]
-        near = {kind: [is_near(a / b) for _, what, a, b in pairs if what.startswith(kind)] for kind in ("stage", "one")}
-        lines += [
-            "", f"## {compiler}", "", *table("model | part | predicted | compiled | ratio | within 25 %", cells), "",
-            f"{sum(near['stage'])} of {len(near['stage'])} stages and {sum(near['one'])} of {len(near['one'])} steps "
-            "on one mesh are within 25 %.",
-        ]  # fmt: skip
-    return lines
 
 
 # -- target compilers -------------------------------------------------------------------------------------------------
@@ -218,39 +158,8 @@ def compiled_for(case: str, target: str | None = None) -> Row:
     }  # fmt: skip
 
 
-def compiled_page(rows: Rows) -> list[str]:
-    """The rows of all targets."""
-    cells = []
-    for target, found in sorted(by_variant(rows).items(), reverse=True):
-        for name in (name for name in STEPS if name in found):
-            row = found[name]
-            predicted, compiled = (row["memory"][key] for key in ("predicted", "compiler"))
-            cells.append([
-                name, target, " x ".join(map(str, row["mesh"])), row["planned_collectives"], row["found_collectives"],
-                "yes" if row["communicates"] else "no", units.nbytes(predicted), units.nbytes(compiled),
-                show(predicted / compiled),
-            ])  # fmt: skip
-    return table(
-        "step | target | mesh | collectives planned | found | as planned | predicted | compiler | ratio", cells
-    )
-
-
 BENCHMARKS = (
-    Benchmark(
-        "bytes_accessed", "Bytes accessed, predicted and compiled",
-        "Whole train steps on one device: all that kernels read from memory and write to it. Predicted is "
-        "`alpa_lite.passes.ir.fusion`; compiled is read off the program of XLA's GPU compiler, without a GPU "
-        "(`-o target=h100.txtpb`).",
-        lambda: CASES, moved, moved_page, settings=settings, sources=("passes/ir", "passes/tracing"),
-    ),
-    Benchmark(
-        "stage_memory", "Memory of executables, predicted and compiled",
-        "Two devices; nothing runs. For a GPU (`-o target=h100.txtpb`) JAX's CUDA plugin compiles.",
-        lambda: CASES, stages, stages_page, settings=settings,
-    ),
-    Benchmark(
-        "target_compilers", "Plans against the compilers of their targets",
-        "Compiled for v5e:2x4, or for a GPU with `-o target=h100.txtpb`, without the hardware.",
-        lambda: STEPS, compiled_for, compiled_page, settings=settings, limit=1800,
-    ),
+    Benchmark("bytes_accessed", lambda: CASES, moved, settings=settings, sources=("passes/ir", "passes/tracing")),
+    Benchmark("stage_memory", lambda: CASES, stages, settings=settings),
+    Benchmark("target_compilers", lambda: STEPS, compiled_for, settings=settings, limit=1800),
 )  # fmt: skip

@@ -1,7 +1,7 @@
 """The frame of every benchmark: cases in processes of their own, rows that keep their origin, and pages.
 
-A module of this package declares `BENCHMARKS`. Each names its cases, measures one of them as a *row* of figures, and
-makes a page of all rows. `results/NAME.json` has the rows by case; each also has
+A module of this package declares `BENCHMARKS`. Each names its cases and measures one of them as a *row* of figures.
+`pages/NAME.md` is a template (Jinja) that shows all rows. `results/NAME.json` has the rows by case; each also has
 
     status        "finished", or why its process failed or was ended
     wall_seconds, load_before, peak_gib
@@ -20,8 +20,8 @@ import json
 import os
 import platform
 import re
+import statistics
 import subprocess
-import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,11 +29,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 Row = dict[str, Any]
 Rows = Mapping[str, Row]
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "pages"
 LIBRARY = ("alpa_lite", "passes", "runtime", "models")
 AT = " @ "
 """Between the name of a case and the variant that its row is of: a version of JAX, or a compiler."""
@@ -64,11 +66,10 @@ class Benchmark:
     """A measurement.
 
     Attributes:
-      name: of its results.
-      title: of its page, and `about` the text below it.
+      name: of its results, and of the template in `pages/` that shows them.
       cases: the names of all cases.
       measure: (case, **options) to a row.
-      page: the lines of a page about some rows, by case.
+      view: of the rows that finished, further values for the template.
       parts: further measures of a case, each in a process of its own; its result is the row's item of that name.
       devices: virtual CPU devices of a process, or none; 0 for the accelerators of this machine.
       quickly: whether programs are compiled without most optimisations.
@@ -83,11 +84,9 @@ class Benchmark:
     """
 
     name: str
-    title: str
-    about: str
     cases: Callable[[], Iterable[str]]
     measure: Callable[..., Row]
-    page: Callable[[Rows], list[str]]
+    view: Callable[[Rows], Mapping[str, Any]] = lambda rows: {}
     parts: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     devices: int | None = None
     quickly: bool = False
@@ -104,6 +103,11 @@ class Benchmark:
     def path(self) -> Path:
         """The file of its rows."""
         return RESULTS / f"{self.name}.json"
+
+    @property
+    def title(self) -> str:
+        """The first line of its page."""
+        return (PAGES / f"{self.name}.md").read_text().splitlines()[0].removeprefix("# ")
 
     def key(self, case: str) -> str:
         """The name of a case's row under the JAX that is installed."""
@@ -214,13 +218,7 @@ def by_variant(rows: Rows) -> dict[str, dict[str, Row]]:
         if isinstance(row, dict):
             case, _, variant = name.partition(AT)
             out.setdefault(variant, {})[case] = row
-    return out
-
-
-def sections(rows: Rows, lines_of: Callable[[dict[str, Row]], list[str]]) -> list[str]:
-    """A section of a page for each version of JAX or compiler."""
-    found = sorted(by_variant(rows).items())
-    return [line for variant, own in found for line in ("", f"## {variant}", "", *lines_of(own))][1:]
+    return dict(sorted(out.items()))
 
 
 # -- reports ----------------------------------------------------------------------------------------------------------
@@ -271,40 +269,70 @@ def has_failed(row: Any) -> bool:
 
 def write_page(benchmark: Benchmark, rows: Rows) -> None:
     """Writes `results/NAME.md` of the rows that finished, and names the others."""
+    if text := page(benchmark, rows):
+        benchmark.path.with_suffix(".md").write_text(text)
+
+
+def page(benchmark: Benchmark, rows: Rows) -> str:
+    """The page of some rows; empty if none finished."""
     wrong = {name: row["status"] for name, row in rows.items() if has_failed(row)}
     rows = {name: row for name, row in rows.items() if name not in wrong}
+    origins = [row["environment"] for row in rows.values() if isinstance(row, dict) and "environment" in row]
+    made = sorted({", ".join(f"{key} {value}" for key, value in sorted(origin.items())) for origin in origins})
     if not rows:
-        return
-    origins = {
-        tuple(sorted(row["environment"].items()))
-        for row in rows.values()
-        if isinstance(row, dict) and "environment" in row
-    }
-    made = sorted(", ".join(f"{key} {value}" for key, value in origin) for origin in origins)
-    about = f"`python -m benchmarks run {benchmark.name}`. {benchmark.about}"
-    failures = [f"- {name}: {status}" for name, status in wrong.items()]
-    lines = [
-        f"# {benchmark.title}", "", *textwrap.wrap(about, 118, break_on_hyphens=False), "",
-        *benchmark.page(rows), "", *failures, "", *[f"Measured: {one}." for one in made[:1]],
-    ]  # fmt: skip
-    if len(made) > 1:
-        lines[-1:] = ["Measured with:", "", *[f"- {one}" for one in made]]
-    benchmark.path.with_suffix(".md").write_text(re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n")
+        return ""
+    values = {"rows": rows, "variants": by_variant(rows), "cases": list(benchmark.cases()), **benchmark.view(rows)}
+    body = templates().get_template(f"{benchmark.name}.md").render(values)
+    lines = [aligned(body), "", *(f"- {name}: {status}" for name, status in wrong.items()), ""]
+    lines += (
+        ["Measured with:", "", *(f"- {one}" for one in made)] if made[1:] else [f"Measured: {one}." for one in made]
+    )
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
+
+
+@functools.cache
+def templates() -> jinja2.Environment:
+    """The templates of pages, with the filters that they use."""
+    from alpa_lite.report.units import nbytes
+
+    loader = jinja2.FunctionLoader(lambda name: (PAGES / name).read_text())
+    made = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    made.filters |= {"f": show, "nbytes": nbytes, "median": statistics.median}
+    made.tests["near"] = is_near
+    return made
+
+
+def show(value: float | None, form: str = ".2f") -> str:
+    """A number in a form of `format`, "-" for None."""
+    return "-" if value is None else format(value, form)
+
+
+def is_near(value: Any) -> bool:
+    """Whether a ratio, or that of a pair, is within 25 % of one."""
+    ratio = value[0] / value[1] if isinstance(value, list) else value
+    return abs(ratio - 1) <= 0.25
 
 
 NUMBER = re.compile(r"[-+~]?[\d,.]+(e[-+]?\d+)?( ?[%A-Za-z]{1,3})?|-?")
 """A cell that is a number, with its unit."""
 
 
+def aligned(text: str) -> str:
+    """Markdown whose tables have lines below their heads; columns of numbers are aligned to the right."""
+
+    def with_marks(found: re.Match[str]) -> str:
+        head, *rows = found[0].splitlines()
+        if rows and rows[0].startswith("|--"):
+            return found[0]
+        cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+        columns = zip(*cells, strict=True) if cells else [()] * (head.count("|") - 1)
+        marks = ["--:" if column and all(NUMBER.fullmatch(cell) for cell in column) else "---" for column in columns]
+        return "\n".join([head, f"|{'|'.join(marks)}|", *rows, ""])
+
+    return re.sub(r"(?:^\|.*(?:\n|$))+", with_marks, text, flags=re.MULTILINE)
+
+
 def table(head: str, rows: Iterable[Sequence[Any]]) -> list[str]:
-    """A table of Markdown; columns whose cells are numbers are aligned to the right. None is an empty cell."""
-    titles = head.split(" | ")
+    """The lines of a table of Markdown; None is an empty cell."""
     cells = [["" if cell is None else str(cell).replace("|", "/") for cell in row] for row in rows]
-    columns = zip(*cells, strict=True) if cells else [()] * len(titles)
-    marks = ["--:" if column and all(NUMBER.fullmatch(cell) for cell in column) else "---" for column in columns]
-    return [f"| {head} |", f"|{'|'.join(marks)}|", *(f"| {' | '.join(row)} |" for row in cells)]
-
-
-def show(value: float | None, form: str = ".2f") -> str:
-    """A number in a form of `format`, "-" for None."""
-    return "-" if value is None else format(value, form)
+    return aligned("\n".join(f"| {' | '.join(row)} |" for row in (head.split(" | "), *cells))).splitlines()

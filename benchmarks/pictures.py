@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks import planning, published
-from benchmarks.harness import ROOT, Benchmark, Row, Rows, get, load, table
+from benchmarks.harness import ROOT, Benchmark, Row, Rows, get, load
 
 FOLDER = ROOT / "docs" / "pictures"
 COLOURS = {
@@ -58,12 +58,6 @@ def measure(case: str) -> Row:
         "predicted": predicted.to_json(), "executed": executed.to_json(), "summary": str(plan).splitlines(),
         "block": {path: leaf for path, leaf in leaves.items() if re.search(r"params.*(layers?_?\W*0|embed)", path)},
     }  # fmt: skip
-
-
-def page(rows: Rows) -> list[str]:
-    """The shardings of a block."""
-    (row,) = rows.values()
-    return table("leaf | shape | sharding", [[path, shape, spec] for path, (shape, spec) in row["block"].items()])
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------
@@ -245,9 +239,4 @@ def draw() -> None:
             (FOLDER / f"{name}.svg").write_text(make())
 
 
-BENCHMARKS = (
-    Benchmark(
-        "pictures", "Plans that the documentation draws", "The shardings of a block of a GPT of 1.3 B parameters.",
-        lambda: ["gpt"], measure, page, devices=4,
-    ),
-)  # fmt: skip
+BENCHMARKS = (Benchmark("pictures", lambda: ["gpt"], measure, devices=4),)

@@ -11,6 +11,7 @@ that each is one integer program of few choices for a number of micro-batches.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import resource
 import statistics
@@ -25,7 +26,7 @@ from typing import Any
 from benchmarks import workers
 from benchmarks.gallery.cases import CASES
 from benchmarks.gallery.steps import Case
-from benchmarks.harness import ROOT, Benchmark, Row, Rows, show, table
+from benchmarks.harness import ROOT, Benchmark, Row, Rows
 
 GIB = 2**30
 KINDS = ("issue", "published", "unusual", "toy", "own")
@@ -135,49 +136,22 @@ def shown(plan: Row) -> str:
     return words + (f", {plan['microbatches']} micro-batches" if plan["microbatches"] > 1 else "")
 
 
-def page(rows: Rows) -> list[str]:
-    """The results as Markdown."""
+def view(rows: Rows) -> Row:
+    """The rows by case, the best textbook plans and how Auto compares with them, and where seconds go."""
     planned = {name: rows[name] for name in CASES if name in rows}
-    ratios = {
-        name: planned[name]["plan"]["step_seconds"] / best[1]
-        for name, row in planned.items()
-        if (best := best_textbook(row))
-    }
+    best = {name: found for name, row in planned.items() if (found := best_textbook(row))}
+    ratios = {name: planned[name]["plan"]["step_seconds"] / seconds for name, (_, seconds) in best.items()}
     slower = [name for name, ratio in ratios.items() if CASES[name].method[0] == "Auto" and ratio > 1 + 1e-4]
-    lines = table(
-        "case | cluster | planned s | tracing s | GiB | step s | MFU | plan | textbook | Auto / textbook",
-        [_cells(name, row, ratios.get(name), name in slower) for name, row in planned.items()],
-    )
-    lines += ["", f"Auto is slower than a textbook plan that fits in {len(slower)} of {len(ratios)} cases.", ""]
-    for kind in (*KINDS, ""):
-        seconds = [row["cpu_seconds"] for name, row in planned.items() if kind in ("", CASES[name].of)]
-        if seconds:
-            about = f"{len(seconds)} planned, median {statistics.median(seconds):.1f} CPU s, most {max(seconds):.1f} s."
-            lines += [f"- {kind or 'all'}: {about}"]
-    return [*lines, "", *_shares(planned)]
-
-
-def _cells(name: str, row: Row, ratio: float | None, is_slower: bool) -> list[Any]:
-    (method, values), best, plan = CASES[name].method, best_textbook(row), row["plan"]
-    cluster = f"{CASES[name].nodes} x {CASES[name].cluster}"
-    cluster += "" if method == "Auto" else f", {method}{values or '()'}"
-    return [
-        name, cluster, show(row["cpu_seconds"], ".1f"), show(row["planning_seconds"]["tracing"], ".1f"),
-        show(row["peak_gib"], ".1f"), show(plan["step_seconds"], ".4g"), show(plan["mfu"], ".0%"), shown(plan),
-        f"{best[0]} {best[1]:.4g}" if best else "none fits" if "textbook" in row else "not planned",
-        show(ratio, ".3f") + " SLOWER" * is_slower,
-    ]  # fmt: skip
-
-
-def _shares(planned: Rows) -> Iterator[str]:
-    """What share of all seconds each part of planning takes."""
-    sums: dict[str, float] = {}
+    seconds = {
+        kind: [row["cpu_seconds"] for name, row in planned.items() if kind in ("all", CASES[name].of)]
+        for kind in (*KINDS, "all")
+    }
+    sums: collections.Counter[str] = collections.Counter()
     for row in planned.values():
-        for part, seconds in row["planning_seconds"].items():
-            sums[part] = sums.get(part, 0.0) + seconds
-    if total := sum(sums.values()):
-        shares = sorted(((value / total, part) for part, value in sums.items()), reverse=True)
-        yield "Of all seconds: " + ", ".join(f"{part} {share:.0%}" for share, part in shares) + "."
+        sums.update(row["planning_seconds"])
+    shares = sorted(((value / sums.total(), part) for part, value in sums.items()), reverse=True)
+    known = {"specs": CASES, "planned": planned, "best": best, "ratios": ratios, "slower": slower}
+    return known | {"cpu_seconds": seconds, "shares": shares, "shown": shown}
 
 
 # -- two revisions ----------------------------------------------------------------------------------------------------
@@ -234,11 +208,7 @@ def compared(before: str, after: Path, cases: Sequence[str], options: Row, limit
 
 BENCHMARKS = (
     Benchmark(
-        "planning", "Planning",
-        "Train steps of other libraries and of this project, each planned in a fresh process. Seconds are CPU seconds; "
-        "steps, MFU and textbook seconds are predictions of one cost model. Tracing is JAX's own work but for a "
-        "seventh, and plain `jit` takes as long. Needs the extra `outside`.",
-        lambda: CASES, measure, page, parts={"textbook": textbook}, devices=8, limit=400,
+        "planning", lambda: CASES, measure, view, parts={"textbook": textbook}, devices=8, limit=400,
         sources=("alpa_lite", "passes"),
     ),
 )  # fmt: skip

@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks import planning, workers
 from benchmarks.gallery.cases import CASES
-from benchmarks.harness import ROOT, Benchmark, Row, Rows, show, table
+from benchmarks.harness import ROOT, Benchmark, Row
 
 EQUAL = (
     "bert-large", "roberta-large", "gpt2-xl", "vit-huge", "xlm-roberta-large", "marian-big", "wav2vec2-large", "unet",
@@ -41,8 +41,6 @@ PIPELINES = {
     )
 }  # fmt: skip
 METHODS = ("DataParallel()", "Zero(3)", "TensorParallel()", "Sharded()", "Pipeline()", "Auto()")
-LARGE = "planning of gpt-39B"
-"""A row of before `planning` had its case."""
 
 
 # -- under different conditions ---------------------------------------------------------------------------------------
@@ -84,16 +82,9 @@ def under_conditions(name: str, limit: float = 900) -> Row:
     return {condition: digest(name, condition, limit) for condition in CONDITIONS}
 
 
-def conditions_page(rows: Rows) -> list[str]:
-    """The digests as Markdown."""
-    cells, equal = [], 0
-    for name, row in rows.items():
-        found = [row.get(condition, "-")[:8] for condition in CONDITIONS]
-        same = len(set(found)) == 1
-        equal += same
-        cells.append([name, *found, "yes" if same else "**no**"])
-    lines = table(f"case | {' | '.join(CONDITIONS)} | equal", cells)
-    return [*lines, "", f"{equal} of {len(rows)} are equal byte for byte."]
+def digests(row: Row) -> list[str]:
+    """The digests of a row, in the order of the conditions."""
+    return [row.get(condition, "-") for condition in CONDITIONS]
 
 
 # -- by every method --------------------------------------------------------------------------------------------------
@@ -123,32 +114,14 @@ def verdict(seconds: Mapping[str, float | None]) -> str:
     return "at most the best" if auto <= best * (1 + 1e-9) else f"WORSE by {auto / best - 1:.2%}"
 
 
-def methods_page(rows: Rows) -> list[str]:
-    """Predicted milliseconds as Markdown."""
-    cells = []
-    for name, row in ((name, row) for name, row in rows.items() if name in PIPELINES):
-        found = [row["seconds"].get(method) for method in METHODS]
-        shown = [show(None if s is None else 1e3 * s, ".1f") for s in found]
-        cells.append([name, row.get("case", ""), *shown, row["chosen"], row["verdict"]])
-    lines = table(f"case | step | {' | '.join(METHODS)} | Auto chose | verdict", cells)
-    large = rows.get(LARGE)
-    if large is not None:
-        lines += [
-            "",
-            f"Planning {large['case']}: {large['cpu_seconds']:.1f} s CPU, {large['peak_gib']:.1f} GiB; the target is",
-            f"30 s. It found {large['chosen']}, predicted at {large['step_seconds']:.1f} s a step and",
-            f'{large["bytes_per_device"] / 1e9:.1f} GB a device. `planning` has the case "gpt-39B, no other method".',
-        ]
-    return lines
-
-
 BENCHMARKS = (
     Benchmark(
-        "equal_plans", "Plans under different conditions", "Each cell is the start of the SHA-256 of the saved plan.",
-        lambda: EQUAL, under_conditions, conditions_page, limit=5 * 900, sources=planning.BENCHMARKS[0].sources,
+        "equal_plans", lambda: EQUAL, under_conditions, lambda rows: {"conditions": CONDITIONS, "digests": digests},
+        limit=5 * 900,
+        sources=planning.BENCHMARKS[0].sources,
     ),
     Benchmark(
-        "pipelines", "Pipelines", "Predicted milliseconds of a step by every method; Auto must be at most the best.",
-        lambda: PIPELINES, by_methods, methods_page, sources=planning.BENCHMARKS[0].sources,
+        "pipelines", lambda: PIPELINES, by_methods, lambda rows: {"methods": METHODS},
+        sources=planning.BENCHMARKS[0].sources,
     ),
 )  # fmt: skip

@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from benchmarks.gallery import published as models
-from benchmarks.harness import Benchmark, Row, Rows, changed, show, table
+from benchmarks.harness import Benchmark, Row, Rows, changed
 
 DATA: dict[str, Any] = json.loads((Path(__file__).parent / "published_rows.json").read_text())
 STEPS: Mapping[str, Row] = {row["name"]: row for row in DATA["rows"]}
@@ -149,8 +149,6 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 
 # -- the page ---------------------------------------------------------------------------------------------------------
 
-SUMMARY = "rows | within 15 % | 30 % | 50 % | median | least, greatest | rank correlation of MFU"
-
 
 def groups(rows: Iterable[Mapping[str, Any]], found: Rows) -> dict[str, list[Mapping[str, Any]]]:
     """The rows with a prediction by platform and source."""
@@ -161,19 +159,19 @@ def groups(rows: Iterable[Mapping[str, Any]], found: Rows) -> dict[str, list[Map
     return out
 
 
-def summary(rows: Sequence[Mapping[str, Any]], real: Sequence[float], guess: Sequence[float]) -> list[Any]:
-    """The cells of a summary, given measured and predicted seconds."""
+def summary(rows: Sequence[Mapping[str, Any]], real: Sequence[float], guess: Sequence[float]) -> Row:
+    """How well some rows are predicted, given measured and predicted seconds."""
     ratios = [measured / predicted for measured, predicted in zip(real, guess, strict=True)]
     counts = [sum(abs(ratio - 1) <= share for ratio in ratios) for share in WITHIN]
     mfu = [[utilisation(row, t) for row, t in zip(rows, times, strict=True)] for times in (real, guess)]
-    rank = rank_correlation(*mfu)
-    extremes = f"{min(ratios):.2f}, {max(ratios):.2f}"
-    shown = "" if math.isnan(rank) else f"{rank:.2f}"
-    return [len(rows), *counts, show(statistics.median(ratios)), extremes, shown]
+    return {
+        "count": len(rows), "within": counts, "median": statistics.median(ratios), "least": min(ratios),
+        "greatest": max(ratios), "rank": rank_correlation(*mfu),
+    }  # fmt: skip
 
 
-def held_out(name: str, own: Sequence[Mapping[str, Any]], found: Rows) -> list[Any]:
-    """A line of rows that were fitted, each scored with rates that are fitted to all other model sizes."""
+def held_out(own: Sequence[Mapping[str, Any]], found: Rows) -> Row:
+    """A summary of rows that were fitted, each scored with rates that are fitted to all other model sizes."""
     real = np.array([measured_seconds(row) for row in own])
     terms = np.array([[found[row["name"]]["terms"][rate] for rate in RATES] for row in own])
     rest = np.array([found[row["name"]]["seconds"] for row in own]) - terms.sum(1)
@@ -182,8 +180,7 @@ def held_out(name: str, own: Sequence[Mapping[str, Any]], found: Rows) -> list[A
     for size in set(sizes.tolist()):
         here = sizes == size
         guess[here] = terms[here] @ fitted(real[~here], terms[~here], rest[~here]) + rest[here]
-    rates = ", ".join(f"{factor:.2f}" for factor in fitted(real, terms, rest))
-    return [name, *summary(own, real.tolist(), guess.tolist()), rates]
+    return summary(own, real.tolist(), guess.tolist()) | {"rates": fitted(real, terms, rest).tolist()}
 
 
 def fitted(real: np.ndarray, terms: np.ndarray, rest: np.ndarray) -> np.ndarray:
@@ -198,42 +195,21 @@ def fitted(real: np.ndarray, terms: np.ndarray, rest: np.ndarray) -> np.ndarray:
     return np.exp(min(found, key=lambda one: one.fun).x)
 
 
-def page(found: Rows) -> list[str]:
-    """The page of the results."""
-    usual = [
-        [name, *summary(own, [*map(measured_seconds, own)], [found[row["name"]]["seconds"] for row in own])]
-        for name, own in groups(DATA["rows"], found).items()
-    ]
-    fits = groups([row for row in DATA["rows"] if len(row["fitted"]) > 1], found)
-    rates = "seconds of products, attention, memory over those of the preset, fitted to all rows"
-    return [
-        *table(f"platform, source | {SUMMARY}", usual), "",
-        "## Rates fitted without the rows that they predict", "",
-        "The rows of llm-foundry on H100 and A100-80GB were used to fit rates. Here each is predicted with rates that",
-        "are fitted to the rows of all other model sizes. Of the other rows, those marked * were used for a rate.", "",
-        *table(f"platform | {SUMMARY} | {rates}", [held_out(*one, found) for one in fits.items()]), "",
-        *(found[TABLES]["lines"] if TABLES in found else ()), "",
-        "## Sources", "", *(f"- {name}: {text}" for name, text in DATA["sources"].items()), "",
-        "## Rows", "", "Those marked * were used to fit a rate. Rows without a prediction say why.", "",
-        *table("row | source | measured, s | predicted, s | ratio", [line(row, found) for row in DATA["rows"]]),
-    ]  # fmt: skip
-
-
-def line(row: Mapping[str, Any], found: Rows) -> list[Any]:
-    """A row of the table."""
-    if row["excluded"] or row["name"] not in found:
-        return [row["name"], row["source"], "", "", row["excluded"] or "not planned"]
-    real, guess = measured_seconds(row), found[row["name"]]["seconds"]
-    return [row["name"] + " *" * bool(row["fitted"]), row["source"], show(real, ".4g"), show(guess, ".4g"),
-            show(real / guess)]  # fmt: skip
+def view(found: Rows) -> Row:
+    """The summaries of groups, and of those that were fitted."""
+    usual = groups(DATA["rows"], found).items()
+    fits = groups([row for row in DATA["rows"] if len(row["fitted"]) > 1], found).items()
+    known = {
+        name: summary(own, [*map(measured_seconds, own)], [found[row["name"]]["seconds"] for row in own])
+        for name, own in usual
+    }
+    held = {name: held_out(own, found) for name, own in fits}
+    return {"groups": known, "held_out": held, "data": DATA, "measured": measured_seconds}
 
 
 BENCHMARKS = (
     Benchmark(
-        "published", "Predicted against published steps",
-        "Ratios are throughput, predicted over measured. `benchmarks/published.py` says how each row is planned, and "
-        "`published_rows.json` has the configurations.",
-        lambda: [name for name, row in STEPS.items() if not row["excluded"]], predicted, page, devices=1,
+        "published", lambda: [name for name, row in STEPS.items() if not row["excluded"]], predicted, view, devices=1,
         together=lambda name: "all", sources=("alpa_lite", "passes"),
     ),
 )  # fmt: skip

@@ -25,7 +25,7 @@ from alpa_lite.passes.tracing import tracing
 from benchmarks.gallery import networks
 from benchmarks.gallery.linen import Llama, accumulating
 from benchmarks.gallery.steps import Built, adam_step, initial, language, numbers, shape, token_loss
-from benchmarks.harness import Benchmark, Row, Rows, show, table
+from benchmarks.harness import Benchmark, Row, Rows
 from benchmarks.published import kind
 
 UNBOUNDED = 2**45  # bytes per device
@@ -147,44 +147,15 @@ def temporaries(name: str) -> Row:
     return dict(zip(("traced", "planned"), found, strict=True))
 
 
-def cells(name: str, method: str, one: Row, other: Row) -> list[Any]:
-    """A line of the table."""
-    whole = one["seconds"]
-    shares = [(other["terms"].get(key, 0) - one["terms"].get(key, 0)) / whole for key in TERMS]
-    sent = [sum(form["bytes"].values()) for form in (one, other)]
-    return [
-        name, method, show(whole * 1e3, ".4g"), show(other["seconds"] * 1e3, ".4g"),
-        show(other["seconds"] / whole, ".3f"), *[show(share, "+.1%") for share in shares],
-        f"{sent[1] / sent[0]:.3f}" if sent[0] else "",
-    ]  # fmt: skip
-
-
-def page(rows: Rows) -> list[str]:
-    """The page of the results."""
-    lines = [
-        cells(name, method, *rows[name][method])
-        for name in CASES if name in rows
-        for method in METHODS if method in rows[name]
-    ]  # fmt: skip
-    held = [
-        [name.removeprefix(TEMPORARIES), show(row["traced"], ".1f"), show(row["planned"], ".1f")]
-        for name, row in rows.items()
-        if name.startswith(TEMPORARIES)
-    ]
-    return [
-        *table(f"model | method | unrolled, ms | scanned | ratio | {' | '.join(TERMS)} | payload", lines), "",
-        "## Temporaries", "",
-        "Of the smallest models with scanned layers, by XLA's compiler for one CPU device.", "",
-        *table("model | as traced, MiB | as planned, MiB", held),
-    ]  # fmt: skip
+def view(rows: Rows) -> Row:
+    """Both forms of each model by each method."""
+    pairs = [(name, method) for name in CASES if name in rows for method in METHODS if method in rows[name]]
+    return {"terms": TERMS, "forms": [(name, method, *rows[name][method]) for name, method in pairs]}
 
 
 BENCHMARKS = (
     Benchmark(
-        "scanned", "Scanned and unrolled forms of a model",
-        "Predicted for 8 A100 without a memory limit. Differences are seconds of the scanned form less those of the "
-        "unrolled one, over the unrolled step. The payload is a ratio of bytes.",
-        lambda: [*CASES, *(TEMPORARIES + name for name in ("gpt", "llama", "bert"))], forms, page, devices=1,
+        "scanned", lambda: [*CASES, *(TEMPORARIES + name for name in ("gpt", "llama", "bert"))], forms, view, devices=1,
         sources=("alpa_lite", "passes"),
     ),
 )  # fmt: skip

@@ -25,7 +25,7 @@ import alpa_lite
 from alpa_lite import models
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError
-from benchmarks.harness import Benchmark, Row, Rows, show, table
+from benchmarks.harness import Benchmark, Row, Rows
 
 
 @dataclass(frozen=True)
@@ -107,52 +107,17 @@ def _options(setting: Setting, variant: str) -> dict[str, Any]:
     return {"method": method, "num_microbatches": setting.batch, "effort": "thorough", "verify": "off"}
 
 
-def published_page(rows: Rows) -> list[str]:
-    """Both tables."""
-    settings = []
-    for name, variant in itertools.product(SETTINGS, VARIANTS):
-        found, whole = (rows.get(f"{name}: {one}", {}) for one in (variant, "whole"))
-        if "refused" in found:
-            settings.append([name, variant, found["refused"], *[""] * 7])
-        elif found:
-            gain = whole["seconds"] / found["seconds"] if "seconds" in whole else None
-            one, other = SETTINGS[name].measured
-            settings.append([
-                name, variant, show(found["seconds"], ".3f"), show(gain), show(one / other) * (variant == "paper"),
-                found["stages"], found["microbatches"], _sliced(found), show(found["memory"] / 2**30, ".1f"),
-                show(found["planning"], ".0f"),
-            ])  # fmt: skip
-    long = [
-        [
-            name, effort, show(found["seconds"], ".3f"), found["stages"], found["microbatches"], _sliced(found),
-            *[show(found["others"].get(other), ".3f") for other in ("whole sequences", "one mesh")],
-            show(found["took"], ".0f"),
-        ]
-        for name, effort in itertools.product(LONG, ("30", "120", *EFFORTS))
-        if (found := rows.get(f"{name}: {effort}"))
-    ]  # fmt: skip
-    return [
-        *table("setting | variant | step, s | speed-up | paper's speed-up | stages | micro-batches | slices "
-               "| GiB per device | planning, s", settings), "",
-        "## Long sequences with few micro-batches", "",
-        "The choice of `Auto()` on nodes of eight V100 (`p3.16xlarge`); planning takes wall seconds, with tracing and "
-        "checks. An effort of 30 or 120 is one of seconds, from before there were others.", "",
-        *table("model | effort | step, s | stages | micro-batches | slices | whole sequences, s | one mesh, s "
-               "| planning, s", long),
-    ]  # fmt: skip
-
-
-def _sliced(found: Row) -> str:
-    return ", ".join(map(str, found["slices"])) or "none"
+def view(rows: Rows) -> Row:
+    """The settings, and the rows of long sequences."""
+    long = itertools.product(LONG, ("30", "120", *EFFORTS))
+    found = [(name, effort, rows[key]) for name, effort in long if (key := f"{name}: {effort}") in rows]
+    return {"settings": SETTINGS, "forms": VARIANTS, "long": found}
 
 
 BENCHMARKS = (
     Benchmark(
-        "token_published", "TeraPipe's published models, planned",
-        "`benchmarks/slices.py` says how they are planned. Steps are predicted; the paper's speed-up, of its slices "
-        "over whole sequences, is measured. Planning takes CPU seconds of a machine with other work.",
-        lambda: [f"{name}: {one}" for names, ones in ((SETTINGS, VARIANTS), (LONG, EFFORTS)) for name in names
-                 for one in ones],
-        planned, published_page, devices=1, sources=("alpa_lite", "passes"),
+        "token_published", lambda: [f"{name}: {one}" for names, ones in ((SETTINGS, VARIANTS), (LONG, EFFORTS))
+                                    for name in names for one in ones],
+        planned, view, devices=1, sources=("alpa_lite", "passes"),
     ),
 )  # fmt: skip

@@ -13,26 +13,36 @@ from benchmarks import harness, workers
 from benchmarks.harness import AT, Benchmark
 
 EXAMPLE = Benchmark(
-    "example", "An example", "Nothing.", lambda: ["one", "two"],
-    lambda case, **options: {"figure": len(case)} | options,
-    lambda rows: harness.table("case | figure", [[name, row.get("figure")] for name, row in rows.items()]),
+    "example", lambda: ["one", "two"], lambda case, **options: {"figure": len(case)} | options,
     parts={"part": lambda case: case.upper()},
 )  # fmt: skip
+PAGES = harness.PAGES
+PAGE = """# An example
+
+| case | figure |
+{% for name, row in rows.items() %}
+| {{ name }} | {{ row.get("figure", "") }} |
+{% endfor %}
+"""
 
 
 @pytest.fixture(autouse=True)
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "example.md").write_text(PAGE)
+    monkeypatch.setattr(harness, "PAGES", tmp_path / "pages")
     monkeypatch.setattr(harness, "RESULTS", tmp_path)
     return tmp_path
 
 
-def test_every_benchmark_is_declared_under_its_name_and_has_a_page_of_its_rows() -> None:
+def test_every_benchmark_is_declared_under_its_name_and_has_a_page_of_its_rows(monkeypatch: Any) -> None:
+    monkeypatch.setattr(harness, "PAGES", PAGES)
     for name in harness.NAMES:
         benchmark = harness.get(name)
-        assert benchmark.name == name and list(benchmark.cases())
+        assert benchmark.name == name and benchmark.title and list(benchmark.cases())
         rows = Path(harness.__file__).parent / "results" / f"{name}.json"
         if rows.exists():
-            assert benchmark.page(json.loads(rows.read_text()))
+            assert harness.page(benchmark, json.loads(rows.read_text()))
 
 
 def test_a_row_replaces_that_of_its_case_and_keeps_its_parts(results: Path) -> None:

@@ -6,16 +6,11 @@ steps with Adam the first moment in place of what Adam makes of it; `tests/compa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.harness import Row, Rows, by_variant, show, table
+from benchmarks.harness import Row, Rows, by_variant
 from tests import comparing
-
-ALLOWED = (
-    "Errors are the largest of any leaf in consecutive steps; 1 is what is allowed, 1e-5 of the norm of the leaf or of "
-    "1e-3 of all gradients in float32."
-)
 
 
 def largest(got: Iterable[Any], want: Iterable[Any]) -> Row:
@@ -29,27 +24,22 @@ def largest(got: Iterable[Any], want: Iterable[Any]) -> Row:
     return {"error": round(float(errors[leaf]), 4), "leaf": leaf, "leaves": len(errors)}
 
 
-def by_model(rows: Rows, models: Iterable[str], model_of: Callable[[str], str]) -> list[str]:
-    """A table of models by variant of rows: how many cases were run, and the largest error."""
+def by_model(rows: Rows, models: Iterable[str], model_of: Callable[[str], str]) -> Row:
+    """By model and variant of rows how many cases were run, and the largest error; and counts by variant."""
     variants = by_variant(rows)
-    cells = []
-    for model in models:
-        of = [[row for name, row in found.items() if model_of(name) == model] for found in variants.values()]
-        cells.append([model, *(cell for found in of for cell in _cells(found))])
-    lines = table(" | ".join(["model", *(f"{variant}: cases | largest error" for variant in variants)]), cells)
-    return [*lines, "", *(f"- {variant}: {said}" for variant, found in variants.items() for said in _counts(found))]
+    errors = {
+        model: [
+            [row["error"] for name, row in found.items() if model_of(name) == model and "error" in row]
+            for found in variants.values()
+        ]
+        for model in models
+    }
+    cells = {model: [(len(some), max(some, default=None)) for some in found] for model, found in errors.items()}
+    return {"by_model": {"models": cells, "counts": {name: _counts(found) for name, found in variants.items()}}}
 
 
-def _cells(rows: list[Row]) -> list[Any]:
-    errors = [row["error"] for row in rows if "error" in row]
-    return [len(errors), show(max(errors, default=None), ".3f")]
-
-
-def _counts(found: Rows) -> Iterator[str]:
-    errors = [row["error"] for row in found.values() if "error" in row]
-    refused, skipped = (sum(kind in row for row in found.values()) for kind in ("refused", "skipped"))
-    leaves = sum(row.get("leaves", 0) for row in found.values() if "error" in row)
-    yield (
-        f"{len(errors)} cases, {sum(error > 1 for error in errors)} above 1, {leaves:,} leaves compared; {refused} "
-        f"refused; {skipped} need more layers than their model has."
-    )
+def _counts(found: Rows) -> Row:
+    good = [row for row in found.values() if "error" in row]
+    kinds = {kind: sum(kind in row for row in found.values()) for kind in ("refused", "skipped")}
+    above = sum(row["error"] > 1 for row in good)
+    return kinds | {"cases": len(good), "above": above, "leaves": sum(row.get("leaves", 0) for row in good)}

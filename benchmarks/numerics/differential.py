@@ -41,7 +41,7 @@ import numpy as np
 
 import alpa_lite
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
-from benchmarks.harness import AT, Benchmark, Row, Rows, table
+from benchmarks.harness import AT, Benchmark, Row
 from benchmarks.random_steps.comparison import Conditioning, Failure, compare, copied, failure, guarded, words
 from benchmarks.random_steps.contests import FREE_LINKS, Contest, made, reductions
 from benchmarks.random_steps.program import Program
@@ -295,33 +295,9 @@ def added(rows: dict[str, Any], name: str, row: Row) -> None:
     version["environment"] = row.get("environment", {})
 
 
-def page(known: Rows) -> list[str]:
-    """Counts by version, and the faults."""
-    lines = []
-    for name, version in known.items():
-        if name == "faults":
-            continue
-        total = {key: sum(version[key].values()) for key in ("programs", "leaves", "refused")}
-        cells = [
-            [method, count, version["refused"].get(method, 0), version["leaves"].get(method, 0)]
-            for method, count in version["programs"].items()
-        ]
-        lines += [
-            f"## {name}", "",
-            f"{total['programs']} programs, {total['refused']} of them refused with a reason; {total['leaves']} "
-            f"compared leaves; {version['failing programs']} programs failed, as listed below.", "",
-            *table("method | programs | refused | leaves", cells), "",
-            f"Lines by kind: {', '.join(f'{kind} {count}' for kind, count in version['kinds'].items())}.", "",
-        ]  # fmt: skip
-    faults: Any = known.get("faults", ())
-    cells = [[fault["seed"], fault["what"], fault["now"]] for fault in faults]
-    return [*lines, "## Faults", "", *table("found by seed | fault | now", cells)]
-
-
 BENCHMARKS = (
     Benchmark(
-        "differential", "Random programs against plain `jit`",
-        "`benchmarks/numerics/differential.py` says what is compared, and how.", lambda: ["0-100"], measure, page,
-        devices=8, quickly=True, versions=True, merge=added, is_open=True, limit=86400,
+        "differential", lambda: ["0-100"], measure, devices=8, quickly=True, versions=True, merge=added, is_open=True,
+        limit=86400,
     ),
 )  # fmt: skip

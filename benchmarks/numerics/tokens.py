@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import itertools
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +33,7 @@ from benchmarks.gallery import tokens as gallery
 from benchmarks.gallery.steps import Built
 from benchmarks.gallery.token_parts import TOKENS
 from benchmarks.harness import Benchmark, Row, Rows, by_variant
-from benchmarks.numerics import ALLOWED, by_model, largest
+from benchmarks.numerics import by_model, largest
 from benchmarks.workers import free_links
 from tests import pipeline_driver
 
@@ -163,30 +162,28 @@ def made(model: str, optimizer: str) -> Built:
     return token_libraries.MODELS[model](optimizer)
 
 
-def page(rows: Rows) -> list[str]:
+def model_of(case: str) -> str:
+    """The model of a case; one for all that are drawn."""
+    return RANDOM.strip() if case.startswith(RANDOM) else case.partition(": ")[0]
+
+
+def view(rows: Rows) -> Row:
     """Errors by model, and refusals."""
-
-    def model_of(name: str) -> str:
-        return RANDOM.strip() if name.startswith(RANDOM) else name.partition(": ")[0]
-
-    def refusals(models: list[str]) -> Iterator[str]:
-        for name, row in ((name, row) for found in by_variant(rows).values() for name, row in sorted(found.items())):
-            model = model_of(name)
-            if model in models and ("refused" in row or model in ENCODERS):
-                yield f"- {model}: " + (row.get("refused") or f"**runs**, error {row.get('error')}")
-
     models = [*CAUSAL, RANDOM.strip()]
-    return [
-        *by_model({name: row for name, row in rows.items() if model_of(name) in models}, models, model_of), "",
-        "## Refusals", "", *dict.fromkeys(refusals(models)), "", "Encoders, whose tokens depend on later ones:", "",
-        *dict.fromkeys(refusals(ENCODERS)),
-    ]  # fmt: skip
+    found = [(model_of(name), row) for some in by_variant(rows).values() for name, row in sorted(some.items())]
+    said = [(model, row.get("refused") or f"**runs**, error {row.get('error')}") for model, row in found
+            if "refused" in row or model in ENCODERS]  # fmt: skip
+    refusals = {
+        key: list(dict.fromkeys(f"- {model}: {text}" for model, text in said if model in some))
+        for key, some in (("refusals", models), ("encoders", ENCODERS))
+    }
+    return by_model({name: row for name, row in rows.items() if model_of(name) in models}, models, model_of) | refusals
 
 
 BENCHMARKS = (
     Benchmark(
-        "token_correctness", "Pipelines in slices of the sequence against one device", f"Two steps. {ALLOWED}",
-        lambda: [f"{name}: {one}" for name in (*ENCODERS, *CAUSAL, *_RANDOMS) for one in variants(name)], measure, page,
+        "token_correctness",
+        lambda: [f"{name}: {one}" for name in (*ENCODERS, *CAUSAL, *_RANDOMS) for one in variants(name)], measure, view,
         devices=8, quickly=True, versions=True, together=lambda case: case.partition(": ")[0], is_open=True,
     ),
 )  # fmt: skip

@@ -32,7 +32,7 @@ from flax import linen, nnx
 from jax.sharding import PartitionSpec as P
 
 from alpa_lite import Cluster, DataParallel, Manual, parallelize
-from benchmarks.harness import Benchmark, Row, Rows, sections, table
+from benchmarks.harness import Benchmark, Row
 
 JITTED = "jit", "jit again"
 LAYERS = 100  # of three leaves each
@@ -181,24 +181,9 @@ def _medians(calls: dict[str, Callable[[], Any]], rounds: int, seed: int) -> dic
     }
 
 
-def page(rows: Rows) -> list[str]:
-    """Microseconds of each version."""
-    names = ("ours_us", "jit_us", "more_us", "noise_us", "more_cpu_us", "noise_cpu_us")
-    return sections(
-        rows,
-        lambda found: table(
-            f"arguments | {' | '.join(names)}",
-            [[case, *(row.get(name) for name in names)] for case, row in sorted(found.items())],
-        ),
-    )
-
-
 BENCHMARKS = (
     Benchmark(
-        "overhead", "The cost of a call beyond that of `jit`",
-        "Microseconds of a call, and how many more ours takes; the noise is what a second `jit` takes more than the "
-        "first. `benchmarks/runtime/calls.py` says how. Measure on an idle machine.",
-        lambda: [f"{name}, {count} devices" for count in (1, 8) for name in CONTESTS], measure, page, devices=8,
+        "overhead", lambda: [f"{name}, {count} devices" for count in (1, 8) for name in CONTESTS], measure, devices=8,
         versions=True, sources=("runtime", "alpa_lite/_jax", "alpa_lite/api.py"),
     ),
 )  # fmt: skip

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from alpa_lite.processes import local_launch
-from benchmarks.harness import ROOT, Benchmark, Row, Rows, sections, table
+from benchmarks.harness import ROOT, Benchmark, Row
 
 SCRIPT = ROOT / "examples" / "pretrain.py"
 SMALL = ("--batch", "12", "--seq", "32", "--hidden", "32", "--layers", "1", "--evaluate-batches", "0", "--verbose")
@@ -210,28 +210,9 @@ def measure(case: str) -> Row:
     return asdict(found) | {"devices": devices, "again": again, "difference": difference}
 
 
-def page(rows: Rows) -> list[str]:
-    """A table for each version of JAX."""
-    head = "method | processes x devices | killed | while | the others end after | they name it | started again on"
-
-    def lines_of(found: Rows) -> list[str]:
-        cells = [
-            [
-                case.partition(",")[0], f"{row['processes']} x {row['devices']}", row["victim"], row["moment"],
-                f"{row['seconds']:.1f} s", "yes" if row["named"] else "no", row["again"], f"{row['difference']:.1e}",
-            ]
-            for case, row in found.items()
-        ]  # fmt: skip
-        return table(f"{head} | farthest loss", cells)
-
-    return sections({name: row for name, row in rows.items() if "named" in row}, lines_of)
-
-
 BENCHMARKS = (
     Benchmark(
-        "kills", "Killed processes",
-        f"With heartbeat_timeout_seconds={HEARTBEAT}. The losses are compared with those of a run that nothing "
-        "happened to, on as many processes as at first: the farthest is relative.",
+        "kills",
         lambda: [
             f"{method}, {processes} x {devices}, {moment}, process {victim}"
             for method, layouts in LAYOUTS.items()
@@ -239,7 +220,7 @@ BENCHMARKS = (
             for moment in MOMENTS
             for victim in range(processes)
         ],
-        measure, page, versions=True, together=lambda case: ", ".join(case.split(", ")[:2]), limit=1500,
+        measure, versions=True, together=lambda case: ", ".join(case.split(", ")[:2]), limit=1500,
         sources=("alpa_lite/processes", "alpa_lite/checkpoint", "runtime", "examples"), is_open=True,
     ),
 )  # fmt: skip

@@ -31,7 +31,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.ir import json_codec
 from alpa_lite.passes.checks.hlo_text import parse_hlo
 from alpa_lite.passes.checks.verification import memory_of
-from benchmarks.harness import Benchmark, Row, Rows, show, table
+from benchmarks.harness import Benchmark, Row
 from benchmarks.runtime import hand_written
 
 DEVICES = 8
@@ -132,24 +132,6 @@ def weigh(compiled: Any) -> Row:
     return {"collectives": kinds, "collective_bytes": total, "peak_bytes": None if memory is None else memory.peak}
 
 
-def by_hand_page(rows: Rows) -> list[str]:
-    """A table for each model."""
-    lines = []
-    for name in (name for name in BY_HAND if name in rows):
-        cells = []
-        for row in rows[name]["rows"]:
-            found = sorted(row["collectives"].items())
-            kinds = ", ".join(f"{kind} {c['count']}: {c['bytes'] / 1e3:.1f}" for kind, c in found)
-            peak = None if row["peak_bytes"] is None else row["peak_bytes"] / 1e6
-            cells.append([
-                row["contestant"], row["mesh"], kinds or "none", show(row["collective_bytes"] / 1e3, ".1f"),
-                show(peak), show(row["seconds"] * 1e3, ".1f"), show(row["times_auto"]), show(row["losses"][-1], ".6f"),
-            ])  # fmt: skip
-        head = "contestant | mesh | collectives | payload kB | peak MB | ms a step | times Auto | loss after 3 steps"
-        lines += [f"## {name}", "", *table(head, cells), ""]
-    return lines[:-1]
-
-
 # -- calibrated -------------------------------------------------------------------------------------------------------
 
 MLP: Model = ("mlp", 256, WIDE_MLP)
@@ -203,34 +185,7 @@ def rank(rows: list[Row], one: str, other: str) -> float:
     return float(np.corrcoef(ranks)[0, 1])
 
 
-def calibrated_page(rows: Rows) -> list[str]:
-    """The order of the plans, and the fits."""
-    (result,) = rows.values()
-    ranks, columns = result["rank_correlation"], ("measured_ms", "least_ms", "predicted_ms", "preset_ms")
-    plans = [[r["plan"], r["mesh"], *(show(r[name]) for name in columns)] for r in result["rows"]]
-    fits = [[f["name"], f["count"], show(f["error"], ".0%"), show(f["worst"], ".0%")] for f in result["fits"]]
-    return [
-        f"Spearman's rank correlation of predicted and measured seconds: **{ranks['calibrated']:.2f}** with the "
-        f"figures of `alpa-lite calibrate`", f"({ranks['calibrated, least times']:.2f} with the least measured "
-        f"seconds), {ranks['preset']:.2f} with those of the preset.", "",
-        *table("plan | mesh | measured (median), ms | least, ms | predicted, calibrated | predicted, preset", plans),
-        "", *table("fit | samples | median error | worst", fits),
-    ]  # fmt: skip
-
-
-SHARED = "Virtual CPU devices share the machine's cores and have no network: moving bytes costs them copies alone."
 BENCHMARKS = (
-    Benchmark(
-        "by_hand", "Against shardings written by hand",
-        "Collectives are those of the compiled program, as count: kB per device and step; the payload is the "
-        "result's, or a reduce-scatter's operand. An all-reduce sends twice what a gather or a reduce-scatter of the "
-        "same payload sends: the sum of payloads over kinds is not what a network carries. Memory is the compiler's. "
-        f"Seconds are medians of turns; their ratio to Auto's is above 1 where Auto is faster. {SHARED}",
-        lambda: BY_HAND, by_hand, by_hand_page, devices=DEVICES,
-    ),
-    Benchmark(
-        "calibration", "Predicted and measured order of ten plans",
-        f"Steps of each plan in turn on eight devices. {SHARED}", lambda: ["ten plans"], calibrated, calibrated_page,
-        devices=DEVICES,
-    ),
+    Benchmark("by_hand", lambda: BY_HAND, by_hand, devices=DEVICES),
+    Benchmark("calibration", lambda: ["ten plans"], calibrated, devices=DEVICES),
 )  # fmt: skip

@@ -48,7 +48,7 @@ from alpa_lite.passes.stages import packing
 from alpa_lite.runtime.multihost.permute import CrossProcessTransfer
 from alpa_lite.runtime.pipeline import Launch, Move, PipelineExecutable
 from alpa_lite.runtime.transfer import Transfer
-from benchmarks.harness import Benchmark, Row, Rows, sections, show, table
+from benchmarks.harness import Benchmark, Row
 from tests.processes import driver
 
 MICROBATCHES = 8
@@ -211,18 +211,6 @@ def _rounds(run: Any, args: Any, clocks: Clocks, rounds: int) -> list[tuple[floa
     return times
 
 
-def page(rows: Rows) -> list[str]:
-    """Microseconds of each version."""
-    names = ("tasks", "transfers", "arguments_per_task", "ours_us", "calls_us", "ours_cpu_us", "calls_cpu_us")
-    return sections(
-        rows,
-        lambda found: table(
-            f"submeshes | {' | '.join(names)}",
-            [[case, *(row.get(name) for name in names)] for case, row in found.items()],
-        ),
-    )
-
-
 # -- several processes ------------------------------------------------------------------------------------------------
 
 
@@ -345,44 +333,12 @@ def median(values: Sequence[float]) -> float:
     return float(f"{statistics.median(values):.4g}")
 
 
-def processes_page(rows: Rows) -> list[str]:
-    """A table of steps and one of transfers."""
-    (known,) = rows.values()
-    cells = []
-    for plan, count in ((plan, count) for plan in PLANS for count in SPLITS):
-        row, one = known["steps"][f"{plan}, {count}"], known["steps"][f"{plan}, 1"]
-        each = [f"{row[key]:.1f} us" for key in ("ours_us_a_task", "calls_us_a_task")]
-        relative = [[f"{row[key]:.2f} ms", show(row[key] / one[key])] for key in ("wall_ms", "cpu_ms")]
-        cells.append([plan, count, *relative[0], *relative[1], *(each if plan == "pipeline" else ["", ""])])
-    transfers = [
-        [size, f"{row['ours_ms']:.2f} ms", f"{row['bare_ms']:.2f} ms", show(row["ratio"])]
-        for size, row in known["transfers"].items()
-    ]
-    return [
-        "Python a task is that of the slowest process, which has half of the tasks and a part in every transfer.",
-        "The aim is 30 us; four processes share two cores here. What the machine does for others moves it as it moves",
-        "JAX's own calls, and these two compare.", "", "## A step", "",
-        f"4 layers of 32 x 32; the pipeline has two stages of two devices and {MICROBATCHES} micro-batches. Seconds",
-        "are of the slowest process, CPU seconds of all.", "",
-        *table("plan | processes | step | against one process | CPU of all | against one process | Python a task "
-               "| JAX's calls a task", cells), "",
-        "## A transfer", "", "From two devices of one process to two of another, so many bytes from each.", "",
-        *table("bytes of a device | runtime | bare `ppermute` | bandwidth against bare", transfers),
-    ]  # fmt: skip
-
-
 BENCHMARKS = (
     Benchmark(
-        "pipeline_overhead", "The cost of a task of a pipeline",
-        "Microseconds a task beyond its jit and `device_put` calls (ours), and of these (calls); "
-        "`benchmarks/runtime/tasks.py` says how. Measure on an idle machine.",
-        lambda: CASES, measure, page, devices=8, versions=True, sources=("runtime", "alpa_lite/_jax"),
+        "pipeline_overhead", lambda: CASES, measure, devices=8, versions=True, sources=("runtime", "alpa_lite/_jax")
     ),
     Benchmark(
-        "processes", "The runtime in several processes",
-        "Four virtual CPU devices in all, on loopback with gloo. Medians of repetitions that alternate; "
-        "`benchmarks/runtime/tasks.py` says of what.",
-        lambda: ["four devices"], in_processes, processes_page, limit=3600,
+        "processes", lambda: ["four devices"], in_processes, limit=3600,
         sources=("runtime", "alpa_lite/_jax", "alpa_lite/processes"),
     ),
 )  # fmt: skip
