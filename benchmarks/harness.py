@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import html
 import importlib
 import json
 import os
@@ -297,7 +298,7 @@ def templates() -> jinja2.Environment:
 
     loader = jinja2.FunctionLoader(lambda name: (PAGES / name).read_text())
     made = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    made.filters |= {"f": show, "nbytes": nbytes, "median": statistics.median}
+    made.filters |= {"f": show, "html": html.escape, "nbytes": nbytes, "median": statistics.median}
     made.tests["near"] = is_near
     return made
 

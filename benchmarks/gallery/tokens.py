@@ -1,8 +1,8 @@
 """Small language models for `token_correctness`: every form of attention, position, recurrence and loss by itself.
 
-A model is a function (weights, batch, key) -> loss; `weights(name, *shape)` is a parameter. Most are `Decoder`s, named
-ones and those that a seed draws. `step` differentiates a model and updates by gradient descent or by Adam. Models of
-other libraries are in `token_libraries.py`.
+A model is a function (weights, batch, key) -> loss. Most are `Decoder`s, named ones and those that a seed draws. `step`
+differentiates a model and updates by gradient descent or by Adam. Models of other libraries are in
+`token_libraries.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ import optax
 
 from benchmarks.gallery import token_parts
 from benchmarks.gallery.steps import Built
-from benchmarks.gallery.token_parts import TOKENS, VOCAB, WIDE, Model, Weights, causal, embedded, layer_norm, mlp
+from benchmarks.gallery.token_parts import TOKENS, VOCAB, WIDE, Attention, Weights, dense, embedded, layer_norm, mlp
 
 BATCH = 4
+Model = Callable[[Weights, Any, jax.Array], jax.Array]
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------
@@ -74,10 +75,10 @@ def built(model: Model, batch: Any, optimizer: str = "sgd") -> Built:
         shapes[name] = jax.ShapeDtypeStruct(shape, jnp.float32)
         return jnp.zeros(shape)
 
-    jax.eval_shape(lambda batch, key: model(weights, batch, key), batch, jax.random.key(0))
+    jax.eval_shape(lambda batch, key: model(Weights(weights), batch, key), batch, jax.random.key(0))
 
     def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
-        return model(lambda name, *shape: params[name], batch, key)
+        return model(Weights(lambda name, *shape: params[name]), batch, key)
 
     return step(loss, filled(shapes), batch, optimizer)
 
@@ -96,7 +97,7 @@ class Layer:
     """A layer of a decoder.
 
     Attributes:
-      mixer, norm: functions of `token_parts`. mlp: another one, or "none".
+      mixer, norm: names in `token_parts`. mlp: that of a function there, or "none".
       residual: whether norms stand before their parts or after the sums, or attention and MLP beside each other.
       recompute: whether the layer is under `jax.checkpoint`, with a policy by its name or without.
     """
@@ -107,19 +108,19 @@ class Layer:
     residual: str = "before"
     recompute: bool | str = False
 
-    def __call__(self, w: Weights, name: str, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
+    def __call__(self, w: Weights, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
         """[batch, tokens, width] to the same."""
-        norm, mixer = getattr(token_parts, self.norm), getattr(token_parts, self.mixer)
-        inner = getattr(token_parts, self.mlp, None)
+        norm, inner = token_parts.NORMS[self.norm], getattr(token_parts, self.mlp, None)
+        mixed = lambda y: token_parts.MIXERS[self.mixer](w / "mix", y, batch, key)  # noqa: E731
         if self.residual == "beside":
-            y = norm(w, f"{name}.a", x)
-            x = x + mixer(w, f"{name}.mix", y, batch, key)
-            return x + inner(w, f"{name}.mlp", y) if inner else x
+            y = norm(w / "a", x)
+            x = x + mixed(y)
+            return x + inner(w / "mlp", y) if inner else x
         if self.residual == "before":
-            x = x + mixer(w, f"{name}.mix", norm(w, f"{name}.a", x), batch, key)
-            return x + inner(w, f"{name}.mlp", norm(w, f"{name}.b", x)) if inner else x
-        x = norm(w, f"{name}.a", x + mixer(w, f"{name}.mix", x, batch, key))
-        return norm(w, f"{name}.b", x + inner(w, f"{name}.mlp", x)) if inner else x
+            x = x + mixed(norm(w / "a", x))
+            return x + inner(w / "mlp", norm(w / "b", x)) if inner else x
+        x = norm(w / "a", x + mixed(x))
+        return norm(w / "b", x + inner(w / "mlp", x)) if inner else x
 
 
 @dataclass(frozen=True)
@@ -148,15 +149,15 @@ class Decoder:
         for n, (layer, own) in enumerate(zip(self.layers, jax.random.split(key, len(self.layers)), strict=True)):
 
             def run(x: jax.Array, own: jax.Array, n: int = n, layer: Layer = layer) -> jax.Array:
-                return layer(w, f"{n}", x, batch, own)
+                return layer(w / n, x, batch, own)
 
             if layer.recompute:
                 policy = None if layer.recompute is True else getattr(jax.checkpoint_policies, layer.recompute)
                 run = jax.checkpoint(run, policy=policy)
             x = run(x, own)
             aside += [1e-2 * (jax.nn.logsumexp(x, -1) ** 2).mean()] * self.aside
-        x = x if self.last == "none" else getattr(token_parts, self.last)(w, "last", x)
-        logits = x @ w("embed", VOCAB, WIDE).T if self.tied else token_parts.dense(w, "head", x, VOCAB)
+        x = x if self.last == "none" else token_parts.NORMS[self.last](w / "last", x)
+        logits = x @ w("embed", VOCAB, WIDE).T if self.tied else dense(w, "head", x, VOCAB)
         return sum(aside, self.loss_of(logits, tokens, batch.get("real")))
 
     def loss_of(self, logits: jax.Array, tokens: jax.Array, real: jax.Array | None) -> jax.Array:
@@ -185,8 +186,8 @@ def drawn(draw: random.Random) -> tuple[Decoder, Any]:
     """A random decoder and its batch; all are causal."""
     layers = [
         Layer(
-            draw.choice(MIXERS), draw.choice(("layer_norm", "rms_norm")), draw.choice(("mlp", "gated", "none")),
-            draw.choice(("before", "after", "beside")), draw.random() < 0.25,
+            draw.choice(list(token_parts.CAUSAL)), draw.choice(("layer_norm", "rms_norm")),
+            draw.choice(("mlp", "gated", "none")), draw.choice(("before", "after", "beside")), draw.random() < 0.25,
         )
         for _ in range(draw.randint(1, 3))
     ]  # fmt: skip
@@ -197,14 +198,6 @@ def drawn(draw: random.Random) -> tuple[Decoder, Any]:
     real = np.arange(TOKENS) < numbers.integers(4, TOKENS + 1, (BATCH, 1))
     batch = text(TOKENS + (loss == "longer"), real=real, **segments(starts))
     return Decoder(tuple(layers), places, tied=tied, loss=loss, aside=aside), batch
-
-
-MIXERS = (
-    "plain", "opaque", "grouped_rotary", "repeated_rotary", "alibi", "learned_bias", "window", "opaque_window",
-    "padded", "packed", "dropped", "softcapped", "state_space", "recurrent", "linear_attention", "convolution",
-    "centred", "taps",
-)  # fmt: skip
-"""The causal ones."""
 
 
 def segments(starts: np.ndarray) -> dict[str, Any]:
@@ -219,21 +212,22 @@ def segments(starts: np.ndarray) -> dict[str, Any]:
 
 def next_token(w: Weights, x: jax.Array, tokens: jax.Array) -> jax.Array:
     """The loss of `x[:, :-1]` against `tokens[:, 1:]`."""
-    return Decoder(()).loss_of(token_parts.dense(w, "head", layer_norm(w, "last", x), VOCAB), tokens, None)
+    return Decoder(()).loss_of(dense(w, "head", layer_norm(w / "last", x), VOCAB), tokens, None)
 
 
 def translator(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
     """A decoder that attends to an encoder of another length."""
     memory, tokens = w("source", VOCAB, WIDE)[batch["source"]], batch["tokens"]
-    memory = memory + token_parts.self_attention(w, "encoder", memory, True)
-    memory = layer_norm(w, "memory", memory + mlp(w, "encoder.mlp", memory))
+    memory = memory + token_parts.MIXERS["both_ways"](w / "encoder", memory, batch, key)
+    memory = layer_norm(w / "memory", memory + mlp(w / "encoder" / "mlp", memory))
     x = embedded(w, tokens)
     for n in range(2):
-        x = x + token_parts.self_attention(w, f"{n}.mix", layer_norm(w, f"{n}.a", x))
-        q = token_parts.heads(w, f"{n}.cross.q", layer_norm(w, f"{n}.b", x))
-        k, v = token_parts.heads(w, f"{n}.cross.k", memory), token_parts.heads(w, f"{n}.cross.v", memory)
-        x = x + token_parts.merged(w, f"{n}.cross.o", token_parts.attend(q, k, v, (batch["source"] > 0)[:, None, None]))
-        x = x + mlp(w, f"{n}.mlp", layer_norm(w, f"{n}.c", x))
+        x = x + Attention()(w / n / "mix", layer_norm(w / n / "a", x))
+        cross = w / n / "cross"
+        q = token_parts.heads(cross, "q", layer_norm(w / n / "b", x))
+        k, v = token_parts.heads(cross, "k", memory), token_parts.heads(cross, "v", memory)
+        x = x + token_parts.merged(cross, token_parts.attend(q, k, v, (batch["source"] > 0)[:, None, None]))
+        x = x + mlp(w / n / "mlp", layer_norm(w / n / "c", x))
     return next_token(w, x, tokens)
 
 
@@ -242,13 +236,14 @@ def experts(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
     tokens = batch["tokens"]
     x, balance = embedded(w, tokens), jnp.zeros(())
     for n in range(2):
-        x = x + token_parts.self_attention(w, f"{n}.mix", layer_norm(w, f"{n}.a", x))
-        y = layer_norm(w, f"{n}.b", x)
-        gates = jax.nn.softmax(token_parts.dense(w, f"{n}.router", y, 4))
+        own = w / n
+        x = x + Attention()(own / "mix", layer_norm(own / "a", x))
+        y = layer_norm(own / "b", x)
+        gates = jax.nn.softmax(dense(own, "router", y, 4))
         best, which = jax.lax.top_k(gates, 2)
         share = (jax.nn.one_hot(which, 4) * best[..., None]).sum(2)
-        inner = jax.nn.gelu(jnp.einsum("bld,edf->blef", y, w(f"{n}.up", 4, WIDE, WIDE)))
-        x = x + jnp.einsum("blef,efd,ble->bld", inner, w(f"{n}.down", 4, WIDE, WIDE), share)
+        inner = jax.nn.gelu(jnp.einsum("bld,edf->blef", y, own("up", 4, WIDE, WIDE)))
+        x = x + jnp.einsum("blef,efd,ble->bld", inner, own("down", 4, WIDE, WIDE), share)
         balance += (gates**2).sum(-1).mean() + 1e-3 * (jax.nn.logsumexp(y, -1) ** 2).mean()
     return next_token(w, x, tokens) + 1e-2 * balance
 
@@ -259,16 +254,12 @@ def stacked(*, recompute: bool) -> Model:
     def model(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
         shapes = {"qkv": (WIDE, 3 * WIDE), "out": (WIDE, WIDE), "up": (WIDE, 2 * WIDE), "down": (2 * WIDE, WIDE)}
         stack = {name: w(name, 4, *shape) for name, shape in shapes.items()}
-        mask = causal(batch["tokens"].shape[1])
+        mask, shape = token_parts.causal(batch["tokens"].shape[1]), (3, token_parts.HEADS, WIDE // token_parts.HEADS)
 
         def layer(x: jax.Array, own: Any) -> Any:
-            parts = (jax.nn.standardize(x) @ own["qkv"]).reshape(
-                *x.shape[:2], 3, token_parts.HEADS, WIDE // token_parts.HEADS
-            )
-            x = (
-                x
-                + token_parts.attend(parts[:, :, 0], parts[:, :, 1], parts[:, :, 2], mask).reshape(x.shape) @ own["out"]
-            )
+            parts = (jax.nn.standardize(x) @ own["qkv"]).reshape(*x.shape[:2], *shape)
+            seen = token_parts.attend(parts[:, :, 0], parts[:, :, 1], parts[:, :, 2], mask)
+            x = x + seen.reshape(x.shape) @ own["out"]
             return x + jax.nn.gelu(jax.nn.standardize(x) @ own["up"]) @ own["down"], None
 
         x, _ = jax.lax.scan(jax.checkpoint(layer) if recompute else layer, embedded(w, batch["tokens"]), stack)
