@@ -24,9 +24,9 @@ from alpa_lite.passes import factors, microbatches, stages
 from alpa_lite.passes.layers import scans
 from alpa_lite.passes.microbatches.loop import Accumulated, batch_dims
 from alpa_lite.passes.programs.staged import Staged
-from alpa_lite.passes.stages.owned import moved
 from alpa_lite.passes.stages.owners import is_small
 from alpa_lite.passes.stages.stage_graph import StageGraph
+from alpa_lite.passes.stages.staging import moved
 from alpa_lite.plan.pins import Pin, Pins, places
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import units
@@ -156,7 +156,7 @@ def _at_once(run: Passes, step: Step, request: PlanRequest) -> DividedStep:
     """The step in one part for each submesh, without micro-batches."""
     meshes, pinned = _submesh_of_arguments(request)
     found = run("stages", stages.ownership, step.traced, pinned, len(meshes))
-    graphs = run("stages", stages.owned_graphs, step.traced, found, len(meshes))
+    graphs = run("stages", stages.stage_graphs, step.traced, -1, found)
     copied = copies(step.traced, graphs, request.pins)
     loop = Accumulated(step.traced, -1, 1, (reason(request.pins), *copied))
     return replace(_division(request, loop, graphs, range(len(meshes))), copied=copied)
@@ -266,7 +266,7 @@ def _of_mesh(pins: Pins, mesh: LogicalMesh, first: int) -> str:
 def copies(traced: Traced, graphs: Sequence[StageGraph], pins: Pins) -> tuple[str, ...]:
     """Returns a plan's notes on leaves that another submesh reads, too: they are copied to it in each call."""
     lines = []
-    for number, where in moved(traced, graphs).items():
+    for number, where in moved(graphs).items():
         leaf = traced.graph.block.inputs[number]
         value = traced.graph.values[leaf]
         if number in pins.arguments and not is_small(value):

@@ -103,6 +103,8 @@ class Assignment:
       shared: ops that every stage that uses them runs for itself: their operands are inputs or other shared ops.
       home: input of the top block -> the stage that keeps it (for state: that updates it). Inputs that nobody reads
         are on stage 0. Other stages that read it get it once per step, the batch as slices.
+      owner: argument number -> the stage that it is bound to, whose new value is returned there, wherever it is made.
+      held: ops of the top block that run no earlier than they must: what they make is as large as what they read.
       split_sums: (carry, ((value, stage), ...)): what a micro-batch adds to this carry is the sum of these values,
         which are made on different stages. Each stage keeps an accumulator of its own, and they are added once per
         step.
@@ -113,7 +115,9 @@ class Assignment:
     num_stages: int
     stage: Mapping[int, int]
     shared: frozenset[int]
-    home: Mapping[int, int]
+    home: Mapping[int, int] = field(default_factory=dict)
+    owner: Mapping[int, int] = field(default_factory=dict)
+    held: frozenset[int] = frozenset()
     split_sums: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
     dissolved: frozenset[int] = frozenset()
     phases: Phases = field(default_factory=Phases)

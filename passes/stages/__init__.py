@@ -5,10 +5,9 @@ In: a step cut into layers, and submeshes. Out: `StageSlices`, the best division
 """
 
 from alpa_lite.passes.stages.choosing import choose
-from alpa_lite.passes.stages.owned import owned_graphs, turns_of
-from alpa_lite.passes.stages.owners import ownership
+from alpa_lite.passes.stages.owners import ownership, turns_of
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.pricing import price_layers
 from alpa_lite.passes.stages.staging import stage_graphs
 
-__all__ = ["PlannedStage", "choose", "owned_graphs", "ownership", "price_layers", "stage_graphs", "turns_of"]
+__all__ = ["PlannedStage", "choose", "ownership", "price_layers", "stage_graphs", "turns_of"]

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir.graph import Lit
 from alpa_lite.ir.layout import LogicalMesh
@@ -42,55 +44,52 @@ GAP = 1e-2
 """How near the optimum the choice of a layer is: its cost is an estimate for the stage DP."""
 
 
-@dataclass(frozen=True)
+REMAT: tuple[Choice, ...] = ("none", "layer", "selective")
+"""Rematerialisations to choose from for the backward pass of a stage."""
+
+COSTS = ("forward", "backward", "update", "fixed_bytes", "inflight_bytes", "split_bytes", "temporary_bytes")
+"""Costs of a layer in `LayerCost.table`.
+
+    forward, backward  seconds for one micro-batch; backward with what is computed again
+    update             seconds once a step, with what is computed before the micro-batches
+    fixed_bytes        per device, of arguments and of what is computed before the micro-batches
+    inflight_bytes     per device and micro-batch: what comes from the layer before, and what the backward pass reads of
+                       the forward pass
+    split_bytes        the same where gradients of parameters are computed apart: what they read, if that is more
+    temporary_bytes    per device, that the largest segment needs in addition
+"""
+
+
+@dataclass(frozen=True, eq=False)
 class LayerCost:
     """One layer on one kind of submesh at one price of memory.
 
     Attributes:
       mesh_shape: of the best logical mesh.
-      forward, backward: seconds for one micro-batch.
-      steady: of `forward`, seconds that do not depend on the size of a micro-batch: latency, and collectives of what is
-        not made of examples, such as parameters that are gathered.
-      adding: the same of `backward`, with gradients that are added to their sums.
-      again_steady: the same of `again`.
-      update: seconds once a step, with what is computed before the micro-batches.
-      fixed: bytes per device of arguments and of what is computed before the micro-batches.
-      saved: bytes per device and micro-batch of what the backward pass reads of the forward pass.
-      kept: of that what the selective choice of rematerialisation saves: results of products and the like.
-      again: seconds for one micro-batch of computing the rest of it again.
-      entering: bytes per device and micro-batch of what comes from the layer before.
-      temporary: bytes per device that the largest segment needs in addition.
-      temporary_layer, temporary_selective: the same where the backward pass computes the layer again, or what the
-        selective choice does not save.
-      lasting: of `temporary`, bytes that do not depend on the size of a micro-batch, such as those of gathered
-        parameters and of gradients before they are added to their sums.
-      apart: bytes per device and micro-batch of what gradients of parameters read, where they are computed apart.
-      seconds: of a step, of the fastest choice with memory for nothing; bytes: per device, of that at its peak. Their
-        ratio is the unit of prices.
+      table: [2, costs, remats]: of each of `COSTS` with each of `REMAT` the part that does not depend on the size of a
+        micro-batch, and the part that scales with it. The first are latency, collectives of what is not made of
+        examples, such as gathered parameters, and adding gradients to their sums; and their bytes.
       shared: the leading dim of what comes from or goes to other layers, the examples of a micro-batch, and into how
         many parts it is cut.
+      seconds: of a step, of the fastest choice with memory for nothing; bytes: per device, of that at its peak. Their
+        ratio is the unit of prices.
     """
 
     mesh_shape: tuple[int, ...]
-    forward: float
-    backward: float
-    update: float
-    fixed: float
-    saved: float
-    kept: float
-    again: float
-    entering: float
-    temporary: float
-    temporary_layer: float
-    temporary_selective: float
-    apart: float = 0.0
-    adding: float = 0.0
-    steady: float = 0.0
-    again_steady: float = 0.0
-    lasting: float = 0.0
+    table: np.ndarray
+    shared: tuple[int, int] = (1, 1)
     seconds: float = 0.0
     bytes: float = 0.0
-    shared: tuple[int, int] = (1, 1)
+
+    def parts(self, name: str, remat: Choice = "none") -> tuple[float, float]:
+        """The steady part of one of `COSTS`, and the part that scales."""
+        steady, scaled = self.table[:, COSTS.index(name), REMAT.index(remat)].tolist()
+        return steady, scaled
+
+    @property
+    def passes(self) -> float:
+        """Seconds of both passes of a micro-batch."""
+        return sum(self.parts("forward")) + sum(self.parts("backward"))
 
 
 class Layer:
@@ -170,36 +169,31 @@ class MeasuredLayer:
 
     def cost(self) -> LayerCost:
         """All of its costs."""
-        planned, held = self.planned, self.planned.held
-        seconds = {"forward": 0.0, "backward": 0.0, "update": 0.0, "prologue": 0.0}
+        planned, held, sizes = self.planned, self.planned.held, self.planned.temporary
+        seconds = dict.fromkeys(("forward", "backward", "update", "prologue"), 0.0)
         for segment in planned.segments.items:
             seconds[segment.kind] += planned.seconds[segment]
-        (everything, _), (selective, kept) = (self.computed_again(choice) for choice in ("layer", "selective"))
-        again, again_steady = self.seconds_of(selective)
-        sizes = planned.temporary
+        forward, backward = seconds["forward"], seconds["backward"]
+        steady = min(self.steady(self.forward), forward)
+        adding = min(self.adding() + self.steady(self.backward), backward)
         largest = max(reversed(sizes), key=sizes.__getitem__, default=None)
-        temporary = 0 if largest is None else sizes[largest]
-        lasting = 0 if largest is None else self.temporary_bytes(largest, of=self.lasting)
-        return LayerCost(
-            mesh_shape=planned.found.mesh.shape,
-            forward=seconds["forward"],
-            backward=seconds["backward"],
-            update=seconds["update"] + seconds["prologue"],
-            fixed=held.fixed,
-            saved=held.saved,
-            kept=min(kept, held.saved),
-            again=again,
-            entering=held.entering,
-            temporary=temporary,
-            temporary_layer=self.temporary(everything),
-            temporary_selective=self.temporary(selective),
-            lasting=min(lasting, temporary),
-            apart=self.apart(),
-            adding=min(self.adding() + self.steady(self.backward), seconds["backward"]),
-            steady=min(self.steady(self.forward), seconds["forward"]),
-            again_steady=again_steady,
-            shared=self.shared(),
-        )
+        lasting = 0 if largest is None else min(self.temporary_bytes(largest, of=self.lasting), sizes[largest])
+        apart, rows = self.apart(), []
+        for remat in REMAT:
+            items, kept = self.computed_again(remat)
+            again, again_steady = (forward, steady) if remat == "layer" else self.seconds_of(items)
+            flying = held.entering + (held.saved if remat == "none" else min(kept, held.saved))
+            temporary = self.temporary(items)
+            rows.append([
+                (steady, forward - steady),
+                (adding + again_steady, backward - adding + again - again_steady),
+                (seconds["update"] + seconds["prologue"], 0.0),
+                (held.fixed, 0.0),
+                (0.0, flying),
+                (0.0, max(flying, apart)),
+                (min(lasting, temporary), temporary - min(lasting, temporary)),
+            ])  # fmt: skip
+        return LayerCost(planned.found.mesh.shape, np.array(rows, float).T, self.shared())
 
     @cached_property
     def view(self) -> ScanView:
@@ -286,7 +280,7 @@ class MeasuredLayer:
     def temporary(self, again: Sequence[Instruction]) -> float:
         """Temporary bytes per device of the largest segment, where the backward pass begins with these instructions."""
         size = dict(self.planned.temporary)
-        if self.backward is not None:
+        if again and self.backward is not None:
             size[self.backward] = self.temporary_bytes(self.backward, again=again)
         return max(size.values(), default=0)
 
@@ -296,7 +290,7 @@ class MeasuredLayer:
 
     def computed_again(self, choice: Choice) -> tuple[tuple[Instruction, ...], float]:
         """The instructions that a micro-batch's backward pass recomputes, and bytes per device of saved results."""
-        if self.forward is None:
+        if self.forward is None or choice == "none":
             return (), 0.0
         wires = zip(self.forward.outputs, self.forward.reads, strict=True)
         return self.needed(self.forward.instructions, [o for wire, o in wires if wire.kind == "saved"], choice)

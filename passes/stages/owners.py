@@ -23,6 +23,15 @@ Cheap operations that need no leaf (masks, positions, of the batch alone) are *s
 repeats them. Arguments without a placement yet cost nothing to read: they are put where they are read. Of these, state
 has one owner, where its new value is made.
 
+Micro-batches take turns on the submeshes (`turns_of`). The body of the loop and what is around it are one straight line
+for the labelling. Within a micro-batch values may go back and forth, so a submesh has a stage for each round in which
+it runs something:
+
+    round of an op  =  max over what it reads  (round of its maker + 1 if that is on another submesh)
+
+and then, from the last op to the first, the first round of its readers if these are all on its own submesh: what is
+made early would wait. Stages in order of rounds read from earlier ones alone.
+
 Source: Boykov, Veksler, Zabih, "Fast approximate energy minimization via graph cuts", PAMI 2001 (expansions).
 """
 
@@ -30,13 +39,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
-from alpa_lite.ir.graph import Op, Traced, Value
+from alpa_lite.ir.graph import Atom, Block, Op, Traced, Value
 from alpa_lite.passes.ir import min_cut, primitives
 from alpa_lite.passes.ir.flow import producers, users
+from alpa_lite.passes.ir.loops import ScanView, scan_op
+from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
+from alpa_lite.passes.layers.types import Assignment
 
 SWEEPS = 4
 """The most expansions of each submesh. The second sweep rarely finds anything."""
@@ -44,24 +57,7 @@ SWEEPS = 4
 _CAPACITY = 1 << 29  # of all edges together
 
 
-@dataclass(frozen=True)
-class Ownership:
-    """Where everything of a step runs.
-
-    Attributes:
-      label: op index -> submesh, for the ops of the top block that are not shared.
-      shared: the ops that every submesh that reads them runs for itself.
-      held: the ops that run no earlier than they must: what they make is as large as the leaves that it is made of.
-      owner: argument number -> submesh, for pinned arguments and for state.
-    """
-
-    label: Mapping[int, int]
-    shared: frozenset[int]
-    held: frozenset[int]
-    owner: Mapping[int, int]
-
-
-def ownership(traced: Traced, pinned: Mapping[int, int], count: int) -> Ownership:
+def ownership(traced: Traced, pinned: Mapping[int, int], count: int) -> Assignment:
     """Assigns the operations of a step to submeshes.
 
     Args:
@@ -77,20 +73,30 @@ def ownership(traced: Traced, pinned: Mapping[int, int], count: int) -> Ownershi
             atom = block.outputs[output]
             maker = anchors.maker.get(atom) if isinstance(atom, int) else None
             owner[argument] = labels.get(maker.index, 0) if maker is not None else 0
-    return Ownership(labels, frozenset(anchors.shared), frozenset(anchors.held), owner)
+    return Assignment(count, labels, frozenset(anchors.shared), owner=owner, held=frozenset(anchors.held))
 
 
-def rounds_of(ops: Iterable[Op], label: Mapping[int, int], can_wait: Callable[[Op], bool]) -> dict[int, int]:
+def rounds_of(
+    ops: Iterable[Op],
+    label: Mapping[int, int],
+    can_wait: Callable[[Op], bool],
+    given: Mapping[int, int] = MappingProxyType({}),
+) -> dict[int, int]:
     """The round of every op that has a label: the first in which what it reads is there.
 
     Ops that can wait, and whose readers are all on their own submesh, are in the first round of these.
+
+    Args:
+      given: values that are there in round 0, with their submeshes.
     """
     own = [op for op in ops if op.index in label]
-    makers, readers = producers(own), users(own)
-    rounds: dict[int, int] = {}
+    readers, places = users(own), dict(given)
+    made, rounds = dict.fromkeys(given, 0), dict[int, int]()
     for op in own:
-        before = [makers[value].index for value in op.reads if value in makers]
-        rounds[op.index] = max((rounds[i] + (label[i] != label[op.index]) for i in before), default=0)
+        here = label[op.index]
+        rounds[op.index] = max((made[v] + (places[v] != here) for v in op.reads if v in made), default=0)
+        made |= dict.fromkeys(op.results, rounds[op.index])
+        places |= dict.fromkeys(op.results, here)
     for op in reversed(own):
         after = [user.index for value in op.results for user in readers.get(value, ())]
         if can_wait(op) and {label[i] for i in after} == {label[op.index]}:
@@ -107,6 +113,62 @@ def first_readers(ops: Sequence[Op], shared: Container[int], number: Mapping[int
             some = [user.index for value in op.results for user in readers.get(value, ())]
             lowest[op.index] = min((lowest.get(i, number.get(i, 0)) for i in some), default=0)
     return lowest
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The stages of a micro-batch.
+
+    Attributes:
+      assignment: of the step's operations to stages.
+      submeshes: of each stage.
+    """
+
+    assignment: Assignment
+    submeshes: tuple[int, ...]
+
+
+def turns_of(traced: Traced, scan: int, pinned: Mapping[int, int], count: int) -> Turns:
+    """The stages of an accumulated step by where its arguments lie.
+
+    Args:
+      traced, scan: as in `microbatches.loop.Accumulated`.
+      pinned: flat argument -> the submesh that it lies on.
+      count: the number of submeshes.
+    """
+    found = ownership(flat(traced, scan), pinned, count)
+    body = scan_op(traced, scan).bodies[0]
+    rounds = rounds_of(body.ops, found.stage, lambda op: True)
+    places = {(number, found.stage[index]) for index, number in rounds.items()}
+    places |= {(0, submesh) for submesh in range(count) if all(where != submesh for _, where in places)}
+    order = sorted(places)
+    stage_of = {place: number for number, place in enumerate(order)}
+    last = {submesh: number for number, (_, submesh) in enumerate(order)}
+    stage = {index: stage_of[number, found.stage[index]] for index, number in rounds.items()}
+    shared = first_readers(body.ops, found.shared, stage)
+    top = {op.index: last[found.stage.get(op.index, 0)] for op in traced.graph.block.ops if op.index != scan}
+    assignment = Assignment(
+        num_stages=len(order),
+        stage={**top, **stage, **shared},
+        shared=frozenset(shared),
+        owner={number: last[found.owner[number]] for _, number in traced.state},
+    )
+    return Turns(assignment, tuple(submesh for _, submesh in order))
+
+
+def flat(traced: Traced, scan: int) -> Traced:
+    """The step with the loop's body in place of the loop: what one micro-batch does, once."""
+    block, op = traced.graph.block, scan_op(traced, scan)
+    view = ScanView(op)
+    names: dict[int, Atom] = {inner: outer for outer, inner in view.consts}
+    body = [renamed_op(inner, names) for inner in view.body.ops]
+    names |= {result: renamed_atom(atom, names) for atom, result in zip(view.body.outputs, op.results, strict=True)}
+    ops: list[Op] = []
+    for one in block.ops:
+        ops += body if one is op else [renamed_op(one, names)]
+    inputs = (*block.inputs, *view.inputs.carry, *view.inputs.xs)
+    outputs = tuple(renamed_atom(atom, names) for atom in block.outputs)
+    return replace(traced, graph=replace(traced.graph, block=Block(inputs, tuple(ops), outputs)))
 
 
 class _Anchors:

@@ -28,17 +28,8 @@ from alpa_lite.passes.stages import layer_costs, planning, staging, submeshes
 from alpa_lite.passes.stages.dp import ranges
 from alpa_lite.passes.stages.dp.ranges import Hosts, StageCosts
 from alpa_lite.passes.stages.dp.slices import StageChoice
-from alpa_lite.passes.stages.layer_costs import Layer, LayerCost
+from alpa_lite.passes.stages.layer_costs import COSTS, REMAT, Layer, LayerCost
 from alpa_lite.plan.pins import NO_WISHES, Wishes
-
-_COSTS = ("forward", "steady", "backward", "adding", "update", "fixed", "inflight", "split", "temporary", "lasting")
-"""Tables of seconds and bytes."""
-
-_SCALED = ("forward", "backward", "inflight", "split", "temporary")
-"""Those that depend on the size of a micro-batch."""
-
-REMAT: tuple[Choice, ...] = ("none", "layer", "selective")
-"""Rematerialisations to choose from for the backward pass of a stage."""
 
 VARIANTS: tuple[tuple[int, Choice], ...] = tuple(itertools.product(range(len(layer_costs.PRICES)), REMAT))
 """Variants of a stage: the index of its price of memory, and what it computes again."""
@@ -62,16 +53,10 @@ class LayerCosts:
       devices: the numbers of devices of each kind of submesh.
       layers: those of the step; identical ones are one.
       known: the costs of layers.
-      scale: of `forward`, `backward`, `inflight`, `split` and `temporary`, which depend on the size of a micro-batch,
-        if layers were planned at another one.
-      tables: name -> [forms, layers, kinds, variants]: `forward` without `steady`, `backward` without `adding`, these
-        and `update` in seconds, `fixed`, `inflight`, `split` (in flight with a split backward pass), `temporary` in
-        bytes per device; `leading` and `parts`, both of `LayerCost.shared`. A form is a logical mesh.
-      shapes: the logical meshes of the forms, by the numbers of the kind of submesh and of the price: those that
-        suit some layers best, by the seconds of those, most first. Where there are fewer, the last stands for others.
-      num_stages: if it is given.
+      scale: of what depends on the size of a micro-batch, if layers were planned at another one.
       beyond: by the number of a layer and that of devices, bytes per device by which a stage with it exceeds
         its costs, as planned stages have shown.
+      num_stages: if it is given.
     """
 
     step: Divisible
@@ -79,11 +64,44 @@ class LayerCosts:
     devices: tuple[int, ...]
     layers: tuple[Layer, ...]
     known: Mapping[Key, LayerCost]
-    tables: Mapping[str, np.ndarray]
-    shapes: Mapping[tuple[int, int], tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     scale: float = 1.0
     beyond: Mapping[tuple[int, int], float] = field(default_factory=dict)
     num_stages: int | None = None
+
+    @cached_property
+    def shapes(self) -> Mapping[tuple[int, int], tuple[Shape, ...]]:
+        """The logical meshes of the forms, by the numbers of the kind of submesh and of the price.
+
+        They are those that suit some layers best, by the seconds of those, most first. Where there are fewer, the last
+        stands for others.
+        """
+        return _shapes(self.layers, self.known)
+
+    @cached_property
+    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """(steady, scaled): `LayerCost.table` of all layers, [costs, forms, layers, kinds, variants].
+
+        At the size of micro-batch at which they were planned.
+        """
+        shape = 2, len(COSTS), *self._each[:3], len(VARIANTS)
+        steady, scaled = np.stack([cost.table for cost in self._costs], -2).reshape(shape)
+        return steady, scaled
+
+    @cached_property
+    def _costs(self) -> Sequence[LayerCost]:
+        """The cost of each layer: in the order of forms, layers, kinds of submesh, and prices."""
+        found = []
+        for form, number, kind, price in np.ndindex(self._each):
+            layer, shapes = self.layers[number], self.shapes.get((kind, price), ())
+            shape = shapes[min(form, len(shapes) - 1)] if shapes else ()
+            found.append(self.known.get((layer, kind, price, shape)) or self.known[layer, kind, price, ()])
+        return found
+
+    @property
+    def _each(self) -> tuple[int, int, int, int]:
+        """The numbers of forms, layers, kinds of submesh, and prices."""
+        forms = max(map(len, self.shapes.values()), default=1)
+        return forms, len(self.layers), len(self.devices), len(layer_costs.PRICES)
 
     @property
     def num_microbatches(self) -> int:
@@ -98,9 +116,9 @@ class LayerCosts:
     @cached_property
     def seconds(self) -> np.ndarray:
         """[forms, layers, kinds, variants] of a step: both passes of all micro-batches, and the update."""
-        passes = (self.tables["forward"] * self.scale + self.tables["backward"] * self.scale) * self.repeated(1.0)
-        passes = passes + self.tables["steady"] + self.tables["adding"]
-        return passes * self.num_microbatches + self.tables["update"]
+        steady, scaled = self.tables
+        passes = (scaled[0] * self.scale + scaled[1] * self.scale) * self.repeated(1.0) + steady[0] + steady[1]
+        return passes * self.num_microbatches + steady[2]
 
     def mesh_of(self, stage: StageChoice, kind: int) -> tuple[int, ...] | None:
         """The logical mesh on which all layers of a stage together are fastest; None where none is known."""
@@ -120,11 +138,6 @@ class LayerCosts:
         size = sum(cost.bytes for cost in found)
         return sum(cost.seconds for cost in found) / size if size else None
 
-    def shape(self, form: int, kind: int, price: int) -> tuple[int, ...]:
-        """The logical mesh of one of the forms of the tables."""
-        shapes = self.shapes.get((kind, price), ())
-        return shapes[min(form, len(shapes) - 1)] if shapes else ()
-
     def rescaled(self, step: Divisible) -> LayerCosts:
         """The same costs of the step in another number of micro-batches, scaled; it has the same layers."""
         scale = self.scale * self.num_microbatches / step.accumulated.num_microbatches
@@ -136,8 +149,9 @@ class LayerCosts:
         A layer that was planned with 16 examples on 8 devices cuts them into 8 parts of 2; of 4 examples there are 4
         parts, each on 2 devices.
         """
-        leading = np.maximum(np.rint(self.tables["leading"] * self.scale * scale), 1.0).astype(np.int64)
-        parts = self.tables["parts"].astype(np.int64)
+        shared = np.array([cost.shared for cost in self._costs]).reshape(*self._each, 2)
+        examples, parts = np.moveaxis(shared, -1, 0).repeat(len(REMAT), axis=-1)
+        leading = np.maximum(np.rint(examples * self.scale * scale), 1.0).astype(np.int64)
         return parts / np.gcd(parts, leading)
 
     def useful(self, variants: Sequence[int]) -> tuple[int, ...]:
@@ -145,7 +159,7 @@ class LayerCosts:
 
         Of equal ones the first.
         """
-        found = {v: np.stack([self.tables[name][..., v] for name in _COSTS]) for v in variants}
+        found = {v: np.stack([table[..., v] for table in self.tables]) for v in variants}
 
         def is_beaten(v: int) -> bool:
             better = (w for w in variants if w != v and (found[w] <= found[v]).all())
@@ -172,19 +186,16 @@ class LayerCosts:
           variants: these alone, numbered anew; None for all.
         """
         scale = self.num_microbatches / count
-        shared = scale * self.repeated(scale)
-        tables = self.tables
-        if variants is not None:
-            kept = list(variants)
-            shared, tables = shared[..., kept], {name: table[..., kept] for name, table in tables.items()}
-        tables = {name: table * (self.scale if name in _SCALED else 1.0) for name, table in tables.items()}
+        kept = slice(None) if variants is None else list(variants)
+        shared = scale * self.repeated(scale)[..., kept]
+        steady, scaled = (table[..., kept] for table in self.tables)
+        tables = scaled * self.scale * shared + steady
         layers = self.step.layering.layers
         crossing = np.array([0.0, *(layer.bytes_out for layer in layers)]) * scale
         crossing[len(layers)] = 0.0
-        temporary = tables["temporary"] * shared + tables["lasting"]
         for (layer, devices), size in self.beyond.items():
             if layer < len(layers) and devices in self.devices:
-                temporary[:, layer, self.devices.index(devices)] += size
+                tables[COSTS.index("temporary_bytes"), :, layer, self.devices.index(devices)] += size
         boundary, slowest = np.zeros((2, len(layers) + 1, len(self.devices), len(self.devices)))
         for a, first in enumerate(self.devices):
             for b, second in enumerate(self.devices):
@@ -192,22 +203,16 @@ class LayerCosts:
         forms = [
             ranges.from_layers(
                 count,
-                forward=tables["forward"][form] * shared[form] + tables["steady"][form],
-                backward=tables["backward"][form] * shared[form] + tables["adding"][form],
-                update=tables["update"][form],
-                fixed_bytes=tables["fixed"][form],
-                inflight_bytes=tables["inflight"][form] * shared[form],
-                split_bytes=tables["split"][form] * shared[form],
+                **dict(zip(COSTS, tables[:, form], strict=True)),
                 boundary_seconds=boundary,
                 slowest_seconds=slowest,
                 boundary_bytes=crossing / max(1, max(self.devices)),
                 devices=self.devices,
                 total_devices=self.cluster.num_devices,
                 devices_per_node=self.cluster.devices_per_node,
-                temporary_bytes=temporary[form],
                 hosts=self.hosts,
             )
-            for form in range(len(shared))
+            for form in range(tables.shape[1])
         ]
         return ranges.fastest(forms)
 
@@ -261,13 +266,7 @@ def price_layers(
         for layer, shape in itertools.product(distinct, shapes):
             if known[layer, kind, number, ()].mesh_shape != shape:
                 price(layer, kind, number, shape)
-    return _with(LayerCosts(step, cluster, sizes, tuple(found), {}, {}, num_stages=method.num_stages), known)
-
-
-def _with(costs: LayerCosts, known: Mapping[Key, LayerCost]) -> LayerCosts:
-    """The same with these costs."""
-    costs = replace(costs, known=known, shapes=_shapes(costs.layers, known))
-    return replace(costs, tables=_tables(costs))
+    return LayerCosts(step, cluster, sizes, tuple(found), known, num_stages=method.num_stages)
 
 
 def _shapes(layers: Sequence[Layer], known: Mapping[Key, LayerCost]) -> dict[tuple[int, int], tuple[Shape, ...]]:
@@ -277,36 +276,8 @@ def _shapes(layers: Sequence[Layer], known: Mapping[Key, LayerCost]) -> dict[tup
     for (layer, kind, price, shape), cost in known.items():
         if not shape:
             suited = seconds.setdefault((kind, price), {})
-            passes = times[layer] * (cost.forward + cost.backward)
-            suited[cost.mesh_shape] = suited.get(cost.mesh_shape, 0.0) + passes
+            suited[cost.mesh_shape] = suited.get(cost.mesh_shape, 0.0) + times[layer] * cost.passes
     return {key: tuple(sorted(suited, key=lambda s: -suited[s])[:FORMS]) for key, suited in seconds.items()}
-
-
-def _tables(costs: LayerCosts) -> dict[str, np.ndarray]:
-    """The tables of `LayerCosts` at the size of micro-batch at which its layers were planned."""
-    forms = max(map(len, costs.shapes.values()), default=1)
-    shape = forms, len(costs.layers), len(costs.devices), len(VARIANTS)
-    out = {name: np.zeros(shape) for name in (*_COSTS, "leading", "parts")}
-    places = {layer: [n for n, other in enumerate(costs.layers) if other is layer] for layer in costs.layers}
-    for (layer, numbers), (form, kind, variant) in itertools.product(places.items(), np.ndindex(forms, *shape[2:])):
-        at = form, numbers, kind, variant
-        price, remat = VARIANTS[variant]
-        suited = costs.known[layer, kind, price, ()]
-        cost = costs.known.get((layer, kind, price, costs.shape(form, kind, price)), suited)
-        saved, temporary, again, steady = {
-            "none": (cost.saved, cost.temporary, 0.0, 0.0),
-            "layer": (0.0, cost.temporary_layer, cost.forward, cost.steady),
-            "selective": (cost.kept, cost.temporary_selective, cost.again, cost.again_steady),
-        }[remat]
-        out["forward"][at], out["steady"][at] = cost.forward - cost.steady, cost.steady
-        out["backward"][at], out["adding"][at] = cost.backward - cost.adding + again - steady, cost.adding + steady
-        out["update"][at], out["fixed"][at] = cost.update, cost.fixed
-        out["inflight"][at] = cost.entering + saved
-        out["split"][at] = max(cost.entering + saved, cost.apart)
-        out["lasting"][at] = lasting = min(cost.lasting, temporary)
-        out["temporary"][at] = temporary - lasting
-        out["leading"][at], out["parts"][at] = cost.shared
-    return out
 
 
 def hosts(cluster: Cluster, kinds: Sequence[int], layers: int) -> Hosts:

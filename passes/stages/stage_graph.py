@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
-from alpa_lite.ir.graph import Argument, Atom, Block, Graph, Op, Traced
+from alpa_lite.ir.graph import Traced
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.pruning import indexed
-from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.layers.types import Phases
 from alpa_lite.passes.sharding.tables import NO_REPEATS, Repeats
 
@@ -112,62 +110,3 @@ def repeats(stage: StageGraph, *, split_weights: bool = False) -> Repeats:
         for value in op.reads:
             read_in[value] = read_in.get(value, frozenset()) | parts[op.index]
     return Repeats(parts, frozenset(values))
-
-
-def part_of(
-    whole: Traced,
-    rewriter: Rewriter,
-    ops: Sequence[Op],
-    inputs: Mapping[int, Port],
-    constants: Sequence[int],
-    outputs: Sequence[tuple[Atom, Port]],
-    *,
-    rounds: Mapping[int, int],
-    made_in: Mapping[int, int],
-) -> tuple[StageGraph, Mapping[int, int]]:
-    """A part of a step without a loop as a step of its own, and its ops' new indices.
-
-    Args:
-      rewriter: has the part's values.
-      inputs: the role of each argument.
-      constants: those of the whole step's that the part reads.
-      outputs: the results with their roles.
-      rounds: of the ops of the update.
-      made_in: the round that makes each late value.
-    """
-    number = {v: i for i, v in enumerate(whole.graph.block.inputs[len(whole.arguments) :])}
-    kept = tuple(number[v] for v in constants)
-    block, place = indexed(Block((*inputs, *constants), tuple(ops), tuple(atom for atom, _ in outputs)))
-    values = tuple(whole.graph.constants[i] for i in kept)
-    graph = Graph(tuple(rewriter.values), block, values, rewriter.keys)
-    taken, given = tuple(inputs.values()), tuple(port for _, port in outputs)
-    arrivals, late_rounds = (
-        {port.number: made_in[port.number] for port in ports if port.kind == "late"} for ports in (taken, given)
-    )
-    own_rounds = {place[op.index]: rounds[op.index] for op in ops if op.index in rounds}
-    traced = _traced_of(whole, graph, taken, given)
-    return StageGraph(traced, -1, taken, given, kept, own_rounds, late_rounds, arrivals), place
-
-
-def _traced_of(whole: Traced, graph: Graph, inputs: Sequence[Port], outputs: Sequence[Port]) -> Traced:
-    """A stage's graph as a step of its own, its arguments and results described as those of the whole step."""
-    position = {port.number: i for i, port in enumerate(inputs) if port.kind == "argument"}
-    where = {port.number: i for i, port in enumerate(outputs) if port.kind == "argument"}
-    return replace(
-        whole,
-        graph=graph,
-        arguments=tuple(_described(whole.arguments, port) for port in inputs),
-        outputs=tuple(_described(whole.outputs, port) for port in outputs),
-        state=tuple(sorted((where[o], position[a]) for o, a in whole.state if o in where and a in position)),
-        notes=(),
-        batch_named=False,
-        through=(),
-        placed=(),
-    )
-
-
-def _described(known: Sequence[Argument], port: Port) -> Argument:
-    """The record of an argument or a result."""
-    if port.kind == "argument":
-        return known[port.number]
-    return Argument(known[port.number].path if port.kind == "copy" else f"{port.kind} {port.number}", "other")

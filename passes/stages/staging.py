@@ -17,31 +17,40 @@ micro-batch, and backward; the values then travel one micro-batch at a time.
 Whole ops, and ops of the body that the assignment calls shared (masks, positions), are copied into every stage that
 reads them. Update ops have *rounds*: an op is one round after a late value that it reads was made; round r of every
 stage can run when all of round r - 1 has been exchanged.
+
+A step without a loop, whose arguments are on submeshes (`owners`), is all update: its whole ops are the shared ones,
+each in the first round in which something reads what it makes, so that it does not wait in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from alpa_lite import _jax
 from alpa_lite.errors import InfeasibleError, PlanError
-from alpa_lite.ir.graph import Atom, Op, Traced
-from alpa_lite.passes.ir.flow import made_of, producers, reach, values_in
+from alpa_lite.ir.graph import Argument, Atom, Block, Graph, Op, Traced
+from alpa_lite.passes.ir.flow import before_readers, made_of, producers, reach, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
+from alpa_lite.passes.ir.pruning import indexed
 from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.layers.types import Assignment
 from alpa_lite.passes.stages import ordering
-from alpa_lite.passes.stages.stage_graph import Port, StageGraph, part_of
+from alpa_lite.passes.stages.owners import first_readers, rounds_of
+from alpa_lite.passes.stages.stage_graph import Port, StageGraph
 from alpa_lite.passes.stages.sums import split_sums
+
+_NO_SCAN = Op(-1, None, {"length": 1, "num_consts": 0, "num_carry": 0}, (), (), (Block((), (), ()),), None, None)
+"""The loop of a step without one: it takes, does and gives nothing."""
 
 
 def stage_graphs(traced: Traced, scan: int, assignment: Assignment) -> tuple[StageGraph, ...]:
     """The stages of an accumulated step.
 
     Args:
-      traced, scan: as in `microbatches.loop.Accumulated`.
-      assignment: a stage for every op of the scan's body and every op that depends on its results.
+      traced, scan: as in `microbatches.loop.Accumulated`; `scan` is -1 for a step without a loop.
+      assignment: a stage for every op of the scan's body and every op that depends on its results; without a loop, for
+        every op that is not shared.
 
     Raises:
       PlanError: a value that is carried from one micro-batch to the next would be carried by two stages.
@@ -51,13 +60,24 @@ def stage_graphs(traced: Traced, scan: int, assignment: Assignment) -> tuple[Sta
     return tuple(_Stage(step, number).build() for number in range(assignment.num_stages))
 
 
+def moved(graphs: Sequence[StageGraph]) -> dict[int, tuple[int, ...]]:
+    """Argument number -> the stages that get a copy of it in each call, for arguments that others own."""
+    found: dict[int, list[int]] = {}
+    for number, graph in enumerate(graphs):
+        for port in graph.inputs:
+            if port.kind == "copy":
+                found.setdefault(port.number, []).append(number)
+    return {number: tuple(where) for number, where in sorted(found.items())}
+
+
 class _Step:
     """Facts of the whole step, collected before any stage is built."""
 
     def __init__(self, traced: Traced, assignment: Assignment, scan: int) -> None:
         self.traced, self.assignment = traced, assignment
         self.graph, self.block = traced.graph, traced.graph.block
-        self.scan = scan_op(traced, scan)
+        self.has_loop = scan >= 0
+        self.scan = scan_op(traced, scan) if self.has_loop else _NO_SCAN
         self.view = ScanView(self.scan)
         self.body = self.view.body
         self.stages = assignment.stage
@@ -68,7 +88,7 @@ class _Step:
         self.carry_of = {v: i for i, v in enumerate(self.view.inputs.carry)}
         self.outer = dict(zip(self.body.inputs, self.scan.operands, strict=True))
         self.argument = {v: i for i, v in enumerate(self.block.inputs[: len(traced.arguments)])}
-        self.constants = frozenset(self.block.inputs[len(traced.arguments) :])
+        self.constants = {v: i for i, v in enumerate(self.block.inputs[len(traced.arguments) :])}
         self.effects: dict[int, int] = {}  # op with effects before the scan -> its stage
         self._split_top()
         self._place_carries()
@@ -82,11 +102,13 @@ class _Step:
         Ops with effects that the scan does not need, and what depends on them, are among the latter: those before the
         scan are copied to every stage that reads them.
         """
-        at = self.block.ops.index(self.scan)
         others = [op for op in self.block.ops if op is not self.scan]
-        effects = {op for op in self.block.ops[at + 1 :] if op.has_effects}
-        self.late = made_of(others, [*self.scan.results, *(value for op in effects for value in op.results)])
-        after = {op for op in others if op in effects or not self.late.isdisjoint(op.reads)}
+        if self.has_loop:
+            begun = {op for op in self.block.ops[self.block.ops.index(self.scan) + 1 :] if op.has_effects}
+        else:
+            begun = {op for op in others if op.index not in self.shared}
+        self.late = made_of(others, [*self.scan.results, *(value for op in begun for value in op.results)])
+        after = {op for op in others if op in begun or not self.late.isdisjoint(op.reads)}
         self.after = [op for op in others if op in after]
         self.early = [op for op in others if op not in after]
         self.before = producers(self.early)
@@ -141,16 +163,14 @@ class _Step:
 
     def _place_rounds(self) -> None:
         """The round of every op after the scan: one more than that of a value from another stage."""
-        self.round_of: dict[int, int] = {}
-        self.stage_of: dict[int, int] = dict(self.owner_of_result)
-        self.value_round: dict[int, int] = dict.fromkeys(self.scan.results, 0)
-        for op in self.after:
-            stage = self.stages[op.index]
-            read = [value for value in op.reads if value in self.value_round]
-            number = max((self.value_round[v] + (self.stage_of[v] != stage) for v in read), default=0)
-            self.round_of[op.index] = number
-            self.value_round.update(dict.fromkeys(op.results, number))
-            self.stage_of.update(dict.fromkeys(op.results, stage))
+        held, outputs = self.assignment.held, set(values_in(self.block.outputs))
+        self.round_of = rounds_of(
+            self.after, self.stages, lambda op: op.index in held and outputs.isdisjoint(op.results),
+            self.owner_of_result,
+        )  # fmt: skip
+        made = [(value, op.index) for op in self.after for value in op.results]
+        self.stage_of = self.owner_of_result | {value: self.stages[index] for value, index in made}
+        self.value_round = dict.fromkeys(self.scan.results, 0) | {value: self.round_of[index] for value, index in made}
         for stage, ops in enumerate(self.update):
             sums = [self.view.results.carry[i] for i in self.carries[stage]]
             self.update[stage] = ordering.update(ops, self.round_of, sums)
@@ -183,24 +203,27 @@ class _Step:
         return atoms
 
     def _place_outputs(self) -> None:
-        """The stage of every flat result, and the owner of every state argument."""
+        """The stage of every flat result, and the owner of every argument that has one."""
         stages = range(self.assignment.num_stages)
         self.reached = [dict.fromkeys(self._reach(self.read_by(stage))[1]) for stage in stages]
         new_value = {argument: output for output, argument in self.traced.state}
         readers = {value: [s for s, inputs in enumerate(self.reached) if value in inputs] for value in self.argument}
-        replaces = dict(self.traced.state)
+        replaces, fixed = dict(self.traced.state), self.assignment.owner
         self.output_stage: list[int] = []
         for number, atom in enumerate(self.block.outputs):
-            if isinstance(atom, int) and atom in self.late:
+            argument = replaces.get(number, -1)
+            if argument in fixed:
+                self.output_stage.append(fixed[argument])
+            elif isinstance(atom, int) and atom in self.late:
                 self.output_stage.append(self.stage_of[atom])
-            elif number in replaces:
-                self.output_stage.append(self.assignment.home.get(self.block.inputs[replaces[number]], 0))
+            elif argument >= 0:
+                self.output_stage.append(self.assignment.home.get(self.block.inputs[argument], 0))
             else:
-                _, inputs = self._reach([atom])
-                states = [v for v in inputs if self.argument.get(v) in new_value]
-                first = [readers[v][0] for v in states if readers[v]]
+                arguments = [(v, self.argument.get(v, -1)) for v in self._reach([atom])[1]]
+                first = [fixed[a] for _, a in arguments if a in fixed]
+                first += [readers[v][0] for v, a in arguments if a in new_value and a not in fixed and readers[v]]
                 self.output_stage.append(min(first, default=0))
-        self.owner = {argument: self.output_stage[output] for argument, output in new_value.items()}
+        self.owner = {**fixed, **{argument: self.output_stage[output] for argument, output in new_value.items()}}
 
     def _place_crossings(self) -> None:
         """The body values that other stages read: the producer's stage for each, and the readers'."""
@@ -216,7 +239,9 @@ class _Step:
             self.crossing_in.append(found)
             for value in found:
                 self.crossing_out[self.stages[self.made_by[value].index]][value] = None
-            read = dict.fromkeys(value for op in self.update[stage] for value in op.reads)
+            finals = zip(self.block.outputs, self.output_stage, strict=True)
+            returned = values_in(atom for atom, where in finals if where == stage)
+            read = dict.fromkeys([*(value for op in self.update[stage] for value in op.reads), *returned])
             self.late_in.append([v for v in read if v in self.late and self.stage_of[v] != stage])
             for value in self.late_in[-1]:
                 self.late_out[self.stage_of[value]][value] = None
@@ -251,16 +276,50 @@ class _Stage:
         results = [(atom, Port("argument", i)) for atom, i in zip(finals, outputs, strict=True)]
         results += [(stack, Port("crossing", v)) for v, stack in stacks_out.items()]
         results += [(v, Port("late", v)) for v in step.late_out[number]]
-        ops = (*whole, *scan, *step.update[number])
-        constants = [v for v in read if v in step.constants]
-        graph, place = part_of(
-            step.traced, self.rewriter, ops, inputs, constants, results,
-            rounds=step.round_of, made_in=step.value_round,
-        )  # fmt: skip
+        ops, rounds = [*whole, *scan, *step.update[number]], step.round_of
+        if not step.has_loop:
+            ops = before_readers(ops, set(whole))
+            rounds = rounds | first_readers(ops, {op.index for op in whole}, rounds)
+        traced, place = self._traced(ops, inputs, results, [v for v in read if v in step.constants])
+        arrivals, late_rounds = (
+            {port.number: step.value_round[port.number] for port in ports if port.kind == "late"}
+            for ports in (inputs.values(), (port for _, port in results))
+        )
         phases = step.assignment.phases
-        own = {place[i]: phase for i, phase in phases.number.items() if i in place}
-        index = place[step.scan.index] if scan else -1
-        return replace(graph, scan=index, phases=replace(phases, number=own), apart=True)
+        return StageGraph(
+            traced=traced,
+            scan=place[step.scan.index] if scan else -1,
+            inputs=tuple(inputs.values()),
+            outputs=tuple(port for _, port in results),
+            constants=tuple(step.constants[v] for v in read if v in step.constants),
+            rounds={place[op.index]: rounds[op.index] for op in ops if op.index in rounds},
+            late_rounds=late_rounds,
+            arrivals=arrivals,
+            phases=replace(phases, number={place[i]: phase for i, phase in phases.number.items() if i in place}),
+            apart=True,
+        )
+
+    def _traced(
+        self, ops: Sequence[Op], inputs: Mapping[int, Port], results: Sequence[tuple[Atom, Port]], constants: list[int]
+    ) -> tuple[Traced, Mapping[int, int]]:
+        """The stage as a step of its own, its arguments and results described as those of the whole; new op indices."""
+        whole = self.step.traced
+        block, place = indexed(Block((*inputs, *constants), tuple(ops), tuple(atom for atom, _ in results)))
+        values = tuple(whole.graph.constants[self.step.constants[v]] for v in constants)
+        position = {port.number: i for i, port in enumerate(inputs.values()) if port.kind == "argument"}
+        where = {port.number: i for i, (_, port) in enumerate(results) if port.kind == "argument"}
+        traced = replace(
+            whole,
+            graph=Graph(tuple(self.rewriter.values), block, values, self.rewriter.keys),
+            arguments=tuple(_described(whole.arguments, port) for port in inputs.values()),
+            outputs=tuple(_described(whole.outputs, port) for _, port in results),
+            state=tuple(sorted((where[o], position[a]) for o, a in whole.state if o in where and a in position)),
+            notes=(),
+            batch_named=False,
+            through=(),
+            placed=(),
+        )
+        return traced, place
 
     def _outputs(self) -> list[int]:
         """The results of the step that this stage gives, as they are made."""
@@ -313,3 +372,10 @@ class _Stage:
             [*ys, *stacks_out.items()],
         )
         return [replace(scan, key=step.scan.key)], stacks_in, stacks_out
+
+
+def _described(known: Sequence[Argument], port: Port) -> Argument:
+    """The record of an argument or a result."""
+    if port.kind == "argument":
+        return known[port.number]
+    return Argument(known[port.number].path if port.kind == "copy" else f"{port.kind} {port.number}", "other")

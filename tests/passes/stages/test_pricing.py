@@ -18,7 +18,7 @@ from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches import loop
 from alpa_lite.passes.stages import planning, pricing
 from alpa_lite.passes.stages.dp.slices import StageChoice
-from alpa_lite.passes.stages.layer_costs import Layer, LayerCost, MeasuredLayer
+from alpa_lite.passes.stages.layer_costs import PRICES, Layer, LayerCost, MeasuredLayer
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.pricing import LayerCosts, link_seconds
 from alpa_lite.passes.tracing import tracing
@@ -30,10 +30,12 @@ from tests.mlps import mlp, two_machines
 @pytest.mark.parametrize(("microbatches", "devices"), [(100, 1.0), (200, 1.0), (400, 2.0), (1600, 8.0)])
 def test_devices_that_micro_batches_are_too_small_for_do_the_same(microbatches: int, devices: float) -> None:
     """16 examples in 8 parts at 100 micro-batches: 4 examples have 4 parts, each on two devices."""
-    tables = {"leading": np.full((1, 1, 1, 1), 16.0), "parts": np.full((1, 1, 1, 1), 8.0)}
-    nothing: Any = None
-    priced = LayerCosts(nothing, nothing, (8,), (), {}, tables)
-    assert priced.repeated(100 / microbatches).tolist() == [[[[devices]]]]
+    layer, nothing = Free(), SimpleNamespace()
+    cost = replace(cost_of((8,), 1.0), shared=(16, 8))
+    known = {(layer, 0, price, ()): cost for price in range(len(PRICES))}
+    priced: Any = LayerCosts
+    found = priced(nothing, nothing, (8,), (layer,), known).repeated(100 / microbatches)
+    assert found.tolist() == [[[[devices] * len(pricing.VARIANTS)]]]
 
 
 @pytest.mark.parametrize(("nodes", "devices", "share"), [(1, 4, 0.0), (2, 4, 0.5), (8, 2, 0.25), (8, 8, 1.0)])
@@ -72,15 +74,19 @@ def test_adding_gradients_takes_as_long_whatever_the_size_of_a_micro_batch() -> 
     assert few.rescaled(many.step).of(8).backward[0, 4, 0, 0] == pytest.approx(scaled.backward[0, 4, 0, 0])
 
 
-def cost_of(mesh: tuple[int, ...], forward: float, **named: Any) -> LayerCost:
+def cost_of(
+    mesh: tuple[int, ...], forward: float, *, steady: float = 0.0, adding: float = 0.0, saved: float = 0.0,
+    kept: float = 0.0, again: float = 0.0, temporary: float = 0.0, lasting: float = 0.0,
+) -> LayerCost:  # fmt: skip
     """What a layer costs that takes so many seconds forward and twice as many backward."""
-    zeros: Any = dict.fromkeys(("update", "fixed", "saved", "kept", "again", "entering", "temporary"), 0.0)
-    given = {**zeros, **named}
-    again = {
-        "temporary_layer": given["temporary"] + given["saved"],
-        "temporary_selective": given["temporary"] + given["saved"] - given["kept"],
-    }
-    return LayerCost(mesh, forward, 2 * forward, **{**given, **again})
+    rows = []
+    choices = ((saved, temporary, 0.0, 0.0), (0.0, temporary + saved, forward, steady),
+               (kept, temporary + saved - kept, again, 0.0))  # fmt: skip
+    for flying, most, seconds, own in choices:
+        bytes_ = (0.0, 0.0), (0.0, flying), (0.0, flying), (lasting, most - lasting)
+        passes = (steady, forward - steady), (adding + own, 2 * forward - adding + seconds - own)
+        rows.append([*passes, (0.0, 0.0), *bytes_])
+    return LayerCost(mesh, np.array(rows).T)
 
 
 class Free:
@@ -99,18 +105,17 @@ def two_meshes(**named: Any) -> tuple[LayerCosts, Any, Any]:
         layering=SimpleNamespace(layers=[SimpleNamespace(bytes_out=0.0)] * 3),
     )
     layers: Any = (a, b, a)
-    base = LayerCosts(step, cluster, (4,), layers, {}, {})
     known: Any = {}
     for price in range(3):
         known |= {(a, 0, price, ()): cost_of((2, 2), 3.0, **named), (b, 0, price, ()): cost_of((4,), 4.0, **named)}
-    return pricing._with(base, known), a, b
+    return LayerCosts(step, cluster, (4,), layers, known), a, b
 
 
 def test_a_stage_costs_what_its_layers_do_on_one_mesh() -> None:
     """On 2 x 2 layers a take 3 s and b 7 s, on 4 all take 4 s: all three together are faster on 4."""
     found, a, b = two_meshes()
     on_others = {(b, 0, 0, (2, 2)): cost_of((2, 2), 7.0), (a, 0, 0, (4,)): cost_of((4,), 4.0)}
-    found = pricing._with(found, {**found.known, **on_others})
+    found = replace(found, known={**found.known, **on_others})
     meshes = [found.mesh_of(StageChoice(first, stop, 0, 0, 0), 0) for first, stop in ((0, 3), (1, 2), (0, 1))]
     assert meshes == [(4,), (4,), (2, 2)]
     costs = found.of(4)
@@ -127,14 +132,17 @@ def test_what_does_not_depend_on_the_size_of_a_micro_batch_is_not_scaled() -> No
 
 def test_the_gradient_of_a_layer_is_not_scaled_where_it_has_bytes_of_its_own() -> None:
     """Before it is added to its sum, which GPUs add to where it is."""
-    for costs in (priced(2), priced(16)):
-        assert costs.layers[1].least(costs.cluster).lasting == 0
-    few, many = priced(2, "cpu"), priced(16, "cpu")
-    scaled, exact = (costs.of(16).fixed_bytes[1, 2, 0, 0] for costs in (few, many))
+
+    def least(microbatches: int, platform: str = "cuda") -> tuple[float, float]:
+        costs = priced(microbatches, platform)
+        return costs.layers[1].least(costs.cluster).parts("temporary_bytes")
+
+    assert least(2)[0] == least(16)[0] == 0
+    scaled, exact = (priced(count, "cpu").of(16).fixed_bytes[1, 2, 0, 0] for count in (2, 16))
     assert scaled == pytest.approx(exact, rel=0.01)
-    least = [costs.layers[1].least(costs.cluster) for costs in (few, many)]
-    assert least[0].lasting == least[1].lasting == 1024 * 1024 * 4
-    assert least[0].temporary - least[0].lasting == 8 * (least[1].temporary - least[1].lasting) > 0
+    (few, more), (many, less) = least(2, "cpu"), least(16, "cpu")
+    assert few == many == 1024 * 1024 * 4
+    assert more == 8 * less > 0
 
 
 def test_a_process_starts_the_tasks_of_its_stages_and_of_their_cuts() -> None:
@@ -160,7 +168,7 @@ def test_variants_that_others_are_as_good_as_are_not_searched() -> None:
     assert found.useful(every) == (0, 1, 2) and found.useful([2, 0]) == (2, 0)
     known: Any = dict(found.known)
     known |= {(layer, 0, 2, ()): cost_of((2, 2), 5.0, saved=4.0, kept=1.0, again=1.0) for layer in (a, b)}
-    assert pricing._with(found, known).useful(every) == (0, 1, 2, 6, 7, 8)
+    assert replace(found, known=known).useful(every) == (0, 1, 2, 6, 7, 8)
     whole, some = found.of(8), found.of(8, (2, 1))
     for name in ("forward", "backward", "update", "fixed_bytes", "inflight_bytes"):
         assert np.array_equal(getattr(some, name), getattr(whole, name)[..., [2, 1]])
@@ -196,19 +204,20 @@ def test_gathering_a_parameter_takes_as_long_whatever_the_size_of_a_micro_batch(
     """Of 2,048 examples, the parameter is gathered and its gradient scattered, each of them 4 MiB."""
     planned, cost = frugal(2)
     kinds, seconds, latency = waiting(planned, "forward")
-    assert kinds == ["all_gather"] and cost.steady == pytest.approx(seconds) and seconds > 2 * latency
+    steady, _ = cost.parts("forward")
+    assert kinds == ["all_gather"] and steady == pytest.approx(seconds) and seconds > 2 * latency
     kinds, seconds, _ = waiting(planned, "backward")
-    assert kinds == ["all_gather", "reduce_scatter"] and cost.adding > seconds
+    assert kinds == ["all_gather", "reduce_scatter"] and cost.parts("backward")[0] > seconds
 
 
 def test_of_moving_activations_latency_alone_does_not_depend_on_their_size() -> None:
     """Of 512 examples, activations are summed and gathered, which scales; the latency of that does not."""
     planned, cost = frugal(8)
     kinds, seconds, latency = waiting(planned, "forward")
-    assert kinds == ["reduce_scatter"] and cost.steady == pytest.approx(latency) and seconds > 1.5 * latency
-    smaller = frugal(16)[1]
-    scaled = cost.steady + (cost.forward - cost.steady) / 2
-    assert scaled < smaller.forward < cost.forward  # products of fewer examples take longer each
+    steady, scaled = cost.parts("forward")
+    assert kinds == ["reduce_scatter"] and steady == pytest.approx(latency) and seconds > 1.5 * latency
+    smaller = sum(frugal(16)[1].parts("forward"))
+    assert steady + scaled / 2 < smaller < steady + scaled  # products of fewer examples take longer each
 
 
 def test_a_layer_costs_more_on_a_mesh_that_suits_it_less() -> None:
@@ -216,7 +225,7 @@ def test_a_layer_costs_more_on_a_mesh_that_suits_it_less() -> None:
     best = layer.at(DEVICES, Sharded(), 0)
     other = layer.at(DEVICES, Sharded(), 0, (4,))
     assert best.mesh_shape == (2, 2) and other.mesh_shape == (4,)
-    seconds = [2 * (cost.forward + cost.backward) + cost.update for cost in (best, other)]
+    seconds = [2 * cost.passes + cost.parts("update")[0] for cost in (best, other)]
     assert seconds[0] < seconds[1]
     assert layer.at(DEVICES, Sharded(), 0, (5,)) == best  # no mesh of the devices
 
@@ -242,6 +251,8 @@ def test_temporary_bytes_of_computing_again_are_those_of_the_planned_stage(choic
 
     plain, again = second(()), second((choice,) * 4)
     cost = MeasuredLayer(plain).cost()
-    found, saved = (cost.temporary_layer, 0.0) if choice == "layer" else (cost.temporary_selective, cost.kept)
+    (found, held), (most, saved) = (
+        [sum(cost.parts(name, remat)) for name in ("temporary_bytes", "inflight_bytes")] for remat in (choice, "none")
+    )
     assert found == pytest.approx(max(again.temporary.values()), rel=0.15)
-    assert found < 0.4 * (cost.temporary + cost.saved - saved)
+    assert found < 0.4 * (most + saved - held)
