@@ -43,14 +43,17 @@ NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1")
 FORWARD = "forward"
 """The schedule of steps without a backward pass (`forwards`); it is not chosen, and cannot be asked for."""
 
-TaskKind = Literal["forward", "backward", "weight"]
+TaskKind = Literal["forward", "backward", "weight", "step"]
 
 _WHOLE: tuple[TaskKind, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The work of one stage for one micro-batch, or one slice of its sequence. See the module for the kinds."""
+    """The work of one stage for one micro-batch, or one slice of its sequence. See the module for the kinds.
+
+    A step that is not divided is one task of kind "step", in no micro-batch (-1).
+    """
 
     kind: TaskKind
     stage: int

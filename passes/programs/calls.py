@@ -14,11 +14,13 @@ from alpa_lite.passes.stages.segments import Segment, Segments
 
 TransferSeconds = Callable[[Buffer, Submesh, Submesh, Layout], float]
 
-Key = tuple[str, int]
+Wired = tuple[str, int]
 """The kind of a wire, and its number."""
+BufferKey = tuple[int, str, int, int]
+"""A stage, the kind of a wire and its number, and a micro-batch; -1 where all micro-batches share a buffer."""
 Reader = tuple[int, str, int]
 """A stage, and the kind and round of a segment of it."""
-_PER_MICROBATCH = ("number", "crossing", "saved", "piece")
+PER_MICROBATCH = ("number", "crossing", "saved", "piece")
 """Wires whose values each micro-batch has for itself; all others have one buffer for all micro-batches."""
 
 
@@ -44,16 +46,16 @@ class Call(NamedTuple):
     Attributes:
       function: (stage, position in `Segments.items`).
       received: the values from other stages that it reads.
-      reads: of each array that it takes, whether each micro-batch has its own, and the wire.
-      writes: likewise of each that it gives, with the template of its buffer and its name.
+      reads: the wire of each array that it takes.
+      writes: that of each that it gives, with the template of its buffer and its name.
       sends: what it makes for other stages.
     """
 
     function: tuple[int, int]
     executable: Executable
     received: Sequence[int]
-    reads: Sequence[tuple[bool, Key]]
-    writes: Sequence[tuple[bool, Key, Buffer, str]]
+    reads: Sequence[Wired]
+    writes: Sequence[tuple[Wired, Buffer, str]]
     sends: Sequence[Crossing]
 
 
@@ -98,19 +100,19 @@ class Calls:
         """Returns a segment with its inputs and outputs."""
         parts, mesh = self.stages[stage], self.mesh_of[stage]
         segment = parts.items[position]
-        reads = [_key(slot) for slot in slots(parts, segment)]
+        reads = [_wired(slot) for slot in slots(parts, segment)]
         given = slots(parts, segment, output=True)
-        writes = [(*_key(slot), self.template(mesh, slot.kind), _name(slot)) for slot in given]
-        sums = {key for _, key, _, _ in writes if key[0] == "carry" and segment.kind != "update"}
+        writes = [(_wired(slot), self.template(mesh, slot.kind), _name(slot)) for slot in given]
+        sums = {wired for wired, _, _ in writes if wired[0] == "carry" and segment.kind != "update"}
         sliced = self.schedule.num_slices > 1 and segment.kind in ("forward", "backward")
         part = f" {segment.round}" if segment.round or sliced else ""
         executable = Executable(
-            f"stage {stage} {segment.kind}{part}", mesh, stage, segment.kind,
-            tuple(i for i, (_, key) in enumerate(reads) if key in sums),
+            f"stage {stage} {segment.kind}{part}" if segment.kind != "step" else "step", mesh, stage, segment.kind,
+            tuple(i for i, wired in enumerate(reads) if wired in sums),
             self.seconds[segment], slice=segment.round if sliced else -1,
         )  # fmt: skip
         sends = []
-        for _, (kind, value), sent, _ in writes:
+        for (kind, value), sent, _ in writes:
             for reader, register in self.readers.get(value, ()) if kind == "crossing" else ():
                 there = self.register(reader[0], register)
                 sends.append(Crossing(value, reader, *self.passage(sent, there)))
@@ -134,10 +136,9 @@ class Calls:
         return wanted, self.transfer_seconds(sent, *ends, wanted.layout)
 
 
-def _key(slot: Slot) -> tuple[bool, Key]:
-    """Whether each micro-batch has its own buffer, and the wire; a slice of a register is read from the register's."""
-    kind = "top" if slot.wire.kind == "slice" else slot.wire.kind
-    return kind in _PER_MICROBATCH, (kind, slot.wire.number)
+def _wired(slot: Slot) -> Wired:
+    """The wire of an array; a slice of a register is read from the register's."""
+    return "top" if slot.wire.kind == "slice" else slot.wire.kind, slot.wire.number
 
 
 def _name(slot: Slot) -> str:

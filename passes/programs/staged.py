@@ -12,10 +12,10 @@ from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir import schedules
-from alpa_lite.ir.graph import Lit, Traced
-from alpa_lite.ir.layout import Layout, replicated
-from alpa_lite.ir.program import Buffer, Executable, Free, Program, Run, Submesh, buffer, check, peak_bytes, sparing
-from alpa_lite.ir.schedules import Schedule
+from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.layout import Layout
+from alpa_lite.ir.program import Buffer, Program, Submesh, peak_bytes, sparing
+from alpa_lite.ir.schedules import Schedule, Task
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs import simulation, transfers, writing
 from alpa_lite.passes.programs.calls import Calls, mesh_of
@@ -92,7 +92,8 @@ class Staged:
 
 def single(loop: Accumulated, stage: PlannedStage, verdict: Verdict, remat: str = "none") -> Staged:
     """One mesh: the whole step as one stage, run once."""
-    written = _whole(loop.traced, stage, loop.num_microbatches)
+    schedule = Schedule("none", 1, loop.num_microbatches, 1, ((Task("step", 0, -1),),))
+    written = write(loop.traced, (stage,), (0,), schedule, stage.cluster)
     timeline, peak = simulation.simulate(written.program, cluster=stage.cluster), int(stage.found.solution.peak)
     division = Division(1, 1, 1, (0,), (0,), (0,), (remat,), (peak,), (0,), timeline)
     return Staged(loop, (stage,), written, division, verdict)
@@ -201,38 +202,3 @@ def _bytes(written: Written, stages: Sequence[PlannedStage], cluster: Cluster) -
     for stage, mesh in zip(stages, written.mesh_of, strict=True):
         most[mesh] = max([most[mesh], *stage.temporary.values()])
     return tuple(zip(peaks, most, strict=True))
-
-
-def _whole(traced: Traced, stage: PlannedStage, num_microbatches: int) -> Written:
-    """The program of one executable on one submesh."""
-    (segment,) = stage.segments.items
-    submesh = Submesh(stage.found.mesh, 0)
-    buffers: list[Buffer] = []
-
-    def array(register: int | Lit, name: str) -> int:
-        if isinstance(register, Lit):
-            shape, dtype, layout = register.aval.shape, register.aval.dtype, replicated(len(register.aval.shape))
-        else:
-            shape, dtype, layout = stage.segments.register_type(register)
-        buffers.append(buffer(0, submesh, layout, shape, dtype, name=name))
-        return len(buffers) - 1
-
-    count = len(traced.arguments)
-    names = [argument.path for argument in traced.arguments] + ["constant"] * len(traced.graph.constants)
-    taken = tuple(array(r, name) for r, name in zip(stage.program.body.inputs, names, strict=True))
-    given = tuple(array(r, leaf.path) for r, leaf in zip(stage.program.body.outputs, traced.outputs, strict=True))
-    executable = Executable("step", 0, 0, segment.kind, (), stage.seconds[segment])
-    program = Program(
-        submeshes=(submesh,),
-        executables=(executable,),
-        buffers=tuple(buffers),
-        transfers=(),
-        lists=((Run(0, -1, taken, given), Free(taken[:count])),),
-        inputs=tuple((b,) for b in taken[:count]),
-        constants=tuple((b,) for b in taken[count:]),
-        outputs=given,
-        schedule="none",
-        num_microbatches=num_microbatches,
-    )
-    check(program)
-    return Written(program, (stage.segments,), (0,), ((0, 0),))

@@ -33,7 +33,7 @@ from alpa_lite.ir.program import (
     Transfer,
     check,
 )
-from alpa_lite.passes.programs.calls import Call, Calls, Key, Reader
+from alpa_lite.passes.programs.calls import PER_MICROBATCH, BufferKey, Call, Calls, Reader
 from alpa_lite.passes.programs.ends import end_buffers
 from alpa_lite.passes.programs.simulation import Clocks
 from alpa_lite.passes.stages.segments import Segments
@@ -80,12 +80,10 @@ class _Writer:
         self.inputs: list[list[int]] = [[] for _ in traced.arguments]
         self.constants: list[list[int]] = [[] for _ in traced.graph.constants]
         self.numbers: list[list[int]] = [[] for _ in self.submeshes]
-        # The buffers of each stage: of what all micro-batches share, and of what each has for itself.
-        self.shared: list[dict[Key, int]] = [{} for _ in self.stages]
-        self.own: list[dict[int, dict[Key, int]]] = [defaultdict(dict) for _ in self.stages]
+        self.at: dict[BufferKey, int] = {}  # the buffer that a stage has of a value at present
         self.called: dict[Reader, int] = {}  # the numbers of the executables, in the order of their first runs
-        # When (stage, value, micro-batch) is there, and the transfer that brings it, -1 for what is in place.
-        self.arrivals: dict[tuple[int, int, int], tuple[float, int]] = {}
+        # When a value from another stage is there, and the transfer that brings it, -1 for what is in place.
+        self.arrivals: dict[BufferKey, tuple[float, int]] = {}
         self.received: set[int] = {-1}
         self.clocks = Clocks(len(self.submeshes))
 
@@ -137,7 +135,7 @@ class _Writer:
             sent = self.buffers[there]
             template, seconds = self.known.passage(sent, self.known.register(destination, register))
             here = there if template is None else self._buffer(template, sent.name)
-            self.shared[destination]["top", register] = here
+            self.at[destination, "top", register, -1] = here
             if here != there:
                 groups.setdefault((source, destination), []).append((there, here, seconds))
         for (source, destination), passages in groups.items():
@@ -155,7 +153,7 @@ class _Writer:
             if key not in placed:
                 placed[key] = self._buffer(template, name)
                 into[number].append(placed[key])
-            self.shared[stage]["top", register] = placed[key]
+            self.at[stage, "top", register, -1] = placed[key]
 
         copies: list[tuple[int, int, int]] = []
         for stage, parts in enumerate(self.stages):
@@ -164,7 +162,7 @@ class _Writer:
                 if port.kind == "argument":
                     name = shown(self.traced.arguments[port.number].path)
                     place("argument", port.number, name, stage, register, self.inputs)
-                    owned[port.number] = stage, self.shared[stage]["top", register]
+                    owned[port.number] = stage, self.at[stage, "top", register, -1]
                 elif port.kind == "copy":
                     copies.append((port.number, stage, register))
             for constant, register in zip(parts.stage.constants, registers[len(ports) :], strict=True):
@@ -177,7 +175,7 @@ class _Writer:
             self.numbers[mesh] = [self._buffer(template, name) for name in names]
         for stage in counting:
             for microbatch, number in enumerate(self.numbers[self.mesh_of[stage]]):
-                self.own[stage][microbatch]["number", 0] = number
+                self.at[stage, "number", 0, microbatch] = number
 
     # -- runs -------------------------------------------------------------------------------------------------------
 
@@ -189,20 +187,19 @@ class _Writer:
         stage = key[0]
         items = self.lists[self.mesh_of[stage]]
         for value in call.received:
-            _, transfer = self.arrivals[stage, value, microbatch]
+            _, transfer = self.arrivals[stage, "crossing", value, microbatch]
             if transfer not in self.received:
                 self.received.add(transfer)
                 items.append(Receive(transfer))
-        tables = self.shared[stage], self.own[stage][microbatch]
         inputs: list[int] = []
-        for own, wire in call.reads:
-            if wire[0] == "pieces":
-                inputs += [self.own[stage][m]["piece", wire[1]] for m in range(self.schedule.num_microbatches)]
+        for kind, number in call.reads:
+            if kind == "pieces":
+                inputs += [self.at[stage, "piece", number, m] for m in range(self.schedule.num_microbatches)]
             else:
-                inputs.append(tables[own][wire])
-        outputs = tuple([self._buffer(template, name, microbatch) for _, _, template, name in call.writes])
-        for (own, wire, _, _), made in zip(call.writes, outputs, strict=True):
-            tables[own][wire] = made
+                inputs.append(self.at[stage, kind, number, microbatch if kind in PER_MICROBATCH else -1])
+        outputs = tuple([self._buffer(template, name, microbatch) for _, template, name in call.writes])
+        for ((kind, number), _, _), made in zip(call.writes, outputs, strict=True):
+            self.at[stage, kind, number, microbatch if kind in PER_MICROBATCH else -1] = made
         items.append(Run(self.called.setdefault(key, len(self.called)), microbatch, tuple(inputs), outputs))
 
     def _tasks(self) -> None:
@@ -210,7 +207,7 @@ class _Writer:
         lists = self.schedule.tasks
         positions = [0] * len(lists)
         ready: list[tuple[float, int]] = []  # when the next task of a submesh starts, and the submesh
-        waiting: dict[tuple[int, int, int], int] = {}  # what the next task of a submesh lacks -> the submesh
+        waiting: dict[BufferKey, int] = {}  # what the next task of a submesh lacks -> the submesh
 
         def look(mesh: int) -> None:
             """Finds out when the next task of a submesh starts, or which value it waits for."""
@@ -218,7 +215,8 @@ class _Writer:
                 return
             task = lists[mesh][positions[mesh]]
             call = self.known.of.get((task.stage, task.kind, task.slice))
-            keys = [(task.stage, value, task.microbatch) for value in call.received] if call is not None else []
+            received = call.received if call is not None else ()
+            keys = [(task.stage, "crossing", value, task.microbatch) for value in received]
             missing = next((key for key in keys if key not in self.arrivals), None)
             if missing is None:
                 times = [self.arrivals[key][0] for key in keys]
@@ -243,25 +241,25 @@ class _Writer:
         if any(at < len(tasks) for at, tasks in zip(positions, lists, strict=True)):
             raise OrderError(f"schedule {self.schedule.name} cannot run this step: its tasks wait for each other")
 
-    def _send_crossing(self, call: Call, microbatch: int, end: float) -> list[tuple[int, int, int]]:
+    def _send_crossing(self, call: Call, microbatch: int, end: float) -> list[BufferKey]:
         """Sends the outputs of a run that ends at `end` to other stages, those first read by one task in one transfer.
 
         Returns the keys of `arrivals` that this sets.
         """
         stage, _ = call.function
-        groups: dict[Reader, list[tuple[int, tuple[int, int, float]]]] = {}
-        keys = [(one.reader[0], one.value, microbatch) for one in call.sends]
+        groups: dict[Reader, list[tuple[BufferKey, tuple[int, int, float]]]] = {}
+        keys: list[BufferKey] = [(one.reader[0], "crossing", one.value, microbatch) for one in call.sends]
         for key, one in zip(keys, call.sends, strict=True):
-            here = there = self.own[stage][microbatch]["crossing", one.value]
+            here = there = self.at[stage, "crossing", one.value, microbatch]
             if one.buffer is not None:
                 here = self._buffer(one.buffer, self.buffers[there].name, microbatch)
-                groups.setdefault(one.reader, []).append((one.value, (there, here, one.seconds)))
-            self.own[key[0]][microbatch]["crossing", one.value] = here
+                groups.setdefault(one.reader, []).append((key, (there, here, one.seconds)))
+            self.at[key] = here
             self.arrivals[key] = end, -1
         for (reader, _, _), values in groups.items():
             number = self._send(stage, reader, [passage for _, passage in values], microbatch)
             _, arrival = self.clocks.transfer(self.transfers[number], end)
-            self.arrivals.update(((reader, value, microbatch), (arrival, number)) for value, _ in values)
+            self.arrivals.update((key, (arrival, number)) for key, _ in values)
         return keys
 
     # -- the update -------------------------------------------------------------------------------------------------
@@ -285,7 +283,7 @@ class _Writer:
         """The buffer of a stage's result."""
         operand = self.stages[stage].finals[position]
         assert operand is not None
-        return self.shared[stage][("literal", position) if isinstance(operand, Lit) else ("top", operand)]
+        return self.at[(stage, "literal", position, -1) if isinstance(operand, Lit) else (stage, "top", operand, -1)]
 
     def _outputs(self) -> tuple[int, ...]:
         found = {
