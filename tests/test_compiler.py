@@ -12,6 +12,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import alpa_lite
@@ -23,7 +24,7 @@ from alpa_lite.errors import InfeasibleError, OptionError, OrderError, PlanError
 from alpa_lite.options import Auto, DataParallel, Pipeline, Sharded, TensorParallel, Zero
 from alpa_lite.passes.checks import verification
 from alpa_lite.passes.search import pipeline_analysis, pipelines
-from alpa_lite.passes.stages import pricing
+from alpa_lite.passes.stages.layer_costs import COSTS, MeasuredLayer
 from tests import comparing
 from tests.gallery import f32, layers, local, sgd
 from tests.zoo_base import normal
@@ -266,14 +267,11 @@ def test_estimates_of_layers_do_not_decide_alone_that_no_pipeline_fits(monkeypat
     options: Any = {"cluster": Cluster.preset("a100").part(2), "method": Pipeline(), "verify": "off"}
     roomy = make_plan(residual, *arguments, **options)
     budget = int(1.02 * max(stage.memory.total for stage in roomy.stages))
-    tables = pricing._tables
-
-    def too_high(layers: Any) -> Any:
-        found = tables(layers)
-        sizes = ("fixed", "inflight", "split", "temporary")
-        return {name: table * (5.0 if name in sizes else 1.0) for name, table in found.items()}
-
-    monkeypatch.setattr(pricing, "_tables", too_high)
+    factors = np.array([5.0 if name.endswith("_bytes") else 1.0 for name in COSTS])[:, None]
+    cost = MeasuredLayer.cost
+    monkeypatch.setattr(
+        MeasuredLayer, "cost", lambda own: dataclasses.replace(found := cost(own), table=found.table * factors)
+    )
     monkeypatch.setattr(pipeline_analysis, "MAX_LAYER_ERROR", 20.0)
     plan = make_plan(residual, *arguments, memory_per_device=budget, **options)
     assert max(stage.memory.total for stage in plan.stages) <= budget

@@ -7,6 +7,7 @@ than it costs time. The stage DP then finds which of them a stage can afford.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -170,7 +171,7 @@ class MeasuredLayer:
     def cost(self) -> LayerCost:
         """All of its costs."""
         planned, held, sizes = self.planned, self.planned.held, self.planned.temporary
-        seconds = dict.fromkeys(("forward", "backward", "update", "prologue"), 0.0)
+        seconds = defaultdict[str, float](float)
         for segment in planned.segments.items:
             seconds[segment.kind] += planned.seconds[segment]
         forward, backward = seconds["forward"], seconds["backward"]
