@@ -110,7 +110,7 @@ def compile_step(
     why = "; ".join([why, *found])
     if logger.isEnabledFor(logging.INFO):
         logger.info(planned_message(name, plan, why))
-    plan = plan.comparing(comparing.of(step.traced, step.rules, staged, cluster, request.budget))
+    plan = plan.deferring(comparisons=comparing.of(step.traced, step.rules, staged, cluster, request.budget))
     return Compiled(staged, plan, traced, pins)
 
 
@@ -125,7 +125,7 @@ def plan_step(run: Passes, step: Step, request: PlanRequest, found: list[str]) -
     if known is not None:
         found.append("found in the cache")
         return plan, staged
-    plan = plan.weighing(weighing.of(staged, request.budget))
+    plan = plan.deferring(stages=weighing.of(staged, request.budget))
     if cache is not None and not (plan.search and plan.search.truncated):
         cache.save(plan)
     return plan, staged
@@ -147,16 +147,13 @@ def choose_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Plan, St
     staged = noted(staged, *request.wishes.notes, *plans.constraint_notes(staged, request.wishes))
     staged = add_donation(staged, step, request)
     annotated = bool(mesh_program.constraints_of(step.traced, request.wishes))
-    plan = run(
-        "plan",
-        plans.write,
-        staged,
-        request.cluster,
-        method=request.described,
-        budget=request.budget,
-        annotated=annotated,
-    )
-    return replace(plan, search=summary), staged
+
+    def write() -> Plan:
+        described, budget = request.described, request.budget
+        record = plans.write(staged, request.cluster, method=described, budget=budget, annotated=annotated)
+        return Plan(**{**vars(record), "search": summary})
+
+    return run("plan", write), staged
 
 
 def tracer(

@@ -30,7 +30,7 @@ from alpa_lite.manual import Manual
 from alpa_lite.methods import STRATEGIES, Auto, DataParallel, Method, Off, Pipeline, Sharded, TensorParallel, Zero
 
 if TYPE_CHECKING:
-    from alpa_lite.plan.plan import Plan
+    from alpa_lite.plan.records import PlanRecord as Plan
 
 __all__ = [
     "Auto",

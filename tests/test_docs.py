@@ -207,7 +207,9 @@ def test_sentences_of_pages_name_their_subject(page: Path) -> None:
             assert not (RELATIVE.match(sentence) and not sentence.endswith("?")), f"{page.name}: {sentence}"
 
 
-EVERYDAY = re.compile(r"\b(heeded|lies?|anew|beside|born|told|whatever|so many)\b|(?<!there) is no (?!longer)")
+EVERYDAY = re.compile(
+    r"\b(heeded|lies?|anew|beside|born|told|whatever|so many)\b|(?<!there) is no (?!longer)", re.IGNORECASE
+)
 """Words of errors, notes and reports that have a technical form, such as "is placed" for "lies"."""
 
 INGREDIENTS = {"heeded", "state gathered anew for late uses"}

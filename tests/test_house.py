@@ -79,10 +79,15 @@ def test_no_module_imports_itself_by_way_of_others():
     graphlib.TopologicalSorter(ARROWS).prepare()
 
 
-def test_passes_touch_no_runtime_and_the_runtime_does_not_plan():
+FACE = "alpa_lite.plan.plan"
+"""The plan as users have it, which prints and compares itself: passes write its record."""
+
+
+def test_passes_touch_no_runtime_and_print_nothing():
     for name, others in ARROWS.items():
         if name.startswith("alpa_lite.passes"):
-            assert not {o for o in others if o.startswith("alpa_lite.runtime")}, name
+            above = {o for o in others if o.startswith(("alpa_lite.runtime", "alpa_lite.report", FACE))}
+            assert not above - {"alpa_lite.report.units"}, name
 
 
 LARGE = {"passes.tracing": 20, "passes.ir": 17}
@@ -93,7 +98,10 @@ LARGE = {"passes.tracing": 20, "passes.ir": 17}
 def test_values_import_neither_passes_nor_reports_nor_the_runtime(package):
     allowed = ("_jax", "ir", "cluster", "calibration", "plan", "errors")
     others = {
-        other for name, found in ARROWS.items() if f"{name}.".startswith(f"alpa_lite.{package}.") for other in found
+        other
+        for name, found in ARROWS.items()
+        if f"{name}.".startswith(f"alpa_lite.{package}.") and name != FACE
+        for other in found
     }
     assert not {other for other in others if other.split(".")[1] not in allowed}
 

@@ -72,7 +72,9 @@ def fields(kind: type, *left_out: str) -> dict[str, st.SearchStrategy[Any]]:
 def plans(draw: st.DrawFn) -> Plan:
     """Plans whose lists have the lengths that belong together."""
     parts, moved = draw(values(tuple[records.Stage, ...])) or (small_plan().stages[0],), draw(collectives)
-    rest = draw(st.fixed_dictionaries(fields(Plan, "stages", "num_stages", "collectives", "collective_seconds")))
+    rest = draw(
+        st.fixed_dictionaries(fields(records.PlanRecord, "stages", "num_stages", "collectives", "collective_seconds"))
+    )
     seconds = tuple(draw(KNOWN[float]) for _ in moved)
     return Plan(stages=parts, num_stages=len(parts), collectives=moved, collective_seconds=seconds, **rest)
 

@@ -33,7 +33,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Plan how a JAX train step runs on many devices, read and compare such plans, and train with them.",
 )
 
 for _command, _settings in (

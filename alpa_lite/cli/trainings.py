@@ -132,33 +132,24 @@ def _work(
       OptionError: for a model, size, attribute or file that does not exist.
     """
     from alpa_lite import models
+    from alpa_lite.models import text as texts
 
     given = values.settings_of(settings)
     try:
         spec = models.get(model)
-        config = spec.config(size, **given)
+        config, title = spec.config(size, **given), f"{model} {size}: {spec.parameters(size, **given):,} parameters"
         step, (state, example) = spec.build(size, batch, seed, **given)
-        batches, source = _batches(config, example, text, batch, seed)
-        title = f"{model} {size}: {spec.parameters(size, **given):,} parameters, {source}"
+        if hasattr(config, "vocab") and hasattr(config, "seq") and {"inputs", "targets"} <= set(example):
+            data = texts.read(text)
+            if config.vocab < texts.VOCAB:
+                raise ValueError(f"vocab={config.vocab}: text is read as bytes, so it must be at least {texts.VOCAB}")
+            batches = texts.batches(data, batch, config.seq, seed)
+            return _Work(step, state, example, batches, f"{title}, {units.nbytes(len(data))} of text")
     except (ValueError, TypeError, OSError) as error:
         raise OptionError(str(error)) from error
-    return _Work(step, state, example, batches, title)
-
-
-def _batches(
-    config: Any, example: Any, text: Sequence[Path] | None, batch: int, seed: int
-) -> tuple[Iterator[Any], str]:
-    """Endless batches, and a description of them."""
-    from alpa_lite.models import text as texts
-
-    if not (hasattr(config, "vocab") and hasattr(config, "seq") and {"inputs", "targets"} <= set(example)):
-        if text is not None:
-            raise ValueError("--text is for language models; leave it out for this one")
-        return itertools.repeat(example), f"one random batch of {batch}, repeated"
-    data = texts.read(text)
-    if config.vocab < texts.VOCAB:
-        raise ValueError(f"vocab={config.vocab}: text is read as bytes, so it must be at least {texts.VOCAB}")
-    return texts.batches(data, batch, config.seq, seed), f"{units.nbytes(len(data))} of text"
+    if text is not None:
+        raise OptionError("--text is for language models; leave it out for this one")
+    return _Work(step, state, example, itertools.repeat(example), f"{title}, one random batch of {batch}, repeated")
 
 
 def _run(
@@ -173,25 +164,23 @@ def _run(
     """
     console.print(f"{work.title}, {steps} steps")
     losses: list[float] = []
-    every = max(1, steps // _LINES)
     start = since = time.perf_counter()
-    done = 0
+    shown = 0
     for number in range(1, steps + 1):
         state, metrics = step(state, next(work.batches))
-        if number == 1 or number % every == 0 or number == steps:
+        if number == 1 or number % max(1, steps // _LINES) == 0 or number == steps:
             losses.append(float(metrics["loss"]))
-            now = time.perf_counter()
-            speed = f"compiled and run in {units.seconds(now - since)}"
-            if number > 1:
-                speed = f"{(number - done) / (now - since):.1f} steps/s"
+            taken = time.perf_counter() - since
+            speed = (
+                f"{(number - shown) / taken:.1f} steps/s" if shown else f"compiled and run in {units.seconds(taken)}"
+            )
             console.print(f"step {number:>5}  loss {losses[-1]:.4f}  {speed}")
-            since, done = now, number
+            since, shown = since + taken, number
     console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {units.seconds(time.perf_counter() - start)}")
     if step.plans[-1].pipelined:
         executed = step.profile(trace, state, next(work.batches))
         console.print("\n", timeline.draw(executed), "\n", sep="")
     if trace is not None:
-        console.print(
-            f"executed and predicted timeline of one step saved to {trace}: open it in https://ui.perfetto.dev"
-        )
+        saved = f"executed and predicted timeline of one step saved to {trace}"
+        console.print(f"{saved}: open it in https://ui.perfetto.dev")
     return state

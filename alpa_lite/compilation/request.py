@@ -79,12 +79,14 @@ class PlanRequest:
         """The plan to run without solving.
 
         Raises:
-          OptionError: another number of micro-batches is given, too.
+          OptionError: it is not a plan, or another number of micro-batches is given, too.
         """
         given, count = self.options.plan, self.options.num_microbatches
         if given is None:
             return None
         plan = Plan.load(given) if isinstance(given, str | os.PathLike) else given
+        if not isinstance(plan, Plan):
+            raise OptionError(f"plan={given!r}: give a Plan, or the path of a file that Plan.save wrote")
         if count not in ("auto", plan.num_microbatches):
             raise OptionError(
                 f"num_microbatches={count}: the given plan has {plan.num_microbatches}; leave one of the two out"

@@ -81,7 +81,7 @@ def pin_of(stage: Stage, first_device: int, leaf: Leaf, why: str) -> Pin:
 
 
 def layout_of_spec(spec: PartitionSpec, rank: int) -> Layout:
-    """The layout of a value with so many dims that a mesh shards as `spec` says."""
+    """The layout of a value with `rank` dims that a mesh shards as `spec` says."""
     axes = spec_axes(spec)
     return Layout((*axes, *((),) * (rank - len(axes))))
 

@@ -14,100 +14,87 @@ JSON with a schema version (`SCHEMA`), never as a pickle.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from alpa_lite.compilation import placing
 from alpa_lite.errors import PlanError
 from alpa_lite.ir import json_codec
-from alpa_lite.plan.figures import Comparison
-from alpa_lite.plan.records import PlanRecord, Stage
+from alpa_lite.plan.records import PlanRecord
+from alpa_lite.report import console, diff, explain, html, operations, summary, text, timeline
 
 SCHEMA = 7
 """The version of the plan file. Raised whenever a file of the old version could no longer be read."""
 
-_COMPARING, _WEIGHING = "_comparing", "_weighing"
-"""Attributes with a plan's deferred evaluations of other methods and alternatives; neither fields nor saved."""
-
-
-def _late(name: str) -> Any:
-    """A module that is built on plans, such as a report, and so is imported when it is called."""
-    return importlib.import_module(f"alpa_lite.{name}")
-
 
 @dataclass(frozen=True, eq=False, repr=False)  # the record compares and hashes
 class Plan(PlanRecord):
-    """A plan: its decisions, their costs and the reasons; the fields are those of `records.PlanRecord`."""
+    """A plan as users have it; the fields are those of `records.PlanRecord`, which passes and reports work on."""
+
+    _deferred: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+    """Fields that are not evaluated yet: what makes of each its value. Plans that have any have their own."""
 
     def __str__(self) -> str:
         """A summary that fits a screen; `details` is everything."""
-        return _late("report.console").plain(_late("report.summary").renderable(self.compared()))
+        return console.plain(summary.renderable(self.compared()))
 
     def __repr__(self) -> str:
-        return _late("report.summary").line(self)
+        return summary.line(self)
 
     def details(self) -> str:
         """Everything: shardings, collectives, memory, what was compared, the solver, checks and notes."""
-        return _late("report.console").plain(_late("report.text").renderable(self))
+        return console.plain(text.renderable(self))
 
     def activations(self) -> str:
         """The activations that wait for the backward pass: place, operation, type, layout and bytes a line, in an
         order that does not depend on the program's, for `diff`."""
-        return _late("report.operations").activations(self)
+        return operations.activations(self)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as one HTML file that loads nothing: the mesh and each tensor's tiles, memory, time by module
         and operation, the schedule of a pipeline, and tables of tensors, collectives and activations to search in."""
-        Path(path).write_text(_late("report.html").document(self.compared()), encoding="utf-8")
+        Path(path).write_text(html.document(self.compared()), encoding="utf-8")
 
     def _repr_html_(self) -> str:
         """The same, for notebooks."""
-        return _late("report.html").fragment(self.compared())
+        return html.fragment(self.compared())
 
     def compared(self) -> Plan:
-        """The plan with the figures of data parallelism, FSDP and tensor parallelism on the same devices beside it.
+        """The plan with the figures of data parallelism, FSDP and tensor parallelism on the same devices.
 
         They are evaluated when they are asked for, once, by the plan that the compiler made; that takes some seconds
         for a large model. A plan that was read from a file has the figures that it was saved with.
         """
-        pending = self.__dict__.get(_COMPARING)
-        if pending is not None:
-            before = self.comparisons
-            object.__setattr__(self, "comparisons", (*pending(), *before))  # a memo, which no plan compares
-            self.__dict__.pop(_COMPARING, None)  # of several threads, each has found the same
-        return self
+        return self._evaluated("comparisons")
 
     def weighed(self) -> Plan:
-        """The plan with the alternatives of each decision beside it (`decisions.Decision.alternatives`).
+        """The plan with the alternatives of each decision (`decisions.Decision.alternatives`).
 
         They are weighed when they are asked for, once, by the plan that the compiler made; that takes some seconds for
         a large model. A file has them: a plan that was read from one has those that it was saved with.
         """
-        pending = self.__dict__.get(_WEIGHING)
-        if pending is not None:
-            object.__setattr__(self, "stages", pending(self.stages))  # a memo, likewise
-            self.__dict__.pop(_WEIGHING, None)
-        return self
+        return self._evaluated("stages")
 
-    def comparing(self, evaluate: Callable[[], tuple[Comparison, ...]]) -> Plan:
-        """The plan that evaluates other methods by this function, when it is asked for them."""
-        return self._pending(_COMPARING, evaluate)
-
-    def weighing(self, evaluate: Callable[[Sequence[Stage]], tuple[Stage, ...]]) -> Plan:
-        """The plan that adds alternatives to its stages by this function, when it is asked for them."""
-        return self._pending(_WEIGHING, evaluate)
-
-    def _pending(self, name: str, evaluate: Callable[..., Any]) -> Plan:
+    def deferring(self, **fields: Callable[[Any], Any]) -> Plan:
+        """The plan that evaluates these fields, each by a function of its present value, when it is asked for them."""
         out = dataclasses.replace(self)
-        kept = {other: self.__dict__[other] for other in (_COMPARING, _WEIGHING) if other in self.__dict__}
-        out.__dict__.update({**kept, name: evaluate})
+        out.__dict__["_deferred"] = {**self._deferred, **fields}
         return out
 
+    def _evaluated(self, field: str) -> Plan:
+        """This plan, with a field that was deferred."""
+        deferred, before = self._deferred, getattr(self, field)
+        if field in deferred:
+            rest = {name: evaluate for name, evaluate in deferred.items() if name != field}
+            # A memo, which no plan compares; of several threads, each has found the same.
+            self.__dict__.update({field: deferred[field](before), "_deferred": rest})
+        return self
+
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in (_COMPARING, _WEIGHING)}
+        return {name: value for name, value in self.__dict__.items() if name != "_deferred"}
 
     def explain(self, path_or_operation: str) -> str:
         """Explains the sharding of the named argument or operation, and which changes would make another choice win.
@@ -120,11 +107,11 @@ class Plan(PlanRecord):
         Raises:
           PlanError: if nothing has that name; the message holds close matches.
         """
-        return _late("report.explain").explain(self.weighed(), path_or_operation)
+        return explain.explain(self.weighed(), path_or_operation)
 
     def diff(self, other: Plan) -> str:
         """The differences of `other`: mesh, shardings, collectives, memory, times."""
-        return _late("report.diff").diff(self, other)
+        return diff.diff(self, other)
 
     def save_timeline(self, path: str | os.PathLike[str]) -> None:
         """Writes the predicted timeline of one step as trace events, which Perfetto opens.
@@ -134,7 +121,7 @@ class Plan(PlanRecord):
         """
         if not self.pipelined:
             raise PlanError("the plan has one mesh and no pipeline, so there are no tasks to simulate")
-        _late("report.timeline").write(path, self.division.timeline)
+        timeline.write(path, self.division.timeline)
 
     def shardings(self, tree: Any, devices: Sequence[Any] | None = None) -> Any:
         """Where the plan has the leaves of a pytree: the same pytree with a `NamedSharding` for each.
@@ -150,7 +137,7 @@ class Plan(PlanRecord):
         Raises:
           PlanError: there are too few devices, or several leaves of the plan with different shardings match.
         """
-        return _late("compilation.placing").planned_shardings(self, tree, devices)
+        return placing.planned_shardings(self, tree, devices)
 
     def to_json(self) -> dict:
         """The plan as JSON values, with the schema version and with alternatives, which are weighed for it."""

@@ -1,8 +1,8 @@
 """The value after each pass as a text file, for bug reports: 01_tracing.txt, 02_factors.txt, ... in a directory.
 
 Programs and factor rules have a notation of their own, in which an operation is a line and values are `%number:type`.
-Any other record is a line with its short fields, and below it its other fields. A record that was printed before is
-named, not repeated.
+Any other value that does not fit a line has its short parts in the first one, and the others below it. A value that was
+printed before is named, not repeated.
 """
 
 from __future__ import annotations
@@ -56,80 +56,56 @@ def stages(directory: str | os.PathLike[str] | None) -> Iterator[Write]:
     def write(name: str, value: Any) -> None:
         number = 1 + max((int(m.group(1)) for f in folder.iterdir() if (m := re.match(r"(\d+)_", f.name))), default=0)
         file = folder / f"{number:02d}_{re.sub(r'[^A-Za-z0-9.-]+', '_', name)}.txt"
-        file.write_text("\n".join(printed.lines(value, file.stem)).rstrip("\n") + "\n", encoding="utf-8")
+        file.write_text("\n".join(printed.lines(value, file.stem)) + "\n", encoding="utf-8")
 
     yield write
 
 
 class _Listing:
-    """Prints values, each record once."""
+    """Prints values, each that takes several lines once."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[object, str]] = {}  # by `id`, with the record, which keeps it from being reused
+        self._seen: dict[int, tuple[object, str]] = {}  # by `id`, with the value, which keeps it from being reused
         self._unnamed: dict[type, dict[int, object]] = {}  # objects without a text, by type and `id`
 
-    def lines(self, value: Any, name: str) -> Iterator[str]:
-        """The lines of a value; records that later values share with it are called by `name`."""
+    def lines(self, value: Any, name: str) -> list[str]:
+        """The lines of a value, in which no later value repeats a part; such parts are called by `name`."""
         if id(value) in self._seen:
-            yield f"{type(value).__name__}: see {self._seen[id(value)][1]}"
-        elif isinstance(value, Rule):
-            yield rule_text(value)
-        elif isinstance(value, str):
-            yield value
-        elif _is_record(value):
-            self._seen[id(value)] = value, name
-            yield from _traced(value) if isinstance(value, Traced | Graph) else self._record(value, name)
-        elif (short := self._inline(value)) is not None:
-            yield short
-        elif isinstance(value, Mapping | Sequence | Set) and (short := self._short_items(value)):
-            yield from textwrap.wrap(", ".join(short), _MAX_INLINE)
-        elif isinstance(value, Mapping):
-            for key, item in value.items():
-                yield " ".join((self._inline(key) or str(key)).split())[:_MAX_INLINE]
-                yield from _indented(self.lines(item, name), 4)
-        elif isinstance(value, Sequence | Set):
-            yield from self._items(list(value), name)
+            return [f"{type(value).__name__}: see {self._seen[id(value)][1]}"]
+        if (text := self._text(value)) is not None:
+            return text.split("\n")
+        self._seen[id(value)] = value, name
+        if isinstance(value, Traced | Graph):
+            return [type(value).__name__, *_indented(_traced(value), 2)]
+        is_record, parts = _is_record(value), _parts(value)
+        keys = [
+            f"{' '.join(self.lines(key, name))[:_MAX_INLINE]}: " if isinstance(value, Mapping) else key
+            for key, _ in parts
+        ]
+        children = [(key, self.lines(item, name)) for key, (_, item) in zip(keys, parts[:_MAX_ITEMS], strict=False)]
+        short = [f"{key}{own[0]}" for key, own in children if len(own) == 1]
+        start, end = ("{", "}") if isinstance(value, Mapping) else (f"{type(value).__name__ * is_record}(", ")")
+        inline = f"{start}{', '.join(short)}{end}"
+        if len(short) == len(parts) and len(inline) <= _MAX_INLINE and not isinstance(value, programs.Program):
+            del self._seen[id(value)]
+            return [inline]
+        if len(short) == len(parts) and max(map(len, short)) <= _SHORT:
+            return textwrap.wrap(inline, _MAX_INLINE, subsequent_indent="  ")
+        if is_record:
+            head, below = f"{type(value).__name__} {', '.join(short)}".strip(), [c for c in children if len(c[1]) > 1]
         else:
-            yield str(value)
+            head, below = units.plural(len(parts), "item"), children
+        lines = [head]
+        for number, (key, (first, *rest)) in enumerate(below):
+            lines += _indented([f"{key or f'{number}: '}{first}", *rest], 2)
+        lines += [f"  and {len(parts) - _MAX_ITEMS} more"] if len(parts) > _MAX_ITEMS else []
+        return [*lines, *(programs.text(value).split("\n") if isinstance(value, programs.Program) else [])]
 
-    def _short_items(self, value: Mapping[Any, Any] | Sequence[Any] | Set[Any]) -> list[str]:
-        """The items of a container, if all of them are so short that many go into a line."""
-        texts = [self._inline(item) or "" for item in value]
-        if isinstance(value, Mapping):
-            items = [self._inline(item) or "?" * _MAX_INLINE for item in value.values()]
-            texts = [f"{key}: {item}" for key, item in zip(texts, items, strict=True)]
-        return texts if all(0 < len(text) <= _SHORT for text in texts) else []
-
-    def _items(self, items: list[Any], name: str) -> Iterator[str]:
-        """The items of a sequence by their numbers."""
-        places = {self._seen[id(item)][1] if id(item) in self._seen else None for item in items}
-        if len(places) == 1 and None not in places:
-            yield f"{len(items)} items: see {places.pop()}"
-            return
-        for number, item in enumerate(items[:_MAX_ITEMS]):
-            first, *rest = self.lines(item, name)
-            yield f"{number}: {first}"
-            yield from _indented(rest, 2)
-        if len(items) > _MAX_ITEMS:
-            yield f"and {len(items) - _MAX_ITEMS} more"
-
-    def _record(self, value: Any, name: str) -> Iterator[str]:
-        """The type and the short fields in a line, and the other fields below it."""
-        fields = {key: (item, self._inline(item)) for key, item in _fields(value).items()}
-        short = ", ".join(f"{key}={text}" for key, (_, text) in fields.items() if text is not None)
-        yield f"{type(value).__name__} {short}".strip()
-        for key, (item, text) in fields.items():
-            if text is None:
-                yield f"  {key}"
-                yield from _indented(self.lines(item, name), 4)
-        if isinstance(value, programs.Program):
-            yield from programs.text(value).splitlines()
-
-    def _inline(self, value: Any) -> str | None:
-        """A value in a few characters; None if it needs more."""
+    def _text(self, value: Any) -> str | None:
+        """The text of a value without parts, or with a notation of its own; None of others."""
         match value:
-            case Traced() | Graph() | Rule() | programs.Program():
-                return None
+            case Rule():
+                return _rule_text(value)
             case Lit():
                 return _literal(value)
             case Op():
@@ -138,29 +114,26 @@ class _Listing:
                 return f"{value.size} {value.kind}"
             case np.ndarray():
                 return _array(value)
-        if _is_record(value):
-            items, start, end = [(f"{k}=", item) for k, item in _fields(value).items()], f"{type(value).__name__}(", ")"
-        elif isinstance(value, Mapping):
-            items, start, end = [(f"{key}: ", item) for key, item in value.items()], "{", "}"
-        elif isinstance(value, tuple | list | Set):
-            items, start, end = [("", item) for item in value], "(", ")"
-        else:
-            text = self._name(value) if type(value).__repr__ is object.__repr__ else str(value)
-            return text if len(text) <= _MAX_INLINE and "\n" not in text else None
-        texts = [self._inline(item) for _, item in items]
-        if None in texts:
+            case str():
+                return value
+        if _is_record(value) or isinstance(value, Mapping | Sequence | Set):
             return None
-        text = f"{start}{', '.join(f'{label}{text}' for (label, _), text in zip(items, texts, strict=True))}{end}"
-        return text if len(text) <= _MAX_INLINE else None
-
-    def _name(self, value: Any) -> str:
-        """The type of an object without a text, and its number among those of the type."""
+        if type(value).__repr__ is not object.__repr__ or type(value).__str__ is not object.__str__:
+            return str(value)
         known = self._unnamed.setdefault(type(value), {})
         known.setdefault(id(value), value)
         return f"{type(value).__name__} {list(known).index(id(value))}"
 
 
-def rule_text(rule: Rule) -> str:
+def _parts(value: Any) -> list[tuple[Any, Any]]:
+    """The parts of a record without its functions, of a mapping, or of another container, with their labels or keys."""
+    if _is_record(value):
+        names = getattr(value, "_fields", None) or [field.name for field in dataclasses.fields(value)]
+        return [(f"{name}=", item) for name in names if not callable(item := getattr(value, name))]
+    return [*value.items()] if isinstance(value, Mapping) else [("", item) for item in value]
+
+
+def _rule_text(rule: Rule) -> str:
     """A rule, such as "[0 2] [2 1] -> [0 1]  0=16 parallel, 1=32 parallel, 2=8 sum (shardy)"."""
 
     def dims(value: tuple[tuple[int, ...], ...]) -> str:
@@ -221,10 +194,3 @@ def _is_record(value: Any) -> bool:
     """Whether a value has fields, and no text of its own."""
     named = hasattr(value, "_fields") or (dataclasses.is_dataclass(value) and not isinstance(value, type))
     return (named and type(value).__str__ is object.__str__) or isinstance(value, Traced | Graph)
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """The fields of a record by name, without functions."""
-    names = getattr(value, "_fields", None) or [field.name for field in dataclasses.fields(value)]
-    fields = {name: getattr(value, name) for name in names}
-    return {name: item for name, item in fields.items() if not callable(item)}

@@ -54,7 +54,9 @@ def sections(plan: Plan) -> Iterator[Section]:
     yield Section("overview", "Chosen", tuple(chosen(plan)))
     yield Section("predicted", "Predicted", (_predicted(plan),))
     if plan.comparisons:
-        yield Section("compared", "Beside it, at the same prices", (_comparisons(plan), *_cost_of_annotations(plan)))
+        yield Section(
+            "compared", "Other methods, at the same prices", (_comparisons(plan), *_cost_of_annotations(plan))
+        )
 
 
 def line(plan: Plan) -> str:

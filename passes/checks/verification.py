@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -30,9 +30,10 @@ from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.stages import functions
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.segments import Segment
-from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.records import Collective
+from alpa_lite.plan.records import Collective, PlanRecord
 from alpa_lite.report import units
+
+P = TypeVar("P", bound=PlanRecord)
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def lowered_module(
     return traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
 
 
-def verified(plan: Plan, staged: Staged) -> Plan:
+def verified(plan: P, staged: Staged) -> P:
     """The plan with the result of the partitioner's check of every executable of every stage.
 
     With written collectives the check is exact, and a difference raises. With communication left to the compiler there
@@ -153,7 +154,7 @@ def verified(plan: Plan, staged: Staged) -> Plan:
     return replace(plan, verification=tuple(lines))
 
 
-def _inserted(plan: Plan, stage: PlannedStage) -> Plan:
+def _inserted(plan: P, stage: PlannedStage) -> P:
     """The plan with the collectives that the partitioner inserts, where communication is left to it."""
     mesh, platform = stage.found.mesh, plan.cluster.platform
     cost, standins = MeshCost(plan.cluster, mesh), StandIns(platform)
@@ -194,7 +195,9 @@ class CompiledReport:
         return self.memory.peak if self.step else self.memory.temporaries
 
 
-def compiled_reports(plan: Plan, staged: Staged, compiled: Iterable[Any], platform: str) -> Iterator[CompiledReport]:
+def compiled_reports(
+    plan: PlanRecord, staged: Staged, compiled: Iterable[Any], platform: str
+) -> Iterator[CompiledReport]:
     """Compares the `jax.stages.Compiled` of each executable, in the program's order, with the plan. Raises nothing.
 
     Args:
@@ -217,7 +220,7 @@ def compiled_reports(plan: Plan, staged: Staged, compiled: Iterable[Any], platfo
         yield CompiledReport(executable.name, executable.mesh, whole, tuple(wanted), report, memory)
 
 
-def verified_compiled(plan: Plan, staged: Staged, compiled: Sequence[Any]) -> Plan:
+def verified_compiled(plan: P, staged: Staged, compiled: Sequence[Any]) -> P:
     """The plan with the compiler's rewrites by name, and the memory of the compiled executables.
 
     Raises:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -29,9 +29,6 @@ from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.passes.sharding.solver.problem import Problem, descend, forget_memory, price_memory
 from alpa_lite.passes.sharding.solver.restrict import Contradiction, consistent
 
-Changes = Mapping[int, int]
-"""Node -> strategy, for the nodes in which a plan differs from the chosen one."""
-
 SWEEPS = 4
 """Message passing sweeps: bounds of whole models are then within about one part in 1e3 of the optimum."""
 _STEPS = 6  # prices of memory tried where the budget binds
@@ -40,21 +37,21 @@ _RAISES = 3  # times that the price of memory is doubled for a plan that does no
 _VISITS = 300  # of nodes in one descent
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Forced:
     """One strategy, forced upon one node.
 
     Attributes:
       strategy: its number.
-      bound: seconds that no plan with it undercuts, within the budget.
-      fitting: the best plan found with it that fits the budget; None if none was found.
-      fastest: the fastest plan found with it, were memory unlimited.
+      bound: seconds that no choice with it undercuts, within the budget.
+      fitting: the best choice found with it that fits the budget; None if none was found.
+      fastest: the fastest choice found with it, were memory unlimited.
     """
 
     strategy: int
     bound: float
-    fitting: Changes | None
-    fastest: Changes
+    fitting: np.ndarray | None
+    fastest: np.ndarray
 
 
 def weigh(problem: Problem, choice: Sequence[int], kept: Sequence[int]) -> list[tuple[Forced, ...]]:
@@ -67,58 +64,40 @@ def weigh(problem: Problem, choice: Sequence[int], kept: Sequence[int]) -> list[
       choice: the strategy of each node; allowed, and taken to be good.
       kept: for each node, how many other strategies to weigh.
     """
-    chosen = [int(s) for s in choice]
-    objective = problem.seconds(chosen)
-    free = _Answers(forget_memory(problem), chosen)
-    bound, bounds = _bounds(free.problem)
+    chosen = np.array(choice, dtype=np.int64)
+    objective, free = problem.seconds(chosen), forget_memory(problem)
+    bound, bounds = _bounds(free)
     bounds = [np.maximum(b, 0.0) for b in bounds]
-    priced: list[_Answers] = []
+    priced: list[Problem] = []
     if problem.budget is not None and problem.fits(chosen) and objective - bound > _BINDING * objective:
         price = _price(problem, chosen)
         if price.any():
-            within = price_memory(problem, price)
-            _, others = _bounds(within, float(price @ (problem.base - problem.budget)))
+            priced = [price_memory(problem, price * 2.0**k) for k in range(_RAISES + 1)]
+            _, others = _bounds(priced[0], float(price @ (problem.base - problem.budget)))
             bounds = [np.maximum(a, b) for a, b in zip(bounds, others, strict=True)]
-            expensive = [price_memory(problem, price * 2.0**k) for k in range(1, _RAISES + 1)]
-            priced = [_Answers(p, chosen) for p in (within, *expensive)]
     out = []
-    for i, size in enumerate(problem.links.sizes):
-        roomy = free.plan(i, chosen[i]) if priced and kept[i] else None  # what the choice itself gains from more memory
-        row = [Forced(chosen[i], min(float(bounds[i][chosen[i]]), objective), {}, roomy or {})]
-        for s in map(int, np.argsort(bounds[i], kind="stable")) if size > 1 else ():
+    for i, own in enumerate(chosen.tolist()):
+        roomy = _answer(free, chosen, i, own) if priced and kept[i] else None  # what it gains itself from more memory
+        row = [Forced(own, min(float(bounds[i][own]), objective), chosen, chosen if roomy is None else roomy)]
+        for s in map(int, np.argsort(bounds[i], kind="stable")) if len(bounds[i]) > 1 else ():
             if len(row) > kept[i] or not math.isfinite(bounds[i][s]):
                 break
-            if s == chosen[i] or (fastest := free.plan(i, s)) is None:
+            if s == own or (fastest := _answer(free, chosen, i, s)) is None:
                 continue
             # The fastest plan, or else one at the lowest price of memory that makes it fit.
-            plans = itertools.chain([fastest], (answers.plan(i, s) for answers in priced))
-            fits = (plan for plan in plans if plan is not None and problem.fits(changed_choice(chosen, plan)))
+            plans = itertools.chain([fastest], (_answer(one, chosen, i, s) for one in priced))
+            fits = (plan for plan in plans if plan is not None and problem.fits(plan))
             row.append(Forced(s, float(bounds[i][s]), next(fits, None), fastest))
         out.append(tuple(row))
     return out
 
 
-class _Answers:
-    """The plans that answer to forced strategies in one problem without a budget."""
-
-    def __init__(self, problem: Problem, chosen: list[int]) -> None:
-        self.problem, self._chosen = problem, chosen
-
-    def plan(self, node: int, strategy: int) -> Changes | None:
-        """Returns a plan where a node takes a strategy and no other gains by moving; None if its cost is infinite."""
-        forced = changed_choice(self._chosen, {node: strategy})
-        after = descend(self.problem, forced, self.problem.links.neighbours(node), _VISITS, fixed=node)
-        if not math.isfinite(self.problem.seconds(after)):
-            return None
-        return {i: s for i, (s, before) in enumerate(zip(after.tolist(), self._chosen, strict=True)) if s != before}
-
-
-def changed_choice(choice: Sequence[int], changes: Changes) -> list[int]:
-    """The choice with some nodes changed."""
-    after = list(choice)
-    for i, s in changes.items():
-        after[i] = s
-    return after
+def _answer(problem: Problem, chosen: np.ndarray, node: int, strategy: int) -> np.ndarray | None:
+    """A choice where a node takes a strategy and no other gains by moving; None if its cost is infinite."""
+    forced = chosen.copy()
+    forced[node] = strategy
+    after = descend(problem, forced, problem.links.neighbours(node), _VISITS, fixed=node)
+    return after if math.isfinite(problem.seconds(after)) else None
 
 
 def _bounds(problem: Problem, offset: float = 0.0) -> tuple[float, list[np.ndarray]]:
@@ -137,7 +116,7 @@ def _bounds(problem: Problem, offset: float = 0.0) -> tuple[float, list[np.ndarr
     return bound, split(every, problem.links.first)
 
 
-def _price(problem: Problem, chosen: list[int]) -> np.ndarray:
+def _price(problem: Problem, chosen: np.ndarray) -> np.ndarray:
     """[points] a good price of memory, in seconds per byte."""
     dual = MemoryDual(consistent(problem).problem)
     dual.add(problem.seconds(chosen), problem.bytes(chosen))

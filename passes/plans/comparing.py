@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from alpa_lite.cluster import Cluster
@@ -28,7 +27,6 @@ from alpa_lite.options import DataParallel, Method, Sharded, TensorParallel, Zer
 from alpa_lite.passes import sharding
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding import mesh_program
-from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.stages import planning
 from alpa_lite.passes.stages.choosing import StagePlan
@@ -47,33 +45,29 @@ _ONE_MESH = "one mesh"
 
 def of(
     traced: Traced, rules: Mapping[Any, Rule], staged: Staged, cluster: Cluster, budget: float
-) -> Callable[[], tuple[Comparison, ...]]:
-    """Returns a function that compares a planned step with textbook methods.
+) -> Callable[[tuple[Comparison, ...]], tuple[Comparison, ...]]:
+    """Returns a function that puts textbook methods, in the order of the module's list, before the known comparisons.
 
     Args:
       traced, rules: the user's step, which is compared as it is when the plan is a pipeline.
       cluster: all devices.
       budget: bytes per device.
     """
-    if staged.program.schedule != "none":
-        one_mesh = _ONE_MESH not in [other.name for other in staged.verdict.others]
-        return partial(_compare, traced, rules, None, cluster, budget, one_mesh)
-    (stage,) = staged.stages
-    return partial(_compare, stage.graph.traced, stage.rules, stage.grouping, cluster, budget, False)
+    grouping, methods = None, [(name, method, cluster) for name, method in TEXTBOOK.items()]
+    if staged.program.schedule == "none":
+        (stage,) = staged.stages
+        traced, rules, grouping = stage.graph.traced, stage.rules, stage.grouping
+    elif _ONE_MESH not in [other.name for other in staged.verdict.others]:
+        methods.append((_ONE_MESH, Sharded(), cluster))
 
+    def compare(known: tuple[Comparison, ...]) -> tuple[Comparison, ...]:
+        if cluster.num_devices == 1:
+            return known
+        step = GroupedStep(traced, grouping or sharding.group(traced, rules), rules)
+        others = (*methods, ("one device", Sharded((1,)), cluster.part(1)))
+        return (*(_compared(step, budget, *each) for each in others), *known)
 
-def _compare(
-    traced: Traced, rules: Mapping[Any, Rule], grouping: Grouping | None, cluster: Cluster, budget: float,
-    one_mesh: bool,
-) -> tuple[Comparison, ...]:  # fmt: skip
-    """The methods in the order of the module's list; `one_mesh`: whether one mesh is among them."""
-    if cluster.num_devices == 1:
-        return ()
-    step = GroupedStep(traced, grouping or sharding.group(traced, rules), rules)
-    methods = [(name, method, cluster) for name, method in TEXTBOOK.items()]
-    methods += [(_ONE_MESH, Sharded(), cluster)] if one_mesh else []
-    methods.append(("one device", Sharded((1,)), cluster.part(1)))
-    return tuple(_compared(step, budget, *each) for each in methods)
+    return compare
 
 
 def _compared(step: GroupedStep, budget: float, name: str, method: Method, cluster: Cluster) -> Comparison:

@@ -15,15 +15,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
+import numpy as np
+
 from alpa_lite.cluster.cost import MeshCost
-from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import reshard_steps
-from alpa_lite.passes.plans.alternatives import Changes, changed_choice
 from alpa_lite.passes.plans.decisions import touching
 from alpa_lite.passes.sharding.connected import connected, leading_part
-from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.solver.problem import Problem
-from alpa_lite.passes.sharding.space import Space
+from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.plan.decisions import Outcome
 
 Parts = tuple[float, float, float, float, float]
@@ -31,28 +30,28 @@ Parts = tuple[float, float, float, float, float]
 
 
 class Outcomes:
-    """The outcomes of plans that differ little from the chosen one."""
+    """The outcomes of choices of a stage that differ little from the chosen one."""
 
-    def __init__(
-        self, traced: Traced, grouping: Grouping, cost: MeshCost, space: Space, problem: Problem, choice: Sequence[int]
-    ) -> None:
-        self._traced, self._grouping, self._cost, self._space = traced, grouping, cost, space
-        self._problem, self._choice = problem, list(choice)
+    def __init__(self, stage: DecidedStage, problem: Problem) -> None:
+        self._stage, self._space, self._problem = stage, stage.found.space, problem
+        self._choice, self._cost = np.array(stage.found.solution.choice), MeshCost(stage.cluster, stage.found.mesh)
+        traced, homes = stage.graph.traced, stage.grouping.homes
         inputs = zip(traced.arguments, traced.graph.block.inputs, strict=False)
-        homes = [grouping.homes[v] for a, v in inputs if a.role == "batch" and traced.graph.values[v].shape]
-        batch = [(home.group, f) for home in homes if home.group for f in home.dims[0][:1]]
-        self._growing = {(space.node_of[g], f) for g, f in connected(grouping, batch, leading_part)}
+        batch = [homes[v] for a, v in inputs if a.role == "batch" and traced.graph.values[v].shape]
+        places = [(home.group, f) for home in batch if home.group for f in home.dims[0][:1]]
+        growing = connected(stage.grouping, places, leading_part)
+        self._growing = {(self._space.node_of[g], f) for g, f in growing}
         self._node, self._pair = functools.cache(self._node_parts), functools.cache(self._pair_parts)
-        self._touching = touching(space)
-        self._before = [self._transfer(t, self._choice) for t in range(len(space.moves))]
-        self._total = _sum([*(self._node(i, s) for i, s in enumerate(self._choice)), *self._before])
+        self._touching = touching(self._space)
+        self._before = [self._transfer(t, self._choice) for t in range(len(self._space.moves))]
+        self._total = _sum([*(self._node(i, s) for i, s in enumerate(self._choice.tolist())), *self._before])
 
-    def of(self, changes: Changes) -> Outcome:
-        """The outcome of the chosen plan with some nodes changed."""
-        after = changed_choice(self._choice, changes)
-        edges = {t for i in changes for t in self._touching[i]}
-        new = [*(self._node(i, s) for i, s in changes.items()), *(self._transfer(t, after) for t in edges)]
-        old = [*(self._node(i, self._choice[i]) for i in changes), *(self._before[t] for t in edges)]
+    def of(self, choice: np.ndarray) -> Outcome:
+        """The outcome of another choice."""
+        changed = np.flatnonzero(choice != self._choice).tolist()
+        edges = {t for i in changed for t in self._touching[i]}
+        new = [*(self._node(i, int(choice[i])) for i in changed), *(self._transfer(t, choice) for t in edges)]
+        old = [*(self._node(i, int(self._choice[i])) for i in changed), *(self._before[t] for t in edges)]
         difference = zip(self._total, _sum(new), _sum(old), strict=True)
         compute, communication, latency, batch, sent = (max(a + b - c, 0.0) for a, b, c in difference)
         return Outcome(
@@ -61,8 +60,8 @@ class Outcomes:
             latency_seconds=min(latency, communication),
             batch_seconds=min(batch, compute + communication),
             bytes_sent=round(sent),
-            bytes_per_device=round(self._problem.peak(after)),
-            changed=sum(s != self._choice[i] for i, s in changes.items()),
+            bytes_per_device=round(self._problem.peak(choice)),
+            changed=len(changed),
         )
 
     def _node_parts(self, i: int, s: int) -> Parts:
@@ -75,7 +74,7 @@ class Outcomes:
         starts = float(node.terms[2, s]) * count
         return compute, communication, latency, compute - starts + communication - latency if grows else 0.0, sent
 
-    def _transfer(self, t: int, choice: Sequence[int]) -> Parts:
+    def _transfer(self, t: int, choice: np.ndarray) -> Parts:
         """The parts of one transfer."""
         transfer = self._space.program.transfers[t]
         p = int(transfer.src_class[choice[transfer.src]])
@@ -85,7 +84,7 @@ class Outcomes:
         """The parts of resharding a value from its produced layout p to the wanted layout q."""
         move, seconds = self._space.moves[t], float(self._space.program.transfers[t].cost[p, q])
         times, mesh = move.count * move.trips, self._cost.mesh
-        size = self._traced.graph.values[move.value].nbytes
+        size = self._stage.graph.traced.graph.values[move.value].nbytes
         sent = bandwidth = 0.0
         for step in reshard_steps(move.produced[p], move.wanted[q]) or ():
             if step.kind != "slice":
@@ -93,7 +92,7 @@ class Outcomes:
                 payload = size / mesh.product(tuple(a for axes in layout.dims for a in axes))
                 sent += payload * times
                 bandwidth += self._cost.coefficients(step.kind, step.axes, payload)[1] * payload * times
-        home = self._grouping.homes[move.value]
+        home = self._stage.grouping.homes[move.value]
         node = self._space.node_of[home.group]
         grows = any((node, f) in self._growing for dim in home.dims for f in dim)
         return 0.0, seconds, seconds - bandwidth, bandwidth if grows else 0.0, sent

@@ -36,8 +36,7 @@ from alpa_lite.passes.stages.pricing import REMAT
 from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.plan.decisions import Candidate
 from alpa_lite.plan.pins import layout_of_spec
-from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.records import Stage
+from alpa_lite.plan.records import PlanRecord, Stage
 
 
 def replay(
@@ -89,7 +88,7 @@ def replay(
     return DecidedStage(graph, rules, groups, MeshSolution(space, solution, (candidate,)), cluster)
 
 
-def check_devices(plan: Plan, cluster: Cluster) -> None:
+def check_devices(plan: PlanRecord, cluster: Cluster) -> None:
     """Raises PlanError if the plan is for another number of devices."""
     if plan.cluster.num_devices != cluster.num_devices:
         raise PlanError(
@@ -98,7 +97,7 @@ def check_devices(plan: Plan, cluster: Cluster) -> None:
         )
 
 
-def check_layers(plan: Plan, found: int) -> None:
+def check_layers(plan: PlanRecord, found: int) -> None:
     """Raises PlanError if the plan was made for another number of layers."""
     if found != plan.division.num_layers:
         raise PlanError(
@@ -107,7 +106,7 @@ def check_layers(plan: Plan, found: int) -> None:
         )
 
 
-def remat_of(plan: Plan) -> tuple[Remat, ...]:
+def remat_of(plan: PlanRecord) -> tuple[Remat, ...]:
     """Returns the rematerialisation of each stage.
 
     Raises:

@@ -25,42 +25,42 @@ def constraint_notes(staged: Staged, wishes: Wishes) -> tuple[str, ...]:
     """
     found: dict[tuple[str, str], list[str]] = {}
     for stage in staged.stages:
-        for path, what, why in (*_of_values(stage), *_of_arguments(stage, wishes)):
+        mesh = stage.program.mesh
+        for path, what, wish, shape, layout in (*_of_values(stage), *_of_arguments(stage, wishes)):
+            why = fits(wish, shape, mesh) or ("" if _fulfils(layout, wish, mesh) else f"the plan has {layout}")
             found.setdefault((what, why), []).append(shown(path))
     notes = []
     for (what, why), paths in found.items():
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         times = f" ({len(paths)} times)" if len(paths) > 1 and not paths[0] else ""
         of = f" on {paths[0]}{more}" if paths[0] else ""
-        notes.append(f"{what}{of}: {why or 'applied'}{times}")
+        notes.append(f"{what}{of}: {f'not applied: {why}' if why else 'applied'}{times}")
     more = len(notes) - MOST
     return (*notes[:MOST], f"{more} more of the user's shardings") if more > 0 else tuple(notes)
 
 
-def _of_values(stage: PlannedStage) -> Iterator[tuple[str, str, str]]:
-    """Yields ("", the user's constraint, the reason why it is not applied or "") of each constraint on a value."""
-    values, mesh = stage.graph.traced.graph.values, stage.program.mesh
+_Said = tuple[str, str, Wish, tuple[int, ...], Layout]
+"""A constraint of the user: the argument's path, if it is on one; how it is called; what it fixes; the shape and the
+layout of its value in the plan."""
+
+
+def _of_values(stage: PlannedStage) -> Iterator[_Said]:
+    """The constraints on values."""
     for item in (item for item in computes(stage.program.body.instructions) if item.op.name == CONSTRAINT):
         op = item.op
-        wish = Wish(op.params["dims"], op.params["why"])
-        shape = values[op.results[0]].shape
-        why = fits(wish, shape, mesh) or ("" if _fulfils(item.form.results[0], wish, mesh) else "not applied")
-        where = _jax.source_line(op.source)
-        yield "", f"{wish.why} at {where} fixes {list(shape)} to {_spec(wish.dims)}", why and f"not applied: {why}"
+        wish, shape = Wish(op.params["dims"], op.params["why"]), stage.graph.traced.graph.values[op.results[0]].shape
+        what = f"{wish.why} at {_jax.source_line(op.source)} fixes {list(shape)} to {_spec(wish.dims)}"
+        yield "", what, wish, shape, item.form.results[0]
 
 
-def _of_arguments(stage: PlannedStage, wishes: Wishes) -> Iterator[tuple[str, str, str]]:
-    """Yields (path, the user's constraint, the reason why it is not applied or "") of each annotated argument."""
-    traced, mesh = stage.graph.traced, stage.program.mesh
+def _of_arguments(stage: PlannedStage, wishes: Wishes) -> Iterator[_Said]:
+    """The constraints on annotated arguments."""
+    traced = stage.graph.traced
     inputs = zip(traced.arguments, stage.program.inputs, traced.graph.block.inputs, strict=False)
     for argument, layout, value in inputs:
         wish = wishes.leaf(argument.path)
-        if wish is None or wishes.names_leaf(argument.path):
-            continue
-        why = fits(wish, traced.graph.values[value].shape, mesh)
-        if why is None and not _fulfils(layout, wish, mesh):
-            why = f"the plan has {layout}"
-        yield argument.path, wish.why, f"not applied: {why}" if why else ""
+        if wish is not None and not wishes.names_leaf(argument.path):
+            yield argument.path, wish.why, wish, traced.graph.values[value].shape, layout
 
 
 def _fulfils(layout: Layout, wish: Wish, mesh: LogicalMesh) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import lowering
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.plans import figures, scores
-from alpa_lite.passes.plans.decisions import decisions_of, fixed_of
+from alpa_lite.passes.plans.decisions import Moved, decisions_of, fixed_of, transfer_seconds
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding import tables
 from alpa_lite.passes.sharding.groups import Grouping
@@ -30,15 +31,14 @@ from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.stage_graph import Port
 from alpa_lite.plan.decisions import Replicated, Solver
-from alpa_lite.plan.plan import Plan
-from alpa_lite.plan.records import Collective, Leaf, Memory, Stage
+from alpa_lite.plan.records import Collective, Leaf, Memory, PlanRecord, Stage
 from alpa_lite.report import units
 
 _MEMORY_SAMPLES = 64
 """Points of the step, at most, at which a plan has the memory of each kind: of equal parts those with most bytes."""
 
 
-def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annotated: bool = False) -> Plan:
+def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annotated: bool = False) -> PlanRecord:
     """The plan of a step in planned stages, without verification, planning seconds and alternatives (`weighing`).
 
     Args:
@@ -48,20 +48,15 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annot
       annotated: whether the step, its arguments or the context say of themselves where values are placed.
     """
     program, step = staged.program, staged.seconds
-    stages: list[Stage] = []
-    listed: list[tuple[Collective, float]] = []
-    known: dict[int, Stage] = {}  # stages whose choices were taken over share the solution
-    for number, planned in enumerate(staged.stages):
-        own = collectives_of(planned, number)
-        key = id(planned.found.solution)
-        stages.append(_stage(staged, number, own, known.get(key)))
-        known.setdefault(key, stages[-1])
-        listed += own
-    listed += _transfers(program)
+    solutions = {id(planned.found.solution): planned.found for planned in staged.stages}  # identical stages share one
+    moved = {key: transfer_seconds(found) for key, found in solutions.items()}
+    own = [collectives_of(planned, number) for number, planned in enumerate(staged.stages)]
+    stages = [_stage(staged, n, own[n], moved[id(planned.found.solution)]) for n, planned in enumerate(staged.stages)]
+    listed = [*itertools.chain(*own), *_transfers(program)]
     parts = _whole_ingredients(staged, stages, cluster) | ({"annotations": "heeded"} if annotated else {})
     verdict = staged.verdict
     bound = min(verdict.bound, step)  # a step that is simulated can be had
-    return Plan(
+    return PlanRecord(
         method=method,
         cluster=cluster,
         num_devices=sum(submesh.mesh.size for submesh in program.submeshes),
@@ -79,7 +74,7 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annot
             verdict.seconds,
             bound,
             (verdict.seconds - bound) / verdict.seconds if verdict.seconds else 0.0,
-            sum(stage.solver.work for stage in known.values()),
+            sum(found.solution.work for found in solutions.values()),
             max(stage.solver.variables for stage in stages),
             verdict.model,
         ),
@@ -140,12 +135,12 @@ def collectives_of(planned: PlannedStage, number: int) -> list[tuple[Collective,
     return out
 
 
-def _stage(staged: Staged, number: int, own: Sequence[tuple[Collective, float]], like: Stage | None) -> Stage:
+def _stage(staged: Staged, number: int, own: Sequence[tuple[Collective, float]], moved: Moved) -> Stage:
     """A stage of the plan.
 
     Args:
       own: its collectives and their seconds.
-      like: the stage of a step that differs in names alone and has the same solution, whose decisions are taken over.
+      moved: as for `decisions_of`.
     """
     planned = staged.stages[number]
     graph, groups, rules, found = planned.graph, planned.grouping, planned.rules, planned.found
@@ -177,7 +172,7 @@ def _stage(staged: Staged, number: int, own: Sequence[tuple[Collective, float]],
         ),
         received=received,
         sent=sent,
-        decisions=decisions_of(planned, None if like is None else like.decisions),
+        decisions=decisions_of(planned, moved),
         fixed=fixed_of(groups, found, len(traced.arguments)),
         replicated=_replicated(traced, groups, rules, MeshCost(planned.cluster, found.mesh)),
         ingredients=parts,

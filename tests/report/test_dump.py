@@ -73,7 +73,7 @@ def test_a_pipeline_is_written_with_its_layers_stages_and_lists(tmp_path: Path) 
     )
     assert "num_microbatches=2, schedule=gpipe" in slicing and "StageChoice(first=" in slicing
     assert "tanh" in lowered
-    for wanted in ("remat=(none, none)", "0: Executable name=stage 0", "run stage 1 forward, micro-batch 1"):
+    for wanted in ("remat=(none, none)", "0: Executable(name=stage 0", "run stage 1 forward, micro-batch 1"):
         assert wanted in program
     assert max(map(len, program.splitlines())) < 1000
     assert "PlannedStage: see " in program  # which an earlier file has

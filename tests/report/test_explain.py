@@ -96,7 +96,7 @@ def test_alternatives_come_with_whole_steps_and_with_their_own_costs() -> None:
 
 
 def made(compute: float, links: float = 0.0, *, latency: float = 0.0, batch: float = 0.0, **more) -> Alternative:
-    """A step of so many seconds computing, and so many waiting for links in addition to latency."""
+    """A step of `compute` seconds computing, and `links` seconds waiting for links in addition to latency."""
     size, fits = more.pop("size", 100), more.pop("fits", True)
     step = Outcome(compute, links + latency, latency, batch, round(1e6 * links), size, 1)
     bound = more.pop("bound", step.seconds)

@@ -9,7 +9,7 @@ import pytest
 
 import alpa_lite
 from alpa_lite.cluster import Cluster
-from alpa_lite.errors import PlanError
+from alpa_lite.errors import OptionError, PlanError
 from alpa_lite.passes.plans import replay
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.stages import stage_graph
@@ -55,6 +55,11 @@ def test_arguments_of_a_stage_may_be_recorded_in_another_order():
     fewer = dataclasses.replace(turned, arguments=turned.arguments[1:])
     with pytest.raises(PlanError, match="is not in the plan"):
         replayed(dataclasses.replace(plan, stages=(fewer,)))
+
+
+def test_other_values_than_plans_are_refused():
+    with pytest.raises(OptionError, match="plan=3: give a Plan, or the path of a file"):
+        planned(plan=3)
 
 
 def test_on_one_device_another_program_of_equal_arguments_is_refused():
