@@ -26,7 +26,6 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.microbatches.states import (
     AFTER,
-    ANY_EXAMPLES,
     LOCAL,
     PARTIAL,
     WHOLE,
@@ -195,7 +194,7 @@ class Analysis:
                 window = op.params["dimension_numbers"].offset_dims
                 dims = frozenset(d for d, n in enumerate(shape) if n == size and d not in window)
             fits = [d for d in sorted(dims) if shape[d] % self.parts == 0]
-            cut.append(sliced(fits[0], ANY_EXAMPLES) if fits and not op.bodies else WHOLE)
+            cut.append(sliced(fits[0]) if fits and not op.bodies else WHOLE)
         return Role("whole", (WHOLE,) * len(op.operands), tuple(cut))
 
     # -- after the loop -------------------------------------------------------------------------------------------

@@ -9,19 +9,19 @@ one of its scanned inputs; where a value that is the same for all micro-batches 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from alpa_lite.ir.graph import Atom, Block, Lit, Op
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import reach, values_in
 from alpa_lite.passes.ir.keys import CONTROL_FLOW_JAXPRS
-from alpa_lite.passes.ir.loops import Carried, ScanView, WhileView
+from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import renamed_block
 from alpa_lite.passes.local.types import rebinding
 from alpa_lite.passes.microbatches.builder import Builder, PositionDependent, selected, with_number
@@ -42,31 +42,34 @@ from alpa_lite.passes.microbatches.states import (
 class Scope:
     """A block that is being built: the body of the loop, or a body of control flow in it, within its parent.
 
+    It reads values of its parents as they are; when it is finished (`block`), they become its constants.
+
     Attributes:
-      ops: of the block. prepared: new ones before the loop.
-      consts, xs: (value of the enclosing block, input of this one).
+      ops: of the block.
+      carried: its inputs for what a loop carries.
+      xs: (stacked value of the parent, input for an iteration's part of it).
+      outputs: of the block.
     """
 
     def __init__(self, builder: Builder, parent: Scope | None = None):
         self.builder, self.states, self.parent = builder, builder.states, parent
         self.ops: list[Op] = []
-        self.prepared: list[Op] = []
         self.env: dict[tuple[int, State], Atom] = {}
-        self.consts: list[tuple[Atom, int]] = []
+        self.carried: list[int] = []
         self.xs: list[tuple[Atom, int]] = []
-        self._constants: dict[int, int] = {}
+        self.outputs: Sequence[Atom] = ()
 
     def port(self, value: int, want: State) -> Atom | None:
-        """An input of the block in a wanted state; None if `value` is not one, or is carried by a loop."""
+        """A value of a parent in a wanted state; None if `value` is made here, or is carried by a loop."""
         raise NotImplementedError
 
-    # -- inputs ---------------------------------------------------------------------------------------------------
+    @property
+    def counter(self) -> int:
+        """The number of the micro-batch, an int32 scalar."""
+        assert self.parent is not None
+        return self.parent.counter
 
-    def const_input(self, outer: int) -> int:
-        """A new input that is the same in every iteration."""
-        inner = self.builder.fresh(outer)
-        self.consts.append((outer, inner))
-        return inner
+    # -- inputs ---------------------------------------------------------------------------------------------------
 
     def scanned_input(self, outer: int) -> int:
         """A new input that is an iteration's part of a stacked value."""
@@ -74,21 +77,17 @@ class Scope:
         self.xs.append((outer, inner))
         return inner
 
-    @functools.cached_property
-    def counter(self) -> int:
-        """The number of the micro-batch, an int32 scalar."""
-        if self.parent is None:
-            return self.scanned_input(
-                self.trace(lax.iota, [], None, np.int32, self.builder.parts, outside=self.prepared)
-            )
-        return self.const_input(self.parent.counter)
+    def free(self) -> list[int]:
+        """The values of parents that the block reads, in order."""
+        made = {*self.carried, *(value for _, value in self.xs), *(value for op in self.ops for value in op.results)}
+        reads = (*(value for op in self.ops for value in op.reads), *values_in(self.outputs))
+        return [value for value in dict.fromkeys(reads) if value not in made]
 
-    def constant(self, value: int) -> int:
-        """One of the new graph's constants."""
-        if value not in self._constants:
-            outer = value if self.parent is None else self.parent.constant(value)
-            self._constants[value] = self.const_input(outer)
-        return self._constants[value]
+    def block(self, consts: Sequence[int]) -> Block:
+        """The block, with values of parents as its first inputs, under names of its own."""
+        names: dict[int, Atom] = {value: self.builder.fresh(value) for value in consts}
+        inputs = (*values_in(names.values()), *self.carried, *(value for _, value in self.xs))
+        return renamed_block(Block(inputs, tuple(self.ops), tuple(self.outputs)), names)
 
     # -- fetching -------------------------------------------------------------------------------------------------
 
@@ -96,7 +95,6 @@ class Scope:
         """A value in a wanted state."""
         if isinstance(atom, Lit):
             return self._only_in(0, atom) if want == PARTIAL and not is_zero(atom, {}) else atom
-        want = self.builder.cuts.normalise(want)
         key = (atom, want)
         if key not in self.env:
             self.env[key] = self._make(atom, want)
@@ -108,10 +106,10 @@ class Scope:
 
     def define(self, value: int, state: State, atom: Atom) -> None:
         """Notes that a value is available in a state."""
-        self.env[value, self.builder.cuts.normalise(state)] = atom
+        self.env[value, state] = atom
 
     def _make(self, value: int, want: State) -> Atom:
-        base = self.builder.cuts.normalise(self.states.state[value])
+        base = self.states.state[value]
         if want == PARTIAL and base != PARTIAL:
             return self._as_partial(value, base)
         if want == LOCAL and base.kind in ("whole", "inner"):
@@ -169,13 +167,13 @@ class Scope:
             return None
         wanted = []
         for atom, layout in zip(op.operands, form.operands, strict=True):
-            state, given = state_of(layout, want.examples), self.states.of(atom)
+            state, given = state_of(layout), self.states.of(atom)
             if state == WHOLE and given in (INNER, LOCAL):
                 state = given
-            if state.kind == "sliced" and given[:3] != state[:3] and not self.states.can_block(atom, state.dim):
+            if state.kind == "sliced" and given != state and not self.states.can_block(atom, state.dim):
                 return None
             wanted.append(state)
-        results = tuple(state_of(layout, want.examples) for layout in form.results)
+        results = tuple(map(state_of, form.results))
         self._emit_form(op, Role("form", tuple(wanted), results, form))
         return self.env[value, want]
 
@@ -202,44 +200,30 @@ class Scope:
         kind: Hashable = None,
         source: Any = None,
         once: bool = False,
-        outside: list[Op] | None = None,
     ) -> list[Atom]:
         """Appends the operations that `run` does on arrays like `operands`, and returns its results.
 
         Args:
-          kind: as for `Builder.traced`.
-          source: of the operations, in place of their own.
+          kind, source: as for `FunctionWriter.write`.
           once: `run` reads the number of its block to do something in one micro-batch, whichever that is.
-          outside: operations outside of the loop, to which they are appended.
 
         Raises:
           PositionDependent: `run` reads the number of its block, and the examples of a micro-batch are not a block.
         """
-        atoms, graph = values_in(operands), self.builder.traced(run, operands, kind)
-        names: dict[int, Atom] = dict(zip(graph.block.inputs, atoms, strict=False))
-        for value, array in zip(graph.block.inputs[len(atoms) :], graph.constants, strict=True):
-            constant = self.builder.constant(graph.values[value], array)
-            names[value] = constant if outside is not None else self.constant(constant)
-        for op in graph.block.ops:
-            if op.name == "axis_index":
-                if self.builder.strided and not once:
-                    raise PositionDependent
-                names[op.results[0]] = self.counter
-        made, results = self.builder.inline(graph.block, names, graph.values, source)
-        (self.ops if outside is None else outside).extend(made)
+
+        def number() -> int:
+            if self.builder.strided and not once:
+                raise PositionDependent
+            return self.counter
+
+        made, results = self.builder.write(run, operands, kind=kind, source=source, number=number)
+        self.ops.extend(made)
         return results
 
-    def trace(
-        self,
-        function: Callable[..., Any],
-        operands: Sequence[Atom],
-        source: Any,
-        *static: Hashable,
-        outside: list[Op] | None = None,
-    ) -> Any:
+    def trace(self, function: Callable[..., Any], operands: Sequence[Atom], source: Any, *static: Hashable) -> Atom:
         """The one result of `function(*static, *operands)`, in operations under a source line."""
         run = functools.partial(function, *static)
-        return self.append(run, operands, kind=(function, static), source=source, outside=outside)[0]
+        return self.append(run, operands, kind=(function, static), source=source)[0]
 
     def source(self, value: int) -> Any:
         """The source line of a value; None of an argument."""
@@ -318,47 +302,37 @@ class Scope:
             taken = ScanView(op).taken if op.name == "scan" else WhileView(op).taken
             start = self.fetch_all(taken(op.operands).carry, taken(role.operands).carry)
         inner = [Nested(self, op, number, role) for number in range(len(op.bodies))]
-        if op.name == "scan":
-            made = self._scan(ScanView(op), inner[0], start, results, role.length)
-        elif op.name == "while":
-            consts, body_consts = ([atom for atom, _ in one.consts] for one in inner)
-            params = dict(op.params, cond_nconsts=len(consts), body_nconsts=len(body_consts))
-            blocks = tuple([one.block((*(v for _, v in one.consts), *one.carried)) for one in inner])
-            made = replace(op, params=params, operands=(*consts, *body_consts, *start), bodies=blocks)
-        else:
-            made = self._cond(op, inner, role)
-        params = {name: value for name, value in made.params.items() if name not in CONTROL_FLOW_JAXPRS}
+        free = [one.free() for one in inner]
+        sizes: dict[str, int] = {}
+        operands: tuple[Atom, ...]
+        match op.name:
+            case "scan":
+                sizes = {"num_consts": len(free[0]), "num_carry": len(start), "length": role.length}
+                operands = (*free[0], *start, *(outer for outer, _ in inner[0].xs))
+            case "while":
+                sizes = {"cond_nconsts": len(free[0]), "body_nconsts": len(free[1])}
+                operands = (*free[0], *free[1], *start)
+            case _:  # every branch takes what any of them reads
+                free = [list(dict.fromkeys(itertools.chain(*free)))] * len(inner)
+                operands = (self.fetch(op.operands[0], role.operands[0]), *free[0])
+        params = {name: value for name, value in {**op.params, **sizes}.items() if name not in CONTROL_FLOW_JAXPRS}
         self.ops.append(
-            replace(made, index=self.builder.index(op.index), params=params, results=tuple(results), key=None)
+            replace(
+                op,
+                index=self.builder.index(op.index),
+                params=params,
+                operands=operands,
+                results=tuple(results),
+                bodies=tuple(one.block(some) for one, some in zip(inner, free, strict=True)),
+                key=None,
+            )
         )
-
-    def _scan(self, view: ScanView, inner: Nested, start: Sequence[Atom], results: Sequence[int], length: int) -> Op:
-        outputs, ends = view.given(inner.outputs), view.given(results)
-        carries = list(map(Carried, start, inner.carried, outputs.carry, ends.carry))
-        ys = list(zip(outputs.ys, ends.ys, strict=True))
-        return view.rebuilt(inner.ops, inner.consts, carries, inner.xs, ys, length=length)
-
-    def _cond(self, op: Op, inner: Sequence[Nested], role: Role) -> Op:
-        """The branches on the values that any of them reads."""
-        taken = list(dict.fromkeys(values_in(a for one in inner for a, _ in one.consts)))
-        blocks = []
-        for one in inner:
-            own: dict[Atom, int] = {}
-            names: dict[int, int] = {}
-            for atom, value in one.consts:
-                names[value] = own.setdefault(atom, value)
-            inputs = tuple(own[a] if a in own else self.builder.fresh(a) for a in taken)
-            blocks.append(renamed_block(one.block(inputs), names))
-        predicate = self.fetch(op.operands[0], role.operands[0])
-        return replace(op, operands=(predicate, *taken), bodies=tuple(blocks))
 
 
 class Nested(Scope):
-    """A body of control flow inside of the loop. Values that it reads from outside become inputs on request.
+    """A body of control flow inside of the loop. It fetches from its parent what it reads from outside.
 
-    Attributes:
-      carried: new inputs for the values that the loop carries.
-      outputs: of the body, in the states that the role wants.
+    Its outputs are in the states that the role wants.
     """
 
     def __init__(self, parent: Scope, op: Op, number: int, role: Role) -> None:
@@ -377,17 +351,11 @@ class Nested(Scope):
             self.emit(inner)
         self.outputs = tuple(self.fetch_all(body.outputs, wanted))
 
-    def block(self, inputs: Sequence[int]) -> Block:
-        """The body, given the inputs of all that it reads."""
-        return Block(tuple(inputs), tuple(self.ops), self.outputs)
-
     def port(self, value: int, want: State) -> Atom | None:
-        """An input that the enclosing block gives."""
+        """The value of the enclosing block, or an iteration's part of it if that is scanned."""
         if value not in self._ports:
             return None
         atom, is_scanned = self._ports[value]
         assert self.parent is not None
         outer = self.parent.fetch(atom, want.shift(1) if is_scanned else want)
-        if isinstance(outer, Lit):
-            return outer
-        return self.scanned_input(outer) if is_scanned else self.const_input(outer)
+        return self.scanned_input(outer) if is_scanned and isinstance(outer, int) else outer

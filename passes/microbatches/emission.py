@@ -15,6 +15,7 @@ their value numbers. The scan's results are
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,7 +31,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir.flow import reach, values_in
-from alpa_lite.passes.ir.loops import Carried, ScanView
+from alpa_lite.passes.ir.loops import Carried
 from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op, shape_of
 from alpa_lite.passes.microbatches.blocks import Scope
 from alpa_lite.passes.microbatches.builder import Builder, check_independent_of_position
@@ -84,11 +85,13 @@ class _Loop(Scope):
 
     Attributes:
       names: what exported values are called after the loop.
+      prepared: new operations before it.
     """
 
     def __init__(self, builder: Builder):
         super().__init__(builder)
         self.names: dict[int, int] = {}
+        self.prepared: list[Op] = []
         self._exports: dict[int, State] = {}
         self._early: set[int] = set()  # values that are computed before the loop
         self._late: set[int] = set()  # and after it, unless they are early
@@ -96,17 +99,22 @@ class _Loop(Scope):
 
     # -- before ---------------------------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def counter(self) -> int:
+        """The number of the micro-batch, an int32 scalar."""
+        return self.scanned_input(self.builder.prepare(lax.iota, [], np.int32, self.builder.parts, into=self.prepared))
+
     def port(self, value: int, want: State) -> Atom | None:
         states = self.states
         if want == WHOLE:
             op, _ = states.producers.get(value, (None, 0))
             is_bare = op is not None and not (op.bodies or op.has_effects or op.reads)  # made from nothing in the loop
-            return None if is_bare else self.const_input(self._require(value))
+            return None if is_bare else self._require(value)
         if want.kind == "sliced" and (states.is_outside(value) or states.state[value] == WHOLE):
             found = self._local_block(value, want) if states.state[value] == WHOLE else None
             if found is None:  # its micro-batches, stacked along a new leading dim
-                cut = self.builder.cuts.cut
-                found = self.scanned_input(self.trace(cut, [self._require(value)], None, want, outside=self.prepared))
+                cut, whole = self.builder.cuts.cut, [self._require(value)]
+                found = self.scanned_input(self.builder.prepare(cut, whole, want, into=self.prepared))
             return found
         return None
 
@@ -145,7 +153,7 @@ class _Loop(Scope):
             if states.state[atom] == WHOLE or states.is_outside(atom):
                 self._mark(atom, self._late)
             else:
-                self._exports[atom] = self.builder.cuts.normalise(states.state[atom])
+                self._exports[atom] = states.state[atom]
 
         for op in block.ops:
             role = states.roles.get(op.index)
@@ -180,7 +188,6 @@ class _Loop(Scope):
 
     def finish(self) -> tuple[Op, list[Op]]:
         """The scan, and the operations that make the exported values of its results."""
-        post: list[Op] = []
         carries: list[tuple[int, Carried]] = []
         stacked: list[tuple[int, State, Atom, int]] = []  # value, its state, the body's output, the result
         values, parts = self.builder.values, self.builder.parts
@@ -191,23 +198,30 @@ class _Loop(Scope):
                 stacked.append((value, state, inner, result))
             else:
                 carries.append((value, self._carry(value, state)))
-        params = {"length": parts, "reverse": False, "unroll": 1}
-        empty = Op(self.builder.index(), primitives.scan_p, params, (), (), (), self._scan_source(), None)
-        ys = [(inner, result) for _, _, inner, result in stacked]
-        scan = ScanView(empty).rebuilt(self.ops, self.consts, [carry for _, carry in carries], self.xs, ys)
+        self.carried = [carry.input for _, carry in carries]
+        self.outputs = (*(carry.output for _, carry in carries), *(inner for _, _, inner, _ in stacked))
+        free = self.free()
+        params = {
+            "length": parts, "reverse": False, "unroll": 1, "num_consts": len(free), "num_carry": len(carries)
+        }  # fmt: skip
+        operands = (*free, *(carry.start for _, carry in carries), *(outer for outer, _ in self.xs))
+        results = (*(carry.end for _, carry in carries), *(result for *_, result in stacked))
+        index, source = self.builder.index(), self._scan_source()
+        scan = Op(index, primitives.scan_p, params, operands, results, (self.block(free),), source, None)
+        post: list[Op] = []
         for value, carry in carries:
-            dtype = values[value].dtype
-            is_wide = values[carry.end].dtype != dtype
-            self.names[value] = self.trace(_converted, [carry.end], None, dtype, outside=post) if is_wide else carry.end
+            dtype, end = values[value].dtype, carry.end
+            is_wide = values[end].dtype != dtype
+            self.names[value] = self.builder.prepare(_converted, [end], dtype, into=post) if is_wide else end
         for value, state, _, result in stacked:
-            self.names[value] = self.trace(self.builder.cuts.join, [result], None, state, outside=post)
+            self.names[value] = self.builder.prepare(self.builder.cuts.join, [result], state, into=post)
         return scan, post
 
     def _carry(self, value: int, state: State) -> Carried:
         """A carry for an exported value."""
         shape, dtype = self.builder.values[value].shape, self.builder.values[value].dtype
         wide = dtype if state == INNER else accumulator_dtype(dtype)
-        init = self.trace(_zeros, [], None, shape, wide, outside=self.prepared)
+        init = self.builder.prepare(_zeros, [], shape, wide, into=self.prepared)
         if state == LOCAL and dtype == np.bool_:
             raise MicrobatchError(
                 f"num_microbatches={self.builder.parts}: a result is a truth value of the whole batch, which no "

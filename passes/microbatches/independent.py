@@ -127,7 +127,7 @@ class IndependentLoop:
           TraceMismatch: the traces differ in more than shapes, or a result has no form that micro-batches can give.
         """
         self.pair, self.dims, self.parts = _Pair(big.graph, small.graph), dims, parts
-        self.cuts = Cuts(parts, strided=False)
+        self.cuts = Cuts(parts)
         self.arguments, self.outputs = small.arguments, small.outputs
         block = small.graph.block
         batch = {block.inputs[i] for i in dims}

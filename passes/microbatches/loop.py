@@ -151,9 +151,9 @@ def _accumulate_exactly(traced: Traced, analysis: Analysis, cut: Cut, strided: b
         raise messages.without_loop(analysis, error) from error
     notes = [messages.cut_note(traced, parts, cut), *messages.notes_on_analysis(traced, analysis)]
     if is_strided:
-        notes.append(
-            f"micro-batch t has the examples t, t + {parts}, t + {2 * parts}, .., so that cutting moves no data"
-        )
+        sizes = {traced.graph.values[value].shape[dim] for value, dim in cut.dims.items()}
+        unit = "examples" if len(sizes) == 1 else "groups of examples"
+        notes.append(f"micro-batch t has the {unit} t, t + {parts}, t + {2 * parts}, .., so that cutting moves no data")
     return Accumulated(replace(traced, graph=graph), scan, parts, tuple(notes))
 
 
@@ -236,7 +236,7 @@ def _accumulate_independently(
     try:
         loop = IndependentLoop(traced, small, argument_dims(traced, cut.dims), parts, update)
         graph, scan = loop.graph()
-    except TraceMismatch as error:
+    except (TraceMismatch, WithoutLoop) as error:
         raise MicrobatchError(f"{refusal}; nor can each micro-batch be computed independently: {error}") from error
     notes = (messages.cut_note(traced, parts, cut), *loop.notes(), f"the reason: {refusal}")
     return Accumulated(replace(traced, graph=graph), scan, parts, notes)

@@ -1,7 +1,7 @@
 """Examples that come several times along one dim: `concatenate([x, augmented])`, `tile`, and their inverses.
 
 Let a dim consist of segments, each of which has every example in order: [x_1 .. x_N, x'_1 .. x'_N]. Micro-batch t has
-block t of each segment, and not a block of the whole. A state notes the sizes of the segments (`State.segments`);
+its part of each segment, and not a block of the whole. A state notes the sizes of the segments (`State.segments`);
 operations that treat each row by itself treat these rows like any others. Some operations make segments or take them
 apart, and keep all rows of an example in one micro-batch:
 
@@ -75,31 +75,7 @@ def segmented_role(
     if any(size % parts for state in (*wanted, *results) for size in state.segments):
         return None
     form = rebound(op, LocalForm((), (), (), list), changes)  # the states stand for layouts
-    consecutive = _count_examples(case, wanted, results)
-    return Role("form", tuple(wanted), tuple(results), form, consecutive=consecutive, segmented=True)
-
-
-def _count_examples(case: _Case, wanted: list[State], results: list[State]) -> bool:
-    """Notes in the states how many examples there are; returns whether micro-batches must be consecutive.
-
-    Every m-th example of each segment is that of the whole dim if all segments have as many rows an example.
-    """
-    cut = [(i, s, case.shapes[i][s.dim]) for i, s in enumerate(wanted) if s.kind == "sliced"]
-    rows = {size // s.examples for _, s, size in cut if s.examples > 0}
-    if len(rows) != 1 or any(s.examples == 0 and case.states[i].kind == "sliced" for i, s, _ in cut):
-        return True
-    (each,) = rows
-    consecutive = any(n % (each * case.parts) for _, s, size in cut for n in s.segment_sizes(size))
-    for i, state, size in cut:
-        wanted[i] = state._replace(examples=size // each)
-    in_segment = case.segments[0] // each  # examples
-    for i, state in enumerate(results):
-        size = case.results[i][state.dim]
-        if case.op.name == "reshape":
-            each = state.segment_sizes(size)[0] // in_segment
-        consecutive |= size % each != 0
-        results[i] = state._replace(examples=size // each)
-    return consecutive
+    return Role("form", tuple(wanted), tuple(results), form, segmented=True)
 
 
 def _concatenate(case: _Case) -> _Found | None:

@@ -16,6 +16,7 @@ an operation's operands have to be summands for that; the others must be equal i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -37,9 +38,6 @@ T = TypeVar("T")
 AXIS = "microbatch"
 """The name of the axis of time."""
 
-ANY_EXAMPLES = -1
-"""`State.examples` of a value that is computed whole: as many as the values that it is used with."""
-
 
 class State(NamedTuple):
     """How a value depends on the micro-batch.
@@ -49,14 +47,11 @@ class State(NamedTuple):
     Attributes:
       dim: of a sliced value, the dim that is cut.
       segments: the sizes of the segments of that dim, if it has several (`segments`).
-      examples: the number of examples in that dim, each of as many consecutive elements; 0 if it does not consist of
-        whole examples, so that a micro-batch must have consecutive ones (`builder`).
     """
 
     kind: Literal["whole", "inner", "sliced", "partial", "local", "after"]
     dim: int = -1
     segments: tuple[int, ...] = ()
-    examples: int = 0
 
     def segment_sizes(self, size: int) -> tuple[int, ...]:
         """The segments of a dim of some size that is sliced so."""
@@ -70,9 +65,9 @@ class State(NamedTuple):
 WHOLE, INNER, PARTIAL, LOCAL, AFTER = (State(kind) for kind in ("whole", "inner", "partial", "local", "after"))
 
 
-def sliced(dim: int, examples: int = 0, segments: Sequence[int] = ()) -> State:
+def sliced(dim: int, segments: Sequence[int] = ()) -> State:
     """The state of a value of which micro-batch t has block t of `dim`."""
-    return State("sliced", dim, tuple(segments) if len(segments) > 1 else (), examples)
+    return State("sliced", dim, tuple(segments) if len(segments) > 1 else ())
 
 
 def accumulator_dtype(dtype: Any) -> Any:
@@ -96,14 +91,11 @@ def fixed_point(
         carry = joined
 
 
-def state_of(layout: Layout, examples: int = 0) -> State:
+def state_of(layout: Layout) -> State:
     """The state that a layout on the axis of time means."""
     if layout.partial:
         return PARTIAL
-    for dim, axes in enumerate(layout.dims):
-        if axes:
-            return sliced(dim, examples)
-    return WHOLE
+    return next((sliced(dim) for dim, axes in enumerate(layout.dims) if axes), WHOLE)
 
 
 def join(first: State, second: State) -> State | None:
@@ -116,8 +108,6 @@ def join(first: State, second: State) -> State | None:
     for one, other in ((first, second), (second, first)):
         if one.kind in ("whole", "inner") and other.kind in ("sliced", "partial", "local"):
             return other
-    if kinds == {"sliced"} and first[:3] == second[:3]:
-        return first._replace(examples=0)
     return PARTIAL if kinds == {"local", "partial"} else None
 
 
@@ -235,6 +225,8 @@ class StepStates:
     Attributes:
       graph, values, rules: of the step.
       parts: the number of micro-batches.
+      examples: the number of examples of the batch; of several batches, what the numbers of their examples have in
+        common. Where a dim consists of whole examples, each has as many consecutive elements as any other (`builder`).
       state: value -> state.
       roles: op index -> role; operations that come after the loop have none.
       bound: the values that floating-point state, or something carried, reaches; the others are *free*.
@@ -247,9 +239,8 @@ class StepStates:
     ) -> None:
         """`batch`: input -> the dim that is cut; `bound`: inputs that are floating-point state, or weights."""
         self.graph, self.values, self.rules, self.parts = graph, graph.values, rules, parts
-        self.state: dict[int, State] = {
-            v: sliced(batch[v], self.values[v].shape[batch[v]]) if v in batch else WHOLE for v in graph.block.inputs
-        }
+        self.examples = math.gcd(*(self.values[v].shape[dim] for v, dim in batch.items())) or 1
+        self.state = {v: sliced(batch[v]) if v in batch else WHOLE for v in graph.block.inputs}
         self.roles: dict[int, Role] = {}
         self.bound, self.failures = set(bound), dict[int, Failure]()
         self._outer: dict[int, Atom | None] = {}  # input of a body -> operand

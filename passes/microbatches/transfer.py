@@ -22,7 +22,6 @@ from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.types import LocalForm, rebinding
 from alpa_lite.passes.microbatches.segments import segmented_role
 from alpa_lite.passes.microbatches.states import (
-    ANY_EXAMPLES,
     AXIS,
     INNER,
     LOCAL,
@@ -125,16 +124,15 @@ class Transfer:
     def _fit(self, op: Op, states: Sequence[State], form: LocalForm) -> Role | None:
         """The role for a form, if the operands can be had as it wants them."""
         wanted = []
-        examples, consecutive = self._find_examples(op, states)
         for atom, layout, given in zip(op.operands, form.operands, states, strict=True):
-            want = state_of(layout, examples)
+            want = state_of(layout)
             if given.kind in ("inner", "local") and want == WHOLE:
                 want = given
             same = (want.kind, want.dim) == (given.kind, given.dim)
             if not same and not (self.parts == 1 and given == LOCAL) and not self.states.can_block(atom, want.dim):
                 return None
             wanted.append(want)
-        results = tuple(state_of(layout, examples) for layout in form.results)
+        results = tuple(state_of(layout) for layout in form.results)
         if any(state.segments for state in states):
             found = self._in_segments(op, states, form, wanted, results)
             if found is None:
@@ -142,24 +140,18 @@ class Transfer:
             wanted, results = found
         if WHOLE in results:
             return None
-        for value, state in zip(op.results, results, strict=True):
-            consecutive |= state.kind == "sliced" and self.values[value].shape[state.dim] % max(examples, 1) != 0
         scale = op.index in self.local and PARTIAL in results
         if scale:
             results = tuple(LOCAL if s == PARTIAL else s for s in results)
-        return Role("form", tuple(wanted), results, form, scale=scale, consecutive=consecutive or op.has_effects)
+        consecutive = op.has_effects or not self._has_whole_examples(op, states)
+        return Role("form", tuple(wanted), results, form, scale=scale, consecutive=consecutive)
 
-    def _find_examples(self, op: Op, states: Sequence[State]) -> tuple[int, bool]:
-        """The number of examples along which a form is cut; and whether that needs consecutive examples."""
-        rule, found = self.rules[op.key], common_examples(states)
-        if found <= 0:
-            return found, found == 0
-        for dims, state in zip(rule.operands, states, strict=True):
-            if state.kind == "sliced" and dims[state.dim]:
-                factor = rule.factors[dims[state.dim][0]]
-                if factor.kind not in ("parallel", "sum") or factor.size % found:
-                    return 0, True
-        return found, False
+    def _has_whole_examples(self, op: Op, states: Sequence[State]) -> bool:
+        """Whether each element of the factor that is cut belongs to one example, which is computed by itself."""
+        rule = self.rules[op.key]
+        cut = (dims[s.dim] for dims, s in zip(rule.operands, states, strict=True) if s.kind == "sliced")
+        factors = [rule.factors[dim[0]] for dim in cut if dim]
+        return all(f.kind in ("parallel", "sum") and f.size % self.states.examples == 0 for f in factors)
 
     def _in_segments(
         self, op: Op, states: Sequence[State], form: LocalForm, wanted: Sequence[State], results: Sequence[State]
@@ -256,7 +248,7 @@ class Transfer:
         """A scan over the examples: a micro-batch scans over its own, if all carried values are sums over examples."""
         op, (consts, start, xs) = view.op, view.taken(states)
         failure = Failure(op, "it loops over the examples of the batch, and each needs those before it")
-        if view.length % self.parts or any(s != WHOLE and s[:3] != sliced(0)[:3] for s in xs):
+        if view.length % self.parts or any(s != WHOLE and s != sliced(0) for s in xs):
             raise failure
         if any(s.kind in ("sliced", "partial") for s in consts):
             raise Failure(op, "it loops over the examples of the batch, and each needs all of them", op.reads)
@@ -270,10 +262,9 @@ class Transfer:
                 carried.append(PARTIAL)
             else:
                 raise failure
-        own = sliced(0, common_examples(xs))
-        results = (*carried, *[own] * len(view.results.ys))
-        length, consecutive = view.length // self.parts, op.has_effects or not own.examples
-        return Role("map", (*consts, *carried, *[own] * len(xs)), results, length=length, consecutive=consecutive)
+        results = (*carried, *[sliced(0)] * len(view.results.ys))
+        operands, length = (*consts, *carried, *[sliced(0)] * len(xs)), view.length // self.parts
+        return Role("map", operands, results, length=length, consecutive=op.has_effects)
 
     def _while(self, op: Op, states: Sequence[State]) -> Role:
         cond, body = op.bodies
@@ -310,12 +301,6 @@ class Transfer:
             results = _decided_by(states[0], [s for s in joined if s is not None])
         assert results is not None
         return Role("cond", tuple(states), tuple(results), inner=tuple(results), consecutive=op.has_effects)
-
-
-def common_examples(states: Sequence[State]) -> int:
-    """The number of examples that all sliced states agree on; 0 if they do not."""
-    found = {s.examples for s in states if s.kind == "sliced"} - {ANY_EXAMPLES}
-    return max(found) if len(found) == 1 else 0 if found else ANY_EXAMPLES
 
 
 def with_inner_results(role: Role) -> Role:

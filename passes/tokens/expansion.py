@@ -30,9 +30,9 @@ from jax import lax
 
 from alpa_lite.ir.graph import Atom, Block, Lit, Op
 from alpa_lite.ir.strategy import Rule
+from alpa_lite.passes.blockwise import FunctionWriter
 from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.layers.stacks import params_for
 from alpa_lite.passes.tokens.pieces import Pieces, Range, Ranges, padded
 from alpa_lite.passes.tokens.states import Body, State, States, Way, row_factor
@@ -64,11 +64,11 @@ class Expanded:
     late: tuple[Late, ...]
 
 
-def expand(rewriter: Rewriter, body: Body, found: States, lengths: Sequence[int]) -> Expanded:
+def expand(rewriter: FunctionWriter, body: Body, found: States, lengths: Sequence[int]) -> Expanded:
     """The block in slices.
 
     Args:
-      rewriter: of the graph that the block is in.
+      rewriter: of the graph that the block is in; helper functions must have no constants, so it keeps empty arrays.
       found: the states of the body.
       lengths: of the slices, in tokens; the last takes what is left.
     """

@@ -22,13 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alpa_lite import _jax
-from alpa_lite.ir.graph import Atom, Graph, Lit, Op
+from alpa_lite.ir.graph import Atom, Lit, Op
+from alpa_lite.passes.blockwise import FunctionWriter
 from alpa_lite.passes.ir.flow import values_in
-from alpa_lite.passes.ir.rewriting import Rewriter, shape_of
+from alpa_lite.passes.ir.rewriting import shape_of
 from alpa_lite.passes.tokens.beyond import Beyond
 from alpa_lite.passes.tokens.states import Body, State, States, Way, row_factor
-from alpa_lite.passes.tracing import conversion
 
 Range = tuple[int, int]
 """Indices from the first to before the second."""
@@ -164,7 +163,7 @@ class Pieces(Extents):
       ops: with their phases, in an order in which they can run. owner: op index -> `_owner` when it was written.
     """
 
-    def __init__(self, rewriter: Rewriter, body: Body, found: States, lengths: Sequence[int]) -> None:
+    def __init__(self, rewriter: FunctionWriter, body: Body, found: States, lengths: Sequence[int]) -> None:
         super().__init__(body, found, lengths)
         self.rw, self.body, self.forward = rewriter, body, body.forward
         self.pieces: dict[int, list[Atom | None]] = defaultdict(lambda: [None] * len(lengths))
@@ -173,7 +172,6 @@ class Pieces(Extents):
         self.ops: list[tuple[int, Op]] = []
         self.owner: dict[int, int] = {}
         self._memo: dict[Hashable, Atom] = {}
-        self._graphs: dict[Hashable, Graph] = {}
         self._source: Any = None
         self._now = 0
         self._owner = -1
@@ -193,15 +191,8 @@ class Pieces(Extents):
 
     def _made(self, function: Callable[..., Any], operands: Sequence[Atom], *static: Hashable, **named: Any) -> Atom:
         """The result of `function(*static, *operands, **named)`, in operations of its own."""
-        specs = [_jax.spec_of(a.aval if isinstance(a, Lit) else self.rw.values[a].aval) for a in operands]
-        key = (function, static, *named.items(), *((s.shape, s.dtype, s.weak_type) for s in specs))
-        if key not in self._graphs:
-            jaxpr = jax.make_jaxpr(functools.partial(function, *static, **named))(*specs)
-            self._graphs[key] = conversion.graph_of(jaxpr, self.rw.keys, fold_empty=False)
-        graph = self._graphs[key]
-        ops, (result,) = self.rw.inline(
-            graph.block, dict(zip(graph.block.inputs, operands, strict=True)), graph.values, self._source
-        )
+        run, kind = functools.partial(function, *static, **named), (function, static, *named.items())
+        ops, (result,) = self.rw.write(run, operands, kind=kind, source=self._source)
         for op in ops:
             self._add(op)
         return result

@@ -21,10 +21,11 @@ from alpa_lite.ir.graph import Block, Op, Traced, walk
 from alpa_lite.ir.paths import shown
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import factors
+from alpa_lite.passes.blockwise import FunctionWriter
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import made_of
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import Rewriter, substituted, with_body
+from alpa_lite.passes.ir.rewriting import substituted, with_body
 from alpa_lite.passes.layers import assignment
 from alpa_lite.passes.layers.division import Divided
 from alpa_lite.passes.layers.types import Layering, Phases
@@ -85,7 +86,7 @@ class _Slicer:
         self.layers, self.lengths = layers, lengths
         self.traced: Traced = layers.traced
         self.graph = self.traced.graph
-        self.rewriter = Rewriter(self.graph)
+        self.rewriter = FunctionWriter(self.graph, fold_empty=False)
         self.scan, self.view = layers.scan_op, ScanView(layers.scan_op)
         self.rules: dict[object, Rule] = {}
         top = self.graph.block.ops

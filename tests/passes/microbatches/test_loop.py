@@ -7,13 +7,11 @@ import pytest
 
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.ir import graph as graphs
-from alpa_lite.ir.graph import Block, Op
+from alpa_lite.ir.graph import Block
 from alpa_lite.passes import factors
+from alpa_lite.passes.blockwise import FunctionWriter
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.microbatches import loop as accumulation
-from alpa_lite.passes.microbatches.blocks import Scope
-from alpa_lite.passes.microbatches.builder import Builder
-from alpa_lite.passes.microbatches.states import StepStates
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.passes.tracing.conversion import graph_of
 from tests import comparing, zoo
@@ -70,8 +68,8 @@ def equal(made, parts, **options):
     return found
 
 
-BY_POSITION = {"noise", "mixed_up"}
-"""Steps of which a micro-batch has consecutive examples: draws and positions."""
+BY_POSITION = {"noise"}
+"""Steps of which a micro-batch has consecutive examples: draws."""
 
 
 @pytest.mark.parametrize("make", steps.EXACT, ids=lambda make: make.__name__)
@@ -218,11 +216,8 @@ def test_a_helper_with_a_constant_and_a_literal_computes_the_same():
     """As JAX makes a constant of the cut of an array without elements."""
     graph = graph_of(jax.make_jaxpr(lambda x: x * 2.0)(jnp.ones(3)))
     (value,), (op,) = graph.block.inputs, graph.block.ops
-    builder = Builder(StepStates(graph, factors.rules_of(graph.ops(), graph.values), 1, {}, []))
-    ops: list[Op] = []
-    (out,) = Scope(builder).append(
-        lambda x, y: x * np.arange(3.0, dtype="float32") + y, op.operands, kind="helper", outside=ops
-    )
-    rewritten = builder.finish(Block((value,), tuple(ops), (out,)))
+    writer = FunctionWriter(graph)
+    ops, (out,) = writer.write(lambda x, y: x * np.arange(3.0, dtype="float32") + y, op.operands, kind="helper")
+    rewritten = writer.finish(Block((value,), tuple(ops), (out,)))
     (found,) = evaluation.evaluate(rewritten, [jnp.full(3, 5.0)])
     np.testing.assert_array_equal(found, [2.0, 7.0, 12.0])

@@ -15,6 +15,7 @@ import pytest
 
 from alpa_lite.ir.graph import walk
 from alpa_lite.passes import factors
+from alpa_lite.passes.blockwise import FunctionWriter
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.layers.layering import forward_ops
@@ -35,7 +36,7 @@ UNEVEN = (5, 4, 3)
 def expanded(step: Any, args: Any, lengths: tuple[int, ...]) -> tuple[Expanded, list[Any], list[Any]]:
     """A step (parameters, batch) in slices of dim 1 of its batch, and the results of the whole step and of that."""
     traced = tracing.trace(step, args, {}, batch_argnums=(1,))
-    graph, rewriter = traced.graph, Rewriter(traced.graph)
+    graph, rewriter = traced.graph, FunctionWriter(traced.graph, fold_empty=False)
     block, part_of = opened(rewriter, graph.block)
     marked = forward_ops(types.SimpleNamespace(bodies=(graph.block,)), graph.values)  # type: ignore[arg-type]
     forward = marked | {i for i, whole in part_of.items() if whole in marked}

@@ -1,0 +1,8 @@
+"""Operations and values in blocks along a factor: what micro-batches, cut scans and slices of the sequence share.
+
+In: a graph that is rewritten. Out: functions of arrays as operations of it (`FunctionWriter`).
+"""
+
+from alpa_lite.passes.blockwise.functions import FunctionWriter
+
+__all__ = ["FunctionWriter"]

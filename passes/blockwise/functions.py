@@ -1,0 +1,68 @@
+"""Functions of arrays, written as operations of a graph that is rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+
+from alpa_lite import _jax
+from alpa_lite.ir.graph import Atom, Graph, Lit, Op
+from alpa_lite.passes.ir.flow import values_in
+from alpa_lite.passes.ir.rewriting import Rewriter
+from alpa_lite.passes.tracing import conversion
+
+
+class FunctionWriter(Rewriter):
+    """A rewriter that traces functions, each once for all operands of the same types, and writes their operations."""
+
+    def __init__(self, graph: Graph, axes: Sequence[tuple[str, int]] = (), *, fold_empty: bool = True) -> None:
+        """Args:
+        graph: that is rewritten.
+        axes: names and sizes of axes along which functions may ask for their number.
+        fold_empty: as for `graph_of`.
+        """
+        super().__init__(graph)
+        self._axes, self._fold_empty = list(axes), fold_empty
+        self._graphs: dict[Hashable, Graph] = {}
+
+    def write(
+        self,
+        run: Callable[..., Any],
+        operands: Sequence[Atom],
+        *,
+        kind: Hashable = None,
+        source: Any = None,
+        number: Callable[[], Atom] | None = None,
+    ) -> tuple[list[Op], list[Atom]]:
+        """The operations that `run` does on arrays like `operands`, and its results.
+
+        Args:
+          kind: functions of one kind do the same on operands of the same types; None is like nothing.
+          source: of the operations, in place of their own.
+          number: gives the number along an axis to a function that asks for it.
+        """
+        atoms, graph = values_in(operands), self._traced(run, operands, kind)
+        names: dict[int, Atom] = dict(zip(graph.block.inputs, atoms, strict=False))
+        for value, array in zip(graph.block.inputs[len(atoms) :], graph.constants, strict=True):
+            names[value] = self.constant(graph.values[value], array)
+        for op in graph.block.ops:
+            if op.name == "axis_index" and number is not None:
+                names[op.results[0]] = number()
+        return self.inline(graph.block, names, graph.values, source)
+
+    def _traced(self, run: Callable[..., Any], operands: Sequence[Atom], kind: Hashable) -> Graph:
+        """The graph of a function, of which literals are no inputs."""
+        specs = [_jax.spec_of(self.values[a].aval) for a in values_in(operands)]
+        is_shared = kind is not None and len(specs) == len(operands)
+        key = (kind, *((s.shape, s.dtype, s.weak_type) for s in specs)) if is_shared else None
+        if key is None or key not in self._graphs:
+
+            def call(*arrays: Any) -> Any:
+                given = iter(arrays)
+                return run(*[a.value if isinstance(a, Lit) else next(given) for a in operands])
+
+            jaxpr = jax.make_jaxpr(call, axis_env=self._axes)(*specs)
+            self._graphs[key] = conversion.graph_of(jaxpr, self.keys, fold_empty=self._fold_empty)
+        return self._graphs[key]
