@@ -24,26 +24,20 @@ The notes name each leaf of the result under one of these.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Atom, Graph, Lit, Op, Traced, walk
-from alpa_lite.passes.ir import evaluation, primitives, pruning
+from alpa_lite.ir.graph import Block, Graph, Lit, Op, Traced, walk
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import made_of, values_in
+from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_op
 from alpa_lite.passes.microbatches.aggregates import Aggregates, Tag
-from alpa_lite.passes.microbatches.builder import Cuts
+from alpa_lite.passes.microbatches.emission import emit
 from alpa_lite.passes.microbatches.messages import AVERAGED, COMBINED, JOINED, LAST, SUMMED, notes_on_leaves
-from alpa_lite.passes.microbatches.states import accumulator_dtype, sliced
-from alpa_lite.passes.tracing import conversion
-
-SCOPE = "micro_batches"
-"""The named scope of the loop."""
+from alpa_lite.passes.microbatches.states import AFTER, LOCAL, PARTIAL, WHOLE, Role, StepStates, sliced
 
 
 class TraceMismatch(Exception):
@@ -127,7 +121,6 @@ class IndependentLoop:
           TraceMismatch: the traces differ in more than shapes, or a result has no form that micro-batches can give.
         """
         self.pair, self.dims, self.parts = _Pair(big.graph, small.graph), dims, parts
-        self.cuts = Cuts(parts)
         self.arguments, self.outputs = small.arguments, small.outputs
         block = small.graph.block
         batch = {block.inputs[i] for i in dims}
@@ -136,15 +129,18 @@ class IndependentLoop:
         self.before = [op for op in passes if of_batch.isdisjoint(op.results)]
         self.inside = [op for op in passes if not of_batch.isdisjoint(op.results)]
         self.after = [op for op in block.ops if op.index in update]
+        made = {*batch, *(v for op in self.inside for v in op.results)}
         self.aggregates = Aggregates(small.graph.values, self.pair.holds_examples, self.pair.loops_over_examples)
         self.aggregates.tags |= {v: Tag.EXAMPLES if v in batch else Tag.CONSTANT for v in block.inputs}
         self.aggregates.tag(passes, may_add_once=True)
         read_later = [*(v for op in self.after for v in op.reads), *values_in(block.outputs)]
-        made = {*batch, *(v for op in self.inside for v in op.results)}
         self.exports = [v for v in dict.fromkeys(read_later) if v in made]
         normed = self._find_normed(passes, of_batch)
         self.combined = {value: self._combination(value, value in normed) for value in self.exports}
         self.terms = self._find_terms_added_once()
+        unknown = {v for v, kind in self.combined.items() if kind == JOINED} | batch
+        of_examples = made_of(self.after, unknown)
+        self.updates = [op for op in self.after if of_examples.isdisjoint(op.reads)]  # those that need no example
         self.draws = self._find_draws(of_batch)
 
     # -- how results are combined ---------------------------------------------------------------------------------
@@ -217,77 +213,55 @@ class IndependentLoop:
         """The new step, and the index of its scan.
 
         Raises:
-          TraceMismatch: nothing is left for the loop.
+          WithoutLoop: nothing that the step returns depends on its batch.
         """
-        big = self.pair.big
-        specs = [_jax.spec_of(big.values[v].aval) for v in big.block.inputs[: len(self.arguments)]]
-        graph = conversion.graph_of(jax.make_jaxpr(self._run)(*specs))
-        *outputs, mark = graph.block.outputs
-        scan = next(op.index for op in graph.block.ops if mark in op.results)
-        graph, origin = pruning.prune_tracked(replace(graph, block=replace(graph.block, outputs=tuple(outputs))))
-        found = [new for new, before in origin.items() if before == scan]
-        if not found:
-            raise TraceMismatch("nothing that the step returns depends on its batch")
-        return graph, found[0]
+        return emit(self._states())
 
-    def _run(self, *leaves: Any) -> list[Any]:
-        """The flat results, and a result of the loop alone, by which its scan is found."""
+    def _states(self) -> StepStates:
+        """Both traces as one graph, with the states of its values.
+
+        The operations of `small` are in the loop, its update and that of `big` after it: a result that has one value an
+        example is that of `big`, any other one that of `small`.
+        """
         big, small = self.pair.big, self.pair.small
-        whole = dict(zip(big.block.inputs, [*leaves, *big.constants], strict=True))
-        own = dict(zip(small.block.inputs, [*leaves, *small.constants], strict=True))
-        dims = {small.block.inputs[i]: dim for i, dim in self.dims.items()}
-        batch = {v: self.cuts.cut(sliced(dim), own.pop(v)) for v, dim in dims.items()}
-        _evaluate(self._twins(self.before), whole)
-        _evaluate(self.before, own)
-        batch |= {v: self.cuts.cut(sliced(dim), whole[self.pair.big_value[v]]) for v, dim in self.draws.items()}
-        exported, mark = self._scan(own, batch)
-        made = {value: x for value, x in exported.items() if self.combined[value] != JOINED}
-        whole.update({self.pair.big_value[value]: x for value, x in exported.items()})
-        own.update(made)
-        _evaluate(self.after, own, partly=True)
-        made.update({v: own[v] for op in self.after for v in op.results if v in own})
-        _evaluate(self._twins(self.after), whole)
-        outputs = zip(small.block.outputs, big.block.outputs, strict=True)
-        return [*(self._output(a, b, made, whole) for a, b in outputs), mark]
+        rewriter, count = Rewriter(big), len(self.arguments)
+        copied = rewriter.copy_block(small.block, small.values)
+        copy = {op.index: new for op, new in zip(small.block.ops, copied.ops, strict=True)}
+        own = dict(zip(small.block.inputs, (*big.block.inputs[:count], *copied.inputs[count:]), strict=True))
+        own |= {v: new for op in small.block.ops for v, new in zip(op.results, copy[op.index].results, strict=True)}
+        arguments = dict(zip(copied.inputs, big.block.inputs[:count], strict=False))
+        drawn = {own[v]: self.pair.big_value[v] for v in self.draws}
+        joined = {v: sliced(self.pair.grown_dims(v)[0]) for v, kind in self.combined.items() if kind == JOINED}
+        for value in joined:
+            rewriter.values[own[value]] = big.values[self.pair.big_value[value]]
+        before = [*self._twins(self.before), *(renamed_op(copy[op.index], arguments) for op in self.before)]
+        inside = [renamed_op(copy[op.index], {**arguments, **drawn}) for op in self.inside]
+        whole = {self.pair.big_value[v]: own[v] for v in self.exports}
+        after = [renamed_op(copy[op.index], arguments) for op in self.updates]
+        after += [renamed_op(op, whole) for op in self._twins(self.after)]
+        made = {v for v in self.exports if v not in joined} | {v for op in self.updates for v in op.results}
+        outputs = [
+            own[a] if isinstance(a, int) and a in made and not self.pair.grown_dims(a) else renamed_atom(b, whole)
+            for a, b in zip(small.block.outputs, big.block.outputs, strict=True)
+        ]
+        block = Block((*big.block.inputs, *copied.inputs[count:]), (*before, *inside, *after), tuple(outputs))
+        graph = Graph(tuple(rewriter.values), block, (*big.constants, *small.constants), rewriter.keys)
+        states = StepStates(graph, {}, self.parts, {big.block.inputs[i]: dim for i, dim in self.dims.items()}, ())
+        for op in before:
+            states.decide(op, states.whole(op))
+        kinds = {own[v]: PARTIAL if kind == SUMMED else LOCAL for v, kind in self.combined.items()}
+        kinds |= {own[v]: state for v, state in joined.items()}
+        draws = {self.pair.big_value[v]: sliced(dim) for v, dim in self.draws.items()}
+        for op, new in zip(self.inside, inside, strict=True):
+            given = [draws.get(a, states.of(a)) if isinstance(a, int) else WHOLE for a in new.operands]
+            for i in self.terms.get(op.index, ()):
+                given[i] = PARTIAL
+            states.decide(new, Role("copy", tuple(given), tuple(kinds.get(v, LOCAL) for v in new.results)))
+        states.state.update((v, AFTER) for op in after for v in op.results)
+        return states
 
     def _twins(self, ops: Sequence[Op]) -> list[Op]:
         return [self.pair.big_op[op.index] for op in ops]
-
-    def _scan(self, env: Mapping[int, Any], batch: Mapping[int, Any]) -> tuple[dict[int, Any], Any]:
-        """The exports of all micro-batches, combined; and a stacked result that nothing reads, to find the scan by."""
-        values, sums = self.pair.small.values, [v for v in self.exports if self.combined[v] in (AVERAGED, SUMMED)]
-        stacked = [v for v in self.exports if v not in set(sums)]
-
-        def step(carry: Any, turn: Any) -> Any:
-            number, blocks = turn
-            own = {**env, **blocks}
-            for op in self.inside:
-                operands = _read(op, own)
-                for i in self.terms.get(op.index, ()):
-                    operands[i] = jnp.where(number == 0, operands[i], 0)
-                own.update(zip(op.results, evaluation.bind(op, operands), strict=True))
-            totals = [total + own[v].astype(total.dtype) for v, total in zip(sums, carry, strict=True)]
-            return totals, ([own[v] for v in stacked], lax.add(number, np.int32(1)))
-
-        start = [jnp.zeros(values[v].shape, accumulator_dtype(values[v].dtype)) for v in sums]
-        count = np.arange(self.parts, dtype=np.int32)
-        with jax.named_scope(SCOPE):
-            totals, (rows, mark) = lax.scan(step, start, (count, dict(batch)), length=self.parts)
-        found = {}
-        for value, total in zip(sums, totals, strict=True):
-            combined = total / self.parts if self.combined[value] == AVERAGED else total
-            found[value] = combined.astype(values[value].dtype)
-        for value, each in zip(stacked, rows, strict=True):
-            is_joined = self.combined[value] == JOINED
-            found[value] = self.cuts.join(sliced(self.pair.grown_dims(value)[0]), each) if is_joined else each[-1]
-        return found, mark
-
-    def _output(self, small: Atom, big: Atom, made: Mapping[int, Any], whole: Mapping[int, Any]) -> Any:
-        """A result of the step: from the micro-batches' combined values, or joined where it has a value an example."""
-        if isinstance(big, Lit):
-            return big.value
-        is_combined = isinstance(small, int) and small in made and not self.pair.grown_dims(small)
-        return made[small] if is_combined else whole[big]  # type: ignore[index]
 
     def notes(self) -> tuple[str, ...]:
         """How each leaf of the result that the loop has a part in is combined."""
@@ -301,17 +275,6 @@ class IndependentLoop:
         if any(op.name in primitives.DRAWS for op in nested):
             notes.append("random numbers drawn in the loop are the same in every micro-batch")
         return tuple(notes)
-
-
-def _read(op: Op, env: Mapping[int, Any]) -> list[Any]:
-    return [a.value if isinstance(a, Lit) else env[a] for a in op.operands]
-
-
-def _evaluate(ops: Sequence[Op], env: dict[int, Any], *, partly: bool = False) -> None:
-    """Runs ops on the values of `env` and adds their results; with `partly`, those whose operands are there."""
-    for op in ops:
-        if not partly or env.keys() >= set(op.reads):
-            env.update(zip(op.results, evaluation.bind(op, _read(op, env)), strict=True))
 
 
 def _is_float(value: Any) -> bool:
