@@ -21,7 +21,7 @@ from alpa_lite.errors import (
     TracingError,
     VerificationError,
 )
-from alpa_lite.ir.kernels import register_rule
+from alpa_lite.ir.registration import register_rule
 from alpa_lite.options import Auto, DataParallel, Manual, Off, Pipeline, Sharded, TensorParallel, Zero
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Collective

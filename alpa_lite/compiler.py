@@ -36,8 +36,8 @@ from alpa_lite.passes.programs.staged import Staged, noted
 from alpa_lite.passes.search.pipelines import exceeds_budget
 from alpa_lite.passes.search.planner import search_plan
 from alpa_lite.passes.sharding import mesh_program, wishes
-from alpa_lite.passes.tracing.jit_shardings import placed_arguments
 from alpa_lite.passes.tracing.manual_regions import check_regions
+from alpa_lite.passes.tracing.placements import placed_arguments
 from alpa_lite.plan.pins import NO_PINS, Pins
 from alpa_lite.plan.plan import Plan
 from alpa_lite.processes.plan_broadcast import PlanBroadcast

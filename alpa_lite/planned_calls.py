@@ -26,7 +26,7 @@ from alpa_lite.ir.calling import Calling
 from alpa_lite.ir.paths import keys
 from alpa_lite.options import Options
 from alpa_lite.passes import checks
-from alpa_lite.passes.tracing import calls, nnx_modules
+from alpa_lite.passes.tracing import calls, pytrees
 from alpa_lite.plan.plan import Plan
 from alpa_lite.processes.plan_broadcast import common_cluster, program_digest
 from alpa_lite.runtime.debug import watchdog
@@ -117,7 +117,7 @@ class PlannedCall:
 
     def leaves(self) -> list[tuple[str, Kind, NamedSharding]]:
         """Path, kind and sharding of each flat argument."""
-        flat, _ = nnx_modules.flattened(self.calling.traced(self.args, self.kwargs))
+        flat, _ = pytrees.flattened(self.calling.traced(self.args, self.kwargs))
         paths = calls.paths(self.calling, self.args, self.kwargs)
         shardings, _ = self.executable().shardings
         return [(path, kind_of(x) or ((), ""), one) for path, x, one in zip(paths, flat, shardings, strict=True)]
@@ -263,7 +263,7 @@ def _abstract(
         return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
 
     traced = calling.traced(args, kwargs)
-    return calling.whole(*nnx_modules.replace_arrays(traced, lambda leaves: list(map(spec, leaves))))
+    return calling.whole(*pytrees.replace_arrays(traced, lambda leaves: list(map(spec, leaves))))
 
 
 @functools.lru_cache(maxsize=1)

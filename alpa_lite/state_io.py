@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from alpa_lite.compilation.placing import Ends, Kind, kind_of
 from alpa_lite.errors import OptionError
 from alpa_lite.ir.paths import keys, shown
-from alpa_lite.passes.tracing import calls, nnx_modules
+from alpa_lite.passes.tracing import calls, pytrees
 from alpa_lite.planned_calls import PlannedCall
 from alpa_lite.runtime import placement, prefetch
 from alpa_lite.runtime.sharded_init import ShardedInit
@@ -37,7 +37,7 @@ class Shardings(NamedTuple):
 def shardings_of(call: PlannedCall) -> Shardings:
     """The shardings of arguments and results of a call."""
     where, results = call.executable().shardings
-    traced = nnx_modules.replace_arrays(call.calling.traced(call.args, call.kwargs), lambda _: where)
+    traced = pytrees.replace_arrays(call.calling.traced(call.args, call.kwargs), lambda _: where)
     positional, keywords = call.calling.whole(*traced)
     out = jax.tree_util.tree_unflatten(call.step.traced.out_tree, results)
     if call.calling.modules:
@@ -64,7 +64,7 @@ def place_batch(
       planned: the call of some arguments, which is planned if it is new.
     """
     names, places = zip(*known[0].batch(), strict=True)
-    leaves, tree = nnx_modules.flattened(args)
+    leaves, tree = pytrees.flattened(args)
     if jax.process_count() == 1:
         call = planned(*known[0].given(places, args))
         return jax.tree_util.tree_unflatten(tree, placement.copies(leaves, [one for _, one in _batch_of(call, names)]))

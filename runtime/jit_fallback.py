@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from alpa_lite.errors import OptionError
-from alpa_lite.passes.tracing import calls, nnx_modules, static_leaves
+from alpa_lite.passes.tracing import calls, pytrees
 
 
 def jit_fallback(fun: Callable[..., Any], options: Any) -> Callable[..., Any]:
@@ -34,7 +34,7 @@ def _jit(fun: Callable[..., Any], options: Any, args: tuple[Any, ...], kwargs: d
     donate = () if options.donate == "auto" else options.donate
     shared["donate_argnums"] = [one for one in donate if isinstance(one, int)] or None
     shared["donate_argnames"] = [one for one in donate if isinstance(one, str)] or None
-    if nnx_modules.present((args, kwargs)):
+    if pytrees.present((args, kwargs)):
         from flax import nnx
 
         if options.compiler_options:
@@ -50,11 +50,11 @@ def _jit(fun: Callable[..., Any], options: Any, args: tuple[Any, ...], kwargs: d
 
     if bind(args, kwargs).hide is None:
         return compile_jit(fun)
-    numbers = static_leaves.has_static_numbers(fun)
+    numbers = pytrees.has_static_numbers(fun)
 
     @functools.wraps(fun)
     def hiding(*args: Any, **kwargs: Any) -> Any:
-        return static_leaves.hide(fun(*args, **kwargs), numbers)
+        return pytrees.hide(fun(*args, **kwargs), numbers)
 
     hidden = compile_jit(hiding)
 

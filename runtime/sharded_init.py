@@ -26,7 +26,7 @@ from alpa_lite import _jax
 from alpa_lite.ir.graph import Graph, Lit
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.evaluation import evaluate
-from alpa_lite.passes.tracing import conversion, nnx_modules, static_leaves
+from alpa_lite.passes.tracing import conversion, pytrees
 from alpa_lite.runtime import placement
 from alpa_lite.runtime.compile import persistent_cache
 from alpa_lite.runtime.multihost import global_array
@@ -39,26 +39,26 @@ class ShardedInit:
 
     Attributes:
       shapes: the result with a `jax.ShapeDtypeStruct` for each array; NNX objects hold them in their Variables.
-      paths: for each flat result JAX's keys, and the path within an NNX object, as `nnx_modules.LeafPath`.
+      paths: for each flat result JAX's keys, and the path within an NNX object, as `pytrees.LeafPath`.
       types: for each flat result its shape and dtype.
     """
 
     def __init__(self, init: Callable[..., Any], args: Sequence[Any]) -> None:
         """Traces `init(*args)`. Nothing is executed."""
-        self._leaves, in_tree = jax.tree_util.tree_flatten(static_leaves.hide(args))
+        self._leaves, in_tree = jax.tree_util.tree_flatten(pytrees.hide(args))
         self._tree: Any = None
-        self.paths: list[nnx_modules.LeafPath] = []
+        self.paths: list[pytrees.LeafPath] = []
 
         def flat(*leaves: Any) -> list[Any]:
             out = init(*jax.tree_util.tree_unflatten(in_tree, leaves))
-            self.paths = nnx_modules.leaf_paths(out)
-            arrays, self._tree = nnx_modules.flattened(out)
+            self.paths = pytrees.leaf_paths(out)
+            arrays, self._tree = pytrees.flattened(out)
             return arrays
 
         traced = jax.jit(flat).trace(*self._leaves)
         self._graph: Graph = conversion.graph_of(traced.jaxpr)
         self.types = list(map(_jax.spec_of, traced.jaxpr.out_avals))
-        self.shapes = nnx_modules.unflattened(self._tree, self.types)
+        self.shapes = pytrees.unflattened(self._tree, self.types)
 
     def run(self, shardings: Sequence[NamedSharding], room: float) -> tuple[Any, list[jax.Array]]:
         """Returns the result with arrays of these shardings, one for each flat result, and these arrays.
@@ -85,7 +85,7 @@ class ShardedInit:
                 made = self._group(group, [shardings[n] for n in group], whole=group is not large)
                 for number, array in zip(group, made, strict=True):
                     arrays[number] = array
-        return nnx_modules.unflattened(self._tree, arrays), arrays
+        return pytrees.unflattened(self._tree, arrays), arrays
 
     def _group(self, numbers: Sequence[int], shardings: Sequence[NamedSharding], *, whole: bool) -> list[jax.Array]:
         """Some results on one mesh."""

@@ -32,7 +32,7 @@ from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Pieces, Stacked, Traced
-from alpa_lite.passes.tracing import calls, nnx_modules
+from alpa_lite.passes.tracing import calls, pytrees
 from alpa_lite.runtime import ownership, placement
 from alpa_lite.runtime.binding import ArgumentBinder, Buffers, NewSignature, weak_flags
 from alpa_lite.runtime.compile import picker
@@ -149,10 +149,10 @@ class Executable(abc.ABC):
         pure: Any = self._dynamic(args, kwargs)
         if not self._calling.modules:
             return self._traced.out_tree.unflatten(self._results(self._flat(*jax.tree.flatten(pure))))
-        with nnx_modules.updating(self):
-            pure = nnx_modules.split_arguments(pure, self)  # held until the end: freeing it now costs more
+        with pytrees.updating(self):
+            pure = pytrees.split_arguments(pure, self)  # held until the end: freeing it now costs more
             out = self._results(self._flat(*jax.tree.flatten(pure)))
-            return nnx_modules.merge_results(self._traced.out_tree.unflatten(out), self)
+            return pytrees.merge_results(self._traced.out_tree.unflatten(out), self)
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the arguments as arrays where the plan reads them first, in buffers of their own.
@@ -167,7 +167,7 @@ class Executable(abc.ABC):
         Raises:
           NewSignature: the arguments are not what the step was planned for.
         """
-        new_args, new_kwargs = nnx_modules.replace_arrays(self._dynamic(args, kwargs), self._placed_copies)
+        new_args, new_kwargs = pytrees.replace_arrays(self._dynamic(args, kwargs), self._placed_copies)
         positional, keywords = self._calling.whole(new_args, new_kwargs)
         return (positional, keywords) if kwargs else positional
 

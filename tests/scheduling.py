@@ -74,3 +74,21 @@ def _each(argument: str, value: float | Sequence[float], length: int) -> list[fl
     if len(value) != length:
         raise ValueError(f"{argument} has {len(value)} entries, and {length} are needed")
     return [float(v) for v in value]
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """For each submesh the most micro-batch activations that it holds at once, found by walking its list."""
+    last = "weight" if schedule.splits_backward else "backward"
+    peaks = []
+    for tasks in schedule.tasks:
+        held = peak = 0
+        for task in tasks:
+            if task.slice:
+                continue  # the first slice comes first forward, and last backward
+            if task.kind == "forward":
+                held += 1
+                peak = max(peak, held)
+            elif task.kind == last:
+                held -= 1
+        peaks.append(peak)
+    return tuple(peaks)

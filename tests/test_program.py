@@ -10,6 +10,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.ir import program as programs
 from alpa_lite.ir import schedules
 from alpa_lite.ir.program import Free, Instruction, Program, Receive, Run, Send
+from tests import scheduling
 from tests.pipelines import every, toy
 
 
@@ -45,7 +46,7 @@ def end(program: Program) -> int:
 def test_every_schedule_checks_and_holds_what_it_should(made: schedules.Schedule) -> None:
     program = toy(made)
     programs.check(program)
-    assert programs.peak_bytes(program) == schedules.in_flight(made)
+    assert programs.peak_bytes(program) == scheduling.in_flight(made)
 
 
 def test_order_keeps_lists_and_sends_in_turn(small: Program) -> None:

@@ -41,7 +41,7 @@ def holds(name: str, virtual: int, meshes: int, microbatches: int) -> None:
     assert (made.num_stages, made.virtual, len(made.tasks)) == (meshes * virtual, virtual, meshes)
     schedules.check(made)
     formula = tuple(schedules.in_flight_formula(name, meshes, microbatches, m, virtual) for m in range(meshes))
-    assert schedules.in_flight(made) == formula
+    assert scheduling.in_flight(made) == formula
     timeline = scheduling.simulate(made, **UNIFORM)
     assert timeline.idle == (bubble((name, virtual, meshes, microbatches)),) * meshes  # small integers: exact
 
@@ -161,7 +161,7 @@ def test_lists_by_hand() -> None:
 def test_one_mesh_and_one_microbatch(name: str) -> None:
     made = schedules.schedule(name, 1, 1)
     schedules.check(made)
-    assert schedules.in_flight(made) == (1,)
+    assert scheduling.in_flight(made) == (1,)
     timeline = scheduling.simulate(made, forward=1.0, backward=2.0, weight=0.5, transfer=9.0)
     assert timeline.seconds == 3.5
     assert timeline.idle_fraction == (0.0,)
@@ -180,7 +180,7 @@ def test_gradients_are_summed_in_one_order() -> None:
 
 def test_zb_h1_holds_no_more_than_1f1b_does_and_idles_a_third() -> None:
     plain, split = schedules.schedule("1f1b", 4, 12), schedules.schedule("zb-h1", 4, 12)
-    assert max(schedules.in_flight(split)) == max(schedules.in_flight(plain)) == 4
+    assert max(scheduling.in_flight(split)) == max(scheduling.in_flight(plain)) == 4
     assert scheduling.simulate(split, **UNIFORM).idle[0] * 3 == scheduling.simulate(plain, **UNIFORM).idle[0]
 
 

@@ -30,8 +30,8 @@ from alpa_lite.checkpoint import files
 from alpa_lite.errors import CheckpointError
 from alpa_lite.ir.paths import keys as keys_of_path
 from alpa_lite.ir.paths import tokens
-from alpa_lite.passes.tracing import calls, nnx_modules
-from alpa_lite.passes.tracing.nnx_modules import LeafPath
+from alpa_lite.passes.tracing import calls, pytrees
+from alpa_lite.passes.tracing.pytrees import LeafPath
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import units
 from alpa_lite.runtime.multihost import global_array
@@ -51,7 +51,7 @@ LeafType = jax.ShapeDtypeStruct | None
 
 @dataclass(frozen=True, eq=False)
 class Leaves:
-    """Leaves of a user's pytree: their paths and values in one order, and what `nnx_modules.unflattened` needs."""
+    """Leaves of a user's pytree: their paths and values in one order, and what `pytrees.unflattened` needs."""
 
     tree: Any
     paths: tuple[str, ...]
@@ -61,19 +61,19 @@ class Leaves:
     def orbax_tree(self) -> Any:
         """Returns the pytree for Orbax: the same containers, with NNX objects as nested dicts."""
         groups: dict[tuple[Any, ...], dict[tuple[str, ...], Any]] = {}
-        for path, value in zip(nnx_modules.leaf_paths(self.tree, with_constants=True), self.values, strict=True):
+        for path, value in zip(pytrees.leaf_paths(self.tree, with_constants=True), self.values, strict=True):
             groups.setdefault(path.keys, {})[_inner_keys(path)] = value
 
         def nest(path: tuple[Any, ...], _: Any) -> Any:
             return ocp.utils.from_flat_dict(groups.get(tuple(path), {}))
 
-        return jax.tree_util.tree_map_with_path(nest, self.tree, is_leaf=nnx_modules.is_nnx_object)
+        return jax.tree_util.tree_map_with_path(nest, self.tree, is_leaf=pytrees.is_nnx_object)
 
 
 def flatten(tree: Any) -> Leaves:
     """Returns the leaves of a pytree; raises CheckpointError if two have the same path, or name in the store."""
-    values, treedef = nnx_modules.flattened(tree, with_constants=True)
-    paths = nnx_modules.leaf_paths(tree, with_constants=True)
+    values, treedef = pytrees.flattened(tree, with_constants=True)
+    paths = pytrees.leaf_paths(tree, with_constants=True)
     keys = [(*map(calls.key_text, path.keys), *_inner_keys(path)) for path in paths]
     for separator in SEPARATOR, ".":  # Orbax joins them by dots
         for name, count in Counter(map(separator.join, keys)).items():
@@ -168,7 +168,7 @@ class Template:
         by_path = dict(zip(stored, values, strict=True))
         requested = zip(self._leaves.values, self._types.items(), strict=True)
         leaves = [_convert(by_path.get(path), like, kind) for like, (path, kind) in requested]
-        return nnx_modules.unflattened(self._leaves.treedef, leaves)  # NNX objects are new ones
+        return pytrees.unflattened(self._leaves.treedef, leaves)  # NNX objects are new ones
 
     def _differences(self, stored: Mapping[str, LeafType], stored_keys: Mapping[str, str]) -> list[str]:
         """Returns descriptions of the leaves that differ from those of a checkpoint."""

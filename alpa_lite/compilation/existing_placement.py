@@ -28,7 +28,7 @@ from alpa_lite.errors import InfeasibleError, OptionError, PlanError
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.paths import keys
 from alpa_lite.options import Auto, Options, Sharded
-from alpa_lite.passes.tracing import calls, leaves
+from alpa_lite.passes.tracing import calls
 from alpa_lite.plan.pins import Piece, Pin, Pins, layout_of_spec
 from alpa_lite.plan.plan import Plan
 from alpa_lite.runtime.meshes import available
@@ -172,7 +172,7 @@ def compile_with_placement(
                 raise
             options = replace(options, plan=None)  # the plan is for another batch, but says where the state is
     call = calls.calling(fun, args, kwargs, options.static_argnums, options.static_argnames)
-    flat = leaves.flat_arguments(call, args, kwargs)
+    flat = calls.leaves_with_paths(call, args, kwargs)
     if options.state_from:
         names = ", ".join(getattr(one, "__name__", "the plan") for one in options.state_from)
         plans = plans_of(options.state_from, {**dict(zip(call.names, args, strict=True)), **kwargs})

@@ -18,7 +18,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.ir.layout import Layout, LogicalMesh
 from alpa_lite.ir.paths import keys, shown
 from alpa_lite.passes.lowering.program import spec_of
-from alpa_lite.passes.tracing import calls, nnx_modules
+from alpa_lite.passes.tracing import calls, pytrees
 from alpa_lite.plan import pins
 from alpa_lite.plan.pins import Piece, Pin, pin_of
 from alpa_lite.plan.records import PlanRecord
@@ -114,10 +114,10 @@ def kind_of(leaf: Any) -> Kind | None:
 def planned_shardings(plan: PlanRecord, tree: Any, devices: Sequence[Any] | None) -> Any:
     """Where a plan has the leaves of a pytree: as `Plan.shardings`."""
     devices = available() if devices is None else list(devices)
-    leaves, _ = nnx_modules.flattened(tree)
+    leaves, _ = pytrees.flattened(tree)
     kinds = list(map(kind_of, leaves))
     # Only the ends of paths are compared, so any name stands for the pytree itself.
-    paths = [f"tree{jax.tree_util.keystr(path.keys)}{path.inner}" for path in nnx_modules.leaf_paths(tree)]
+    paths = [f"tree{jax.tree_util.keystr(path.keys)}{path.inner}" for path in pytrees.leaf_paths(tree)]
     meshes: dict[Any, NamedSharding] = {}
 
     def sharding(pin: Pin) -> NamedSharding:
@@ -150,4 +150,4 @@ def planned_shardings(plan: PlanRecord, tree: Any, devices: Sequence[Any] | None
                 "step.shardings(...)"
             )
         found.append(sharding(where[0] if where and isinstance(where[0], Pin) else Pin(*first, Layout(()), "")))
-    return nnx_modules.replace_arrays(tree, lambda _: found)
+    return pytrees.replace_arrays(tree, lambda _: found)

@@ -34,11 +34,6 @@ class Calling:
     settings: tuple[Any, ...] = ()
 
     @property
-    def has_static(self) -> bool:
-        """Whether any argument, or a part of one, is static."""
-        return bool(self.static_positions or self.static_keywords or self.hide)
-
-    @property
     def form(self) -> Form:
         """The form of the call."""
         static = (*self.static_positions.items(), *self.static_keywords.items())

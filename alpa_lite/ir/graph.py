@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from alpa_lite.ir.calling import Calling
 
@@ -105,26 +105,6 @@ class Block:
     outputs: tuple[Atom, ...]
 
 
-class KeyWriter(Protocol):
-    """A writer of the keys of ops, as `passes.ir.keys.Keys` is."""
-
-    def head(self, primitive: Any, params: Mapping[str, Any], *, structured: bool = False) -> str:
-        """The part of a key that says which function it is."""
-        ...
-
-    def key(self, head: str, operands: Iterable[Value | Lit], bodies: Iterable[str] = ()) -> str:
-        """The key of an op."""
-        ...
-
-    def without_numbers(self, op: Op, values: Callable[[int], Value]) -> str:
-        """The key of an op without the numbers that it has as literals."""
-        ...
-
-    def block(self, block: Block, values: Callable[[int], Value]) -> str:
-        """Returns the part of a key that identifies the computation of a body."""
-        ...
-
-
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A whole program.
@@ -133,14 +113,14 @@ class Graph:
       values: indexed by value number.
       block: the top block; its inputs are the step's flat arguments, then the closed-over constants.
       constants: the closed-over arrays, one for each of the last inputs of the block.
-      keys: what wrote the keys of the ops, and knows the functions (callbacks) that keys mention by number: whoever
-        adds ops to the graph writes their keys with it.
+      keys: the writer of the keys of the ops (`passes.ir.keys.Keys`), which knows functions (callbacks) by number:
+        whoever adds ops to the graph writes their keys with it.
     """
 
     values: tuple[Value, ...]
     block: Block
     constants: tuple[Any, ...] = ()
-    keys: KeyWriter | None = None
+    keys: Any = None
 
     def ops(self) -> Iterator[Op]:
         """Every op, nested ones before the op that carries them."""

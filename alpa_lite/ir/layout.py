@@ -168,10 +168,6 @@ def moved_axes(before: Axes, after: Axes, shape: tuple[int, ...]) -> tuple[int, 
     return tuple(sorted(i for k, i in enumerate(order) if (source[i] != target[k]).any()))
 
 
-Move = tuple[StepKind, Axes, int, int, tuple[Axes, ...], Axes]
-"""A step as plain data: kind, axes, dim, to_dim, and the dims and partial axes after it."""
-
-
 @functools.lru_cache(maxsize=200_000)
 def reshard_steps(src: Layout, dst: Layout) -> tuple[Step, ...] | None:
     """The elementary steps from `src` to `dst`, or None where there are none (a whole value never becomes partial).
@@ -184,24 +180,10 @@ def reshard_steps(src: Layout, dst: Layout) -> tuple[Step, ...] | None:
     The result does not depend on the tensor's shape: divisibility of `src` and `dst` implies that of what is between,
     except where a dim holds axes of both; callers check with `local_shape` on each step's layouts if in doubt.
     """
-    moves = reshard_moves(src, dst)
-    if moves is None:
-        return None
-    steps, before = [], src
-    for kind, axes, dim, to_dim, dims, partial in moves:
-        after = Layout(dims, partial)
-        steps.append(Step(kind, axes, dim, to_dim, before, after))
-        before = after
-    return tuple(steps)
-
-
-def reshard_moves(src: Layout, dst: Layout) -> list[Move] | None:
-    """`reshard_steps` as plain tuples, for pricing: building a program asks for many thousands of pairs."""
     if len(src.dims) != len(dst.dims) or any(a not in src.partial for a in dst.partial):
         return None
-    moves: list[Move] = []
-    dims, partial = list(src.dims), src.partial
-    goal = dst.dims
+    steps: list[Step] = []
+    before, dims, partial, goal = src, list(src.dims), src.partial, dst.dims
     open_dims = [i for i, axes in enumerate(goal) if dims[i] != axes]
     while open_dims or partial != dst.partial:
         found = _advance(dims, partial, goal, dst.partial, open_dims) or _give_up(dims, partial, dst, open_dims)
@@ -216,10 +198,18 @@ def reshard_moves(src: Layout, dst: Layout) -> list[Move] | None:
             dims[dim], dims[to_dim] = dims[dim][:-1], (*dims[to_dim], *axes)
         elif kind == "collective_permute":
             dims[dim] = axes
-        _append(moves, (kind, axes, dim, to_dim, tuple(dims), partial))
-        open_dims = [i for i in {*open_dims, dim, to_dim} if i >= 0 and dims[i] != goal[i]]
-        open_dims.sort()
-    return moves
+        after = Layout(tuple(dims), partial)
+        if (
+            steps
+            and (steps[-1].kind, steps[-1].dim) == (kind, dim)
+            and kind in ("slice", "reduce_scatter", "all_gather")
+        ):
+            last = steps.pop()  # one longer step of the same dim
+            before, axes = last.before, axes + last.axes if kind == "all_gather" else last.axes + axes
+        steps.append(Step(kind, axes, dim, to_dim, before, after))
+        before = after
+        open_dims = sorted(i for i in {*open_dims, dim, to_dim} if i >= 0 and dims[i] != goal[i])
+    return tuple(steps)
 
 
 def _advance(
@@ -269,17 +259,3 @@ def _prefix(current: Axes, goal: Axes) -> int:
     while n < len(current) and n < len(goal) and current[n] == goal[n]:
         n += 1
     return n
-
-
-def _append(moves: list[Move], move: Move) -> None:
-    """Appends a step, or joins it with the one before: a longer slice, reduce-scatter or gather of the same dim."""
-    kind, axes, dim, to_dim, dims, partial = move
-    if moves and moves[-1][0] == kind and moves[-1][2] == dim:
-        last = moves[-1][1]
-        if kind in ("slice", "reduce_scatter"):
-            moves[-1] = (kind, last + axes, dim, to_dim, dims, partial)
-            return
-        if kind == "all_gather":
-            moves[-1] = (kind, axes + last, dim, to_dim, dims, partial)
-            return
-    moves.append(move)

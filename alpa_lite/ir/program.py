@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -307,10 +307,8 @@ def _check_transfers(program: Program) -> None:
         for verb, seen in (("sent", sends), ("received", receives)):
             if number not in seen:
                 raise PlanError(f"transfer {number}, {_what(program, number)}, is never {verb}")
-        pairs = [
-            (program.buffers[a], program.buffers[b]) for a, b in zip(transfer.sent, transfer.received, strict=False)
-        ]
-        wrong = next((a for a, b in pairs if (a.shape, a.dtype) != (b.shape, b.dtype)), None)
+        ends = ([program.buffers[b] for b in side] for side in (transfer.sent, transfer.received))
+        wrong = next((a for a, b in zip(*ends, strict=False) if (a.shape, a.dtype) != (b.shape, b.dtype)), None)
         if len(transfer.sent) != len(transfer.received) or wrong:
             what = f"{wrong.name} changes its shape or dtype" if wrong else f"{len(transfer.received)} are received"
             raise PlanError(f"{_what(program, number)} from submesh {transfer.source}: {what}")
@@ -339,47 +337,30 @@ def sparing(program: Program, owned: Collection[int]) -> Program:
     return replace(program, executables=tuple(executables), lists=tuple(lists))
 
 
-def live_bytes(program: Program) -> Iterator[tuple[int, int, tuple[int, ...]]]:
-    """Yields, after every instruction in order, (submesh, position, bytes per device of live buffers on each submesh).
+def peak_bytes(program: Program) -> tuple[int, ...]:
+    """For each submesh the most bytes per device that buffers take between two instructions of `Program.order`.
 
     The result of a transfer takes memory from its send on: it may arrive at any time from then, wanted or not.
     """
     held = [0] * len(program.submeshes)
     for number in _given(program):
         held[program.buffers[number].mesh] += program.buffers[number].bytes
-    for (mesh, position), changed in zip(program.order, _changes(program), strict=True):
-        for where, size in changed:
-            held[where] += size
-        yield mesh, position, tuple(held)
-
-
-def _changes(program: Program) -> Iterator[list[tuple[int, int]]]:
-    """For every instruction in the program's order: (submesh, bytes per device) of buffers that begin, or end (< 0)."""
-    where = [(buffer.mesh, buffer.bytes) for buffer in program.buffers]
-    gone = [(buffer.mesh, -buffer.bytes) for buffer in program.buffers]
-    for mesh, position in program.order:
-        match program.lists[mesh][position]:
-            case Run() as item:
-                yield [*(where[b] for b in item.outputs), *(gone[b] for b in program.consumed(item))]
-            case Send(transfer=number):
-                yield [where[b] for b in program.transfers[number].received]
-            case Free(buffers=buffers):
-                yield [gone[b] for b in buffers]
-            case _:
-                yield []
-
-
-def peak_bytes(program: Program) -> tuple[int, ...]:
-    """For each submesh the most bytes per device that buffers take between two instructions of `Program.order`."""
-    held = [0] * len(program.submeshes)
-    for number in _given(program):
-        held[program.buffers[number].mesh] += program.buffers[number].bytes
     peaks = held.copy()
-    for changed in _changes(program):
-        for mesh, size in changed:
-            held[mesh] += size
-        for mesh, _ in changed:
-            peaks[mesh] = max(peaks[mesh], held[mesh])
+    for mesh, position in program.order:
+        begun, ended = tuple[int, ...](), tuple[int, ...]()
+        match program.lists[mesh][position]:
+            case Run() as run:
+                begun, ended = run.outputs, program.consumed(run)
+            case Send(transfer=number):
+                begun = program.transfers[number].received
+            case Free(buffers=buffers):
+                ended = buffers
+        for numbers, sign in ((begun, 1), (ended, -1)):
+            for number in numbers:
+                held[program.buffers[number].mesh] += sign * program.buffers[number].bytes
+        for number in begun:
+            where = program.buffers[number].mesh
+            peaks[where] = max(peaks[where], held[where])
     return tuple(peaks)
 
 

@@ -219,32 +219,13 @@ def _zero_bubble(mesh: int, num_meshes: int, num_microbatches: int) -> list[Task
     return out + [Task("weight", mesh, m) for m in range(first, num_microbatches)]
 
 
-def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """For each submesh the most micro-batch activations that it holds at once, found by walking its list.
+def in_flight_formula(name: str, num_meshes: int, num_microbatches: int, mesh: int, virtual: int = 1) -> int:
+    """The most micro-batch activations that a submesh holds at once.
 
     One activation is what one stage saves of one micro-batch. It is held from the start of forward(s, m) to the end of
     backward(s, m), or of weight(s, m) where backward is split: after backward, weight still needs the inputs of the
     stage's layers and the gradients of their outputs, less than all of it. With v stages a submesh, an activation
     is that of one stage: a v-th of what the submesh saves of a micro-batch.
-    """
-    last = "weight" if schedule.splits_backward else "backward"
-    peaks = []
-    for tasks in schedule.tasks:
-        held = peak = 0
-        for task in tasks:
-            if task.slice:
-                continue  # the first slice comes first forward, and last backward
-            if task.kind == "forward":
-                held += 1
-                peak = max(peak, held)
-            elif task.kind == last:
-                held -= 1
-        peaks.append(peak)
-    return tuple(peaks)
-
-
-def in_flight_formula(name: str, num_meshes: int, num_microbatches: int, mesh: int, virtual: int = 1) -> int:
-    """Returns `in_flight` of one submesh, in closed form.
 
     gpipe: B. 1f1b: min(S-i, B). eager-1f1b: min(2(S-i)-1, B). interleaved-1f1b with v > 1: min(2(S-i-1) + (v-1)S + 1,
     vB). zb-h1: min(S, B). forward: 1.

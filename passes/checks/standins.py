@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from alpa_lite import _jax
-from alpa_lite.ir import kernels
+from alpa_lite.ir import kernels, registration
 from alpa_lite.ir.kernels import KERNEL, Kernel, Types
 
 _PRINTS = frozenset({"debug_callback", "debug_print"})
@@ -36,7 +36,7 @@ class StandIns:
         else:
             found = _is_held(primitive, params, self._platform)
         if found and primitive.name not in _PRINTS:
-            self.names.add(kernels.label(primitive, params))
+            self.names.add(registration.label(primitive, params))
         return found
 
     def line(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The rules that users gave (`kernels.register_rule`), for equations of their sizes.
+"""The rules that users gave (`register_rule`), for equations of their sizes.
 
 A rule that says more than is true would give wrong results, so what can be seen without running is looked at: for each
 name that may be sharded, the function is traced on the largest block of it, and must return blocks of the results.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 
 from alpa_lite.errors import RuleError
-from alpa_lite.ir import kernels, notation
+from alpa_lite.ir import kernels, notation, registration
 from alpa_lite.ir.kernels import KERNEL, Kernel, Types
 from alpa_lite.ir.notation import Notation
 from alpa_lite.ir.strategy import Rule
@@ -22,10 +22,10 @@ def registered(call: Call) -> Rule | None:
     Raises:
       RuleError: the rule does not fit the operands and results, or the function does not run on blocks.
     """
-    given = kernels.registered(call.primitive, call.params)
+    given = registration.registered(call.primitive, call.params)
     if given is None:
         return None
-    who = kernels.label(call.primitive, call.params)
+    who = registration.label(call.primitive, call.params)
     operands, results = [shape(aval) for aval in call.operands], [shape(aval) for aval in call.results]
     if call.primitive is KERNEL:
         kernel = call.params["kernel"]

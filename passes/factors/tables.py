@@ -217,37 +217,25 @@ def product(call: Call) -> Rule:
     return new.rule([*tensors, *(new.dims(shape(a), "replicate") for a in call.operands[2:])], [tuple(out)])
 
 
-def batched(core: int) -> Callable[[Call], Rule]:
-    """Linear algebra: the first operand's dims but the last `core` are a batch that every tensor leads with."""
+def leading(kind: FactorKind, core: int | None = None) -> Callable[[Call], Rule]:
+    """The dims that all tensors begin with are a batch; the others are of a kind.
+
+    Args:
+      core: the number of the others that the first operand has; by default all ranks but the least.
+    """
 
     def describe(call: Call) -> Rule:
         new = Rules()
-        size = shape(call.operands[0])
-        batch = len(size) - core
-        shared = new.dims(size[:batch], "parallel")
-
-        def tensor(aval: Any) -> Dims:
-            assert shape(aval)[:batch] == size[:batch], (size, shape(aval))
-            return (*shared, *new.dims(shape(aval)[batch:], "replicate"))
-
-        return new.rule([tensor(a) for a in call.operands], [tensor(a) for a in call.results])
-
-    return describe
-
-
-def leading(kind: FactorKind) -> Callable[[Call], Rule]:
-    """The dims that the first operand and the result have in common lead; the others are of `kind`."""
-
-    def describe(call: Call) -> Rule:
-        new = Rules()
-        before, after = shape(call.operands[0]), shape(call.results[0])
-        common = new.dims(before[: min(len(before), len(after))], "parallel")
+        sizes = [shape(aval) for aval in (*call.operands, *call.results)]
+        count = min(map(len, sizes)) if core is None else len(sizes[0]) - core
+        shared = new.dims(sizes[0][:count], "parallel")
 
         def tensor(size: tuple[int, ...]) -> Dims:
-            assert size[: len(common)] == before[: len(common)], (before, after)
-            return (*common, *new.dims(size[len(common) :], kind))
+            assert size[:count] == sizes[0][:count], sizes
+            return (*shared, *new.dims(size[count:], kind))
 
-        return new.rule([tensor(before)], [tensor(after)])
+        tensors = list(map(tensor, sizes))
+        return new.rule(tensors[: len(call.operands)], tensors[len(call.operands) :])
 
     return describe
 
@@ -288,8 +276,8 @@ def _table() -> dict[str, Callable[[Call], Rule]]:
     )
     table |= {f"reduce_{kind}": along("axes", kind, "gone") for kind in ("sum", "max", "min")}
     table |= dict.fromkeys(("dot_general", "ragged_dot_general"), product)
-    table |= dict.fromkeys(primitives.MATRIX_ALGEBRA, batched(2))
-    table |= dict.fromkeys(primitives.VECTOR_ALGEBRA, batched(1))
+    table |= dict.fromkeys(primitives.MATRIX_ALGEBRA, leading("replicate", 2))
+    table |= dict.fromkeys(primitives.VECTOR_ALGEBRA, leading("replicate", 1))
     table |= dict.fromkeys(("reshape", "squeeze"), reshape)
     table |= dict.fromkeys(("concatenate", "split"), joined)
     table |= dict.fromkeys(("stack", "unstack"), stacked)

@@ -26,6 +26,7 @@ Rule.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -51,13 +52,11 @@ class Traffic:
     Attributes:
       reads: for each item, operand -> how often it is read there, by all kernels together; of parts their share.
       writes: for each item, the results that it writes.
-      stored: the values that are in memory in addition to the inputs.
       starts: the items that start a kernel: one of each that several are merged into.
     """
 
     reads: tuple[Mapping[int, float], ...]
     writes: tuple[tuple[int, ...], ...]
-    stored: frozenset[int]
     starts: frozenset[int]
 
 
@@ -174,14 +173,10 @@ class _Fusion:
             elif item.kind == "accumulation":
                 source[item.results[0]] = self.of(self.products[item.results[0]])
             else:
-                for v in item.results:
-                    self.maker[v] = n
+                self.maker.update(dict.fromkeys(item.results, n))
             if item.kind != "view":
                 for v in operands:
-                    if v in users:
-                        users[v].append(n)
-                    else:
-                        users[v] = [n]
+                    users.setdefault(v, []).append(n)
 
     def accumulations(self, outputs: frozenset[int]) -> dict[int, tuple[int, list[int], int]]:
         """Addition -> its product, the transpositions of that, and the value that is added to: step 6 of the rule."""
@@ -309,15 +304,11 @@ class _Fusion:
                 if v not in own:
                     mine = reads.setdefault(item, {})
                     mine[operand] = mine.get(operand, 0.0) + share
-        stored, nothing = self.stored, {}
-        writes = [
-            ()
-            if item.kind in ("view", "barrier", "control", "accumulation")
-            else tuple([v for v in item.results if v in stored])
-            for item in self.items
-        ]
+        stored, nothing, silent = self.stored, {}, ("view", "barrier", "control", "accumulation")
+        made = [() if item.kind in silent else item.results for item in self.items]
+        writes = tuple([tuple([v for v in results if v in stored]) for results in made])
         every = tuple([reads.get(n, nothing) for n in range(len(self.items))])
-        return Traffic(every, tuple(writes), frozenset(stored), frozenset(starts))
+        return Traffic(every, writes, frozenset(starts))
 
     def kernels(self) -> list[_Kernel]:
         """Every kernel before any are merged, in program order."""
@@ -381,6 +372,11 @@ class _Fusion:
                     group[k] = a
                 members[b] = []
 
+        def are_independent(some: Iterable[int], others: Iterable[int]) -> bool:
+            """Whether no kernel of one list needs a result of another kernel of the other list."""
+            pairs = itertools.product(some, others)
+            return not any(kernels[max(a, b)].waits_for(min(a, b)) for a, b in pairs if a != b)
+
         readers: dict[int, list[int]] = {}
         for k, kernel in enumerate(kernels):
             if self.items[kernel.root].kind in ("loop", "reduce"):
@@ -392,24 +388,13 @@ class _Fusion:
             maker = owner.get(v)
             if maker is not None and self.loops[kernels[maker].root]:
                 for k in found:
-                    if self.direct(kernels, maker, k):
+                    others = kernels[k].before - {maker}  # none of which needs the maker, too
+                    is_direct = not any(kernels[other].waits_for(maker) for other in others)
+                    if is_direct and kernels[maker].elements == kernels[k].elements:
                         join(maker, k)
             for place, b in enumerate(found):
                 for a in found[max(0, place - _NEAR) : place]:
-                    if kernels[a].elements == kernels[b].elements and self.independent(
-                        kernels, members[group[a]], members[group[b]]
-                    ):
+                    same = kernels[a].elements == kernels[b].elements
+                    if same and are_independent(members[group[a]], members[group[b]]):
                         join(a, b)
         return [m for m in members if m]
-
-    @staticmethod
-    def direct(kernels: Sequence[_Kernel], a: int, b: int) -> bool:
-        """Whether kernel b, which reads a result of a, has as many elements and reads nothing else that needs a."""
-        if kernels[a].elements != kernels[b].elements:
-            return False
-        return not any(kernels[k].waits_for(a) for k in kernels[b].before if k != a)
-
-    @staticmethod
-    def independent(kernels: Sequence[_Kernel], some: Sequence[int], others: Sequence[int]) -> bool:
-        """Whether no kernel of one list needs a result of another kernel of the other list."""
-        return not any(kernels[max(a, b)].waits_for(min(a, b)) for a in some for b in others if a != b)

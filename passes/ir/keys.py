@@ -242,7 +242,7 @@ def digest(graph: Graph, *, constants: bool = True) -> str:
       graph: the program.
       constants: whether the closed-over arrays count; their shapes and dtypes do in any case.
     """
-    keys = graph.keys if isinstance(graph.keys, Keys) else Keys()
+    keys: Keys = graph.keys or Keys()
     lines = [keys.block(graph.block, graph.values.__getitem__, weak=False)]
     lines += map(keys.text, graph.constants if constants else ())
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from alpa_lite.ir.graph import Block, Lit, Op, Value
 from alpa_lite.passes.ir.fusion import traffic
@@ -36,7 +36,6 @@ def moved(block: Block, values: Sequence[Value]) -> dict[int, Moved]:
     out: dict[int, Moved] = {}
     sizes = [v.nbytes for v in values]
     alike: dict[object, Item] = {}
-    nothing: dict[tuple[int, int], Moved] = {}  # most operations are within kernels, and move nothing
     blocks = [block]
     while blocks:
         here = blocks.pop()
@@ -44,21 +43,12 @@ def moved(block: Block, values: Sequence[Value]) -> dict[int, Moved]:
         found = traffic(items, sizes, [a for a in here.outputs if not isinstance(a, Lit)])
         each = zip(here.ops, items, found.reads, found.writes, strict=True)
         for number, (op, item, reads, writes) in enumerate(each):
-            if op.bodies:
-                blocks.extend(op.bodies)
-            starts = int(number in found.starts and op.name not in COLLECTIVES)
-            if not reads and not writes and not starts:
-                size = len(op.operands), len(op.results)
-                none = nothing.get(size)
-                if none is None:
-                    none = nothing[size] = Moved((0.0,) * size[0], (0.0,) * size[1])
-                out[op.index] = none
-                continue
+            blocks.extend(op.bodies)
             left = dict(reads)  # an operand that comes twice is read once
             out[op.index] = Moved(
                 tuple([0.0 if isinstance(a, Lit) else sizes[a] * left.pop(a, 0.0) for a in op.operands]),
                 tuple([item.written_bytes(v, sizes) if v in writes else 0.0 for v in op.results]),
-                starts,
+                int(number in found.starts and op.name not in COLLECTIVES),
             )
     return out
 
@@ -69,11 +59,7 @@ def _item_like(op: Op, values: Sequence[Value], alike: dict[object, Item]) -> It
     if known is None or known.kind == "update":  # which says what it writes by its value
         known = alike[op.key] = item_of(op, values)
         return known
-    operands = tuple([a for a in op.operands if not isinstance(a, Lit)])
-    return Item(
-        known.kind, operands, op.results, known.elements, known.partly, known.row, known.update, known.expensive,
-        known.linear,
-    )  # fmt: skip
+    return replace(known, operands=op.reads, results=op.results)
 
 
 def moved_bytes(block: Block, values: Sequence[Value]) -> float:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
+from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 
@@ -202,7 +202,7 @@ def _changed(op: Op, operands: Sequence[bool] | None, results: Sequence[bool], /
 class _Numbering:
     """Numbers values and ops densely, in program order."""
 
-    def __init__(self, values: Sequence[Value], keys: KeyWriter) -> None:
+    def __init__(self, values: Sequence[Value], keys: Keys) -> None:
         self.values: list[Value] = []
         self._old = values
         self._new: dict[int, int] = {}

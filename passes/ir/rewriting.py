@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Traced, Value, check
+from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Traced, Value, check
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.ir.loops import Carried, ScanView
@@ -47,7 +47,7 @@ class Rewriter:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.values: list[Value] = list(graph.values)
-        self.keys: KeyWriter = graph.keys or Keys()
+        self.keys: Keys = graph.keys or Keys()
         self.place: dict[int, int] = {}
         self._constants: list[tuple[int, Any]] = []
         self._origin: dict[int, int] = {}

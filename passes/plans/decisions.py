@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from alpa_lite import _jax
-from alpa_lite.ir import kernels
+from alpa_lite.ir import registration
 from alpa_lite.ir.graph import Lit, Op, Traced
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
@@ -97,4 +97,4 @@ def _op_name(traced: Traced, op: Op) -> str:
     values = traced.graph.values
     ins = [_shape(values[a].shape) for a in op.operands if not isinstance(a, Lit)]
     outs = [_shape(values[v].shape) for v in op.results]
-    return f"{kernels.label(op.primitive, op.params)} {' x '.join(ins)} -> {', '.join(outs)}"
+    return f"{registration.label(op.primitive, op.params)} {' x '.join(ins)} -> {', '.join(outs)}"

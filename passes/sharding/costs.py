@@ -25,7 +25,7 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir import kernels
 from alpa_lite.ir.graph import Block, Lit, Op, Traced, Value
 from alpa_lite.ir.kernels import KERNEL
-from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, moved_axes, reshard_moves
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, moved_axes, reshard_steps
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir.attention import attention_of
 from alpa_lite.passes.ir.primitives import PRODUCTS, work, working_dtype
@@ -224,12 +224,6 @@ def combinable(cost: MeshCost) -> frozenset[str]:
     return frozenset({"all_reduce", "reduce_scatter", "all_gather"})
 
 
-@functools.lru_cache(maxsize=100_000)
-def _moves(differ: tuple[tuple[Axes, Axes], ...], src_partial: Axes, dst_partial: Axes):
-    src = Layout(tuple([before for before, _ in differ]), src_partial)
-    return reshard_moves(src, Layout(tuple([after for _, after in differ]), dst_partial))
-
-
 @functools.lru_cache(maxsize=200_000)
 def _steps(mesh: LogicalMesh, changes: tuple[tuple[Axes, Axes], ...]) -> tuple[tuple[str, Axes, int], ...] | None:
     """The collectives of resharding: (kind, axes, blocks that the payload is one of); None where it cannot be done.
@@ -246,22 +240,22 @@ def _steps(mesh: LogicalMesh, changes: tuple[tuple[Axes, Axes], ...]) -> tuple[t
         return tuple([names.setdefault(a, f"{len(names)}") for a in axes])
 
     sums, *differ = [(renamed(before), renamed(after)) for before, after in changes]
-    moves = _moves(tuple(differ), *sums)
+    ends = [Layout(tuple([dims[end] for dims in differ]), sums[end]) for end in (0, 1)]
+    moves = reshard_steps(*ends)
     if moves is None:
         return None
     real = {short: name for name, short in names.items()}
     size = {short: mesh.axis_size(name) for short, name in real.items()}
-    held = tuple([before for before, _ in differ])
     steps: list[tuple[str, Axes, int]] = []
-    for kind, axes, dim, _, after, _ in moves:
-        if kind == "collective_permute":
-            order = held[dim]
+    for move in moves:
+        axes = move.axes
+        if move.kind == "collective_permute":
+            order = move.before.dims[move.dim]
             axes = tuple([order[i] for i in moved_axes(order, axes, tuple([size[x] for x in order]))])
-        if kind != "slice":
-            dims = held if kind == "reduce_scatter" else after
-            cut = math.prod([size[x] for some in dims for x in some])
-            steps.append((kind, tuple([real[x] for x in axes]), cut))
-        held = after
+        if move.kind != "slice":
+            layout = move.before if move.kind == "reduce_scatter" else move.after
+            cut = math.prod([size[x] for some in layout.dims for x in some])
+            steps.append((move.kind, tuple([real[x] for x in axes]), cut))
     return tuple(steps)
 
 
@@ -375,8 +369,8 @@ def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, .
 
 def gathers(produced: Sequence[Layout], wanted: Sequence[Layout]) -> np.ndarray:
     """[P, Q] whether getting from one layout to the other gathers blocks."""
-    moves = [[reshard_moves(src, dst) or [] for dst in wanted] for src in produced]
-    return np.array([[any(move[0] == "all_gather" for move in some) for some in row] for row in moves])
+    steps = [[reshard_steps(src, dst) or () for dst in wanted] for src in produced]
+    return np.array([[any(step.kind == "all_gather" for step in some) for some in row] for row in steps])
 
 
 def divides(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite.ir.graph import Traced
-from alpa_lite.ir.layout import Layout, LogicalMesh, reshard_moves
+from alpa_lite.ir.layout import Layout, LogicalMesh, reshard_steps
 from alpa_lite.methods import DataParallel, TensorParallel, Zero
 from alpa_lite.passes.ir.primitives import DECIDING, PRODUCTS, UNFUSED
 from alpa_lite.passes.sharding import connected, kinds
@@ -178,8 +178,8 @@ class OverFeatures(_Textbook):
         for j, (dst, follows) in enumerate(wanted):
             allowed = usual - {"slice"} if follows else usual
             for i, src in enumerate(made):
-                moves = () if src == dst else reshard_moves(src, dst) or ()
-                out[i, j] = any(move[0] not in allowed and self.axes.intersection(move[1]) for move in moves)
+                steps = () if src == dst else reshard_steps(src, dst) or ()
+                out[i, j] = any(step.kind not in allowed and self.axes.intersection(step.axes) for step in steps)
         return out
 
 

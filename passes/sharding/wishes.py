@@ -26,7 +26,7 @@ from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding.kinds import state_kinds
 from alpa_lite.passes.sharding.space import described
 from alpa_lite.passes.sharding.textbook import Textbook
-from alpa_lite.passes.tracing.annotations import Annotation, logical_mesh
+from alpa_lite.passes.tracing.placements import Annotation, logical_mesh
 from alpa_lite.plan.pins import Wish, Wishes
 
 

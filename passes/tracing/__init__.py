@@ -5,7 +5,7 @@ are inlined, Flax NNX objects are split into arrays, and each argument is known 
 shardings that arguments arrive with, or are annotated with, are read here, too.
 """
 
-from alpa_lite.passes.tracing.annotations import read_annotations
+from alpa_lite.passes.tracing.placements import read_annotations
 from alpa_lite.passes.tracing.tracing import trace, trace_under
 
 __all__ = ["read_annotations", "trace", "trace_under"]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from alpa_lite.ir.paths import shown
-from alpa_lite.passes.tracing.leaves import Flat, Tree, common_path, is_batch_like
+from alpa_lite.passes.tracing.arguments import Flat, Tree, common_path, is_batch_like
 
 
 @dataclass(frozen=True)

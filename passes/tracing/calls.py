@@ -1,7 +1,7 @@
 """The form of a call of a step, and its signature, which a plan is made for.
 
 A call f(*args, **kwargs) has a *form*: how many arguments are positional, the names of the keywords, and each static
-argument with its value. Its other arguments are flattened, NNX objects split (`nnx_modules`), into a *structure* and
+argument with its value. Its other arguments are flattened, NNX objects split (`pytrees`), into a *structure* and
 leaves, each of which has a *type*: shape, dtype, and whether the dtype is weak. Form, structure, types and JAX's
 *settings* (x64, promotion, precision, random streams, the mesh of the context) are the signature. It is all that
 tracing reads of a call, so calls with equal signatures share a plan and an executable; calls whose signatures differ in
@@ -28,7 +28,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import SignatureError
 from alpa_lite.ir.calling import Calling, Form
 from alpa_lite.ir.paths import shown
-from alpa_lite.passes.tracing import nnx_modules, static_leaves
+from alpa_lite.passes.tracing import pytrees
 
 LeafType = tuple[tuple[int, ...], Any, bool]
 """(shape, dtype, weak) of a leaf."""
@@ -62,9 +62,14 @@ def flattened(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     pure: Any = calling.traced(args, kwargs)
     if calling.modules:
         tag = object()
-        with nnx_modules.updating(tag):
-            pure = nnx_modules.split_arguments(pure, tag)
+        with pytrees.updating(tag):
+            pure = pytrees.split_arguments(pure, tag)
     return jax.tree_util.tree_flatten(pure)
+
+
+def leaves_with_paths(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The stored path and the leaf of each flat argument of a call, NNX objects split."""
+    return list(zip(paths(calling, args, kwargs), flattened(calling, args, kwargs)[0], strict=True))
 
 
 def key_text(key: Any) -> str:
@@ -74,7 +79,7 @@ def key_text(key: Any) -> str:
 
 def paths(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """The path of each leaf of a call."""
-    leaves = nnx_modules.leaf_paths(calling.traced(args, kwargs))
+    leaves = pytrees.leaf_paths(calling.traced(args, kwargs))
     return tuple(path_of(calling, leaf.keys, leaf.inner) for leaf in leaves)
 
 
@@ -136,12 +141,12 @@ def calling(
         static_keywords=static_keywords,
         settings=_jax.trace_context(),
     )
-    traced, all_static = found.traced(args, kwargs), static_leaves.has_static_numbers(fun)
-    hidden = static_leaves.hide(traced, all_static)
+    traced, all_static = found.traced(args, kwargs), pytrees.has_static_numbers(fun)
+    hidden = pytrees.hide(traced, all_static)
     if hidden is not traced:
         _check_constants(found, traced, all_static)
-        found = replace(found, hide=functools.partial(static_leaves.hide, numbers=all_static))
-    return replace(found, modules=nnx_modules.present(hidden))
+        found = replace(found, hide=functools.partial(pytrees.hide, numbers=all_static))
+    return replace(found, modules=pytrees.present(hidden))
 
 
 def _check_hashable(named: Iterable[tuple[str, Any]], text: str) -> None:
@@ -155,9 +160,9 @@ def _check_hashable(named: Iterable[tuple[str, Any]], text: str) -> None:
 
 def _check_constants(calling: Calling, traced: Any, numbers: bool) -> None:
     """Raises SignatureError for a leaf that is neither an array nor hashable."""
-    stops = static_leaves.is_nnx_object
+    stops = pytrees.is_nnx_object
     leaves, _ = jax.tree_util.tree_flatten_with_path(traced, is_leaf=stops)
-    constants = [one for one in leaves if not stops(one[1]) and static_leaves.is_constant(one[1], numbers)]
+    constants = [one for one in leaves if not stops(one[1]) and pytrees.is_constant(one[1], numbers)]
     _check_hashable(
         ((shown(path_of(calling, path, "")), leaf) for path, leaf in constants),
         "{} is a {}, neither an array nor hashable; convert it to arrays, or leave it out of the arguments",

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
@@ -24,6 +24,7 @@ from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.pruning import renumbered
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_op
+from alpa_lite.passes.tracing.placements import Given, spec_dims, spec_text
 
 Scope = tuple[str, ...]
 
@@ -47,13 +48,20 @@ def constrain_scopes(graph: Graph, specs: Mapping[str, PartitionSpec]) -> Graph:
     return renumbered(replace(graph, values=tuple(work.rewriter.values), block=block))
 
 
-def constrain_outputs(graph: Graph, constraints: Mapping[int, Mapping[str, Any]]) -> Graph:
-    """The graph with constraints on some outputs, by number: `dims`, `mesh` and `why` of each."""
+def constrain_results(graph: Graph, given: Mapping[int, Given], paths: Sequence[str]) -> Graph:
+    """The graph with a constraint on each output for which a sharding is given, by its number."""
+    if all(one is None for one in given.values()):
+        return graph
     rewriter, makers = Rewriter(graph), flow.producers(graph.block.ops)
     ops, outputs = list(graph.block.ops), list(graph.block.outputs)
-    for number, params in constraints.items():
+    for number, one in given.items():
         value = outputs[number]
-        if isinstance(value, int) and value in makers:
+        if one is None or not isinstance(value, int):
+            continue
+        dims = spec_dims("out_shardings", one, len(graph.values[value].shape), paths[number])
+        mesh = (tuple(one.mesh.axis_sizes), tuple(one.mesh.axis_names)) if isinstance(one, NamedSharding) else None
+        params = {"dims": dims, "mesh": mesh, "why": f"out_shardings={spec_text(one)}"}
+        if value in makers:
             ops.append(_constraint(rewriter, params, value, makers[value]))
             (outputs[number],) = ops[-1].results
     block = replace(graph.block, ops=tuple(ops), outputs=tuple(outputs))
@@ -98,8 +106,11 @@ class _Constrainer:
             bodies = tuple(self.block(body, scope, forward, carried) for body in op.bodies)
             ops.append(replace(renamed_op(op, names), bodies=bodies))
             for value in op.results:
-                if value in found:
-                    ops.append(self.constraint(value, op, found[value]))
+                if (glob := found.get(value)) is not None:
+                    self.used.add(glob)
+                    dims = _jax.spec_dims(self.specs[glob], len(self.rewriter.values[value].shape))
+                    params = {"dims": dims, "mesh": None, "why": f"constrain[{glob!r}]={self.specs[glob]}"}
+                    ops.append(_constraint(self.rewriter, params, value, op))
                     (names[value],) = ops[-1].results
         return Block(block.inputs, tuple(ops), tuple(renamed_atom(a, names) for a in block.outputs))
 
@@ -114,14 +125,6 @@ class _Constrainer:
                     if within and value in values and len(self.rewriter.values[value].shape) >= max(rank, 1):
                         return [value]
         return []
-
-    def constraint(self, value: int, maker: Op, glob: str) -> Op:
-        """The constraint that a glob puts on a value."""
-        self.used.add(glob)
-        spec = self.specs[glob]
-        dims = _jax.spec_dims(spec, len(self.rewriter.values[value].shape))
-        params = {"dims": dims, "mesh": None, "why": f"constrain[{glob!r}]={spec}"}
-        return _constraint(self.rewriter, params, value, maker)
 
 
 def _scope_of(op: Op, outer: Scope) -> Scope:

@@ -37,7 +37,7 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.errors import TracingError
-from alpa_lite.ir.graph import Atom, Block, Graph, KeyWriter, Lit, Op, Value
+from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir import flow, primitives, pruning
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.tracing import equations
@@ -68,7 +68,7 @@ ELEMENTWISE = "elementwise"
 
 
 def graph_of(
-    jaxpr: Any, keys: KeyWriter | None = None, platform: str = "", annotations: bool = True, *, fold_empty: bool = True
+    jaxpr: Any, keys: Keys | None = None, platform: str = "", annotations: bool = True, *, fold_empty: bool = True
 ) -> Graph:  # fmt: skip
     """The graph of a closed jaxpr. Linear in the number of equations, those of inlined calls counted once per call.
 
@@ -112,7 +112,7 @@ class _Frame:
 class _Builder:
     """The tables that one conversion fills."""
 
-    def __init__(self, keys: KeyWriter, platform: str, annotations: bool, fold_empty: bool) -> None:
+    def __init__(self, keys: Keys, platform: str, annotations: bool, fold_empty: bool) -> None:
         self.values: list[Value] = []
         self.constants: list[Any] = []
         self.constant_numbers: list[int] = []

@@ -32,7 +32,7 @@ must not donate them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,11 +40,8 @@ from scipy.optimize import linear_sum_assignment
 
 from alpa_lite.errors import SignatureError
 from alpa_lite.ir.paths import shown
+from alpa_lite.passes.tracing.arguments import Flat, LeafKind, Tree, common_path, is_batch_like, is_key
 from alpa_lite.passes.tracing.evidence import Evidence
-from alpa_lite.passes.tracing.leaves import Flat, LeafKind, Tree, common_path, is_batch_like, is_key
-
-Weight = Callable[[Tree, Tree], int]
-"""How much speaks for a result as the new value of an argument; 0 if it is not."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +106,12 @@ class _Matcher:
         self._inputs, self._outputs, self._evidence = inputs, outputs, evidence
         self._named, self._batch_known = named is not None, batch is not None or named is not None
         self._known = frozenset() if self._named else known
-        self._weak = False
-        self._taken = set(batch or ())
-        if named is not None:
-            self._taken |= set(range(len(inputs.types))) - named
+        self._weak = False  # whether the place of an argument that is one array may tell
+        self._taken = set(batch or ()).union(() if named is None else set(range(len(inputs.types))) - named)
+        # State of another step is not expected among the results: `generate(params, cache)` returns (cache, token).
+        own = [tree for tree in inputs.trees if not tree.leaves or not self._known.issuperset(tree.leaves)]
+        children = outputs.children(outputs.trees[0]) or outputs.trees
+        self._places = {argument.start: result.leaves for argument, result in zip(own, children, strict=False)}
 
     def match_modules(self) -> None:
         """Pairs the leaves of NNX objects, by path."""
@@ -180,8 +179,8 @@ class _Matcher:
         """The pairs among results and arguments of one kind, as the module's docstring says."""
         if not results or not arguments:
             return []
-        weight = self._array_weight() if arguments[0].is_bare else self._container_weight(arguments)
-        weights = np.array([[weight(result, argument) for argument in arguments] for result in results], float)
+        alike = {leaf for tree in arguments for leaf in tree.leaves}
+        weights = np.array([[self._weight(result, tree, alike) for tree in arguments] for result in results], float)
         order = np.eye(*weights.shape)
         rows, places = self._permutation(results, arguments, [best > 0 for best in weights.max(axis=1)])
         weights[rows], order[rows], order[rows, places] = 0, 0, 1  # where values come from does not count for these
@@ -210,45 +209,30 @@ class _Matcher:
         one_each = len(places) == len(rows) == sum(len(sources[k]) for k in rows)
         return (rows, places) if one_each and any(updates[k] for k in rows) else ([], [])
 
-    def _container_weight(self, alike: list[Tree]) -> Weight:
-        """The number of leaves of a result that are carried from an argument, of one that is named at least one.
+    def _weight(self, result: Tree, argument: Tree, alike: set[int]) -> int:
+        """How much speaks for a result as the new value of an argument: leaves that are carried; 0 if it is not.
 
-        Arguments of one kind (`alike`) that are parts of a container may change places with each other.
+        Args:
+          alike: the leaves of all arguments of the kind. Those that are parts of a container may change places.
         """
-        others = {leaf for tree in alike for leaf in tree.leaves}
-
-        def weight(result: Tree, argument: Tree) -> int:
-            if not self._fits(result, argument):
-                return 0
-            changed = self._changed(result, argument)
-            carried = [n for n in changed if self._carried([n], argument.leaves)]
-            if not carried and result.key == argument.key:
-                carried = [n for n in changed if self._carried([n], others)]
-            if not self._known.isdisjoint(argument.leaves) and not any(map(self._evidence.learnt, carried)):
-                return 0
+        evidence, is_bare = self._evidence, argument.is_bare
+        if not (self._may_update(result, argument) if is_bare else self._fits(result, argument)):
+            return 0
+        changed = self._changed(result, argument)
+        carried = [n for n in changed if self._carried([n], argument.leaves)]
+        if not carried and not is_bare and result.key == argument.key:
+            carried = [n for n in changed if self._carried([n], alike)]
+        learnt = any(map(evidence.learnt, carried))
+        if not self._known.isdisjoint(argument.leaves) and not learnt:
+            return 0
+        if not is_bare:
             return max(len(carried), self._named)
-
-        return weight
-
-    def _array_weight(self) -> Weight:
-        """As `_container_weight`, for arguments that are one array; whether their place may tell, `_weak` says."""
-        # State of another step is not expected among the results: `generate(params, cache)` returns (cache, token).
-        own = [tree for tree in self._inputs.trees if not tree.leaves or not self._known.issuperset(tree.leaves)]
-        results = self._outputs.children(self._outputs.trees[0]) or self._outputs.trees
-        places = {argument.start: result.leaves for argument, result in zip(own, results, strict=False)}
-
-        def weight(result: Tree, argument: Tree) -> int:
-            number, leaf = result.start, argument.start
-            carried, learnt = leaf in self._evidence.origins(number), self._evidence.learnt(number)
-            if not self._may_update(result, argument) or (leaf in self._known and not (carried and learnt)):
-                return 0
-            shape, dtype = kind = self._inputs.types[leaf]
-            counts = is_key(kind) or (not shape and np.issubdtype(dtype, np.integer))
-            if counts or self._named or result.key == argument.key:
-                return 1 + carried
-            return int(self._weak and carried and (learnt or bool(shape and number in places.get(leaf, ()))))
-
-        return weight
+        shape, dtype = kind = self._inputs.types[argument.start]
+        counts = is_key(kind) or (not shape and np.issubdtype(dtype, np.integer))
+        if counts or self._named or result.key == argument.key:
+            return 1 + len(carried)
+        is_placed = bool(shape) and result.start in self._places.get(argument.start, ())
+        return int(self._weak and bool(carried) and (learnt or is_placed))
 
     def _doubt(self, result: Tree, arguments: list[Tree]) -> None:
         """Notes that a result has the kind of some arguments and is not their new value; a gradient tells weights."""

@@ -2,7 +2,7 @@
 
 JAX traces the step once, on the shapes and dtypes of its arguments; `conversion` turns the jaxpr into a `Graph`;
 `state` says which leaves are state, `batches` which are the batch. NNX objects among the arguments are split into
-arrays and rebuilt inside (`nnx_modules`).
+arrays and rebuilt inside (`pytrees`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from alpa_lite.errors import OptionError, SignatureError, TracingError
 from alpa_lite.ir.calling import Calling
 from alpa_lite.ir.graph import Argument, Atom, Graph, Traced
 from alpa_lite.ir.paths import shown
-from alpa_lite.passes.tracing import attention, calls, conversion, nnx_modules, references, static_leaves
-from alpa_lite.passes.tracing.arguments import Argnums, named_leaves
+from alpa_lite.passes.tracing import attention, calls, conversion, equations, pytrees
+from alpa_lite.passes.tracing.arguments import Argnums, Flat, LeafKind, Tree, is_batch_like, named_leaves
 from alpa_lite.passes.tracing.batches import Batch, find_batch
-from alpa_lite.passes.tracing.constraints import constrain_scopes
+from alpa_lite.passes.tracing.constraints import constrain_results, constrain_scopes
 from alpa_lite.passes.tracing.evidence import Evidence
-from alpa_lite.passes.tracing.jit_shardings import constrain_results, spread
-from alpa_lite.passes.tracing.leaves import Flat, LeafKind, Tree, is_batch_like
+from alpa_lite.passes.tracing.placements import spread
 from alpa_lite.passes.tracing.state import Matched, match_state
 
 
@@ -179,12 +178,12 @@ class _Run:
         """The closed jaxpr of the step."""
         if not self.calling.modules:
             return self._jaxpr_of(self._arguments)
-        with nnx_modules.updating(self):
-            return self._jaxpr_of(nnx_modules.split_arguments(self._arguments, self))
+        with pytrees.updating(self):
+            return self._jaxpr_of(pytrees.split_arguments(self._arguments, self))
 
     def _jaxpr_of(self, pure: Any) -> Any:
         leaves, self.in_tree = jax.tree_util.tree_flatten(pure)
-        found = nnx_modules.leaf_paths(self._arguments)
+        found = pytrees.leaf_paths(self._arguments)
         paths = [calls.path_of(self.calling, path.keys, path.inner) for path in found]
         specs = [_spec(leaf, paths[i], self._shapes.get(i)) for i, leaf in enumerate(leaves)]
         whole = [tree for group in self.in_tree.children() for tree in group.children()]
@@ -207,18 +206,18 @@ class _Run:
         self.weak_inputs, self.weak_outputs = ([_jax.spec_of(aval).weak_type for aval in some] for some in avals)
         types = tuple((tuple(aval.shape), aval.dtype) for aval in traced.jaxpr.out_avals)
         self.outputs = replace(self.outputs, types=types)
-        return references.discharge(self.fun, traced.jaxpr)
+        return equations.without_references(self.fun, traced.jaxpr)
 
     def _on_leaves(self, *leaves: Any) -> list[Any]:
         """The step on flat leaves. With NNX objects its result is (their arrays after the call, result)."""
         args, modules = jax.tree_util.tree_unflatten(self.in_tree, leaves), self.calling.modules
         if modules:
-            args = nnx_modules.merge_arguments(args, self)
+            args = pytrees.merge_arguments(args, self)
         out = self.calling.call(self.fun, *args)
-        self.result = out = static_leaves.hide(out, static_leaves.has_static_numbers(self.fun))
-        paths = nnx_modules.leaf_paths((args if modules else (), out))
+        self.result = out = pytrees.hide(out, pytrees.has_static_numbers(self.fun))
+        paths = pytrees.leaf_paths((args if modules else (), out))
         found = [path for path in paths if path.module or path.keys[0].idx == 1]  # plain arguments do not come back
-        pure = nnx_modules.split_results(args, out, self) if modules else out
+        pure = pytrees.split_results(args, out, self) if modules else out
         results, self.out_tree = jax.tree_util.tree_flatten(pure)
         assert len(found) == len(results), (len(found), len(results))
         own = jax.tree_util.treedef_children(self.out_tree)[1] if modules else self.out_tree
@@ -238,7 +237,7 @@ class _Run:
 
 
 def _flat(
-    trees: tuple[Tree, ...], found: Sequence[nnx_modules.LeafPath], depth: int, paths: Sequence[str],
+    trees: tuple[Tree, ...], found: Sequence[pytrees.LeafPath], depth: int, paths: Sequence[str],
     types: Sequence[LeafKind] = (),
 ) -> Flat:  # fmt: skip
     """Returns the leaves of some trees; `depth` is the number of JAX's keys that lead to a tree."""
@@ -249,7 +248,7 @@ def _flat(
 def _spec(leaf: Any, path: str, shape: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
     """Shape (or a given one), dtype and weak type of a leaf; its placement does not matter to the program."""
     if isinstance(leaf, jax.Ref):
-        raise SignatureError(f"{shown(path)} is a mutable reference (jax.Ref); {references.REMEDY}")
+        raise SignatureError(f"{shown(path)} is a mutable reference (jax.Ref); {equations.REFERENCE_REMEDY}")
     try:
         own, dtype, weak = calls.leaf_type(leaf)
     except TypeError as error:

@@ -13,7 +13,7 @@ from flax import linen, nnx
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from alpa_lite.passes.tracing import nnx_modules
+from alpa_lite.passes.tracing import pytrees
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -55,7 +55,7 @@ def everything() -> dict[str, Any]:
 
 def same(got: Any, want: Any) -> None:
     """Raises AssertionError unless leaves have the same types, shardings and bits."""
-    leaves = [nnx_modules.flattened(tree, with_constants=True) for tree in (got, want)]
+    leaves = [pytrees.flattened(tree, with_constants=True) for tree in (got, want)]
     for mine, other in zip(leaves[0][0], leaves[1][0], strict=True):
         assert type(mine) is type(other)
         if isinstance(mine, jax.Array):
@@ -65,7 +65,7 @@ def same(got: Any, want: Any) -> None:
 
 def equal(got: Any, want: Any) -> None:
     """Raises AssertionError unless leaves have the same bits, wherever they lie."""
-    leaves = [nnx_modules.flattened(tree, with_constants=True)[0] for tree in (got, want)]
+    leaves = [pytrees.flattened(tree, with_constants=True)[0] for tree in (got, want)]
     for mine, other in zip(*leaves, strict=True):
         assert bits(mine) == bits(other)
 

@@ -1,4 +1,4 @@
-"""Flax NNX objects among a step's arguments: split into arrays before the call, updated in place after it.
+"""Pytrees of a step's arguments and results: NNX objects in them, and leaves that are no arrays.
 
 An NNX module is a graph of Python objects that hold arrays, possibly shared (a model inside its optimizer). `jax.jit`
 flattens such an object like any pytree and loses what the step writes into it. NNX's own transformations split it into
@@ -9,16 +9,21 @@ that the step replaces, come out right:
     outside  (1) arrays = split(arguments)          (4) merge(arrays') into the arguments
     inside   (2) copies = merge(arrays)             (3) arrays' = split(copies)
 
-An `nnx.State` is a value, not an object: its variables are leaves of a pytree, as in `jax.jit`, and new ones come back
-among the results. It has no part in the protocol.
+This is that protocol with the jitted function left out, for tracing (1 to 3) and for running (1 and 4). An `nnx.State`
+is a value, not an object: its variables are leaves of a pytree, as in `jax.jit`, and new ones come back among the
+results. It has no part in the protocol. Flax is imported only if an argument is an NNX object.
 
-This module is that protocol with the jitted function left out, for tracing (1 to 3) and for running (1 and 4). Flax is
-imported only if an argument is an NNX object.
+Leaves that are no arrays (functions, texts, dtypes, meshes) are constants of the program. `hide` puts each in a node
+without children, so that flattening a pytree leaves it in the structure, by which calls are compared, and unflattening
+gives it back. Python numbers are arrays, as in `jax.jit`, but for those that a module of Equinox holds, which are
+constants, as in `equinox.filter_jit`: the rate of a dropout, whether it is off. Of a step that is made by
+`equinox.filter_jit` all are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -26,9 +31,107 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
-from alpa_lite.passes.tracing import static_leaves
-from alpa_lite.passes.tracing.static_leaves import is_nnx_object, is_nnx_state
+from alpa_lite import _jax
+from alpa_lite.ir.calling import is_same
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+_NUMBERS = (bool, int, float, complex)
+
+
+class _Constant:
+    """A leaf that is no array, as a pytree's node without children and as the data of that; compared by type, value."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Constant) and is_same(self.value, other.value)
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self.value))
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
+jax.tree_util.register_pytree_node(_Constant, lambda node: ((), node), lambda node, _: node.value)
+
+
+def has_static_numbers(fun: Any) -> bool:
+    """Whether a step was made by `equinox.filter_jit`, for which Python numbers are constants wherever they are."""
+    return "equinox" in sys.modules and type(fun).__module__.split(".")[0] == "equinox" and hasattr(fun, "__wrapped__")
+
+
+def hide(tree: Any, numbers: bool = False) -> Any:
+    """The pytree with a node in place of each leaf that is no array; as it is if it has none.
+
+    Args:
+      tree: a pytree; NNX objects in it, which are split later, are left alone.
+      numbers: whether Python numbers are constants, too.
+    """
+    if all(map(_is_array, jax.tree_util.tree_leaves(tree))):
+        return tree
+
+    def plain(leaf: Any, numbers: bool) -> Any:
+        return leaf if _is_hidden(leaf) or not is_constant(leaf, numbers) else _Constant(leaf)
+
+    def hidden(value: Any) -> Any:
+        if _is_module(value) or is_nnx_state(value):
+            static = numbers or _is_module(value)
+            return _replaced(value, lambda leaf: plain(leaf, static), _is_hidden)
+        return value if is_nnx_object(value) else plain(value, numbers)
+
+    return _replaced(tree, hidden, lambda value: _is_object_or_state(value) or _is_module(value) or _is_hidden(value))
+
+
+def _replaced(tree: Any, function: Callable[[Any], Any], stops: Callable[[Any], bool]) -> Any:
+    """The pytree with other leaves, `stops` saying which of its nodes are some; as it is if none changes."""
+    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=stops)
+    new = list(map(function, leaves))
+    return tree if all(map(operator.is_, new, leaves)) else treedef.unflatten(new)
+
+
+def _is_hidden(value: Any) -> bool:
+    return isinstance(value, _Constant)  # to rebuild one would bring its leaf back
+
+
+def _is_array(leaf: Any) -> bool:
+    return type(leaf) is _jax.PlainArray or isinstance(leaf, _ARRAYS)
+
+
+def is_constant(leaf: Any, numbers: bool) -> bool:
+    """Whether a leaf is no array."""
+    if _is_array(leaf):
+        return False
+    if isinstance(leaf, _NUMBERS):
+        return numbers
+    try:
+        jax.typeof(leaf)
+    except TypeError:
+        return True
+    except OverflowError:  # an integer with more bits than its dtype
+        return False
+    return False
+
+
+def is_nnx_object(value: Any) -> bool:
+    """Whether a value is an NNX object (module, optimizer, metric, variable, random streams)."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and nnx.graphlib.is_graph_node(value)
+
+
+def is_nnx_state(value: Any) -> bool:
+    """Whether a value is an `nnx.State`, whose variables are values, as in `jax.jit`: not updated in place."""
+    return isinstance(value, getattr(sys.modules.get("flax.nnx"), "State", ()))
+
+
+def _is_module(value: Any) -> bool:
+    """Whether a value is a module of Equinox."""
+    return isinstance(value, getattr(sys.modules.get("equinox"), "Module", ()))
 
 
 def present(tree: Any) -> bool:
@@ -47,7 +150,7 @@ def updating(tag: Any) -> AbstractContextManager[Any]:
 
 def split_arguments(tree: Any, tag: Any) -> Any:
     """Step 1: the pytree with every NNX object replaced by its structure (static) and its arrays. Changes nothing."""
-    return static_leaves.hide(_split(tree, tag))
+    return hide(_split(tree, tag))
 
 
 def merge_arguments(pure: Any, tag: Any) -> Any:
@@ -58,7 +161,7 @@ def merge_arguments(pure: Any, tag: Any) -> Any:
 def split_results(arguments: Any, out: Any, tag: Any) -> tuple[Any, Any]:
     """Step 3: the NNX objects among the arguments as the step left them (all else None), and its result, both split."""
     kept = jax.tree_util.tree_map(lambda x: x if is_nnx_object(x) else None, arguments, is_leaf=_is_object_or_state)
-    return static_leaves.hide(_split((kept, out), tag))
+    return hide(_split((kept, out), tag))
 
 
 def merge_results(pure: tuple[Any, Any], tag: Any) -> Any:
@@ -84,9 +187,8 @@ def flattened(tree: Any, with_constants: bool = False) -> tuple[list[Any], Any]:
       tree: the pytree.
       with_constants: whether values that are not arrays (texts, functions, shardings) are leaves, too.
     """
-    hide = (lambda tree: tree) if with_constants else static_leaves.hide
-    tree = hide(tree)
-    return jax.tree_util.tree_flatten(hide(_split(tree)) if present(tree) else tree)
+    pure = _split(tree) if present(tree) else tree
+    return jax.tree_util.tree_flatten(pure if with_constants else hide(pure))
 
 
 def unflattened(treedef: Any, leaves: Sequence[Any]) -> Any:
@@ -112,7 +214,7 @@ class LeafPath:
 
 def leaf_paths(tree: Any, with_constants: bool = False) -> list[LeafPath]:
     """The paths of the leaves of `flattened(tree, with_constants)`, in their order."""
-    return [path for path, _, _ in walk_leaves(tree if with_constants else static_leaves.hide(tree))]
+    return [path for path, _, _ in walk_leaves(tree if with_constants else hide(tree))]
 
 
 def walk_leaves(tree: Any, is_box: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[LeafPath, Any, Any]]:
