@@ -48,7 +48,7 @@ def against_baselines(rows: Rows) -> Row:
     values = [
         (row["plan"]["step_seconds"] / best[1], planning.CASES[name].of, f"{name}, {best[0]}")
         for name, row in rows.items()
-        if name in planning.CASES and planning.CASES[name].method[0] == "Auto" and "plan" in row
+        if name in planning.CASES and planning.CASES[name].method == "Auto()" and "plan" in row
         and (best := planning.best_textbook(row))
     ]  # fmt: skip
     title = "Predicted step of Auto over that of the fastest textbook plan that fits"

@@ -49,8 +49,7 @@ def plan_of(case: Case, method: str = "", built: Any = None, **options: Any) -> 
     import alpa_lite
 
     fun, args = built or case.build()
-    kind, values = case.method
-    own = eval(method, dict(vars(alpa_lite))) if method else getattr(alpa_lite, kind)(*values)
+    own = eval(method or case.method, dict(vars(alpa_lite)))
     return alpa_lite.make_plan(fun, *args, cluster=cluster_of(case), **{"method": own, **case.options, **options})
 
 
@@ -141,7 +140,7 @@ def view(rows: Rows) -> Row:
     planned = {name: rows[name] for name in CASES if name in rows}
     best = {name: found for name, row in planned.items() if (found := best_textbook(row))}
     ratios = {name: planned[name]["plan"]["step_seconds"] / seconds for name, (_, seconds) in best.items()}
-    slower = [name for name, ratio in ratios.items() if CASES[name].method[0] == "Auto" and ratio > 1 + 1e-4]
+    slower = [name for name, ratio in ratios.items() if CASES[name].method == "Auto()" and ratio > 1 + 1e-4]
     seconds = {
         kind: [row["cpu_seconds"] for name, row in planned.items() if kind in ("all", CASES[name].of)]
         for kind in (*KINDS, "all")

@@ -1,10 +1,11 @@
-"""What the zoo's files share: the record of a case, numbers to fill shapes with, and the update of every step."""
+"""What the zoo's files share: the record of a case, its batches and losses, numbers to fill shapes with, and updates."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -29,7 +30,6 @@ class Case:
         `(params, opt_state, batch) -> (params, opt_state, loss)`; "nnx" for `(model, optimizer, batch) -> loss`, which
         updates its first two arguments in place.
       reference: for a case in bfloat16, the same step and arguments in float32.
-      divisible: whether every large dim is a multiple of eight.
     """
 
     name: str
@@ -38,7 +38,6 @@ class Case:
     notes: str = ""
     style: str = "functional"
     reference: Make | None = None
-    divisible: bool = True
 
 
 def filled(shapes: Any, seed: int = 0) -> Any:
@@ -102,6 +101,82 @@ def images(channels: int, classes: int, batch: int = 8, size: int = 8) -> dict[s
 def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """The mean negative log-likelihood, in float32."""
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
+
+
+def squared(outputs: jax.Array, batch: Any) -> jax.Array:
+    """The mean square of the distance to targets."""
+    return jnp.mean((outputs - batch["y"]) ** 2)
+
+
+def classified(outputs: jax.Array, batch: Any) -> jax.Array:
+    """The likelihood of labels."""
+    return cross_entropy(outputs, batch["y"])
+
+
+def likelihood(outputs: jax.Array, batch: Any) -> jax.Array:
+    """The likelihood of tokens."""
+    return cross_entropy(outputs, batch["targets"])
+
+
+def in_time(inputs: int, outputs: int, *dims: int) -> dict[str, jax.Array]:
+    """A batch of eight examples, whose features have more dims, and so have targets unless they are fewer."""
+    batch = regression(inputs, outputs, batch=8)
+    return {name: x.reshape(8, *dims) if x.shape[1] == math.prod(dims) else x for name, x in batch.items()}
+
+
+def task(kind: str, sizes: Sequence[int] = (), vocab: int = 64, seq: int = 16, classes: int = 8, **_: Any) -> Any:
+    """The loss of a kind of models, of their results and the batch, a batch, and the name of the inputs in it."""
+    match kind:
+        case "mlp":
+            return squared, regression(sizes[0], sizes[-1]), "x"
+        case "gpt":
+            return likelihood, text(vocab, seq=seq), "inputs"
+        case "convnet" | "resnet":
+            return classified, images(8, classes), "x"
+        case "unet":
+            return squared, {"x": normal(3, 8, 8, 8, 4), "y": normal(4, 8, 8, 8, 4)}, "x"
+        case "translator":
+            batch = text(64, seq=8)
+            tokens = {"source": text(64, seq=12)["targets"], "inputs": batch["inputs"]}
+            return likelihood, {"tokens": tokens, "targets": batch["targets"]}, "tokens"
+        case "moe":
+            return squared, in_time(256, 256, 16, 16), "x"
+    return squared, in_time(192, 8, 12, 16), "x"
+
+
+def clipped() -> optax.GradientTransformation:
+    """Gradient descent with a bounded norm of all gradients."""
+    return optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1))
+
+
+def variants(library: str, make: Callable[..., Any]) -> list[Case]:
+    """The cases of the models that both libraries have, by what makes one of a kind with options."""
+    odd = {"vocab": 67, "seq": 12, "hidden": 24, "heads": 3, "tied": True}
+    table: dict[str, tuple[str, dict[str, Any], str]] = {
+        "mlp": ("mlp", {"sizes": (32, 64, 64, 16)}, ""),
+        "mlp_odd": ("mlp", {"sizes": (33, 30, 6, 3)}, "no feature dim divides by eight"),
+        "gpt": ("gpt", {}, "unrolled layers"),
+        "gpt_scan": ("gpt", {"scan": True, "layers": 3}, "scanned layers, an odd number of them"),
+        "gpt_scan_remat": ("gpt", {"scan": True, "remat": True}, "scanned layers, each recomputed"),
+        "gpt_tied": ("gpt", {"tied": True}, "one embedding used twice"),
+        "gpt_odd": ("gpt", odd, "vocabulary, sequence and heads do not divide by eight"),
+        "gpt_dropout": ("gpt", {"dropout": 0.25}, "a typed key as an argument, or keys and counts within the state"),
+        "gpt_scan_dropout": ("gpt", {"dropout": 0.25, "scan": True}, "a key split over scanned layers, or stacked"),
+        "gpt_bf16": ("gpt", {"dtype": jnp.bfloat16}, ""),
+        "gpt_clip": ("gpt", {"tx": clipped()}, "the update depends on the norm of all gradients"),
+        "convnet": ("convnet", {}, "batch norm, two kinds of pooling, a residual"),
+        "convnet_odd": ("convnet", {"channels": 6, "classes": 5}, "channels do not divide by eight"),
+        "resnet": ("resnet", {}, "residual convolutions, group norm instead of batch norm"),
+        "unet": ("unet", {}, "skips, a transposed convolution, concatenation"),
+        "translator": ("translator", {}, "an encoder and a decoder, both with the embedding"),
+        "moe": ("moe", {}, "top_k, cumulative sums, dropped tokens"),
+        "gru": ("gru", {}, "lax.scan over time"),
+    }
+    half = {"dtype": "bfloat16", "reference": partial(make, "gpt")}
+    return [
+        Case(f"{library}_{name}", partial(make, kind, **options), notes=notes, **(half if "bf16" in name else {}))
+        for name, (kind, options, notes) in table.items()
+    ]
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool = True) -> jax.Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,9 +11,8 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from tests.zoo_base import Case, attend, cross_entropy, filled, images, normal, regression, route, text, updated
-
-Loss = Callable[[jax.Array, Any], jax.Array]
+from tests import zoo_base
+from tests.zoo_base import Case, attend, filled, likelihood, regression, route, squared, text, updated
 
 
 class MLP(nn.Module):
@@ -22,7 +20,7 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        for size in self.sizes[:-1]:
+        for size in self.sizes[1:-1]:
             x = nn.relu(nn.Dense(size)(x))
         return nn.Dense(self.sizes[-1])(x)
 
@@ -50,6 +48,7 @@ class GPT(nn.Module):
     """A small decoder: unrolled or scanned, tied or not, with dropout, remat and a compute dtype."""
 
     vocab: int = 64
+    seq: int = 16
     hidden: int = 32
     heads: int = 8
     layers: int = 2
@@ -62,7 +61,7 @@ class GPT(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         embed = nn.Embed(self.vocab, self.hidden, dtype=self.dtype)
-        x = embed(tokens) + nn.Embed(tokens.shape[1], self.hidden, dtype=self.dtype)(jnp.arange(tokens.shape[1]))
+        x = embed(tokens) + nn.Embed(self.seq, self.hidden, dtype=self.dtype)(jnp.arange(tokens.shape[1]))
         layer: Any = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
         block = partial(layer, self.heads, self.dropout, self.dtype)
         if self.scan:
@@ -95,24 +94,17 @@ class ConvNet(nn.Module):
 class ResNet(nn.Module):
     """A residual convolutional net without batch norm: examples do not meet, so it may be cut into micro-batches."""
 
-    channels: int = 8
-    classes: int = 8
-    blocks: int = 4
-
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = nn.Conv(self.channels, (3, 3))(x)
-        for _ in range(self.blocks):
-            y = nn.Conv(self.channels, (3, 3))(nn.gelu(nn.GroupNorm(4)(x)))
-            x = x + nn.Conv(self.channels, (3, 3), use_bias=False)(nn.gelu(y))
-        return nn.Dense(self.classes)(x.mean((1, 2)))
+        x = nn.Conv(8, (3, 3))(x)
+        for _ in range(4):
+            y = nn.Conv(8, (3, 3))(nn.gelu(nn.GroupNorm(4)(x)))
+            x = x + nn.Conv(8, (3, 3), use_bias=False)(nn.gelu(y))
+        return nn.Dense(8)(x.mean((1, 2)))
 
 
 class UNet(nn.Module):
     """Convolutions down and up again, with skips that cross what lies between."""
-
-    channels: int = 8
-    outputs: int = 4
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -120,82 +112,61 @@ class UNet(nn.Module):
             return nn.gelu(nn.Conv(channels, (3, 3))(x))
 
         skips = []
-        for depth in (1, 2):
-            skips.append(block(x, depth * self.channels))
+        for channels in (8, 16):
+            skips.append(block(x, channels))
             x = nn.avg_pool(skips[-1], (2, 2), (2, 2))
-        x = block(x, 4 * self.channels)
-        for depth in (2, 1):
-            x = nn.ConvTranspose(depth * self.channels, (2, 2), strides=(2, 2))(x)
-            x = block(jnp.concatenate([x, skips.pop()], -1), depth * self.channels)
-        return nn.Conv(self.outputs, (1, 1))(x)
+        x = block(x, 32)
+        for channels in (16, 8):
+            x = nn.ConvTranspose(channels, (2, 2), strides=(2, 2))(x)
+            x = block(jnp.concatenate([x, skips.pop()], -1), channels)
+        return nn.Conv(4, (1, 1))(x)
 
 
 class Translator(nn.Module):
     """An encoder, whose result every layer of the decoder reads, and a decoder."""
 
-    vocab: int = 64
-    hidden: int = 32
-    heads: int = 4
-    layers: int = 2
-
     @nn.compact
     def __call__(self, tokens: dict[str, jax.Array]) -> jax.Array:
-        split = (self.heads, self.hidden // self.heads)
-
         def attention(x: jax.Array, memory: jax.Array, *, causal: bool) -> jax.Array:
-            q = nn.DenseGeneral(split)(nn.LayerNorm()(x))
+            q = nn.DenseGeneral((4, 8))(nn.LayerNorm()(x))
             memory = nn.LayerNorm()(memory)
-            k, v = nn.DenseGeneral(split)(memory), nn.DenseGeneral(split)(memory)
-            return x + nn.DenseGeneral(self.hidden, axis=(-2, -1))(attend(q, k, v, causal=causal))
+            k, v = nn.DenseGeneral((4, 8))(memory), nn.DenseGeneral((4, 8))(memory)
+            return x + nn.DenseGeneral(32, axis=(-2, -1))(attend(q, k, v, causal=causal))
 
         def dense(x: jax.Array) -> jax.Array:
-            return x + nn.Dense(self.hidden)(nn.gelu(nn.Dense(2 * self.hidden)(nn.LayerNorm()(x))))
+            return x + nn.Dense(32)(nn.gelu(nn.Dense(64)(nn.LayerNorm()(x))))
 
-        embed = nn.Embed(self.vocab, self.hidden)
+        embed = nn.Embed(64, 32)
         memory, x = embed(tokens["source"]), embed(tokens["inputs"])
-        for _ in range(self.layers):
+        for _ in range(2):
             memory = dense(attention(memory, memory, causal=False))
-        for _ in range(self.layers):
+        for _ in range(2):
             x = dense(attention(attention(x, x, causal=True), memory, causal=False))
-        return nn.Dense(self.vocab)(nn.LayerNorm()(x))
+        return nn.Dense(64)(nn.LayerNorm()(x))
 
 
 class MoE(nn.Module):
-    inner: int = 32
-    experts: int = 8
-
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        hidden = x.shape[-1]
         init = nn.initializers.lecun_normal()
-        up = self.param("up", init, (self.experts, hidden, self.inner))
-        down = self.param("down", init, (self.experts, self.inner, hidden))
-        combine = route(jax.nn.softmax(nn.Dense(self.experts, use_bias=False)(x)), slots=6)
+        up, down = self.param("up", init, (8, 16, 32)), self.param("down", init, (8, 32, 16))
+        combine = route(jax.nn.softmax(nn.Dense(8, use_bias=False)(x)), slots=6)
         inputs = jnp.einsum("gnec,gnm->egcm", (combine > 0).astype(x.dtype), x)
         inner = nn.gelu(jnp.einsum("egcm,emh->egch", inputs, up))
         return x + jnp.einsum("gnec,egch,ehm->gnm", combine, inner, down)
 
 
 class Recurrent(nn.Module):
-    hidden: int = 32
-    outputs: int = 8
-
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        hidden: Any = nn.RNN(nn.GRUCell(self.hidden))(x)
-        return nn.Dense(self.outputs)(hidden[:, -1])
+        hidden: Any = nn.RNN(nn.GRUCell(32))(x)
+        return nn.Dense(8)(hidden[:, -1])
 
 
-def squared(outputs: jax.Array, batch: Any) -> jax.Array:
-    return jnp.mean((outputs - batch["y"]) ** 2)
-
-
-def classified(outputs: jax.Array, batch: Any) -> jax.Array:
-    return cross_entropy(outputs, batch["y"])
-
-
-def likelihood(outputs: jax.Array, batch: Any) -> jax.Array:
-    return cross_entropy(outputs, batch["targets"])
+MODELS: dict[str, Any] = {
+    "mlp": MLP, "gpt": GPT, "convnet": ConvNet, "resnet": ResNet, "unet": UNet, "translator": Translator, "moe": MoE,
+    "gru": Recurrent,
+}  # fmt: skip
 
 
 def variables(model: nn.Module, inputs: Any) -> Any:
@@ -204,13 +175,11 @@ def variables(model: nn.Module, inputs: Any) -> Any:
     return filled(jax.eval_shape(model.init, rngs, inputs))
 
 
-def case(
-    model: nn.Module, loss_fn: Loss, batch: Any, *, inputs: str = "x", tx: optax.GradientTransformation | None = None
-) -> Any:
-    """A step of `model`; with dropout it takes a typed key as its third argument."""
+def make(kind: str, tx: optax.GradientTransformation | None = None, **options: Any) -> Any:
+    """A step of a model; with dropout it takes a typed key as its third argument."""
+    model, (loss_fn, batch, inputs) = MODELS[kind](**options), zoo_base.task(kind, **options)
     state = dict(variables(model, batch[inputs]))
     mutable = [name for name in state if name != "params"]
-    dropout = bool(getattr(model, "dropout", 0))
     if tx is not None:
         state["opt_state"] = tx.init(state["params"])
 
@@ -230,44 +199,10 @@ def case(
             new["params"] = optax.apply_updates(state["params"], updates)
         return new, {"loss": loss, "grads": grads}
 
-    return step, (state, batch, jax.random.key(5)) if dropout else (state, batch)
+    return step, (state, batch, jax.random.key(5)) if options.get("dropout") else (state, batch)
 
 
-def mlp(*sizes: int) -> Any:
-    return case(MLP(sizes[1:]), squared, regression(sizes[0], sizes[-1]))
-
-
-def gpt(tx: optax.GradientTransformation | None = None, seq: int = 16, **options: Any) -> Any:
-    batch = text(options.get("vocab", 64), seq=seq)
-    return case(GPT(**options), likelihood, batch, inputs="inputs", tx=tx)
-
-
-def convnet(channels: int = 16, classes: int = 8) -> Any:
-    return case(ConvNet(channels, classes), classified, images(8, classes))
-
-
-def resnet(**options: Any) -> Any:
-    return case(ResNet(**options), classified, images(8, 8))
-
-
-def unet(**options: Any) -> Any:
-    return case(UNet(**options), squared, {"x": normal(3, 8, 8, 8, 4), "y": normal(4, 8, 8, 8, 4)})
-
-
-def translator(**options: Any) -> Any:
-    batch = text(64, seq=8)
-    tokens = {"source": text(64, seq=12)["targets"], "inputs": batch["inputs"]}
-    return case(Translator(**options), likelihood, {"tokens": tokens, "targets": batch["targets"]}, inputs="tokens")
-
-
-def moe() -> Any:
-    batch = regression(16 * 16, 16 * 16, batch=8)
-    return case(MoE(), squared, {name: x.reshape(8, 16, 16) for name, x in batch.items()})
-
-
-def gru() -> Any:
-    batch = regression(12 * 16, 8, batch=8)
-    return case(Recurrent(), squared, {"x": batch["x"].reshape(8, 12, 16), "y": batch["y"]})
+gpt = partial(make, "gpt")
 
 
 def train_state() -> Any:
@@ -290,7 +225,7 @@ def train_state() -> Any:
 
 def optax_loop() -> Any:
     """The step that Optax's guide writes: parameters and optimizer state are arguments of their own."""
-    model, batch, tx = MLP((64, 64, 16)), regression(32, 16), optax.adamw(1e-3)
+    model, batch, tx = MLP((32, 64, 64, 16)), regression(32, 16), optax.adamw(1e-3)
     params = variables(model, batch["x"])["params"]
 
     def train_step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any, jax.Array]:
@@ -305,35 +240,9 @@ def optax_loop() -> Any:
     return train_step, (params, tx.init(params), batch)
 
 
-def _clip() -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1))
-
-
 CASES = [
-    Case("linen_mlp", partial(mlp, 32, 64, 64, 16)),
-    Case("linen_mlp_odd", partial(mlp, 33, 30, 6, 3), notes="no feature dim divides by eight", divisible=False),
-    Case("linen_gpt", gpt, notes="unrolled layers"),
-    Case("linen_gpt_scan", partial(gpt, scan=True, layers=3), notes="scanned layers, an odd number of them"),
-    Case("linen_gpt_scan_remat", partial(gpt, scan=True, remat=True), notes="scanned layers, each recomputed"),
+    *zoo_base.variants("linen", make),
     Case("linen_gpt_remat", partial(gpt, remat=True), notes="unrolled layers, each recomputed"),
-    Case("linen_gpt_tied", partial(gpt, tied=True), notes="one embedding used twice"),
-    Case(
-        "linen_gpt_odd",
-        partial(gpt, vocab=67, seq=12, hidden=24, heads=3, tied=True),
-        notes="vocabulary, sequence and heads do not divide by eight",
-        divisible=False,
-    ),
-    Case("linen_gpt_dropout", partial(gpt, dropout=0.25), notes="a typed key as an argument"),
-    Case("linen_gpt_scan_dropout", partial(gpt, dropout=0.25, scan=True), notes="a key split over scanned layers"),
-    Case("linen_gpt_bf16", partial(gpt, dtype=jnp.bfloat16), dtype="bfloat16", reference=gpt),
-    Case("linen_gpt_clip", lambda: gpt(_clip()), notes="the update depends on the norm of all gradients"),
-    Case("linen_convnet", convnet, notes="batch norm, two kinds of pooling, a residual"),
-    Case("linen_convnet_odd", partial(convnet, 6, 5), notes="channels do not divide by eight", divisible=False),
-    Case("linen_resnet", resnet, notes="residual convolutions, group norm instead of batch norm"),
-    Case("linen_unet", unet, notes="skips, a transposed convolution, concatenation"),
-    Case("linen_translator", translator, notes="an encoder and a decoder, both with the embedding"),
-    Case("linen_moe", moe, notes="top_k, cumulative sums, dropped tokens"),
-    Case("linen_gru", gru, notes="lax.scan over time"),
     Case("linen_user_train_state", train_state, notes="TrainState and AdamW", style="train_state"),
     Case("linen_user_optax", optax_loop, notes="parameters and optimizer state apart", style="optax"),
 ]

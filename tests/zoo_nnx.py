@@ -12,40 +12,12 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from tests.zoo_base import Case, attend, cross_entropy, filled, images, normal, regression, route, text, updated
-
-
-def step_and_state(
-    create: Callable[[nnx.Rngs], nnx.Module],
-    loss_fn: Callable[[Any, Any], jax.Array],
-    tx: optax.GradientTransformation | None = None,
-) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """A functional step of an NNX module, and its state; by plain gradient descent unless `tx` is given."""
-    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))), nnx.Param, ...)
-    state = {"params": filled(nnx.to_pure_dict(params)), "rest": filled(nnx.to_pure_dict(rest), 1)}
-    if tx is not None:
-        state["opt_state"] = tx.init(state["params"])
-
-    def step(state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        def inner(params: Any) -> tuple[jax.Array, Any]:
-            model = nnx.merge(graphdef, params, state["rest"])
-            loss = loss_fn(model, batch)
-            return loss, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
-
-        (loss, rest), grads = jax.value_and_grad(inner, has_aux=True)(state["params"])
-        new = {"rest": rest}
-        if tx is None:
-            new["params"] = updated(state["params"], grads)
-        else:
-            updates, new["opt_state"] = tx.update(grads, state["opt_state"], state["params"])
-            new["params"] = optax.apply_updates(state["params"], updates)
-        return new, {"loss": loss, "grads": grads}
-
-    return step, state
+from tests import zoo_base
+from tests.zoo_base import Case, attend, filled, route, updated
 
 
 class MLP(nnx.Module):
-    def __init__(self, sizes: tuple[int, ...], rngs: nnx.Rngs):
+    def __init__(self, rngs: nnx.Rngs, sizes: tuple[int, ...]):
         self.layers = nnx.List([nnx.Linear(a, b, rngs=rngs) for a, b in pairwise(sizes)])
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -135,15 +107,15 @@ class ConvNet(nnx.Module):
 class ResNet(nnx.Module):
     """A residual convolutional net without batch norm: examples do not meet, so it may be cut into micro-batches."""
 
-    def __init__(self, rngs: nnx.Rngs, inputs: int = 8, channels: int = 8, classes: int = 8, blocks: int = 4):
+    def __init__(self, rngs: nnx.Rngs):
         def conv(**options: Any) -> nnx.Conv:
-            return nnx.Conv(channels, channels, (3, 3), rngs=rngs, **options)
+            return nnx.Conv(8, 8, (3, 3), rngs=rngs, **options)
 
-        self.stem = nnx.Conv(inputs, channels, (3, 3), rngs=rngs)
-        self.norms = nnx.List([nnx.GroupNorm(channels, 4, rngs=rngs) for _ in range(blocks)])
-        self.first = nnx.List([conv() for _ in range(blocks)])
-        self.second = nnx.List([conv(use_bias=False) for _ in range(blocks)])
-        self.head = nnx.Linear(channels, classes, rngs=rngs)
+        self.stem = conv()
+        self.norms = nnx.List([nnx.GroupNorm(8, 4, rngs=rngs) for _ in range(4)])
+        self.first = nnx.List([conv() for _ in range(4)])
+        self.second = nnx.List([conv(use_bias=False) for _ in range(4)])
+        self.head = nnx.Linear(8, 8, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.stem(x)
@@ -155,13 +127,11 @@ class ResNet(nnx.Module):
 class UNet(nnx.Module):
     """Convolutions down and up again, with skips that cross what lies between."""
 
-    def __init__(self, rngs: nnx.Rngs, inputs: int = 4, channels: int = 8):
-        c = channels
-        sizes = ((inputs, c), (c, 2 * c), (2 * c, 4 * c), (4 * c, 2 * c), (2 * c, c))
-        self.convs = nnx.List([nnx.Conv(a, b, (3, 3), rngs=rngs) for a, b in sizes])
-        ups = ((4 * c, 2 * c), (2 * c, c))
+    def __init__(self, rngs: nnx.Rngs):
+        sizes, ups = pairwise((4, 8, 16, 32)), pairwise((32, 16, 8))
+        self.convs = nnx.List([nnx.Conv(a, b, (3, 3), rngs=rngs) for a, b in (*sizes, (32, 16), (16, 8))])
         self.ups = nnx.List([nnx.ConvTranspose(a, b, (2, 2), strides=(2, 2), rngs=rngs) for a, b in ups])
-        self.head = nnx.Conv(c, inputs, (1, 1), rngs=rngs)
+        self.head = nnx.Conv(8, 4, (1, 1), rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         skips = []
@@ -177,18 +147,16 @@ class UNet(nnx.Module):
 class Translator(nnx.Module):
     """An encoder, whose result the decoder's attention reads, and a decoder."""
 
-    def __init__(self, rngs: nnx.Rngs, vocab: int = 64, hidden: int = 32, heads: int = 4, layers: int = 2):
-        split = (heads, hidden // heads)
-
+    def __init__(self, rngs: nnx.Rngs):
         def projections() -> nnx.List:
-            linears = [nnx.LinearGeneral(hidden, split, rngs=rngs) for _ in range(3)]
-            return nnx.List([*linears, nnx.LinearGeneral(split, hidden, axis=(-2, -1), rngs=rngs)])
+            linears = [nnx.LinearGeneral(32, (4, 8), rngs=rngs) for _ in range(3)]
+            return nnx.List([*linears, nnx.LinearGeneral((4, 8), 32, axis=(-2, -1), rngs=rngs)])
 
-        self.embed = nnx.Embed(vocab, hidden, rngs=rngs)
-        self.encoder = nnx.List([Block(hidden, heads, 0.0, None, rngs) for _ in range(layers)])
-        self.decoder = nnx.List([Block(hidden, heads, 0.0, None, rngs) for _ in range(layers)])
-        self.crossing = nnx.List([projections() for _ in range(layers)])
-        self.head = nnx.Linear(hidden, vocab, rngs=rngs)
+        self.embed = nnx.Embed(64, 32, rngs=rngs)
+        self.encoder = nnx.List([Block(32, 4, 0.0, None, rngs) for _ in range(2)])
+        self.decoder = nnx.List([Block(32, 4, 0.0, None, rngs) for _ in range(2)])
+        self.crossing = nnx.List([projections() for _ in range(2)])
+        self.head = nnx.Linear(32, 64, rngs=rngs)
 
     def __call__(self, tokens: dict[str, jax.Array]) -> jax.Array:
         memory, x = self.embed(tokens["source"]), self.embed(tokens["inputs"])
@@ -201,11 +169,11 @@ class Translator(nnx.Module):
 
 
 class MoE(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, hidden: int = 16, inner: int = 32, experts: int = 8):
+    def __init__(self, rngs: nnx.Rngs):
         init = nnx.initializers.lecun_normal()
-        self.gate = nnx.Linear(hidden, experts, use_bias=False, rngs=rngs)
-        self.up = nnx.Param(init(rngs.params(), (experts, hidden, inner)))
-        self.down = nnx.Param(init(rngs.params(), (experts, inner, hidden)))
+        self.gate = nnx.Linear(16, 8, use_bias=False, rngs=rngs)
+        self.up = nnx.Param(init(rngs.params(), (8, 16, 32)))
+        self.down = nnx.Param(init(rngs.params(), (8, 32, 16)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         combine = route(jax.nn.softmax(self.gate(x)), slots=6)
@@ -215,76 +183,59 @@ class MoE(nnx.Module):
 
 
 class Recurrent(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, inputs: int = 16, hidden: int = 32, outputs: int = 8):
-        self.rnn = nnx.RNN(nnx.GRUCell(inputs, hidden, rngs=rngs), rngs=rngs)
-        self.head = nnx.Linear(hidden, outputs, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs):
+        self.rnn = nnx.RNN(nnx.GRUCell(16, 32, rngs=rngs), rngs=rngs)
+        self.head = nnx.Linear(32, 8, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         hidden: Any = self.rnn(x)
         return self.head(hidden[:, -1])
 
 
-def squared(model: Any, batch: Any) -> jax.Array:
-    return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
+MODELS: dict[str, Callable[..., nnx.Module]] = {
+    "mlp": MLP, "gpt": GPT, "convnet": ConvNet, "resnet": ResNet, "unet": UNet, "translator": Translator, "moe": MoE,
+    "gru": Recurrent,
+}  # fmt: skip
 
 
-def classified(model: Any, batch: Any) -> jax.Array:
-    return cross_entropy(model(batch["x"]), batch["y"])
+def task(kind: str, **options: Any) -> tuple[Callable[[nnx.Rngs], nnx.Module], Callable[[Any, Any], jax.Array], Any]:
+    """What creates a model, its loss of a batch, and a batch."""
+    loss_fn, batch, inputs = zoo_base.task(kind, **options)
+    return partial(MODELS[kind], **options), lambda model, batch: loss_fn(model(batch[inputs]), batch), batch
 
 
-def likelihood(model: Any, batch: Any) -> jax.Array:
-    return cross_entropy(model(batch["inputs"]), batch["targets"])
+def make(kind: str, tx: optax.GradientTransformation | None = None, **options: Any) -> Any:
+    """A functional step of a model; by plain gradient descent unless `tx` is given."""
+    create, loss_fn, batch = task(kind, **options)
+    graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))), nnx.Param, ...)
+    state = {"params": filled(nnx.to_pure_dict(params)), "rest": filled(nnx.to_pure_dict(rest), 1)}
+    if tx is not None:
+        state["opt_state"] = tx.init(state["params"])
+
+    def step(state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        def inner(params: Any) -> tuple[jax.Array, Any]:
+            model = nnx.merge(graphdef, params, state["rest"])
+            loss = loss_fn(model, batch)
+            return loss, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
+
+        (loss, rest), grads = jax.value_and_grad(inner, has_aux=True)(state["params"])
+        new = {"rest": rest}
+        if tx is None:
+            new["params"] = updated(state["params"], grads)
+        else:
+            updates, new["opt_state"] = tx.update(grads, state["opt_state"], state["params"])
+            new["params"] = optax.apply_updates(state["params"], updates)
+        return new, {"loss": loss, "grads": grads}
+
+    return step, (state, batch)
 
 
-def mlp(*sizes: int) -> Any:
-    step, state = step_and_state(lambda rngs: MLP(sizes, rngs), squared)
-    return step, (state, regression(sizes[0], sizes[-1]))
+gpt = partial(make, "gpt")
 
 
-def gpt(tx: optax.GradientTransformation | None = None, **options: Any) -> Any:
-    step, state = step_and_state(lambda rngs: GPT(rngs, **options), likelihood, tx)
-    return step, (state, text(options.get("vocab", 64), seq=options.get("seq", 16)))
-
-
-def convnet(channels: int = 16, classes: int = 8) -> Any:
-    step, state = step_and_state(lambda rngs: ConvNet(rngs, channels, classes), classified)
-    return step, (state, images(8, classes))
-
-
-def resnet(**options: Any) -> Any:
-    step, state = step_and_state(lambda rngs: ResNet(rngs, **options), classified)
-    return step, (state, images(8, 8))
-
-
-def unet(**options: Any) -> Any:
-    step, state = step_and_state(lambda rngs: UNet(rngs, **options), squared)
-    return step, (state, {"x": normal(3, 8, 8, 8, 4), "y": normal(4, 8, 8, 8, 4)})
-
-
-def translator(**options: Any) -> Any:
-    def loss_fn(model: Any, batch: Any) -> jax.Array:
-        return cross_entropy(model(batch["tokens"]), batch["targets"])
-
-    step, state = step_and_state(lambda rngs: Translator(rngs, **options), loss_fn)
-    batch = text(64, seq=8)
-    tokens = {"source": text(64, seq=12)["targets"], "inputs": batch["inputs"]}
-    return step, (state, {"tokens": tokens, "targets": batch["targets"]})
-
-
-def moe() -> Any:
-    step, state = step_and_state(MoE, squared)
-    batch = regression(16 * 16, 16 * 16, batch=8)
-    return step, (state, {name: x.reshape(8, 16, 16) for name, x in batch.items()})
-
-
-def gru() -> Any:
-    step, state = step_and_state(Recurrent, squared)
-    batch = regression(12 * 16, 8, batch=8)
-    return step, (state, {"x": batch["x"].reshape(8, 12, 16), "y": batch["y"]})
-
-
-def in_place(create: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[[Any, Any], jax.Array], batch: Any) -> Any:
+def in_place(kind: str, **options: Any) -> Any:
     """The step that NNX's own guide writes: the model and the optimizer are arguments, and change."""
+    create, loss_fn, batch = task(kind, **options)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
     model = nnx.merge(graphdef, filled(nnx.to_pure_dict(state)))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
@@ -297,44 +248,11 @@ def in_place(create: Callable[[nnx.Rngs], nnx.Module], loss_fn: Callable[[Any, A
     return train_step, (model, optimizer, batch)
 
 
-def _clip() -> optax.GradientTransformation:
-    return optax.chain(optax.clip_by_global_norm(0.05), optax.sgd(0.1))
-
-
 CASES = [
-    Case("nnx_mlp", partial(mlp, 32, 64, 64, 16)),
-    Case("nnx_mlp_odd", partial(mlp, 33, 30, 6, 3), notes="no feature dim divides by eight", divisible=False),
-    Case("nnx_gpt", gpt, notes="unrolled layers"),
-    Case("nnx_gpt_scan", partial(gpt, scan=True, layers=3), notes="scanned layers, an odd number of them"),
-    Case("nnx_gpt_scan_remat", partial(gpt, scan=True, remat=True), notes="scanned layers, each recomputed"),
-    Case("nnx_gpt_tied", partial(gpt, tied=True), notes="one embedding used twice"),
+    *zoo_base.variants("nnx", make),
     Case(
-        "nnx_gpt_odd",
-        partial(gpt, vocab=67, seq=12, hidden=24, heads=3, tied=True),
-        notes="vocabulary, sequence and heads do not divide by eight",
-        divisible=False,
+        "nnx_user_gpt", partial(in_place, "gpt", tied=True, dropout=0.25),
+        notes="updates in place, a shared parameter, dropout counters", style="nnx",
     ),
-    Case("nnx_gpt_dropout", partial(gpt, dropout=0.25), notes="typed keys and counts within the state"),
-    Case("nnx_gpt_scan_dropout", partial(gpt, dropout=0.25, scan=True), notes="a stacked key, one for each layer"),
-    Case("nnx_gpt_bf16", partial(gpt, dtype=jnp.bfloat16), dtype="bfloat16", reference=gpt),
-    Case("nnx_gpt_clip", lambda: gpt(_clip()), notes="the update depends on the norm of all gradients"),
-    Case("nnx_convnet", convnet, notes="batch norm, two kinds of pooling, a residual"),
-    Case("nnx_convnet_odd", partial(convnet, 6, 5), notes="channels do not divide by eight", divisible=False),
-    Case("nnx_resnet", resnet, notes="residual convolutions, group norm instead of batch norm"),
-    Case("nnx_unet", unet, notes="skips, a transposed convolution, concatenation"),
-    Case("nnx_translator", translator, notes="an encoder and a decoder, both with the embedding"),
-    Case("nnx_moe", moe, notes="top_k, cumulative sums, dropped tokens"),
-    Case("nnx_gru", gru, notes="lax.scan over time"),
-    Case(
-        "nnx_user_gpt",
-        lambda: in_place(lambda rngs: GPT(rngs, tied=True, dropout=0.25), likelihood, text(64)),
-        notes="updates in place, a shared parameter, dropout counters",
-        style="nnx",
-    ),
-    Case(
-        "nnx_user_convnet",
-        lambda: in_place(ConvNet, classified, images(8, 8)),
-        notes="updates in place, batch statistics",
-        style="nnx",
-    ),
-]
+    Case("nnx_user_convnet", partial(in_place, "convnet"), notes="updates in place, batch statistics", style="nnx"),
+]  # fmt: skip

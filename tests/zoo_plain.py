@@ -318,7 +318,7 @@ CASES = [
     Case("plain_sort_batch", trimmed, notes="along the batch"),
     Case("plain_cumulative", cumulative),
     Case("plain_pick", picked, notes="x[arange(B), i]"),
-    Case("plain_slices", slices, divisible=False),
+    Case("plain_slices", slices),
     Case("plain_reshape", reshaped),
     Case("plain_solve", solve, notes="Cholesky and a triangular solve"),
     Case("plain_masked_mean", masked_mean),

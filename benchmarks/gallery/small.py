@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.gallery.cases import built
 from benchmarks.gallery.deep import classified
-from benchmarks.gallery.hugging_face import both_sides, causal, contrastive, encoder, masked, pictures, speech
+from benchmarks.gallery.hugging_face import TABLE
 from benchmarks.gallery.linen import UNet, regression
 from benchmarks.gallery.steps import Built, descended, language, module, numbers, shape, started, supervised
 
@@ -94,26 +96,8 @@ def equinox_mlp(batch: int, features: int, width: int, depth: int) -> Built:
     return step, (started(params, optimizer), *[numbers(batch, features)] * 2)
 
 
-_SIZES: dict[str, Any] = encoder(256, 2, 4, 1024)
-_TEXT: dict[str, Any] = _SIZES | {"vocab_size": 4096}
-_LLAMA: dict[str, Any] = _TEXT | {"intermediate_size": 688, "max_position_embeddings": 128}
-_SPEECH: dict[str, Any] = both_sides(256, 2, 4, 1024) | {
-    "vocab_size": 4096, "num_mel_bins": 80, "max_source_positions": 64, "max_target_positions": 64,
-    "decoder_start_token_id": 1, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-_CLIP: dict[str, Any] = {
-    "text": _TEXT | {"max_position_embeddings": 64},
-    "vision": _SIZES | {"image_size": 64, "patch_size": 8},
-    "projection": 256,
-}
-
 CASES: Mapping[str, Callable[[], Built]] = {
-    "bert": lambda: masked("Bert", 16, 128, **_TEXT),
-    "gpt2": lambda: causal("GPT2", 16, 128, head="LMHeadModel", n_embd=256, n_layer=2, n_head=4, vocab_size=4096),
-    "llama": lambda: causal("Llama", 16, 128, **_LLAMA),
-    "whisper": lambda: speech(16, 128, 64, **_SPEECH),
-    "vit": lambda: pictures("ViT", 32, 64, classes=100, patch_size=8, **_SIZES),
-    "clip": lambda: contrastive(32, **_CLIP),
+    **{name: functools.partial(built, row) for name, row in TABLE["small"].items()},
     "resnet": lambda: classified(ResNet(32, (2, 2, 2)), 32, 64, optax.sgd(0.1, momentum=0.9)),
     "unet": lambda: regression(UNet(32, 3), 16, 64, denoising=True),
     "mixer": lambda: supervised(Mixer(8, 256, 3, 128, 1024, 100), numbers(32, 64, 64, 3), shape(32)),

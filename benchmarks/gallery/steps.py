@@ -29,7 +29,7 @@ class Case:
       build: makes the step and the shapes of its arguments.
       cluster, nodes: a preset.
       options: of `make_plan`, the method aside.
-      method: the name of a method, and its arguments.
+      method: a text that makes a method.
       of: "issue" for the cases that were reported, "published" for models at published sizes, "unusual" for steps that
         are not one loss and one optimizer, "toy" for small ones, "own" for models of this project.
     """
@@ -37,13 +37,13 @@ class Case:
     build: Callable[[], Built]
     cluster: str
     nodes: int = 1
-    method: tuple[str, tuple[Any, ...]] = ("Auto", ())
+    method: str = "Auto()"
     options: Mapping[str, Any] = field(default_factory=dict)
     of: str = "published"
 
 
 def case(
-    on: str, build: Callable[..., Built], *args: Any, of: str = "published", method: Any = ("Auto", ()),
+    on: str, build: Callable[..., Built], *args: Any, of: str = "published", method: str = "Auto()",
     options: Any = None, **sizes: Any,
 ) -> Case:  # fmt: skip
     """The case of `build(*args, **sizes)` on a preset, such as "a100 x 2" for two nodes of it."""

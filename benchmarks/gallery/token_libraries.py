@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.gallery.hugging_face import mode, model_of
+from benchmarks.gallery.hugging_face import HEADS as HEADS_OF
+from benchmarks.gallery.hugging_face import TABLE, mode, model_of, sizes_of
 from benchmarks.gallery.small import haiku_decoder
 from benchmarks.gallery.steps import Built, module
 from benchmarks.gallery.token_parts import HEADS, TOKENS, VOCAB, WIDE
@@ -125,32 +126,17 @@ def equinox(optimizer: str) -> Built:
 
 # -- Hugging Face -----------------------------------------------------------------------------------------------------
 
-_SMALL = {"vocab_size": VOCAB, "hidden_size": WIDE, "num_hidden_layers": 2, "num_attention_heads": HEADS}
-_LLAMA = _SMALL | {"intermediate_size": 2 * WIDE, "num_key_value_heads": 2, "max_position_embeddings": 32}
-_GPT = {"vocab_size": VOCAB, "n_embd": WIDE, "n_layer": 2, "n_head": HEADS, "n_positions": 32}
-_NEO = {"vocab_size": VOCAB, "hidden_size": WIDE, "num_layers": 2, "num_heads": HEADS, "max_position_embeddings": 32}
-_XGLM = {"vocab_size": VOCAB, "d_model": WIDE, "num_layers": 2, "attention_heads": HEADS, "ffn_dim": 2 * WIDE}
-_OPT = _SMALL | {"ffn_dim": 2 * WIDE, "word_embed_proj_dim": WIDE, "max_position_embeddings": 32}
-DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "hf-gpt2": ("GPT2", _GPT | {"head": "LMHeadModel"}),
-    "hf-llama": ("Llama", _LLAMA),
-    "hf-bloom": ("Bloom", _SMALL | {"n_layer": 2, "n_head": HEADS}),
-    "hf-gemma": ("Gemma", _LLAMA | {"head_dim": 4, "hidden_activation": "gelu"}),
-    "hf-mistral": ("Mistral", _LLAMA | {"sliding_window": 6}),
-    "hf-gptj": ("GPTJ", _GPT | {"rotary_dim": 4}),
-    "hf-gptneo": ("GPTNeo", _NEO | {"window_size": 5, "attention_types": [[["global", "local"], 1]]}),
-    "hf-opt": ("OPT", _OPT),
-    "hf-xglm": ("XGLM", _XGLM | {"max_position_embeddings": 32}),
-}
-"""Of each model, its configuration and sizes."""
+DECODERS: dict[str, dict[str, Any]] = TABLE["tokens"]
+"""Rows of the table, each with the name of its configuration."""
 
 
 def hugging_face(name: str, optimizer: str) -> Built:
     """A decoder of `transformers`, trained with dropout on texts of several lengths."""
-    config, sizes = DECODERS[name]
+    sizes = sizes_of(DECODERS[name])
+    config = sizes.pop("config")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, shapes = model_of(config, dtype=jnp.float32, **{"head": "ForCausalLM"} | sizes)
+        model, shapes = model_of(config, HEADS_OF.get(config, "ForCausalLM"), jnp.float32, **sizes)
         params = filled(shapes)
     if config == "Gemma":  # whose norms scale by one more than their weights
         params = jax.tree.map(lambda x: x - 1 if x.ndim == 1 else x, params)

@@ -19,7 +19,7 @@ from flax import traverse_util
 from benchmarks.gallery import networks
 from benchmarks.gallery import networks_of_pictures as pictures
 from benchmarks.gallery import steps as forms
-from benchmarks.gallery.hugging_face import LLAMA_8B, model_of
+from benchmarks.gallery.hugging_face import model_of, sizes_of
 from benchmarks.gallery.linen import Llama
 from benchmarks.gallery.steps import CLIPPED, Built, descended, habits, halved, initial, numbers, shape, started
 
@@ -101,7 +101,7 @@ def world(batch: int, length: int) -> Built:
 
 def adapted(batch: int, length: int, rank: int = 16) -> Built:
     """Next-token prediction by a frozen Llama of 8 B, whose queries and values are adapted by matrices of low rank."""
-    model, params = model_of("Llama", "ForCausalLM", **LLAMA_8B)
+    model, params = model_of("Llama", "ForCausalLM", **sizes_of({"like": "llama"}))
     optimizer = optax.adamw(1e-4)
 
     def step(state: Any, frozen: Any, ids: Any, mask: Any) -> Any:

@@ -1,6 +1,6 @@
 """The common shape of the train loops in this folder, and how one is run and compared with plain `jax.jit`.
 
-Every module here is a loop as its users write it, with a model that `models/` does not have, and defines one `LOOP`.
+The other modules have loops as their users write them, with models that `models/` does not have.
 `tests/test_loops.py` runs them all.
 
 Two runs of a loop agree if every floating-point leaf of the final state, of every step's metrics and of every
@@ -12,7 +12,7 @@ out of gradients that are rounding errors.
 
 import importlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -28,48 +28,40 @@ ROWS, LAST, STEPS, EPOCH = 16, 6, 20, 10
 """Examples in a batch and in the last one of an epoch, steps of a run, and steps of an epoch: no device count divides
 the last batch, as with most data sets."""
 
-NAMES = (
-    "linen_train_state", "nnx_optimizer", "multi_steps", "ema", "loss_scaling", "lora", "gan", "actor_critic",
-    "haiku_state", "equinox_partition", "vision_batch_norm", "two_towers",
-)  # fmt: skip
+MODULES = {
+    "linen_steps": ("LinenTrainState", "MultiSteps", "Ema", "LossScaling", "Gan", "VisionBatchNorm"),
+    "library_steps": ("NnxOptimizer", "HaikuState", "EquinoxPartition"),
+    "unusual_steps": ("Lora", "ActorCritic", "TwoTowers"),
+}
+NAMES = tuple(name for names in MODULES.values() for name in names)
 
 Arrays = dict[str, Any]
 
 
-def _advance(step: Callable[..., Any], carried: tuple[Any, ...], batch: Any) -> tuple[tuple[Any, ...], Any]:
-    """A call whose leading results replace what is carried; its last one is the metrics."""
-    *new, metrics = step(*carried, batch)
-    return (*new, *carried[len(new) :]), metrics
-
-
-@dataclass(frozen=True)
 class Loop:
-    """A train loop: what it carries, what it calls, and what it reads.
+    """A train loop: what it carries, what it calls, and what it reads."""
 
-    Attributes:
-      name: of the module.
-      make_state: what the loop carries from step to step, as a tuple; the same values at every call.
-      train_step: the step, written for one device.
-      eval_step: evaluation, written for one device; returns no new state.
-      batch: (seed, rows) to a batch of numpy arrays.
-      advance: (step, carried, batch) to (carried, metrics): a call as the user's loop writes it.
-      evaluate: (eval_step, carried, batch) to metrics, likewise.
-      options: of `parallelize`, for the train step.
-      eval_options: of `parallelize`, for evaluation.
-      rows, last: examples in a batch, and in the last one of an epoch.
-    """
+    def make_state(self) -> tuple[Any, ...]:
+        """What the loop carries from step to step; the same values at every call."""
+        raise NotImplementedError
 
-    name: str
-    make_state: Callable[[], tuple[Any, ...]]
     train_step: Callable[..., Any]
+    """The step, written for one device."""
     eval_step: Callable[..., Any]
-    batch: Callable[[int, int], Any]
-    advance: Callable[..., tuple[tuple[Any, ...], Any]] = _advance
-    evaluate: Callable[..., Any] = lambda step, carried, batch: step(*carried, batch)
-    options: dict[str, Any] = field(default_factory=dict)
-    eval_options: dict[str, Any] = field(default_factory=dict)
-    rows: int = ROWS
-    last: int = LAST
+    """Evaluation, written for one device; returns no new state."""
+
+    def batch(self, seed: int, rows: int) -> Any:
+        """A batch of numpy arrays."""
+        raise NotImplementedError
+
+    def advance(self, step: Any, carried: tuple[Any, ...], batch: Any) -> tuple[tuple[Any, ...], Any]:
+        """What is carried and metrics after a call, whose leading results replace what is carried."""
+        *new, metrics = step(*carried, batch)
+        return (*new, *carried[len(new) :]), metrics
+
+    def evaluate(self, step: Any, carried: tuple[Any, ...], batch: Any) -> Any:
+        """Metrics of an evaluation."""
+        return step(*carried, batch)
 
 
 @dataclass
@@ -85,7 +77,7 @@ def schedule(loop: Loop, steps: int = STEPS, epoch: int = EPOCH) -> Iterator[tup
     """Each step's batch, and whether an epoch ends with it: its batch is short then, and evaluation follows."""
     for number in range(steps):
         ends = (number + 1) % epoch == 0
-        yield loop.batch(number, loop.last if ends else loop.rows), ends
+        yield loop.batch(number, LAST if ends else ROWS), ends
 
 
 def run(loop: Loop, train_step: Any, eval_step: Any, steps: int = STEPS, epoch: int = EPOCH) -> Run:
@@ -96,7 +88,7 @@ def run(loop: Loop, train_step: Any, eval_step: Any, steps: int = STEPS, epoch: 
         carried, found = loop.advance(train_step, carried, batch)
         metrics.append(found)
         if ends:
-            evaluations.append(loop.evaluate(eval_step, carried, loop.batch(1000, loop.rows)))
+            evaluations.append(loop.evaluate(eval_step, carried, loop.batch(1000, ROWS)))
     return Run(values(carried), metrics, evaluations)
 
 
@@ -162,5 +154,6 @@ def rng_of(seed: int) -> np.random.Generator:
 
 
 def loop(name: str) -> Loop:
-    """The loop of one module: only its own imports are loaded."""
-    return importlib.import_module(f"tests.loops.{name}").LOOP
+    """The loop of a name: only its own imports are loaded."""
+    module = next(module for module, names in MODULES.items() if name in names)
+    return getattr(importlib.import_module(f"tests.loops.{module}"), name)()
