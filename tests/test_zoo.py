@@ -11,7 +11,7 @@ from flax import nnx
 
 from tests import zoo
 from tests.comparing import assert_equal
-from tests.marks import one_in
+from tests.marks import one_in, only
 
 
 def test_names_are_unique() -> None:
@@ -27,18 +27,12 @@ def test_make_is_deterministic(name: str) -> None:
     assert_equal(first, second)
 
 
-@pytest.mark.parametrize("name", ["nnx_gpt_scan_dropout", "linen_convnet", "plain_dropout_typed", "plain_solve"])
+OFTEN = ("nnx_gpt_scan_dropout", "linen_convnet", "plain_dropout_typed", "plain_solve")
+
+
+@pytest.mark.parametrize("name", only(OFTEN, [case.name for case in zoo.FUNCTIONAL]))
 def test_state_comes_back_in_its_own_shape(name: str) -> None:
-    _check_form(zoo.get(name))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("case", zoo.FUNCTIONAL, ids=lambda case: case.name)
-def test_every_state_comes_back_in_its_own_shape(case: zoo.Case) -> None:
-    _check_form(case)
-
-
-def _check_form(case: zoo.Case) -> None:
+    case = zoo.get(name)
     step, args = case.make()
     state, metrics = jax.eval_shape(step, *args)
     expected = jax.eval_shape(lambda state: state, args[0])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.gallery import steps as forms
-from benchmarks.gallery.steps import CLIPPED, Built, Case, case, habits, initial, language, module, numbers, shape
+from benchmarks.gallery.steps import CLIPPED, Built, Case, case, fitted, habits, language, module, numbers, shape
 
 
 @module
@@ -66,17 +66,9 @@ def ExpertsModel(self, ids, segments, *, layers, hidden, vocabulary=32000):
     return nn.Dense(vocabulary, dtype=jnp.bfloat16)(nn.RMSNorm(dtype=jnp.bfloat16)(x))
 
 
-def experts(batch: int, length: int, layers: int, hidden: int) -> Built:
-    """Next-token prediction of packed sequences."""
-    model = ExpertsModel(layers, hidden)
-    params = initial(model, shape(1, length), shape(1, length))
-
-    def loss(params: Any, ids: Any, segments: Any) -> Any:
-        logits: Any = model.apply(params, ids, segments)
-        return forms.weighted(logits[:, :-1], ids[:, 1:], segments[:, 1:] > 0)
-
-    optimizer = optax.chain(CLIPPED, optax.adamw(1e-4))
-    return habits(loss, params, optimizer, shape(batch, length), shape(batch, length))
+def packed(apply: Any, ids: Any, segments: Any) -> Any:
+    """The loss of the next tokens of packed sequences."""
+    return forms.weighted(apply(ids, segments)[:, :-1], ids[:, 1:], segments[:, 1:] > 0)
 
 
 @module
@@ -113,23 +105,15 @@ def Diffusion(self, x, time, label, *, layers, hidden, heads):
     return y.transpose(0, 1, 3, 2, 4, 5).reshape(x.shape)
 
 
-def diffusion(batch: int, size: int, layers: int, hidden: int, heads: int) -> Built:
-    """Prediction of noise, with an average of the weights."""
-    model, latents = Diffusion(layers, hidden, heads), numbers(batch, size, size, 4)
-    one = numbers(1, size, size, 4)
-    params = initial(model, one, numbers(1), shape(1))
-
-    def loss(params: Any, clean: Any, labels: Any, key: Any) -> Any:
-        first, second, third = jax.random.split(key, 3)
-        time = jax.random.randint(first, (batch,), 0, 1000)
-        noise = jax.random.normal(second, clean.shape)
-        kept = jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, 1000))[time][:, None, None, None]
-        labels = jnp.where(jax.random.bernoulli(third, 0.1, labels.shape), 1000, labels)
-        noisy = jnp.sqrt(kept) * clean + jnp.sqrt(1 - kept) * noise
-        predicted: Any = model.apply(params, noisy, time.astype(jnp.float32), labels)
-        return jnp.mean((predicted - noise) ** 2)
-
-    return habits(loss, params, optax.adamw(1e-4), latents, shape(batch), rng=True, average=0.9999)
+def noise_loss(apply: Any, clean: Any, labels: Any, key: Any) -> Any:
+    """The loss of predicting noise."""
+    first, second, third = jax.random.split(key, 3)
+    time = jax.random.randint(first, clean.shape[:1], 0, 1000)
+    noise = jax.random.normal(second, clean.shape)
+    kept = jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, 1000))[time][:, None, None, None]
+    labels = jnp.where(jax.random.bernoulli(third, 0.1, labels.shape), 1000, labels)
+    noisy = jnp.sqrt(kept) * clean + jnp.sqrt(1 - kept) * noise
+    return jnp.mean((apply(noisy, time.astype(jnp.float32), labels) - noise) ** 2)
 
 
 def dense(x: Any, hidden: int) -> Any:
@@ -159,14 +143,13 @@ def Graph(self, nodes, edges, senders, receivers, *, rounds, hidden):
 
 def graph(nodes: int, edges: int, rounds: int, hidden: int) -> Built:
     """Regression on the nodes of one large graph."""
-    model = Graph(rounds, hidden)
     given = numbers(nodes, 16), numbers(edges, 4), shape(edges), shape(edges)
-    params = initial(model, *given)
 
-    def loss(params: Any, given: Any, wanted: Any) -> Any:
-        return jnp.mean((model.apply(params, *given) - wanted) ** 2)
+    def loss(apply: Any, given: Any, wanted: Any) -> Any:
+        return jnp.mean((apply(*given) - wanted) ** 2)
 
-    return habits(loss, params, optax.chain(CLIPPED, optax.adam(1e-4)), given, numbers(nodes, 3))
+    optimizer = optax.chain(CLIPPED, optax.adam(1e-4))
+    return fitted(Graph(rounds, hidden), loss, given, numbers(nodes, 3), init=given, optimizer=optimizer)
 
 
 # --- Haiku and Equinox ----------------------------------------------------------------------------------------------
@@ -235,9 +218,15 @@ def state_space(batch: int, length: int, layers: int, hidden: int, states: int =
 # --- the cases ------------------------------------------------------------------------------------------------------
 
 CASES: dict[str, Case] = {
-    "experts-14b": case("h100 x 4", experts, 256, 2048, 24, 2048),
-    "diffusion-xl": case("v5p:4x4x4", diffusion, 2048, 64, 28, 1152, 16),
+    "experts-14b": case(
+        "h100 x 4", fitted, ExpertsModel(24, 2048), packed, *[shape(256, 2048)] * 2, init=[shape(1, 2048)] * 2,
+        optimizer=optax.chain(CLIPPED, optax.adamw(1e-4)),
+    ),
+    "diffusion-xl": case(
+        "v5p:4x4x4", fitted, Diffusion(28, 1152, 16), noise_loss, numbers(2048, 64, 64, 4), shape(2048),
+        init=(numbers(1, 64, 64, 4), numbers(1), shape(1)), optimizer=optax.adamw(1e-4), rng=True, average=0.9999,
+    ),
     "graph-net": case("a100", graph, 131072, 1048576, 16, 512),
     "haiku-lstm": case("a100", recurrent, 256, 256, 4096),
     "equinox-mamba": case("h100", state_space, 64, 2048, 24, 1536),
-}
+}  # fmt: skip

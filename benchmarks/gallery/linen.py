@@ -11,17 +11,16 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.gallery import steps as forms
-from benchmarks.gallery.steps import Built, Case, adam_step, case, initial, language, module, numbers, shape
+from benchmarks.gallery.steps import Built, Case, case, fitted, initial, language, module, numbers, shape
 
 
 def regression(model: Any, batch: int, size: int, *, denoising: bool) -> Built:
     """Pictures from noisy ones, or from themselves."""
-    picture = numbers(batch, size, size, 3)
 
-    def loss(params: Any, noisy: Any, clean: Any = None) -> Any:
-        return jnp.mean((model.apply(params, noisy) - (noisy if clean is None else clean)) ** 2)
+    def loss(apply: Any, noisy: Any, clean: Any = None) -> Any:
+        return jnp.mean((apply(noisy) - (noisy if clean is None else clean)) ** 2)
 
-    return adam_step(loss, initial(model, numbers(1, size, size, 3)), *[picture] * (1 + denoising))
+    return fitted(model, loss, *[numbers(batch, size, size, 3)] * (1 + denoising))
 
 
 @module

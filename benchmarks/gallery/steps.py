@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,29 +116,43 @@ def adam_step(loss: Callable[..., Any], params: Any, *batch: Any, rng: bool = Fa
     return step, (state, *batch, *((random_key(),) if rng else ()))
 
 
-def supervised(
-    model: Any, *batch: Any, loss: Callable[..., Any] = token_loss, optimizer: Any = None, **more: Any
+def fitted(
+    model: Any, loss: Callable[..., Any], *batch: Any, init: Sequence[Any] = (), optimizer: Any = None, **more: Any
 ) -> Built:
-    """A step of `loss` between what a model makes of all arrays of the batch but the last one, and that.
+    """A step of `loss(apply, *batch)`, where `apply` is a model at its parameters.
 
     With Adam in a `TrainState`, or with an optimizer and `habits`.
+
+    Args:
+      init: shapes of the model's inputs; by default of the first array of the batch, with one example.
     """
 
     def value(params: Any, *given: Any) -> Any:
-        return loss(model.apply(params, *given[:-1]), given[-1])
+        return loss(functools.partial(model.apply, params), *given)
 
-    params = initial(model, *(shape(1, *x.shape[1:], dtype=x.dtype) for x in batch[:-1]))
+    params = initial(model, *(init or one_example(*batch[:1])))
     return adam_step(value, params, *batch) if optimizer is None else habits(value, params, optimizer, *batch, **more)
 
 
+def one_example(*arrays: Any) -> list[Any]:
+    """The shapes of arrays with one example."""
+    return [shape(1, *x.shape[1:], dtype=x.dtype) for x in arrays]
+
+
+def supervised(model: Any, *batch: Any, loss: Callable[..., Any] = token_loss, **more: Any) -> Built:
+    """A step of `loss` between what a model makes of all arrays of the batch but the last one, and that."""
+
+    def value(apply: Callable[..., Any], *given: Any) -> Any:
+        return loss(apply(*given[:-1]), given[-1])
+
+    return fitted(model, value, *batch, init=one_example(*batch[:-1]), **more)
+
+
 def language(model: Any, batch: int, length: int, optimizer: Any = None) -> Built:
-    """Next-token prediction; as `supervised`, whose labels are its inputs."""
-
-    def loss(params: Any, ids: Any) -> Any:
-        return token_loss(model.apply(params, ids)[:, :-1], ids[:, 1:])
-
-    params, ids = initial(model, shape(1, length)), shape(batch, length)
-    return adam_step(loss, params, ids) if optimizer is None else habits(loss, params, optimizer, ids)
+    """Next-token prediction."""
+    return fitted(
+        model, lambda apply, ids: token_loss(apply(ids)[:, :-1], ids[:, 1:]), shape(batch, length), optimizer=optimizer
+    )
 
 
 def started(params: Any, optimizer: Any) -> dict[str, Any]:

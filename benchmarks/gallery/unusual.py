@@ -21,7 +21,7 @@ from benchmarks.gallery import networks_of_pictures as pictures
 from benchmarks.gallery import steps as forms
 from benchmarks.gallery.hugging_face import model_of, sizes_of
 from benchmarks.gallery.linen import Llama
-from benchmarks.gallery.steps import CLIPPED, Built, descended, habits, halved, initial, numbers, shape, started
+from benchmarks.gallery.steps import CLIPPED, Built, descended, fitted, habits, halved, initial, numbers, shape, started
 
 # --- agents ---------------------------------------------------------------------------------------------------------
 
@@ -76,24 +76,18 @@ def policy(length: int, games: int, epochs: int = 4, parts: int = 8) -> Built:
     return step, (state, seen, shape(length, games), each, each, numbers(length + 1, games), each, forms.random_key())
 
 
-def world(batch: int, length: int) -> Built:
-    """A world model: frames predicted, and what is expected and what is seen drawn to each other."""
-    model: Any = networks.World()
-    frames, actions = (length, 64, 64, 3), (length, 18)
-    params = initial(model, shape(1, *frames, dtype=jnp.uint8), numbers(1, *actions), forms.random_key())
+def divergence(first: Any, second: Any) -> Any:
+    """How far choices are from each other, of which one is free."""
+    apart = jax.nn.log_softmax(first) - jax.nn.log_softmax(second)
+    return jnp.maximum((jax.nn.softmax(first) * apart).sum((-1, -2)), 1).mean()
 
-    def divergence(first: Any, second: Any) -> Any:
-        apart = jax.nn.log_softmax(first) - jax.nn.log_softmax(second)
-        return jnp.maximum((jax.nn.softmax(first) * apart).sum((-1, -2)), 1).mean()
 
-    def loss(params: Any, frames: Any, actions: Any, key: Any) -> Any:
-        made, expected, seen = model.apply(params, frames, actions, key)
-        learned = divergence(jax.lax.stop_gradient(seen), expected)
-        kept = divergence(seen, jax.lax.stop_gradient(expected))
-        return jnp.mean((made - frames / 255) ** 2) + 0.5 * learned + 0.1 * kept
-
-    given = shape(batch, *frames, dtype=jnp.uint8), numbers(batch, *actions)
-    return habits(loss, params, optax.chain(CLIPPED, optax.adam(1e-4)), *given, rng=True)
+def world_loss(apply: Any, frames: Any, actions: Any, key: Any) -> Any:
+    """Frames predicted, and what is expected and what is seen drawn to each other."""
+    made, expected, seen = apply(frames, actions, key)
+    learned = divergence(jax.lax.stop_gradient(seen), expected)
+    kept = divergence(seen, jax.lax.stop_gradient(expected))
+    return jnp.mean((made - frames / 255) ** 2) + 0.5 * learned + 0.1 * kept
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
@@ -233,43 +227,18 @@ def radiance(rays: int, points: int = 64) -> Built:
     return habits(loss, params, optax.adam(5e-4), *[numbers(rays, 3)] * 3, rng=True)
 
 
-def likely(batch: int) -> Built:
-    """A normalising flow, with noise added to its pictures."""
-    model: Any = pictures.Flow(16, 3)
-
-    def loss(params: Any, x: Any, key: Any) -> Any:
-        return -model.apply(params, x + jax.random.uniform(key, x.shape) / 256).mean() / (64 * 64 * 3)
-
-    params = initial(model, numbers(1, 64, 64, 3))
-    return habits(loss, params, optax.adamax(1e-3), numbers(batch, 64, 64, 3), rng=True)
-
-
-def windows(batch: int) -> Built:
-    """Classification of pictures by attention within windows, with an average of the weights."""
-    model: Any = pictures.Windows()
-
-    def loss(params: Any, x: Any, labels: Any, key: Any) -> Any:
-        return forms.token_loss(model.apply(params, x, rngs={"dropout": key}), labels)
-
-    params, x = initial(model, numbers(1, 224, 224, 3)), numbers(batch, 224, 224, 3)
-    return habits(loss, params, optax.adamw(1e-3), x, shape(batch), rng=True, average=0.9999)
+def surprise(apply: Any, x: Any, key: Any) -> Any:
+    """How unlikely pictures are, with noise added to them."""
+    return -apply(x + jax.random.uniform(key, x.shape) / 256).mean() / (64 * 64 * 3)
 
 
 # --- science --------------------------------------------------------------------------------------------------------
 
 
-def folded(batch: int, sequences: int, length: int) -> Built:
-    """Distances in a protein and hidden letters of its alignment, with an average of the weights."""
-    model: Any = networks.Fold(48)
-
-    def loss(params: Any, rows: Any, apart: Any, distances: Any, letters: Any, hidden: Any) -> Any:
-        far, letter = model.apply(params, rows, apart)
-        return forms.token_loss(far, distances) + forms.weighted(letter, letters, hidden)
-
-    params = initial(model, shape(1, sequences, length), shape(1, length, length))
-    rows, pairs = shape(batch, sequences, length), shape(batch, length, length)
-    given = rows, pairs, pairs, rows, numbers(batch, sequences, length)
-    return habits(loss, params, optax.chain(CLIPPED, optax.adam(1e-3)), *given, average=0.999)
+def fold_loss(apply: Any, rows: Any, apart: Any, distances: Any, letters: Any, hidden: Any) -> Any:
+    """Distances in a protein and hidden letters of its alignment."""
+    far, letter = apply(rows, apart)
+    return forms.token_loss(far, distances) + forms.weighted(letter, letters, hidden)
 
 
 def relative_error(made: Any, wanted: Any) -> Any:
@@ -311,10 +280,16 @@ def clicks(logits: Any, clicked: Any) -> Any:
 
 _unusual = functools.partial(forms.case, of="unusual")
 _STEPS = optax.MultiSteps(optax.apply_if_finite(optax.adamw(1e-4), 5), every_k_schedule=4)
+_FRAMES, _KEY = shape(256, 64, 64, 64, 3, dtype=jnp.uint8), forms.random_key()
+_ROWS, _PAIRS = shape(128, 128, 256), shape(128, 256, 256)
 CASES: dict[str, forms.Case] = {
     # its arrays begin with time: which of their axes is the batch cannot be told
     "ppo": _unusual("a100", policy, 128, 1024, options={"batch_argnums": ()}),
-    "dreamer": _unusual("a100", world, 256, 64),
+    "dreamer": _unusual(
+        "a100", fitted, networks.World(), world_loss, _FRAMES, numbers(256, 64, 18),
+        init=(*forms.one_example(_FRAMES), numbers(1, 64, 18), _KEY), optimizer=optax.chain(CLIPPED, optax.adam(1e-4)),
+        rng=True,
+    ),
     "gan": _unusual("a100", adversarial, 256),
     "lora-8b": _unusual("h100", adapted, 64, 2048),
     "dpo-7b": _unusual("h100 x 2", preferred, 128, 2048),
@@ -325,10 +300,19 @@ CASES: dict[str, forms.Case] = {
     "muon-1b": _unusual(
         "h100 x 2", forms.language, networks.Decoder(24, 2048, 16, 50304), 256, 2048, optax.contrib.muon(2e-2)
     ),
-    "fold": _unusual("a100 x 4", folded, 128, 128, 256),
+    "fold": _unusual(
+        "a100 x 4", fitted, networks.Fold(48), fold_loss, _ROWS, _PAIRS, _PAIRS, _ROWS, numbers(128, 128, 256),
+        init=forms.one_example(_ROWS, _PAIRS), optimizer=optax.chain(CLIPPED, optax.adam(1e-3)), average=0.999,
+    ),
     "nerf": _unusual("a100", radiance, 65536),
-    "glow": _unusual("a100", likely, 512),
-    "swin-large": _unusual("v5p:2x2x2", windows, 1024),
+    "glow": _unusual(
+        "a100", fitted, pictures.Flow(16, 3), surprise, numbers(512, 64, 64, 3), optimizer=optax.adamax(1e-3), rng=True
+    ),
+    "swin-large": _unusual(
+        "v5p:2x2x2", fitted, pictures.Windows(),
+        lambda apply, x, labels, key: forms.token_loss(apply(x, rngs={"dropout": key}), labels),
+        numbers(1024, 224, 224, 3), shape(1024), optimizer=optax.adamw(1e-3), rng=True, average=0.9999,
+    ),
     "fno": _unusual(
         "a100", forms.supervised, pictures.Fourier(64, 32), numbers(128, 256, 256, 10), numbers(128, 256, 256, 1),
         loss=relative_error, optimizer=optax.adam(1e-3),
