@@ -1,4 +1,4 @@
-"""What the zoo's files share: the record of a case, its batches and losses, numbers to fill shapes with, and updates."""
+"""What the zoo's files share: the record of a case, batches and losses, numbers to fill shapes with, and updates."""
 
 from __future__ import annotations
 
