@@ -21,12 +21,9 @@ from typing import Any
 
 from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
-from alpa_lite.compilation import fixed_placement, plan_cache
-from alpa_lite.compilation.gc_pause import reduced_gc
-from alpa_lite.compilation.plan_replay import add_donation, check_memory, load_cached_plan, rebuild_stages, replay_plan
+from alpa_lite.compilation import known_division, plan_cache
 from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes, passes
-from alpa_lite.compilation.stack_chunk import with_large_stack_chunk
 from alpa_lite.ir.graph import Traced
 from alpa_lite.options import Options
 from alpa_lite.passes import checks, factors, plans, tracing
@@ -40,6 +37,7 @@ from alpa_lite.passes.tracing.manual_regions import check_regions
 from alpa_lite.passes.tracing.placements import placed_arguments
 from alpa_lite.plan.pins import NO_PINS, Pins
 from alpa_lite.plan.plan import Plan
+from alpa_lite.processes.effects import reduced_gc, with_large_stack_chunk
 from alpa_lite.processes.plan_broadcast import PlanBroadcast
 from alpa_lite.report.summary import planned_message
 
@@ -95,7 +93,7 @@ def compile_step(
         traced = run("tracing", request.trace)
         check_regions(traced.graph, cluster.num_devices)
         said = [] if options.ignore_annotations else tracing.read_annotations(traced, args, kwargs)
-        said = [one for one in said if not (one.array and fixed_placement.is_given(request))]
+        said = [one for one in said if not (one.array and known_division.is_given(request))]
         placed, on = placed_arguments(traced, args, kwargs, options.in_shardings, cluster.num_devices)
         context = None if options.ignore_annotations else context
         wanted = wishes.of(traced, request.method, cluster.num_devices, said, context, options.forbidden, placed, on)
@@ -104,9 +102,9 @@ def compile_step(
         found: list[str] = []
         plan, staged = others.plan(
             step, request, lambda: plan_step(run, step, request, found),
-            lambda plan: rebuild_stages(run, step, request, plan, math.inf),
+            lambda plan: known_division.rebuild_stages(run, step, request, plan, math.inf),
         )  # fmt: skip
-    check_memory(plan, options)
+    known_division.check_memory(plan, options)
     why = "; ".join([why, *found])
     if logger.isEnabledFor(logging.INFO):
         logger.info(planned_message(name, plan, why))
@@ -117,7 +115,7 @@ def compile_step(
 def plan_step(run: Passes, step: Step, request: PlanRequest, found: list[str]) -> tuple[Plan, Staged]:
     """The plan of the cache or a new one, which is verified; says in `found` where it is from, unless it is new."""
     cache = plan_cache.cache_of(step, request)
-    known = None if cache is None else load_cached_plan(run, step, request, cache)
+    known = None if cache is None else known_division.load_cached_plan(run, step, request, cache)
     plan, staged = known or choose_plan(run, step, request)
     if request.options.verify != "off":
         plan = run("checks", checks.verified, replace(plan, verification=()), staged)
@@ -135,9 +133,9 @@ def choose_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Plan, St
     """The plan, and the step in its stages: as a given plan or division says, or as the search finds."""
     summary = None
     if request.plan is not None:
-        staged = replay_plan(run, step, request, request.plan)
-    elif fixed_placement.is_given(request):
-        staged = fixed_placement.plan_on_existing_placement(run, step, request)
+        staged = known_division.replay_plan(run, step, request, request.plan)
+    elif known_division.is_given(request):
+        staged = known_division.plan_on_existing_placement(run, step, request)
         if staged.needed > request.budget:
             raise exceeds_budget(staged, request.budget)
         if request.wishes.forbidden:
@@ -145,7 +143,7 @@ def choose_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Plan, St
     else:
         staged, summary = search_plan(run, step, request)
     staged = noted(staged, *request.wishes.notes, *plans.constraint_notes(staged, request.wishes))
-    staged = add_donation(staged, step, request)
+    staged = known_division.add_donation(staged, step, request)
     annotated = bool(mesh_program.constraints_of(step.traced, request.wishes))
 
     def write() -> Plan:

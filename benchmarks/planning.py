@@ -90,7 +90,6 @@ def textbook(name: str, effort: str = "normal", **_: Any) -> dict[str, Any]:
     import alpa_lite
     from alpa_lite import _jax, compiler
     from alpa_lite.api import make_options
-    from alpa_lite.compilation.gc_pause import reduced_gc
     from alpa_lite.compilation.request import PlanRequest, Step
     from alpa_lite.compilation.runner import passes
     from alpa_lite.errors import AlpaLiteError
@@ -98,6 +97,7 @@ def textbook(name: str, effort: str = "normal", **_: Any) -> dict[str, Any]:
     from alpa_lite.passes.search.planner import search_plan
     from alpa_lite.passes.sharding import wishes
     from alpa_lite.plan.pins import NO_PINS
+    from alpa_lite.processes.effects import reduced_gc
 
     case = CASES[name]
     fun, args = case.build()

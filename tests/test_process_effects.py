@@ -10,10 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from alpa_lite.compilation import gc_pause
-from alpa_lite.compilation.stack_chunk import with_large_stack_chunk
 from alpa_lite.errors import OptionError
 from alpa_lite.processes import effects
+from alpa_lite.processes.effects import reduced_gc, with_large_stack_chunk
 
 FOUND = (700, 10, 10)
 
@@ -24,37 +23,35 @@ def thresholds() -> Iterator[None]:
     gc.set_threshold(*FOUND)
     yield
     gc.set_threshold(*before)
+    gc.enable()
 
 
 def test_the_first_raises_and_the_last_restores():
     first, second = contextlib.ExitStack(), contextlib.ExitStack()
-    first.enter_context(gc_pause.reduced_gc)
-    second.enter_context(gc_pause.reduced_gc)
+    first.enter_context(reduced_gc)
+    second.enter_context(reduced_gc)
     first.close()
     # The second one still plans.
-    assert gc.get_threshold() == (gc_pause.MAX_YOUNG_OBJECTS, gc_pause.MIN_COLLECTIONS, *FOUND[2:])
+    assert gc.get_threshold() == (effects.MAX_YOUNG_OBJECTS, effects.MIN_COLLECTIONS, *FOUND[2:])
     second.close()
     assert gc.get_threshold() == FOUND
-    with pytest.raises(ValueError, match="while planning"), gc_pause.reduced_gc:
+    with pytest.raises(ValueError, match="while planning"), reduced_gc:
         raise ValueError("while planning")
     assert gc.get_threshold() == FOUND
 
 
 def test_thresholds_of_the_program_stay():
-    with gc_pause.reduced_gc:
+    with reduced_gc:
         gc.set_threshold(5, 6, 7)
     assert gc.get_threshold() == (5, 6, 7)
-    for own in (0, 10 * gc_pause.MAX_YOUNG_OBJECTS):
+    for own in (0, 10 * effects.MAX_YOUNG_OBJECTS):
         gc.set_threshold(own, *FOUND[1:])
-        with gc_pause.reduced_gc:
+        with reduced_gc:
             assert gc.get_threshold()[0] == own
     gc.set_threshold(*FOUND)
     gc.disable()
-    try:
-        with gc_pause.reduced_gc:
-            assert gc.get_threshold() == FOUND
-    finally:
-        gc.enable()
+    with reduced_gc:
+        assert gc.get_threshold() == FOUND
 
 
 def test_garbage_of_several_plans_is_freed():
@@ -64,18 +61,20 @@ def test_garbage_of_several_plans_is_freed():
 
     alive: list[weakref.ref[Cycle]] = []
     for _ in range(12):
-        with gc_pause.reduced_gc:
+        with reduced_gc:
             alive += [weakref.ref(Cycle()) for _ in range(1_000)]
     assert sum(one() is not None for one in alive) < 10_000
 
 
-def test_rare_collection_can_be_declined(monkeypatch: pytest.MonkeyPatch):
-    for given, declined in (("gc", True), ("exit, gc", True), ("all", True), ("exit", False)):
+def test_effects_on_planning_can_be_declined(monkeypatch: pytest.MonkeyPatch):
+    words = with_large_stack_chunk(lambda: sys._getframe(1).f_code.co_stacksize)
+    for given in ("gc", "exit, gc", "all", "exit", "stack", ""):
         monkeypatch.setenv(effects.DECLINE_VARIABLE, given)
-        with gc_pause.reduced_gc:
-            assert (gc.get_threshold() == FOUND) == declined
+        with reduced_gc:
+            assert (gc.get_threshold() == FOUND) == ("gc" in given or given == "all")
+        assert (words() < 2**16) == (given in ("stack", "all"))
     monkeypatch.setenv(effects.DECLINE_VARIABLE, "garbage")
-    with pytest.raises(OptionError, match=r"ALPA_LITE_DECLINE='garbage': give some of gc, "), gc_pause.reduced_gc:
+    with pytest.raises(OptionError, match=r"ALPA_LITE_DECLINE='garbage': give some of gc, "), reduced_gc:
         pass
     assert gc.get_threshold() == FOUND
 
@@ -119,10 +118,3 @@ def test_it_is_the_same_function():
         wide(1.0, by=0.0)
     first, second = with_large_stack_chunk(lambda: 1), with_large_stack_chunk(lambda: 2)
     assert (first(), second(), first()) == (1, 2, 1)
-
-
-def test_large_chunks_can_be_declined(monkeypatch):
-    frames = with_large_stack_chunk(lambda: sys._getframe(1).f_code.co_stacksize)
-    assert frames() > 2**16
-    monkeypatch.setenv("ALPA_LITE_DECLINE", "stack")
-    assert frames() < 2**16

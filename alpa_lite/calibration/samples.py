@@ -61,62 +61,53 @@ class Sample:
 
 @dataclass(frozen=True)
 class Grid:
-    """The sizes that are measured.
+    """What is measured.
 
     Attributes:
-      products: dtype and (m, n, k).
-      elementwise: bytes of the array on each device.
+      work: of each device by itself, the most important first.
       payloads: bytes, of each kind of collective and each group of devices.
-      sustained: dtype and (m, n, k); none where clocks do not depend on what is computed.
-      attention: (examples, tokens, heads, features); none where JAX has no kernel of its own.
-      kernels: of the program that shows what starting one takes.
     """
 
-    products: tuple[tuple[str, tuple[int, int, int]], ...]
-    elementwise: tuple[int, ...]
+    work: tuple[Sample, ...]
     payloads: tuple[int, ...]
-    sustained: tuple[tuple[str, tuple[int, int, int]], ...] = ()
-    attention: tuple[tuple[int, int, int, int], ...] = ()
-    kernels: int = 64
 
     @classmethod
     def of(cls, platform: str) -> Grid:
-        """The usual sizes: what one device of a plan has to do, on a CPU device a hundred times less."""
+        """The usual sizes: what one device of a plan has to do, on a CPU device a hundred times less.
+
+        Products after seconds of others are measured where clocks depend on what is computed, attention where JAX has a
+        kernel of its own.
+        """
         if platform == "cpu":
-            cubes = ((64, 64, 64), (128, 128, 128), (256, 256, 256), (512, 512, 512))
-            flat = ((16, 256, 256), (64, 512, 128), (256, 64, 512), (512, 512, 32))
-            halves = ((64, 64, 64), (256, 256, 256))
+            cubes = [(n, n, n) for n in (64, 128, 256, 512)]
+            flat = [(16, 256, 256), (64, 512, 128), (256, 64, 512), (512, 512, 32)]
+            halves, sustained = [(64, 64, 64), (256, 256, 256)], []
             payloads, elementwise = (2**12, 2**16, 2**20, 2**23), (2**19, 2**21, 2**23)
         else:
-            cubes = tuple((n, n, n) for n in (512, 1024, 2048, 4096))
-            flat = ((128, 4096, 4096), (4096, 4096, 128), (8192, 1024, 4096), (256, 8192, 1024))
-            halves = (*cubes, *flat, (8192, 8192, 8192))
+            cubes = [(n, n, n) for n in (512, 1024, 2048, 4096)]
+            flat = [(128, 4096, 4096), (4096, 4096, 128), (8192, 1024, 4096), (256, 8192, 1024)]
+            sustained = [(8192, 8192, 8192)]
+            halves = [*cubes, *flat, *sustained]
             payloads, elementwise = (2**14, 2**18, 2**22, 2**26), (2**24, 2**27, 2**29)
-        products = [*(("f32", sizes) for sizes in (*cubes, *flat)), *(("bf16", sizes) for sizes in halves)]
-        if platform == "cpu":
-            return cls(tuple(products), elementwise, payloads)
-        attention = tuple((32768 // tokens, tokens, 16, 128) for tokens in (1024, 4096, 16384))
-        return cls(
-            tuple(products), elementwise, payloads, (("bf16", (8192, 8192, 8192)),),
-            attention if platform == "cuda" else (),
-        )  # fmt: skip
+        work = [Sample("product", sizes) for sizes in (*cubes, *flat)]
+        work += [Sample("product", sizes, dtype="bf16") for sizes in halves]
+        work += [*(Sample("elementwise", (size,)) for size in elementwise), Sample("kernel", (64,))]
+        for tokens in (1024, 4096, 16384) if platform == "cuda" else ():
+            sizes = (32768 // tokens, tokens, 16, 128)
+            work += [Sample("attention", sizes, dtype="bf16", kind=kind) for kind in PASSES]
+        return cls((*work, *(Sample("sustained", sizes, dtype="bf16") for sizes in sustained)), payloads)
 
 
 def cases(grid: Grid, cluster: Cluster) -> Iterator[tuple[Sample, LogicalMesh | None, Axes]]:
     """Yields the samples to measure, those of collectives with mesh and axes; most important first as time may end.
 
-    Products, arrays and the start of tasks come first, then collectives, those over the most devices before others.
+    The work of devices and the start of tasks come first, then collectives, those over the most devices before others.
     """
     count = cluster.num_devices
-    work = [Sample("product", sizes, dtype=dtype) for dtype, sizes in grid.products]
-    moves = [Sample("elementwise", (size,)) for size in grid.elementwise]
     sizes = [size for size in (1 << n for n in range(count.bit_length())) if count % size == 0]
-    moves.append(Sample("kernel", (grid.kernels,)))
-    moves += [Sample("attention", sizes, dtype="bf16", kind=kind) for sizes in grid.attention for kind in PASSES]
-    moves += [Sample("sustained", sizes, dtype=dtype) for dtype, sizes in grid.sustained]
     starts = [Sample("run", (size,)) for size in sizes]
     starts += [Sample("transfer", (size,)) for size in sizes if 2 * size <= count]
-    for sample in (*work, *moves, *starts):
+    for sample in (*grid.work, *starts):
         yield sample, None, ()
     for group, (mesh, axes) in groups(cluster).items():
         for kind in get_args(CollectiveKind):

@@ -6,10 +6,8 @@ import dataclasses
 import datetime
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from alpa_lite.calibration import files
 from alpa_lite.calibration.fitting import Fit
@@ -52,23 +50,15 @@ class Calibration:
         cluster = dataclasses.replace(cluster, source=source)
         return cls(cluster, fits, samples, wanted, seconds, jax.__version__, date)
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values, and the kind of the devices."""
-        return {"device": self.cluster.device, **json_codec.encode_fields(self)}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Calibration:
-        """The calibration that `to_json` wrote. Raises ValueError for damaged data (`files.read` words the error)."""
-        return json_codec.decode_fields(cls, {field.name: data[field.name] for field in dataclasses.fields(cls)})
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file, and its folder if there is none. Raises OptionError if it cannot be written."""
-        files.write(path, self.to_json())
+        files.write(path, {"device": self.cluster.device, **json_codec.encode_fields(self)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
         """Reads a file. Raises OptionError if it cannot be read, is damaged, or has another version."""
-        return files.read(path, cls.from_json)
+        names = [field.name for field in dataclasses.fields(cls)]
+        return files.read(path, lambda data: json_codec.decode_fields(cls, {name: data[name] for name in names}))
 
 
 def default_path(cluster: Cluster) -> Path:

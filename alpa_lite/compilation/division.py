@@ -24,7 +24,7 @@ from alpa_lite.passes.plans import replay
 from alpa_lite.passes.programs.staged import Staged, Verdict
 from alpa_lite.passes.search.pipeline_analysis import cut_into_stages
 from alpa_lite.passes.stages import planning
-from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
+from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.plan.pins import Pins
 from alpa_lite.plan.plan import Plan
@@ -41,7 +41,7 @@ class DividedStep:
       mesh_shapes: of each stage.
       first_devices: of each submesh.
       layers: the layers of the stages, as `programs.pipelined` takes them by keyword.
-      pins: of each stage, by the argument's number in it; used by `solve`.
+      pins: of each stage, by the argument's number in it; used where stages are solved.
       idle_devices, owned: as of a plan's division.
       copied: notes on leaves that are copied to another submesh in each call.
     """
@@ -90,50 +90,40 @@ def divide_as_plan(run: Passes, loop: Accumulated, schedule: Schedule, plan: Pla
     )  # fmt: skip
 
 
-def solve(run: Passes, request: PlanRequest, division: DividedStep, price: float = 0.0) -> Staged:
-    """The program of stages that are each solved on their submesh; identical ones are solved once.
+def plan_stages(
+    run: Passes, request: PlanRequest, division: DividedStep, plan: Plan | None = None, price: float = 0.0,
+    verdict: Verdict | None = None,
+) -> Staged:  # fmt: skip
+    """The program of the stages, each with the decisions of a plan, or solved on its submesh, identical ones once.
 
     Args:
-      price: of memory.
-    """
-    split, planned = division.schedule.splits_backward, []
-    known: dict[Any, DecidedStage] = {}
-    for graph, sizes, pins in zip(division.graphs, division.mesh_shapes, division.pins, strict=True):
-        shape, cluster = tuple(sizes), request.cluster.part(math.prod(sizes))
-        layouts = tuple((number, pin.mesh, pin.layout) for number, pin in sorted(pins.arguments.items()))
-        key = planning.digest(graph), shape, layouts
-        decided = run(
-            "sharding", planning.decide, graph, cluster, Sharded(shape), price=price, pins=pins, like=known.get(key)
-        )
-        known.setdefault(key, decided)
-        planned.append(run("lowering", planning.lowered, decided, split_weights=split))
-    return write_program(run, request, division, planned, layers_verdict(planned, "feasible"))
-
-
-def replay_decisions(run: Passes, request: PlanRequest, division: DividedStep, plan: Plan) -> list[PlannedStage]:
-    """The stages with the decisions of a plan, lowered without solving.
+      plan: the decisions; None to solve.
+      price: of memory, where stages are solved.
+      verdict: on all stages; by default by the sums of their integer programs.
 
     Raises:
       PlanError: the plan is for another program; says what differs.
     """
     split, planned = division.schedule.splits_backward, []
-    for graph, stage in zip(division.graphs, plan.stages, strict=True):
-        cluster = request.cluster.part(stage.num_devices)
-        decided = run("sharding", replay.replay, graph, cluster, stage, "explicit", split_weights=split)
+    known: dict[Any, DecidedStage] = {}
+    for number, (graph, sizes) in enumerate(zip(division.graphs, division.mesh_shapes, strict=True)):
+        shape, cluster = tuple(sizes), request.cluster.part(math.prod(sizes))
+        if plan is not None:
+            stage = plan.stages[number]
+            decided = run("sharding", replay.replay, graph, cluster, stage, "explicit", split_weights=split)
+        else:
+            pins = division.pins[number]
+            layouts = tuple((argument, pin.mesh, pin.layout) for argument, pin in sorted(pins.arguments.items()))
+            key = planning.digest(graph), shape, layouts
+            decided = run(
+                "sharding", planning.decide, graph, cluster, Sharded(shape), price=price, pins=pins, like=known.get(key)
+            )
+            known.setdefault(key, decided)
         planned.append(run("lowering", planning.lowered, decided, split_weights=split))
-    return planned
-
-
-def layers_verdict(planned: Sequence[PlannedStage], status: str) -> Verdict:
-    """The verdict on stages by the sums of their integer programs."""
-    solutions = [stage.found.solution for stage in planned]
-    return Verdict("layers", status, sum(one.objective for one in solutions), sum(one.bound for one in solutions))
-
-
-def write_program(
-    run: Passes, request: PlanRequest, division: DividedStep, planned: Sequence[PlannedStage], verdict: Verdict
-) -> Staged:
-    """The program of planned stages."""
+    if verdict is None:
+        solutions = [stage.found.solution for stage in planned]
+        sums = sum(one.objective for one in solutions), sum(one.bound for one in solutions)
+        verdict = Verdict("layers", "feasible" if plan is None else "replayed", *sums)
     return run(
         "programs", programs.pipelined, division.loop, planned, division.first_devices, division.schedule,
         request.cluster, verdict=verdict, idle_devices=division.idle_devices, owned=division.owned, **division.layers,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from alpa_lite import _jax
-from alpa_lite.compilation.division import DividedStep, layers_verdict, replay_decisions, solve, write_program
+from alpa_lite.compilation.division import DividedStep, plan_stages
 from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError, PlanError
@@ -115,8 +115,7 @@ def replay_partition(run: Passes, step: Step, request: PlanRequest, plan: Plan) 
             f"the plan has {len(plan.stages)} stages, but this step has {len(division.graphs)} on these submeshes: the "
             "plan is for another program or version. Plan again."
         )
-    planned = replay_decisions(run, request, division, plan)
-    return write_program(run, request, division, planned, layers_verdict(planned, "replayed"))
+    return plan_stages(run, request, division, plan)
 
 
 def in_pieces(run: Passes, step: Step, request: PlanRequest) -> tuple[Step, PlanRequest, tuple[str, ...]]:
@@ -219,12 +218,11 @@ def _solve(run: Passes, request: PlanRequest, division: DividedStep) -> Staged:
     Raises:
       InfeasibleError: they do not fit, and leaves are copied between submeshes.
     """
-    for price in PRICES[:-1]:
-        staged = solve(run, request, division, price)
+    for price in PRICES:
+        staged = plan_stages(run, request, division, price=price)
         if staged.needed <= request.budget:
             return staged
-    staged = solve(run, request, division, PRICES[-1])
-    if staged.needed > request.budget and division.copied:
+    if division.copied:
         raise InfeasibleError(
             f"{division.loop.traced.name} needs {units.nbytes(staged.needed)} per device with its state in place, of "
             f"{units.nbytes(int(request.budget))}, and leaves are copied: {division.copied[0]}. Take the loop over "

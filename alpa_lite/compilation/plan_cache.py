@@ -17,7 +17,6 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -26,7 +25,7 @@ from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.errors import PlanError
 from alpa_lite.ir import json_codec
 from alpa_lite.options import Options
-from alpa_lite.passes.ir.keys import digest
+from alpa_lite.passes.ir.keys import Keys, digest
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.plan.plan import SCHEMA, Plan
 from alpa_lite.version import __version__
@@ -103,13 +102,13 @@ def key_of(step: Step, request: PlanRequest) -> dict[str, str]:
         "program": digest(traced.graph, constants=False),
         "arguments": _hash("\n".join([*arguments, *results, str(traced.state), str(traced.batch_named)])),
         "rules": _hash("\n".join(rules)),
-        "pins": _hash(_text(request.pins)),
-        "wishes": _hash(_text(request.wishes)),
+        "pins": _hash(Keys().text(request.pins)),
+        "wishes": _hash(Keys().text(request.wishes)),
         "state_from": "" if request.like is None else request.like.fingerprint,
         "options": _options(options),
         "memory per device": f"{request.budget:.0f}",
         "cluster": request.cluster.fingerprint,
-        "settings": "" if traced.calling is None else _text(_jax.settings_text(traced.calling.settings)),
+        "settings": "" if traced.calling is None else Keys().text(_jax.settings_text(traced.calling.settings)),
         "jax": jax.__version__,
         "alpa_lite": f"{__version__}, plans {SCHEMA}",
     }
@@ -129,21 +128,7 @@ def check_same(plan: Plan, staged: Staged, budget: float) -> None:
 
 def _options(options: Options) -> str:
     kept = [field.name for field in dataclasses.fields(options) if field.metadata["keyed"]]
-    return "; ".join(f"{name}={_text(getattr(options, name))}" for name in sorted(kept))
-
-
-def _text(value: Any) -> str:
-    """A value of records, mappings and plain values as text that is equal in every process."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-        return f"{type(value).__name__}({', '.join(f'{name}={_text(item)}' for name, item in fields)})"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{_text(key)}: {_text(item)}' for key, item in value.items()))}}}"
-    if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(map(_text, value)))}}}"
-    if isinstance(value, tuple | list):
-        return f"({', '.join(map(_text, value))})"
-    return repr(value)
+    return "; ".join(f"{name}={Keys().text(getattr(options, name))}" for name in sorted(kept))
 
 
 def _hash(text: str) -> str:

@@ -39,7 +39,7 @@ REPLY_MARGIN_SECONDS = 15.0
 """Seconds that the others wait for process 0 longer than it waits for them, so that it can name the missing one."""
 
 RETAINED_COLLECTIVES = 64
-"""Collectives of one kind whose messages stay stored; a slow process may still read those of an earlier one."""
+"""Collectives of one kind whose messages stay stored: another thread, as of a save, may still read an earlier one's."""
 
 MAX_PART_BYTES = 1 << 20
 """Bytes of one value of the store."""

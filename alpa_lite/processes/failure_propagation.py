@@ -26,7 +26,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import ProcessError
 from alpa_lite.processes import effects
 from alpa_lite.processes.channel import Board
-from alpa_lite.processes.divergence import CallLog, ProgramPoint, find_passed
+from alpa_lite.processes.divergence import CallLog, ProgramPoint, has_passed
 
 logger = logging.getLogger(__name__)
 
@@ -109,15 +109,9 @@ class FailureMonitor:
         self._post()
         return point
 
-    def check_not_passed(self, point: ProgramPoint | None, name: str) -> None:
-        """Raises ProcessError if another process has passed a point where this one plans the step `name`."""
-        process = None if point is None else find_passed(point, self._statuses())
-        if process is not None:
-            raise ProcessError(
-                f"process {process} goes through {point} as it was planned before, and process {jax.process_index()} "
-                f"has to plan {name} for other arguments there: every process must give arrays of the same global "
-                "shapes and dtypes, in equally many calls and batches"
-            )
+    def find_passed(self, point: ProgramPoint) -> set[int]:
+        """Returns the other processes that have posted that they passed a point without planning there."""
+        return {process for process, log in self._statuses().items() if has_passed(log, point)} - {jax.process_index()}
 
     def report_raised(self, call: int, name: str, error: Exception) -> None:
         """Posts that a call of a step raised."""

@@ -66,6 +66,7 @@ class PlanBroadcast(Collective):
         """
         super().__init__("plan", f"planning {name}", local=not shared)
         self._name, self._point = name, None
+        self._passed: set[int] = set()  # at the last check
         if self.count > 1:
             monitor.start()
             self._point = monitor.announce_planning()
@@ -73,8 +74,14 @@ class PlanBroadcast(Collective):
             check_joined(name)
 
     def check_peers(self) -> None:
-        """Raises ProcessError if another process passed this point of the program without planning."""
-        monitor.check_not_passed(self._point, self._name)
+        """Raises ProcessError if another process passed this point of the program without planning, twice in a row."""
+        before, self._passed = self._passed, set() if self._point is None else monitor.find_passed(self._point)
+        for process in sorted(before & self._passed)[:1]:
+            raise ProcessError(
+                f"process {process} goes through {self._point} as it was planned before, and process {self.process} "
+                f"has to plan {self._name} for other arguments there: every process must give arrays of the same "
+                "global shapes and dtypes, in equally many calls and batches"
+            )
 
     def plan(
         self, step: Step, request: PlanRequest, make: Callable[[], tuple[Plan, Staged]],

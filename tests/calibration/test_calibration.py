@@ -31,7 +31,9 @@ TRUE = dataclasses.replace(
     sustained_efficiency=0.7, attention_efficiency={"cudnn": (0.5, 0.25)},
 )  # fmt: skip
 LENGTHS = ((2, 128, 4, 64), (1, 512, 4, 64))
-GRID = dataclasses.replace(Grid.of("cpu"), sustained=(("bf16", (512, 512, 512)),), attention=LENGTHS)
+PASSES = [Sample("attention", sizes, dtype="bf16", kind=kind) for sizes in LENGTHS for kind in samples.PASSES]
+USUAL = Grid.of("cpu")
+GRID = Grid((*USUAL.work, *PASSES, Sample("sustained", (512, 512, 512), dtype="bf16")), USUAL.payloads)
 
 
 def ideal(sample: Sample, mesh: LogicalMesh | None, axes: tuple[str, ...]) -> float:
@@ -230,7 +232,8 @@ def test_every_machine_has_a_path_of_its_own(tmp_path: Path, monkeypatch: pytest
     assert default_path(Cluster.preset("h100")) == tmp_path / "alpa_lite" / "calibration-h100-sxm-8.json"
 
 
-SMALL = Grid(products=(("f32", (8, 8, 8)), ("f32", (256, 256, 256))), elementwise=(2**16,), payloads=(2**10, 2**18))
+PRODUCTS = [Sample("product", (size,) * 3) for size in (8, 256)]
+SMALL = Grid((*PRODUCTS, Sample("elementwise", (2**16,)), Sample("kernel", (64,))), payloads=(2**10, 2**18))
 
 
 def test_the_command_measures_writes_and_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

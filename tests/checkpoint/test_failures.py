@@ -80,14 +80,16 @@ def test_the_last_good_one_is_restored_whatever_point_a_save_ended_at(
     assert restored == [1] * names.index("rename") + [2] * (len(names) - names.index("rename"))
 
 
-KILLED = """
-    import os, pathlib, random, signal, sys, threading, time
+PREAMBLE = """
+    import os, pathlib, random, resource, signal, sys, threading, time
     import jax
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    from alpa_lite.checkpoint import CheckpointManager
+    from alpa_lite.checkpoint import CheckpointError, CheckpointManager
     from tests.checkpoint.test_failures import state
+"""
 
+KILLED = """
     folder, seed, first = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     manager = CheckpointManager(folder, keep=2)
     for step in (first, first + 1):
@@ -104,7 +106,7 @@ KILLED = """
 
 
 def run_script(text: str, *args: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", textwrap.dedent(text), *map(str, args)]
+    command = [sys.executable, "-c", textwrap.dedent(PREAMBLE + text), *map(str, args)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
 
@@ -126,13 +128,6 @@ def test_a_process_that_is_killed_while_it_saves_loses_nothing_that_was_saved(tm
 # -- no room -----------------------------------------------------------------------------------------------------------
 
 LIMITED = """
-    import resource, sys
-    import jax
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
-    from alpa_lite.checkpoint import CheckpointError, CheckpointManager
-    from tests.checkpoint.test_failures import state
-
     manager = CheckpointManager(sys.argv[1], keep=2)
     manager.save(1, state(1))
     manager.wait()

@@ -5,7 +5,7 @@ import time
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import mlp
 import worker
 
 import alpa_lite
@@ -17,21 +17,14 @@ def main() -> None:
     what, who = sys.argv[5], int(sys.argv[6])
     wrong = int(sys.argv[1]) == who
     worker.start(joined=what != "alone")
-    size = 32 if wrong and what == "shapes" else 16
-    rng = np.random.default_rng(0)
-    params = [jnp.asarray(rng.normal(size=(8, 8)), jnp.float32)] * 2
-    batch = {"x": rng.normal(size=(size, 8)).astype(np.float32), "y": np.zeros((size, 8), np.float32)}
-    constant = rng.normal(size=8).astype(np.float32) + (1 if wrong and what == "constants" else 0)
+    params, batch = mlp.arguments(layers=2, width=8, batch=32 if wrong and what == "shapes" else 16)
+    constant = batch["y"][0] + (1 if wrong and what == "constants" else 0)
 
     def loss_of(params, batch):
         if wrong and what == "raises":
             raise ValueError("the data is not there")
         x = batch["x"] + constant
-        for w in params:
-            x = jnp.tanh(x @ w)
-        if wrong and what == "code":
-            x = jnp.sin(x)
-        return ((x - batch["y"]) ** 2).mean()
+        return mlp.loss_of(params, {**batch, "x": jnp.sin(x) if wrong and what == "code" else x})
 
     @alpa_lite.parallelize(method=alpa_lite.Pipeline(num_stages=2), num_microbatches=2)
     def step(params, batch):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from alpa_lite.processes.local_launch import find_free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +39,7 @@ def run(
 
     `args` come after those of `worker.start`.
     """
-    port = _free_port()
+    port = find_free_port()
     settings = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **(env or {})}
     settings.pop("XLA_FLAGS", None)
     until = time.monotonic() + seconds
@@ -47,14 +48,10 @@ def run(
         paths = [Path(folder) / f"{number}.txt" for number in range(processes)]
         try:
             for number, path in enumerate(paths):
-                command = [
-                    sys.executable,
-                    Path(__file__).parent / script,
-                    *map(str, (number, processes, devices, port)),
-                ]
+                own = [sys.executable, Path(__file__).parent / script, *map(str, (number, processes, devices, port))]
                 file = stack.enter_context(path.open("wb"))
                 started.append(subprocess.Popen(
-                    [*command, *args], stdout=file, stderr=subprocess.STDOUT, env=settings, cwd=folder,
+                    [*own, *args], stdout=file, stderr=subprocess.STDOUT, env=settings, cwd=folder,
                     start_new_session=True,
                 ))  # fmt: skip
             codes = [_wait(process, until) for process in started]
@@ -89,9 +86,3 @@ def _wait(process: subprocess.Popen[bytes], until: float) -> int | None:
         return process.wait(max(0.0, until - time.monotonic()))
     except subprocess.TimeoutExpired:
         return None
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
