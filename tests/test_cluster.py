@@ -49,12 +49,13 @@ def test_presets_are_complete(name):
     assert len(str(cluster)) < 100
 
 
-def test_numbers_of_presets_count_one_direction_and_whole_nodes():
+def test_numbers_of_presets_count_one_direction_and_whole_nodes_under_names_in_any_case():
     v100 = Cluster.preset("p3.16xlarge")
     assert (v100.nodes, v100.devices_per_node) == (8, 8)
     assert v100.node_link.bandwidth == 6 * 25e9
     assert v100.network_link is not None and v100.network_link.bandwidth == 25e9 / 8
-    assert Cluster.preset("v100") == v100
+    assert Cluster.preset("v100") == v100 and Cluster.preset("H100") == Cluster.preset("h100")
+    assert Cluster.preset("Ironwood", topology=(4, 4, 4)) == Cluster.preset("v7", topology=(4, 4, 4))
     assert Cluster.preset("h100").node_link.bandwidth == 900e9 / 2
     frontier = Cluster.preset("frontier", nodes=16)
     assert (frontier.num_devices, frontier.devices_per_card) == (128, 2)
@@ -98,14 +99,11 @@ def test_impossible_clusters_are_refused(changes):
         dataclasses.replace(SMALL, **changes)
 
 
-def test_damaged_json_is_refused():
+def test_fingerprint_depends_on_everything_but_the_source_and_data_are_complete():
     data = SMALL.to_json()
     del data["memory"]
     with pytest.raises(OptionError, match="memory"):
         Cluster.from_json(data)
-
-
-def test_fingerprint_depends_on_everything_but_the_source():
     assert dataclasses.replace(SMALL, source="elsewhere").fingerprint == SMALL.fingerprint
     for changes in ({"memory": 1001}, {"nodes": 3}, {"node_link": Link(1e10, 2e-6)}, {"reserve": 0.2}):
         assert dataclasses.replace(SMALL, **changes).fingerprint != SMALL.fingerprint
@@ -155,13 +153,8 @@ def test_local_tpus_take_their_coordinates():
     assert Cluster.local([FakeDevice("TPU v4", "tpu", coords=(0, 0, z)) for z in range(4)]).topology == (1, 1, 4)
 
 
-def test_names_of_presets_in_any_case():
-    assert Cluster.preset("H100") == Cluster.preset("h100")
-    assert Cluster.preset("Ironwood", topology=(4, 4, 4)) == Cluster.preset("v7", topology=(4, 4, 4))
-
-
 def test_known_local_devices_have_presets_and_others_are_refused():
-    assert {preset for _, preset in presets.DATA["device_kinds"].items()} <= set(Cluster.preset_names())
+    assert set(presets.DATA["device_kinds"].values()) <= set(Cluster.preset_names())
     with pytest.raises(OptionError, match="GTX 1080"):
         Cluster.local([FakeDevice("NVIDIA GTX 1080")])
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from alpa_lite import _jax
@@ -57,8 +57,8 @@ def partition_by_placement(run: Passes, step: Step, request: PlanRequest) -> Sta
     step, request, moved_whole = in_pieces(run, step, replace(request, pins=pins))
     given = request.num_microbatches
     if given is not None and given > 1:
-        return _solve(run, request, _in_turns(run, step, request, given))
-    division = _at_once(run, step, request)
+        return _solve(run, request, _divide(run, step, request, given))
+    division = _divide(run, step, request, 1)
     for line in (*moved_whole, *division.copied):
         logger.warning("%s: %s", step.traced.name, line)
     staged = _solve(run, request, division)
@@ -66,7 +66,7 @@ def partition_by_placement(run: Passes, step: Step, request: PlanRequest) -> Sta
     if count == 1:
         return staged
     try:
-        other = _solve(run, request, _in_turns(run, step, request, count))
+        other = _solve(run, request, _divide(run, step, request, count))
     except (MicrobatchError, PlanError):
         return staged
     fits = other.needed <= max(request.budget, staged.needed)
@@ -109,7 +109,7 @@ def replay_partition(run: Passes, step: Step, request: PlanRequest, plan: Plan) 
     pieces = {numbers[path]: some for path, some in known.items() if not isinstance(some, Pin)}
     step, request, _ = in_pieces(run, step, replace(request, pins=Pins(whole, pieces)))
     count = plan.num_microbatches
-    division = _at_once(run, step, request) if count == 1 else _in_turns(run, step, request, count)
+    division = _divide(run, step, request, count)
     if len(division.graphs) != len(plan.stages):
         raise PlanError(
             f"the plan has {len(plan.stages)} stages, but this step has {len(division.graphs)} on these submeshes: the "
@@ -151,50 +151,27 @@ def in_pieces(run: Passes, step: Step, request: PlanRequest) -> tuple[Step, Plan
     return Step(traced, rules), request, tuple(notes)
 
 
-def _at_once(run: Passes, step: Step, request: PlanRequest) -> DividedStep:
-    """The step in one part for each submesh, without micro-batches."""
-    meshes, pinned = _submesh_of_arguments(request)
-    found = run("stages", stages.ownership, step.traced, pinned, len(meshes))
-    graphs = run("stages", stages.stage_graphs, step.traced, -1, found)
-    copied = copies(step.traced, graphs, request.pins)
-    loop = Accumulated(step.traced, -1, 1, (reason(request.pins), *copied))
-    return replace(_division(request, loop, graphs, range(len(meshes))), copied=copied)
-
-
-def _in_turns(run: Passes, step: Step, request: PlanRequest, number: int) -> DividedStep:
-    """The step in `number` micro-batches, in one stage for each round of each submesh.
+def _divide(run: Passes, step: Step, request: PlanRequest, count: int) -> DividedStep:
+    """The step in one part for each submesh, or over `count` micro-batches in one for each round of each submesh.
 
     Raises:
       MicrobatchError: it cannot be cut into as many.
       PlanError: something outside the loop reads leaves of several submeshes.
     """
-    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, number, **request.inexact)
-    meshes, pinned = _submesh_of_arguments(request)
-    found = run("stages", stages.turns_of, loop.traced, loop.scan, pinned, len(meshes))
-    graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, found.assignment)
-    for graph, submesh in zip(graphs, found.submeshes, strict=True):
-        for port, value in zip(graph.inputs, graph.traced.graph.block.inputs, strict=False):
-            is_leaf = port.kind in ("argument", "copy") and not is_small(graph.traced.graph.values[value])
-            if is_leaf and pinned.get(port.number, submesh) != submesh:
-                raise PlanError(
-                    f"num_microbatches={number}: {shown(loop.traced.arguments[port.number].path)} would be copied to "
-                    f"another submesh; use num_microbatches=1"
-                )
-    loop = replace(loop, notes=(reason(request.pins), *loop.notes))
-    return _division(request, loop, graphs, found.submeshes)
-
-
-def _submesh_of_arguments(request: PlanRequest) -> tuple[Sequence[tuple[LogicalMesh, int]], dict[int, int]]:
-    """The submeshes, with the number of the first device of each; and the submesh of each pinned argument."""
     found = submeshes_of(request.pins, request.cluster.num_devices)
-    return found, {n: found.index((pin.mesh, pin.first_device)) for n, pin in request.pins.arguments.items()}
-
-
-def _division(
-    request: PlanRequest, loop: Accumulated, graphs: Sequence[StageGraph], submeshes: Sequence[int]
-) -> DividedStep:
-    """The division into these stages on these submeshes."""
-    meshes, pinned = _submesh_of_arguments(request)
+    pinned = {n: found.index((pin.mesh, pin.first_device)) for n, pin in request.pins.arguments.items()}
+    if count == 1:
+        loop, submeshes = Accumulated(step.traced, -1, 1, ()), range(len(found))
+        assignment = run("stages", stages.ownership, step.traced, pinned, len(found))
+    else:
+        loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **request.inexact)
+        turns = run("stages", stages.turns_of, loop.traced, loop.scan, pinned, len(found))
+        assignment, submeshes = turns.assignment, turns.submeshes
+    graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, assignment)
+    copied = copies(step.traced, graphs, request.pins) if count == 1 else ()
+    for graph, submesh in zip(graphs, submeshes, strict=True) if count > 1 else ():
+        _check_in_place(graph, submesh, pinned, loop)
+    loop = replace(loop, notes=(reason(request.pins), *copied, *loop.notes))
     pins = [
         Pins({
             number: request.pins.arguments[port.number]
@@ -203,13 +180,24 @@ def _division(
         })
         for graph, submesh in zip(graphs, submeshes, strict=True)
     ]  # fmt: skip
-    count, paths = len(graphs), [loop.traced.arguments[number].path for number in sorted(request.pins.arguments)]
+    num, paths = len(graphs), [loop.traced.arguments[number].path for number in sorted(request.pins.arguments)]
     return DividedStep(
-        loop, graphs, schedules.forwards(submeshes, loop.num_microbatches),
-        [meshes[submesh][0].shape for submesh in submeshes], [first for _, first in meshes],
-        {"first_layers": range(count), "num_layers": count, "max_layers": count, "remat": ["none"] * count},
-        pins, owned=tuple(paths),
+        loop, graphs, schedules.forwards(submeshes, count), [found[submesh][0].shape for submesh in submeshes],
+        [first for _, first in found],
+        {"first_layers": range(num), "num_layers": num, "max_layers": num, "remat": ["none"] * num},
+        pins, owned=tuple(paths), copied=copied,
     )  # fmt: skip
+
+
+def _check_in_place(graph: StageGraph, submesh: int, pinned: Mapping[int, int], loop: Accumulated) -> None:
+    """Raises PlanError if a stage on a submesh reads a large leaf of another one."""
+    for port, value in zip(graph.inputs, graph.traced.graph.block.inputs, strict=False):
+        is_leaf = port.kind in ("argument", "copy") and not is_small(graph.traced.graph.values[value])
+        if is_leaf and pinned.get(port.number, submesh) != submesh:
+            raise PlanError(
+                f"num_microbatches={loop.num_microbatches}: {shown(loop.traced.arguments[port.number].path)} would be "
+                "copied to another submesh; use num_microbatches=1"
+            )
 
 
 def _solve(run: Passes, request: PlanRequest, division: DividedStep) -> Staged:
