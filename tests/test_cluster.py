@@ -148,6 +148,8 @@ def test_local_gpus(kind, preset):
 def test_local_tpus_take_their_coordinates():
     box = [FakeDevice("TPU v5 lite", "tpu", coords=(x, y, 0)) for x in range(2) for y in range(4)]
     assert Cluster.local(box).topology == (2, 4)
+    two = Cluster.local([dataclasses.replace(one, slice_index=i, process_index=i) for i in range(2) for one in box])
+    assert two.network_link == Cluster.preset("v5e", nodes=2, topology=(2, 4)).network_link  # of two hosts each
     scattered = Cluster.local([box[0], box[5], box[6]])
     assert scattered.topology == (3, 1) and scattered.wraparound == (False, False)
     assert Cluster.local([FakeDevice("TPU v4", "tpu", coords=(0, 0, z)) for z in range(4)]).topology == (1, 1, 4)

@@ -54,18 +54,13 @@ def _slice(name: str, devices: Sequence[Any]) -> dict[str, Any]:
     """The slices that TPU devices form, from their coordinates; a line where these do not fill a box."""
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     coords = {tuple(device.coords) for device in devices}
-    sizes = [len({coord[i] for coord in coords}) for i in range(len(next(iter(coords))))]
-    data = presets.SLICES[name]
-    rank, cores = len(data["default"]), data.get("cores", 1)
-    dims = tuple(sizes[:rank])
-    fields = presets.slice_arguments(name, slices, (1,) * rank)
+    rank, cores = len(presets.SLICES[name]["default"]), presets.SLICES[name].get("cores", 1)
+    dims = tuple(len({coord[i] for coord in coords}) for i in range(rank))
     if math.prod(dims) * cores * slices == len(devices):
-        ring, inner = tuple(d % data["wrap"] == 0 for d in dims), (cores,) if cores > 1 else ()
-        shape = {"topology": (*dims, *inner), "wraparound": (*ring, *(False for _ in inner))}
-    else:
-        dims = (len(devices) // slices, *(1,) * (rank - 1))
-        shape = {"topology": dims, "wraparound": (False,) * rank, **_WITHOUT_CARDS}
-    return fields | shape | {"devices_per_node": math.prod(shape["topology"])}
+        return presets.slice_arguments(name, slices, dims)
+    line, per_slice = (1,) * (rank - 1), len(devices) // slices
+    shape = {"topology": (per_slice, *line), "wraparound": (False,) * rank, "devices_per_node": per_slice}
+    return presets.slice_arguments(name, slices, (1, *line)) | shape | _WITHOUT_CARDS
 
 
 def _cpu(per_node: int, processes: int) -> dict[str, Any]:
