@@ -17,7 +17,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -277,23 +277,3 @@ def signature() -> inspect.Signature:
         for one in fields(Options)
     ]
     return inspect.Signature([kinds("fun", kinds.POSITIONAL_OR_KEYWORD, default=None), *keywords])
-
-
-def guide() -> str:
-    """The page of the guide that lists all options."""
-    defaults = {one.name: repr(one.default).replace("'", '"') for one in fields(Options)}
-
-    def cell(words: Iterable[str]) -> str:
-        return ", ".join(f"`{word}`" for word in words)
-
-    rows = [f"| {cell(names)} | {cell(defaults[n] for n in names)} | {x} |" for names, x in described().items()]
-    return "\n".join((_GUIDE, *rows, ""))
-
-
-_GUIDE = """# Options
-
-The keywords of `alpa_lite.parallelize`, and of `alpa_lite.make_plan`, which needs `cluster`. On the command line
-`alpa-lite plan` takes them as `--option NAME=VALUE`. This page is made of the docstring of `alpa_lite.options.Options`.
-
-| Option | Default | Meaning |
-|---|---|---|"""

@@ -7,7 +7,7 @@ All of it follows from the planned calls of a step (`planned_calls`): `step.init
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -154,7 +154,7 @@ def init_sharded(birth: ShardedInit, call: PlannedCall, room: float) -> tuple[An
       OptionError: nothing of it is an argument.
     """
     leaves = call.leaves()
-    exact = {(keys(path), kind): sharding for path, kind, sharding in leaves}
+    exact = {(keys(path), kind) for path, kind, _ in leaves}
     ends = Ends(leaves)
     made = [
         (tuple(map(calls.key_text, path.keys)), keys(path.inner), (tuple(kind.shape), str(kind.dtype)))
@@ -164,7 +164,7 @@ def init_sharded(birth: ShardedInit, call: PlannedCall, room: float) -> tuple[An
     shardings, found = [], 0
     anywhere = NamedSharding(leaves[0][2].mesh, jax.sharding.PartitionSpec())
     for (outer, inner, kind), (root, skip) in zip(made, roots, strict=True):
-        place = exact.get(((root, *outer[skip:], *inner), kind)) or ends.find((*outer, *inner), kind)
+        place = ends.find((root, *outer[skip:], *inner), kind)
         found += place is not None
         shardings.append(place or anywhere)
     if not found:
@@ -177,7 +177,7 @@ def init_sharded(birth: ShardedInit, call: PlannedCall, room: float) -> tuple[An
 
 
 def _roots(
-    made: Sequence[tuple[tuple[str, ...], tuple[str, ...], Kind]], names: Sequence[str], exact: Mapping[Any, Any]
+    made: Sequence[tuple[tuple[str, ...], tuple[str, ...], Kind]], names: Sequence[str], exact: Set[Any]
 ) -> list[tuple[str, int]]:
     """For each result the argument that it is a part of, and how many keys of its path stand for the argument.
 

@@ -17,7 +17,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -57,19 +57,9 @@ class Failure(NamedTuple):
     call: int
     ends: bool
 
-
-def find_reasons(failures: Iterable[Failure], own: int, begun: int, raised: Collection[int]) -> list[Failure]:
-    """Returns the failures after which this process cannot go on.
-
-    Args:
-      own: the index of this process.
-      begun: the number of calls of steps that it has begun.
-      raised: the calls that raised here.
-    """
-    return [
-        one for one in failures
-        if one.ends or (one.process != own and one.call <= begun and one.call not in raised)
-    ]  # fmt: skip
+    def forces_end(self, own: int, begun: int, raised: Collection[int]) -> bool:
+        """Whether process `own`, which has begun so many calls of steps and raised in some, cannot go on after it."""
+        return self.ends or (self.process != own and self.call <= begun and self.call not in raised)
 
 
 class FailureMonitor:
@@ -140,9 +130,10 @@ class FailureMonitor:
         return {} if self._board is None else self._board.poll()
 
     def _find_reasons(self, statuses: Mapping[int, Any]) -> list[Failure]:
-        """Returns the failures of `find_reasons` among those posted."""
+        """Returns the posted failures after which this process cannot go on."""
         posted = [Failure(*one) for status in statuses.values() for one in status["failures"]]
-        return find_reasons(posted, jax.process_index(), self.call_log.calls, self._raised)
+        begun, raised = self.call_log.calls, self._raised
+        return [one for one in posted if one.forces_end(jax.process_index(), begun, raised)]
 
     def _poll(self) -> None:
         """Ends this process `GRACE_SECONDS` after the first poll that finds a reason."""

@@ -10,7 +10,7 @@ import pytest
 
 from alpa_lite.processes import effects, failure_propagation
 from alpa_lite.processes.channel import Board
-from alpa_lite.processes.failure_propagation import Failure, FailureMonitor, find_reasons
+from alpa_lite.processes.failure_propagation import Failure, FailureMonitor
 from tests.marks import thorough
 from tests.processes import driver
 from tests.processes.fake_store import Processes
@@ -19,12 +19,12 @@ from tests.processes.fake_store import Processes
 def test_who_has_to_end():
     ended = Failure(1, "ValueError: no data", 4, True)
     raised = Failure(1, "ValueError in call 5 of a step", 5, False)
-    assert find_reasons([ended], own=0, begun=0, raised=()) == [ended]
-    assert find_reasons([ended], own=1, begun=4, raised={4}) == [ended]  # its own callback, which it may not have met
-    assert find_reasons([raised], own=0, begun=4, raised=()) == []  # has not come to that call
-    assert find_reasons([raised], own=0, begun=5, raised=()) == [raised]
-    assert find_reasons([raised], own=0, begun=7, raised={5}) == []  # all have raised in it
-    assert find_reasons([raised], own=1, begun=5, raised={5}) == []
+    assert ended.forces_end(own=0, begun=0, raised=())
+    assert ended.forces_end(own=1, begun=4, raised={4})  # its own callback, which it may not have met
+    assert not raised.forces_end(own=0, begun=4, raised=())  # has not come to that call
+    assert raised.forces_end(own=0, begun=5, raised=())
+    assert not raised.forces_end(own=0, begun=7, raised={5})  # all have raised in it
+    assert not raised.forces_end(own=1, begun=5, raised={5})
 
 
 def test_who_is_left_by_an_exception_of_its_own_follows_nobody(processes: Processes):
