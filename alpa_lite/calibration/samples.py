@@ -61,7 +61,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured.
+    """The work and the payloads that are measured.
 
     Attributes:
       work: of each device by itself, the most important first.

@@ -18,6 +18,7 @@ def main() -> None:
     wrong = int(sys.argv[1]) == who
     worker.start(joined=what != "alone")
     params, batch = mlp.arguments(layers=2, width=8, batch=32 if wrong and what == "shapes" else 16)
+    params = jax.device_put(params)  # all processes begin to use their devices together
     constant = batch["y"][0] + (1 if wrong and what == "constants" else 0)
 
     def loss_of(params, batch):
