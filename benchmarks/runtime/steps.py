@@ -29,7 +29,8 @@ from alpa_lite.calibration import measuring
 from alpa_lite.calibration.storing import Calibration
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir import json_codec
-from alpa_lite.passes.checks.hlo_text import parse_hlo
+from alpa_lite.ir.layout import LogicalMesh
+from alpa_lite.passes.checks.hlo_text import read_hlo
 from alpa_lite.passes.checks.verification import memory_of
 from benchmarks.harness import Benchmark, Row
 from benchmarks.runtime import hand_written
@@ -123,7 +124,7 @@ def by_hand(name: str, rounds: int = 20) -> Row:
 def weigh(compiled: Any) -> Row:
     """The compiled collectives by kind ("count", "bytes" per device and step), and the peak bytes per device."""
     kinds: dict[str, dict[str, int]] = {}
-    for c in parse_hlo(compiled.as_text(), DEVICES):
+    for c in read_hlo(compiled.as_text(), LogicalMesh((DEVICES,), ("devices",))).collectives:
         entry = kinds.setdefault(c.kind, {"count": 0, "bytes": 0})
         entry["count"] += c.count
         entry["bytes"] += c.bytes * c.count

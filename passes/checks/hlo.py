@@ -24,10 +24,8 @@ them (CPU: JAX 0.10.2 and 0.12; TPU: libtpu 0.0.42 and 0.0.50; GPU: JAX's CUDA p
 
 (* XLA's reduce-scatter-creator pass does it there; not seen here.)
 
-Those that merge, reassociate, hoist or remove lose communication. With the lowered module at hand each must be admitted
-by it (`checks.redundancy`), as often as it is used, and only what it writes may be rewritten at all; without, only
-hoisting that the metadata proves and merging into one that is still there are accepted, and the report marks them
-as unproven.
+Those that merge, reassociate, hoist or remove lose communication. Each must be admitted by the lowered module
+(`checks.redundancy`), as often as it is used, and only what that module writes may be rewritten at all.
 """
 
 from __future__ import annotations
@@ -36,14 +34,13 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.ir.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks import slices
 from alpa_lite.passes.checks.hlo_text import HloCollective, item_bits, read_hlo
 from alpa_lite.passes.checks.matching import paired
-from alpa_lite.passes.checks.redundancy import REASONS, Redundancy, redundant_collectives
+from alpa_lite.passes.checks.redundancy import REASONS, Redundancy
 from alpa_lite.passes.checks.shardy import Key, describe, totals
 from alpa_lite.plan.records import Collective
 
@@ -125,22 +122,21 @@ class HloReport:
             )
 
 
-def compare_hlo(text: str, mesh: LogicalMesh, planned: Sequence[Collective], lowered: Any = None) -> HloReport:
+def compare_hlo(text: str, mesh: LogicalMesh, planned: Sequence[Collective], redundancy: Redundancy) -> HloReport:
     """Compares the collectives of a compiled program with the planned ones, logically.
 
     Args:
       text: the optimised HLO, `Compiled.as_text()`.
       mesh: the mesh of the plan.
       planned: the plan's collectives; entries that agree in kind, axes and bytes are added up.
-      lowered: the StableHLO module that was compiled; with it, communication that is lost must be proven redundant.
+      redundancy: the communication of the StableHLO module that was compiled, and how much of it may be lost.
 
     Returns:
       The report; `raise_if_bad` turns differences into an error.
     """
     part = slices.part_of(text, mesh)
     read = read_hlo(text, part)
-    redundancy = None if lowered is None else slices.within(redundant_collectives(lowered, mesh), part)
-    match = _Match(totals(planned, part), read.collectives, redundancy)
+    match = _Match(totals(planned, part), read.collectives, slices.within(redundancy, part))
     match.pair()
     match.joined()
     match.packed()
@@ -180,18 +176,15 @@ def _listed(found: Sequence[HloCollective], text: str) -> list[Rewrite]:
 class _Match:
     """The planned collectives not yet found, the found ones not yet planned, and the rules that pair them."""
 
-    def __init__(self, missing: Counter[Key], found: Sequence[HloCollective], redundancy: Redundancy | None) -> None:
-        self.missing = missing
-        self.found = found
-        self.redundancy = redundancy
+    def __init__(self, missing: Counter[Key], found: Sequence[HloCollective], redundancy: Redundancy) -> None:
+        self.missing, self.found = missing, found
+        self.lost_by, self.item_bits = redundancy.lost, redundancy.item_bits
         self.extra: Counter[_Found] = Counter()
         operands = Counter((c.kind, c.op) for c in found)
         for c in found:
             # A combined op has the name of one of its parts; which kinds the others were, the lowered module knows.
-            named = operands[c.kind, c.op] == 1 or redundancy is None
-            native = named and c.where.rsplit("/", 1)[-1].startswith(_PRIMITIVES.get(c.kind, ()))
+            native = operands[c.kind, c.op] == 1 and c.where.rsplit("/", 1)[-1].startswith(_PRIMITIVES.get(c.kind, ()))
             self.extra[(c.kind, c.axes, c.bytes), c.dtype, native] += c.count
-        self.as_found: dict[Key, set[Key]] = {key: {key} for key in missing}
         self.rewrites: list[Rewrite] = []
 
     def pair(self) -> None:
@@ -199,7 +192,8 @@ class _Match:
         planned = {(key, bits): n for key, count in self.missing.items() for bits, n in self._by_width(key, count)}
         changes = self._changes(planned)
         costs = {pair: cost for pair, (cost, _) in changes.items()}
-        for pair, n in paired(planned, self.extra, costs, {one: one[0] for one in planned}, self._losable()).items():
+        lost = sum(self.lost_by.values(), Counter[Key]())
+        for pair, n in paired(planned, self.extra, costs, {one: one[0] for one in planned}, lost).items():
             (key, _), (at, dtype, _) = pair
             self._take(key, pair[1], n)
             if name := changes[pair][1]:
@@ -217,7 +211,7 @@ class _Match:
             for other, change, price in ((kind, "", 0.0), *changed):
                 for scale, up, down in _SCALES:
                     name = ", ".join(filter(None, (change, scale)))
-                    if size * up % down or (name and not self._is_written(key)):
+                    if size * up % down or (name and key not in self.item_bits):
                         continue
                     for found in there.get((other, axes, size * up // down), ()):
                         _, dtype, native = found
@@ -231,14 +225,8 @@ class _Match:
 
     def _by_width(self, key: Key, n: int) -> list[tuple[int | None, int]]:
         """The planned executions of a key by the width of their items."""
-        known = Counter[int]() if self.redundancy is None else self.redundancy.item_bits.get(key, Counter[int]())
+        known = self.item_bits.get(key, Counter[int]())
         return list(known.items()) if known.total() == n else [(None, n)]
-
-    def _losable(self) -> Counter[Key]:
-        """How many executions of each key a compiler may leave out; if nothing is known of them, all but one."""
-        if self.redundancy is None:
-            return Counter({key: n - 1 for key, n in self.missing.items() if n > 1})
-        return sum(self.redundancy.lost.values(), Counter[Key]())
 
     def joined(self) -> None:
         """Pairs all missing all-reduces over some axes with extra ones of the same bytes in all, which are fewer."""
@@ -250,7 +238,6 @@ class _Match:
             if fewer and wanted == sum(at[0][2] * n for at, n in there.items()):
                 for key in keys:
                     self._explain("joined", key)
-                    self.as_found[key].update(at for at, _, _ in there)
                 self.extra.subtract(there)
 
     def packed(self) -> None:
@@ -282,12 +269,9 @@ class _Match:
         """Explains missing collectives without a counterpart: the program runs fewer collectives than planned."""
         for key in [key for key, n in self.missing.items() if n > 0 and key[2] == 0]:
             self._explain("removed empty", key)
-        if self.redundancy is None:
-            self._unproven()
-            return
         for name in REASONS:
             for key, n in self.missing.items():
-                if (lost := min(n, self.redundancy.lost[name][key])) > 0:
+                if (lost := min(n, self.lost_by[name][key])) > 0:
                     self.missing[key] -= lost
                     self._note(name, lost, key)
 
@@ -302,12 +286,8 @@ class _Match:
         return out
 
     def _open(self, kind: str) -> list[Key]:
-        """Missing collectives of a kind that the lowered module, if it is known, really has."""
-        return [k for k, n in self.missing.items() if n > 0 and k[0] == kind and self._is_written(k)]
-
-    def _is_written(self, key: Key) -> bool:
-        """Whether the lowered module, if it is known, has such a collective."""
-        return self.redundancy is None or key in self.redundancy.item_bits
+        """Missing collectives of a kind that the lowered module really has."""
+        return [k for k, n in self.missing.items() if n > 0 and k[0] == kind and k in self.item_bits]
 
     def _width(self, key: Key, bits: int | None, dtype: str, up: int, down: int) -> bool:
         """Whether `dtype` can result from the planned items if a compiler changes their width by up / down."""
@@ -315,26 +295,14 @@ class _Match:
             return True
         if not dtype.startswith(_WIDE if up > down else _NARROW):
             return False
-        if self.redundancy is None:
-            return True
-        widths = self.redundancy.item_bits[key] if bits is None else (bits,)
+        widths = self.item_bits[key] if bits is None else (bits,)
         return any(width * up == item_bits(dtype) * down for width in widths)
 
-    def _unproven(self) -> None:
-        """Takes missing executions as hoisted if the metadata proves it, else as merged into one that is there."""
-        for key in [key for key, n in self.missing.items() if n > 0]:
-            alive = [c for c in self.found if (c.kind, c.axes, c.bytes) in self.as_found[key]]
-            hoisted = any(len(re.findall(r"\bwhile/body\b", c.where)) > c.loops for c in alive)
-            if alive:
-                self._explain("hoisted" if hoisted else "merged duplicates", key, ", unproven")
-
     def _take(self, key: Key, found: _Found, most: float = float("inf")) -> int:
-        n = int(min(self.missing[key], self.extra[found], most))
-        if n > 0:
-            self.missing[key] -= n
-            self.extra[found] -= n
-            self.as_found[key].add(found[0])
-        return max(n, 0)
+        n = max(0, int(min(self.missing[key], self.extra[found], most)))
+        self.missing[key] -= n
+        self.extra[found] -= n
+        return n
 
     def _explain(self, name: str, key: Key, more: str = "") -> None:
         """Takes all that is missing of a collective as explained by a rewrite."""

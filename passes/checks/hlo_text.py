@@ -85,7 +85,6 @@ class HloCollective:
       dtype: the element type that is sent, as HLO names it.
       op: the instruction's name; operands that a compiler combined share it.
       where: the `op_name` of the metadata: the name stack of the traced equation.
-      loops: how many loops of the compiled program are around it.
       chain: the number that copies of one collective share, None without copies.
     """
 
@@ -96,7 +95,6 @@ class HloCollective:
     dtype: str
     op: str
     where: str
-    loops: int
     chain: int | None = None
 
 
@@ -122,29 +120,22 @@ class _Computation:
     """Collectives of one computation, before trip counts, and the computations that it calls."""
 
     collectives: list[HloCollective] = field(default_factory=list)
-    calls: list[tuple[str, int, bool]] = field(default_factory=list)  # name, executions, whether a loop
+    calls: list[tuple[str, int]] = field(default_factory=list)  # name, executions
     loops: list[tuple[str, str]] = field(default_factory=list)  # (condition, body) without a known trip count
     fused: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)  # compares and integer constants, kept for trip counts
     unread: list[str] = field(default_factory=list)
 
 
-def parse_hlo(text: str, mesh: LogicalMesh | int) -> tuple[HloCollective, ...]:
-    """The `collectives` of `read_hlo`."""
-    return read_hlo(text, mesh).collectives
-
-
-def read_hlo(text: str, mesh: LogicalMesh | int) -> HloText:
+def read_hlo(text: str, mesh: LogicalMesh) -> HloText:
     """Returns the logical collectives of a compiled module, and the lines that may be one and cannot be read.
 
     Args:
       text: the result of `Compiled.as_text()`, for CPU, GPU or TPU.
-      mesh: the mesh whose axes name the replica groups; a device count stands for one axis `devices`.
+      mesh: the mesh whose axes name the replica groups.
     """
-    if isinstance(mesh, int):
-        mesh = LogicalMesh((mesh,), ("devices",))
     computations, entry = _split(text, mesh)
-    executions, depth = _executions(computations, entry)
+    executions = _executions(computations, entry)
     out, unread = [], []
     for name, computation in computations.items():
         unread += [f"{name}: {line}" for line in computation.unread]
@@ -153,10 +144,10 @@ def read_hlo(text: str, mesh: LogicalMesh | int) -> HloText:
             ops = dict.fromkeys(f"{c.op} ({c.kind})" for c in computation.collectives)
             unread += [f"{name}, which the entry is not seen to reach: {op}" for op in ops]
         elif times:
-            out += [replace(c, count=times, loops=depth[name]) for c in computation.collectives]
+            out += [replace(c, count=times) for c in computation.collectives]
     steps: dict[Any, HloCollective] = {}
     for number, c in enumerate(c for c in out if c.axes):
-        copies = c.chain, c.kind, c.axes, c.bytes, c.count, c.loops
+        copies = c.chain, c.kind, c.axes, c.bytes, c.count
         steps.setdefault(number if c.chain is None else copies, c)
     return HloText(tuple(steps.values()), tuple(c for c in out if not c.axes), tuple(unread))
 
@@ -202,12 +193,12 @@ def _instruction(line: str, into: _Computation, mesh: LogicalMesh) -> bool:
         names = _CALLS.findall(line)
         into.fused += names if base == "fusion" else []
         names += [name.strip(" %") for listed in _CALLED.findall(line) for name in listed.split(",")]
-        into.calls += [(name, 1, False) for name in names]
+        into.calls += [(name, 1) for name in names]
     elif code in ("compare", "constant"):
         into.lines.append(line)
     elif code == "send" and (transfer := _TRANSFER.search(line)) is not None:
         (dtype, size), *_ = _payload(printed, code)
-        into.collectives.append(HloCollective(transfer[1].lower(), (), size, 1, dtype, named[2], "", 0))
+        into.collectives.append(HloCollective(transfer[1].lower(), (), size, 1, dtype, named[2], ""))
     elif _OTHER.match(code) and not code.endswith(("-done", "-update")) and "is_host_transfer=true" not in line:
         into.collectives += _collective(line, named[2], printed, code, mesh)
     return True
@@ -219,7 +210,7 @@ def _loop(line: str, into: _Computation) -> None:
     if "body" not in parts:
         return
     if is_unknown_loop(line):
-        into.calls += [(name, 1, True) for name in parts.values()]
+        into.calls += [(name, 1) for name in parts.values()]
     elif trips is not None:
         into.calls += _counted(parts["body"], parts.get("condition", ""), int(trips[1]))
     else:
@@ -250,7 +241,7 @@ def _collective(line: str, op: str, printed: str, code: str, mesh: LogicalMesh) 
     where, copies = name[1] if name else "", int(chain[1]) if chain else None
     for dtype, size in shapes:
         sent = size * width if kind == "reduce_scatter" else size
-        yield HloCollective(kind, axes, sent, 1, dtype, op, where, 0, copies)
+        yield HloCollective(kind, axes, sent, 1, dtype, op, where, copies)
 
 
 def _payload(printed: str, code: str) -> list[tuple[str, int]]:
@@ -293,31 +284,30 @@ def _type(line: str, at: int) -> tuple[list[str], int]:
     return members, len(line)
 
 
-def _executions(computations: dict[str, _Computation], entry: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Executions per step, and the depth of loops, of every computation that the entry reaches."""
-    calls: dict[str, list[tuple[str, int, bool]]] = {}
+def _executions(computations: dict[str, _Computation], entry: str) -> dict[str, int]:
+    """Executions per step of every computation that the entry reaches."""
+    calls: dict[str, list[tuple[str, int]]] = {}
     for name, computation in computations.items():
         found = list(computation.calls)
         for condition, body in computation.loops:
             trips = _trips(computations, condition)
-            found += [(body, 1, True), (condition, 1, True)] if trips is None else _counted(body, condition, trips)
+            found += [(body, 1), (condition, 1)] if trips is None else _counted(body, condition, trips)
         calls[name] = [call for call in found if call[0] in computations]
-    sorter = graphlib.TopologicalSorter({name: [callee for callee, _, _ in found] for name, found in calls.items()})
+    sorter = graphlib.TopologicalSorter({name: [callee for callee, _ in found] for name, found in calls.items()})
     try:
         order = [*sorter.static_order()][::-1]  # callers before callees
     except graphlib.CycleError:  # of damaged text nothing but the entry is seen to run
         order = []
-    times, depth = {entry: 1}, {entry: 0}
+    times = {entry: 1}
     for name in order:
-        for callee, n, loop in calls[name] if name in times else ():
+        for callee, n in calls[name] if name in times else ():
             times[callee] = times.get(callee, 0) + times[name] * n
-            depth[callee] = max(depth.get(callee, 0), depth[name] + loop)
-    return times, depth
+    return times
 
 
-def _counted(body: str, condition: str, trips: int) -> list[tuple[str, int, bool]]:
+def _counted(body: str, condition: str, trips: int) -> list[tuple[str, int]]:
     """The calls of a loop."""
-    return [(body, trips, True), (condition, trips + 1, True)]
+    return [(body, trips), (condition, trips + 1)]
 
 
 def _trips(computations: dict[str, _Computation], condition: str) -> int | None:

@@ -27,7 +27,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jax.extend.mlir import ir
@@ -71,11 +71,33 @@ def redundant_collectives(module: Any, mesh: LogicalMesh) -> Redundancy:
             if is_public(op):
                 block = op.regions[0].blocks[0]
                 numbering.block(block, [numbering.fresh() for _ in block.arguments], _Scope({}, (), {}))
-    return Redundancy(numbering.lost, numbering.item_bits)
+    widths: dict[Key, Counter[int]] = defaultdict(Counter)
+    for (key, bits), n in numbering.executed.items():
+        widths[key][bits] += n
+    return Redundancy(numbering.lost, widths)
+
+
+@dataclass(eq=False)
+class _Number:
+    """What is known of equal values, which share one of these.
+
+    Attributes:
+      varies: the newest loop-carried value that it depends on, by its place among all; 0 without one.
+      constant: whether everything that it depends on is a constant.
+      filled: the number that every element is, where that is known.
+      sum: the collective, if it is a sum over devices, and what it has been multiplied or divided by since.
+      origin: what it is a reshape of, and of which type.
+    """
+
+    varies: int = 0
+    constant: bool = False
+    filled: float | None = None
+    sum: tuple[Key, tuple[Any, ...]] | None = None
+    origin: tuple[_Number, Any] | None = None
 
 
 class _Loop(NamedTuple):
-    """A loop around the operation at hand; values numbered from `first` on may differ between its iterations."""
+    """A loop around the operation at hand; carried values from the place `first` on may differ in its iterations."""
 
     trips: int
     first: int
@@ -84,9 +106,9 @@ class _Loop(NamedTuple):
 class _Scope(NamedTuple):
     """The place of an operation: numbers of the values that it may read, loops around it, operations known there."""
 
-    values: dict[Any, int]
+    values: dict[Any, _Number]
     loops: tuple[_Loop, ...]
-    known: dict[Any, list[int]]
+    known: dict[Any, list[_Number]]
 
     @property
     def times(self) -> int:
@@ -100,26 +122,18 @@ class _Numbering:
     def __init__(self, operation: Any, mesh: LogicalMesh) -> None:
         self.functions = functions_of(operation)
         self.mesh = mesh
-        self.next = 0
-        self.constants: set[int] = set()
-        self.filled: dict[int, float] = {}  # constants of which every element is one number
-        # Sums over devices, and the constants that each has been multiplied or divided by since.
-        self.sums: dict[int, tuple[Key, tuple[tuple[str, int], ...]]] = {}
-        self.reshaped: dict[int, tuple[int, Any]] = {}  # what it is a reshape of, and of which type
-        self.varies: dict[int, int] = {}  # the newest loop-carried number that a number depends on
+        self.carried = 0  # loop-carried values so far
         self.lost: dict[str, Counter[Key]] = {reason: Counter() for reason in REASONS}
-        self.item_bits: dict[Key, Counter[int]] = defaultdict(Counter)
+        self.executed: Counter[tuple[Key, int]] = Counter()  # by the width of items
         self.inside: dict[Any, dict[tuple[Key, int], int]] = {}  # executions in a known loop, or branches, for each run
         self.calls_communicate = functools.cache(lambda name: self._communicates(self.functions[name]))
 
-    def fresh(self, loops: tuple[_Loop, ...] = ()) -> int:
+    def fresh(self, loops: tuple[_Loop, ...] = ()) -> _Number:
         """A number that no other value has; with loops around, one that, to be safe, varies with all of them."""
-        self.next += 1
-        if loops:
-            self.varies[self.next] = self.next
-        return self.next
+        self.carried += bool(loops)
+        return _Number(self.carried if loops else 0)
 
-    def block(self, block: Any, arguments: list[int], scope: _Scope) -> list[int]:
+    def block(self, block: Any, arguments: list[_Number], scope: _Scope) -> list[_Number]:
         """Numbers the operations of a block, given its arguments' numbers.
 
         Returns:
@@ -127,14 +141,14 @@ class _Numbering:
         """
         values = {**scope.values, **dict(zip(block.arguments, arguments, strict=True))}
         inner = scope._replace(values=values)
-        operands: list[int] = []
+        operands: list[_Number] = []
         for view in block.operations:
             op = view.operation
             operands = [values[v] for v in op.operands]
             values.update(zip(op.results, self._operation(op, operands, inner), strict=True))
         return operands
 
-    def _operation(self, op: Any, operands: list[int], scope: _Scope) -> list[int]:
+    def _operation(self, op: Any, operands: list[_Number], scope: _Scope) -> list[_Number]:
         name = op.name
         if name == "func.call":
             return self.block(self.functions[callee(op)].regions[0].blocks[0], operands, scope._replace(values={}))
@@ -150,60 +164,23 @@ class _Numbering:
         if name == "stablehlo.reduce_window" and _is_of_single_elements(op):
             return operands[: len(op.results)]
         if _only_reshapes(op):
-            return [self._reshaped(op, operands[0], scope.known)]
-        if (same := self._unchanged(name, operands)) is not None:
+            return [_reshaped(op, operands[0], scope.known)]
+        if (same := _unchanged(name, operands)) is not None:
             return [same]
         inside = _Inner(scope.values if structured else {}, self.functions)
         key = (name, tuple(operands), _attributes(op), tuple(r.type for r in op.results), inside.regions(op))
         if structured and self._communicates(op):
             return self._structured(op, operands, scope, key)
-        if is_known := key in scope.known:
-            numbers = scope.known[key]
-        else:
-            numbers = scope.known[key] = [self.fresh() for _ in op.results]
-            newest = max((self.varies.get(n, 0) for n in (*operands, *inside.read)), default=0)
-            self.varies.update((n, newest) for n in numbers if newest)
-            if not structured and self._is_constant(op, operands):
-                self.constants.update(numbers)
+        if not (is_known := key in scope.known):
+            varies = max((n.varies for n in (*operands, *inside.read)), default=0)
+            constant = not structured and _is_constant(op, operands)
+            scope.known[key] = [_Number(varies, constant, _filled_with(op, operands)) for _ in op.results]
+        numbers = scope.known[key]
         if name in WRITTEN:
             self._collective(op, operands, numbers, scope.loops, is_known)
-        elif not is_known:
-            self._sum(op, operands, numbers, scope.times)
+        elif not is_known and name.removeprefix("stablehlo.") in _NEUTRAL:
+            numbers[0].sum = self._sum(name, operands, scope.times)
         return numbers
-
-    def _is_constant(self, op: Any, operands: list[int]) -> bool:
-        if op.name == "stablehlo.remainder" and self.filled.get(operands[1]) == 1 and _is_integer(op):
-            return True
-        if not operands or op.name in WRITTEN:
-            return op.name in ("stablehlo.constant", "stablehlo.iota")
-        return all(n in self.constants or _is_empty(v) for n, v in zip(operands, op.operands, strict=True))
-
-    def _unchanged(self, name: str, operands: list[int]) -> int | None:
-        """The number of the operand that equals the result (x * 1, x / 1, x + 0, x - 0, equal choices); else None."""
-        name = name.removeprefix("stablehlo.")
-        if name == "select":
-            return operands[1] if operands[1] == operands[2] else None
-        if name not in _NEUTRAL:
-            return None
-        first, second = (self.filled.get(n) == _NEUTRAL[name] for n in operands)
-        return operands[1] if first and name in ("multiply", "add") else operands[0] if second else None
-
-    def _reshaped(self, op: Any, operand: int, known: dict[Any, list[int]]) -> int:
-        """Returns the number of a reshape, as one of the value from which its operand was reshaped."""
-        origin, shape = self.reshaped.get(operand, (operand, op.operands[0].type))
-        if shape == op.results[0].type:
-            return origin
-        key = ("stablehlo.reshape", origin, op.results[0].type)
-        if key not in known:
-            number = self.fresh()
-            known[key], self.reshaped[number] = [number], (origin, shape)
-            tables: Any = (self.varies, self.filled, self.sums)
-            for table in tables:
-                if origin in table:
-                    table[number] = table[origin]
-            if origin in self.constants:
-                self.constants.add(number)
-        return known[key][0]
 
     def _communicates(self, op: Any) -> bool:
         """Whether an operation has collectives inside, in functions that it calls included."""
@@ -215,70 +192,58 @@ class _Numbering:
             for inner in inside
         )
 
-    def _sum(self, op: Any, operands: list[int], numbers: list[int], times: int) -> None:
-        """Follows sums over devices through additions and products with constants, and numbers through broadcasts."""
-        match op.name.removeprefix("stablehlo."):
-            case "constant":
-                if (number := _filled_with(op)) is not None:
-                    self.filled[numbers[0]] = number
-            case "broadcast_in_dim" if operands[0] in self.filled:
-                self.filled[numbers[0]] = self.filled[operands[0]]
-            case "add" | "subtract":
-                first, second = (self.sums.get(n) for n in operands)
-                if first is not None and first == second:
-                    self.sums[numbers[0]] = first
-                    self.lost["reassociated sums"][first[0]] += times
-            case "multiply" | "divide" as name:
-                value, scale = operands if operands[1] in self.constants or name == "divide" else operands[::-1]
-                if value in self.sums and scale in self.constants:
-                    key, scales = self.sums[value]
-                    self.sums[numbers[0]] = key, (*scales, (name, scale))
+    def _sum(self, name: str, operands: list[_Number], times: int) -> tuple[Key, tuple[Any, ...]] | None:
+        """The sum over devices that an addition of two still is, or the product of one with a constant."""
+        if name in ("stablehlo.add", "stablehlo.subtract"):
+            total, other = (n.sum for n in operands)
+            if total is not None and total == other:
+                self.lost["reassociated sums"][total[0]] += times
+                return total
+            return None
+        value, scale = operands if operands[1].constant or name == "stablehlo.divide" else operands[::-1]
+        return (value.sum[0], (*value.sum[1], (name, scale))) if value.sum is not None and scale.constant else None
 
     def _collective(
-        self, op: Any, operands: list[int], numbers: list[int], loops: tuple[_Loop, ...], is_known: bool
+        self, op: Any, operands: list[_Number], numbers: list[_Number], loops: tuple[_Loop, ...], is_known: bool
     ) -> None:
         times, outer = _times(loops), loops
-        while outer and all(self.varies.get(n, 0) < outer[-1].first for n in operands):
+        while outer and all(n.varies < outer[-1].first for n in operands):
             outer = outer[:-1]
         found = zip(read_collective(op, self.mesh), op.operands, operands, numbers, strict=False)
         for c, value, operand, number in found:
             key = (c.kind, c.axes, c.bytes)
-            self.item_bits[key][item_bits(value.type)] += times
+            self.executed[key, item_bits(value.type)] += times
             if is_known:
                 self.lost["merged duplicates"][key] += times
-            elif operand in self.constants:
+            elif operand.constant:
                 self.lost["removed constants"][key] += times
             elif len(outer) < len(loops):
                 self.lost["hoisted"][key] += times - _times(outer)
             if c.kind == "all_reduce":
-                self.sums[number] = key, ()
+                number.sum = key, ()
 
-    def _structured(self, op: Any, operands: list[int], scope: _Scope, key: Any) -> list[int]:
+    def _structured(self, op: Any, operands: list[_Number], scope: _Scope, key: Any) -> list[_Number]:
         """Numbers a loop or branches with collectives; of those that were made before, all collectives are merged."""
-        if key not in scope.known:
-            before = self._executions()
-            if op.name == "stablehlo.while":
-                scope.known[key] = self._while(op, operands, scope)
-            else:
-                for region in op.regions:
-                    self.block(region.blocks[0], [], scope._replace(known=dict(scope.known)))
-                scope.known[key] = [self.fresh(scope.loops) for _ in op.results]
-            self.inside[key] = {pair: (n - before[pair]) // scope.times for pair, n in self._executions().items()}
+        if key in scope.known:
+            for (collective, bits), number in self.inside[key].items():
+                self.executed[collective, bits] += number * scope.times
+                self.lost["merged duplicates"][collective] += number * scope.times
             return scope.known[key]
-        for (collective, bits), number in self.inside[key].items():
-            self.item_bits[collective][bits] += number * scope.times
-            self.lost["merged duplicates"][collective] += number * scope.times
+        before = self.executed.copy()
+        if op.name == "stablehlo.while":
+            scope.known[key] = self._while(op, operands, scope)
+        else:
+            for region in op.regions:
+                self.block(region.blocks[0], [], scope._replace(known=dict(scope.known)))
+            scope.known[key] = [self.fresh(scope.loops) for _ in op.results]
+        self.inside[key] = {one: n // scope.times for one, n in (self.executed - before).items()}
         return scope.known[key]
 
-    def _executions(self) -> Counter[tuple[Key, int]]:
-        """Executions so far, by collective and width of items."""
-        return Counter({(key, bits): n for key, widths in self.item_bits.items() for bits, n in widths.items()})
-
-    def _while(self, op: Any, operands: list[int], scope: _Scope) -> list[int]:
+    def _while(self, op: Any, operands: list[_Number], scope: _Scope) -> list[_Number]:
         condition, body = (region.blocks[0] for region in op.regions)
         passed = list(body.operations)[-1].operation.operands
         kept = [value == argument for value, argument in zip(passed, body.arguments, strict=True)]
-        inner = (*scope.loops, _Loop(trip_count(op) or 1, self.next + 1))
+        inner = (*scope.loops, _Loop(trip_count(op) or 1, self.carried + 1))
         arguments = [n if keep else self.fresh(inner) for n, keep in zip(operands, kept, strict=True)]
         for block in (condition, body):
             self.block(block, arguments, scope._replace(loops=inner))
@@ -289,8 +254,43 @@ def _times(loops: tuple[_Loop, ...]) -> int:
     return math.prod(loop.trips for loop in loops)
 
 
-def _filled_with(op: Any) -> float | None:
-    """The number that every element of a constant is; None where they differ, or it is not a finite one."""
+def _is_constant(op: Any, operands: list[_Number]) -> bool:
+    """Whether everything that an operation without regions depends on is a constant."""
+    if op.name == "stablehlo.remainder" and operands[1].filled == 1 and _is_integer(op):
+        return True
+    if not operands or op.name in WRITTEN:
+        return op.name in ("stablehlo.constant", "stablehlo.iota")
+    return all(n.constant or _is_empty(v) for n, v in zip(operands, op.operands, strict=True))
+
+
+def _unchanged(name: str, operands: list[_Number]) -> _Number | None:
+    """The number of the operand that equals the result (x * 1, x / 1, x + 0, x - 0, equal choices); else None."""
+    name = name.removeprefix("stablehlo.")
+    if name == "select":
+        return operands[1] if operands[1] is operands[2] else None
+    if name not in _NEUTRAL:
+        return None
+    first, second = (n.filled == _NEUTRAL[name] for n in operands)
+    return operands[1] if first and name in ("multiply", "add") else operands[0] if second else None
+
+
+def _reshaped(op: Any, operand: _Number, known: dict[Any, list[_Number]]) -> _Number:
+    """Returns the number of a reshape, as one of the value from which its operand was reshaped."""
+    origin, shape = operand.origin or (operand, op.operands[0].type)
+    if shape == op.results[0].type:
+        return origin
+    key = ("stablehlo.reshape", origin, op.results[0].type)
+    if key not in known:
+        known[key] = [replace(origin, origin=(origin, shape))]
+    return known[key][0]
+
+
+def _filled_with(op: Any, operands: list[_Number]) -> float | None:
+    """The number that every element of a result is; None where they differ, or it is not a finite one."""
+    if op.name == "stablehlo.broadcast_in_dim":
+        return operands[0].filled
+    if op.name != "stablehlo.constant":
+        return None
     match = re.search(r"dense<(-?\d+(?:\.\d*)?(?:e[+-]?\d+)?)>", str(_jax.constant_of(op)))
     return float(match[1]) if match else None
 
@@ -346,9 +346,9 @@ class _Inner:
       read: the numbers that they do read.
     """
 
-    values: Mapping[Any, int]
+    values: Mapping[Any, _Number]
     functions: Mapping[str, Any]
-    read: list[int] = field(default_factory=list)
+    read: list[_Number] = field(default_factory=list)
     seen: dict[Any, Any] = field(default_factory=dict)
 
     def regions(self, op: Any) -> tuple[Any, ...]:

@@ -10,9 +10,8 @@ of
 groups are compared with what was given. Groups that no set of axes gives (part of an axis, or a list of its own) have
 no axes, and a text that names the groups stands in their place, which no plan contains.
 
-Compilers print groups in four ways, all read here: `{{0,2},{1,3}}`, `[2,2]<=[2,2]T(1,0)`, `mesh['d'=2,'m'=2] {'d'}`
-(HLO) and `dense<[[0, 2], [1, 3]]>` (StableHLO); a permutation is a list of (source, target) pairs in the first or the
-last.
+Groups are printed in four ways, all read here: `{{0,2},{1,3}}`, `[2,2]<=[2,2]T(1,0)`, `mesh['d'=2,'m'=2] {'d'}` (HLO)
+and `[[0, 2], [1, 3]]` (a table); a permutation is a list of (source, target) pairs in the first or the last.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ from alpa_lite.ir.layout import Axes, LogicalMesh
 _INT = re.compile(r"-?\d+")
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{([^}]*)\}")
-_SPLAT = re.compile(r"dense<(-?\d+)> : tensor<(\d+)x(\d+)xi64>")
-_HEX = re.compile(r'dense<"0x([0-9A-Fa-f]*)"> : tensor<(\d+)x(\d+)xi64>')
 
 
 @functools.lru_cache(maxsize=4096)
@@ -145,18 +142,8 @@ def _mesh_groups(text: str, num_devices: int) -> np.ndarray | None:
 
 
 def _rows(text: str, width: int | None) -> np.ndarray | None:
-    """The rows of `{{..},{..}}` or `dense<[[..], [..]]>`; None where they are not of one length (`width` if given)."""
-    if (short := _SPLAT.match(text.strip()) or _HEX.match(text.strip())) is not None:
-        # MLIR prints a table of equal items as one number, and one of more than a hundred items as its bytes.
-        shape = int(short[2]), int(short[3])
-        if width not in (None, shape[1]) or shape[0] * shape[1] > 1 << 24:
-            return None
-        if '"' not in short[0]:
-            return np.full(shape, int(short[1]))
-        known = len(short[1]) == 16 * shape[0] * shape[1]
-        return np.frombuffer(bytes.fromhex(short[1]), "<i8").reshape(shape) if known else None
-    inner = re.findall(r"[\[{]([-\d, ]*)[\]}]", text.split(" : ")[0])
-    rows = [[int(n) for n in _INT.findall(row)] for row in inner]
+    """The rows of `{{..},{..}}` or `[[..], [..]]`; None where they are not of one length (`width` if given)."""
+    rows = [[int(n) for n in _INT.findall(row)] for row in re.findall(r"[\[{]([-\d, ]*)[\]}]", text)]
     widths = {len(row) for row in rows}
     if len(widths) != 1 or widths == {0} or (width is not None and widths != {width}):
         return None

@@ -30,6 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from jax.extend.mlir import ir, passmanager
 from jax.interpreters import mlir
 
@@ -200,12 +201,17 @@ def read_collective(op: Any, mesh: LogicalMesh) -> list[Collective]:
 def _written(op: Any, kind: str, mesh: LogicalMesh) -> tuple[Axes, float]:
     """The axes of a stablehlo collective, and 1: its values are local already."""
     if kind == "collective_permute":
-        return axes_from_pairs(str(op.attributes["source_target_pairs"]), mesh), 1
-    text = str(op.attributes["replica_groups"])
-    if text.startswith("dense"):
-        return axes_from_text(text, mesh), 1
-    named = [name + ("" if not sub else " (part)") for name, sub in _MESH_AXES.findall(text)]
-    return normal_axes(tuple(named) or (f"groups {text}",), mesh), 1
+        return axes_from_pairs(_table(op.attributes["source_target_pairs"]), mesh), 1
+    groups = op.attributes["replica_groups"]
+    if isinstance(groups, ir.DenseElementsAttr):
+        return axes_from_text(_table(groups), mesh), 1
+    named = [name + ("" if not sub else " (part)") for name, sub in _MESH_AXES.findall(str(groups))]
+    return normal_axes(tuple(named) or (f"groups {groups}",), mesh), 1
+
+
+def _table(numbers: Any) -> str:
+    """A table of numbers as text, whole, where MLIR abbreviates."""
+    return str(np.array(numbers).tolist())
 
 
 def _inserted(op: Any, kind: str, mesh: LogicalMesh) -> tuple[Axes, float]:

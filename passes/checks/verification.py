@@ -22,6 +22,7 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import VerificationError
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks.hlo import HloReport, compare_hlo
+from alpa_lite.passes.checks.redundancy import redundant_collectives
 from alpa_lite.passes.checks.shardy import check_shardy, collectives_of_shardy
 from alpa_lite.passes.checks.standins import StandIns
 from alpa_lite.passes.lowering import function_of, spec_of
@@ -214,7 +215,8 @@ def compiled_reports(
         wanted = plan.collectives if stage.communication == "compiler" else wanted_of(stage, segment)
         report = None
         if mesh.size > 1 and not stage.program.outside:
-            report = compare_hlo(one.as_text(), mesh, wanted, module_of(stage, segment, platform))
+            redundancy = redundant_collectives(module_of(stage, segment, platform), mesh)
+            report = compare_hlo(one.as_text(), mesh, wanted, redundancy)
         executable = staged.program.executables[number]
         memory = memory_of(one, plan.stages[0].memory.total if whole else stage.temporary[segment])
         yield CompiledReport(executable.name, executable.mesh, whole, tuple(wanted), report, memory)

@@ -11,6 +11,7 @@ from alpa_lite.passes.checks import slices
 from alpa_lite.passes.checks.hlo import compare_hlo
 from alpa_lite.passes.checks.matching import LOST, OPEN, paired
 from alpa_lite.plan.records import Collective
+from tests.passes.checks.test_hlo import as_written
 
 MESH = LogicalMesh((8,), ("x",))
 HEAD = "HloModule jit_step, is_scheduled=true, num_partitions=4\n\nENTRY %main (p: f32[64]) -> f32[64] {\n"
@@ -54,7 +55,8 @@ LINES = [
 
 
 def report(lines: list[str], plan: tuple[Collective, ...] = PLAN):
-    return compare_hlo(HEAD + "\n".join(lines) + "\n  ROOT %r = f32[64]{0} copy(%p)\n}\n", MESH, plan)
+    text = HEAD + "\n".join(lines) + "\n  ROOT %r = f32[64]{0} copy(%p)\n}\n"
+    return compare_hlo(text, MESH, plan, as_written(plan))
 
 
 def test_a_collective_over_slices_is_found_in_both_levels() -> None:
@@ -83,9 +85,9 @@ def test_a_transfer_that_nothing_in_the_plan_needs_is_a_difference() -> None:
     plan = (planned("all_reduce", ("y",), 4, 1),)
     text = HEAD + f"  %a = f32[] all-reduce(%p), {WITHIN}, to_apply=%add\n"
     mesh = LogicalMesh((2, 4), ("x", "y"))
-    assert compare_hlo(text + "}\n", mesh, plan).ok
+    assert compare_hlo(text + "}\n", mesh, plan, as_written(plan)).ok
     text += "\n".join(between(1, "ALL_REDUCE", "f32[1]", "f32[1]")) + "\n}\n"
-    assert "1 transfers between slices, of 0" in compare_hlo(text, mesh, plan).differences[0]
+    assert "1 transfers between slices, of 0" in compare_hlo(text, mesh, plan, as_written(plan)).differences[0]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import alpa_lite
 from alpa_lite import models
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
-from alpa_lite.passes.checks.hlo_text import parse_hlo
+from alpa_lite.ir.layout import LogicalMesh
+from alpa_lite.passes.checks.hlo_text import read_hlo
 from alpa_lite.passes.sharding import limits, mesh_program, strategies
 from tests.gallery import f32, sgd
 from tests.searching import grouped_step
@@ -70,7 +71,7 @@ def test_what_is_compiled(name):
     run = alpa_lite.parallelize(step, method=METHODS[name])
     executable: Any = run.planned(args, {})[1]
     (text,) = executable.hlo()
-    found = collections.Counter(op.kind for op in parse_hlo(text, 8))
+    found = collections.Counter(op.kind for op in read_hlo(text, LogicalMesh((8,), ("x",))).collectives)
     wanted = {"data": {"all_reduce": 3}, "tensor": {"all_reduce": 1}}.get(name)
     both = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 1}
     assert found == (wanted or both)

@@ -10,7 +10,7 @@ import pytest
 
 from alpa_lite.errors import PlanError
 from alpa_lite.ir.layout import reshard_steps
-from alpa_lite.passes.checks.hlo_text import parse_hlo
+from alpa_lite.passes.checks.hlo_text import read_hlo
 from alpa_lite.passes.ir.loops import scan_op
 from alpa_lite.passes.lowering.program import Loop, Outside, Reshard, reads, writes
 from alpa_lite.passes.stages import cutting
@@ -204,7 +204,7 @@ def test_compiled_slices_gather_as_often_as_the_program_pays_for() -> None:
     found = [0] * len(paid)
     for executable, one in zip(program.executables, made, strict=True):
         if executable.kind in LOOP:
-            gathers = parse_hlo(one.as_text(), program.submeshes[executable.mesh].mesh)
+            gathers = read_hlo(one.as_text(), program.submeshes[executable.mesh].mesh).collectives
             found[executable.stage] += sum(c.count for c in gathers if c.kind == "all_gather")
     assert found == paid
     assert sum(paid) > 2
