@@ -55,7 +55,7 @@ def break_form(monkeypatch, primitive: str) -> None:
         form = form_of(op, *args)
         if form is None or op.name != primitive:
             return form
-        return dataclasses.replace(form, run=lambda *blocks: [1.5 * y for y in form.run(*blocks)])
+        return dataclasses.replace(form, own=lambda *blocks: [1.5 * y for y in form.run(*blocks)])
 
     monkeypatch.setattr(lowering, "local_form", broken)
 

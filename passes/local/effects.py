@@ -36,20 +36,6 @@ def needs_outside(op: Op) -> bool:
     return _outside(op.name, op.params)
 
 
-class NeedsOutside:
-    """`needs_outside`, worked out once for all operations of one key."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, bool] = {}
-
-    def __call__(self, op: Op) -> bool:
-        """Whether an operation cannot be emitted inside `shard_map`."""
-        known = self._known.get(op.key)
-        if known is None:
-            known = self._known[op.key] = needs_outside(op)
-        return known
-
-
 def _outside(name: str, params: Mapping[str, Any]) -> bool:
     if name in primitives.MANUAL or name in primitives.SHARED_STATE_DRAWS:
         return True

@@ -21,7 +21,6 @@ element left on each device. An assignment that no form exists for gives None, a
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,11 +48,8 @@ def local_form(
       The form, or None where this assignment has none.
     """
     sharded = [f for f, axes in enumerate(assignment) if axes]
-    if not sharded:
-        setting = Setting(op, rule, assignment, values, mesh, *_whole(rule))
-        return _ANYWHERE.get(op.name, Setting.bound)(setting)
     given = registered.maker(op)
-    maker = given or FORMS.get(op.name)
+    maker = (given or FORMS.get(op.name)) if sharded else _ANYWHERE.get(op.name, Setting.bound)
     if maker is None or not (given or _kinds_fit(op.name, maker, rule.factors, sharded)):
         return None
     key = assignment, mesh
@@ -71,19 +67,13 @@ def local_form(
     return maker(setting)
 
 
-def _whole(rule: Rule) -> tuple[tuple[Layout, ...], tuple[Layout, ...]]:
-    return tuple(_replicated(len(d)) for d in rule.operands), tuple(_replicated(len(d)) for d in rule.results)
-
-
-@functools.cache
-def _replicated(rank: int) -> Layout:
-    return Layout(((),) * rank)
-
-
 def _placed(
     rule: Rule, assignment: tuple[Axes, ...], sharded: Sequence[int], mesh: LogicalMesh
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...], bool] | None:
-    """The layouts of operands and of results, and whether an axis shards two factors; None if there are none."""
+    """The layouts of operands and of results, and whether an axis shards two factors; None if there are none.
+
+    A device would then hold blocks that do not belong together.
+    """
     parts = _parts(rule, assignment, sharded, mesh)
     if parts is None:
         return None
@@ -94,36 +84,21 @@ def _placed(
     results = _layouts(rule.results, rule, assignment, parts, partial)
     if operands is None or results is None:
         return None
-    return operands, results, _repeats(assignment, sharded)
-
-
-@functools.lru_cache(maxsize=1024)
-def _axis_sizes(mesh: LogicalMesh) -> Mapping[str, int]:
-    return dict(zip(mesh.axis_names, mesh.shape, strict=True))
+    axes = [axis for f in sharded for axis in assignment[f]]
+    return operands, results, len(set(axes)) != len(axes)
 
 
 def _parts(
     rule: Rule, assignment: tuple[Axes, ...], sharded: Sequence[int], mesh: LogicalMesh
 ) -> dict[int, int] | None:
     """Into how many parts each sharded factor is cut; None where one must not be, or does not divide."""
-    sizes = _axis_sizes(mesh)
     parts = {}
     for f in sharded:
-        factor, count = rule.factors[f], 1
-        for axis in assignment[f]:
-            count *= sizes[axis]
+        factor, count = rule.factors[f], mesh.product(assignment[f])
         if factor.kind == "replicate" or factor.size % count or not factor.size:
             return None
         parts[f] = count
     return parts
-
-
-def _repeats(assignment: tuple[Axes, ...], sharded: Sequence[int]) -> bool:
-    """Whether an axis shards two factors: a device would then hold blocks that do not belong together."""
-    if len(sharded) == 1:
-        return len(set(assignment[sharded[0]])) != len(assignment[sharded[0]])
-    axes = [axis for f in sharded for axis in assignment[f]]
-    return len(set(axes)) != len(axes)
 
 
 def _disjoint(layouts: Sequence[Layout]) -> bool:

@@ -7,14 +7,14 @@ along that dim is its index over (a, b), major to minor, and its *offset* is tha
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from alpa_lite import _jax
@@ -43,57 +43,38 @@ class LocalForm:
     """How every device computes its block of an operation's results.
 
     Attributes:
+      op: the operation; a form without `own` is that of any other of the same key, too.
       operands: the layouts in which the operands are taken (literals: replicated).
       results: the layouts of the results; axes of a sharded sum are partial.
       collectives: those that `run` issues by itself.
-      run: local operand blocks, one positional argument each -> list of local results. To be called inside `shard_map`
-        with the mesh's axis names bound.
+      changes: parameters that are bound in place of the operation's own.
+      own: what is computed where that is more than the operation on blocks, as of `run`.
     """
 
+    op: Op
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
-    collectives: tuple[LocalCollective, ...]
-    run: Callable[..., list]
+    collectives: tuple[LocalCollective, ...] = ()
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    own: Callable[..., list] | None = None
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """The parameters of the operation on blocks."""
+        return {**self.op.params, **self.changes} if self.changes else self.op.params
+
+    def run(self, *blocks: Any) -> list:
+        """Local operand blocks -> local results, inside `shard_map` with the mesh's axis names bound."""
+        op = self.op
+        if self.own is None:
+            return _jax.emit(op.primitive, self.params, op.source, op.ctx, blocks)
+        with _jax.under(op.source):
+            return self.own(*blocks)
 
 
 def bind(op: Op, operands: Sequence[Any], params: Mapping[str, Any] | None = None) -> list:
-    """Binds the op's primitive inside a form's `run`, with `params` in place of its own; always a list of results."""
+    """Binds the op's primitive inside a form's `own`, with `params` in place of its own; always a list of results."""
     return _jax.bind(op.primitive, op.params if params is None else params, op.source, operands)
-
-
-def _run_emitted(op: Op, params: Mapping[str, Any], *operands: Any) -> list:
-    return _jax.emit(op.primitive, params, op.source, op.ctx, operands)
-
-
-def rebinding(form: LocalForm) -> Mapping[str, Any] | None:
-    """The parameters of a form that only binds its op's primitive again; None for a form of another kind."""
-    run = form.run
-    if isinstance(run, functools.partial) and run.func is _run_emitted:
-        return run.args[1]
-    return None
-
-
-Changes = Mapping[str, Any]
-"""The parameters that a form binds in place of the operation's own."""
-
-
-def changes_of(op: Op, form: LocalForm) -> Changes | None:
-    """The parameters that a form which only binds its primitive again changes; None for a form of another kind."""
-    params = rebinding(form)
-    if params is None:
-        return None
-    return {name: value for name, value in params.items() if value is not op.params.get(name)}
-
-
-def rebound(op: Op, form: LocalForm, changes: Changes) -> LocalForm:
-    """A form that binds the primitive of an operation again, for another operation of the same key."""
-    params = {**op.params, **changes} if changes else op.params
-    return LocalForm(form.operands, form.results, (), functools.partial(_run_emitted, op, params))
-
-
-def _run_under(op: Op, run: Callable[..., list], *operands: Any) -> list:
-    with _jax.under(op.source):
-        return run(*operands)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -142,22 +123,22 @@ class Setting:
         """Bytes of one device's block of result i."""
         return math.prod(self.local_result(i)) * self.values[self.op.results[i]].itemsize
 
-    def params(self, **changes: Any) -> Mapping[str, Any]:
-        """The op's parameters with `changes`, without the shardings: they mean nothing where every axis is manual."""
-        params = self.op.params
-        for name in ("sharding", "out_sharding"):
-            if params.get(name) is not None:
-                changes[name] = None
-        return {**params, **changes} if changes else params
-
     def bound(self, **changes: Any) -> LocalForm:
-        """The form that binds the same primitive, with some parameters changed to their local values."""
-        run = functools.partial(_run_emitted, self.op, self.params(**changes))
-        return LocalForm(self.operands, self.results, (), run)
+        """The form that binds the same primitive, with some parameters changed to their local values.
 
-    def form(self, run: Callable[..., list], *collectives: LocalCollective) -> LocalForm:
+        Shardings mean nothing where every axis is manual.
+        """
+        params = self.op.params
+        changes |= {name: None for name in ("sharding", "out_sharding") if params.get(name) is not None}
+        return LocalForm(self.op, self.operands, self.results, changes=changes)
+
+    def params(self, **changes: Any) -> Mapping[str, Any]:
+        """The parameters of `bound`."""
+        return self.bound(**changes).params
+
+    def form(self, own: Callable[..., list], *collectives: LocalCollective) -> LocalForm:
         """A form with these layouts, run under the op's name stack and source line."""
-        return LocalForm(self.operands, self.results, collectives, functools.partial(_run_under, self.op, run))
+        return LocalForm(self.op, self.operands, self.results, collectives, own=own)
 
     def special(self, operand: int, dim: int) -> bool:
         """Whether a special factor shards a dim of an operand."""
@@ -172,8 +153,11 @@ def sharded_dims(layout: Layout) -> list[int]:
 
 
 def block_number(axes: Axes) -> jax.Array:
-    """int32 scalar: this device's block number along a dim sharded over `axes`."""
-    return jnp.asarray(lax.axis_index(axes), jnp.int32)
+    """int32 scalar: this device's block number along a dim sharded over `axes`; `lax` traces faster than operators."""
+    number = lax.axis_index(axes[0])
+    for axis in axes[1:]:
+        number = lax.add(lax.mul(number, np.int32(lax.axis_size(axis))), lax.axis_index(axis))
+    return number
 
 
 def offset(axes: Axes, block: int, dtype: Any = jnp.int32) -> jax.Array:
@@ -198,23 +182,30 @@ def in_bytes(change: Callable[..., Any], *blocks: Any) -> Any:
     return lax.convert_element_type(change(*(lax.convert_element_type(x, wide) for x in blocks)), dtype)
 
 
-def permute_blocks(x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]], mesh: LogicalMesh) -> jax.Array:
+def in_mesh_order(axes: Axes, mesh: LogicalMesh) -> Axes:
+    """Axes in the order of the mesh."""
+    return tuple(a for a in mesh.axis_names if a in axes)
+
+
+def device_number(block: int, axes: Axes, mesh: LogicalMesh) -> int:
+    """The number, along the axes in mesh order, of the device that has a block of a dim sharded over `axes`."""
+    place = {}
+    for axis in reversed(axes):
+        block, place[axis] = divmod(block, mesh.axis_size(axis))
+    number = 0
+    for axis in in_mesh_order(axes, mesh):
+        number = number * mesh.axis_size(axis) + place[axis]
+    return number
+
+
+def permute_blocks(
+    x: jax.Array, axes: Axes, pairs: Sequence[tuple[int, int]], mesh: LogicalMesh, after: Axes = ()
+) -> jax.Array:
     """Sends the block of each pair's first block number to its second; a device that nobody sends to gets zeros.
 
     `lax.ppermute` numbers devices in the mesh's order of the axes whatever order it is given (JAX 0.12 refuses another
-    one), block numbers go by the order of `axes`: so they are translated.
+    one), block numbers go by the order of `axes`, the second ones by that of `after` if it is given: so they are
+    translated.
     """
-    ordered = tuple(a for a in mesh.axis_names if a in axes)
-    sizes = [mesh.axis_size(a) for a in axes]
-
-    def in_mesh_order(number: int) -> int:
-        place = {}
-        for axis, size in zip(reversed(axes), reversed(sizes), strict=True):
-            number, place[axis] = divmod(number, size)
-        out = 0
-        for axis in ordered:
-            out = out * mesh.axis_size(axis) + place[axis]
-        return out
-
-    hops = [(in_mesh_order(a), in_mesh_order(b)) for a, b in pairs]
-    return in_bytes(lambda x: lax.ppermute(x, ordered, hops), x)
+    hops = [(device_number(a, axes, mesh), device_number(b, after or axes, mesh)) for a, b in pairs]
+    return in_bytes(lambda x: lax.ppermute(x, in_mesh_order(axes, mesh), hops), x)

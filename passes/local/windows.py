@@ -26,6 +26,7 @@ from alpa_lite.passes.local.types import (
     Setting,
     bind,
     block_number,
+    in_mesh_order,
     permute_blocks,
     sharded_dims,
 )
@@ -70,14 +71,10 @@ def _halo_collectives(s: Setting, halos: Sequence[_Halo]) -> list[LocalCollectiv
         for width in (halo.left, halo.right):
             if width:
                 out.append(
-                    LocalCollective("collective_permute", _ordered(halo.axes, s.mesh), others * width * itemsize)
+                    LocalCollective("collective_permute", in_mesh_order(halo.axes, s.mesh), others * width * itemsize)
                 )
         shape[halo.dim] += halo.left + halo.right + sum(halo.padding)
     return out
-
-
-def _ordered(axes: Axes, mesh: LogicalMesh) -> Axes:
-    return tuple(a for a in mesh.axis_names if a in axes)
 
 
 def _exchange(x: jax.Array, halo: _Halo, mesh: LogicalMesh, border: Any) -> jax.Array:
@@ -236,4 +233,4 @@ def rev(s: Setting) -> LocalForm | None:
         return [x]
 
     size = s.result_bytes()
-    return s.form(run, *(LocalCollective("collective_permute", _ordered(axes, s.mesh), size) for axes in turned))
+    return s.form(run, *(LocalCollective("collective_permute", in_mesh_order(axes, s.mesh), size) for axes in turned))

@@ -22,9 +22,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Lit, Op, Traced
-from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, Step
+from alpa_lite.ir.layout import Layout, LogicalMesh, Step
 from alpa_lite.passes.ir import evaluation, primitives
-from alpa_lite.passes.local.types import LocalForm, in_bytes
+from alpa_lite.passes.local.types import LocalForm, block_number, in_bytes, permute_blocks
 from alpa_lite.passes.lowering.program import (
     Body,
     Compute,
@@ -35,7 +35,6 @@ from alpa_lite.passes.lowering.program import (
     Outside,
     Reshard,
     computes,
-    in_mesh_order,
     read_before,
     reads,
     spec_of,
@@ -321,7 +320,7 @@ def _change_layout(block: Any, step: Step, shape: tuple[int, ...], mesh: Logical
             sizes = list(block.shape)
             sizes[step.dim] = shape[step.dim] // mesh.product(step.after.dims[step.dim])
             starts: list[Any] = [np.int32(0)] * len(sizes)
-            starts[step.dim] = lax.mul(_block_number(step.axes, mesh), np.int32(sizes[step.dim]))
+            starts[step.dim] = lax.mul(block_number(step.axes), np.int32(sizes[step.dim]))
             return lax.dynamic_slice(block, starts, sizes, allow_negative_indices=False)
         case "all_reduce":
             return lax.psum(block, step.axes)
@@ -333,32 +332,5 @@ def _change_layout(block: Any, step: Step, shape: tuple[int, ...], mesh: Logical
             return lax.all_to_all(block, step.axes, step.to_dim, step.dim, tiled=True)
         case "collective_permute":
             before = step.before.dims[step.dim]
-            return lax.ppermute(block, in_mesh_order(before, mesh), _reorder(before, step.axes, mesh))
-
-
-def _block_number(axes: Axes, mesh: LogicalMesh) -> Any:
-    """This device's number along the axes, major to minor; in plain `lax`, which traces faster than operators."""
-    number = lax.axis_index(axes[0])
-    for axis in axes[1:]:
-        number = lax.add(lax.mul(number, np.int32(mesh.axis_size(axis))), lax.axis_index(axis))
-    return number
-
-
-def _reorder(before: Axes, after: Axes, mesh: LogicalMesh) -> list[tuple[int, int]]:
-    """(source, destination) pairs that move block b from its place along `before` to its place along `after`.
-
-    Devices are numbered along the axes in mesh order: `ppermute` does not follow another order of its axis names.
-    """
-    axes = in_mesh_order(before, mesh)
-
-    def device(block: int, order: Axes) -> int:
-        place = {}
-        for axis in reversed(order):
-            place[axis] = block % mesh.axis_size(axis)
-            block //= mesh.axis_size(axis)
-        number = 0
-        for axis in axes:
-            number = number * mesh.axis_size(axis) + place[axis]
-        return number
-
-    return [(device(block, before), device(block, after)) for block in range(mesh.product(before))]
+            same = [(block, block) for block in range(mesh.product(before))]
+            return permute_blocks(block, before, same, mesh, step.axes)

@@ -18,9 +18,10 @@ from alpa_lite.ir.graph import Atom, Block, Lit, Op, Traced
 from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, replicated, reshard_steps
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir.loops import ScanView, WhileView
-from alpa_lite.passes.local.effects import NeedsOutside
+from alpa_lite.passes.ir.remembered import Memo
+from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.local.forms import local_form
-from alpa_lite.passes.local.types import Changes, LocalForm, changes_of, rebound
+from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.lowering.program import (
     Body,
     Compute,
@@ -66,8 +67,7 @@ class _Lowering:
         self.member = {op: (g, f) for g in grouping.groups for op, f in zip(g.ops, g.op_factors, strict=True)}
         self.made: dict[int, int] = {}  # value -> its register in the layout in which it is made
         self.where: dict[tuple[int, Layout, bool], int] = {}  # in others; of lazy values in any
-        self.forms: dict[tuple[Any, tuple[Axes, ...]], tuple[LocalForm, Changes]] = {}
-        self.needs_outside = NeedsOutside()
+        self.known = Memo()
         self.out: list[Instruction] = []
         self.registers: list[Layout] = []
         self.clock = 0
@@ -175,7 +175,7 @@ class _Lowering:
         positions, lazy = self.grouping.positions, self.grouping.lazy
         for op in block.ops:
             self.clock, self.user = positions[op.index], op
-            if self.needs_outside(op):
+            if self.known.once(("outside", op.key), lambda op=op: needs_outside(op)):
                 self.outside(op)
             elif op.bodies:
                 self.structured(op)
@@ -201,17 +201,17 @@ class _Lowering:
             operands, results = (
                 tuple(Layout(la.dims, strategy.partial) for la in side) for side in (form.operands, form.results)
             )
-            form = LocalForm(operands, results, form.collectives, form.run)
+            form = replace(form, operands=operands, results=results)
         self.compute(op, form)
 
     def form(self, op: Op, rule: Rule, axes: tuple[Axes, ...]) -> LocalForm | None:
         """The local form of an operation; of those that bind its primitive again there is one a key."""
-        key = op.key, axes
-        if (known := self.forms.get(key)) is not None:
-            return rebound(op, *known)
+        form = self.known.get(("form", op.key, axes))
+        if form is not None:
+            return replace(form, op=op)
         form = local_form(op, rule, axes, self.values, self.mesh)
-        if form is not None and (changes := changes_of(op, form)) is not None:
-            self.forms[key] = form, changes
+        if form is not None and form.own is None:
+            self.known["form", op.key, axes] = form
         return form
 
     def whole(self, op: Op, strategy: Strategy) -> None:
@@ -240,7 +240,7 @@ class _Lowering:
         layouts = tuple(
             self.whole_layout(a) if isinstance(a, Lit) else self.registers[self.made[a]] for a in op.operands
         )
-        self.compute(op, LocalForm(layouts, layouts, (), lambda *blocks: list(op.primitive.bind(*blocks))))
+        self.compute(op, LocalForm(op, layouts, layouts, own=lambda *blocks: list(op.primitive.bind(*blocks))))
 
     def structured(self, op: Op) -> None:
         """Lowers a loop or branches: operands, bodies and results are in the layouts of their homes."""

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Lit, Op, Traced
-from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, Step
+from alpa_lite.ir.layout import Layout, LogicalMesh, Step
 from alpa_lite.passes.ir.loops import body_runs
-from alpa_lite.passes.local.types import LocalForm
+from alpa_lite.passes.local.types import LocalForm, in_mesh_order
 from alpa_lite.plan.records import Collective
 
 Operand = int | Lit
@@ -174,11 +174,6 @@ def read_before(instructions: Iterable[Instruction]) -> set[int]:
         found.update(o for o in reads(item) if o not in written)
         written.update(writes(item))
     return found
-
-
-def in_mesh_order(axes: Axes, mesh: LogicalMesh) -> Axes:
-    """Axes in the order of the mesh."""
-    return tuple(a for a in mesh.axis_names if a in axes)
 
 
 def where_of(op: Op | None) -> str:

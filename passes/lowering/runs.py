@@ -22,7 +22,6 @@ import numpy as np
 
 from alpa_lite.ir.graph import Lit, Traced
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.local.types import rebinding
 from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Operand, Reshard, reads, writes
 
 SHORTEST = 8  # instructions: a call is itself one
@@ -118,7 +117,7 @@ def _tokens(instructions: Sequence[Instruction], traced: Traced) -> np.ndarray:
             case Compute(op=op, form=form) if not op.has_effects:
                 wired = tuple([isinstance(o, Lit) for o in item.operands])
                 key = op.key
-                numbered = True in wired and op.name in primitives.ELEMENTWISE and rebinding(form) is not None
+                numbered = True in wired and op.name in primitives.ELEMENTWISE and form.own is None
                 if numbered and writer is not None:
                     key = writer.without_numbers(op, values.__getitem__)
                 token = (key, op.ctx, form.operands, form.results, form.collectives, wired)

@@ -23,7 +23,6 @@ from alpa_lite.passes.ir.flow import reach, values_in
 from alpa_lite.passes.ir.keys import CONTROL_FLOW_JAXPRS
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import renamed_block
-from alpa_lite.passes.local.types import rebinding
 from alpa_lite.passes.microbatches.builder import Builder, PositionDependent, selected, with_number
 from alpa_lite.passes.microbatches.states import (
     AFTER,
@@ -278,9 +277,8 @@ class Scope:
     def _emit_form(self, op: Op, role: Role) -> None:
         form = role.form
         assert form is not None
-        params = rebinding(form)
-        if params is not None and not role.scale:
-            self._emit_copy(op, role, params)
+        if form.own is None and not role.scale:
+            self._emit_copy(op, role, form.params)
             return
         operands = self.fetch_all(op.operands, role.operands)
         # The operand that a scatter adds to is taken in one micro-batch alone, whatever examples that has.

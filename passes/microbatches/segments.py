@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alpa_lite.ir.graph import Lit, Op, Value
-from alpa_lite.passes.local.types import LocalForm, rebound
+from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.microbatches.states import WHOLE, Role, State, sliced
 
 Segments = tuple[int, ...]
@@ -74,7 +74,7 @@ def segmented_role(
         return None
     if any(size % parts for state in (*wanted, *results) for size in state.segments):
         return None
-    form = rebound(op, LocalForm((), (), (), list), changes)  # the states stand for layouts
+    form = LocalForm(op, (), (), changes=changes)  # the states stand for layouts
     return Role("form", tuple(wanted), tuple(results), form, segmented=True)
 
 

@@ -19,7 +19,7 @@ import jax
 from alpa_lite.ir.graph import Block, Lit, Op
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
-from alpa_lite.passes.local.types import LocalForm, rebinding
+from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.microbatches.segments import segmented_role
 from alpa_lite.passes.microbatches.states import (
     AXIS,
@@ -77,7 +77,7 @@ class Transfer:
     def _is_common(self, op: Op, states: tuple[State, ...], role: Role) -> bool:
         """Whether a role is that of every operation with the key of this one on operands in these states."""
         if role.kind == "form":
-            bound = role.form is not None and rebinding(role.form) is not None
+            bound = role.form is not None and role.form.own is None
             is_common = role.operands == states and not role.scale and not role.segmented
             return bound and is_common and op.name not in _OWN_FORMS
         return role.kind in ("whole", "copy")
@@ -175,7 +175,7 @@ class Transfer:
         if len(kept) != 1 or () in kept or any(n % self.parts for one in kept for n in one):
             return None
         (segments,) = kept
-        if rebinding(form) is None and self._is_positional(op, form):
+        if form.own is not None and self._is_positional(op, form):
             return None
 
         def cut(dims: Sequence[Sequence[int]], state: State) -> State:

@@ -34,7 +34,7 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, keys, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.ir.remembered import Memo
-from alpa_lite.passes.local.effects import NeedsOutside
+from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.sharding import groups
 from alpa_lite.passes.sharding.groups import Demand, Digests, Dims, Draft, Form, Group, Grouping, GroupKind, Home
 from alpa_lite.passes.sharding.linear import find_linear
@@ -72,7 +72,6 @@ class _Builder:
         self.clock = 0
         self.linear = find_linear(graph.block, rules, graph.values, apart)
         self.digests = Digests()
-        self.needs_outside = NeedsOutside()
         self.known = Memo()
         self.regions = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}
 
@@ -104,7 +103,7 @@ class _Builder:
             self.ops[op.index] = op
             self.clock += 1
             depth = self.clock
-            if self.needs_outside(op):
+            if self.known.once(("outside", op.key), lambda op=op: needs_outside(op)):
                 self.member(op, self.form(op, groups.opaque_rule(op, self.values)), 0, (), trips)
             elif op.name in self.regions:
                 self.regions[op.name](op, trips)
