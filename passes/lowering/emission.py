@@ -233,13 +233,12 @@ class _Emitter:
         functions: dict[Any, Callable[..., list[Any]]] = {}
         wanted = list(dict.fromkeys(o for o in body.outputs if not isinstance(o, Lit)))
         for run in runs_of(body.instructions, wanted, self.traced):
-            blocks = [registers[r] for r in run.inputs]
             call = functions.get(run.key)
             if call is None:
-                call = functools.partial(_call, self, run.body())
+                call = functools.partial(_call, self, run.body)
                 if run.key is not None:
                     call = functions[run.key] = jax.jit(call)
-            registers.update(zip(run.outputs, call(*blocks, *run.numbers), strict=True))
+            registers.update(zip(run.body.outputs, call(*[registers[r] for r in run.body.inputs]), strict=True))
 
     def _execute(self, body: Body, registers: dict[int, Any]) -> None:
         """Executes the instructions of a body one by one."""

@@ -3,8 +3,7 @@
 The instructions of an unrolled model repeat with the layers. Two runs are equal if instruction by instruction they do
 the same (operation, local form, layouts, steps) and are wired alike: every operand is the same
 result within the run, or the same one of its inputs, and the same results leave it. Equal runs are one function, called
-several times. Which number a literal of an elementwise operation is does not matter, as each layer folds its own into
-the key of its dropout: where equal runs have several, the function takes it as one more input.
+several times.
 
 Where runs begin is found from the distances at which equal instructions follow each other: a stretch in which every
 instruction equals that p places on is cut into pieces of length p. Any cut is correct; a good one shares much.
@@ -15,14 +14,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from alpa_lite.ir.graph import Lit, Traced
-from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Operand, Reshard, reads, writes
+from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Reshard, reads, writes
 
 SHORTEST = 8  # instructions: a call is itself one
 _PERIODS = 64  # distances that are tried
@@ -31,39 +29,10 @@ _MOST = 0.2  # of what repeats but for a few instructions, the least part betwee
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Instructions of which `inputs` are the registers that they read from before, `outputs` those read afterwards.
+    """Instructions, the function that they are, and its key: runs of equal keys are the same; None equals nothing."""
 
-    Runs of equal `key` are the same function; None is equal to nothing. `numbered` are the places of the instructions
-    of which the literals are not the same in all of them.
-    """
-
-    instructions: tuple[Instruction, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    body: Body
     key: Any = None
-    numbered: tuple[int, ...] = ()
-
-    @property
-    def numbers(self) -> list[Any]:
-        """The literals that this run has in place of those of others, in the order in which `body` takes them."""
-        return [o.value for place in self.numbered for o in self._operands(place) if isinstance(o, Lit)]
-
-    def body(self) -> Body:
-        """The function: what it takes is `inputs`, then `numbers`."""
-        items, taken = list(self.instructions), list(self.inputs)
-        for place in self.numbered:
-            operands = []
-            for o in self._operands(place):
-                operands.append(-len(taken) - 1 if isinstance(o, Lit) else o)  # no register of the program
-                if isinstance(o, Lit):
-                    taken.append(operands[-1])
-            items[place] = replace(items[place], operands=tuple(operands))
-        return Body(tuple(taken), tuple(items), self.outputs)
-
-    def _operands(self, place: int) -> tuple[Operand, ...]:
-        item = self.instructions[place]
-        assert isinstance(item, Compute)
-        return item.operands
 
 
 def runs_of(instructions: Sequence[Instruction], wanted: Sequence[int], traced: Traced) -> list[Run]:
@@ -73,21 +42,8 @@ def runs_of(instructions: Sequence[Instruction], wanted: Sequence[int], traced: 
     for i, item in enumerate(instructions):
         last_read.update(dict.fromkeys(reads(item), i))
     last_read.update((register, len(instructions)) for register in wanted)
-    out = []
-    cuts = _cuts(tokens)
-    for start, end in itertools.pairwise(cuts):
-        out.append(_run(instructions[start:end], tokens[start:end].tolist(), end, last_read))
-    equal: dict[Any, list[Run]] = {}
-    for run in out:
-        equal.setdefault(run.key, []).append(run)
-    numbered = {key: _numbered(same) for key, same in equal.items() if key is not None and len(same) > 1}
-    return [replace(run, numbered=numbered[run.key]) if numbered.get(run.key) else run for run in out]
-
-
-def _numbered(same: Sequence[Run]) -> tuple[int, ...]:
-    """The places at which operations of equal runs differ: in the numbers that their literals are."""
-    keys = [[item.op.key if isinstance(item, Compute) else None for item in run.instructions] for run in same]
-    return tuple(place for place, those in enumerate(zip(*keys, strict=True)) if len(set(those)) > 1)
+    cuts = itertools.pairwise(_cuts(tokens))
+    return [_run(instructions[start:end], tokens[start:end].tolist(), end, last_read) for start, end in cuts]
 
 
 def _run(instructions: Sequence[Instruction], tokens: list[int], end: int, last_read: dict[int, int]) -> Run:
@@ -104,23 +60,18 @@ def _run(instructions: Sequence[Instruction], tokens: list[int], end: int, last_
     key = None
     if len(instructions) >= SHORTEST and min(tokens) >= 0:
         key = tuple(tokens), tuple(wiring), tuple(made[register] for register in outputs)
-    return Run(tuple(instructions), tuple(inputs), outputs, key)
+    return Run(Body(tuple(inputs), tuple(instructions), outputs), key)
 
 
 def _tokens(instructions: Sequence[Instruction], traced: Traced) -> np.ndarray:
     """A number for each instruction: equal ones do the same to equal shapes; negative ones equal nothing."""
     values, numbers = traced.graph.values, {}
-    writer = traced.graph.keys
     out = np.empty(len(instructions), dtype=np.int64)
     for i, item in enumerate(instructions):
         match item:
             case Compute(op=op, form=form) if not op.has_effects:
                 wired = tuple([isinstance(o, Lit) for o in item.operands])
-                key = op.key
-                numbered = True in wired and op.name in primitives.ELEMENTWISE and form.own is None
-                if numbered and writer is not None:
-                    key = writer.without_numbers(op, values.__getitem__)
-                token = (key, op.ctx, form.operands, form.results, form.collectives, wired)
+                token = (op.key, op.ctx, form.operands, form.results, form.collectives, wired)
             case Reshard(value=value, steps=steps, late=late):
                 token = (steps, values[value].shape, values[value].dtype, late)
             case _:

@@ -109,8 +109,8 @@ def update_groups(traced: Traced, grouping: Grouping, outputs: Collection[int] |
     return {grouping.homes[a].group for a in atoms if not isinstance(a, Lit) and a in grouping.homes} - {0}
 
 
-def value_kinds(traced: Traced, grouping: Grouping) -> tuple[dict[int, str], dict[int, str]]:
-    """Value -> its kind, where it is made and for copies in another layout; all others are activations.
+def value_kinds(traced: Traced, grouping: Grouping) -> dict[int, str]:
+    """Value -> its kind where it is made; all others are activations.
 
     Gradients are the values of a parameter's shape that the groups which compute new state want or make, and that are
     not made of state by operations outside of the derivative. Of what such groups make, new state is of the kind of
@@ -121,10 +121,7 @@ def value_kinds(traced: Traced, grouping: Grouping) -> tuple[dict[int, str], dic
     kinds = state_kinds(traced)
     frozen = {i: "frozen" for i, argument in enumerate(traced.arguments) if argument.role == "frozen"}
     own = {block.inputs[i]: kind for i, kind in (frozen | dict(kinds)).items()}
-    copies = {v: "gathered" if kind in ("params", "frozen") else kind for v, kind in own.items()}
-    for value in forms(traced):
-        own.setdefault(value, "gathered")
-        copies.setdefault(value, "gathered")
+    own = dict.fromkeys(forms(traced), "gathered") | own
     shapes = {values[v].shape for v, i in inputs.items() if kinds.get(i) == "params"}
     updates = update_groups(traced, grouping)
     made = {v for v, home in grouping.homes.items() if home.group in updates} - inputs.keys()
@@ -132,14 +129,18 @@ def value_kinds(traced: Traced, grouping: Grouping) -> tuple[dict[int, str], dic
     updated = _updated(traced, kinds)
     for value in sorted(made | wanted):
         if values[value].shape in shapes:
-            kind = "optimizer" if value in updated else "gradients"
-            own.setdefault(value, kind)
-            copies.setdefault(value, kind)
+            own.setdefault(value, "optimizer" if value in updated else "gradients")
     for out, argument in traced.state:
         atom = block.outputs[out]
         if isinstance(atom, int) and atom not in inputs:
-            own[atom] = copies[atom] = kinds[argument]
-    return own, copies
+            own[atom] = kinds[argument]
+    return own
+
+
+def copy_kinds(traced: Traced, own: Mapping[int, str]) -> dict[int, str]:
+    """Value -> the kind of copies of it in another layout, given `value_kinds`."""
+    inputs = set(traced.graph.block.inputs)
+    return {v: "gathered" if v in inputs and kind in ("params", "frozen") else kind for v, kind in own.items()}
 
 
 def origins(block: Block, start: Iterable[int]) -> dict[int, int]:

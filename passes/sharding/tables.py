@@ -151,7 +151,7 @@ class GroupedStep:
         return connected.examples(self.traced, self.grouping)
 
     @cached_property
-    def kinds(self) -> tuple[Mapping[int, str], Mapping[int, str]]:
+    def kinds(self) -> Mapping[int, str]:
         """As of `kinds.value_kinds`."""
         return kinds.value_kinds(self.traced, self.grouping)
 
@@ -219,7 +219,8 @@ def live_bytes(traced: Traced, grouping: Grouping, space: Space, choice: Sequenc
     """Kind (`kinds.KINDS`) -> [points] the bytes per device that live at each program point of a solved program."""
     buffers, transfers = space.program.buffers, space.program.transfers
     assert buffers is not None
-    own, copies = kinds.value_kinds(traced, grouping)
+    own = kinds.value_kinds(traced, grouping)
+    copies = kinds.copy_kinds(traced, own)
     of_buffer, sizes = [], np.zeros(len(buffers.size))
     for b, value in enumerate(space.buffer_values):
         if buffers.transfer[b] < 0:
@@ -243,13 +244,13 @@ def _tables(
     step: GroupedStep, members: tuple[tuple[int, ...], ...], node_of: tuple[int, ...], regather: bool
 ) -> Tables:
     """The tables of one tying."""
-    values, homes, (kinds_of, copies) = step.traced.graph.values, step.grouping.homes, step.kinds
+    values, homes, copies = step.traced.graph.values, step.grouping.homes, kinds.copy_kinds(step.traced, step.kinds)
     late_from = step.fullest if regather else None
     found = _edges(step, node_of, late_from)
     rows: list[tuple[int, int, int, int, int]] = []  # transfer or -1, type, start, end, value
     types: dict[object, int] = {}
     for value, start, end in step.living:
-        key = (node_of[homes[value].group], homes[value].dims, values[value].nbytes, kinds_of.get(value))
+        key = (node_of[homes[value].group], homes[value].dims, values[value].nbytes, step.kinds.get(value))
         rows.append((-1, types.setdefault(key, len(types)), start, end, value))
     for number, same in enumerate(found.values()):
         for value, demands in same if values[same[0][0]].nbytes >= step.smallest else ():

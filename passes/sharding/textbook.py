@@ -209,9 +209,8 @@ def textbook(
         leaves = {g for g in ports if grouping.groups[g].kind == "leaf"} - {0}
         return OverExamples(mesh, over, counts, stage, frozenset(leaves))
     read = kinds.parameters(traced) | forms
-    own, _ = step.kinds
-    new = {a for out, _ in traced.state if isinstance(a := block.outputs[out], int) and own.get(a) == "params"}
-    gradients = {value for value, kind in own.items() if kind == "gradients"}
+    new = {a for out, _ in traced.state if isinstance(a := block.outputs[out], int) and step.kinds.get(a) == "params"}
+    gradients = {value for value, kind in step.kinds.items() if kind == "gradients"}
     if _updates_read_whole_values(step, read):
         gradients = set()
     free = {block.inputs[number] for number in named}

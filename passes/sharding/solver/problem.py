@@ -176,80 +176,33 @@ def descend(
 
 
 def from_graph(graph: StrategyGraph) -> Problem:
-    """The problem of a strategy graph.
-
-    Raises:
-      ValueError: a node without strategies, or a cost, class or buffer that cannot be (negative, NaN, out of range).
-    """
+    """The problem of a strategy graph."""
     costs = [np.asarray(cost, dtype=np.float64) for cost in graph.node_cost]
     cost = joined(costs, np.float64)
-    if any(one.ndim != 1 or not one.size for one in costs) or not (cost >= 0).all():
-        for i, one in enumerate(costs):
-            _check_node(one, i, graph)
-    first = offsets([len(one) for one in costs])
-    links, cells, number = _links(graph.transfers, first)
+    assert all(one.size for one in costs) and (cost >= 0).all(), "a node has no strategy, or one of no seconds"
+    links, cells, number = _links(graph.transfers, offsets([len(one) for one in costs]))
     points, items = 0, NO_ITEMS
     if graph.buffers is not None:
-        points = graph.buffers.points
-        _check_buffers(graph.buffers)
-        items = _items(graph.buffers, links, number)
+        points, items = graph.buffers.points, _items(graph.buffers, links, number)
     return Problem(links, cost, cells, items, np.zeros(points), graph.budget)
 
 
 def _links(transfers: Sequence[Transfer], first: np.ndarray) -> tuple[Links, np.ndarray, np.ndarray]:
     """The edges with consumers, their costs, and the edge of each transfer, -1 for those without consumers."""
-    costs = [np.asarray(transfer.cost, dtype=np.float64) for transfer in transfers]
-    is_edge = [cost.ndim == 2 and bool(t.consumers) for t, cost in zip(transfers, costs, strict=True)]
-    for transfer, kept in zip(transfers, is_edge, strict=True):
-        if not kept:
-            _check_transfer(transfer, first)
+    is_edge = np.array([bool(transfer.consumers) for transfer in transfers], dtype=bool)
     edges = list(itertools.compress(transfers, is_edge))
     ends = [(e, transfer.src, transfer.src_class) for e, transfer in enumerate(edges)]
     ends += [(e, node, klass) for e, transfer in enumerate(edges) for node, klass in transfer.consumers]
     edge, node = np.array([end[:2] for end in ends], dtype=np.int64).reshape(-1, 2).T.copy()
     shape = np.array([t.cost.shape for t in edges], dtype=np.int64).reshape(-1, 2)
-    cells, classes = joined(list(itertools.compress(costs, is_edge)), np.float64), joined([klass for *_, klass in ends])
+    cells, classes = joined([t.cost for t in edges], np.float64), joined([klass for *_, klass in ends])
     sizes, side = np.diff(first)[node], (np.arange(len(node)) >= len(edges)).astype(np.int64)
-    sound = [len(klass) for *_, klass in ends] == sizes.tolist() and (cells >= 0).all()
-    if not sound or not ((classes >= 0) & (classes < np.repeat(shape[edge, side], sizes))).all():
-        for transfer in edges:
-            _check_transfer(transfer, first)
+    assert [len(klass) for *_, klass in ends] == sizes.tolist() and (cells >= 0).all(), "classes or costs of a transfer"
+    assert ((classes >= 0) & (classes < np.repeat(shape[edge, side], sizes))).all(), (
+        "a class that a transfer does not have"
+    )
     links, _ = Links(first, shape, edge, node, classes).distinct()
     return links, cells, np.where(is_edge, np.cumsum(is_edge, dtype=np.int64) - 1, -1)
-
-
-def _check_node(cost: np.ndarray, i: int, graph: StrategyGraph) -> None:
-    name = graph.names[i] if graph.names else f"node {i}"
-    if cost.ndim != 1 or not cost.size:
-        raise ValueError(f"node_cost of {name} has shape {cost.shape}: a node needs a vector of at least one strategy")
-    if not (cost >= 0).all():
-        raise ValueError(f"node_cost of {name} holds {cost[~(cost >= 0)][0]}: seconds are at least zero, or inf")
-
-
-def _check_transfer(transfer: Transfer, first: np.ndarray) -> None:
-    name = transfer.name or f"the transfer from node {transfer.src}"
-    cost = np.asarray(transfer.cost, dtype=np.float64)
-    if cost.ndim != 2 or not (cost >= 0).all():
-        raise ValueError(f"cost of {name}: [P, Q] seconds of at least zero are needed, or inf; got {cost}")
-    for axis, (node, klass) in enumerate([(transfer.src, transfer.src_class), *transfer.consumers]):
-        klass = np.asarray(klass, dtype=np.int64)
-        classes, strategies = cost.shape[min(axis, 1)], int(first[node + 1] - first[node])
-        if klass.shape != (strategies,) or klass.min() < 0 or klass.max() >= classes:
-            raise ValueError(
-                f"classes of node {node} in {name}: {strategies} numbers below {classes} are needed, got {klass}"
-            )
-
-
-def _check_buffers(buffers: Buffers) -> None:
-    start, end = np.asarray(buffers.start), np.asarray(buffers.end)
-    sizes = joined(buffers.size, np.float64)
-    wrong = np.flatnonzero((start < 0) | (start > end) | (end >= buffers.points))
-    if len(wrong):
-        b = wrong[0]
-        raise ValueError(f"buffer {b} lives over [{start[b]}, {end[b]}], but there are {buffers.points} program points")
-    if not (np.isfinite(sizes) & (sizes >= 0)).all():
-        bad = sizes[~(np.isfinite(sizes) & (sizes >= 0))][0]
-        raise ValueError(f"a buffer has a size of {bad} bytes: finite sizes of at least zero are needed")
 
 
 def _items(buffers: Buffers, links: Links, number: np.ndarray) -> Items:

@@ -53,9 +53,6 @@ def solve(
       A Solution. "optimal": the gap is closed. "feasible": it is not. "infeasible" with an infinite bound: no choice
       fits, which is proven; with a finite bound: none was found. "cutoff": see there. Without a choice, `objective` and
       `peak` are infinite.
-
-    Raises:
-      ValueError: a node without strategies; a cost that is negative or NaN; classes or buffers out of range.
     """
     known = known or SolverState(graph)
     problem = replace(known.problem, budget=graph.budget)
@@ -75,7 +72,6 @@ class SolverState:
     """
 
     def __init__(self, graph: StrategyGraph) -> None:
-        """Raises ValueError as `solve`."""
         self.problem = from_graph(graph)
         self.messages: np.ndarray | None = None
         self.choices: list[np.ndarray] = []
@@ -133,11 +129,7 @@ CHOICES = 3
 
 
 def evaluate(graph: StrategyGraph, choice: Sequence[int]) -> tuple[float, float]:
-    """Seconds and peak bytes of any choice, such as a textbook plan; `inf` seconds if it uses something forbidden.
-
-    Raises:
-      ValueError: as `solve`.
-    """
+    """Seconds and peak bytes of any choice, such as a textbook plan; `inf` seconds if it uses something forbidden."""
     problem = from_graph(graph)
     return problem.seconds(choice), problem.peak(choice)
 
@@ -148,9 +140,6 @@ def minimal_budget(graph: StrategyGraph, *, gap: float = 1e-4) -> tuple[float, S
     The budget of the graph is ignored. The Solution's seconds are those of a choice made for memory alone: for the
     fastest plan within that budget, `solve` with it. Its status says whether the peak is proven minimal, within `gap`;
     its bound is a bound of seconds. Without any allowed choice the peak is infinite and the status "infeasible".
-
-    Raises:
-      ValueError: as `solve`.
     """
     problem = replace(from_graph(graph), budget=None)
     search = PeakSearch(problem, gap, SOLVE_WORK)
