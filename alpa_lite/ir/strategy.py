@@ -84,11 +84,10 @@ class Transfer:
 class Buffers:
     """The buffers per device and their lifetimes, for the memory constraint.
 
-    Buffer b lives over the closed interval [start[b], end[b]] of program points; its size in bytes is
-    `size[b][class]`, where the class is that of the chosen strategy of `owner[b]`: with `transfer[b] < 0` the owner is
-    a node and the class is `klass[b][strategy]`; otherwise the buffer is the resharded copy of transfer `transfer[b]`
-    in layout class q = `copy[b]`, which exists only if some consumer wants q while the value is produced in another
-    layout: its size is then `size[b][p]` for the produced class p (zero where p already is that layout).
+    Buffer b lives over the closed interval [start[b], end[b]] of program points. With `transfer[b] < 0` its owner is a
+    node, and its size in bytes is `size[b][strategy]` of that. Otherwise the buffer is the resharded copy of transfer
+    `transfer[b]` in layout class q = `copy[b]`, which exists only if some consumer wants q while the value is produced
+    in another layout: its size is then `size[b][p]` for the produced class p (zero where p already is that layout).
     """
 
     points: int
@@ -97,7 +96,6 @@ class Buffers:
     owner: np.ndarray
     transfer: np.ndarray
     copy: np.ndarray
-    klass: tuple[np.ndarray, ...]
     size: tuple[np.ndarray, ...]
 
 

@@ -238,7 +238,7 @@ class _Emitter:
                 call = functools.partial(_call, self, run.body)
                 if run.key is not None:
                     call = functions[run.key] = jax.jit(call)
-            registers.update(zip(run.body.outputs, call(*[registers[r] for r in run.body.inputs]), strict=True))
+            registers.update(zip(run.outputs, call(*[registers[r] for r in run.body.inputs]), strict=True))
 
     def _execute(self, body: Body, registers: dict[int, Any]) -> None:
         """Executes the instructions of a body one by one."""

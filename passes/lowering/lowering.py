@@ -11,7 +11,7 @@ optimization barrier, so that the compiler does not merge the two copies and kee
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite.ir.graph import Atom, Block, Lit, Op, Traced
@@ -49,21 +49,20 @@ def lower(
     return _Lowering(traced, grouping, rules, mesh, choice, late_from).program()
 
 
+@dataclass(eq=False)
 class _Lowering:
-    """Walks the graph in program order and writes instructions."""
+    """A walk over the graph in program order that writes instructions. The fields are the arguments of `lower`."""
 
-    def __init__(
-        self,
-        traced: Traced,
-        grouping: Grouping,
-        rules: Mapping[Any, Rule],
-        mesh: LogicalMesh,
-        choice: Sequence[Strategy],
-        late_from: int | None,
-    ) -> None:
-        self.traced, self.values = traced, traced.graph.values
-        self.grouping, self.rules, self.mesh, self.choice, self.late_from = grouping, rules, mesh, choice, late_from
-        self.state = served_again(traced, grouping) if late_from is not None else frozenset()
+    traced: Traced
+    grouping: Grouping
+    rules: Mapping[Any, Rule]
+    mesh: LogicalMesh
+    choice: Sequence[Strategy]
+    late_from: int | None
+
+    def __post_init__(self) -> None:
+        grouping, self.values = self.grouping, self.traced.graph.values
+        self.state = frozenset() if self.late_from is None else served_again(self.traced, grouping)
         self.member = {op: (g, f) for g in grouping.groups for op, f in zip(g.ops, g.op_factors, strict=True)}
         self.made: dict[int, int] = {}  # value -> its register in the layout in which it is made
         self.where: dict[tuple[int, Layout, bool], int] = {}  # in others; of lazy values in any

@@ -29,9 +29,10 @@ _MOST = 0.2  # of what repeats but for a few instructions, the least part betwee
 
 @dataclass(frozen=True, eq=False)
 class Run:
-    """Instructions, the function that they are, and its key: runs of equal keys are the same; None equals nothing."""
+    """The function that instructions are, the registers it makes, and a key: None equals nothing."""
 
     body: Body
+    outputs: tuple[int, ...]
     key: Any = None
 
 
@@ -60,7 +61,7 @@ def _run(instructions: Sequence[Instruction], tokens: list[int], end: int, last_
     key = None
     if len(instructions) >= SHORTEST and min(tokens) >= 0:
         key = tuple(tokens), tuple(wiring), tuple(made[register] for register in outputs)
-    return Run(Body(tuple(inputs), tuple(instructions), outputs), key)
+    return Run(Body(tuple(inputs), tuple(instructions), outputs), outputs, key)
 
 
 def _tokens(instructions: Sequence[Instruction], traced: Traced) -> np.ndarray:

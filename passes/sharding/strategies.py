@@ -314,25 +314,19 @@ class _Builder:
     ) -> tuple[Buffers, tuple[int, ...]]:  # fmt: skip
         """Alike buffers that live equally long are one, of their bytes together."""
         rows: list[tuple[int, ...]] = []  # first point, last point, owner, transfer, copy, value
-        klass: list[np.ndarray] = []
         size: list[np.ndarray] = []
         small = self.step.smallest
         for value, node, first, last, count in tables.kept.tolist():
             made = self.produced(value, choices[node])
             rows.append((first, last, node, -1, -1, value))
-            klass.append(made.klass)
-            size.append(self.values[value].nbytes * count / made.blocks)
+            size.append((self.values[value].nbytes * count / made.blocks)[made.klass])
         for number, (move, _, passage, costs) in enumerate(moves):
             nbytes = self.values[move.value].nbytes
             spans = passage.spans.tolist()
             for q, parts, costly in costs.copies if spans else ():
                 if nbytes / parts >= small:
                     rows += [(first, last, passage.src, number, q, value) for value, first, last, _ in spans]
-                    klass += [_EMPTY] * len(spans)
                     size += [costly * (nbytes / parts * count) for *_, count in spans]
         start, end, owner, transfer, copy, held = np.array(rows, dtype=int).reshape(-1, 6).T
-        buffers = Buffers(tables.points, start, end, owner, transfer, copy, tuple(klass), tuple(size))
+        buffers = Buffers(tables.points, start, end, owner, transfer, copy, tuple(size))
         return buffers, tuple(held.tolist())
-
-
-_EMPTY = np.zeros(0, int)

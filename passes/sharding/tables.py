@@ -225,7 +225,7 @@ def live_bytes(traced: Traced, grouping: Grouping, space: Space, choice: Sequenc
     for b, value in enumerate(space.buffer_values):
         if buffers.transfer[b] < 0:
             of_buffer.append(own.get(value, "activations"))
-            sizes[b] = buffers.size[b][buffers.klass[b][choice[buffers.owner[b]]]]
+            sizes[b] = buffers.size[b][choice[buffers.owner[b]]]
         else:
             of_buffer.append(copies.get(value, "activations"))
             transfer = transfers[buffers.transfer[b]]

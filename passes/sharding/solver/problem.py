@@ -213,13 +213,11 @@ def _items(buffers: Buffers, links: Links, number: np.ndarray) -> Items:
     edge, is_node = edge[live], transfer[live] < 0
     owner = np.where(is_node, np.asarray(buffers.owner, dtype=np.int64)[live], links.nodes + edge)
     start, end, copy = (np.asarray(one, dtype=np.int64)[live] for one in (buffers.start, buffers.end, buffers.copy))
-    # One row for each strategy of a node, and for each cell of a column of an edge.
-    high, wide = np.append(links.shape, [[0, 0]], axis=0)[edge].T
-    count = np.where(is_node, np.array([len(buffers.klass[b]) for b in live], dtype=np.int64), high)
+    # One size for each strategy of a node, and for each cell of a column of an edge.
+    wide = np.append(links.shape[:, 1], 0)[edge]
+    size = joined([buffers.size[b] for b in live], np.float64)
+    count = np.array([len(buffers.size[b]) for b in live], dtype=np.int64)
     part, row = ranges(np.zeros(len(live), dtype=np.int64), count), np.repeat(np.arange(len(live)), count)
-    klass = np.where(is_node[row], 0, part)
-    klass[is_node[row]] = joined([buffers.klass[b] for b in live[is_node]])
-    size = joined(buffers.size, np.float64)[offsets([len(some) for some in buffers.size])[live][row] + klass]
     _, example, item = np.unique(
         (owner * buffers.points + start) * buffers.points + end, return_index=True, return_inverse=True
     )
