@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 from typing import Any
 
 import jax
@@ -16,8 +17,10 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks.hlo_text import read_hlo
 from alpa_lite.passes.sharding import limits, mesh_program, strategies
+from tests import comparing
 from tests.gallery import f32, sgd
 from tests.searching import grouped_step
+from tests.zoo_base import normal
 
 H100 = Cluster.preset("h100", nodes=1)
 METHODS = {
@@ -165,17 +168,51 @@ def test_a_batch_in_pieces_that_do_not_divide_is_refused():
         alpa_lite.make_plan(step, *arguments(), cluster=H100, method=METHODS["data"], num_microbatches=4)
 
 
-def test_convolutions_are_pairs_and_their_weights_stay():
-    def convolve(x: Any, w: Any) -> Any:
-        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+CONVOLUTION = functools.partial(
+    jax.lax.conv_general_dilated, window_strides=(1, 1), padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+)
 
+
+def test_convolutions_are_pairs_and_their_weights_stay():
     @sgd
     def fun(state: Any, batch: Any) -> Any:
-        x = convolve(batch["x"], state["in"])
-        return (convolve(jnp.tanh(convolve(x, state["a"])), state["b"]) ** 2).mean()
+        x = CONVOLUTION(batch["x"], state["in"])
+        return (CONVOLUTION(jnp.tanh(CONVOLUTION(x, state["a"])), state["b"]) ** 2).mean()
 
     state = {"in": f32(3, 3, 3, 256), "a": f32(3, 3, 256, 512), "b": f32(3, 3, 512, 256)}
     plan = alpa_lite.make_plan(fun, state, {"x": f32(8, 20, 20, 3)}, cluster=H100, method=METHODS["tensor"])
     activations = 8 * 20 * 20 * 256 * 4
     assert {c.bytes for c in plan.collectives} <= {activations, 4}
     assert ("all_reduce", activations) in moved(plan)
+
+
+def compare_grouped(groups: int, inputs: int, outputs: int, **options: Any) -> alpa_lite.Plan:
+    """Runs two convolutions, the second in groups, as planned and under plain `jit`."""
+
+    @sgd
+    def fun(weights: Any, x: Any) -> Any:
+        h = jnp.tanh(CONVOLUTION(x, weights["first"]))
+        h = CONVOLUTION(h, weights["grouped"], feature_group_count=groups)
+        return jnp.mean((h.mean((1, 2)) @ weights["dense"]) ** 2)
+
+    shapes = {"first": (3, 3, 4, inputs), "grouped": (3, 3, inputs // groups, outputs), "dense": (outputs, 8)}
+    weights = {name: 0.3 * normal(n, *shape) for n, (name, shape) in enumerate(shapes.items())}
+    x = normal(9, 16, 6, 6, 4)
+    return comparing.close_to_jit(fun, weights, x, rtol=2e-5, **options).plan(weights, x)
+
+
+@pytest.mark.parametrize(("groups", "sharded"), [(2, False), (8, True)])
+def test_a_kernel_is_sharded_where_its_groups_divide(groups: int, sharded: bool) -> None:
+    plan = compare_grouped(groups, 16, 32, method=METHODS["tensor"])
+    (spec,) = [leaf.spec for leaf in plan.stages[0].arguments if "grouped" in leaf.path]
+    assert any(spec) == sharded
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [False, True])
+@pytest.mark.parametrize(
+    ("groups", "inputs", "outputs"), [(1, 8, 16), (2, 16, 32), (3, 12, 24), (4, 16, 16), (8, 16, 32), (16, 16, 16)]
+)
+def test_convolutions_in_groups_equal_plain_jit(groups: int, inputs: int, outputs: int, pipeline: bool) -> None:
+    halves = {"method": alpa_lite.Pipeline(submesh_shapes=((4,), (4,))), "num_microbatches": 2}
+    compare_grouped(groups, inputs, outputs, **(halves if pipeline else {"method": METHODS["tensor"]}))
