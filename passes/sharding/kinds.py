@@ -95,11 +95,21 @@ def _is_marked(op: Op) -> bool:
 
 
 def _follow(ops: Iterable[Op], needed: set[int], borders: Mapping[int, object]) -> None:
-    """Adds to `needed` the inputs of its makers and of marked operations; makers of a border are left out."""
+    """Adds to `needed` the inputs of its makers and of marked operations; makers of a border are left out.
+
+    A scan that makes a border does whole steps: what it carries is a border within it.
+    """
     for op in reversed(list(ops)):
-        inside = any(v in needed and v not in borders for v in op.results)
-        if inside or (_is_marked(op) and not any(v in borders for v in op.results)):
+        is_border, is_marked = any(v in borders for v in op.results), _is_marked(op)
+        if any(v in needed and v not in borders for v in op.results) or (is_marked and not is_border):
             needed.update(op.reads)
+        elif is_marked and op.name == "scan":
+            view, within = ScanView(op), set[int]()
+            new = [*view.outputs.carry, *(atom for atom, result in view.ys if result in borders)]
+            _follow(view.body.ops, within, dict.fromkeys(values_in(new)))
+            within |= {one.input for one in view.carries if isinstance(one.output, int) and one.output in within}
+            pairs = zip(op.operands, view.body.inputs, strict=True)
+            needed.update(atom for atom, own in pairs if own in within and isinstance(atom, int))
 
 
 def update_groups(traced: Traced, grouping: Grouping, outputs: Collection[int] | None = None) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,14 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import linen, nnx
-from flax.training.train_state import TrainState
 
 import alpa_lite
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir.paths import shown
 from alpa_lite.passes.sharding.kinds import state_kinds
 from alpa_lite.passes.tracing.tracing import trace
+from tests.loops.base import loop
 
 X, Y = jax.ShapeDtypeStruct((8, 6), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32)
 H100 = Cluster.preset("h100", nodes=1)
@@ -47,37 +47,6 @@ def without_loss() -> Case:
     return lambda *args: step(*args)[:2], args
 
 
-def linen_state() -> Case:
-    model, optimizer = linen.Dense(4), optax.adamw(1e-2)
-
-    def init(key, x):
-        return TrainState.create(apply_fn=model.apply, params=model.init(key, x)["params"], tx=optimizer)
-
-    def step(state, x, y):
-        grads = jax.grad(lambda params: ((state.apply_fn({"params": params}, x) - y) ** 2).mean())(state.params)
-        return state.apply_gradients(grads=grads), y.sum()
-
-    return step, (jax.eval_shape(init, jax.random.key(0), X), X, Y)
-
-
-def nnx_optimizer() -> Case:
-    model = nnx.Linear(6, 4, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-
-    def step(model, optimizer, x, y):
-        loss, grads = nnx.value_and_grad(lambda model: ((model(x) - y) ** 2).mean())(model)
-        optimizer.update(model, grads)
-        return loss
-
-    return step, (model, optimizer, X, Y)
-
-
-def equinox() -> Case:
-    eqx = pytest.importorskip("equinox")
-    model = eqx.filter_eval_shape(eqx.nn.Linear, 6, 4, key=jax.random.key(0))
-    return descent(lambda m, x, y: ((jax.vmap(m)(x) - y) ** 2).mean(), model)
-
-
 def actor_critic() -> Case:
     """The actor's loss reads the critic's new weights, which are made of the critic's moments."""
     optimizer = optax.adam(1e-2)
@@ -97,18 +66,25 @@ def actor_critic() -> Case:
     return step, (state, X, Y)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [plain, without_loss, linen_state, nnx_optimizer, equinox, actor_critic],
-    ids=lambda case: case.__name__,
-)
-def test_moments_are_optimizer_state_and_weights_are_parameters(case: Callable[[], Case]) -> None:
-    step, args = case()
+def of_loop(name: str) -> Case:
+    """The step of a train loop as its users write it."""
+    found = loop(name)
+    return found.train_step, (*found.make_state(), found.batch(0, found.rows))
+
+
+LOOPS = ("linen_train_state", "nnx_optimizer", "equinox_partition", "lora", "two_towers")  # the last scans over steps
+CASES = {"plain": plain, "without loss": without_loss, "actor critic": actor_critic}
+CASES |= {name: functools.partial(of_loop, name) for name in LOOPS}
+NOT_WEIGHTS = {"mu", "nu", "trace", "count", "step", "dropout_key", "rngs", "metrics"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_moments_are_optimizer_state_and_weights_are_parameters(name: str) -> None:
+    step, args = CASES[name]()
     traced = trace(step, args, {})
-    moments = ("mu", "nu", "count", "step")
     for number, kind in state_kinds(traced).items():
         path = shown(traced.arguments[number].path)
-        assert kind == ("optimizer" if any(name in path.split("/") for name in moments) else "params"), path
+        assert kind == ("params" if NOT_WEIGHTS.isdisjoint(path.split("/")) else "optimizer"), path
     assert set(state_kinds(traced).values()) == {"params", "optimizer"}
 
 
