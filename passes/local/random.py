@@ -112,25 +112,9 @@ def counters(shape: Sequence[int], local: Sequence[int], starts: Sequence[Any]) 
         if start is not None:
             index = index + start
         stride = math.prod(shape[dim + 1 :])
+        factor = np.uint32(stride % 2**32)
+        before, low = low, low + lax.broadcast_in_dim(index * factor, local, (dim,))
         if wide:
-            step_high, step_low = _multiply(index, stride)
-        else:
-            step_high, step_low = None, index * np.uint32(stride % 2**32)
-        before, low = low, low + lax.broadcast_in_dim(step_low, local, (dim,))
-        if step_high is not None:
-            carry = lax.convert_element_type(low < before, np.uint32)
-            high = high + lax.broadcast_in_dim(step_high, local, (dim,)) + carry
-    return high, low
-
-
-def _multiply(x: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
-    """(high, low) words of x * factor mod 2**64, for uint32 x, by halves of 16 bits: without 64-bit types."""
-    mask, half = np.uint32(0xFFFF), np.uint32(16)
-    x0, x1 = x & mask, x >> half
-    f0, f1 = np.uint32(factor & 0xFFFF), np.uint32((factor >> 16) & 0xFFFF)
-    lowest = x0 * f0
-    middle = x0 * f1 + (lowest >> half)
-    cross = x1 * f0 + (middle & mask)
-    low = (cross << half) | (lowest & mask)
-    high = x1 * f1 + (middle >> half) + (cross >> half) + x * np.uint32((factor >> 32) & 0xFFFFFFFF)
+            step = lax.mulhi(index, lax.full_like(index, factor)) + index * np.uint32(stride >> 32)
+            high = high + lax.broadcast_in_dim(step, local, (dim,)) + lax.convert_element_type(low < before, np.uint32)
     return high, low

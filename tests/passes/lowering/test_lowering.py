@@ -15,22 +15,21 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.compiler import Compiled, compile_step
 from alpa_lite.ir.graph import Lit, Traced
-from alpa_lite.ir.layout import Layout, LogicalMesh
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.options import Method
-from alpa_lite.passes import factors, lowering
+from alpa_lite.passes import lowering
 from alpa_lite.passes.checks import shardy, verification
 from alpa_lite.passes.lowering import emission
 from alpa_lite.passes.lowering import runs as shared_runs
 from alpa_lite.passes.lowering.program import LocalProgram, Reshard
-from alpa_lite.passes.sharding import grouping, strategies
-from alpa_lite.passes.sharding.limits import Constraints
+from alpa_lite.passes.sharding import limits, strategies
+from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver import solve
-from alpa_lite.passes.sharding.tables import GroupedStep
-from alpa_lite.passes.tracing import tracing
 from alpa_lite.runtime import meshes
 from tests import comparing, zoo
 from tests.gallery import sgd
 from tests.mlps import mlp
+from tests.searching import grouped_step
 from tests.zoo_base import normal
 
 MESH = LogicalMesh((2, 2), ("x", "y"))
@@ -39,11 +38,9 @@ MESH = LogicalMesh((2, 2), ("x", "y"))
 def decide(case: zoo.Case, seed: int) -> tuple[Traced, LocalProgram, Any]:
     """A lowered program with a random strategy for every decision."""
     step, args = case.make()
-    traced = tracing.trace(step, args, {})
-    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
-    groups = grouping.group(traced, rules)
+    grouped = grouped_step(step, *args)
     cluster = Cluster.local(jax.devices()[: MESH.size])
-    space = strategies.build(GroupedStep(traced, groups, rules), MeshCost(cluster, MESH))
+    space = strategies.build(grouped, MeshCost(cluster, MESH))
     rng = random.Random(seed)
     chosen = [rng.choice([i for i, s in enumerate(n.strategies) if not s.partial]) for n in space.nodes]
     for _ in range(40):  # partial sums only where the neighbours can take them
@@ -53,7 +50,8 @@ def decide(case: zoo.Case, seed: int) -> tuple[Traced, LocalProgram, Any]:
             chosen[node] = before
     assert np.isfinite(solve.evaluate(space.program, chosen)[0])
     choice = [space.nodes[k].strategies[chosen[k]] for k in space.node_of]
-    return traced, lowering.lower(traced, groups, rules, MESH, choice), (step, args)
+    lowered = lowering.lower(grouped.traced, grouped.grouping, grouped.rules, MESH, choice)
+    return grouped.traced, lowered, (step, args)
 
 
 def check_collectives(traced: Traced, program: LocalProgram) -> None:
@@ -99,31 +97,15 @@ deep_step, _ = mlp(16, 8, 3)
 
 
 def deep_program(regather: bool) -> tuple[Traced, LocalProgram, Any]:
-    """Weights sharded, batch sharded, every product on whole weights: ZeRO-3 by hand."""
-    width = 16
-    args = [normal(i, width, width) for i in range(3)], normal(9, 8, width)
-    mesh = LogicalMesh((4,), ("x",))
-    traced = tracing.trace(deep_step, args, {})
-    rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
-    groups = grouping.group(traced, rules)
-    constraints = Constraints({groups.leaves[i]: (Layout((("x",), ())),) for i in range(4)})
-    cost = MeshCost(Cluster.local(jax.devices()[:4]), mesh)
-    space = strategies.build(GroupedStep(traced, groups, rules), cost, constraints=constraints, regather=regather)
-    rows = []
-    for node in space.nodes:
-        wanted = _zero_3_axes([f.size for f in groups.groups[node.group].factors])
-        found = [i for i, s in enumerate(node.strategies) if not s.partial and s.axes == wanted]
-        rows.append(found[0] if found else 0)
-    choice = [space.nodes[k].strategies[rows[k]] for k in space.node_of]
-    assert np.isfinite(solve.evaluate(space.program, rows)[0])
-    return traced, lowering.lower(traced, groups, rules, mesh, choice, space.late_from), args
-
-
-def _zero_3_axes(sizes: list[int]) -> tuple[tuple[str, ...], ...]:
-    """The rows of weights and of their updates; the batch (8) of everything else."""
-    if sizes == [16, 16]:
-        return ("x",), ()
-    return tuple(("x",) if size == 8 else () for size in sizes)
+    """Weights sharded, batch sharded, every product on whole weights, as on a platform that gathers them again."""
+    args = [normal(i, 16, 16) for i in range(3)], normal(9, 8, 16)
+    cluster = Cluster.local(jax.devices()[:4])
+    grouped = grouped_step(deep_step, *args)
+    ((mesh, constraints),) = limits.admitted(grouped, cluster, alpa_lite.Zero(3))
+    space = strategies.build(grouped, MeshCost(cluster, mesh), constraints=constraints, regather=regather)
+    choice = MeshSolution(space, solve.solve(space.program)).choice
+    lowered = lowering.lower(grouped.traced, grouped.grouping, grouped.rules, mesh, choice, space.late_from)
+    return grouped.traced, lowered, args
 
 
 def gathers(program: LocalProgram, traced: Traced) -> list[tuple[str, int]]:
