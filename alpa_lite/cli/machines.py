@@ -24,11 +24,11 @@ def calibrate(
     seconds: Annotated[
         float, typer.Option(min=1.0, help="About how long it may take; what there is no time for is not measured.")
     ] = 60.0,
-    out: Annotated[
+    output: Annotated[
         Path | None,
         typer.Option(
             "-o",
-            "--out",
+            "--output",
             metavar="FILE",
             help="Write what was found to this file.",
             show_default="~/.cache/alpa_lite/calibration-DEVICE-NUMBER.json",
@@ -45,7 +45,7 @@ def calibrate(
         found = measuring.calibrate(devices=count, seconds=seconds, progress=report.count)
     console = base.console()
     console.print(tables.calibration(found))
-    path = storing.default_path(found.cluster) if out is None else out
+    path = storing.default_path(found.cluster) if output is None else output
     found.save(path)
     console.print(f"\nsaved to {path}: set {CALIBRATION} to it, or give cluster={str(path)!r}", soft_wrap=True)
 

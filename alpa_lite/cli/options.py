@@ -1,13 +1,17 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands have, and the values that their texts stand for."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from alpa_lite import methods
+from alpa_lite.errors import OptionError
 from alpa_lite.options import summary
+from alpa_lite.steps import NamedStep
 
 PlanFile = Annotated[
     Path, typer.Argument(help="A plan file, written by `alpa-lite plan -o` or Plan.save.", show_default=False)
@@ -84,3 +88,90 @@ Keywords = Annotated[
     str | None,
     typer.Option("--kwargs", metavar="MODULE:NAME", help="Likewise its keyword arguments.", show_default=False),
 ]
+Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the plan to this file.")]
+
+
+def named_step(
+    name: str, size: str, batch: int | None, settings: list[str] | None, args: str | None, kwargs: str | None
+) -> NamedStep:
+    """The step of a command line.
+
+    Raises:
+      OptionError: a model without a batch, or options of models with a step of the user's own and the other way round.
+    """
+    if ":" in name:
+        for option, value in (("--batch", batch), ("--set", settings)):
+            if value:
+                raise OptionError(f"{option} is for models; {name!r} has the arguments that --args names")
+        return NamedStep(name, args=args or "", kwargs=kwargs or "")
+    for option, value in (("--args", args), ("--kwargs", kwargs)):
+        if value:
+            raise OptionError(f"{option} is for steps of your own, package.module:function; {name!r} is a model")
+    if batch is None:
+        raise OptionError(f"--batch is missing: how many examples one step of {name!r} takes")
+    return NamedStep(name, size, batch, settings_of(settings))
+
+
+def method_of(name: str, stages: int | None, schedule: str | None) -> methods.Method:
+    """The method of a command line; stages or a schedule turn "auto" into a pipeline.
+
+    Raises:
+      OptionError: for an unknown name, or for stages with a method that is no pipeline.
+    """
+    if name == "pipeline" or (name == "auto" and (stages or schedule)):
+        return methods.Pipeline(num_stages=stages, schedule=schedule or "auto")
+    if stages or schedule:
+        raise OptionError(f"--method {name!r} has no stages and no schedule; use --method pipeline, or leave them out")
+    kind, _, shape = name.partition(":")
+    if shape and kind == "sharded":
+        return methods.Sharded(shape_of(shape, "--method sharded:"))
+    known = {
+        "auto": methods.Auto(),
+        "sharded": methods.Sharded(),
+        "data": methods.DataParallel(),
+        "zero1": methods.Zero(1),
+        "zero2": methods.Zero(2),
+        "zero3": methods.Zero(3),
+        "tensor": methods.TensorParallel(),
+        "off": methods.Off(),
+    }
+    if name not in known:
+        names = ", ".join((*known, "pipeline"))
+        raise OptionError(f"--method {name!r} is unknown; choose one of {names}, or sharded:4x2")
+    return known[name]
+
+
+def shape_of(text: str, option: str) -> tuple[int, ...]:
+    """A shape written as 4x2.
+
+    Raises:
+      OptionError: for anything else; names the option.
+    """
+    try:
+        return tuple(int(part) for part in text.replace(",", "x").split("x"))
+    except ValueError:
+        raise OptionError(f"{option} {text!r} is not a shape; write it as 4x2") from None
+
+
+def settings_of(items: list[str] | None, option: str = "--set") -> dict[str, Any]:
+    """NAME=VALUE pairs of an option; numbers and truth values become such.
+
+    Raises:
+      OptionError: for anything else.
+    """
+    out: dict[str, Any] = {}
+    for item in items or ():
+        name, equals, value = item.partition("=")
+        if not name or not equals:
+            example = "seq=2048" if option == "--set" else "effort=quick"
+            raise OptionError(f"{option} {item!r}: write NAME=VALUE, such as {example}")
+        try:
+            out[name] = json.loads(value)
+        except ValueError:
+            out[name] = value
+    return out
+
+
+def bytes_of(gib: float | None) -> int | None:
+    """Whole bytes of a number of GiB."""
+    return None if gib is None else int(gib * 2**30)

@@ -10,7 +10,7 @@ import typer
 
 from alpa_lite import steps, verifying
 from alpa_lite.api import make_plan
-from alpa_lite.cli import base, options, tables, values
+from alpa_lite.cli import base, options, tables
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
 from alpa_lite.options import summary
@@ -48,7 +48,7 @@ def plan(
     topology: Annotated[
         str | None, typer.Option(metavar="AxBxC", help="Shape of a TPU slice, such as 4x4x4.", show_default=False)
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the plan to this file.")] = None,
+    output: options.Output = None,
     method: options.MethodName = "auto",
     stages: options.Stages = None,
     microbatches: options.Microbatches = None,
@@ -64,22 +64,22 @@ def plan(
     A step of your own is looked for in the current directory first:
     alpa-lite plan train:step --args train:abstract_args --cluster h100
     """
-    shape = None if topology is None else values.shape_of(topology, "--topology")
+    shape = None if topology is None else options.shape_of(topology, "--topology")
     if cluster.lower() == "local":
         machine = base.local_cluster(None)
     elif nodes is None and shape is None:
         machine = Cluster.named(cluster)
     else:
         machine = Cluster.preset(cluster, nodes=nodes, topology=shape)
-    named = values.named_step(model, size, batch, settings, args, kwargs)
+    named = options.named_step(model, size, batch, settings, args, kwargs)
     step, positional, keywords = named.load()
     given = {
-        "method": values.method_of(method, stages, schedule), "memory_per_device": values.bytes_of(memory),
-        "num_microbatches": microbatches or "auto", "dump_dir": dump, **values.settings_of(option, "--option"),
+        "method": options.method_of(method, stages, schedule), "memory_per_device": options.bytes_of(memory),
+        "num_microbatches": microbatches or "auto", "dump_dir": dump, **options.settings_of(option, "--option"),
     }  # fmt: skip
     own = verifying.options_of(step)
     if own:  # what is not given here is as the step was decorated
-        usual = {"method": values.method_of("auto", None, None), "num_microbatches": "auto"}
+        usual = {"method": options.method_of("auto", None, None), "num_microbatches": "auto"}
         given = own | {name: value for name, value in given.items() if value not in (None, usual.get(name))}
     given["cluster"] = machine
     found = make_plan(step, *positional, kwargs=keywords, **given)
@@ -141,7 +141,7 @@ def verify(
     cuda-verify.
     """
     Plan.load(file)
-    named = steps.remembered(file) if step is None else values.named_step(step, size, batch, settings, args, kwargs)
+    named = steps.remembered(file) if step is None else options.named_step(step, size, batch, settings, args, kwargs)
     if named is None:
         raise OptionError(
             f"{str(file)!r} does not name its step; give it: alpa-lite verify {file} package.module:function --args "

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from alpa_lite.api import ParallelStep, parallelize
-from alpa_lite.cli import base, options, values
+from alpa_lite.cli import base, options
 from alpa_lite.errors import OptionError
 from alpa_lite.options import Pipeline
 from alpa_lite.report import summary, timeline, units
@@ -77,7 +77,7 @@ def train(
     plan: Annotated[
         Path | None, typer.Option(help="Run this plan file instead of solving.", exists=True, dir_okay=False)
     ] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Save the plan to this file.")] = None,
+    output: options.Output = None,
     simulate: options.Simulate = None,
     trace: options.Trace = None,
     seed: options.Seed = 0,
@@ -86,10 +86,10 @@ def train(
     if context.args and not text:  # `--text a b` leaves b unparsed
         raise OptionError(f"unexpected argument {context.args[0]!r}; text files follow --text")
     files = None if text is None else [*text, *map(Path, context.args)]
-    chosen, cluster = values.method_of(method, stages, schedule), base.local_cluster(devices)
+    chosen, cluster = options.method_of(method, stages, schedule), base.local_cluster(devices)
     work = _work(model, size, batch, files, settings, seed)
     step = parallelize(
-        work.step, method=chosen, cluster=cluster, memory_per_device=values.bytes_of(memory),
+        work.step, method=chosen, cluster=cluster, memory_per_device=options.bytes_of(memory),
         num_microbatches=microbatches or "auto", plan=plan,
     )  # fmt: skip
     found = step.plan(work.state, work.example)
@@ -134,7 +134,7 @@ def _work(
     from alpa_lite import models
     from alpa_lite.models import text as texts
 
-    given = values.settings_of(settings)
+    given = options.settings_of(settings)
     try:
         spec = models.get(model)
         config, title = spec.config(size, **given), f"{model} {size}: {spec.parameters(size, **given):,} parameters"

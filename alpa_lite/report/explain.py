@@ -114,32 +114,28 @@ def _numbers(text: str) -> set[int]:
 def _find(name: str, known: Iterable[str]) -> set[str]:
     """The stored paths that are meant, by the first of the rules of `explain` that matches any."""
     shown = {path: paths.shown(path) for path in known}
-    if exact := set(paths.find(name, shown)):
-        return exact
-    forms = [form for form in paths.spellings(name) if form]
-    for keys in (_keys, _keys_without_indices):
-        pattern = re.compile("|".join(rf"(?:^|/){keys(form)}(?:\[\d+:\d+\])?$" for form in forms) or "(?!)")
-        if found := {path for path, text in shown.items() if pattern.search(text)}:  # or a part of one
-            return found
-    return set()
+    found, forms = set(paths.find(name, shown)), [form for form in paths.spellings(name) if form]
+    for indices in ("", r"(?:/[0-9]+)*"):
+        pattern = "|".join(rf"(?:^|/){_pattern(form, indices)}(?:\[\d+:\d+\])?$" for form in forms) or "(?!)"
+        found = found or {path for path, text in shown.items() if re.search(pattern, text)}  # or a part of one
+    return found
 
 
-def _keys(form: str) -> str:
-    """A regular expression for a printed path; `{0-11}` matches any number, `{q,k}` any of the names."""
-    escaped = re.escape(form).replace(r"\-", "-")
+def _pattern(form: str, indices: str) -> str:
+    """A regular expression for the keys of a printed path; `{0-11}` matches any number, `{q,k}` any of the names.
+
+    indices: may follow each key; a key that does not end with a number may then be followed by one: `_3` or `3`.
+    """
 
     def choices(match: re.Match[str]) -> str:
         inner = match.group(1)
         return r"\d+" if re.fullmatch(r"\d+(-|\\.\\.)\d+", inner) else f"(?:{inner.replace(',', '|')})"
 
-    return _RANGE.sub(choices, escaped)
+    def pattern(key: str) -> str:
+        number = "(?:_?[0-9]+)?" if indices and not key[-1:].isdigit() else ""
+        return _RANGE.sub(choices, re.escape(key).replace(r"\-", "-")) + number + indices
 
-
-def _keys_without_indices(form: str) -> str:
-    """As `_keys`, where a key that does not end with a number may be followed by one: `_3`, `3` or `/3`."""
-    return "/".join(
-        f"{_keys(key)}{'' if key[-1:].isdigit() else '(?:_?[0-9]+)?'}(?:/[0-9]+)*" for key in form.split("/")
-    )
+    return "/".join(map(pattern, form.split("/")))
 
 
 def _rank(subject: _Subject) -> tuple[bool, int, float]:

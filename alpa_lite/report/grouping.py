@@ -24,6 +24,7 @@ _HEADING = 42  # characters of a line of a heading
 _BRANCH = 3  # rows that are worth a heading
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -44,17 +45,22 @@ class Row:
         return shown(self.tokens)
 
 
+def by_key(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items of each key, in order of first appearance."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
 def by_numbers(items: Iterable[T], key: Callable[[T], tuple[str, Hashable]]) -> list[tuple[str, list[T]]]:
     """Groups items whose texts differ in numbers alone, each group with its text; numbers that vary are ranges there.
 
     Args:
       key: the text of an item, and the attributes that must agree.
     """
-    found: dict[tuple[str, Hashable], list[T]] = {}
-    for item in items:
-        text, attributes = key(item)
-        found.setdefault((_NUMBER.sub("#", text), attributes), []).append(item)
-    return [(_template([key(item)[0] for item in same]), same) for same in found.values()]
+    found = by_key(((*key(item), item) for item in items), lambda row: (_NUMBER.sub("#", row[0]), row[1]))
+    return [(_template([text for text, *_ in same]), [item for *_, item in same]) for same in found.values()]
 
 
 def group(items: Iterable[tuple[str, Hashable]]) -> list[Row]:
@@ -106,14 +112,8 @@ def sections(rows: Iterable[Row]) -> list[Section]:
     A tree is told apart by the first key in which the paths of one argument differ. Where names are longer than a
     column, its larger branches (the layers) become separate sections.
     """
-    by_root: dict[str, list[Row]] = {}
-    for row in rows:
-        by_root.setdefault(row.tokens[0], []).append(row)
-    out = []
-    for members in by_root.values():
-        for tree in _branches(members, _common(members)).values():
-            out += _split(tree)
-    return out
+    roots = by_key(rows, lambda row: row.tokens[0]).values()
+    return [section for members in roots for tree in _branches(members).values() for section in _split(tree)]
 
 
 def _common(rows: list[Row]) -> tuple[str, ...]:
@@ -122,12 +122,10 @@ def _common(rows: list[Row]) -> tuple[str, ...]:
     return tuple(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
-def _branches(rows: list[Row], prefix: tuple[str, ...]) -> dict[str, list[Row]]:
-    """Rows by their first key after `prefix`; rows that end there are apart, under the empty key."""
-    out: dict[str, list[Row]] = {}
-    for row in rows:
-        out.setdefault(row.tokens[len(prefix)] if len(row.tokens) > len(prefix) + 1 else "", []).append(row)
-    return out
+def _branches(rows: list[Row]) -> dict[str, list[Row]]:
+    """Rows by their first key after their common ones; rows that end there are apart, under the empty key."""
+    at = len(_common(rows))
+    return by_key(rows, lambda row: row.tokens[at] if len(row.tokens) > at + 1 else "")
 
 
 def _split(rows: list[Row]) -> list[Section]:
@@ -135,9 +133,8 @@ def _split(rows: list[Row]) -> list[Section]:
     prefix = _common(rows)
     if all(len(shown(row.tokens[len(prefix) :])) <= _NAME for row in rows):
         return [Section(prefix, rows)]
-    rest: list[Row] = []
-    inner: list[Section] = []
-    for key, branch in _branches(rows, prefix).items():
+    rest, inner = list[Row](), list[Section]()
+    for key, branch in _branches(rows).items():
         if key and _BRANCH <= len(branch) < len(rows):
             inner += _split(branch)
         else:
@@ -156,13 +153,13 @@ def _numbers(values: list[int]) -> str:
 
 def _merge(rows: list[tuple[Row, Hashable]], position: int) -> list[tuple[Row, Hashable]]:
     """Joins rows whose tokens differ at `position` alone, where all are keys, or all attributes."""
-    out: dict[Hashable, list[tuple[Row, Hashable]]] = {}
-    for index, (row, attributes) in enumerate(rows):
-        parts = row.tokens
+
+    def key(item: tuple[Row, Hashable]) -> Hashable:
+        parts = item[0].tokens
         match = _KEY.fullmatch(parts[position]) if 0 < position < len(parts) else None
-        key = (parts[:position], parts[position + 1 :], match[1], attributes) if match else index
-        out.setdefault(key, []).append((row, attributes))
-    return [_joined(members, position) if len(members) > 1 else members[0] for members in out.values()]
+        return (parts[:position], parts[position + 1 :], match[1], item[1]) if match else id(item)
+
+    return [_joined(same, position) if len(same) > 1 else same[0] for same in by_key(rows, key).values()]
 
 
 def _joined(rows: list[tuple[Row, Hashable]], position: int) -> tuple[Row, Hashable]:

@@ -158,12 +158,12 @@ class Module:
     Attributes:
       name: of the module, the Flax scope of operations or the function that they are written in; layers are one.
       times: seconds of each kind of `COLOURS`. The update counts as backward.
-      operations: seconds of each primitive or collective, the most expensive first.
+      operations: seconds of each primitive or collective.
     """
 
     name: str
-    times: Mapping[str, float]
-    operations: Mapping[str, float]
+    times: dict[str, float]
+    operations: dict[str, float]
 
     @property
     def seconds(self) -> float:
@@ -173,34 +173,36 @@ class Module:
 
 def modules(plan: Plan) -> list[Module]:
     """The modules of a plan, the most expensive first; none where the seconds of operations are not known."""
-    share = stages.shares(plan)
-    spent = [
-        (row, part * row.seconds) for part, stage in zip(share, plan.stages, strict=True) for row in stage.spending
+    shares = stages.shares(plan)
+    items = [
+        (row.where, row.operation, "", share * row.seconds)
+        for share, stage in zip(shares, plan.stages, strict=True)
+        for row in stage.spending
     ]
-    items = [(Place.parse(row.where), row.operation, "", seconds) for row, seconds in spent]
     items += [
-        (Place.parse(collective.where), collective.kind, "communication", share[collective.stage] * seconds)
+        (collective.where, collective.kind, "communication", shares[collective.stage] * seconds)
         for collective, seconds in plan.priced_collectives
-        if spent and collective.kind != "transfer"
+        if items and collective.kind != "transfer"
     ]
-    times: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(COLOURS, 0.0))
-    operations: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for place, operation, kind, seconds in items:
-        times[place.module][kind or ("forward" if place.forward else "backward and update")] += seconds
-        operations[place.module][operation] += seconds
-    by_size = {name: dict(sorted(own.items(), key=lambda item: -item[1])) for name, own in operations.items()}
-    return sorted((Module(name, times[name], own) for name, own in by_size.items()), key=lambda row: -row.seconds)
+    found: dict[str, Module] = {}
+    for where, operation, kind, seconds in items:
+        place = Place.parse(where)
+        module = found.setdefault(place.module, Module(place.module, defaultdict(float), defaultdict(float)))
+        module.times[kind or ("forward" if place.forward else "backward and update")] += seconds
+        module.operations[operation] += seconds
+    return sorted(found.values(), key=lambda row: -row.seconds)
 
 
 def module_table(rows: list[Module], step_seconds: float) -> Table:
     """The modules, with a bar each."""
-    longest = max(row.seconds for row in rows)
     body = []
     for row in rows:
-        parts = tuple(Part(f"{name}: {units.seconds(s)}", s, COLOURS[name]) for name, s in row.times.items())
-        bar = Bar(parts, longest, ", ".join(part.label for part in parts))
-        lines = [f"{name}: {units.seconds(s)}" for name, s in row.operations.items()]
-        body.append((Nested(row.name, tuple(lines[:_MODULE_OPERATIONS])), bar, row.seconds, row.seconds))
+        times = {name: row.times.get(name, 0.0) for name in COLOURS}
+        parts = tuple(Part(f"{name}: {units.seconds(s)}", s, COLOURS[name]) for name, s in times.items())
+        bar = Bar(parts, rows[0].seconds, ", ".join(part.label for part in parts))
+        by_size = sorted(row.operations.items(), key=lambda item: -item[1])[:_MODULE_OPERATIONS]
+        lines = tuple(f"{name}: {units.seconds(s)}" for name, s in by_size)
+        body.append((Nested(row.name, lines), bar, row.seconds, row.seconds))
     share = Column("share", format=partial(units.percent, whole=step_seconds))
     return Table.of((Column("module", wide=True), Column(), Column("time", format=units.seconds), share), body)
 

@@ -41,34 +41,28 @@ class Report:
     """The object that `planning` yields: the work, its stage, and a count; silent unless something shows it."""
 
     def __init__(self, title: str) -> None:
-        self.title = title
-        self._name = ""
+        self.title, self._name = title, ""
         self._counted: tuple[str, int, int] | None = None
-        self._lasting = False
+        self._lasting: tuple[str, int, int] | None = None
 
     def stage(self, name: str) -> None:
         """Begins the stage of that name, and ends the one before it."""
-        self._name = name
-        if not self._lasting:
-            self._counted = None
+        self._name, self._counted = name, None
 
     def count(self, what: str, done: int, total: int, lasting: bool = False) -> None:
         """Shows that `done` of `total` items are done. The text `what` names them, such as "mesh shapes solved".
 
         A count ends with its stage, a `lasting` one when all are done; counts of stages do not replace it.
         """
-        if self._lasting and not lasting:
-            return
-        self._lasting = lasting and done < total
-        self._counted = None if lasting and done == total else (what, done, total)
+        counted = None if lasting and done == total else (what, done, total)
+        self._counted, self._lasting = (None, counted) if lasting else (counted, self._lasting)
 
     def line(self) -> str:
         """Returns the current stage, with its count and a progress bar if there is one."""
-        text, counted = f"{self.title}: {self._name}" if self._name else self.title, self._counted
-        if counted is None:
-            return text
-        what, done, total = counted
-        return f"{text}, {what} {done} of {total} {units.bar(done, max(total, 1), _BAR_WIDTH)}".rstrip()
+        text = f"{self.title}: {self._name}" if self._name else self.title
+        for what, done, total in filter(None, [self._lasting or self._counted]):
+            text += f", {what} {done} of {total} {units.bar(done, max(total, 1), _BAR_WIDTH)}".rstrip()
+        return text
 
 
 @contextmanager
@@ -85,15 +79,16 @@ def planning(title: str = "planning", stream: TextIO | None = None, delay: float
     """
     report, over = Report(title), threading.Event()
     opened = _display(report, stream)
-    watcher = threading.Thread(target=_watch, args=(report, opened, delay, over), daemon=True) if opened else None
-    if watcher:
-        watcher.start()
+    if opened is None:
+        yield report
+        return
+    watcher = threading.Thread(target=_watch, args=(report, opened, delay, over), daemon=True)
+    watcher.start()
     try:
         yield report
     finally:
         over.set()
-        if watcher:
-            watcher.join()
+        watcher.join()
 
 
 def _watch(report: Report, opened: AbstractContextManager[Show], delay: float, over: threading.Event) -> None:

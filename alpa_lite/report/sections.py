@@ -336,12 +336,12 @@ def collective_rows(items: Iterable[Costed]) -> list[Costed]:
 
 def transfer_rows(items: Iterable[Costed]) -> list[Costed]:
     """Merges transfers between submeshes; those to the next submesh, to others, and back are separate rows."""
-    routes: dict[tuple[int, bool], list[Costed]] = {}
-    for collective, seconds in items:
-        if collective.kind == "transfer":
-            source, destination = collective.route or (0, 0)
-            distance = destination - source
-            routes.setdefault((min(abs(distance), 2), distance > 0), []).append((collective, seconds))
+
+    def route(item: Costed) -> tuple[int, bool]:
+        source, destination = item[0].route or (0, 0)
+        return min(abs(destination - source), 2), destination > source
+
+    routes = grouping.by_key((item for item in items if item[0].kind == "transfer"), route)
     return [row for _, found in sorted(routes.items()) for row in collective_rows(found)]
 
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 from alpa_lite.plan.decisions import Replicated
 from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.plan.records import Stage
-from alpa_lite.report import units
+from alpa_lite.report import grouping, units
 
 KINDS = ("params", "frozen", "gathered", "gradients", "optimizer")
 """The kinds of memory that last from task to task."""
@@ -32,10 +32,8 @@ T = TypeVar("T", bound=Hashable)
 
 def numbers_by_value(values: Iterable[T]) -> dict[T, list[int]]:
     """The places of equal values, in order of first appearance."""
-    found: dict[T, list[int]] = {}
-    for number, value in enumerate(values):
-        found.setdefault(value, []).append(number)
-    return found
+    found = grouping.by_key(enumerate(values), lambda item: item[1])
+    return {value: [number for number, _ in same] for value, same in found.items()}
 
 
 def identical(plan: Plan) -> list[tuple[int, ...]]:
@@ -181,14 +179,11 @@ def peak(plan: Plan) -> int:
 def replicated(plan: Plan) -> list[Replicated]:
     """Operations that are not distributed, of all stages, the largest first, each with its stages if there are
     others."""
-    found: dict[Replicated, list[int]] = {}
-    for number, stage in enumerate(plan.stages):
-        for row in stage.replicated:
-            found.setdefault(row, []).append(number)
+    sites = ((number, row) for number, stage in enumerate(plan.stages) for row in stage.replicated)
     rows = []
-    for row, numbers in found.items():
-        where = f"{named(numbers)}: {row.where}" if len(plan.stages) > 1 else row.where
-        rows.append(replace(row, where=where, seconds=row.seconds * len(numbers)))
+    for row, same in grouping.by_key(sites, lambda site: site[1]).items():
+        where = f"{named([number for number, _ in same])}: {row.where}" if len(plan.stages) > 1 else row.where
+        rows.append(replace(row, where=where, seconds=row.seconds * len(same)))
     return sorted(rows, key=lambda row: -row.seconds)
 
 

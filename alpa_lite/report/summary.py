@@ -30,7 +30,6 @@ _MAX_NOTES = 3
 _MAX_OPERATIONS = 3
 _MAX_SETS = 2
 _MAX_LAPS = 3  # of planning, in the log
-_EQUAL = 1e-3  # relative difference of seconds that is within the gap of a solution
 _ALL = 0.98  # the share from which on something counts as all
 _SOME = 0.02  # the share below which something is left out
 _KINDS = {
@@ -321,10 +320,5 @@ def why_not(plan: Plan, row: Comparison) -> str:
     """The reason for not choosing a method: how much it exceeds the memory or is slower, or why it has no figures."""
     if row.step_seconds is None:
         return row.reason or "not evaluated"
-    over = (row.bytes_per_device or 0) - plan.memory_per_device
-    more = row.step_seconds / plan.step_seconds - 1 if plan.step_seconds else 0.0
-    pace = "equally fast"
-    if abs(more) > _EQUAL:
-        share = f"{100 * abs(more):.2g}" if abs(more) < 0.095 else f"{100 * abs(more):,.0f}"
-        pace = f"{'slower' if more > 0 else 'faster'} by {share} %"
+    over, pace = (row.bytes_per_device or 0) - plan.memory_per_device, units.pace(row.step_seconds, plan.step_seconds)
     return f"does not fit by {units.nbytes(over)}, {pace}" if over > 0 else pace

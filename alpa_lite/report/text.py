@@ -104,26 +104,21 @@ def _candidates(plan: Plan) -> Table:
     )  # fmt: skip
 
 
-_STATUS = {"cutoff": "not finished: cannot be faster", "optimal": "slower", "met": "not faster"}
-_EQUAL = 1e-6  # relative difference of seconds that is rounding
-
-
 def _status(candidate: Candidate, best: float) -> str:
     """The status, and by how much the candidate is slower, or faster, if that is known.
 
     A pipeline that the stage search met may be estimated faster than the one that was planned: it was priced at costs
     that are scaled from another number of micro-batches, which the chosen one, priced itself, turned out to exceed.
     """
-    status, seconds = _STATUS.get(candidate.status, candidate.status), candidate.step_seconds
-    if candidate.status in ("chosen", "cutoff", "infeasible") or seconds is None or best <= 0:
-        return status
-    if abs(seconds - best) <= _EQUAL * best:
-        return "equally fast"
-    if seconds < best:
-        return f"faster by {units.percent(best - seconds, best)} in a rough estimate, not priced itself"
-    if candidate.status == "met":
-        return f"slower by {units.percent(seconds - best, best)} when its search stopped"
-    return f"{status} by {units.percent(seconds - best, best)}"
+    status, seconds = candidate.status, candidate.step_seconds
+    if status in ("chosen", "cutoff", "infeasible") or seconds is None or best <= 0:
+        return {"cutoff": "not finished: cannot be faster", "optimal": "slower", "met": "not faster"}.get(
+            status, status
+        )
+    pace = units.pace(seconds, best)
+    if seconds < best * (1 - units.EQUAL):
+        return f"{pace} in a rough estimate, not priced itself"
+    return f"{pace} when its search stopped" if status == "met" else pace
 
 
 def gap(solver: Solver) -> str:

@@ -200,35 +200,29 @@ def held(planned: PlannedStage) -> tuple[Held, ...]:
     weights = kinds.origins(block, start).keys()
     found: Counter[tuple[Any, ...]] = Counter()
 
-    def note(value: int, register: int, op: Op, kind: str) -> None:
-        layout: Layout = program.registers[register]
-        size = values[value].nbytes // block_count(layout, program.mesh)
-        spec = spec_of(Layout(layout.dims))
-        name = f"{op.name}, {kind}" if kind else op.name
-        name += f", partial over {'+'.join(layout.partial)}" if layout.partial else ""
-        found[_jax.where(op.source), name, values[value].shape, str(values[value].dtype), spec, size] += 1
-
     def visit(body: Body) -> None:
+        """Counts the registers of a body, and of its loops."""
         made: dict[int, tuple[int, Op, str]] = {}  # register -> value, what made it, the collective behind it
         for item in body.instructions:
             reader = item.used_by if isinstance(item, Reshard) else item.op
-            backward = reader is not None and _jax.derivative(reader.source) == "transpose"
-            if backward:
-                for register in reads(item):
-                    if register in made:
-                        value, op, kind = made.pop(register)
-                        note(value, register, op, kind)
+            if reader is not None and _jax.derivative(reader.source) == "transpose":
+                for register in filter(made.__contains__, reads(item)):
+                    value, op, kind = made.pop(register)
+                    layout: Layout = program.registers[register]
+                    size = values[value].nbytes // block_count(layout, program.mesh)
+                    name = f"{op.name}, {kind}" if kind else op.name
+                    name += f", partial over {'+'.join(layout.partial)}" if layout.partial else ""
+                    types = values[value].shape, str(values[value].dtype), spec_of(Layout(layout.dims))
+                    found[_jax.where(op.source), name, *types, size] += 1
             elif isinstance(item, Reshard):
                 if item.source in made and item.value not in weights:
                     kind = next((step.kind for step in item.steps if step.kind != "slice"), "")
                     made[item.result] = item.value, made[item.source][1], kind
             else:
-                for register, value in zip(item.results, item.op.results, strict=True):
-                    if value not in weights:
-                        made[register] = value, item.op, ""
-            if isinstance(item, Loop):
-                for inner in item.bodies:
-                    visit(inner)
+                pairs = zip(item.results, item.op.results, strict=True)
+                made |= {register: (value, item.op, "") for register, value in pairs if value not in weights}
+            for inner in item.bodies if isinstance(item, Loop) else ():
+                visit(inner)
 
     visit(program.body)
     return tuple(Held(*key, count=count) for key, count in found.items())

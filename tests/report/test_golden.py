@@ -3,14 +3,18 @@
 python -m tests.report.test_golden stores them again: what changes is then seen as a difference of texts.
 """
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from alpa_lite.ir import schedules
 from alpa_lite.ir.timeline import Event, Timeline
+from alpa_lite.plan.plan import Plan
+from alpa_lite.plan.records import Collective, Leaf
 from alpa_lite.report import console, summary, text, timeline
 from tests import scheduling
 from tests.plans import gpt_plan, pipeline_plan, small_plan, with_comparisons
@@ -29,6 +33,22 @@ def interleaved():
     return pipeline_plan("interleaved-1f1b", 3)
 
 
+def long_names() -> Plan:
+    """Paths, places and specs that are wider than the page: long ends of paths move into headings of several lines."""
+    plan, spec = gpt_plan(2), P(("data", "model"), None, None)
+    layers = [f"['m']['blocks']['layers'][{i}]['attention_of_many_heads']" for i in range(3)]
+    sizes = {f"{layer}['{name}']": size for layer in layers for size, name in enumerate("qkvo")}
+    sizes |= {"".join(f"['a_rather_long_module_name_{i}']" for i in range(6)): 13, "['m']['norm']": 0, "['count']": 4}
+    leaves = tuple(
+        Leaf(f"state{path}", (8192, 8192, 2**n), "bfloat16", 2**n, "state", spec) for path, n in sizes.items()
+    )
+    stage = dataclasses.replace(plan.stages[0], arguments=(*leaves, *plan.stages[0].arguments[:4]))
+    where = "a_module_with_a_long_name.py:1234 " + "scope/" * 40
+    moved = (Collective("collective_permute", ("data", "model"), 2**40, 10**6, 0, where),)
+    notes = ("word " * 60,)
+    return dataclasses.replace(plan, stages=(stage,), collectives=moved, collective_seconds=(1.0,), notes=notes)
+
+
 UNEVEN = Event(0, 0.0, 1.0, "forward 0", "forward", 0, 0), Event(0, 2.0, 5.0, "backward 0", "backward", 0, 0)
 
 
@@ -41,6 +61,8 @@ TEXTS: dict[str, Callable[[], str]] = {
     "pipeline, overview": lambda: console.plain(text.overview(pipeline_plan())),
     "interleaved": lambda: str(interleaved()),
     "interleaved, details": lambda: interleaved().details(),
+    "zb-h1, details": lambda: pipeline_plan("zb-h1").details(),
+    "long names, details": lambda: long_names().details(),
     "small, details": lambda: small_plan().details(),
     "mesh to pipeline": lambda: gpt_plan().diff(pipeline_plan()),
     "pipeline to interleaved": lambda: pipeline_plan().diff(interleaved()),

@@ -17,7 +17,7 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.strategy import StrategyGraph, Transfer
 from alpa_lite.options import Method, Pipeline, Sharded
 from alpa_lite.passes.plans import alternatives
-from alpa_lite.passes.plans.outcomes import Outcomes
+from alpa_lite.passes.plans.weighing import Outcomes
 from alpa_lite.passes.sharding import mesh_program, strategies
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.solver.problem import Problem, from_graph
