@@ -13,7 +13,7 @@ from rich.text import Text
 from alpa_lite.calibration.fitting import Fit
 from alpa_lite.calibration.storing import Calibration
 from alpa_lite.cluster import Cluster
-from alpa_lite.report import console, units
+from alpa_lite.report import console, grouping, units
 from alpa_lite.report.tables import Block, Column, Section, Table
 
 _MAX_LINES = 20
@@ -22,9 +22,7 @@ _SHARE = partial(units.percent, whole=1.0)
 
 def clusters() -> Group:
     """Every preset, with all its names."""
-    rows: dict[Cluster, list[str]] = {}
-    for name in Cluster.preset_names():
-        rows.setdefault(Cluster.preset(name), []).append(name)
+    rows = grouping.by_key(Cluster.preset_names(), Cluster.preset)
     columns = (
         Column("cluster", lambda row: ", ".join(row[1]), wide=True),
         Column("device", lambda row: row[0].device),

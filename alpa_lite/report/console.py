@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Iterable
 
 from rich.console import Console, Group, RenderableType
@@ -48,23 +49,19 @@ def _block(block: Block) -> RenderableType:
         case Text():
             return block
         case Sentence():
-            return Text("\n".join(_lines(block)))
+            return Text(_wrapped(block))
         case Table():
             return _table(block)
     return Group()
 
 
-def _lines(sentence: Sentence) -> list[str]:
-    """The lines of a sentence within the indent of a section."""
-    lines = [" " * sentence.indent + sentence.head]
-    for number, part in enumerate(sentence.parts):
-        piece = part + sentence.separator * (number + 1 < len(sentence.parts))
-        space = " " if lines[-1].strip() else ""
-        if len(lines[-1]) + len(space) + len(piece) <= WIDTH - 2:
-            lines[-1] += space + piece
-        else:
-            lines.append(f"  {piece}")
-    return [line for line in lines if line.strip()]
+def _wrapped(sentence: Sentence) -> str:
+    """The lines of a sentence within the indent of a section, without a break in its head or a part."""
+    head, *parts = (text.replace(" ", "\0") for text in (sentence.head, *sentence.parts))
+    lines = textwrap.TextWrapper(
+        WIDTH - 2, " " * sentence.indent, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    ).wrap(f"{head} {f'{sentence.separator} '.join(parts)}".strip())
+    return "\n".join(lines).replace("\0", " ")
 
 
 def _table(table: Table) -> RichTable:

@@ -104,12 +104,11 @@ class _Placed:
 
 def _leaves(plan: Plan) -> dict[str, _Placed]:
     """The arguments by path. One that several stages hold is shown with the sharding of the first of them."""
-    out: dict[str, _Placed] = {}
-    for number, stage in enumerate(plan.stages):
-        for leaf in stage.arguments:
-            placed = out.get(leaf.path) or _Placed(leaf, stage.bytes_per_device(leaf), ())
-            numbers = (*placed.stages, number) if len(plan.stages) > 1 else ()
-            out[leaf.path] = replace(placed, stages=numbers)
+    sites = ((leaf, number) for number, stage in enumerate(plan.stages) for leaf in stage.arguments)
+    out = {}
+    for path, ((leaf, first), *others) in grouping.by_key(sites, lambda site: site[0].path).items():
+        numbers = (first, *(number for _, number in others)) if len(plan.stages) > 1 else ()
+        out[path] = _Placed(leaf, plan.stages[first].bytes_per_device(leaf), numbers)
     return out
 
 
@@ -155,11 +154,11 @@ def _collectives(before: Plan, after: Plan) -> Iterator[Block]:
     """A table of the kinds and axes whose executions, bytes or seconds per step differ."""
 
     def by_kind(plan: Plan) -> dict[tuple[str, tuple[str, ...]], tuple[int, int, float]]:
-        out: dict[tuple[str, tuple[str, ...]], tuple[int, int, float]] = {}
-        for c, seconds in zip(plan.collectives, plan.collective_seconds, strict=True):
-            count, size, total = out.get((c.kind, c.axes), (0, 0, 0.0))
-            out[c.kind, c.axes] = (count + c.count, size + c.bytes * c.count, total + seconds)
-        return out
+        found = grouping.by_key(plan.priced_collectives, lambda item: (item[0].kind, item[0].axes))
+        return {
+            key: (sum(c.count for c, _ in same), sum(c.bytes * c.count for c, _ in same), sum(s for _, s in same))
+            for key, same in found.items()
+        }
 
     def cell(at: int, text: units.Format, row: tuple[Any, ...]) -> str:
         old, new = text(row[1][at]), text(row[2][at])

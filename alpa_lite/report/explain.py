@@ -17,7 +17,7 @@ from operator import attrgetter
 
 from alpa_lite.errors import PlanError
 from alpa_lite.ir import paths
-from alpa_lite.plan.decisions import Decision, Replicated
+from alpa_lite.plan.decisions import Alternative, Decision, Replicated
 from alpa_lite.plan.figures import Spending
 from alpa_lite.plan.records import Leaf, Stage
 from alpa_lite.plan.records import PlanRecord as Plan
@@ -94,10 +94,12 @@ class _Subject:
     leaf: Leaf | None = None
 
     @property
-    def is_settled(self) -> bool:
-        """Whether the plan has no alternatives to it."""
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """The chosen alternative and the others; none where the plan has no others."""
         record = self.record
-        return not isinstance(record, Decision) or record.chosen is None or len(record.alternatives) < 2
+        if not isinstance(record, Decision) or record.chosen is None or len(record.alternatives) < 2:
+            return ()
+        return record.alternatives
 
     @property
     def where(self) -> str:
@@ -128,10 +130,12 @@ def _pattern(form: str, indices: str) -> str:
     """
 
     def choices(match: re.Match[str]) -> str:
+        """Any of the names in braces."""
         inner = match.group(1)
         return r"\d+" if re.fullmatch(r"\d+(-|\\.\\.)\d+", inner) else f"(?:{inner.replace(',', '|')})"
 
     def pattern(key: str) -> str:
+        """That of one key."""
         number = "(?:_?[0-9]+)?" if indices and not key[-1:].isdigit() else ""
         return _RANGE.sub(choices, re.escape(key).replace(r"\-", "-")) + number + indices
 
@@ -140,11 +144,10 @@ def _pattern(form: str, indices: str) -> str:
 
 def _rank(subject: _Subject) -> tuple[bool, int, float]:
     """Less for the match to be explained; see `explain`."""
+    settled, record = not subject.alternatives, subject.record
     if subject.leaf:
-        return subject.is_settled, len(paths.tokens(subject.leaf.path)), 0.0
-    record = subject.record
-    seconds = record.total if isinstance(record, Spending) else record.seconds if record else 0.0
-    return subject.is_settled, 0, -seconds
+        return settled, len(paths.tokens(subject.leaf.path)), 0.0
+    return settled, 0, -(record.total if isinstance(record, Spending) else record.seconds if record else 0.0)
 
 
 def _identical(plan: Plan, first: _Subject, subjects: list[_Subject]) -> list[_Subject]:
@@ -264,12 +267,10 @@ def _explanation(plan: Plan, subject: _Subject, title: str = "") -> list[Section
     if isinstance(decision, Decision) and decision.count > 1:
         kind, count = "arguments" if subject.leaf else "operations", decision.count
         lines.append(f"{count} identical {kind} share this decision; figures are totals over all {count}")
-    if not isinstance(decision, Decision) or subject.is_settled:
+    if not isinstance(decision, Decision) or not subject.alternatives or (chosen := decision.chosen) is None:
         if not isinstance(decision, Replicated):
             lines.append("no alternatives: the method fixed this sharding, or there is no other strategy")
         return [Section("", title, tuple(lines))]
-    chosen = decision.chosen
-    assert chosen is not None
     terms = {"FLOPs": chosen.flops_seconds, "bytes": chosen.bytes_seconds, "links": chosen.link_seconds}
     lines.append(f"{operations.terms_text(terms)} per step")
     lines.append(f"mesh {units.mesh(stage.mesh_shape, stage.axis_names)}; all times are predictions")

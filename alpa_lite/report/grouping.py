@@ -155,6 +155,7 @@ def _merge(rows: list[tuple[Row, Hashable]], position: int) -> list[tuple[Row, H
     """Joins rows whose tokens differ at `position` alone, where all are keys, or all attributes."""
 
     def key(item: tuple[Row, Hashable]) -> Hashable:
+        """All but the name at the position; of a row without a name there, the row itself."""
         parts = item[0].tokens
         match = _KEY.fullmatch(parts[position]) if 0 < position < len(parts) else None
         return (parts[:position], parts[position + 1 :], match[1], item[1]) if match else id(item)

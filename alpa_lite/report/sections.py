@@ -41,27 +41,22 @@ COLOURS = {
 """The colour of each kind of memory."""
 
 
-def overview(plan: Plan) -> list[Section]:
+def overview(plan: Plan) -> Iterator[Section]:
     """The time, the stages and their schedule, and the memory. A single task is not a schedule."""
     several, timed = len(plan.stages) > 1, plan.division.timeline
     scheduled = len(timed.events) > 1
     step = f"Predicted step: {units.seconds(plan.step_seconds)}{' (mean over devices)' * several}"
     lines = [line for line in (stages.overlapped(plan), _bubble(plan) if scheduled else "") if line]
-    parts = [
-        Section("time", step, (_time(plan), *lines)),
-        Section("mesh", "Mesh", tuple(_meshes(plan)), only="page"),
-    ]
+    yield Section("time", step, (_time(plan), *lines))
+    yield Section("mesh", "Mesh", tuple(_meshes(plan)), only="page")
     if scheduled:
-        parts += [
-            Section("stages", "Stages (times for one micro-batch)", (_stages(plan),)),
-            Section("schedule", "Schedule", (timeline.draw(timed, width=98),), only="terminal"),
-            Section("schedule", "Schedule", _schedule(timed), only="page"),
-        ]
+        yield Section("stages", "Stages (times for one micro-batch)", (_stages(plan),))
+        yield Section("schedule", "Schedule", (timeline.draw(timed, width=98),), only="terminal")
+        yield Section("schedule", "Schedule", _schedule(timed), only="page")
     memory = (_legend(_memory_names(plan)), _memory(plan)) if several else (_memory_of_one(plan),)
-    parts.append(Section("memory", "Memory per device", memory))
+    yield Section("memory", "Memory per device", memory)
     if any(curves := stages.memory_over_step(plan)):
-        parts.append(Section("memory", "Memory over the step", tuple(_memory_over_step(plan, curves)), only="page"))
-    return parts
+        yield Section("memory", "Memory over the step", tuple(_memory_over_step(plan, curves)), only="page")
 
 
 def placement(plan: Plan) -> Iterator[Section]:
@@ -338,6 +333,7 @@ def transfer_rows(items: Iterable[Costed]) -> list[Costed]:
     """Merges transfers between submeshes; those to the next submesh, to others, and back are separate rows."""
 
     def route(item: Costed) -> tuple[int, bool]:
+        """The distance of the submeshes, and whether the transfer goes forward."""
         source, destination = item[0].route or (0, 0)
         return min(abs(destination - source), 2), destination > source
 

@@ -54,10 +54,8 @@ def named(group: Sequence[int]) -> str:
 
 def sizes(plan: Plan) -> list[int]:
     """The number of devices of each submesh."""
-    out = [1] * len(plan.division.first_devices)
-    for stage, mesh in zip(plan.stages, plan.division.submeshes, strict=True):
-        out[mesh] = stage.num_devices
-    return out
+    on = dict(zip(plan.division.submeshes, plan.stages, strict=True))
+    return [on[mesh].num_devices for mesh in range(len(plan.division.first_devices))]
 
 
 def shares(plan: Plan) -> list[float]:

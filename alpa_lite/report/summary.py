@@ -22,7 +22,7 @@ from alpa_lite.cluster import trust
 from alpa_lite.plan.figures import AxisUse, Comparison
 from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.plan.records import Stage
-from alpa_lite.report import console, operations, stages, text, units
+from alpa_lite.report import console, grouping, operations, stages, text, units
 from alpa_lite.report.tables import Block, Column, Row, Section, Sentence, Table
 
 _MORE = "more: plan.details(), plan.explain(path), plan.activations(), plan.to_html(file)"
@@ -134,10 +134,9 @@ def _stage(stage: Stage) -> tuple[tuple[str, ...], ...]:
     if not stage.axes:
         return ((f"mesh {units.mesh(stage.mesh_shape, stage.axis_names)}",),)
     axes = [axis for axis in stage.axes if axis.size > 1]
-    found: dict[str, list[str]] = {}
-    for axis in axes:
-        found.setdefault(_products(axis), []).append(f"{axis.name}={axis.size}")
-    return tuple(f"{product} over {' '.join(names)}" for product, names in found.items()), _state(axes)
+    found = grouping.by_key(axes, _products).items()
+    work = (f"{product} over {' '.join(f'{axis.name}={axis.size}' for axis in same)}" for product, same in found)
+    return tuple(work), _state(axes)
 
 
 def _products(axis: AxisUse) -> str:
@@ -153,8 +152,9 @@ def _products(axis: AxisUse) -> str:
 
 def _state(axes: Iterable[AxisUse]) -> tuple[str, ...]:
     """The sharding of the state: FSDP where parameters are over an axis that is data parallel, ZeRO for moments."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for axis in axes:
+
+    def placement(axis: AxisUse) -> tuple[str, str]:
+        """The sharding over an axis, and the share of the bytes that has it."""
         data = axis.products.get("data", 0.0) >= 0.5
         if axis.params >= _SOME:
             name, share = "FSDP of parameters" if data else "parameters sharded", axis.params
@@ -162,9 +162,10 @@ def _state(axes: Iterable[AxisUse]) -> tuple[str, ...]:
             name, share = f"parameters replicated, optimizer state sharded{' (ZeRO)' * data}", axis.optimizer
         else:
             name, share = "parameters replicated", 1.0
-        part = "" if share >= _ALL else f" ({100 * share:.0f} % of the bytes)"
-        found.setdefault((name, part), []).append(axis.name)
-    return tuple(f"{name} over {' '.join(names)}{part}" for (name, part), names in found.items())
+        return name, "" if share >= _ALL else f" ({100 * share:.0f} % of the bytes)"
+
+    found = grouping.by_key(axes, placement).items()
+    return tuple(f"{name} over {' '.join(axis.name for axis in same)}{part}" for (name, part), same in found)
 
 
 def _replicated(plan: Plan) -> tuple[str, ...]:

@@ -53,18 +53,18 @@ def trace_events(*timelines: Timeline) -> dict:
     out: list[dict] = []
     for process, timeline in enumerate(timelines):
         share = units.percent(sum(timeline.idle), timeline.seconds * timeline.num_meshes)
-        out.append(_metadata("process_name", process, 0, name=timeline.name or "step"))
-        out.append(_metadata("process_labels", process, 0, labels=f"{units.seconds(timeline.seconds)}, {share} idle"))
-        out.append(_metadata("process_sort_index", process, 0, sort_index=process))
+        labels = f"{units.seconds(timeline.seconds)}, {share} idle"
+        for kind, value in (("name", timeline.name or "step"), ("labels", labels), ("sort_index", process)):
+            out.append(_metadata("process", kind, value, process))
         for number, (title, events) in enumerate(_tracks(timeline), start=1):
-            out.append(_metadata("thread_name", process, number, name=title))
-            out.append(_metadata("thread_sort_index", process, number, sort_index=number))
+            out.append(_metadata("thread", "name", title, process, number))
+            out.append(_metadata("thread", "sort_index", number, process, number))
             out += [{**_complete(event), "pid": process, "tid": number} for event in events]
     return {"traceEvents": out, "displayTimeUnit": "ms"}
 
 
-def _metadata(kind: str, process: int, thread: int, **arguments: object) -> dict:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": arguments}
+def _metadata(of: str, kind: str, value: object, process: int, thread: int = 0) -> dict:
+    return {"ph": "M", "name": f"{of}_{kind}", "pid": process, "tid": thread, "args": {kind: value}}
 
 
 def _tracks(timeline: Timeline) -> Iterator[tuple[str, list[Event]]]:

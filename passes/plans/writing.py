@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -89,20 +88,16 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annot
 
 def _notes(staged: Staged, cluster: Cluster) -> tuple[str, ...]:
     """The notes of a plan, each once."""
-    idle, measured = staged.division.idle_devices, ", ".join(cluster.measured)
-    notes = [
+    measured = f"prices measured on the devices: {', '.join(cluster.measured)}"
+    notes = (
         *staged.traced.notes,
         *staged.loop.notes,
-        *([idle] if idle else []),
-        *(
-            [f"prices measured on the devices: {measured}; all other prices are those of the preset"]
-            if measured
-            else []
-        ),
+        staged.division.idle_devices,
+        f"{measured}; all other prices are those of the preset" if cluster.measured else "",
         *_overlapped(staged.stages, cluster),
         *scores.notes(staged.stages, cluster, staged.seconds, len(staged.program.submeshes)),
-    ]
-    return tuple(dict.fromkeys(notes))
+    )
+    return tuple(dict.fromkeys(filter(None, notes)))
 
 
 def _overlapped(stages: Sequence[PlannedStage], cluster: Cluster) -> list[str]:
@@ -286,21 +281,16 @@ def _replicated(
 ) -> tuple[Replicated, ...]:
     """Operations that no rule describes, identical ones together, the largest first."""
     values = traced.graph.values
-    found: Counter[tuple[Any, str]] = Counter()
-    last: dict[tuple[Any, str], Op] = {}
+    found: dict[tuple[Any, str], list[Op]] = {}
     for op in (grouping.ops[number] for number in grouping.groups[0].ops):
         if needs_outside(op) or rules[op.key].source == "opaque":
-            key = op.key, _jax.where(op.source)
-            found[key] += 1
-            last[key] = op
+            found.setdefault((op.key, _jax.where(op.source)), []).append(op)
     rows = []
-    for (key, where), count in found.items():
-        op = last[key, where]
+    for (key, where), (*others, op) in found.items():
         tensors = [values[v] for v in (*op.operands, *op.results) if not isinstance(v, Lit)]
         if any(math.prod(value.shape) > 1 for value in tensors):
-            size = sum(value.nbytes for value in tensors)
+            size, count = sum(value.nbytes for value in tensors), len(others) + 1
             reason = "it cannot run inside a shard_map region: it needs and returns whole values"
-            if not needs_outside(op):
-                reason = rules[key].reason
+            reason = reason if needs_outside(op) else rules[key].reason
             rows.append(Replicated(op.name, where, reason, size, cost.compute(0.0, size, None) * count, count))
     return tuple(sorted(rows, key=lambda r: -r.seconds))
