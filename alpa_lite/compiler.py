@@ -65,6 +65,7 @@ class Compiled:
 
 
 @with_large_stack_chunk
+@reduced_gc
 def compile_step(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, cluster: Cluster,
     pins: Pins = NO_PINS, like: Plan | None = None, why: str = "requested", shared: bool = False,
@@ -89,7 +90,7 @@ def compile_step(
     trace = tracer(fun, args, kwargs, options, pins, cluster.platform)
     request = PlanRequest(options, cluster, trace, pins, like)
     others = PlanBroadcast(name, shared)
-    with reduced_gc, _jax.without_mesh(), others.error_scope(), passes(name, options.dump_dir) as run:
+    with _jax.without_mesh(), others.error_scope(), passes(name, options.dump_dir) as run:
         traced = run("tracing", request.trace)
         check_regions(traced.graph, cluster.num_devices)
         said = [] if options.ignore_annotations else tracing.read_annotations(traced, args, kwargs)

@@ -11,6 +11,7 @@ on how deep the caller is. `with_large_stack_chunk` has planning run in one larg
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -70,8 +71,10 @@ def exit_process(code: int, delay: float) -> None:
     os._exit(code)
 
 
-class ReducedGc:
+class ReducedGc(contextlib.ContextDecorator):
     """A context that raises the threshold of the cycle collector until the last thread leaves it.
+
+    A function that it decorates has released its locals by then: the collector need not traverse them.
 
     If the program sets thresholds itself in the meantime, its own stay; a collector that is off, or that collects less
     often, is left as it is.

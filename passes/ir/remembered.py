@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
+P = ParamSpec("P")
+S = TypeVar("S")
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -23,6 +25,20 @@ def remembered(function: Callable[[K], V]) -> Callable[[K], V]:
         if value not in known:
             known[value] = function(value)
         return known[value]
+
+    return of
+
+
+def memoised(method: Callable[Concatenate[S, P], V]) -> Callable[Concatenate[S, P], V]:
+    """Returns the same method with a cache by arguments, kept by the object, which is in no cycle by that.
+
+    A cycle outlives planning until the cycle collector traverses all that planning made.
+    """
+
+    @functools.wraps(method)
+    def of(self: S, *args: P.args, **kwargs: P.kwargs) -> V:
+        memo: Memo = vars(self).setdefault("_memo", Memo())
+        return memo.once((method.__name__, *args), lambda: method(self, *args, **kwargs))
 
     return of
 

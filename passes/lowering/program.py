@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Lit, Op, Traced
+from alpa_lite.ir.graph import Lit, Op, Traced, Value
 from alpa_lite.ir.layout import Layout, LogicalMesh, Step
 from alpa_lite.passes.ir.loops import body_runs
 from alpa_lite.passes.local.types import LocalForm, in_mesh_order
@@ -123,27 +123,25 @@ operation that waits for it or issues it, None for an output of the step."""
 
 def collectives(program: LocalProgram, traced: Traced) -> Iterator[Communicated]:
     """Every logical collective of a local program, loop trip counts multiplied in, in program order."""
-    values = traced.graph.values
+    return _collectives(program.body, 1, program.mesh, traced.graph.values)
 
-    def visit(body: Body, trips: int) -> Iterator[Communicated]:
-        for item in body.instructions:
-            match item:
-                case Reshard(value=value, steps=steps, used_by=op, late=late):
-                    for step in steps:
-                        if step.kind != "slice":
-                            size = step.payload(values[value].shape, values[value].itemsize, program.mesh)
-                            axes = in_mesh_order(step.communicating(program.mesh), program.mesh)
-                            found = Collective(step.kind, axes, size, trips, 0, where_of(op))
-                            yield found, (value, int(late)), op
-                case Compute(op=op, form=form):
-                    for c in form.collectives:
-                        axes = in_mesh_order(c.axes, program.mesh)
-                        yield Collective(c.kind, axes, c.bytes, trips, 0, where_of(op)), None, op
-                case Loop(op=op, bodies=bodies):
-                    for inner in bodies:
-                        yield from visit(inner, trips * body_runs(op))
 
-    yield from visit(program.body, 1)
+def _collectives(body: Body, trips: int, mesh: LogicalMesh, values: Sequence[Value]) -> Iterator[Communicated]:
+    for item in body.instructions:
+        match item:
+            case Reshard(value=value, steps=steps, used_by=op, late=late):
+                for step in steps:
+                    if step.kind != "slice":
+                        size = step.payload(values[value].shape, values[value].itemsize, mesh)
+                        axes = in_mesh_order(step.communicating(mesh), mesh)
+                        yield Collective(step.kind, axes, size, trips, 0, where_of(op)), (value, int(late)), op
+            case Compute(op=op, form=form):
+                for c in form.collectives:
+                    axes = in_mesh_order(c.axes, mesh)
+                    yield Collective(c.kind, axes, c.bytes, trips, 0, where_of(op)), None, op
+            case Loop(op=op, bodies=bodies):
+                for inner in bodies:
+                    yield from _collectives(inner, trips * body_runs(op), mesh, values)
 
 
 def computes(items: Iterable[Instruction]) -> Iterator[Compute]:

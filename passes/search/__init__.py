@@ -10,6 +10,5 @@ that was not searched, the work spent, and the candidates that were not reached.
     pipelines           candidates of pipelines: numbers of micro-batches, stages, and slices of the sequence
     planner             which candidates a request begins with, and the program of the best plan
 
-The plan is a function of the step, the request and the versions of the numerical libraries: no clock, no load, no
-number of cores, no order of hashes decides anything.
+A plan is a function of step, request and versions of libraries: no clock, load, number of cores or hash decides.
 """

@@ -15,7 +15,6 @@ times as large, and the rest takes at least `floor`. Hence
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from alpa_lite.compilation.runner import Passes
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import factors, microbatches, sharding
+from alpa_lite.passes.ir.remembered import memoised
 from alpa_lite.passes.layers.division import Divisible, divisible, recomputing
 from alpa_lite.passes.layers.rematerialisation import NOTHING, Choice, Remat
 from alpa_lite.passes.layers.stacked_sums import add_within_scans
@@ -116,10 +116,9 @@ class Analyses:
 
     def __init__(self, run: Passes, step: Step, request: PlanRequest) -> None:
         self._run, self._step, self._request = run, step, request
-        self.of, self._loop = functools.cache(self._analyse), functools.cache(self._accumulate)
-        self._rules, self._layers = functools.cache(self._describe), functools.cache(self._divide)
 
-    def _analyse(self, config: ExecutionConfig) -> AnalyzedStep:
+    @memoised
+    def of(self, config: ExecutionConfig) -> AnalyzedStep:
         """The step in a configuration.
 
         Raises:
@@ -145,16 +144,19 @@ class Analyses:
         traced, scan = add_within_scans(loop.traced, loop.scan)
         return replace(loop, traced=traced, scan=scan), layers
 
-    def _accumulate(self, count: int) -> Accumulated:
+    @memoised
+    def _loop(self, count: int) -> Accumulated:
         traced, rules = self._step.traced, self._step.rules
         arguments = self._request.inexact
         return self._run("micro-batches", microbatches.accumulate, traced, rules, count, strided=True, **arguments)
 
-    def _describe(self, traced: Traced) -> Mapping[Any, Rule]:
+    @memoised
+    def _rules(self, traced: Traced) -> Mapping[Any, Rule]:
         if traced is self._step.traced:
             return self._step.rules
         return self._run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
 
-    def _divide(self, count: int) -> Divisible:
+    @memoised
+    def _layers(self, count: int) -> Divisible:
         loop = self._loop(count)
         return self._run("layers", divisible, loop, max_layers=MAX_LAYERS, rules=self._rules(loop.traced))

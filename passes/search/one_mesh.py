@@ -60,21 +60,19 @@ class DecidedMesh:
     found: MeshSolution
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Family:
-    """The plans of one mesh that one method admits, by configuration.
+    """The plans of one mesh that one method admits.
 
     Attributes:
       state: bytes per device that the state takes at least.
       order: of textbook methods. textbook: which of them it is; None for the method of the request.
-      records: of configurations that are candidates, or were.
     """
 
     name: str
     state: float
     order: int = 0
     textbook: Textbook | None = None
-    records: dict[ExecutionConfig, Record] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -107,7 +105,7 @@ class OneMeshSearch:
       own: the plans of the request's method. first: the configuration that every method begins with, but for `remat`.
       products: seconds that no plan takes less of. divided: the same of a pipeline, from the first program on.
       speedup: of two streams over one, at most; 1 if nothing overlaps.
-      refused: why the step cannot be cut into some number of micro-batches.
+      refused: why the step cannot be cut into some number of micro-batches. records: of all configurations so far.
     """
 
     def __init__(self, run: Passes, step: Step, request: PlanRequest) -> None:
@@ -115,6 +113,7 @@ class OneMeshSearch:
         self.analyses = Analyses(run, step, request)
         floor = state_bytes(step.traced) / request.cluster.num_devices
         self.own, self.first = Family("one mesh", floor), ExecutionConfig(request.num_microbatches or 1)
+        self.records: defaultdict[Family, dict[ExecutionConfig, Record]] = defaultdict(dict)
         self.products = costs.products_bound(step.traced, step.rules, request.cluster)
         self.divided = self.products
         self.speedup = MAX_SPEEDUP if request.cluster.overlaps else 1.0
@@ -137,10 +136,10 @@ class OneMeshSearch:
 
     def bound(self, record: Record, mesh: LogicalMesh) -> float:
         """Seconds that no plan of a configuration takes less of on a mesh, by all that it only adds to."""
-        config, method, records = record.config, record.family.textbook, [*record.family.records.values()]
-        own = self.own.records.get(config)
+        config, method, records = record.config, record.family.textbook, [*self.records[record.family].values()]
+        own = self.records[self.own].get(config)
         if method and own and mesh in own.bounds and self._contains(own.step.grouped, method):
-            records += self.own.records.values()
+            records += self.records[self.own].values()
         known = (one for one in records if config.only_adds_to(one.config))
         least = max((max(one.peak, one.bounds.get(mesh, 0.0)) for one in known), default=0.0)
         return max(self.products, least / self.speedup)
@@ -150,7 +149,7 @@ class OneMeshSearch:
 
         A plan in far too many micro-batches, or that replicates most of it, computes for longer than others would.
         """
-        peaks = [record.peak for record in self.own.records.values() if record.peak]
+        peaks = [record.peak for record in self.records[self.own].values() if record.peak]
         if not peaks:
             return UNKNOWN_COMMUNICATION * self.products
         found = min((plan.value.found.compute_seconds for plan in self.found), default=min(peaks))
@@ -158,9 +157,9 @@ class OneMeshSearch:
 
     def open(self, family: Family, config: ExecutionConfig, interval: tuple[int, int] | None = None) -> list[Candidate]:
         """All plans of a configuration, unless they are a candidate already. `interval`: see `Record`."""
-        if config in family.records:
+        if config in self.records[family]:
             return []
-        record = family.records[config] = Record(family, config, interval)
+        record = self.records[family][config] = Record(family, config, interval)
         return [self._candidate(record, "", (0,), partial(self._estimate, record), partial(self._expand, record))]
 
     def _candidate(
@@ -201,7 +200,7 @@ class OneMeshSearch:
           InfeasibleError: it does not fit, either; names the tensors that bind and the smallest budget that works.
           MicrobatchError: the step cannot be cut into the given number of micro-batches.
         """
-        tried = {c: record for c, record in self.own.records.items() if record.bounds or record.least}
+        tried = {c: record for c, record in self.records[self.own].items() if record.bounds or record.least}
         if not tried:
             assert self.refused is not None
             raise self.refused
@@ -221,7 +220,7 @@ class OneMeshSearch:
 
         One that saves less memory than another that exceeds the budget is not expected to fit.
         """
-        config, records = record.config, record.family.records.values()
+        config, records = record.config, self.records[record.family].values()
         meshes = {mesh for one in records for mesh in one.bounds}
         least = min((self.bound(record, mesh) for mesh in meshes), default=self.products)
         bounded = [(one.config, one.peak, min(one.bounds.values())) for one in records if one.bounds]

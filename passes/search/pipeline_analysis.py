@@ -25,6 +25,7 @@ from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError, Orde
 from alpa_lite.ir import schedules
 from alpa_lite.options import Pipeline, Sharded
 from alpa_lite.passes import microbatches, programs, stages
+from alpa_lite.passes.ir.remembered import memoised
 from alpa_lite.passes.layers.division import MAX_OUTER_LAYERS, Divisible, divided, divisible
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches.loop import Accumulated, candidate_numbers
@@ -37,7 +38,6 @@ from alpa_lite.passes.sharding import costs
 from alpa_lite.passes.stages import planning, submeshes
 from alpa_lite.passes.stages.choosing import CERTAIN, StagePlan
 from alpa_lite.passes.stages.layer_costs import PRICES, Layer
-from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.pricing import VARIANTS, LayerCosts
 from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.passes.tokens import in_slices
@@ -89,11 +89,10 @@ class PipelineAnalyses:
     request: PlanRequest
     one_mesh: OneMeshSearch | None
     layers: dict[str, Layer] = field(default_factory=dict)
-    solved: dict[tuple[Any, ...], DecidedStage] = field(default_factory=dict)
-    planned: dict[tuple[tuple[Any, ...], float], PlannedStage] = field(default_factory=dict)
+    solved: dict[tuple[Any, ...], planning.DecidedStage] = field(default_factory=dict)
+    planned: dict[tuple[tuple[Any, ...], float], planning.PlannedStage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.cut, self.price = functools.cache(self._cut), functools.cache(self._price)
         one, step = self.one_mesh, self.step
         self.products = one.products if one else costs.products_bound(step.traced, step.rules, self.request.cluster)
 
@@ -134,13 +133,15 @@ class PipelineAnalyses:
         finer = [count for count in self.counts if count & (count - 1)]
         return finer[0] if finer else self.counts[len(self.counts) // 2]
 
-    def _cut(self, count: int) -> Divisible:
+    @memoised
+    def cut(self, count: int) -> Divisible:
         """The step in micro-batches and in layers."""
         step, arguments = self.step, self.request.inexact
         loop = self.run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **arguments)
         return self.run("layers", divisible, loop, max_layers=max_layers(self.request.pipeline))
 
-    def _price(self, count: int, kinds: tuple[int, ...]) -> LayerCosts:
+    @memoised
+    def price(self, count: int, kinds: tuple[int, ...]) -> LayerCosts:
         """The costs of layers with a number of micro-batches on some kinds of submeshes."""
         request = self.request
         return self.run(
@@ -217,7 +218,7 @@ class PipelineAnalyses:
 
     def _solve(
         self, chosen: StagePlan, graphs: Sequence[tuple[StageGraph, str, float]], split: bool
-    ) -> tuple[PlannedStage, ...]:  # fmt: skip
+    ) -> tuple[planning.PlannedStage, ...]:  # fmt: skip
         """Solves and lowers every stage, given with its digest and its price of memory.
 
         The mesh shape of a stage is the best one of its layers, and binds the other stages of its submesh. Identical
@@ -226,7 +227,7 @@ class PipelineAnalyses:
         """
         run, request, slices, kinds = self.run, self.request, chosen.slices, chosen.priced.devices
         shapes: dict[int, tuple[int, ...]] = {}
-        out: list[PlannedStage] = []
+        out: list[planning.PlannedStage] = []
         for number, ((graph, digest, price), stage) in enumerate(zip(graphs, slices.stages, strict=True)):
             run.count("stages planned", number, len(graphs), lasting=True)
             devices = slices.devices[stage.mesh]

@@ -19,7 +19,6 @@ from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.search.one_mesh import DecidedMesh, OneMeshSearch
 from alpa_lite.passes.search.pipelines import WHOLE, PipelineSearch
 from alpa_lite.passes.sharding import mesh_program
-from alpa_lite.passes.sharding.mesh_program import CLOSED, MeshSolution
 from alpa_lite.passes.stages import planning, stage_graph
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.plan.decisions import SearchSummary
@@ -80,9 +79,9 @@ def _write(run: Passes, request: PlanRequest, one: OneMeshSearch, chosen: FoundP
             budget=request.budget, pins=request.pins, wishes=request.wishes,
         )  # fmt: skip
     objective, own = found.solution.objective, found.solution.bound
-    record = one.own.records.get(config)
+    record = one.records[one.own].get(config)
     least = min((one.bound(record, mesh) for mesh in record.bounds), default=0.0) if record else 0.0
-    is_closed = objective - min(least, own, objective) <= CLOSED * objective
+    is_closed = objective - min(least, own, objective) <= mesh_program.CLOSED * objective
     bound, status = (own, "optimal") if is_closed else (min(least, own, objective), "feasible")
     rows = one.rows(chosen)
     found = replace(found, solution=replace(found.solution, bound=bound, status=status), candidates=rows)
@@ -121,10 +120,10 @@ def _compare(staged: Staged, one: OneMeshSearch, pipelines: PipelineSearch, chos
         return beside(staged, "pipeline", f"not planned: estimated at {units.seconds(expected)}")
     if one.found:
         best = min(one.found, key=lambda plan: plan.seconds)
-        found: MeshSolution = best.value.found
+        found: mesh_program.MeshSolution = best.value.found
         figures = Comparison("one mesh", found.mesh.shape, best.seconds, math.ceil(found.solution.peak))
         return beside(staged, "one mesh", figures)
-    least = [record.least / 2**30 for record in one.own.records.values() if record.least]
+    least = [record.least / 2**30 for record in one.records[one.own].values() if record.least]
     why = f"does not fit: needs {min(least):,.1f} GiB per device" if least else "nothing fits"
     return beside(staged, "one mesh", why)
 

@@ -73,7 +73,6 @@ class _Builder:
         self.linear = find_linear(graph.block, rules, graph.values, apart)
         self.digests = Digests()
         self.known = Memo()
-        self.regions = {"scan": self.scan, "while": self.while_loop, "cond": self.cond}
 
     # -- blocks ---------------------------------------------------------------------------------------------------
 
@@ -105,8 +104,8 @@ class _Builder:
             depth = self.clock
             if self.known.once(("outside", op.key), lambda op=op: needs_outside(op)):
                 self.member(op, self.form(op, groups.opaque_rule(op, self.values)), 0, (), trips)
-            elif op.name in self.regions:
-                self.regions[op.name](op, trips)
+            elif op.name in REGIONS:
+                REGIONS[op.name](self, op, trips)
             else:
                 depth = self.straight(op, trips)
             self.positions[op.index] = self.clock
@@ -354,3 +353,6 @@ class _Builder:
             found, self.homes, self.lazy, tuple(self.demands), self.positions, self.defined, self.clock + 1,
             self.ops, {c: tuple(m) for c, m in classes.items()}, self.leaves, tuple(self.outputs),
         )  # fmt: skip
+
+
+REGIONS = {"scan": _Builder.scan, "while": _Builder.while_loop, "cond": _Builder.cond}

@@ -18,7 +18,6 @@ table that is looked up in, a kernel, or gives the dim that a product sums over 
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -27,6 +26,7 @@ from alpa_lite import _jax
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, walk
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
+from alpa_lite.passes.ir.remembered import memoised
 
 
 class Evidence:
@@ -36,10 +36,9 @@ class Evidence:
         self._graph = graph
         self._inputs, self._outputs = graph.block.inputs, graph.block.outputs
         self._numbers = {value: number for number, value in enumerate(self._inputs)}
-        self.origins = functools.cache(self._origins)
-        self._dependents = functools.cache(lambda number: flow.made_of(graph.block.ops, [graph.block.inputs[number]]))
 
-    def _origins(self, output: int) -> frozenset[int]:
+    @memoised
+    def origins(self, output: int) -> frozenset[int]:
         """The arguments that an output keeps something of, element by element."""
         found = flow.reach(flow.values_in([self._outputs[output]]), lambda value: self._carriers.get(value, ()))
         return frozenset(self._numbers[value] for value in found if value in self._numbers)
@@ -55,6 +54,10 @@ class Evidence:
     def learnt(self, output: int) -> bool:
         """Whether an output depends on a reverse pass."""
         return self._outputs[output] in self._learnt
+
+    @memoised
+    def _dependents(self, argument: int) -> set[int]:
+        return flow.made_of(self._graph.block.ops, [self._inputs[argument]])
 
     def depends(self, output: int, argument: int) -> bool:
         """Whether an output reads an argument, directly or through other operations.
