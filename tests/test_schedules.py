@@ -30,9 +30,9 @@ def ends(timeline: Timeline) -> dict[tuple[str, int, int], tuple[float, float]]:
 
 def bubble(case: tuple[str, int, int, int], forward: float = 1.0, backward: float = 1.0, weight: float = 1.0) -> float:
     """The published formula."""
-    name, virtual, meshes, microbatches = case
+    name, _, meshes, microbatches = case
     times = {"forward": forward, "backward_input": backward, "backward_weight": weight}
-    return schedules.bubble(name, meshes, microbatches, virtual=virtual, **times)
+    return schedules.STRATEGIES[name].bubble(meshes, microbatches, **times)
 
 
 def holds(name: str, virtual: int, meshes: int, microbatches: int) -> None:
@@ -40,7 +40,7 @@ def holds(name: str, virtual: int, meshes: int, microbatches: int) -> None:
     made = schedules.schedule(name, meshes, microbatches, virtual=virtual)
     assert (made.num_stages, made.virtual, len(made.tasks)) == (meshes * virtual, virtual, meshes)
     schedules.check(made)
-    formula = tuple(schedules.in_flight_formula(name, meshes, microbatches, m, virtual) for m in range(meshes))
+    formula = tuple(schedules.STRATEGIES[name].in_flight(meshes, microbatches, m, virtual) for m in range(meshes))
     assert scheduling.in_flight(made) == formula
     timeline = scheduling.simulate(made, **UNIFORM)
     assert timeline.idle == (bubble((name, virtual, meshes, microbatches)),) * meshes  # small integers: exact

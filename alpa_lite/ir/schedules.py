@@ -31,17 +31,102 @@ A step that takes no gradients, on submeshes that are given, has the schedule `f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from alpa_lite.errors import OptionError, PlanError
 
-NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1")
-"""The schedules that there are."""
 
-FORWARD = "forward"
+@dataclass(frozen=True)
+class Strategy:
+    """A kind of schedule: how tasks alternate, and the seconds that a stage adds to a step (see `stages.dp.slicing`).
+
+    Forward, backward and transfers are seconds of one micro-batch, numbers or arrays.
+
+    Attributes:
+      warm_up: how many forwards a submesh runs before it alternates, of S, B, the submeshes behind it, and its stages.
+        There may be fewer.
+      hides: whether transfers hide behind computing.
+      splits: whether gradients of parameters are tasks of their own.
+    """
+
+    name: str
+    warm_up: Callable[[int, int, int, int], int]
+    hides: bool = False
+    splits: bool = False
+
+    def bubble_filled(self, forward: Any, backward: Any) -> Any:
+        """Seconds of the bubble that weight tasks fill, each half of a backward task."""
+        return 2 * np.minimum(backward / 2, forward) if self.splits else 0.0
+
+    def latency(self, forward: Any, backward: Any, transfer: Any) -> Any:
+        """Seconds of a micro-batch on a stage, and over the cut behind it and back."""
+        return forward + backward + 2 * transfer - self.bubble_filled(forward, backward)
+
+    def period(self, forward: Any, backward: Any, transfer: Any, slowest: Any) -> Any:
+        """Seconds from one micro-batch to the next: transfers that hide count by the slowest."""
+        whole = forward + backward
+        return np.maximum(whole, 2 * slowest) if self.hides else whole + 2 * transfer
+
+    def in_flight(self, num_meshes: int, num_microbatches: int, mesh: int, virtual: int = 1) -> int:
+        """The most micro-batch activations that a submesh holds at once.
+
+        One activation is what one stage saves of one micro-batch. It is held from the start of forward(s, m) to the end
+        of backward(s, m), or of weight(s, m) where backward is split: after backward, weight still needs the inputs of
+        the stage's layers and the gradients of their outputs, less than all of it. With v stages a submesh, an
+        activation is that of one stage: a v-th of what the submesh saves of a micro-batch.
+
+        gpipe: B. 1f1b: min(S-i, B). eager-1f1b: min(2(S-i)-1, B). interleaved-1f1b with v > 1:
+        min(2(S-i-1) + (v-1)S + 1, vB). zb-h1: min(S, B). forward: 1.
+        """
+        if self.splits:
+            return min(num_meshes, num_microbatches)
+        warm_up = self.warm_up(num_meshes, num_microbatches, num_meshes - mesh - 1, virtual)
+        return min(warm_up + 1, virtual * num_microbatches)
+
+    def bubble(
+        self, num_meshes: int, num_microbatches: int,
+        *, forward: float, backward_input: float, backward_weight: float,
+    ) -> float:  # fmt: skip
+        """Seconds that each submesh idles in a step if all stages take the same time and transfers are free.
+
+        (S-1)(f + b + w), with f, b and w those of one *stage*: with v stages a submesh they are v times shorter than
+        the submesh's, which is the published (S-1)(f + b + w)/v.
+        (S-1)(f + b - w) for zb-h1 with B >= S; the paper has no formula for fewer micro-batches, when only B-1 weight
+        tasks are there to fill the bubble: (S-1)(f + b) - (B-1)w. Both hold for w <= f and w <= b. Sources: see the
+        module.
+
+        Args:
+          num_meshes, num_microbatches: as of `schedule`.
+          forward: f, seconds of one stage's forward for one micro-batch.
+          backward_input: b, seconds of its gradients of inputs.
+          backward_weight: w, seconds of its gradients of parameters.
+        """
+        others = num_meshes - 1
+        if self.splits:
+            return others * (forward + backward_input) - min(others, num_microbatches - 1) * backward_weight
+        return others * (forward + backward_input + backward_weight)
+
+
+FORWARD = Strategy("forward", lambda *_: 0)
 """The schedule of steps without a backward pass (`forwards`); it is not chosen, and cannot be asked for."""
+
+_CHOSEN = (
+    Strategy("gpipe", lambda _, count, later, v: count, hides=True),
+    Strategy("1f1b", lambda meshes, _, later, v: later),
+    Strategy("eager-1f1b", lambda meshes, _, later, v: 2 * later, hides=True),
+    Strategy("interleaved-1f1b", lambda meshes, _, later, v: 2 * later + (v - 1) * meshes if v > 1 else later),
+    Strategy("zb-h1", lambda meshes, _, later, v: later, splits=True),
+)
+
+STRATEGIES = {one.name: one for one in (*_CHOSEN, FORWARD)}
+"""The schedules that there are, by name."""
+
+NAMES = tuple(one.name for one in _CHOSEN)
+"""The names of those that may be chosen."""
 
 TaskKind = Literal["forward", "backward", "weight", "step"]
 
@@ -109,8 +194,8 @@ def schedule(name: str, num_meshes: int, num_microbatches: int, *, virtual: int 
     Raises:
       OptionError: no such schedule, or one that does not exist for these numbers.
     """
-    _validate(name, num_meshes, num_microbatches, virtual)
-    if slices > 1 and name == "zb-h1":
+    strategy = _validated(name, num_meshes, num_microbatches, virtual)
+    if slices > 1 and strategy.splits:
         raise OptionError(
             "schedule 'zb-h1' computes gradients of parameters apart, which slices of the sequence do not; give "
             "schedule='1f1b', or leave token_slices out."
@@ -118,14 +203,14 @@ def schedule(name: str, num_meshes: int, num_microbatches: int, *, virtual: int 
     meshes, count = range(num_meshes), num_microbatches
     if virtual > 1:
         tasks = [_interleaved(mesh, num_meshes, count, virtual) for mesh in meshes]
-    elif name == "zb-h1":
+    elif strategy.splits:
         tasks = [_zero_bubble(mesh, num_meshes, count) for mesh in meshes]
     else:
         tasks = [
             _alternating(
                 [Task("forward", mesh, m) for m in range(count)],
                 [Task("backward", mesh, m) for m in range(count)],
-                _warm_up(name, num_meshes, count, mesh, virtual),
+                strategy.warm_up(num_meshes, count, num_meshes - mesh - 1, virtual),
             )
             for mesh in meshes
         ]
@@ -150,10 +235,11 @@ def forwards(meshes: Sequence[int], num_microbatches: int) -> Schedule:
     every = ((stage, microbatch) for stage in range(len(meshes)) for microbatch in range(num_microbatches))
     for stage, microbatch in sorted(every, key=lambda pair: (sum(pair), pair[1])):
         lists[meshes[stage]].append(Task("forward", stage, microbatch))
-    return Schedule(FORWARD, len(lists), num_microbatches, len(meshes), tuple(map(tuple, lists)))
+    return Schedule(FORWARD.name, len(lists), num_microbatches, len(meshes), tuple(map(tuple, lists)))
 
 
-def _validate(name: str, num_meshes: int, num_microbatches: int, virtual: int) -> None:
+def _validated(name: str, num_meshes: int, num_microbatches: int, virtual: int) -> Strategy:
+    """Returns the strategy of this name; raises OptionError unless it exists for these numbers."""
     if name not in NAMES:
         raise OptionError(f"schedule={name!r} does not exist; give one of {', '.join(map(repr, NAMES))}.")
     for argument, value in (("num_meshes", num_meshes), ("num_microbatches", num_microbatches), ("virtual", virtual)):
@@ -171,16 +257,7 @@ def _validate(name: str, num_meshes: int, num_microbatches: int, virtual: int) -
             f"num_microbatches={num_microbatches} is not divisible by the {num_meshes} submeshes, as schedule "
             f"'interleaved-1f1b' needs it; give {near} micro-batches, or schedule='1f1b'."
         )
-
-
-def _warm_up(name: str, num_meshes: int, num_microbatches: int, mesh: int, virtual: int) -> int:
-    """How many forwards a submesh runs before it alternates. There may be fewer."""
-    later = num_meshes - mesh - 1
-    if name == "gpipe":
-        return num_microbatches
-    if name == "eager-1f1b":
-        return 2 * later
-    return 2 * later + (virtual - 1) * num_meshes if virtual > 1 else later
+    return STRATEGIES[name]
 
 
 def _alternating(forwards: list[Task], backwards: list[Task], warm_up: int) -> list[Task]:
@@ -195,7 +272,7 @@ def _alternating(forwards: list[Task], backwards: list[Task], warm_up: int) -> l
 
 def _interleaved(mesh: int, num_meshes: int, num_microbatches: int, virtual: int) -> list[Task]:
     """Groups of S micro-batches go through all stages of the submesh: forward upwards, backward downwards."""
-    warm_up = _warm_up("interleaved-1f1b", num_meshes, num_microbatches, mesh, virtual)
+    warm_up = STRATEGIES["interleaved-1f1b"].warm_up(num_meshes, num_microbatches, num_meshes - mesh - 1, virtual)
     stages = [mesh + chunk * num_meshes for chunk in range(virtual)]
     groups = [range(first, first + num_meshes) for first in range(0, num_microbatches, num_meshes)]
     forwards = [Task("forward", s, m) for group in groups for s in stages for m in group]
@@ -208,7 +285,7 @@ def _zero_bubble(mesh: int, num_meshes: int, num_microbatches: int) -> list[Task
     base = _alternating(
         [Task("forward", mesh, m) for m in range(num_microbatches)],
         [Task("backward", mesh, m) for m in range(num_microbatches)],
-        _warm_up("zb-h1", num_meshes, num_microbatches, mesh, 1),
+        num_meshes - mesh - 1,
     )
     out = []
     for task in base:
@@ -217,65 +294,6 @@ def _zero_bubble(mesh: int, num_meshes: int, num_microbatches: int) -> list[Task
             out.append(Task("weight", mesh, task.microbatch - mesh))
     first = max(0, num_microbatches - mesh)
     return out + [Task("weight", mesh, m) for m in range(first, num_microbatches)]
-
-
-def in_flight_formula(name: str, num_meshes: int, num_microbatches: int, mesh: int, virtual: int = 1) -> int:
-    """The most micro-batch activations that a submesh holds at once.
-
-    One activation is what one stage saves of one micro-batch. It is held from the start of forward(s, m) to the end of
-    backward(s, m), or of weight(s, m) where backward is split: after backward, weight still needs the inputs of the
-    stage's layers and the gradients of their outputs, less than all of it. With v stages a submesh, an activation
-    is that of one stage: a v-th of what the submesh saves of a micro-batch.
-
-    gpipe: B. 1f1b: min(S-i, B). eager-1f1b: min(2(S-i)-1, B). interleaved-1f1b with v > 1: min(2(S-i-1) + (v-1)S + 1,
-    vB). zb-h1: min(S, B). forward: 1.
-
-    Raises:
-      OptionError: as `schedule`.
-    """
-    if name == FORWARD:
-        return 1
-    _validate(name, num_meshes, num_microbatches, virtual)
-    if name == "zb-h1":
-        return min(num_meshes, num_microbatches)
-    warm_up = _warm_up(name, num_meshes, num_microbatches, mesh, virtual)
-    return min(warm_up + 1, virtual * num_microbatches)
-
-
-def bubble(
-    name: str,
-    num_meshes: int,
-    num_microbatches: int,
-    *,
-    forward: float,
-    backward_input: float,
-    backward_weight: float,
-    virtual: int = 1,
-) -> float:
-    """Seconds that each submesh idles in a step if all stages take the same time and transfers are free.
-
-    (S-1)(f + b + w) for gpipe, 1f1b, eager-1f1b and interleaved-1f1b, with f, b and w those of one *stage*: with v
-    stages a submesh they are v times shorter than the submesh's, which is the published (S-1)(f + b + w)/v. For forward
-    (S-1)f.
-    (S-1)(f + b - w) for zb-h1 with B >= S; the paper has no formula for fewer micro-batches, when only B-1 weight tasks
-    are there to fill the bubble: (S-1)(f + b) - (B-1)w. Both hold for w <= f and w <= b. Sources: see the module.
-
-    Args:
-      name, num_meshes, num_microbatches, virtual: as of `schedule`.
-      forward: f, seconds of one stage's forward for one micro-batch.
-      backward_input: b, seconds of its gradients of inputs.
-      backward_weight: w, seconds of its gradients of parameters.
-
-    Raises:
-      OptionError: as `schedule`.
-    """
-    others = num_meshes - 1
-    if name == FORWARD:
-        return others * forward
-    _validate(name, num_meshes, num_microbatches, virtual)
-    if name == "zb-h1":
-        return others * (forward + backward_input) - min(others, num_microbatches - 1) * backward_weight
-    return others * (forward + backward_input + backward_weight)
 
 
 def check(schedule: Schedule) -> None:

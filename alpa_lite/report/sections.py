@@ -108,10 +108,11 @@ def _bubble(plan: Plan) -> str:
     """The idle share of the schedule itself, apart from that of unequal stages and transfers."""
     division, count = plan.division, plan.num_microbatches
     meshes = len(division.first_devices)
-    bubble = schedules.bubble(
-        plan.schedule, meshes, count, forward=1, backward_input=1, backward_weight=1, virtual=division.virtual
+    back = int(plan.schedule != schedules.FORWARD.name)
+    bubble = schedules.STRATEGIES[plan.schedule].bubble(
+        meshes, count, forward=1, backward_input=back, backward_weight=back
     )
-    tasks = 1 if plan.schedule == schedules.FORWARD else 3
+    tasks = 1 + 2 * back
     share = units.percent(bubble, tasks * count * division.virtual + bubble)
     text = f"ideal bubble {share} (equal stages, free transfers); the rest is imbalance, updates and waiting"
     unequal = len(set(stages.sizes(plan))) > 1
@@ -140,7 +141,7 @@ def _stages(plan: Plan) -> Table:
     for group in stages.identical(plan):
         stage, meshes = plan.stages[group[0]], [division.submeshes[s] for s in group]
         held = sorted(
-            schedules.in_flight_formula(plan.schedule, len(sizes), plan.num_microbatches, m, division.virtual)
+            schedules.STRATEGIES[plan.schedule].in_flight(len(sizes), plan.num_microbatches, m, division.virtual)
             for m in meshes
         )
         cells = (

@@ -182,8 +182,8 @@ def estimated_bytes(stages: Sequence[PlannedStage], mesh_of: Sequence[int], sche
     Buffers that wait to be sent are left out. Where the backward pass is split, a micro-batch counts with the larger of
     the bytes that its backward task and its weight task read.
     """
-    name, meshes, count, virtual = schedule.name, schedule.num_meshes, schedule.num_microbatches, schedule.virtual
-    flying = [schedules.in_flight_formula(name, meshes, count, mesh, virtual) for mesh in range(meshes)]
+    meshes, strategy = schedule.num_meshes, schedules.STRATEGIES[schedule.name]
+    flying = [strategy.in_flight(meshes, schedule.num_microbatches, m, schedule.virtual) for m in range(meshes)]
     fixed, each, most = ([0.0] * meshes for _ in range(3))
     for mesh, stage in zip(mesh_of, stages, strict=True):
         fixed[mesh] += stage.held.fixed

@@ -67,7 +67,7 @@ def choose(
     """
     shapes = method.mesh_shapes
     if method.lengths:  # whose gradients of parameters are not computed apart
-        names = tuple(name for name in names if name != "zb-h1")
+        names = tuple(name for name in names if not schedules.STRATEGIES[name].splits)
     options = SliceOptions(
         budget=budget,
         schedules=names if method.schedule == "auto" else (method.schedule,),

@@ -226,25 +226,30 @@ class _Step:
         self.owner = {**fixed, **{argument: self.output_stage[output] for argument, output in new_value.items()}}
 
     def _place_crossings(self) -> None:
-        """The body values that other stages read: the producer's stage for each, and the readers'."""
-        self.crossing_in: list[list[int]] = []
-        self.late_in: list[list[int]] = []
-        self.crossing_out: list[dict[int, None]] = [{} for _ in self.body_ops]
-        self.late_out: list[dict[int, None]] = [{} for _ in self.body_ops]
-        for stage, ops in enumerate(self.body_ops):
-            own = {op.index for op in ops}
-            outputs = [self.view.outputs.carry[i] for i in self.carries[stage]]
-            used = values_in([*(a for op in ops for a in op.operands), *outputs])
-            found = [v for v in dict.fromkeys(used) if v in self.made_by and self.made_by[v].index not in own]
-            self.crossing_in.append(found)
-            for value in found:
-                self.crossing_out[self.stages[self.made_by[value].index]][value] = None
-            finals = zip(self.block.outputs, self.output_stage, strict=True)
-            returned = values_in(atom for atom, where in finals if where == stage)
-            read = dict.fromkeys([*(value for op in self.update[stage] for value in op.reads), *returned])
-            self.late_in.append([v for v in read if v in self.late and self.stage_of[v] != stage])
-            for value in self.late_in[-1]:
-                self.late_out[self.stage_of[value]][value] = None
+        """The values of the body, and those of the update, that stages take from others and give to them."""
+        stages = range(self.assignment.num_stages)
+        own = {v: self.stages[op.index] for v, op in self.made_by.items() if op.index not in self.shared}
+        outputs = [[self.view.outputs.carry[i] for i in self.carries[stage]] for stage in stages]
+        body = [values_in([*(a for op in self.body_ops[s] for a in op.operands), *outputs[s]]) for s in stages]
+        self.crossing_in, self.crossing_out = _exchanged(body, own)
+        update = [[value for op in self.update[stage] for value in op.reads] for stage in stages]
+        for atom, stage in zip(self.block.outputs, self.output_stage, strict=True):
+            update[stage] += values_in([atom])
+        self.late_in, self.late_out = _exchanged(update, self.stage_of)
+
+
+def _exchanged(reads: Sequence[Iterable[int]], home: Mapping[int, int]) -> tuple[list[list[int]], list[list[int]]]:
+    """For each stage the values that it takes from others, and those that it gives to others, as they are first read.
+
+    Args:
+      reads: of each stage.
+      home: value -> the stage that makes it; others are wherever they are read.
+    """
+    taken = [[v for v in dict.fromkeys(some) if home.get(v, stage) != stage] for stage, some in enumerate(reads)]
+    given: list[dict[int, None]] = [{} for _ in reads]
+    for value in (v for some in taken for v in some):
+        given[home[value]][value] = None
+    return taken, list(map(list, given))
 
 
 def _by_stage(assignment: Assignment, ops: Iterable[Op]) -> list[list[Op]]:

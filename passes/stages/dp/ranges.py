@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.errors import OptionError
+from alpa_lite.ir.schedules import STRATEGIES
 
 _SUMMED = ("forward", "backward", "update", "inflight_bytes", "split_bytes")
 """Costs of a range that are sums over its layers."""
@@ -97,7 +98,7 @@ class StageCosts:
 
     def flying(self, schedule: str) -> np.ndarray:
         """Bytes per device of a micro-batch in flight under a schedule."""
-        return self.split_bytes if schedule == "zb-h1" else self.inflight_bytes
+        return self.split_bytes if STRATEGIES[schedule].splits else self.inflight_bytes
 
     def cut_seconds(self, layer: int, before: int, after: int) -> tuple[float, float]:
         """One transfer over the cut before `layer`, between stages of two kinds: the mean, and the slowest."""

@@ -29,7 +29,7 @@ zb-h1) and q transfers that it takes part in, for h = (m p + q) d seconds per mi
 than h / m, and no e than (B - 1) h and what the stage takes for the last micro-batch once that is started. The formulas
 take m and q of stages of that kind on all devices: others have fewer.
 
-Memory. fixed + inflight * (micro-batches in flight, `schedules.in_flight_formula`) + buffers of both cuts <= budget. A
+Memory. fixed + inflight * (micro-batches in flight, `Strategy.in_flight`) + buffers of both cuts <= budget. A
 submesh with v stages holds the sum of their fixed bytes and buffers, and, of as many micro-batches as its formula says,
 what its largest stage saves. Where gradients of parameters are computed apart (zb-h1), a micro-batch is in flight until
 they are, with the activations and cotangents that they read: what was computed again is held for them, too.
@@ -63,7 +63,6 @@ from alpa_lite.passes.stages.dp.tasks import (
     Task,
     can_use_all,
     equal_tasks,
-    evaluate,
     in_one_graph,
     least_area,
     pipeline_of,
@@ -145,10 +144,6 @@ def _minimise(task: Task, options: SliceOptions, fewer: bool, cutoff: float) -> 
     does: each as if the others of its submesh were like it; each with its own share of the budget for what it keeps and
     for what it saves; the one that takes the least memory of all.
     """
-    if task.by_kind and math.isinf(cutoff):
-        cutoff = _first_guess(task, options, fewer)
-        if math.isinf(cutoff) and task.virtual == 1:  # nothing fits, which does not depend on transfers
-            return Minimum(math.inf, None, math.inf), problem_of(in_one_graph(task), options, fewer)
     if task.by_kind:  # as if every cut were as fast as for its fastest kinds: a smaller graph
         problem = problem_of(in_one_graph(task), options, fewer)
         found = minimise(problem, cutoff, options.gap)
@@ -171,18 +166,6 @@ def _minimise(task: Task, options: SliceOptions, fewer: bool, cutoff: float) -> 
         seconds = _seconds(problem, least)
         best = Minimum(seconds, least, found.bound, {len(least): (seconds, least)}) if seconds < cutoff else best
     return best, problem
-
-
-def _first_guess(task: Task, options: SliceOptions, fewer: bool) -> float:
-    """Returns a cutoff above a pipeline that is found as if every cut were as slow as for its slowest kinds.
-
-    Pipelines within the gap of a cutoff are rejected, so the cutoff is above that one by the gap and a little more.
-    """
-    slowest = in_one_graph(task, np.max)
-    found, problem = _minimise(slowest, options, fewer, math.inf)
-    if found.path is None:
-        return math.inf
-    return evaluate(task.costs, pipeline_of(slowest, problem, found.path))[0] * (1 + 1e-9) / (1 - options.gap)
 
 
 def _alone(problem: PathProblem, virtual: int) -> Iterator[PathProblem]:

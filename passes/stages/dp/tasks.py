@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from alpa_lite.ir.schedules import in_flight_formula
+from alpa_lite.ir.schedules import STRATEGIES, Strategy
 from alpa_lite.passes.stages.dp.ranges import StageCosts
 from alpa_lite.passes.stages.dp.shortest import Path, PathProblem
 from alpa_lite.passes.stages.dp.slices import VIRTUAL, SliceOptions, StageChoice, StageSlices
@@ -48,7 +48,7 @@ def tasks_of(costs: StageCosts, options: SliceOptions) -> list[Task]:
     tasks = []
     for name in options.schedules:
         if name != "interleaved-1f1b":
-            top = min(highest, count) if name == "zb-h1" else highest
+            top = min(highest, count) if STRATEGIES[name].splits else highest
             tasks += [Task(costs, name)] if lowest <= top else []
             continue
         for kind, size in enumerate(costs.devices):
@@ -71,7 +71,7 @@ def equal_tasks(costs: StageCosts, options: SliceOptions) -> list[Task]:
         if rest or not wanted or not lowest <= stages <= highest:
             continue
         for name in options.schedules:
-            if name != "interleaved-1f1b" and (name != "zb-h1" or stages <= costs.num_microbatches):
+            if name != "interleaved-1f1b" and (not STRATEGIES[name].splits or stages <= costs.num_microbatches):
                 tasks.append(Task(costs, name, 1, stages, kind, by_kind=False))
     return tasks
 
@@ -93,17 +93,12 @@ def least_area(costs: StageCosts, kind: int) -> float:
     return float(least[0])
 
 
-def in_one_graph(task: Task, combine: Any = np.min) -> Task:
-    """The task with transfers that do not depend on the kinds beside a cut.
-
-    Args:
-      combine: the transfer of a cut from those between the kinds: the fastest, or `np.max`, the slowest. Bytes do not
-        depend on it.
-    """
+def in_one_graph(task: Task) -> Task:
+    """The task with transfers that do not depend on the kinds beside a cut: the fastest of those between the kinds."""
     if not task.by_kind:
         return task
     seconds, slowest = (
-        np.broadcast_to(combine(one, axis=(1, 2), keepdims=True), one.shape)
+        np.broadcast_to(one.min(axis=(1, 2), keepdims=True), one.shape)
         for one in (task.costs.boundary_seconds, task.costs.slowest_seconds)
     )
     costs = replace(task.costs, boundary_seconds=seconds, slowest_seconds=slowest)
@@ -112,7 +107,7 @@ def in_one_graph(task: Task, combine: Any = np.min) -> Task:
 
 def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
     """The graph of a task: a node for each cut, or for each cut and kind of the stage behind it."""
-    c, name = task.costs, task.schedule
+    c, strategy = task.costs, STRATEGIES[task.schedule]
     layers, kinds = c.num_layers, len(c.devices)
     by_kind = task.by_kind
     allowed = [k for k in range(kinds) if task.kind in (-1, k) and c.devices[k] <= c.total_devices]
@@ -133,15 +128,15 @@ def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
         """Of each choice: several times faster than an index of three arrays."""
         return values.swapaxes(0, 1).reshape(-1, values.shape[-1]).take(row, axis=0)
 
-    latency, excess = terms(name, c, of, cut, task.virtual, k[:, None])
+    latency, excess = terms(strategy, c, of, cut, task.virtual, k[:, None])
     buffers = np.where(i == 0, 0.0, c.boundary_bytes[i]) + np.where(j == layers, 0.0, c.boundary_bytes[j])
     count, chunks = c.num_microbatches, task.meshes * task.virtual
     least, most = stage_range(c, options)
 
     def in_flight(left: int, total: int) -> int:
         if task.virtual > 1:
-            return in_flight_formula(name, task.meshes, count, (chunks - left) % task.meshes, task.virtual)
-        return in_flight_formula(name, max(total, left) if name == "zb-h1" else left, count, 0)
+            return strategy.in_flight(task.meshes, count, (chunks - left) % task.meshes, task.virtual)
+        return strategy.in_flight(max(total, left) if strategy.splits else left, count, 0)
 
     problem = PathProblem(
         tail=tail,
@@ -152,15 +147,15 @@ def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
         excess=excess,
         update=of(c.update),
         fixed=of(c.fixed_bytes) + buffers[:, None],
-        each=of(c.flying(name)),
+        each=of(c.flying(task.schedule)),
         num_nodes=layers * wide + 1,
         sources=tuple(allowed) if by_kind else (0,),
         devices=c.total_devices // unit,
         fewer=fewer,
         budget=options.budget,
         count=in_flight,
-        stages=(least, min(most, count) if name == "zb-h1" else most),
-        exact_count=name != "zb-h1",
+        stages=(least, min(most, count) if strategy.splits else most),
+        exact_count=not strategy.splits,
         kinds=options.kinds,
     )
     if not task.meshes:
@@ -231,7 +226,7 @@ def evaluate(costs: StageCosts, slices: StageSlices) -> tuple[float, tuple[float
 
     `costs` must be those of `slices.num_microbatches`; seconds and bytes in `slices` are not read.
     """
-    count, meshes = slices.num_microbatches, slices.num_meshes
+    count, meshes, strategy = slices.num_microbatches, slices.num_meshes, STRATEGIES[slices.schedule]
     found = []
     fixed: list[list[float]] = [[] for _ in range(meshes)]
     each: list[list[float]] = [[] for _ in range(meshes)]
@@ -239,19 +234,17 @@ def evaluate(costs: StageCosts, slices: StageSlices) -> tuple[float, tuple[float
         at = stage.first, stage.stop, stage.kind, stage.variant
         after = slices.stages[s + 1].kind if s + 1 < len(slices.stages) else None
         cut = (0.0, 0.0) if after is None else costs.cut_seconds(stage.stop, stage.kind, after)
-        latency, excess = terms(
-            slices.schedule, costs, lambda values, at=at: values[at], cut, slices.virtual, stage.kind
-        )
+        latency, excess = terms(strategy, costs, lambda values, at=at: values[at], cut, slices.virtual, stage.kind)
         found.append((float(latency), float(excess), float(costs.update[at])))
         fixed[stage.mesh].append(float(costs.fixed_bytes[at]) + costs.buffer_bytes(stage.first, stage.stop))
         each[stage.mesh].append(float(costs.flying(slices.schedule)[at]))
-    counts = [in_flight_formula(slices.schedule, meshes, count, mesh, slices.virtual) for mesh in range(meshes)]
+    counts = [strategy.in_flight(meshes, count, mesh, slices.virtual) for mesh in range(meshes)]
     total = sum(t[0] for t in found) + max(t[1] for t in found) + max(t[2] for t in found)
     return total, tuple(sum(f) + n * max(e) for f, e, n in zip(fixed, each, counts, strict=True))
 
 
 def terms(
-    schedule: str, costs: StageCosts, of: Callable[[np.ndarray], np.ndarray], cut: Any, virtual: int, kind: Any
+    strategy: Strategy, costs: StageCosts, of: Callable[[np.ndarray], np.ndarray], cut: Any, virtual: int, kind: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Latency and excess of some stages with `cut` behind them: as of `cut_seconds`.
 
@@ -259,28 +252,15 @@ def terms(
       of: what a cost array holds of the stages.
       kind: their kinds of submesh, one or an array that broadcasts with theirs.
     """
-    count = costs.num_microbatches
-    forward, backward = of(costs.forward), of(costs.backward)
-    t, both, most = forward + backward, 2 * np.asarray(cut[0]), 2 * np.asarray(cut[1])
-    possible = np.isfinite(t + both)
-    own, started = _started(schedule, costs, kind)
-    others = count * virtual - 1
+    forward, backward, (mean, slowest) = of(costs.forward), of(costs.backward), map(np.asarray, cut)
+    possible = np.isfinite(forward + backward + 2 * mean)
+    others, own, started = costs.num_microbatches * virtual - 1, 0.0, 0.0
+    if costs.hosts is not None:  # seconds of starting one micro-batch's tasks: of one stage, and of its process
+        runs = costs.hosts.period(3 if strategy.splits else 2)
+        own, started = (runs / np.array(costs.hosts.stages))[kind], runs[kind]
     with np.errstate(invalid="ignore"):  # 0 * inf and inf - inf where there is no such stage
-        latency, period, hidden = t + both, t + both, 0.0
-        if schedule in ("gpipe", "eager-1f1b"):
-            period = np.maximum(t, most)
-        elif schedule == "zb-h1":
-            hidden = 2 * np.minimum(backward / 2, forward)
-            latency = latency - hidden
-        latency = np.maximum(latency, own) / virtual
-        excess = np.maximum(others * period, others * started + min(others, 1) * period) + hidden
+        latency = np.maximum(strategy.latency(forward, backward, mean), own) / virtual
+        period = strategy.period(forward, backward, mean, slowest)
+        excess = np.maximum(others * period, others * started + min(others, 1) * period)
+        excess = excess + strategy.bubble_filled(forward, backward)
     return np.where(possible, latency, np.inf), np.where(possible, excess, np.inf)
-
-
-def _started(schedule: str, costs: StageCosts, kind: Any) -> tuple[Any, Any]:
-    """Returns the seconds of starting one micro-batch's tasks: the share of one stage, and the sum of its process."""
-    hosts = costs.hosts
-    if hosts is None:
-        return 0.0, 0.0
-    period = hosts.period(3 if schedule == "zb-h1" else 2)
-    return (period / np.array(hosts.stages))[kind], period[kind]
