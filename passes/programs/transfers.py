@@ -25,7 +25,6 @@ and the cheapest l is taken: `price` estimates all of them in closed form, and t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -101,6 +100,7 @@ class TransferPlan(_Array):
     seconds: float
 
 
+@functools.lru_cache(maxsize=1000)
 def plan_transfer(
     shape: tuple[int, ...], dtype: Any, src: Layout, src_mesh: Submesh, dst: Layout, dst_mesh: Submesh, cluster: Cluster
 ) -> TransferPlan:
@@ -123,28 +123,12 @@ def plan_transfer(
                 f"{name}_mesh has devices to {submesh.devices.stop - 1}; the cluster {cluster.num_devices}"
             )
         local_shape(shape, layout, submesh.mesh)
-    apart = min(src_mesh.first, dst_mesh.first) // cluster.devices_per_node * cluster.devices_per_node
-    have, want = (dataclasses.replace(one, first=one.first - apart) for one in (src_mesh, dst_mesh))
-    return _moved(_cheapest(_Array(tuple(shape), dtype, src, have, dst, want), cluster), apart)
-
-
-@functools.lru_cache(maxsize=1000)
-def _cheapest(array: _Array, cluster: Cluster) -> TransferPlan:
-    """As `plan_transfer`, once for all submeshes that are as far apart and begin at the same place in a node."""
+    array = _Array(tuple(shape), dtype, src, src_mesh, dst, dst_mesh)
     choices = _landings(array)
     if len(choices) > _PLANNED:
         rest = sorted(choices[1:], key=lambda landing: _estimate(array, landing, cluster))
         choices = (choices[0], *rest[: _PLANNED - 1])
     return min((_plan(array, landing, cluster) for landing in choices), key=lambda plan: plan.seconds)
-
-
-def _moved(plan: TransferPlan, by: int) -> TransferPlan:
-    """The plan between submeshes that begin so many devices, whole nodes, later: ways between nodes are all alike."""
-    if not by:
-        return plan
-    src_mesh, dst_mesh = (dataclasses.replace(one, first=one.first + by) for one in (plan.src_mesh, plan.dst_mesh))
-    pieces = tuple([Piece(p.source + by, p.destination + by, p.ranges, p.bytes) for p in plan.pieces])
-    return dataclasses.replace(plan, src_mesh=src_mesh, dst_mesh=dst_mesh, pieces=pieces)
 
 
 def plans_of(program: Program, number: int, cluster: Cluster) -> tuple[TransferPlan, ...]:

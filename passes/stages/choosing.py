@@ -76,7 +76,7 @@ def choose(
         gap=ROUGH_GAP if rough else GAP,
         equal=rough,
     )
-    variants = priced.useful(range(len(VARIANTS)) if method.remat == "auto" else _variants(method.remat))
+    variants = None if method.remat == "auto" else _variants(method.remat)
     costs = [priced.of(count, variants) for count in counts]
     found = slicing.slice_stages(costs, options)
     best = found.best
@@ -88,7 +88,6 @@ def choose(
         numbers = " or ".join(units.plural(count, "micro-batch") for count in counts)
         why = found.infeasible
         raise InfeasibleError(f"no pipeline with {numbers}: {why.message}", why.smallest_budget)
-    best = replace(best, stages=tuple(replace(stage, variant=variants[stage.variant]) for stage in best.stages))
     best = _cheapest_memory(priced, best, budget)
     return StagePlan(priced, best, found.weighed, found.bound, _idle_devices(priced, method, found, best))
 

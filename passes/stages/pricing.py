@@ -154,19 +154,6 @@ class LayerCosts:
         leading = np.maximum(np.rint(examples * self.scale * scale), 1.0).astype(np.int64)
         return parts / np.gcd(parts, leading)
 
-    def useful(self, variants: Sequence[int]) -> tuple[int, ...]:
-        """Those of some variants than which no other of them is as good or better in everything, whatever the layer.
-
-        Of equal ones the first.
-        """
-        found = {v: np.stack([table[..., v] for table in self.tables]) for v in variants}
-
-        def is_beaten(v: int) -> bool:
-            better = (w for w in variants if w != v and (found[w] <= found[v]).all())
-            return any(w < v or (found[w] < found[v]).any() for w in better)
-
-        return tuple(v for v in variants if not is_beaten(v))
-
     def without_latency(self) -> LayerCosts:
         """The same where nothing is waited for but computing and bytes: no dispatch, and no latency of transfers."""
         free = {
@@ -183,13 +170,14 @@ class LayerCosts:
         micro-batches cost.
 
         Args:
-          variants: these alone, numbered anew; None for all.
+          variants: those that a stage may have; None for all.
         """
         scale = self.num_microbatches / count
-        kept = slice(None) if variants is None else list(variants)
-        shared = scale * self.repeated(scale)[..., kept]
-        steady, scaled = (table[..., kept] for table in self.tables)
+        shared = scale * self.repeated(scale)
+        steady, scaled = self.tables
         tables = scaled * self.scale * shared + steady
+        if variants is not None:
+            tables[COSTS.index("forward"), ..., [v not in variants for v in range(len(VARIANTS))]] = np.inf
         layers = self.step.layering.layers
         crossing = np.array([0.0, *(layer.bytes_out for layer in layers)]) * scale
         crossing[len(layers)] = 0.0

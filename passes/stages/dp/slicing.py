@@ -63,7 +63,6 @@ from alpa_lite.passes.stages.dp.tasks import (
     Task,
     can_use_all,
     equal_tasks,
-    in_one_graph,
     least_area,
     pipeline_of,
     problem_of,
@@ -144,11 +143,6 @@ def _minimise(task: Task, options: SliceOptions, fewer: bool, cutoff: float) -> 
     does: each as if the others of its submesh were like it; each with its own share of the budget for what it keeps and
     for what it saves; the one that takes the least memory of all.
     """
-    if task.by_kind:  # as if every cut were as fast as for its fastest kinds: a smaller graph
-        problem = problem_of(in_one_graph(task), options, fewer)
-        found = minimise(problem, cutoff, options.gap)
-        if found.path is None:
-            return replace(found, by_stages={}), problem
     problem = problem_of(task, options, fewer)
     found = minimise(problem, cutoff, options.gap)
     if task.virtual == 1 or found.path is None or _holds(task, problem, found.path, options):
@@ -250,11 +244,11 @@ def _least_bytes(tasks: Sequence[Task], options: SliceOptions, *, fewer: bool) -
             continue
         if "1f1b" in names and task.schedule not in ("1f1b", "interleaved-1f1b"):
             continue  # holds no fewer micro-batches than 1f1b
-        problem = problem_of(in_one_graph(task), free, fewer)
+        problem = problem_of(task, free, fewer)
         need, path = least_bytes(problem, math.inf if best is None else best[0])
         if path is None:
             continue
-        need = max(pipeline_of(in_one_graph(task), problem, path).bytes) if task.virtual > 1 else need
+        need = max(pipeline_of(task, problem, path).bytes) if task.virtual > 1 else need
         if best is None or need < best[0]:
             best = need, task
     return best

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,18 +21,13 @@ from alpa_lite.passes.stages.dp.slices import VIRTUAL, SliceOptions, StageChoice
 
 @dataclass(frozen=True)
 class Task:
-    """One B, schedule and number of virtual stages; for virtual ones and for equal submeshes also S and their kind.
-
-    Attributes:
-      by_kind: whether transfers depend on the kinds of submesh beside a cut, which makes for a larger graph.
-    """
+    """One B, schedule and number of virtual stages; for virtual ones and for equal submeshes also S and their kind."""
 
     costs: StageCosts
     schedule: str
     virtual: int = 1
     meshes: int = 0
     kind: int = -1
-    by_kind: bool = True
 
 
 def stage_range(costs: StageCosts, options: SliceOptions) -> tuple[int, int]:
@@ -72,7 +68,7 @@ def equal_tasks(costs: StageCosts, options: SliceOptions) -> list[Task]:
             continue
         for name in options.schedules:
             if name != "interleaved-1f1b" and (not STRATEGIES[name].splits or stages <= costs.num_microbatches):
-                tasks.append(Task(costs, name, 1, stages, kind, by_kind=False))
+                tasks.append(Task(costs, name, 1, stages, kind))
     return tasks
 
 
@@ -93,30 +89,16 @@ def least_area(costs: StageCosts, kind: int) -> float:
     return float(least[0])
 
 
-def in_one_graph(task: Task) -> Task:
-    """The task with transfers that do not depend on the kinds beside a cut: the fastest of those between the kinds."""
-    if not task.by_kind:
-        return task
-    seconds, slowest = (
-        np.broadcast_to(one.min(axis=(1, 2), keepdims=True), one.shape)
-        for one in (task.costs.boundary_seconds, task.costs.slowest_seconds)
-    )
-    costs = replace(task.costs, boundary_seconds=seconds, slowest_seconds=slowest)
-    return replace(task, costs=costs, by_kind=False)
-
-
 def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
-    """The graph of a task: a node for each cut, or for each cut and kind of the stage behind it."""
+    """The graph of a task: a node for each cut and kind of the stage behind it."""
     c, strategy = task.costs, STRATEGIES[task.schedule]
     layers, kinds = c.num_layers, len(c.devices)
-    by_kind = task.by_kind
     allowed = [k for k in range(kinds) if task.kind in (-1, k) and c.devices[k] <= c.total_devices]
     allowed = [k for k in allowed if options.allowed is None or k in options.allowed]
     unit = math.gcd(c.total_devices, *(c.devices[k] for k in allowed))
-    i, j, k, after = _choices(layers, allowed, by_kind)
-    wide = kinds if by_kind else 1
-    tail = i * wide + (k if by_kind else 0)
-    head = np.where(j == layers, layers * wide, j * wide + (after if by_kind else 0))
+    i, j, k, after = _choices(layers, allowed)
+    tail = i * kinds + k
+    head = np.where(j == layers, layers * kinds, j * kinds + after)
     order = np.argsort(tail, kind="stable")
     i, j, k, after, tail, head = (x[order] for x in (i, j, k, after, tail, head))
     cut = [
@@ -148,8 +130,8 @@ def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
         update=of(c.update),
         fixed=of(c.fixed_bytes) + buffers[:, None],
         each=of(c.flying(task.schedule)),
-        num_nodes=layers * wide + 1,
-        sources=tuple(allowed) if by_kind else (0,),
+        num_nodes=layers * kinds + 1,
+        sources=tuple(allowed),
         devices=c.total_devices // unit,
         fewer=fewer,
         budget=options.budget,
@@ -164,28 +146,27 @@ def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
     return replace(problem, size=np.zeros_like(k), devices=0, stages=(chunks, chunks), kinds=None)
 
 
-def _choices(layers: int, allowed: Sequence[int], by_kind: bool) -> np.ndarray:
+def _choices(layers: int, allowed: Sequence[int]) -> np.ndarray:
     """The stages of a graph, int[4, n]: first layer, end, kind of submesh, and kind of the next stage's submesh.
 
-    The last is the own kind unless `by_kind`; and the first one of `allowed` behind the last layer.
+    The last is the first one of `allowed` behind the last layer.
     """
     first, stop = (x.ravel() for x in np.meshgrid(np.arange(layers), np.arange(1, layers + 1), indexing="ij"))
     first, stop = first[stop > first], stop[stop > first]
     columns = []
-    for k in allowed:
-        for after in allowed if by_kind else [k]:
-            keep = (stop < layers) | (after == allowed[0]) | (not by_kind)
-            columns.append(np.stack([first[keep], stop[keep], np.full(keep.sum(), k), np.full(keep.sum(), after)]))
+    for k, after in itertools.product(allowed, repeat=2):
+        keep = (stop < layers) | (after == allowed[0])
+        columns.append(np.stack([first[keep], stop[keep], np.full(keep.sum(), k), np.full(keep.sum(), after)]))
     return np.concatenate(columns, axis=1)
 
 
 def pipeline_of(task: Task, problem: PathProblem, path: Path) -> StageSlices:
     """A path of a task's graph as a pipeline."""
     c = task.costs
-    wide = len(c.devices) if task.by_kind else 1
+    kinds = len(c.devices)
     meshes = task.meshes or len(path)
     stages = tuple(
-        StageChoice(int(problem.tail[g]) // wide, int(problem.head[g]) // wide, int(problem.kind[g]), v, s % meshes)
+        StageChoice(int(problem.tail[g]) // kinds, int(problem.head[g]) // kinds, int(problem.kind[g]), v, s % meshes)
         for s, (g, v) in enumerate(path)
     )
     devices = tuple(c.devices[stage.kind] for stage in stages[:meshes])

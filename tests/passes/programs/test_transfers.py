@@ -111,22 +111,6 @@ def test_no_landing_is_much_cheaper_than_the_chosen_one(edge):
     assert plan_transfer(*edge).seconds <= 1.25 * best
 
 
-@given(edges(), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
-def test_a_plan_between_later_nodes_is_the_same_plan_there(edge, nodes):
-    """Submeshes that begin so many nodes later are as far apart: every piece is of the devices that stand there."""
-    shape, dtype, src, source, dst, destination, cluster = edge
-    link = cluster.network_link or Link(1e9, 1e-5)
-    cluster = dataclasses.replace(cluster, nodes=cluster.nodes + nodes, network_link=link)
-    by = nodes * cluster.devices_per_node
-    there = [dataclasses.replace(one, first=one.first + by) for one in (source, destination)]
-    plan = plan_transfer(shape, dtype, src, source, dst, destination, cluster)
-    moved = plan_transfer(shape, dtype, src, there[0], dst, there[1], cluster)
-    assert moved == transfers._cheapest(transfers._Array(shape, dtype, src, there[0], dst, there[1]), cluster)
-    assert [p.source + by for p in plan.pieces] == [p.source for p in moved.pieces]
-    assert plan.seconds == moved.seconds
-
-
 @given(edges(), st.sampled_from([1, 1 << 8, 1 << 14]))
 @settings(max_examples=100, deadline=None)
 def test_price_is_near_the_plan(edge, scale):
