@@ -7,6 +7,7 @@ than it costs time. The stage DP then finds which of them a stage can afford.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -23,11 +24,11 @@ from alpa_lite.passes import factors
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.layers.rematerialisation import Choice, is_kept
 from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operand, Reshard, reads, writes
-from alpa_lite.passes.sharding import grouping, limits, tables
+from alpa_lite.passes.sharding import limits
 from alpa_lite.passes.sharding.lagrangian import LagrangianSearch, search_at_prices
 from alpa_lite.passes.sharding.space import Strategy
-from alpa_lite.passes.stages import stage_graph, temporaries
-from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage, bytes_of, lowered
+from alpa_lite.passes.stages import temporaries
+from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage, bytes_of, grouped, lowered
 from alpa_lite.passes.stages.segments import Segment
 from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.plan.pins import NO_WISHES, Wishes
@@ -98,60 +99,37 @@ class Layer:
 
     def __init__(self, graph: StageGraph, wishes: Wishes = NO_WISHES) -> None:
         """`wishes`: what the user says of arguments."""
-        traced = graph.traced
-        self._graph, self._wishes = graph, wishes
-        self._rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
-        self._groups = grouping.group(traced, self._rules, graph.apart_results)
-        self._step = tables.GroupedStep(traced, self._groups, self._rules, stage_graph.repeats(graph))
-        self._searches: dict[tuple[int, Sharded], LagrangianSearch] = {}
-        self._known: dict[tuple[int, Sharded, int, tuple[int, ...]], LayerCost] = {}
-        self._least: LayerCost | None = None
+        rules = factors.rules_of(graph.traced.graph.ops(), graph.traced.graph.values)
+        self._graph, self._wishes, self._step = graph, wishes, grouped(graph, rules, split_weights=False)
+        self.at, self._search = functools.cache(self._at), functools.cache(self._search_at_prices)
         self._of_choice: dict[tuple[int, LogicalMesh, tuple[Strategy, ...]], LayerCost] = {}
 
-    def least(self, cluster: Cluster) -> LayerCost:
-        """On one device, where there is nothing to choose.
-
-        Several devices share its seconds and bytes at best: what each of n computes and holds is at least an n-th.
-        """
-        if self._least is None:
-            one = cluster.part(1)
-            found = limits.admitted(self._step, one, Sharded((1,)), NO_WISHES, max_axes=2)
-            self._least = self._cost(one, self._search(one, found), PRICES[0])
-        return self._least
-
-    def at(self, cluster: Cluster, method: Sharded, price: int, shape: tuple[int, ...] = ()) -> LayerCost:
+    def _at(self, cluster: Cluster, method: Sharded, price: int, shape: tuple[int, ...] = ()) -> LayerCost:
         """The cost at one of `PRICES`, by number.
 
         Args:
-          cluster: the devices of a kind of submesh; those of one cluster that are as many are of one kind.
+          cluster: the devices of a kind of submesh.
           method: the logical meshes that are allowed.
           shape: of the logical mesh; empty for the one that suits the layer best, as is one that it cannot have.
 
         Raises:
           InfeasibleError: the layer has no choice.
         """
-        kind = cluster.num_devices, method
-        if kind not in self._searches:
-            found = limits.admitted(self._step, cluster, method, self._wishes, max_axes=2)
-            sensible = tuple(one for one in found if _sensible(one[0], cluster, method))
-            self._searches[kind] = self._search(cluster, sensible or found)
-        search = self._searches[kind]
-        shape = shape if any(mesh.shape == shape for mesh in search.meshes) else ()
-        if (*kind, price, shape) not in self._known:
-            self._known[(*kind, price, shape)] = self._cost(cluster, search, PRICES[price], shape)
-        return self._known[(*kind, price, shape)]
-
-    def _search(self, cluster: Cluster, admitted: limits.Admitted) -> LagrangianSearch:
-        return search_at_prices(self._step, cluster, admitted, max_work=LAYER_WORK, gap=GAP)
-
-    def _cost(self, cluster: Cluster, offers: LagrangianSearch, price: float, shape: tuple[int, ...] = ()) -> LayerCost:
-        found = (offers.on(shape) if shape else offers).at(price)
+        search = self._search(cluster, method).on(shape)
+        found = search.at(PRICES[price])
         key = cluster.num_devices, found.mesh, found.choice  # another price often leads to the same choice
         if key not in self._of_choice:
-            decided = DecidedStage(self._graph, self._rules, self._groups, found, cluster)
+            decided = DecidedStage(self._graph, self._step.rules, self._step.grouping, found, cluster)
             self._of_choice[key] = MeasuredLayer(lowered(decided, split_weights=False)).cost()
-        seconds, size = offers.fastest
+        seconds, size = search.fastest
         return replace(self._of_choice[key], seconds=seconds, bytes=size)
+
+    def _search_at_prices(self, cluster: Cluster, method: Sharded) -> LagrangianSearch:
+        """The integer programs of the layer; the user's constraints do not bind where there is one device."""
+        wishes = self._wishes if cluster.num_devices > 1 else NO_WISHES
+        found = limits.admitted(self._step, cluster, method, wishes, max_axes=2)
+        sensible = tuple(one for one in found if _sensible(one[0], cluster, method))
+        return search_at_prices(self._step, cluster, sensible or found, max_work=LAYER_WORK, gap=GAP)
 
 
 def _sensible(mesh: LogicalMesh, cluster: Cluster, method: Sharded) -> bool:

@@ -222,12 +222,17 @@ def decide(
         # Equal digests, and values numbered in the same way: the graphs differ in names, and in numbers, alone.
         groups = replace(like.grouping, ops={op.index: op for op in traced.graph.ops()})
         return DecidedStage(graph, rules, groups, like.found, cluster, offers=like.offers)
-    groups = grouping.group(traced, rules, graph.apart_results)
-    step = GroupedStep(traced, groups, rules, stage_graph.repeats(graph, split_weights=split_weights))
+    step = grouped(graph, rules, split_weights=split_weights)
     admitted = limits.admitted(step, cluster, method, wishes, pins)
     offers = search_at_prices(step, cluster, admitted, max_work=STAGE_WORK, gap=GAP)
     offers = offers if unit is None else replace(offers, unit=unit)
-    return DecidedStage(graph, rules, groups, offers.at(price), cluster, offers=offers)
+    return DecidedStage(graph, rules, step.grouping, offers.at(price), cluster, offers=offers)
+
+
+def grouped(graph: StageGraph, rules: Mapping[Any, Rule], *, split_weights: bool) -> GroupedStep:
+    """A stage for the integer program. `split_weights`: as for `cutting.cut`."""
+    groups = grouping.group(graph.traced, rules, graph.apart_results)
+    return GroupedStep(graph.traced, groups, rules, stage_graph.repeats(graph, split_weights=split_weights))
 
 
 def repriced(stage: DecidedStage, price: float) -> DecidedStage:

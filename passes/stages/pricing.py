@@ -242,9 +242,7 @@ def price_layers(
     known: dict[Key, LayerCost] = {}
 
     def price(layer: Layer, kind: int, price: int, shape: tuple[int, ...]) -> None:
-        part = cluster.part(sizes[kind])
-        one = sizes[kind] == 1
-        known[layer, kind, price, shape] = layer.least(cluster) if one else layer.at(part, methods[kind], price, shape)
+        known[layer, kind, price, shape] = layer.at(cluster.part(sizes[kind]), methods[kind], price, shape)
 
     everything = list(itertools.product(distinct, range(len(sizes)), range(len(layer_costs.PRICES))))
     for n, key in enumerate(everything):
