@@ -151,7 +151,7 @@ def turns_of(traced: Traced, scan: int, pinned: Mapping[int, int], count: int) -
         num_stages=len(order),
         stage={**top, **stage, **shared},
         shared=frozenset(shared),
-        owner={number: last[found.owner[number]] for _, number in traced.state},
+        home={traced.graph.block.inputs[number]: last[submesh] for number, submesh in found.owner.items()},
     )
     return Turns(assignment, tuple(submesh for _, submesh in order))
 
