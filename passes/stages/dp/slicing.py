@@ -62,7 +62,6 @@ from alpa_lite.passes.stages.dp.slices import VIRTUAL, Infeasible, SliceOptions,
 from alpa_lite.passes.stages.dp.tasks import (
     Task,
     can_use_all,
-    equal_tasks,
     least_area,
     pipeline_of,
     problem_of,
@@ -85,7 +84,7 @@ def slice_stages(costs: Sequence[StageCosts], options: SliceOptions) -> StageSli
     Args:
       costs: one for each number of micro-batches to try; layers, kinds, variants and devices are equal.
     """
-    equal = [task for c in costs for task in equal_tasks(c, options)]
+    equal = [task for c in costs for task in tasks_of(c, options, equal=True)]
     first, bound, weighed = _fastest(equal, options, fewer=False) if equal else (None, math.inf, ())
     if options.equal and equal:
         infeasible = why_not(costs, equal, options, fewer=True) if first is None else None

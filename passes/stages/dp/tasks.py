@@ -37,38 +37,29 @@ def stage_range(costs: StageCosts, options: SliceOptions) -> tuple[int, int]:
     return (1, most) if fixed is None else (fixed, min(fixed, most))
 
 
-def tasks_of(costs: StageCosts, options: SliceOptions) -> list[Task]:
-    """Returns the tasks that can be searched for one B, the number of micro-batches."""
-    count, layers = costs.num_microbatches, costs.num_layers
+def tasks_of(costs: StageCosts, options: SliceOptions, *, equal: bool = False) -> list[Task]:
+    """Returns the tasks that can be searched for one B, the number of micro-batches.
+
+    Args:
+      equal: whether they are those of one stage on each of equal submeshes that take up all devices.
+    """
+    count, total, allowed = costs.num_microbatches, costs.total_devices, options.allowed
     lowest, highest = stage_range(costs, options)
     tasks = []
     for name in options.schedules:
-        if name != "interleaved-1f1b":
-            top = min(highest, count) if STRATEGIES[name].splits else highest
+        virtual = VIRTUAL if name == "interleaved-1f1b" else 1
+        top = min(highest, count) if STRATEGIES[name].splits else highest
+        if virtual == 1 and not equal:
             tasks += [Task(costs, name)] if lowest <= top else []
             continue
-        for kind, size in enumerate(costs.devices):
-            most = min(highest, costs.total_devices // size, layers // VIRTUAL)
-            for s in range(max(2, lowest), most + 1):
-                if options.allowed is not None and (kind not in options.allowed or s * size != costs.total_devices):
-                    continue
+        for kind, size in enumerate(costs.devices) if equal == (virtual == 1) else ():
+            if allowed is not None and kind not in allowed:
+                continue
+            for s in range(max(virtual, lowest), min(top, total // size, costs.num_layers // virtual) + 1):
+                fits = s * size == total or (allowed is None and not equal)
                 wanted = options.kinds is None or options.kinds == (kind,) * s
-                tasks += [Task(costs, name, VIRTUAL, s, kind)] if wanted and count % s == 0 else []
-    return tasks
-
-
-def equal_tasks(costs: StageCosts, options: SliceOptions) -> list[Task]:
-    """Returns the tasks for one B on equal submeshes that take up all devices, one stage on each."""
-    lowest, highest = stage_range(costs, options)
-    tasks = []
-    for kind, size in enumerate(costs.devices):
-        stages, rest = divmod(costs.total_devices, size)
-        wanted = options.kinds is None or options.kinds == (kind,) * stages
-        if rest or not wanted or not lowest <= stages <= highest:
-            continue
-        for name in options.schedules:
-            if name != "interleaved-1f1b" and (not STRATEGIES[name].splits or stages <= costs.num_microbatches):
-                tasks.append(Task(costs, name, 1, stages, kind))
+                if fits and wanted and (virtual == 1 or count % s == 0):
+                    tasks.append(Task(costs, name, virtual, s, kind))
     return tasks
 
 
