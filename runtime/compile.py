@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.processes import effects
 from alpa_lite.report import progress, summary
-from alpa_lite.runtime import callbacks
+from alpa_lite.runtime.debug import callbacks
 from alpa_lite.runtime.multihost import backpressure
 
 logger = logging.getLogger(__name__)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from alpa_lite.passes import lowering
 from alpa_lite.passes.lowering import emission
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.plan.plan import Plan
-from alpa_lite.runtime import callbacks
-from alpa_lite.runtime.meshes import mesh_of
 from alpa_lite.runtime.pipeline import PipelineExecutable
 from alpa_lite.runtime.single import SingleExecutable
 from alpa_lite.runtime.step import Executable, LoadOptions
@@ -27,13 +24,11 @@ def load(staged: Staged, plan: Plan, options: LoadOptions | None = None) -> Exec
         return PipelineExecutable(staged.traced, staged.written, plan.cluster, options)
     (stage,) = staged.stages
     traced, program = stage.graph.traced, stage.program
-    mesh = mesh_of(program.mesh, options.devices)
     return SingleExecutable(
         traced,
-        emission.function_of(program, traced, mesh, stage.communication),
-        mesh,
-        [lowering.spec_of(layout) for layout in program.inputs],
-        [lowering.spec_of(layout) for layout in program.outputs],
+        program.mesh,
+        (program.inputs, program.outputs),
+        lambda mesh: emission.function_of(program, traced, mesh, stage.communication),
+        program.body.instructions,
         options,
-        calls_back=callbacks.calls_back(program.body.instructions),
     )

@@ -52,7 +52,7 @@ def mesh_of(logical: LogicalMesh, devices: Sequence[Any] | None = None) -> Mesh:
 
 def submesh_of(submesh: Submesh, devices: Sequence[Any]) -> Mesh:
     """The devices of a submesh, of all by number, as a JAX mesh."""
-    return mesh_of(submesh.mesh, [devices[number] for number in submesh.devices])
+    return mesh_of(submesh.mesh, devices[submesh.devices.start : submesh.devices.stop])
 
 
 @_jax.without_mesh()

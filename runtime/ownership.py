@@ -13,8 +13,8 @@ call returned becomes one of the arrays that are known weakly, by id.
 one pytree, or as a view of the state, such as one of its shards. JAX 0.10 ends the process where a donated buffer is
 another argument too, JAX 0.12 raises. So such state is copied, the copy is donated, and the array is its holder's from
 then on. Arrays that a step made have buffers of their own, and only arrays that are committed to devices can be views
-of them: a call looks at those of these that it has not seen, and compares addresses where the blocks have the same
-type. Memory that NumPy or DLPack has imported needs no look: XLA does not overwrite it.
+of them: a call looks at those of these that the last call was not given, and compares addresses where the blocks have
+the same type. Memory that NumPy or DLPack has imported needs no look: XLA does not overwrite it.
 
 A *deleted* array that is given again is an error (`errors.DonatedError`), before anything runs: JAX 0.10 ends the
 process where an executable on several devices is given one, and a pipeline that met one would have donated others.
@@ -34,9 +34,8 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.errors import DonatedError
-from alpa_lite.ir.graph import Argument, Traced
+from alpa_lite.ir.graph import Argument
 from alpa_lite.ir.paths import shown
-from alpa_lite.ir.program import Program, Run
 
 
 class Owned:
@@ -55,12 +54,11 @@ class Owned:
         """Records the state that a call of an owner returned: its last leaf and the others."""
         self.last = weakref.ref(canary, self._forget), others, owner
 
-    def is_last(self, state: Sequence[Any], owner: object) -> bool:
-        """Returns whether a state is, leaf for leaf, the last one that was recorded, by the same owner."""
+    def owner_of(self, state: Sequence[Any]) -> Any:
+        """Returns the owner of the last state that was recorded, if this is it, leaf for leaf; else None."""
         last = self.last
-        if last is None or last[2] is not owner:
-            return False
-        return last[0]() is state[-1] and all(map(operator.is_, last[1], state))
+        is_last = last is not None and last[0]() is state[-1] and all(map(operator.is_, last[1], state))
+        return last[2] if last is not None and is_last else None
 
     def add(self, arrays: Iterable[Any]) -> None:
         """Records arrays that were made to be given to the step. Only a `jax.Array` has a buffer to overwrite."""
@@ -103,37 +101,35 @@ class Owned:
             self.last = None
 
 
-class Disjoint:
-    """Tests that arguments that are kept share no buffer with the state that the last call returned, which is donated.
+class StateViews:
+    """Finds arguments that share a buffer with the state that the last call returned, which is donated."""
 
-    An array that shared none when it was first given shares none with the state that was computed since.
-    """
-
-    def __init__(self, donated: Iterable[tuple[Any, Any]], has: Callable[[Any], bool]) -> None:
-        """Args: sharding and abstract value of the donated arguments, and whether the step made an array."""
-        self._has = has
-        self._seen: dict[int, weakref.ref[Any]] = {}
-        self._places: defaultdict[Any, list[int]] = defaultdict(list)  # by the type of the blocks
-        for n, (sharding, aval) in enumerate(donated):
+    def __init__(self, state: Iterable[tuple[int, int | None, Any, Any]], owned: Owned) -> None:
+        """Args:
+        state: for each donated array the leaf of the state that it is, its part of a stacked one, its sharding, and its
+          abstract value.
+        owned: the arrays that the step made.
+        """
+        self._owned = owned
+        self._places: defaultdict[Any, list[tuple[int, int | None]]] = defaultdict(list)  # by the type of the blocks
+        for leaf, part, sharding, aval in state:
             block, dtype = sharding.shard_shape(aval.shape), aval.dtype
             if jnp.issubdtype(dtype, jax.dtypes.extended):
                 block, dtype = (*block, *_jax.key_kind(dtype)[1]), np.dtype(np.uint32)
-            self._places[block, dtype].append(n)
+            self._places[block, dtype].append((leaf, part))
 
-    def __call__(self, kept: Sequence[Any], donated: Sequence[Any]) -> bool:
-        """Returns whether they are disjoint; looks at those of `kept` that were not seen yet."""
-        seen = self._seen
-        for key, leaf in zip(map(id, kept), kept, strict=True):
-            if key in seen or (kind := _view_type(leaf)) is None:
-                continue
-            rivals = [donated[n] for n in self._places.get(kind, ())]
-            looked_at = rivals and not self._has(leaf)
-            if any(leaf is rival for rival in rivals) or (
-                looked_at and not set(_buffers(leaf)).isdisjoint(b for r in rivals for b in _buffers(r))
-            ):
-                return False
-            seen[key] = weakref.ref(leaf, lambda _, key=key: seen.pop(key, None))
-        return True
+    def include(self, leaf: Any, state: Sequence[Any]) -> bool:
+        """Returns whether an argument is one of the leaves of the state, or has a buffer of one."""
+        if not isinstance(leaf, jax.Array):
+            return False
+        if isinstance(leaf, _jax.LazyArray) and any(leaf is one for one in state):
+            return True
+        places = self._places.get(_view_type(leaf), ())
+        rivals = [state[n] if part is None else state[n].parts[part] for n, part in places]
+        if any(leaf is rival for rival in rivals):
+            return True
+        may_share = rivals and not self._owned.has(leaf)  # those that the step made have buffers of their own
+        return bool(may_share) and not set(_buffers(leaf)).isdisjoint(b for rival in rivals for b in _buffers(rival))
 
 
 def _view_type(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
@@ -157,62 +153,26 @@ def _plain(array: Any) -> Any:
     return array.made if isinstance(array, _jax.LazyArray) else _jax.data_of_keys(array)
 
 
-def check_alive(leaves: Sequence[Any], arguments: Sequence[Argument], name: str) -> None:
-    """Raises DonatedError if a leaf of a call of the step `name` was donated or deleted."""
+def any_deleted(leaves: Sequence[Any]) -> bool:
+    """Returns whether a leaf was donated or deleted."""
     try:
-        if not any(map(_jax.is_deleted, leaves)):  # 8 us for 300 arrays, where none has random keys
-            return
-    except (TypeError, AttributeError):
-        pass
-    for leaf, argument in zip(leaves, arguments, strict=True):
-        if not (hasattr(leaf, "is_deleted") and leaf.is_deleted()):
-            continue
-        path = shown(argument.path)
-        if argument.role != "state":
-            raise DonatedError(
-                f"{path} was deleted before this call of {name}: other code donated its buffer or called `delete` on "
-                "it. Pass an array that still has its buffer"
-            )
-        raise DonatedError(
-            f"{path} was deleted before this call: an earlier call of {name} donated its buffer to the new state, or "
-            "other code deleted it. Pass on the state that the last call returned, or keep old states with "
-            "donate_argnums=()"
+        return any(map(_jax.is_deleted, leaves))  # 6 us for 300 arrays
+    except TypeError:  # NumPy arrays, numbers, random keys, stacked arrays
+        return any(hasattr(leaf, "is_deleted") and leaf.is_deleted() for leaf in leaves)
+
+
+def deleted_error(leaves: Sequence[Any], arguments: Sequence[Argument], name: str) -> DonatedError:
+    """The error of a call of the step `name` with a leaf that was donated or deleted."""
+    given = zip(leaves, arguments, strict=True)
+    gone = next(argument for leaf, argument in given if hasattr(leaf, "is_deleted") and leaf.is_deleted())
+    path = shown(gone.path)
+    if gone.role != "state":
+        return DonatedError(
+            f"{path} was deleted before this call of {name}: other code donated its buffer or called `delete` on it. "
+            "Pass an array that still has its buffer"
         )
-
-
-# -- of a pipeline ----------------------------------------------------------------------------------------------------
-
-
-def owned_inputs(program: Program) -> frozenset[int]:
-    """Returns the argument buffers that some run consumes, or that are results: these must not be the caller's."""
-    given = {b for group in program.inputs for b in group}
-    runs = (item for items in program.lists for item in items if isinstance(item, Run))
-    return frozenset(given & {*program.outputs, *(b for item in runs for b in program.consumed(item))})
-
-
-def in_place_state(program: Program, traced: Traced) -> dict[int, int]:
-    """Returns argument -> its buffer of the state that comes back where the next call reads it."""
-    found = {}
-    for output, argument in traced.state:
-        group, result = program.inputs[argument], program.buffers[program.outputs[output]]
-        read = [program.buffers[b] for b in group]
-        if len(group) == 1 and (read[0].mesh, read[0].layout) == (result.mesh, result.layout):
-            found[argument] = group[0]
-    return found
-
-
-def shared_outputs(program: Program, traced: Traced) -> list[int]:
-    """Returns the results whose buffers are also state that was given or is returned: later calls may donate these.
-
-    Of equal results, new state keeps the buffer.
-    """
-    state = dict(traced.state)
-    held = {b for argument in state.values() for b in program.inputs[argument]}
-    found = []
-    for n in sorted(range(len(program.outputs)), key=lambda n: n not in state):
-        buffer = program.outputs[n]
-        if buffer in held and not (n in state and buffer in program.inputs[state[n]]):
-            found.append(n)
-        if n in state:
-            held.add(buffer)
-    return sorted(found)
+    return DonatedError(
+        f"{path} was deleted before this call: an earlier call of {name} donated its buffer to the new state, or "
+        "other code deleted it. Pass on the state that the last call returned, or keep old states with "
+        "donate_argnums=()"
+    )

@@ -9,8 +9,7 @@ sent. Any other array is sliced where it is, and its parts are copied to their s
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,10 +18,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Bounds, Pieces, Traced
-from alpa_lite.ir.program import Program
-from alpa_lite.runtime import placement
-from alpa_lite.runtime.binding import NewSignature, check_leaf
+from alpa_lite.ir.graph import Pieces, Stacked, Traced
+from alpa_lite.runtime.buffers import ProgramBuffers
 from alpa_lite.runtime.multihost import global_array
 
 
@@ -33,16 +30,17 @@ class StackedArray(_jax.LazyArray):
 
     Attributes:
       parts: in order.
+      leaf: of which they are the parts.
     """
 
-    def __init__(self, parts: Sequence[Any], leaf: _Leaf, weak: bool) -> None:
+    def __init__(self, parts: Sequence[Any], leaf: StackedLeaf, weak: bool) -> None:
         """Args: the parts, what they are parts of, and whether the dtype of the whole is weak."""
         super().__init__(leaf.shape, parts[0].dtype, weak, leaf.whole)
-        self.parts, self._leaf = list(parts), leaf
+        self.parts, self.leaf = list(parts), leaf
 
     def make_array(self) -> Any:
         """The parts joined."""
-        return self._leaf.join(self.parts)
+        return self.leaf.join(self.parts)
 
     def is_deleted(self) -> bool:
         """Returns whether a part was donated or deleted."""
@@ -58,116 +56,36 @@ class StackedArray(_jax.LazyArray):
         return self
 
 
-class StackedLeaves:
-    """Splits the user's flat arguments, and joins the flat results. Holds no arrays."""
+class StackedLeaf:
+    """A stacked argument or result of the user's step: the shardings of its parts, and of the whole. Holds no arrays.
 
-    def __init__(self, traced: Traced, program: Program, sharding: Callable[[int], NamedSharding]):
-        """Prepares the shardings of whole leaves of a step, from that of each buffer of its program."""
-        stacked = traced.stacked
-        assert stacked is not None
-        self._avals = [traced.graph.values[v].aval for v in traced.graph.block.inputs]
-        read = [group[0] if group else -1 for group in program.inputs]
-        self._arguments = [_Leaf(one, read, program, sharding) for one in stacked.arguments]
-        self._results = [_Leaf(one, program.outputs, program, sharding) for one in stacked.results]
+    Attributes:
+      bounds: of the parts in dim 0, from 0 to its size.
+      shape: of the whole.
+      shardings: of the parts.
+      whole: the sharding of the whole.
+    """
 
-    @property
-    def cut(self) -> list[slice]:
-        """The positions of the parts of each stacked leaf among the arguments of the cut step."""
-        return [slice(one.numbers[0], one.numbers[-1] + 1) for one in self._arguments if one.bounds]
-
-    def split(self, leaves: Sequence[Any], may_overwrite: Callable[[Any], bool]) -> list[Any]:
-        """Returns the arguments of the cut step. Parts of a leaf that may be overwritten may share its memory.
-
-        Raises:
-          NewSignature: a stacked leaf has another shape or dtype than planned.
-        """
-        if len(leaves) != len(self._arguments):
-            raise NewSignature("the structure of the arguments")
-        out: list[Any] = []
-        foreign: defaultdict[Any, list[tuple[int, NamedSharding]]] = defaultdict(list)
-        for leaf, one in zip(leaves, self._arguments, strict=True):
-            if not one.bounds:
-                out.append(leaf)
-                continue
-            aval = self._avals[one.numbers[0]]
-            check_leaf(leaf, aval, (one.bounds[-1], *aval.shape[1:]))
-            own = one.parts_of(leaf)
-            parts: Any = own or [leaf[low:high] for low, high in itertools.pairwise(one.bounds)]
-            if own is None or not may_overwrite(leaf):
-                for place, goal in enumerate(one.shardings, len(out)):
-                    if goal is not None:
-                        foreign[goal.mesh].append((place, goal))
-            out += parts
-        for group in foreign.values():
-            copied = placement.copies([out[place] for place, _ in group], [goal for _, goal in group])
-            for (place, _), array in zip(group, copied, strict=True):
-                out[place] = array
-        return out
-
-    def parts(self, state: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
-        """Returns the arrays of some state that was returned; none if an array of it is also among the rest."""
-        if not {id(leaf) for leaf in rest}.isdisjoint(map(id, state)):
-            return []
-        return [part for leaf in state for part in (leaf.parts if isinstance(leaf, StackedArray) else [leaf])]
-
-    def shardings(
-        self, arguments: Sequence[NamedSharding], results: Sequence[NamedSharding], anywhere: NamedSharding
-    ) -> tuple[list[NamedSharding], list[NamedSharding]]:
-        """Returns those of the user's leaves, from those of the cut step; `anywhere` for leaves that no stage reads."""
-
-        def whole(leaves: Sequence[_Leaf], parts: Sequence[NamedSharding]) -> list[NamedSharding]:
-            return [(one.whole or anywhere) if one.bounds else parts[one.numbers[0]] for one in leaves]
-
-        return whole(self._arguments, arguments), whole(self._results, results)
-
-    def join(self, outputs: Sequence[Any], weak: Sequence[bool] | None = None, *, arguments: bool = False) -> list[Any]:
-        """Returns the user's results, from those of the cut step; or the arguments, from its arguments.
-
-        Each has a weak dtype as `weak` says, by default as its parts.
-        """
-        leaves = self._arguments if arguments else self._results
-        out: list[Any] = []
-        for n, one in enumerate(leaves):
-            parts = [outputs[k] for k in one.numbers]
-            if one.bounds and one.whole is not None and type(parts[0]) is _jax.PlainArray:
-                out.append(StackedArray(parts, one, parts[0].weak_type if weak is None else weak[n]))
-                continue
-            array = one.join(parts) if one.bounds else parts[0]
-            out.append(array if weak is None else _jax.array_with_weak_type(array, weak[n]))
-        return out
-
-
-class _Leaf:
-    """One leaf: the shardings of its parts, and of the whole."""
-
-    def __init__(
-        self, pieces: Pieces, buffer_of: Sequence[int], program: Program, sharding: Callable[[int], NamedSharding]
-    ) -> None:
-        """Args: of the leaf, and of each argument or result of the cut step the buffer, -1 if none is read."""
-        self.numbers = pieces.numbers
-        self.bounds: Bounds = pieces.bounds
-        if not pieces.bounds:
-            return
-        buffers = [buffer_of[n] for n in pieces.numbers]
-        self.whole: NamedSharding | None = None
-        self.shardings: list[Any] = [sharding(b) if b >= 0 else None for b in buffers]
-        if min(buffers) < 0:  # the step does not read all of it, so that it has no sharding
-            return
-        places = [program.buffers[b] for b in buffers]
-        self.shape = (pieces.bounds[-1], *places[0].shape[1:])
+    def __init__(self, bounds: Sequence[int], numbers: Sequence[int], buffers: ProgramBuffers) -> None:
+        """Args: `numbers` are those of the buffers of the parts."""
+        program = buffers.program
+        places = [program.buffers[b] for b in numbers]
+        self.bounds = tuple(bounds)
+        self.shape = (bounds[-1], *places[0].shape[1:])
+        self.shardings = list(map(buffers.sharding, numbers))
         alike = {(place.layout, place.shape, program.submeshes[place.mesh].mesh) for place in places}
-        self.in_place = len(alike) == 1 and len({place.mesh for place in places}) == len(places)
-        if self.in_place:
+        self._is_in_place = len(alike) == 1 and len({place.mesh for place in places}) == len(places)
+        if self._is_in_place:
             self.whole = _over_stages(self.shardings)
         else:
             devices = dict.fromkeys(d for one in self.shardings for d in np.array(one.mesh.devices).flat)
             self.whole = global_array.even_sharding(self.shape, list(devices))
 
     def parts_of(self, leaf: Any) -> list[Any] | None:
-        """The parts of a leaf that a step returned, or whose blocks are these; None if it has none."""
+        """The parts of an array that a step returned, or whose blocks are these; None if it has none."""
         if isinstance(leaf, StackedArray):
-            return leaf.parts if leaf._leaf.bounds == self.bounds else None
-        if self.whole is None or not self.in_place or not isinstance(leaf, jax.Array) or leaf.sharding != self.whole:
+            return leaf.parts if leaf.leaf.bounds == self.bounds else None
+        if not self._is_in_place or not isinstance(leaf, jax.Array) or leaf.sharding != self.whole:
             return None
         shapes = [(high - low, *self.shape[1:]) for low, high in itertools.pairwise(self.bounds)]
         return [
@@ -175,14 +93,38 @@ class _Leaf:
             for shape, goal in zip(shapes, self.shardings, strict=True)
         ]
 
+    def array_of(self, parts: Sequence[Any], weak: bool | None = None) -> Any:
+        """The whole of some parts, with a weak dtype or not, by default as theirs. Random keys are joined at once."""
+        if type(parts[0]) is not _jax.PlainArray:
+            return self.join(parts)
+        return StackedArray(parts, self, parts[0].weak_type if weak is None else weak)
+
     def join(self, parts: Sequence[Any]) -> Any:
-        """Joins parts of a leaf into the whole. In a multi-process run, all processes that have a part call this."""
-        if self.whole is None:
-            return _concatenate(parts)
-        if not self.in_place:
+        """Joins parts into the whole. In a multi-process run, all processes that have a part call this."""
+        if not self._is_in_place:
             return _joined(parts, self.whole)
         blocks = [block for part, goal in zip(parts, self.shardings, strict=True) for block in _blocks(part, goal)]
         return jax.make_array_from_single_device_arrays(self.shape, self.whole, blocks, dtype=parts[0].dtype)
+
+
+def leaves_of(traced: Traced) -> Stacked:
+    """The flat arguments and results of the user's step in terms of the traced one, which may be cut."""
+    each_whole = (tuple(Pieces((n,)) for n in range(len(some))) for some in (traced.arguments, traced.outputs))
+    return traced.stacked or Stacked(*each_whole)
+
+
+def slices(leaf: Any, bounds: Sequence[int]) -> list[Any]:
+    """A leaf in parts, which may share its memory."""
+    parts = leaf.parts if isinstance(leaf, StackedArray) and leaf.leaf.bounds == tuple(bounds) else None
+    return parts or [leaf[low:high] for low, high in itertools.pairwise(bounds)]
+
+
+def pieces(traced: Traced, leaves: Sequence[Any]) -> list[Any]:
+    """The flat arguments of a traced step from those of the user's, of which stacked ones are cut."""
+    found: dict[int, Any] = {}
+    for leaf, one in zip(leaves, leaves_of(traced).arguments, strict=True):
+        found.update(zip(one.numbers, slices(leaf, one.bounds) if one.bounds else [leaf], strict=True))
+    return [found[number] for number in sorted(found)]
 
 
 def _blocks(array: Any, sharding: NamedSharding) -> list[Any]:
@@ -208,5 +150,5 @@ def _joined(parts: Sequence[Any], whole: NamedSharding) -> Any:
     return jax.jit(_concatenate, out_shardings=whole)(global_array.put(parts, [whole] * len(parts)))
 
 
-def _concatenate(parts: Sequence[Any]) -> Any:
-    return lax.concatenate(list(parts), 0)
+def _concatenate(parts: Sequence[Any]) -> Any:  # one function: it is compiled once for each sharding
+    return lax.concatenate(parts, 0)

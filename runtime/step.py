@@ -14,33 +14,37 @@ A call makes sure of these:
 3. *No array was deleted.* JAX 0.10 ends the process where an executable on several devices meets one.
 4. *NumPy arrays are the caller's again when the call returns*: the program reads copies.
 
-The second check costs a few microseconds when the state is, leaf for leaf, the state that the last call returned: then
-it is placed, no leaf of it occurs twice, and only other arguments that are new can share its buffers.
+In the ordinary loop the state is, leaf for leaf, what the last call returned. One comparison of identities shows it,
+and nothing else is asked of these leaves: their types are known, they are placed, none occurs twice, and only other
+arguments that are new can share their buffers.
 """
 
 from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Pieces, Stacked, Traced
+from alpa_lite.ir.graph import Traced
+from alpa_lite.passes.lowering.program import Instruction
 from alpa_lite.passes.tracing import calls, pytrees
 from alpa_lite.runtime import ownership, placement
-from alpa_lite.runtime.binding import ArgumentBinder, Buffers, NewSignature, weak_flags
-from alpa_lite.runtime.compile import picker
-from alpa_lite.runtime.debug import nans
+from alpa_lite.runtime.binding import ArgumentBinder, NewSignature, weak_flags
+from alpa_lite.runtime.buffers import ProgramBuffers
+from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker, with_number
+from alpa_lite.runtime.debug import callbacks, nans
 from alpa_lite.runtime.multihost import global_array
-from alpa_lite.runtime.ownership import Owned
+from alpa_lite.runtime.ownership import Owned, StateViews
 from alpa_lite.runtime.placement import DeviceCopies
-from alpa_lite.runtime.stacked import StackedLeaves
+from alpa_lite.runtime.stacked import StackedLeaf, leaves_of, pieces
 
 Donate = str | int | Sequence[int | str]
 """The user's choice of donation: "auto", or positions and names of arguments."""
@@ -67,73 +71,100 @@ class LoadOptions:
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(eq=False)
+class WeakPattern:
+    """The results of a call that have a weak dtype, as `jit` would give it.
+
+    Attributes:
+      executable: of the call.
+      results: a flag for each.
+      following: the pattern of the next call on the state that such a call returns, by the flags of other arguments.
+    """
+
+    executable: Executable
+    results: tuple[bool, ...]
+    following: dict[tuple[bool, ...], WeakPattern] = field(default_factory=dict)
+
+
 class Executable(abc.ABC):
     """A planned step on devices. Call it like the user's function.
 
     NNX objects among the arguments are updated in place, as by `nnx.jit`.
     """
 
-    def __init__(
-        self, traced: Traced, buffers: Buffers, options: LoadOptions, stacked: StackedLeaves | None = None
-    ) -> None:
-        """Compiles nothing; the first call does, or `compiled`.
+    takes_uncommitted = False
+    """Whether executables themselves put arrays that are on no certain device (`ArgumentBinder`)."""
 
-        Args:
-          traced: the step, of which each argument is one of the program.
-          stacked: the leaves of the user's step that are several arguments here, if there are any.
-        """
+    def __init__(self, traced: Traced, buffers: ProgramBuffers, options: LoadOptions) -> None:
+        """Compiles nothing; the first call does, or `compiled`. Each argument of `traced` is one of the program."""
         assert traced.calling is not None
-        self._traced, self._calling, self._stacked = traced, traced.calling, stacked
-        self._settings, self._owned = options.settings, options.owned
+        self._traced, self._calling, self._buffers, self._options = traced, traced.calling, buffers, options
+        self._owned = options.owned
         self._may_overwrite = self._owned.has if options.donate == "auto" else _anything
         self._compiling, self._compiled = threading.Lock(), ()
-        each_whole = (tuple(Pieces((n,)) for n in range(len(some))) for some in (traced.arguments, traced.outputs))
-        leaves = traced.stacked or Stacked(*each_whole)
-        pieces = [leaf.numbers for leaf in leaves.arguments]
-        self._arguments = [traced.arguments[numbers[0]] for numbers in pieces]  # of the user's step
-        self._planned_weak = tuple(traced.outputs[leaf.numbers[0]].weak for leaf in leaves.results)
-        self._weak_results = {tuple(argument.weak for argument in self._arguments): self._planned_weak}
-        # State by the flat arguments and results of the user's step, and that of it which comes back in place.
+        self._returned: frozenset[int] = frozenset()  # ids of the objects that the last call returned
+        self._failures = callbacks.Failures()
+        self._numbers: dict[tuple[int, int], Any] = {}  # of micro-batches, for their callbacks, by submesh
+        leaves, outputs = leaves_of(traced), buffers.program.outputs
+        self._results_of = [
+            (one.numbers, StackedLeaf(one.bounds, [outputs[n] for n in one.numbers], buffers) if one.bounds else None)
+            for one in leaves.results
+        ]
+        # State that comes back, and that of it which comes back in place: (argument, result) of the user's step.
         new_value = {argument: output for output, argument in traced.state}
-        result_of = {leaf.numbers[0]: n for n, leaf in enumerate(leaves.results)}
-        returned = [(a, result_of[new_value[n[0]]]) for a, n in enumerate(pieces) if n[0] in new_value]
-        state = [(a, r) for a, r in returned if buffers.in_place.keys() >= set(pieces[a])]
+        result_of = {numbers[0]: n for n, (numbers, _) in enumerate(self._results_of)}
+        parts = [one.numbers for one in leaves.arguments]
+        returned = [(a, result_of[new_value[n[0]]]) for a, n in enumerate(parts) if n[0] in new_value]
+        state = [
+            (a, r) for a, r in returned if buffers.in_place.keys() >= set(parts[a])
+            and not (leaves.arguments[a].bounds and _is_key(buffers, buffers.in_place[parts[a][0]]))  # joined at once
+        ]  # fmt: skip
         # Non-addressable state comes back as the same arrays, which live as long as this: one of the others comes last.
-        state.sort(key=lambda pair: global_array.is_addressable(buffers.sharding(buffers.in_place[pieces[pair[0]][0]])))
-        self._in_place = [(n, buffers.in_place[n]) for a, _ in state for n in pieces[a]]
-        self._has_state, steady = bool(state), {n for n, _ in self._in_place}
-        self._pick_state = picker([a for a, _ in state])
-        self._pick_rest = picker([a for a, numbers in enumerate(pieces) if not steady.issuperset(numbers)])
-        self._pick_returned = picker([r for _, r in (state or returned)])
-        self._donates = bool(buffers.donated)
-        self._binder = ArgumentBinder(traced, buffers, steady, options.copies)
-        avals = [traced.graph.values[v].aval for v in traced.graph.block.inputs]
-        self._disjoint = ownership.Disjoint(
-            [(buffers.sharding(b), avals[n]) for n, b in self._in_place], self._owned.has
+        state.sort(key=lambda pair: global_array.is_addressable(buffers.sharding(buffers.in_place[parts[pair[0]][0]])))
+        position = {argument: n for n, (argument, _) in enumerate(state)}
+        self._has_state, self._donates = bool(state), bool(buffers.donated)
+        self._pick_state, self._pick_returned = picker(list(position)), picker([r for _, r in (state or returned)])
+        self._pick_rest = picker([a for a in range(len(parts)) if a not in position])
+        self._binder = ArgumentBinder(
+            traced, buffers, position, options.copies, takes_uncommitted=self.takes_uncommitted
         )
+        self._in_place = [(slot.argument, slot.part, slot.buffer) for slot in self._binder.in_place]
+        donated = [
+            (position[a], part, buffers.sharding(b), buffers.program.buffers[b]) for a, part, b in self._in_place
+        ]
+        self._views = StateViews(donated, self._owned)
+        self._planned_weak = tuple(traced.outputs[numbers[0]].weak for numbers, _ in self._results_of)
+        self._accepted: dict[tuple[bool, ...], WeakPattern] = {}
+        self.accept([argument.weak for argument in self._binder.arguments], self._planned_weak)
 
     # -- the back-end -----------------------------------------------------------------------------------------
 
     @abc.abstractmethod
-    def _compile(self) -> tuple[Any, ...]:
-        """Compiles all executables: the `jax.stages.Compiled` of each; None for those of other processes."""
+    def _emit(self, number: int) -> tuple[Callable[..., Sequence[Any]], Iterable[Instruction]]:
+        """An executable as a function of global arrays, and the instructions that it is made from."""
 
     @abc.abstractmethod
-    def lowered(self) -> Iterator[jax.stages.Lowered]:
-        """Each executable lowered for its mesh, whose devices may be those of a topology that is described alone."""
+    def _load(self, calls: Mapping[int, Call], numbered: Collection[int]) -> None:
+        """Takes the calls of executables; those that are `numbered` need the number of the micro-batch (`_bound`)."""
 
     @abc.abstractmethod
-    def _start(self, leaves: Sequence[Any]) -> list[Any]:
-        """All buffers at the start of a step: constants, and at least the state of `Buffers.in_place`, as it is."""
+    def _start(self, leaves: Sequence[Any] | None) -> list[Any]:
+        """All buffers at the start of a step: constants, and the state of a call that is in place, if it is."""
 
     @abc.abstractmethod
     def _execute(self, buffers: list[Any]) -> list[Any]:
         """Runs the program: the flat results, each in buffers of its own. Holds no buffer that the program ends."""
 
-    @property
-    @abc.abstractmethod
-    def _program_shardings(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
-        """The shardings of the flat arguments and results of the program."""
+    def _output_shardings(self) -> list[NamedSharding]:
+        """The shardings of the results of the program."""
+        return list(map(self._buffers.sharding, self._buffers.program.outputs))
+
+    def _bound(self, call: Call, mesh: int, microbatch: int) -> Call:
+        """The call of a function with callbacks for a micro-batch, whose number is made an array of the submesh."""
+        key = mesh, microbatch
+        if key not in self._numbers:
+            (self._numbers[key],) = global_array.put([np.int32(microbatch)], [self._buffers.sharding_on(mesh)])
+        return with_number(call, self._numbers[key])
 
     # -- the user's side --------------------------------------------------------------------------------------
 
@@ -144,14 +175,16 @@ class Executable(abc.ABC):
           NewSignature: the arguments are not what the step was planned for.
           ExecutionError: an executable of a pipeline failed; names the stage, the micro-batch and the source line.
         """
-        if self._settings is not None and _jax.trace_context() != self._settings:
+        if self._options.settings is not None and _jax.trace_context() != self._options.settings:
             raise NewSignature("JAX's settings")
         pure: Any = self._dynamic(args, kwargs)
         if not self._calling.modules:
-            return self._traced.out_tree.unflatten(self._results(self._flat(*jax.tree.flatten(pure))))
+            out = self._traced.out_tree.unflatten(self._results(self._flat(pure)))
+            self._returned = frozenset(map(id, (out, *out) if isinstance(out, tuple | list) else (out,)))
+            return out
         with pytrees.updating(self):
             pure = pytrees.split_arguments(pure, self)  # held until the end: freeing it now costs more
-            out = self._results(self._flat(*jax.tree.flatten(pure)))
+            out = self._results(self._flat(pure))
             return pytrees.merge_results(self._traced.out_tree.unflatten(out), self)
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,13 +206,17 @@ class Executable(abc.ABC):
 
     def results(self, *args: Any, **kwargs: Any) -> list[Any]:
         """Returns the flat results of the step on copies of the arguments, which are neither donated nor updated."""
-        outputs = self._execute(self._buffers_of_copies(args, kwargs))
-        return outputs if self._stacked is None else self._stacked.join(outputs)
+        return self._joined(self._execute(self._buffers_of_copies(args, kwargs)), self._planned_weak)
 
     @property
     def shardings(self) -> tuple[list[NamedSharding], list[NamedSharding]]:
-        """The shardings with which the flat arguments are read first, and those of the results of the user's step."""
-        arguments, results = self._program_shardings
+        """The shardings with which the flat arguments are read first, and those of the results of the user's step.
+
+        An argument that no stage reads is replicated on the first submesh.
+        """
+        anywhere, outputs = self._buffers.sharding_on(0), self._output_shardings()
+        arguments = [self._binder.first_sharding(n) or anywhere for n in range(len(self._binder.arguments))]
+        results = [outputs[numbers[0]] if leaf is None else leaf.whole for numbers, leaf in self._results_of]
         for place, argument in self._traced.through:
             results.insert(place, arguments[argument])
         return arguments, results
@@ -188,8 +225,20 @@ class Executable(abc.ABC):
         """The `jax.stages.Compiled` of each executable, in the program's order; None for those of other processes."""
         with self._compiling:
             if not self._compiled:
-                self._compiled = self._compile()
+                executables = self._buffers.program.executables
+                functions = {n: self._function(n) for n, one in enumerate(executables) if self._buffers.here[one.mesh]}
+                with _jax.without_mesh():
+                    made = compile_all(self._traced.name, list(functions.values()), self._options.compiler_options)
+                    found = dict(zip(functions, made, strict=True))
+                    numbered = {n for n, function in functions.items() if function.failures is not None}
+                    self._load({n: call for n, (_, call) in found.items()}, numbered)
+                self._compiled = tuple(found[n][0] if n in found else None for n in range(len(executables)))
             return self._compiled
+
+    def lowered(self) -> Iterator[jax.stages.Lowered]:
+        """Each executable lowered for its mesh, whose devices may be those of a topology that is described alone."""
+        for number in range(len(self._buffers.program.executables)):
+            yield self._function(number).lower()
 
     def hlo(self) -> tuple[str, ...]:
         """The optimised HLO text of each executable that this process runs, in the program's order."""
@@ -197,7 +246,7 @@ class Executable(abc.ABC):
 
     def accept(self, arguments: Sequence[bool], results: Sequence[bool]) -> None:
         """Accepts calls whose flat arguments have weak dtypes like this, too, since tracing makes the same program."""
-        self._weak_results[tuple(arguments)] = tuple(results)
+        self._accepted[tuple(arguments)] = WeakPattern(self, tuple(results))
 
     # -- a call -----------------------------------------------------------------------------------------------
 
@@ -207,18 +256,29 @@ class Executable(abc.ABC):
             raise NewSignature("the number of arguments, the keywords or a static argument")
         return self._calling.traced(args, kwargs)
 
-    def _flat(self, leaves: list[Any], tree: Any) -> list[Any]:
-        """The leaves. Raises NewSignature if their structure is not the traced one."""
+    def _flat(self, pure: Any) -> list[Any]:
+        """The leaves. Raises NewSignature if their structure is not the traced one.
+
+        Flattening along the traced structure takes half the time, but prints the arrays of another one, which would
+        fetch them: only arguments that the last call returned are taken to have it. It takes any object for a leaf;
+        those that are no arrays are refused when they are bound.
+        """
+        if not self._returned.isdisjoint(map(id, pure[0])):
+            try:
+                return self._traced.in_tree.flatten_up_to(pure)
+            except Exception:  # a pytree of the user's own may raise anything
+                self._returned = frozenset()
+        leaves, tree = jax.tree.flatten(pure)
         if tree != self._traced.in_tree:
             raise NewSignature("the structure of the arguments")
         return leaves
 
     def _results(self, leaves: list[Any]) -> list[Any]:
         """The flat results of the user's step: the outputs, and the caller's own arrays where it hands them through."""
-        through = [(place, placement.as_array(leaves[argument])) for place, argument in self._traced.through]
+        through = [(place, leaves[argument]) for place, argument in self._traced.through]
         results = self._run_checked(leaves) if _jax.checks_values() else self._run(leaves)
         for place, leaf in through:
-            results.insert(place, leaf)
+            results.insert(place, placement.as_array(leaf))
         return results
 
     def _run_checked(self, leaves: list[Any]) -> list[Any]:
@@ -228,100 +288,105 @@ class Executable(abc.ABC):
             copies = [jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
             self._owned.add(copies)
             results = self._run(copies)
-            nans.check(results, kinds, self._traced, lambda: self._split(leaves, lambda array: False, add=False))
+            nans.check(results, kinds, self._traced, lambda: pieces(self._traced, leaves))
         return results
 
     def _run(self, leaves: list[Any]) -> list[Any]:
         """The flat outputs. Clears the list of leaves, so that nothing but the program holds what it may free."""
         if not self._compiled:
             self.compiled()
-        weak = self._check(leaves)
-        buffers = self._bind(leaves, self._is_steady(leaves))
+        pattern, is_last = self._look(leaves)
+        buffers = self._bind(leaves, is_last=is_last)
         leaves.clear()
-        outputs = self._execute(buffers)
-        if self._stacked is not None:
-            outputs = self._stacked.join(outputs, weak)
-        elif weak != self._planned_weak:
-            outputs = list(map(_jax.array_with_weak_type, outputs, weak))
+        outputs = self._joined(self._execute(buffers), pattern.results)
         if self._has_state:
             *others, last = self._pick_returned(outputs)
-            self._owned.remember(last, others, self._disjoint)
+            self._owned.remember(last, others, pattern)
         elif self._donates:
             self._owned.add(self._pick_returned(outputs))
         return outputs
 
-    def _check(self, leaves: Sequence[Any]) -> tuple[bool, ...]:
-        """Returns whether each result of a call is to have a weak dtype, as `jit` would give it.
+    def _look(self, leaves: Sequence[Any]) -> tuple[WeakPattern, bool]:
+        """Returns the weak dtypes of a call, and whether its state is, leaf for leaf, that of the last call's results.
 
         Raises:
           NewSignature: the weak dtypes of the arguments are not those of an accepted call.
           DonatedError: an argument was donated or deleted.
         """
-        weak = self._weak_results.get(weak_flags(leaves))
-        if weak is None:
-            raise NewSignature("whether a dtype is weak")
-        ownership.check_alive(leaves, self._arguments, self._traced.name)
-        return weak
+        state, rest = self._pick_state(leaves), self._pick_rest(leaves)
+        owner = self._owned.owner_of(state) if state else None
+        last = owner if isinstance(owner, WeakPattern) and owner.executable is self else None
+        flags = weak_flags(rest)
+        pattern = None if last is None else last.following.get(flags)
+        if pattern is None:
+            pattern = self._accepted.get(weak_flags(leaves))
+            if pattern is None:
+                raise NewSignature("whether a dtype is weak")
+            if last is not None:
+                last.following[flags] = pattern
+        if ownership.any_deleted(state) or ownership.any_deleted(rest):
+            raise ownership.deleted_error(leaves, self._binder.arguments, self._traced.name)
+        return pattern, last is not None or not (state or self._donates)
 
-    def _is_steady(self, leaves: Sequence[Any]) -> bool:
-        """Returns whether the state needs no look.
-
-        It is, leaf for leaf, what the last call returned, and no other argument shares a buffer with it.
-        """
-        if not self._donates and not self._has_state:
-            return True
-        state: Any = self._pick_state(leaves)
-        if not self._owned.is_last(state, self._disjoint):
-            return False
-        rest = self._pick_rest(leaves)
-        if self._stacked is not None:
-            state = self._stacked.parts(state, rest)
-        return len(state) == len(self._in_place) and self._disjoint(rest, state)
-
-    def _bind(self, leaves: Sequence[Any], steady: bool) -> list[Any]:
+    def _bind(self, leaves: Sequence[Any], *, is_last: bool) -> list[Any]:
         """All buffers at the start of a step. Takes the leaves that are placed, and copies what it will donate.
 
         Raises:
           NewSignature: a leaf has another shape or dtype.
         """
-        may_overwrite = self._may_overwrite
-        if not steady:
-            self._owned.flush()
-            may_overwrite = self._owned.unshared(leaves, may_overwrite)
-        leaves = self._split(leaves, _anything if steady else may_overwrite, add=not steady)
-        buffers = self._start(leaves)
-        self._binder.bind(buffers, leaves, may_overwrite, steady)
+        if is_last:
+            buffers, state = self._start(leaves), self._pick_state(leaves)
+            if self._binder.bind(buffers, leaves, self._may_overwrite, lambda leaf: self._views.include(leaf, state)):
+                return buffers
+        self._owned.flush()
+        buffers = self._start(None)
+        self._binder.bind(buffers, leaves, self._owned.unshared(leaves, self._may_overwrite))
         return buffers
 
-    # -- copies of arguments, and stacked leaves --------------------------------------------------------------
+    def _joined(self, outputs: list[Any], weak: Sequence[bool]) -> list[Any]:
+        """The flat results of the user's step, with weak dtypes like these."""
+        if self._traced.stacked is not None:
+            return [
+                _jax.array_with_weak_type(outputs[numbers[0]], is_weak) if leaf is None
+                else leaf.array_of([outputs[n] for n in numbers], is_weak)
+                for (numbers, leaf), is_weak in zip(self._results_of, weak, strict=True)
+            ]  # fmt: skip
+        return outputs if weak == self._planned_weak else list(map(_jax.array_with_weak_type, outputs, weak))
+
+    # -- copies of arguments ----------------------------------------------------------------------------------
 
     def _placed_copies(self, leaves: list[Any]) -> list[Any]:
         """The leaves in new buffers where the program reads them first; those that it never reads, as they are."""
-        if len(leaves) != len(self._arguments):
+        if len(leaves) != len(self._binder.arguments):
             raise NewSignature("the structure of the arguments")
-        self._check(leaves)
-        out = list(self._split(leaves, self._may_overwrite, add=True))
-        self._owned.add(self._binder.copy_all(out))
-        if self._stacked is not None:
-            out = self._stacked.join(out, arguments=True)
-            self._owned.add(out)
+        self._look(leaves)
+        out = self._binder.copies(leaves)
+        self._owned.add(array for array, leaf in zip(out, leaves, strict=True) if array is not leaf)
         return out
 
     def _buffers_of_copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """All buffers at the start of a step on copies of the arguments."""
         self._dynamic(args, kwargs)
-        leaves = self._placed_copies(self._flat(*calls.flattened(self._calling, args, kwargs)))
+        leaves, tree = calls.flattened(self._calling, args, kwargs)
+        if tree != self._traced.in_tree:
+            raise NewSignature("the structure of the arguments")
         self.compiled()
-        return self._bind(leaves, steady=False)
+        return self._bind(self._placed_copies(leaves), is_last=False)
 
-    def _split(self, leaves: Sequence[Any], may_overwrite: Callable[[Any], bool], *, add: bool) -> Sequence[Any]:
-        """The arguments of the program: stacked leaves in the parts that stages own, which `add` makes the step's."""
-        if self._stacked is None:
-            return leaves
-        parts = self._stacked.split(leaves, may_overwrite)
-        if add:
-            self._owned.add(part for one in self._stacked.cut for part in parts[one])
-        return parts
+    # -- compiling --------------------------------------------------------------------------------------------
+
+    def _function(self, number: int) -> FlatFunction:
+        """An executable, to be compiled. Errors of its callbacks are located, but for a whole step on one device."""
+        executable = self._buffers.program.executables[number]
+        mesh, (function, instructions) = self._buffers.meshes[executable.mesh], self._emit(number)
+        inputs, results = self._buffers.types(number)
+        is_located = self._buffers.program.schedule != "none" or mesh.size > 1
+        failures = self._failures if is_located and callbacks.calls_back(instructions) else None
+        return FlatFunction(executable.name, function, mesh, inputs, results, executable.donated, failures)
+
+
+def _is_key(buffers: ProgramBuffers, number: int) -> bool:
+    return jnp.issubdtype(buffers.program.buffers[number].dtype, jax.dtypes.extended)
 
 
 def _anything(_: Any) -> bool:

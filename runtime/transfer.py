@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from alpa_lite import _jax
 from alpa_lite.passes.local.types import in_bytes
 from alpa_lite.passes.lowering.emission import change_layout
 from alpa_lite.passes.lowering.program import spec_of
@@ -36,10 +37,10 @@ from alpa_lite.runtime.meshes import lower_region, submesh_of
 from alpa_lite.runtime.multihost import backpressure
 
 Part = tuple[int, Any, Ranges, Ranges]
-"""A part of a block: the number of the array that has it, the dtype, the ranges of that array and those of the part."""
+"""A part of a block: the number of the block that has it, the dtype, the ranges of that block and those of the part."""
 
-Block = tuple[list[int], int, list[Part]]
-"""A block made of parts, and the item of a list that is to be its number."""
+Blocks = dict[int, list[tuple[int, list[Part]]]]
+"""By device, the blocks that it makes of parts of others: the number of each, and the parts."""
 
 
 class Transfer:
@@ -61,16 +62,49 @@ class Transfer:
         if len({(plan.src_mesh, plan.dst_mesh) for plan in plans}) > 1:
             raise ValueError("plans of one transfer are between the same two submeshes; make a transfer for each pair")
         source, destination = submesh_of(plans[0].src_mesh, devices), submesh_of(plans[0].dst_mesh, devices)
-        self._expected = [NamedSharding(source, spec_of(plan.src)) for plan in plans]
+        self._expected: list[Any] = [NamedSharding(source, spec_of(plan.src)) for plan in plans]
         self._landings = [NamedSharding(destination, spec_of(plan.landing)) for plan in plans]
         self._shapes = [plan.shape for plan in plans]
         self._whole = [i for i, plan in enumerate(plans) if plan.equal]
         self._split = [i for i, plan in enumerate(plans) if not plan.equal]
-        self._sent, self._cuts = self._plan_cuts(plans, devices)
-        pieces = [devices[piece.destination] for i in self._split for piece in plans[i].pieces]
-        self._targets = [*(self._landings[i] for i in self._whole), *pieces]
-        self._assembled, self._joins = self._plan_joins(plans, devices)
+        self._targets: list[Any] = [self._landings[i] for i in self._whole]
+        # Blocks are numbered: those of the source, and pieces as they are cut, as they are put, and as they are joined.
+        self._num_blocks = len(self._split) * source.size
+        self._sent: list[int] = []
+        self._put: list[int] = []
+        self._assembled: dict[int, list[int]] = {}
+        cuts: Blocks = defaultdict(list)
+        joins: Blocks = defaultdict(list)
+        for first, i in enumerate(self._split):
+            self._plan_pieces(i, first * source.size, plans[i], cuts, joins)
+        self._targets += [devices[piece.destination] for i in self._split for piece in plans[i].pieces]
+        self._cuts, self._joins = (
+            [_compile_blocks(devices[d], made) for d, made in some.items()] for some in (cuts, joins)
+        )
         self._reshard = compile_reshard(plans, destination)
+
+    def _plan_pieces(self, number: int, first: int, plan: TransferPlan, cuts: Blocks, joins: Blocks) -> None:
+        """Numbers the pieces of an array that does not go whole; `first` is the number of its first block."""
+        have = blocks(plan.shape, plan.src, plan.src_mesh.mesh)
+        assembled = self._assembled[number] = []
+        for device, pieces in itertools.groupby(plan.pieces, lambda piece: piece.destination):
+            parts: list[Part] = []
+            for piece in pieces:
+                k = piece.source - plan.src_mesh.first
+                sent, stays = first + k, piece.source == piece.destination and not plan.steps  # steps make new arrays
+                if piece.ranges != have[k] or stays:
+                    sent = self._new_block()
+                    cuts[piece.source].append((sent, [(first + k, plan.dtype, have[k], piece.ranges)]))
+                self._sent.append(sent)
+                self._put.append(self._new_block())
+                parts.append((self._put[-1], plan.dtype, piece.ranges, piece.ranges))
+            assembled.append(parts[0][0] if len(parts) == 1 else self._new_block())
+            if len(parts) > 1:
+                joins[device].append((assembled[-1], parts))
+
+    def _new_block(self) -> int:
+        self._num_blocks += 1
+        return self._num_blocks - 1
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """The arrays on the destination's submesh, each in its `dst` layout. Returns before they are there.
@@ -82,104 +116,58 @@ class Transfer:
           ValueError: an array is sharded otherwise. (It would arrive permuted, or through the host.)
         """
         for i, (array, expected) in enumerate(zip(arrays, self._expected, strict=True)):
-            if not array.sharding.is_equivalent_to(expected, array.ndim):
-                raise ValueError(
-                    f"arrays[{i}] has the sharding {array.sharding}, but the transfer was planned from {expected}; "
-                    "give the executable that makes it these output shardings"
-                )
-        held: list[Any] = [shard.data for i in self._split for shard in arrays[i].addressable_shards]
-        for cut, numbers in self._cuts:
-            held += cut(*[held[n] for n in numbers])
-        sent = [*(arrays[i] for i in self._whole), *(held[n] for n in self._sent)]
-        here: list[Any] = jax.device_put(sent, self._targets)
-        for join, numbers in self._joins:
-            here += join(*[here[n] for n in numbers])
+            if array.sharding is not expected:
+                if not array.sharding.is_equivalent_to(expected, array.ndim):
+                    raise ValueError(
+                        f"arrays[{i}] has the sharding {array.sharding}, but the transfer was planned from {expected}; "
+                        "give the executable that makes it these output shardings"
+                    )
+                self._expected[i] = array.sharding  # the next one has this object
+        held: list[Any] = [block for i in self._split for block in _jax.blocks_of(arrays[i])]
+        held += [None] * (self._num_blocks - len(held))
+        _make(self._cuts, held)
+        here: list[Any] = jax.device_put(
+            [*(arrays[i] for i in self._whole), *(held[n] for n in self._sent)], self._targets
+        )
+        for n, block in zip(self._put, here[len(self._whole) :], strict=True):
+            held[n] = block
+        _make(self._joins, held)
         out: list[Any] = [None] * len(arrays)
         for i, array in zip(self._whole, here, strict=False):
             out[i] = array
         for i, numbers in self._assembled.items():
-            parts = [here[n] for n in numbers]
+            parts = [held[n] for n in numbers]
             out[i] = jax.make_array_from_single_device_arrays(self._shapes[i], self._landings[i], parts)
         return out if self._reshard is None else self._reshard(out)
 
-    def _plan_cuts(self, plans: Sequence[TransferPlan], devices: Sequence[Any]) -> tuple[list[int], list[Any]]:
-        """Compiles one function for each device that sends parts of its blocks.
 
-        Returns:
-          For each piece its number among the blocks of all arrays that are split, in order, then what is cut; and the
-          functions, as of `_compile_all`.
-        """
-        source = plans[0].src_mesh
-        sent: list[int] = []
-        cuts: defaultdict[int, list[Block]] = defaultdict(list)
-        for first, i in enumerate(self._split):
-            plan, have = plans[i], blocks(plans[i].shape, plans[i].src, source.mesh)
-            for piece in plan.pieces:
-                k = piece.source - source.first
-                block = first * source.mesh.size + k
-                stays = piece.source == piece.destination and not plan.steps  # steps make new arrays
-                if piece.ranges != have[k] or stays:
-                    cuts[piece.source].append((sent, len(sent), [(block, plan.dtype, have[k], piece.ranges)]))
-                sent.append(block)
-        return sent, _compile_all(cuts, len(self._split) * source.mesh.size, devices)
-
-    def _plan_joins(
-        self, plans: Sequence[TransferPlan], devices: Sequence[Any]
-    ) -> tuple[dict[int, list[int]], list[Any]]:
-        """Compiles one function for each device that receives its blocks in parts.
-
-        Returns:
-          For each array that is split the numbers of its blocks, in mesh order, among all that is put and then what is
-          joined; and the functions, as of `_compile_all`.
-        """
-        assembled: dict[int, list[int]] = {i: [] for i in self._split}
-        joins: defaultdict[int, list[Block]] = defaultdict(list)
-        count = itertools.count(len(self._whole))
-        for i, numbers in assembled.items():
-            for device, pieces in itertools.groupby(plans[i].pieces, lambda piece: piece.destination):
-                parts: list[Part] = [(next(count), plans[i].dtype, one.ranges, one.ranges) for one in pieces]
-                if len(parts) > 1:
-                    joins[device].append((numbers, len(numbers), parts))
-                numbers.append(parts[0][0])
-        return assembled, _compile_all(joins, len(self._targets), devices)
+def _make(calls: Sequence[tuple[Callable[..., list[Any]], tuple[list[int], list[int]]]], held: list[Any]) -> None:
+    """Calls functions on some blocks, which make others."""
+    for call, (taken, made) in calls:
+        for n, block in zip(made, call(*[held[n] for n in taken]), strict=True):
+            held[n] = block
 
 
-def _compile_all(
-    made: Mapping[int, Sequence[Block]], first: int, devices: Sequence[Any]
-) -> list[tuple[Callable[..., list[Any]], list[int]]]:
-    """Compiles a function for each device that makes its blocks, which are numbered from `first` on.
-
-    Returns:
-      The functions, each with the numbers of the arrays that it takes.
-    """
-    count = itertools.count(first)
-    out = []
-    for device, wanted in made.items():
-        out.append(_compile_blocks(devices[device], [parts for _, _, parts in wanted]))
-        for numbers, place, _ in wanted:
-            numbers[place] = next(count)
-    return out
-
-
-def _compile_blocks(device: Any, made: Sequence[Sequence[Part]]) -> tuple[Callable[..., list[Any]], list[int]]:
-    """Compiles a function that makes blocks of parts of arrays, all on one device."""
+def _compile_blocks(device: Any, made: Sequence[tuple[int, list[Part]]]) -> tuple[Any, tuple[list[int], list[int]]]:
+    """Compiles a function that makes blocks on a device, and returns it with the numbers that it takes and makes."""
     where = SingleDeviceSharding(device)
     given = {
         number: jax.ShapeDtypeStruct(_sizes(have), dtype, sharding=where)
-        for parts in made for number, dtype, have, _ in parts
+        for _, parts in made for number, dtype, have, _ in parts
     }  # fmt: skip
 
     def make(*arrays: Any) -> list[Any]:
         held = dict(zip(given, arrays, strict=True))
         out = []
-        for parts in made:
+        for _, parts in made:
             ranges = [wanted for *_, wanted in parts]
             pieces = [_slice(held[number], wanted, have) for number, _, have, wanted in parts]
             out.append(pieces[0] if len(parts) == 1 else in_bytes(lambda *own, at=ranges: _join(own, at, 0), *pieces))
         # Without a copy, a jitted function hands its argument's memory on.
         return [jnp.copy(one) if any(one is array for array in arrays) else one for one in out]
 
-    return compile_lowered(jax.jit(make).lower(*given.values()), [device]), list(given)
+    call = compile_lowered(jax.jit(make).lower(*given.values()), [device])
+    return call, (list(given), [number for number, _ in made])
 
 
 def compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Callable[[list[Any]], list[Any]] | None:

@@ -4,7 +4,8 @@ The stage search is left out: the forward pass is cut into stages of about as ma
 planned on the submesh that it is given. What follows is what the compiler does with the stages that it chose.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,3 +188,37 @@ def _copied(args: tuple[Any, ...], style: str) -> tuple[Any, ...]:
 
 def _rules(traced: Traced) -> Any:
     return rules_of(traced.graph.ops(), traced.graph.values)
+
+
+def measure_peak(executable: PipelineExecutable, *args: Any) -> tuple[int, ...]:
+    """Runs the step once on copies, and returns the most bytes that its live arrays took, of the fullest device.
+
+    Every array of the process counts that was not there before, and constants of the step; arrays that share memory
+    count once. It waits for each instruction. `program.peak_bytes` predicts it.
+
+    Returns:
+      For each submesh, bytes of the device that holds most.
+    """
+    executable.compiled()
+    constants = _blocks(x for x in executable._initial if x is not None)
+    before, meshes = _blocks(jax.live_arrays()).keys() - constants.keys(), executable._buffers.meshes
+    most = [0] * len(meshes)
+
+    def count(_: int, buffers: Sequence[Any]) -> None:
+        jax.block_until_ready([x for x in buffers if x is not None])
+        held: Counter[int] = Counter()
+        for (device, pointer), size in _blocks(jax.live_arrays()).items():
+            held[device] += size if (device, pointer) not in before else 0
+        for mesh, devices in enumerate(meshes):
+            most[mesh] = max(most[mesh], *(held[d.id] for d in devices.devices.flat))
+
+    buffers = executable._buffers_of_copies(args, {})
+    count(-1, buffers)
+    executable._dispatch(buffers, count)
+    return tuple(most)
+
+
+def _blocks(arrays: Iterable[jax.Array]) -> dict[tuple[int, int], int]:
+    """Bytes of the distinct blocks of arrays, by device and address."""
+    shards = (shard for array in arrays if not array.is_deleted() for shard in array.addressable_shards)
+    return {(s.device.id, s.data.unsafe_buffer_pointer()): s.data.nbytes for s in shards if s.data.nbytes}

@@ -13,7 +13,7 @@ import pytest
 
 import alpa_lite
 from alpa_lite.errors import DonatedError
-from alpa_lite.runtime.stacked import StackedArray
+from alpa_lite.runtime.stacked import StackedArray, StackedLeaf
 from tests.comparing import assert_close
 from tests.gallery import sgd
 from tests.marks import slow_but
@@ -103,7 +103,7 @@ def test_calls_move_and_compile_nothing_and_results_are_those_of_jit(program, wh
     run, state, want = alpa_lite.parallelize(step, batch_argnums=1, **WAYS[where]), start, start
     with monkeypatch.context() as patch:
         patch.setattr(StackedArray, "make_array", lambda self: pytest.fail("joined between calls"))
-        patch.setattr(alpa_lite.runtime.stacked._Leaf, "join", lambda *_: pytest.fail("joined between calls"))
+        patch.setattr(StackedLeaf, "join", lambda *_: pytest.fail("joined between calls"))
         state, _ = run(state, X)
         jax.block_until_ready(state)
         compilations.clear()

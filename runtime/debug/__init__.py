@@ -1,1 +1,1 @@
-"""Compares a planned step with the step as written, operation by operation."""
+"""Faults of planned steps: errors of callbacks, invalid values, differences, jobs that stand still; and profiles."""

@@ -1,10 +1,6 @@
-"""Profiles of a running pipeline: the most bytes that live arrays take, and when every task ran.
+"""A profile of a running pipeline: when every task ran.
 
-*Memory* is counted after every instruction. The compiler's own count ends at each executable; which buffers live
-between them is the program's choice, and what it predicts (`program.peak_bytes`) is confirmed by a count of the arrays
-that are there. Arrays that share memory count once: blocks are identified by device and address.
-
-*Time* is recorded without delaying the step. The dispatch loop goes on at once; for each submesh a thread waits for the
+Time is recorded without delaying the step. The dispatch loop goes on at once; for each submesh a thread waits for the
 results of its runs in their order, and for each link one waits for the arrays that it brings. A task ends when its
 results are ready. It starts when it can run: when it has been dispatched, its inputs are there, and the task before it
 on its submesh or link has ended. Results that a later run consumes cannot be waited for: they may be gone. In place of
@@ -14,15 +10,15 @@ them a function that takes the result and does nothing is dispatched behind the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from alpa_lite.ir.program import Free, Program, Run, Send
 from alpa_lite.ir.timeline import Timeline
@@ -31,42 +27,6 @@ from alpa_lite.runtime.multihost import global_array
 
 Track = tuple[int, int]
 """A submesh and -1, or a link: source and destination."""
-
-
-class MemoryProfile:
-    """Counts during one dispatch of a program, which it delays: called after every item.
-
-    Attributes:
-      most: for each submesh, bytes of the device that has held most so far.
-    """
-
-    def __init__(self, meshes: Sequence[Mesh], constants: Iterable[jax.Array]) -> None:
-        """Args: the submeshes, and constants of the step, which count although they are there before."""
-        self._meshes = meshes
-        self._before = _blocks(jax.live_arrays()).keys() - _blocks(constants).keys()
-        self.most = [0] * len(meshes)
-
-    def __call__(self, _: int, env: Sequence[Any]) -> None:
-        """Waits for all buffers, and counts."""
-        jax.block_until_ready([x for x in env if x is not None])
-        held: Counter[int] = Counter()
-        for (device, pointer), size in _blocks(jax.live_arrays()).items():
-            if (device, pointer) not in self._before:
-                held[device] += size
-        for mesh, devices in enumerate(self._meshes):
-            self.most[mesh] = max(self.most[mesh], *(held[d.id] for d in devices.devices.flat))
-
-
-def _blocks(arrays: Iterable[jax.Array]) -> dict[tuple[int, int], int]:
-    """Bytes of the distinct blocks of arrays, by device and address."""
-    found: dict[tuple[int, int], int] = {}
-    for array in arrays:
-        if array.is_deleted():
-            continue
-        for shard in array.addressable_shards:
-            if shard.data.nbytes:
-                found[shard.device.id, shard.data.unsafe_buffer_pointer()] = shard.data.nbytes
-    return found
 
 
 class TimelineRecorder:
@@ -78,7 +38,6 @@ class TimelineRecorder:
         consumed = {b for item in self._items if isinstance(item, Run) for b in program.consumed(item)}
         self._waited: list[int | None] = []  # of each item, the buffer whose readiness is its end
         self._peeks: dict[int, Any] = {}
-        known: dict[Any, Any] = {}
         for item in items:
             outputs = [b for b in item.outputs if global_array.is_addressable(sharding_of(b))]
             lasting = [b for b in outputs if b not in consumed]
@@ -86,10 +45,7 @@ class TimelineRecorder:
             self._waited.append(chosen)
             if chosen is not None and not lasting:
                 entry = program.buffers[chosen]
-                key = entry.mesh, entry.layout, entry.shape, str(entry.dtype)
-                if key not in known:
-                    known[key] = _peek(jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=sharding_of(chosen)))
-                self._peeks[chosen] = known[key]
+                self._peeks[chosen] = _peek(entry.shape, entry.dtype, sharding_of(chosen))
         self._dispatched = [0.0] * len(items)
         self._ends: dict[int, Future[float]] = {}
         self._waiting: dict[Track, ThreadPoolExecutor] = {}  # one thread each
@@ -153,6 +109,8 @@ def _end_of(array: Any) -> float:
     return time.perf_counter()
 
 
-def _peek(spec: jax.ShapeDtypeStruct) -> Any:
+@functools.lru_cache(maxsize=100)
+def _peek(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
     """A compiled function that takes an array and does nothing with it."""
+    spec = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     return jax.jit(lambda array: np.uint8(0), keep_unused=True).lower(spec).compile()

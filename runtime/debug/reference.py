@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from alpa_lite.runtime.debug import first_divergence
 from alpa_lite.runtime.debug.first_divergence import Difference, error
 from alpa_lite.runtime.meshes import mesh_of, submesh_of
 from alpa_lite.runtime.multihost import global_array
+from alpa_lite.runtime.stacked import pieces
 
 ROUNDING: Mapping[str, float] = {"float64": 1e-9, "complex128": 1e-9, "float16": 1e-2, "bfloat16": 5e-2}
 """The relative error of leaves that counts as rounding, by dtype; 1e-3 for other dtypes, 5e-2 below 16 bits."""
@@ -147,7 +147,7 @@ def first_difference(staged: Staged, leaves: Sequence[Any], limit: float) -> Dif
     if staged.program.schedule == "none":
         (stage,) = staged.stages
         return _of_stage(stage, leaves, mesh_of(stage.program.mesh), limit)
-    known = _values(staged, _pieces(staged.traced, leaves))
+    known = _values(staged, pieces(staged.traced, leaves))
     for number, stage in enumerate(staged.stages):
         mesh = submesh_of(staged.program.submeshes[staged.written.mesh_of[number]], jax.devices())
         ports = [(_kind(port), port.number) for port in stage.graph.inputs]
@@ -170,17 +170,6 @@ def _of_stage(stage: PlannedStage, leaves: Sequence[Any], mesh: Any, limit: floa
 def _kind(port: Port) -> str:
     """The kind of value at a port; a copy of an argument is one."""
     return "argument" if port.kind == "copy" else port.kind
-
-
-def _pieces(traced: Traced, leaves: Sequence[Any]) -> list[Any]:
-    """The arguments of a cut step: stacked ones in the pieces of their stages."""
-    if traced.stacked is None:
-        return list(leaves)
-    out: dict[int, Any] = {}
-    for leaf, pieces in zip(leaves, traced.stacked.arguments, strict=True):
-        parts = [leaf[first:stop] for first, stop in itertools.pairwise(pieces.bounds)]
-        out.update(zip(pieces.numbers, parts or [leaf], strict=True))
-    return [out[number] for number in sorted(out)]
 
 
 def _values(staged: Staged, leaves: Sequence[Any]) -> dict[tuple[str, int], Any]:

@@ -45,8 +45,12 @@ def put(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[Any]:
 
 
 def _put(leaf: Any, sharding: NamedSharding) -> Any:
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return _put_keys(leaf, sharding)
+    if isinstance(leaf, jax.Array) and leaf.sharding == sharding:
+        return leaf
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.extended):  # by the integers of the keys
+        spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)), None)
+        numbers = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+        return _jax.keys_of_data(_put(_jax.data_of_keys(leaf), numbers), leaf.dtype)
     if is_global(leaf):
         return _move(leaf, sharding)
     if not is_addressable(sharding):
@@ -72,12 +76,10 @@ def fully_addressable(leaf: Any) -> Any:
     """Returns a leaf with all its blocks in every process. All processes call it for the same leaves, in one order."""
     if jax.process_count() == 1 or not is_global(leaf):
         return leaf
-    mesh = Mesh(np.array(jax.devices()), ("all",), axis_types=(AxisType.Auto,))
-    spread = _put(leaf, NamedSharding(mesh, PartitionSpec()))
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        numbers = jax.random.key_data(spread).addressable_data(0)
-        return jax.random.wrap_key_data(numbers, impl=_jax.key_kind(leaf.dtype)[0])
-    return spread.addressable_data(0)
+        return _jax.keys_of_data(fully_addressable(_jax.data_of_keys(leaf)), leaf.dtype)
+    mesh = Mesh(np.array(jax.devices()), ("all",), axis_types=(AxisType.Auto,))
+    return _put(leaf, NamedSharding(mesh, PartitionSpec())).addressable_data(0)
 
 
 def is_global(leaf: Any) -> bool:
@@ -121,27 +123,6 @@ def _transfer(shape: tuple[int, ...], dtype: Any, have: Any, goal: NamedSharding
     sources = list(have._device_assignment)
     union = list(dict.fromkeys([*sources, *np.array(goal.mesh.devices).flat]))
     return PermuteTransfer([spec_between(shape, dtype, have, goal, union)], sources, union)
-
-
-def _put_keys(leaf: Any, sharding: NamedSharding) -> Any:
-    """Random keys are put as the integers that they are made of."""
-    if leaf.sharding == sharding:
-        return leaf
-    kind, shape = _jax.key_kind(leaf.dtype)
-    if is_global(leaf) and not is_addressable(leaf.sharding):
-        data: Any = non_addressable((*leaf.shape, *shape), np.uint32, _of_numbers(leaf.sharding, leaf.ndim))
-    else:
-        data = jax.random.key_data(leaf)
-    data = _put(data, _of_numbers(sharding, leaf.ndim))
-    if not is_addressable(sharding):
-        return non_addressable(leaf.shape, leaf.dtype, sharding)
-    return jax.random.wrap_key_data(data, impl=kind)
-
-
-def _of_numbers(sharding: NamedSharding, rank: int) -> NamedSharding:
-    """The sharding of the integers of random keys with a sharding."""
-    spec = (*sharding.spec, *(None,) * (rank - len(sharding.spec)), None)
-    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
 def _dtype_of(leaf: Any) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,53 @@ class TransferSpec:
     landing: NamedSharding
 
 
+class UnionProgram:
+    """The arguments of a program over devices of several processes, of which each gives a block, and gets one.
+
+    Attributes:
+      mesh: the devices, in one dim.
+      here: those of this process.
+      given: the types of the arguments.
+    """
+
+    def __init__(
+        self, union: Sequence[Any], sources: Sequence[Any], blocks: Sequence[tuple[tuple[int, ...], Any]]
+    ) -> None:
+        """Args:
+        union: the devices, in one order for all processes.
+        sources: those that have something to give, in the order of the sharding of all arrays.
+        blocks: shape and dtype of what a device gives of each array.
+        """
+        self.mesh = Mesh(np.array(list(union)), (_AXIS,), axis_types=(AxisType.Auto,))
+        self.here, self._held, self._blocks = of_this_process(union), of_this_process(sources), blocks
+        self._gives = [self._held.index(device) if device in self._held else -1 for device in self.here]
+        self.given = [self.type_of(*block) for block in blocks]
+
+    def type_of(self, block: tuple[int, ...], dtype: Any) -> Any:
+        """The type of an array of which each device has a block of this shape."""
+        shape = (self.mesh.size * block[0], *block[1:]) if block else ()
+        spec = PartitionSpec(*(_AXIS,) * bool(block))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
+
+    def give(self, arrays: Sequence[Any]) -> list[Any]:
+        """The arguments, made of the arrays of the sources; a process that has no source gives any arrays."""
+        blocks = map(_jax.blocks_of, arrays)
+        return [self._argument(n, one) for n, one in enumerate(blocks)] if self._held else self._same
+
+    @functools.cached_property
+    def _same(self) -> list[Any]:
+        return [self._argument(n, []) for n in range(len(self._blocks))]
+
+    @functools.cached_property
+    def _zeros(self) -> list[list[Any]]:
+        return [[_zeros(*block, d) for d in self.here if d not in self._held] for block in self._blocks]
+
+    def _argument(self, number: int, blocks: Sequence[Any]) -> Any:
+        """An array with these blocks, and zeros where this process has none."""
+        none = iter(self._zeros[number])
+        return _assembled(self.given[number], [blocks[n] if n >= 0 else next(none) for n in self._gives])
+
+
 class PermuteTransfer:
     """Moves arrays between two sets of devices, as planned. Holds no arrays but zeros.
 
@@ -73,25 +120,19 @@ class PermuteTransfer:
           sources: the devices of all arrays, in the order of their sharding.
           union: these and the devices of the destination, in one order for all processes.
         """
-        ends = union, sources, np.array(specs[0].landing.mesh.devices).flat
-        mine, held, goals = ([device for device in one if device.process_index == jax.process_index()] for one in ends)
+        self._union = UnionProgram(union, sources, [(spec.given, spec.dtype) for spec in specs])
+        goals = of_this_process(np.array(specs[0].landing.mesh.devices).flat)
         self.lands_here = bool(goals)
-        self._gives = [held.index(device) if device in held else -1 for device in mine]
-        self._takes = [mine.index(device) for device in goals]
-        self._zeros = [[zeros(spec.given, spec.dtype, d) for d in mine if d not in held] for spec in specs]
-        mesh = Mesh(np.array(list(union)), (_AXIS,), axis_types=(AxisType.Auto,))
-        self._sent = [_type_of_union(mesh, spec.given, spec.dtype) for spec in specs]
+        self._takes = [self._union.here.index(device) for device in goals]
         self._landed = [jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=spec.landing) for spec in specs]
+        mesh, landed = self._union.mesh, [self._union.type_of(spec.taken, spec.dtype) for spec in specs]
 
         def move(*blocks: Any) -> list[Any]:
             permute = functools.partial(_permute, size=mesh.size)
             return [in_bytes(functools.partial(permute, spec), one) for spec, one in zip(specs, blocks, strict=True)]
 
-        landed = [_type_of_union(mesh, spec.taken, spec.dtype) for spec in specs]
-        compiled = compile_lowered(lower_region(move, mesh, self._sent, landed), union)
+        compiled = compile_lowered(lower_region(move, mesh, self._union.given, landed), union)
         self._call = backpressure.throttle(compiled, union, unread=True)
-        # A process that sends nothing gives the same each time.
-        self._same = None if held else [self._of_union(n, []) for n in range(len(specs))]
 
     def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays at the destination; None for each in a process that has no device there.
@@ -99,32 +140,25 @@ class PermuteTransfer:
         Args:
           arrays: as planned; where this process has no device of the source, anything.
         """
-        given = self._same or [self._of_union(n, _jax.blocks_of(array)) for n, array in enumerate(arrays)]
-        moved = self._call(*given)
+        moved = self._call(*self._union.give(arrays))
         if not self.lands_here:
             return [None] * len(moved)
         blocks = map(_jax.blocks_of, moved)
-        return [assembled(one, [own[n] for n in self._takes]) for one, own in zip(self._landed, blocks, strict=True)]
-
-    def _of_union(self, number: int, blocks: Sequence[Any]) -> Any:
-        """An array of the union with these blocks, and zeros where this process has none."""
-        none = iter(self._zeros[number])
-        return assembled(self._sent[number], [blocks[n] if n >= 0 else next(none) for n in self._gives])
+        return [_assembled(one, [own[n] for n in self._takes]) for one, own in zip(self._landed, blocks, strict=True)]
 
 
-def assembled(kind: Any, blocks: Sequence[Any]) -> jax.Array:
-    """Returns an array of this shape, dtype and sharding from its blocks that are here, in mesh order."""
+def of_this_process(devices: Iterable[Any]) -> list[Any]:
+    """The devices that this process has."""
+    return [device for device in devices if device.process_index == jax.process_index()]
+
+
+def _assembled(kind: Any, blocks: Sequence[Any]) -> jax.Array:
+    """An array of this type from its blocks that are here, in mesh order."""
     return jax.make_array_from_single_device_arrays(kind.shape, kind.sharding, blocks, dtype=kind.dtype)
 
 
-def _type_of_union(mesh: Mesh, block: tuple[int, ...], dtype: Any) -> Any:
-    """The type of an array over a mesh whose blocks have this shape."""
-    shape = (mesh.size * block[0], *block[1:]) if block else ()
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec(*(_AXIS,) * bool(block))))
-
-
-def zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-    """Returns a block of zeros on a device, which all share that hold one of this type."""
+def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
+    """A block of zeros on a device, which all share that hold one of this type."""
     key = shape, str(dtype), device
     block = _known_zeros.get(key)
     if block is None:
@@ -226,33 +260,27 @@ class CrossProcessTransfer(PermuteTransfer):
         start, end = submesh_of(plans[0].src_mesh, devices), submesh_of(plans[0].dst_mesh, devices)
         numbers = sorted({*plans[0].src_mesh.devices, *plans[0].dst_mesh.devices})
         union = [devices[n] for n in numbers]
-        self._keys = {n: plan.dtype for n, plan in enumerate(plans) if _is_key(plan.dtype)}
+        self._keys = {n: plan.dtype for n, plan in enumerate(plans) if jnp.issubdtype(plan.dtype, jax.dtypes.extended)}
         specs = []
-        for plan in plans:
-            shape, dtype, more = plan.shape, plan.dtype, ()
-            if _is_key(dtype):
-                _, integers = _jax.key_kind(dtype)
-                shape, dtype, more = (*shape, *integers), np.dtype(np.uint32), tuple((0, n) for n in integers)
+        for n, plan in enumerate(plans):
+            integers = _jax.key_kind(plan.dtype)[1] if n in self._keys else ()
+            whole = tuple((0, size) for size in integers)
             parts = [
-                Part(numbers.index(p.source), numbers.index(p.destination), (*p.ranges, *more)) for p in plan.pieces
+                Part(numbers.index(p.source), numbers.index(p.destination), (*p.ranges, *whole)) for p in plan.pieces
             ]
             ends = NamedSharding(start, spec_of(plan.src)), NamedSharding(end, spec_of(plan.landing))
-            specs.append(spec_between(shape, dtype, *ends, union, parts))
+            dtype = np.dtype(np.uint32) if integers else plan.dtype
+            specs.append(spec_between((*plan.shape, *integers), dtype, *ends, union, parts))
         super().__init__(specs, list(start.devices.flat), union)
         self._reshard = compile_reshard(plans, end) if self.lands_here else None
 
     def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays on the destination's submesh, each in its `dst` layout. As of `PermuteTransfer`."""
-        if self._keys and self._same is None:
-            arrays = [jax.random.key_data(array) if n in self._keys else array for n, array in enumerate(arrays)]
-        moved = super().__call__(arrays)
+        if self._keys:
+            arrays = [_jax.data_of_keys(array) if n in self._keys else array for n, array in enumerate(arrays)]
+        out = list(super().__call__(arrays))
         if not self.lands_here:
-            return moved
-        out = list(moved)
+            return out
         for n, dtype in self._keys.items():
-            out[n] = jax.random.wrap_key_data(out[n], impl=_jax.key_kind(dtype)[0])
+            out[n] = _jax.keys_of_data(out[n], dtype)
         return out if self._reshard is None else self._reshard(out)
-
-
-def _is_key(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jax.dtypes.extended)

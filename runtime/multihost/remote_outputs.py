@@ -11,49 +11,38 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Traced
-from alpa_lite.ir.program import Program
+from alpa_lite.runtime.buffers import ProgramBuffers
 from alpa_lite.runtime.compile import compile_lowered
 from alpa_lite.runtime.meshes import lower_region
 from alpa_lite.runtime.multihost import backpressure, global_array
-from alpa_lite.runtime.multihost.permute import assembled, zeros
+from alpa_lite.runtime.multihost.permute import UnionProgram
 
 MAX_BROADCAST_BYTES = 1024
 """Bytes of a result that is broadcast to all processes."""
-
-_AXIS = "process"
 
 
 class RemoteOutputs:
     """The results of a pipeline that are on devices of other processes; none in a process that is alone."""
 
-    def __init__(
-        self, traced: Traced, program: Program, devices: Sequence[Any], here: Sequence[bool],
-        sharding: Callable[[int], NamedSharding],
-    ) -> None:  # fmt: skip
-        """Compiles nothing.
-
-        Args:
-          devices: of the cluster, by number.
-          here: for each submesh, whether this process has a device of it.
-          sharding: of a buffer.
-        """
+    def __init__(self, traced: Traced, buffers: ProgramBuffers) -> None:
+        """Compiles nothing."""
+        program, devices = buffers.program, buffers.devices
         self._absent: dict[int, Any] = {}
         groups: defaultdict[int, list[int]] = defaultdict(list)
         for n, b in enumerate(program.outputs):
             one = program.buffers[b]
-            if not here[one.mesh]:
-                absent = global_array.non_addressable(one.shape, one.dtype, sharding(b))
+            if not buffers.here[one.mesh]:
+                absent = global_array.non_addressable(one.shape, one.dtype, buffers.sharding(b))
                 self._absent[n] = _jax.array_with_weak_type(absent, traced.outputs[n].weak)
             is_key = jnp.issubdtype(one.dtype, jax.dtypes.extended)
             if traced.outputs[n].role == "state" or is_key or any(one.layout.dims):
@@ -65,8 +54,8 @@ class RemoteOutputs:
         for mesh, outputs in sorted(groups.items()):
             own = [devices[number] for number in program.submeshes[mesh].devices]
             if {device.process_index for device in own} != everyone:
-                buffers = [program.buffers[program.outputs[n]] for n in outputs]
-                self._broadcasts.append(Broadcast(outputs, [(b.shape, b.dtype) for b in buffers], own, devices))
+                types = [program.buffers[program.outputs[n]][2:4] for n in outputs]
+                self._broadcasts.append(Broadcast(outputs, types, own, devices))
         self._here = [n for n in range(len(program.outputs)) if n not in self._absent]
 
     def shardings(self, results: list[NamedSharding]) -> list[NamedSharding]:
@@ -106,29 +95,24 @@ class Broadcast:
         devices: Sequence[Any],
     ) -> None:  # fmt: skip
         """Args: numbers, shapes and dtypes of the results, the devices of the submesh, and all."""
-        self.outputs = tuple(outputs)
+        self.outputs, self._types = tuple(outputs), types
         first = {device.process_index: device for device in reversed(devices)}
-        without = first.keys() - {device.process_index for device in own}
-        members = sorted([*own, *(first[n] for n in without)], key=lambda device: device.process_index)
-        self._root = members.index(own[0])
-        self._mesh = Mesh(np.array(members), (_AXIS,), axis_types=(AxisType.Auto,))
-        self.sharding = NamedSharding(self._mesh, PartitionSpec())
-        self._types = [jax.ShapeDtypeStruct(*kind, sharding=self.sharding) for kind in types]
-        mine = jax.process_index()
-        # The blocks of a process that has none of the results.
-        self._zeros = [[zeros(*kind, first[mine])] for kind in types] if mine in without else []
+        others = first.keys() - {device.process_index for device in own}
+        members = sorted([*own, *(first[n] for n in others)], key=lambda device: device.process_index)
+        self._root, self._union = members.index(own[0]), UnionProgram(members, own, types)
+        self.sharding = NamedSharding(self._union.mesh, PartitionSpec())
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the results as all processes have them, before they are computed."""
-        blocks = self._zeros or map(_jax.blocks_of, arrays)
-        return self._call(*map(assembled, self._types, blocks))
+        return self._call(*self._union.give(arrays))
 
     @functools.cached_property
     def _call(self) -> Any:
         """The program, compiled: each process gives its block, and all take that of the submesh."""
+        mesh = self._union.mesh
 
         def local(*blocks: Any) -> list[Any]:
-            return [lax.all_gather(block, _AXIS)[self._root] for block in blocks]
+            return [lax.all_gather(block, mesh.axis_names)[self._root] for block in blocks]
 
-        lowered = lower_region(local, self._mesh, self._types, self._types)
-        return compile_lowered(lowered, self.sharding.device_set)
+        results = [jax.ShapeDtypeStruct(*kind, sharding=self.sharding) for kind in self._types]
+        return compile_lowered(lower_region(local, mesh, self._union.given, results), mesh.devices.flat)

@@ -78,7 +78,7 @@ def test_three_steps_equal_the_single_device_ones_within_the_predicted_peak(sche
     run = executable(schedule)
     pipeline_driver.compare_steps(run, step, arguments())
     predicted = programs.peak_bytes(driven(schedule).pipeline.program)
-    for have, want in zip(run.measure_peak(*arguments()), predicted, strict=True):
+    for have, want in zip(pipeline_driver.measure_peak(run, *arguments()), predicted, strict=True):
         assert abs(have - want) <= 0.05 * want
 
 

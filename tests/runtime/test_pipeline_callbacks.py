@@ -16,7 +16,7 @@ import pytest
 from jax.experimental import io_callback
 
 from alpa_lite.errors import ExecutionError
-from alpa_lite.runtime.callbacks import Failures
+from alpa_lite.runtime.debug.callbacks import Failures
 from alpa_lite.runtime.pipeline import PipelineExecutable
 from tests import pipeline_driver
 

@@ -15,11 +15,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alpa_lite.errors import OptionError
+from alpa_lite.ir.graph import Lit
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.options import Options
 from alpa_lite.passes.ir.evaluation import evaluate_block
 from alpa_lite.passes.tracing.tracing import trace
-from alpa_lite.runtime import meshes
+from alpa_lite.plan.pins import layout_of_spec
 from alpa_lite.runtime.binding import NewSignature
 from alpa_lite.runtime.jit_fallback import jit_fallback
 from alpa_lite.runtime.single import SingleExecutable
@@ -30,8 +31,19 @@ OPTIMIZER = optax.adam(1e-2)
 MOMENTUM = optax.sgd(0.1, momentum=0.9)  # unlike Adam it does not blow up gradients that are zero but for rounding
 
 
-def mesh_of(shape: tuple[int, ...]) -> Mesh:
-    return meshes.mesh_of(LogicalMesh(shape, ("a", "b")[: len(shape)]))
+def whole(traced, shape, inputs, outputs, donate: Any = "auto") -> SingleExecutable:
+    """The step on a mesh, from specs of its arguments, perhaps of its constants, and of its results."""
+    block, values = traced.graph.block, traced.graph.values
+    specs = [*inputs, *[P()] * (len(block.inputs) - len(inputs))]
+    taken, given = (
+        [layout_of_spec(s, one.aval.ndim if isinstance(one, Lit) else len(values[one].shape)) for s, one in pairs]
+        for pairs in (zip(specs, block.inputs, strict=True), zip(outputs, block.outputs, strict=True))
+    )
+    mesh = LogicalMesh(shape, ("a", "b")[: len(shape)])
+    options = LoadOptions(donate=donate)
+    return SingleExecutable(
+        traced, mesh, (taken, given), lambda _: lambda *leaves: evaluate_block(block, leaves), options=options
+    )
 
 
 def executable(
@@ -44,11 +56,7 @@ def executable(
     arguments = [roles[one.role](values[n].shape) for one, n in zip(traced.arguments, inputs, strict=False)]
     new_value = dict(traced.state)
     outputs = [arguments[new_value[i]] if i in new_value else P() for i in range(len(traced.outputs))]
-    return SingleExecutable(traced, evaluation(traced), mesh_of(shape), arguments, outputs, LoadOptions(donate=donate))
-
-
-def evaluation(traced):
-    return lambda *leaves: evaluate_block(traced.graph.block, leaves)
+    return whole(traced, shape, arguments, outputs, donate)
 
 
 def fsdp(dims):
@@ -183,7 +191,10 @@ def test_every_leaf_is_written_over_itself():
     args = ({"w": jnp.ones((8, 8))}, {"m": jnp.ones((8, 8)) * 2}, np.ones(8, np.float32))
     for donate in ("auto", (0, 1)):
         run = executable(fun, *args, donate=donate, batch_argnums=2)
-        assert [run._traced.arguments[i].path for i in run._function.donated] == ["moments['m']", "params['w']"], donate
+        assert [run._traced.arguments[i].path for i in run._buffers.program.executables[0].donated] == [
+            "moments['m']",
+            "params['w']",
+        ], donate
         placed = run.place(*args)
         assert_close(run(*placed), jax.jit(fun)(*args))
         assert deleted(placed)[:2] == [True, True]
@@ -193,7 +204,7 @@ def test_state_whose_sharding_changes_is_not_donated_and_nothing_warns():
     traced = trace(step, (make_state(), make_batch()), {})
     shapes = [traced.graph.values[v].shape if isinstance(v, int) else () for v in traced.graph.block.outputs]
     outputs = [P("a") if shape[:1] == (8,) else P() for shape in shapes]
-    run = SingleExecutable(traced, evaluation(traced), mesh_of((8,)), [P()] * len(traced.arguments), outputs)
+    run = whole(traced, (8,), [P()] * len(traced.arguments), outputs)
     state, batch = run.place(make_state(), make_batch())
     new, _ = run(state, batch)
     assert not state["params"]["w"].is_deleted() and state["params"]["b"].is_deleted()
@@ -259,7 +270,7 @@ def test_a_sharded_constant_without_elements():
     empty, x = np.zeros((0, 8), np.float32), np.arange(64, dtype=np.float32).reshape(8, 8)
     traced = trace(lambda x: 2 * x + jnp.asarray(empty).sum(), (x,), {}, batch_argnums=())
     assert [constant.shape for constant in traced.graph.constants] == [(0, 8)]
-    run = SingleExecutable(traced, evaluation(traced), mesh_of((8,)), [P(None, "a"), P(None, "a")], [P()])
+    run = whole(traced, (8,), [P(None, "a"), P(None, "a")], [P()])
     np.testing.assert_array_equal(run(x), 2 * x)
 
 

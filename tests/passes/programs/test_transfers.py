@@ -287,7 +287,7 @@ def kept(program: Program, cluster: Cluster) -> Counter[int]:
     """Bytes of zeros that the runtime keeps on each device, were every transfer one between processes."""
     edges = {transfers.plans_of(program, number, cluster) for number in range(len(program.transfers))}
     movers = [CrossProcessTransfer(plans, jax.devices()) for plans in edges]
-    blocks = {id(block): block for mover in movers for one in mover._zeros for block in one}
+    blocks = {id(block): block for mover in movers for one in mover._union._zeros for block in one}
     found: Counter[int] = Counter()
     for block in blocks.values():
         found[block.device.id] += block.nbytes
