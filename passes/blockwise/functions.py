@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,14 @@ class FunctionWriter(Rewriter):
         super().__init__(graph)
         self._axes, self._fold_empty = list(axes), fold_empty
         self._graphs: dict[Hashable, Graph] = {}
+
+    def attribute(self, ops: Iterable[Op], origin: int) -> None:
+        """Notes that some new ops are parts of another one."""
+        self._origin.update(dict.fromkeys((op.index for op in ops), self.origin(origin)))
+
+    def origin(self, index: int) -> int:
+        """The index of the op of the graph that an op copies, or is a part of; its own if there is none."""
+        return self._origin.get(index, index)
 
     def write(
         self,

@@ -3,7 +3,7 @@
 A model whose layers are a `lax.scan` over stacked parameters is one operation forward and one backward, so no stage
 boundary could fall inside. With cut points p_1 < .. < p_k in its length n, the scan over [0, n) becomes consecutive
 scans over [0, p_1), [p_1, p_2), .., [p_k, n) of the same body (for a reversed scan, the last first), whose carry goes
-from one to the next. Then everything stacked over layers is held in pieces (`layers.stacks`), so that only slices at
+from one to the next. Then everything stacked over layers is held in pieces (`blockwise.stacks`), so that only slices at
 the arguments, and concatenations at the new state, mention a whole stacked leaf.
 
 As one argument, such a leaf would be owned by one stage and sent to the others whole. So an argument that is read in
@@ -22,11 +22,12 @@ from dataclasses import dataclass, replace
 from alpa_lite.errors import OptionError
 from alpa_lite.ir.graph import Argument, Atom, Block, Bounds, Pieces, Stacked, Traced
 from alpa_lite.ir.strategy import Rule
+from alpa_lite.passes.blockwise.parts import rows_of
+from alpa_lite.passes.blockwise.stacks import InPieces, StackWalk
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.flow import uses
 from alpa_lite.passes.ir.loops import Carried, ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten
-from alpa_lite.passes.layers.stacks import InPieces, StackWalk
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +141,7 @@ def _with_pieces(traced: Traced, walk: StackWalk, block: Block) -> tuple[Block, 
     for value in whole:
         bounds, parts = walk.asked_for[value]
         for part, (low, high) in zip(parts, itertools.pairwise(bounds), strict=True):
-            walk.slice(value, low, high, block.ops[0].source, part)
+            walk.out.append(rows_of(walk.rewriter, value, low, high, block.ops[0].source, part))
     return replace(block, ops=(*walk.out, *block.ops)), leaves
 
 

@@ -31,11 +31,11 @@ from jax import lax
 from alpa_lite.ir.graph import Atom, Block, Lit, Op
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.blockwise import FunctionWriter
+from alpa_lite.passes.blockwise.parts import COMBINED, params_for
 from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.layers.stacks import params_for
 from alpa_lite.passes.tokens.pieces import Pieces, Range, Ranges, padded
-from alpa_lite.passes.tokens.states import Body, State, States, Way, row_factor
+from alpa_lite.passes.tokens.states import Body, Role, State, States, row_factor
 from alpa_lite.passes.tokens.windows import Move, shift_of, size_along, window
 
 
@@ -83,9 +83,9 @@ class _Expansion(Pieces):
         for op in block.ops:
             self._source, self._owner = op.source, op.index
             self._now = 0 if op.index in self.forward else self.slices
-            way = self.found.ways[op.index]
-            self._emit(op, way)
-            reason = self._late_reason(op, way)
+            role = self.found.roles[op.index]
+            self._emit(op, role)
+            reason = self._late_reason(op, role)
             if reason:
                 late.append(Late(op, reason))
         makers = producers(block.ops)
@@ -98,15 +98,15 @@ class _Expansion(Pieces):
         ordered = sorted((op for _, op in self.ops), key=lambda op: phase[op.index])
         return Expanded(Block(block.inputs, tuple(ordered), tuple(outputs)), phase, self.owner, tuple(late))
 
-    def _late_reason(self, op: Op, way: Way) -> str:
+    def _late_reason(self, op: Op, role: Role) -> str:
         """Why a piece of a forward operation waits for a later slice, if one does."""
-        if op.index not in self.forward or way.kind in ("free", "sum"):
+        if op.index not in self.forward or role.kind in ("free", "sum"):
             return ""
         for value in op.results:
             held = enumerate(self.pieces.get(value, ()))
             if any(isinstance(a, int) and self.phase.get(a, 0) > piece for piece, a in held):
                 return "its operands are of later tokens"
-        return way.reason
+        return role.reason
 
     def _sink(self, outputs: Sequence[Atom]) -> dict[int, int]:
         """Returns the phases, where recomputed operations wait for the first phase that reads them."""
@@ -120,20 +120,20 @@ class _Expansion(Pieces):
                 until[value] = min(until.get(value, last), phase[op.index])
         return phase
 
-    def _emit(self, op: Op, way: Way) -> None:
-        match way.kind:
+    def _emit(self, op: Op, role: Role) -> None:
+        match role.kind:
             case "whole" | "free":
                 operands = list(map(self._fetch, op.operands))
                 results = self._again(op, operands, list(map(self.rw.fresh, op.results)))
                 self.whole.update(zip(op.results, results, strict=True))
             case "pieces":
                 for piece in range(self.slices):
-                    extents = self.ranges(op, way, piece)
+                    extents = self.ranges(op, role, piece)
                     if extents is not None:
                         for value, part in zip(op.results, self._emit_piece(op, piece, extents), strict=True):
                             self.pieces[value][piece] = part
             case "sum" | "spread":
-                self._emit_sum(op, way)
+                self._emit_sum(op, role)
             case "shift":
                 self._emit_shift(op)
             case "window":
@@ -183,21 +183,21 @@ class _Expansion(Pieces):
                 outer *= rule.factors[factor].size
         return got
 
-    def _emit_sum(self, op: Op, way: Way) -> None:
+    def _emit_sum(self, op: Op, role: Role) -> None:
         """Writes the sum over slices, in the order of the phases; of "spread", a sum for each slice on its own."""
         (value,) = op.results
         state, total = self.found.of.get(value), None
         for piece in sorted(range(self.slices), reverse=op.index not in self.forward):
-            extents = self.ranges(op, way, piece)
+            extents = self.ranges(op, role, piece)
             if extents is None:
                 continue
             is_scatter = op.name == "scatter-add"
             (part,) = self._emit_piece(op, piece, extents, total if is_scatter else None)
-            if way.kind == "sum":
+            if role.kind == "sum":
                 total = part if is_scatter else self._combined(op, total, part)
                 continue
             assert state is not None
-            reach = extents[way.column][1] if way.column in extents else state.size
+            reach = extents[role.column][1] if role.column in extents else state.size
             for target, own in self.over(state, (0, reach)):
                 first, stop = self.held(state, target)
                 given = self._cut(part, state.dim, (own[0] + first, own[1] + first))
@@ -205,7 +205,7 @@ class _Expansion(Pieces):
                 if missing or own[0]:
                     given = self._made(padded, [given], state.dim, own[0], missing, 0)
                 self.pieces[value][target] = self._combined(op, self.pieces[value][target], given)
-        if way.kind == "sum":
+        if role.kind == "sum":
             assert total is not None
             self.whole[value] = total
             return
@@ -234,8 +234,7 @@ class _Expansion(Pieces):
 
     def _combined(self, op: Op, left: Atom | None, right: Atom) -> Atom:
         """The sum of two parts, or the operation's own reduction of them; of one part, that."""
-        join = {"reduce_max": lax.max, "reduce_min": lax.min}.get(op.name, lax.add)
-        return right if left is None else self._made(join, [left, right])
+        return right if left is None else self._made(COMBINED.get(op.name, lax.add_p).bind, [left, right])
 
     def _zeros(self, value: int, state: State, piece: int) -> Atom | None:
         first, stop = self.held(state, piece)

@@ -92,21 +92,16 @@ class Latency:
     """The model of each stage.
 
     Attributes:
-      coefficients: [stages, 4]: a, b, d, e. sent: likewise, of transfers.
+      coefficients: [2, stages, 4]: a, b, d, e of slices, and of transfers behind the stage, both ways.
       error: the largest error of a sample, as a share of what the slowest stage takes for the same slice.
     """
 
     coefficients: np.ndarray
-    sent: np.ndarray
     error: float
 
     def seconds(self, part: float, length: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """[stages, ...] t(part, length, context)."""
+        """[2, stages, ...] t(part, length, context), and the seconds of transfers."""
         return np.tensordot(self.coefficients, _terms(part, length, context), 1)
-
-    def transfers(self, part: float, length: np.ndarray, context: np.ndarray) -> np.ndarray:
-        """[stages, ...] seconds of transfers behind each stage, both ways."""
-        return np.tensordot(self.sent, _terms(part, length, context), 1)
 
 
 def fitted(known: Sequence[Sample]) -> Latency:
@@ -117,17 +112,17 @@ def fitted(known: Sequence[Sample]) -> Latency:
         key = sample.part, sample.length, sample.context
         slowest[key] = max(slowest[key], sample.seconds)
         of_stage[sample.stage].append(sample)
-    out, sent = np.zeros((2, max(of_stage, default=-1) + 1, 4))
+    out = np.zeros((2, max(of_stage, default=-1) + 1, 4))
     error = 0.0
     for stage, some in of_stage.items():
         weights = np.array([1 / max(slowest[s.part, s.length, s.context], 1e-12) for s in some])
         columns = np.array([_terms(s.part, np.array(s.length), np.array(s.context)) for s in some])
-        seconds, transfers = (np.array([getattr(s, name) for s in some]) for name in ("seconds", "sent"))
+        known = np.array([(s.seconds, s.sent) for s in some]).T
         scale = columns.max(0)  # of one size: tokens squared are many
-        out[stage] = optimize.nnls(columns / scale * weights[:, None], seconds * weights)[0] / scale
-        sent[stage] = optimize.nnls(columns / scale * weights[:, None], transfers * weights)[0] / scale
-        error = max(error, float(np.abs((columns @ out[stage] - seconds) * weights).max()))
-    return Latency(out, sent, error)
+        for number, seconds in enumerate(known):
+            out[number, stage] = optimize.nnls(columns / scale * weights[:, None], seconds * weights)[0] / scale
+        error = max(error, float(np.abs((columns @ out[0, stage] - known[0]) * weights).max()))
+    return Latency(out, error)
 
 
 def _terms(part: float, length: np.ndarray, context: np.ndarray) -> np.ndarray:
@@ -192,17 +187,15 @@ def proposed(
     lengths, contexts = np.meshgrid(np.arange(1, size + 1) * step, np.arange(size) * step, indexing="ij")
     out = []
     for count in counts:
-        times = latency.seconds(1 / count, lengths, contexts)
-        whole = latency.seconds(1 / count, np.array(tokens), np.array(0))
+        times, sent = latency.seconds(1 / count, lengths, contexts).max(1)
+        whole = latency.seconds(1 / count, np.array(tokens), np.array(0))[0]
         stages = float(whole.sum() / whole.max()) if whole.max() > 0 else float(len(whole))
-        sent = latency.transfers(1 / count, lengths, contexts).max(0)
-        table = np.maximum(np.maximum(times.max(0), sent / 2), dispatch)
+        table = np.maximum(np.maximum(times, sent / 2), dispatch)
         table[: shortest - 1] = np.inf
-        paced = np.maximum(times.max(0) + sent, dispatch)
-        found = cut(table, count, stages, step=step, passing=np.where(np.isinf(table), np.inf, paced))
-        best = [n // step for n in found.lengths]
+        paced = np.maximum(times + sent, dispatch)
+        best = cut(table, count, stages, np.where(np.isinf(table), np.inf, paced)).lengths
         equal = [tuple(map(len, np.array_split(np.arange(size), n))) for n in (len(best), 1 << len(best).bit_length())]
-        for parts in dict.fromkeys((tuple(best), *equal)):
+        for parts in dict.fromkeys((best, *equal)):
             if len(parts) > 1 and min(parts) >= max(shortest, 1):
                 at = np.cumsum([0, *parts[:-1]])
                 taken, longest = table[np.array(parts) - 1, at].sum(), paced[np.array(parts) - 1, at].max()
@@ -233,7 +226,7 @@ class TokenSlices:
     """A cutting of each sequence.
 
     Attributes:
-      lengths: of the slices in tokens, first to last.
+      lengths: of the slices in steps, first to last.
       seconds: T, predicted.
     """
 
@@ -241,23 +234,20 @@ class TokenSlices:
     seconds: float
 
 
-def cut(
-    seconds: np.ndarray, count: int, stages: float, *, step: int = 1, passing: np.ndarray | None = None
-) -> TokenSlices:
+def cut(seconds: np.ndarray, count: int, stages: float, passing: np.ndarray) -> TokenSlices:
     """The fastest cutting.
 
     Args:
-      seconds: [n, n] of a slice of (i + 1) * step tokens behind j * step others, where the sequence has n * step; those
-        longer than the sequence (i + 1 + j > n) are not read, and infinity stands for what is not allowed.
+      seconds: [n, n] of a slice of i + 1 steps behind j others, where the sequence has n; those longer than the
+        sequence (i + 1 + j > n) are not read, and infinity stands for what is not allowed.
       count: B.
       stages: K; not whole where others than the slowest take less.
-      step: the lengths of slices are multiples of so many tokens.
-      passing: p, as `seconds`, which it is where it is not given.
+      passing: p, as `seconds`.
 
     Raises:
       OptionError: no slices that are allowed add up to the sequence.
     """
-    rows = _ends(seconds, seconds if passing is None else passing)
+    rows = _ends(seconds, passing)
     values = np.unique(np.concatenate([paced for _, paced in rows]))
     values = values[np.isfinite(values)]
     known: dict[int, float] = {}
@@ -290,7 +280,7 @@ def cut(
     lengths = _cut_at(rows, values[at])
     ends = np.cumsum(lengths).tolist()
     taken, paced = np.array([[row[n - 1] for row in rows[end - 1]] for n, end in zip(lengths, ends, strict=True)]).T
-    return TokenSlices(tuple(n * step for n in lengths), float(count * taken.sum() + (stages - 1) * paced.max()))
+    return TokenSlices(tuple(lengths), float(count * taken.sum() + (stages - 1) * paced.max()))
 
 
 Rows = list[tuple[np.ndarray, np.ndarray]]

@@ -14,8 +14,7 @@ which is then put together once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -24,27 +23,27 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Atom, Block, Bounds, Graph, Op
+from alpa_lite.ir.graph import Atom, Block, Graph, Op
 from alpa_lite.ir.kernels import KERNEL
+from alpa_lite.passes.blockwise import FunctionWriter
+from alpa_lite.passes.blockwise.parts import rows_of
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_block, renamed_op
-from alpa_lite.passes.layers.stacks import StackWalk
 from alpa_lite.passes.tracing import conversion
 
 MOST = 20_000
 """Operations that loops may become; more would take longer to plan and to compile than slices can save."""
 
 
-def opened(rewriter: Rewriter, block: Block) -> tuple[Block, dict[int, int]]:
-    """The block with such operations in place of the one, and for each of them, by index, the one that it is part of.
+def opened(rewriter: FunctionWriter, block: Block) -> Block:
+    """The block with such operations in place of the one, whose parts they are (`FunctionWriter.origin`).
 
     Functions that are written for a device (Pallas, custom calls) stay as they are.
     """
     names: dict[int, Atom] = {}
     out: list[Op] = []
-    part_of: dict[int, int] = {}
     for op in block.ops:
         op = renamed_op(op, names)
         if op.name in primitives.PAIRWISE:
@@ -58,10 +57,10 @@ def opened(rewriter: Rewriter, block: Block) -> tuple[Block, dict[int, int]]:
             inner.block, dict(zip(inner.block.inputs, op.operands, strict=True)), inner.values, op.source
         )
         out += ops
-        part_of.update((one.index, op.index) for one in ops)
+        rewriter.attribute(ops, op.index)
         names.update(zip(op.results, results, strict=True))
     outputs = tuple(renamed_atom(a, names) for a in block.outputs)
-    return Block(block.inputs, tuple(out), outputs), part_of
+    return Block(block.inputs, tuple(out), outputs)
 
 
 def _inner(rewriter: Rewriter, op: Op) -> Graph | None:
@@ -92,97 +91,94 @@ def _counting(jaxpr: Any, *operands: Any) -> Any:
 # -- loops -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
-class Unrolled:
-    """A block without some of its loops.
-
-    Attributes:
-      part_of: index of an op that a loop became -> the loop's.
-      rows: index of an op that cuts an iteration's row out of a stack -> the stack, made outside of these loops.
-    """
-
-    block: Block
-    part_of: Mapping[int, int]
-    rows: Mapping[int, int]
-
-
 def operations(op: Op) -> int:
     """How many operations a loop becomes."""
     view = ScanView(op)
     return view.length * (len(view.body.ops) + 2 * len(view.inputs.xs))
 
 
-def unrolled(rewriter: Rewriter, block: Block, loops: Set[int]) -> Unrolled:
+def unrolled(rewriter: FunctionWriter, block: Block, loops: Set[int]) -> tuple[Block, Mapping[int, int]]:
     """The block with some scans, and those that read their stacks row by row (residuals), written out.
 
     Args:
       loops: indices of their ops.
+
+    Returns:
+      The block; and, by the index of an op that takes an iteration's row out of a stack, the stack.
     """
-    walk = _Unrolling(rewriter, block, loops)
-    walk.run()
-    outputs = tuple([walk.whole(atom, None) for atom in block.outputs])
-    made = renamed_block(Block(block.inputs, tuple(walk.out), outputs), walk.names)
-    return Unrolled(made, walk.part_of, walk.rows)
+    return _Unrolling(rewriter, loops).block(block)
 
 
-class _Unrolling(StackWalk):
-    """A walk that writes loops out: a piece of a stack is what one iteration takes or gives.
+class _Unrolling:
+    """The writing out of loops.
 
     Attributes:
+      rows: stack -> what each iteration takes of it, or gives to it.
+      makers: stack that exists in rows alone -> the loop that makes it.
+      cuts: index of an op that takes a row -> the stack.
       names: what a value that a loop ended with is called.
-      part_of, rows: as `Unrolled` has them. makers: stack -> the loop that makes it.
-      loop: index of the loop that is written out.
     """
 
-    def __init__(self, rewriter: Rewriter, block: Block, loops: Set[int]) -> None:
-        every = {op.index: tuple(range(ScanView(op).length + 1)) for op in block.ops if op.index in loops}
-        super().__init__(rewriter, {}, block, every)
-        self.names: dict[int, Atom] = {}
-        self.part_of: dict[int, int] = {}
-        self.rows: dict[int, int] = {}
+    def __init__(self, rewriter: FunctionWriter, loops: Set[int]) -> None:
+        self.rewriter, self.loops = rewriter, loops
+        self.out: list[Op] = []
+        self.rows: dict[int, list[Atom]] = {}
         self.makers: dict[int, Op] = {}
-        self.loop = -1
+        self.cuts: dict[int, int] = {}
+        self.names: dict[int, Atom] = {}
 
-    def cut(self, op: Op, bounds: Bounds) -> None:
+    def block(self, block: Block) -> tuple[Block, Mapping[int, int]]:
+        """The new block, and the stacks whose rows are taken."""
+        for op in block.ops:
+            if op.name == "scan" and (
+                op.index in self.loops or not self.rows.keys().isdisjoint(ScanView(op).operands.xs)
+            ):
+                self.unroll(op)
+                continue
+            self.put_together(op.reads)
+            self.out.append(op)
+        self.put_together(values_in(block.outputs))
+        return renamed_block(Block(block.inputs, tuple(self.out), block.outputs), self.names), self.cuts
+
+    def unroll(self, op: Op) -> None:
         """Writes a loop out."""
         view = ScanView(op)
-        for atom in (*view.operands.consts, *view.operands.carry):
-            self.whole(atom, op.source)
-        self.loop = op.index
-        taken = [self.parts(value, bounds, op.source) for value in values_in(view.operands.xs)]
+        self.put_together(values_in((*view.operands.consts, *view.operands.carry)))
+        first = len(self.out)
+        taken = [self.rows_of(value, op.source) for value in values_in(view.operands.xs)]
         carry: Sequence[Atom] = view.operands.carry
         given: dict[int, Sequence[Any]] = {}
         order = range(view.length)
         for number in reversed(order) if op.params["reverse"] else order:
-            xs = [rows[number] for rows in taken]
-            names: dict[int, Atom] = dict(zip(view.body.inputs, [*view.operands.consts, *carry, *xs], strict=True))
-            for inner in view.body.ops:
-                made = self.rewriter.copy(inner, names)
-                names.update(zip(inner.results, made.results, strict=True))
-                self.out.append(made)
-                self.part_of[made.index] = op.index
-            carry, given[number] = view.given([renamed_atom(a, names) for a in view.body.outputs])
+            operands = [*view.operands.consts, *carry, *(rows[number] for rows in taken)]
+            ops, outputs = self.rewriter.inline(view.body, dict(zip(view.body.inputs, operands, strict=True)))
+            self.out += ops
+            carry, given[number] = view.given(outputs)
         self.names.update((v, renamed_atom(a, self.names)) for v, a in zip(view.results.carry, carry, strict=True))
         for value, *rows in zip(view.results.ys, *(given[number] for number in order), strict=True):
-            self.pieces[value] = bounds, tuple(rows)
-            self.makers[value] = op
+            self.rows[value], self.makers[value] = rows, op
+        self.rewriter.attribute(self.out[first:], op.index)
 
-    def slice(self, value: int, low: int, high: int, source: Any, part: int | None = None) -> int:
-        """The row of a stack that an iteration takes."""
-        cut = super().slice(value, low, high, source)
-        row = self.rewriter.shaped(value, self.rewriter.values[value].shape[1:])
-        self.out.append(self.rewriter.op(lax.squeeze_p, {"dimensions": (0,)}, [cut], [row], source))
-        for op in self.out[-2:]:
-            self.part_of[op.index], self.rows[op.index] = self.loop, value
-        return row
+    def rows_of(self, stack: int, source: Any) -> list[Atom]:
+        """The rows of a stack that the iterations of a loop take."""
+        shape = self.rewriter.values[stack].shape
+        for number in range(shape[0]) if stack not in self.rows else ():
+            cut, row = rows_of(self.rewriter, stack, number, number + 1, source), self.rewriter.shaped(stack, shape[1:])
+            self.out += (cut, self.rewriter.op(lax.squeeze_p, {"dimensions": (0,)}, cut.results, [row], source))
+            self.cuts.update((op.index, stack) for op in self.out[-2:])
+            self.rows.setdefault(stack, []).append(row)
+        return self.rows[stack]
 
-    def join(self, value: int, parts: Sequence[int], source: Any) -> None:
-        """Puts a stack together."""
-        loop, first = self.makers[value], len(self.out)
-        shape = (1, *self.rewriter.values[value].shape[1:])
-        params = {"shape": shape, "broadcast_dimensions": tuple(range(1, len(shape))), "sharding": None}
-        made = [self.rewriter.shaped(value, shape) for _ in parts]
-        for row, part in zip(parts, made, strict=True):
-            self.out.append(self.rewriter.op(lax.broadcast_in_dim_p, params, [row], [part], loop.source))
-        super().join(value, made, loop.source)
-        self.part_of.update((op.index, loop.index) for op in self.out[first:])
+    def put_together(self, values: Iterable[int]) -> None:
+        """Makes those values that exist in rows alone."""
+        for stack in values:
+            loop = self.makers.pop(stack, None)
+            if loop is None:
+                continue
+            shape, first = (1, *self.rewriter.values[stack].shape[1:]), len(self.out)
+            params = {"shape": shape, "broadcast_dimensions": tuple(range(1, len(shape))), "sharding": None}
+            made = [self.rewriter.shaped(stack, shape) for _ in self.rows[stack]]
+            for row, part in zip(self.rows[stack], made, strict=True):
+                self.out.append(self.rewriter.op(lax.broadcast_in_dim_p, params, [row], [part], loop.source))
+            self.out.append(self.rewriter.op(lax.concatenate_p, {"dimension": 0}, made, [stack], loop.source))
+            self.rewriter.attribute(self.out[first:], loop.index)

@@ -27,7 +27,7 @@ from alpa_lite.passes.blockwise import FunctionWriter
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.rewriting import shape_of
 from alpa_lite.passes.tokens.beyond import Beyond
-from alpa_lite.passes.tokens.states import Body, State, States, Way, row_factor
+from alpa_lite.passes.tokens.states import Body, Role, State, States, row_factor
 
 Range = tuple[int, int]
 """Indices from the first to before the second."""
@@ -72,17 +72,17 @@ class Extents:
             if a < b:
                 yield piece, (a - first, b - first)
 
-    def ranges(self, op: Op, way: Way, piece: int) -> Ranges | None:
+    def ranges(self, op: Op, role: Role, piece: int) -> Ranges | None:
         """Returns the range of each factor that one piece of an operation takes; None where it has no rows."""
-        rows = self.held(self._leading(op, way), piece)
+        rows = self.held(self._leading(op, role), piece)
         if rows[0] == rows[1]:
             return None
-        if way.rows is None:  # a single row
+        if role.rows is None:  # a single row
             return {}
-        seen: dict[int | None, Range] = {factor: (0, self._seen(op, factor, rows)) for factor in way.columns}
-        if way.column is not None and way.kind == "pieces":
-            seen[way.column] = (0, self.need[op.results[0]][piece])
-        return {**seen, way.rows: rows}
+        seen: dict[int | None, Range] = {factor: (0, self._seen(op, factor, rows)) for factor in role.columns}
+        if role.column is not None and role.kind == "pieces":
+            seen[role.column] = (0, self.need[op.results[0]][piece])
+        return {**seen, role.rows: rows}
 
     def _operands(self, op: Op) -> Iterator[tuple[int, Sequence[Sequence[int]], State]]:
         """The operands that have the sequence, with the factors of their dims."""
@@ -90,12 +90,12 @@ class Extents:
             if isinstance(atom, int) and atom in self.found.of:
                 yield atom, dims, self.found.of[atom]
 
-    def _leading(self, op: Op, way: Way) -> State:
+    def _leading(self, op: Op, role: Role) -> State:
         """The state that says which rows a piece has."""
-        if way.kind == "pieces":
+        if role.kind == "pieces":
             return self.found.of[op.results[0]]
         rule = self.rules[op.key]
-        return next(state for _, dims, state in self._operands(op) if row_factor(rule, dims, state) == way.rows)
+        return next(state for _, dims, state in self._operands(op) if row_factor(rule, dims, state) == role.rows)
 
     def _seen(self, op: Op, factor: int, rows: Range) -> int:
         """How many columns of a factor these rows need: those behind add nothing."""
@@ -131,14 +131,14 @@ class Extents:
 
     def _demand(self, op: Op) -> None:
         """Notes the columns of its operands that an operation needs."""
-        way = self.found.ways[op.index]
+        role = self.found.roles[op.index]
         for value in op.results:
             state = self.found.of.get(value)
             if state is not None and state.column is not None:
                 self.need.setdefault(value, [0] * self.slices)
-        if way.kind in ("pieces", "sum", "spread"):
+        if role.kind in ("pieces", "sum", "spread"):
             rule = self.rules[op.key]
-            pieces = [extents for piece in range(self.slices) if (extents := self.ranges(op, way, piece)) is not None]
+            pieces = [extents for piece in range(self.slices) if (extents := self.ranges(op, role, piece)) is not None]
             for atom, dims, state in self._operands(op):
                 if state.column is None:
                     continue
@@ -147,7 +147,7 @@ class Extents:
                     reach = extents.get(column)
                     self._want(atom, extents.get(factor), None if reach is None else reach[1])
         else:
-            columns = max(self.need.get(op.results[0], [0])) or None if way.kind == "shift" else None
+            columns = max(self.need.get(op.results[0], [0])) or None if role.kind == "shift" else None
             for atom in op.reads:
                 self._want(atom, columns=columns)
 

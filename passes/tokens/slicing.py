@@ -70,12 +70,10 @@ class _Opened:
     """The loop's body with attention, and loops perhaps, in operations.
 
     Attributes:
-      part_of: index of an op that another one became -> that one's.
       free: indices of the ops that need no activation.
     """
 
     body: states.Body
-    part_of: Mapping[int, int]
     free: frozenset[int]
 
 
@@ -95,20 +93,15 @@ class _Slicer:
         inputs = self.graph.block.inputs
         self.constants = dict(zip(inputs[len(self.traced.arguments) :], self.graph.constants, strict=True))
 
-    def _opened(self, block: Block, before: _Opened | None, parts: Mapping[int, int], free: frozenset[int]) -> _Opened:
-        """A body with its rules and knowledge; `parts`: its ops, by index, that those `before` became."""
-        block, inner = opening.opened(self.rewriter, block)
-        forward, part_of = self.layers.forward, dict[int, int]()
-        if before is not None:
-            forward, part_of = before.body.forward, {**before.part_of}
-        for some in (parts, inner):
-            forward |= {i for i, whole in some.items() if whole in forward}
-            part_of.update((i, part_of.get(whole, whole)) for i, whole in some.items())
+    def _opened(self, block: Block, free: frozenset[int]) -> _Opened:
+        """A body with its rules and knowledge."""
+        block = opening.opened(self.rewriter, block)
+        forward = frozenset(op.index for op in block.ops if self.rewriter.origin(op.index) in self.layers.forward)
         new = [op for op in (*self.early, *walk(block)) if op.key not in self.rules]
         self.rules.update(factors.rules_of(new, self.values))
         ops = [*self.early, with_body(self.scan, block)]
         known = beyond.known([*ops, *block.ops], self.rules, Statics(ops, self.values, self.constants))
-        return _Opened(states.Body(block, self.rules, self.values, known, forward), part_of, free)
+        return _Opened(states.Body(block, self.rules, self.values, known, forward), free)
 
     def _without_loops(self, opened: _Opened, sequence: Mapping[int, int]) -> tuple[_Opened, states.States]:
         """The body once loops that do not run along the sequence are written out, and its states.
@@ -117,7 +110,7 @@ class _Slicer:
           OptionError: they would become too many operations.
         """
         found = self._states(opened.body, sequence)
-        while loops := [op for op in opened.body.block.ops if found.ways[op.index].reason == states.ACROSS]:
+        while loops := [op for op in opened.body.block.ops if found.roles[op.index].reason == states.ACROSS]:
             count = sum(map(opening.operations, loops))
             if count > opening.MOST:
                 raise OptionError(
@@ -125,27 +118,27 @@ class _Slicer:
                     f"sequence, and loops like it would be {count:,} operations once written out, of at most "
                     f"{opening.MOST:,}; leave token_slices out"
                 )
-            flat = opening.unrolled(self.rewriter, opened.body.block, {op.index for op in loops})
+            flat, rows = opening.unrolled(self.rewriter, opened.body.block, {op.index for op in loops})
             whole = {value for _, value in self.view.consts}
             whole |= {v for op in opened.body.block.ops if op.index in opened.free for v in op.results}
-            free = opened.free | {index for index, stack in flat.rows.items() if stack in whole}
-            opened = self._opened(flat.block, opened, flat.part_of, free)
+            free = opened.free | {index for index, stack in rows.items() if stack in whole}
+            opened = self._opened(flat, free)
             found = self._states(opened.body, sequence)
         return opened, found
 
     def sliced(self) -> tuple[Layering, Mapping[int, int]]:
         """The layers of the new step; and of each op of its body, by index, the phase."""
         reasons: list[str] = []
-        whole = self._opened(self.layers.body, None, {}, self.layers.free)
+        whole = self._opened(self.layers.body, self.layers.free)
         for sequence in self._candidates():
             opened, found = self._without_loops(whole, sequence)
             tokens = _tokens(found)
             fits = tokens == sum(self.lengths)
             forward = [op for op in opened.body.block.ops if op.index in opened.body.forward]
             products = [op for op in forward if op.name in _PRODUCTS]
-            if all(found.ways[op.index].kind == "whole" for op in products):  # then slices are of no use
+            if all(found.roles[op.index].kind == "whole" for op in products):  # then slices are of no use
                 read = [op for op in products if not found.of.keys().isdisjoint(op.operands)]
-                reasons += [_waits(op, found.ways[op.index].reason or "it takes the whole sequence") for op in read]
+                reasons += [_waits(op, found.roles[op.index].reason or "it takes the whole sequence") for op in read]
                 continue
             lengths = self.lengths if fits else (tokens // 2, tokens - tokens // 2)
             made = expansion.expand(self.rewriter, opened.body, found, lengths)
@@ -197,8 +190,7 @@ class _Slicer:
         place = rewriter.place
         for op in made.block.ops:
             if op.index in place:
-                owner = made.owner[op.index]
-                parts[opened.part_of.get(owner, owner)].append(op.index)
+                parts[rewriter.origin(made.owner[op.index])].append(op.index)
         forward = {i for i, phase in made.phase.items() if phase < slices}
 
         def parts_of(ops: Sequence[int]) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Way:
+class Role:
     """How an operation is done.
 
     Attributes:
@@ -91,7 +91,7 @@ class States:
     """Where every value of a block has the sequence, and how every operation is done, by op index."""
 
     of: Mapping[Atom, State]
-    ways: Mapping[int, Way]
+    roles: Mapping[int, Role]
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,14 +130,14 @@ SUMS = frozenset({"dot_general", "reduce_sum", "reduce_max", "reduce_min", "scat
 """Reductions whose parts are joined by addition, or by their own operation."""
 
 _CHEAP = primitives.ELEMENTWISE | primitives.REARRANGED | primitives.CUMULATIVE | {"iota", "reduce_max", "reduce_min"}
-_WHOLE = Way("whole")
+_WHOLE = Role("whole")
 
 ACROSS = "a loop that does not run along the sequence"
 """The reason of loops over layers and the like, which have to be written out to be cut (`opening`)."""
 
 
 def states(body: Body, sequence: Mapping[int, int]) -> States:
-    """States and ways.
+    """States and roles.
 
     Args:
       sequence: inputs of the block that have the sequence -> its dim.
@@ -145,8 +145,8 @@ def states(body: Body, sequence: Mapping[int, int]) -> States:
     walk = _Walk(body)
     walk.of = {value: State(dim, body.values[value].shape[dim], free=True) for value, dim in sequence.items()}
     for op in body.block.ops:
-        walk.ways[op.index] = walk.visit(op)
-    return States(walk.of, walk.ways)
+        walk.roles[op.index] = walk.visit(op)
+    return States(walk.of, walk.roles)
 
 
 def _orientation(ops: Sequence[Op], rules: Mapping[object, Rule], known: Known) -> dict[int, tuple[int, int]]:
@@ -182,11 +182,11 @@ class _Walk:
         self.rules, self.values, self.early = body.rules, body.values, body.forward | body.computed_again
         self.orientation = _orientation(body.block.ops, body.rules, body.known)
         self.of: dict[Atom, State] = {}
-        self.ways: dict[int, Way] = {}
+        self.roles: dict[int, Role] = {}
         self.cotangents: set[int] = set()  # what nothing makes before the backward pass of its slice
 
-    def visit(self, op: Op) -> Way:
-        """The way of one operation; the states of its results are filled in."""
+    def visit(self, op: Op) -> Role:
+        """The role of one operation; the states of its results are filled in."""
         given = list(map(self.of.get, op.operands))
         if not any(given):
             return _WHOLE
@@ -200,10 +200,10 @@ class _Walk:
             return self._scan(op, given, live)
         rule = self.rules.get(op.key)
         if rule is None or op.bodies:
-            return Way("whole", reason=f"{op.name} is not cut")
+            return Role("whole", reason=f"{op.name} is not cut")
         if not live and op.name in _CHEAP:
             self._label(op, rule, given)
-            return Way("free")
+            return Role("free")
         found = None
         if live and op.name in SHIFTS:
             found = self._shift(op, given, live)
@@ -213,11 +213,11 @@ class _Walk:
             found = self._running(op, given)
         elif live and op.name in primitives.ELEMENTWISE:
             found = self._single(op, live)
-        return found or self._factors(op, rule, given) or Way("whole", reason=f"{op.name} does not go slice by slice")
+        return found or self._factors(op, rule, given) or Role("whole", reason=f"{op.name} does not go slice by slice")
 
     # -- by factors -----------------------------------------------------------------------------------------------
 
-    def _factors(self, op: Op, rule: Rule, given: _Given) -> Way | None:
+    def _factors(self, op: Op, rule: Rule, given: _Given) -> Role | None:
         if all(s is None or s.free for s in given):  # of the batch: here the sequence begins to be cut
             given = [None if s is None else replace(s, offset=0, free=False, stride=1) for s in given]
         rows: dict[int, list[tuple[Atom, State]]] = {}
@@ -250,17 +250,17 @@ class _Walk:
                 if op.name not in ("dot_general", "reduce_sum") or state is None or state.outer != 1:
                     return None
                 self.of[op.results[0]] = state
-                return Way("spread", factor, column, tuple(columns))
-        return Way("sum", factor, None, tuple(columns))
+                return Role("spread", factor, column, tuple(columns))
+        return Role("sum", factor, None, tuple(columns))
 
     def _pieces(
         self, op: Op, rule: Rule, factor: int, rows: Mapping[int, list[tuple[Atom, State]]], columns: Mapping[int, int]
-    ) -> Way | None:
+    ) -> Role | None:
         others = {f: some[0][1].offset for f, some in rows.items() if f != factor} | dict(columns)
         if others and any(s.stride != 1 for some in rows.values() for _, s in some):
             return None
         offset, stride = self._joined(op, [(a, s.offset, s.stride) for a, s in rows[factor]])
-        found: Way | None = None
+        found: Role | None = None
         made: list[tuple[int, State]] = []
         for value, dims in zip(op.results, rule.results, strict=True):
             state = self._made(rule, dims, factor, offset)
@@ -273,7 +273,7 @@ class _Walk:
             elif any(f in dim for f in others for dim in dims):
                 return None
             made.append((value, state))
-            found = Way("pieces", factor, column, tuple(columns))
+            found = Role("pieces", factor, column, tuple(columns))
         self.of.update(made)
         return found
 
@@ -310,7 +310,7 @@ class _Walk:
 
     # -- along the rows -------------------------------------------------------------------------------------------
 
-    def _shift(self, op: Op, given: _Given, live: _Live) -> Way | None:
+    def _shift(self, op: Op, given: _Given, live: _Live) -> Role | None:
         """`slice`, `pad` and `concatenate` that change the rows."""
         state = live[0][1]
         size = state.outer * state.size * state.inner
@@ -338,9 +338,9 @@ class _Walk:
             size = self.values[value].shape[state.dim]
             self.of[value] = replace(state, size=size, offset=joined + stride * at, stride=stride)
             at += size
-        return Way("shift")
+        return Role("shift")
 
-    def _single(self, op: Op, live: _Live) -> Way | None:
+    def _single(self, op: Op, live: _Live) -> Role | None:
         """An elementwise operation on at most one row, which no factor stands for."""
         state = live[0][1]
         if any(s.size > 1 or (s.dim, s.size, s.column) != (state.dim, state.size, None) for _, s in live):
@@ -350,9 +350,9 @@ class _Walk:
         offset, _ = self._joined(op, [(a, s.offset, 1) for a, s in live])
         stride = max(s.stride for _, s in live)
         self.of.update((v, replace(state, offset=offset, stride=stride)) for v in op.results)
-        return Way("pieces")
+        return Role("pieces")
 
-    def _window(self, op: Op, given: _Given, live: _Live) -> Way | None:
+    def _window(self, op: Op, given: _Given, live: _Live) -> Role | None:
         """A convolution along the rows."""
         state, kernel = given
         if state is None or not all(s.is_plain for _, s in live):
@@ -365,27 +365,27 @@ class _Walk:
             last = op.index in self.early or op.operands[0] not in self.cotangents
             offset = state.offset - found.low + (found.reach if last else 0)
             self.of[op.results[0]] = State(found.out_dim, shapes[1][found.out_dim], offset)
-        return Way("window")
+        return Role("window")
 
-    def _running(self, op: Op, given: _Given) -> Way | None:
+    def _running(self, op: Op, given: _Given) -> Role | None:
         (state, *_) = given
         if state is None or state.free or op.params["axis"] != state.dim or not state.is_plain:
             return None
         self.of[op.results[0]] = state
-        return Way("running")
+        return Role("running")
 
-    def _scan(self, op: Op, given: _Given, live: _Live) -> Way:
+    def _scan(self, op: Op, given: _Given, live: _Live) -> Role:
         """A scan whose stacked operands have the sequence along the dim that it runs over."""
         view = ScanView(op)
         parts = view.taken(given)
         xs = [s for s in parts.xs if s is not None]
         is_along = bool(xs) and all(s.dim == 0 and s.is_plain for s in xs)
         if not is_along or any(s is not None and not s.free for s in (*parts.consts, *parts.carry)):
-            return Way("whole", reason=ACROSS if live else "")
+            return Role("whole", reason=ACROSS if live else "")
         offset, _ = self._joined(op, [(a, s.offset, 1) for a, s in live]) if live else (0, 1)
         for value in view.given(op.results).ys:
             self.of[value] = State(0, view.length, offset)
-        return Way("loop")
+        return Role("loop")
 
 
 def row_factor(rule: Rule, dims: Sequence[Sequence[int]], state: State) -> int | None:

@@ -17,7 +17,6 @@ from alpa_lite.ir.graph import walk
 from alpa_lite.passes import factors
 from alpa_lite.passes.blockwise import FunctionWriter
 from alpa_lite.passes.ir.evaluation import evaluate
-from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.layers.layering import forward_ops
 from alpa_lite.passes.tokens import beyond, expansion, states
 from alpa_lite.passes.tokens.expansion import Expanded
@@ -37,9 +36,9 @@ def expanded(step: Any, args: Any, lengths: tuple[int, ...]) -> tuple[Expanded, 
     """A step (parameters, batch) in slices of dim 1 of its batch, and the results of the whole step and of that."""
     traced = tracing.trace(step, args, {}, batch_argnums=(1,))
     graph, rewriter = traced.graph, FunctionWriter(traced.graph, fold_empty=False)
-    block, part_of = opened(rewriter, graph.block)
+    block = opened(rewriter, graph.block)
     marked = forward_ops(types.SimpleNamespace(bodies=(graph.block,)), graph.values)  # type: ignore[arg-type]
-    forward = marked | {i for i, whole in part_of.items() if whole in marked}
+    forward = frozenset(op.index for op in block.ops if rewriter.origin(op.index) in marked)
     rules = factors.rules_of(list(walk(block)), rewriter.values)
     constants = dict(zip(block.inputs[len(traced.arguments) :], graph.constants, strict=True))
     known = beyond.known(block.ops, rules, Statics(block.ops, rewriter.values, constants))
@@ -283,10 +282,10 @@ def test_loops_written_out_compute_the_same():
     """A loop, and the one that reads its residuals."""
     arguments = [normal(0, LAYERS, 4, 4), normal(1, 2, 4)]
     graph = tracing.trace(layers, tuple(arguments), {}, batch_argnums=(1,)).graph
-    rewriter = Rewriter(graph)
+    rewriter = FunctionWriter(graph)
     first, second = (op for op in graph.block.ops if op.name == "scan")
     assert (first.params["reverse"], second.params["reverse"]) == (False, True)
-    after = unrolled(rewriter, graph.block, {first.index}).block
+    after, _ = unrolled(rewriter, graph.block, {first.index})
     counts = Counter(op.name for op in after.ops)
     assert counts["scan"] == 0
     assert counts["dot_general"] == 3 * LAYERS
@@ -302,6 +301,8 @@ def test_operations_are_counted_before_they_are_written(length):
 
     graph = tracing.trace(step, (jnp.ones((length, 4, 4)), jnp.ones((2, 4))), {}, batch_argnums=(1,)).graph
     (scan,) = (op for op in graph.block.ops if op.name == "scan")
-    made = unrolled(Rewriter(graph), graph.block, {scan.index})
-    assert operations(scan) == len(made.block.ops) == len(made.part_of) == 4 * length
-    assert set(made.rows.values()) == {scan.operands[-1]}
+    rewriter = FunctionWriter(graph)
+    block, rows = unrolled(rewriter, graph.block, {scan.index})
+    assert operations(scan) == len(block.ops) == 4 * length
+    assert {rewriter.origin(op.index) for op in block.ops} == {scan.index}
+    assert set(rows.values()) == {scan.operands[-1]}

@@ -1,7 +1,6 @@
 """Values that are stacked over the iterations of scans, in pieces: a walk over the operations of a block.
 
-Where scans are cut between iterations (`scans`), or written out (`tokens.opening`), everything stacked over them is
-held in pieces:
+Where scans are cut between iterations (`scans`), everything stacked over them is held in pieces:
 
     scanned inputs     sliced on dim 0; a stacked parameter thus at the step's argument
     stacked results    stay in pieces: the backward scan that reads the residuals is cut at the same points, the
@@ -20,23 +19,16 @@ from typing import Any
 
 from jax import lax
 
-from alpa_lite.ir.graph import Atom, Block, Bounds, Op, Value
+from alpa_lite.ir.graph import Atom, Block, Bounds, Op
 from alpa_lite.ir.strategy import Rule
+from alpa_lite.passes.blockwise.parts import COMBINED, params_for, rows_of
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import Rewriter, shape_of
+from alpa_lite.passes.ir.rewriting import Rewriter
 
 InPieces = tuple[Bounds, tuple[int, ...]]
 """Where the pieces of a stacked value begin, with the end of the last, and the pieces."""
-
-_COMBINED: Mapping[str, Any] = {
-    "reduce_sum": lax.add_p,
-    "reduce_max": lax.max_p,
-    "reduce_min": lax.min_p,
-    "reduce_and": lax.and_p,
-    "reduce_or": lax.or_p,
-}
 
 
 class StackWalk:
@@ -101,12 +93,8 @@ class StackWalk:
         if isinstance(atom, int) and atom in self.pieces and atom not in self.joined:
             self.joined.add(atom)
             _, parts = self.concatenated[atom] = self.pieces[atom]
-            self.join(atom, parts, source)
+            self.out.append(self.rewriter.op(lax.concatenate_p, {"dimension": 0}, parts, [atom], source))
         return atom
-
-    def join(self, value: int, parts: Sequence[int], source: Any) -> None:
-        """Appends the concatenation of a value's pieces."""
-        self.out.append(self.rewriter.op(lax.concatenate_p, {"dimension": 0}, parts, [value], source))
 
     def parts(self, value: int, bounds: Bounds, source: Any) -> tuple[int, ...]:
         """A value in pieces: as made, by the operation that makes it done in pieces, as they come in, or by slices."""
@@ -123,23 +111,11 @@ class StackWalk:
             parts = tuple(self.fresh(value, high - low) for low, high in spans)
             self.asked_for[value] = bounds, parts
         else:
-            parts = tuple(self.slice(value, low, high, source) for low, high in spans)
+            self.out += (rows := [rows_of(self.rewriter, value, low, high, source) for low, high in spans])
+            parts = tuple(op.results[0] for op in rows)
         self.pieces[value] = bounds, parts
         self.joined.add(value)
         return parts
-
-    def slice(self, value: int, low: int, high: int, source: Any, part: int | None = None) -> int:
-        """Iterations `low` to `high` of a stacked value, as a new value or a given one."""
-        before = self.rewriter.values[value]
-        rest = len(before.shape) - 1
-        out = self.fresh(value, high - low) if part is None else part
-        params = {
-            "start_indices": (low, *(0,) * rest),
-            "limit_indices": (high, *before.shape[1:]),
-            "strides": None,
-        }
-        self.out.append(self.rewriter.op(lax.slice_p, params, [value], [out], source))
-        return out
 
     def fresh(self, value: int, size: int) -> int:
         """A new value like another, but for the size of dim 0."""
@@ -186,7 +162,7 @@ class StackWalk:
 
     def combined(self, op: Op, bounds: Bounds) -> bool:
         """Does a reduction of dim 0 in pieces, and combines them; whether it could."""
-        if op.name not in _COMBINED or op.key not in self.rules or 0 not in op.params["axes"]:
+        if op.name not in COMBINED or op.key not in self.rules or 0 not in op.params["axes"]:
             return False
         (value,) = op.reads
         total: int | None = None
@@ -200,7 +176,7 @@ class StackWalk:
                 total = made
                 continue
             summed = op.results[0] if is_last else self.rewriter.fresh(op.results[0])
-            self.out.append(self.rewriter.op(_COMBINED[op.name], {}, [total, made], [summed], op.source))
+            self.out.append(self.rewriter.op(COMBINED[op.name], {}, [total, made], [summed], op.source))
             total = summed
         return True
 
@@ -234,20 +210,3 @@ class StackWalk:
         if op.params["reverse"]:
             stacked.reverse()
         self.pieces.update((v, (bounds, column)) for v, column in zip(ys, zip(*stacked, strict=True), strict=True))
-
-
-def params_for(op: Op, operands: Sequence[Atom], results: Sequence[int], values: Sequence[Value]) -> Mapping[str, Any]:
-    """The parameters of an op on smaller operands and results."""
-    params, made = op.params, values[results[0]].shape
-    if op.name == "broadcast_in_dim":
-        return {**params, "shape": made}
-    if op.name == "reshape":
-        return {**params, "new_sizes": made}
-    if op.name not in ("slice", "gather", "dynamic_slice"):
-        return params
-    name = "limit_indices" if op.name == "slice" else "slice_sizes"
-    before, after = shape_of(op.operands[0], values), shape_of(operands[0], values)
-    sizes = zip(params[name], before, after, strict=True)
-    if op.name == "slice":
-        return {**params, name: tuple(limit if n == m else m for limit, n, m in sizes)}
-    return {**params, name: tuple(m if size == n else size for size, n, m in sizes)}
