@@ -241,11 +241,8 @@ class Scope:
                     self._emit_copy(op, self.states.whole(op))
             case "form":
                 self._emit_form(op, role)
-            case "copy":
-                self._emit_copy(op, role)
-            case "map":
-                params = {k: v for k, v in op.params.items() if k != "jaxpr"}
-                self._emit_copy(op, role, {**params, "length": role.length})
+            case "copy" | "map":
+                self._emit_copy(op, role, role.params)
             case "barrier":
                 self._emit_barrier(op, role)
             case _:
@@ -276,10 +273,11 @@ class Scope:
 
     def _emit_form(self, op: Op, role: Role) -> None:
         form = role.form
-        assert form is not None
-        if form.own is None and not role.scale:
-            self._emit_copy(op, role, form.params)
+        params = role.params if form is None else None if form.own is not None else form.params
+        if params is not None and not role.scale:
+            self._emit_copy(op, role, params)
             return
+        assert form is not None
         operands = self.fetch_all(op.operands, role.operands)
         # The operand that a scatter adds to is taken in one micro-batch alone, whatever examples that has.
         once = op.name in primitives.SCATTER_ADDITIONS and role.operands[0].kind != "sliced"
@@ -305,7 +303,7 @@ class Scope:
         operands: tuple[Atom, ...]
         match op.name:
             case "scan":
-                sizes = {"num_consts": len(free[0]), "num_carry": len(start), "length": role.length}
+                sizes = {"num_consts": len(free[0]), "num_carry": len(start)}
                 operands = (*free[0], *start, *(outer for outer, _ in inner[0].xs))
             case "while":
                 sizes = {"cond_nconsts": len(free[0]), "body_nconsts": len(free[1])}

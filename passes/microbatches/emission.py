@@ -16,7 +16,7 @@ their value numbers. The scan's results are
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +29,7 @@ from jax.extend.core import primitives
 
 from alpa_lite import _jax
 from alpa_lite.errors import MicrobatchError
-from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
+from alpa_lite.ir.graph import Atom, Block, Graph, Op, Value
 from alpa_lite.passes.ir.flow import reach, values_in
 from alpa_lite.passes.ir.loops import Carried
 from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op, shape_of
@@ -71,10 +71,10 @@ def emit(states: StepStates, *, strided: bool = False) -> tuple[Graph, int]:
     loop = _Loop(builder)
     for op in block.ops:
         loop.emit(op)
-    loop.find_epilogue()
     scan, post = loop.finish()
+    before, after = loop.outside(scan)
     outputs = tuple(renamed_atom(atom, loop.names) for atom in block.outputs)
-    graph = builder.finish(Block(block.inputs, (*loop.prologue(), scan, *post, *loop.epilogue()), outputs))
+    graph = builder.finish(Block(block.inputs, (*before, scan, *post, *after), outputs))
     if scan.index not in builder.place:
         raise WithoutLoop
     return graph, builder.place[scan.index]
@@ -92,12 +92,6 @@ class _Loop(Scope):
         super().__init__(builder)
         self.names: dict[int, int] = {}
         self.prepared: list[Op] = []
-        self._exports: dict[int, State] = {}
-        self._early: set[int] = set()  # values that are computed before the loop
-        self._late: set[int] = set()  # and after it, unless they are early
-        self._effects: set[int] = set()  # operations after the loop, by index
-
-    # -- before ---------------------------------------------------------------------------------------------------
 
     @functools.cached_property
     def counter(self) -> int:
@@ -109,80 +103,66 @@ class _Loop(Scope):
         if want == WHOLE:
             op, _ = states.producers.get(value, (None, 0))
             is_bare = op is not None and not (op.bodies or op.has_effects or op.reads)  # made from nothing in the loop
-            return None if is_bare else self._require(value)
+            return None if is_bare else value
         if want.kind == "sliced" and (states.is_outside(value) or states.state[value] == WHOLE):
             found = self._local_block(value, want) if states.state[value] == WHOLE else None
             if found is None:  # its micro-batches, stacked along a new leading dim
-                cut, whole = self.builder.cuts.cut, [self._require(value)]
-                found = self.scanned_input(self.builder.prepare(cut, whole, want, into=self.prepared))
+                found = self.scanned_input(
+                    self.builder.prepare(self.builder.cuts.cut, [value], want, into=self.prepared)
+                )
             return found
         return None
 
-    def _require(self, value: int) -> int:
-        """Makes sure that a value is computed, for the whole batch, before the loop."""
-        self._mark(value, self._early)
-        return value
+    # -- before and after -----------------------------------------------------------------------------------------
 
-    def _mark(self, value: int, marked: set[int]) -> None:
-        """Adds a value, and the values that it is made of, unless they are early anyway."""
+    def read_later(self) -> list[int]:
+        """The values that the operations after the loop read, and those that the step returns, if made before that."""
+        states, atoms = self.states, list[Atom]()
+        for op in states.graph.block.ops:
+            if op.name == "optimization_barrier":
+                atoms += [a for a, v in zip(op.operands, op.results, strict=True) if states.state[v] == AFTER]
+            elif self._is_later(op):
+                atoms += op.operands
+        found = dict.fromkeys(values_in([*atoms, *states.graph.block.outputs]))
+        return [value for value in found if states.state[value] != AFTER]
+
+    def exports(self) -> dict[int, State]:
+        """The values that the loop must return, with their states."""
+        states = self.states
+        pairs = ((value, states.state[value]) for value in self.read_later())
+        return {value: state for value, state in pairs if state != WHOLE and not states.is_outside(value)}
+
+    def outside(self, scan: Op) -> tuple[list[Op], list[Op]]:
+        """The operations before and after the loop."""
+        states, ops = self.states, self.states.graph.block.ops
+        early = self._made_of(value for op in (scan, *self.prepared) for value in op.reads)
+        late = self._made_of(value for value in self.read_later() if value not in self.names)
+        late |= {v for op in ops for v in op.results if self._is_later(op) or states.state[v] == AFTER}
+        before = [part for op in ops if (part := _part(op, early)) is not None]
+        after = []
+        for op in ops:
+            if op.name != "optimization_barrier" and not early.isdisjoint(op.results):
+                continue  # before the loop, with all of its results
+            part = _part(op, late - early) if op.results or not self._is_later(op) else op
+            if part is not None:
+                after.append(renamed_op(part, self.names))
+        return [*before, *self.prepared], after
+
+    def _is_later(self, op: Op) -> bool:
+        """Whether an operation comes after the loop, or has an effect that happens once."""
+        role = self.states.roles.get(op.index)
+        return role is None or (op.has_effects and role.kind == "whole")
+
+    def _made_of(self, values: Iterable[int]) -> set[int]:
+        """Those of some values that operations make, and all that these are made of."""
         producers = self.states.producers
 
-        def missing(atoms: Sequence[Atom]) -> list[int]:
-            return [v for v in values_in(atoms) if v in producers and v not in marked and v not in self._early]
-
-        def made_of(value: int) -> list[int]:
+        def operands(value: int) -> Sequence[int]:
             op, result = producers[value]
-            return missing([op.operands[result]] if op.name == "optimization_barrier" else op.operands)
+            atoms = [op.operands[result]] if op.name == "optimization_barrier" else op.operands
+            return [v for v in values_in(atoms) if v in producers]
 
-        marked.update(reach(missing([value]), made_of))
-
-    def prologue(self) -> list[Op]:
-        """The operations before the loop."""
-        ops = self.states.graph.block.ops
-        return [*(part for op in ops if (part := _part(op, self._early)) is not None), *self.prepared]
-
-    # -- after ----------------------------------------------------------------------------------------------------
-
-    def find_epilogue(self) -> None:
-        """Finds the operations after the loop, and the values that the loop must return for them."""
-        states, block = self.states, self.states.graph.block
-
-        def read(atom: Atom) -> None:
-            if isinstance(atom, Lit) or states.state[atom] == AFTER:
-                return
-            if states.state[atom] == WHOLE or states.is_outside(atom):
-                self._mark(atom, self._late)
-            else:
-                self._exports[atom] = states.state[atom]
-
-        for op in block.ops:
-            role = states.roles.get(op.index)
-            outside = role is None or (op.has_effects and role.kind == "whole")
-            if outside:
-                self._effects.add(op.index)
-                self._late.update(op.results)
-            for atom, value in zip(op.operands, op.results, strict=False):
-                if op.name == "optimization_barrier" and states.state[value] == AFTER:
-                    self._late.add(value)
-                    read(atom)
-            for atom in op.operands if outside else ():
-                read(atom)
-        for atom in block.outputs:
-            read(atom)
-
-    def epilogue(self) -> list[Op]:
-        """The operations after the loop."""
-        out = []
-        wanted = self._late - self._early
-        for op in self.states.graph.block.ops:
-            if op.name != "optimization_barrier" and not self._early.isdisjoint(op.results):
-                continue  # before the loop, with all of its results
-            part = _part(op, wanted)
-            if part is None and op.index in self._effects and not op.results:
-                part = op
-            if part is not None:
-                out.append(renamed_op(part, self.names))
-        return out
+        return set(reach([v for v in values if v in producers], operands))
 
     # -- results --------------------------------------------------------------------------------------------------
 
@@ -191,7 +171,7 @@ class _Loop(Scope):
         carries: list[tuple[int, Carried]] = []
         stacked: list[tuple[int, State, Atom, int]] = []  # value, its state, the body's output, the result
         values, parts = self.builder.values, self.builder.parts
-        for value, state in self._exports.items():
+        for value, state in self.exports().items():
             if state.kind == "sliced" or (state == LOCAL and parts == 1):
                 inner = self.fetch(value, state)
                 result = self.builder.shaped(value, (parts, *shape_of(inner, values)))

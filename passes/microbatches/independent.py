@@ -36,8 +36,8 @@ from alpa_lite.passes.ir.flow import made_of, values_in
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_op
 from alpa_lite.passes.microbatches.aggregates import Aggregates, Tag
 from alpa_lite.passes.microbatches.emission import emit
-from alpa_lite.passes.microbatches.messages import AVERAGED, COMBINED, JOINED, LAST, SUMMED, notes_on_leaves
-from alpa_lite.passes.microbatches.states import AFTER, LOCAL, PARTIAL, WHOLE, Role, StepStates, sliced
+from alpa_lite.passes.microbatches.messages import notes_on_leaves
+from alpa_lite.passes.microbatches.states import AFTER, LOCAL, PARTIAL, WHOLE, Role, State, StepStates, sliced
 
 
 class TraceMismatch(Exception):
@@ -138,23 +138,23 @@ class IndependentLoop:
         normed = self._find_normed(passes, of_batch)
         self.combined = {value: self._combination(value, value in normed) for value in self.exports}
         self.terms = self._find_terms_added_once()
-        unknown = {v for v, kind in self.combined.items() if kind == JOINED} | batch
+        unknown = {v for v, state in self.combined.items() if state.kind == "sliced"} | batch
         of_examples = made_of(self.after, unknown)
         self.updates = [op for op in self.after if of_examples.isdisjoint(op.reads)]  # those that need no example
         self.draws = self._find_draws(of_batch)
+        self.states = self._states()
 
     # -- how results are combined ---------------------------------------------------------------------------------
 
-    def _combination(self, value: int, is_normed: bool) -> str:
-        """How the micro-batches' values of an export are combined: one of `COMBINED`."""
+    def _combination(self, value: int, is_normed: bool) -> State:
+        """The state of an export: sliced, partial if it is a sum of the micro-batches' values, else local."""
         aval, is_sum = self.pair.small.values[value], self.aggregates.of(value) == Tag.SUM
-        if self.pair.one_grown_dim(value, "a result has a value for each pair of examples of the batch") is not None:
-            return JOINED
-        if _is_float(aval):
-            return SUMMED if is_sum and not is_normed else AVERAGED
+        dim = self.pair.one_grown_dim(value, "a result has a value for each pair of examples of the batch")
+        if dim is not None:
+            return sliced(dim)
         if aval.dtype == np.bool_:
             raise TraceMismatch("a result is a truth value of the whole batch")
-        return SUMMED if is_sum else LAST
+        return PARTIAL if is_sum and not (is_normed and _is_float(aval)) else LOCAL
 
     def _find_normed(self, passes: Sequence[Op], of_batch: Collection[int]) -> set[int]:
         """The values on whose way the step divides by a number of examples, before or after the loop."""
@@ -191,10 +191,10 @@ class IndependentLoop:
             if not operands:
                 continue
             reached = made_of(self.inside, op.results)
-            kinds = {kind for value, kind in self.combined.items() if value in reached}
-            if {AVERAGED, SUMMED} <= kinds:
+            states = {state for value, state in self.combined.items() if value in reached}
+            if {LOCAL, PARTIAL} <= states:
                 raise TraceMismatch("it adds a value that no example reaches to a sum and to a mean over examples")
-            if AVERAGED not in kinds:
+            if LOCAL not in states:
                 found[op.index] = operands
         return found
 
@@ -215,7 +215,7 @@ class IndependentLoop:
         Raises:
           WithoutLoop: nothing that the step returns depends on its batch.
         """
-        return emit(self._states())
+        return emit(self.states)
 
     def _states(self) -> StepStates:
         """Both traces as one graph, with the states of its values.
@@ -231,7 +231,7 @@ class IndependentLoop:
         own |= {v: new for op in small.block.ops for v, new in zip(op.results, copy[op.index].results, strict=True)}
         arguments = dict(zip(copied.inputs, big.block.inputs[:count], strict=False))
         drawn = {own[v]: self.pair.big_value[v] for v in self.draws}
-        joined = {v: sliced(self.pair.grown_dims(v)[0]) for v, kind in self.combined.items() if kind == JOINED}
+        joined = {v for v, state in self.combined.items() if state.kind == "sliced"}
         for value in joined:
             rewriter.values[own[value]] = big.values[self.pair.big_value[value]]
         before = [*self._twins(self.before), *(renamed_op(copy[op.index], arguments) for op in self.before)]
@@ -249,14 +249,13 @@ class IndependentLoop:
         states = StepStates(graph, {}, self.parts, {big.block.inputs[i]: dim for i, dim in self.dims.items()}, ())
         for op in before:
             states.decide(op, states.whole(op))
-        kinds = {own[v]: PARTIAL if kind == SUMMED else LOCAL for v, kind in self.combined.items()}
-        kinds |= {own[v]: state for v, state in joined.items()}
+        exported = {own[v]: state for v, state in self.combined.items()}
         draws = {self.pair.big_value[v]: sliced(dim) for v, dim in self.draws.items()}
         for op, new in zip(self.inside, inside, strict=True):
             given = [draws.get(a, states.of(a)) if isinstance(a, int) else WHOLE for a in new.operands]
             for i in self.terms.get(op.index, ()):
                 given[i] = PARTIAL
-            states.decide(new, Role("copy", tuple(given), tuple(kinds.get(v, LOCAL) for v in new.results)))
+            states.decide(new, Role("copy", tuple(given), tuple(exported.get(v, LOCAL) for v in new.results)))
         states.state.update((v, AFTER) for op in after for v in op.results)
         return states
 
@@ -265,12 +264,10 @@ class IndependentLoop:
 
     def notes(self) -> tuple[str, ...]:
         """How each leaf of the result that the loop has a part in is combined."""
-        reach = {kind: made_of(self.after, {v for v, one in self.combined.items() if one == kind}) for kind in COMBINED}
-        kinds = {
-            output.path: next((kind for kind in COMBINED if atom in reach[kind]), "")
-            for output, atom in zip(self.outputs, self.pair.small.block.outputs, strict=True)
-        }
-        notes = ["inexact: each micro-batch is computed independently, as a whole batch", *notes_on_leaves(kinds)]
+        ops, roles = self.states.graph.block.ops, self.states.roles
+        inside = [op for op in ops if op.index in roles and roles[op.index].kind == "copy"]
+        notes = ["inexact: each micro-batch is computed independently, as a whole batch"]
+        notes += notes_on_leaves(self.outputs, self.states, inside)
         nested = (inner for op in self.inside for body in op.bodies for inner in walk(body))
         if any(op.name in primitives.DRAWS for op in nested):
             notes.append("random numbers drawn in the loop are the same in every micro-batch")

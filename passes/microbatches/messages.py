@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 
 from alpa_lite import _jax
 from alpa_lite.errors import MicrobatchError
-from alpa_lite.ir.graph import Block, Graph, Op, Traced, walk
+from alpa_lite.ir.graph import Argument, Block, Graph, Op, Traced, walk
 from alpa_lite.ir.paths import shown, tokens
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.microbatches.analysis import Analysis, Refused
 from alpa_lite.passes.microbatches.batch import Cut, argument_dims
-from alpa_lite.passes.microbatches.states import AFTER
+from alpa_lite.passes.microbatches.states import AFTER, StepStates
 from alpa_lite.passes.microbatches.transfer import ONCE
 
 AVERAGED = "averaged over micro-batches"
@@ -104,17 +104,20 @@ def notes_on_analysis(traced: Traced, analysis: Analysis) -> list[str]:
         ops = {op.index: op for op in graph.ops()}
         inexact = dict.fromkeys(name_op(ops[index], graph) for index in sorted(analysis.local))
         notes += [f"inexact, computed within each micro-batch: {name}" for name in inexact]
-        notes += notes_on_leaves(_combined_leaves(traced, analysis))
+        own = [op for op in graph.block.ops if any(o.index in analysis.local for o in walk(Block((), (op,), ())))]
+        notes += notes_on_leaves(traced.outputs, analysis.states, own)
     return notes
 
 
-def notes_on_leaves(kinds: Mapping[str, str]) -> list[str]:
+def notes_on_leaves(outputs: Sequence[Argument], states: StepStates, inexact: Sequence[Op]) -> list[str]:
     """A note for each of `COMBINED` that leaves of the result have.
 
     Args:
-      kinds: path of a leaf -> one of `COMBINED`, or nothing for an exact one.
+      outputs: the leaves.
+      states: of the step.
+      inexact: the operations of the loop whose results differ from those on the whole batch.
     """
-    notes = []
+    kinds, notes = _combined_leaves(outputs, states, inexact), []
     for kind in COMBINED:
         paths = [shown(path) for path, one in kinds.items() if one == kind]
         more = len(paths) - MAX_NAMED
@@ -123,23 +126,22 @@ def notes_on_leaves(kinds: Mapping[str, str]) -> list[str]:
     return notes
 
 
-def _combined_leaves(traced: Traced, analysis: Analysis) -> dict[str, str]:
-    """How micro-batches are combined into each leaf of the result that depends on a local reduction, by path."""
-    ops, state = traced.graph.block.ops, analysis.states.state
-    own = [op for op in ops if any(o.index in analysis.local for o in walk(Block((), (op,), ())))]
-    inexact = flow.made_of(ops, [value for op in own for value in op.results])
-    makers = flow.producers(ops)
+def _combined_leaves(outputs: Sequence[Argument], states: StepStates, own: Sequence[Op]) -> dict[str, str]:
+    """How micro-batches are combined into each leaf of the result that depends on an inexact operation, by path."""
+    block, state = states.graph.block, states.state
+    inexact = flow.made_of(block.ops, [value for op in own for value in op.results])
+    makers = flow.producers(block.ops)
 
     def kind(value: int) -> str:
         if state[value].kind == "local":
-            return AVERAGED if jnp.issubdtype(traced.graph.values[value].dtype, jnp.inexact) else LAST
+            return AVERAGED if jnp.issubdtype(states.values[value].dtype, jnp.inexact) else LAST
         return {"partial": SUMMED, "sliced": JOINED}.get(state[value].kind, "")
 
     def operands_after(value: int) -> list[int]:
         return [r for r in makers[value].reads if r in inexact] if state[value] == AFTER else []
 
     found = {}
-    for output, atom in zip(traced.outputs, traced.graph.block.outputs, strict=True):
+    for output, atom in zip(outputs, block.outputs, strict=True):
         if isinstance(atom, int) and atom in inexact:
             kinds = {kind(value) for value in flow.reach([atom], operands_after)}
             found[output.path] = next((one for one in COMBINED if one in kinds), "")

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from alpa_lite.ir.graph import Lit, Op, Value
-from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.microbatches.states import WHOLE, Role, State, sliced
 
 Segments = tuple[int, ...]
@@ -74,8 +73,7 @@ def segmented_role(
         return None
     if any(size % parts for state in (*wanted, *results) for size in state.segments):
         return None
-    form = LocalForm(op, (), (), changes=changes)  # the states stand for layouts
-    return Role("form", tuple(wanted), tuple(results), form, segmented=True)
+    return Role("form", tuple(wanted), tuple(results), params={**op.params, **changes})
 
 
 def _concatenate(case: _Case) -> _Found | None:

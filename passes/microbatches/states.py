@@ -121,23 +121,21 @@ class Role:
         "map": a scan over the examples, itself over fewer.
       operands: the state in which each operand is wanted.
       results: the state of each result.
-      form: for "form".
+      form: for "form", unless it is the operation itself with other parameters.
+      params: of the operation in a micro-batch, where they are others.
       inner: for control flow, the states that the outputs of its last body are wanted in.
       scale: whether partial results are multiplied by the number of micro-batches, and thereby become local.
-      length: for "scan" and "map", the length in a micro-batch.
       consecutive: whether a micro-batch must have consecutive examples.
-      segmented: whether a form makes segments or takes them apart (`segments`).
     """
 
     kind: Literal["whole", "form", "copy", "barrier", "scan", "map", "while", "cond"]
     operands: tuple[State, ...]
     results: tuple[State, ...]
     form: LocalForm | None = None
+    params: Mapping[str, Any] | None = None
     inner: tuple[State, ...] = ()
     scale: bool = False
-    length: int = 0
     consecutive: bool = False
-    segmented: bool = False
 
 
 class Failure(Exception):

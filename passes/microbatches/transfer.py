@@ -78,7 +78,7 @@ class Transfer:
         """Whether a role is that of every operation with the key of this one on operands in these states."""
         if role.kind == "form":
             bound = role.form is not None and role.form.own is None
-            is_common = role.operands == states and not role.scale and not role.segmented
+            is_common = role.operands == states and not role.scale
             return bound and is_common and op.name not in _OWN_FORMS
         return role.kind in ("whole", "copy")
 
@@ -242,7 +242,7 @@ class Transfer:
         xs = [s.shift(-1) for s in stacked]
         carry, ys = self._fixed_point(op, start, lambda carry: self._body(view.body, [*consts, *carry, *xs]))
         results, operands = (*carry, *(s.shift(1) for s in ys)), (*consts, *carry, *stacked)
-        return Role("scan", operands, results, inner=(*carry, *ys), length=view.length, consecutive=op.has_effects)
+        return Role("scan", operands, results, inner=(*carry, *ys), consecutive=op.has_effects)
 
     def _map(self, view: ScanView, states: Sequence[State]) -> Role:
         """A scan over the examples: a micro-batch scans over its own, if all carried values are sums over examples."""
@@ -263,8 +263,10 @@ class Transfer:
             else:
                 raise failure
         results = (*carried, *[sliced(0)] * len(view.results.ys))
-        operands, length = (*consts, *carried, *[sliced(0)] * len(xs)), view.length // self.parts
-        return Role("map", operands, results, length=length, consecutive=op.has_effects)
+        operands = (*consts, *carried, *[sliced(0)] * len(xs))
+        others = {name: value for name, value in op.params.items() if name != "jaxpr"}
+        params = {**others, "length": view.length // self.parts}
+        return Role("map", operands, results, params=params, consecutive=op.has_effects)
 
     def _while(self, op: Op, states: Sequence[State]) -> Role:
         cond, body = op.bodies

@@ -15,12 +15,10 @@ from jax import lax
 
 import alpa_lite
 from alpa_lite.errors import MicrobatchError
-from alpa_lite.passes.factors import rules_of
-from alpa_lite.passes.ir import evaluation
-from alpa_lite.passes.microbatches import loop
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.tracing import tracing
 from tests.gallery import sgd
+from tests.passes.microbatches import test_loop
 from tests.zoo_base import normal, updated
 
 BATCH, WIDTH = 16, 8
@@ -84,20 +82,16 @@ LOSSES = {f.__name__: f for f in (by_labels, by_diagonal, by_identity, of_some, 
 
 
 def accumulated(step: Any, args: Any, parts: int, *, retrace: bool = True) -> Accumulated:
-    given: dict[str, Any] = {
-        "batch_argnums": "auto", "batch_argnames": (), "static_argnums": (), "static_argnames": ()
-    }  # fmt: skip
-    traced = tracing.trace(step, args, {}, **given)
-    return loop.accumulate(
-        traced, rules_of(traced.graph.ops(), traced.graph.values), parts, allow_inexact=True,
-        retrace=(lambda shapes: tracing.trace(step, args, {}, **given, shapes=shapes)) if retrace else None,
-    )  # fmt: skip
+    def again(shapes: Any) -> Any:
+        return tracing.trace(step, args, {}, shapes=shapes)
+
+    return test_loop.accumulated(step, args, parts, allow_inexact=True, retrace=again if retrace else None)[1]
 
 
 def outputs(found: Accumulated, step: Any, args: Any) -> Any:
     """What the step in micro-batches returns."""
-    leaves = jax.jit(lambda *x: evaluation.evaluate(found.traced.graph, x))(*jax.tree.leaves((args, {})))
-    return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(step, *args)), leaves)
+    tree = jax.tree.structure(jax.eval_shape(step, *args))
+    return jax.tree.unflatten(tree, test_loop.outputs(found.traced, args))
 
 
 def parts_of(one: Any, parts: int, dim: int = 0) -> list[Any]:

@@ -20,9 +20,9 @@ from tests.passes.microbatches import accumulation_steps as steps
 TOLERANCE = 1e-5
 
 
-def accumulated(fun, args, parts, **options):
+def accumulated(fun, args, parts, batch_argnums="auto", **options):
     """The traced step, and the same as a loop."""
-    traced = tracing.trace(fun, args, {})
+    traced = tracing.trace(fun, args, {}, batch_argnums=batch_argnums)
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     found = accumulation.accumulate(traced, rules, parts, **options)
     graphs.check(found.traced.graph)
@@ -155,6 +155,25 @@ def test_inexact_batch_norm_is_that_of_each_microbatch():
     inexact = [note for note in found.notes if "inexact" in note]
     assert inexact and all("zoo_linen.py" in note and "BatchNorm" in note for note in inexact)
     compare(outputs(found.traced, args), jax.tree.leaves(steps.reference(fun, args, 2)))
+
+
+def test_inexact_statistics_of_every_layer_are_those_of_each_microbatch():
+    """Each layer needs sums over the batch, forward and backward, that depend on those of the layers before it."""
+
+    def forward(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+            x = (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-3)
+        return x
+
+    def step(params, batch):
+        grads = jax.grad(lambda p: jnp.mean((forward(p, batch["x"]) - batch["y"]) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads)
+
+    args = [steps.normal(i, 8, 8) for i in range(8)], {"x": steps.normal(8, 16, 8), "y": steps.normal(9, 16, 8)}
+    _, found = accumulated(step, args, 2, allow_inexact=True)
+    assert sum("inexact, computed within each micro-batch" in note for note in found.notes) >= 4
+    compare(outputs(found.traced, args), jax.tree.leaves(steps.reference(step, args, 2)))
 
 
 @pytest.mark.parametrize(("parts", "words"), [(3, "16 examples.*1, 2, 4, 8, 16"), (0, "positive")])

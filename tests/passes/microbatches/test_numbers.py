@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Pipeline
-from alpa_lite.passes import factors, tracing
+from alpa_lite.passes import factors
 from alpa_lite.passes.microbatches.loop import candidate_numbers
+from alpa_lite.passes.tracing import tracing
 
 
 def numbers(batch: int, loss: Any, devices: int = 8) -> list[int]:
@@ -20,9 +21,7 @@ def numbers(batch: int, loss: Any, devices: int = 8) -> list[int]:
         return w - jax.grad(loss)(w, rows)
 
     args = jnp.ones((4, 4)), jnp.ones((batch, 4))
-    traced = tracing.trace(
-        step, args, {}, batch_argnums="auto", batch_argnames=(), static_argnums=(), static_argnames=()
-    )
+    traced = tracing.trace(step, args, {})
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     return candidate_numbers(traced, rules, Cluster.preset("a100").part(devices), Pipeline())
 

@@ -9,12 +9,9 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from alpa_lite.passes import factors
 from alpa_lite.passes.ir.loops import scan_op
-from alpa_lite.passes.microbatches import accumulate
 from alpa_lite.passes.microbatches.states import is_intensive
-from alpa_lite.passes.tracing import tracing
-from tests.passes.microbatches.test_loop import compare, outputs
+from tests.passes.microbatches.test_loop import accumulated, compare, outputs
 
 VOCAB, WIDE, TOKENS = 11, 8, 6
 
@@ -80,8 +77,7 @@ STEPS = {
 def test_passes_are_in_the_loop_and_the_update_is_not(name: str) -> None:
     loss, batch, products = STEPS[name]
     step, args = clipped(loss, batch)
-    traced = tracing.trace(step, args, {}, batch_argnums=() if name == "drawn" else (2,))
-    found = accumulate(traced, factors.rules_of(traced.graph.ops(), traced.graph.values), 1)
+    traced, found = accumulated(step, args, 1, batch_argnums=() if name == "drawn" else (2,))
     top, scan = found.traced.graph.block.ops, scan_op(found.traced, found.scan)
     heavy = [op for op in scan.bodies[0].ops if is_intensive(op)]
     assert len(heavy) >= products and not any(is_intensive(op) for op in top if op is not scan)
@@ -99,8 +95,7 @@ def test_gradients_by_hand_are_in_the_loop() -> None:
         return w - 0.1 * rows.T @ error, (error**2).mean()
 
     args = jax.random.normal(jax.random.key(0), (3, 4)), jax.random.normal(jax.random.key(1), (5, 3))
-    traced = tracing.trace(step, args, {})
-    found = accumulate(traced, factors.rules_of(traced.graph.ops(), traced.graph.values), 1)
+    traced, found = accumulated(step, args, 1)
     top = found.traced.graph.block.ops
     scan = scan_op(found.traced, found.scan)
     assert sum(map(is_intensive, scan.bodies[0].ops)) == 2
