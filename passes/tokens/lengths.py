@@ -117,11 +117,11 @@ def fitted(known: Sequence[Sample]) -> Latency:
     for stage, some in of_stage.items():
         weights = np.array([1 / max(slowest[s.part, s.length, s.context], 1e-12) for s in some])
         columns = np.array([_terms(s.part, np.array(s.length), np.array(s.context)) for s in some])
-        known = np.array([(s.seconds, s.sent) for s in some]).T
+        planned = np.array([(s.seconds, s.sent) for s in some]).T
         scale = columns.max(0)  # of one size: tokens squared are many
-        for number, seconds in enumerate(known):
+        for number, seconds in enumerate(planned):
             out[number, stage] = optimize.nnls(columns / scale * weights[:, None], seconds * weights)[0] / scale
-        error = max(error, float(np.abs((columns @ out[0, stage] - known[0]) * weights).max()))
+        error = max(error, float(np.abs((columns @ out[0, stage] - planned[0]) * weights).max()))
     return Latency(out, error)
 
 

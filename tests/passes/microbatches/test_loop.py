@@ -1,5 +1,7 @@
 """The loop over micro-batches computes what the step on the whole batch does."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,7 @@ from tests.passes.microbatches import accumulation_steps as steps
 TOLERANCE = 1e-5
 
 
-def accumulated(fun, args, parts, batch_argnums="auto", **options):
+def accumulated(fun, args, parts, *, batch_argnums: Any = "auto", **options: Any):
     """The traced step, and the same as a loop."""
     traced = tracing.trace(fun, args, {}, batch_argnums=batch_argnums)
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
@@ -95,6 +97,20 @@ def test_a_batch_that_is_taken_apart_stays_in_its_order():
 
     made = steps.descent(loss, {"a": steps.normal(0, 4, 8)}, {"x": steps.normal(1, 16, 4)})
     assert not any("moves no data" in note for note in equal(made, 4, strided=True).notes)
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_batches_of_two_sizes_are_cut_each_by_itself(strided):
+    """Of 16 and of 24 examples, whose values come back in their order."""
+
+    def loss(p, x, z):
+        inner, edge = steps.forward(p, x), steps.forward(p, z)
+        return jnp.mean(inner**2) + jnp.mean((edge - 1) ** 2), (inner, edge.T)
+
+    step = jax.value_and_grad(loss, has_aux=True)
+    made = step, (steps.WEIGHTS, steps.X, steps.normal(6, 24, 8))
+    found = equal(made, 4, batch_argnums=(1, 2), strided=strided)
+    assert any("the groups of examples t, t + 4" in note for note in found.notes) == strided
 
 
 # -- the zoo ----------------------------------------------------------------------------------------------------------
