@@ -21,7 +21,7 @@ plans are compared by T itself, that of two streams.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from alpa_lite.ir.graph import Atom, Block, Lit, Op, Traced, walk
 from alpa_lite.ir.strategy import StrategyGraph
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import values_in
-from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.ir.loops import Carried, ScanView
 from alpa_lite.passes.ir.remembered import remembered
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.space import Space
@@ -140,16 +140,24 @@ def value_kinds(traced: Traced, grouping: Grouping) -> dict[int, str]:
     for value in sorted(made | wanted):
         if values[value].shape in shapes:
             own.setdefault(value, "optimizer" if value in updated else "gradients")
-    for out, argument in traced.state:
-        atom = block.outputs[out]
-        if isinstance(atom, int) and atom not in inputs:
-            own[atom] = kinds[argument]
+    atoms = ((block.outputs[out], argument) for out, argument in traced.state)
+    own |= (new := {atom: kinds[argument] for atom, argument in atoms if isinstance(atom, int) and atom not in inputs})
+    for one in _carried(block):  # by a scan over steps
+        if one.end in new:
+            own |= dict.fromkeys(values_in((one.input, one.output)), new[one.end])
     return own
+
+
+def _carried(block: Block) -> Iterator[Carried]:
+    """What the scans of a block carry."""
+    for op in block.ops:
+        if op.name == "scan":
+            yield from ScanView(op).carries
 
 
 def copy_kinds(traced: Traced, own: Mapping[int, str]) -> dict[int, str]:
     """Value -> the kind of copies of it in another layout, given `value_kinds`."""
-    inputs = set(traced.graph.block.inputs)
+    inputs = {one.input for one in _carried(traced.graph.block)}.union(traced.graph.block.inputs)
     return {v: "gathered" if v in inputs and kind in ("params", "frozen") else kind for v, kind in own.items()}
 
 

@@ -14,9 +14,11 @@ import pytest
 import alpa_lite
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir.paths import shown
+from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.sharding.kinds import state_kinds
 from alpa_lite.passes.tracing.tracing import trace
 from tests.loops.base import loop
+from tests.searching import grouped_step
 
 X, Y = jax.ShapeDtypeStruct((8, 6), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32)
 H100 = Cluster.preset("h100", nodes=1)
@@ -86,6 +88,15 @@ def test_moments_are_optimizer_state_and_weights_are_parameters(name: str) -> No
         path = shown(traced.arguments[number].path)
         assert kind == ("params" if NOT_WEIGHTS.isdisjoint(path.split("/")) else "optimizer"), path
     assert set(state_kinds(traced).values()) == {"params", "optimizer"}
+
+
+def test_state_that_a_scan_over_steps_carries_keeps_its_kind() -> None:
+    step, args = of_loop("two_towers")
+    grouped = grouped_step(step, *args)
+    (scan,) = [op for op in grouped.traced.graph.block.ops if op.name == "scan"]
+    carries = ScanView(scan).carries
+    kinds = [{grouped.kinds[value] for value in (one.input, one.output, one.end)} for one in carries]
+    assert kinds.count({"params"}) == kinds.count({"optimizer"}) == len(carries) / 2
 
 
 def test_fully_sharded_weights_that_are_gathered_are_neither_gradients_nor_activations() -> None:
