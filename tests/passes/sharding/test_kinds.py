@@ -14,10 +14,11 @@ import pytest
 import alpa_lite
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir.paths import shown
+from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.sharding.kinds import state_kinds
 from alpa_lite.passes.tracing.tracing import trace
-from tests.loops.base import loop
+from tests.loops.base import ROWS, loop
 from tests.searching import grouped_step
 
 X, Y = jax.ShapeDtypeStruct((8, 6), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32)
@@ -71,10 +72,10 @@ def actor_critic() -> Case:
 def of_loop(name: str) -> Case:
     """The step of a train loop as its users write it."""
     found = loop(name)
-    return found.train_step, (*found.make_state(), found.batch(0, found.rows))
+    return found.train_step, (*found.make_state(), found.batch(0, ROWS))
 
 
-LOOPS = ("linen_train_state", "nnx_optimizer", "equinox_partition", "lora", "two_towers")  # the last scans over steps
+LOOPS = ("LinenTrainState", "NnxOptimizer", "EquinoxPartition", "Lora", "TwoTowers")  # the last scans over steps
 CASES = {"plain": plain, "without loss": without_loss, "actor critic": actor_critic}
 CASES |= {name: functools.partial(of_loop, name) for name in LOOPS}
 NOT_WEIGHTS = {"mu", "nu", "trace", "count", "step", "dropout_key", "rngs", "metrics"}
@@ -91,11 +92,11 @@ def test_moments_are_optimizer_state_and_weights_are_parameters(name: str) -> No
 
 
 def test_state_that_a_scan_over_steps_carries_keeps_its_kind() -> None:
-    step, args = of_loop("two_towers")
+    step, args = of_loop("TwoTowers")
     grouped = grouped_step(step, *args)
     (scan,) = [op for op in grouped.traced.graph.block.ops if op.name == "scan"]
     carries = ScanView(scan).carries
-    kinds = [{grouped.kinds[value] for value in (one.input, one.output, one.end)} for one in carries]
+    kinds = [{grouped.kinds[value] for value in values_in((one.input, one.output, one.end))} for one in carries]
     assert kinds.count({"params"}) == kinds.count({"optimizer"}) == len(carries) / 2
 
 
