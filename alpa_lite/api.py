@@ -13,13 +13,11 @@ import jax
 from jax.core import Tracer
 
 from alpa_lite import state_io
-from alpa_lite.bound_step import BoundStep, copy_attributes
 from alpa_lite.cluster import Cluster
 from alpa_lite.compilation.existing_placement import compile_with_placement
 from alpa_lite.compiler import Compiled
 from alpa_lite.errors import OptionError
 from alpa_lite.ir.timeline import Timeline
-from alpa_lite.lowered import Lowered
 from alpa_lite.options import Method, Off, Options, PlanOptions, StepOptions, descriptions, make_options, signature
 from alpa_lite.plan.plan import Plan
 from alpa_lite.planned_calls import PlannedCall, PlannedCalls
@@ -33,6 +31,7 @@ from alpa_lite.runtime.pipeline import PipelineExecutable
 from alpa_lite.runtime.prefetch import Prefetch
 from alpa_lite.runtime.sharded_init import ShardedInit
 from alpa_lite.runtime.step import Executable
+from alpa_lite.step_forms import BoundStep, Lowered, copy_attributes
 
 logger = logging.getLogger(__name__)
 

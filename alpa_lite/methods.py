@@ -1,12 +1,19 @@
-"""Methods: the plans of a step that are allowed. All are frozen and hash by value. `Manual` has a module of its own."""
+"""Methods: the plans of a step that are allowed. All are frozen and hash by value."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+import jax
+from jax.sharding import PartitionSpec
+
+from alpa_lite import _jax
 from alpa_lite.errors import OptionError
+from alpa_lite.ir import paths
 
 MeshShape = tuple[int, ...]
 
@@ -202,3 +209,174 @@ def checked_shape(value: Any, what: str) -> MeshShape:
 def by(shape: MeshShape) -> str:
     """A mesh shape in words: 4 x 2."""
     return " x ".join(map(str, shape))
+
+
+REGEX = "re:"
+"""The prefix of keys that are regular expressions."""
+
+NAMES = ("x", "y", "z")
+"""The names of the axes of searched meshes, major to minor."""
+
+Dims = tuple[tuple[str, ...] | None, ...]
+"""For each dim of a spec its axes; None where it is unconstrained."""
+
+
+@dataclass(frozen=True, init=False)
+class Manual(Method):
+    """Some arguments sharded by hand, everything else left to another method.
+
+    A key of `specs` is one of
+
+    - a path, as plans print it (`state/params/w`) or as `jax.tree_util.keystr` writes it (`state['params']['w']`), of
+      one argument, or of a subtree, whose leaves all get the spec;
+    - a glob on printed paths, `"*/h_0/Dense_*/kernel"`: `*` stands for any text, slashes included, `?` for one
+      character, `[ab]` for one of some. A match of a subtree gives the spec to its leaves;
+    - a regular expression: `re.compile(r"h_\\d+/Dense_0/kernel$")` or the same text after `"re:"`, which is searched
+      for anywhere in printed paths.
+
+    A value is a `PartitionSpec`, or a pytree of them like the subtree at that path or a prefix of it; None in it leaves
+    leaves to the rest. `PartitionSpec.UNCONSTRAINED` leaves a dim to the rest.
+
+    Where several entries match a leaf, the last one wins; the path of exactly this leaf wins over all. State that has
+    the shape of a parameter and its path from the root of the parameters on (optimizer moments, averages) follows the
+    parameter, unless an entry matches it. An entry that matches nothing is an error.
+
+    Attributes:
+      specs: (key, spec) in the order given, pytrees flattened to paths, regular expressions after "re:".
+      mesh_shape: devices along each axis, major to minor. Without it, every shape of the cluster with as many axes as
+        there are names is tried; with one name that is all devices along it.
+      axis_names: one name an axis; without them the names in `specs`, in their order there; if all of these are among
+        x, y and z, the names of searched meshes, then x, y, z as far as needed.
+      rest: of everything else: `Sharded()`, which is the default, `DataParallel()`, `Zero()`, `TensorParallel()` or
+        `Pipeline()`. Data parallelism and ZeRO use the axes that no spec names, or all axes if each is named. In a
+        pipeline each stage's submesh has the axes.
+    """
+
+    specs: tuple[tuple[str, PartitionSpec], ...]
+    mesh_shape: MeshShape | None
+    axis_names: tuple[str, ...] | None
+    rest: Method
+
+    def __init__(
+        self,
+        specs: Mapping[Any, Any],
+        mesh_shape: Sequence[int] | None = None,
+        axis_names: Sequence[str] | None = None,
+        rest: Method | None = None,
+    ) -> None:
+        """Takes the specs as a mapping.
+
+        Raises:
+          OptionError: if a key or a spec is of another kind, a spec names an unknown axis or one axis twice, if the
+            mesh shape and the names do not match, or the rest is no method for the rest.
+        """
+        rest = Sharded() if rest is None else rest
+        if not isinstance(rest, Sharded | DataParallel | Zero | TensorParallel | Pipeline):
+            raise OptionError(
+                f"Manual rest={rest!r}: give Sharded(), DataParallel(), Zero(stage), TensorParallel() or Pipeline(...)"
+            )
+        if not isinstance(specs, Mapping):
+            raise OptionError(f"Manual specs={specs!r}: give a mapping from paths to PartitionSpecs")
+        entries = tuple(entry for key, value in specs.items() for entry in _entries(key, value))
+        names = None if axis_names is None else tuple(axis_names)
+        shape = None if mesh_shape is None else checked_shape(mesh_shape, "Manual mesh_shape")
+        other = rest.mesh_shape if isinstance(rest, Sharded) else None
+        if shape is not None and isinstance(rest, Pipeline):
+            raise OptionError(f"Manual mesh_shape={shape}: a pipeline has submeshes; give Pipeline(submesh_shapes=...)")
+        if shape is not None and other not in (None, shape):
+            raise OptionError(f"Manual mesh_shape={shape}, rest={rest!r}: give one mesh shape")
+        shape = other if shape is None else shape
+        if names is not None and not all(isinstance(name, str) and name for name in names):
+            raise OptionError(f"Manual axis_names={names!r}: give names, such as ('data', 'model')")
+        if names is not None and (not names or len(set(names)) != len(names)):
+            raise OptionError(f"Manual axis_names={names!r}: give distinct names, such as ('data', 'model')")
+        if names is not None and shape is not None and len(shape) != len(names):
+            raise OptionError(f"Manual axis_names={names!r}: give one name for each axis of mesh_shape={shape}")
+        for key, spec in entries:
+            check_spec("Manual specs", key, spec, names)
+        object.__setattr__(self, "specs", entries)
+        object.__setattr__(self, "mesh_shape", shape)
+        object.__setattr__(self, "axis_names", names)
+        object.__setattr__(self, "rest", rest)
+        if shape is not None and len(self.names) != len(shape):
+            raise OptionError(
+                f"Manual mesh_shape={shape}: the specs name the axes {', '.join(self.names)}; give axis_names, one "
+                "for each axis"
+            )
+        for some in rest.mesh_shapes or () if isinstance(rest, Pipeline) else ():
+            if len(some) > max(1, len(self.names)):
+                raise OptionError(
+                    f"Manual axis_names={self.names}: the submesh {by(some)} of the pipeline has more axes; name each"
+                )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the axes that the mesh has, given or derived; of a mesh without any, none."""
+        if self.axis_names is not None:
+            return self.axis_names
+        used = tuple(dict.fromkeys(a for _, spec in self.specs for axes in dims_of(spec) for a in axes or ()))
+        if not set(used) <= set(NAMES):
+            return used
+        least = max([NAMES.index(a) + 1 for a in used], default=0)
+        given = (self.mesh_shape or (), *(self.rest.mesh_shapes or () if isinstance(self.rest, Pipeline) else ()))
+        return NAMES[: max(least, *map(len, given))]
+
+    def describe(self) -> str:
+        """The method in a few words."""
+        mesh = "" if self.mesh_shape is None else f" on {by(self.mesh_shape)}"
+        names = f" ({', '.join(self.names)})" if self.names else ""
+        rest = "" if self.rest in (Sharded(), Sharded(self.mesh_shape)) else f", the rest {self.rest.describe()}"
+        return f"manual: {len(self.specs)} specs{mesh}{names}{rest}"
+
+
+def dims_of(spec: PartitionSpec) -> Dims:
+    """The axes of each dim of a spec."""
+    return _jax.spec_dims(spec, len(spec))
+
+
+def matches(key: str, path: str) -> bool:
+    """Whether a key names a leaf, by its printed path: the leaf itself, or a subtree that it is in."""
+    if key.startswith(REGEX):
+        return re.search(key.removeprefix(REGEX), path) is not None
+    parts = path.split("/")
+    above = ["/".join(parts[:n]) for n in range(len(parts), 0, -1)]
+    forms = paths.spellings(key)
+    return any(form == one or fnmatch.fnmatchcase(one, form) for form in forms for one in above)
+
+
+def _entries(key: Any, value: Any) -> Iterator[tuple[str, PartitionSpec]]:
+    """The entries of one key: itself, or one for each spec of a pytree."""
+    if isinstance(key, re.Pattern):
+        if key.flags & ~re.UNICODE:
+            raise OptionError(f"Manual specs key {key!r}: write flags into the expression, as in (?i)")
+        key = REGEX + key.pattern
+    if not isinstance(key, str) or not key:
+        raise OptionError(f"Manual specs key {key!r}: give a path, a glob or a compiled regular expression")
+    if key.startswith(REGEX):
+        try:
+            re.compile(key.removeprefix(REGEX))
+        except re.error as error:
+            raise OptionError(f"Manual specs key {key!r} is not a regular expression: {error}") from error
+    if isinstance(value, PartitionSpec):
+        yield key, value
+        return
+    leaves = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: isinstance(x, PartitionSpec))[0]
+    if not leaves or not all(isinstance(spec, PartitionSpec) for _, spec in leaves) or key.startswith(REGEX):
+        raise OptionError(
+            f"Manual specs[{key!r}]={value!r}: give a jax.sharding.PartitionSpec, or for a path a pytree of them"
+        )
+    for path, spec in leaves:
+        inner = paths.shown(jax.tree_util.keystr(path))
+        yield (f"{paths.spellings(key)[-1]}/{inner}" if inner else key), spec
+
+
+def check_spec(option: str, key: str, spec: Any, names: tuple[str, ...] | None = None) -> None:
+    """Raises OptionError unless `spec` is a partition spec, and over `names` if these are given."""
+    if not isinstance(spec, PartitionSpec):
+        raise OptionError(f"{option}[{key!r}]={spec!r}: give a jax.sharding.PartitionSpec")
+    used = [axis for axes in dims_of(spec) for axis in axes or ()]
+    for axis in used:
+        if names is not None and axis not in names:
+            raise OptionError(f"{option}[{key!r}]={spec}: no axis is named {axis!r}; axis_names={names}")
+    if len(set(used)) != len(used):
+        raise OptionError(f"{option}[{key!r}]={spec}: an axis may shard one dim only")

@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
-from alpa_lite.manual import check_spec
-from alpa_lite.methods import STRATEGIES, Auto, Method, Off
+from alpa_lite.methods import STRATEGIES, Auto, Method, Off, check_spec
 
 Convert = Callable[[str, Any], Any]
 """Takes the name of an option and a given value, and returns the value of the field; raises OptionError."""

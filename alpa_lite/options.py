@@ -1,4 +1,4 @@
-"""The options of `parallelize`, validated once. The methods that choose a plan are in `methods` and `manual`.
+"""The options of `parallelize`, validated once. The methods that choose a plan are in `methods`.
 
 A method says which plans are allowed; the options say everything else. Both are frozen and hash by value, so that a
 step's plans can be cached under them.
@@ -26,8 +26,18 @@ from jax.sharding import PartitionSpec
 from alpa_lite import option_values as values
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
-from alpa_lite.manual import Manual
-from alpa_lite.methods import STRATEGIES, Auto, DataParallel, Method, Off, Pipeline, Sharded, TensorParallel, Zero
+from alpa_lite.methods import (
+    STRATEGIES,
+    Auto,
+    DataParallel,
+    Manual,
+    Method,
+    Off,
+    Pipeline,
+    Sharded,
+    TensorParallel,
+    Zero,
+)
 
 if TYPE_CHECKING:
     from alpa_lite.plan.records import PlanRecord as Plan

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite
 from alpa_lite import DataParallel, Manual, OptionError, Pipeline, Sharded, Zero
 from alpa_lite.ir.paths import shown
-from alpa_lite.manual import matches
+from alpa_lite.methods import matches
 from alpa_lite.options import Auto
 from tests.comparing import assert_close
 from tests.gallery import Net, linen_step, nnx_step, train_state

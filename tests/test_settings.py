@@ -17,8 +17,8 @@ import pytest
 from jax.experimental import io_callback
 
 import alpa_lite
-from alpa_lite import _jax
-from alpa_lite.compilation import existing_placement, signature_diff
+from alpa_lite import _jax, planned_calls
+from alpa_lite.compilation import existing_placement
 from alpa_lite.passes.tracing import calls
 from tests.comparing import assert_close
 from tests.gallery import record_calls, sgd, train_state
@@ -179,7 +179,7 @@ def test_a_setting_that_a_module_registers_after_planning_is_named():
     new = calls.signature(calls.calling(lambda w, x: w, args, {}), args, {})
     old = dataclasses.replace(new, settings=new.settings[:-1])
     name = [*_jax.named_settings(new.settings)][-1]
-    assert signature_diff.explain_miss(new, [], {old: []}) == f"{name} is a new setting of JAX"
+    assert planned_calls.explain_miss(new, [], {old: []}) == f"{name} is a new setting of JAX"
 
 
 @pytest.mark.parametrize(

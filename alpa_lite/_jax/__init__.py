@@ -9,22 +9,22 @@ from alpa_lite._jax.arrays import (
     LazyArray, PlainArray, accept_default_layouts, array_with_weak_type, blocks_of, data_of_keys, is_deleted,
     key_kind, keys_of_data,
 )
-from alpa_lite._jax.emission import (
-    Held, ReplaceCallback, attributes_of, bind, constant_of, emit, lowers_for, materialise,
-    replacing_callbacks, standing_in, strong, under, where, with_weak_type,
+from alpa_lite._jax.equations import (
+    Held, ReplaceCallback, attributes_of, bind, constant_of, emit, expansion, in_order, lowers_for, materialise,
+    replacing_callbacks, retrace, spec_of, standing_in, strong, under, where, with_results, with_weak_type,
+    without_references,
 )
-from alpa_lite._jax.equations import expansion, in_order, retrace, spec_of, with_results, without_references
 from alpa_lite._jax.jaxprs import (
-    CALLBACKS, creates_references, derivative, empty_stack, has_ordered_effects, inner_jaxprs, is_computed_again,
-    is_jaxpr, is_literal, is_reverse, joined_stack, manual_axes, mark_rematerialised, observable_effects, open_jaxpr,
-    optimization_barrier_primitive, places_result, scan_counts, scopes, source_line, unbound_axis,
+    CALLBACKS, CONSTRAINT, constraints_of, creates_references, derivative, empty_stack, has_ordered_effects,
+    inner_jaxprs, is_computed_again, is_constraint, is_empty_constraint, is_jaxpr, is_literal, is_reverse, joined_stack,
+    manual_axes, mark_rematerialised, observable_effects, open_jaxpr, optimization_barrier_primitive, places_result,
+    scan_counts, scopes, source_line, spec_dims, unbound_axis,
 )
 from alpa_lite._jax.kernels import (
     WIDENS_HALVES, PallasGrid, attention_given_to, pallas_grid, pallas_name, pallas_on_blocks, sdy_rule,
 )
-from alpa_lite._jax.processes import coordination_client, job_of, writing_executables
 from alpa_lite._jax.settings import (
-    carry_settings, checked_values, checks_values, context_mesh, named_settings, settings_text, trace_context,
-    tracing_under, values_unchecked, without_mesh, x64_in_all_threads,
+    carry_settings, checked_values, checks_values, context_mesh, coordination_client, job_of, named_settings,
+    settings_text, trace_context, tracing_under, values_unchecked, without_mesh, writing_executables,
+    x64_in_all_threads,
 )
-from alpa_lite._jax.shardings import CONSTRAINT, constraints_of, is_constraint, is_empty_constraint, spec_dims

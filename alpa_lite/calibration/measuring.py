@@ -23,9 +23,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.calibration import samples
-from alpa_lite.calibration.fitting import fitted
+from alpa_lite.calibration.fitting import Calibration, fitted
 from alpa_lite.calibration.samples import Grid, Sample
-from alpa_lite.calibration.storing import Calibration
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
 from alpa_lite.ir.layout import Axes, LogicalMesh

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from alpa_lite.calibration import measuring, storing
+from alpa_lite.calibration import fitting, measuring
 from alpa_lite.cli import base, options, tables
 from alpa_lite.cluster import CALIBRATION
 from alpa_lite.processes import local_launch
@@ -45,7 +45,7 @@ def calibrate(
         found = measuring.calibrate(devices=count, seconds=seconds, progress=report.count)
     console = base.console()
     console.print(tables.calibration(found))
-    path = storing.default_path(found.cluster) if output is None else output
+    path = fitting.default_path(found.cluster) if output is None else output
     found.save(path)
     console.print(f"\nsaved to {path}: set {CALIBRATION} to it, or give cluster={str(path)!r}", soft_wrap=True)
 

@@ -10,8 +10,7 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from alpa_lite.calibration.fitting import Fit
-from alpa_lite.calibration.storing import Calibration
+from alpa_lite.calibration.fitting import Calibration, Fit
 from alpa_lite.cluster import Cluster
 from alpa_lite.report import console, grouping, units
 from alpa_lite.report.tables import Block, Column, Section, Table

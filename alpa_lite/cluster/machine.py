@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from alpa_lite.calibration import files
-from alpa_lite.cluster import local, presets, topology
+from alpa_lite.cluster import presets, topology
 from alpa_lite.cluster.rates import RULES, USUAL_DISPATCH, Curve, Dispatch, Link, attention_shares, make
 from alpa_lite.cluster.topology import Level
 from alpa_lite.errors import OptionError
@@ -149,7 +149,7 @@ class Cluster:
             import jax
 
             devices = jax.devices()
-        here = cls(**local.arguments(devices))
+        here = cls(**presets.local_arguments(devices))
         given = os.environ.get(CALIBRATION) if calibration == "auto" else calibration
         return _measured(given, here) if given else here
 

@@ -11,8 +11,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from alpa_lite.compilation import plan_cache
-from alpa_lite.compilation.division import DividedStep, cut_as_plan, divide_as_plan, plan_stages
-from alpa_lite.compilation.partition_by_placement import partition_by_placement, replay_partition
+from alpa_lite.compilation.division import (
+    DividedStep,
+    cut_as_plan,
+    divide_as_plan,
+    partition_by_placement,
+    plan_stages,
+    replay_partition,
+)
 from alpa_lite.compilation.plan_cache import PlanCache
 from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes

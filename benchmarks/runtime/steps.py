@@ -26,7 +26,7 @@ from scipy import stats
 import alpa_lite
 from alpa_lite import models
 from alpa_lite.calibration import measuring
-from alpa_lite.calibration.storing import Calibration
+from alpa_lite.calibration.fitting import Calibration
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir import json_codec
 from alpa_lite.ir.layout import LogicalMesh

@@ -34,8 +34,7 @@ from alpa_lite.errors import MicrobatchError, OptionError
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
 from alpa_lite.ir.paths import shown
-from alpa_lite.manual import NAMES, Manual
-from alpa_lite.methods import STRATEGIES, DataParallel, Sharded, TensorParallel
+from alpa_lite.methods import NAMES, STRATEGIES, DataParallel, Manual, Sharded, TensorParallel
 from alpa_lite.passes.sharding import connected, kinds, textbook
 from alpa_lite.passes.sharding.groups import Grouping, factors_in
 from alpa_lite.passes.sharding.space import completions, described, fits

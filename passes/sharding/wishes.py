@@ -20,8 +20,7 @@ from alpa_lite.ir import paths
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.paths import shown, tokens
-from alpa_lite.manual import NAMES, REGEX, Manual, dims_of, matches
-from alpa_lite.methods import Auto, Method, Sharded
+from alpa_lite.methods import NAMES, REGEX, Auto, Manual, Method, Sharded, dims_of, matches
 from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding.kinds import state_kinds
 from alpa_lite.passes.sharding.space import described

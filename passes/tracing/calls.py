@@ -5,7 +5,7 @@ argument with its value. Its other arguments are flattened, NNX objects split (`
 leaves, each of which has a *type*: shape, dtype, and whether the dtype is weak. Form, structure, types and JAX's
 *settings* (x64, promotion, precision, random streams, the mesh of the context) are the signature. It is all that
 tracing reads of a call, so calls with equal signatures share a plan and an executable; calls whose signatures differ in
-weak dtypes alone do so if tracing makes the same program of both (`alpa_lite.compilation.signature_diff`).
+weak dtypes alone do so if tracing makes the same program of both (`alpa_lite.planned_calls`).
 
 Static arguments are equal if their types are the same and their values are equal, as in `jax.jit`: 1, 1.0 and True are
 three signatures. A Python number that is not static has a weak type and no value: all floats share a plan, and with

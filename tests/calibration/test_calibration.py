@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 import alpa_lite
 from alpa_lite.calibration import fitting, measuring, samples
+from alpa_lite.calibration.fitting import Calibration, default_path
 from alpa_lite.calibration.samples import Grid, Sample
-from alpa_lite.calibration.storing import Calibration, default_path
 from alpa_lite.cli import app
 from alpa_lite.cluster import CALIBRATION, Cluster, Dispatch, Link
 from alpa_lite.cluster.cost import MeshCost

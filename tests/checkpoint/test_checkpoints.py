@@ -19,7 +19,7 @@ from etils import epath
 
 import alpa_lite
 from alpa_lite import checkpoint
-from alpa_lite.checkpoint import CheckpointError, CheckpointManager, handler
+from alpa_lite.checkpoint import CheckpointError, CheckpointManager, saving
 from tests.checkpoint import states
 
 BATCH = states.draw(16, states.WIDTH, seed=1)
@@ -133,7 +133,7 @@ def test_what_plain_orbax_wrote_is_read(tmp_path: Path) -> None:
 
 def test_no_chunk_is_larger_than_the_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An array that one device had whole is read by others in parts: it must not be one chunk."""
-    monkeypatch.setattr(handler, "CHUNK_BYTES", 2**20)
+    monkeypatch.setattr(saving, "CHUNK_BYTES", 2**20)
     state = {"w": jnp.asarray(states.draw(7 * 64, 1024))}
     checkpoint.save(tmp_path / "one", state)
     entry = ocp.PyTreeCheckpointHandler().metadata(epath.Path(tmp_path) / "one" / "state").tree["w"]
@@ -147,7 +147,7 @@ def test_no_chunk_is_larger_than_the_limit(tmp_path: Path, monkeypatch: pytest.M
 def test_each_block_has_one_writer(spec: Any) -> None:
     array = states.put(states.draw(8, 8), states.mesh(0, 8, 4, 2), *spec)
     written = np.zeros((8, 8), int)
-    for index, data, _ in handler.owned_blocks(array, "name"):
+    for index, data, _ in saving.owned_blocks(array, "name"):
         written[index] += 1
         np.testing.assert_array_equal(np.asarray(data), np.asarray(array)[index])
     assert (written == 1).all()
@@ -155,7 +155,7 @@ def test_each_block_has_one_writer(spec: Any) -> None:
 
 def test_replicated_leaves_have_different_writers() -> None:
     array = states.put(states.draw(8), states.mesh(0, 8, 8))
-    blocks = [block for name in "abcdefghijklmnop" for block in handler.owned_blocks(array, name)]
+    blocks = [block for name in "abcdefghijklmnop" for block in saving.owned_blocks(array, name)]
     writers = {block.data.devices().pop().id for block in blocks}
     assert len(writers) > 4
 
@@ -306,7 +306,7 @@ def test_without_checksums_what_cannot_be_read_is_skipped(tmp_path: Path, caplog
 def test_an_error_within_a_run_is_not_hidden_by_one_of_its_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    monkeypatch.setattr(handler.ArrayHandler, "serialize", None)
+    monkeypatch.setattr(saving.ArrayHandler, "serialize", None)
     with pytest.raises(ZeroDivisionError), CheckpointManager(tmp_path) as manager:
         manager.save(1, {"w": jnp.ones(4)})
         raise ZeroDivisionError

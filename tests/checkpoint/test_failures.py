@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from etils import epath
 
-from alpa_lite.checkpoint import CheckpointError, CheckpointManager, files, handler, saving
+from alpa_lite.checkpoint import CheckpointError, CheckpointManager, files, saving
 from tests.checkpoint import states
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def test_the_last_good_one_is_restored_whatever_point_a_save_ended_at(
         posix = type(epath.Path(tmp_path))
         for owner, name in (
             (saving.Save, "_create_folder"), (saving.Save, "_wait_for_files"),
-            (handler.ocp.PyTreeCheckpointHandler, "finalize"),
+            (saving.ocp.PyTreeCheckpointHandler, "finalize"),
             (posix, "write_text"), (posix, "rename"), (files, "remove"),
         ):  # fmt: skip
             remembering(owner, name)
@@ -174,8 +174,8 @@ def writing(end: Callable[[], None]) -> Any:
 
 
 WRITERS = {
-    "the arrays": (handler.ArrayHandler, "serialize"),
-    "the merged store": (handler.ocp.PyTreeCheckpointHandler, "finalize"),
+    "the arrays": (saving.ArrayHandler, "serialize"),
+    "the merged store": (saving.ocp.PyTreeCheckpointHandler, "finalize"),
     "the checksums": (files, "write_checksums"),
 }
 
@@ -212,7 +212,7 @@ def test_writing_that_never_ends_is_an_error_in_time(tmp_path: Path, monkeypatch
         time.sleep(1.0)
         raise TimeoutError
 
-    monkeypatch.setattr(handler.ArrayHandler, "serialize", writing(stuck))
+    monkeypatch.setattr(saving.ArrayHandler, "serialize", writing(stuck))
     manager = CheckpointManager(tmp_path, timeout=0.2)
     manager.save(1, state(1))
     with pytest.raises(CheckpointError, match=r"not written within 0\.2 s; timeout= waits longer"):
@@ -221,7 +221,7 @@ def test_writing_that_never_ends_is_an_error_in_time(tmp_path: Path, monkeypatch
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    serialize, free = handler.ArrayHandler.serialize, []
+    serialize, free = saving.ArrayHandler.serialize, []
 
     def hold() -> None:
         while not free:
@@ -230,7 +230,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
     async def held(*args: Any) -> list[Any]:
         return [Writing(hold), *await serialize(*args)]
 
-    monkeypatch.setattr(handler.ArrayHandler, "serialize", held)
+    monkeypatch.setattr(saving.ArrayHandler, "serialize", held)
     manager = CheckpointManager(tmp_path)
     step = jax.jit(lambda s: {"w": s["w"] + 1, "n": s["n"]}, donate_argnums=0)
     here = state(1)

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 import alpa_lite
 from alpa_lite import _jax, checkpoint
-from alpa_lite.checkpoint import CheckpointError, CheckpointManager, handler
+from alpa_lite.checkpoint import CheckpointError, CheckpointManager, saving
 from tests.checkpoint import states
 
 TIMEOUT = 200.0
@@ -127,16 +127,16 @@ def main(folder: Path) -> None:
 
     # Errors are the same on both, in time.
     said = {"model": failure(lambda: manager.restore({**state(), "first": on(states.draw(8, 5), 0, 4)}))}
-    serialize = handler.ArrayHandler.serialize
+    serialize = saving.ArrayHandler.serialize
 
     async def full(*args: Any) -> list[Any]:
         return [FullDisk()]
 
     if me == 1:
-        handler.ArrayHandler.serialize = full  # type: ignore[method-assign]
+        saving.ArrayHandler.serialize = full  # type: ignore[method-assign]
     manager.save(3, state())
     said["no room"] = failure(manager.wait)
-    handler.ArrayHandler.serialize = serialize
+    saving.ArrayHandler.serialize = serialize
     assert manager.latest_step() == 2
     if me == 0:
         path = max((folder / "run" / "2" / "state").glob("ocdbt.process_1/d/*"), key=lambda p: p.stat().st_size)
