@@ -79,7 +79,7 @@ def redundant_collectives(module: Any, mesh: LogicalMesh) -> Redundancy:
 
 @dataclass(eq=False)
 class _Number:
-    """What is known of equal values, which share one of these.
+    """Facts about equal values, which share one of these.
 
     Attributes:
       varies: the newest loop-carried value that it depends on, by its place among all; 0 without one.
