@@ -231,6 +231,7 @@ class ArgumentBinder:
             self._check_leaf(n, leaf)
 
     def _check_leaf(self, argument: int, leaf: Any) -> None:
+        """Raises NewSignature unless a leaf has the planned shape and dtype."""
         try:
             have = leaf_type(leaf)[:2]
         except TypeError:

@@ -68,6 +68,7 @@ class ProgramBuffers:
                 self.in_place[argument] = program.inputs[argument][0]
 
     def _place(self, number: int) -> tuple[Any, ...]:
+        """The submesh, the layout and the type of a buffer."""
         one = self.program.buffers[number]
         return one.mesh, one.layout, one.shape, one.dtype
 

@@ -153,20 +153,24 @@ class PipelineExecutable(Executable):
     # -- the back-end -----------------------------------------------------------------------------------------
 
     def _emit(self, number: int) -> tuple[Callable[..., Sequence[Any]], Sequence[StageInstruction]]:
+        """The part of a stage that an executable computes."""
         stage, position = self._written.functions[number]
         parts, mesh = self._written.stages[stage], self._buffers.meshes[self._program.executables[number].mesh]
         part = parts.items[position]
         return functions.function_of(parts, part, mesh, self._program.num_microbatches), part.instructions
 
     def _load(self, calls: Mapping[int, Call], numbered: Collection[int]) -> None:
+        """Copies the constants, and lists the items."""
         for buffer, array in self._buffers.constants(self._traced).items():
             self._initial[buffer] = array
         self._items = self._list_items(calls, numbered)
 
     def _output_shardings(self) -> list[NamedSharding]:
+        """Those of the buffers, but for results that are broadcast."""
         return self._remote.shardings(super()._output_shardings())
 
     def _start(self, leaves: Sequence[Any] | None) -> list[Any]:
+        """The constants, and the state in its buffers."""
         buffers = list(self._initial)
         if leaves is not None:
             for argument, part, buffer in self._in_place:
@@ -174,6 +178,7 @@ class PipelineExecutable(Executable):
         return buffers
 
     def _execute(self, buffers: list[Any]) -> list[Any]:
+        """Walks the items; copies results that share buffers with state, and completes those of other processes."""
         watch = None
         if watchdog.active:
             items, program = self._items, self._program

@@ -63,16 +63,20 @@ class SingleExecutable(Executable):
         super().__init__(traced, buffers, options)
 
     def _emit(self, number: int) -> tuple[Callable[..., Sequence[Any]], Iterable[Instruction]]:
+        """The whole step."""
         return self._function_of(self.mesh), self._instructions
 
     def _load(self, calls: Mapping[int, Call], numbered: Collection[int]) -> None:
+        """Takes the call, and copies the constants."""
         self._call = self._bound(calls[0], 0, -1) if numbered else calls[0]
         self._constants = list(self._buffers.constants(self._traced).values())
 
     def _start(self, leaves: Sequence[Any] | None) -> list[Any]:
+        """The arguments, and the constants."""
         return [*(leaves or [None] * len(self._traced.arguments)), *self._constants]
 
     def _execute(self, buffers: list[Any]) -> list[Any]:
+        """Calls the executable."""
         return list(self._call(self._pick_donated(buffers), self._pick_kept(buffers)))
 
 

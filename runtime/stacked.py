@@ -113,17 +113,13 @@ def leaves_of(traced: Traced) -> Stacked:
     return traced.stacked or Stacked(*each_whole)
 
 
-def slices(leaf: Any, bounds: Sequence[int]) -> list[Any]:
-    """A leaf in parts, which may share its memory."""
-    parts = leaf.parts if isinstance(leaf, StackedArray) and leaf.leaf.bounds == tuple(bounds) else None
-    return parts or [leaf[low:high] for low, high in itertools.pairwise(bounds)]
-
-
 def pieces(traced: Traced, leaves: Sequence[Any]) -> list[Any]:
     """The flat arguments of a traced step from those of the user's, of which stacked ones are cut."""
     found: dict[int, Any] = {}
     for leaf, one in zip(leaves, leaves_of(traced).arguments, strict=True):
-        found.update(zip(one.numbers, slices(leaf, one.bounds) if one.bounds else [leaf], strict=True))
+        own = leaf.parts if isinstance(leaf, StackedArray) and leaf.leaf.bounds == one.bounds else []
+        parts = own or [leaf[low:high] for low, high in itertools.pairwise(one.bounds)] or [leaf]
+        found.update(zip(one.numbers, parts, strict=True))
     return [found[number] for number in sorted(found)]
 
 

@@ -63,11 +63,10 @@ class Transfer:
             raise ValueError("plans of one transfer are between the same two submeshes; make a transfer for each pair")
         source, destination = submesh_of(plans[0].src_mesh, devices), submesh_of(plans[0].dst_mesh, devices)
         self._expected: list[Any] = [NamedSharding(source, spec_of(plan.src)) for plan in plans]
-        self._landings = [NamedSharding(destination, spec_of(plan.landing)) for plan in plans]
-        self._shapes = [plan.shape for plan in plans]
+        self._landed = [(p.shape, p.dtype, NamedSharding(destination, spec_of(p.landing))) for p in plans]
         self._whole = [i for i, plan in enumerate(plans) if plan.equal]
         self._split = [i for i, plan in enumerate(plans) if not plan.equal]
-        self._targets: list[Any] = [self._landings[i] for i in self._whole]
+        self._targets: list[Any] = [self._landed[i][-1] for i in self._whole]
         # Blocks are numbered: those of the source, and pieces as they are cut, as they are put, and as they are joined.
         self._num_blocks = len(self._split) * source.size
         self._sent: list[int] = []
@@ -103,6 +102,7 @@ class Transfer:
                 joins[device].append((assembled[-1], parts))
 
     def _new_block(self) -> int:
+        """The number of one more block."""
         self._num_blocks += 1
         return self._num_blocks - 1
 
@@ -136,8 +136,7 @@ class Transfer:
         for i, array in zip(self._whole, here, strict=False):
             out[i] = array
         for i, numbers in self._assembled.items():
-            parts = [held[n] for n in numbers]
-            out[i] = jax.make_array_from_single_device_arrays(self._shapes[i], self._landings[i], parts)
+            out[i] = _jax.array_of_blocks(*self._landed[i], [held[n] for n in numbers])
         return out if self._reshard is None else self._reshard(out)
 
 

@@ -6,8 +6,8 @@ Supported: JAX 0.10.2 (Python 3.11) to 0.12 (Python 3.12+). Nothing else in the 
 # ruff: noqa: F401, I001
 # fmt: off
 from alpa_lite._jax.arrays import (
-    LazyArray, PlainArray, accept_default_layouts, array_with_weak_type, blocks_of, data_of_keys, is_deleted,
-    key_kind, keys_of_data,
+    LazyArray, PlainArray, accept_default_layouts, array_of_blocks, array_with_weak_type, blocks_of, data_of_keys,
+    is_deleted, key_kind, keys_of_data,
 )
 from alpa_lite._jax.equations import (
     Held, ReplaceCallback, attributes_of, bind, constant_of, emit, expansion, in_order, lowers_for, materialise,

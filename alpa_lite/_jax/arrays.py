@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,6 +123,23 @@ def blocks_of(array: Any) -> list[Any]:
     random keys.
     """
     return array._arrays if type(array) is PlainArray else [shard.data for shard in array.addressable_shards]
+
+
+def array_of_blocks(shape: tuple[int, ...], dtype: Any, sharding: Any, blocks: Sequence[Any]) -> Any:
+    """`jax.make_array_from_single_device_arrays` for blocks in the order of the sharding's devices.
+
+    It compares them with the type and the sharding, which takes 10 us and more.
+    """
+    if _dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return jax.make_array_from_single_device_arrays(shape, sharding, list(blocks), dtype=dtype)
+    aval = _aval_of(tuple(shape), dtype, sharding)
+    return _array.ArrayImpl(aval, sharding, list(blocks), committed=True, _skip_checks=True)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _aval_of(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
+    """The abstract value that JAX gives an array with a sharding."""
+    return _core.update_aval_with_sharding(_core.ShapedArray(shape, dtype), sharding)
 
 
 def array_with_weak_type(array: Any, weak: bool) -> Any:

@@ -103,7 +103,9 @@ class UnionProgram:
     def _argument(self, number: int, blocks: Sequence[Any]) -> Any:
         """An array with these blocks, and zeros where this process has none."""
         none = iter(self._zeros[number])
-        return _assembled(self.given[number], [blocks[n] if n >= 0 else next(none) for n in self._gives])
+        kind = self.given[number]
+        given = [blocks[n] if n >= 0 else next(none) for n in self._gives]
+        return _jax.array_of_blocks(kind.shape, kind.dtype, kind.sharding, given)
 
 
 class PermuteTransfer:
@@ -124,7 +126,7 @@ class PermuteTransfer:
         goals = of_this_process(np.array(specs[0].landing.mesh.devices).flat)
         self.lands_here = bool(goals)
         self._takes = [self._union.here.index(device) for device in goals]
-        self._landed = [jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=spec.landing) for spec in specs]
+        self._landed = [(spec.shape, spec.dtype, spec.landing) for spec in specs]
         mesh, landed = self._union.mesh, [self._union.type_of(spec.taken, spec.dtype) for spec in specs]
 
         def move(*blocks: Any) -> list[Any]:
@@ -143,18 +145,13 @@ class PermuteTransfer:
         moved = self._call(*self._union.give(arrays))
         if not self.lands_here:
             return [None] * len(moved)
-        blocks = map(_jax.blocks_of, moved)
-        return [_assembled(one, [own[n] for n in self._takes]) for one, own in zip(self._landed, blocks, strict=True)]
+        taken = ([blocks[n] for n in self._takes] for blocks in map(_jax.blocks_of, moved))
+        return [_jax.array_of_blocks(*kind, blocks) for kind, blocks in zip(self._landed, taken, strict=True)]
 
 
 def of_this_process(devices: Iterable[Any]) -> list[Any]:
     """The devices that this process has."""
     return [device for device in devices if device.process_index == jax.process_index()]
-
-
-def _assembled(kind: Any, blocks: Sequence[Any]) -> jax.Array:
-    """An array of this type from its blocks that are here, in mesh order."""
-    return jax.make_array_from_single_device_arrays(kind.shape, kind.sharding, blocks, dtype=kind.dtype)
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
