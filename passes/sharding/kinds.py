@@ -149,7 +149,7 @@ def value_kinds(traced: Traced, grouping: Grouping) -> dict[int, str]:
 
 
 def _carried(block: Block) -> Iterator[Carried]:
-    """What the scans of a block carry."""
+    """Values that the scans of a block carry."""
     for op in block.ops:
         if op.name == "scan":
             yield from ScanView(op).carries
