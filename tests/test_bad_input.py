@@ -65,22 +65,27 @@ def test_what_needs_a_batch_names_the_option_that_settles_it():
     assert "batch" in {leaf.role for leaf in make(batch_argnums=0, **data).stages[0].arguments}
 
 
-def test_a_traced_value_as_a_python_bool():
-    def branches(state, batch):
-        new, value = step(state, batch)
-        if value < 1e3:
-            return new, value
-        return state, value
-
-    refused(TRACING, "truth value of a traced array", "test_bad_input.py:", "jax.lax.cond", fun=branches)
+def branches(state, batch):
+    new, value = step(state, batch)
+    if value < 1e3:
+        return new, value
+    return state, value
 
 
-def test_an_axis_of_pmap_that_nothing_defines():
-    def averages(state, batch):
-        new, value = step(state, batch)
-        return jax.lax.pmean(new, "devices"), value
+def averages(state, batch):
+    new, value = step(state, batch)
+    return jax.lax.pmean(new, "devices"), value
 
-    refused(TRACING, "axis 'devices'", "test_bad_input.py:", "jax.pmap", "Leave pmean", fun=averages)
+
+@pytest.mark.parametrize(
+    ("fun", "parts"),
+    [
+        (branches, ["truth value of a traced array", "jax.lax.cond"]),
+        (averages, ["axis 'devices'", "jax.pmap", "Leave pmean"]),
+    ],
+)
+def test_what_jax_cannot_trace(fun, parts):
+    refused(TRACING, *parts, "test_bad_input.py:", fun=fun)
 
 
 def test_a_step_without_a_batch_is_planned_all_the_same():
@@ -131,38 +136,38 @@ def test_an_impossible_budget():
 # -- plans ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_plan_for_other_shapes():
-    parts = "state/w1 is float32[48, 64], planned float32[32, 64]", "batch/x", "Plan again"
-    refused(PLAN, *parts, args=arguments(width=48), plan=planned())
+def renamed(state, batch):
+    new, value = step({"w1": state["a"], "w2": state["w2"]}, batch)
+    return {"a": new["w1"], "w2": new["w2"]}, value
 
 
-def test_a_plan_for_other_dtypes():
-    state, batch = arguments()
-    batch["x"] = jax.ShapeDtypeStruct((16, 32), jnp.bfloat16)
-    refused(PLAN, "batch/x is bfloat16[16, 32], planned float32[16, 32]", args=(state, batch), plan=planned())
+@sgd
+def another_model(s, batch):
+    gram = jnp.tanh(s["w1"] @ s["w2"])
+    return (jnp.cumsum(batch["x"] @ gram @ gram, axis=1) * batch["y"]).sum()
 
 
-def test_a_plan_for_another_tree():
-    def other(state, batch):
-        new, value = step({"w1": state["a"], "w2": state["w2"]}, batch)
-        return {"a": new["w1"], "w2": new["w2"]}, value
-
-    state, batch = arguments()
-    parts = "state/a is not in the plan", "state/w1 is in the plan but was not passed"
-    refused(PLAN, *parts, fun=other, args=({"a": state["w1"], "w2": state["w2"]}, batch), plan=planned())
+STATE, BATCH = arguments()
+HALF = {**BATCH, "x": jax.ShapeDtypeStruct((16, 32), jnp.bfloat16)}
+RENAMED = ["state/a is not in the plan", "state/w1 is in the plan but was not passed"]
 
 
-def test_a_plan_for_another_model_with_the_same_arguments():
-    @sgd
-    def other(s, batch):
-        gram = jnp.tanh(s["w1"] @ s["w2"])
-        return (jnp.cumsum(batch["x"] @ gram @ gram, axis=1) * batch["y"]).sum()
-
-    refused(PLAN, "no decision", "program was", "Plan again", fun=other, plan=planned())
-
-
-def test_a_plan_for_another_number_of_devices():
-    refused(PLAN, "8 devices", "16", "plan again", plan=planned(), cluster=Cluster.preset("h100", nodes=2))
+@pytest.mark.parametrize(
+    ("parts", "given"),
+    [
+        (
+            ["state/w1 is float32[48, 64], planned float32[32, 64]", "batch/x", "Plan again"],
+            {"args": arguments(width=48)},
+        ),
+        (["batch/x is bfloat16[16, 32], planned float32[16, 32]"], {"args": (STATE, HALF)}),
+        (RENAMED, {"fun": renamed, "args": ({"a": STATE["w1"], "w2": STATE["w2"]}, BATCH)}),
+        (["no decision", "program was", "Plan again"], {"fun": another_model}),
+        (["8 devices", "16", "plan again"], {"cluster": Cluster.preset("h100", nodes=2)}),
+    ],
+    ids=["shapes", "dtypes", "tree", "model", "devices"],
+)
+def test_a_plan_for_something_else(parts, given):
+    refused(PLAN, *parts, plan=planned(), **given)
 
 
 def test_a_plan_file_that_is_no_plan(tmp_path):

@@ -80,11 +80,12 @@ def schedule(loop: Loop, steps: int = STEPS, epoch: int = EPOCH) -> Iterator[tup
         yield loop.batch(number, LAST if ends else ROWS), ends
 
 
-def run(loop: Loop, train_step: Any, eval_step: Any, steps: int = STEPS, epoch: int = EPOCH) -> Run:
-    """Runs the loop with these two functions in place of its own."""
+def run(loop: Loop, train_step: Any, eval_step: Any, steps: int = STEPS, epoch: int = EPOCH, ahead: Any = iter) -> Run:
+    """Runs the loop with these two functions in place of its own, and with the batches as `ahead` gives them."""
     carried = loop.make_state()
     metrics, evaluations = [], []
-    for batch, ends in schedule(loop, steps, epoch):
+    batches = ahead(batch for batch, _ in schedule(loop, steps, epoch))
+    for batch, (_, ends) in zip(batches, schedule(loop, steps, epoch), strict=True):
         carried, found = loop.advance(train_step, carried, batch)
         metrics.append(found)
         if ends:
