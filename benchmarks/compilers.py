@@ -39,7 +39,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.compiler import compile_step
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.passes.checks.verification import compiled_reports
-from alpa_lite.passes.ir import moving
+from alpa_lite.passes.costs import traffic
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.runtime import aot
 from alpa_lite.steps import NamedStep
@@ -66,7 +66,7 @@ def moved(name: str, target: str) -> Row:
     step, arguments = CASES[name]()
     graph = tracing.trace(step, arguments, {}).graph
     start = time.process_time()
-    predicted = moving.moved_bytes(graph.block, graph.values)
+    predicted = traffic.moved_bytes(graph.block, graph.values)
     seconds = time.process_time() - start
     mesh = jax.sharding.Mesh(np.array([device]), ("x",))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -38,7 +38,7 @@ from alpa_lite.calibration.samples import PASSES, Sample
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import LogicalMesh
-from alpa_lite.passes.ir.attention import pairs
+from alpa_lite.passes.costs.attention import pairs
 
 Found = dict[str, Any]
 

@@ -11,8 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = (
-    "ir", "tracing", "factors", "local", "blockwise", "microbatches", "layers", "tokens", "sharding", "lowering",
-    "stages", "programs", "checks", "plans", "search",
+    "ir", "tracing", "factors", "costs", "local", "blockwise", "microbatches", "layers", "tokens", "sharding",
+    "lowering", "stages", "programs", "checks", "plans", "search",
 )  # fmt: skip
 """The rooms of `passes/`, each importing only from those before it."""
 

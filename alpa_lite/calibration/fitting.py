@@ -8,7 +8,7 @@ Relative errors are made small, since operations of a microsecond and of a secon
                   that fit a cache take little time in either case
     sustained     seconds of a large product by itself over those after seconds of nothing else
     kernel        seconds that a kernel takes to start within a program
-    attention     FLOPs of a pass, as `passes.ir.attention` counts them, over its seconds and the peak
+    attention     FLOPs of a pass, as `passes.costs.attention` counts them, over its seconds and the peak
     collectives   of each kind and group its seconds by payload, made monotone by isotonic regression of log seconds
     dispatch      seconds of a task and of each of its devices, >= 0: likewise over runs and transfers
     links         where permutations between the devices of a node were measured: their bandwidth and latency, for
@@ -126,7 +126,7 @@ def _sustained(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
 
 def _attention(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     """Shares of the peak of cuDNN's passes; samples of the backward pass have run the forward pass, too."""
-    from alpa_lite.passes.ir.attention import pairs
+    from alpa_lite.passes.costs.attention import pairs
 
     seconds = {(sample.kind, sample.sizes): sample.seconds for sample in samples}
     shares: dict[str, list[float]] = {}

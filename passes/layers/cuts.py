@@ -29,6 +29,7 @@ import numpy as np
 
 from alpa_lite.ir.graph import Lit, Op, Value
 from alpa_lite.ir.strategy import Rule
+from alpa_lite.passes.costs.flops import flops_of
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import body_runs
 from alpa_lite.passes.layers.types import Layer
@@ -48,7 +49,7 @@ def price(op: Op, rules: Mapping[object, Rule], values: Sequence[Value]) -> floa
         return body_runs(op) * (max(parts) if op.name == "cond" else sum(parts))
     is_product = op.name in primitives.PRODUCTS | primitives.KERNELS
     moved = sum(values[v].nbytes for v in op.results) + (sum(values[v].nbytes for v in op.reads) if is_product else 0)
-    computing = primitives.work(op, rules[op.key], values) / _PEAK if is_product else 0.0
+    computing = flops_of(op, rules[op.key], values) / _PEAK if is_product else 0.0
     return max(computing, moved / _BANDWIDTH, _FREE_SECONDS)
 
 

@@ -3,7 +3,7 @@
 Problem. Some values are *required* in another place of the program than where they are made. Each can be kept, at a
 cost, or be computed again there from values that are available, in turn kept or computed again. Operations that kernels
 compute element by element (`REPEATABLE`) cost nothing more within the kernel that reads their result, but for expensive
-functions (exp, tanh, ...), which are worth `EXPENSIVE_BYTES` of memory traffic an element, as in `ir.fusion`.
+functions (exp, tanh, ...), which are worth `EXPENSIVE_BYTES` of memory traffic an element, as in `costs.fusion`.
 Reductions, products, draws and operations with bodies are never computed again.
 
 Mathematics. Each value v is an edge v' -> v'' of the capacity that keeping it costs; an edge source -> v' has the cost
@@ -14,7 +14,7 @@ u'' -> v' without limit; required values have an edge v'' -> sink without limit.
     sink side of v'                         v is computed again, and its operands are available
 
 Source: min-cut rematerialisation of He and Yu, "Transcending runtime-memory tradeoffs in checkpointing by being fusion
-aware" (MLSys 2023); the costs are those of `ir.fusion`.
+aware" (MLSys 2023); the costs are those of `costs.fusion`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Atom, Op, Value
+from alpa_lite.passes.costs.fusion import EXPENSIVE_BYTES
 from alpa_lite.passes.ir import flow, min_cut, primitives
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_parts
-
-EXPENSIVE_BYTES = 4
-"""Memory traffic, in bytes an element, that computing an expensive function once more is worth (as in `ir.fusion`)."""
 
 REPEATABLE = (primitives.IN_LOOPS | primitives.SAME_BYTES) - primitives.PLACEMENT - {"name", "gather"}
 """Operations that kernels compute element by element. Values that the user named are not computed again."""

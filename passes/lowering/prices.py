@@ -4,7 +4,7 @@ The integer program prices groups of operations and the passages of values betwe
 
     an operation      its share of the seconds of its group, with the strategy that was chosen. Operations share a group
                       in proportion to what each would take by itself, max(FLOPs / peak, bytes / bandwidth) + starts,
-                      where bytes and starts are those of the compiled program (`ir.fusion`);
+                      where bytes and starts are those of the compiled program (`costs.fusion`);
     a collective      alpha * share + bytes * beta, where share is the part of the latency that the program charged:
                       collectives that the compiler combines start together.
 
@@ -24,7 +24,7 @@ from typing import Any
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.graph import Op, Traced
 from alpa_lite.ir.strategy import Rule
-from alpa_lite.passes.ir.primitives import work, working_dtype
+from alpa_lite.passes.costs.flops import flops_of, working_dtype
 from alpa_lite.passes.lowering.program import Body, Communicated, Compute, Instruction, LocalProgram, Loop, collectives
 from alpa_lite.passes.sharding.costs import attention_efficiency, combinable
 from alpa_lite.passes.sharding.groups import Grouping
@@ -137,7 +137,7 @@ def prices(
     values = traced.graph.values
     alone = {}  # seconds of each operation by itself on one device, to share out its group's
     for number, op in grouping.ops.items():
-        work_flops = 0.0 if op.bodies else work(op, rules[op.key], values)
+        work_flops = 0.0 if op.bodies else flops_of(op, rules[op.key], values)
         share = attention_efficiency(op, values, cost.cluster)
         moved = found.space.moved[number]
         seconds = cost.compute(work_flops, moved.bytes, working_dtype(op, values), share)

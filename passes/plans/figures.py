@@ -15,6 +15,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.ir.graph import Lit, Op, Traced
 from alpa_lite.ir.layout import Layout
 from alpa_lite.ir.strategy import Rule
+from alpa_lite.passes.costs.flops import flops_of
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.lowering.prices import FREE, Price
 from alpa_lite.passes.lowering.program import Body, Loop, Reshard, computes, reads, spec_of
@@ -48,7 +49,7 @@ def _products(grouping: Grouping, rules: Mapping[Any, Rule], traced: Traced) -> 
         for number in group.ops:
             op = grouping.ops[number]
             if op.name in primitives.PRODUCTS and not _jax.is_computed_again(op.source):
-                yield group, op, primitives.work(op, rules[op.key], traced.graph.values)
+                yield group, op, flops_of(op, rules[op.key], traced.graph.values)
 
 
 def spending(planned: PlannedStage) -> tuple[Spending, ...]:

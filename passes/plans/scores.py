@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir.graph import Lit, Op, Value
+from alpa_lite.passes.costs.flops import flops_of, working_dtype
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.report import units
@@ -59,9 +60,9 @@ def _seconds(stage: PlannedStage, cluster: Cluster, kernel: str) -> tuple[float,
         if op.name in primitives.PRODUCTS:
             backward = _jax.derivative(op.source) == "transpose"
             share = cluster.attention(kernel, backward=backward) or 1.0
-            work = primitives.work(op, stage.rules[op.key], values) * price.runs * (10 / 8 if backward else 1)
-            peak = cluster.peak(primitives.working_dtype(op, values))
-            fused += work * (0.5 if masked else 1.0) / stage.found.mesh.size / (peak * share)
+            flops = flops_of(op, stage.rules[op.key], values) * price.runs * (10 / 8 if backward else 1)
+            peak = cluster.peak(working_dtype(op, values))
+            fused += flops * (0.5 if masked else 1.0) / stage.found.mesh.size / (peak * share)
     return now, fused
 
 

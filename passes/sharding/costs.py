@@ -1,7 +1,7 @@
 """Costs of computing and of resharding, in seconds.
 
 Every strategy of a group of operations costs the roofline of its local work, max(FLOPs / peak, bytes / bandwidth), and
-the starts of its kernels. Bytes are those that the compiled program moves (`ir.fusion`): of a chain of elementwise
+the starts of its kernels. Bytes are those that the compiled program moves (`costs.fusion`): of a chain of elementwise
 operations what it starts with and what it ends with, wherever these are in groups.
 
 Every pair of layouts of a tensor has one pair of coefficients, latency and seconds per byte of the whole tensor: the
@@ -27,8 +27,9 @@ from alpa_lite.ir.graph import Block, Lit, Op, Traced, Value
 from alpa_lite.ir.kernels import KERNEL
 from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, moved_axes, reshard_steps
 from alpa_lite.ir.strategy import Rule
-from alpa_lite.passes.ir.attention import attention_of
-from alpa_lite.passes.ir.primitives import PRODUCTS, work, working_dtype
+from alpa_lite.passes.costs.attention import attention_of
+from alpa_lite.passes.costs.flops import flops_of, working_dtype
+from alpa_lite.passes.ir.primitives import PRODUCTS
 from alpa_lite.passes.sharding.groups import Dims, Group, factors_in
 from alpa_lite.passes.sharding.space import Choices, Reached, Space, block_count
 from alpa_lite.passes.sharding.tables import GroupedStep
@@ -100,7 +101,7 @@ def _work_of(step: GroupedStep, group: Group, cluster: Cluster) -> _Work:
         op, moved = step.grouping.ops[number], step.moved[number]
         rule = step.rules[op.key]
         out.dtype = working_dtype(op, values) or out.dtype
-        out.flops += work(op, rule, values)
+        out.flops += flops_of(op, rule, values)
         out.starts += moved.starts
         out.efficiency = attention_efficiency(op, values, cluster) or out.efficiency
         if op.primitive is KERNEL:
@@ -207,7 +208,7 @@ def products_bound(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster) 
         for op in block.ops:
             if op.name in PRODUCTS and not _jax.is_computed_again(op.source):
                 rate = cluster.peak(working_dtype(op, values)) * cluster.matmul_efficiency
-                total += work(op, rules[op.key], values) / rate
+                total += flops_of(op, rules[op.key], values) / rate
             elif op.name != "cond":
                 trips = op.params["length"] if op.name == "scan" else 1
                 total += trips * sum(map(of_block, op.bodies))

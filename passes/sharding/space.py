@@ -12,7 +12,7 @@ import numpy as np
 
 from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
 from alpa_lite.ir.strategy import Factor, StrategyGraph
-from alpa_lite.passes.ir.moving import Moved
+from alpa_lite.passes.costs.traffic import Moved
 from alpa_lite.passes.ir.remembered import Memo
 from alpa_lite.passes.sharding.groups import Dims, Group, factors_in
 from alpa_lite.plan.pins import Wish

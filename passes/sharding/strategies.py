@@ -17,7 +17,8 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.graph import Lit, Op, Value
 from alpa_lite.ir.layout import Axes, Layout
 from alpa_lite.ir.strategy import Buffers, Factor, StrategyGraph, Transfer
-from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS, working_dtype
+from alpa_lite.passes.costs.flops import working_dtype
+from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.sharding import space

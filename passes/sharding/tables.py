@@ -16,7 +16,7 @@ from alpa_lite import _jax
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.graph import Op, Traced
 from alpa_lite.ir.strategy import Rule
-from alpa_lite.passes.ir import moving
+from alpa_lite.passes.costs import traffic
 from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.ir.remembered import Memo
 from alpa_lite.passes.sharding import connected, kinds
@@ -161,9 +161,9 @@ class GroupedStep:
         return tuple([op for op in self.traced.graph.ops() if op.primitive.name == CONSTRAINT])
 
     @cached_property
-    def moved(self) -> dict[int, moving.Moved]:
+    def moved(self) -> dict[int, traffic.Moved]:
         """Reads and writes of operations on one device, by op index, without those that compilers fuse away."""
-        return moving.moved(self.traced.graph.block, self.traced.graph.values)
+        return traffic.moved(self.traced.graph.block, self.traced.graph.values)
 
     @cached_property
     def smallest(self) -> float:

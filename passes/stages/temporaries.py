@@ -1,8 +1,8 @@
 """The bytes that one run of a segment needs in addition to its inputs and outputs.
 
 Registers live from where they are written to where they are last read. Those that the compiled program holds in memory
-(`ir.fusion`) take it: operands of products, collectives and loops, results of reductions and products, and values that
-several kernels read. A loop kernel writes its result over an operand of equal size that nobody needs after it. The
+(`costs.fusion`) take it: operands of products, collectives and loops, results of reductions and products, and values
+that several kernels read. A loop kernel writes its result over an operand of equal size that nobody needs after it. The
 buffer of an output holds one other value at a time until it is written, but for those that are given as inputs and
 added to.
 
@@ -26,8 +26,8 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Lit, Op, Value
-from alpa_lite.passes.ir import fusion
-from alpa_lite.passes.ir.items import Item, item_of
+from alpa_lite.passes.costs import fusion
+from alpa_lite.passes.costs.items import Item, item_of
 from alpa_lite.passes.ir.primitives import ADDS, PRODUCTS
 from alpa_lite.passes.ir.remembered import Memo, remembered
 from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Loop, Operand, Reshard, reads, writes

@@ -19,7 +19,7 @@ from alpa_lite.cluster import CALIBRATION, Cluster, Dispatch, Link
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import OptionError
 from alpa_lite.ir.layout import LogicalMesh
-from alpa_lite.passes.ir.attention import pairs
+from alpa_lite.passes.costs.attention import pairs
 
 ASSUMED = Cluster(
     device="x", platform="cpu", devices_per_node=8, memory=2**30, peak_flops={"f32": 1e12, "bf16": 1e12, "f64": 5e11},

@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 import alpa_lite
 from alpa_lite import Cluster, DataParallel, Sharded
-from alpa_lite.passes.ir.attention import pairs
+from alpa_lite.passes.costs.attention import pairs
 
 B, N, T, D = 8, 4, 512, 128
 

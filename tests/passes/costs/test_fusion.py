@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from alpa_lite.passes.ir import fusion, moving
-from alpa_lite.passes.ir.items import item_of
+from alpa_lite.passes.costs import fusion, traffic
+from alpa_lite.passes.costs.items import item_of
 from alpa_lite.passes.tracing import tracing
 from tests.gallery import f32
 
@@ -17,7 +17,7 @@ FULL, ROW = 4 * N * M, 4 * N
 
 def moved(step: Any, *args: Any) -> float:
     graph = tracing.trace(step, args, {}).graph
-    return moving.moved_bytes(graph.block, graph.values)
+    return traffic.moved_bytes(graph.block, graph.values)
 
 
 def shift(x: Any) -> Any:

@@ -6,7 +6,7 @@ memory, not of all values that it touches. The rule is that of XLA's GPU passes 
 `multi_output_fusion`, `softmax_rewriter_triton` in xla/service/gpu/transforms), as seen in programs that they compile
 for an H100; `benchmarks/compilers.py` compares the bytes.
 
-Operations are of the kinds of `ir.items`.
+Operations are of the kinds of `costs.items`.
 
 Rule.
 
@@ -30,12 +30,12 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from alpa_lite.passes.ir.items import Item, Sizes
+from alpa_lite.passes.costs.items import Item, Sizes
 
 #: The longest row that a kernel holds whole.
 _ROW = 4096
 #: The cost of computing an expensive function of one element once more, in bytes of memory that could be moved.
-_EXPENSIVE = 4
+EXPENSIVE_BYTES = 4
 #: A kernel has at most so many stored results: registers and parameters of a kernel are limited.
 _MOST_OUTPUTS = 16
 #: The kernels of one value beyond so many are not told apart, and siblings are looked for among so many neighbours.
@@ -276,7 +276,7 @@ class _Fusion:
             if item.partly:
                 own = nbytes[item.operands[0]] * item.taken(nbytes)
             else:
-                costs = _EXPENSIVE * item.elements if item.expensive else 0.0
+                costs = EXPENSIVE_BYTES * item.elements if item.expensive else 0.0
                 own = costs + sum([least.get(v, nbytes[v]) for v in operands])
             found[n] = own
             for v in item.results:

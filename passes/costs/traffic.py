@@ -1,4 +1,4 @@
-"""The memory traffic of the operations of a graph, once a compiler has put several into one kernel (`ir.fusion`)."""
+"""The memory traffic of the operations of a graph, once a compiler has put several into one kernel (`costs.fusion`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.ir.graph import Block, Lit, Op, Value
-from alpa_lite.passes.ir.fusion import traffic
-from alpa_lite.passes.ir.items import Item, item_of
+from alpa_lite.passes.costs.fusion import traffic
+from alpa_lite.passes.costs.items import Item, item_of
 from alpa_lite.passes.ir.primitives import COLLECTIVES
 
 

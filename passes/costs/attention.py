@@ -22,13 +22,10 @@ from typing import Any
 
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Lit, Op, Value
+from alpa_lite.passes.ir import primitives
 
 BLOCK = 128
 """The queries of a block of a kernel: those of cuDNN, of FlashAttention, and of Pallas kernels by default."""
-
-CUDNN = frozenset({"dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper"})
-"""JAX's operations for cuDNN."""
-
 
 PALLAS = {"splash_m": "splash_attention", "flash_attention": "flash_attention"}
 """Parts of the names of JAX's Pallas kernels, and the kernels' own."""
@@ -63,7 +60,7 @@ def attention_of(op: Op, values: Sequence[Value]) -> Attention | None:
     """Returns the pass of fused attention that an operation is; None for any other operation."""
     if op.name == "pallas_call":
         return _pallas(op, values)
-    if op.name not in CUDNN:
+    if op.name not in primitives.CUDNN:
         return None
     query, key, value = (_shape(op, values, i) for i in range(3))
     length = 2 if op.params["layout"] else 1

@@ -1,4 +1,4 @@
-"""The kinds of operations for a compiler that puts several into one kernel (`ir.fusion`).
+"""The kinds of operations for a compiler that puts several into one kernel (`costs.fusion`).
 
 Operations are of these kinds:
 
@@ -8,7 +8,7 @@ Operations are of these kinds:
     reduce    takes what it reduces into its kernel, and ends it
     update    writes a part of its first operand in place (scatter, dynamic_update_slice), and ends its kernel
     product   a kernel of a library, which may add its result to a value in memory
-    accumulation   that addition (found by `ir.fusion`)
+    accumulation   that addition (found by `costs.fusion`)
     library   a kernel of its own, which takes in nothing: sorts, Fourier transforms, convolutions, collectives
     control   its bodies are programs of their own, whose inputs and outputs are in memory
 

@@ -6,7 +6,7 @@ import pytest
 
 import alpa_lite
 from alpa_lite import Cluster, OptionError, Sharded
-from alpa_lite.passes.ir.attention import BLOCK, pairs
+from alpa_lite.passes.costs.attention import BLOCK, pairs
 
 SHAPE = B, T, N, D = 4, 4 * BLOCK, 8, 64
 """Examples, tokens, heads and features."""
