@@ -4,6 +4,6 @@ In: the operations of a graph. Out: `alpa_lite.ir.strategy.Rule` by operation ke
 local forms all read the same rules. Operations without a rule are opaque, with the reason.
 """
 
-from alpa_lite.passes.factors.rules import check, describe, rules_of
+from alpa_lite.passes.factors.rules import describe, rules_of
 
-__all__ = ["check", "describe", "rules_of"]
+__all__ = ["describe", "rules_of"]

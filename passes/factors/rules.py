@@ -97,8 +97,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from alpa_lite.ir.graph import Lit, Op, Value
 from alpa_lite.ir.strategy import Factor, Rule
 from alpa_lite.passes.factors.base import Call, is_complex, is_number, opaque
@@ -171,22 +169,3 @@ def finish(rule: Rule, call: Call) -> Rule:
         ((),) * len(dims) if literal else dims for dims, literal in zip(rule.operands, call.literals, strict=True)
     )
     return replace(rule, factors=tuple(factors), operands=operands)
-
-
-def check(rule: Rule, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> None:
-    """Raises AssertionError unless the rule fits tensors of these shapes.
-
-    A dim without a factor is whole; else the sizes of its factors multiply to its size, or, with a special factor among
-    them, to a divisor of it. No factor has a size of one, and none appears twice in a tensor.
-    """
-    assert all(factor.size > 1 for factor in rule.factors), rule
-    for tensors, shapes in ((rule.operands, operands), (rule.results, results)):
-        assert len(tensors) == len(shapes), (rule, shapes)
-        for dims, shape in zip(tensors, shapes, strict=True):
-            assert len(dims) == len(shape), (rule, shape)
-            named = [f for dim in dims for f in dim]
-            assert len(named) == len(set(named)), (rule, shape)
-            for dim, size in zip(dims, shape, strict=True):
-                product = int(np.prod([rule.factors[f].size for f in dim]))
-                special = any(rule.factors[f].kind == "special" for f in dim)
-                assert not dim or product == size or (special and size % product == 0), (rule, shape)

@@ -59,11 +59,14 @@ def along(name: str, kind: FactorKind, result: Literal["same", "whole", "gone"] 
         size, named = shape(call.operands[0]), call.params[name]
         axes = {axis % len(size) for axis in ((named,) if isinstance(named, int) else named)}
         dims = tuple(new.dim(s, kind if d in axes else "parallel") for d, s in enumerate(size))
-        after = {"same": dims, "whole": tuple(() if d in axes else dim for d, dim in enumerate(dims))}
-        kept = after.get(result, tuple(dim for d, dim in enumerate(dims) if d not in axes))
+        kept = {
+            "same": dims,
+            "whole": tuple(() if d in axes else dim for d, dim in enumerate(dims)),
+            "gone": tuple(dim for d, dim in enumerate(dims) if d not in axes),
+        }
         # Further scalar operands are initial values.
         operands: list[Dims] = [dims if len(shape(aval)) == len(size) else () for aval in call.operands]
-        return new.rule(operands, [kept] * len(call.results))
+        return new.rule(operands, [kept[result]] * len(call.results))
 
     return describe
 

@@ -34,8 +34,8 @@ class Evidence:
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
-        self._inputs, self._outputs = graph.block.inputs, graph.block.outputs
-        self._numbers = {value: number for number, value in enumerate(self._inputs)}
+        self._outputs = graph.block.outputs
+        self._numbers = {value: number for number, value in enumerate(graph.block.inputs)}
 
     @memoised
     def origins(self, output: int) -> frozenset[int]:
@@ -43,13 +43,10 @@ class Evidence:
         found = flow.reach(flow.values_in([self._outputs[output]]), lambda value: self._carriers.get(value, ()))
         return frozenset(self._numbers[value] for value in found if value in self._numbers)
 
-    def unchanged(self, output: int, argument: int) -> bool:
-        """Whether an output is an argument as it came."""
-        return self._outputs[output] == self._inputs[argument]
-
-    def hands_through(self, output: int) -> bool:
-        """Whether an output is some argument as it came."""
-        return self._outputs[output] in self._numbers
+    def handed(self, output: int) -> int | None:
+        """The argument, or the constant behind them, that an output is as it came; None if it is none."""
+        atom = self._outputs[output]
+        return self._numbers.get(atom) if isinstance(atom, int) else None
 
     def learnt(self, output: int) -> bool:
         """Whether an output depends on a reverse pass."""
@@ -57,7 +54,7 @@ class Evidence:
 
     @memoised
     def _dependents(self, argument: int) -> set[int]:
-        return flow.made_of(self._graph.block.ops, [self._inputs[argument]])
+        return flow.made_of(self._graph.block.ops, [self._graph.block.inputs[argument]])
 
     def depends(self, output: int, argument: int) -> bool:
         """Whether an output reads an argument, directly or through other operations.
@@ -72,7 +69,7 @@ class Evidence:
 
         Followed are elementwise operations, broadcasts and transpositions, and constants of scans.
         """
-        rows = {value: (number, 0) for number, value in enumerate(self._inputs) if self._shape(value)}
+        rows = {value: (number, 0) for value, number in self._numbers.items() if self._shape(value)}
         return frozenset(self._read_as_weights(self._graph.block, rows))
 
     def _read_as_weights(self, block: Block, rows: dict[int, tuple[int, int]]) -> Iterator[int]:

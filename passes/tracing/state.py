@@ -32,8 +32,7 @@ must not donate them.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Hashable, Iterable, Sequence
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -44,21 +43,6 @@ from alpa_lite.passes.tracing.arguments import Flat, LeafKind, Tree, common_path
 from alpa_lite.passes.tracing.evidence import Evidence
 
 
-@dataclass(frozen=True)
-class Matched:
-    """Which outputs are the new values of which arguments.
-
-    Attributes:
-      pairs: {output: argument}.
-      notes: for the plan.
-      differentiated: the arguments whose gradients are among the outputs: weights, no batch.
-    """
-
-    pairs: Mapping[int, int]
-    notes: Sequence[str]
-    differentiated: frozenset[int]
-
-
 def match_state(
     inputs: Flat,
     outputs: Flat,
@@ -67,7 +51,7 @@ def match_state(
     batch: frozenset[int] | None = None,
     known: frozenset[int] = frozenset(),
     named: frozenset[int] | None = None,
-) -> Matched:
+) -> Matcher:
     """Pairs outputs with the arguments that they are the new values of (the module's docstring gives the rules).
 
     Args:
@@ -81,7 +65,7 @@ def match_state(
     Raises:
       SignatureError: an argument that is named as state does not come back.
     """
-    matcher = _Matcher(inputs, outputs, batch, known, evidence, named)
+    matcher = Matcher(inputs, outputs, batch, known, evidence, named)
     matcher.match_modules()
     matcher.match(tree for tree in inputs.trees if not tree.is_bare)
     if not matcher.pairs:
@@ -90,11 +74,17 @@ def match_state(
     matcher.match_arrays()
     if named is not None:
         matcher.check_complete(named)
-    return Matched(matcher.pairs, matcher.notes, frozenset(matcher.differentiated))
+    return matcher
 
 
-class _Matcher:
-    """The pairs found so far."""
+class Matcher:
+    """Which outputs are the new values of which arguments.
+
+    Attributes:
+      pairs: {output: argument}, as far as found.
+      notes: for the plan.
+      differentiated: the arguments whose gradients are among the outputs: weights, no batch.
+    """
 
     def __init__(
         self, inputs: Flat, outputs: Flat, batch: frozenset[int] | None, known: frozenset[int], evidence: Evidence,
@@ -118,7 +108,7 @@ class _Matcher:
         found = {path: i for i, path in enumerate(self._inputs.paths) if self._inputs.modules[i]}
         for number, path in enumerate(self._outputs.paths):
             argument = found.get(path) if self._outputs.modules[number] else None
-            if argument is not None and self._same(number, argument) and not self._evidence.unchanged(number, argument):
+            if argument is not None and self._same(number, argument) and self._evidence.handed(number) != argument:
                 self.pairs[number] = argument
         self._taken.update(found.values())
 
@@ -203,7 +193,7 @@ class _Matcher:
         Pytrees that are handed through count, if any other result is an update. None if a result has several origins.
         """
         sources = [{k for k, tree in enumerate(arguments) if self._carried(r.leaves, tree.leaves)} for r in results]
-        handed = [not r.is_bare and all(map(self._evidence.hands_through, r.leaves)) for r in results]
+        handed = [not r.is_bare and all(self._evidence.handed(n) is not None for n in r.leaves) for r in results]
         rows = [k for k, found in enumerate(sources) if found and (updates[k] or handed[k])]
         places = sorted({place for k in rows for place in sources[k]})
         one_each = len(places) == len(rows) == sum(len(sources[k]) for k in rows)
@@ -241,7 +231,7 @@ class _Matcher:
                 alike = [tree for tree in arguments if self._may_update(result, tree) and not self._is_last_array(tree)]
                 self.differentiated.update(tree.start for tree in alike)
             return
-        if not arguments or all(map(self._evidence.hands_through, result.leaves)):
+        if not arguments or all(self._evidence.handed(n) is not None for n in result.leaves):
             return
         argument, kind = arguments[0], "other values"
         if any(map(self._evidence.learnt, result.leaves)):
@@ -273,7 +263,7 @@ class _Matcher:
 
     def _changed(self, result: Tree, argument: Tree) -> list[int]:
         """The leaves of a result that are not those of an argument as they came."""
-        return [n for n, i in zip(result.leaves, argument.leaves, strict=True) if not self._evidence.unchanged(n, i)]
+        return [n for n, i in zip(result.leaves, argument.leaves, strict=True) if self._evidence.handed(n) != i]
 
     def _carried(self, numbers: Iterable[int], leaves: Container[int]) -> bool:
         """Whether some outputs are carried from any of some leaves."""

@@ -21,7 +21,7 @@ from jax.sharding import AxisType
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError, SignatureError, TracingError
 from alpa_lite.ir.calling import Calling
-from alpa_lite.ir.graph import Argument, Atom, Graph, Traced
+from alpa_lite.ir.graph import Argument, Graph, Traced
 from alpa_lite.ir.paths import shown
 from alpa_lite.passes.tracing import attention, calls, conversion, equations, pytrees
 from alpa_lite.passes.tracing.arguments import Argnums, Flat, LeafKind, Tree, is_batch_like, named_leaves
@@ -29,7 +29,7 @@ from alpa_lite.passes.tracing.batches import Batch, find_batch
 from alpa_lite.passes.tracing.constraints import constrain_results, constrain_scopes
 from alpa_lite.passes.tracing.evidence import Evidence
 from alpa_lite.passes.tracing.placements import spread
-from alpa_lite.passes.tracing.state import Matched, match_state
+from alpa_lite.passes.tracing.state import Matcher, match_state
 
 
 def trace(
@@ -88,8 +88,9 @@ def trace(
     state = frozenset(matched.pairs.values())
     if batch_leaves is None and state:
         _refuse_all_state(inputs, state)
-    through = _returned_as_they_are(graph, len(inputs.paths), matched)
-    weights = matched.differentiated.union(known, (i for i, module in enumerate(inputs.modules) if module))
+    handed = {n: evidence.handed(n) for n in range(len(graph.block.outputs)) if n not in matched.pairs}
+    through = {n: i for n, i in handed.items() if i is not None and i < len(inputs.paths) and i not in state}
+    weights = frozenset(known).union(matched.differentiated, (i for i, own in enumerate(inputs.modules) if own))
     results = {shape[0] for n, (shape, _) in enumerate(run.outputs.types) if shape and not evidence.learnt(n)}
     returned = frozenset(through.values())
     batch = find_batch(inputs, batch_leaves, state, weights, returned, evidence.weights, results)
@@ -122,16 +123,8 @@ def trace_under(context: Any, trace: Callable[..., Traced]) -> Callable[..., Tra
     return traced
 
 
-def _returned_as_they_are(graph: Graph, num_inputs: int, matched: Matched) -> dict[int, int]:
-    """The results that are an argument which is no state, by number, and the numbers of these arguments."""
-    state = matched.pairs.values()
-    arguments: dict[Atom, int] = {value: i for i, value in enumerate(graph.block.inputs[:num_inputs]) if i not in state}
-    results = enumerate(graph.block.outputs)
-    return {n: arguments[atom] for n, atom in results if n not in matched.pairs and atom in arguments}
-
-
 def _assembled(
-    run: _Run, graph: Graph, matched: Matched, batch: Batch, through: Mapping[int, int], placed: Sequence[Any]
+    run: _Run, graph: Graph, matched: Matcher, batch: Batch, through: Mapping[int, int], placed: Sequence[Any]
 ) -> Traced:
     """The traced step from its parts; `placed` are the `out_shardings` of the flat results."""
     inputs, outputs, pairs = run.inputs, run.outputs, matched.pairs

@@ -87,6 +87,25 @@ def bind(eqn, inputs, **changes):
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
+def check(rule, operands, results):
+    """Raises AssertionError unless the rule fits tensors of these shapes.
+
+    A dim without a factor is whole; else the sizes of its factors multiply to its size, or, with a special factor among
+    them, to a divisor of it. No factor has a size of one, and none appears twice in a tensor.
+    """
+    assert all(factor.size > 1 for factor in rule.factors), rule
+    for tensors, shapes in ((rule.operands, operands), (rule.results, results)):
+        assert len(tensors) == len(shapes), (rule, shapes)
+        for dims, shape in zip(tensors, shapes, strict=True):
+            assert len(dims) == len(shape), (rule, shape)
+            named = [f for dim in dims for f in dim]
+            assert len(named) == len(set(named)), (rule, shape)
+            for dim, size in zip(dims, shape, strict=True):
+                product = int(np.prod([rule.factors[f].size for f in dim]))
+                special = any(rule.factors[f].kind == "special" for f in dim)
+                assert not dim or product == size or (special and size % product == 0), (rule, shape)
+
+
 def conv(lhs, rhs, padding="VALID"):
     def fun(a, b):
         return lax.conv_general_dilated(a, b, (1,), padding, dimension_numbers=("NCH", "OIH", "NCH"))

@@ -12,7 +12,7 @@ from jax import lax
 
 from alpa_lite.ir.strategy import Factor
 from alpa_lite.passes import factors
-from tests.passes.factors.factor_cases import CASES, bind, capture
+from tests.passes.factors.factor_cases import CASES, bind, capture, check
 
 # The program runs once: what compiles fastest is best.
 QUICK = {"xla_backend_optimization_level": 0}
@@ -107,7 +107,7 @@ def run(cases, change=lambda rule: rule):
         for case, (name, fun, *_) in examples.items():
             op, values, inputs = capture(name, fun, *args[case])
             rules[case] = change(factors.rules_of([op], values)[op.key])
-            factors.check(rules[case], [x.shape for x in inputs], [values[r].shape for r in op.results])
+            check(rules[case], [x.shape for x in inputs], [values[r].shape for r in op.results])
             out[case] = halve(rules[case], op, inputs)
         return out
 

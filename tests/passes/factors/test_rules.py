@@ -17,7 +17,7 @@ from alpa_lite.ir.graph import Lit
 from alpa_lite.passes import factors
 from alpa_lite.passes.factors import tables
 from alpa_lite.passes.factors.base import Call
-from tests.passes.factors.factor_cases import CASES, equations, example
+from tests.passes.factors.factor_cases import CASES, check, equations, example
 from tests.passes.factors.shardy_rules import shardy_rule
 
 
@@ -204,7 +204,7 @@ def test_reshape_shares_what_is_shared(before, random):
         )[0]
     )
     rule = factors.describe(call)
-    factors.check(rule, [tuple(before)], [tuple(after)])
+    check(rule, [tuple(before)], [tuple(after)])
     index = np.arange(math.prod(before))
     assert all(
         np.array_equal(coordinate(index, rule, rule.operands[0], n), coordinate(index, rule, rule.results[0], n))

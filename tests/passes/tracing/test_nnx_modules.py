@@ -9,21 +9,14 @@ import optax
 from flax import nnx
 
 import alpa_lite
-from alpa_lite.ir.graph import Traced, check
+from alpa_lite.ir.graph import check
 from alpa_lite.passes.tracing import read_annotations
 from alpa_lite.passes.tracing.tracing import trace
 from tests.comparing import assert_close
+from tests.passes.tracing.test_tracing import by_role, roles
 
 BATCH = {"x": np.ones((8, 6), np.float32), "y": np.zeros((8, 4), np.float32)}
 OPTIMIZER = optax.adam(1e-2)
-
-
-def roles(traced: Traced) -> dict[str, str]:
-    return {argument.path: argument.role for argument in traced.arguments}
-
-
-def by_role(traced: Traced, role: str) -> list[str]:
-    return [path for path, found in roles(traced).items() if found == role]
 
 
 class Net(nnx.Module):
