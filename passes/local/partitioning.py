@@ -13,7 +13,6 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Lit
 from alpa_lite.ir.layout import Layout
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.local.types import LocalForm, Setting
@@ -21,9 +20,9 @@ from alpa_lite.passes.local.types import LocalForm, Setting
 
 def form(s: Setting) -> LocalForm | None:
     """The form, or None where the user's function does not go along with the assignment."""
-    params, atoms = s.op.params, s.op.operands
+    params = s.op.params
     mesh = AbstractMesh(s.mesh.shape, s.mesh.axis_names, axis_types=(AxisType.Auto,) * len(s.mesh.shape))
-    types = [a.aval.dtype if isinstance(a, Lit) else s.values[a].dtype for a in atoms]
+    types = [s.operand_dtype(i) for i in range(len(s.operands))]
     operands = [_placed(s.operand_shape(i), t, s.operands[i], mesh) for i, t in enumerate(types)]
     results = [_placed(s.result_shape(i), s.result_dtype(i), la, mesh) for i, la in enumerate(s.results)]
     try:

@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alpa_lite.ir.graph import Lit
 from alpa_lite.ir.layout import Axes
 from alpa_lite.passes.local.types import (
     LocalCollective,
@@ -116,9 +115,7 @@ def arg_extremum(s: Setting) -> LocalForm | None:
         indices = lax.all_gather(index + offset(axes, block, index.dtype), axes, axis=0)
         return [jnp.take_along_axis(indices, best[None], axis=0, mode="promise_in_bounds")[0]]
 
-    atom = s.op.operands[0]
-    dtype = atom.aval.dtype if isinstance(atom, Lit) else s.values[atom].dtype
-    sizes = [math.prod(s.local_result()) * dtype.itemsize, *([] if block == 1 else [s.result_bytes()])]
+    sizes = [math.prod(s.local_result()) * s.operand_dtype(0).itemsize, *([] if block == 1 else [s.result_bytes()])]
     return s.form(run, *(LocalCollective("all_gather", axes, parts * size) for size in sizes))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from jax import lax
 
 from alpa_lite.ir import kernels, registration
-from alpa_lite.ir.graph import Lit, Op
+from alpa_lite.ir.graph import Op
 from alpa_lite.ir.kernels import KERNEL
 from alpa_lite.ir.layout import Axes
 from alpa_lite.passes.local.types import LocalCollective, LocalForm, Setting, bind
@@ -65,10 +65,10 @@ def _runs(s: Setting) -> bool:
     kernel = s.op.params["kernel"]
     if kernel.trusted:
         return True
-    atoms = s.op.operands
-    dtypes = [a.aval.dtype if isinstance(a, Lit) else s.values[a].dtype for a in atoms]
     try:
-        made = kernels.results_of(kernel, tuple((s.local_operand(i), t) for i, t in enumerate(dtypes)))
+        made = kernels.results_of(
+            kernel, tuple((s.local_operand(i), s.operand_dtype(i)) for i in range(len(s.operands)))
+        )
     except Exception:  # whatever a user's function raises; `factors.registered` names what never works
         return False
     return [tuple(x.shape) for x in made] == [s.local_result(i) for i in range(len(s.results))]

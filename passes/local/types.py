@@ -19,7 +19,7 @@ from jax import lax
 
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Lit, Op, Value
-from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, local_shape
 from alpa_lite.ir.strategy import Rule
 
 
@@ -102,22 +102,18 @@ class Setting:
         """The dtype of result i."""
         return self.values[self.op.results[i]].dtype
 
-    def _local(self, shape: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
-        return tuple(n // self.mesh.product(axes) if axes else n for n, axes in zip(shape, layout.dims, strict=True))
+    def operand_dtype(self, i: int) -> Any:
+        """The dtype of operand i."""
+        atom = self.op.operands[i]
+        return atom.aval.dtype if isinstance(atom, Lit) else self.values[atom].dtype
 
     def local_operand(self, i: int) -> tuple[int, ...]:
         """The shape of one device's block of operand i."""
-        return self._local(self.operand_shape(i), self.operands[i])
+        return local_shape(self.operand_shape(i), self.operands[i], self.mesh)
 
     def local_result(self, i: int = 0) -> tuple[int, ...]:
         """The shape of one device's block of result i."""
-        return self._local(self.result_shape(i), self.results[i])
-
-    def operand_bytes(self, i: int) -> int:
-        """Bytes of one device's block of operand i."""
-        atom = self.op.operands[i]
-        dtype = atom.aval.dtype if isinstance(atom, Lit) else self.values[atom].dtype
-        return math.prod(self.local_operand(i)) * dtype.itemsize
+        return local_shape(self.result_shape(i), self.results[i], self.mesh)
 
     def result_bytes(self, i: int = 0) -> int:
         """Bytes of one device's block of result i."""

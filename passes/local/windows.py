@@ -63,8 +63,7 @@ def _halo(s: Setting, dims: tuple[int, int], window: int, stride: int, low: int,
 
 
 def _halo_collectives(s: Setting, halos: Sequence[_Halo]) -> list[LocalCollective]:
-    shape = list(s.local_operand(0))
-    itemsize = s.operand_bytes(0) // math.prod(shape)
+    shape, itemsize = list(s.local_operand(0)), s.operand_dtype(0).itemsize
     out = []
     for halo in halos:
         others = math.prod(shape) // shape[halo.dim]
