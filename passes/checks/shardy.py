@@ -32,7 +32,6 @@ from typing import Any
 
 import numpy as np
 from jax.extend.mlir import ir, passmanager
-from jax.interpreters import mlir
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.ir.layout import Axes, LogicalMesh
@@ -82,19 +81,18 @@ class ShardyReport:
     unknown_loops: tuple[str, ...]
 
 
-def check_shardy(module_or_text: Any, mesh: LogicalMesh, planned: Sequence[Collective]) -> ShardyReport:
+def check_shardy(module: Any, mesh: LogicalMesh, planned: Sequence[Collective]) -> ShardyReport:
     """Checks that a lowered step has the planned collectives and no others; returns those that were found.
 
     Args:
-      module_or_text: the StableHLO module of `jax.jit(...).trace(...).lower(...).compiler_ir("stablehlo")`, or its
-        text. It is not changed.
+      module: of StableHLO, as of `jax.jit(...).trace(...).lower(...).compiler_ir("stablehlo")`. It is not changed.
       mesh: the mesh of the plan; its axis names are those of the module.
       planned: the plan's collectives. Entries that agree in kind, axes and bytes are added up.
 
     Raises:
       VerificationError: naming each collective that is planned but not found, or found but not planned.
     """
-    report = shardy_report(module_or_text, mesh)
+    report = shardy_report(module, mesh)
     want, have = totals(planned, mesh), totals(report.inside, mesh)
     problems = [
         f"{title}: {n} x {describe(key)}{_places(known, key, mesh)}"
@@ -117,21 +115,18 @@ def check_shardy(module_or_text: Any, mesh: LogicalMesh, planned: Sequence[Colle
     return report
 
 
-def collectives_of_shardy(module_or_text: Any, mesh: LogicalMesh) -> tuple[Collective, ...]:
+def collectives_of_shardy(module: Any, mesh: LogicalMesh) -> tuple[Collective, ...]:
     """Every collective of a lowered step, inserted and written, for the plan's list: the largest total payload first.
 
     The arguments are those of `check_shardy`.
     """
-    report = shardy_report(module_or_text, mesh)
+    report = shardy_report(module, mesh)
     return tuple(sorted(report.inside + report.outside, key=lambda c: -c.bytes * c.count))
 
 
-def shardy_report(module_or_text: Any, mesh: LogicalMesh) -> ShardyReport:
+def shardy_report(module: Any, mesh: LogicalMesh) -> ShardyReport:
     """The collectives of a lowered step inside and outside its regions; see `check_shardy` for the arguments."""
-    if isinstance(module_or_text, str):
-        with mlir.make_ir_context() as context:
-            return shardy_report(ir.Module.parse(module_or_text, context), mesh)
-    operation = module_or_text.operation
+    operation = module.operation
     with operation.context, ir.Location.unknown():
         written, unknown = _found(operation, mesh, WRITTEN)
         skeleton = operation.clone()

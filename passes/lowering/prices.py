@@ -153,8 +153,5 @@ def prices(
         whole = sum(alone[number] for number in group.ops)
         for number in group.ops:
             share = alone[number] / whole if whole else 1 / len(group.ops)
-            before = operations.get(number, FREE)
-            operations[number] = Price(
-                before.flops + flops * share, before.bytes + size * share, before.starts + starts * share, group.trips
-            )
+            operations[number] = Price(flops * share, size * share, starts * share, group.trips)
     return Prices(traced, program, cost, operations, arguments, found.space.shares)
