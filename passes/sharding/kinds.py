@@ -30,7 +30,7 @@ from alpa_lite import _jax
 from alpa_lite.ir.graph import Atom, Block, Lit, Op, Traced, walk
 from alpa_lite.ir.strategy import StrategyGraph
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import values_in
+from alpa_lite.passes.ir.flow import users, values_in
 from alpa_lite.passes.ir.loops import Carried, ScanView
 from alpa_lite.passes.ir.remembered import remembered
 from alpa_lite.passes.sharding.groups import Grouping
@@ -223,8 +223,8 @@ class Hiding:
         self._weights = parameter_of(traced).keys()
         self._reverse: set[int] = set()  # values that a reverse pass makes
         self._marked: set[int] = set()  # operations of derivatives
-        self._readers: dict[int, list[Op]] = {}
-        self._handed: dict[int, list[int]] = {}  # output of a body -> what it is handed on as; -1: to what is unknown
+        self._readers = users(walk(traced.graph.block))
+        self._handed: dict[int, list[int]] = {}  # what a value becomes where a body or a loop takes it; -1: unknown
         self._waiting: dict[int, bool] = {}
         self._enter(traced.graph.block, False, False)
 
@@ -253,13 +253,11 @@ class Hiding:
             inside = marked or _jax.derivative(op.source) is not None
             self._reverse.update(op.results if backward else ())
             self._marked.update([op.index] if inside else ())
-            for atom in op.operands:
-                if not isinstance(atom, Lit):
-                    self._readers.setdefault(atom, []).append(op)
             pairs = [(atom, -1) for body in op.bodies for atom in body.outputs]
             if op.name == "scan":
                 view = ScanView(op)
                 pairs = [*view.ys, *((one.output, later) for one in view.carries for later in (one.end, one.input))]
+                pairs += zip(op.operands, view.body.inputs, strict=True)
             for atom, handed in pairs:
                 if not isinstance(atom, Lit):
                     self._handed.setdefault(atom, []).append(handed)
@@ -274,16 +272,5 @@ class Hiding:
                 op.index not in self._marked or (op.name in _FORMS and all(map(self._waits, op.results)))
                 for op in self._readers.get(value, ())
                 if op.name != "scan"
-            ) and all(handed >= 0 and self._waits(handed) for handed in self._taken(value))
+            ) and all(handed >= 0 and self._waits(handed) for handed in self._handed.get(value, ()))
         return self._waiting[value]
-
-    def _taken(self, value: int) -> list[int]:
-        """Returns the numbers of a value where a body hands it on, or a loop takes it; -1 where they are unknown."""
-        inner = [
-            inside
-            for op in self._readers.get(value, ())
-            if op.name == "scan"
-            for atom, inside in zip(op.operands, op.bodies[0].inputs, strict=True)
-            if atom == value
-        ]
-        return [*self._handed.get(value, ()), *inner]
