@@ -13,7 +13,7 @@ import numpy as np
 from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
 from alpa_lite.ir.strategy import Factor, StrategyGraph
 from alpa_lite.passes.costs.traffic import Moved
-from alpa_lite.passes.ir.remembered import Memo
+from alpa_lite.passes.ir.remembered import memoised
 from alpa_lite.passes.sharding.groups import Dims, Group, factors_in
 from alpa_lite.plan.pins import Wish
 
@@ -61,19 +61,16 @@ class Choices:
         self.strategies, self.mesh = tuple(strategies), mesh
         sizes = [[mesh.product(axes) for axes in s.axes] for s in self.strategies]
         self.parts = np.array(sizes, dtype=np.float64).reshape(len(self.strategies), factors)
-        self._known = Memo()
 
+    @memoised
     def cut(self, dims: Dims) -> np.ndarray:
         """[strategies] into how many blocks a tensor is cut whose dims are made of these factors."""
-        return self._known.once(("cut", dims), lambda: self.parts[:, [f for dim in dims for f in dim]].prod(1))
+        return self.parts[:, [f for dim in dims for f in dim]].prod(1)
 
+    @memoised
     def layouts(self, dims: Dims, partial: bool) -> Reached:
         """The layouts of a tensor; `partial`: with the strategy's sums."""
-
-        def reached() -> Reached:
-            return classify([layout_of(dims, s, s.partial if partial else ()) for s in self.strategies], self.mesh)
-
-        return self._known.once(("layouts", dims, partial), reached)
+        return classify([layout_of(dims, s, s.partial if partial else ()) for s in self.strategies], self.mesh)
 
 
 @dataclass(frozen=True, eq=False)
