@@ -121,11 +121,9 @@ def draw(timeline: Timeline, width: int = WIDTH) -> Text:
     out = _heading(timeline)
     for mesh, (label, idle) in enumerate(zip(labels, timeline.idle, strict=True)):
         row = sorted((event for event in tasks if event.mesh == mesh), key=lambda event: event.start)
-        out.append("\n" + label.ljust(margin))
-        for number, window in enumerate(view.windows):
-            out.append(_GAP * (number > 0), "dim")
-            _draw_row(out, row, view, *window, timeline.num_meshes)
-        out.append(units.percent(idle, timeline.seconds).rjust(len(" 100 %")))
+        parts = Text(_GAP, "dim").join(_drawn(row, view, *window, timeline.num_meshes) for window in view.windows)
+        share = units.percent(idle, timeline.seconds).rjust(len(" 100 %"))
+        out.append_text(Text.assemble("\n", label.ljust(margin), parts, share))
     out.append("\n")
     _append_legend(out, tasks, width)
     if len(view.windows) > 1:
@@ -174,9 +172,9 @@ def _view(seconds: float, tasks: list[Event], digits: int, room: int) -> _View:
     return _View(scale, ((0, left), (total - right, total)), total)
 
 
-def _draw_row(out: Text, events: list[Event], view: _View, low: int, high: int, num_meshes: int) -> None:
-    """Appends the columns from `low` to `high` of one submesh. A number that the border would cut is left out."""
-    at = low
+def _drawn(events: list[Event], view: _View, low: int, high: int, num_meshes: int) -> Text:
+    """The columns from `low` to `high` of one submesh. A number that the border would cut is left out."""
+    out, at = Text(), low
     for event in events:
         begin, finish = view.column(event.start), view.column(event.end)
         start, end = max(begin, at), min(finish, high)
@@ -189,7 +187,7 @@ def _draw_row(out: Text, events: list[Event], view: _View, low: int, high: int, 
         odd = max(0, event.stage) // num_meshes % 2
         out.append(cell, STYLES[event.kind][odd])
         at = end
-    out.append(_IDLE * (high - at), "dim")
+    return out.append(_IDLE * (high - at), "dim")
 
 
 def _heading(timeline: Timeline) -> Text:

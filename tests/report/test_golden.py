@@ -16,17 +16,14 @@ from alpa_lite.ir.timeline import Event, Timeline
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Collective, Leaf
 from alpa_lite.report import console, summary, text, timeline
-from tests import scheduling
 from tests.plans import gpt_plan, pipeline_plan, small_plan, with_comparisons
-from tests.report.test_timeline import example
+from tests.report.test_timeline import draw, example
 
 FOLDER = Path(__file__).parents[1] / "golden" / "report"
 
 
 def drawn(name: str, meshes: int, microbatches: int, width: int = 100) -> str:
-    """A schedule at equal times: forward, gradients of inputs and of parameters take a second each."""
-    schedule = schedules.schedule(name, meshes, microbatches)
-    return timeline.draw(scheduling.simulate(schedule, forward=1, backward=1, weight=1), width).plain
+    return draw(schedules.schedule(name, meshes, microbatches), width).plain
 
 
 def interleaved():
