@@ -31,7 +31,7 @@ def descending(loss: Callable[..., jax.Array]) -> Any:
 
 
 def piped(step: Any, on: int | alpa_lite.Cluster, microbatches: Any = 2, **method: Any) -> Any:
-    """The step as a pipeline on a cluster, or on so many devices of this machine."""
+    """The step as a pipeline on a cluster, or on this many devices of this machine."""
     cluster = local(on) if isinstance(on, int) else on
     return alpa_lite.parallelize(
         step, method=alpa_lite.Pipeline(**method), cluster=cluster, num_microbatches=microbatches

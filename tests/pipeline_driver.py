@@ -39,7 +39,7 @@ DEVICES = {1: (8,), 2: (4, 4), 3: (2, 2, 4), 4: (2, 2, 2, 2), 8: (1,) * 8}
 
 
 class TooFewLayers(ValueError):
-    """A step cannot be cut into so many stages."""
+    """A step cannot be cut into this many stages."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def staged(
 ) -> Staged:
     """The step as a loop over micro-batches, cut into stages; `cuts` are the first layers of all stages but one.
 
-    With `tokens` it is in slices of the sequence of so many tokens each.
+    With `tokens` it is in slices of the sequence of this many tokens each.
     """
     traced = tracing.trace(
         step, args, {}, batch_argnums="auto", batch_argnames=(), static_argnums=(), static_argnames=()

@@ -136,7 +136,7 @@ def chain_on_one_device() -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", one_in(2, EVERY), ids=str)
 def test_every_schedule_with_every_number_of_stages_and_micro_batches(way: Way) -> None:
-    """The product in full, on the smallest model that has so many stages."""
+    """The product in full, on the smallest model that has this many stages."""
     _, args = layers_in_a_chain()
     planned = planned_chain(way.stages, way.microbatches, way.virtual, way.schedule == "zb-h1")
     driven = pipeline_driver.rescheduled(planned, way.schedule)

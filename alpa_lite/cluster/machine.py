@@ -311,7 +311,7 @@ class Cluster:
 
         Args:
           max_axes: the most axes of a mesh.
-          num_devices: use only so many devices; None for all.
+          num_devices: use only this many devices; None for all.
         """
         return topology.mesh_shapes(self.levels(num_devices), max_axes)
 

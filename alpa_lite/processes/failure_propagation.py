@@ -58,7 +58,7 @@ class Failure(NamedTuple):
     ends: bool
 
     def forces_end(self, own: int, begun: int, raised: Collection[int]) -> bool:
-        """Whether process `own`, which has begun so many calls of steps and raised in some, cannot go on after it."""
+        """Whether process `own`, which has begun this many calls of steps and raised in some, cannot go on after it."""
         return self.ends or (self.process != own and self.call <= begun and self.call not in raised)
 
 

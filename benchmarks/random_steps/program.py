@@ -262,7 +262,7 @@ class Builder:
     def pick(
         self, dtypes: Sequence[str] = (), least: int = 0, most: int = 9, exact: bool = False, shape: Any = None
     ) -> Value | None:
-        """A value with a dtype of these and so many dims, recent ones more often."""
+        """A value with a dtype of these and this many dims, recent ones more often."""
         found = [
             v
             for v in self.values.values()

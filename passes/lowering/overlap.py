@@ -52,7 +52,7 @@ class Overlap:
     ahead: int = 0
 
     def times(self, count: int) -> Overlap:
-        """That of so many runs."""
+        """That of this many runs."""
         return Overlap(self.hidden * count, self.hideable * count, self.ahead)
 
     def __add__(self, other: Overlap) -> Overlap:

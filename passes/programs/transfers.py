@@ -46,7 +46,7 @@ from alpa_lite.passes.programs.links import Loads, route
 Ranges = tuple[tuple[int, int], ...]
 """A block or a piece of an array: for each dim the first index and the one after the last."""
 
-_PLANNED = 4  # so many landings, the best by the estimate, are planned in full
+_PLANNED = 4  # this many landings, the best by the estimate, are planned in full
 
 
 @dataclass(frozen=True)

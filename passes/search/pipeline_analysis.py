@@ -46,7 +46,7 @@ from alpa_lite.report import units
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # how often the same stages are planned, each time with memory more expensive where they exceed the budget
-MAX_LAYER_ERROR = 1.6  # of the budget: up to so many bytes by their layers, which share some, stages are planned
+MAX_LAYER_ERROR = 1.6  # of the budget: up to this many bytes by their layers, which share some, stages are planned
 
 REFUSALS = InfeasibleError, MicrobatchError, OptionError, OrderError
 """Errors of stages or slices that cannot be planned."""
@@ -65,7 +65,7 @@ def max_layers(method: Pipeline) -> int:
 def cut_into_stages(
     run: Passes, layers: Divisible, firsts: Sequence[int], remat: Sequence[Choice], tokens: tuple[int, ...]
 ) -> tuple[Accumulated, tuple[StageGraph, ...]]:  # fmt: skip
-    """The step in stages with these first layers, and a graph of each; in slices of so many tokens if any are given."""
+    """The step in stages with these first layers, and a graph of each; in slices of `tokens` if any are given."""
     cut = run("layers", divided, layers, firsts[1:], remat)
     if tokens:
         cut = run("slices", in_slices, cut, tokens)

@@ -51,7 +51,7 @@ MAX_DIVISIONS = 3  # that are planned for a number of micro-batches, each with t
 
 # Slices:
 MIN_IDLE = 0.03  # slices are searched if the devices are idle for more than this fraction of the step
-MAX_MICROBATCHES = 16  # `Auto` searches slices with at most so many: with more, a pipeline is idle for little
+MAX_MICROBATCHES = 16  # `Auto` searches slices with at most this many: with more, a pipeline is idle for little
 SLICES = 8  # of a sequence, for which stages are chosen: these balance better, the more runs they are chosen for
 MAX_SLICINGS = 5  # slicings that are planned and simulated at most
 MODEL_ERROR = 0.04  # the share by which the model may overestimate the seconds of a proposal

@@ -126,7 +126,7 @@ def meshes(cluster: Cluster, method: Any, max_axes: int = 3, wishes: Wishes = NO
 
 
 def _orders(shape: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
-    """A shape with so many axes in every distinct order, axes of one device added: names tell equal axes apart."""
+    """A shape with this many axes in every distinct order, axes of one device added: names tell equal axes apart."""
     for places in itertools.combinations(range(count), len(shape)):
         for order in dict.fromkeys(itertools.permutations(shape)):
             sizes = dict(zip(places, order, strict=True))

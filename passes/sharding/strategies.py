@@ -129,7 +129,7 @@ class _Builder:
         return self.arrays(found, factors)
 
     def arrays(self, strategies: Iterable[Strategy], factors: int) -> Choices:
-        """The strategies of a group of so many factors as arrays, one for all groups that have the same."""
+        """The strategies of a group of this many factors as arrays, one for all groups that have the same."""
         some = tuple(strategies)
         return self.known.once(("choices", factors, some), lambda: Choices(some, factors, self.mesh))
 

@@ -327,7 +327,7 @@ def _alike(grouping: Grouping, node_of: Sequence[int]) -> np.ndarray:
     return np.array(out, dtype=np.int64)
 
 
-# A value used again by its own group within so many operations is fused away rather than kept.
+# A value used again by its own group within this many operations is fused away rather than kept.
 _FUSED = 48
 # Values below this share of the arguments' bytes are left out of the memory constraint.
 _SMALL = 2e-6

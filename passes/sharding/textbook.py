@@ -241,7 +241,7 @@ def _follows(grouping: Grouping, group: Group) -> bool:
 def parameters_of_products(step: GroupedStep, parts: int) -> set[int]:
     """The arguments that products or gathers over examples read as parameters, in their own shape or out of a stack.
 
-    Those alone of which one such reader can be cut into so many parts.
+    Those alone of which one such reader can be cut into this many parts.
     """
     traced, values, inputs = step.traced, step.traced.graph.values, step.traced.graph.block.inputs
     origins = kinds.parameter_of(traced)
@@ -319,7 +319,7 @@ def _readers(step: GroupedStep, read: Collection[int]) -> dict[int, tuple[frozen
 
 
 def least_state(traced: Traced, method: Textbook, parts: int) -> float:
-    """Bytes per device of state and frozen weights that no plan of a method over so many devices has less of."""
+    """Bytes per device of state and frozen weights that no plan of a method over this many devices has less of."""
     values, of = traced.graph.values, kinds.state_kinds(traced)
     stage = 3 if isinstance(method, TensorParallel) else zero_stage(method)
     total = 0.0
@@ -338,7 +338,7 @@ def _products(step: GroupedStep) -> Iterator[tuple[Group, Collection[int]]]:
 
 
 def share_in_pieces(step: GroupedStep, parts: int) -> float:
-    """The share of the work of products over examples whose examples do not divide into so many parts."""
+    """The share of the work of products over examples whose examples do not divide into this many parts."""
     total = stuck = 0.0
     for group, counts in _products(step):
         work = math.prod(factor.size for factor in group.factors) * group.trips
@@ -348,6 +348,6 @@ def share_in_pieces(step: GroupedStep, parts: int) -> float:
 
 
 def may_be_cut(step: GroupedStep, parts: int) -> bool:
-    """Whether there is a product over examples whose examples divide into so many parts, or no such product."""
+    """Whether there is a product over examples whose examples divide into this many parts, or no such product."""
     found = [count for _, counts in _products(step) for count in counts]
     return not found or any(count % parts == 0 for count in found)

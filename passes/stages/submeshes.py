@@ -53,7 +53,7 @@ def kinds(cluster: Cluster, method: Pipeline) -> tuple[int, ...]:
 
 
 def shape_of(method: Pipeline, devices: int, stage: int | None = None) -> Sharded:
-    """The logical meshes that a stage may have on a submesh of so many devices; None for the first with so many."""
+    """The logical meshes that a stage may have on a submesh of this many devices; None for the first with this many."""
     shapes = method.mesh_shapes
     if shapes is None:
         return Sharded((1,)) if devices == 1 else Sharded()

@@ -67,7 +67,7 @@ TILE = {"tpu": 128, "cuda": 64}
 TILE_ELSEWHERE = 8
 
 FEWEST, FINEST = 8, 256
-"""A sequence has at least and at most so many steps, whatever the tiles."""
+"""A sequence has at least and at most this many steps, whatever the tiles."""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def in_slices(step: Divided, lengths: Sequence[int]) -> Divided:
       lengths: tokens of each slice.
 
     Raises:
-      OptionError: the step has no sequence of so many tokens; a token of it depends on later ones, and on which
+      OptionError: the step has no sequence of this many tokens; a token of it depends on later ones, and on which
         operation that depends.
     """
     layers, phases = _Slicer(step.layering, tuple(lengths)).sliced()

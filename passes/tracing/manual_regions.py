@@ -176,7 +176,7 @@ def _divided(x: Any, dims: Dims, axes: Sequence[str], sizes: Mapping[str, int]) 
 
 
 def _joined(x: Any, dims: Dims, axes: Sequence[str], rank: int) -> Any:
-    """The array of blocks of so many dims that have leading dims as of `_divided`."""
+    """The array of blocks of this many dims that have leading dims as of `_divided`."""
     named = [axis for axis in axes if axis in _named(dims)]
     if not named:
         return x

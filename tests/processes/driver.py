@@ -35,7 +35,7 @@ class Ended:
 def run(
     script: str, processes: int, devices: int, *args: str, seconds: float = LONGEST, env: dict[str, str] | None = None
 ) -> list[Ended]:
-    """Runs a script of this folder in processes of so many devices each, and kills those that take too long.
+    """Runs a script of this folder in processes of this many devices each, and kills those that take too long.
 
     `args` come after those of `worker.start`.
     """

@@ -61,7 +61,7 @@ def minimise(problem: PathProblem, cutoff: float = math.inf, gap: float = 0.0) -
     After `MAX_THRESHOLDS` it is the best path so far, and none if there is a cutoff.
 
     Args:
-      cutoff: paths of at least so many seconds are not wanted.
+      cutoff: paths of at least this many seconds are not wanted.
       gap: stop when the best path is proven to be within this fraction of the fastest.
     """
     best, path, evaluated = cutoff, None, 0
@@ -114,7 +114,7 @@ def least_bytes(problem: PathProblem, limit: float = math.inf) -> tuple[float, P
 
 
 def least_bytes_together(problem: PathProblem, meshes: int, virtual: int) -> float:
-    """Bytes that the fullest of so many submeshes takes at least, each with `virtual` stages of a path.
+    """Bytes that the fullest of this many submeshes takes at least, each with `virtual` stages of a path.
 
     That is no less than what all take on average; and of what its stages keep of a micro-batch in flight, a submesh
     holds the most of any, which is no less than their mean.
@@ -131,7 +131,7 @@ def _below(best: float, gap: float) -> float:
 def _split(box: Box, search: ShortestPaths, excess: float, update: float, stages: int, feasible: bool) -> list[Box]:
     """Boxes that hold every path of a box that may be better than one of the given peaks and stages."""
     (low_a, low_b), (high_a, high_b), (first, last) = box.low, box.high, box.stages
-    if not feasible:  # the memory of a path with so many stages was taken too low
+    if not feasible:  # the memory of a path with this many stages was taken too low
         parts = [(first, stages - 1), (stages, last)] if first < stages else [(first, first), (first + 1, last)]
         return [Box(box.low, box.high, part) for part in parts if part[0] <= part[1]]
     boxes = []

@@ -15,7 +15,7 @@ from alpa_lite.passes.tracing import tracing
 
 
 def numbers(batch: int, loss: Any, devices: int = 8) -> list[int]:
-    """The numbers that are tried for a step on a batch of so many rows."""
+    """The numbers that are tried for a step on a batch of this many rows."""
 
     def step(w: Any, rows: Any) -> Any:
         return w - jax.grad(loss)(w, rows)

@@ -197,7 +197,7 @@ def test_instructions_alone_decide() -> None:
 
 
 def hosts(dispatch: Dispatch, nodes: int = 1) -> Cluster:
-    """Eight devices on so many nodes, each with a process of its own."""
+    """Eight devices on this many nodes, each with a process of its own."""
     return Cluster(
         device="x", devices_per_node=8 // nodes, nodes=nodes, memory=2**30, peak_flops={"f32": 1e12},
         memory_bandwidth=1e11, node_link=Link(1e10), network_link=Link(1e9), dispatch=dispatch,

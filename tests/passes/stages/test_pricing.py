@@ -78,7 +78,7 @@ def cost_of(
     mesh: tuple[int, ...], forward: float, *, steady: float = 0.0, adding: float = 0.0, saved: float = 0.0,
     kept: float = 0.0, again: float = 0.0, temporary: float = 0.0, lasting: float = 0.0,
 ) -> LayerCost:  # fmt: skip
-    """What a layer costs that takes so many seconds forward and twice as many backward."""
+    """What a layer costs that takes this many seconds forward and twice as many backward."""
     rows = []
     choices = ((saved, temporary, 0.0, 0.0), (0.0, temporary + saved, forward, steady),
                (kept, temporary + saved - kept, again, 0.0))  # fmt: skip
