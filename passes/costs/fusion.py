@@ -36,9 +36,9 @@ from alpa_lite.passes.costs.items import Item, Sizes
 _ROW = 4096
 #: The cost of computing an expensive function of one element once more, in bytes of memory that could be moved.
 EXPENSIVE_BYTES = 4
-#: A kernel has at most so many stored results: registers and parameters of a kernel are limited.
+#: A kernel has at most this many stored results: registers and parameters of a kernel are limited.
 _MOST_OUTPUTS = 16
-#: The kernels of one value beyond so many are not told apart, and siblings are looked for among so many neighbours.
+#: The kernels of one value beyond this many are not told apart, and siblings are looked for among this many neighbours.
 _MANY, _NEAR = 32, 8
 #: The needs of a kernel are kept of this number of kernels before it, or up to twice it, and those before are taken to
 #: be needed: long programs would take bits, and time, by the square of their length.
