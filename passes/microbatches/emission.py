@@ -139,11 +139,11 @@ class _Loop(Scope):
         late = self._made_of(value for value in self.read_later() if value not in self.names)
         late |= {v for op in ops for v in op.results if self._is_later(op) or states.state[v] == AFTER}
         before = [part for op in ops if (part := _part(op, early)) is not None]
-        after = []
+        late, after = late - early, []
         for op in ops:
             if op.name != "optimization_barrier" and not early.isdisjoint(op.results):
                 continue  # before the loop, with all of its results
-            part = _part(op, late - early) if op.results or not self._is_later(op) else op
+            part = _part(op, late) if op.results or not self._is_later(op) else op
             if part is not None:
                 after.append(renamed_op(part, self.names))
         return [*before, *self.prepared], after
