@@ -202,7 +202,7 @@ class ParallelStep(Generic[P, R]):
         with as many rows as those as a part of the last one, and anything else as a batch of another size.
         """
         known = [] if kwargs else self._calls.recent()
-        if not state_io.is_batch_alone(known, args):
+        if not state_io.is_only_batch(known, args):
             return self._call(args, kwargs).executable().place(*args, **kwargs)
         placed = state_io.place_batch(known, args, self._call)
         return placed[0] if len(placed) == 1 else placed
@@ -287,7 +287,7 @@ class ParallelStep(Generic[P, R]):
         """
         birth = ShardedInit(init_fn, args)
         known = self._calls.recent()
-        call = known[-1] if known else self._call(*state_io.completed(self._fun, birth.shapes, rest))
+        call = known[-1] if known else self._call(*state_io.complete_arguments(self._fun, birth.shapes, rest))
         state, arrays = state_io.init_sharded(birth, call, room=self.cluster.usable_memory / 4)
         self._calls.owned.add(arrays)
         return state

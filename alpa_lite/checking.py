@@ -22,7 +22,7 @@ from typing import Any
 
 from alpa_lite.api import ParallelStep
 from alpa_lite.errors import OptionError
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.options import Off
 from alpa_lite.processes.channel import Collective
 from alpa_lite.runtime.debug import reference
@@ -132,7 +132,7 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
     everywhere = Collective("check", "alpa_lite.check").gather("errors", lambda: here)
     worst = [max(errors) for errors in zip(*everywhere, strict=True)]
     leaves = tuple(
-        LeafError(shown(output.path), str(a.dtype), tuple(a.shape), error, limit)
+        LeafError(format_path(output.path), str(a.dtype), tuple(a.shape), error, limit)
         for (output, a, _), error, limit in zip(pairs, worst, limits, strict=True)
     )
     if not all(leaf.ok for leaf in leaves):
@@ -143,7 +143,7 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
         )
     if all(leaf.ok for leaf in leaves):
         return Checked(leaves)
-    limit = reference.least_exact(compiled.source) if rtol is None else rtol
+    limit = reference.least_exact_tolerance(compiled.source) if rtol is None else rtol
     return _searched(leaves, compiled.staged, written.leaves, limit)
 
 

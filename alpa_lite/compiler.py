@@ -29,15 +29,15 @@ from alpa_lite.options import Options
 from alpa_lite.passes import checks, factors, plans, tracing
 from alpa_lite.passes.layers.residuals import reduce_residuals
 from alpa_lite.passes.plans import comparing, weighing
-from alpa_lite.passes.programs.staged import Staged, noted
+from alpa_lite.passes.programs.staged import Staged, add_notes
 from alpa_lite.passes.search.pipelines import exceeds_budget
 from alpa_lite.passes.search.planner import search_plan
 from alpa_lite.passes.sharding import mesh_program, wishes
 from alpa_lite.passes.tracing.manual_regions import check_regions
-from alpa_lite.passes.tracing.placements import placed_arguments
+from alpa_lite.passes.tracing.placements import argument_placements
 from alpa_lite.plan.pins import NO_PINS, Pins
 from alpa_lite.plan.plan import Plan
-from alpa_lite.processes.effects import reduced_gc, with_large_stack_chunk
+from alpa_lite.processes.effects import reduced_gc, run_in_large_stack_chunk
 from alpa_lite.processes.plan_broadcast import PlanBroadcast
 from alpa_lite.report.summary import planned_message
 
@@ -64,7 +64,7 @@ class Compiled:
         return self.staged.traced
 
 
-@with_large_stack_chunk
+@run_in_large_stack_chunk
 @reduced_gc
 def compile_step(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, cluster: Cluster,
@@ -90,14 +90,16 @@ def compile_step(
     trace = tracer(fun, args, kwargs, options, pins, cluster.platform)
     request = PlanRequest(options, cluster, trace, pins, like)
     others = PlanBroadcast(name, shared)
-    with _jax.without_mesh(), others.error_scope(), passes(name, options.dump_dir) as run:
+    with _jax.clear_mesh_context(), others.error_scope(), passes(name, options.dump_dir) as run:
         traced = run("tracing", request.trace)
         check_regions(traced.graph, cluster.num_devices)
         said = [] if options.ignore_annotations else tracing.read_annotations(traced, args, kwargs)
         said = [one for one in said if not (one.array and known_division.is_given(request))]
-        placed, on = placed_arguments(traced, args, kwargs, options.in_shardings, cluster.num_devices)
+        placed, on = argument_placements(traced, args, kwargs, options.in_shardings, cluster.num_devices)
         context = None if options.ignore_annotations else context
-        wanted = wishes.of(traced, request.method, cluster.num_devices, said, context, options.forbidden, placed, on)
+        wanted = wishes.collect_wishes(
+            traced, request.method, cluster.num_devices, said, context, options.forbidden, placed, on
+        )
         request = replace(request, wishes=wanted)
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
         found: list[str] = []
@@ -109,7 +111,9 @@ def compile_step(
     why = "; ".join([why, *found])
     if logger.isEnabledFor(logging.INFO):
         logger.info(planned_message(name, plan, why))
-    plan = plan.deferring(comparisons=comparing.of(step.traced, step.rules, staged, cluster, request.budget))
+    plan = plan.deferring(
+        comparisons=comparing.compare_with_textbook(step.traced, step.rules, staged, cluster, request.budget)
+    )
     return Compiled(staged, plan, traced, pins)
 
 
@@ -119,12 +123,12 @@ def plan_step(run: Passes, step: Step, request: PlanRequest, found: list[str]) -
     known = None if cache is None else known_division.load_cached_plan(run, step, request, cache)
     plan, staged = known or choose_plan(run, step, request)
     if request.options.verify != "off":
-        plan = run("checks", checks.verified, replace(plan, verification=()), staged)
+        plan = run("checks", checks.verify_partitioning, replace(plan, verification=()), staged)
     plan = replace(plan, planning_seconds=dict(run.seconds))
     if known is not None:
         found.append("found in the cache")
         return plan, staged
-    plan = plan.deferring(stages=weighing.of(staged, request.budget))
+    plan = plan.deferring(stages=weighing.add_alternatives(staged, request.budget))
     if cache is not None and not (plan.search and plan.search.truncated):
         cache.save(plan)
     return plan, staged
@@ -140,10 +144,10 @@ def choose_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Plan, St
         if staged.needed > request.budget:
             raise exceeds_budget(staged, request.budget)
         if request.wishes.forbidden:
-            staged = noted(staged, "allow and forbid do not apply on submeshes, where the state stays in place")
+            staged = add_notes(staged, "allow and forbid do not apply on submeshes, where the state stays in place")
     else:
         staged, summary = search_plan(run, step, request)
-    staged = noted(staged, *request.wishes.notes, *plans.constraint_notes(staged, request.wishes))
+    staged = add_notes(staged, *request.wishes.notes, *plans.constraint_notes(staged, request.wishes))
     staged = known_division.add_donation(staged, step, request)
     annotated = bool(mesh_program.constraints_of(step.traced, request.wishes))
 
@@ -172,11 +176,11 @@ def tracer(
     return lambda *args, **kwargs: reduce_residuals(under_mesh(*args, **kwargs))
 
 
-@with_large_stack_chunk
+@run_in_large_stack_chunk
 def trace_again(
     compiled: Compiled, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
 ) -> Traced:
     """A planned step traced for other arguments."""
     trace = tracer(fun, args, kwargs, options, compiled.pins, compiled.plan.cluster.platform)
-    with reduced_gc, _jax.without_mesh():
+    with reduced_gc, _jax.clear_mesh_context():
         return trace()

@@ -74,7 +74,7 @@ class Sharded(Method):
     def describe(self) -> str:
         """The method in a few words."""
         remat = "" if self.remat == "auto" else f", remat {self.remat}"
-        return ("sharded" if self.mesh_shape is None else f"sharded on {by(self.mesh_shape)}") + remat
+        return ("sharded" if self.mesh_shape is None else f"sharded on {format_shape(self.mesh_shape)}") + remat
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class Pipeline(Method):
         shapes = self.mesh_shapes
         parts = [f"{self.num_stages} stages"] if self.num_stages is not None else []
         parts += [self.schedule] if self.schedule != "auto" else []
-        parts += ["on " + ", ".join(map(by, shapes))] if shapes is not None else []
+        parts += ["on " + ", ".join(map(format_shape, shapes))] if shapes is not None else []
         parts += [f"remat {self.remat}"] if self.remat != "auto" else []
         parts += [f"slices of {', '.join(map(str, self.lengths))} tokens"] if self.lengths else []
         parts += ["slices of the sequence: auto"] if self.token_slices == "auto" else []
@@ -206,7 +206,7 @@ def checked_shape(value: Any, what: str) -> MeshShape:
     raise OptionError(f"{what}={value!r}: give the devices along each axis, such as (4, 2)")
 
 
-def by(shape: MeshShape) -> str:
+def format_shape(shape: MeshShape) -> str:
     """A mesh shape in words: 4 x 2."""
     return " x ".join(map(str, shape))
 
@@ -306,7 +306,8 @@ class Manual(Method):
         for some in rest.mesh_shapes or () if isinstance(rest, Pipeline) else ():
             if len(some) > max(1, len(self.names)):
                 raise OptionError(
-                    f"Manual axis_names={self.names}: the submesh {by(some)} of the pipeline has more axes; name each"
+                    f"Manual axis_names={self.names}: the submesh {format_shape(some)} of the pipeline has more axes; "
+                    "name each"
                 )
 
     @property
@@ -323,7 +324,7 @@ class Manual(Method):
 
     def describe(self) -> str:
         """The method in a few words."""
-        mesh = "" if self.mesh_shape is None else f" on {by(self.mesh_shape)}"
+        mesh = "" if self.mesh_shape is None else f" on {format_shape(self.mesh_shape)}"
         names = f" ({', '.join(self.names)})" if self.names else ""
         rest = "" if self.rest in (Sharded(), Sharded(self.mesh_shape)) else f", the rest {self.rest.describe()}"
         return f"manual: {len(self.specs)} specs{mesh}{names}{rest}"
@@ -366,7 +367,7 @@ def _entries(key: Any, value: Any) -> Iterator[tuple[str, PartitionSpec]]:
             f"Manual specs[{key!r}]={value!r}: give a jax.sharding.PartitionSpec, or for a path a pytree of them"
         )
     for path, spec in leaves:
-        inner = paths.shown(jax.tree_util.keystr(path))
+        inner = paths.format_path(jax.tree_util.keystr(path))
         yield (f"{paths.spellings(key)[-1]}/{inner}" if inner else key), spec
 
 

@@ -18,7 +18,7 @@ Convert = Callable[[str, Any], Any]
 """Takes the name of an option and a given value, and returns the value of the field; raises OptionError."""
 
 
-def only(is_valid: Callable[[Any], bool], remedy: str) -> Convert:
+def accept_only(is_valid: Callable[[Any], bool], remedy: str) -> Convert:
     """A conversion that takes valid values as they are."""
 
     def convert(name: str, value: Any) -> Any:
@@ -32,7 +32,7 @@ def only(is_valid: Callable[[Any], bool], remedy: str) -> Convert:
 def choice(*names: str) -> Convert:
     """A conversion that takes these texts."""
     quoted = [f'"{name}"' for name in names]
-    return only(lambda value: value in names, f"use {', '.join(quoted[:-1])} or {quoted[-1]}")
+    return accept_only(lambda value: value in names, f"use {', '.join(quoted[:-1])} or {quoted[-1]}")
 
 
 def _is_number(value: object) -> bool:
@@ -146,14 +146,14 @@ def names(name: str, value: Any) -> tuple[str, ...]:
     raise OptionError(f"{name}={value!r}: give the name of a parameter or a tuple of such names")
 
 
-FLAG = only(lambda value: isinstance(value, bool), "give True or False")
-DIRECTORY = only(
+FLAG = accept_only(lambda value: isinstance(value, bool), "give True or False")
+DIRECTORY = accept_only(
     lambda value: value is None or isinstance(value, str | os.PathLike), "give the path of a directory, or None"
 )
-COUNT = only(
+COUNT = accept_only(
     lambda value: value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1),
     'give a positive number, or "auto"',
 )
-SECONDS = only(
+SECONDS = accept_only(
     lambda value: value is None or (_is_number(value) and value > 0), "give seconds above 0, or None for no limit"
 )

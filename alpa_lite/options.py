@@ -267,7 +267,7 @@ def descriptions() -> str:
     return inspect.cleandoc(Options.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
 
 
-def described() -> Mapping[tuple[str, ...], str]:
+def option_descriptions() -> Mapping[tuple[str, ...], str]:
     """Names of options that are described together -> their description, in one line."""
     entries = re.findall(r"^  (\S[\w, ]*): (.*(?:\n   .*)*)", descriptions(), re.MULTILINE)
     return {tuple(names.split(", ")): " ".join(text.split()) for names, text in entries}
@@ -275,7 +275,7 @@ def described() -> Mapping[tuple[str, ...], str]:
 
 def summary(name: str) -> str:
     """The first sentence of the description of an option."""
-    text = next(text for names, text in described().items() if name in names)
+    text = next(text for names, text in option_descriptions().items() if name in names)
     return f"{text[0].upper()}{text[1:]}".partition(". ")[0].rstrip(".") + "."
 
 

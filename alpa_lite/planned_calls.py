@@ -27,7 +27,7 @@ from alpa_lite.compilation.placing import Kind, kind_of
 from alpa_lite.compiler import Compiled, trace_again
 from alpa_lite.ir.calling import Calling
 from alpa_lite.ir.graph import Traced
-from alpa_lite.ir.paths import keys, shown
+from alpa_lite.ir.paths import format_path, keys
 from alpa_lite.options import Options
 from alpa_lite.passes import checks
 from alpa_lite.passes.ir.keys import digest
@@ -108,7 +108,7 @@ class PlannedCall:
                 step = self.step
                 executable = load(step.staged, step.plan, self._how)
                 if self._verify == "hlo":
-                    plan = checks.verified_compiled(step.plan, step.staged, executable.compiled())
+                    plan = checks.verify_compiled(step.plan, step.staged, executable.compiled())
                     self.compiled = replace(step, plan=plan)
                 for arguments, results in self._weak:
                     executable.accept(arguments, results)
@@ -123,7 +123,7 @@ class PlannedCall:
 
     def leaves(self) -> list[tuple[str, Kind, NamedSharding]]:
         """Path, kind and sharding of each flat argument."""
-        flat, _ = pytrees.flattened(self.calling.traced(self.args, self.kwargs))
+        flat, _ = pytrees.flatten_nnx(self.calling.traced(self.args, self.kwargs))
         paths = calls.paths(self.calling, self.args, self.kwargs)
         shardings, _ = self.executable().shardings
         return [(path, kind_of(x) or ((), ""), one) for path, x, one in zip(paths, flat, shardings, strict=True)]
@@ -199,7 +199,7 @@ class PlannedCalls:
           running: the executable that runs now, which counts as used just before.
         """
         options, kwargs = self._options, dict(kwargs)
-        form = calls.calling(self._fun, args, kwargs, options.static_argnums, options.static_argnames)
+        form = calls.describe_calling(self._fun, args, kwargs, options.static_argnums, options.static_argnames)
         key = calls.signature(form, args, kwargs), self.cluster
         if self._entries and key not in self._entries:
             self._relate(key, calls.paths(form, args, kwargs), args, kwargs)
@@ -240,13 +240,13 @@ class PlannedCalls:
         with self._lock:
             kept = {known: entry for (known, where), entry in self._entries.items() if where == cluster}
         for known, entry in kept.items():
-            if not same_but_weak(known, signature):
+            if not is_same_but_weak(known, signature):
                 continue
             with entry.lock:
                 if entry.compiled is None:
                     continue
                 traced = trace_again(entry.compiled, self._fun, args, kwargs, self._options)
-                if same_program(entry.compiled.source, traced):
+                if is_same_program(entry.compiled.source, traced):
                     entry.accept(weak_types(signature), [output.weak for output in traced.outputs])
                     with self._lock:
                         self._entries.setdefault(key, entry)
@@ -287,13 +287,13 @@ def weak_types(signature: Signature) -> tuple[bool, ...]:
     return tuple(isinstance(kind, tuple) and kind[2] for kind in signature.types)
 
 
-def same_but_weak(one: Signature, other: Signature) -> bool:
+def is_same_but_weak(one: Signature, other: Signature) -> bool:
     """Whether two signatures differ at most in which dtypes are weak."""
     alike = (one.form, one.tree, one.settings) == (other.form, other.tree, other.settings)
     return alike and _strong(one) == _strong(other)
 
 
-def same_program(one: Traced, other: Traced) -> bool:
+def is_same_program(one: Traced, other: Traced) -> bool:
     """Whether two traces of one step compute the same results from their arguments; weak dtypes do not count."""
     return (
         (one.arguments, one.outputs, one.state, one.through)
@@ -319,8 +319,8 @@ def explain_miss(new: Signature, paths: Sequence[str], planned: Mapping[Signatur
 
 def _differences(old: Signature, paths: Sequence[str], new: Signature, new_paths: Sequence[str]) -> list[str]:
     found = _form_differences(old, new)
-    settings = _jax.named_settings(old.settings)
-    for name, value in _jax.named_settings(new.settings).items():
+    settings = _jax.name_settings(old.settings)
+    for name, value in _jax.name_settings(new.settings).items():
         if name not in settings:
             found.append(f"{name} is a new setting of JAX")
         elif value != settings[name]:
@@ -328,11 +328,11 @@ def _differences(old: Signature, paths: Sequence[str], new: Signature, new_paths
     before, after = dict(zip(paths, old.types, strict=False)), dict(zip(new_paths, new.types, strict=False))
     for path in [*after, *(path for path in before if path not in after)]:
         if path not in before:
-            found.append(f"{shown(path)} is new")
+            found.append(f"{format_path(path)} is new")
         elif path not in after:
-            found.append(f"{shown(path)} is missing")
+            found.append(f"{format_path(path)} is missing")
         elif before[path] != after[path]:
-            found.append(f"{shown(path)} is {_text(after[path])}, planned was {_text(before[path])}")
+            found.append(f"{format_path(path)} is {_text(after[path])}, planned was {_text(before[path])}")
     return found or ["the containers of the arguments have other types or other static fields"]
 
 

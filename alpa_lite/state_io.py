@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 from alpa_lite.compilation.placing import Ends, Kind, kind_of
 from alpa_lite.errors import OptionError
-from alpa_lite.ir.paths import keys, shown
+from alpa_lite.ir.paths import format_path, keys
 from alpa_lite.passes.tracing import calls, pytrees
 from alpa_lite.planned_calls import PlannedCall
 from alpa_lite.runtime import placement, prefetch
@@ -48,7 +48,7 @@ def shardings_of(call: PlannedCall) -> Shardings:
 # -- the batch alone ------------------------------------------------------------------------------------------------
 
 
-def is_batch_alone(known: Sequence[PlannedCall], args: tuple[Any, ...]) -> bool:
+def is_only_batch(known: Sequence[PlannedCall], args: tuple[Any, ...]) -> bool:
     """Whether some arguments are too few for the step, and as many as its batch has."""
     return bool(known) and len(args) < len(known[0].args) + len(known[0].kwargs) and len(args) == len(known[0].batch())
 
@@ -64,7 +64,7 @@ def place_batch(
       planned: the call of some arguments, which is planned if it is new.
     """
     names, places = zip(*known[0].batch(), strict=True)
-    leaves, tree = pytrees.flattened(args)
+    leaves, tree = pytrees.flatten_nnx(args)
     if jax.process_count() == 1:
         call = planned(*known[0].given(places, args))
         return jax.tree_util.tree_unflatten(tree, placement.copies(leaves, [one for _, one in _batch_of(call, names)]))
@@ -74,7 +74,7 @@ def place_batch(
         call = known[0]
     call = call or planned(*known[0].given(places, args))
     wanted = zip(leaves, _batch_of(call, names), strict=True)
-    placed = [prefetch.assembled(leaf, sharding, *kind) for leaf, (kind, sharding) in wanted]
+    placed = [prefetch.assemble_leaf(leaf, sharding, *kind) for leaf, (kind, sharding) in wanted]
     return jax.tree_util.tree_unflatten(tree, placed)
 
 
@@ -104,7 +104,7 @@ def _are_parts(kinds: Sequence[Kind | None], batch: Sequence[tuple[Kind, NamedSh
 # -- initialisation -------------------------------------------------------------------------------------------------
 
 
-def completed(fun: Callable[..., Any], shapes: Any, rest: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def complete_arguments(fun: Callable[..., Any], shapes: Any, rest: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a step whose state is initialised before anything was planned.
 
     Args:
@@ -171,7 +171,7 @@ def init_sharded(birth: ShardedInit, call: PlannedCall, room: float) -> tuple[An
         raise OptionError(
             "init: nothing that the initialisation makes has the path, shape and dtype of an argument of the step: it "
             f"makes {', '.join(f'{kind[1]}{list(kind[0])}' for _, _, kind in made[:3])}, and the step takes "
-            f"{', '.join(f'{shown(path)} {kind[1]}{list(kind[0])}' for path, kind, _ in leaves[:3])}"
+            f"{', '.join(f'{format_path(path)} {kind[1]}{list(kind[0])}' for path, kind, _ in leaves[:3])}"
         )
     return birth.run(shardings, room)
 

@@ -121,7 +121,7 @@ class BoundStep(Generic[P, R]):
     def place(self, *args: Any, **kwargs: Any) -> Any:
         """As `ParallelStep.place`, of the arguments after the object that the step is bound to, or of the batch."""
         step = self.__func__
-        if not kwargs and state_io.is_batch_alone(step._calls.recent(), args):
+        if not kwargs and state_io.is_only_batch(step._calls.recent(), args):
             return step.place(*args)
         placed = step.place(self.__self__, *args, **kwargs)
         return (placed[0][1:], placed[1]) if kwargs else placed[1:]

@@ -113,7 +113,7 @@ def remember(path: Path, step: NamedStep) -> None:
     json_codec.write_json(path, {**json_codec.read_json(path), KEY: json_codec.encode(step)})
 
 
-def remembered(path: Path) -> NamedStep | None:
+def step_of_plan_file(path: Path) -> NamedStep | None:
     """The step that a plan file names, if it does.
 
     Raises:

@@ -96,7 +96,7 @@ def report(plan_file: Path, step: NamedStep, target: str | None) -> dict[str, An
     given = Options(**{**options, "plan": plan, "cluster": plan.cluster, "verify": "off", "memory_per_device": None})
     compiled = compile_step(getattr(fun, "__wrapped__", fun) if options else fun, args, kwargs, given, plan.cluster)
     replayed = time.perf_counter()
-    executables = aot.compiled_for(compiled.staged, compiled.plan, devices)
+    executables = aot.compile_for_devices(compiled.staged, compiled.plan, devices)
     found = list(compiled_reports(compiled.plan, compiled.staged, executables, chosen.platform))
     return {
         "plan": str(plan_file),

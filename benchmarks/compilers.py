@@ -104,7 +104,7 @@ def stages(name: str, target: str | None = None) -> Row:
             compiled = compile_step(step, arguments, {}, make_options({**options, "cluster": cluster}), cluster)
         except MicrobatchError:  # such as a loss that compares every example with every other
             continue
-        executables = list(aot.compiled_for(compiled.staged, compiled.plan, devices))
+        executables = list(aot.compile_for_devices(compiled.staged, compiled.plan, devices))
         most: dict[int, list[int]] = {}
         for found in compiled_reports(compiled.plan, compiled.staged, executables, cluster.platform):
             assert found.memory is not None

@@ -105,14 +105,14 @@ def textbook(name: str, effort: str = "normal", **_: Any) -> dict[str, Any]:
     checked = make_options({**case.options, "cluster": cluster})
     trace = compiler.tracer(fun, args, {}, checked, NO_PINS, cluster.platform)
     found: dict[str, Any] = {}
-    with reduced_gc, _jax.without_mesh():
+    with reduced_gc, _jax.clear_mesh_context():
         traced = trace()
         step = Step(traced, factors.rules_of(traced.graph.ops(), traced.graph.values))
         for text in TEXTBOOK:
             method = eval(text, dict(vars(alpa_lite)))
             options = replace(checked, method=method, effort=effort)
             try:
-                wished = wishes.of(traced, method, cluster.num_devices, [], None, frozenset())
+                wished = wishes.collect_wishes(traced, method, cluster.num_devices, [], None, frozenset())
                 with passes("textbook", None) as run:
                     asked = replace(PlanRequest(checked, cluster, trace), options=options, wishes=wished)
                     found[text] = search_plan(run, step, asked)[0].seconds

@@ -143,7 +143,7 @@ class Stack(nnx.Module):
         return x
 
 
-def embedding(rows: int, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Embed:
+def make_embedding(rows: int, config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Embed:
     """Returns a table of `rows` vectors of `hidden` features, drawn from N(0, 0.02²)."""
     init = nnx.initializers.normal(0.02)
     return nnx.Embed(rows, config.hidden, dtype=config.dtype, embedding_init=init, rngs=rngs)

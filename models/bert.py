@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from .attention import FeedForward, SelfAttention, Stack, TransformerConfig, embedding, transformer_flops
+from .attention import FeedForward, SelfAttention, Stack, TransformerConfig, make_embedding, transformer_flops
 from .spec import Field, ModelSpec
 
 
@@ -60,9 +60,9 @@ class Bert(nnx.Module):
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         """Draws the parameters from `rngs`."""
         hidden, dtype = config.hidden, config.dtype
-        self.tokens = embedding(config.vocab, config, rngs)
-        self.positions = embedding(config.seq, config, rngs)
-        self.segments = embedding(config.segments, config, rngs)
+        self.tokens = make_embedding(config.vocab, config, rngs)
+        self.positions = make_embedding(config.seq, config, rngs)
+        self.segments = make_embedding(config.segments, config, rngs)
         self.norm = nnx.LayerNorm(hidden, dtype=dtype, rngs=rngs)
         self.blocks = Stack(Block, config.layers, config, rngs=rngs)
         self.transform = nnx.Linear(hidden, hidden, dtype=dtype, rngs=rngs)

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from .attention import Block, Stack, TransformerConfig, embedding, transformer_flops
+from .attention import Block, Stack, TransformerConfig, make_embedding, transformer_flops
 from .spec import Field, ModelSpec
 
 
@@ -48,8 +48,8 @@ class GPT(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         """Draws the parameters from `rngs`."""
         dtype = config.dtype
-        self.tokens = embedding(config.vocab, config, rngs)
-        self.positions = embedding(config.seq, config, rngs)
+        self.tokens = make_embedding(config.vocab, config, rngs)
+        self.positions = make_embedding(config.seq, config, rngs)
         block = functools.partial(Block, causal=True, dropout=config.dropout)
         self.blocks = Stack(block, config.layers, config, rngs=rngs)
         self.norm = nnx.LayerNorm(config.hidden, dtype=dtype, rngs=rngs)

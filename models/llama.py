@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .attention import Stack, TransformerConfig, attend, embedding, transformer_flops
+from .attention import Stack, TransformerConfig, attend, make_embedding, transformer_flops
 from .gpt import fields, loss_fn
 from .spec import ModelSpec
 
@@ -105,7 +105,7 @@ class Llama(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         """Draws the parameters from `rngs`."""
-        self.tokens = embedding(config.vocab, config, rngs)
+        self.tokens = make_embedding(config.vocab, config, rngs)
         self.blocks = Stack(Block, config.layers, config, rngs=rngs)
         self.norm = nnx.RMSNorm(config.hidden, dtype=config.dtype, rngs=rngs)
         self.head = nnx.Linear(config.hidden, config.vocab, use_bias=False, dtype=config.dtype, rngs=rngs)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from .attention import FeedForward, SelfAttention, Stack, TransformerConfig, embedding, transformer_flops
+from .attention import FeedForward, SelfAttention, Stack, TransformerConfig, make_embedding, transformer_flops
 from .gpt import fields
 from .spec import ModelSpec
 
@@ -137,8 +137,8 @@ class MoE(nnx.Module):
         if config.layers % 2:
             raise ValueError(f"layers={config.layers} must be even: every second layer has experts")
         self.config = config
-        self.tokens = embedding(config.vocab, config, rngs)
-        self.positions = embedding(config.seq, config, rngs)
+        self.tokens = make_embedding(config.vocab, config, rngs)
+        self.positions = make_embedding(config.seq, config, rngs)
         self.pairs = Stack(Pair, config.layers // 2, config, rngs=rngs)
         self.norm = nnx.LayerNorm(config.hidden, dtype=config.dtype, rngs=rngs)
 

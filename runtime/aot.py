@@ -117,7 +117,7 @@ def devices_of(target: Target) -> list[Any]:
     return _tpu_devices(target) if target.platform == "tpu" else _cuda_devices(target)
 
 
-def compiled_for(staged: Staged, plan: Plan, devices: Sequence[Any]) -> Iterator[Any]:
+def compile_for_devices(staged: Staged, plan: Plan, devices: Sequence[Any]) -> Iterator[Any]:
     """The `jax.stages.Compiled` of each executable of a planned step, in the program's order, for such devices."""
     if plan.pipelined:
         devices = _from_first_slices(staged.program.submeshes, devices)

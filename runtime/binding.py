@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from alpa_lite import _jax
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.ir.graph import Argument, Traced
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.tracing.calls import is_weak, leaf_type
 from alpa_lite.report import units
 from alpa_lite.runtime import placement
@@ -219,7 +219,7 @@ class ArgumentBinder:
             logger.warning(
                 "%s moves %s of state in this call: %s leaves are not sharded as planned, the largest of them "
                 "%s of %s. Pass on what the last call returned, or what step.place or step.init returned",
-                self._name, units.exact_bytes(sum(size for size, _ in moved)), len(moved), shown(path),
+                self._name, units.exact_bytes(sum(size for size, _ in moved)), len(moved), format_path(path),
                 units.nbytes(size),
             )  # fmt: skip
 

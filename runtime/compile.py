@@ -48,7 +48,7 @@ def persistent_cache(devices: Iterable[Any]) -> contextlib.AbstractContextManage
     is_written = own == 0 or (users[0].platform != "cpu" and own != min(device.process_index for device in users))
     if is_written or not effects.is_allowed("jax"):
         return contextlib.nullcontext()
-    return _jax.writing_executables()
+    return _jax.write_executables()
 
 
 def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -83,7 +83,7 @@ class FlatFunction:
         """The numbers of the inputs that are not donated."""
         return [n for n in range(len(self.inputs)) if n not in set(self.donated)]
 
-    @_jax.without_mesh()
+    @_jax.clear_mesh_context()
     def lower(self) -> jax.stages.Lowered:
         """Lowers the function for its mesh, whose devices may be those of a topology that is described alone."""
         inputs, kept, function = list(self.inputs), self.kept, self.function
@@ -97,7 +97,7 @@ class FlatFunction:
         def grouped(donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
             arrays = (*donated, *kept)
             weak = [one.weak_type for one in self.results]
-            return list(map(_jax.with_weak_type, function(*(arrays[n] for n in position)), weak))
+            return list(map(_jax.set_weak_type, function(*(arrays[n] for n in position)), weak))
 
         grouped.__name__ = self.name.replace(" ", "_")
         groups = picker(self.donated)(inputs), picker(kept)(inputs)
@@ -122,7 +122,7 @@ class FlatFunction:
         return compiled, lambda donated, kept: check(kept[-1], *call(donated, kept))[1:]
 
 
-def with_number(call: Call, number: jax.Array) -> Call:
+def bind_number(call: Call, number: jax.Array) -> Call:
     """Returns the call of a function that has failures, for the micro-batch of this number."""
     return lambda donated, kept: call(donated, (*kept, number))
 
@@ -132,7 +132,7 @@ def compile_all(
 ) -> list[tuple[jax.stages.Compiled, Call]]:
     """Returns each executable of a step of this name, and how it is called; logs how long it took."""
     start, made = time.perf_counter(), []
-    with progress.planning(f"compiling {step}") as report:
+    with progress.show_progress(f"compiling {step}") as report:
         for done, function in enumerate(functions):
             report.count("executables compiled", done, len(functions))
             made.append(function.compile(options))

@@ -34,7 +34,7 @@ def _jit(fun: Callable[..., Any], options: Any, args: tuple[Any, ...], kwargs: d
     donate = () if options.donate == "auto" else options.donate
     shared["donate_argnums"] = [one for one in donate if isinstance(one, int)] or None
     shared["donate_argnames"] = [one for one in donate if isinstance(one, str)] or None
-    if pytrees.present((args, kwargs)):
+    if pytrees.has_nnx_object((args, kwargs)):
         from flax import nnx
 
         if options.compiler_options:
@@ -46,7 +46,7 @@ def _jit(fun: Callable[..., Any], options: Any, args: tuple[Any, ...], kwargs: d
     compile_jit = functools.partial(jax.jit, **shared, compiler_options=dict(options.compiler_options) or None)
 
     def bind(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return calls.calling(fun, args, kwargs, options.static_argnums, options.static_argnames)
+        return calls.describe_calling(fun, args, kwargs, options.static_argnums, options.static_argnames)
 
     if bind(args, kwargs).hide is None:
         return compile_jit(fun)

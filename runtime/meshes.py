@@ -55,7 +55,7 @@ def submesh_of(submesh: Submesh, devices: Sequence[Any]) -> Mesh:
     return mesh_of(submesh.mesh, devices[submesh.devices.start : submesh.devices.stop])
 
 
-@_jax.without_mesh()
+@_jax.clear_mesh_context()
 def lower_region(
     local: Callable[..., list[Any]],
     mesh: Mesh,

@@ -35,7 +35,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.errors import DonatedError
 from alpa_lite.ir.graph import Argument
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 
 
 class Owned:
@@ -165,7 +165,7 @@ def deleted_error(leaves: Sequence[Any], arguments: Sequence[Argument], name: st
     """The error of a call of the step `name` with a leaf that was donated or deleted."""
     given = zip(leaves, arguments, strict=True)
     gone = next(argument for leaf, argument in given if hasattr(leaf, "is_deleted") and leaf.is_deleted())
-    path = shown(gone.path)
+    path = format_path(gone.path)
     if gone.role != "state":
         return DonatedError(
             f"{path} was deleted before this call of {name}: other code donated its buffer or called `delete` on it. "

@@ -188,7 +188,7 @@ class PipelineExecutable(Executable):
         self._dispatch(buffers, watch)
         outputs = [buffers[i] for i in self._program.outputs]
         shared = [n for n in self._shared if outputs[n] is not None]
-        for n, copied in zip(shared, placement.fresh([outputs[n] for n in shared]), strict=True):
+        for n, copied in zip(shared, placement.copy_arrays([outputs[n] for n in shared]), strict=True):
             outputs[n] = copied
         for n in self._unlabelled:
             outputs[n] = _jax.array_with_weak_type(outputs[n], self._traced.outputs[n].weak)

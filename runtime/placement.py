@@ -78,12 +78,14 @@ def is_placed(leaf: Any, sharding: NamedSharding, *, own_mesh: bool = True) -> b
     return (is_own or not own_mesh) and have.is_equivalent_to(sharding, leaf.ndim)
 
 
-@_jax.without_mesh()
+@_jax.clear_mesh_context()
 def copies(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
     """Returns copies of the leaves with these shardings that share no memory with anything."""
     out: list[jax.Array] = []
-    for group in in_groups([np.size(leaf) * getattr(getattr(leaf, "dtype", None), "itemsize", 4) for leaf in leaves]):
-        put = fresh(global_array.put(leaves[group.start : group.stop], shardings[group.start : group.stop]))
+    for group in group_positions(
+        [np.size(leaf) * getattr(getattr(leaf, "dtype", None), "itemsize", 4) for leaf in leaves]
+    ):
+        put = copy_arrays(global_array.put(leaves[group.start : group.stop], shardings[group.start : group.stop]))
         if any(isinstance(leaves[i], np.ndarray) for i in group):
             jax.block_until_ready(put)  # what was put may be the caller's memory, which the caller may write next
         out.extend(put)
@@ -91,7 +93,7 @@ def copies(leaves: Sequence[Any], shardings: Sequence[NamedSharding]) -> list[ja
     return out
 
 
-def in_groups(sizes: Sequence[int]) -> list[range]:
+def group_positions(sizes: Sequence[int]) -> list[range]:
     """Returns ranges of positions, each with about an eighth of the bytes, or no more than the largest item has."""
     limit = max([sum(sizes) // _GROUPS, *sizes])
     stops = []
@@ -104,8 +106,8 @@ def in_groups(sizes: Sequence[int]) -> list[range]:
     return [range(*ends) for ends in itertools.pairwise([0, *stops, len(sizes)])]
 
 
-@_jax.without_mesh()
-def fresh(arrays: Sequence[Any]) -> list[Any]:
+@_jax.clear_mesh_context()
+def copy_arrays(arrays: Sequence[Any]) -> list[Any]:
     """Returns copies of arrays where they are; non-addressable ones as they are. One executable copies a mesh's."""
     out = dict(enumerate(arrays))
     meshes: defaultdict[Any, list[int]] = defaultdict(list)

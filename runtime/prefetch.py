@@ -37,7 +37,7 @@ def is_part(have: tuple[int, ...], sharding: NamedSharding, shape: tuple[int, ..
     return have == shape or (bool(shape) and have == (len(rows(sharding, shape)), *shape[1:]))
 
 
-def assembled(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def assemble_leaf(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """The global array of a leaf that this process has whole, or in the rows that it reads; a copy."""
     host = np.asarray(leaf)
     own = rows(sharding, shape)

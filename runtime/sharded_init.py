@@ -52,13 +52,13 @@ class ShardedInit:
         def flat(*leaves: Any) -> list[Any]:
             out = init(*jax.tree_util.tree_unflatten(in_tree, leaves))
             self.paths = pytrees.leaf_paths(out)
-            arrays, self._tree = pytrees.flattened(out)
+            arrays, self._tree = pytrees.flatten_nnx(out)
             return arrays
 
         traced = jax.jit(flat).trace(*self._leaves)
         self._graph: Graph = conversion.graph_of(traced.jaxpr)
         self.types = list(map(_jax.spec_of, traced.jaxpr.out_avals))
-        self.shapes = pytrees.unflattened(self._tree, self.types)
+        self.shapes = pytrees.unflatten_nnx(self._tree, self.types)
 
     def run(self, shardings: Sequence[NamedSharding], room: float) -> tuple[Any, list[jax.Array]]:
         """Returns the result with arrays of these shardings, one for each flat result, and these arrays.
@@ -74,18 +74,20 @@ class ShardedInit:
         for numbers in meshes.values():
             if not global_array.is_addressable(shardings[numbers[0]]):
                 for n in numbers:
-                    arrays[n] = global_array.non_addressable(self.types[n].shape, self.types[n].dtype, shardings[n])
+                    arrays[n] = global_array.make_non_addressable(
+                        self.types[n].shape, self.types[n].dtype, shardings[n]
+                    )
                 continue
             large = [n for n in numbers if sizes[n] > room]
             if large:
                 logger.info("%s results have no room whole: they are made in blocks, equal up to rounding", len(large))
             small = [n for n in numbers if sizes[n] <= room]
-            groups = [[small[i] for i in group] for group in placement.in_groups([sizes[n] for n in small])]
+            groups = [[small[i] for i in group] for group in placement.group_positions([sizes[n] for n in small])]
             for group in filter(None, (large, *groups)):
                 made = self._group(group, [shardings[n] for n in group], whole=group is not large)
                 for number, array in zip(group, made, strict=True):
                     arrays[number] = array
-        return pytrees.unflattened(self._tree, arrays), arrays
+        return pytrees.unflatten_nnx(self._tree, arrays), arrays
 
     def _group(self, numbers: Sequence[int], shardings: Sequence[NamedSharding], *, whole: bool) -> list[jax.Array]:
         """Some results on one mesh."""

@@ -140,7 +140,7 @@ def _over_stages(shardings: Sequence[NamedSharding]) -> NamedSharding:
     return NamedSharding(Mesh(devices, (axis, *names)), PartitionSpec((axis, *over), *rest))
 
 
-@_jax.without_mesh()
+@_jax.clear_mesh_context()
 def _joined(parts: Sequence[Any], whole: NamedSharding) -> Any:
     """The whole of some parts: each is sent to all devices in the layout of the whole, which has all rows."""
     return jax.jit(_concatenate, out_shardings=whole)(global_array.put(parts, [whole] * len(parts)))

@@ -39,7 +39,7 @@ from alpa_lite.passes.tracing import calls, pytrees
 from alpa_lite.runtime import ownership, placement
 from alpa_lite.runtime.binding import ArgumentBinder, NewSignature, weak_flags
 from alpa_lite.runtime.buffers import ProgramBuffers
-from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker, with_number
+from alpa_lite.runtime.compile import Call, FlatFunction, bind_number, compile_all, picker
 from alpa_lite.runtime.debug import callbacks, nans
 from alpa_lite.runtime.multihost import global_array
 from alpa_lite.runtime.ownership import Owned, StateViews
@@ -164,7 +164,7 @@ class Executable(abc.ABC):
         key = mesh, microbatch
         if key not in self._numbers:
             (self._numbers[key],) = global_array.put([np.int32(microbatch)], [self._buffers.sharding_on(mesh)])
-        return with_number(call, self._numbers[key])
+        return bind_number(call, self._numbers[key])
 
     # -- the user's side --------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Executable(abc.ABC):
             out = self._traced.out_tree.unflatten(self._results(self._flat(pure)))
             self._returned = frozenset(map(id, (out, *out) if isinstance(out, tuple | list) else (out,)))
             return out
-        with pytrees.updating(self):
+        with pytrees.nnx_update_context(self):
             pure = pytrees.split_arguments(pure, self)  # held until the end: freeing it now costs more
             out = self._results(self._flat(pure))
             return pytrees.merge_results(self._traced.out_tree.unflatten(out), self)
@@ -227,7 +227,7 @@ class Executable(abc.ABC):
             if not self._compiled:
                 executables = self._buffers.program.executables
                 functions = {n: self._function(n) for n, one in enumerate(executables) if self._buffers.here[one.mesh]}
-                with _jax.without_mesh():
+                with _jax.clear_mesh_context():
                     made = compile_all(self._traced.name, list(functions.values()), self._options.compiler_options)
                     found = dict(zip(functions, made, strict=True))
                     numbered = {n for n, function in functions.items() if function.failures is not None}
@@ -284,7 +284,7 @@ class Executable(abc.ABC):
     def _run_checked(self, leaves: list[Any]) -> list[Any]:
         """As `_run`, on copies. Raises FloatingPointError for an invalid result, with what made it."""
         kinds = _jax.checked_values()
-        with _jax.values_unchecked():
+        with _jax.skip_value_checks():
             copies = [jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
             self._owned.add(copies)
             results = self._run(copies)
@@ -367,7 +367,7 @@ class Executable(abc.ABC):
     def _buffers_of_copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """All buffers at the start of a step on copies of the arguments."""
         self._dynamic(args, kwargs)
-        leaves, tree = calls.flattened(self._calling, args, kwargs)
+        leaves, tree = calls.flatten_call(self._calling, args, kwargs)
         if tree != self._traced.in_tree:
             raise NewSignature("the structure of the arguments")
         self.compiled()
@@ -381,7 +381,7 @@ class Executable(abc.ABC):
         mesh, (function, instructions) = self._buffers.meshes[executable.mesh], self._emit(number)
         inputs, results = self._buffers.types(number)
         is_located = self._buffers.program.schedule != "none" or mesh.size > 1
-        failures = self._failures if is_located and callbacks.calls_back(instructions) else None
+        failures = self._failures if is_located and callbacks.has_callback(instructions) else None
         return FlatFunction(executable.name, function, mesh, inputs, results, executable.donated, failures)
 
 

@@ -28,7 +28,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from alpa_lite import _jax
-from alpa_lite.passes.local.types import in_bytes
+from alpa_lite.passes.local.types import apply_in_bytes
 from alpa_lite.passes.lowering.emission import change_layout
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan, blocks
@@ -161,7 +161,9 @@ def _compile_blocks(device: Any, made: Sequence[tuple[int, list[Part]]]) -> tupl
         for _, parts in made:
             ranges = [wanted for *_, wanted in parts]
             pieces = [_slice(held[number], wanted, have) for number, _, have, wanted in parts]
-            out.append(pieces[0] if len(parts) == 1 else in_bytes(lambda *own, at=ranges: _join(own, at, 0), *pieces))
+            out.append(
+                pieces[0] if len(parts) == 1 else apply_in_bytes(lambda *own, at=ranges: _join(own, at, 0), *pieces)
+            )
         # Without a copy, a jitted function hands its argument's memory on.
         return [jnp.copy(one) if any(one is array for array in arrays) else one for one in out]
 

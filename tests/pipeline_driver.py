@@ -29,7 +29,7 @@ from alpa_lite.passes.programs.writing import Written
 from alpa_lite.passes.stages import planning, staging
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.stage_graph import StageGraph
-from alpa_lite.passes.tokens import in_slices
+from alpa_lite.passes.tokens import slice_sequence
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.runtime.pipeline import PipelineExecutable
 from tests import comparing
@@ -87,15 +87,15 @@ def staged(
     )
     accumulated = loop.accumulate(traced, _rules(traced), microbatches)
     graph.check(accumulated.traced.graph)
-    step_in_layers = division.divisible(accumulated, max_layers=16)
+    step_in_layers = division.find_layers(accumulated, max_layers=16)
     count = len(step_in_layers.layering.layers)
     if count < stages:
         raise TooFewLayers(f"the step has {count} layers")
     if cuts is None:
         cuts = [round(i * count / stages) for i in range(1, stages)]
-    cut = division.divided(step_in_layers, cuts, remat)
+    cut = division.divide_into_stages(step_in_layers, cuts, remat)
     if tokens:
-        cut = in_slices(cut, tokens)
+        cut = slice_sequence(cut, tokens)
     accumulated, assignment = cut.accumulated, cut.assignment
     graphs = staging.stage_graphs(accumulated.traced, accumulated.scan, assignment)
     for one in graphs:
@@ -125,7 +125,7 @@ def drive(
     cluster = cluster or Cluster.local()
     tasks = schedules.schedule(schedule, len(devices), microbatches, virtual=virtual, slices=len(tokens) or 1)
     planned = tuple(
-        planning.lowered(
+        planning.lower_stage(
             planning.decide(
                 one, cluster.part(devices[tasks.mesh(number)]), Sharded((devices[tasks.mesh(number)],)),
                 price=price, split_weights=tasks.splits_backward,

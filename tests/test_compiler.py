@@ -210,7 +210,7 @@ PIPELINE_LAPS = ("tracing", "factors", "micro-batches", "layers", "costs", "slic
 @pytest.mark.parametrize(("method", "parts", "laps"), [(Sharded(), 1, LAPS), (Pipeline(2), 2, PIPELINE_LAPS)])
 def test_every_pass_is_timed_dumped_and_checked(method, parts, laps, tmp_path) -> None:
     args = shapes_of(layers=4, width=64, batch=16)
-    with runner.checking():
+    with runner.check_values():
         plan = make_plan(
             step, *args, cluster=cluster(1, 2), method=method, num_microbatches=parts, dump_dir=tmp_path
         )  # fmt: skip

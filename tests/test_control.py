@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite import DataParallel, Manual, OptionError, Pipeline, Sharded
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.methods import STRATEGIES
 from tests.comparing import assert_close
 from tests.gallery import Net, f32, sgd
@@ -105,7 +105,7 @@ def chosen(batch: int, **options: Any) -> tuple[dict[str, P], collections.Counte
         momentum_step, {"params": params, "mu": params}, f32(batch, 1024),
         cluster=CLUSTER, method=Sharded((8,), remat="none"), num_microbatches=1, verify="off", **options,
     )  # fmt: skip
-    specs = {shown(path): spec for path, spec in plan.stages[0].inputs.items()}
+    specs = {format_path(path): spec for path, spec in plan.stages[0].inputs.items()}
     return specs, collections.Counter(c.kind for c in plan.collectives), plan.step_seconds
 
 

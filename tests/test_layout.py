@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 from alpa_lite.ir import paths
-from alpa_lite.ir.layout import Layout, LogicalMesh, local_shape, replicated, reshard_steps
+from alpa_lite.ir.layout import Layout, LogicalMesh, local_shape, replicated_layout, reshard_steps
 from alpa_lite.passes.lowering import emission, program
 
 MESH = LogicalMesh((2, 2, 2), ("x", "y", "z"))
@@ -50,13 +50,13 @@ def test_steps_chain_from_source_to_goal(src, dst):
     ("src", "dst", "kinds"),
     [
         (Layout(((), ()), ("x",)), Layout((("x",), ())), ["reduce_scatter"]),
-        (Layout(((), ()), ("x", "y")), replicated(2), ["all_reduce"]),
-        (Layout((("x", "y"), ())), replicated(2), ["all_gather"]),
+        (Layout(((), ()), ("x", "y")), replicated_layout(2), ["all_reduce"]),
+        (Layout((("x", "y"), ())), replicated_layout(2), ["all_gather"]),
         (Layout((("x", "y"), ())), Layout((("x",), ("y",))), ["all_to_all"]),
         (Layout((("x", "y"), ())), Layout((("y", "x"), ())), ["collective_permute"]),
         (Layout((("x", "y"), ())), Layout((("y",), ())), ["collective_permute", "all_gather"]),
-        (replicated(2), Layout((("x",), ("y",))), ["slice", "slice"]),
-        (Layout((("x",), ()), ("y",)), replicated(2), ["all_reduce", "all_gather"]),
+        (replicated_layout(2), Layout((("x",), ("y",))), ["slice", "slice"]),
+        (Layout((("x",), ()), ("y",)), replicated_layout(2), ["all_reduce", "all_gather"]),
     ],
 )
 def test_known_steps(src, dst, kinds):
@@ -99,20 +99,20 @@ def test_prints_as_jax_does_with_slashes() -> None:
     tree = {"params": {"layers": [{"w": 1}], "it's": 2, "p.q": 3}}
     for path, _ in jax.tree_util.tree_leaves_with_path(tree):
         simple = jax.tree_util.keystr(path, simple=True, separator="/")
-        assert paths.shown(f"state{jax.tree_util.keystr(path)}") == f"state/{simple}"
+        assert paths.format_path(f"state{jax.tree_util.keystr(path)}") == f"state/{simple}"
 
 
 def test_attributes_indices_and_slices() -> None:
-    assert paths.shown("state['a'][0].mu[('x', 1)]") == "state/a/0/mu/('x', 1)"
-    assert paths.shown("state['w'][0:3]") == "state/w[0:3]"
-    assert paths.shown("batch") == "batch"
-    assert paths.shown(("['a']", "[{0-3}]", ".{mu,nu}")) == "a/{0-3}/{mu,nu}"
+    assert paths.format_path("state['a'][0].mu[('x', 1)]") == "state/a/0/mu/('x', 1)"
+    assert paths.format_path("state['w'][0:3]") == "state/w[0:3]"
+    assert paths.format_path("batch") == "batch"
+    assert paths.format_path(("['a']", "[{0-3}]", ".{mu,nu}")) == "a/{0-3}/{mu,nu}"
 
 
 @pytest.mark.parametrize("path", STORED)
 def test_both_notations_are_accepted(path: str) -> None:
     assert paths.find(path, STORED) == [path]
-    assert paths.find(paths.shown(path), STORED) == [path]
+    assert paths.find(paths.format_path(path), STORED) == [path]
 
 
 def test_paths_that_are_printed_the_same_are_all_found() -> None:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite import DataParallel, Manual, OptionError, Pipeline, Sharded, Zero
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.methods import matches
 from alpa_lite.options import Auto
 from tests.comparing import assert_close
@@ -37,7 +37,7 @@ def on_one_device() -> Any:
 
 def sharded(plan: alpa_lite.Plan) -> dict[str, P]:
     """Printed path of each argument that is sharded -> spec."""
-    return {shown(path): spec for path, spec in plan.stages[0].inputs.items() if any(spec)}
+    return {format_path(path): spec for path, spec in plan.stages[0].inputs.items() if any(spec)}
 
 
 @functools.cache
@@ -142,7 +142,7 @@ def test_specs_of_a_pipeline_hold_on_each_submesh():
     method = Manual({"*/h_*/Dense_0/kernel": P(None, "model")}, axis_names=("data", "model"), rest=rest)
     step = alpa_lite.parallelize(linen_step, method=method, num_microbatches=2)
     plan = step.plan(linen_state(), X)
-    specs = [(shown(path), spec) for stage in plan.stages for path, spec in stage.inputs.items()]
+    specs = [(format_path(path), spec) for stage in plan.stages for path, spec in stage.inputs.items()]
     found = {path: spec for path, spec in specs if path.endswith("Dense_0/kernel")}
     assert len(found) == 6 and set(found.values()) == {P(None, "model")}
     assert [stage.axis_names for stage in plan.stages] == [("data", "model")] * 2
@@ -162,7 +162,7 @@ def test_moments_are_sharded_within_the_stages_of_a_pipeline():
     method = Manual(kernels | moments, axis_names=("data", "model"), rest=rest)
     step = alpa_lite.parallelize(linen_step, method=method, num_microbatches=2)
     plan = step.plan(linen_state(), X)
-    found = {shown(path): spec for stage in plan.stages for path, spec in stage.inputs.items()}
+    found = {format_path(path): spec for stage in plan.stages for path, spec in stage.inputs.items()}
     of = {path: spec for path, spec in found.items() if path.endswith("h_1/Dense_1/kernel")}
     assert len(of) == 3 and set(of.values()) == {P("model"), P("model", "data")}
     assert any(c.kind == "all_gather" and c.axes == ("data",) for c in plan.collectives)

@@ -79,14 +79,16 @@ def guide() -> str:
     """The page of all options: `python -c "from tests import test_options as t; t.PAGE.write_text(t.guide())"`."""
     defaults = {one.name: repr(one.default).replace("'", '"') for one in dataclasses.fields(Options)}
     rows = ""
-    for names, text in options.described().items():
+    for names, text in options.option_descriptions().items():
         cells = [", ".join(f"`{word}`" for word in words) for words in (names, [defaults[name] for name in names])]
         rows += f"| {cells[0]} | {cells[1]} | {text} |\n"
     return f"{PAGE.read_text().partition('|---|---|---|')[0]}|---|---|---|\n{rows}"
 
 
 def test_every_option_is_described_in_the_guide():
-    assert [name for names in options.described() for name in names] == [f.name for f in dataclasses.fields(Options)]
+    assert [name for names in options.option_descriptions() for name in names] == [
+        f.name for f in dataclasses.fields(Options)
+    ]
     assert PAGE.read_text() == guide(), guide.__doc__
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from alpa_lite.errors import OptionError
 from alpa_lite.processes import effects
-from alpa_lite.processes.effects import reduced_gc, with_large_stack_chunk
+from alpa_lite.processes.effects import reduced_gc, run_in_large_stack_chunk
 
 FOUND = (700, 10, 10)
 
@@ -67,7 +67,7 @@ def test_garbage_of_several_plans_is_freed():
 
 
 def test_effects_on_planning_can_be_declined(monkeypatch: pytest.MonkeyPatch):
-    words = with_large_stack_chunk(lambda: sys._getframe(1).f_code.co_stacksize)
+    words = run_in_large_stack_chunk(lambda: sys._getframe(1).f_code.co_stacksize)
     for given in ("gc", "exit, gc", "all", "exit", "stack", ""):
         monkeypatch.setenv(effects.DECLINE_VARIABLE, given)
         with reduced_gc:
@@ -100,7 +100,7 @@ def faults(depth: int) -> int:
 
 @pytest.mark.skipif(sys.implementation.name != "cpython", reason="the chunks are CPython's")
 def test_no_depth_asks_for_a_page_with_every_call():
-    deep = with_large_stack_chunk(faults)
+    deep = run_in_large_stack_chunk(faults)
     assert max(deep(depth) for depth in DEPTHS) < CALLS // 4
 
 
@@ -109,12 +109,12 @@ def test_it_is_the_same_function():
         """A quotient."""
         return number / by
 
-    wide = with_large_stack_chunk(divided)
+    wide = run_in_large_stack_chunk(divided)
     assert wide(3.0) == 1.5
     assert wide(3.0, by=3.0) == 1.0
     assert inspect.signature(wide) == inspect.signature(divided)
     assert (wide.__name__, wide.__doc__) == ("divided", "A quotient.")
     with pytest.raises(ZeroDivisionError):
         wide(1.0, by=0.0)
-    first, second = with_large_stack_chunk(lambda: 1), with_large_stack_chunk(lambda: 2)
+    first, second = run_in_large_stack_chunk(lambda: 1), run_in_large_stack_chunk(lambda: 2)
     assert (first(), second(), first()) == (1, 2, 1)

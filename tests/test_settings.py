@@ -176,9 +176,9 @@ def test_settings_are_carried_to_a_thread_and_left_there():
 def test_a_setting_that_a_module_registers_after_planning_is_named():
     """With JAX 0.12 a first Pallas kernel does so; the call after it failed."""
     args = jnp.ones(8), X
-    new = calls.signature(calls.calling(lambda w, x: w, args, {}), args, {})
+    new = calls.signature(calls.describe_calling(lambda w, x: w, args, {}), args, {})
     old = dataclasses.replace(new, settings=new.settings[:-1])
-    name = [*_jax.named_settings(new.settings)][-1]
+    name = [*_jax.name_settings(new.settings)][-1]
     assert planned_calls.explain_miss(new, [], {old: []}) == f"{name} is a new setting of JAX"
 
 

@@ -153,7 +153,7 @@ def planned(state: Any, batch: Any, times: Any, rate: Any = 1.0, *, mode: str = 
 
 
 def signature(fun: Any, args: Any, kwargs: Any, *static: Any) -> calls.Signature:
-    return calls.signature(calls.calling(fun, args, kwargs, *static), args, kwargs)
+    return calls.signature(calls.describe_calling(fun, args, kwargs, *static), args, kwargs)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite import DataParallel, OptionError, Pipeline, Sharded
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from tests.comparing import assert_close
 from tests.gallery import linen_step, mesh_of, nnx_step, sgd, train_state
 from tests.marks import slow
@@ -205,7 +205,7 @@ def test_boxes_of_linen(logical, rules, context, names):
     with nn.logical_axis_rules(rules), jax.set_mesh(mesh_of(4, 2)) if context else contextlib.nullcontext():
         plan = step.plan(before, BATCH)
         new, loss = step(before, BATCH)
-    found = {shown(path): spec for path, spec in plan.stages[0].inputs.items()}
+    found = {format_path(path): spec for path, spec in plan.stages[0].inputs.items()}
     for root in ("params", "opt_state/0/mu", "opt_state/0/nu"):
         assert found[f"state/{root}/Dense_0/kernel/value"] == P(None, "model")
     assert set(names.split()) <= set(plan.stages[0].axis_names)
@@ -244,7 +244,7 @@ def test_annotations_of_nnx(eager):
         nnx.use_eager_sharding(before)
     step = alpa_lite.parallelize(nnx_step)
     plan = step.plan(*ours, BATCH)
-    found = {shown(path): spec for path, spec in plan.stages[0].inputs.items()}
+    found = {format_path(path): spec for path, spec in plan.stages[0].inputs.items()}
     assert found["model/up/kernel/value"] == found["optimizer/opt_state/0/mu/up/kernel/value"] == P(None, "model")
     assert mesh(plan) == (2, 4, "data", "model") if eager else "model" in plan.stages[0].axis_names
     np.testing.assert_allclose(step(*ours, BATCH), nnx.jit(nnx_step)(*theirs, BATCH), rtol=1e-5)

@@ -15,8 +15,8 @@ import alpa_lite
 from alpa_lite import models, steps, verifying
 from alpa_lite.cli import app, tables
 from alpa_lite.errors import AlpaLiteError, OptionError, PlanError, VerificationError
-from alpa_lite.report.console import plain
-from alpa_lite.steps import NamedStep, attribute, remember, remembered
+from alpa_lite.report.console import render_plain
+from alpa_lite.steps import NamedStep, attribute, remember, step_of_plan_file
 
 runner = CliRunner()
 
@@ -48,14 +48,16 @@ FOUND = {
 
 
 def test_what_was_found_stands_beside_what_was_planned() -> None:
-    lines = [" ".join(line.split()) for line in plain(tables.verification(FOUND)).splitlines()]
+    lines = [" ".join(line.split()) for line in render_plain(tables.verification(FOUND)).splitlines()]
     assert "gpt compiled for 8 x TPU v5 lite (v5e:2x4, libtpu 0.0.50, JAX 0.12) in 2.00 s" in lines
     assert "all_reduce x 4.00 KiB 3 2" in lines
     assert "step 1.00 MiB 2.00 MiB 0.50 512 KiB 512 KiB 256 KiB" in lines
     assert any("more than 15 % apart" in line for line in lines)
-    part = plain(tables.verification({**FOUND, "fits": None}))
+    part = render_plain(tables.verification({**FOUND, "fits": None}))
     assert "for temporaries of step." in " ".join(part.split())
-    bad = plain(tables.verification({**FOUND, "communicates": False, "differences": ["step: planned but not found"]}))
+    bad = render_plain(
+        tables.verification({**FOUND, "communicates": False, "differences": ["step: planned but not found"]})
+    )
     assert "does not communicate as planned" in bad and "step: planned but not found" in bad
 
 
@@ -217,11 +219,11 @@ def test_an_import_that_fails_within_the_module_keeps_its_own_error(tmp_path: Pa
 def test_a_plan_file_remembers_its_step(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({"plan": {}}))
-    assert remembered(file) is None
+    assert step_of_plan_file(file) is None
     step = NamedStep("gpt", "tiny", 8, {"seq": 16})
     remember(file, step)
-    assert remembered(file) == step
+    assert step_of_plan_file(file) == step
     file.write_text(json.dumps({"step": {"who": "knows"}}))
     with pytest.raises(PlanError, match="plan again"):
-        remembered(file)
-    assert remembered(tmp_path / "none.json") is None
+        step_of_plan_file(file)
+    assert step_of_plan_file(tmp_path / "none.json") is None

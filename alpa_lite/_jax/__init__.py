@@ -10,13 +10,15 @@ from alpa_lite._jax.arrays import (
     is_deleted, key_kind, keys_of_data,
 )
 from alpa_lite._jax.equations import (
-    Held, ReplaceCallback, attributes_of, bind, constant_of, emit, expansion, in_order, lowers_for, materialise,
-    replacing_callbacks, retrace, spec_of, standing_in, strong, under, where, with_results, with_weak_type,
-    without_references,
+    Held, ReplaceCallback, attributes_of, bind, constant_of, emit, expansion, order_callback, lowers_for, materialise,
+    replacing_callbacks, retrace, spec_of, replace_by_stand_ins, drop_weak_type, equation_scope, describe_location,
+    keep_callback_results, set_weak_type,
+    discharge_references,
 )
 from alpa_lite._jax.jaxprs import (
     CALLBACKS, CONSTRAINT, constraints_of, creates_references, derivative, empty_stack, has_ordered_effects,
-    inner_jaxprs, is_computed_again, is_constraint, is_empty_constraint, is_jaxpr, is_literal, is_reverse, joined_stack,
+    inner_jaxprs, is_computed_again, is_constraint, is_empty_constraint, is_jaxpr, is_literal, is_reverse,
+    join_name_stacks,
     manual_axes, mark_rematerialised, observable_effects, open_jaxpr, optimization_barrier_primitive, places_result,
     scan_counts, scopes, source_line, spec_dims, unbound_axis,
 )
@@ -24,7 +26,7 @@ from alpa_lite._jax.kernels import (
     WIDENS_HALVES, PallasGrid, attention_given_to, pallas_grid, pallas_name, pallas_on_blocks, sdy_rule,
 )
 from alpa_lite._jax.settings import (
-    carry_settings, checked_values, checks_values, context_mesh, coordination_client, job_of, named_settings,
-    settings_text, trace_context, tracing_under, values_unchecked, without_mesh, writing_executables,
-    x64_in_all_threads,
+    carry_settings, checked_values, checks_values, context_mesh, coordination_client, job_of, name_settings,
+    settings_text, trace_context, trace_under_mesh, skip_value_checks, clear_mesh_context, write_executables,
+    is_x64_in_all_threads,
 )

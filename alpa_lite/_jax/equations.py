@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh
 from alpa_lite._jax.jaxprs import CALLBACKS, source_line
 
 
-def without_references(jaxpr: Any) -> Any:
+def discharge_references(jaxpr: Any) -> Any:
     """A closed jaxpr whose mutable references are values, threaded through its control flow. The pass is private."""
     return _discharge.discharge_state(jaxpr)
 
@@ -61,13 +61,13 @@ class _Selected(_Wrapped):
         return [results[i] for i in self.kept]
 
 
-def with_results(params: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
+def keep_callback_results(params: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
     """The parameters of a callback that returns only the results with these numbers."""
     avals = tuple(params["result_avals"][i] for i in kept)
     return {**params, "callback": _Selected(params["callback"], tuple(kept)), "result_avals": avals}
 
 
-def in_order(primitive: Any, params: Mapping[str, Any], token: Any) -> tuple[Any, dict[str, Any]] | None:
+def order_callback(primitive: Any, params: Mapping[str, Any], token: Any) -> tuple[Any, dict[str, Any]] | None:
     """The primitive and parameters of an ordered callback whose order is that of a value, which JAX need not keep.
 
     JAX orders effects on one device only. A value that each callback takes from the one before orders them on several
@@ -122,7 +122,7 @@ def retrace(eqn: Any, function: Callable[..., Any]) -> Any:
     """The jaxpr of a function of an equation's operands, under its source line."""
 
     def under_source(*xs: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), under(eqn.source_info):
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), equation_scope(eqn.source_info):
             return function(*xs)
 
     return jax.make_jaxpr(under_source)(*(spec_of(v.aval) for v in eqn.invars))
@@ -230,7 +230,7 @@ def replacing_callbacks(replace: ReplaceCallback) -> contextlib.AbstractContextM
     return _holding(_replace_callback, replace)
 
 
-def standing_in(is_held: Held) -> contextlib.AbstractContextManager[None]:
+def replace_by_stand_ins(is_held: Held) -> contextlib.AbstractContextManager[None]:
     """Replaces equations in its body that `is_held` selects by opaque operations with the same operands and results.
 
     JAX lowers some operations only for devices that are present.
@@ -297,21 +297,21 @@ def _in_rows(x: Any) -> Any:
 
 
 @contextlib.contextmanager
-def under(source: Any) -> Iterator[None]:
+def equation_scope(source: Any) -> Iterator[None]:
     """Runs its body under an equation's name stack and source line."""
     stack = _source_info_util.current_name_stack() + source.name_stack
     with _source_info_util.user_context(source.traceback, name_stack=stack):
         yield
 
 
-def where(source: Any) -> str:
+def describe_location(source: Any) -> str:
     """Where an equation comes from: the user's source line, then the name stack, its unnamed derivatives in words."""
     stack = str(source.name_stack).replace("transpose(jvp())", "backward").replace("jvp()", "forward")
     line = source_line(source)
     return f"{line} {stack}".strip() if stack else line
 
 
-def strong(block: Any) -> Any:
+def drop_weak_type(block: Any) -> Any:
     """`block` without a weak type, which carries and branch results must agree in. Random keys have none."""
     dtype = getattr(block, "dtype", None)
     if dtype is None:
@@ -321,11 +321,11 @@ def strong(block: Any) -> Any:
     return jax.lax.convert_element_type(block, dtype)
 
 
-def with_weak_type(block: Any, weak: bool) -> Any:
+def set_weak_type(block: Any, weak: bool) -> Any:
     """`block` with or without a weak type. JAX has a public way to drop one alone."""
     if bool(getattr(jax.typeof(block), "weak_type", False)) == weak:
         return block
-    return _lax._convert_element_type(block, weak_type=True) if weak else strong(block)
+    return _lax._convert_element_type(block, weak_type=True) if weak else drop_weak_type(block)
 
 
 def constant_of(op: Any) -> Any:

@@ -93,7 +93,7 @@ def optimization_barrier_primitive() -> Any:
     return _lax.optimization_barrier_p
 
 
-def joined_stack(outer: Any, inner: Any, scope: str | None = None) -> Any:
+def join_name_stacks(outer: Any, inner: Any, scope: str | None = None) -> Any:
     """The name stack inside a call that stands at `inner` in a jaxpr that itself was inlined at `outer`.
 
     Private type.

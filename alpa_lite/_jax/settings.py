@@ -27,7 +27,7 @@ default PRNG and the checks for NaN are not in it: `jit` does not trace again wh
 """
 
 
-def named_settings(context: tuple[Any, ...]) -> dict[str, Any]:
+def name_settings(context: tuple[Any, ...]) -> dict[str, Any]:
     """The values of a `trace_context` by the names that JAX has for them.
 
     Modules that are imported after it was taken, such as those of Pallas with JAX 0.12, append settings of their own.
@@ -37,7 +37,7 @@ def named_settings(context: tuple[Any, ...]) -> dict[str, Any]:
 
 def settings_text(context: tuple[Any, ...]) -> dict[str, str]:
     """The options of `jax.config` in a `trace_context`, as text that is equal in every process: no devices."""
-    values = {name: getattr(value, "value", value) for name, value in named_settings(context).items()}
+    values = {name: getattr(value, "value", value) for name, value in name_settings(context).items()}
     plain = {name: value for name, value in values.items() if isinstance(value, str | int | float | None)}
     return {name: str(value) for name, value in plain.items() if name.startswith("jax_")}
 
@@ -63,7 +63,7 @@ def carry_settings(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def x64_in_all_threads() -> bool:
+def is_x64_in_all_threads() -> bool:
     """Returns whether threads without a setting of their own have 64 bits. JAX publishes that of the caller alone."""
     return bool(_config.enable_x64.get_global())
 
@@ -77,7 +77,7 @@ def context_mesh() -> Any:
 
 
 @contextlib.contextmanager
-def without_mesh() -> Iterator[None]:
+def clear_mesh_context() -> Iterator[None]:
     """Runs its body as if no `jax.set_mesh` were around it: `shard_map` takes no mesh but that of the context."""
     if jax.sharding.get_abstract_mesh().empty:
         yield
@@ -87,7 +87,7 @@ def without_mesh() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tracing_under(mesh: Any) -> Iterator[None]:
+def trace_under_mesh(mesh: Any) -> Iterator[None]:
     """Traces its body under a mesh of a context (None: without one), all its axes `Auto`, whatever types they have."""
     if not isinstance(mesh, AbstractMesh):  # that of `with mesh:` is still around
         yield
@@ -107,7 +107,7 @@ def checks_values() -> bool:
 
 
 @contextlib.contextmanager
-def values_unchecked() -> Iterator[None]:
+def skip_value_checks() -> Iterator[None]:
     """Within it, JAX does not look at results."""
     with jax.debug_nans(False), jax.debug_infs(False):
         yield
@@ -117,7 +117,7 @@ _writing = threading.RLock()
 
 
 @contextlib.contextmanager
-def writing_executables() -> Iterator[None]:
+def write_executables() -> Iterator[None]:
     """Writes executables compiled in its body to JAX's compilation cache, whichever number this process has.
 
     JAX leaves writing to process 0, which has no program for the devices of others alone; and on CPUs, where the key of

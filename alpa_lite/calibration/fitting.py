@@ -79,7 +79,7 @@ Fitted = tuple[list[Fit], Cluster]
 """The fits of some samples, and the cluster with their parameters."""
 
 
-def fitted(cluster: Cluster, samples: Sequence[Sample], missing: int = 0) -> tuple[tuple[Fit, ...], Cluster]:
+def fit_cluster(cluster: Cluster, samples: Sequence[Sample], missing: int = 0) -> tuple[tuple[Fit, ...], Cluster]:
     """The cluster with every parameter for which there are samples, and the fits.
 
     Args:
@@ -214,7 +214,7 @@ def _collectives(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
         curves.append(curve := curve_of(kind, group, payloads, seconds))
         size = " x ".join(map(str, reversed(group)))
         found = {"first": curve.points[0][1], "bytes/s": curve.points[-1][0] / curve.points[-1][1]}
-        fits.append(Fit.of(f"{kind} over {size}", found, left_out(curve, payloads, seconds), seconds))
+        fits.append(Fit.of(f"{kind} over {size}", found, predict_left_out(curve, payloads, seconds), seconds))
     near = [curve for curve in curves if curve.kind == "collective_permute" and len(curve.group) == 1]
     if near:
         latency, per_byte = affine(*zip(*min(near, key=lambda curve: curve.group).points, strict=True))
@@ -228,7 +228,7 @@ def curve_of(kind: str, group: tuple[int, ...], payloads: Sequence[float], secon
     return Curve(kind, group, tuple(zip(payloads, np.exp(isotonic_regression(np.log(seconds)).x), strict=True)))
 
 
-def left_out(curve: Curve, payloads: Sequence[float], seconds: Sequence[float]) -> list[float]:
+def predict_left_out(curve: Curve, payloads: Sequence[float], seconds: Sequence[float]) -> list[float]:
     """Seconds of each payload by the curve of all others; those of the first and the last by the curve itself."""
     found = []
     for i, payload in enumerate(payloads):

@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.calibration import samples
-from alpa_lite.calibration.fitting import Calibration, fitted
+from alpa_lite.calibration.fitting import Calibration, fit_cluster
 from alpa_lite.calibration.samples import Grid, Sample
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
@@ -84,7 +84,7 @@ def calibrate(
     measured = list(rounds(ready, started + seconds, progress))
     if not measured:
         raise OptionError(f"seconds={seconds!r}: nothing could be compiled and measured in that time; give more")
-    fits, fit = fitted(cluster, measured, len(wanted) - len(measured))
+    fits, fit = fit_cluster(cluster, measured, len(wanted) - len(measured))
     return Calibration.now(fit, fits, tuple(measured), len(wanted), time.perf_counter() - started)
 
 

@@ -51,7 +51,7 @@ LeafType = jax.ShapeDtypeStruct | None
 
 @dataclass(frozen=True, eq=False)
 class Leaves:
-    """Leaves of a user's pytree: their paths and values in one order, and what `pytrees.unflattened` needs."""
+    """Leaves of a user's pytree: their paths and values in one order, and what `pytrees.unflatten_nnx` needs."""
 
     tree: Any
     paths: tuple[str, ...]
@@ -72,7 +72,7 @@ class Leaves:
 
 def flatten(tree: Any) -> Leaves:
     """Returns the leaves of a pytree; raises CheckpointError if two have the same path, or name in the store."""
-    values, treedef = pytrees.flattened(tree, with_constants=True)
+    values, treedef = pytrees.flatten_nnx(tree, with_constants=True)
     paths = pytrees.leaf_paths(tree, with_constants=True)
     keys = [(*map(calls.key_text, path.keys), *_inner_keys(path)) for path in paths]
     for separator in SEPARATOR, ".":  # Orbax joins them by dots
@@ -168,7 +168,7 @@ class Template:
         by_path = dict(zip(stored, values, strict=True))
         requested = zip(self._leaves.values, self._types.items(), strict=True)
         leaves = [_convert(by_path.get(path), like, kind) for like, (path, kind) in requested]
-        return pytrees.unflattened(self._leaves.treedef, leaves)  # NNX objects are new ones
+        return pytrees.unflatten_nnx(self._leaves.treedef, leaves)  # NNX objects are new ones
 
     def _differences(self, stored: Mapping[str, LeafType], stored_keys: Mapping[str, str]) -> list[str]:
         """Returns descriptions of the leaves that differ from those of a checkpoint."""
@@ -242,7 +242,7 @@ def _convert(value: Any, like: Any, leaf_type: LeafType) -> Any:
         return value
     sharding, shape, dtype = leaf_type.sharding, leaf_type.shape, leaf_type.dtype
     if sharding is not None and not global_array.is_addressable(sharding):
-        return global_array.non_addressable(like.shape, like.dtype, sharding)
+        return global_array.make_non_addressable(like.shape, like.dtype, sharding)
     if not isinstance(value, jax.Array):
         host = np.zeros(shape, dtype) if value is None else np.asarray(value, dtype)
         if sharding is None:

@@ -66,7 +66,7 @@ def local_cluster(devices: int | None, calibration: Literal["auto"] | None = "au
 
 
 @contextlib.contextmanager
-def writing(option: str, path: Path) -> Iterator[None]:
+def report_unwritable(option: str, path: Path) -> Iterator[None]:
     """Words the error of a file that an option names and that cannot be written."""
     try:
         yield
@@ -82,6 +82,6 @@ def write(plan: Any, output: Path | None, simulate: Path | None, terminal: Conso
         ("--simulate", simulate, plan.save_timeline, "predicted timeline saved", perfetto),
     ):
         if path is not None:
-            with writing(option, path):
+            with report_unwritable(option, path):
                 save(path)
             terminal.print(f"\n{saved} to {path}{hint}")

@@ -41,7 +41,7 @@ def calibrate(
     should run meanwhile.
     """
     count = base.local_cluster(devices, calibration=None).num_devices
-    with progress.planning("calibrating") as report:
+    with progress.show_progress("calibrating") as report:
         found = measuring.calibrate(devices=count, seconds=seconds, progress=report.count)
     console = base.console()
     console.print(tables.calibration(found))

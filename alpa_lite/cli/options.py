@@ -91,7 +91,7 @@ Keywords = Annotated[
 Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Save the plan to this file.")]
 
 
-def named_step(
+def load_step(
     name: str, size: str, batch: int | None, settings: list[str] | None, args: str | None, kwargs: str | None
 ) -> NamedStep:
     """The step of a command line.

@@ -71,7 +71,7 @@ def plan(
         machine = Cluster.named(cluster)
     else:
         machine = Cluster.preset(cluster, nodes=nodes, topology=shape)
-    named = options.named_step(model, size, batch, settings, args, kwargs)
+    named = options.load_step(model, size, batch, settings, args, kwargs)
     step, positional, keywords = named.load()
     given = {
         "method": options.method_of(method, stages, schedule), "memory_per_device": options.bytes_of(memory),
@@ -84,7 +84,7 @@ def plan(
     given["cluster"] = machine
     found = make_plan(step, *positional, kwargs=keywords, **given)
     console = base.console()
-    console.print(brief.renderable(found.compared()))
+    console.print(brief.render_summary(found.compared()))
     base.write(found, output, simulate, console)
     if output is not None:
         steps.remember(output, named)
@@ -100,9 +100,9 @@ def show(
     """Print a plan: what was chosen, what it yields, and how other methods would do; with --full everything."""
     found = Plan.load(file)
     if html is None:
-        base.console().print((text if full else brief).renderable(found))
+        base.console().print((text if full else brief).render_summary(found))
         return
-    with base.writing("--html", html):
+    with base.report_unwritable("--html", html):
         found.to_html(html)
     base.console().print(f"saved to {html}: open it in a browser")
 
@@ -141,7 +141,9 @@ def verify(
     cuda-verify.
     """
     Plan.load(file)
-    named = steps.remembered(file) if step is None else options.named_step(step, size, batch, settings, args, kwargs)
+    named = (
+        steps.step_of_plan_file(file) if step is None else options.load_step(step, size, batch, settings, args, kwargs)
+    )
     if named is None:
         raise OptionError(
             f"{str(file)!r} does not name its step; give it: alpa-lite verify {file} package.module:function --args "
@@ -153,7 +155,7 @@ def verify(
         typer.echo(written)
     else:
         if json_file is not None:
-            with base.writing("--json", json_file):
+            with base.report_unwritable("--json", json_file):
                 json_file.write_text(written + "\n", encoding="utf-8")
         base.console().print(tables.verification(found))
     if not found["communicates"]:

@@ -21,7 +21,7 @@ _SHARE = partial(units.percent, whole=1.0)
 
 def clusters() -> Group:
     """Every preset, with all its names."""
-    rows = grouping.by_key(Cluster.preset_names(), Cluster.preset)
+    rows = grouping.group_by_key(Cluster.preset_names(), Cluster.preset)
     columns = (
         Column("cluster", lambda row: ", ".join(row[1]), wide=True),
         Column("device", lambda row: row[0].device),

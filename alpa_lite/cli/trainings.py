@@ -42,7 +42,7 @@ def demo(
     console, cluster = base.console(), base.local_cluster(devices)
     work = _work("gpt", "tiny", 32)
     step = parallelize(work.step, cluster=cluster)
-    console.print(summary.renderable(step.plan(work.state, work.example).compared()))
+    console.print(summary.render_summary(step.plan(work.state, work.example).compared()))
     console.print()
     state = _run(console, step, work, work.state, steps)
     if (stages or 1) == 1:
@@ -98,7 +98,7 @@ def train(
             f"--trace {str(trace)!r}: the plan has one mesh and no pipeline; use --stages 2, or leave --trace out"
         )
     console = base.console()
-    console.print(summary.renderable(found.compared()))
+    console.print(summary.render_summary(found.compared()))
     base.write(found, output, simulate, console)
     console.print()
     _run(console, step, work, work.state, steps, trace)

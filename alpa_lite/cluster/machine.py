@@ -114,7 +114,7 @@ class Cluster:
         put("peak_flops", tuple(sorted((str(k), float(v)) for k, v in dict(self.peak_flops).items())))
         shares = self.attention_efficiency
         if shares is None:
-            shares = presets.of_platform(self.platform).get("attention_efficiency", {})
+            shares = presets.platform_table(self.platform).get("attention_efficiency", {})
         put("attention_efficiency", attention_shares(shares))
         for name in ("topology", "wraparound", "measured"):
             put(name, tuple(getattr(self, name)))
@@ -274,7 +274,7 @@ class Cluster:
     @property
     def hides(self) -> frozenset[str]:
         """The kinds of collectives that plans take to hide behind computing: asked for, and done by the compiler."""
-        return frozenset(presets.of_platform(self.platform).get("hides", ()) if self.overlap else ())
+        return frozenset(presets.platform_table(self.platform).get("hides", ()) if self.overlap else ())
 
     @property
     def overlaps(self) -> bool:
@@ -284,7 +284,7 @@ class Cluster:
     @property
     def compiler_options(self) -> dict[str, Any]:
         """The compiler options for these devices, as of `jax.stages.Lowered.compile`."""
-        return dict(presets.of_platform(self.platform).get("overlapping", {})) if self.overlaps else {}
+        return dict(presets.platform_table(self.platform).get("overlapping", {})) if self.overlaps else {}
 
     def part(self, num_devices: int) -> Cluster:
         """The first `num_devices` devices as a cluster of their own.

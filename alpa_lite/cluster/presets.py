@@ -35,7 +35,7 @@ def names() -> tuple[str, ...]:
     return (*NODES, *SLICES, *DATA["aliases"])
 
 
-def of_platform(platform: str) -> Mapping[str, Any]:
+def platform_table(platform: str) -> Mapping[str, Any]:
     """The table of a platform in `presets.toml`."""
     return DATA["platforms"].get(platform, {})
 
@@ -78,7 +78,7 @@ def slice_arguments(key: str, nodes: int, shape: Sequence[int] | None) -> dict[s
 
 def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a preset with those that all presets of its platform have, and its memory in bytes."""
-    fields = {**of_platform(data.get("platform", "tpu")).get("presets", {}), **data}
+    fields = {**platform_table(data.get("platform", "tpu")).get("presets", {}), **data}
     return fields | {"memory": fields.pop("gib") * 2**30}
 
 

@@ -22,12 +22,12 @@ from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError, Plan
 from alpa_lite.ir import schedules
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import LogicalMesh
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.ir.schedules import Schedule
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors, microbatches, programs, stages
 from alpa_lite.passes.layers import scans
-from alpa_lite.passes.layers.division import divisible
+from alpa_lite.passes.layers.division import find_layers
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches.loop import Accumulated, batch_dims
 from alpa_lite.passes.plans import replay
@@ -37,7 +37,7 @@ from alpa_lite.passes.stages import planning
 from alpa_lite.passes.stages.owners import is_small
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.stages.stage_graph import StageGraph
-from alpa_lite.passes.stages.staging import moved
+from alpa_lite.passes.stages.staging import find_moved_arguments
 from alpa_lite.plan.pins import Pin, Pins, places
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import units
@@ -53,7 +53,7 @@ class DividedStep:
       schedule: of their tasks.
       mesh_shapes: of each stage.
       first_devices: of each submesh.
-      layers: the layers of the stages, as `programs.pipelined` takes them by keyword.
+      layers: the layers of the stages, as `programs.stage_pipeline` takes them by keyword.
       pins: of each stage, by the argument's number in it; used where stages are solved.
       idle_devices, owned: as of a plan's division.
       copied: notes on leaves that are copied to another submesh in each call.
@@ -92,7 +92,7 @@ def divide_as_plan(run: Passes, loop: Accumulated, schedule: Schedule, plan: Pla
       PlanError: the step has other layers.
     """
     division = plan.division
-    layers = run("layers", divisible, loop, max_layers=division.max_layers)
+    layers = run("layers", find_layers, loop, max_layers=division.max_layers)
     replay.check_layers(plan, len(layers.layering.layers))
     choices: list[Choice] = [remat.choice for remat in replay.remat_of(plan)]
     loop, graphs = cut_into_stages(run, layers, division.first_layers, choices, division.token_slices)
@@ -132,13 +132,13 @@ def plan_stages(
                 "sharding", planning.decide, graph, cluster, Sharded(shape), price=price, pins=pins, like=known.get(key)
             )
             known.setdefault(key, decided)
-        planned.append(run("lowering", planning.lowered, decided, split_weights=split))
+        planned.append(run("lowering", planning.lower_stage, decided, split_weights=split))
     if verdict is None:
         solutions = [stage.found.solution for stage in planned]
         sums = sum(one.objective for one in solutions), sum(one.bound for one in solutions)
         verdict = Verdict("layers", "feasible" if plan is None else "replayed", *sums)
     return run(
-        "programs", programs.pipelined, division.loop, planned, division.first_devices, division.schedule,
+        "programs", programs.stage_pipeline, division.loop, planned, division.first_devices, division.schedule,
         request.cluster, verdict=verdict, idle_devices=division.idle_devices, owned=division.owned, **division.layers,
     )  # fmt: skip
 
@@ -165,8 +165,8 @@ def partition_by_placement(run: Passes, step: Step, request: PlanRequest) -> Sta
       InfeasibleError: no sharding was found in the time.
       PlanError: an operation cannot run on a submesh.
     """
-    pins = of_leaves(step.traced, request.pins)
-    step, request, moved_whole = in_pieces(run, step, replace(request, pins=pins))
+    pins = pins_of_leaves(step.traced, request.pins)
+    step, request, moved_whole = cut_stacked_leaves(run, step, replace(request, pins=pins))
     given = request.num_microbatches
     if given is not None and given > 1:
         return _solve(run, request, _divide(run, step, request, given))
@@ -185,7 +185,7 @@ def partition_by_placement(run: Passes, step: Step, request: PlanRequest) -> Sta
     return other if fits and other.seconds < staged.seconds else staged
 
 
-def of_leaves(traced: Traced, pins: Pins) -> Pins:
+def pins_of_leaves(traced: Traced, pins: Pins) -> Pins:
     """The pins of all but the batch, which is put wherever it is read; all of them if there are no others."""
     found = {n: pin for n, pin in pins.arguments.items() if traced.arguments[n].role != "batch"}
     return replace(pins, arguments=found) if found or pins.pieces else pins
@@ -214,12 +214,13 @@ def replay_partition(run: Passes, step: Step, request: PlanRequest, plan: Plan) 
     missing = [path for path in known if path not in numbers]
     if missing:
         raise PlanError(
-            f"the plan is for other arguments: {shown(missing[0])} is in the plan but was not passed. Plan again, or "
+            f"the plan is for other arguments: {format_path(missing[0])} is in the plan but was not passed. Plan "
+            "again, or "
             "pass the arguments for which it was made."
         )
     whole = {numbers[path]: pin for path, pin in known.items() if isinstance(pin, Pin)}
     pieces = {numbers[path]: some for path, some in known.items() if not isinstance(some, Pin)}
-    step, request, _ = in_pieces(run, step, replace(request, pins=Pins(whole, pieces)))
+    step, request, _ = cut_stacked_leaves(run, step, replace(request, pins=Pins(whole, pieces)))
     count = plan.num_microbatches
     division = _divide(run, step, request, count)
     if len(division.graphs) != len(plan.stages):
@@ -230,7 +231,7 @@ def replay_partition(run: Passes, step: Step, request: PlanRequest, plan: Plan) 
     return plan_stages(run, request, division, plan)
 
 
-def in_pieces(run: Passes, step: Step, request: PlanRequest) -> tuple[Step, PlanRequest, tuple[str, ...]]:
+def cut_stacked_leaves(run: Passes, step: Step, request: PlanRequest) -> tuple[Step, PlanRequest, tuple[str, ...]]:
     """The step with stacked leaves in the parts that submeshes have, and its pins; itself where there are none.
 
     A leaf that cannot be taken apart, because something reads all of it at once, is pinned nowhere: it is moved to
@@ -240,7 +241,7 @@ def in_pieces(run: Passes, step: Step, request: PlanRequest) -> tuple[Step, Plan
     if not pieces:
         return step, request, ()
     bounds = {n: (0, *(piece.high for piece in some)) for n, some in pieces.items()}
-    traced = run("layers", scans.cut_by_arguments, step.traced, bounds, step.rules)
+    traced = run("layers", scans.cut_stacked_arguments, step.traced, bounds, step.rules)
     stacked = traced.stacked
     assert stacked is not None
     pins: dict[int, Pin] = {stacked.arguments[n].numbers[0]: pin for n, pin in request.pins.arguments.items()}
@@ -254,7 +255,7 @@ def in_pieces(run: Passes, step: Step, request: PlanRequest) -> tuple[Step, Plan
         if any(value in op.reads for op in traced.graph.block.ops):
             size = traced.graph.values[value].nbytes
             notes.append(
-                f"{shown(traced.arguments[leaf.numbers[0]].path)} has parts on {len(some)} submeshes, but an "
+                f"{format_path(traced.arguments[leaf.numbers[0]].path)} has parts on {len(some)} submeshes, but an "
                 f"operation reads all of it: it is moved in each call ({units.nbytes(size)})"
             )
     traced = replace(traced, notes=(*traced.notes, *notes))
@@ -307,7 +308,8 @@ def _check_in_place(graph: StageGraph, submesh: int, pinned: Mapping[int, int], 
         is_leaf = port.kind in ("argument", "copy") and not is_small(graph.traced.graph.values[value])
         if is_leaf and pinned.get(port.number, submesh) != submesh:
             raise PlanError(
-                f"num_microbatches={loop.num_microbatches}: {shown(loop.traced.arguments[port.number].path)} would be "
+                f"num_microbatches={loop.num_microbatches}: {format_path(loop.traced.arguments[port.number].path)} "
+                "would be "
                 "copied to another submesh; use num_microbatches=1"
             )
 
@@ -364,16 +366,18 @@ def _of_mesh(pins: Pins, mesh: LogicalMesh, first: int) -> str:
 def copies(traced: Traced, graphs: Sequence[StageGraph], pins: Pins) -> tuple[str, ...]:
     """Returns a plan's notes on leaves that another submesh reads, too: they are copied to it in each call."""
     lines = []
-    for number, where in moved(graphs).items():
+    for number, where in find_moved_arguments(graphs).items():
         leaf = traced.graph.block.inputs[number]
         value = traced.graph.values[leaf]
         if number in pins.arguments and not is_small(value):
             reader = next((op for op in graphs[where[0]].traced.graph.block.ops if leaf in op.reads), None)
             what = (
-                "a result" if reader is None else f"{reader.name} at {_jax.where(reader.source) or 'an unknown line'}"
+                "a result"
+                if reader is None
+                else f"{reader.name} at {_jax.describe_location(reader.source) or 'an unknown line'}"
             )
             lines.append(
-                f"{shown(traced.arguments[number].path)} stays in place, and is copied in each call to submesh "
+                f"{format_path(traced.arguments[number].path)} stays in place, and is copied in each call to submesh "
                 f"{', '.join(map(str, where))} ({units.nbytes(value.nbytes * len(where))}): {what} needs it there"
             )
     return tuple(lines)

@@ -171,7 +171,7 @@ def compile_with_placement(
             if not own:
                 raise
             options = replace(options, plan=None)  # the plan is for another batch, but says where the state is
-    call = calls.calling(fun, args, kwargs, options.static_argnums, options.static_argnames)
+    call = calls.describe_calling(fun, args, kwargs, options.static_argnums, options.static_argnames)
     flat = calls.leaves_with_paths(call, args, kwargs)
     if options.state_from:
         names = ", ".join(getattr(one, "__name__", "the plan") for one in options.state_from)

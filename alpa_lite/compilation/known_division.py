@@ -23,11 +23,11 @@ from alpa_lite.compilation.plan_cache import PlanCache
 from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError, PlanError
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.options import Options
 from alpa_lite.passes import programs
 from alpa_lite.passes.plans import replay
-from alpa_lite.passes.programs.staged import Staged, Verdict, donating, noted
+from alpa_lite.passes.programs.staged import Staged, Verdict, add_notes, donate_only
 from alpa_lite.passes.search.configs import Analyses, ExecutionConfig
 from alpa_lite.passes.stages import planning, stage_graph
 from alpa_lite.passes.stages.stage_graph import StageGraph
@@ -49,11 +49,11 @@ def replay_plan(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> St
     if not plan.pipelined:
         (remat,) = replay.remat_of(plan)
         loop, _ = Analyses(run, step, request).loop_of(ExecutionConfig(plan.num_microbatches, remat))
-        graph, communication = stage_graph.whole(loop.traced, loop.scan), request.options.communication
+        graph, communication = stage_graph.whole_step_stage(loop.traced, loop.scan), request.options.communication
         decided = run("sharding", replay.replay, graph, request.cluster, plan.stages[0], communication)
         verdict = replace(verdict, candidates=decided.found.candidates)
-        planned = run("lowering", planning.lowered_whole, decided, communication)
-        return run("programs", programs.single, loop, planned, verdict, str(remat))
+        planned = run("lowering", planning.lower_whole_step, decided, communication)
+        return run("programs", programs.stage_whole_step, loop, planned, verdict, str(remat))
     if plan.division.owned:
         return replay_partition(run, step, request, plan)
     division = divide_as_plan(run, *cut_as_plan(run, step, request, plan, plan.num_microbatches), plan)
@@ -86,7 +86,7 @@ def rebuild_stages(run: Passes, step: Step, request: PlanRequest, plan: Plan, bu
 def add_donation(staged: Staged, step: Step, request: PlanRequest) -> Staged:
     """Returns the step with the user's named leaves donated; unchanged where the option is "auto"."""
     named = request.options.donate
-    return staged if named == "auto" else donating(staged, donated_leaves(step.traced, named))
+    return staged if named == "auto" else donate_only(staged, donated_leaves(step.traced, named))
 
 
 def check_memory(plan: Plan, options: Options) -> None:
@@ -121,7 +121,9 @@ def plan_on_existing_placement(run: Passes, step: Step, request: PlanRequest) ->
             raise
         options = replace(request.options, num_microbatches="auto")  # the given number may be what cannot be
         staged = partition_by_placement(run, step, replace(request, options=options))
-        return noted(staged, f"divided by the placement of the state, not as in the plan of the first call: {error}")
+        return add_notes(
+            staged, f"divided by the placement of the state, not as in the plan of the first call: {error}"
+        )
 
 
 def divide_again(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> DividedStep:
@@ -164,7 +166,8 @@ def _pins(graph: StageGraph, stage: Stage, first_device: int, why: str) -> Pins:
             continue
         if argument.path not in planned:
             raise PlanError(
-                f"{shown(argument.path)} belongs to another stage than in the plan that the step is divided as; plan "
+                f"{format_path(argument.path)} belongs to another stage than in the plan that the step is divided as; "
+                "plan "
                 "again without state_from="
             )
         found[number] = pin_of(stage, first_device, planned[argument.path], why)

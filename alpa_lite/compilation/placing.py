@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from alpa_lite.errors import PlanError
 from alpa_lite.ir.layout import Layout, LogicalMesh
-from alpa_lite.ir.paths import keys, shown
+from alpa_lite.ir.paths import format_path, keys
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.tracing import calls, pytrees
 from alpa_lite.plan import pins
@@ -114,7 +114,7 @@ def kind_of(leaf: Any) -> Kind | None:
 def planned_shardings(plan: PlanRecord, tree: Any, devices: Sequence[Any] | None) -> Any:
     """Where a plan has the leaves of a pytree: as `Plan.shardings`."""
     devices = available() if devices is None else list(devices)
-    leaves, _ = pytrees.flattened(tree)
+    leaves, _ = pytrees.flatten_nnx(tree)
     kinds = list(map(kind_of, leaves))
     # Only the ends of paths are compared, so any name stands for the pytree itself.
     paths = [f"tree{jax.tree_util.keystr(path.keys)}{path.inner}" for path in pytrees.leaf_paths(tree)]
@@ -146,7 +146,8 @@ def planned_shardings(plan: PlanRecord, tree: Any, devices: Sequence[Any] | None
         if len(where) > 1 or (where and not isinstance(where[0], Pin)):
             what = f"{len(where)} leaves with different placements match" if len(where) > 1 else "submeshes share it"
             raise PlanError(
-                f"the plan has no single sharding for {shown(path)}: {what}; give a tree with more of its path, or use "
+                f"the plan has no single sharding for {format_path(path)}: {what}; give a tree with more of its path, "
+                "or use "
                 "step.shardings(...)"
             )
         found.append(sharding(where[0] if where and isinstance(where[0], Pin) else Pin(*first, Layout(()), "")))

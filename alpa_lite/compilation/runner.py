@@ -52,12 +52,12 @@ class Passes:
 @contextlib.contextmanager
 def passes(name: str, dump_dir: Any) -> Iterator[Passes]:
     """A runner for the step of that name; shows its progress, and writes values into `dump_dir`, if that is given."""
-    with progress.planning(f"planning {name}") as show, dump.stages(dump_dir) as write:
+    with progress.show_progress(f"planning {name}") as show, dump.stages(dump_dir) as write:
         yield Passes(show, write)
 
 
 @contextlib.contextmanager
-def checking() -> Iterator[None]:
+def check_values() -> Iterator[None]:
     """Within it, every value that a pass makes is checked by the invariants of its type."""
     token = _checking.set(True)
     try:

@@ -14,7 +14,7 @@ from typing import Any
 from alpa_lite import _jax
 
 
-def of_jaxpr(jaxpr: Any) -> float:
+def jaxpr_flops(jaxpr: Any) -> float:
     """FLOPs of a jaxpr. Operations that no output needs do not count."""
     opened, _ = _jax.open_jaxpr(jaxpr)
     needed = {id(v) for v in opened.outvars}
@@ -37,8 +37,8 @@ def _of_equation(eqn: Any) -> float:
         kernel = eqn.invars[1].aval.shape
         return 2.0 * made * math.prod(kernel) / max(1, kernel[params["dimension_numbers"].rhs_spec[0]])
     if name == "pallas_call":
-        return of_pallas(params)
-    inner = [of_jaxpr(x) for x in _jax.inner_jaxprs(params)]
+        return pallas_flops(params)
+    inner = [jaxpr_flops(x) for x in _jax.inner_jaxprs(params)]
     if not inner:
         return made
     if name == "cond":
@@ -70,11 +70,11 @@ def bytes_between_products(jaxpr: Any, outside: frozenset[int] | None = None) ->
     return total
 
 
-def of_pallas(params: Mapping[str, Any]) -> float:
+def pallas_flops(params: Mapping[str, Any]) -> float:
     """FLOPs of a Pallas kernel: those that it states, or its body's once for each point of the grid.
 
     Dynamic bounds of the grid count as one.
     """
     if (estimate := params.get("cost_estimate")) is not None:
         return float(estimate.flops)
-    return of_jaxpr(params["jaxpr"]) * math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
+    return jaxpr_flops(params["jaxpr"]) * math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))

@@ -87,7 +87,7 @@ def results_of(kernel: Kernel, types: Types) -> tuple[jax.ShapeDtypeStruct, ...]
 def flops_of(kernel: Kernel, types: Types) -> float:
     """The floating-point operations of one call of a kernel; if it cannot be traced here, those of an einsum."""
     try:
-        return flops.of_jaxpr(jax.make_jaxpr(kernel.fun)(*specs_of(types)))
+        return flops.jaxpr_flops(jax.make_jaxpr(kernel.fun)(*specs_of(types)))
     except Exception:  # whatever a user's function raises
         sizes = notation.sizes_of(kernel.notation, [shape for shape, _ in types], (), kernel.name)
         return 2.0 * math.prod(sizes.values())

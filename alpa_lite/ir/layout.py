@@ -91,7 +91,7 @@ class Layout:
         return f"[{inner}]" + (f" partial {'+'.join(self.partial)}" if self.partial else "")
 
 
-def replicated(rank: int) -> Layout:
+def replicated_layout(rank: int) -> Layout:
     """The layout of a tensor of `rank` dims that every device holds whole."""
     return Layout(((),) * rank)
 
@@ -140,7 +140,7 @@ class Step:
         if self.kind != "collective_permute":
             return self.axes
         before = self.before.dims[self.dim]
-        moved = moved_axes(before, self.axes, tuple(mesh.axis_size(axis) for axis in before))
+        moved = find_moved_axes(before, self.axes, tuple(mesh.axis_size(axis) for axis in before))
         return tuple(before[i] for i in moved)
 
     def payload(self, shape: tuple[int, ...], itemsize: int, mesh: LogicalMesh) -> int:
@@ -151,7 +151,7 @@ class Step:
         return math.prod(local_shape(shape, layout, mesh)) * itemsize
 
 
-def moved_axes(before: Axes, after: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
+def find_moved_axes(before: Axes, after: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Which axes a reordering of one dim's axes moves blocks along, by their positions in `before`.
 
     Block b = (b_1, .., b_n) is at coordinate b_i of axis `before[i]`, and goes where the same number, written in the

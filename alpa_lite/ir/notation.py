@@ -156,7 +156,7 @@ def _tensor(part: str, text: str, who: str) -> Tensor:
 Shapes = Sequence[tuple[int, ...]]
 
 
-def expanded(notation: Notation, operands: Shapes, results: Shapes, who: str) -> Notation:
+def expand_rule(notation: Notation, operands: Shapes, results: Shapes, who: str) -> Notation:
     """The rule for tensors of these ranks, without `...`, and without names on dims that broadcast.
 
     Raises:

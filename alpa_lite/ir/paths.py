@@ -28,7 +28,7 @@ def tokens(path: str) -> tuple[str, ...]:
     return tuple(_TOKEN.findall(path))
 
 
-def shown(path: str | Iterable[str]) -> str:
+def format_path(path: str | Iterable[str]) -> str:
     """A stored path, or some of its tokens, as it is printed: "state['a'][0].mu" gives "state/a/0/mu"."""
     out = ""
     for token in tokens(path) if isinstance(path, str) else path:
@@ -46,8 +46,8 @@ def keys(path: str) -> tuple[str, ...]:
 
 def spellings(name: str) -> tuple[str, ...]:
     """Returns the printed forms that a typed path may stand for: itself, and those of it as a stored path."""
-    mixed = "/".join(shown(part) for part in name.strip().split("/"))
-    return tuple(dict.fromkeys(text.strip("/") for text in (name.strip(), shown(name.strip()), mixed)))
+    mixed = "/".join(format_path(part) for part in name.strip().split("/"))
+    return tuple(dict.fromkeys(text.strip("/") for text in (name.strip(), format_path(name.strip()), mixed)))
 
 
 def find(name: str, known: Iterable[str]) -> list[str]:
@@ -56,7 +56,7 @@ def find(name: str, known: Iterable[str]) -> list[str]:
     if name in paths:
         return [name]
     forms = spellings(name)
-    return [path for path in paths if shown(path) in forms]
+    return [path for path in paths if format_path(path) in forms]
 
 
 def _key(token: str) -> str:

@@ -314,7 +314,7 @@ def _check_transfers(program: Program) -> None:
             raise PlanError(f"{_what(program, number)} from submesh {transfer.source}: {what}")
 
 
-def sparing(program: Program, owned: Collection[int]) -> Program:
+def keep_owned_buffers(program: Program, owned: Collection[int]) -> Program:
     """Returns the program that consumes none of the `owned` buffers, such as arguments that the caller keeps.
 
     A run that consumed them is followed by a `Free`, so that each buffer still ends once, in the same place.

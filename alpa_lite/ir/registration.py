@@ -69,7 +69,7 @@ class RegisteredFunction:
         out_tree = self._checked(fun, types)
         shapes = [shape for shape, _ in types]
         made = [tuple(x.shape) for x in jax.tree.leaves(out_tree)]
-        rule = notation.expanded(self._rule, shapes, made, self._name)
+        rule = notation.expand_rule(self._rule, shapes, made, self._name)
         results = call(Kernel(fun, rule, self._name), leaves)
         return jax.tree.unflatten(jax.tree.structure(out_tree), results)
 
@@ -137,7 +137,7 @@ def register_rule(
     return target
 
 
-def registered(primitive: Any, params: Mapping[str, Any]) -> Notation | None:
+def find_registered_rule(primitive: Any, params: Mapping[str, Any]) -> Notation | None:
     """The rule of an equation, if it is a kernel or was registered; `...` may be in it."""
     if primitive is KERNEL:
         return params["kernel"].notation

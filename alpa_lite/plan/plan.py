@@ -39,14 +39,14 @@ class Plan(PlanRecord):
 
     def __str__(self) -> str:
         """A summary that fits a screen; `details` is everything."""
-        return console.plain(summary.renderable(self.compared()))
+        return console.render_plain(summary.render_summary(self.compared()))
 
     def __repr__(self) -> str:
         return summary.line(self)
 
     def details(self) -> str:
         """Everything: shardings, collectives, memory, what was compared, the solver, checks and notes."""
-        return console.plain(text.renderable(self))
+        return console.render_plain(text.render_plan(self))
 
     def activations(self) -> str:
         """The activations that wait for the backward pass: place, operation, type, layout and bytes a line, in an

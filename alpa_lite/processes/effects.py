@@ -6,7 +6,7 @@ and again: `reduced_gc` has it run rarely. And it calls functions at many depths
 in chunks of 16 KiB, asks the operating system for a chunk where the next frame does not fit the last one, and returns
 it when that frame is left (`push_chunk`, `_PyThreadState_PopFrame` in its `Python/pystate.c`). A function that is
 called at the end of a chunk, again and again, pays 10 us a call for that instead of 0.1; which function this is depends
-on how deep the caller is. `with_large_stack_chunk` has planning run in one large chunk.
+on how deep the caller is. `run_in_large_stack_chunk` has planning run in one large chunk.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ reduced_gc = ReducedGc()
 """The one of this process."""
 
 
-def with_large_stack_chunk(function: Callable[P, R]) -> Callable[P, R]:
+def run_in_large_stack_chunk(function: Callable[P, R]) -> Callable[P, R]:
     """Returns the same function, with half a MiB in one chunk for its frame and those of all that it calls.
 
     For functions that take milliseconds: a call takes some 10 us longer.

@@ -26,7 +26,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.compilation import plan_cache
 from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.errors import ProcessError
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.ir.program import Program
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.programs.staged import Staged
@@ -160,7 +160,7 @@ def describe_step(step: Step, request: PlanRequest) -> dict[str, dict[str, Any]]
             "JAX": digests.pop("jax"),
             "alpa_lite": digests.pop("alpa_lite"),
             "number of devices": jax.local_device_count(),
-            **{shown(a.path): t for a, t in zip(step.traced.arguments, types, strict=False)},
+            **{format_path(a.path): t for a, t in zip(step.traced.arguments, types, strict=False)},
         },
         "operations": Counter(op.name for op in graph.ops()),
         "digests": digests,

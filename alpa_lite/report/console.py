@@ -18,7 +18,7 @@ WIDTH = 100
 BAR_WIDTH = 40
 
 
-def plain(content: RenderableType, width: int = WIDTH) -> str:
+def render_plain(content: RenderableType, width: int = WIDTH) -> str:
     """Anything that Rich prints, as plain text without colour and without trailing blanks."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:

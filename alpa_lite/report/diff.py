@@ -41,7 +41,7 @@ def diff(before: Plan, after: Plan) -> str:
     sections = [Section("", name, body) for name, body in bodies.items() if body]
     if not sections:
         return "The plans do not differ."
-    return console.plain(console.render([Text("before -> after", style="bold"), *sections]))
+    return console.render_plain(console.render([Text("before -> after", style="bold"), *sections]))
 
 
 def _differing(old: Mapping[Any, Any], new: Mapping[Any, Any], missing: Any) -> Iterator[tuple[Any, Any, Any]]:
@@ -82,7 +82,7 @@ def _settings(plan: Plan) -> dict[str, str]:
         "mesh": stages.meshes(plan),
         "micro-batches": str(plan.num_microbatches),
         "schedule": plan.schedule,
-        "rematerialisation": remat[0] if len(set(remat)) == 1 else stages.by_stages(remat),
+        "rematerialisation": remat[0] if len(set(remat)) == 1 else stages.join_equal_stages(remat),
         "memory budget": units.nbytes(plan.memory_per_device),
     }
 
@@ -97,7 +97,7 @@ class _Placed:
 
     def text(self, typed: bool = True, placed: bool = False) -> str:
         """Sharding and bytes per device, after the type, and the stages."""
-        where = f"{stages.named(self.stages)}: " if placed and self.stages else ""
+        where = f"{stages.name_stages(self.stages)}: " if placed and self.stages else ""
         kind = f"{type_text(self.leaf)} " if typed else ""
         return f"{where}{kind}{units.spec(self.leaf.spec)} {units.nbytes(self.size)}"
 
@@ -106,7 +106,7 @@ def _leaves(plan: Plan) -> dict[str, _Placed]:
     """The arguments by path. One that several stages hold is shown with the sharding of the first of them."""
     sites = ((leaf, number) for number, stage in enumerate(plan.stages) for leaf in stage.arguments)
     out = {}
-    for path, ((leaf, first), *others) in grouping.by_key(sites, lambda site: site[0].path).items():
+    for path, ((leaf, first), *others) in grouping.group_by_key(sites, lambda site: site[0].path).items():
         numbers = (first, *(number for _, number in others)) if len(plan.stages) > 1 else ()
         out[path] = _Placed(leaf, plan.stages[first].bytes_per_device(leaf), numbers)
     return out
@@ -154,7 +154,7 @@ def _collectives(before: Plan, after: Plan) -> Iterator[Block]:
     """A table of the kinds and axes whose executions, bytes or seconds per step differ."""
 
     def by_kind(plan: Plan) -> dict[tuple[str, tuple[str, ...]], tuple[int, int, float]]:
-        found = grouping.by_key(plan.priced_collectives, lambda item: (item[0].kind, item[0].axes))
+        found = grouping.group_by_key(plan.priced_collectives, lambda item: (item[0].kind, item[0].axes))
         return {
             key: (sum(c.count for c, _ in same), sum(c.bytes * c.count for c, _ in same), sum(s for _, s in same))
             for key, same in found.items()
@@ -183,7 +183,7 @@ def _memory(plan: Plan) -> dict[str, float]:
 
 def _seconds(plan: Plan) -> dict[str, float]:
     """Seconds of the step, and where they go: means over devices."""
-    where = stages.spent(plan)
+    where = stages.seconds_by_use(plan)
     waiting = sum(where.communication.values())
     return {"step": plan.step_seconds, "compute": where.compute, "communication": waiting, "idle": where.idle}
 
@@ -208,9 +208,11 @@ def _decisions(before: Plan, after: Plan) -> Iterator[Block]:
     yield Table.of(columns, rows, _MAX_DECISIONS, "and {} more")
     for count, name in ((len(old.keys() - new.keys()), "before"), (len(new.keys() - old.keys()), "after")):
         if count:
-            yield f"{units.plural(count, 'operation')} only in the '{name}' plan"
+            yield f"{units.count_of(count, 'operation')} only in the '{name}' plan"
 
 
 def _replicated(before: Plan, after: Plan) -> Iterator[Block]:
-    old, new = ({f"{r.name} at {r.where}": r.reason for r in stages.replicated(plan)} for plan in (before, after))
+    old, new = (
+        {f"{r.name} at {r.where}": r.reason for r in stages.replicated_operations(plan)} for plan in (before, after)
+    )
     return (f"{row}: {a} -> {b}" for row, a, b in _differing(old, new, "not listed"))

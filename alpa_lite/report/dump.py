@@ -21,7 +21,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.ir import program as programs
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Traced
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.ir.strategy import Factor, Rule
 from alpa_lite.report import units
 
@@ -94,7 +94,7 @@ class _Listing:
         if is_record:
             head, below = f"{type(value).__name__} {', '.join(short)}".strip(), [c for c in children if len(c[1]) > 1]
         else:
-            head, below = units.plural(len(parts), "item"), children
+            head, below = units.count_of(len(parts), "item"), children
         lines = [head]
         for number, (key, (first, *rest)) in enumerate(below):
             lines += _indented([f"{key or f'{number}: '}{first}", *rest], 2)
@@ -109,7 +109,7 @@ class _Listing:
             case Lit():
                 return _literal(value)
             case Op():
-                return f"{value.name} @ {_jax.where(value.source)}".removesuffix(" @ ")
+                return f"{value.name} @ {_jax.describe_location(value.source)}".removesuffix(" @ ")
             case Factor():
                 return f"{value.size} {value.kind}"
             case np.ndarray():
@@ -160,7 +160,7 @@ def _traced(value: Traced | Graph) -> Iterator[str]:
     """A program, of a traced one its arguments too."""
     if isinstance(value, Traced):
         for argument, number in zip(value.arguments, value.graph.block.inputs, strict=False):
-            yield f"%{number} {shown(argument.path)} ({argument.role})"
+            yield f"%{number} {format_path(argument.path)} ({argument.role})"
         yield from (*(f"note: {note}" for note in value.notes), "")
         value = value.graph
     yield from _block(value, value.block)
@@ -178,7 +178,7 @@ def _block(graph: Graph, block: Block) -> Iterator[str]:
 
     yield f"inputs {atoms(block.inputs)}"
     for op in block.ops:
-        where = _jax.where(op.source)
+        where = _jax.describe_location(op.source)
         yield f"{atoms(op.results)} = {op.name} {atoms(op.operands)}{f'  # {where}' if where else ''}"
         for number, body in enumerate(op.bodies):
             yield f"  body {number}:"

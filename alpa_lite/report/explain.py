@@ -68,7 +68,7 @@ def explain(plan: Plan, name: str) -> str:
     sections = _explanation(plan, first, f"{_title(same)}{_stages(plan, same)}")
     if rest := [subject for subject in subjects if subject not in same]:
         sections.append(_others(plan, name, rest))
-    return console.plain(console.render(sections))
+    return console.render_plain(console.render(sections))
 
 
 _Sites = Sequence[tuple[int, Stage]]
@@ -115,7 +115,7 @@ def _numbers(text: str) -> set[int]:
 
 def _find(name: str, known: Iterable[str]) -> set[str]:
     """The stored paths that are meant, by the first of the rules of `explain` that matches any."""
-    shown = {path: paths.shown(path) for path in known}
+    shown = {path: paths.format_path(path) for path in known}
     found, forms = set(paths.find(name, shown)), [form for form in paths.spellings(name) if form]
     for indices in ("", r"(?:/[0-9]+)*"):
         pattern = "|".join(rf"(?:^|/){_pattern(form, indices)}(?:\[\d+:\d+\])?$" for form in forms) or "(?!)"
@@ -157,14 +157,14 @@ def _identical(plan: Plan, first: _Subject, subjects: list[_Subject]) -> list[_S
         return re.sub(r"\d+", "#", subject.names[0])
 
     def text(subject: _Subject) -> str:
-        return console.plain(console.render(_explanation(plan, subject)))
+        return console.render_plain(console.render(_explanation(plan, subject)))
 
     own = text(first)
     return [s for s in subjects if s is first or (form(s) == form(first) and text(s) == own)]
 
 
 def _stages(plan: Plan, subjects: Sequence[_Subject]) -> str:
-    return f" ({stages.named(sorted({s.number for s in subjects}))})" if len(plan.stages) > 1 else ""
+    return f" ({stages.name_stages(sorted({s.number for s in subjects}))})" if len(plan.stages) > 1 else ""
 
 
 def _title(subjects: list[_Subject]) -> str:
@@ -208,14 +208,14 @@ def _of_operations(sites: _Sites, name: str) -> list[_Subject]:
 
 def _unknown(plan: Plan, name: str) -> str:
     """The message for a name that matches nothing, with up to three close ones."""
-    known = [paths.shown(leaf.path) for stage in plan.stages for leaf in stage.arguments]
+    known = [paths.format_path(leaf.path) for stage in plan.stages for leaf in stage.arguments]
     known += [decision.name for decision in plan.decisions if not decision.paths]
     known += [row.name for row in plan.replicated]
     by_form = {item.lower(): item for item in reversed(known)}
     ends = {"/".join(form.split("/")[-n:]): item for form, item in by_form.items() for n in range(1, 5)}
     close = difflib.get_close_matches(paths.spellings(name)[-1].lower(), [*by_form, *ends], n=20, cutoff=0.6)
     items = [by_form.get(form) or ends[form] for form in close]
-    alike = grouping.by_numbers(items, lambda item: (item, None))
+    alike = grouping.group_by_numbers(items, lambda item: (item, None))
     best = [same[0] for _, same in alike][:3]
     hint = "plan.details() lists the arguments and the operations that are not distributed."
     if best:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from alpa_lite.ir.paths import shown, tokens
+from alpa_lite.ir.paths import format_path, tokens
 from alpa_lite.plan.records import Leaf
 
 _NUMBER = re.compile(r"\d+")
@@ -42,10 +42,10 @@ class Row:
     @property
     def path(self) -> str:
         """The row as it is printed, such as "state/params/h_{0-11}/w"."""
-        return shown(self.tokens)
+        return format_path(self.tokens)
 
 
-def by_key(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+def group_by_key(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     """The items of each key, in order of first appearance."""
     found: dict[K, list[T]] = {}
     for item in items:
@@ -53,19 +53,19 @@ def by_key(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     return found
 
 
-def by_numbers(items: Iterable[T], key: Callable[[T], tuple[str, Hashable]]) -> list[tuple[str, list[T]]]:
+def group_by_numbers(items: Iterable[T], key: Callable[[T], tuple[str, Hashable]]) -> list[tuple[str, list[T]]]:
     """Groups items whose texts differ in numbers alone, each group with its text; numbers that vary are ranges there.
 
     Args:
       key: the text of an item, and the attributes that must agree.
     """
-    found = by_key(((*key(item), item) for item in items), lambda row: (_NUMBER.sub("#", row[0]), row[1]))
+    found = group_by_key(((*key(item), item) for item in items), lambda row: (_NUMBER.sub("#", row[0]), row[1]))
     return [(_template([text for text, *_ in same]), [item for *_, item in same]) for same in found.values()]
 
 
 def group(items: Iterable[tuple[str, Hashable]]) -> list[Row]:
     """Groups (path, attributes that must agree) pairs into rows, in order of first appearance."""
-    alike = by_numbers(items, lambda item: item)
+    alike = group_by_numbers(items, lambda item: item)
     rows = [(Row(tokens(text), tuple(path for path, _ in same)), same[0][1]) for text, same in alike]
     for position in range(max((len(row.tokens) for row, _ in rows), default=0)):
         rows = _merge(rows, position)
@@ -83,10 +83,10 @@ def _template(texts: list[str]) -> str:
     return _NUMBER.sub(lambda _: next(ranges), texts[0]) if len(texts) > 1 else texts[0]
 
 
-def heading(prefix: Iterable[str]) -> str:
+def format_heading(prefix: Iterable[str]) -> str:
     """The beginning of the paths below a heading; a long one is broken after a slash."""
     lines = [""]
-    for part in re.findall(r"[^/]*/?", shown(prefix)):
+    for part in re.findall(r"[^/]*/?", format_path(prefix)):
         if len(lines[-1]) + len(part.rstrip("/")) > _HEADING:
             lines.append("  ")
         lines[-1] += part
@@ -112,7 +112,7 @@ def sections(rows: Iterable[Row]) -> list[Section]:
     A tree is told apart by the first key in which the paths of one argument differ. Where names are longer than a
     column, its larger branches (the layers) become separate sections.
     """
-    roots = by_key(rows, lambda row: row.tokens[0]).values()
+    roots = group_by_key(rows, lambda row: row.tokens[0]).values()
     return [section for members in roots for tree in _branches(members).values() for section in _split(tree)]
 
 
@@ -125,13 +125,13 @@ def _common(rows: list[Row]) -> tuple[str, ...]:
 def _branches(rows: list[Row]) -> dict[str, list[Row]]:
     """Rows by their first key after their common ones; rows that end there are apart, under the empty key."""
     at = len(_common(rows))
-    return by_key(rows, lambda row: row.tokens[at] if len(row.tokens) > at + 1 else "")
+    return group_by_key(rows, lambda row: row.tokens[at] if len(row.tokens) > at + 1 else "")
 
 
 def _split(rows: list[Row]) -> list[Section]:
     """One section, or several if a name would be too long."""
     prefix = _common(rows)
-    if all(len(shown(row.tokens[len(prefix) :])) <= _NAME for row in rows):
+    if all(len(format_path(row.tokens[len(prefix) :])) <= _NAME for row in rows):
         return [Section(prefix, rows)]
     rest, inner = list[Row](), list[Section]()
     for key, branch in _branches(rows).items():
@@ -160,7 +160,7 @@ def _merge(rows: list[tuple[Row, Hashable]], position: int) -> list[tuple[Row, H
         match = _KEY.fullmatch(parts[position]) if 0 < position < len(parts) else None
         return (parts[:position], parts[position + 1 :], match[1], item[1]) if match else id(item)
 
-    return [_joined(same, position) if len(same) > 1 else same[0] for same in by_key(rows, key).values()]
+    return [_joined(same, position) if len(same) > 1 else same[0] for same in group_by_key(rows, key).values()]
 
 
 def _joined(rows: list[tuple[Row, Hashable]], position: int) -> tuple[Row, Hashable]:

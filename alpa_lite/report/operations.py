@@ -50,7 +50,7 @@ class Place:
 
     @staticmethod
     def parse(where: str) -> Place:
-        """Returns the parts of a text that `_jax.where` wrote."""
+        """Returns the parts of a text that `_jax.describe_location` wrote."""
         match = _PLACE.fullmatch(where)
         return Place(match[1] or "", match[2] or "", match[3]) if match else Place("", "", where)
 
@@ -88,7 +88,7 @@ class Place:
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-def heaviest(plan: Plan) -> list[Spending]:
+def rank_operations(plan: Plan) -> list[Spending]:
     """Seconds of operations on an average device, the most expensive first; a stage counts by its share of devices.
 
     A row is all operations of one name at one place that have the same bound, those of repeated layers together. The
@@ -250,7 +250,7 @@ def _joined(rows: Iterable[Held]) -> list[Held]:
 
     return [
         replace(same[0], where=f"{Place.parse(same[0].where).source} {scope}", count=sum(row.count for row in same))
-        for scope, same in grouping.by_numbers(rows, key)
+        for scope, same in grouping.group_by_numbers(rows, key)
     ]
 
 

@@ -66,7 +66,7 @@ class Report:
 
 
 @contextmanager
-def planning(title: str = "planning", stream: TextIO | None = None, delay: float = DELAY) -> Iterator[Report]:
+def show_progress(title: str = "planning", stream: TextIO | None = None, delay: float = DELAY) -> Iterator[Report]:
     """Shows the progress of some work, once `delay` seconds have passed.
 
     Args:

@@ -46,7 +46,7 @@ def overview(plan: Plan) -> Iterator[Section]:
     several, timed = len(plan.stages) > 1, plan.division.timeline
     scheduled = len(timed.events) > 1
     step = f"Predicted step: {units.seconds(plan.step_seconds)}{' (mean over devices)' * several}"
-    lines = [line for line in (stages.overlapped(plan), _bubble(plan) if scheduled else "") if line]
+    lines = [line for line in (stages.overlapped_share(plan), _bubble(plan) if scheduled else "") if line]
     yield Section("time", step, (_time(plan), *lines))
     yield Section("mesh", "Mesh", tuple(_meshes(plan)), only="page")
     if scheduled:
@@ -61,7 +61,7 @@ def overview(plan: Plan) -> Iterator[Section]:
 
 def placement(plan: Plan) -> Iterator[Section]:
     """The shardings, and the collectives and transfers."""
-    groups = stages.identical(plan)
+    groups = stages.group_identical_stages(plan)
     for group in groups:
         each = " (identical; figures are for one of them)" if len(group) > 1 else ""
         table = argument_table(*(plan.stages[s] for s in group))
@@ -78,7 +78,7 @@ def placement(plan: Plan) -> Iterator[Section]:
 
 def _of(plan: Plan, preposition: str, group: Sequence[int]) -> str:
     """The name of a group of stages, where there are several stages."""
-    return f" {preposition} {stages.named(group)}" if len(plan.stages) > 1 else ""
+    return f" {preposition} {stages.name_stages(group)}" if len(plan.stages) > 1 else ""
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ def _of(plan: Plan, preposition: str, group: Sequence[int]) -> str:
 
 def _time(plan: Plan) -> Table:
     """Returns the seconds of each use of time, with their shares of the step."""
-    where, whole = stages.spent(plan), max(plan.step_seconds, 1e-300)
+    where, whole = stages.seconds_by_use(plan), max(plan.step_seconds, 1e-300)
     rows = [("compute", where.compute, "green", "")]
     rows += [(f"over {units.axes(axes)}", seconds, "yellow", "") for axes, seconds in where.communication.items()]
     rows += [("idle", where.idle, "red", "")] if where.idle > _MIN_IDLE * plan.step_seconds else []
@@ -138,7 +138,7 @@ def _stages(plan: Plan) -> Table:
         return units.runs(sorted({n for first, count in spans for n in range(first, first + count)}), "-")
 
     rows = []
-    for group in stages.identical(plan):
+    for group in stages.group_identical_stages(plan):
         stage, meshes = plan.stages[group[0]], [division.submeshes[s] for s in group]
         held = sorted(
             schedules.STRATEGIES[plan.schedule].in_flight(len(sizes), plan.num_microbatches, m, division.virtual)
@@ -249,7 +249,7 @@ def _meshes(plan: Plan) -> Iterator[Grid]:
     """The devices of each submesh by their numbers: the last axis to the right, the one before it down."""
     for submesh, numbers in stages.numbers_by_value(plan.division.submeshes).items():
         stage = plan.stages[numbers[0]]
-        title = f"submesh {submesh}: {stages.named(numbers)}, " if plan.pipelined else ""
+        title = f"submesh {submesh}: {stages.name_stages(numbers)}, " if plan.pipelined else ""
         places = itertools.product(*map(range, stage.mesh_shape))
         cells = tuple(
             (str(number), ", ".join(f"{name}={at}" for name, at in zip(stage.axis_names, place, strict=True)))
@@ -324,7 +324,7 @@ def type_text(leaf: Leaf) -> str:
 def collective_rows(items: Iterable[Costed]) -> list[Costed]:
     """Merges collectives that differ in layer numbers alone, each with the seconds of all; the most expensive first."""
     rows = []
-    for where, same in grouping.by_numbers(items, lambda c: (c[0].where, (c[0].kind, c[0].axes, c[0].bytes))):
+    for where, same in grouping.group_by_numbers(items, lambda c: (c[0].where, (c[0].kind, c[0].axes, c[0].bytes))):
         count, seconds = sum(c.count for c, _ in same), sum(seconds for _, seconds in same)
         rows.append((replace(same[0][0], where=where, count=count), seconds))
     return sorted(rows, key=lambda row: -row[1])
@@ -338,7 +338,7 @@ def transfer_rows(items: Iterable[Costed]) -> list[Costed]:
         source, destination = item[0].route or (0, 0)
         return min(abs(destination - source), 2), destination > source
 
-    routes = grouping.by_key((item for item in items if item[0].kind == "transfer"), route)
+    routes = grouping.group_by_key((item for item in items if item[0].kind == "transfer"), route)
     return [row for _, found in sorted(routes.items()) for row in collective_rows(found)]
 
 

@@ -32,11 +32,11 @@ T = TypeVar("T", bound=Hashable)
 
 def numbers_by_value(values: Iterable[T]) -> dict[T, list[int]]:
     """The places of equal values, in order of first appearance."""
-    found = grouping.by_key(enumerate(values), lambda item: item[1])
+    found = grouping.group_by_key(enumerate(values), lambda item: item[1])
     return {value: [number for number, _ in same] for value, same in found.items()}
 
 
-def identical(plan: Plan) -> list[tuple[int, ...]]:
+def group_identical_stages(plan: Plan) -> list[tuple[int, ...]]:
     """Groups of identical stages: same mesh, layer count and rematerialisation, arguments equal but for numbers."""
 
     def key(number: int, stage: Stage) -> Hashable:
@@ -47,7 +47,7 @@ def identical(plan: Plan) -> list[tuple[int, ...]]:
     return [tuple(same) for same in numbers_by_value(key(*site) for site in enumerate(plan.stages)).values()]
 
 
-def named(group: Sequence[int]) -> str:
+def name_stages(group: Sequence[int]) -> str:
     """Stage numbers as text, such as "stages 1-6"."""
     return f"stage{'s' * (len(group) != 1)} {units.runs(group, '-')}"
 
@@ -87,7 +87,7 @@ class Spent:
         return sum(self.communication.values()) - self.hidden
 
 
-def spent(plan: Plan) -> Spent:
+def seconds_by_use(plan: Plan) -> Spent:
     """The seconds of a plan by their use. Transfers between submeshes overlap with compute, or are waited for."""
     share = shares(plan)
     compute, hidden, hideable = (
@@ -103,13 +103,13 @@ def spent(plan: Plan) -> Spent:
     return Spent(compute, dict(sorted(by_axes.items(), key=lambda item: -item[1])), idle, hidden, hideable)
 
 
-def overlapped(plan: Plan) -> str:
+def overlapped_share(plan: Plan) -> str:
     """The part of the communication that is overlapped with computing, if the plan counts on that; else empty."""
     if not plan.cluster.overlap:
         return ""
     if not plan.cluster.overlaps:
         return f"overlapped: nothing, since the compiler for {plan.cluster.platform} runs collectives to their end"
-    where, sums = spent(plan), "gradient synchronisation and " * ("all_reduce" in plan.cluster.hides)
+    where, sums = seconds_by_use(plan), "gradient synchronisation and " * ("all_reduce" in plan.cluster.hides)
     return f"overlapped: {units.seconds(where.hidden)} of {units.seconds(where.hideable)} of {sums}parameter gathers"
 
 
@@ -174,26 +174,26 @@ def peak(plan: Plan) -> int:
     return max(use.peak for use in memory(plan))
 
 
-def replicated(plan: Plan) -> list[Replicated]:
+def replicated_operations(plan: Plan) -> list[Replicated]:
     """Operations that are not distributed, of all stages, the largest first, each with its stages if there are
     others."""
     sites = ((number, row) for number, stage in enumerate(plan.stages) for row in stage.replicated)
     rows = []
-    for row, same in grouping.by_key(sites, lambda site: site[1]).items():
-        where = f"{named([number for number, _ in same])}: {row.where}" if len(plan.stages) > 1 else row.where
+    for row, same in grouping.group_by_key(sites, lambda site: site[1]).items():
+        where = f"{name_stages([number for number, _ in same])}: {row.where}" if len(plan.stages) > 1 else row.where
         rows.append(replace(row, where=where, seconds=row.seconds * len(same)))
     return sorted(rows, key=lambda row: -row.seconds)
 
 
-def by_stages(texts: Sequence[str]) -> str:
+def join_equal_stages(texts: Sequence[str]) -> str:
     """A text for each stage as one: equal ones joined, and named if there are several."""
     found = numbers_by_value(texts)
-    return "; ".join(f"{named(numbers)}: {text}" if len(texts) > 1 else text for text, numbers in found.items())
+    return "; ".join(f"{name_stages(numbers)}: {text}" if len(texts) > 1 else text for text, numbers in found.items())
 
 
 def meshes(plan: Plan) -> str:
     """The meshes of all stages: "stages 0-3: x=4; stage 4: x=2 y=2"; of one stage the mesh alone."""
-    return by_stages([units.mesh(stage.mesh_shape, stage.axis_names) for stage in plan.stages])
+    return join_equal_stages([units.mesh(stage.mesh_shape, stage.axis_names) for stage in plan.stages])
 
 
 def layer_ranges(plan: Plan) -> str:

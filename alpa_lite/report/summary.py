@@ -38,7 +38,7 @@ _KINDS = {
 }  # fmt: skip
 
 
-def renderable(plan: Plan) -> Group:
+def render_summary(plan: Plan) -> Group:
     """The summary as a Rich renderable."""
     remarks = [*plan.verification[:1], *plan.notes[:_MAX_NOTES]]
     hidden = len(plan.notes) - _MAX_NOTES + max(0, len(plan.verification) - 1)
@@ -50,7 +50,7 @@ def renderable(plan: Plan) -> Group:
 
 def sections(plan: Plan) -> Iterator[Section]:
     """The choice, the prediction, and other methods on the same devices."""
-    yield Section("overview", "Chosen", tuple(chosen(plan)))
+    yield Section("overview", "Chosen", tuple(choice_lines(plan)))
     yield Section("predicted", "Predicted", (_predicted(plan),))
     if plan.comparisons:
         yield Section(
@@ -77,7 +77,7 @@ def planned_message(name: str, plan: Plan, why: str) -> str:
       name: of the step.
       why: why it was planned now, such as "its first call".
     """
-    words = " ".join("; ".join(sentence.parts) for sentence in chosen(plan)).rstrip(".")
+    words = " ".join("; ".join(sentence.parts) for sentence in choice_lines(plan)).rstrip(".")
     laps = plan.planning_seconds
     longest = [f"{lap} {units.seconds(laps[lap])}" for lap in heapq.nlargest(_MAX_LAPS, laps, laps.__getitem__)]
     laps_text = f" ({', '.join(longest)})" if longest else ""
@@ -90,13 +90,13 @@ def planned_message(name: str, plan: Plan, why: str) -> str:
 
 def compiled_message(name: str, executables: int, seconds: float) -> str:
     """Describes a compilation for the log."""
-    return f"compiled {name}: {units.plural(executables, 'executable')} in {units.seconds(seconds)}"
+    return f"compiled {name}: {units.count_of(executables, 'executable')} in {units.seconds(seconds)}"
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
 
 
-def chosen(plan: Plan) -> Iterator[Sentence]:
+def choice_lines(plan: Plan) -> Iterator[Sentence]:
     """Lines for the pipeline, the mesh axes of its stages, the state, and operations that are not distributed.
 
     Those that go on with the stages of the line before are indented.
@@ -104,7 +104,7 @@ def chosen(plan: Plan) -> Iterator[Sentence]:
     lines = [(_division(plan), 0)]
     found = stages.numbers_by_value(map(_stage, plan.stages))
     for (work, *state), numbers in found.items():
-        where = f"{stages.named(numbers)}: " if len(found) > 1 else ""
+        where = f"{stages.name_stages(numbers)}: " if len(found) > 1 else ""
         lines += [((where + work[0], *work[1:]), 0), *((line, len(where)) for line in state)]
     lines.append((_replicated(plan), 0))
     return (Sentence("", parts, ";", indent) for parts, indent in lines if parts)
@@ -121,7 +121,7 @@ def _division(plan: Plan) -> tuple[str, ...]:
         slices = f" in slices of {', '.join(map(str, tokens))} tokens" if tokens else ""
         parts = [
             f"pipeline of {plan.num_stages} stages{where} on {sizes} device{'s' * (sizes != '1')}{' each' * alike}, "
-            f"{plan.schedule} with {units.plural(count, 'micro-batch')}{slices}"
+            f"{plan.schedule} with {units.count_of(count, 'micro-batch')}{slices}"
         ]
     kinds = [kind for kind in dict.fromkeys(plan.division.remat) if kind != "none"]
     return *parts, *([f"recomputes {', '.join(kinds)}"] if kinds else [])
@@ -134,7 +134,7 @@ def _stage(stage: Stage) -> tuple[tuple[str, ...], ...]:
     if not stage.axes:
         return ((f"mesh {units.mesh(stage.mesh_shape, stage.axis_names)}",),)
     axes = [axis for axis in stage.axes if axis.size > 1]
-    found = grouping.by_key(axes, _products).items()
+    found = grouping.group_by_key(axes, _products).items()
     work = (f"{product} over {' '.join(f'{axis.name}={axis.size}' for axis in same)}" for product, same in found)
     return tuple(work), _state(axes)
 
@@ -164,13 +164,13 @@ def _state(axes: Iterable[AxisUse]) -> tuple[str, ...]:
             name, share = "parameters replicated", 1.0
         return name, "" if share >= _ALL else f" ({100 * share:.0f} % of the bytes)"
 
-    found = grouping.by_key(axes, placement).items()
+    found = grouping.group_by_key(axes, placement).items()
     return tuple(f"{name} over {' '.join(axis.name for axis in same)}{part}" for (name, part), same in found)
 
 
 def _replicated(plan: Plan) -> tuple[str, ...]:
     """Operations that every device computes whole, or the compiler divides, if they take a hundredth of the step."""
-    rows = stages.replicated(plan)
+    rows = stages.replicated_operations(plan)
     seconds = sum(row.seconds for row in rows)
     if seconds < 0.01 * plan.step_seconds:
         return ()
@@ -215,7 +215,7 @@ def budget(plan: Plan) -> str:
 
 
 def _predicted(plan: Plan) -> Table:
-    spent, solver = stages.spent(plan), plan.solver
+    spent, solver = stages.seconds_by_use(plan), plan.solver
     parts = [("compute", spent.compute), ("communication", spent.waiting), ("idle", spent.idle)]
     shares = [f"{name} {units.percent(s, plan.step_seconds)}" for name, s in parts if s > 5e-4 * plan.step_seconds]
     fullest = max(stages.memory(plan), key=lambda use: use.peak)
@@ -227,7 +227,7 @@ def _predicted(plan: Plan) -> Table:
         f"({units.seconds(plan.step_seconds)} x {plan.num_devices} devices x {units.flops(plan.products.peak)}FLOP/s)"
     )
     facts = {
-        "step": [f"{units.seconds(plan.step_seconds)}: {', '.join(shares)}", stages.overlapped(plan)],
+        "step": [f"{units.seconds(plan.step_seconds)}: {', '.join(shares)}", stages.overlapped_share(plan)],
         "throughput": [", ".join(f"{rate} {name}/s" for name, rate in rates(plan).items())],
         "utilisation": [used] if plan.products.flops else [],
         "memory": [
@@ -272,7 +272,7 @@ def _search(plan: Plan) -> list[str]:
 
 def _operations(plan: Plan) -> dict[str, list[str]]:
     """The resources that bound the operations, and the heaviest of these."""
-    rows = operations.heaviest(plan)
+    rows = operations.rank_operations(plan)
     whole = sum(row.total for row in rows)
     heaviest = [
         f"{row.operation}{f' {units.times(row.count)}' if row.count > 1 else ''}: {units.seconds(row.total)}, "
@@ -294,7 +294,7 @@ def _comparisons(plan: Plan) -> Table:
         shape = units.shape(row.mesh_shape)
         if row.name == "pipeline":
             shape = f"{row.mesh_shape[0]} stages" if row.mesh_shape else ""
-        rows.append((row.name, shape, row.step_seconds, row.bytes_per_device, why_not(plan, row)))
+        rows.append((row.name, shape, row.step_seconds, row.bytes_per_device, explain_rejection(plan, row)))
     columns = (
         Column("method"), Column("mesh"), Column("step", format=units.seconds),
         Column("per device", format=units.nbytes), Column(wide=True),
@@ -317,7 +317,7 @@ def _cost_of_annotations(plan: Plan) -> list[Block]:
     return [Sentence("", (slower, "ignore_annotations=True plans without them"), ";")]
 
 
-def why_not(plan: Plan, row: Comparison) -> str:
+def explain_rejection(plan: Plan, row: Comparison) -> str:
     """The reason for not choosing a method: how much it exceeds the memory or is slower, or why it has no figures."""
     if row.step_seconds is None:
         return row.reason or "not evaluated"

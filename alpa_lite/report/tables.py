@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from rich.text import Text
 
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.report import grouping, units
 
 Only = Literal["", "terminal", "page"]
@@ -242,7 +242,7 @@ def tree(columns: Sequence[Column], rows: Iterable[grouping.Row]) -> Iterator[Ro
     for part in grouping.sections(rows):
         alone = len(part.rows) == 1
         if not alone:
-            yield Row(_totals(grouping.heading(part.prefix), sizes, part.rows), "bold", "terminal")
+            yield Row(_totals(grouping.format_heading(part.prefix), sizes, part.rows), "bold", "terminal")
         for row in part.rows:
-            end = row.path if alone else f"  {shown(row.tokens[len(part.prefix) :])}"
+            end = row.path if alone else f"  {format_path(row.tokens[len(part.prefix) :])}"
             yield Row((Branch(row.path, end), *_cells(columns, row)[1:]))

@@ -17,13 +17,13 @@ _MAX_REPLICATED = 10
 _MAX_CANDIDATES = 16
 
 
-def renderable(plan: Plan) -> Group:
+def render_plan(plan: Plan) -> Group:
     """The plan as a Rich renderable."""
     return console.render((*header(plan), *details(plan)))
 
 
 def overview(plan: Plan) -> Group:
-    """The beginning of `renderable`: where the time goes, and the memory; for a pipeline also stages and schedule."""
+    """The beginning of `render_plan`: where the time goes, and the memory; for a pipeline also stages and schedule."""
     return console.render((*header(plan), *sections.overview(plan)))
 
 
@@ -35,11 +35,11 @@ def details(plan: Plan) -> Iterator[Section]:
         body = Legend(tuple(operations.COLOURS.items())), operations.module_table(found, plan.step_seconds), note
         yield Section("modules", "Time by module and operation", body, only="page")
     yield from sections.placement(plan)
-    if heavy := operations.heaviest(plan):
+    if heavy := operations.rank_operations(plan):
         heading = "Where the time goes: operations and the collectives that they wait for, per device"
         body = f"bound by {operations.bounds_text(heavy)}", operations.table(heavy)
         yield Section("operations", heading, body)
-    if rows := stages.replicated(plan):
+    if rows := stages.replicated_operations(plan):
         heading = "Not distributed: computed whole on every device, or left to the compiler"
         yield Section("replicated", heading, (Table.of(_REPLICATED, rows, _MAX_REPLICATED, "smaller operations"),))
     if any(stage.held for stage in plan.stages):
@@ -68,8 +68,8 @@ def facts(plan: Plan) -> Sentence:
     used = f"{plan.num_devices} of {whole}" if plan.num_devices < whole else f"{plan.num_devices}"
     parts = [f"mesh {stages.meshes(plan)}"] if len(plan.stages) == 1 else []
     submeshes = f" on {len(plan.division.first_devices)} submeshes" if plan.division.virtual > 1 else ""
-    parts.append(f"{units.plural(plan.num_stages, 'stage')}{submeshes}")
-    parts.append(units.plural(plan.num_microbatches, "micro-batch"))
+    parts.append(f"{units.count_of(plan.num_stages, 'stage')}{submeshes}")
+    parts.append(units.count_of(plan.num_microbatches, "micro-batch"))
     if plan.division.token_slices:
         parts.append(f"{len(plan.division.token_slices)} slices of the sequence")
     if plan.schedule != "none":

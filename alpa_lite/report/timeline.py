@@ -193,7 +193,7 @@ def _drawn(events: list[Event], view: _View, low: int, high: int, num_meshes: in
 def _heading(timeline: Timeline) -> Text:
     count = len({event.microbatch for event in timeline.events if event.microbatch >= 0})
     idle = units.percent(sum(timeline.idle), timeline.seconds * timeline.num_meshes)
-    sizes = units.plural(timeline.num_meshes, "submesh"), units.plural(count, "micro-batch")
+    sizes = units.count_of(timeline.num_meshes, "submesh"), units.count_of(count, "micro-batch")
     parts = *sizes, units.seconds(timeline.seconds), f"idle {idle}"
     return Text.assemble((timeline.name or "step", "bold"), ": ", ", ".join(parts), no_wrap=True)
 

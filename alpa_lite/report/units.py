@@ -64,7 +64,7 @@ def times(count: int) -> str:
     return f"x {count:,}"
 
 
-def plural(count: int, noun: str) -> str:
+def count_of(count: int, noun: str) -> str:
     """A number of things, such as "3 meshes"."""
     ending = "" if count == 1 else "es" if noun.endswith(("sh", "ch")) else "s"
     return f"{count} {noun}{ending}"

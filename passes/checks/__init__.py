@@ -6,6 +6,6 @@ checks every plan; the compiled HLO and the compiler's memory are checked where 
 
 from alpa_lite.passes.checks.hlo import compare_hlo
 from alpa_lite.passes.checks.shardy import check_shardy
-from alpa_lite.passes.checks.verification import memory_of, verified, verified_compiled
+from alpa_lite.passes.checks.verification import memory_of, verify_compiled, verify_partitioning
 
-__all__ = ["check_shardy", "compare_hlo", "memory_of", "verified", "verified_compiled"]
+__all__ = ["check_shardy", "compare_hlo", "memory_of", "verify_compiled", "verify_partitioning"]

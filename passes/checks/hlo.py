@@ -39,7 +39,7 @@ from alpa_lite.errors import VerificationError
 from alpa_lite.ir.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks import slices
 from alpa_lite.passes.checks.hlo_text import HloCollective, item_bits, read_hlo
-from alpa_lite.passes.checks.matching import paired
+from alpa_lite.passes.checks.matching import pair_executions
 from alpa_lite.passes.checks.redundancy import REASONS, Redundancy
 from alpa_lite.passes.checks.shardy import Key, describe, totals
 from alpa_lite.plan.records import Collective
@@ -136,11 +136,11 @@ def compare_hlo(text: str, mesh: LogicalMesh, planned: Sequence[Collective], red
     """
     part = slices.part_of(text, mesh)
     read = read_hlo(text, part)
-    match = _Match(totals(planned, part), read.collectives, slices.within(redundancy, part))
+    match = _Match(totals(planned, part), read.collectives, slices.restrict_to_slices(redundancy, part))
     match.pair()
     match.joined()
     match.packed()
-    crossing = slices.crossing(planned, mesh, part)
+    crossing = slices.collectives_across_slices(planned, mesh, part)
     match.in_two_levels(totals((c for c in crossing if c.kind == "all_reduce"), part))
     match.lost()
     rewrites, differences = [*_listed(read.collectives, text), *match.rewrites], match.differences()
@@ -193,7 +193,7 @@ class _Match:
         changes = self._changes(planned)
         costs = {pair: cost for pair, (cost, _) in changes.items()}
         lost = sum(self.lost_by.values(), Counter[Key]())
-        for pair, n in paired(planned, self.extra, costs, {one: one[0] for one in planned}, lost).items():
+        for pair, n in pair_executions(planned, self.extra, costs, {one: one[0] for one in planned}, lost).items():
             (key, _), (at, dtype, _) = pair
             self._take(key, pair[1], n)
             if name := changes[pair][1]:

@@ -22,7 +22,7 @@ from alpa_lite.passes.checks.reading import (
 )
 
 
-def hollow(module: Any) -> None:
+def hollow_regions(module: Any) -> None:
     """Replaces the bodies of fully manual regions by one opaque operation, and drops the functions only they called.
 
     Regions that neither take nor return a value, as of a callback on nothing, are dropped: there is nothing that Shardy

@@ -32,7 +32,7 @@ Found = TypeVar("Found", bound=Hashable)
 Group = TypeVar("Group", bound=Hashable)
 
 
-def paired(
+def pair_executions(
     planned: Mapping[Planned, int],
     found: Mapping[Found, int],
     costs: Mapping[tuple[Planned, Found], float],

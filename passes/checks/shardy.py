@@ -35,7 +35,7 @@ from jax.extend.mlir import ir, passmanager
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.ir.layout import Axes, LogicalMesh
-from alpa_lite.passes.checks.hollow import hollow
+from alpa_lite.passes.checks.hollow import hollow_regions
 from alpa_lite.passes.checks.reading import (
     callee,
     dims_of,
@@ -130,7 +130,7 @@ def shardy_report(module: Any, mesh: LogicalMesh) -> ShardyReport:
     with operation.context, ir.Location.unknown():
         written, unknown = _found(operation, mesh, WRITTEN)
         skeleton = operation.clone()
-        hollow(skeleton)
+        hollow_regions(skeleton)
         for text in SHARDY_PASSES:
             passmanager.PassManager.parse(text).run(skeleton.operation)
         inserted, more = _found(skeleton, mesh, _INSERTED)

@@ -55,7 +55,7 @@ def part_of(text: str, mesh: LogicalMesh) -> LogicalMesh:
     return LogicalMesh(tuple(shape), mesh.axis_names) if slices == 1 else mesh
 
 
-def within(redundancy: Redundancy, part: LogicalMesh) -> Redundancy:
+def restrict_to_slices(redundancy: Redundancy, part: LogicalMesh) -> Redundancy:
     """The same with every collective over the axes that it has within a slice."""
     lost = {reason: Counter(_joined(counts, part, int.__add__)) for reason, counts in redundancy.lost.items()}
     return Redundancy(lost, _joined(redundancy.item_bits, part, Counter.__add__))
@@ -69,7 +69,7 @@ def _joined(counts: Mapping[Key, _Value], part: LogicalMesh, add: Callable[[Any,
     return out
 
 
-def crossing(planned: Iterable[Collective], mesh: LogicalMesh, part: LogicalMesh) -> list[Collective]:
+def collectives_across_slices(planned: Iterable[Collective], mesh: LogicalMesh, part: LogicalMesh) -> list[Collective]:
     """The planned collectives that run over several slices."""
     if part == mesh:
         return []

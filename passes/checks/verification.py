@@ -86,7 +86,7 @@ def memory_of(compiled: Any, predicted: int | None = None) -> MemoryReport | Non
     return MemoryReport(*(int(getattr(stats, f"{name}_size_in_bytes")) for name in names), predicted=predicted)
 
 
-def lowered_module(
+def lower_module(
     make: Callable[[AbstractMesh], Callable[..., Any]], mesh: LogicalMesh, avals: Sequence[Any],
     specs: Sequence[PartitionSpec], platform: str, standins: StandIns | None = None,
 ) -> Any:  # fmt: skip
@@ -101,12 +101,12 @@ def lowered_module(
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=NamedSharding(abstract, spec), weak_type=aval.weak_type)
         for aval, spec in zip(avals, specs, strict=True)
     ]
-    with _jax.standing_in(standins or StandIns(platform)):
+    with _jax.replace_by_stand_ins(standins or StandIns(platform)):
         traced = jax.jit(make(abstract)).trace(*arguments)
     return traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
 
 
-def verified(plan: P, staged: Staged) -> P:
+def verify_partitioning(plan: P, staged: Staged) -> P:
     """The plan with the result of the partitioner's check of every executable of every stage.
 
     With written collectives the check is exact, and a difference raises. With communication left to the compiler there
@@ -134,7 +134,7 @@ def verified(plan: P, staged: Staged) -> P:
         if stage.communication == "compiler":
             return _inserted(plan, stage)
         for segment in stage.segments.items:
-            wanted = wanted_of(stage, segment)
+            wanted = expected_collectives(stage, segment)
             key = (
                 mesh, segment.kind, segment.round, tuple((c.kind, c.axes, c.bytes, c.count) for c in wanted),
                 tuple(item.op.key for item in segment.instructions if not isinstance(item, Reshard)),
@@ -212,7 +212,7 @@ def compiled_reports(
         stage = staged.stages[position]
         segment, mesh = stage.segments.items[item], stage.found.mesh
         whole = segment.kind == "step"
-        wanted = plan.collectives if stage.communication == "compiler" else wanted_of(stage, segment)
+        wanted = plan.collectives if stage.communication == "compiler" else expected_collectives(stage, segment)
         report = None
         if mesh.size > 1 and not stage.program.outside:
             redundancy = redundant_collectives(module_of(stage, segment, platform), mesh)
@@ -222,7 +222,7 @@ def compiled_reports(
         yield CompiledReport(executable.name, executable.mesh, whole, tuple(wanted), report, memory)
 
 
-def verified_compiled(plan: P, staged: Staged, compiled: Sequence[Any]) -> P:
+def verify_compiled(plan: P, staged: Staged, compiled: Sequence[Any]) -> P:
     """The plan with the compiler's rewrites by name, and the memory of the compiled executables.
 
     Raises:
@@ -272,7 +272,7 @@ def _in_words(found: CompiledReport) -> str | None:
     )
 
 
-def wanted_of(stage: PlannedStage, segment: Segment) -> tuple[Collective, ...]:
+def expected_collectives(stage: PlannedStage, segment: Segment) -> tuple[Collective, ...]:
     """The collectives that one run of a segment must have."""
     return tuple(collective for collective, _ in stage.prices.collectives(segment.instructions))
 
@@ -295,4 +295,4 @@ def module_of(
             return function_of(program, traced, abstract, stage.communication, shared=shared)
         return functions.function_of(stage.segments, segment, abstract, stage.num_microbatches, shared=shared)
 
-    return lowered_module(make, stage.found.mesh, avals, specs, platform, standins)
+    return lower_module(make, stage.found.mesh, avals, specs, platform, standins)

@@ -42,7 +42,7 @@ def flops_of(op: Op, rule: Rule, values: Sequence[Value]) -> float:
     if found is not None:
         return found.flops
     if op.name == "pallas_call":
-        return flops.of_pallas(op.params)
+        return flops.pallas_flops(op.params)
     if rule.source == "registered":
         return 2.0 * math.prod(f.size for f in rule.factors)
     tensors = [v for v in (*op.operands, *op.results) if not isinstance(v, Lit)]

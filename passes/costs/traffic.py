@@ -31,7 +31,7 @@ class Moved:
         return sum(self.reads) + sum(self.writes)
 
 
-def moved(block: Block, values: Sequence[Value]) -> dict[int, Moved]:
+def memory_traffic(block: Block, values: Sequence[Value]) -> dict[int, Moved]:
     """Op index -> memory traffic, for all operations of a block and of the bodies in it."""
     out: dict[int, Moved] = {}
     sizes = [v.nbytes for v in values]
@@ -64,7 +64,7 @@ def _item_like(op: Op, values: Sequence[Value], alike: dict[object, Item]) -> It
 
 def moved_bytes(block: Block, values: Sequence[Value]) -> float:
     """Bytes that a program reads and writes on one device: scans by their trips, the bodies of other loops once."""
-    each = moved(block, values)
+    each = memory_traffic(block, values)
 
     def total(block: Block) -> float:
         return sum(

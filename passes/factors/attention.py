@@ -16,7 +16,7 @@ from dataclasses import replace
 from alpa_lite.ir import notation
 from alpa_lite.ir.notation import Notation, Reduction, Tensor
 from alpa_lite.ir.strategy import Rule
-from alpa_lite.passes.factors.base import Call, opaque, shape
+from alpa_lite.passes.factors.base import Call, make_opaque_rule, shape
 
 _ROWS: tuple[Tensor, Tensor] = ((("b",), ("t",), ("k", "g"), ("d",)), (("b",), ("k", "g"), ("t",), ("d",)))
 _KEYS: tuple[Tensor, Tensor] = ((("b",), ("s",), ("k",), ("d",)), (("b",), ("k",), ("s",), ("d",)))
@@ -33,7 +33,7 @@ def cudnn(call: Call) -> Rule:
     is_used = [0 not in size for size in sizes]
     backward = len(results) >= 3
     if any(is_used[6:_SHARED]) or len(sizes) != _SHARED + (3 if backward else 0):
-        return opaque(call, f"{call.name}: packed sequences, pages and functions of the scores have no rule")
+        return make_opaque_rule(call, f"{call.name}: packed sequences, pages and functions of the scores have no rule")
     rows, keys = (pair[int(call.params["layout"])] for pair in (_ROWS, _KEYS))
     first = [rows, keys, keys, _SCORES, _LENGTHS, _LENGTHS, *[_UNUSED] * 4]
     operands = [t if used else _UNUSED for t, used in zip(first, is_used, strict=False)]
@@ -42,7 +42,7 @@ def cudnn(call: Call) -> Rule:
     made = [rows, keys, keys] if backward else [rows, _STATISTICS][: len(results)]
     sums: tuple[tuple[str, Reduction], ...] = (("b", "sum"), ("g", "sum"), ("k", "sum"))
     rule = Notation(tuple(operands), tuple(made), sums, ("d", "s", "t"), call.name)
-    rule = notation.expanded(rule, sizes, results[: len(made)], call.name)
+    rule = notation.expand_rule(rule, sizes, results[: len(made)], call.name)
     if len(results) > len(made):  # the gradient of a bias that all examples share is a sum over them
         rule = replace(rule, results=(*rule.results, rule.operands[3]))
     return replace(notation.rule_of(rule, sizes, results, call.name), source="table")

@@ -52,7 +52,7 @@ def is_complex(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.complexfloating)
 
 
-def opaque(call: Call, reason: str) -> Rule:
+def make_opaque_rule(call: Call, reason: str) -> Rule:
     """The rule of an operation that nothing describes."""
     operands, results = (tuple(((),) * len(shape(a)) for a in side) for side in (call.operands, call.results))
     return Rule((), operands, results, "opaque", reason)

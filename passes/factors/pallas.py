@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from alpa_lite import _jax
 from alpa_lite.ir.strategy import Factor, Rule
-from alpa_lite.passes.factors.base import Call, opaque, shape
+from alpa_lite.passes.factors.base import Call, make_opaque_rule, shape
 
 _REMEDY = "; alpa_lite.register_rule on the function that calls it says which dims may be sharded"
 
@@ -29,11 +29,11 @@ def pallas(call: Call) -> Rule:
     """The rule of a call of a Pallas kernel."""
     kernel = _jax.pallas_grid(call.params)
     if kernel is None:
-        return opaque(call, "a Pallas kernel with effects, or with a grid of its own, has no rule" + _REMEDY)
+        return make_opaque_rule(call, "a Pallas kernel with effects, or with a grid of its own, has no rule" + _REMEDY)
     tensors = [shape(aval) for aval in (*call.operands[kernel.first :], *call.results)]
     factor_of = {g: f for f, g in enumerate(_independent(kernel, tensors, len(call.results)))}
     if not factor_of:
-        return opaque(call, "no dim of the grid of a Pallas kernel is independent of the others" + _REMEDY)
+        return make_opaque_rule(call, "no dim of the grid of a Pallas kernel is independent of the others" + _REMEDY)
     factors = [Factor(kernel.grid[g], "parallel") for g in factor_of]
     described = []
     for blocks in kernel.blocks:

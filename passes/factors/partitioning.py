@@ -17,15 +17,15 @@ from alpa_lite import _jax
 from alpa_lite.ir import notation
 from alpa_lite.ir.notation import Names, Notation, Tensor
 from alpa_lite.ir.strategy import Rule
-from alpa_lite.passes.factors.base import Call, opaque, shape
+from alpa_lite.passes.factors.base import Call, make_opaque_rule, shape
 
 
-def partitioned(call: Call) -> Rule:
+def custom_partitioning_rule(call: Call) -> Rule:
     """The rule of a call of `custom_partitioning`; an opaque one where the user gave none that can be read."""
     given = call.params.get("sharding_rule")
     remedy = "; give one, or use alpa_lite.register_rule on the function that calls it"
     if given is None:
-        return opaque(call, f"custom_partitioning has no sharding_rule{remedy}")
+        return make_opaque_rule(call, f"custom_partitioning has no sharding_rule{remedy}")
     operands, results = [shape(aval) for aval in call.operands], [shape(aval) for aval in call.results]
     try:
         found = _jax.sdy_rule(given, call.params["static_args"], call.operands, call.results)
@@ -38,7 +38,7 @@ def partitioned(call: Call) -> Rule:
         sizes = dict(found.factor_sizes)
         described = notation.rule_of(rule, operands, results, "custom_partitioning", sizes)
     except Exception as error:  # the user's function, or a rule of another form
-        return opaque(call, f"the sharding_rule of custom_partitioning cannot be read: {error}{remedy}")
+        return make_opaque_rule(call, f"the sharding_rule of custom_partitioning cannot be read: {error}{remedy}")
     return replace(described, source="table")
 
 

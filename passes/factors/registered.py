@@ -16,13 +16,13 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.factors.base import Call, shape
 
 
-def registered(call: Call) -> Rule | None:
+def registered_rule(call: Call) -> Rule | None:
     """The rule of a call, if its user gave one.
 
     Raises:
       RuleError: the rule does not fit the operands and results, or the function does not run on blocks.
     """
-    given = registration.registered(call.primitive, call.params)
+    given = registration.find_registered_rule(call.primitive, call.params)
     if given is None:
         return None
     who = registration.label(call.primitive, call.params)
@@ -32,7 +32,7 @@ def registered(call: Call) -> Rule | None:
         if not kernel.trusted:
             _try_blocks(kernel, kernels.types_of(call.operands))
     else:
-        given = notation.expanded(given, operands, results, who)
+        given = notation.expand_rule(given, operands, results, who)
     return notation.rule_of(given, operands, results, who)
 
 

@@ -99,8 +99,8 @@ from typing import Any
 
 from alpa_lite.ir.graph import Lit, Op, Value
 from alpa_lite.ir.strategy import Factor, Rule
-from alpa_lite.passes.factors.base import Call, is_complex, is_number, opaque
-from alpa_lite.passes.factors.registered import registered
+from alpa_lite.passes.factors.base import Call, is_complex, is_number, make_opaque_rule
+from alpa_lite.passes.factors.registered import registered_rule
 from alpa_lite.passes.factors.tables import TABLE
 from alpa_lite.passes.ir import primitives
 
@@ -138,19 +138,19 @@ def describe(call: Call) -> Rule:
     Raises:
       RuleError: the user's rule does not fit.
     """
-    given = registered(call)
+    given = registered_rule(call)
     if given is not None:
         return given
     entry = TABLE.get(call.name)
     if entry is None:
-        return opaque(call, f"no rule for the primitive {call.name}{_REMEDIES.get(call.name, '')}")
+        return make_opaque_rule(call, f"no rule for the primitive {call.name}{_REMEDIES.get(call.name, '')}")
     try:
         return entry(call)
     except (KeyError, IndexError, ValueError, TypeError, AttributeError, AssertionError) as error:
         # A JAX version whose parameters differ from the table's must cost a sharding, not the whole plan.
         if TABLES_MUST_HOLD.get():
             raise
-        return opaque(call, f"{call.name} has parameters that its table does not know: {error!r}")
+        return make_opaque_rule(call, f"{call.name} has parameters that its table does not know: {error!r}")
 
 
 def finish(rule: Rule, call: Call) -> Rule:

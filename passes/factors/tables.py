@@ -14,12 +14,12 @@ from alpa_lite.passes.factors.attention import cudnn
 from alpa_lite.passes.factors.base import Call, Dim, Dims, Rules, shape
 from alpa_lite.passes.factors.indexing import INDEXING
 from alpa_lite.passes.factors.pallas import pallas
-from alpa_lite.passes.factors.partitioning import partitioned
+from alpa_lite.passes.factors.partitioning import custom_partitioning_rule
 from alpa_lite.passes.factors.windows import WINDOWS
 from alpa_lite.passes.ir import primitives
 
 
-def elementwise(call: Call) -> Rule:
+def elementwise_rule(call: Call) -> Rule:
     """Every dim of the result is a factor; operands of rank zero and dims of size one broadcast."""
     new = Rules()
     out = shape(call.results[0])
@@ -39,14 +39,14 @@ def pairs(call: Call) -> Rule:
     return new.rule(dims, list(dims))
 
 
-def replicated(call: Call) -> Rule:
+def replicated_rule(call: Call) -> Rule:
     """Nothing can be split, and that is known."""
     new = Rules()
     tensors = [new.dims(shape(aval), "replicate") for aval in (*call.operands, *call.results)]
     return new.rule(tensors[: len(call.operands)], tensors[len(call.operands) :])
 
 
-def along(name: str, kind: FactorKind, result: Literal["same", "whole", "gone"] = "same") -> Callable[[Call], Rule]:
+def dims_rule(name: str, kind: FactorKind, result: Literal["same", "whole", "gone"] = "same") -> Callable[[Call], Rule]:
     """The dims that a parameter names have a kind; all others are parallel, in all operands and results.
 
     Args:
@@ -140,7 +140,7 @@ def reshape(call: Call) -> Rule:
             a = b = 1
 
 
-def joined(call: Call) -> Rule:
+def concatenate_rule(call: Call) -> Rule:
     """concatenate and split: dims that differ between the tensors are replicated, each for itself."""
     axis = call.params["dimension" if call.name == "concatenate" else "axis"]
     new = Rules()
@@ -152,7 +152,7 @@ def joined(call: Call) -> Rule:
     return new.rule([tensor(aval) for aval in call.operands], [tensor(aval) for aval in call.results])
 
 
-def stacked(call: Call) -> Rule:
+def stack_rule(call: Call) -> Rule:
     """stack and unstack: the new dim is replicated."""
     new = Rules()
     short, long = (call.operands, call.results) if call.name == "stack" else (call.results, call.operands)
@@ -170,7 +170,7 @@ def tile(call: Call) -> Rule:
     return new.rule([before], [after])
 
 
-def touched(call: Call) -> Rule:
+def pad_rule(call: Call) -> Rule:
     """pad and slice: dims that stay as they are, are parallel; the others share a special factor."""
     before, after = shape(call.operands[0]), shape(call.results[0])
     if call.name == "pad":
@@ -220,7 +220,7 @@ def product(call: Call) -> Rule:
     return new.rule([*tensors, *(new.dims(shape(a), "replicate") for a in call.operands[2:])], [tuple(out)])
 
 
-def leading(kind: FactorKind, core: int | None = None) -> Callable[[Call], Rule]:
+def leading_dims_rule(kind: FactorKind, core: int | None = None) -> Callable[[Call], Rule]:
     """The dims that all tensors begin with are a batch; the others are of a kind.
 
     Args:
@@ -257,52 +257,53 @@ that a user has registered nothing is known.
 """
 
 
-def keyed(describe: Callable[[Call], Rule]) -> Callable[[Call], Rule]:
+def key_rule(describe: Callable[[Call], Rule]) -> Callable[[Call], Rule]:
     """A rule for arrays of keys that are used one by one; for others every dim is whole."""
 
     def described(call: Call) -> Rule:
         keys = call.operands[0]
         if not shape(keys) or str(keys.dtype) in INDEPENDENT[call.name]:
             return describe(call)
-        return replicated(call)
+        return replicated_rule(call)
 
     return described
 
 
 def _table() -> dict[str, Callable[[Call], Rule]]:
-    table: dict[str, Callable[[Call], Rule]] = dict.fromkeys(primitives.ELEMENTWISE, elementwise)
+    table: dict[str, Callable[[Call], Rule]] = dict.fromkeys(primitives.ELEMENTWISE, elementwise_rule)
     table |= dict.fromkeys(primitives.PAIRWISE, pairs)
-    table |= dict.fromkeys(("rng_bit_generator", "rng_uniform", "random_gamma"), replicated)
-    table |= dict.fromkeys(primitives.CUMULATIVE, along("axis", "special"))
+    table |= dict.fromkeys(("rng_bit_generator", "rng_uniform", "random_gamma"), replicated_rule)
+    table |= dict.fromkeys(primitives.CUMULATIVE, dims_rule("axis", "special"))
     table |= dict.fromkeys(
-        ("argmax", "argmin", "reduce_and", "reduce_or", "reduce_prod", "reduce_xor"), along("axes", "special", "gone")
+        ("argmax", "argmin", "reduce_and", "reduce_or", "reduce_prod", "reduce_xor"),
+        dims_rule("axes", "special", "gone"),
     )
-    table |= {f"reduce_{kind}": along("axes", kind, "gone") for kind in ("sum", "max", "min")}
+    table |= {f"reduce_{kind}": dims_rule("axes", kind, "gone") for kind in ("sum", "max", "min")}
     table |= dict.fromkeys(("dot_general", "ragged_dot_general"), product)
-    table |= dict.fromkeys(primitives.MATRIX_ALGEBRA, leading("replicate", 2))
-    table |= dict.fromkeys(primitives.VECTOR_ALGEBRA, leading("replicate", 1))
+    table |= dict.fromkeys(primitives.MATRIX_ALGEBRA, leading_dims_rule("replicate", 2))
+    table |= dict.fromkeys(primitives.VECTOR_ALGEBRA, leading_dims_rule("replicate", 1))
     table |= dict.fromkeys(("reshape", "squeeze"), reshape)
-    table |= dict.fromkeys(("concatenate", "split"), joined)
-    table |= dict.fromkeys(("stack", "unstack"), stacked)
-    table |= dict.fromkeys(("pad", "slice"), touched)
-    table |= dict.fromkeys(("random_wrap", "random_unwrap", "bitcast_convert_type"), leading("replicate"))
+    table |= dict.fromkeys(("concatenate", "split"), concatenate_rule)
+    table |= dict.fromkeys(("stack", "unstack"), stack_rule)
+    table |= dict.fromkeys(("pad", "slice"), pad_rule)
+    table |= dict.fromkeys(("random_wrap", "random_unwrap", "bitcast_convert_type"), leading_dims_rule("replicate"))
     table |= {
         "broadcast_in_dim": broadcast,
         "transpose": transpose,
-        "rev": along("dimensions", "special"),
-        "sort": along("dimension", "replicate"),
+        "rev": dims_rule("dimensions", "special"),
+        "sort": dims_rule("dimension", "replicate"),
         "fft": fft,
-        "reduce": along("dimensions", "replicate", "gone"),
-        "top_k": along("axis", "special", "whole"),
-        "approx_top_k": along("reduction_dimension", "replicate", "whole"),
+        "reduce": dims_rule("dimensions", "replicate", "gone"),
+        "top_k": dims_rule("axis", "special", "whole"),
+        "approx_top_k": dims_rule("reduction_dimension", "replicate", "whole"),
         "tile": tile,
         "iota": iota,
-        "random_bits": keyed(leading("special")),
+        "random_bits": key_rule(leading_dims_rule("special")),
         **dict.fromkeys(primitives.CUDNN, cudnn),
-        "custom_partitioning": partitioned,
+        "custom_partitioning": custom_partitioning_rule,
         "pallas_call": pallas,
-        "random_split": keyed(leading("replicate")),
-        "random_fold_in": keyed(elementwise),
+        "random_split": key_rule(leading_dims_rule("replicate")),
+        "random_fold_in": key_rule(elementwise_rule),
     }
     return {**table, **INDEXING, **WINDOWS}
 

@@ -63,7 +63,7 @@ def evaluate_block(block: Block, inputs: Sequence[Any], place: Place | None = No
     def read(atom: int | Lit) -> Any:
         return atom.value if isinstance(atom, Lit) else env[atom]
 
-    last = last_uses(block)
+    last = find_last_uses(block)
     for op in block.ops:
         results = bind(op, [read(atom) for atom in op.operands], place, own)
         for value, result in zip(op.results, results, strict=True):
@@ -87,7 +87,7 @@ def bind(op: Op, operands: Sequence[Any], place: Place | None = None, own: Own =
     if not op.bodies:
         return _jax.emit(op.primitive, op.params, op.source, op.ctx, operands)
     bodies = [functools.partial(evaluate_block, body, place=place, own=own) for body in op.bodies]
-    with _jax.under(op.source):
+    with _jax.equation_scope(op.source):
         return control_flow(op, operands, bodies)
 
 
@@ -133,7 +133,7 @@ def _scan(op: Op, operands: Sequence[Any], body: Callable[[Sequence[Any]], list[
     return [*carry, *ys]
 
 
-def last_uses(block: Block) -> dict[int, list[int]]:
+def find_last_uses(block: Block) -> dict[int, list[int]]:
     """For each op, by its index, the values of the block that nothing reads after it; outputs are never among them."""
     seen = {atom for atom in block.outputs if isinstance(atom, int)}
     last: dict[int, list[int]] = {}

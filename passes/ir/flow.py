@@ -51,7 +51,7 @@ def uses(block: Block) -> Counter[int]:
     return Counter(values_in([*(atom for op in block.ops for atom in op.operands), *block.outputs]))
 
 
-def made_of(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
+def find_dependents(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
     """Returns these values and all results that depend on any of them, directly or through others."""
     found = set(values)
     for op in ops:
@@ -60,7 +60,7 @@ def made_of(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
     return found
 
 
-def made_of_all(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
+def find_computable(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
     """Returns these values and all results that depend on nothing else."""
     found = set(values)
     for op in ops:
@@ -121,6 +121,6 @@ def reach(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> dict[T, 
     return found
 
 
-def needed(values: Iterable[int], makers: Mapping[int, Op]) -> dict[int, None]:
+def find_needed(values: Iterable[int], makers: Mapping[int, Op]) -> dict[int, None]:
     """These values, and all that the ops of `makers` read to make them."""
     return reach(values, lambda value: makers[value].reads if value in makers else ())

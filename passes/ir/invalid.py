@@ -60,7 +60,7 @@ def _in_block(block: Block, inputs: Sequence[Any], invalid: Invalid) -> Origin |
     def read(atom: int | Lit) -> Any:
         return atom.value if isinstance(atom, Lit) else env[atom]
 
-    last = evaluation.last_uses(block)
+    last = evaluation.find_last_uses(block)
     for op in block.ops:
         operands = [read(atom) for atom in op.operands]
         results = evaluation.bind(op, operands)

@@ -76,14 +76,14 @@ class Keys:
           block: the block.
           values: value number -> value.
           numbers: whether the numbers count that elementwise operations of the block itself have as literals, and where
-            slices begin (`placeless`). Layers that draw random numbers differ in the former: each folds its own into
+            slices begin (`key_without_position`). Layers that draw random numbers differ in the former: each folds its own into
             the key; layers that read one row each of an array, in the latter.
           weak: whether it counts which conversions make weak types.
         """
 
         def text(op: Op) -> str:
             if weak:
-                return op.key if numbers else placeless(op, values)
+                return op.key if numbers else key_without_position(op, values)
             head = self.head(op.primitive, op.params, structured=True) if op.bodies else op.key
             return _WEAK.sub("", head) + ",".join(self.block(body, values, weak=False) for body in op.bodies)
 
@@ -248,7 +248,7 @@ def digest(graph: Graph, *, constants: bool = True) -> str:
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
-def placeless(op: Op, values: Callable[[int], Value]) -> str:
+def key_without_position(op: Op, values: Callable[[int], Value]) -> str:
     """Returns the key of an operation, without the position of a slice or of the padded operand.
 
     No layout depends on that: a dim of which a part is taken, or that is padded, is not sharded, whichever part it is.

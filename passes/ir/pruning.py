@@ -36,7 +36,7 @@ def prune(graph: Graph, *, keep_inputs: int | None = None) -> Graph:
     return prune_tracked(graph, keep_inputs=keep_inputs)[0]
 
 
-def renumbered(graph: Graph) -> Graph:
+def renumber(graph: Graph) -> Graph:
     """The same graph, its values and ops numbered densely, in program order; values that do not appear are left out.
 
     Graphs that do the same then have the same numbers, and differ in names and source lines alone: what has been found
@@ -47,7 +47,7 @@ def renumbered(graph: Graph) -> Graph:
     return replace(graph, values=tuple(numbering.values), block=block)
 
 
-def indexed(block: Block) -> tuple[Block, dict[int, int]]:
+def number_ops(block: Block) -> tuple[Block, dict[int, int]]:
     """A block whose ops are numbered densely, in program order, with the new index by the old one; values stay."""
     place: dict[int, int] = {}
 
@@ -155,7 +155,7 @@ def _barrier(op: Op, used: list[bool]) -> Op:
 
 def _callback(op: Op, used: list[bool]) -> Op:
     kept = [i for i, is_read in enumerate(used) if is_read]
-    return op if all(used) else _changed(op, None, used, params=_jax.with_results(op.params, kept))
+    return op if all(used) else _changed(op, None, used, params=_jax.keep_callback_results(op.params, kept))
 
 
 _RULES = {

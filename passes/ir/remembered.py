@@ -13,7 +13,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-def remembered(function: Callable[[K], V]) -> Callable[[K], V]:
+def memoise_by_identity(function: Callable[[K], V]) -> Callable[[K], V]:
     """Returns the same function with a cache by value; two values are the same only if they are one object.
 
     Callers must not change its results, and a result must not hold the value, which would then live for ever.
@@ -29,7 +29,7 @@ def remembered(function: Callable[[K], V]) -> Callable[[K], V]:
     return of
 
 
-def memoised(method: Callable[Concatenate[S, P], V]) -> Callable[Concatenate[S, P], V]:
+def memoise_method(method: Callable[Concatenate[S, P], V]) -> Callable[Concatenate[S, P], V]:
     """Returns the same method with a cache by arguments, kept by the object, which is in no cycle by that.
 
     A cycle outlives planning until the cycle collector traverses all that planning made.

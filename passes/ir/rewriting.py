@@ -128,7 +128,7 @@ class Rewriter:
         """
         known = self.values if values is None else values
         if isinstance(operands, Mapping):
-            operands = [renamed_atom(a, operands) for a in op.operands]
+            operands = [rename_atom(a, operands) for a in op.operands]
         is_alike = params is None and len(operands) == len(op.operands)  # fewer of a part of a barrier
         is_alike = is_alike and all(self._is_alike(a, known, b) for a, b in zip(op.operands, operands, strict=True))
         return Op(
@@ -173,7 +173,7 @@ class Rewriter:
             if not op.results or not names.keys() >= set(op.results):
                 ops.append(self.copy(op, names, values=values, source=source))
                 names.update(zip(op.results, ops[-1].results, strict=True))
-        return ops, [renamed_atom(atom, names) for atom in block.outputs]
+        return ops, [rename_atom(atom, names) for atom in block.outputs]
 
     def finish(self, block: Block) -> Graph:
         """The graph with another top block; `place` says where its ops are."""
@@ -203,39 +203,39 @@ def shape_of(atom: Atom, values: Sequence[Value]) -> tuple[int, ...]:
     return tuple(atom.aval.shape) if isinstance(atom, Lit) else values[atom].shape
 
 
-def renamed_atom(atom: Atom, names: Mapping[int, Atom]) -> Any:
+def rename_atom(atom: Atom, names: Mapping[int, Atom]) -> Any:
     """Returns the new name of an atom; itself if it has no other name."""
     return names.get(atom, atom) if isinstance(atom, int) else atom
 
 
-def renamed_op(op: Op, names: Mapping[int, Atom]) -> Op:
+def rename_op(op: Op, names: Mapping[int, Atom]) -> Op:
     """An op with some operands renamed; itself if it reads none of them."""
     if names.keys().isdisjoint(op.reads):
         return op
-    return replace(op, operands=tuple([renamed_atom(a, names) for a in op.operands]))
+    return replace(op, operands=tuple([rename_atom(a, names) for a in op.operands]))
 
 
-def renamed_block(block: Block, names: Mapping[int, Atom]) -> Block:
+def rename_block(block: Block, names: Mapping[int, Atom]) -> Block:
     """A block with some of the values that its ops and outputs read renamed."""
-    ops = tuple([renamed_op(op, names) for op in block.ops])
-    return Block(block.inputs, ops, tuple([renamed_atom(a, names) for a in block.outputs]))
+    ops = tuple([rename_op(op, names) for op in block.ops])
+    return Block(block.inputs, ops, tuple([rename_atom(a, names) for a in block.outputs]))
 
 
-def renamed_parts(view: ScanView, names: Mapping[int, Atom]) -> tuple[list[Op], list[Carried], list[tuple[Atom, int]]]:
+def rename_parts(view: ScanView, names: Mapping[int, Atom]) -> tuple[list[Op], list[Carried], list[tuple[Atom, int]]]:
     """The body's ops, the carries and the ys of a scan, with some of the values that its body reads renamed."""
-    carries = [one._replace(output=renamed_atom(one.output, names)) for one in view.carries]
+    carries = [one._replace(output=rename_atom(one.output, names)) for one in view.carries]
     return (
-        [renamed_op(op, names) for op in view.body.ops],
+        [rename_op(op, names) for op in view.body.ops],
         carries,
-        [(renamed_atom(atom, names), result) for atom, result in view.ys],
+        [(rename_atom(atom, names), result) for atom, result in view.ys],
     )
 
 
-def with_body(op: Op, body: Block) -> Op:
+def replace_body(op: Op, body: Block) -> Op:
     """A scan with another body of the same inputs and outputs; its key is written when it is numbered."""
     return replace(op, bodies=(body,), key=None)
 
 
-def substituted(block: Block, scan: Op, ops: Iterable[Op]) -> Block:
+def replace_op(block: Block, scan: Op, ops: Iterable[Op]) -> Block:
     """A top block with other ops in place of one."""
     return Block(block.inputs, tuple(o for op in block.ops for o in (ops if op is scan else (op,))), block.outputs)

@@ -6,6 +6,6 @@ begin, and what a stage does not save is computed again.
 """
 
 from alpa_lite.passes.layers.assignment import assign
-from alpa_lite.passes.layers.division import divided, divisible
+from alpa_lite.passes.layers.division import divide_into_stages, find_layers
 
-__all__ = ["assign", "divided", "divisible"]
+__all__ = ["assign", "divide_into_stages", "find_layers"]

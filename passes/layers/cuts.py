@@ -93,7 +93,7 @@ def _wire(atom: Any, values: Sequence[Value], known: dict[int, int], free: Mappi
     return f"{known[atom]}:{free.get(atom) or f'{values[atom].dtype}{values[atom].shape}'}"
 
 
-def crossing(order: Sequence[Op], free: frozenset[int], values: Sequence[Value]) -> np.ndarray:
+def crossing_activation_bytes(order: Sequence[Op], free: frozenset[int], values: Sequence[Value]) -> np.ndarray:
     """C: int64, one for each op but the last: bytes of the activations made up to it and read by a later one."""
     position = {op.index: i for i, op in enumerate(order)}
     made: dict[int, int] = {}
@@ -126,7 +126,7 @@ def cut(atoms: Sequence[Layer], max_layers: int) -> list[int]:
     out: list[int] = []
     for number, (start, stop) in enumerate(between):
         if stop > start:
-            found = balanced(atoms[start:stop], 1 + left, mean)
+            found = balance_layers(atoms[start:stop], 1 + left, mean)
             left -= len(found) - 1
             out += found
         if number < len(runs):
@@ -135,7 +135,7 @@ def cut(atoms: Sequence[Layer], max_layers: int) -> list[int]:
             if finer and size[number] == 1:
                 pieces = _cheap_pieces(atoms[first : first + period])
                 counts = iter([n for _, n in pieces])
-                grouped = balanced([a for a, _ in pieces], 1 + left // count, mean)
+                grouped = balance_layers([a for a, _ in pieces], 1 + left // count, mean)
                 parts = [sum(next(counts) for _ in range(n)) for n in grouped]
                 left -= count * (len(parts) - 1)
             n = size[number]
@@ -204,7 +204,7 @@ def _group_sizes(runs: Sequence[tuple[int, int, int]], room: int) -> list[int]:
     return sizes
 
 
-def balanced(atoms: Sequence[Layer], most: int, mean: float, tolerance: float = TOLERANCE) -> list[int]:
+def balance_layers(atoms: Sequence[Layer], most: int, mean: float, tolerance: float = TOLERANCE) -> list[int]:
     """The cutting into at most `most` layers that minimises the sum above; how many atoms each layer takes."""
     count = len(atoms)
     ends = np.concatenate([[0.0], np.cumsum([a.seconds for a in atoms])])

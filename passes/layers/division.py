@@ -71,7 +71,7 @@ MAX_OUTER_LAYERS = 8
 """Number of layers before and after scans over layers, at most: embeddings, final norm, head and loss."""
 
 
-def divisible(accumulated: Accumulated, *, max_layers: int, rules: Mapping[object, Rule] | None = None) -> Divisible:
+def find_layers(accumulated: Accumulated, *, max_layers: int, rules: Mapping[object, Rule] | None = None) -> Divisible:
     """The layers of a step. Scans over layers are cut into equal parts.
 
     Args:
@@ -88,15 +88,15 @@ def divisible(accumulated: Accumulated, *, max_layers: int, rules: Mapping[objec
         if found:
             points[op.index] = found
     if not points:
-        layers = layering.layering(step, accumulated.scan, rules, max_layers=max_layers)
+        layers = layering.cut_into_layers(step, accumulated.scan, rules, max_layers=max_layers)
         return Divisible(accumulated, rules, None, layers)
     fine = scans.cut_scans(step, accumulated.scan, points, rules, split_arguments=True)
     fine_rules = factors.rules_of(fine.traced.graph.ops(), fine.traced.graph.values)
-    layers = layering.layering(fine.traced, fine.scan, fine_rules, max_layers=max_layers)
+    layers = layering.cut_into_layers(fine.traced, fine.scan, fine_rules, max_layers=max_layers)
     return Divisible(accumulated, rules, fine, layers)
 
 
-def divided(step: Divisible, cuts: Sequence[int], remat: Sequence[Choice] = ()) -> Divided:
+def divide_into_stages(step: Divisible, cuts: Sequence[int], remat: Sequence[Choice] = ()) -> Divided:
     """The step for given stages.
 
     Args:
@@ -109,12 +109,12 @@ def divided(step: Divisible, cuts: Sequence[int], remat: Sequence[Choice] = ()) 
     step.layering.check(cuts)
     layers, cuts = _coarse(step, cuts)
     if any(choice != "none" for choice in remat):
-        layers = rematerialised(layers, cuts, remat)
+        layers = rematerialise_stages(layers, cuts, remat)
     accumulated = replace(step.accumulated, traced=layers.traced, scan=layers.scan)
     return Divided(accumulated, layers, tuple(cuts), layering_stages.assign(layers, cuts))
 
 
-def recomputing(step: Divisible, remat: Remat) -> Accumulated:
+def recompute_layers(step: Divisible, remat: Remat) -> Accumulated:
     """Returns the step as one mesh runs it, whose backward pass recomputes the layers that `remat` selects.
 
     Raises:
@@ -129,7 +129,7 @@ def recomputing(step: Divisible, remat: Remat) -> Accumulated:
         cuts, choices = [first], [remat.choice, "none"]
         step.layering.check(cuts)
     layers, cuts = _coarse(step, cuts, split_arguments=False)
-    layers = rematerialised(layers, cuts, choices)
+    layers = rematerialise_stages(layers, cuts, choices)
     return replace(step.accumulated, traced=layers.traced, scan=layers.scan)
 
 
@@ -142,7 +142,7 @@ def _coarse(step: Divisible, cuts: Sequence[int], split_arguments: bool = True) 
     points = kept_points(fine, step.layering, cuts)
     coarse = scans.cut_scans(before.traced, before.scan, points, step.rules, split_arguments=split_arguments)
     rules = factors.rules_of(coarse.traced.graph.ops(), coarse.traced.graph.values)
-    whole = layering.layering(coarse.traced, coarse.scan, rules, max_layers=1)
+    whole = layering.cut_into_layers(coarse.traced, coarse.scan, rules, max_layers=1)
     parts = [(fine.part(i), n) for n, layer in enumerate(step.layering.layers) for i in layer.ops]
     number_of = {part: n for part, n in parts if part[0] >= 0}
     made: dict[int, int] = {}  # value -> layer
@@ -169,7 +169,7 @@ def _coarse(step: Divisible, cuts: Sequence[int], split_arguments: bool = True) 
     return replace(whole, layers=tuple(layers)), starts
 
 
-def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice]) -> Layering:
+def rematerialise_stages(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice]) -> Layering:
     """Makes the backward pass of each stage recompute the values that its choice does not save.
 
     Args:
@@ -183,7 +183,7 @@ def rematerialised(layers: Layering, cuts: Sequence[int], remat: Sequence[Choice
     wanted: dict[int, Choice] = {
         op.index: choice_of[op.index]
         for op in layers.body.ops
-        if rematerialisation.dropped(op, layers.body, choice_of.get(op.index, "none"))
+        if rematerialisation.find_dropped_residuals(op, layers.body, choice_of.get(op.index, "none"))
     }
     if wanted:
         result = rematerialisation.rematerialise_scans(layers.traced, layers.scan, wanted)

@@ -35,7 +35,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.ir.graph import Op, Traced, Value
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import append_behind_makers, needed, producers, reach, values_in
+from alpa_lite.passes.ir.flow import append_behind_makers, find_needed, producers, reach, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.layers import cuts
 from alpa_lite.passes.layers.types import Layer, Layering
@@ -43,7 +43,7 @@ from alpa_lite.passes.layers.types import Layer, Layering
 PARAM, INPUT, ACTIVE = 1, 2, 3
 
 
-def layering(traced: Traced, scan: int, rules: Mapping[object, Rule], *, max_layers: int = 16) -> Layering:
+def cut_into_layers(traced: Traced, scan: int, rules: Mapping[object, Rule], *, max_layers: int = 16) -> Layering:
     """Cuts the forward pass of a micro-batch into layers.
 
     Args:
@@ -61,7 +61,7 @@ def layering(traced: Traced, scan: int, rules: Mapping[object, Rule], *, max_lay
     if not parts.forward:
         raise OptionError(f"scan={scan} has no forward operation, so there is nothing to cut into layers")
     order = _ordered(scan_op(traced, scan).bodies[0].ops, parts)
-    crossing = [*cuts.crossing(order, parts.free, values).tolist(), 0]
+    crossing = [*cuts.crossing_activation_bytes(order, parts.free, values).tolist(), 0]
     prices = [cuts.price(op, rules, values) for op in order]
     made = cuts.free_values(order, parts.free, values)
 
@@ -225,5 +225,5 @@ def _by_order(op: Op, values: Sequence[Value]) -> frozenset[int]:
     if not returned:
         return frozenset(o.index for o in view.body.ops)
     makers = producers(view.body.ops)
-    last = max((makers[v].index for v in needed(returned, makers) if v in makers), default=-1)
+    last = max((makers[v].index for v in find_needed(returned, makers) if v in makers), default=-1)
     return frozenset(o.index for o in view.body.ops if o.index <= last)

@@ -27,7 +27,7 @@ from alpa_lite.ir.graph import Atom, Op, Value
 from alpa_lite.passes.costs.fusion import EXPENSIVE_BYTES
 from alpa_lite.passes.ir import flow, min_cut, primitives
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_parts
+from alpa_lite.passes.ir.rewriting import Rewriter, rename_atom, rename_parts
 
 REPEATABLE = (primitives.IN_LOOPS | primitives.SAME_BYTES) - primitives.PLACEMENT - {"name", "gather"}
 """Operations that kernels compute element by element. Values that the user named are not computed again."""
@@ -58,7 +58,7 @@ def choose_repeated(
     Returns:
       The values that are computed again, and the operations that make them, in program order.
     """
-    vertex = {value: 2 + 2 * n for n, value in enumerate(flow.needed(required, makers))}  # v'; v'' is the next
+    vertex = {value: 2 + 2 * n for n, value in enumerate(flow.find_needed(required, makers))}  # v'; v'' is the next
     edges: dict[tuple[int, int], tuple[float, bool]] = {}  # capacity in bytes, whether it loses against an equal one
     for value, here in vertex.items():
         maker = None if value in present else makers.get(value)
@@ -163,9 +163,9 @@ def repeat_in_backward(
         names |= given | {value: enter(value) for value in (*stacks, *first) if value not in given}
     copies = copy_ops(rewriter, again, names, enter, is_remat=True)
     known = {
-        own: renamed_atom(gone[stack], names) for stack, own in after.xs if isinstance(stack, int) and stack in gone
+        own: rename_atom(gone[stack], names) for stack, own in after.xs if isinstance(stack, int) and stack in gone
     }
-    ops, carries, outputs = renamed_parts(after, known)
+    ops, carries, outputs = rename_parts(after, known)
     ops = place_at_first_use(copies, ops) if first is None else [*barrier, *copies, *ops]
     return (
         before.rebuilt(before.body.ops, before.consts, before.carries, before.xs, ys),
@@ -178,7 +178,7 @@ def place_at_first_use(copies: Sequence[Op], ops: Sequence[Op]) -> list[Op]:
     waiting = flow.producers(copies)
     found: list[Op] = []
     for op in (*ops, None):
-        wanted = list(waiting) if op is None else flow.needed([v for v in op.reads if v in waiting], waiting)
+        wanted = list(waiting) if op is None else flow.find_needed([v for v in op.reads if v in waiting], waiting)
         now = {id(waiting[value]) for value in wanted if value in waiting}
         found += [copy for copy in copies if id(copy) in now]
         waiting = {value: copy for value, copy in waiting.items() if id(copy) not in now}

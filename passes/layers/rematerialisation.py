@@ -42,7 +42,7 @@ from alpa_lite.ir.graph import Atom, Block, Op, Traced, walk
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import producers, reach, users, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
-from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, renamed_op, substituted, with_body
+from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, rename_op, replace_body, replace_op
 from alpa_lite.passes.ir.ties import Tie, ties
 from alpa_lite.passes.layers.recomputation import read_by_scans, repeat_in_backward
 from alpa_lite.passes.layers.types import Layering
@@ -103,7 +103,7 @@ def rematerialise(
     rewriter, block = Rewriter(layers.traced.graph), layers.traced.graph.block
     body = _Body(rewriter, layers, again, backward, saved, stages or {}).block()
     scan = layers.scan_op
-    return rewriter.step(layers.traced, substituted(block, scan, [with_body(scan, body)]), layers.scan)
+    return rewriter.step(layers.traced, replace_op(block, scan, [replace_body(scan, body)]), layers.scan)
 
 
 def choices(layering: Layering) -> Mapping[Choice, frozenset[int]]:
@@ -170,7 +170,7 @@ class _Body:
                 after = self.after.get(self.layer_of[self.made[value].index], {})
                 names.update((v, after[v]) for v in op.reads if v in after and v not in names and v not in self.made)
             self.chosen_again(op, names)
-            self.out.append(renamed_op(op, names))
+            self.out.append(rename_op(op, names))
         return Block(self.body.inputs, tuple(self.out), self.body.outputs)
 
     def forward_first(self) -> list[Op]:
@@ -276,18 +276,18 @@ def rematerialise_scans(traced: Traced, scan: int, choices: Mapping[int, Choice]
     rewriter, ops = Rewriter(traced.graph), list(body.ops)
     for n, op in enumerate(body.ops):
         choice = choices.get(op.index, "none")
-        stacks = dropped(op, body, choice)
+        stacks = find_dropped_residuals(op, body, choice)
         gone = {stack: atom for atom, stack in ScanView(ops[n]).ys if stack in stacks} if stacks else {}
         for m, reader in enumerate(body.ops):
             if not stacks.isdisjoint(reader.reads):
                 view = ScanView(ops[n])
                 first = _needed(view, gone, choice)
                 ops[n], ops[m] = repeat_in_backward(rewriter, view, ScanView(ops[m]), gone, view.body.ops, first)
-    made = with_body(outer, Block(body.inputs, tuple(ops), body.outputs))
-    return rewriter.step(traced, substituted(traced.graph.block, outer, [made]), scan)
+    made = replace_body(outer, Block(body.inputs, tuple(ops), body.outputs))
+    return rewriter.step(traced, replace_op(traced.graph.block, outer, [made]), scan)
 
 
-def dropped(op: Op, body: Block, choice: Choice) -> frozenset[int]:
+def find_dropped_residuals(op: Op, body: Block, choice: Choice) -> frozenset[int]:
     """The stacked results of a forward scan that backward scans alone read, and that a choice computes again."""
     if op.name != "scan" or choice == "none" or any(o.has_effects for o in walk(op.bodies[0])):
         return frozenset()

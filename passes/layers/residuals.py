@@ -30,7 +30,7 @@ from dataclasses import replace
 from alpa_lite.ir.graph import Atom, Block, Op, Traced, Value, walk
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import Rewriter, renamed_parts
+from alpa_lite.passes.ir.rewriting import Rewriter, rename_parts
 from alpa_lite.passes.layers import recomputation
 
 KEEPING_WEIGHT = 1 / 16
@@ -97,7 +97,7 @@ def _choose(
       body that the backward body repeats, in program order. Both are empty if nothing pays.
     """
     body = forward.body
-    varying = flow.made_of(body.ops, forward.inputs.carry)
+    varying = flow.find_dependents(body.ops, forward.inputs.carry)
     required = {atom: stack for stack, atom in read.items() if atom in varying}
     makers = flow.producers(filter(recomputation.is_repeatable, body.ops))
     if makers.keys().isdisjoint(required):
@@ -149,5 +149,5 @@ def _sink_constants(rewriter: Rewriter, op: Op, makers: Mapping[int, Op]) -> Op:
         return consts[-1][1]
 
     copies = recomputation.copy_ops(rewriter, again, names, enter, is_remat=False)
-    ops, carries, ys = renamed_parts(view, {own: names[atom] for atom, own in required.items() if atom in repeated})
+    ops, carries, ys = rename_parts(view, {own: names[atom] for atom, own in required.items() if atom in repeated})
     return view.rebuilt(recomputation.place_at_first_use(copies, ops), consts, carries, view.xs, ys)

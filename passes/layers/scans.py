@@ -109,7 +109,7 @@ def cut_scans(
     return Cut(step, done.scan, done.origin, done.copies, pieces, ranges)
 
 
-def cut_by_arguments(traced: Traced, bounds: Mapping[int, Bounds], rules: Mapping[object, Rule]) -> Traced:
+def cut_stacked_arguments(traced: Traced, bounds: Mapping[int, Bounds], rules: Mapping[object, Rule]) -> Traced:
     """A step without micro-batches whose stacked arguments come in pieces, as do the results that replace them.
 
     Scans over these arguments, and over what is stacked with them, are cut at the same bounds.

@@ -15,7 +15,7 @@ from dataclasses import replace
 from alpa_lite.ir.graph import Block, Op, Traced
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import Rewriter, with_body
+from alpa_lite.passes.ir.rewriting import Rewriter, replace_body
 
 
 def add_within_scans(traced: Traced, scan: int) -> tuple[Traced, int]:
@@ -46,7 +46,7 @@ def _rewrite_loop(rewriter: Rewriter, op: Op) -> Op:
     if op.name != "scan":
         return op
     body = _rewrite_block(rewriter, op.bodies[0])
-    op = op if body is op.bodies[0] else with_body(op, body)
+    op = op if body is op.bodies[0] else replace_body(op, body)
     view, makers, uses = ScanView(op), flow.producers(body.ops), flow.uses(body)
     inner: dict[int, Op] = {}  # by index
     gone: set[int] = set()
@@ -62,7 +62,7 @@ def _rewrite_loop(rewriter: Rewriter, op: Op) -> Op:
     if not gone:
         return op
     ops = tuple([inner.get(one.index, one) for one in body.ops if one.index not in gone])
-    return with_body(op, replace(body, ops=ops))
+    return replace_body(op, replace(body, ops=ops))
 
 
 def _add_in(rewriter: Rewriter, view: ScanView, summand: int, adds: Op, added: int, carry: int) -> Op:

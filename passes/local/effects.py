@@ -50,7 +50,7 @@ def _names_memory(device: Any) -> bool:
     return not isinstance(device, jax.sharding.Sharding) or device.memory_kind not in (None, "device")
 
 
-def printing(s: Setting) -> LocalForm | None:
+def print_form(s: Setting) -> LocalForm | None:
     """A callback without results: on the first device only."""
     axes = _used_axes(s)
     if not axes:

@@ -204,8 +204,8 @@ _PLAIN = """
 _IDENTITY = dict.fromkeys(primitives.PLACEMENT - {primitives.CONSTRAINT}, _identity)
 
 _EFFECTS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
-    "debug_callback": effects.printing,
-    "debug_print": effects.printing,
+    "debug_callback": effects.print_form,
+    "debug_print": effects.print_form,
     "io_callback": effects.io_callback,
 }
 
@@ -226,7 +226,7 @@ FORMS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
     "broadcast_in_dim": _broadcast_in_dim,
     "concatenate": _concatenate,
     "conv_general_dilated": windows.convolution,
-    **dict.fromkeys(primitives.CUMULATIVE, reductions.cumulative),
+    **dict.fromkeys(primitives.CUMULATIVE, reductions.cumulative_form),
     "dynamic_slice": indexing.dynamic_slice,
     "dynamic_update_slice": indexing.dynamic_update_slice,
     "gather": indexing.gather,

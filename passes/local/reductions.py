@@ -28,9 +28,9 @@ from alpa_lite.passes.local.types import (
     LocalCollective,
     LocalForm,
     Setting,
+    apply_in_bytes,
     bind,
     block_number,
-    in_bytes,
     offset,
     sharded_dims,
 )
@@ -56,15 +56,15 @@ def extremum(s: Setting) -> LocalForm | None:
     def run(x: jax.Array) -> list:
         (out,) = bind(s.op, [x], params)
         if floating:
-            out = ordered(out, carrier, largest)
+            out = float_order_to_int(out, carrier, largest)
         out = (lax.pmax if largest else lax.pmin)(out, axes)
-        return [unordered(out, dtype) if floating else out]
+        return [int_to_float_order(out, dtype) if floating else out]
 
     size = math.prod(s.local_result()) * carrier.itemsize
     return s.form(run, LocalCollective("all_reduce", axes, size))
 
 
-def ordered(x: jax.Array, carrier: np.dtype, nan_high: bool) -> jax.Array:
+def float_order_to_int(x: jax.Array, carrier: np.dtype, nan_high: bool) -> jax.Array:
     """Integers in the order of the floats x; NaN becomes the largest (or the smallest) integer."""
     wide = np.dtype(f"float{carrier.itemsize * 8}")
     bits = lax.bitcast_convert_type(lax.convert_element_type(x, wide), carrier)
@@ -73,8 +73,8 @@ def ordered(x: jax.Array, carrier: np.dtype, nan_high: bool) -> jax.Array:
     return jnp.where(jnp.isnan(x), jnp.asarray(info.max if nan_high else info.min, carrier), bits)
 
 
-def unordered(bits: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of `ordered`: the extreme integers are the bits of a NaN."""
+def int_to_float_order(bits: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of `float_order_to_int`: the extreme integers are the bits of a NaN."""
     info = np.iinfo(bits.dtype)
     bits = jnp.where(bits < 0, bits ^ info.max, bits)
     wide = lax.bitcast_convert_type(bits, np.dtype(f"float{bits.dtype.itemsize * 8}"))
@@ -90,7 +90,7 @@ def reduce_again(s: Setting) -> LocalForm | None:
     params = s.params()
 
     def run(x: jax.Array) -> list:
-        parts = in_bytes(lambda x: lax.all_gather(x, axes, axis=0), bind(s.op, [x], params)[0])
+        parts = apply_in_bytes(lambda x: lax.all_gather(x, axes, axis=0), bind(s.op, [x], params)[0])
         return bind(s.op, [parts], {**params, "axes": (0,)})
 
     return s.form(run, LocalCollective("all_gather", axes, s.mesh.product(axes) * s.result_bytes()))
@@ -106,11 +106,11 @@ def arg_extremum(s: Setting) -> LocalForm | None:
 
     def run(x: jax.Array) -> list:
         if block == 1:
-            values = in_bytes(lambda x: lax.all_gather(x, axes, axis=0), lax.squeeze(x, (dim,)))
+            values = apply_in_bytes(lambda x: lax.all_gather(x, axes, axis=0), lax.squeeze(x, (dim,)))
             return list(bind(s.op, [values], {**s.op.params, "axes": (0,)}))
         (index,) = bind(s.op, [x])
         value = jnp.take_along_axis(x, lax.expand_dims(index, (dim,)), axis=dim, mode="promise_in_bounds")
-        values = in_bytes(lambda x: lax.all_gather(x, axes, axis=0), lax.squeeze(value, (dim,)))
+        values = apply_in_bytes(lambda x: lax.all_gather(x, axes, axis=0), lax.squeeze(value, (dim,)))
         (best,) = bind(s.op, [values], {**s.op.params, "axes": (0,)})
         indices = lax.all_gather(index + offset(axes, block, index.dtype), axes, axis=0)
         return [jnp.take_along_axis(indices, best[None], axis=0, mode="promise_in_bounds")[0]]
@@ -119,7 +119,7 @@ def arg_extremum(s: Setting) -> LocalForm | None:
     return s.form(run, *(LocalCollective("all_gather", axes, parts * size) for size in sizes))
 
 
-def cumulative(s: Setting) -> LocalForm | None:
+def cumulative_form(s: Setting) -> LocalForm | None:
     """`cumsum`, `cumprod`, `cummax`, `cummin`, `cumlogsumexp`, in either direction."""
     dim, reverse = s.op.params["axis"], s.op.params["reverse"]
     axes = s.operands[0].dims[dim]
@@ -132,7 +132,7 @@ def cumulative(s: Setting) -> LocalForm | None:
         (running,) = bind(s.op, [x])
         at = 0 if reverse else running.shape[dim] - 1
         last = lax.slice_in_dim(running, at, at + 1, axis=dim)
-        totals = in_bytes(lambda x: lax.all_gather(x, axes, axis=dim, tiled=True), last)
+        totals = apply_in_bytes(lambda x: lax.all_gather(x, axes, axis=dim, tiled=True), last)
         number = lax.broadcasted_iota(np.int32, totals.shape, dim)
         mine = block_number(axes)
         earlier = number > mine if reverse else number < mine

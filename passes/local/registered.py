@@ -23,7 +23,7 @@ _JOINS = {"max": lax.pmax, "min": lax.pmin}
 
 def maker(op: Op) -> Callable[[Setting], LocalForm | None] | None:
     """Returns the maker of the form of an operation that its user gave a rule for; None for any other."""
-    return _form if registration.registered(op.primitive, op.params) is not None else None
+    return _form if registration.find_registered_rule(op.primitive, op.params) is not None else None
 
 
 def _form(s: Setting) -> LocalForm | None:

@@ -68,7 +68,7 @@ class LocalForm:
         op = self.op
         if self.own is None:
             return _jax.emit(op.primitive, self.params, op.source, op.ctx, blocks)
-        with _jax.under(op.source):
+        with _jax.equation_scope(op.source):
             return self.own(*blocks)
 
 
@@ -165,7 +165,7 @@ _CARRIERS = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8",
 """The type of a byte that holds items of fewer bits exactly."""
 
 
-def in_bytes(change: Callable[..., Any], *blocks: Any) -> Any:
+def apply_in_bytes(change: Callable[..., Any], *blocks: Any) -> Any:
     """`change` of blocks of one dtype, in which items of fewer than eight bits take a byte.
 
     XLA's CPU collectives never return for items of two bits, its compiler ends the process at their concatenation (both
@@ -178,7 +178,7 @@ def in_bytes(change: Callable[..., Any], *blocks: Any) -> Any:
     return lax.convert_element_type(change(*(lax.convert_element_type(x, wide) for x in blocks)), dtype)
 
 
-def in_mesh_order(axes: Axes, mesh: LogicalMesh) -> Axes:
+def sort_axes(axes: Axes, mesh: LogicalMesh) -> Axes:
     """Axes in the order of the mesh."""
     return tuple(a for a in mesh.axis_names if a in axes)
 
@@ -189,7 +189,7 @@ def device_number(block: int, axes: Axes, mesh: LogicalMesh) -> int:
     for axis in reversed(axes):
         block, place[axis] = divmod(block, mesh.axis_size(axis))
     number = 0
-    for axis in in_mesh_order(axes, mesh):
+    for axis in sort_axes(axes, mesh):
         number = number * mesh.axis_size(axis) + place[axis]
     return number
 
@@ -204,4 +204,4 @@ def permute_blocks(
     translated.
     """
     hops = [(device_number(a, axes, mesh), device_number(b, after or axes, mesh)) for a, b in pairs]
-    return in_bytes(lambda x: lax.ppermute(x, in_mesh_order(axes, mesh), hops), x)
+    return apply_in_bytes(lambda x: lax.ppermute(x, sort_axes(axes, mesh), hops), x)

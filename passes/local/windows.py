@@ -26,9 +26,9 @@ from alpa_lite.passes.local.types import (
     Setting,
     bind,
     block_number,
-    in_mesh_order,
     permute_blocks,
     sharded_dims,
+    sort_axes,
 )
 
 
@@ -70,7 +70,7 @@ def _halo_collectives(s: Setting, halos: Sequence[_Halo]) -> list[LocalCollectiv
         for width in (halo.left, halo.right):
             if width:
                 out.append(
-                    LocalCollective("collective_permute", in_mesh_order(halo.axes, s.mesh), others * width * itemsize)
+                    LocalCollective("collective_permute", sort_axes(halo.axes, s.mesh), others * width * itemsize)
                 )
         shape[halo.dim] += halo.left + halo.right + sum(halo.padding)
     return out
@@ -232,4 +232,4 @@ def rev(s: Setting) -> LocalForm | None:
         return [x]
 
     size = s.result_bytes()
-    return s.form(run, *(LocalCollective("collective_permute", in_mesh_order(axes, s.mesh), size) for axes in turned))
+    return s.form(run, *(LocalCollective("collective_permute", sort_axes(axes, s.mesh), size) for axes in turned))

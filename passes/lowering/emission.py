@@ -24,7 +24,7 @@ from alpa_lite import _jax
 from alpa_lite.ir.graph import Lit, Op, Traced
 from alpa_lite.ir.layout import Layout, LogicalMesh, Step
 from alpa_lite.passes.ir import evaluation, primitives
-from alpa_lite.passes.local.types import LocalForm, block_number, in_bytes, permute_blocks
+from alpa_lite.passes.local.types import LocalForm, apply_in_bytes, block_number, permute_blocks
 from alpa_lite.passes.lowering.program import (
     Body,
     Compute,
@@ -167,7 +167,7 @@ def _alone(form: LocalForm, mesh: AnyMesh) -> Callable[..., Sequence[Any]]:
     def run(*blocks: Any) -> list[Any]:
         made = form.run(*blocks)
         return [
-            in_bytes(lambda x, la=la: lax.psum(x, la.partial), x) if la.partial else x
+            apply_in_bytes(lambda x, la=la: lax.psum(x, la.partial), x) if la.partial else x
             for x, la in zip(made, form.results, strict=True)
         ]
 
@@ -251,7 +251,11 @@ class _Emitter:
                             registers[register] = _jax.materialise(registers[register])
                     results = item.form.run(*(_read(o, registers) for o in item.operands))
                 case Reshard():
-                    with _jax.under(item.used_by.source) if item.used_by is not None else contextlib.nullcontext():
+                    with (
+                        _jax.equation_scope(item.used_by.source)
+                        if item.used_by is not None
+                        else contextlib.nullcontext()
+                    ):
                         block = registers[item.source]
                         if item.late:
                             block = lax.optimization_barrier(block)
@@ -260,7 +264,7 @@ class _Emitter:
                             block = change_layout(block, step, shape, self.mesh)
                     results = [block]
                 case Loop():
-                    with _jax.under(item.op.source):
+                    with _jax.equation_scope(item.op.source):
                         results = self._loop(item, registers)
                 case Outside():
                     raise AssertionError("an operation that must be outside is inside a region")
@@ -288,7 +292,7 @@ def _read(operand: Operand, registers: Mapping[int, Any]) -> Any:
 
 def _strong(blocks: Sequence[Any]) -> list[Any]:
     """Drops weak types: carries and branch results must agree in them, and primitives do not look at them."""
-    return [_jax.strong(block) for block in blocks]
+    return [_jax.drop_weak_type(block) for block in blocks]
 
 
 def _tied(body: Body, traced: Traced) -> frozenset[int]:
@@ -310,7 +314,7 @@ def _tied(body: Body, traced: Traced) -> frozenset[int]:
 
 def change_layout(block: Any, step: Step, shape: tuple[int, ...], mesh: LogicalMesh) -> Any:
     """One elementary change of layout of a local block."""
-    return in_bytes(lambda x: _change_layout(x, step, shape, mesh), block)
+    return apply_in_bytes(lambda x: _change_layout(x, step, shape, mesh), block)
 
 
 def _change_layout(block: Any, step: Step, shape: tuple[int, ...], mesh: LogicalMesh) -> Any:

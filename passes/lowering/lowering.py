@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite.ir.graph import Atom, Block, Lit, Op, Traced
-from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, replicated, reshard_steps
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, replicated_layout, reshard_steps
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.ir.remembered import Memo
@@ -33,7 +33,7 @@ from alpa_lite.passes.lowering.program import (
     Reshard,
 )
 from alpa_lite.passes.sharding.groups import Grouping
-from alpa_lite.passes.sharding.kinds import served_again
+from alpa_lite.passes.sharding.kinds import find_regathered
 from alpa_lite.passes.sharding.space import Strategy, layout_of
 
 
@@ -62,7 +62,7 @@ class _Lowering:
 
     def __post_init__(self) -> None:
         grouping, self.values = self.grouping, self.traced.graph.values
-        self.state = frozenset() if self.late_from is None else served_again(self.traced, grouping)
+        self.state = frozenset() if self.late_from is None else find_regathered(self.traced, grouping)
         self.member = {op: (g, f) for g in grouping.groups for op, f in zip(g.ops, g.op_factors, strict=True)}
         self.made: dict[int, int] = {}  # value -> its register in the layout in which it is made
         self.where: dict[tuple[int, Layout, bool], int] = {}  # in others; of lazy values in any
@@ -109,7 +109,7 @@ class _Lowering:
 
     def whole_layout(self, atom: Atom) -> Layout:
         """The layout of a value whole on every device."""
-        return replicated(len((atom.aval if isinstance(atom, Lit) else self.values[atom]).shape))
+        return replicated_layout(len((atom.aval if isinstance(atom, Lit) else self.values[atom]).shape))
 
     def define(self, value: int, layout: Layout) -> int:
         """Gives a value the register in which it is made."""
@@ -161,7 +161,9 @@ class _Lowering:
         form = local_form(op, rule, tuple(axes), self.values, self.mesh)
         if form is None or form.results[result].dims != layout.dims:
             assert not layout.is_replicated, (op.name, layout)
-            self.where[key] = self.reshard(value, self.make(value, replicated(len(layout.dims))), self.new(layout))
+            self.where[key] = self.reshard(
+                value, self.make(value, replicated_layout(len(layout.dims))), self.new(layout)
+            )
             return self.where[key]
         operands = self.fetch_all(op.operands, form.operands)
         self.where[key] = self.new(layout)
@@ -255,9 +257,9 @@ class _Lowering:
             cond, body = op.bodies
             loop = WhileView(op)
             layouts = [home(v) for v in (*loop.cond(cond.inputs)[0], *body.inputs)]
-            nested = [(cond, [replicated(0)]), (body, [home(v) for v in loop.body(body.inputs)[1]])]
+            nested = [(cond, [replicated_layout(0)]), (body, [home(v) for v in loop.body(body.inputs)[1]])]
         else:
-            layouts = [replicated(0), *map(home, op.bodies[0].inputs)]
+            layouts = [replicated_layout(0), *map(home, op.bodies[0].inputs)]
             nested = [(branch, [*map(home, op.results)]) for branch in op.bodies]
         operands = self.fetch_all(op.operands, layouts)
         bodies = tuple(self.nested(block, wanted) for block, wanted in nested)

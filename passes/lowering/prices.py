@@ -26,7 +26,7 @@ from alpa_lite.ir.graph import Op, Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.costs.flops import flops_of, working_dtype
 from alpa_lite.passes.lowering.program import Body, Communicated, Compute, Instruction, LocalProgram, Loop, collectives
-from alpa_lite.passes.sharding.costs import attention_efficiency, combinable
+from alpa_lite.passes.sharding.costs import attention_efficiency, combinable_kinds
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.plan.records import Collective
@@ -120,7 +120,7 @@ class Prices:
         """
         alpha, beta = self.cost.coefficients(collective.kind, collective.axes, collective.bytes)
         share = 1.0
-        if move is not None and collective.kind in combinable(self.cost):
+        if move is not None and collective.kind in combinable_kinds(self.cost):
             share = self.shares.get(move, 1.0)
         return alpha * share * collective.count, beta * collective.bytes * collective.count
 

@@ -16,7 +16,7 @@ from alpa_lite import _jax
 from alpa_lite.ir.graph import Lit, Op, Traced, Value
 from alpa_lite.ir.layout import Layout, LogicalMesh, Step
 from alpa_lite.passes.ir.loops import body_runs
-from alpa_lite.passes.local.types import LocalForm, in_mesh_order
+from alpa_lite.passes.local.types import LocalForm, sort_axes
 from alpa_lite.plan.records import Collective
 
 Operand = int | Lit
@@ -133,12 +133,12 @@ def _collectives(body: Body, trips: int, mesh: LogicalMesh, values: Sequence[Val
                 for step in steps:
                     if step.kind != "slice":
                         size = step.payload(values[value].shape, values[value].itemsize, mesh)
-                        axes = in_mesh_order(step.communicating(mesh), mesh)
-                        yield Collective(step.kind, axes, size, trips, 0, where_of(op)), (value, int(late)), op
+                        axes = sort_axes(step.communicating(mesh), mesh)
+                        yield Collective(step.kind, axes, size, trips, 0, source_line_of(op)), (value, int(late)), op
             case Compute(op=op, form=form):
                 for c in form.collectives:
-                    axes = in_mesh_order(c.axes, mesh)
-                    yield Collective(c.kind, axes, c.bytes, trips, 0, where_of(op)), None, op
+                    axes = sort_axes(c.axes, mesh)
+                    yield Collective(c.kind, axes, c.bytes, trips, 0, source_line_of(op)), None, op
             case Loop(op=op, bodies=bodies):
                 for inner in bodies:
                     yield from _collectives(inner, trips * body_runs(op), mesh, values)
@@ -174,6 +174,6 @@ def read_before(instructions: Iterable[Instruction]) -> set[int]:
     return found
 
 
-def where_of(op: Op | None) -> str:
+def source_line_of(op: Op | None) -> str:
     """The source line of the op that uses a value; None is an output of the step."""
-    return _jax.where(op.source) if op is not None else "output"
+    return _jax.describe_location(op.source) if op is not None else "output"

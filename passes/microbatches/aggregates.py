@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from alpa_lite.ir.graph import Atom, Block, Lit, Op, Value
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
-from alpa_lite.passes.microbatches.states import fixed_point, is_zero, linear
+from alpa_lite.passes.microbatches.states import fixed_point, is_zero, linear_operands
 
 SUMMATIONS = primitives.LINEAR_IN_EACH - {"mul"} | primitives.SCATTER_ADDITIONS | {"reduce_sum"}
 """Operations that add up terms of single examples where a dim of examples is not among the dims of the result."""
@@ -86,7 +86,7 @@ class Aggregates:
             is_sum = op.name in SUMMATIONS and (Tag.SUM not in given or added_to == Tag.SUM == given[0])
             return Tag.SUM if is_sum and added_to in (Tag.ZERO, Tag.SUM) else Tag.OTHER
         if Tag.SUM in given:
-            wanted = linear(op, [tag == Tag.SUM for tag in given], self._values)
+            wanted = linear_operands(op, [tag == Tag.SUM for tag in given], self._values)
             summands = [tag for tag, want in zip(given, wanted or (), strict=False) if want]
             return Tag.SUM if summands and {Tag.SUM, Tag.ZERO}.issuperset(summands) else Tag.OTHER
         is_same = op.name in primitives.RESHAPES and len(given) == 1

@@ -34,10 +34,10 @@ from alpa_lite.passes.microbatches.states import (
     State,
     StepStates,
     is_intensive,
-    linear,
-    sliced,
+    linear_operands,
+    sliced_state,
 )
-from alpa_lite.passes.microbatches.transfer import Transfer, with_inner_results
+from alpa_lite.passes.microbatches.transfer import Transfer, role_with_inner_results
 
 _CONTROL = ("scan", "map", "while", "cond")
 
@@ -181,7 +181,7 @@ class Analysis:
         if PARTIAL in given and not op.bodies and found.kind == "copy" and not self._stays(op, given, found):
             self._put_after(op, None)
             return
-        states.decide(op, with_inner_results(found) if found.kind in _CONTROL else found)
+        states.decide(op, role_with_inner_results(found) if found.kind in _CONTROL else found)
 
     def _compute_ahead(self, op: Op, given: Sequence[State]) -> Role:
         """Computed before the loop; results that still hold single examples are cut: their readers are in the loop."""
@@ -194,7 +194,7 @@ class Analysis:
                 window = op.params["dimension_numbers"].offset_dims
                 dims = frozenset(d for d, n in enumerate(shape) if n == size and d not in window)
             fits = [d for d in sorted(dims) if shape[d] % self.parts == 0]
-            cut.append(sliced(fits[0]) if fits and not op.bodies else WHOLE)
+            cut.append(sliced_state(fits[0]) if fits and not op.bodies else WHOLE)
         return Role("whole", (WHOLE,) * len(op.operands), tuple(cut))
 
     # -- after the loop -------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class Analysis:
             if self.states.state[atom] == PARTIAL:
                 return chain
             op, _ = self.states.producers[atom]
-            if op.name not in primitives.LINEAR_CHAIN or linear(op, [True], self.states.values) is None:
+            if op.name not in primitives.LINEAR_CHAIN or linear_operands(op, [True], self.states.values) is None:
                 return None
             chain.append(op)
             atom = op.operands[0]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.ir.graph import Argument, Traced
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 
 
 class BatchArray(NamedTuple):
@@ -38,7 +38,7 @@ def batch_arrays(traced: Traced) -> list[BatchArray]:
     """Each argument of the batch that is not a scalar."""
     values = traced.graph.values
     return [
-        BatchArray(shown(argument.path), value, values[value].shape)
+        BatchArray(format_path(argument.path), value, values[value].shape)
         for argument, value in inputs_of(traced)
         if argument.role == "batch" and values[value].shape
     ]

@@ -22,8 +22,8 @@ from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import reach, values_in
 from alpa_lite.passes.ir.keys import CONTROL_FLOW_JAXPRS
 from alpa_lite.passes.ir.loops import ScanView, WhileView
-from alpa_lite.passes.ir.rewriting import renamed_block
-from alpa_lite.passes.microbatches.builder import Builder, PositionDependent, selected, with_number
+from alpa_lite.passes.ir.rewriting import rename_block
+from alpa_lite.passes.microbatches.builder import Builder, PositionDependent, pair_with_number, select_microbatch
 from alpa_lite.passes.microbatches.states import (
     AFTER,
     INNER,
@@ -86,7 +86,7 @@ class Scope:
         """The block, with values of parents as its first inputs, under names of its own."""
         names: dict[int, Atom] = {value: self.builder.fresh(value) for value in consts}
         inputs = (*values_in(names.values()), *self.carried, *(value for _, value in self.xs))
-        return renamed_block(Block(inputs, tuple(self.ops), tuple(self.outputs)), names)
+        return rename_block(Block(inputs, tuple(self.ops), tuple(self.outputs)), names)
 
     # -- fetching -------------------------------------------------------------------------------------------------
 
@@ -132,11 +132,11 @@ class Scope:
             return found
         if not jnp.issubdtype(self.builder.values[value].dtype, jnp.inexact):
             return self._only_in(parts - 1, found, self.source(value))
-        return self.trace(with_number, [found], self.source(value), lax.div, parts)
+        return self.trace(pair_with_number, [found], self.source(value), lax.div, parts)
 
     def _only_in(self, number: int, atom: Atom, source: Any = None) -> Atom:
         """The value in one micro-batch, zeros in the others."""
-        return self.trace(selected, [self.counter, atom], source, number)
+        return self.trace(select_microbatch, [self.counter, atom], source, number)
 
     def _whole(self, value: int, want: State) -> Atom:
         """A value that this block computes from values that are the same in all micro-batches."""
@@ -287,7 +287,7 @@ class Scope:
         found = self.append(form.run, operands, kind=kind, source=source, once=once)
         for value, state, atom in zip(op.results, role.results, found, strict=True):
             if role.scale and state == LOCAL and self.builder.parts > 1:
-                atom = self.trace(with_number, [atom], op.source, lax.mul, self.builder.parts)
+                atom = self.trace(pair_with_number, [atom], op.source, lax.mul, self.builder.parts)
             self.define(value, state, atom)
 
     def _emit_control(self, op: Op, role: Role) -> None:

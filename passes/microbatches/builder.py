@@ -29,7 +29,7 @@ from jax import lax
 
 from alpa_lite.ir.graph import Block, Op
 from alpa_lite.passes.blockwise import FunctionWriter
-from alpa_lite.passes.microbatches.states import AXIS, State, StepStates, sliced
+from alpa_lite.passes.microbatches.states import AXIS, State, StepStates, sliced_state
 
 
 class PositionDependent(Exception):
@@ -62,7 +62,7 @@ class Cuts:
         dim = state.dim
         if state.segments:
             pieces = lax.split(x, state.segments, dim)
-            return lax.concatenate([self.cut(sliced(dim), piece) for piece in pieces], dim + 1)
+            return lax.concatenate([self.cut(sliced_state(dim), piece) for piece in pieces], dim + 1)
         split, axis = self._split(x, dim), dim + self.strided
         if axis:
             split = lax.transpose(split, (axis, *(d for d in range(split.ndim) if d != axis)))
@@ -73,7 +73,7 @@ class Cuts:
         dim = state.dim
         if state.segments:
             pieces = lax.split(x, state.segments, dim)
-            return lax.concatenate([self.one(sliced(dim), number, piece) for piece in pieces], dim)
+            return lax.concatenate([self.one(sliced_state(dim), number, piece) for piece in pieces], dim)
         if self.strided:
             split = self._split(x, dim)
             return _merge(lax.dynamic_index_in_dim(split, number, dim + 1, keepdims=False), dim, 2)
@@ -87,7 +87,7 @@ class Cuts:
             return lax.squeeze(x, (0,))  # of any kind, a number without dims as well
         if state.segments:
             pieces = lax.split(x, [n // self.parts for n in state.segments], dim + 1)
-            return lax.concatenate([self.join(sliced(dim), piece) for piece in pieces], dim)
+            return lax.concatenate([self.join(sliced_state(dim), piece) for piece in pieces], dim)
         if self.strided:
             examples = self.examples // self.parts
             x = lax.reshape(x, (*x.shape[: dim + 1], examples, x.shape[dim + 1] // examples, *x.shape[dim + 2 :]))
@@ -134,12 +134,12 @@ class Builder(FunctionWriter):
         return result
 
 
-def with_number(function: Callable[..., jax.Array], number: int, x: jax.Array) -> jax.Array:
+def pair_with_number(function: Callable[..., jax.Array], number: int, x: jax.Array) -> jax.Array:
     """A function of an array and a number of its type."""
     return function(x, jnp.asarray(number, x.dtype))
 
 
-def selected(number: int, count: jax.Array, x: jax.Array) -> jax.Array:
+def select_microbatch(number: int, count: jax.Array, x: jax.Array) -> jax.Array:
     """An array in the micro-batch with a number, zeros in the others."""
     x = jnp.asarray(x)
     return lax.select(lax.broadcast(lax.eq(count, np.int32(number)), x.shape), x, lax.full_like(x, 0))

@@ -32,7 +32,7 @@ from alpa_lite.errors import MicrobatchError
 from alpa_lite.ir.graph import Atom, Block, Graph, Op, Value
 from alpa_lite.passes.ir.flow import reach, values_in
 from alpa_lite.passes.ir.loops import Carried
-from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op, shape_of
+from alpa_lite.passes.ir.rewriting import rename_atom, rename_op, shape_of
 from alpa_lite.passes.microbatches.blocks import Scope
 from alpa_lite.passes.microbatches.builder import Builder, check_independent_of_position
 from alpa_lite.passes.microbatches.states import (
@@ -73,7 +73,7 @@ def emit(states: StepStates, *, strided: bool = False) -> tuple[Graph, int]:
         loop.emit(op)
     scan, post = loop.finish()
     before, after = loop.outside(scan)
-    outputs = tuple(renamed_atom(atom, loop.names) for atom in block.outputs)
+    outputs = tuple(rename_atom(atom, loop.names) for atom in block.outputs)
     graph = builder.finish(Block(block.inputs, (*before, scan, *post, *after), outputs))
     if scan.index not in builder.place:
         raise WithoutLoop
@@ -145,7 +145,7 @@ class _Loop(Scope):
                 continue  # before the loop, with all of its results
             part = _part(op, late) if op.results or not self._is_later(op) else op
             if part is not None:
-                after.append(renamed_op(part, self.names))
+                after.append(rename_op(part, self.names))
         return [*before, *self.prepared], after
 
     def _is_later(self, op: Op) -> bool:

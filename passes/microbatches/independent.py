@@ -32,12 +32,12 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Block, Graph, Lit, Op, Traced, walk
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import made_of, values_in
-from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_op
+from alpa_lite.passes.ir.flow import find_dependents, values_in
+from alpa_lite.passes.ir.rewriting import Rewriter, rename_atom, rename_op
 from alpa_lite.passes.microbatches.aggregates import Aggregates, Tag
 from alpa_lite.passes.microbatches.emission import emit
 from alpa_lite.passes.microbatches.messages import notes_on_leaves
-from alpa_lite.passes.microbatches.states import AFTER, LOCAL, PARTIAL, WHOLE, Role, State, StepStates, sliced
+from alpa_lite.passes.microbatches.states import AFTER, LOCAL, PARTIAL, WHOLE, Role, State, StepStates, sliced_state
 
 
 class TraceMismatch(Exception):
@@ -125,7 +125,7 @@ class IndependentLoop:
         block = small.graph.block
         batch = {block.inputs[i] for i in dims}
         passes = [op for op in block.ops if op.index not in update]  # forward and backward
-        of_batch = made_of(passes, batch)
+        of_batch = find_dependents(passes, batch)
         self.before = [op for op in passes if of_batch.isdisjoint(op.results)]
         self.inside = [op for op in passes if not of_batch.isdisjoint(op.results)]
         self.after = [op for op in block.ops if op.index in update]
@@ -139,7 +139,7 @@ class IndependentLoop:
         self.combined = {value: self._combination(value, value in normed) for value in self.exports}
         self.terms = self._find_terms_added_once()
         unknown = {v for v, state in self.combined.items() if state.kind == "sliced"} | batch
-        of_examples = made_of(self.after, unknown)
+        of_examples = find_dependents(self.after, unknown)
         self.updates = [op for op in self.after if of_examples.isdisjoint(op.reads)]  # those that need no example
         self.draws = self._find_draws(of_batch)
         self.states = self._states()
@@ -151,7 +151,7 @@ class IndependentLoop:
         aval, is_sum = self.pair.small.values[value], self.aggregates.of(value) == Tag.SUM
         dim = self.pair.one_grown_dim(value, "a result has a value for each pair of examples of the batch")
         if dim is not None:
-            return sliced(dim)
+            return sliced_state(dim)
         if aval.dtype == np.bool_:
             raise TraceMismatch("a result is a truth value of the whole batch")
         return PARTIAL if is_sum and not (is_normed and _is_float(aval)) else LOCAL
@@ -161,7 +161,7 @@ class IndependentLoop:
         pair, block = self.pair, self.pair.small.block
         inputs = zip(self.arguments, block.inputs, strict=False)
         state = {v for argument, v in inputs if argument.role == "state" and _is_float(pair.small.values[v])}
-        of_state = made_of(passes, state)
+        of_state = find_dependents(passes, state)
 
         def divides(op: Op) -> bool:
             if pair.literals_differ(op):
@@ -171,7 +171,7 @@ class IndependentLoop:
                 return False
             return not pair.grown_dims(by)  # examples are divided by values of their own for other reasons
 
-        normed = made_of(passes, {v for op in passes if divides(op) for v in op.results})
+        normed = find_dependents(passes, {v for op in passes if divides(op) for v in op.results})
         for op in reversed(self.after):
             if not normed.isdisjoint(op.results) or pair.literals_differ(op):
                 normed.update(op.reads)
@@ -190,7 +190,7 @@ class IndependentLoop:
             operands = self.aggregates.once.get(op.index)
             if not operands:
                 continue
-            reached = made_of(self.inside, op.results)
+            reached = find_dependents(self.inside, op.results)
             states = {state for value, state in self.combined.items() if value in reached}
             if {LOCAL, PARTIAL} <= states:
                 raise TraceMismatch("it adds a value that no example reaches to a sum and to a mean over examples")
@@ -200,7 +200,9 @@ class IndependentLoop:
 
     def _find_draws(self, of_batch: Collection[int]) -> dict[int, int]:
         """Random values that the loop reads and whose shape comes from the batch: value -> the dim that is cut."""
-        random = made_of(self.before, {v for op in self.before if op.name in primitives.DRAWS for v in op.results})
+        random = find_dependents(
+            self.before, {v for op in self.before if op.name in primitives.DRAWS for v in op.results}
+        )
         used = sorted(random.intersection(v for op in self.inside for v in op.reads).difference(of_batch))
         dims = {
             v: self.pair.one_grown_dim(v, "random numbers are drawn for pairs of examples of the batch") for v in used
@@ -234,14 +236,14 @@ class IndependentLoop:
         joined = {v for v, state in self.combined.items() if state.kind == "sliced"}
         for value in joined:
             rewriter.values[own[value]] = big.values[self.pair.big_value[value]]
-        before = [*self._twins(self.before), *(renamed_op(copy[op.index], arguments) for op in self.before)]
-        inside = [renamed_op(copy[op.index], {**arguments, **drawn}) for op in self.inside]
+        before = [*self._twins(self.before), *(rename_op(copy[op.index], arguments) for op in self.before)]
+        inside = [rename_op(copy[op.index], {**arguments, **drawn}) for op in self.inside]
         whole = {self.pair.big_value[v]: own[v] for v in self.exports}
-        after = [renamed_op(copy[op.index], arguments) for op in self.updates]
-        after += [renamed_op(op, whole) for op in self._twins(self.after)]
+        after = [rename_op(copy[op.index], arguments) for op in self.updates]
+        after += [rename_op(op, whole) for op in self._twins(self.after)]
         made = {v for v in self.exports if v not in joined} | {v for op in self.updates for v in op.results}
         outputs = [
-            own[a] if isinstance(a, int) and a in made and not self.pair.grown_dims(a) else renamed_atom(b, whole)
+            own[a] if isinstance(a, int) and a in made and not self.pair.grown_dims(a) else rename_atom(b, whole)
             for a, b in zip(small.block.outputs, big.block.outputs, strict=True)
         ]
         block = Block((*big.block.inputs, *copied.inputs[count:]), (*before, *inside, *after), tuple(outputs))
@@ -250,7 +252,7 @@ class IndependentLoop:
         for op in before:
             states.decide(op, states.whole(op))
         exported = {own[v]: state for v, state in self.combined.items()}
-        draws = {self.pair.big_value[v]: sliced(dim) for v, dim in self.draws.items()}
+        draws = {self.pair.big_value[v]: sliced_state(dim) for v, dim in self.draws.items()}
         for op, new in zip(self.inside, inside, strict=True):
             given = [draws.get(a, states.of(a)) if isinstance(a, int) else WHOLE for a in new.operands]
             for i in self.terms.get(op.index, ()):

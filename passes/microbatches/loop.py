@@ -28,7 +28,7 @@ from typing import Any
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, MicrobatchError
 from alpa_lite.ir.graph import Traced
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors
@@ -135,7 +135,7 @@ def accumulate(
     for cut, small in retraced:
         if small is not None:
             return _accumulate_independently(traced, small, parts, cut, refusals[0])
-    raise find_indivisible(traced, parts) or messages.with_guessed_batch(refusals[0], traced)
+    raise find_indivisible(traced, parts) or messages.add_guessed_batch(refusals[0], traced)
 
 
 def _accumulate_exactly(traced: Traced, analysis: Analysis, cut: Cut, strided: bool) -> Accumulated:
@@ -148,7 +148,7 @@ def _accumulate_exactly(traced: Traced, analysis: Analysis, cut: Cut, strided: b
             is_strided = False
             graph, scan = emit(analysis.states)
     except WithoutLoop as error:
-        raise messages.without_loop(analysis, error) from error
+        raise messages.empty_loop_error(analysis, error) from error
     notes = [messages.cut_note(traced, parts, cut), *messages.notes_on_analysis(traced, analysis)]
     if is_strided:
         sizes = {traced.graph.values[value].shape[dim] for value, dim in cut.dims.items()}
@@ -213,7 +213,7 @@ def _retrace_small(traced: Traced, parts: int, cut: Cut, retrace: Retrace | None
         return retrace(shapes)
     except Exception as error:
         number = min(shapes)
-        where = f"{shown(traced.arguments[number].path)} has shape {list(shapes[number])}"
+        where = f"{format_path(traced.arguments[number].path)} has shape {list(shapes[number])}"
         if not isinstance(error, _SHAPE_ERRORS):
             error.add_note(f"This was raised when the step was traced on one micro-batch of {parts}, in which {where}.")
             raise

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from alpa_lite import _jax
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.ir.graph import Argument, Block, Graph, Op, Traced, walk
-from alpa_lite.ir.paths import shown, tokens
+from alpa_lite.ir.paths import format_path, tokens
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.microbatches.analysis import Analysis, Refused
 from alpa_lite.passes.microbatches.batch import Cut, argument_dims
@@ -47,7 +47,7 @@ def refusal(refused: Refused, parts: int, allow_inexact: bool, graph: Graph) -> 
     return MicrobatchError(f"{text}; use num_microbatches=1, or allow_inexact=True to {within}")
 
 
-def without_loop(analysis: Analysis, error: Exception) -> MicrobatchError:
+def empty_loop_error(analysis: Analysis, error: Exception) -> MicrobatchError:
     """The error for a step of which nothing is in the loop: all its readers of the batch come before or after it."""
     reasons = [*analysis.ahead.values(), *analysis.after.values()]
     failure = next((one.cause for one in reasons if one.cause is not None), None)
@@ -56,7 +56,7 @@ def without_loop(analysis: Analysis, error: Exception) -> MicrobatchError:
     return MicrobatchError(f"num_microbatches={analysis.parts}: {error}; use num_microbatches=1")
 
 
-def with_guessed_batch(error: MicrobatchError, traced: Traced) -> MicrobatchError:
+def add_guessed_batch(error: MicrobatchError, traced: Traced) -> MicrobatchError:
     """A refusal that names the arguments that were taken as the batch, if several were: one may be a parameter."""
     names = {tokens(argument.path)[0] for argument in traced.arguments if argument.role == "batch"}
     if len(names) < 2 or traced.batch_named:
@@ -69,7 +69,7 @@ def with_guessed_batch(error: MicrobatchError, traced: Traced) -> MicrobatchErro
 
 def name_op(op: Op, graph: Graph) -> str:
     """The operation and its source line; where JAX has lost that, the line of its operands."""
-    where = _jax.where(op.source)
+    where = _jax.describe_location(op.source)
     if not _jax.source_line(op.source):
         makers = {value: maker for maker in graph.ops() for value in maker.results}
         near = [op]
@@ -87,7 +87,7 @@ def cut_note(traced: Traced, parts: int, cut: Cut) -> str:
     sizes = {}
     for number, dim in argument_dims(traced, cut.dims).items():
         shape = traced.graph.values[traced.graph.block.inputs[number]].shape
-        sizes[f"dim {dim} of {shown(traced.arguments[number].path)}"] = shape[dim]
+        sizes[f"dim {dim} of {format_path(traced.arguments[number].path)}"] = shape[dim]
     if set(sizes.values()) == {cut.size}:
         number = "1 micro-batch" if parts == 1 else f"{parts} micro-batches"
         return f"{number} of {cut.size // parts} examples: {', '.join(sizes)}"
@@ -119,7 +119,7 @@ def notes_on_leaves(outputs: Sequence[Argument], states: StepStates, inexact: Se
     """
     kinds, notes = _combined_leaves(outputs, states, inexact), []
     for kind in COMBINED:
-        paths = [shown(path) for path, one in kinds.items() if one == kind]
+        paths = [format_path(path) for path, one in kinds.items() if one == kind]
         more = len(paths) - MAX_NAMED
         if paths:
             notes.append(f"{kind}: {', '.join(paths[:MAX_NAMED])}" + (f" and {more} others" if more > 0 else ""))
@@ -129,7 +129,7 @@ def notes_on_leaves(outputs: Sequence[Argument], states: StepStates, inexact: Se
 def _combined_leaves(outputs: Sequence[Argument], states: StepStates, own: Sequence[Op]) -> dict[str, str]:
     """How micro-batches are combined into each leaf of the result that depends on an inexact operation, by path."""
     block, state = states.graph.block, states.state
-    inexact = flow.made_of(block.ops, [value for op in own for value in op.results])
+    inexact = flow.find_dependents(block.ops, [value for op in own for value in op.results])
     makers = flow.producers(block.ops)
 
     def kind(value: int) -> str:

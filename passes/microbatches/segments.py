@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alpa_lite.ir.graph import Lit, Op, Value
-from alpa_lite.passes.microbatches.states import WHOLE, Role, State, sliced
+from alpa_lite.passes.microbatches.states import WHOLE, Role, State, sliced_state
 
 Segments = tuple[int, ...]
 _Found = tuple[list[State], list[State], dict[str, Any]]
@@ -78,11 +78,11 @@ def segmented_role(
 
 def _concatenate(case: _Case) -> _Found | None:
     dim, shapes = case.op.params["dimension"], case.shapes
-    wanted = [s if s.kind == "sliced" else sliced(dim) for s in case.states]
+    wanted = [s if s.kind == "sliced" else sliced_state(dim) for s in case.states]
     if any(s.dim != dim for s in wanted) or any(shape[dim] % case.parts for shape in shapes):
         return None
     found = [n for s, shape in zip(wanted, shapes, strict=True) for n in s.segment_sizes(shape[dim])]
-    return wanted, [sliced(dim, segments=found)], {}
+    return wanted, [sliced_state(dim, segments=found)], {}
 
 
 def _tile(case: _Case) -> _Found | None:
@@ -90,7 +90,7 @@ def _tile(case: _Case) -> _Found | None:
     copies = case.op.params["reps"][dim]
     if case.shapes[0][dim] % case.parts:
         return None
-    return [case.first], [sliced(dim, segments=case.segments * copies)], {}
+    return [case.first], [sliced_state(dim, segments=case.segments * copies)], {}
 
 
 def _between(segments: Segments, start: int, stop: int) -> Segments | None:
@@ -107,7 +107,7 @@ def _slice(case: _Case) -> _Found | None:
         return None
     start[dim], stop[dim] = start[dim] // case.parts, stop[dim] // case.parts
     changes = {"start_indices": tuple(start), "limit_indices": tuple(stop)}
-    return [case.first], [sliced(dim, segments=found)], changes
+    return [case.first], [sliced_state(dim, segments=found)], changes
 
 
 def _split(case: _Case) -> _Found | None:
@@ -118,7 +118,7 @@ def _split(case: _Case) -> _Found | None:
     if not all(found):
         return None
     changes = {"sizes": tuple(n // case.parts for n in sizes)}
-    return [case.first], [sliced(dim, segments=one or ()) for one in found], changes
+    return [case.first], [sliced_state(dim, segments=one or ()) for one in found], changes
 
 
 def _pad(case: _Case) -> _Found | None:
@@ -134,7 +134,7 @@ def _pad(case: _Case) -> _Found | None:
     config[dim] = (low // case.parts, high // case.parts, 0)
     if low % case.parts or high % case.parts:
         return None
-    return [case.first, WHOLE], [sliced(dim, segments=whole)], {"padding_config": tuple(config)}
+    return [case.first, WHOLE], [sliced_state(dim, segments=whole)], {"padding_config": tuple(config)}
 
 
 def _reshape(case: _Case) -> _Found | None:
@@ -150,7 +150,11 @@ def _reshape(case: _Case) -> _Found | None:
         each = size // count
         if each * math.prod(after[position + 1 :]) == length and each % case.parts == 0 and each > 1:
             local = tuple(n // case.parts if d == position else n for d, n in enumerate(after))
-            return [case.first], [sliced(position, segments=(each,) * count)], {"new_sizes": local, "sharding": None}
+            return (
+                [case.first],
+                [sliced_state(position, segments=(each,) * count)],
+                {"new_sizes": local, "sharding": None},
+            )
     return None
 
 

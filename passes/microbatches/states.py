@@ -65,7 +65,7 @@ class State(NamedTuple):
 WHOLE, INNER, PARTIAL, LOCAL, AFTER = (State(kind) for kind in ("whole", "inner", "partial", "local", "after"))
 
 
-def sliced(dim: int, segments: Sequence[int] = ()) -> State:
+def sliced_state(dim: int, segments: Sequence[int] = ()) -> State:
     """The state of a value of which micro-batch t has block t of `dim`."""
     return State("sliced", dim, tuple(segments) if len(segments) > 1 else ())
 
@@ -95,7 +95,7 @@ def state_of(layout: Layout) -> State:
     """The state that a layout on the axis of time means."""
     if layout.partial:
         return PARTIAL
-    return next((sliced(dim) for dim, axes in enumerate(layout.dims) if axes), WHOLE)
+    return next((sliced_state(dim) for dim, axes in enumerate(layout.dims) if axes), WHOLE)
 
 
 def join(first: State, second: State) -> State | None:
@@ -167,7 +167,7 @@ def is_zero(atom: Atom, producers: dict[int, tuple[Op, int]]) -> bool:
 _UPDATES = {"scatter": (0, 2), "scatter-add": (0, 2), "scatter-sub": (0, 2), "dynamic_update_slice": (0, 1)}
 
 
-def linear(op: Op, partial: Sequence[bool], values: Sequence[Value]) -> tuple[bool, ...] | None:
+def linear_operands(op: Op, partial: Sequence[bool], values: Sequence[Value]) -> tuple[bool, ...] | None:
     """Which operands must be summands so that the operation's results are; None if it is not linear in `partial`.
 
     Args:
@@ -238,7 +238,7 @@ class StepStates:
         """`batch`: input -> the dim that is cut; `bound`: inputs that are floating-point state, or weights."""
         self.graph, self.values, self.rules, self.parts = graph, graph.values, rules, parts
         self.examples = math.gcd(*(self.values[v].shape[dim] for v, dim in batch.items())) or 1
-        self.state = {v: sliced(batch[v]) if v in batch else WHOLE for v in graph.block.inputs}
+        self.state = {v: sliced_state(batch[v]) if v in batch else WHOLE for v in graph.block.inputs}
         self.roles: dict[int, Role] = {}
         self.bound, self.failures = set(bound), dict[int, Failure]()
         self._outer: dict[int, Atom | None] = {}  # input of a body -> operand
@@ -349,7 +349,7 @@ class StepStates:
         form = self.form(op, rule.results[result][dim][0])
         if form is None or any(layout.partial for layout in form.results):
             return None
-        return form if state_of(form.results[result]) == sliced(dim) else None
+        return form if state_of(form.results[result]) == sliced_state(dim) else None
 
     def can_block(self, atom: Atom, dim: int) -> bool:
         """Whether a micro-batch can make its own block of a value that has the size of the whole batch."""

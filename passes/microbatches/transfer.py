@@ -33,8 +33,8 @@ from alpa_lite.passes.microbatches.states import (
     StepStates,
     fixed_point,
     join,
-    linear,
-    sliced,
+    linear_operands,
+    sliced_state,
     state_of,
 )
 from alpa_lite.passes.tracing.conversion import ELEMENTWISE
@@ -96,7 +96,7 @@ class Transfer:
         if "partial" in kinds:
             wanted = None
             if "sliced" not in kinds:
-                wanted = linear(op, [s == PARTIAL for s in states], self.values)
+                wanted = linear_operands(op, [s == PARTIAL for s in states], self.values)
             if wanted is None:
                 raise Failure(op, "it needs the sum over the whole batch", op.reads)
             operands = tuple(PARTIAL if w else s for w, s in zip(wanted, states, strict=True))
@@ -248,7 +248,7 @@ class Transfer:
         """A scan over the examples: a micro-batch scans over its own, if all carried values are sums over examples."""
         op, (consts, start, xs) = view.op, view.taken(states)
         failure = Failure(op, "it loops over the examples of the batch, and each needs those before it")
-        if view.length % self.parts or any(s != WHOLE and s != sliced(0) for s in xs):
+        if view.length % self.parts or any(s != WHOLE and s != sliced_state(0) for s in xs):
             raise failure
         if any(s.kind in ("sliced", "partial") for s in consts):
             raise Failure(op, "it loops over the examples of the batch, and each needs all of them", op.reads)
@@ -262,8 +262,8 @@ class Transfer:
                 carried.append(PARTIAL)
             else:
                 raise failure
-        results = (*carried, *[sliced(0)] * len(view.results.ys))
-        operands = (*consts, *carried, *[sliced(0)] * len(xs))
+        results = (*carried, *[sliced_state(0)] * len(view.results.ys))
+        operands = (*consts, *carried, *[sliced_state(0)] * len(xs))
         others = {name: value for name, value in op.params.items() if name != "jaxpr"}
         params = {**others, "length": view.length // self.parts}
         return Role("map", operands, results, params=params, consecutive=op.has_effects)
@@ -305,7 +305,7 @@ class Transfer:
         return Role("cond", tuple(states), tuple(results), inner=tuple(results), consecutive=op.has_effects)
 
 
-def with_inner_results(role: Role) -> Role:
+def role_with_inner_results(role: Role) -> Role:
     """The role of control flow in the loop: its whole results are computed inside of it."""
     return replace(role, results=tuple(INNER if s == WHOLE else s for s in role.results))
 

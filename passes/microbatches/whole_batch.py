@@ -21,7 +21,7 @@ from alpa_lite import _jax
 from alpa_lite.ir.graph import Block, Graph, Op, walk
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import made_of, producers, reach, values_in
+from alpa_lite.passes.ir.flow import find_dependents, producers, reach, values_in
 from alpa_lite.passes.microbatches.analysis import Analysis
 from alpa_lite.passes.microbatches.states import AFTER, LOCAL, PARTIAL, WHOLE, Role, StepStates, is_intensive
 
@@ -81,14 +81,14 @@ def _seeds(graph: Graph, batch: Collection[int], bound: Collection[int]) -> Coll
 
 def _dependent(graph: Graph, seeds: Collection[int]) -> list[Op]:
     """The operations that depend on some values."""
-    found = made_of(graph.block.ops, seeds)
+    found = find_dependents(graph.block.ops, seeds)
     return [op for op in graph.block.ops if not found.isdisjoint(op.reads)]
 
 
 def _forward_and_backward(ops: Sequence[Op]) -> set[int]:
     """The operations of the forward and backward pass, by index."""
     makers = producers(ops)
-    later = made_of(ops, [v for op in ops if _is_reverse(op) for v in op.results])
+    later = find_dependents(ops, [v for op in ops if _is_reverse(op) for v in op.results])
     marked = [op for op in ops if any(_jax.derivative(o.source) for o in walk(Block((), (op,), ())))]
     kept = [op for op in ops if later.isdisjoint(op.reads)] + marked
     return {op.index for op in reach(kept, lambda op: [makers[v] for v in op.reads if v in makers])}
@@ -97,7 +97,7 @@ def _forward_and_backward(ops: Sequence[Op]) -> set[int]:
 def _draws(ops: Sequence[Op], readers: Sequence[Op]) -> set[int]:
     """Operations on random values alone, by index, whose results some others read."""
     draws = primitives.DRAWS - {"threefry2x32"}  # which makes keys, too
-    random = made_of(ops, [v for op in ops if op.name in draws for v in op.results])
+    random = find_dependents(ops, [v for op in ops if op.name in draws for v in op.results])
     makers = producers([op for op in ops if not random.isdisjoint(op.results) and not op.has_effects])
     wanted = [v for op in readers for v in op.reads if v in makers]
     return {makers[v].index for v in reach(wanted, lambda v: [r for r in makers[v].reads if r in makers])}

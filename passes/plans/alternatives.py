@@ -27,7 +27,7 @@ from alpa_lite.passes.sharding.solver.links import split
 from alpa_lite.passes.sharding.solver.memory import MemoryDual
 from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.passes.sharding.solver.problem import Problem, descend, forget_memory, price_memory
-from alpa_lite.passes.sharding.solver.restrict import Contradiction, consistent
+from alpa_lite.passes.sharding.solver.restrict import Contradiction, make_consistent
 
 SWEEPS = 4
 """Message passing sweeps: bounds of whole models are then within about one part in 1e3 of the optimum."""
@@ -108,7 +108,7 @@ def _bounds(problem: Problem, offset: float = 0.0) -> tuple[float, list[np.ndarr
     every = np.full(len(problem.cost), np.inf)
     bound = math.inf
     with suppress(Contradiction):
-        part = consistent(problem)
+        part = make_consistent(problem)
         ascent = Ascent(part.problem)
         ascent.sweep(SWEEPS)
         bound = ascent.bound + offset
@@ -118,7 +118,7 @@ def _bounds(problem: Problem, offset: float = 0.0) -> tuple[float, list[np.ndarr
 
 def _price(problem: Problem, chosen: np.ndarray) -> np.ndarray:
     """[points] a good price of memory, in seconds per byte."""
-    dual = MemoryDual(consistent(problem).problem)
+    dual = MemoryDual(make_consistent(problem).problem)
     dual.add(problem.seconds(chosen), problem.bytes(chosen))
     for i in range(_STEPS):
         dual.step(SWEEPS if i == 0 else 2)

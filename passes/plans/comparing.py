@@ -43,7 +43,7 @@ TEXTBOOK: Mapping[str, Method] = {
 _ONE_MESH = "one mesh"
 
 
-def of(
+def compare_with_textbook(
     traced: Traced, rules: Mapping[Any, Rule], staged: Staged, cluster: Cluster, budget: float
 ) -> Callable[[tuple[Comparison, ...]], tuple[Comparison, ...]]:
     """Returns a function that puts textbook methods, in the order of the module's list, before the known comparisons.
@@ -85,7 +85,7 @@ def _compared(step: GroupedStep, budget: float, name: str, method: Method, clust
             if (peak := found.solution.peak) > budget:
                 excess = f"{(peak - budget) / 2**30:,.3g} GiB"
                 return Comparison(name, shape, None, math.ceil(peak), f"does not fit by {excess}")
-        seconds = planning.settled(step, cluster, found)
+        seconds = planning.overlapped_seconds(step, cluster, found)
         return Comparison(name, found.mesh.shape, seconds, math.ceil(found.solution.peak))
     except (InfeasibleError, MicrobatchError, OptionError) as error:
         return Comparison(name, reason=str(error).split(";")[0])
@@ -96,14 +96,14 @@ def compared_pipelines(chosen: StagePlan) -> tuple[Candidate, ...]:
     out = []
     for weighed in chosen.weighed:
         twice = f" with {weighed.virtual} stages per submesh" if weighed.virtual > 1 else ""
-        name = f"{weighed.schedule}{twice}, {units.plural(weighed.num_microbatches, 'micro-batch')}"
+        name = f"{weighed.schedule}{twice}, {units.count_of(weighed.num_microbatches, 'micro-batch')}"
         shape = (weighed.num_stages,) if weighed.num_stages is not None else ()
         size = None if weighed.bytes is None else int(weighed.bytes)
         out.append(Candidate(name, shape, weighed.seconds, size, weighed.status))
     return tuple(out)
 
 
-def beside(staged: Staged, name: str, other: Staged | Comparison | str) -> Staged:
+def add_comparison(staged: Staged, name: str, other: Staged | Comparison | str) -> Staged:
     """Returns the plan with a rejected configuration added to its verdict: its figures, or why there is none."""
     if isinstance(other, str):
         compared = Comparison(name, reason=other)

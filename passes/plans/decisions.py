@@ -32,13 +32,13 @@ def decisions_of(stage: DecidedStage, moved: Moved) -> tuple[Decision, ...]:
         name, where = (own[0], "argument") if own else (f"{group.name} {_shape(sizes)}", "loop or branch value")
         if group.ops and group.index not in paths:
             first = grouping.ops[group.ops[0]]
-            name, where = name if own else _op_name(traced, first), _jax.where(first.source)
+            name, where = name if own else _op_name(traced, first), _jax.describe_location(first.source)
         total, axes = float((node.compute + node.communication)[chosen] * count + seconds[chosen]), strategy.axes
         out.append(Decision(group.color, name, where, count, sizes, axes, total, (), own, strategy.partial))
     return tuple(out)
 
 
-def touching(space: Space) -> list[list[int]]:
+def transfers_of_nodes(space: Space) -> list[list[int]]:
     """For each node, the numbers of the transfers that it produces or consumes."""
     out: list[list[int]] = [[] for _ in space.nodes]
     for number, transfer in enumerate(space.program.transfers):
@@ -49,7 +49,7 @@ def touching(space: Space) -> list[list[int]]:
 
 def transfer_seconds(found: MeshSolution) -> Moved:
     """As of `Moved`, where the strategies of a node's neighbours are those that were chosen."""
-    space, choice, near = found.space, found.solution.choice, touching(found.space)
+    space, choice, near = found.space, found.solution.choice, transfers_of_nodes(found.space)
     out = []
     for number, node in enumerate(space.nodes):
         if (size := len(node.strategies)) == 1:
@@ -66,7 +66,7 @@ def transfer_seconds(found: MeshSolution) -> Moved:
     return out
 
 
-def fixed_of(grouping: Grouping, found: MeshSolution, arguments: int) -> tuple[Fixed, ...]:
+def fixed_strategies(grouping: Grouping, found: MeshSolution, arguments: int) -> tuple[Fixed, ...]:
     """Returns the strategies of operations without a choice, and of equal keys that the method distinguishes.
 
     Args:

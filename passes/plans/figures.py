@@ -20,7 +20,7 @@ from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.lowering.prices import FREE, Price
 from alpa_lite.passes.lowering.program import Body, Loop, Reshard, computes, reads, spec_of
 from alpa_lite.passes.sharding import kinds
-from alpa_lite.passes.sharding.connected import Place, connected, every_part
+from alpa_lite.passes.sharding.connected import Place, every_part, find_connected_factors
 from alpa_lite.passes.sharding.groups import Group, Grouping
 from alpa_lite.passes.sharding.space import block_count
 from alpa_lite.passes.stages.planning import PlannedStage
@@ -52,7 +52,7 @@ def _products(grouping: Grouping, rules: Mapping[Any, Rule], traced: Traced) -> 
                 yield group, op, flops_of(op, rules[op.key], traced.graph.values)
 
 
-def spending(planned: PlannedStage) -> tuple[Spending, ...]:
+def operation_seconds(planned: PlannedStage) -> tuple[Spending, ...]:
     """Returns the seconds of a stage's operations by place, primitive and limiting resource, in program order.
 
     Reads of the arguments, and collectives of results, belong to no operation and come last.
@@ -72,7 +72,7 @@ def spending(planned: PlannedStage) -> tuple[Spending, ...]:
         source = op.source.traceback, scopes[id(stack)]
         if source not in places:
             line = _jax.source_line(op.source)
-            places[source] = line + _unnumbered(_jax.where(op.source).removeprefix(line))
+            places[source] = line + _unnumbered(_jax.describe_location(op.source).removeprefix(line))
         total = found[places[source], op.name, price.flops > price.bytes]
         total.update({name: total.get(name, 0) + amount for name, amount in sums.items()})
 
@@ -173,9 +173,9 @@ def _names(planned: PlannedStage, examples: int) -> dict[Place, str]:
             data += [(home.group, f) for f in home.dims[1 + shape[1:].index(examples)]]
     out: dict[Place, str] = {}
     for name, places in inner.items():
-        for place in connected(grouping, places, every_part):
+        for place in find_connected_factors(grouping, places, every_part):
             out.setdefault(place, name)
-    return out | dict.fromkeys(connected(grouping, data, every_part), "data")
+    return out | dict.fromkeys(find_connected_factors(grouping, data, every_part), "data")
 
 
 def _experts(op: Op, rule: Rule, weights: Set[int]) -> set[int]:
@@ -189,7 +189,7 @@ def _experts(op: Op, rule: Rule, weights: Set[int]) -> set[int]:
 # -- activations ------------------------------------------------------------------------------------------------------
 
 
-def held(planned: PlannedStage) -> tuple[Held, ...]:
+def saved_activations(planned: PlannedStage) -> tuple[Held, ...]:
     """The activations that the forward pass of a stage leaves for its backward pass, in program order.
 
     Those are the registers that an operation of the reverse pass reads and an operation before it wrote, as JAX marks
@@ -214,7 +214,7 @@ def held(planned: PlannedStage) -> tuple[Held, ...]:
                     name = f"{op.name}, {kind}" if kind else op.name
                     name += f", partial over {'+'.join(layout.partial)}" if layout.partial else ""
                     types = values[value].shape, str(values[value].dtype), spec_of(Layout(layout.dims))
-                    found[_jax.where(op.source), name, *types, size] += 1
+                    found[_jax.describe_location(op.source), name, *types, size] += 1
             elif isinstance(item, Reshard):
                 if item.source in made and item.value not in weights:
                     kind = next((step.kind for step in item.steps if step.kind != "slice"), "")

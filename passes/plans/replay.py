@@ -17,7 +17,7 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import PlanError
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import Layout, LogicalMesh
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.ir.strategy import Rule, Solution
 from alpa_lite.passes import factors
 from alpa_lite.passes.layers.rematerialisation import Remat
@@ -128,9 +128,9 @@ def _check_arguments(traced: Traced, stage: Stage, here: Mapping[str, str]) -> N
         return
     values = traced.graph.values
     inputs = [(a.path, values[v]) for a, v in zip(traced.arguments, traced.graph.block.inputs, strict=False)]
-    found = {shown(path): f"{value.dtype}{list(value.shape)}" for path, value in inputs}
+    found = {format_path(path): f"{value.dtype}{list(value.shape)}" for path, value in inputs}
     leaves = (*stage.arguments, *stage.received)
-    planned = {shown(leaf.path): f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves}
+    planned = {format_path(leaf.path): f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves}
     lines = [f"{p} is not in the plan" for p in found if p not in planned]
     lines += [f"{p} is in the plan but was not passed" for p in planned if p not in found]
     lines += [f"{p} is {kind}, planned {planned[p]}" for p, kind in found.items() if planned.get(p, kind) != kind]

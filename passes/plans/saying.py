@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from alpa_lite import _jax
 from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.lowering.program import computes
 from alpa_lite.passes.programs.staged import Staged
@@ -28,7 +28,7 @@ def constraint_notes(staged: Staged, wishes: Wishes) -> tuple[str, ...]:
         mesh = stage.program.mesh
         for path, what, wish, shape, layout in (*_of_values(stage), *_of_arguments(stage, wishes)):
             why = fits(wish, shape, mesh) or ("" if _fulfils(layout, wish, mesh) else f"the plan has {layout}")
-            found.setdefault((what, why), []).append(shown(path))
+            found.setdefault((what, why), []).append(format_path(path))
     notes = []
     for (what, why), paths in found.items():
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""

@@ -8,7 +8,7 @@ nothing that is decided depends on it. From the seconds of a step by cause follo
 
 Latency is the communication that remains with unlimited links. To first order, the parts that grow with the batch are
 the operations with a dim that the batch's leading dim flows into, and the bytes of the values that have such a dim; the
-dims are found by following values from the batch arguments through the groups that use them (`connected`).
+dims are found by following values from the batch arguments through the groups that use them (`find_connected_factors`).
 
 A step differs from the chosen one in a few nodes, so only those and the transfers around them are summed again.
 """
@@ -25,12 +25,12 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import reshard_steps
 from alpa_lite.passes.plans import alternatives
 from alpa_lite.passes.plans.alternatives import Forced
-from alpa_lite.passes.plans.decisions import touching, transfer_seconds
+from alpa_lite.passes.plans.decisions import transfer_seconds, transfers_of_nodes
 from alpa_lite.passes.programs.staged import Staged
-from alpa_lite.passes.sharding.connected import connected, leading_part
+from alpa_lite.passes.sharding.connected import find_connected_factors, leading_part
 from alpa_lite.passes.sharding.groups import Dims
-from alpa_lite.passes.sharding.solver.problem import Problem, from_graph
-from alpa_lite.passes.sharding.space import Node, Strategy, block_count, layout_of, made_layout
+from alpa_lite.passes.sharding.solver.problem import Problem, problem_from_graph
+from alpa_lite.passes.sharding.space import Node, Strategy, block_count, layout_of, produced_layout
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.plan.decisions import Alternative, Outcome
 from alpa_lite.plan.records import Stage
@@ -40,7 +40,7 @@ KEPT_ALTERNATIVES = {"leaf": 4, "heavy": 4}
 _KEPT_OF_OTHERS = 2  # elementwise operations follow their neighbours
 
 
-def of(staged: Staged, budget: float) -> Callable[[Sequence[Stage]], tuple[Stage, ...]]:
+def add_alternatives(staged: Staged, budget: float) -> Callable[[Sequence[Stage]], tuple[Stage, ...]]:
     """Returns a function that adds alternatives within `budget` bytes per device to the stages of a planned step."""
     decided = [DecidedStage(one.graph, one.rules, one.grouping, one.found, one.cluster) for one in staged.stages]
 
@@ -61,7 +61,7 @@ def of(staged: Staged, budget: float) -> Callable[[Sequence[Stage]], tuple[Stage
 def _weighed(stage: DecidedStage, budget: float) -> list[tuple[Alternative, ...]]:
     """The alternatives of each decision of a stage."""
     nodes, found = stage.found.space.nodes, stage.found
-    problem = from_graph(replace(found.space.program, budget=budget))
+    problem = problem_from_graph(replace(found.space.program, budget=budget))
     kept = [KEPT_ALTERNATIVES.get(stage.grouping.groups[node.group].kind, _KEPT_OF_OTHERS) for node in nodes]
     weighed = alternatives.weigh(problem, found.solution.choice, kept)
     outcomes, layouts = Outcomes(stage, problem), _Layouts(stage)
@@ -124,7 +124,7 @@ class _Layouts:
         value = self._result.get(node.group)
         if value is None:
             return "", 0
-        placed = made_layout(group, self._grouping.homes[value].dims, strategy, self._mesh)
+        placed = produced_layout(group, self._grouping.homes[value].dims, strategy, self._mesh)
         size = int(self._values[value].nbytes / block_count(placed, self._mesh))
         operands = [layout_of(dims, strategy) for _, dims in sorted(self._operands.get(node.group, {}).items())]
         return f"{' x '.join(map(str, operands))} -> {placed}" if operands else str(placed), size
@@ -144,10 +144,10 @@ class Outcomes:
         inputs = zip(traced.arguments, traced.graph.block.inputs, strict=False)
         batch = [homes[v] for a, v in inputs if a.role == "batch" and traced.graph.values[v].shape]
         places = [(home.group, f) for home in batch if home.group for f in home.dims[0][:1]]
-        growing = connected(stage.grouping, places, leading_part)
+        growing = find_connected_factors(stage.grouping, places, leading_part)
         self._growing = {(self._space.node_of[g], f) for g, f in growing}
         self._node, self._pair = functools.cache(self._node_parts), functools.cache(self._pair_parts)
-        self._touching = touching(self._space)
+        self._touching = transfers_of_nodes(self._space)
         self._before = [self._transfer(t, self._choice) for t in range(len(self._space.moves))]
         self._total = _sum([*(self._node(i, s) for i, s in enumerate(self._choice.tolist())), *self._before])
 

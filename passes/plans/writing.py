@@ -22,7 +22,7 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import lowering
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.plans import figures, scores
-from alpa_lite.passes.plans.decisions import Moved, decisions_of, fixed_of, transfer_seconds
+from alpa_lite.passes.plans.decisions import Moved, decisions_of, fixed_strategies, transfer_seconds
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding import tables
 from alpa_lite.passes.sharding.groups import Grouping
@@ -168,12 +168,12 @@ def _stage(staged: Staged, number: int, own: Sequence[tuple[Collective, float]],
         received=received,
         sent=sent,
         decisions=decisions_of(planned, moved),
-        fixed=fixed_of(groups, found, len(traced.arguments)),
+        fixed=fixed_strategies(groups, found, len(traced.arguments)),
         replicated=_replicated(traced, groups, rules, MeshCost(planned.cluster, found.mesh)),
         ingredients=parts,
         axes=figures.axis_uses(planned, figures.examples(staged.traced) // staged.program.num_microbatches),
-        held=figures.held(planned),
-        spending=figures.spending(planned),
+        held=figures.saved_activations(planned),
+        spending=figures.operation_seconds(planned),
     )
 
 
@@ -183,7 +183,7 @@ def _transfers(program: Program) -> list[tuple[Collective, float]]:
     for transfer in program.transfers:
         size = sum(program.buffers[b].bytes for b in transfer.received)
         part = "per micro-batch" if transfer.microbatch >= 0 else "once per step"
-        route, buffers = (transfer.source, transfer.destination), units.plural(len(transfer.sent), "buffer")
+        route, buffers = (transfer.source, transfer.destination), units.count_of(len(transfer.sent), "buffer")
         where = f"submesh {transfer.source} to {transfer.destination}, {buffers} {part}"
         found.setdefault((route, size, where), []).append(transfer.seconds)
     stage_of = {executable.mesh: executable.stage for executable in reversed(program.executables)}
@@ -284,7 +284,7 @@ def _replicated(
     found: dict[tuple[Any, str], list[Op]] = {}
     for op in (grouping.ops[number] for number in grouping.groups[0].ops):
         if needs_outside(op) or rules[op.key].source == "opaque":
-            found.setdefault((op.key, _jax.where(op.source)), []).append(op)
+            found.setdefault((op.key, _jax.describe_location(op.source)), []).append(op)
     rows = []
     for (key, where), (*others, op) in found.items():
         tensors = [values[v] for v in (*op.operands, *op.results) if not isinstance(v, Lit)]

@@ -5,6 +5,6 @@ where each buffer begins and ends; `simulate` plays the lists that the runtime r
 """
 
 from alpa_lite.passes.programs.simulation import simulate
-from alpa_lite.passes.programs.staged import Staged, pipelined, single
+from alpa_lite.passes.programs.staged import Staged, stage_pipeline, stage_whole_step
 
-__all__ = ["Staged", "pipelined", "simulate", "single"]
+__all__ = ["Staged", "simulate", "stage_pipeline", "stage_whole_step"]

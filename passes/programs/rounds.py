@@ -59,13 +59,13 @@ def rounds(parts: Sequence[Part], have: dict[int, Ranges], need: dict[int, Range
         shapes.setdefault(shape, []).append(Hop(part.source, part.destination, *starts))
     out = []
     for shape, hops in shapes.items():
-        colours = coloured([(hop.source, hop.destination) for hop in hops])
+        colours = assign_rounds([(hop.source, hop.destination) for hop in hops])
         for colour in range(max(colours) + 1):
             out.append(Round(shape, tuple(hop for hop, own in zip(hops, colours, strict=True) if own == colour)))
     return tuple(out)
 
 
-def coloured(pairs: Sequence[tuple[int, int]]) -> list[int]:
+def assign_rounds(pairs: Sequence[tuple[int, int]]) -> list[int]:
     """A round for each (sender, receiver), in none of which a device sends or receives twice; as few as can be.
 
     Koenig's colouring of the edges of a bipartite graph: where the first round that is free at the sender is taken at

@@ -14,7 +14,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.ir import schedules
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import Layout
-from alpa_lite.ir.program import Buffer, Program, Submesh, peak_bytes, sparing
+from alpa_lite.ir.program import Buffer, Program, Submesh, keep_owned_buffers, peak_bytes
 from alpa_lite.ir.schedules import Schedule, Task
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs import simulation, transfers, writing
@@ -90,7 +90,7 @@ class Staged:
         return max(map(sum, self.bytes))
 
 
-def single(loop: Accumulated, stage: PlannedStage, verdict: Verdict, remat: str = "none") -> Staged:
+def stage_whole_step(loop: Accumulated, stage: PlannedStage, verdict: Verdict, remat: str = "none") -> Staged:
     """One mesh: the whole step as one stage, run once."""
     schedule = Schedule("none", 1, loop.num_microbatches, 1, ((Task("step", 0, -1),),))
     written = write(loop.traced, (stage,), (0,), schedule, stage.cluster)
@@ -99,7 +99,7 @@ def single(loop: Accumulated, stage: PlannedStage, verdict: Verdict, remat: str 
     return Staged(loop, (stage,), written, division, verdict)
 
 
-def pipelined(
+def stage_pipeline(
     loop: Accumulated,
     stages: Sequence[PlannedStage],
     first_devices: Sequence[int],
@@ -151,12 +151,12 @@ def write(
     return writing.build(traced, calls, donated=[argument for _, argument in traced.state])
 
 
-def noted(staged: Staged, *notes: str) -> Staged:
+def add_notes(staged: Staged, *notes: str) -> Staged:
     """The same with notes in its plan."""
     return replace(staged, loop=replace(staged.loop, notes=(*staged.loop.notes, *notes)))
 
 
-def donating(staged: Staged, arguments: Collection[int]) -> Staged:
+def donate_only(staged: Staged, arguments: Collection[int]) -> Staged:
     """The step that consumes no arguments but these. One executable is told by the runtime, and stays as it is.
 
     Args:
@@ -169,7 +169,7 @@ def donating(staged: Staged, arguments: Collection[int]) -> Staged:
         arguments = {n for i in arguments for n in stacked.arguments[i].numbers}
     program = staged.program
     owned = {b for i, buffers in enumerate(program.inputs) if i not in arguments for b in buffers}
-    spared = sparing(program, owned)
+    spared = keep_owned_buffers(program, owned)
     before, after = peak_bytes(program), peak_bytes(spared)
     used = tuple(size + b - a for a, b, size in zip(before, after, staged.division.buffer_bytes, strict=True))
     division = replace(staged.division, buffer_bytes=used)

@@ -22,7 +22,7 @@ import numpy as np
 from alpa_lite.errors import OrderError
 from alpa_lite.ir.graph import Lit, Traced
 from alpa_lite.ir.layout import Layout
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.ir.program import (
     Buffer,
     Instruction,
@@ -160,7 +160,7 @@ class _Writer:
             ports, registers = parts.stage.inputs, parts.program.body.inputs
             for port, register in zip(ports, registers, strict=False):
                 if port.kind == "argument":
-                    name = shown(self.traced.arguments[port.number].path)
+                    name = format_path(self.traced.arguments[port.number].path)
                     place("argument", port.number, name, stage, register, self.inputs)
                     owned[port.number] = stage, self.at[stage, "top", register, -1]
                 elif port.kind == "copy":

@@ -25,8 +25,8 @@ from alpa_lite.compilation.runner import Passes
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import factors, microbatches, sharding
-from alpa_lite.passes.ir.remembered import memoised
-from alpa_lite.passes.layers.division import Divisible, divisible, recomputing
+from alpa_lite.passes.ir.remembered import memoise_method
+from alpa_lite.passes.layers.division import Divisible, find_layers, recompute_layers
 from alpa_lite.passes.layers.rematerialisation import NOTHING, Choice, Remat
 from alpa_lite.passes.layers.stacked_sums import add_within_scans
 from alpa_lite.passes.microbatches.loop import Accumulated
@@ -117,7 +117,7 @@ class Analyses:
     def __init__(self, run: Passes, step: Step, request: PlanRequest) -> None:
         self._run, self._step, self._request = run, step, request
 
-    @memoised
+    @memoise_method
     def of(self, config: ExecutionConfig) -> AnalyzedStep:
         """The step in a configuration.
 
@@ -138,25 +138,25 @@ class Analyses:
         loop, layers = Accumulated(self._step.traced, -1, 1, ()), 0
         if config.remat != NOTHING:
             divided = self._layers(config.microbatches)
-            loop, layers = self._run("layers", recomputing, divided, config.remat), len(divided.layering.layers)
+            loop, layers = self._run("layers", recompute_layers, divided, config.remat), len(divided.layering.layers)
         elif config != ExecutionConfig():
             loop = self._loop(config.microbatches)
         traced, scan = add_within_scans(loop.traced, loop.scan)
         return replace(loop, traced=traced, scan=scan), layers
 
-    @memoised
+    @memoise_method
     def _loop(self, count: int) -> Accumulated:
         traced, rules = self._step.traced, self._step.rules
         arguments = self._request.inexact
         return self._run("micro-batches", microbatches.accumulate, traced, rules, count, strided=True, **arguments)
 
-    @memoised
+    @memoise_method
     def _rules(self, traced: Traced) -> Mapping[Any, Rule]:
         if traced is self._step.traced:
             return self._step.rules
         return self._run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
 
-    @memoised
+    @memoise_method
     def _layers(self, count: int) -> Divisible:
         loop = self._loop(count)
-        return self._run("layers", divisible, loop, max_layers=MAX_LAYERS, rules=self._rules(loop.traced))
+        return self._run("layers", find_layers, loop, max_layers=MAX_LAYERS, rules=self._rules(loop.traced))

@@ -179,7 +179,7 @@ class OneMeshSearch:
 
     def take(self, record: Record, found: MeshSolution) -> FoundPlan:
         """A solution as a plan, listed among those of its configuration."""
-        seconds = planning.settled(record.step.grouped, self.request.cluster, found)
+        seconds = planning.overlapped_seconds(record.step.grouped, self.request.cluster, found)
         self._list(record, found.mesh, found.solution.status, seconds, int(found.solution.peak))
         plan = FoundPlan((0, *record.config.rank), seconds, DecidedMesh(record.step, found))
         self.found.append(plan)

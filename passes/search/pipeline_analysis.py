@@ -3,7 +3,7 @@
 StagePlan ──layers──▶ ──stages──▶ ──sharding──▶ ──lowering──▶ PlannedStage, for each stage ──programs──▶ Staged
 
 Bound. However a step is divided, D devices together compute its FLOPs, move its bytes and start its kernels at least
-once (`costs.at_peak`): W / D seconds, of which products P / D. With S stages and n runs of each stage in each
+once (`costs.seconds_at_peak`): W / D seconds, of which products P / D. With S stages and n runs of each stage in each
 direction, the first and the last are waited for: the published bubbles are at least (S - 1) / 3n of computing, with
 S = 2 and zb-h1. A process starts one task after another: 2n of them for each of its stages. So
 
@@ -25,8 +25,8 @@ from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError, Orde
 from alpa_lite.ir import schedules
 from alpa_lite.options import Pipeline, Sharded
 from alpa_lite.passes import microbatches, programs, stages
-from alpa_lite.passes.ir.remembered import memoised
-from alpa_lite.passes.layers.division import MAX_OUTER_LAYERS, Divisible, divided, divisible
+from alpa_lite.passes.ir.remembered import memoise_method
+from alpa_lite.passes.layers.division import MAX_OUTER_LAYERS, Divisible, divide_into_stages, find_layers
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches.loop import Accumulated, candidate_numbers
 from alpa_lite.passes.plans.comparing import compared_pipelines
@@ -40,7 +40,7 @@ from alpa_lite.passes.stages.choosing import CERTAIN, StagePlan
 from alpa_lite.passes.stages.layer_costs import PRICES, Layer
 from alpa_lite.passes.stages.pricing import VARIANTS, LayerCosts
 from alpa_lite.passes.stages.stage_graph import StageGraph
-from alpa_lite.passes.tokens import in_slices
+from alpa_lite.passes.tokens import slice_sequence
 from alpa_lite.report import units
 
 logger = logging.getLogger(__name__)
@@ -66,9 +66,9 @@ def cut_into_stages(
     run: Passes, layers: Divisible, firsts: Sequence[int], remat: Sequence[Choice], tokens: tuple[int, ...]
 ) -> tuple[Accumulated, tuple[StageGraph, ...]]:  # fmt: skip
     """The step in stages with these first layers, and a graph of each; in slices of `tokens` if any are given."""
-    cut = run("layers", divided, layers, firsts[1:], remat)
+    cut = run("layers", divide_into_stages, layers, firsts[1:], remat)
     if tokens:
-        cut = run("slices", in_slices, cut, tokens)
+        cut = run("slices", slice_sequence, cut, tokens)
     loop = cut.accumulated
     return loop, run("stages", stages.stage_graphs, loop.traced, loop.scan, cut.assignment)
 
@@ -133,14 +133,14 @@ class PipelineAnalyses:
         finer = [count for count in self.counts if count & (count - 1)]
         return finer[0] if finer else self.counts[len(self.counts) // 2]
 
-    @memoised
+    @memoise_method
     def cut(self, count: int) -> Divisible:
         """The step in micro-batches and in layers."""
         step, arguments = self.step, self.request.inexact
         loop = self.run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **arguments)
-        return self.run("layers", divisible, loop, max_layers=max_layers(self.request.pipeline))
+        return self.run("layers", find_layers, loop, max_layers=max_layers(self.request.pipeline))
 
-    @memoised
+    @memoise_method
     def price(self, count: int, kinds: tuple[int, ...]) -> LayerCosts:
         """The costs of layers with a number of micro-batches on some kinds of submeshes."""
         request = self.request
@@ -204,7 +204,7 @@ class PipelineAnalyses:
             over = [size - request.budget for size in estimated_bytes(planned, mesh_of, schedule)]
             if max(over) <= CERTAIN * request.budget or split or attempt == ATTEMPTS:
                 staged = run(
-                    "programs", programs.pipelined, loop, planned, slices.first_devices, schedule, request.cluster,
+                    "programs", programs.stage_pipeline, loop, planned, slices.first_devices, schedule, request.cluster,
                     first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers),
                     max_layers=max_layers(request.pipeline), remat=remat, verdict=verdict, token_slices=tuple(tokens),
                     idle_devices=chosen.idle_devices,
@@ -240,13 +240,13 @@ class PipelineAnalyses:
             twin = self.planned.get((kind, price))
             like = twin or self.solved.get(kind)
             if twin is None and like is not None:
-                like = run("sharding", planning.repriced, like, price)
+                like = run("sharding", planning.reprice_stage, like, price)
             decided = run(
                 "sharding", planning.decide, graph, request.cluster.part(devices), method, price=price,
                 split_weights=split, wishes=request.wishes, like=like, unit=chosen.priced.unit_of(stage),
             )  # fmt: skip
             self.solved.setdefault(kind, decided)
-            planned = run("lowering", planning.lowered, decided, split_weights=split, like=twin)
+            planned = run("lowering", planning.lower_stage, decided, split_weights=split, like=twin)
             self.planned.setdefault((kind, price), planned)
             shapes[stage.mesh] = planned.found.mesh.shape
             out.append(planned)

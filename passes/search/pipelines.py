@@ -30,7 +30,7 @@ from alpa_lite.ir.program import Program
 from alpa_lite.options import Auto
 from alpa_lite.passes import stages
 from alpa_lite.passes.programs import token_samples
-from alpa_lite.passes.programs.staged import Staged, noted
+from alpa_lite.passes.programs.staged import Staged, add_notes
 from alpa_lite.passes.search.best_first import LAYER_COST, STAGE_DP, STAGE_PER_OP, Candidate, Expansion, FoundPlan
 from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.search.one_mesh import LAST, OneMeshSearch
@@ -211,7 +211,7 @@ class PipelineSearch:
             return Expansion([self._of_count(count, costs, chosen.seconds, attempt + 1)], work=work)
         self._ratios.append(staged.seconds / chosen.seconds)
         slicings, notes = open_slices(own, chosen, staged)
-        staged = noted(staged, *notes) if notes else staged
+        staged = add_notes(staged, *notes) if notes else staged
         other = self._tried(plan_lengths, own, chosen, lengths) if lengths else None
         plans = [found_plan(one) for one in (staged, other) if one is not None and one.needed <= budget]
         self.found += plans
@@ -286,11 +286,11 @@ class SliceSearch:
         if len(self.tried) >= MAX_SLICINGS or self.program is None:
             return []
         own, cluster = self.analyses, self.analyses.request.cluster
-        model = own.run("slices", choice.fitted, self.samples)
+        model = own.run("slices", choice.fit_latency, self.samples)
         step = choice.step_of(self.tokens, cluster.platform)
         fewer = [n for n in own.counts if n <= self.count]
         dispatch = token_samples.dispatch_seconds(self.program, cluster)
-        found = own.run("slices", choice.proposed, model, self.tokens, fewer, step, dispatch)
+        found = own.run("slices", choice.propose_slices, model, self.tokens, fewer, step, dispatch)
         new = [one for one in found if (one.microbatches, one.lengths) not in self.tried]
         new.sort(key=lambda one: (one.seconds, one.microbatches, one.lengths))
         return [self._candidate(best, model.error) for best in new[:1]]
@@ -328,7 +328,7 @@ class SliceSearch:
                     f"{ExecutionConfig(self.count)} of whole sequences, {whole.seconds / staged.seconds:.2f} times as "
                     f"fast; the model of seconds that proposed them misses planned slices by {error:.1%} at most"
                 )
-                plans = [found_plan(noted(staged, note))]
+                plans = [found_plan(add_notes(staged, note))]
                 self.found += plans
         return Expansion(self._next(), plans, own.bound, work)
 

@@ -11,8 +11,8 @@ from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
 from alpa_lite.passes import programs
-from alpa_lite.passes.plans.comparing import beside
-from alpa_lite.passes.programs.staged import Staged, Verdict, noted
+from alpa_lite.passes.plans.comparing import add_comparison
+from alpa_lite.passes.programs.staged import Staged, Verdict, add_notes
 from alpa_lite.passes.search import best_first
 from alpa_lite.passes.search.best_first import EFFORTS, FoundPlan
 from alpa_lite.passes.search.configs import ExecutionConfig
@@ -46,7 +46,7 @@ def search_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Staged, 
     chosen = found or _fit_or_explain(one, pipelines)
     staged = _write(run, request, one, chosen) if one and isinstance(chosen.value, DecidedMesh) else chosen.value
     if summary.truncated:
-        staged = noted(staged, f"truncated by planning_time_limit={limit:g} s")
+        staged = add_notes(staged, f"truncated by planning_time_limit={limit:g} s")
     if one is not None and pipelines is not None:
         staged = _compare(staged, one, pipelines, chosen)
     if pipelines is not None:
@@ -85,12 +85,12 @@ def _write(run: Passes, request: PlanRequest, one: OneMeshSearch, chosen: FoundP
     bound, status = (own, "optimal") if is_closed else (min(least, own, objective), "feasible")
     rows = one.rows(chosen)
     found = replace(found, solution=replace(found.solution, bound=bound, status=status), candidates=rows)
-    graph = stage_graph.whole(loop.traced, loop.scan)
+    graph = stage_graph.whole_step_stage(loop.traced, loop.scan)
     stage = DecidedStage(graph, grouped.rules, grouped.grouping, found, request.cluster)
-    planned = run("lowering", planning.lowered_whole, stage, request.options.communication)
+    planned = run("lowering", planning.lower_whole_step, stage, request.options.communication)
     verdict = Verdict("step", status, objective, bound, rows)
-    staged = run("programs", programs.single, loop, planned, verdict, str(config.remat))
-    return noted(staged, *costs, *_reasons(one, chosen, config))
+    staged = run("programs", programs.stage_whole_step, loop, planned, verdict, str(config.remat))
+    return add_notes(staged, *costs, *_reasons(one, chosen, config))
 
 
 def _reasons(one: OneMeshSearch, chosen: FoundPlan, config: ExecutionConfig) -> Iterator[str]:
@@ -112,31 +112,33 @@ def _compare(staged: Staged, one: OneMeshSearch, pipelines: PipelineSearch, chos
         if pipelines.found:
             other: Staged = min(pipelines.found, key=lambda plan: plan.seconds).value
             note = f"the best pipeline found has {len(other.stages)} stages and takes {other.seconds:.4g} s per step"
-            return beside(noted(staged, note), "pipeline", other)
+            return add_comparison(add_notes(staged, note), "pipeline", other)
         if pipelines.errors:
             error = pipelines.errors[0]
-            return beside(noted(staged, f"no pipeline was compared: {error}"), "pipeline", str(error).split(";")[0])
+            return add_comparison(
+                add_notes(staged, f"no pipeline was compared: {error}"), "pipeline", str(error).split(";")[0]
+            )
         expected = min(pipelines.estimates, default=pipelines.estimate()[1])
-        return beside(staged, "pipeline", f"not planned: estimated at {units.seconds(expected)}")
+        return add_comparison(staged, "pipeline", f"not planned: estimated at {units.seconds(expected)}")
     if one.found:
         best = min(one.found, key=lambda plan: plan.seconds)
         found: mesh_program.MeshSolution = best.value.found
         figures = Comparison("one mesh", found.mesh.shape, best.seconds, math.ceil(found.solution.peak))
-        return beside(staged, "one mesh", figures)
+        return add_comparison(staged, "one mesh", figures)
     least = [record.least / 2**30 for record in one.records[one.own].values() if record.least]
     why = f"does not fit: needs {min(least):,.1f} GiB per device" if least else "nothing fits"
-    return beside(staged, "one mesh", why)
+    return add_comparison(staged, "one mesh", why)
 
 
 def _explain_slices(staged: Staged, chosen: FoundPlan, pipelines: PipelineSearch) -> Staged:
     """The same with the whole sequences next to slices, or with the reason why there are no slices."""
     for search in pipelines.slicings:
         if chosen in search.found:
-            return beside(staged, "whole sequences", search.whole)
+            return add_comparison(staged, "whole sequences", search.whole)
         if chosen.value is search.whole:
             why = next(filter(None, search.tried.values()), "no argument of the batch has a sequence")
             if search.program is not None:
                 counts = f"{search.count} micro-batches"
                 why = f"no slices were found that take less than {staged.seconds:.4g} s with {counts}"
-            return noted(staged, f"{WHOLE}: {why}")
+            return add_notes(staged, f"{WHOLE}: {why}")
     return staged

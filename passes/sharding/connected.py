@@ -1,7 +1,7 @@
 """Which factors of a step's groups are one dim: those between which a value passes, and what the examples become.
 
 A dim of a value is made of some factors of the group that makes it, major to minor, and used as some factors of each
-group that wants it. `connected` follows that whatever the factors hold. `examples` follows how many examples each of
+group that wants it. `find_connected_factors` follows that whatever the factors hold. `examples` follows how many examples each of
 them holds, since only the major part of a dim that is made of several factors belongs to the batch:
 
     [batch, length] -> [batch * length]      the result has as many examples as the batch, not batch * length of them
@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from alpa_lite.ir.graph import Traced
-from alpa_lite.passes.ir.remembered import remembered
+from alpa_lite.passes.ir.remembered import memoise_by_identity
 from alpa_lite.passes.sharding.groups import Grouping
 
 Place = tuple[int, int]
@@ -37,7 +37,7 @@ def leading_part(made: Dim, used: Dim) -> Iterable[tuple[int, int]]:
     return zip(made, used, strict=True) if len(made) == len(used) else [(made[0], used[0])]
 
 
-def connected(grouping: Grouping, start: Iterable[Place], pairs: Pairs = itertools.product) -> set[Place]:
+def find_connected_factors(grouping: Grouping, start: Iterable[Place], pairs: Pairs = itertools.product) -> set[Place]:
     """The factors that hang together with some, those included: by default each with each that its dim passes to."""
     links, found, waiting = _links(grouping), set[Place](), list(start)
     while waiting:
@@ -50,7 +50,7 @@ def connected(grouping: Grouping, start: Iterable[Place], pairs: Pairs = itertoo
     return found
 
 
-def of_the_batch(traced: Traced, grouping: Grouping) -> list[Place]:
+def batch_factors(traced: Traced, grouping: Grouping) -> list[Place]:
     """The factors of the first dims of batch arguments."""
     homes = [
         grouping.homes[value]
@@ -68,7 +68,7 @@ def examples(traced: Traced, grouping: Grouping) -> dict[int, dict[int, int]]:
     """
     links, sizes = _links(grouping), [[f.size for f in group.factors] for group in grouping.groups]
     found: dict[int, dict[int, int]] = {}
-    for group, factor in of_the_batch(traced, grouping):
+    for group, factor in batch_factors(traced, grouping):
         found.setdefault(group, {})[factor] = sizes[group][factor]
     waiting = set(found)
     while waiting:
@@ -98,7 +98,7 @@ def _count(dim: Collection[int], counts: Mapping[int, int], sizes: Sequence[int]
     return out
 
 
-@remembered
+@memoise_by_identity
 def _links(grouping: Grouping) -> Mapping[int, set[tuple[Dim, int, Dim]]]:
     """Group -> (factors of a dim there, another group, factors of that dim there), in both directions."""
     found: dict[int, set[tuple[Dim, int, Dim]]] = {}

@@ -25,7 +25,7 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir import kernels
 from alpa_lite.ir.graph import Block, Lit, Op, Traced, Value
 from alpa_lite.ir.kernels import KERNEL
-from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, moved_axes, reshard_steps
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, find_moved_axes, reshard_steps
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.costs.attention import attention_of
 from alpa_lite.passes.costs.flops import flops_of, working_dtype
@@ -157,7 +157,7 @@ def attention_efficiency(op: Op, values: Sequence[Value], cluster: Cluster) -> f
 _BLOCK = 0.01
 
 
-def at_peak(step: GroupedStep, cost: MeshCost, space: Space) -> float:
+def seconds_at_peak(step: GroupedStep, cost: MeshCost, space: Space) -> float:
     """Seconds of a step in equal parts on all devices, at the rate of large products: no plan of any mesh takes less.
 
     However a group is cut, each of D devices computes no less than 1 / D of its FLOPs, and moves no less than 1 / D of
@@ -218,7 +218,7 @@ def products_bound(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster) 
     return of_block(traced.graph.block) / cluster.num_devices
 
 
-def combinable(cost: MeshCost) -> frozenset[str]:
+def combinable_kinds(cost: MeshCost) -> frozenset[str]:
     """The kinds of collectives that the compiler joins: on CPU its combiner joins all-reduces alone."""
     if cost.cluster.platform == "cpu":
         return frozenset({"all_reduce"})
@@ -252,7 +252,7 @@ def _steps(mesh: LogicalMesh, changes: tuple[tuple[Axes, Axes], ...]) -> tuple[t
         axes = move.axes
         if move.kind == "collective_permute":
             order = move.before.dims[move.dim]
-            axes = tuple([order[i] for i in moved_axes(order, axes, tuple([size[x] for x in order]))])
+            axes = tuple([order[i] for i in find_moved_axes(order, axes, tuple([size[x] for x in order]))])
         if move.kind != "slice":
             layout = move.before if move.kind == "reduce_scatter" else move.after
             cut = math.prod([size[x] for some in layout.dims for x in some])
@@ -345,7 +345,7 @@ def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, .
     Args:
       nbytes: of the tensor, where collectives have been measured by size, else 0.
     """
-    changes, joins = _changes(cost.mesh, produced, wanted), combinable(cost)
+    changes, joins = _changes(cost.mesh, produced, wanted), combinable_kinds(cost)
     kind, size = changes.kind, len(changes.steps)
     if nbytes:  # what is sent depends on the dims that do not change, too
         cuts, cut = np.unique(changes.unchanged, return_inverse=True)
@@ -368,7 +368,7 @@ def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, .
     return table
 
 
-def gathers(produced: Sequence[Layout], wanted: Sequence[Layout]) -> np.ndarray:
+def find_gathers(produced: Sequence[Layout], wanted: Sequence[Layout]) -> np.ndarray:
     """[P, Q] whether getting from one layout to the other gathers blocks."""
     steps = [[reshard_steps(src, dst) or () for dst in wanted] for src in produced]
     return np.array([[any(step.kind == "all_gather" for step in some) for some in row] for row in steps])

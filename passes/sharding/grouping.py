@@ -33,7 +33,7 @@ from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, keys, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
-from alpa_lite.passes.ir.remembered import Memo, memoised
+from alpa_lite.passes.ir.remembered import Memo, memoise_method
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.sharding import groups
 from alpa_lite.passes.sharding.groups import Demand, Digests, Dims, Draft, Form, Group, Grouping, GroupKind, Home
@@ -327,7 +327,7 @@ class _Builder:
             if len(draft.ops) == 1 and draft.kind == "light":
                 draft.name = op.name
 
-    @memoised
+    @memoise_method
     def lazy_signature(self, atom: int) -> Any:
         """Returns the signature of a lazy value's computation; None for a value that is not lazy."""
         if atom not in self.lazy:
@@ -335,7 +335,7 @@ class _Builder:
         number, result = self.lazy[atom]
         op = self.ops[number]
         parts = tuple("lit" if isinstance(a, Lit) else self.lazy_signature(a) for a in op.operands)
-        return keys.placeless(op, self.values.__getitem__), result, parts
+        return keys.key_without_position(op, self.values.__getitem__), result, parts
 
     # -- colours --------------------------------------------------------------------------------------------------
 

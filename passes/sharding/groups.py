@@ -161,7 +161,7 @@ class Form:
 
     Attributes:
       rule: its rule.
-      key: as `keys.placeless`.
+      key: as `keys.key_without_position`.
       light: whether it only follows, see `is_light`.
       lazy: whether its result is made anew for each consumer, or is so where its operands are.
       whole: the operands that have all factors of the results; literals may be among them.
@@ -205,7 +205,7 @@ def form_of(op: Op, rule: Rule, values: Sequence[Value]) -> Form:
         lazy = "always" if is_lazy_source(op, values) else "as operands" if light and tensors else ""
     every = factors_in(*rule.results)
     whole = tuple(k for k, dims in enumerate(rule.operands) if every <= factors_in(dims))
-    return Form(rule, keys.placeless(op, values.__getitem__), light, lazy, whole)
+    return Form(rule, keys.key_without_position(op, values.__getitem__), light, lazy, whole)
 
 
 def is_lazy_source(op: Op, values: Sequence[Value]) -> bool:

@@ -32,7 +32,7 @@ from alpa_lite.ir.strategy import StrategyGraph
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import users, values_in
 from alpa_lite.passes.ir.loops import Carried, ScanView
-from alpa_lite.passes.ir.remembered import remembered
+from alpa_lite.passes.ir.remembered import memoise_by_identity
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.space import Space
 
@@ -44,7 +44,7 @@ _COPIES = primitives.LINEAR_CHAIN | {"dynamic_slice", "slice"}
 """Operations whose result is the same weights in another form. A broadcast is none: it may be as large as the batch."""
 
 
-@remembered
+@memoise_by_identity
 def state_kinds(traced: Traced) -> Mapping[int, str]:
     """Argument number -> "params" or "optimizer", for state arguments."""
     block, values = traced.graph.block, traced.graph.values
@@ -77,13 +77,13 @@ def parameters(traced: Traced) -> set[int]:
     return {inputs[i] for i, a in enumerate(traced.arguments) if kinds.get(i) == "params" or a.role == "frozen"}
 
 
-@remembered
+@memoise_by_identity
 def parameter_of(traced: Traced) -> Mapping[int, int]:
     """Value -> of which parameter it is another form, parameters included; as of `origins`."""
     return origins(traced.graph.block, parameters(traced))
 
 
-@remembered
+@memoise_by_identity
 def forms(traced: Traced) -> frozenset[int]:
     """Values that are some parameter in another form: those of `parameter_of` without the parameters."""
     return frozenset(parameter_of(traced).keys() - parameters(traced))
@@ -185,7 +185,7 @@ def origins(block: Block, start: Iterable[int]) -> dict[int, int]:
     return found
 
 
-def served_again(traced: Traced, grouping: Grouping) -> frozenset[int]:
+def find_regathered(traced: Traced, grouping: Grouping) -> frozenset[int]:
     """Values that late uses may gather again: arguments, and parameters cast in blocks or cut out for an iteration."""
     homes, groups = grouping.homes, grouping.groups
     own = {v for v in forms(traced) if v in homes and groups[homes[v].group].kind == "leaf"}

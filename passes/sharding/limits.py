@@ -33,11 +33,11 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.errors import MicrobatchError, OptionError
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.methods import NAMES, STRATEGIES, DataParallel, Manual, Sharded, TensorParallel
 from alpa_lite.passes.sharding import connected, kinds, textbook
 from alpa_lite.passes.sharding.groups import Grouping, factors_in
-from alpa_lite.passes.sharding.space import completions, described, fits
+from alpa_lite.passes.sharding.space import completions, describe_mesh, fits
 from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.passes.sharding.textbook import Operations, OverExamples, Textbook
 from alpa_lite.plan.pins import NO_PINS, NO_WISHES, Pins, Wish, Wishes
@@ -94,12 +94,13 @@ def meshes(cluster: Cluster, method: Any, max_axes: int = 3, wishes: Wishes = NO
         mesh = wishes.mesh
         if given not in (None, mesh.shape):
             raise OptionError(
-                f"mesh_shape={given}: {wishes.why} has the mesh {described(mesh)}; leave mesh_shape out, or give "
+                f"mesh_shape={given}: {wishes.why} has the mesh {describe_mesh(mesh)}; leave mesh_shape out, or give "
                 f"{mesh.shape}."
             )
         if any(name not in mesh.axis_names for name in names):
             raise OptionError(
-                f"Manual names the axes {', '.join(names)}: {wishes.why} has the mesh {described(mesh)}; use its names."
+                f"Manual names the axes {', '.join(names)}: {wishes.why} has the mesh {describe_mesh(mesh)}; use its "
+                "names."
             )
         return (mesh,)
     if given is not None:
@@ -137,7 +138,7 @@ Admitted = tuple[tuple[LogicalMesh, Constraints], ...]
 """Meshes, each with its constraints."""
 
 
-def admitted(
+def admissible_meshes(
     step: GroupedStep,
     cluster: Cluster,
     method: Any,
@@ -188,7 +189,7 @@ def limits(
         if wish is None:
             continue
         if number in own:
-            _check(wish, shape, mesh, repr(shown(argument.path)))
+            _check(wish, shape, mesh, repr(format_path(argument.path)))
         elif fits(wish, shape, mesh) is not None:
             continue
         if group := grouping.leaves[number]:
@@ -230,7 +231,7 @@ def _forbidden(step: GroupedStep, names: Collection[str]) -> tuple[dict[int, fro
     whole: set[connected.Place] = set()
     ungathered: set[int] = set()
     if "data parallel" in names:
-        whole |= connected.connected(grouping, connected.of_the_batch(traced, grouping))
+        whole |= connected.find_connected_factors(grouping, connected.batch_factors(traced, grouping))
     if "tensor parallel" in names:
         demands = [demand for demand in grouping.demands if textbook.reads_weights(grouping, demand, read)]
         whole.update((demand.group, f) for demand in demands for f in factors_in(demand.dims))
@@ -240,7 +241,7 @@ def _forbidden(step: GroupedStep, names: Collection[str]) -> tuple[dict[int, fro
         block, of = traced.graph.block, kinds.state_kinds(traced)
         new = (block.outputs[out] for out, argument in traced.state if of.get(argument) == "params")
         ungathered.update(a for a in new if isinstance(a, int) and a not in block.inputs)
-    return textbook.by_group(whole), frozenset(ungathered)
+    return textbook.group_factors(whole), frozenset(ungathered)
 
 
 def _textbook(step: GroupedStep, method: Textbook, mesh: LogicalMesh, axes: Axes, named: Collection[int]) -> Layouts:
@@ -287,7 +288,7 @@ def _textbook(step: GroupedStep, method: Textbook, mesh: LogicalMesh, axes: Axes
                 continue
             if shape[0] % count and not may_be_whole:
                 raise OptionError(
-                    f"argument {shown(argument.path)} has a batch of {shape[0]} (shape {shape}), which does not "
+                    f"argument {format_path(argument.path)} has a batch of {shape[0]} (shape {shape}), which does not "
                     f"divide over {count} devices; use a batch that is a multiple of {count}, or method='auto'."
                 )
             out[group] = whole if shape[0] % count else (Layout((axes, *whole[0].dims[1:])),)

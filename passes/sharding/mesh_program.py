@@ -22,14 +22,14 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import InfeasibleError
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import LogicalMesh
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.ir.strategy import Solution
 from alpa_lite.methods import Method
 from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS
 from alpa_lite.passes.sharding import costs, limits, strategies
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.solver.memory import PeakSearch
-from alpa_lite.passes.sharding.solver.problem import from_graph
+from alpa_lite.passes.sharding.solver.problem import problem_from_graph
 from alpa_lite.passes.sharding.solver.work import SOLVE_WORK
 from alpa_lite.passes.sharding.space import Space, Strategy
 from alpa_lite.passes.sharding.tables import GroupedStep
@@ -135,10 +135,10 @@ def mesh_programs(
       OptionError: the method cannot be applied to these arguments or this number of devices.
     """
     out = []
-    for mesh, constraints in limits.admitted(step, cluster, method, wishes, pins):
+    for mesh, constraints in limits.admissible_meshes(step, cluster, method, wishes, pins):
         cost = MeshCost(cluster, mesh)
         build = functools.partial(strategies.build, step, cost, budget=budget, constraints=constraints)
-        bounds = [functools.partial(bound, step, cost) for bound in (costs.at_peak, costs.divided_bound)]
+        bounds = [functools.partial(bound, step, cost) for bound in (costs.seconds_at_peak, costs.divided_bound)]
         regathers = cluster.platform not in strategies.MERGING
         out.append(MeshProgram(mesh, regathers, functools.cache(build), *bounds))
 
@@ -208,7 +208,7 @@ def has_all_plans_of(step: GroupedStep, cluster: Cluster, method: Method) -> boo
     Raises:
       OptionError: the method cannot be applied.
     """
-    grouping, ((_, constraints),) = step.grouping, limits.admitted(step, cluster, method)
+    grouping, ((_, constraints),) = step.grouping, limits.admissible_meshes(step, cluster, method)
     if constraints.operations is not None:
         groups = [grouping.groups[index] for index in step.examples]
         products = [group for group in groups if group.kind == "heavy" and grouping.ops[group.ops[0]].name in PRODUCTS]
@@ -219,7 +219,7 @@ def has_all_plans_of(step: GroupedStep, cluster: Cluster, method: Method) -> boo
 
 def peak_bound(program: MeshProgram) -> float:
     """Bytes per device that no choice on a mesh takes less of; `minimise_memory` takes longer, and is exact."""
-    problem = replace(from_graph(program.build(regather=program.regathers).program), budget=None)
+    problem = replace(problem_from_graph(program.build(regather=program.regathers).program), budget=None)
     return PeakSearch(problem, PEAK_GAP, SOLVE_WORK).lower_bound()
 
 
@@ -231,7 +231,7 @@ def minimise_memory(programs: Sequence[MeshProgram]) -> tuple[float, MeshSolutio
     best: tuple[float, MeshSolution] | None = None
     for program in programs:
         for space in [program.build(), program.build(regather=True)] if program.regathers else [program.build()]:
-            peak, solution = solve.minimal_budget(space.program, gap=PEAK_GAP)
+            peak, solution = solve.find_minimal_budget(space.program, gap=PEAK_GAP)
             if solution.choice and (best is None or peak < best[1].solution.peak):
                 best = peak if solution.status == "optimal" else 0.0, MeshSolution(space, solution)
     return best
@@ -248,7 +248,7 @@ def budget_error(
             "(constrain, allow, forbid)."
         )
     values, inputs = traced.graph.values, traced.graph.block.inputs
-    sizes = [(values[v].nbytes, shown(a.path)) for v, a in zip(inputs, traced.arguments, strict=False)]
+    sizes = [(values[v].nbytes, format_path(a.path)) for v, a in zip(inputs, traced.arguments, strict=False)]
     largest = ", ".join(f"{path} ({units.nbytes(size)})" for size, path in sorted(sizes, reverse=True)[:5])
     total = sum(values[v].nbytes for v in inputs)
     bound, found = least

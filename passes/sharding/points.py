@@ -22,7 +22,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from alpa_lite.passes.sharding.solver.kernels import compiled
+from alpa_lite.passes.sharding.solver.kernels import compile_lazily
 
 _RUNS = 64  # runs that are tried among corresponding points, which then stay as they are
 _STRIDES = 4
@@ -124,7 +124,7 @@ def _undominated(counts: np.ndarray) -> np.ndarray:
     return keep
 
 
-@compiled
+@compile_lazily
 def _exceeding(counts: np.ndarray, mine: np.ndarray, theirs: np.ndarray, keep: np.ndarray) -> None:
     """Keeps the rows of `mine` that exceed that of `theirs` in any column: mostly one of the first decides."""
     for n in range(len(mine)):
@@ -136,7 +136,9 @@ def _exceeding(counts: np.ndarray, mine: np.ndarray, theirs: np.ndarray, keep: n
         keep[mine[n]] = exceeds
 
 
-def compressed(points: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def compress_intervals(
+    points: np.ndarray, start: np.ndarray, end: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Intervals in numbers of the needed points: (start, end, mask of the intervals that contain any)."""
     first, last = np.searchsorted(points, start), np.searchsorted(points, end, side="right") - 1
     return first, last, first <= last

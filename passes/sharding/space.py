@@ -13,7 +13,7 @@ import numpy as np
 from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
 from alpa_lite.ir.strategy import Factor, StrategyGraph
 from alpa_lite.passes.costs.traffic import Moved
-from alpa_lite.passes.ir.remembered import memoised
+from alpa_lite.passes.ir.remembered import memoise_method
 from alpa_lite.passes.sharding.groups import Dims, Group, factors_in
 from alpa_lite.plan.pins import Wish
 
@@ -62,12 +62,12 @@ class Choices:
         sizes = [[mesh.product(axes) for axes in s.axes] for s in self.strategies]
         self.parts = np.array(sizes, dtype=np.float64).reshape(len(self.strategies), factors)
 
-    @memoised
+    @memoise_method
     def cut(self, dims: Dims) -> np.ndarray:
         """[strategies] into how many blocks a tensor is cut whose dims are made of these factors."""
         return self.parts[:, [f for dim in dims for f in dim]].prod(1)
 
-    @memoised
+    @memoise_method
     def layouts(self, dims: Dims, partial: bool) -> Reached:
         """The layouts of a tensor; `partial`: with the strategy's sums."""
         return classify([layout_of(dims, s, s.partial if partial else ()) for s in self.strategies], self.mesh)
@@ -149,7 +149,7 @@ def layout_of(dims: Dims, strategy: Strategy, partial: Axes = ()) -> Layout:
     return Layout(tuple([axes[d[0]] if len(d) == 1 else tuple([a for f in d for a in axes[f]]) for d in dims]), partial)
 
 
-def made_layout(group: Group, dims: Dims, strategy: Strategy, mesh: LogicalMesh) -> Layout:
+def produced_layout(group: Group, dims: Dims, strategy: Strategy, mesh: LogicalMesh) -> Layout:
     """The layout in which a group makes a value of its own factors: sharded sums of an operation leave partial sums."""
     if group.kind != "heavy":
         return layout_of(dims, strategy, strategy.partial)
@@ -200,7 +200,7 @@ def fits(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> str | None:
     """Why a wish cannot be fulfilled for a shape on a mesh; None if it can."""
     unknown = [a for axes in wish.dims for a in axes or () if a not in mesh.axis_names]
     if unknown:
-        return f"the mesh {described(mesh)} has no axis {unknown[0]!r}"
+        return f"the mesh {describe_mesh(mesh)} has no axis {unknown[0]!r}"
     if len(wish.dims) > len(shape):
         return f"it has {len(wish.dims)} entries for {len(shape)} dims"
     for size, axes in zip(shape, wish.dims, strict=False):
@@ -222,7 +222,7 @@ def completions(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> Iterat
         yield Layout(tuple(own or axes for own, axes in zip(fixed, more, strict=True)))
 
 
-def described(mesh: LogicalMesh) -> str:
+def describe_mesh(mesh: LogicalMesh) -> str:
     """A mesh in words: data=4 x model=2."""
     axes = list(zip(mesh.axis_names, mesh.shape, strict=True))
     return " x ".join(f"{name}={size}" for name, size in [axis for axis in axes if axis[1] > 1] or axes[:1])

@@ -22,7 +22,7 @@ from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.sharding import space
-from alpa_lite.passes.sharding.costs import Moves, divides, gathers, group_terms, moves
+from alpa_lite.passes.sharding.costs import Moves, divides, find_gathers, group_terms, moves
 from alpa_lite.passes.sharding.groups import Group, Grouping
 from alpa_lite.passes.sharding.limits import UNCONSTRAINED, Constraints
 from alpa_lite.passes.sharding.space import Choices, Node, Reached, Resharding, Space, Strategy, assignments, layout_of
@@ -227,7 +227,7 @@ class _Builder:
             form = self.form(group, strategy.axes)
             assert form is not None
             return form.results[op.results.index(value)]
-        return space.made_layout(group, self.grouping.homes[value].dims, strategy, self.mesh)
+        return space.produced_layout(group, self.grouping.homes[value].dims, strategy, self.mesh)
 
     # -- nodes ----------------------------------------------------------------------------------------------------
 
@@ -298,7 +298,7 @@ class _Builder:
             known = self.known.once(("moves", *case), lambda case=case: moves(self.cost, *case))
             matrix = known.joint * tables.shares.get((first, passage.phase), 1.0) + known.alpha + known.beta * nbytes
             if not self.constraints.ungathered.isdisjoint(passage.values):
-                matrix = np.where(gathers(made.layouts, wanted), math.inf, matrix)
+                matrix = np.where(find_gathers(made.layouts, wanted), math.inf, matrix)
             refused = tensor and tensor.refused(passage.values, made.layouts, [*goals])
             if refused is not None:
                 matrix = np.where(refused, math.inf, matrix)

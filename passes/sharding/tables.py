@@ -21,7 +21,7 @@ from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.ir.remembered import Memo
 from alpa_lite.passes.sharding import connected, kinds
 from alpa_lite.passes.sharding.groups import Demand, Dims, Grouping
-from alpa_lite.passes.sharding.points import compressed, needed_points
+from alpa_lite.passes.sharding.points import compress_intervals, needed_points
 from alpa_lite.passes.sharding.solver.problem import timeline
 from alpa_lite.passes.sharding.space import Space
 
@@ -163,7 +163,7 @@ class GroupedStep:
     @cached_property
     def moved(self) -> dict[int, traffic.Moved]:
         """Reads and writes of operations on one device, by op index, without those that compilers fuse away."""
-        return traffic.moved(self.traced.graph.block, self.traced.graph.values)
+        return traffic.memory_traffic(self.traced.graph.block, self.traced.graph.values)
 
     @cached_property
     def smallest(self) -> float:
@@ -259,7 +259,7 @@ def _tables(
             rows.append((number, kind, min(places), max(places), value))
     number, kind, start, end, value = np.array(rows, dtype=np.int64).reshape(-1, 5).T
     points = needed_points(start, end, kind, _alike(step.grouping, node_of))
-    start, end, live = compressed(points, start, end)
+    start, end, live = compress_intervals(points, start, end)
     number, kind, start, end, value = (column[live] for column in (number, kind, start, end, value))
     alike = (kind * len(points) + start) * len(points) + end  # types are numbered transfer by transfer
     _, first, count = np.unique(alike, return_index=True, return_counts=True)
@@ -279,7 +279,7 @@ _Edges = dict[_Key, list[tuple[int, Sequence[Demand]]]]
 
 def _edges(step: GroupedStep, node_of: Sequence[int], late_from: int | None) -> _Edges:
     """The values of each transfer, and the demands on each of them."""
-    again = frozenset() if late_from is None else kinds.served_again(step.traced, step.grouping)
+    again = frozenset() if late_from is None else kinds.find_regathered(step.traced, step.grouping)
     positions, repeats = step.grouping.positions, step.repeats
     parts = {positions[i]: some for i, some in repeats.parts.items() if i in positions}
 

@@ -223,7 +223,7 @@ def textbook(
     dtypes = enumerate(value.dtype for value in traced.graph.values)
     return OverFeatures(
         mesh, over, counts,
-        features=by_group(connected.connected(grouping, places)),
+        features=group_factors(connected.find_connected_factors(grouping, places)),
         readers=_readers(step, read),
         still=frozenset(read | new | gradients),
         free=frozenset(free),
@@ -293,7 +293,7 @@ def _updates_read_whole_values(step: GroupedStep, read: Collection[int]) -> bool
     return False
 
 
-def by_group(places: Collection[connected.Place]) -> dict[int, frozenset[int]]:
+def group_factors(places: Collection[connected.Place]) -> dict[int, frozenset[int]]:
     """Group -> those of its factors that are among some."""
     found: dict[int, set[int]] = {}
     for group, factor in places:

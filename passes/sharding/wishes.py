@@ -19,11 +19,11 @@ from alpa_lite.errors import OptionError
 from alpa_lite.ir import paths
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import LogicalMesh
-from alpa_lite.ir.paths import shown, tokens
+from alpa_lite.ir.paths import format_path, tokens
 from alpa_lite.methods import NAMES, REGEX, Auto, Manual, Method, Sharded, dims_of, matches
 from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.sharding.kinds import state_kinds
-from alpa_lite.passes.sharding.space import described
+from alpa_lite.passes.sharding.space import describe_mesh
 from alpa_lite.passes.sharding.textbook import Textbook
 from alpa_lite.passes.tracing.placements import Annotation, logical_mesh
 from alpa_lite.plan.pins import Wish, Wishes
@@ -48,19 +48,21 @@ def manual(traced: Traced, method: Manual) -> dict[str, Wish]:
         if same:
             other = exact.setdefault(same[0], key)
             if other != key:
-                raise OptionError(f"Manual gives {shown(same[0])!r} two specs, as {other!r} and {key!r}; give one.")
+                raise OptionError(
+                    f"Manual gives {format_path(same[0])!r} two specs, as {other!r} and {key!r}; give one."
+                )
             if not shapes[same[0]] and any(wish.dims):
-                raise OptionError(f"Manual gives a spec for {shown(same[0])!r}, which is a scalar; leave it out.")
+                raise OptionError(f"Manual gives a spec for {format_path(same[0])!r}, which is a scalar; leave it out.")
             own[same[0]] = wish
             continue
-        some = [path for path in known if matches(key, shown(path))]
+        some = [path for path in known if matches(key, format_path(path))]
         if not some:
             raise OptionError(_nothing(key, known))
         found.update(dict.fromkeys(some, wish))
     return _followers(traced, found | own)
 
 
-def of(
+def collect_wishes(
     traced: Traced, method: Method, num_devices: int, said: Sequence[Annotation] = (), context: Any = None,
     forbidden: frozenset[str] = frozenset(), placed: Mapping[str, Wish] = MappingProxyType({}),
     placed_on: LogicalMesh | None = None,
@@ -92,7 +94,9 @@ def of(
         elif mesh is None and (source != _ARRAYS or _admits(method, candidate, names)):
             mesh, why = candidate, source
         elif candidate != mesh:
-            notes.append(f"{source} has the mesh {described(candidate)}: not applied with {why or method.describe()}")
+            notes.append(
+                f"{source} has the mesh {describe_mesh(candidate)}: not applied with {why or method.describe()}"
+            )
     leaves: dict[str, Wish] = {}
     for one in said:
         path = traced.arguments[one.number].path
@@ -101,7 +105,7 @@ def of(
         elif path in found or one.mesh not in (None, mesh):
             continue
         elif isinstance(method, Textbook):
-            notes.append(f"{one.why} ({shown(path)}): the method {method.describe()} comes before it")
+            notes.append(f"{one.why} ({format_path(path)}): the method {method.describe()} comes before it")
         else:
             leaves[path] = Wish(one.dims, one.why)
     spoken = dict.fromkeys(a for wish in leaves.values() for axes in wish.dims for a in axes or ())
@@ -167,7 +171,7 @@ def _followers(traced: Traced, named: Mapping[str, Wish]) -> dict[str, Wish]:
         best = [one for one in like if common[one] == max(common.values())]
         wishes = {named.get(one) for one in best}
         if len(wishes) == 1 and (wish := wishes.pop()) is not None:
-            out[path] = Wish(wish.dims, f"{wish.why}, which it follows as state of {shown(best[0])},")
+            out[path] = Wish(wish.dims, f"{wish.why}, which it follows as state of {format_path(best[0])},")
     return out
 
 
@@ -184,7 +188,7 @@ def _shapes(traced: Traced) -> dict[str, tuple[int, ...]]:
 
 def _nothing(key: str, known: list[str]) -> str:
     """The message for an entry that names nothing."""
-    printed = list(map(shown, known))
+    printed = list(map(format_path, known))
     wanted = key.removeprefix(REGEX) if key.startswith(REGEX) else paths.spellings(key)[-1]
     close = difflib.get_close_matches(wanted, printed, n=3, cutoff=0.3)
     hint = f"similar arguments are {', '.join(close)}" if close else f"its arguments are {', '.join(printed[:5])}"

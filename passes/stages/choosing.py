@@ -85,7 +85,7 @@ def choose(
         best = found.best and replace(found.best, schedule="zb-h1")
     if best is None:
         assert found.infeasible is not None
-        numbers = " or ".join(units.plural(count, "micro-batch") for count in counts)
+        numbers = " or ".join(units.count_of(count, "micro-batch") for count in counts)
         why = found.infeasible
         raise InfeasibleError(f"no pipeline with {numbers}: {why.message}", why.smallest_budget)
     best = _cheapest_memory(priced, best, budget)

@@ -59,7 +59,7 @@ def cut(stage: StageGraph, program: LocalProgram, *, split_weights: bool) -> Seg
     return _Cut(stage, program, split_weights).segments()
 
 
-def whole(stage: StageGraph, program: LocalProgram) -> Segments:
+def cut_whole_step(stage: StageGraph, program: LocalProgram) -> Segments:
     """A stage as one segment that runs once, its micro-batches inside: what one mesh runs."""
     body = program.body
     outputs = [(Wire("literal", i) if isinstance(o, Lit) else Wire("top", o), o) for i, o in enumerate(body.outputs)]

@@ -28,7 +28,7 @@ from alpa_lite.passes.sharding import limits
 from alpa_lite.passes.sharding.lagrangian import LagrangianSearch, search_at_prices
 from alpa_lite.passes.sharding.space import Strategy
 from alpa_lite.passes.stages import temporaries
-from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage, bytes_of, grouped, lowered
+from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage, bytes_of, group_stage, lower_stage
 from alpa_lite.passes.stages.segments import Segment
 from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.plan.pins import NO_WISHES, Wishes
@@ -100,7 +100,7 @@ class Layer:
     def __init__(self, graph: StageGraph, wishes: Wishes = NO_WISHES) -> None:
         """`wishes`: what the user says of arguments."""
         rules = factors.rules_of(graph.traced.graph.ops(), graph.traced.graph.values)
-        self._graph, self._wishes, self._step = graph, wishes, grouped(graph, rules, split_weights=False)
+        self._graph, self._wishes, self._step = graph, wishes, group_stage(graph, rules, split_weights=False)
         self.at, self._search = functools.cache(self._at), functools.cache(self._search_at_prices)
         self._of_choice: dict[tuple[int, LogicalMesh, tuple[Strategy, ...]], LayerCost] = {}
 
@@ -120,14 +120,14 @@ class Layer:
         key = cluster.num_devices, found.mesh, found.choice  # another price often leads to the same choice
         if key not in self._of_choice:
             decided = DecidedStage(self._graph, self._step.rules, self._step.grouping, found, cluster)
-            self._of_choice[key] = MeasuredLayer(lowered(decided, split_weights=False)).cost()
+            self._of_choice[key] = MeasuredLayer(lower_stage(decided, split_weights=False)).cost()
         seconds, size = search.fastest
         return replace(self._of_choice[key], seconds=seconds, bytes=size)
 
     def _search_at_prices(self, cluster: Cluster, method: Sharded) -> LagrangianSearch:
         """The integer programs of the layer; the user's constraints do not bind where there is one device."""
         wishes = self._wishes if cluster.num_devices > 1 else NO_WISHES
-        found = limits.admitted(self._step, cluster, method, wishes, max_axes=2)
+        found = limits.admissible_meshes(self._step, cluster, method, wishes, max_axes=2)
         sensible = tuple(one for one in found if _sensible(one[0], cluster, method))
         return search_at_prices(self._step, cluster, sensible or found, max_work=LAYER_WORK, gap=GAP)
 

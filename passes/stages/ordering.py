@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from alpa_lite.ir.graph import Op
-from alpa_lite.passes.ir.flow import append_behind_makers, before_readers, made_of_all, users
+from alpa_lite.passes.ir.flow import append_behind_makers, before_readers, find_computable, users
 
 
 def body(ops: Sequence[Op], copies: AbstractSet[int], lasting: Iterable[int]) -> list[Op]:
@@ -33,7 +33,7 @@ def body(ops: Sequence[Op], copies: AbstractSet[int], lasting: Iterable[int]) ->
       copies: those that other stages have, too, by `Op.index`.
       lasting: inputs of the body that are the same for every micro-batch.
     """
-    same = made_of_all(ops, lasting)
+    same = find_computable(ops, lasting)
     early = {op for op in ops if op.index in copies or (same.issuperset(op.results) and not op.has_effects)}
     return _behind(before_readers(ops, early), {op.index for op in early})
 
@@ -71,7 +71,7 @@ def update(ops: Sequence[Op], rounds: Mapping[int, int], sums: Sequence[int]) ->
     return sorted(ops, key=lambda op: keys[op.index])
 
 
-def needed(values: Iterable[int], makers: Mapping[int, Op]) -> tuple[list[Op], list[int]]:
+def order_needed_ops(values: Iterable[int], makers: Mapping[int, Op]) -> tuple[list[Op], list[int]]:
     """Returns the ops that make some values, in the order in which they are needed, and their inputs that no op makes.
 
     Each op is behind the makers of its operands.

@@ -48,7 +48,7 @@ from alpa_lite.ir.graph import Atom, Block, Op, Traced, Value
 from alpa_lite.passes.ir import min_cut, primitives
 from alpa_lite.passes.ir.flow import producers, users
 from alpa_lite.passes.ir.loops import ScanView, scan_op
-from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
+from alpa_lite.passes.ir.rewriting import rename_atom, rename_op
 from alpa_lite.passes.layers.types import Assignment
 
 SWEEPS = 4
@@ -136,7 +136,7 @@ def turns_of(traced: Traced, scan: int, pinned: Mapping[int, int], count: int) -
       pinned: flat argument -> the submesh that it lies on.
       count: the number of submeshes.
     """
-    found = ownership(flat(traced, scan), pinned, count)
+    found = ownership(inline_loop(traced, scan), pinned, count)
     body = scan_op(traced, scan).bodies[0]
     rounds = rounds_of(body.ops, found.stage, lambda op: True)
     places = {(number, found.stage[index]) for index, number in rounds.items()}
@@ -156,18 +156,18 @@ def turns_of(traced: Traced, scan: int, pinned: Mapping[int, int], count: int) -
     return Turns(assignment, tuple(submesh for _, submesh in order))
 
 
-def flat(traced: Traced, scan: int) -> Traced:
+def inline_loop(traced: Traced, scan: int) -> Traced:
     """The step with the loop's body in place of the loop: what one micro-batch does, once."""
     block, op = traced.graph.block, scan_op(traced, scan)
     view = ScanView(op)
     names: dict[int, Atom] = {inner: outer for outer, inner in view.consts}
-    body = [renamed_op(inner, names) for inner in view.body.ops]
-    names |= {result: renamed_atom(atom, names) for atom, result in zip(view.body.outputs, op.results, strict=True)}
+    body = [rename_op(inner, names) for inner in view.body.ops]
+    names |= {result: rename_atom(atom, names) for atom, result in zip(view.body.outputs, op.results, strict=True)}
     ops: list[Op] = []
     for one in block.ops:
-        ops += body if one is op else [renamed_op(one, names)]
+        ops += body if one is op else [rename_op(one, names)]
     inputs = (*block.inputs, *view.inputs.carry, *view.inputs.xs)
-    outputs = tuple(renamed_atom(atom, names) for atom in block.outputs)
+    outputs = tuple(rename_atom(atom, names) for atom in block.outputs)
     return replace(traced, graph=replace(traced.graph, block=Block(inputs, tuple(ops), outputs)))
 
 

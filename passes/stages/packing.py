@@ -56,7 +56,7 @@ def limit(memory_bandwidth: float) -> float:
     return ARGUMENT_SECONDS * memory_bandwidth / 2
 
 
-def packed(parts: Segments, most: float) -> Segments:
+def pack_segments(parts: Segments, most: float) -> Segments:
     """The segments with packs. `most`: bytes per device of a value that is packed (`limit`)."""
     if parts.of("prologue") is None or not any(segment.kind in _LOOP for segment in parts.items):
         return parts

@@ -20,7 +20,7 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir.keys import Keys
-from alpa_lite.passes.ir.pruning import renumbered
+from alpa_lite.passes.ir.pruning import renumber
 from alpa_lite.passes.lowering.lowering import lower
 from alpa_lite.passes.lowering.overlap import Overlap, Overlapping
 from alpa_lite.passes.lowering.prices import Prices, prices
@@ -215,27 +215,27 @@ def decide(
     Raises:
       InfeasibleError: the stage has no choice.
     """
-    traced = replace(graph.traced, graph=renumbered(graph.traced.graph))
+    traced = replace(graph.traced, graph=renumber(graph.traced.graph))
     graph = replace(graph, traced=traced)
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     if like is not None and _same_rules(like, traced, rules):
         # Equal digests, and values numbered in the same way: the graphs differ in names, and in numbers, alone.
         groups = replace(like.grouping, ops={op.index: op for op in traced.graph.ops()})
         return DecidedStage(graph, rules, groups, like.found, cluster, offers=like.offers)
-    step = grouped(graph, rules, split_weights=split_weights)
-    admitted = limits.admitted(step, cluster, method, wishes, pins)
+    step = group_stage(graph, rules, split_weights=split_weights)
+    admitted = limits.admissible_meshes(step, cluster, method, wishes, pins)
     offers = search_at_prices(step, cluster, admitted, max_work=STAGE_WORK, gap=GAP)
     offers = offers if unit is None else replace(offers, unit=unit)
     return DecidedStage(graph, rules, step.grouping, offers.at(price), cluster, offers=offers)
 
 
-def grouped(graph: StageGraph, rules: Mapping[Any, Rule], *, split_weights: bool) -> GroupedStep:
+def group_stage(graph: StageGraph, rules: Mapping[Any, Rule], *, split_weights: bool) -> GroupedStep:
     """A stage for the integer program. `split_weights`: as for `cutting.cut`."""
     groups = grouping.group(graph.traced, rules, graph.apart_results)
     return GroupedStep(graph.traced, groups, rules, stage_graph.repeats(graph, split_weights=split_weights))
 
 
-def repriced(stage: DecidedStage, price: float) -> DecidedStage:
+def reprice_stage(stage: DecidedStage, price: float) -> DecidedStage:
     """A solved stage at another price of memory, whose integer programs are there already. As `decide`."""
     assert stage.offers is not None
     offers = stage.offers.reset()
@@ -248,7 +248,7 @@ def _same_rules(like: DecidedStage, traced: Traced, rules: Mapping[Any, Rule]) -
     return all(like.rules.get(before.key) == rules.get(op.key) for before, op in pairs)
 
 
-def lowered(stage: DecidedStage, *, split_weights: bool, like: PlannedStage | None = None) -> PlannedStage:
+def lower_stage(stage: DecidedStage, *, split_weights: bool, like: PlannedStage | None = None) -> PlannedStage:
     """A solved stage, lowered and cut into segments.
 
     Args:
@@ -256,7 +256,7 @@ def lowered(stage: DecidedStage, *, split_weights: bool, like: PlannedStage | No
       like: the planned stage whose choices this one has taken over, if it has.
     """
     planned = _planned(stage, partial(cutting.cut, split_weights=split_weights), "explicit")
-    segments = packing.packed(planned.segments, packing.limit(stage.cluster.memory_bandwidth))
+    segments = packing.pack_segments(planned.segments, packing.limit(stage.cluster.memory_bandwidth))
     is_twin = like is not None and like.found is stage.found and _same_parts(like.segments, segments)
     return replace(planned, segments=segments, twin=like if is_twin else None)
 
@@ -278,17 +278,17 @@ def _same_parts(before: Segments, after: Segments) -> bool:
     return parts(before) == parts(after)
 
 
-def lowered_whole(stage: DecidedStage, communication: str) -> PlannedStage:
+def lower_whole_step(stage: DecidedStage, communication: str) -> PlannedStage:
     """A solved step that is not divided, lowered into one segment."""
-    return _planned(stage, cutting.whole, communication)
+    return _planned(stage, cutting.cut_whole_step, communication)
 
 
-def settled(step: GroupedStep, cluster: Cluster, found: MeshSolution) -> float:
+def overlapped_seconds(step: GroupedStep, cluster: Cluster, found: MeshSolution) -> float:
     """Returns the seconds of a step that is not divided, without communication that hides behind computing."""
     if not cluster.overlaps:
         return found.solution.objective
-    decided = DecidedStage(stage_graph.whole(step.traced, -1), step.rules, step.grouping, found, cluster)
-    return sum(lowered_whole(decided, "explicit").seconds.values())
+    decided = DecidedStage(stage_graph.whole_step_stage(step.traced, -1), step.rules, step.grouping, found, cluster)
+    return sum(lower_whole_step(decided, "explicit").seconds.values())
 
 
 def _planned(

@@ -189,7 +189,7 @@ class LayerCosts:
             for b, second in enumerate(self.devices):
                 boundary[:, a, b], slowest[:, a, b] = link_seconds(self.cluster, crossing, first, second)
         forms = [
-            ranges.from_layers(
+            ranges.sum_layer_costs(
                 count,
                 **dict(zip(COSTS, tables[:, form], strict=True)),
                 boundary_seconds=boundary,
@@ -202,7 +202,7 @@ class LayerCosts:
             )
             for form in range(tables.shape[1])
         ]
-        return ranges.fastest(forms)
+        return ranges.choose_fastest_forms(forms)
 
 
 def price_layers(

@@ -64,7 +64,7 @@ class StageGraph:
         return frozenset(result for op in scans for _, result in ScanView(op).ys)
 
 
-def whole(traced: Traced, scan: int) -> StageGraph:
+def whole_step_stage(traced: Traced, scan: int) -> StageGraph:
     """A step that is not divided, as its only stage.
 
     Args:

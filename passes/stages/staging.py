@@ -30,9 +30,9 @@ from dataclasses import replace
 from alpa_lite import _jax
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.ir.graph import Argument, Atom, Block, Graph, Op, Traced
-from alpa_lite.passes.ir.flow import before_readers, made_of, producers, reach, values_in
+from alpa_lite.passes.ir.flow import before_readers, find_dependents, producers, reach, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
-from alpa_lite.passes.ir.pruning import indexed
+from alpa_lite.passes.ir.pruning import number_ops
 from alpa_lite.passes.ir.rewriting import Rewriter
 from alpa_lite.passes.layers.types import Assignment
 from alpa_lite.passes.stages import ordering
@@ -60,7 +60,7 @@ def stage_graphs(traced: Traced, scan: int, assignment: Assignment) -> tuple[Sta
     return tuple(_Stage(step, number).build() for number in range(assignment.num_stages))
 
 
-def moved(graphs: Sequence[StageGraph]) -> dict[int, tuple[int, ...]]:
+def find_moved_arguments(graphs: Sequence[StageGraph]) -> dict[int, tuple[int, ...]]:
     """Argument number -> the stages that get a copy of it in each call, for arguments that others own."""
     found: dict[int, list[int]] = {}
     for number, graph in enumerate(graphs):
@@ -107,7 +107,7 @@ class _Step:
             begun = {op for op in self.block.ops[self.block.ops.index(self.scan) + 1 :] if op.has_effects}
         else:
             begun = {op for op in others if op.index not in self.shared}
-        self.late = made_of(others, [*self.scan.results, *(value for op in begun for value in op.results)])
+        self.late = find_dependents(others, [*self.scan.results, *(value for op in begun for value in op.results)])
         after = {op for op in others if op in begun or not self.late.isdisjoint(op.reads)}
         self.after = [op for op in others if op in after]
         self.early = [op for op in others if op not in after]
@@ -177,7 +177,7 @@ class _Step:
 
     def _reach(self, atoms: Iterable[Atom]) -> tuple[list[Op], list[int]]:
         """The ops before the scan that some atoms need, in order, and the inputs of the block that those read."""
-        return ordering.needed(values_in(atoms), self.before)
+        return ordering.order_needed_ops(values_in(atoms), self.before)
 
     def run_once(self, ops: Iterable[Op], stage: int) -> None:
         """Notes that a stage runs some ops before its scan; raises InfeasibleError if another runs one with effects."""
@@ -309,7 +309,7 @@ class _Stage:
     ) -> tuple[Traced, Mapping[int, int]]:
         """The stage as a step of its own, its arguments and results described as those of the whole; new op indices."""
         whole = self.step.traced
-        block, place = indexed(Block((*inputs, *constants), tuple(ops), tuple(atom for atom, _ in results)))
+        block, place = number_ops(Block((*inputs, *constants), tuple(ops), tuple(atom for atom, _ in results)))
         values = tuple(whole.graph.constants[self.step.constants[v]] for v in constants)
         position = {port.number: i for i, port in enumerate(inputs.values()) if port.kind == "argument"}
         where = {port.number: i for i, (_, port) in enumerate(results) if port.kind == "argument"}

@@ -23,7 +23,7 @@ from jax.core import ShapedArray
 from alpa_lite.ir.graph import Lit, Op, Traced
 from alpa_lite.passes.ir.flow import producers, users
 from alpa_lite.passes.ir.loops import Carried, ScanView, scan_op
-from alpa_lite.passes.ir.rewriting import Rewriter, substituted
+from alpa_lite.passes.ir.rewriting import Rewriter, replace_op
 from alpa_lite.passes.layers.types import Assignment
 
 
@@ -57,7 +57,7 @@ class _Splitter:
             added += others
         scan = view.rebuilt(self.body, view.consts, [*carries, *added], view.xs, view.ys)
         scan = replace(scan, key=self.scan.key)
-        block = substituted(self.traced.graph.block, self.scan, [*self.before, scan, *self.after])
+        block = replace_op(self.traced.graph.block, self.scan, [*self.before, scan, *self.after])
         graph = replace(self.traced.graph, values=tuple(self.rewriter.values), block=block)
         phases = replace(assignment.phases, number=self.phases)
         return replace(self.traced, graph=graph), replace(

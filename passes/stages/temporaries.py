@@ -29,7 +29,7 @@ from alpa_lite.ir.graph import Lit, Op, Value
 from alpa_lite.passes.costs import fusion
 from alpa_lite.passes.costs.items import Item, item_of
 from alpa_lite.passes.ir.primitives import ADDS, PRODUCTS
-from alpa_lite.passes.ir.remembered import Memo, remembered
+from alpa_lite.passes.ir.remembered import Memo, memoise_by_identity
 from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Loop, Operand, Reshard, reads, writes
 from alpa_lite.passes.sharding.space import block_count
 from alpa_lite.passes.stages.segments import Segment, Segments
@@ -150,7 +150,7 @@ def _placed(values: Sequence[int], rooms: Sequence[int]) -> int:
     return placed
 
 
-@remembered
+@memoise_by_identity
 def _known_items(_: Segments) -> Memo:
     """Items by instruction: a run is weighed with several contents and for several values."""
     return Memo()

@@ -6,6 +6,6 @@ of one. Stages, layers and everything after them are as for whole sequences. Whe
 error that names the operation.
 """
 
-from alpa_lite.passes.tokens.slicing import in_slices
+from alpa_lite.passes.tokens.slicing import slice_sequence
 
-__all__ = ["in_slices"]
+__all__ = ["slice_sequence"]

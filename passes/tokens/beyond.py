@@ -75,7 +75,7 @@ Known = Mapping[int, tuple[Beyond, ...]]
 """By value; at most one for each pair of dims."""
 
 
-def known(ops: Iterable[Op], rules: Mapping[object, Rule], statics: Statics) -> Known:
+def derive_knowledge(ops: Iterable[Op], rules: Mapping[object, Rule], statics: Statics) -> Known:
     """Returns the knowledge of the values that operations make.
 
     Args:

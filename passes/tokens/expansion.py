@@ -34,7 +34,7 @@ from alpa_lite.passes.blockwise import FunctionWriter
 from alpa_lite.passes.blockwise.parts import COMBINED, params_for
 from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.tokens.pieces import Pieces, Range, Ranges, padded
+from alpa_lite.passes.tokens.pieces import Pieces, Range, Ranges, pad_rows
 from alpa_lite.passes.tokens.states import Body, Role, State, States, row_factor
 from alpa_lite.passes.tokens.windows import Move, shift_of, size_along, window
 
@@ -203,7 +203,7 @@ class _Expansion(Pieces):
                 given = self._cut(part, state.dim, (own[0] + first, own[1] + first))
                 missing = stop - first - own[1]  # to some rows of this piece, and zeros to the rest
                 if missing or own[0]:
-                    given = self._made(padded, [given], state.dim, own[0], missing, 0)
+                    given = self._made(pad_rows, [given], state.dim, own[0], missing, 0)
                 self.pieces[value][target] = self._combined(op, self.pieces[value][target], given)
         if role.kind == "sum":
             assert total is not None

@@ -104,7 +104,7 @@ class Latency:
         return np.tensordot(self.coefficients, _terms(part, length, context), 1)
 
 
-def fitted(known: Sequence[Sample]) -> Latency:
+def fit_latency(known: Sequence[Sample]) -> Latency:
     """The model of samples; stages without any are of no seconds."""
     slowest: dict[tuple[float, int, int], float] = defaultdict(float)
     of_stage: dict[int, list[Sample]] = defaultdict(list)
@@ -169,7 +169,7 @@ def _lengths(parts: Sequence[int], step: int, tokens: int) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def proposed(
+def propose_slices(
     latency: Latency, tokens: int, counts: Sequence[int], step: int, dispatch: float
 ) -> tuple[Proposal, ...]:  # fmt: skip
     """The best slices for each number of micro-batches, and equal ones, fastest first; one slice is none.

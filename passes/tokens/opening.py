@@ -30,14 +30,14 @@ from alpa_lite.passes.blockwise.parts import rows_of
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_block, renamed_op
+from alpa_lite.passes.ir.rewriting import Rewriter, rename_atom, rename_block, rename_op
 from alpa_lite.passes.tracing import conversion
 
 MOST = 20_000
 """Operations that loops may become; more would take longer to plan and to compile than slices can save."""
 
 
-def opened(rewriter: FunctionWriter, block: Block) -> Block:
+def replace_by_operations(rewriter: FunctionWriter, block: Block) -> Block:
     """The block with such operations in place of the one, whose parts they are (`FunctionWriter.origin`).
 
     Functions that are written for a device (Pallas, custom calls) stay as they are.
@@ -45,7 +45,7 @@ def opened(rewriter: FunctionWriter, block: Block) -> Block:
     names: dict[int, Atom] = {}
     out: list[Op] = []
     for op in block.ops:
-        op = renamed_op(op, names)
+        op = rename_op(op, names)
         if op.name in primitives.PAIRWISE:
             names.update(zip(op.results, op.operands, strict=True))
             continue
@@ -59,7 +59,7 @@ def opened(rewriter: FunctionWriter, block: Block) -> Block:
         out += ops
         rewriter.attribute(ops, op.index)
         names.update(zip(op.results, results, strict=True))
-    outputs = tuple(renamed_atom(a, names) for a in block.outputs)
+    outputs = tuple(rename_atom(a, names) for a in block.outputs)
     return Block(block.inputs, tuple(out), outputs)
 
 
@@ -97,7 +97,7 @@ def operations(op: Op) -> int:
     return view.length * (len(view.body.ops) + 2 * len(view.inputs.xs))
 
 
-def unrolled(rewriter: FunctionWriter, block: Block, loops: Set[int]) -> tuple[Block, Mapping[int, int]]:
+def unroll_scans(rewriter: FunctionWriter, block: Block, loops: Set[int]) -> tuple[Block, Mapping[int, int]]:
     """The block with some scans, and those that read their stacks row by row (residuals), written out.
 
     Args:
@@ -138,7 +138,7 @@ class _Unrolling:
             self.put_together(op.reads)
             self.out.append(op)
         self.put_together(values_in(block.outputs))
-        return renamed_block(Block(block.inputs, tuple(self.out), block.outputs), self.names), self.cuts
+        return rename_block(Block(block.inputs, tuple(self.out), block.outputs), self.names), self.cuts
 
     def unroll(self, op: Op) -> None:
         """Writes a loop out."""
@@ -154,7 +154,7 @@ class _Unrolling:
             ops, outputs = self.rewriter.inline(view.body, dict(zip(view.body.inputs, operands, strict=True)))
             self.out += ops
             carry, given[number] = view.given(outputs)
-        self.names.update((v, renamed_atom(a, self.names)) for v, a in zip(view.results.carry, carry, strict=True))
+        self.names.update((v, rename_atom(a, self.names)) for v, a in zip(view.results.carry, carry, strict=True))
         for value, *rows in zip(view.results.ys, *(given[number] for number in order), strict=True):
             self.rows[value], self.makers[value] = rows, op
         self.rewriter.attribute(self.out[first:], op.index)

@@ -238,7 +238,7 @@ class Pieces(Extents):
             return self._cut(part, column, (0, width))
         holds = self.behind(value)
         assert holds is not None, "columns that somebody reads are made, or known"
-        return self._made(padded, [part], column, 0, width - made, holds.value)
+        return self._made(pad_rows, [part], column, 0, width - made, holds.value)
 
     def _join(self, parts: Sequence[Atom], state: State) -> Atom:
         return parts[0] if len(parts) == 1 else self._made(_joined, parts, state.dim, state.outer)
@@ -252,7 +252,7 @@ def _rows_of(dim: int, rows: Range, outer: int, inner: int, x: jax.Array) -> jax
     return apart.reshape(*before, -1, *behind)
 
 
-def padded(dim: int, low: int, high: int, number: float, x: jax.Array) -> jax.Array:
+def pad_rows(dim: int, low: int, high: int, number: float, x: jax.Array) -> jax.Array:
     """An array with a number before and behind its rows."""
     config = [(low, high, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
     return lax.pad(x, jnp.asarray(number, x.dtype), config)

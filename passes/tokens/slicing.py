@@ -18,14 +18,14 @@ from dataclasses import dataclass, replace
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
 from alpa_lite.ir.graph import Block, Op, Traced, walk
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import factors
 from alpa_lite.passes.blockwise import FunctionWriter
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import made_of
+from alpa_lite.passes.ir.flow import find_dependents
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.rewriting import substituted, with_body
+from alpa_lite.passes.ir.rewriting import replace_body, replace_op
 from alpa_lite.passes.layers import assignment
 from alpa_lite.passes.layers.division import Divided
 from alpa_lite.passes.layers.types import Layering, Phases
@@ -35,7 +35,7 @@ from alpa_lite.passes.tracing.statics import Statics
 _PRODUCTS = primitives.COMPUTE_INTENSIVE
 
 
-def in_slices(step: Divided, lengths: Sequence[int]) -> Divided:
+def slice_sequence(step: Divided, lengths: Sequence[int]) -> Divided:
     """A step that is cut into stages, in slices of the sequence: the same layers on the same stages.
 
     Args:
@@ -95,12 +95,12 @@ class _Slicer:
 
     def _opened(self, block: Block, free: frozenset[int]) -> _Opened:
         """A body with its rules and knowledge."""
-        block = opening.opened(self.rewriter, block)
+        block = opening.replace_by_operations(self.rewriter, block)
         forward = frozenset(op.index for op in block.ops if self.rewriter.origin(op.index) in self.layers.forward)
         new = [op for op in (*self.early, *walk(block)) if op.key not in self.rules]
         self.rules.update(factors.rules_of(new, self.values))
-        ops = [*self.early, with_body(self.scan, block)]
-        known = beyond.known([*ops, *block.ops], self.rules, Statics(ops, self.values, self.constants))
+        ops = [*self.early, replace_body(self.scan, block)]
+        known = beyond.derive_knowledge([*ops, *block.ops], self.rules, Statics(ops, self.values, self.constants))
         return _Opened(states.Body(block, self.rules, self.values, known, forward), free)
 
     def _without_loops(self, opened: _Opened, sequence: Mapping[int, int]) -> tuple[_Opened, states.States]:
@@ -118,7 +118,7 @@ class _Slicer:
                     f"sequence, and loops like it would be {count:,} operations once written out, of at most "
                     f"{opening.MOST:,}; leave token_slices out"
                 )
-            flat, rows = opening.unrolled(self.rewriter, opened.body.block, {op.index for op in loops})
+            flat, rows = opening.unroll_scans(self.rewriter, opened.body.block, {op.index for op in loops})
             whole = {value for _, value in self.view.consts}
             whole |= {v for op in opened.body.block.ops if op.index in opened.free for v in op.results}
             free = opened.free | {index for index, stack in rows.items() if stack in whole}
@@ -184,8 +184,8 @@ class _Slicer:
 
     def _step(self, opened: _Opened, made: expansion.Expanded) -> tuple[Layering, Mapping[int, int]]:
         layers, slices, rewriter = self.layers, len(self.lengths), self.rewriter
-        scan = with_body(self.scan, made.block)
-        result = rewriter.step(self.traced, substituted(self.graph.block, self.scan, [scan]), self.scan.index)
+        scan = replace_body(self.scan, made.block)
+        result = rewriter.step(self.traced, replace_op(self.graph.block, self.scan, [scan]), self.scan.index)
         parts: dict[int, list[int]] = defaultdict(list)
         place = rewriter.place
         for op in made.block.ops:
@@ -217,7 +217,7 @@ class _Slicer:
         They are made once for all operations of a phase, and like the values that they cut, wherever they are read.
         """
         held = zip(self.graph.block.inputs, self.traced.arguments, strict=False)
-        of_state = made_of(self.early, {value for value, argument in held if argument.stays})
+        of_state = find_dependents(self.early, {value for value, argument in held if argument.stays})
         constant = {inner for outer, inner in self.view.consts if outer not in of_state}
         found = set()
         for op in block.ops:
@@ -234,7 +234,7 @@ def _tokens(found: states.States) -> int:
 
 
 def _where(op: Op) -> str:
-    return _jax.where(op.source) or shown(op.name)
+    return _jax.describe_location(op.source) or format_path(op.name)
 
 
 def _waits(op: Op, reason: str) -> str:

@@ -15,7 +15,7 @@ from alpa_lite.errors import OptionError, SignatureError
 from alpa_lite.ir.calling import Calling
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.paths import tokens
-from alpa_lite.passes.tracing.calls import one_or_several, position_of
+from alpa_lite.passes.tracing.calls import as_tuple, position_of
 
 LeafKind = tuple[tuple[int, ...], Any]
 """(shape, dtype) of a leaf."""
@@ -108,7 +108,7 @@ Argnums = str | int | Sequence[int]
 """An option that names arguments by number: "auto", one, or several."""
 
 
-def named_leaves(
+def find_named_leaves(
     calling: Calling, inputs: Flat, kind: str, argnums: Argnums, argnames: str | Sequence[str]
 ) -> frozenset[int] | None:
     """The leaves of the arguments that the user named as the state or as the batch, or None for "auto".
@@ -120,13 +120,13 @@ def named_leaves(
     Raises:
       SignatureError: a name or a number that is no argument of this call, or a static one.
     """
-    names = set(one_or_several(argnames))
+    names = set(as_tuple(argnames))
     automatic = isinstance(argnums, str)
     if automatic and argnums != "auto":
         raise SignatureError(f'{kind}_argnums is {argnums!r}; give "auto", an int or a tuple of ints')
     if automatic and not names:
         return None
-    numbers = () if automatic else one_or_several(argnums)
+    numbers = () if automatic else as_tuple(argnums)
     names |= {calling.names[position_of(i, len(calling.names), f"{kind}_argnums")] for i in numbers}
     trees = {tree.key: tree for tree in inputs.trees}
     unknown = sorted(names - set(trees))
@@ -156,7 +156,7 @@ def donated_leaves(traced: Traced, donate: int | str | Sequence[int | str]) -> l
     roots: dict[int | str, range] = dict(zip(calling.roots(), leaves, strict=True))
     count = len(calling.names)
     chosen: set[int] = set()
-    for one in one_or_several(donate):
+    for one in as_tuple(donate):
         if isinstance(one, str):
             chosen.update(roots.get(one, ()))
         elif -count <= one < count and one % count in positions:

@@ -86,7 +86,7 @@ def call_as_kernel(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     operands = [arrays[n] for n in names]
     shapes = [tuple(x.shape) for x in operands]
     try:
-        rule = notation.expanded(rule, shapes, [shapes[0][: len(r)] for r in results], NAME)
+        rule = notation.expand_rule(rule, shapes, [shapes[0][: len(r)] for r in results], NAME)
     except RuleError:
         return fun(*args, **kwargs)
     outs = kernels.call(Kernel(function, rule, NAME, trusted=True), operands)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.tracing.arguments import Flat, Tree, common_path, is_batch_like
 
 
@@ -89,7 +89,7 @@ def find_batch(
         if is_batch_like(inputs.types[i]) and inputs.types[i][0][0] == size
     )
     dims = f"leading dim {sizes[0]}" if common else f"leading dims {', '.join(map(str, sizes))}"
-    names = ", ".join(f"`{shown(common_path(inputs, unit))}`" for unit in units)
+    names = ", ".join(f"`{format_path(common_path(inputs, unit))}`" for unit in units)
     one = len(units) == 1
     why = why.format("it" if one else "them")
     note = f"{names} {'was' if one else 'were'} taken as the batch ({dims}): {why}"

@@ -27,7 +27,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.errors import SignatureError
 from alpa_lite.ir.calling import Calling, Form
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.tracing import pytrees
 
 LeafType = tuple[tuple[int, ...], Any, bool]
@@ -53,23 +53,23 @@ class Signature:
 
 def signature(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
     """The signature of a call that has this form."""
-    leaves, tree = flattened(calling, args, kwargs)
+    leaves, tree = flatten_call(calling, args, kwargs)
     return Signature(calling.form, tree, tuple(map(_type_or_class, leaves)), calling.settings)
 
 
-def flattened(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+def flatten_call(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
     """The flat arguments of a call, NNX objects split, and their structure."""
     pure: Any = calling.traced(args, kwargs)
     if calling.modules:
         tag = object()
-        with pytrees.updating(tag):
+        with pytrees.nnx_update_context(tag):
             pure = pytrees.split_arguments(pure, tag)
     return jax.tree_util.tree_flatten(pure)
 
 
 def leaves_with_paths(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The stored path and the leaf of each flat argument of a call, NNX objects split."""
-    return list(zip(paths(calling, args, kwargs), flattened(calling, args, kwargs)[0], strict=True))
+    return list(zip(paths(calling, args, kwargs), flatten_call(calling, args, kwargs)[0], strict=True))
 
 
 def key_text(key: Any) -> str:
@@ -90,7 +90,7 @@ def path_of(calling: Calling, keys: tuple[Any, ...], inner: str) -> str:
     return f"{root}{jax.tree_util.keystr(tuple(rest))}{inner}"
 
 
-def calling(
+def describe_calling(
     fun: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -113,8 +113,8 @@ def calling(
     others = next((name for name, p in parameters.items() if p.kind is p.VAR_POSITIONAL), "args")
     names = (*positional[: len(args)], *(f"{others}[{i}]" for i in range(len(args) - len(positional))))
     numbers: set[int] = set()
-    keywords = set(one_or_several(static_argnames))
-    for number in one_or_several(static_argnums):
+    keywords = set(as_tuple(static_argnames))
+    for number in as_tuple(static_argnums):
         if len(args) <= number < len(positional):
             keywords.add(positional[number])
         else:
@@ -146,7 +146,7 @@ def calling(
     if hidden is not traced:
         _check_constants(found, traced, all_static)
         found = replace(found, hide=functools.partial(pytrees.hide, numbers=all_static))
-    return replace(found, modules=pytrees.present(hidden))
+    return replace(found, modules=pytrees.has_nnx_object(hidden))
 
 
 def _check_hashable(named: Iterable[tuple[str, Any]], text: str) -> None:
@@ -164,7 +164,7 @@ def _check_constants(calling: Calling, traced: Any, numbers: bool) -> None:
     leaves, _ = jax.tree_util.tree_flatten_with_path(traced, is_leaf=stops)
     constants = [one for one in leaves if not stops(one[1]) and pytrees.is_constant(one[1], numbers)]
     _check_hashable(
-        ((shown(path_of(calling, path, "")), leaf) for path, leaf in constants),
+        ((format_path(path_of(calling, path, "")), leaf) for path, leaf in constants),
         "{} is a {}, neither an array nor hashable; convert it to arrays, or leave it out of the arguments",
     )
 
@@ -209,6 +209,6 @@ def position_of(number: int, count: int, option: str) -> int:
     return number % count
 
 
-def one_or_several(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
     """The numbers or names of an option that also takes one alone."""
     return (value,) if isinstance(value, int | str) else tuple(value)

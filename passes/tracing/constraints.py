@@ -22,8 +22,8 @@ from alpa_lite.errors import OptionError
 from alpa_lite.ir.graph import Atom, Block, Graph, Op
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.ir.pruning import renumbered
-from alpa_lite.passes.ir.rewriting import Rewriter, renamed_atom, renamed_op
+from alpa_lite.passes.ir.pruning import renumber
+from alpa_lite.passes.ir.rewriting import Rewriter, rename_atom, rename_op
 from alpa_lite.passes.tracing.placements import Given, spec_dims, spec_text
 
 Scope = tuple[str, ...]
@@ -45,7 +45,7 @@ def constrain_scopes(graph: Graph, specs: Mapping[str, PartitionSpec]) -> Graph:
     for glob, spec in specs.items():
         if glob not in work.used:
             raise OptionError(_unused_message(glob, spec, work.seen))
-    return renumbered(replace(graph, values=tuple(work.rewriter.values), block=block))
+    return renumber(replace(graph, values=tuple(work.rewriter.values), block=block))
 
 
 def constrain_results(graph: Graph, given: Mapping[int, Given], paths: Sequence[str]) -> Graph:
@@ -65,7 +65,7 @@ def constrain_results(graph: Graph, given: Mapping[int, Given], paths: Sequence[
             ops.append(_constraint(rewriter, params, value, makers[value]))
             (outputs[number],) = ops[-1].results
     block = replace(graph.block, ops=tuple(ops), outputs=tuple(outputs))
-    return renumbered(replace(graph, values=tuple(rewriter.values), block=block))
+    return renumber(replace(graph, values=tuple(rewriter.values), block=block))
 
 
 def _constraint(rewriter: Rewriter, params: Mapping[str, Any], value: int, maker: Op) -> Op:
@@ -104,7 +104,7 @@ class _Constrainer:
             forward = is_forward and _is_forward(op)
             carried = ScanView(op).num_carry if op.name == "scan" else None
             bodies = tuple(self.block(body, scope, forward, carried) for body in op.bodies)
-            ops.append(replace(renamed_op(op, names), bodies=bodies))
+            ops.append(replace(rename_op(op, names), bodies=bodies))
             for value in op.results:
                 if (glob := found.get(value)) is not None:
                     self.used.add(glob)
@@ -112,7 +112,7 @@ class _Constrainer:
                     params = {"dims": dims, "mesh": None, "why": f"constrain[{glob!r}]={self.specs[glob]}"}
                     ops.append(_constraint(self.rewriter, params, value, op))
                     (names[value],) = ops[-1].results
-        return Block(block.inputs, tuple(ops), tuple(renamed_atom(a, names) for a in block.outputs))
+        return Block(block.inputs, tuple(ops), tuple(rename_atom(a, names) for a in block.outputs))
 
     def output(self, block: Block, scopes: Sequence[Scope], scope: Scope, rank: int, first: int | None) -> list[int]:
         """A scope's output; none if it has none of that rank in this block."""

@@ -41,8 +41,8 @@ from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir import flow, primitives, pruning
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.tracing import equations
-from alpa_lite.passes.tracing.rows import with_batched_rows
-from alpa_lite.passes.tracing.trip_counts import with_counted_loops
+from alpa_lite.passes.tracing.rows import batch_rows
+from alpa_lite.passes.tracing.trip_counts import count_loops
 
 CALL_BODY = {
     "jit": "jaxpr",
@@ -89,7 +89,7 @@ def graph_of(
     outputs = builder.inline(opened, consts, inputs)
     block = Block((*inputs, *builder.constant_numbers), tuple(builder.frames[0].ops), tuple(outputs))
     graph = Graph(tuple(builder.values), block, tuple(builder.constants), builder.keys)
-    return pruning.prune(with_batched_rows(with_counted_loops(graph)), keep_inputs=len(inputs))
+    return pruning.prune(batch_rows(count_loops(graph)), keep_inputs=len(inputs))
 
 
 @dataclass(eq=False)
@@ -196,7 +196,7 @@ class _Builder:
             return self._constraints(eqn, operands, constraints)
         if self._fold_empty and equations.is_empty(eqn):
             return self._empty(eqn.outvars)
-        if (same := equations.same_operand(eqn, operands)) is not None:
+        if (same := equations.find_same_operand(eqn, operands)) is not None:
             return [same]
         if (addend := equations.nonzero_addend(eqn, operands, self._zeros)) is not None:
             return [addend]
@@ -239,7 +239,7 @@ class _Builder:
     def _inlined(self, jaxpr: Any, eqn: Any, operands: list[Atom], scope: str | None = None) -> list[Atom]:
         """The results of an equation for which a jaxpr with constants stands, under its name and a scope."""
         frame = self.frames[-1]
-        outer, frame.stack = frame.stack, _jax.joined_stack(frame.stack, eqn.source_info.name_stack, scope)
+        outer, frame.stack = frame.stack, _jax.join_name_stacks(frame.stack, eqn.source_info.name_stack, scope)
         results = self.inline(*_jax.open_jaxpr(jaxpr), operands)
         frame.stack = outer
         return results
@@ -309,7 +309,7 @@ class _Builder:
         if frame.stack.stack:
             ids = id(frame.stack), id(source.name_stack)
             if ids not in self._stacks:
-                joined = _jax.joined_stack(frame.stack, source.name_stack)
+                joined = _jax.join_name_stacks(frame.stack, source.name_stack)
                 self._stacks[ids] = joined, frame.stack, source.name_stack
             source = source.replace(name_stack=self._stacks[ids][0])
         values = tuple(operands), tuple(results)
@@ -317,7 +317,7 @@ class _Builder:
 
     def _ordered(self, eqn: Any) -> tuple[Any, dict[str, Any]]:
         """Primitive and parameters of an ordered callback with a token."""
-        found = _jax.in_order(eqn.primitive, eqn.params, TOKEN)
+        found = _jax.order_callback(eqn.primitive, eqn.params, TOKEN)
         if found is None:
             line = _jax.source_line(eqn.source_info)
             raise TracingError(

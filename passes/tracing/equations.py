@@ -31,7 +31,7 @@ def expansion(eqn: Any, convert: Callable[[Any], Graph]) -> Any:
     """The jaxpr of simpler operations that an equation stands for, or None; `convert` gives the graph of a jaxpr."""
     if manual_regions.has_global_form(eqn):
         return _jax.retrace(eqn, manual_regions.global_form(eqn, convert(eqn.params["jaxpr"])))
-    summed = manual_regions.summed(eqn)
+    summed = manual_regions.reduction_function(eqn)
     return _jax.expansion(eqn) if summed is None else _jax.retrace(eqn, summed)
 
 
@@ -50,7 +50,7 @@ def is_plain_scalar(const: Any, aval: Any) -> bool:
     return not getattr(aval, "weak_type", False) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
-def same_operand(eqn: Any, operands: Sequence[Atom]) -> Atom | None:
+def find_same_operand(eqn: Any, operands: Sequence[Atom]) -> Atom | None:
     """The operand that an operation returns as it is, whatever the others are; None of any other operation.
 
     No compiler keeps it, nor what nothing else reads: such as which of its branches a `switch` under `vmap` takes for
@@ -153,7 +153,7 @@ def without_references(fun: Callable[..., Any], jaxpr: Any) -> Any:
     for var, const in zip(opened.constvars, consts, strict=True):
         if isinstance(const, jax.Ref):
             raise TracingError(_refusal(fun, const, next((e for e in opened.eqns if var in e.invars), None)))
-    return _jax.without_references(jaxpr) if _jax.creates_references(jaxpr) else jaxpr
+    return _jax.discharge_references(jaxpr) if _jax.creates_references(jaxpr) else jaxpr
 
 
 def _refusal(fun: Callable[..., Any], ref: Any, reader: Any) -> str:

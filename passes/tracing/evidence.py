@@ -26,7 +26,7 @@ from alpa_lite import _jax
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, walk
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
-from alpa_lite.passes.ir.remembered import memoised
+from alpa_lite.passes.ir.remembered import memoise_method
 
 
 class Evidence:
@@ -37,7 +37,7 @@ class Evidence:
         self._outputs = graph.block.outputs
         self._numbers = {value: number for number, value in enumerate(graph.block.inputs)}
 
-    @memoised
+    @memoise_method
     def origins(self, output: int) -> frozenset[int]:
         """The arguments that an output keeps something of, element by element."""
         found = flow.reach(flow.values_in([self._outputs[output]]), lambda value: self._carriers.get(value, ()))
@@ -52,9 +52,9 @@ class Evidence:
         """Whether an output depends on a reverse pass."""
         return self._outputs[output] in self._learnt
 
-    @memoised
+    @memoise_method
     def _dependents(self, argument: int) -> set[int]:
-        return flow.made_of(self._graph.block.ops, [self._graph.block.inputs[argument]])
+        return flow.find_dependents(self._graph.block.ops, [self._graph.block.inputs[argument]])
 
     def depends(self, output: int, argument: int) -> bool:
         """Whether an output reads an argument, directly or through other operations.
@@ -96,7 +96,7 @@ class Evidence:
     def _learnt(self) -> set[int]:
         block = self._graph.block
         marked = [op for op in block.ops if any(_jax.is_reverse(one.source) for one in walk(Block((), (op,), ())))]
-        return flow.made_of(block.ops, [value for op in marked for value in op.results])
+        return flow.find_dependents(block.ops, [value for op in marked for value in op.results])
 
     @cached_property
     def _carriers(self) -> dict[int, tuple[int, ...]]:

@@ -143,7 +143,7 @@ Dims = tuple[Axes, ...]
 """For each dim that a spec has an entry for, the axes that divide it."""
 
 
-def summed(eqn: Any) -> Callable[..., list[Any]] | None:
+def reduction_function(eqn: Any) -> Callable[..., list[Any]] | None:
     """The function of an equation that reduces dims under the name of a collective, as `jax.vmap` writes it."""
     reduce = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}.get(eqn.primitive.name)
     if reduce is None or not all(isinstance(axis, int) for axis in eqn.params["axes"]):

@@ -30,7 +30,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import OptionError
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import Axes, LogicalMesh
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.tracing import pytrees
 from alpa_lite.plan.pins import Wish
 
@@ -144,7 +144,7 @@ def spread(option: str, prefix: Any, tree: Any) -> list[Given]:
     found: list[Given] = []
 
     def add(sharding: Given, part: Any) -> None:
-        found.extend([sharding] * len(pytrees.flattened(part)[0]))
+        found.extend([sharding] * len(pytrees.flatten_nnx(part)[0]))
 
     try:
         jax.tree_util.tree_map(add, prefix, tree, is_leaf=is_sharding)
@@ -162,7 +162,7 @@ def is_sharding(value: Any) -> bool:
     return value is None or isinstance(value, jax.sharding.Sharding | PartitionSpec)
 
 
-def placed_arguments(
+def argument_placements(
     traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any], in_shardings: Any, num_devices: int
 ) -> tuple[dict[str, Wish], LogicalMesh | None]:
     """Stored path of an argument -> where it is to be, and the mesh of these shardings.
@@ -181,7 +181,8 @@ def placed_arguments(
             other, _ = given.get(number, (one, ""))
             if one != other:
                 raise OptionError(
-                    f"in_shardings and out_shardings place {shown(traced.arguments[number].path)} and its new value "
+                    f"in_shardings and out_shardings place {format_path(traced.arguments[number].path)} and its new "
+                    "value "
                     f"differently ({spec_text(one)}, {spec_text(other)}); state stays where it is: give one of the two"
                 )
             given[number] = one, "in_shardings"
@@ -212,7 +213,7 @@ def spec_dims(option: str, one: NamedSharding | PartitionSpec, rank: int, path: 
     """For each dim of a leaf the axes that a sharding gives it."""
     spec = one.spec if isinstance(one, NamedSharding) else one
     if len(spec) > rank:
-        raise OptionError(f"{option}={spec} has {len(spec)} entries for {shown(path)} of {rank} dims; give fewer")
+        raise OptionError(f"{option}={spec} has {len(spec)} entries for {format_path(path)} of {rank} dims; give fewer")
     return _jax.spec_dims(spec, rank)
 
 

@@ -134,14 +134,14 @@ def _is_module(value: Any) -> bool:
     return isinstance(value, getattr(sys.modules.get("equinox"), "Module", ()))
 
 
-def present(tree: Any) -> bool:
+def has_nnx_object(tree: Any) -> bool:
     """Whether a pytree holds an NNX object. Does not import Flax: who holds such an object has imported it."""
     if "flax.nnx" not in sys.modules:
         return False
     return any(map(is_nnx_object, jax.tree_util.tree_leaves(tree, is_leaf=_is_object_or_state)))
 
 
-def updating(tag: Any) -> AbstractContextManager[Any]:
+def nnx_update_context(tag: Any) -> AbstractContextManager[Any]:
     """The context that ties the four steps together; `tag` is any hashable object, the same in all four."""
     from flax import nnx
 
@@ -176,23 +176,23 @@ def replace_arrays(tree: Any, function: Callable[[list[Any]], list[Any]]) -> Any
       tree: a pytree that may hold NNX objects.
       function: from the flat leaves, those of NNX objects included, to as many others.
     """
-    leaves, treedef = flattened(tree)
-    return unflattened(treedef, function(leaves))
+    leaves, treedef = flatten_nnx(tree)
+    return unflatten_nnx(treedef, function(leaves))
 
 
-def flattened(tree: Any, with_constants: bool = False) -> tuple[list[Any], Any]:
-    """The flat leaves of a pytree that may hold NNX objects, and the structure for `unflattened`.
+def flatten_nnx(tree: Any, with_constants: bool = False) -> tuple[list[Any], Any]:
+    """The flat leaves of a pytree that may hold NNX objects, and the structure for `unflatten_nnx`.
 
     Args:
       tree: the pytree.
       with_constants: whether values that are not arrays (texts, functions, shardings) are leaves, too.
     """
-    pure = _split(tree) if present(tree) else tree
+    pure = _split(tree) if has_nnx_object(tree) else tree
     return jax.tree_util.tree_flatten(pure if with_constants else hide(pure))
 
 
-def unflattened(treedef: Any, leaves: Sequence[Any]) -> Any:
-    """The pytree of some leaves, with new NNX objects where `flattened` met some."""
+def unflatten_nnx(treedef: Any, leaves: Sequence[Any]) -> Any:
+    """The pytree of some leaves, with new NNX objects where `flatten_nnx` met some."""
     tree = jax.tree_util.tree_unflatten(treedef, leaves)
     return _merge(tree) if "flax.nnx" in sys.modules else tree
 
@@ -218,7 +218,7 @@ def leaf_paths(tree: Any, with_constants: bool = False) -> list[LeafPath]:
 
 
 def walk_leaves(tree: Any, is_box: Callable[[Any], bool] = lambda _: False) -> Iterator[tuple[LeafPath, Any, Any]]:
-    """The path of each leaf of `flattened`, the leaf, and the box or the NNX variable that holds it, if any does.
+    """The path of each leaf of `flatten_nnx`, the leaf, and the box or the NNX variable that holds it, if any does.
 
     Args:
       tree: a pytree that may hold NNX objects.

@@ -25,7 +25,7 @@ from alpa_lite.passes.ir.rewriting import Rewriter, shape_of
 from alpa_lite.passes.tracing.statics import Statics
 
 
-def with_batched_rows(graph: Graph) -> Graph:
+def batch_rows(graph: Graph) -> Graph:
     """The same program, with rows that are indexed by their own number as batch dims; it is still to be pruned."""
     if not any(_indexes(op) for op in graph.ops()):
         return graph

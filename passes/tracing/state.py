@@ -38,7 +38,7 @@ import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from alpa_lite.errors import SignatureError
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.tracing.arguments import Flat, LeafKind, Tree, common_path, is_batch_like, is_key
 from alpa_lite.passes.tracing.evidence import Evidence
 
@@ -237,9 +237,10 @@ class Matcher:
         if any(map(self._evidence.learnt, result.leaves)):
             kind = "gradients"
             self.differentiated.update(argument.leaves)
-        name = shown(common_path(self._outputs, result)) or "the result"
+        name = format_path(common_path(self._outputs, result)) or "the result"
         note = (
-            f"{name} has the structure of {shown(common_path(self._inputs, argument))} but holds {kind}, no update of "
+            f"{name} has the structure of {format_path(common_path(self._inputs, argument))} but holds {kind}, no "
+            "update of "
             "it: it is not taken as new state; state_argnums or state_argnames say otherwise"
         )
         if note not in self.notes:
@@ -253,7 +254,8 @@ class Matcher:
             else:
                 before, after = _type_text(self._inputs.types[leaf]), _type_text(self._outputs.types[number])
                 self.notes.append(
-                    f"{shown(self._inputs.paths[leaf])} is {before} but comes back as {after}: it is not kept as state"
+                    f"{format_path(self._inputs.paths[leaf])} is {before} but comes back as {after}: it is not kept as "
+                    "state"
                 )
 
     def _may_update(self, result: Tree, argument: Tree) -> bool:

@@ -127,11 +127,11 @@ class Statics:
         key = (op.key or op.index, *map(id, given))
         if key not in self._alike:
             shape = np.broadcast_shapes(*(x.shape for x in given)) if op.name in NUMPY else ()
-            self._alike[key] = folded(op, given, self.values) if math.prod(shape) <= LARGEST else None
+            self._alike[key] = fold_constant(op, given, self.values) if math.prod(shape) <= LARGEST else None
         return self._alike[key]
 
 
-def folded(op: Op, operands: Sequence[np.ndarray], values: Sequence[Value]) -> np.ndarray | None:
+def fold_constant(op: Op, operands: Sequence[np.ndarray], values: Sequence[Value]) -> np.ndarray | None:
     """The result of one of `FOLDED` on arrays; None where it is not defined."""
     params, name, made = op.params, op.name, values[op.results[0]]
     if name == "iota":

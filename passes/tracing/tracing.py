@@ -22,9 +22,9 @@ from alpa_lite import _jax
 from alpa_lite.errors import OptionError, SignatureError, TracingError
 from alpa_lite.ir.calling import Calling
 from alpa_lite.ir.graph import Argument, Graph, Traced
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.tracing import attention, calls, conversion, equations, pytrees
-from alpa_lite.passes.tracing.arguments import Argnums, Flat, LeafKind, Tree, is_batch_like, named_leaves
+from alpa_lite.passes.tracing.arguments import Argnums, Flat, LeafKind, Tree, find_named_leaves, is_batch_like
 from alpa_lite.passes.tracing.batches import Batch, find_batch
 from alpa_lite.passes.tracing.constraints import constrain_results, constrain_scopes
 from alpa_lite.passes.tracing.evidence import Evidence
@@ -76,14 +76,14 @@ def trace(
       OptionError: `constrain` names no scope.
       TracingError: the step uses the value of a traced array in Python, or an axis that is not defined in it.
     """
-    calling = calls.calling(fun, args, kwargs, static_argnums, static_argnames)
+    calling = calls.describe_calling(fun, args, kwargs, static_argnums, static_argnames)
     run = _Run(fun, calling, calling.traced(args, kwargs), shapes)
     with attention.as_one_operation(platform):
         jaxpr = run.jaxpr()
     graph = constrain_scopes(conversion.graph_of(jaxpr, platform=platform, annotations=annotations), constrain)
     inputs, evidence = run.inputs, Evidence(graph)
-    batch_leaves = named_leaves(calling, inputs, "batch", batch_argnums, batch_argnames)
-    state_leaves = named_leaves(calling, inputs, "state", state_argnums, state_argnames)
+    batch_leaves = find_named_leaves(calling, inputs, "batch", batch_argnums, batch_argnames)
+    state_leaves = find_named_leaves(calling, inputs, "state", state_argnums, state_argnames)
     matched = match_state(inputs, run.outputs, evidence, batch=batch_leaves, known=frozenset(known), named=state_leaves)
     state = frozenset(matched.pairs.values())
     if batch_leaves is None and state:
@@ -109,7 +109,7 @@ def trace_under(context: Any, trace: Callable[..., Traced]) -> Callable[..., Tra
 
     def traced(**shapes: Any) -> Traced:
         try:
-            with _jax.tracing_under(context):
+            with _jax.trace_under_mesh(context):
                 return trace(**shapes)
         except (ValueError, TypeError) as error:
             if not explicit or not any(word in str(error) for word in ("Auto", "Explicit", "explicit")):
@@ -171,7 +171,7 @@ class _Run:
         """The closed jaxpr of the step."""
         if not self.calling.modules:
             return self._jaxpr_of(self._arguments)
-        with pytrees.updating(self):
+        with pytrees.nnx_update_context(self):
             return self._jaxpr_of(pytrees.split_arguments(self._arguments, self))
 
     def _jaxpr_of(self, pure: Any) -> Any:
@@ -241,12 +241,13 @@ def _flat(
 def _spec(leaf: Any, path: str, shape: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
     """Shape (or a given one), dtype and weak type of a leaf; its placement does not matter to the program."""
     if isinstance(leaf, jax.Ref):
-        raise SignatureError(f"{shown(path)} is a mutable reference (jax.Ref); {equations.REFERENCE_REMEDY}")
+        raise SignatureError(f"{format_path(path)} is a mutable reference (jax.Ref); {equations.REFERENCE_REMEDY}")
     try:
         own, dtype, weak = calls.leaf_type(leaf)
     except TypeError as error:
         raise SignatureError(
-            f"{shown(path)} is an array of {leaf.dtype}, which JAX does not compute with; convert it, or leave it out "
+            f"{format_path(path)} is an array of {leaf.dtype}, which JAX does not compute with; convert it, or leave "
+            "it out "
             "of the arguments"
         ) from error
     return jax.ShapeDtypeStruct(own if shape is None else shape, dtype, weak_type=weak)

@@ -20,15 +20,15 @@ from jax.extend.core.primitives import scan_p
 from alpa_lite.ir.graph import Atom, Block, Graph, Op
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
-from alpa_lite.passes.ir.rewriting import renamed_atom, renamed_op
-from alpa_lite.passes.tracing.statics import FOLDED, Statics, folded
+from alpa_lite.passes.ir.rewriting import rename_atom, rename_op
+from alpa_lite.passes.tracing.statics import FOLDED, Statics, fold_constant
 
 MAX_SIMULATED_TRIPS = 1_000
 _MAX_LENGTH = 2**31 - 1  # of a scan, whose own counter has 32 bits
 _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
 
 
-def with_counted_loops(graph: Graph) -> Graph:
+def count_loops(graph: Graph) -> Graph:
     """The same program, with a scan for each `while` of known trip count; it is still to be pruned."""
     return replace(graph, block=_Counter(graph).block(graph.block))
 
@@ -42,12 +42,12 @@ class _Counter:
     def block(self, block: Block) -> Block:
         ops, names = [], dict[int, Atom]()
         for op in block.ops:
-            op = self._op(renamed_op(op, names))
+            op = self._op(rename_op(op, names))
             if op.name == "scan" and not ScanView(op).length and not ScanView(op).ys:
                 names.update((carry.end, carry.start) for carry in ScanView(op).carries)
             else:
                 ops.append(op)
-        return Block(block.inputs, tuple(ops), tuple(renamed_atom(a, names) for a in block.outputs))
+        return Block(block.inputs, tuple(ops), tuple(rename_atom(a, names) for a in block.outputs))
 
     def read(self, atom: Atom) -> Any:
         """The integer or boolean that an atom holds; None if it is not known, or another value."""
@@ -103,7 +103,7 @@ class _Counter:
         for op in ops:
             operands = list(map(read, op.operands))
             if all(one is not None for one in operands):
-                scalars[op.results[0]] = folded(op, list(map(np.asarray, operands)), self.values)
+                scalars[op.results[0]] = fold_constant(op, list(map(np.asarray, operands)), self.values)
         return read
 
     def _is_scalar(self, op: Op) -> bool:

@@ -65,7 +65,7 @@ class Failures:
         raise ExecutionError(str(error)) from error.__cause__
 
 
-def calls_back(instructions: Iterable[Instruction]) -> bool:
+def has_callback(instructions: Iterable[Instruction]) -> bool:
     """Returns whether some instruction is a callback, or a loop that holds one."""
 
     def within(op: Op) -> bool:
@@ -104,7 +104,7 @@ def _refuse_64_bits(name: str, avals: Iterable[Any]) -> None:
     result of another dtype than expected fails on the device that calls, outside of the wrapper, and all others wait.
     """
     wide = sorted({str(aval.dtype) for aval in avals} & {"float64", "int64", "uint64", "complex128"})
-    if wide and not _jax.x64_in_all_threads():
+    if wide and not _jax.is_x64_in_all_threads():
         raise OptionError(
             f"{name}: a callback takes or returns {', '.join(wide)} under `with jax.enable_x64():`, which holds in the "
             "calling thread alone; JAX runs callbacks of several devices in other threads. "

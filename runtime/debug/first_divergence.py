@@ -162,7 +162,7 @@ class _Search:
             if wrong <= self.limit:
                 return None
             kinds = ", ".join(f"{step.kind} over {'+'.join(step.axes)}" for step in item.steps)
-            where = _jax.where(item.used_by.source) if item.used_by is not None else "a result of the step"
+            where = _jax.describe_location(item.used_by.source) if item.used_by is not None else "a result of the step"
             return Difference(kinds, where, self.layouts((source,), (result,)), wrong)
         if isinstance(item, Outside) or item.op.has_effects:
             return None
@@ -178,7 +178,9 @@ class _Search:
             wrong = max(wrong, one)
         if wrong <= self.limit:
             return None
-        difference = Difference(op.name, _jax.where(op.source), self.layouts(item.operands, item.results), wrong)
+        difference = Difference(
+            op.name, _jax.describe_location(op.source), self.layouts(item.operands, item.results), wrong
+        )
         return self.loop(item, found, difference) if isinstance(item, Loop) else difference
 
     def layouts(self, operands: Sequence[int | Lit], results: Sequence[int]) -> str:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Traced
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.ir.invalid import origin
 from alpa_lite.runtime.multihost import global_array
 
@@ -43,11 +43,11 @@ def _describe(traced: Traced, leaves: Sequence[Any], kind: str) -> str:
         return f"{traced.name} made an invalid value ({kind}); evaluating it by operations failed: {error}"
     if found is None:
         return f"{traced.name} made an invalid value ({kind}), which it does not if evaluated one operation at a time"
-    reached = f"It reaches {shown(traced.outputs[found.output].path)}" if traced.outputs else ""
+    reached = f"It reaches {format_path(traced.outputs[found.output].path)}" if traced.outputs else ""
     if found.op is None:
-        path = shown(traced.arguments[found.argument].path) if found.argument >= 0 else "a constant"
+        path = format_path(traced.arguments[found.argument].path) if found.argument >= 0 else "a constant"
         return f"{path} was given to {traced.name} with an invalid value ({kind}). {reached}"
-    line = _jax.where(found.op.source) or "an unknown line"
+    line = _jax.describe_location(found.op.source) or "an unknown line"
     numbers = ", ".join(map(str, found.iterations))
     loops = f", in iteration {numbers} of the loop{'s' * (len(found.iterations) > 1)}" if numbers else ""
     return f"invalid value ({kind}) encountered in {found.op.name} at {line}{loops}. {reached}"

@@ -13,7 +13,7 @@ import numpy as np
 
 from alpa_lite.ir.graph import Lit, Traced, walk
 from alpa_lite.passes.ir import evaluation
-from alpa_lite.passes.ir.flow import needed, producers
+from alpa_lite.passes.ir.flow import find_needed, producers
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.stages.planning import PlannedStage
@@ -44,8 +44,8 @@ class ReferenceRun:
     def __init__(self, traced: Traced, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Args: the step, and its arguments."""
         assert traced.calling is not None
-        leaves, _ = calls.flattened(traced.calling, args, kwargs)
-        self._traced, self.leaves = traced, [_alone(global_array.fully_addressable(leaf)) for leaf in leaves]
+        leaves, _ = calls.flatten_call(traced.calling, args, kwargs)
+        self._traced, self.leaves = traced, [_alone(global_array.gather_whole(leaf)) for leaf in leaves]
         self.run: Callable[[Sequence[Any]], list[Any]] = jax.jit(functools.partial(evaluation.evaluate, traced.graph))
 
     @functools.cached_property
@@ -90,7 +90,7 @@ def _alone(leaf: Any) -> Any:
     return jax.device_put(leaf, jax.local_devices()[0])
 
 
-def least_exact(traced: Traced) -> float:
+def least_exact_tolerance(traced: Traced) -> float:
     """Returns the error that counts as rounding in the least exact dtype that a step computes in."""
     dtypes = {str(v.dtype) for v in traced.graph.values if jnp.issubdtype(v.dtype, jnp.inexact)}
     return max(map(_rounding, dtypes), default=1e-3)
@@ -216,7 +216,7 @@ def _exchanged(stage: PlannedStage, known: dict[tuple[str, int], Any]) -> bool:
         ("late", port.number): number
         for number, (port, atom) in enumerate(zip(stage.graph.outputs, block.outputs, strict=True))
         if port.kind == "late" and ("late", port.number) not in known and isinstance(atom, int)
-        and missing.isdisjoint(needed([atom], makers))
+        and missing.isdisjoint(find_needed([atom], makers))
     }  # fmt: skip
     if not wanted:
         return False

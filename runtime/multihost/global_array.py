@@ -29,7 +29,7 @@ def is_addressable(sharding: Any) -> bool:
     return bool(sharding.addressable_devices)
 
 
-def non_addressable(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
+def make_non_addressable(shape: Sequence[int], dtype: Any, sharding: Sharding) -> jax.Array:
     """Returns an array on devices of other processes."""
     return jax.make_array_from_single_device_arrays(tuple(shape), sharding, [], dtype=dtype)
 
@@ -54,7 +54,7 @@ def _put(leaf: Any, sharding: NamedSharding) -> Any:
     if is_global(leaf):
         return _move(leaf, sharding)
     if not is_addressable(sharding):
-        return non_addressable(np.shape(leaf), _dtype_of(leaf), sharding)
+        return make_non_addressable(np.shape(leaf), _dtype_of(leaf), sharding)
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     host = np.asarray(leaf, _dtype_of(leaf))
@@ -72,12 +72,12 @@ def even_sharding(shape: Sequence[int], devices: Sequence[Any]) -> NamedSharding
     return NamedSharding(mesh, PartitionSpec(*(None,) * -dim, "cut") if dim else PartitionSpec())
 
 
-def fully_addressable(leaf: Any) -> Any:
+def gather_whole(leaf: Any) -> Any:
     """Returns a leaf with all its blocks in every process. All processes call it for the same leaves, in one order."""
     if jax.process_count() == 1 or not is_global(leaf):
         return leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-        return _jax.keys_of_data(fully_addressable(_jax.data_of_keys(leaf)), leaf.dtype)
+        return _jax.keys_of_data(gather_whole(_jax.data_of_keys(leaf)), leaf.dtype)
     mesh = Mesh(np.array(jax.devices()), ("all",), axis_types=(AxisType.Auto,))
     return _put(leaf, NamedSharding(mesh, PartitionSpec())).addressable_data(0)
 
@@ -105,10 +105,10 @@ def _move(leaf: jax.Array, sharding: NamedSharding) -> Any:
         (moved,) = _transfer(leaf.shape, leaf.dtype, have, sharding)([leaf])
         if moved is not None:
             return moved
-    return non_addressable(leaf.shape, leaf.dtype, sharding)
+    return make_non_addressable(leaf.shape, leaf.dtype, sharding)
 
 
-@_jax.without_mesh()
+@_jax.clear_mesh_context()
 def _reshard(leaf: jax.Array, sharding: NamedSharding) -> Any:
     return jax.jit(_identity, out_shardings=sharding)(leaf)  # one function: it is compiled once for each sharding
 

@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.passes.local.types import in_bytes
+from alpa_lite.passes.local.types import apply_in_bytes
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.rounds import Part, Round, rounds
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan
@@ -77,7 +77,7 @@ class UnionProgram:
         blocks: shape and dtype of what a device gives of each array.
         """
         self.mesh = Mesh(np.array(list(union)), (_AXIS,), axis_types=(AxisType.Auto,))
-        self.here, self._held, self._blocks = of_this_process(union), of_this_process(sources), blocks
+        self.here, self._held, self._blocks = local_devices(union), local_devices(sources), blocks
         self._gives = [self._held.index(device) if device in self._held else -1 for device in self.here]
         self.given = [self.type_of(*block) for block in blocks]
 
@@ -123,7 +123,7 @@ class PermuteTransfer:
           union: these and the devices of the destination, in one order for all processes.
         """
         self._union = UnionProgram(union, sources, [(spec.given, spec.dtype) for spec in specs])
-        goals = of_this_process(np.array(specs[0].landing.mesh.devices).flat)
+        goals = local_devices(np.array(specs[0].landing.mesh.devices).flat)
         self.lands_here = bool(goals)
         self._takes = [self._union.here.index(device) for device in goals]
         self._landed = [(spec.shape, spec.dtype, spec.landing) for spec in specs]
@@ -131,7 +131,9 @@ class PermuteTransfer:
 
         def move(*blocks: Any) -> list[Any]:
             permute = functools.partial(_permute, size=mesh.size)
-            return [in_bytes(functools.partial(permute, spec), one) for spec, one in zip(specs, blocks, strict=True)]
+            return [
+                apply_in_bytes(functools.partial(permute, spec), one) for spec, one in zip(specs, blocks, strict=True)
+            ]
 
         compiled = compile_lowered(lower_region(move, mesh, self._union.given, landed), union)
         self._call = backpressure.throttle(compiled, union, unread=True)
@@ -149,7 +151,7 @@ class PermuteTransfer:
         return [_jax.array_of_blocks(*kind, blocks) for kind, blocks in zip(self._landed, taken, strict=True)]
 
 
-def of_this_process(devices: Iterable[Any]) -> list[Any]:
+def local_devices(devices: Iterable[Any]) -> list[Any]:
     """The devices that this process has."""
     return [device for device in devices if device.process_index == jax.process_index()]
 

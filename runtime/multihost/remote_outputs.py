@@ -42,7 +42,7 @@ class RemoteOutputs:
         for n, b in enumerate(program.outputs):
             one = program.buffers[b]
             if not buffers.here[one.mesh]:
-                absent = global_array.non_addressable(one.shape, one.dtype, buffers.sharding(b))
+                absent = global_array.make_non_addressable(one.shape, one.dtype, buffers.sharding(b))
                 self._absent[n] = _jax.array_with_weak_type(absent, traced.outputs[n].weak)
             is_key = jnp.issubdtype(one.dtype, jax.dtypes.extended)
             if traced.outputs[n].role == "state" or is_key or any(one.layout.dims):

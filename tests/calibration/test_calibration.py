@@ -71,7 +71,7 @@ def measured(noise: float = 0.0, figures: tuple[str, ...] = ()) -> list[Sample]:
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_a_machine_is_recovered(noise: float) -> None:
-    fits, found = fitting.fitted(ASSUMED, measured(noise))
+    fits, found = fitting.fit_cluster(ASSUMED, measured(noise))
     near = pytest.approx(1.0, rel=0.03 + noise)
     assert found.tile == TRUE.tile
     for dtype in ("f32", "bf16"):
@@ -94,25 +94,25 @@ def test_a_machine_is_recovered(noise: float) -> None:
 def test_the_error_of_a_fit_is_that_of_the_model() -> None:
     """Memory that is twice as fast for small arrays: large ones decide, and the worst error is that of the small."""
     cases = [Sample("elementwise", (2**20,), 2**21 / 2e9), Sample("elementwise", (2**23,), 2**24 / 1e9)]
-    (fit,), found = fitting.fitted(ASSUMED, cases)
+    (fit,), found = fitting.fit_cluster(ASSUMED, cases)
     rate = 9 / (1 / 2e9 + 8 / 1e9)
     assert found.memory_bandwidth == fit.parameters["bytes/s"] == pytest.approx(rate)
     assert (fit.worst, fit.count) == (pytest.approx(1 - rate / 2e9), 2)
 
 
 def test_figures_without_measurements_stay_as_they_were() -> None:
-    _, found = fitting.fitted(ASSUMED, measured(figures=("run", "transfer")), missing=3)
+    _, found = fitting.fit_cluster(ASSUMED, measured(figures=("run", "transfer")), missing=3)
     assert found.dispatch.device == pytest.approx(4e-5)
     assert dataclasses.replace(found, dispatch=ASSUMED.dispatch, measured=()) == ASSUMED
     assert found.measured[0] == "the start of tasks" and "3 of 10 measurements" in found.measured[1]
     one = [dataclasses.replace(case, seconds=1.0) for case, _, _ in samples.cases(GRID, ASSUMED) if case.kind][:1]
-    assert fitting.fitted(ASSUMED, one)[1].collectives == ()  # one payload has no slope
+    assert fitting.fit_cluster(ASSUMED, one)[1].collectives == ()  # one payload has no slope
     alpha, beta = fitting.affine([1.0, 2.0, 4.0], [4.0, 2.0, 1.0])
     assert alpha > 0 and beta == 0  # rates are never negative
     products = measured(figures=("product",))
-    assert fitting.fitted(ASSUMED, products)[1].peak("f64") == ASSUMED.peak("f64")
+    assert fitting.fit_cluster(ASSUMED, products)[1].peak("f64") == ASSUMED.peak("f64")
     fast = [dataclasses.replace(case, seconds=1e-7) for case in products]
-    gpu = fitting.fitted(dataclasses.replace(ASSUMED, platform="cuda"), fast)[1]
+    gpu = fitting.fit_cluster(dataclasses.replace(ASSUMED, platform="cuda"), fast)[1]
     assert gpu.peak("f32") * gpu.matmul_efficiency > ASSUMED.peak("f32")  # faster than the data sheet
 
 
@@ -135,7 +135,7 @@ def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
 @functools.cache
 def calibration(cluster: Cluster) -> Calibration:
     cases = tuple(measured(0.1))
-    fits, found = fitting.fitted(cluster, cases)
+    fits, found = fitting.fit_cluster(cluster, cases)
     return Calibration.now(found, fits, cases, len(cases), 1.5)
 
 
@@ -218,7 +218,7 @@ def test_plans_take_a_file_in_place_of_a_cluster_and_say_so(tmp_path: Path) -> N
 
 
 def test_curves_are_taken_for_their_groups_alone() -> None:
-    fits, found = fitting.fitted(ASSUMED, [s for s in measured() if s.group != (4,)])
+    fits, found = fitting.fit_cluster(ASSUMED, [s for s in measured() if s.group != (4,)])
     assert {fit.name for fit in fits if "all_reduce" in fit.name} == {"all_reduce over 2", "all_reduce over 8"}
     mesh = LogicalMesh((2, 4), ("a", "b"))
     known, larger = (MeshCost(found, mesh).collective("all_reduce", axes, 2**16) for axes in (("a",), ("b",)))

@@ -55,7 +55,7 @@ def everything() -> dict[str, Any]:
 
 def same(got: Any, want: Any) -> None:
     """Raises AssertionError unless leaves have the same types, shardings and bits."""
-    leaves = [pytrees.flattened(tree, with_constants=True) for tree in (got, want)]
+    leaves = [pytrees.flatten_nnx(tree, with_constants=True) for tree in (got, want)]
     for mine, other in zip(leaves[0][0], leaves[1][0], strict=True):
         assert type(mine) is type(other)
         if isinstance(mine, jax.Array):
@@ -65,7 +65,7 @@ def same(got: Any, want: Any) -> None:
 
 def equal(got: Any, want: Any) -> None:
     """Raises AssertionError unless leaves have the same bits, wherever they lie."""
-    leaves = [pytrees.flattened(tree, with_constants=True)[0] for tree in (got, want)]
+    leaves = [pytrees.flatten_nnx(tree, with_constants=True)[0] for tree in (got, want)]
     for mine, other in zip(*leaves, strict=True):
         assert bits(mine) == bits(other)
 

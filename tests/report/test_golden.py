@@ -52,10 +52,10 @@ UNEVEN = Event(0, 0.0, 1.0, "forward 0", "forward", 0, 0), Event(0, 2.0, 5.0, "b
 TEXTS: dict[str, Callable[[], str]] = {
     "mesh": lambda: str(with_comparisons(gpt_plan())),
     "mesh, details": lambda: gpt_plan().details(),
-    "mesh, overview": lambda: console.plain(text.overview(gpt_plan())),
+    "mesh, overview": lambda: console.render_plain(text.overview(gpt_plan())),
     "pipeline": lambda: str(pipeline_plan()),
     "pipeline, details": lambda: pipeline_plan().details(),
-    "pipeline, overview": lambda: console.plain(text.overview(pipeline_plan())),
+    "pipeline, overview": lambda: console.render_plain(text.overview(pipeline_plan())),
     "interleaved": lambda: str(interleaved()),
     "interleaved, details": lambda: interleaved().details(),
     "zb-h1, details": lambda: pipeline_plan("zb-h1").details(),

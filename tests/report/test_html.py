@@ -142,7 +142,9 @@ def test_works_in_a_browser(plan: Plan, width: int, tmp_path: Path) -> None:
     for page in (light, dark):
         assert page["errors"] == [] and page["resources"] == 0 and page["empty"] == 0 and page["overflow"] <= 0
         assert page["cut"] == 0
-    assert light["members"] == sum(len(plan.stages[first].arguments) for first, *_ in stages.identical(plan))
+    assert light["members"] == sum(
+        len(plan.stages[first].arguments) for first, *_ in stages.group_identical_stages(plan)
+    )
     assert light["focused"] and light["button"]
     assert light["found"] == 4 and light["said"] == "4 rows"  # up and down: parameters, and both moments together
     assert light["sort"] == "descending" and light["sorted"]

@@ -27,7 +27,7 @@ def data_parallel() -> Plan:
 
 
 def test_rows_add_up_to_the_step():
-    stage, rows = data_parallel().stages[0], operations.heaviest(data_parallel())
+    stage, rows = data_parallel().stages[0], operations.rank_operations(data_parallel())
     assert [row.total for row in rows] == sorted((row.total for row in rows), reverse=True)
     assert sum(row.seconds for row in rows) == pytest.approx(stage.compute_seconds)
     assert sum(row.links + row.latency for row in rows) == pytest.approx(stage.communication_seconds)
@@ -43,7 +43,7 @@ def test_a_bound_is_the_largest_term():
 
 def test_printed_and_explained_with_the_bound():
     plan = data_parallel()
-    rows, details, brief = operations.heaviest(plan), plan.details(), str(plan)
+    rows, details, brief = operations.rank_operations(plan), plan.details(), str(plan)
     heavy = rows[0]
     assert heavy.operation == "dot_general" and ".py:" in heavy.where
     line = next(text for text in details.splitlines() if text.strip().startswith("dot_general  "))

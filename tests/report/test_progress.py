@@ -33,7 +33,7 @@ def wait_for(there: Any) -> None:
 def test_shows_the_stage_and_what_is_done_and_left_and_then_stands_still() -> None:
     """A line that moved by itself would look the same if planning hung."""
     stream = Stream()
-    with progress.planning("planning step", stream, delay=0.0) as report:
+    with progress.show_progress("planning step", stream, delay=0.0) as report:
         report.stage("sharding")
         wait_for(lambda: "planning step: sharding" in stream.getvalue())
         report.count("mesh shapes solved", 3, 10)
@@ -63,7 +63,7 @@ def test_counts_end_with_their_stage_and_lasting_ones_when_all_is_done() -> None
 def test_shows_nothing_before_the_delay_or_without_a_terminal(terminal: bool, delay: float) -> None:
     stream = Stream()
     stream.terminal = terminal
-    with progress.planning("planning", stream, delay=delay) as report:
+    with progress.show_progress("planning", stream, delay=delay) as report:
         report.stage("tracing")
         time.sleep(0.15)
     assert stream.getvalue() == ""
@@ -80,13 +80,13 @@ def test_in_a_notebook_one_output_of_the_cell_changes_and_stays(monkeypatch: pyt
     monkeypatch.setattr(progress, "Console", lambda: types.SimpleNamespace(is_jupyter=True))
     monkeypatch.setitem(sys.modules, "IPython", types.ModuleType("IPython"))
     monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=display))
-    with progress.planning("planning step", delay=0.0) as report:
+    with progress.show_progress("planning step", delay=0.0) as report:
         report.stage("sharding")
         report.count("mesh shapes solved", 1, 2)
         wait_for(lambda: any("mesh shapes solved 1 of 2" in line for line in shown))
     assert shown[-1].startswith("planning step: ") and shown[-1].endswith("s")
     quick = len(shown)
-    with progress.planning("planning step", delay=60.0):
+    with progress.show_progress("planning step", delay=60.0):
         pass
     assert len(shown) == quick
 

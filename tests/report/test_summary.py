@@ -124,7 +124,7 @@ def test_a_pipeline_has_one_mesh_beside_it() -> None:
 
 def test_words_for_the_use_of_the_mesh_axes() -> None:
     def lines(plan: Plan) -> list[str]:
-        return ["; ".join(sentence.parts) for sentence in summary.chosen(plan)][:2]
+        return ["; ".join(sentence.parts) for sentence in summary.choice_lines(plan)][:2]
 
     def words(*rows: AxisUse) -> list[str]:
         plan = gpt_plan()

@@ -47,7 +47,7 @@ def test_small_leaves_are_folded_and_nothing_is_lost() -> None:
 
 def test_seconds_and_counts_of_collectives_add_up() -> None:
     plan = gpt_plan()
-    costs = stages.spent(plan).communication
+    costs = stages.seconds_by_use(plan).communication
     assert sum(costs.values()) == pytest.approx(sum(plan.collective_seconds))
     assert next(iter(costs)) == ("model",)
     rows = sections.collective_rows(plan.priced_collectives)
@@ -57,7 +57,7 @@ def test_seconds_and_counts_of_collectives_add_up() -> None:
 
 @pytest.mark.parametrize("plan", [gpt_plan(), pipeline_plan(), pipeline_plan("interleaved-1f1b", 3)])
 def test_seconds_of_an_average_device_add_up_to_the_step(plan: Plan) -> None:
-    spent = stages.spent(plan)
+    spent = stages.seconds_by_use(plan)
     assert spent.compute + sum(spent.communication.values()) + spent.idle == pytest.approx(plan.step_seconds)
     for row in stages.memory(pipeline_plan()):
         assert row.peak == sum(size for _, size in row.kinds)
@@ -70,7 +70,7 @@ def test_seconds_are_weighted_by_devices() -> None:
     both = (first, dataclasses.replace(plan.stages[1], compute_seconds=6e-3))
     shape = dataclasses.replace(plan.division, submeshes=(0, 1), first_devices=(0, 1))
     two = dataclasses.replace(plan, num_stages=2, stages=both, collectives=(), collective_seconds=(), division=shape)
-    assert stages.spent(two).compute == pytest.approx((3e-3 + 2 * 6e-3) / 3)
+    assert stages.seconds_by_use(two).compute == pytest.approx((3e-3 + 2 * 6e-3) / 3)
 
 
 def test_transfers_are_grouped_by_direction_and_keep_their_submeshes_in_a_file() -> None:

@@ -123,7 +123,7 @@ def test_kinds_differ_without_colour_and_with_it() -> None:
     drawing = draw(schedules.schedule("zb-h1", 2, 3), width=60)
     styles = {drawing.plain[s.start : s.end][1]: s.style for s in drawing.spans if s.end - s.start == 4}
     assert len({styles[shade] for shade in "░▓▒"}) == 3
-    assert console.plain(drawing) == "\n".join(line.rstrip() for line in drawing.plain.splitlines())
+    assert console.render_plain(drawing) == "\n".join(line.rstrip() for line in drawing.plain.splitlines())
 
 
 def test_every_task_is_drawn_where_there_is_room() -> None:

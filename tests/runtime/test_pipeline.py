@@ -242,7 +242,7 @@ def test_a_compiled_stage_that_communicates_otherwise_is_named():
     wrong = list(made)
     wrong[forward] = made[update]
     with pytest.raises(VerificationError, match="stage 1 forward: the compiled program does not communicate"):
-        checks.verified_compiled(replace(verified().plan(*args), verification=()), found, wrong)
+        checks.verify_compiled(replace(verified().plan(*args), verification=()), found, wrong)
 
 
 # -- failures that are not callbacks' ---------------------------------------------------------------------------------

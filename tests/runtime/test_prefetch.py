@@ -61,7 +61,7 @@ def test_rows_are_those_of_the_devices_that_are_here() -> None:
         array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
         own = prefetch.rows(sharding, shape)
         assert own.tolist() == list(range(shape[0] if shape else 0)) and prefetch.is_part(shape, sharding, shape)
-        made = prefetch.assembled(array, sharding, shape, np.float32)
+        made = prefetch.assemble_leaf(array, sharding, shape, np.float32)
         assert made.sharding == sharding
         np.testing.assert_array_equal(made, array)
         array[...] = -1  # nothing is shared

@@ -15,7 +15,7 @@ import pytest
 from jax.experimental import io_callback
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from alpa_lite.ir.layout import Layout, LogicalMesh, replicated
+from alpa_lite.ir.layout import Layout, LogicalMesh, replicated_layout
 from alpa_lite.ir.program import Submesh
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs import transfers
@@ -128,10 +128,10 @@ def test_every_kind_of_array(want):
     values = [jnp.arange(128).reshape(16, 8).astype(dtype) for dtype in dtypes]
     values += [jax.random.split(jax.random.key(3), (16, 8)), jax.random.split(jax.random.key(4, impl="rbg"), (16, 8))]
     values += [jnp.zeros((0, 8), jnp.float32)]
-    across, apart, src = Layout(((), destination.mesh.axis_names)), replicated(2), Layout(ROWS)
+    across, apart, src = Layout(((), destination.mesh.axis_names)), replicated_layout(2), Layout(ROWS)
     cases = [(value, src, across) for value in values] + [(value, src, apart) for value in values[::2]]
     scalars = (jnp.float32(1.5), jax.random.key(7), jnp.bool_(True), jnp.int32(-3))
-    cases += [(value, replicated(0), replicated(0)) for value in scalars]
+    cases += [(value, replicated_layout(0), replicated_layout(0)) for value in scalars]
     plans = [plan_transfer(v.shape, v.dtype, src, source, dst, destination, CLUSTER) for v, src, dst in cases]
     move(plans, [value for value, *_ in cases])
 
@@ -141,7 +141,7 @@ def test_uneven_pieces_and_a_gather_behind_a_slow_uplink():
     both = [Layout((("d0",), ())), Layout(((), ("d0",)))]
     move_all([plan_transfer((6, 6), F32, Layout(ROWS), source, dst, destination, CLUSTER) for dst in both])
     source, destination = submesh((4,), "s"), submesh((4,), "d", last=True)
-    plan = plan_transfer((512, 512), F32, Layout(ROWS), source, replicated(2), destination, CLUSTER)
+    plan = plan_transfer((512, 512), F32, Layout(ROWS), source, replicated_layout(2), destination, CLUSTER)
     assert plan.landing.used == {"d0"} and plan.bytes == 4 * 512 * 512
     move_all([plan])
 
@@ -191,7 +191,7 @@ def assert_moves_without_waiting(plan: TransferPlan) -> None:
     np.testing.assert_array_equal(np.asarray(arrays[-1]), np.arange(64, dtype=np.float32).reshape(8, 8))
 
 
-@pytest.mark.parametrize("want", [Layout((("d0",), ())), Layout(((), ("d0",))), replicated(2)])
+@pytest.mark.parametrize("want", [Layout((("d0",), ())), Layout(((), ("d0",))), replicated_layout(2)])
 @pytest.mark.parametrize("size", [1, 2])
 def test_moving_does_not_wait(want, size):
     source, destination = submesh((2,), "s"), submesh((size,), "d", last=True)
@@ -224,7 +224,8 @@ def test_arrivals_may_be_donated_and_sources_deleted(first):
     value = np.arange(64, dtype=np.float32).reshape(8, 8)
     double = jax.jit(lambda x: x * 2, donate_argnums=0)
     for src, dst in [
-        (Layout(ROWS), Layout((("d0",), ()))), (replicated(2), replicated(2)), (Layout(ROWS), Layout(((), ("d0",)))),
+        (Layout(ROWS), Layout((("d0",), ()))), (replicated_layout(2), replicated_layout(2)),
+        (Layout(ROWS), Layout(((), ("d0",)))),
     ]:  # fmt: skip
         for landing in every_landing(plan_transfer((8, 8), F32, src, source, dst, destination, CLUSTER)):
             array, mover = place(value, src, source), Transfer([landing], jax.devices())
@@ -238,7 +239,7 @@ def test_arrivals_may_be_donated_and_sources_deleted(first):
 
 def test_plans_of_different_edges_and_other_placements_are_refused():
     source, destination = submesh((4,), "s"), submesh((4,), "d", last=True)
-    whole = replicated(1)
+    whole = replicated_layout(1)
     plans = [plan_transfer((8,), F32, whole, source, whole, submesh((n,), "d", last=True), CLUSTER) for n in (1, 2)]
     with pytest.raises(ValueError, match="make a transfer for each pair"):
         Transfer(plans, jax.devices())

@@ -17,7 +17,7 @@ INF = np.inf
 Loop = TypeVar("Loop", bound=Callable[..., Any])
 
 
-def compiled(loop: Loop) -> Loop:
+def compile_lazily(loop: Loop) -> Loop:
     """Compile a loop at its first call, and keep the code next to the module or in a cache of the user."""
     options: dict[str, Any] = {"fastmath": {"nnan", "nsz"}, "error_model": "numpy"}
     try:
@@ -75,7 +75,7 @@ class State(NamedTuple):
     room: np.ndarray
 
 
-@compiled
+@compile_lazily
 def _collect(parts: Parts, cells: np.ndarray, given: np.ndarray, k: int, end: int, found: np.ndarray) -> None:
     """Compute the least of the cells of each class of an end, less the amounts given to the other end."""
     at, high, wide = parts.part[k, CELL], parts.part[k, HIGH], parts.part[k, HIGH + 1]
@@ -98,7 +98,7 @@ def _collect(parts: Parts, cells: np.ndarray, given: np.ndarray, k: int, end: in
             found[row + p] = least
 
 
-@compiled
+@compile_lazily
 def collect(parts: Parts, cells: np.ndarray, given: np.ndarray) -> np.ndarray:
     """For each message the least of its cells, less the amounts given to the other end."""
     found = np.zeros(len(given))
@@ -107,8 +107,8 @@ def collect(parts: Parts, cells: np.ndarray, given: np.ndarray) -> np.ndarray:
     return found
 
 
-@compiled
-def rests(parts: Parts, cells: np.ndarray, messages: np.ndarray) -> np.ndarray:
+@compile_lazily
+def least_remainders(parts: Parts, cells: np.ndarray, messages: np.ndarray) -> np.ndarray:
     """[parts] the least that each still holds."""
     found, rest = np.empty(len(messages)), np.full(len(parts.part), INF)
     for h in range(0, 2 * len(rest), 2):
@@ -119,7 +119,7 @@ def rests(parts: Parts, cells: np.ndarray, messages: np.ndarray) -> np.ndarray:
     return rest
 
 
-@compiled
+@compile_lazily
 def _total(parts: Parts, cost: np.ndarray, messages: np.ndarray, i: int, total: np.ndarray) -> None:
     """Seconds of each strategy of a node with the messages of its classes."""
     size = parts.node[i + 1, 0] - parts.node[i, 0]
@@ -132,7 +132,7 @@ def _total(parts: Parts, cost: np.ndarray, messages: np.ndarray, i: int, total: 
             total[s] += messages[message + parts.classes[at + s]]
 
 
-@compiled
+@compile_lazily
 def add(parts: Parts, cost: np.ndarray, messages: np.ndarray) -> np.ndarray:
     """Seconds of each strategy with the messages of its classes."""
     totals = np.empty(len(cost))
@@ -141,7 +141,7 @@ def add(parts: Parts, cost: np.ndarray, messages: np.ndarray) -> np.ndarray:
     return totals
 
 
-@compiled
+@compile_lazily
 def _least(parts: Parts, values: np.ndarray, k: int, end: int, least: np.ndarray) -> None:
     """For each message of an end the least value of the strategies of its class; `inf` if there is none."""
     message, at, i = parts.part[k, ROW + end], parts.part[k, KLASS + end], parts.part[k, SRC + end]
@@ -152,8 +152,8 @@ def _least(parts: Parts, values: np.ndarray, k: int, end: int, least: np.ndarray
         least[c] = min(least[c], values[s])
 
 
-@compiled
-def least(parts: Parts, values: np.ndarray, messages: int) -> np.ndarray:
+@compile_lazily
+def least_of_classes(parts: Parts, values: np.ndarray, messages: int) -> np.ndarray:
     """For each message, whose number is given, the least value of the strategies of its class."""
     out = np.zeros(messages)
     for h in parts.end:
@@ -162,7 +162,7 @@ def least(parts: Parts, values: np.ndarray, messages: int) -> np.ndarray:
     return out
 
 
-@compiled
+@compile_lazily
 def excess(parts: Parts, cells: np.ndarray, given: np.ndarray, rest: np.ndarray, out: np.ndarray) -> None:
     """For each cell of the problem that is not divided how far it is above the least that its part still holds."""
     for k in range(len(parts.part)):
@@ -173,7 +173,7 @@ def excess(parts: Parts, cells: np.ndarray, given: np.ndarray, rest: np.ndarray,
                 out[origin + p * wide + q] = cells[at + p * wide + q] - taken - given[parts.part[k, ROW + 1] + q]
 
 
-@compiled
+@compile_lazily
 def ascend(parts: Parts, state: State, times: int, direction: int) -> None:
     """Pass messages, and divide the cells of shared edges after each sweep.
 
@@ -210,7 +210,7 @@ def ascend(parts: Parts, state: State, times: int, direction: int) -> None:
             _divide(parts, state, e)
 
 
-@compiled
+@compile_lazily
 def _divide(parts: Parts, state: State, e: int) -> None:
     """Divide the cells of an edge among its consumers.
 
@@ -269,7 +269,7 @@ def _divide(parts: Parts, state: State, e: int) -> None:
             cost[parts.node[i, 0] + s] += paid[begin + s]
 
 
-@compiled
+@compile_lazily
 def choose(parts: Parts, state: State, backward: bool) -> np.ndarray:
     """[nodes] node by node the best strategy given the nodes before, whose cells are the messages from then on."""
     nodes, cells, messages, total = len(parts.node) - 1, state.cells, state.messages, state.room[2]
@@ -309,7 +309,7 @@ class Edges(NamedTuple):
     classes: np.ndarray
 
 
-@compiled
+@compile_lazily
 def _reply(
     edges: Edges, cells: np.ndarray, large: float, choice: np.ndarray, e: int, i: int, total: np.ndarray,
     wanted: np.ndarray,
@@ -341,7 +341,7 @@ def _reply(
                 total[s] += min(cells[row + q], large)
 
 
-@compiled
+@compile_lazily
 def descend(
     edges: Edges, cost: np.ndarray, cells: np.ndarray, large: float, choice: np.ndarray, waiting: np.ndarray,
     visits: int, fixed: int, gain: float,

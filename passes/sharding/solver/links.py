@@ -163,11 +163,11 @@ def entries(at: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return ranges(at[rows], np.diff(at)[rows])
 
 
-def joined(parts: Sequence[np.ndarray], dtype: type = np.int64) -> np.ndarray:
+def concatenate_flat(parts: Sequence[np.ndarray], dtype: type = np.int64) -> np.ndarray:
     """The arrays end to end, flat; empty without any."""
     return np.concatenate(parts, axis=None, dtype=dtype) if len(parts) else np.zeros(0, dtype=dtype)
 
 
-def reduced(ufunc: np.ufunc, values: np.ndarray, at: np.ndarray) -> np.ndarray:
+def reduce_rows(ufunc: np.ufunc, values: np.ndarray, at: np.ndarray) -> np.ndarray:
     """The reduction of each row of `values`, whose rows begin at `at` [n + 1]; none of them is empty."""
     return ufunc.reduceat(values, at[:-1]) if len(at) > 1 else np.zeros(0, dtype=values.dtype)

@@ -31,7 +31,7 @@ from alpa_lite.passes.sharding.solver import work
 from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.passes.sharding.solver.problem import Problem, descend, forget_seconds, price_memory
 from alpa_lite.passes.sharding.solver.program import LinearProgram, Relaxed, build, flatten
-from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, consistent
+from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, make_consistent
 from alpa_lite.passes.sharding.solver.work import WorkExhausted
 
 REACH, WIDER = 0.002, 3.0
@@ -91,7 +91,7 @@ class MemoryDual:
             return
         self._seconds.append(seconds)
         self._bytes.append(live)
-        self._points += [t for t in peaks(self._bytes[-1], self.limit, 4) if t not in self._points]
+        self._points += [t for t in find_peaks(self._bytes[-1], self.limit, 4) if t not in self._points]
 
     def slack(self, sweeps: int) -> tuple[float, tuple[np.ndarray, np.ndarray]]:
         """A bound, and how far above it each strategy and cell is at the least: `Ascent.slack` at the best price."""
@@ -143,7 +143,7 @@ class MemoryDual:
         self.finished = self._stalled >= 8 or height - self.bound <= 1e-4 * abs(height)
 
 
-def peaks(live: np.ndarray, limit: float, most: int = 16) -> list[int]:
+def find_peaks(live: np.ndarray, limit: float, most: int = 16) -> list[int]:
     """The fullest program points above a limit that are local maxima, the first point of each plateau."""
     padded = np.concatenate([[-np.inf], live, [-np.inf]])
     local = np.flatnonzero((live > limit) & (live > padded[:-2]) & (live >= padded[2:]))
@@ -199,7 +199,7 @@ class PeakSearch:
     def lower_bound(self) -> float:
         """Bytes that no peak undercuts; in a few steps, without integer programs."""
         try:
-            restriction = consistent(forget_seconds(self.problem))
+            restriction = make_consistent(forget_seconds(self.problem))
         except Contradiction:
             return math.inf
         self.peak_bound = float(restriction.problem.base.max(initial=0.0))
@@ -214,7 +214,7 @@ class PeakSearch:
           Contradiction: no choice is allowed.
           WorkExhausted: the limit was reached.
         """
-        restriction = consistent(forget_seconds(self.problem))
+        restriction = make_consistent(forget_seconds(self.problem))
         self.peak_bound = float(restriction.problem.base.max(initial=0.0))
         while (dual := self._price_peak(restriction, STEPS, enough)) is not None:
             if restriction.problem.settled or math.isinf(self.peak):
@@ -258,7 +258,7 @@ class PeakSearch:
         if problem.size > work.LARGEST_LINEAR:
             return
         program = self._build(forget_seconds(problem))
-        points = peaks(problem.bytes(cheapest), -1.0)
+        points = find_peaks(problem.bytes(cheapest), -1.0)
         for integral in (False, True)[: 1 + (problem.size <= work.LARGEST_INTEGER)]:
             while True:
                 answer = self._solve_program(flatten, program, points, integral, self.gap)
@@ -267,7 +267,7 @@ class PeakSearch:
                 if self._is_flat(answer.bound, enough) or answer.x is None:
                     return
                 live = problem.bytes(program.round(answer.x)) if integral else program.bytes(answer.x)
-                new = [t for t in peaks(live, self.peak_bound * (1 + ROUNDING)) if t not in points]
+                new = [t for t in find_peaks(live, self.peak_bound * (1 + ROUNDING)) if t not in points]
                 if not new:
                     break
                 points += new

@@ -16,14 +16,14 @@ from __future__ import annotations
 import numpy as np
 
 from alpa_lite.passes.sharding.solver import kernels
-from alpa_lite.passes.sharding.solver.links import reduced
+from alpa_lite.passes.sharding.solver.links import reduce_rows
 from alpa_lite.passes.sharding.solver.problem import Problem
 
 
 class Ascent:
     """Messages that make a lower bound of a problem, improved by `sweep`.
 
-    Every class of the problem must be in use, and every strategy have an allowed partner: see `restrict.consistent`.
+    Every class of the problem must be in use, and every strategy have an allowed partner: see `restrict.make_consistent`.
 
     Attributes:
       bound: seconds, valid for every choice.
@@ -75,7 +75,7 @@ class Ascent:
         spare -= np.repeat(floor, self.problem.links.sizes)
         # A sweep that divides cells anew may lower the sum.
         lost = max(self.bound - float(floor.sum() + rest.sum()), 0.0)
-        least, cells = kernels.least(layout.parts, spare, len(messages)), np.zeros(len(self.problem.cells))
+        least, cells = kernels.least_of_classes(layout.parts, spare, len(messages)), np.zeros(len(self.problem.cells))
         kernels.excess(layout.parts, held, messages - least, rest, cells)
         # A neighbour's own slack counts once, however many parts lead to it.
         shared = messages - least / np.repeat(layout.times, layout.length)
@@ -86,5 +86,5 @@ class Ascent:
     def _floors(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """[strategies] seconds with messages, [nodes] their least, and [parts] the least that each still holds."""
         totals = kernels.add(self._layout.parts, self._state.cost, self.messages)
-        floor = reduced(np.minimum, totals, self.problem.links.first)
-        return totals, floor, kernels.rests(self._layout.parts, self._state.cells, self.messages)
+        floor = reduce_rows(np.minimum, totals, self.problem.links.first)
+        return totals, floor, kernels.least_remainders(self._layout.parts, self._state.cells, self.messages)

@@ -24,7 +24,7 @@ import numpy as np
 
 from alpa_lite.ir.strategy import Buffers, StrategyGraph, Transfer
 from alpa_lite.passes.sharding.solver import kernels
-from alpa_lite.passes.sharding.solver.links import Links, joined, offsets, ranges, reduced
+from alpa_lite.passes.sharding.solver.links import Links, concatenate_flat, offsets, ranges, reduce_rows
 
 
 class Items(NamedTuple):
@@ -95,7 +95,7 @@ class Problem:
     @property
     def lower_bound(self) -> float:
         """Seconds that no choice can undercut: each node at its cheapest, each transfer free."""
-        return float(reduced(np.minimum, self.cost, self.links.first).sum())
+        return float(reduce_rows(np.minimum, self.cost, self.links.first).sum())
 
     @cached_property
     def forbidden_seconds(self) -> float:
@@ -175,10 +175,10 @@ def descend(
     return choice
 
 
-def from_graph(graph: StrategyGraph) -> Problem:
+def problem_from_graph(graph: StrategyGraph) -> Problem:
     """The problem of a strategy graph."""
     costs = [np.asarray(cost, dtype=np.float64) for cost in graph.node_cost]
-    cost = joined(costs, np.float64)
+    cost = concatenate_flat(costs, np.float64)
     assert all(one.size for one in costs) and (cost >= 0).all(), "a node has no strategy, or one of no seconds"
     links, cells, number = _links(graph.transfers, offsets([len(one) for one in costs]))
     points, items = 0, NO_ITEMS
@@ -195,7 +195,10 @@ def _links(transfers: Sequence[Transfer], first: np.ndarray) -> tuple[Links, np.
     ends += [(e, node, klass) for e, transfer in enumerate(edges) for node, klass in transfer.consumers]
     edge, node = np.array([end[:2] for end in ends], dtype=np.int64).reshape(-1, 2).T.copy()
     shape = np.array([t.cost.shape for t in edges], dtype=np.int64).reshape(-1, 2)
-    cells, classes = joined([t.cost for t in edges], np.float64), joined([klass for *_, klass in ends])
+    cells, classes = (
+        concatenate_flat([t.cost for t in edges], np.float64),
+        concatenate_flat([klass for *_, klass in ends]),
+    )
     sizes, side = np.diff(first)[node], (np.arange(len(node)) >= len(edges)).astype(np.int64)
     assert [len(klass) for *_, klass in ends] == sizes.tolist() and (cells >= 0).all(), "classes or costs of a transfer"
     assert ((classes >= 0) & (classes < np.repeat(shape[edge, side], sizes))).all(), (
@@ -215,7 +218,7 @@ def _items(buffers: Buffers, links: Links, number: np.ndarray) -> Items:
     start, end, copy = (np.asarray(one, dtype=np.int64)[live] for one in (buffers.start, buffers.end, buffers.copy))
     # One size for each strategy of a node, and for each cell of a column of an edge.
     wide = np.append(links.shape[:, 1], 0)[edge]
-    size = joined([buffers.size[b] for b in live], np.float64)
+    size = concatenate_flat([buffers.size[b] for b in live], np.float64)
     count = np.array([len(buffers.size[b]) for b in live], dtype=np.int64)
     part, row = ranges(np.zeros(len(live), dtype=np.int64), count), np.repeat(np.arange(len(live)), count)
     _, example, item = np.unique(

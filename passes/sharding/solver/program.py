@@ -214,7 +214,7 @@ class _Draft:
         return np.arange(self.links.first[i], self.links.first[i + 1])
 
 
-def relax(program: LinearProgram, points: Sequence[int], unit: float) -> Relaxed:
+def solve_relaxation(program: LinearProgram, points: Sequence[int], unit: float) -> Relaxed:
     """The linear relaxation with the memory rows of some program points. unit: about the seconds of the objective."""
     rows, limits = _memory_rows(program, points)
     scale = SCALE / unit

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from alpa_lite.passes.sharding.solver.kernels import INF, Edges, compiled
-from alpa_lite.passes.sharding.solver.links import Links, entries, offsets, reduced
+from alpa_lite.passes.sharding.solver.kernels import INF, Edges, compile_lazily
+from alpa_lite.passes.sharding.solver.links import Links, entries, offsets, reduce_rows
 from alpa_lite.passes.sharding.solver.problem import Items, Problem, timeline
 
 
@@ -55,11 +55,11 @@ class Restriction:
         Raises:
           Contradiction: no choice is allowed.
         """
-        part = consistent(problem)
+        part = make_consistent(problem)
         return Restriction(part.problem, self.strategies[part.strategies], self.original, part.messages)
 
 
-def consistent(problem: Problem) -> Restriction:
+def make_consistent(problem: Problem) -> Restriction:
     """The problem without strategies of infinite cost, and without those that a neighbour cannot meet.
 
     Raises:
@@ -67,7 +67,7 @@ def consistent(problem: Problem) -> Restriction:
     """
     keep = np.isfinite(problem.cost)
     prune(problem.links.tables, problem.cells, keep)
-    if not reduced(np.logical_or, keep, problem.links.first).all():
+    if not reduce_rows(np.logical_or, keep, problem.links.first).all():
         raise Contradiction
     # A program is solved without its budget, within it and at prices of memory; the same strategies are mostly allowed
     # in each. The tables that message passing prepares for the links that are left then serve all of them.
@@ -97,7 +97,7 @@ def _left(links: Links, keep: np.ndarray) -> _Left:
     used = np.zeros(links.line[-1], dtype=bool)
     used[links.class_line[kept]] = True
     masks = (keep, links.first), (used, links.line)
-    first, line = (offsets(reduced(np.add, mask.astype(np.int64), at)) for mask, at in masks)
+    first, line = (offsets(reduce_rows(np.add, mask.astype(np.int64), at)) for mask, at in masks)
     number = np.cumsum(used) - 1
     classes = number[links.class_line[kept]] - np.repeat(line[links.side], np.diff(first)[links.node])
     shape, lines = np.diff(line).reshape(-1, 2), np.flatnonzero(used)
@@ -132,13 +132,13 @@ def _remaining(problem: Problem, left: _Left) -> tuple[Items, np.ndarray]:
     mine = slice(len(owner))
     run = np.flatnonzero(np.diff(np.stack([owner, start[mine], end[mine]]), axis=1, prepend=-1).any(0))
     count = np.diff(run, append=len(owner))
-    least = np.where(count == links.sizes[owner[run]], reduced(np.minimum, size[mine], np.append(run, 0)), 0.0)
+    least = np.where(count == links.sizes[owner[run]], reduce_rows(np.minimum, size[mine], np.append(run, 0)), 0.0)
     base = problem.base + timeline(len(problem.base), start[run], end[run], least)
     size[mine] -= np.repeat(least, count)
     return Items(entry, start, end, size).select(size > 0), base
 
 
-@compiled
+@compile_lazily
 def prune(edges: Edges, cells: np.ndarray, keep: np.ndarray) -> None:
     """Drop from the mask of strategies those that a neighbour cannot meet, until all that are left can be met."""
     longest = 1

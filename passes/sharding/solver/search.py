@@ -20,11 +20,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from alpa_lite.passes.sharding.solver import work
-from alpa_lite.passes.sharding.solver.memory import ROUNDING, STEPS, SWEEPS, MemoryDual, PeakSearch, peaks
+from alpa_lite.passes.sharding.solver.memory import ROUNDING, STEPS, SWEEPS, MemoryDual, PeakSearch, find_peaks
 from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.passes.sharding.solver.problem import allowance, descend, forget_memory, price_memory
-from alpa_lite.passes.sharding.solver.program import LinearProgram, Relaxed, branch, relax
-from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, consistent
+from alpa_lite.passes.sharding.solver.program import LinearProgram, Relaxed, branch, solve_relaxation
+from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, make_consistent
 from alpa_lite.passes.sharding.solver.work import WorkExhausted
 
 ROUNDS = 10  # with `SWEEPS` sweeps each, twice as many every second round
@@ -71,7 +71,7 @@ class Search(PeakSearch):
 
     def _solve_free(self) -> None:
         """Ignore memory: the optimum without a budget, else the bound, and the optimum if it fits."""
-        restriction, best, fits = consistent(forget_memory(self.problem)), math.inf, False
+        restriction, best, fits = make_consistent(forget_memory(self.problem)), math.inf, False
         messages, whole = self.messages, True
         while not restriction.problem.settled:
             problem = restriction.problem
@@ -105,7 +105,7 @@ class Search(PeakSearch):
     def _solve_within(self) -> None:
         """Respect the budget."""
         budget = allowance(self.problem.budget or 0.0)
-        restriction, price, messages = consistent(self.problem), None, self.messages
+        restriction, price, messages = make_consistent(self.problem), None, self.messages
         if self.choice is None:
             search = PeakSearch(replace(self.problem, budget=None), self.gap, self.max_work, self.work)
             try:
@@ -130,7 +130,7 @@ class Search(PeakSearch):
             price = dual.price
             self._bisect_price(restriction, price, dual)
             if self.choice is not None and not self.points:  # begin the memory rows where the best choice is fullest
-                self.points = peaks(self.problem.bytes(self.choice), 0.98 * (self.problem.budget or 0.0))
+                self.points = find_peaks(self.problem.bytes(self.choice), 0.98 * (self.problem.budget or 0.0))
             if self.closed or math.isinf(self.objective):
                 break
             self._charge(SWEEPS * work.sweep_work(problem.links))
@@ -209,10 +209,10 @@ class Search(PeakSearch):
         budget = program.problem.budget
         while True:
             points = self.points if budget is not None else []
-            relaxed = self._solve_program(relax, program, points, self._unit(program))
+            relaxed = self._solve_program(solve_relaxation, program, points, self._unit(program))
             if budget is None or relaxed.x is None:
                 return relaxed
-            new = [t for t in peaks(program.bytes(relaxed.x), budget * (1 + 1e-7)) if t not in points]
+            new = [t for t in find_peaks(program.bytes(relaxed.x), budget * (1 + 1e-7)) if t not in points]
             if not new:
                 return relaxed
             self.points += new
@@ -257,7 +257,7 @@ class Search(PeakSearch):
             if self._offer(restriction.lift(choice)) or self.closed or problem.budget is None:
                 return
             live = problem.bytes(choice)
-            new = [t for t in peaks(live, allowance(problem.budget)) if t not in points]
+            new = [t for t in find_peaks(live, allowance(problem.budget)) if t not in points]
             if not new:  # within the solver's tolerance, but not within the budget
                 covers.append(_cover(program, choice, int(live.argmax())))
             self.points += new

@@ -19,8 +19,8 @@ import numpy as np
 from alpa_lite.ir.strategy import Solution, StrategyGraph
 from alpa_lite.passes.sharding.solver.memory import SWEEPS, PeakSearch
 from alpa_lite.passes.sharding.solver.messages import Ascent
-from alpa_lite.passes.sharding.solver.problem import Problem, forget_memory, from_graph
-from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, consistent
+from alpa_lite.passes.sharding.solver.problem import Problem, forget_memory, problem_from_graph
+from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, make_consistent
 from alpa_lite.passes.sharding.solver.search import CutoffReached, Search
 from alpa_lite.passes.sharding.solver.work import SOLVE_WORK, sweep_work
 
@@ -72,7 +72,7 @@ class SolverState:
     """
 
     def __init__(self, graph: StrategyGraph) -> None:
-        self.problem = from_graph(graph)
+        self.problem = problem_from_graph(graph)
         self.messages: np.ndarray | None = None
         self.choices: list[np.ndarray] = []
         self.seconds, self.work = 0.0, 0
@@ -100,7 +100,7 @@ class SolverState:
     def _ascent(self) -> tuple[Restriction, Ascent] | None:
         """Message passing on the strategies that are allowed; None if no choice is."""
         with suppress(Contradiction):
-            restriction = consistent(forget_memory(self.problem))
+            restriction = make_consistent(forget_memory(self.problem))
             return restriction, Ascent(restriction.problem)
         return None
 
@@ -130,18 +130,18 @@ CHOICES = 3
 
 def evaluate(graph: StrategyGraph, choice: Sequence[int]) -> tuple[float, float]:
     """Seconds and peak bytes of any choice, such as a textbook plan; `inf` seconds if it uses something forbidden."""
-    problem = from_graph(graph)
+    problem = problem_from_graph(graph)
     return problem.seconds(choice), problem.peak(choice)
 
 
-def minimal_budget(graph: StrategyGraph, *, gap: float = 1e-4) -> tuple[float, Solution]:
+def find_minimal_budget(graph: StrategyGraph, *, gap: float = 1e-4) -> tuple[float, Solution]:
     """The smallest peak, in bytes, that a choice reaches, and such a choice.
 
     The budget of the graph is ignored. The Solution's seconds are those of a choice made for memory alone: for the
     fastest plan within that budget, `solve` with it. Its status says whether the peak is proven minimal, within `gap`;
     its bound is a bound of seconds. Without any allowed choice the peak is infinite and the status "infeasible".
     """
-    problem = replace(from_graph(graph), budget=None)
+    problem = replace(problem_from_graph(graph), budget=None)
     search = PeakSearch(problem, gap, SOLVE_WORK)
     peak, proven = search.minimise()
     search.bound = problem.lower_bound

@@ -110,7 +110,7 @@ class StageCosts:
         return before + (float(self.boundary_bytes[stop]) if stop < self.num_layers else 0.0)
 
 
-def from_layers(
+def sum_layer_costs(
     num_microbatches: int, *, fixed_bytes: np.ndarray, temporary_bytes: np.ndarray, **costs: Any
 ) -> StageCosts:
     """Costs of ranges as sums over their layers: arrays [L, K, V] in place of [L, L+1, K, V].
@@ -127,7 +127,7 @@ def from_layers(
     return StageCosts(num_microbatches, fixed_bytes=fixed, **{**costs, **summed})
 
 
-def fastest(forms: Sequence[StageCosts]) -> StageCosts:
+def choose_fastest_forms(forms: Sequence[StageCosts]) -> StageCosts:
     """Of each range, on each kind of submesh and in each variant, the costs of the form in which it is fastest."""
     names = (*_SUMMED, "fixed_bytes")
     best = forms[0]

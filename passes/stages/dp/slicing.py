@@ -87,7 +87,7 @@ def slice_stages(costs: Sequence[StageCosts], options: SliceOptions) -> StageSli
     equal = [task for c in costs for task in tasks_of(c, options, equal=True)]
     first, bound, weighed = _fastest(equal, options, fewer=False) if equal else (None, math.inf, ())
     if options.equal and equal:
-        infeasible = why_not(costs, equal, options, fewer=True) if first is None else None
+        infeasible = explain_infeasible(costs, equal, options, fewer=True) if first is None else None
         return StageSlicing(first, None, bound, infeasible, weighed)
     if first is not None and options.allowed is None and costs[0].total_devices > LARGE:
         options = replace(options, allowed=_near(costs[0], first.devices[0]))
@@ -98,7 +98,7 @@ def slice_stages(costs: Sequence[StageCosts], options: SliceOptions) -> StageSli
         chosen, _, weighed_exact = _fastest(tasks, options, fewer=False, known=first)
     fewer = fastest if fastest and (chosen is None or fastest.seconds < chosen.seconds * (1 - 1e-9)) else None
     weighed = weighed if fewer else weighed_exact
-    infeasible = why_not(costs, tasks, options, fewer=fastest is None) if chosen is None else None
+    infeasible = explain_infeasible(costs, tasks, options, fewer=fastest is None) if chosen is None else None
     return StageSlicing(chosen, fewer, bound, infeasible, weighed)
 
 
@@ -209,7 +209,9 @@ def _ranked(weighed: list[Weighed], best: StageSlices | None) -> tuple[Weighed, 
     )
 
 
-def why_not(costs: Sequence[StageCosts], tasks: Sequence[Task], options: SliceOptions, *, fewer: bool) -> Infeasible:
+def explain_infeasible(
+    costs: Sequence[StageCosts], tasks: Sequence[Task], options: SliceOptions, *, fewer: bool
+) -> Infeasible:
     """The constraint that leaves no pipeline on all devices; with `fewer`, none on fewer either."""
     if not tasks:
         return Infeasible("schedule", _no_schedule(costs, options), None)
@@ -225,7 +227,7 @@ def why_not(costs: Sequence[StageCosts], tasks: Sequence[Task], options: SliceOp
     message = (
         f"memory_per_device={units.exact_bytes(options.budget)} is {units.exact_bytes(need - options.budget)} short of "
         f"the smallest that works, {units.exact_bytes(need)}, with "
-        f"{units.plural(task.costs.num_microbatches, 'micro-batch')} and {task.schedule}."
+        f"{units.count_of(task.costs.num_microbatches, 'micro-batch')} and {task.schedule}."
     )
     return Infeasible("memory", message, need)
 
@@ -256,7 +258,7 @@ def _least_bytes(tasks: Sequence[Task], options: SliceOptions, *, fewer: bool) -
 def _no_schedule(costs: Sequence[StageCosts], options: SliceOptions) -> str:
     """Returns the reason why nothing can be searched, and a remedy."""
     layers, least = costs[0].num_layers, stage_range(costs[0], options)[0]
-    counts = " or ".join(units.plural(c.num_microbatches, "micro-batch") for c in costs)
+    counts = " or ".join(units.count_of(c.num_microbatches, "micro-batch") for c in costs)
     room = costs[0].total_devices // min(costs[0].devices)
     if least > layers:
         return f"the step has {layers} layers, too few for num_stages={least}; give {layers} at most"

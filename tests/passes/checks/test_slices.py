@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks import slices
 from alpa_lite.passes.checks.hlo import compare_hlo
-from alpa_lite.passes.checks.matching import LOST, OPEN, paired
+from alpa_lite.passes.checks.matching import LOST, OPEN, pair_executions
 from alpa_lite.plan.records import Collective
 from tests.passes.checks.test_hlo import as_written
 
@@ -121,7 +121,7 @@ def test_pairs_cost_the_least_of_all(rows, columns, data):
     costs = {pair: data.draw(st.sampled_from([1.0, 2.0, 5.0])) for pair in pairs}
     group_of = {row: row // 2 for row in planned}
     lost = {group: data.draw(st.integers(0, 2)) for group in set(group_of.values())}
-    got = paired(planned, found, costs, group_of, lost)
+    got = pair_executions(planned, found, costs, group_of, lost)
     assert all(isinstance(n, int) and n > 0 for n in got.values())
     ways = itertools.product(*(range(1 + min(planned[i], found[j])) for i, j in pairs))
     values = [total(dict(zip(pairs, way, strict=True)), planned, found, costs, group_of, lost) for way in ways]

@@ -31,7 +31,7 @@ def step_in_layers(step: Any, arguments: Any, layers: int = 16) -> Divisible:
         step, arguments, {}, batch_argnums="auto", batch_argnames=(), static_argnums=(), static_argnames=()
     )
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
-    return division.divisible(loop.accumulate(traced, rules, 2), max_layers=layers)
+    return division.find_layers(loop.accumulate(traced, rules, 2), max_layers=layers)
 
 
 def scanned(layers: int = 6, draws: bool = False) -> tuple[Any, Any]:
@@ -103,7 +103,7 @@ def test_each_stage_has_one_scan_of_its_iterations():
     step, *_ = six_layers()
     assert len(step.layering.layers) >= 6
     for cuts in ([2], [3], [1, 3], [2, 4]):
-        done = division.divided(step, cuts)
+        done = division.divide_into_stages(step, cuts)
         body, forward = done.layering.body.ops, done.layering.forward
         scans = [op for op in body if op.name == "scan" and op.index in forward]
         lengths = {done.assignment.stage[op.index]: op.params["length"] for op in scans}
@@ -127,7 +127,10 @@ def test_stages_compute_again_what_they_do_not_save(remat: tuple[Choice, Choice]
         return [sum(values[v].nbytes for v in held if stage[made[v].index] == number) for number in (0, 1)]
 
     cuts = [len(step.layering.layers) // 2]
-    plain, done = division.divided(step, cuts, ("none", "none")), division.divided(step, cuts, remat)
+    plain, done = (
+        division.divide_into_stages(step, cuts, ("none", "none")),
+        division.divide_into_stages(step, cuts, remat),
+    )
     for before, after, choice in zip(bytes_read(plain), bytes_read(done), remat, strict=True):
         assert after == before if choice == "none" else after < before
     assert_computes(done)
@@ -135,17 +138,17 @@ def test_stages_compute_again_what_they_do_not_save(remat: tuple[Choice, Choice]
 
 def test_draws_are_the_same_again_and_what_else_is_read_of_a_scan_stays():
     step, *_ = six_layers(True)
-    assert_computes(division.divided(step, [len(step.layering.layers) // 2], ("layer", "selective")), True)
+    assert_computes(division.divide_into_stages(step, [len(step.layering.layers) // 2], ("layer", "selective")), True)
 
 
 def test_a_step_without_scans_is_left_as_it_is():
     step = step_in_layers(*zoo_linen.gpt(layers=2))
     assert step.fine is None
-    done = division.divided(step, [2], ("none", "none"))
+    done = division.divide_into_stages(step, [2], ("none", "none"))
     assert done.layering is step.layering
     assert done.accumulated.traced is step.accumulated.traced
     with pytest.raises(OptionError, match="rise strictly"):
-        division.divided(step, [3, 3])
+        division.divide_into_stages(step, [3, 3])
 
 
 def test_a_leaf_that_is_needed_whole_stays_whole():
@@ -156,5 +159,5 @@ def test_a_leaf_that_is_needed_whole_stays_whole():
 
         return jax.tree.map(jnp.subtract, state, jax.grad(loss)(state))
 
-    done = division.divided(step_in_layers(step, ({"w": normal(0, 4, 8, 8)}, normal(1, 8, 8))), [1])
+    done = division.divide_into_stages(step_in_layers(step, ({"w": normal(0, 4, 8, 8)}, normal(1, 8, 8))), [1])
     assert done.accumulated.traced.stacked is None or done.accumulated.traced.stacked.arguments[0].bounds == ()

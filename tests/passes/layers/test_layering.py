@@ -19,7 +19,7 @@ from alpa_lite.ir.graph import Traced, check
 from alpa_lite.passes import factors
 from alpa_lite.passes.layers import cuts as layering_cuts
 from alpa_lite.passes.layers.assignment import assign
-from alpa_lite.passes.layers.layering import layering
+from alpa_lite.passes.layers.layering import cut_into_layers
 from alpa_lite.passes.layers.types import Assignment, Layer, Layering
 from alpa_lite.passes.stages.planning import digest
 from alpa_lite.passes.stages.staging import stage_graphs
@@ -34,7 +34,7 @@ SGD = optax.sgd(0.1, momentum=0.9)  # its momentum is the gradient
 
 def layered(traced: Traced, **options: Any) -> Layering:
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
-    return layering(traced, microbatched.scan_of(traced), rules, **options)
+    return cut_into_layers(traced, microbatched.scan_of(traced), rules, **options)
 
 
 def layers_of(step: Any, *arguments: Any, **options: Any) -> Layering:
@@ -284,7 +284,7 @@ def test_bad_arguments_are_named():
     with pytest.raises(OptionError, match="max_layers=0"):
         layered(traced, max_layers=0)
     with pytest.raises(ValueError, match="scan=0"):
-        layering(traced, 0, factors.rules_of(traced.graph.ops(), traced.graph.values))
+        cut_into_layers(traced, 0, factors.rules_of(traced.graph.ops(), traced.graph.values))
     layers = layered(traced)
     for cuts in ([0], [2, 2], [len(layers.layers)]):
         with pytest.raises(OptionError, match="cuts="):
@@ -308,7 +308,7 @@ def test_the_dynamic_program_is_exact(sizes: list[tuple[int, int]], most: int):
         return cut + aimed * sum((t / total) ** 2 for t in spans) if max(spans) <= bound else np.inf
 
     best = min(cost(ends) for k in range(most) for ends in itertools.combinations(range(1, len(atoms)), k))
-    found = layering_cuts.balanced(atoms, most, mean, 9.0)
+    found = layering_cuts.balance_layers(atoms, most, mean, 9.0)
     assert cost(tuple(np.cumsum(found)[:-1].tolist())) == pytest.approx(best)
 
 

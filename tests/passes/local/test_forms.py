@@ -28,7 +28,7 @@ from alpa_lite.passes.factors import rules_of
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.random import counters
-from alpa_lite.passes.local.reductions import ordered, unordered
+from alpa_lite.passes.local.reductions import float_order_to_int, int_to_float_order
 from alpa_lite.passes.local.types import LocalForm
 from tests.marks import one_in
 
@@ -642,10 +642,10 @@ def test_floats_travel_as_integers_of_the_same_order(dtype):
     nan = np.array([0x7FC00000, 0xFFC00000], np.uint32).view(np.float32)
     numbers = np.array([-np.inf, -3e4, -1.5, -1e-7, -0.0, 0.0, 1e-7, 1.5, 3e4, np.inf], np.float32).astype(dtype)
     carrier = np.dtype(np.int32)
-    bits = np.asarray(ordered(jnp.asarray(numbers), carrier, True))
+    bits = np.asarray(float_order_to_int(jnp.asarray(numbers), carrier, True))
     assert np.all(np.diff(bits) >= 0)
-    np.testing.assert_array_equal(np.asarray(unordered(jnp.asarray(bits), dtype)), numbers)
+    np.testing.assert_array_equal(np.asarray(int_to_float_order(jnp.asarray(bits), dtype)), numbers)
     for high in (True, False):
-        lost = np.asarray(ordered(jnp.asarray(nan).astype(dtype), carrier, high))
+        lost = np.asarray(float_order_to_int(jnp.asarray(nan).astype(dtype), carrier, high))
         assert np.all(lost > bits.max() if high else lost < bits.min())
-        assert np.all(np.isnan(np.asarray(unordered(jnp.asarray(lost), dtype)).astype(np.float32)))
+        assert np.all(np.isnan(np.asarray(int_to_float_order(jnp.asarray(lost), dtype)).astype(np.float32)))

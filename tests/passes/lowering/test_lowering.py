@@ -55,7 +55,7 @@ def decide(case: zoo.Case, seed: int) -> tuple[Traced, LocalProgram, Any]:
 
 
 def check_collectives(traced: Traced, program: LocalProgram) -> None:
-    module = verification.lowered_module(
+    module = verification.lower_module(
         lambda mesh: emission.emit(program, traced, mesh),
         program.mesh,
         [traced.graph.values[v].aval for v in traced.graph.block.inputs],
@@ -101,7 +101,7 @@ def deep_program(regather: bool) -> tuple[Traced, LocalProgram, Any]:
     args = [normal(i, 16, 16) for i in range(3)], normal(9, 8, 16)
     cluster = Cluster.local(jax.devices()[:4])
     grouped = grouped_step(deep_step, *args)
-    ((mesh, constraints),) = limits.admitted(grouped, cluster, alpa_lite.Zero(3))
+    ((mesh, constraints),) = limits.admissible_meshes(grouped, cluster, alpa_lite.Zero(3))
     space = strategies.build(grouped, MeshCost(cluster, mesh), constraints=constraints, regather=regather)
     choice = MeshSolution(space, solve.solve(space.program)).choice
     lowered = lowering.lower(grouped.traced, grouped.grouping, grouped.rules, mesh, choice, space.late_from)

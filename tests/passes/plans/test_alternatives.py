@@ -20,7 +20,7 @@ from alpa_lite.passes.plans import alternatives
 from alpa_lite.passes.plans.weighing import Outcomes
 from alpa_lite.passes.sharding import mesh_program, strategies
 from alpa_lite.passes.sharding.solver import solve
-from alpa_lite.passes.sharding.solver.problem import Problem, from_graph
+from alpa_lite.passes.sharding.solver.problem import Problem, problem_from_graph
 from alpa_lite.passes.stages import stage_graph
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.plan.decisions import Decision
@@ -42,12 +42,12 @@ def _weighed(seed: int, *, memory: bool):
     rng = np.random.default_rng(seed)
     graph = random_graph(rng, memory=memory, forbidden=0.08)
     if memory:
-        least, _ = solve.minimal_budget(graph)
+        least, _ = solve.find_minimal_budget(graph)
         assume(math.isfinite(least))
         graph = replace(graph, budget=least * float(rng.choice([1.0, 1.2, 2.0])))
     solution = solve.solve(graph, gap=0.0)
     assume(solution.status == "optimal")
-    problem = from_graph(graph)
+    problem = problem_from_graph(graph)
     rows = alternatives.weigh(problem, solution.choice, [9] * len(solution.choice))
     return problem, solution, rows
 
@@ -92,7 +92,7 @@ def _chain(seconds: list[list[float]], move: float) -> Problem:
     """Nodes in a row; neighbours of unequal strategies pay `move`."""
     same, cost = np.arange(2), np.array([[0.0, move], [move, 0.0]])
     transfers = tuple(Transfer(i, same, ((i + 1, same),), cost) for i in range(len(seconds) - 1))
-    return from_graph(StrategyGraph(tuple(np.array(one) for one in seconds), transfers))
+    return problem_from_graph(StrategyGraph(tuple(np.array(one) for one in seconds), transfers))
 
 
 def test_neighbours_adapt_to_what_is_forced() -> None:
@@ -173,8 +173,8 @@ def _compared():
 def _steps():
     """The problem, the choice, and for each alternative its step and the choice that it is of."""
     found, _ = _compared()
-    problem, choice, step = from_graph(found.space.program), found.solution.choice, _grouped(BATCH)
-    stage = DecidedStage(stage_graph.whole(step.traced, -1), step.rules, step.grouping, found, CLUSTER)
+    problem, choice, step = problem_from_graph(found.space.program), found.solution.choice, _grouped(BATCH)
+    stage = DecidedStage(stage_graph.whole_step_stage(step.traced, -1), step.rules, step.grouping, found, CLUSTER)
     outcomes = Outcomes(stage, problem)
     rows = alternatives.weigh(problem, choice, [3] * len(choice))
     return problem, choice, [(outcomes.of(weighed.fastest), weighed.fastest) for row in rows for weighed in row]

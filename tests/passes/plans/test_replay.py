@@ -39,7 +39,7 @@ def planned(cluster: Cluster = H100, **options: Any) -> Plan:
 
 def replayed(plan: Plan, fun=step, cluster: Cluster = H100) -> MeshSolution:
     replay.check_devices(plan, cluster)
-    graph = stage_graph.whole(tracing.trace(fun, ARGUMENTS, {}), -1)
+    graph = stage_graph.whole_step_stage(tracing.trace(fun, ARGUMENTS, {}), -1)
     return replay.replay(graph, cluster, plan.stages[0], "explicit").found
 
 

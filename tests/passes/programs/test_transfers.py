@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from alpa_lite.cluster import Cluster, Link
-from alpa_lite.ir.layout import Layout, LogicalMesh, local_shape, replicated
+from alpa_lite.ir.layout import Layout, LogicalMesh, local_shape, replicated_layout
 from alpa_lite.ir.program import Program, Submesh, peak_bytes
 from alpa_lite.passes.programs import links, staged, transfers
 from alpa_lite.passes.programs.crossings import crossing_bytes
@@ -136,16 +136,18 @@ def planned(shape, src, dst, *, source=SOURCE, target=TARGET, cluster=None):
     return plan_transfer(shape, F32, src, source, dst, target, cluster or two_nodes())
 
 
-@pytest.mark.parametrize(("src", "size"), [(ROWS, 8), (replicated(2), 8), (COLUMNS, 8), (replicated(2), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("src", "size"), [(ROWS, 8), (replicated_layout(2), 8), (COLUMNS, 8), (replicated_layout(2), 1)], ids=str
+)
 def test_slow_uplinks_are_crossed_once_and_gathered_behind(src, size):
-    plan = planned((1024, 1024), src, replicated(2), source=submesh(size, "x", 0))
+    plan = planned((1024, 1024), src, replicated_layout(2), source=submesh(size, "x", 0))
     assert plan.landing.used == {"y"} and plan.bytes == 4 * 2**20
     assert [step.kind for step in plan.steps] == ["all_gather"]
 
 
 def test_small_arrays_are_sent_whole():
     """A gather costs its latency: below some size, sending more bytes is cheaper."""
-    plan = planned((8,), replicated(1), replicated(1), cluster=two_nodes(1e11, latency=1e-6))
+    plan = planned((8,), replicated_layout(1), replicated_layout(1), cluster=two_nodes(1e11, latency=1e-6))
     assert plan.landing == plan.dst and plan.equal and plan.bytes == 8 * 32
 
 
@@ -156,13 +158,13 @@ def test_many_small_messages_become_whole_blocks_and_an_all_to_all():
 
 
 def test_replicas_share_the_sending_and_send_within_their_node():
-    plan = planned((64, 64), replicated(2), NEW_ROWS)
+    plan = planned((64, 64), replicated_layout(2), NEW_ROWS)
     assert sorted(piece.source for piece in plan.pieces) == list(range(8))
     both = Submesh(LogicalMesh((2, 4), ("n", "x")), 0)  # on two of three nodes
     cluster = dataclasses.replace(two_nodes(per_node=4), nodes=3)
     plan = planned((8, 8), COLUMNS, NEW_COLUMNS, source=both, target=submesh(4, "y", 4), cluster=cluster)
     assert plan.bytes == 0 and all(piece.source == piece.destination for piece in plan.pieces)
-    plan = planned((8, 8), replicated(2), NEW_ROWS, source=both, target=submesh(4, "y", 8), cluster=cluster)
+    plan = planned((8, 8), replicated_layout(2), NEW_ROWS, source=both, target=submesh(4, "y", 8), cluster=cluster)
     assert len({piece.source for piece in plan.pieces}) == 4
     nodes = [piece.source // 4 for piece in plan.pieces]
     assert nodes.count(0) == nodes.count(1) == 2  # both uplinks
@@ -170,7 +172,7 @@ def test_replicas_share_the_sending_and_send_within_their_node():
 
 def test_seconds_by_hand():
     """Eight devices send 1/8 of 4 MiB each through one uplink of 1 GB/s; then they gather at 100 GB/s."""
-    plan, gathered = (planned((1024, 1024), ROWS, dst) for dst in (NEW_ROWS, replicated(2)))
+    plan, gathered = (planned((1024, 1024), ROWS, dst) for dst in (NEW_ROWS, replicated_layout(2)))
     assert plan.seconds == pytest.approx(1e-6 + 2**22 / 1e9)  # the start, and the uplink
     assert gathered.seconds - plan.seconds == pytest.approx(1e-6 + 3e-6 + 2**22 * 7 / 8 / 1e11)
     near = planned((1024, 1024), ROWS, NEW_ROWS, cluster=FAST)  # within a node, where ports are the bottleneck
@@ -207,7 +209,7 @@ def test_cards_are_faster_than_the_node():
 
 
 def test_scalars_and_empty_arrays():
-    scalar = planned((), replicated(0), replicated(0))
+    scalar = planned((), replicated_layout(0), replicated_layout(0))
     covers(scalar)
     assert {piece.bytes for piece in scalar.pieces} == {4}
     empty = planned((0, 8), ROWS, NEW_COLUMNS)
@@ -217,11 +219,11 @@ def test_scalars_and_empty_arrays():
 
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match="partial sums cannot be sent"):
-        planned((8,), Layout(((),), ("x",)), replicated(1))
+        planned((8,), Layout(((),), ("x",)), replicated_layout(1))
     with pytest.raises(ValueError, match="does not divide"):
-        planned((9,), Layout((("x",),)), replicated(1))
+        planned((9,), Layout((("x",),)), replicated_layout(1))
     with pytest.raises(ValueError, match="dst_mesh has devices to 23"):
-        planned((8,), Layout((("x",),)), replicated(1), target=submesh(8, "y", 16))
+        planned((8,), Layout((("x",),)), replicated_layout(1), target=submesh(8, "y", 16))
 
 
 SHAPE = (12, 8)

@@ -13,7 +13,7 @@ import pytest
 
 import alpa_lite
 from alpa_lite.cluster import Cluster
-from alpa_lite.ir.paths import shown
+from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.sharding.kinds import state_kinds
@@ -86,7 +86,7 @@ def test_moments_are_optimizer_state_and_weights_are_parameters(name: str) -> No
     step, args = CASES[name]()
     traced = trace(step, args, {})
     for number, kind in state_kinds(traced).items():
-        path = shown(traced.arguments[number].path)
+        path = format_path(traced.arguments[number].path)
         assert kind == ("params" if NOT_WEIGHTS.isdisjoint(path.split("/")) else "optimizer"), path
     assert set(state_kinds(traced).values()) == {"params", "optimizer"}
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alpa_lite.passes.sharding.points import compressed, needed_points
+from alpa_lite.passes.sharding.points import compress_intervals, needed_points
 from alpa_lite.passes.sharding.solver.problem import timeline
 
 
@@ -27,7 +27,7 @@ def test_the_peak_of_any_sizes_is_that_of_all_points(table, sizes):
     start, end, kind, alike = table
     size = np.array(sizes, float)[kind]
     points = needed_points(start, end, kind, alike)
-    first, last, live = compressed(points, start, end)
+    first, last, live = compress_intervals(points, start, end)
     kept = timeline(len(points), first[live], last[live], size[live])
     assert kept.max(initial=0.0) == timeline(len(alike), start, end, size).max()
 

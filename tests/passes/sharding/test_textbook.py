@@ -127,7 +127,7 @@ def test_the_search_has_every_strategy_of_data_parallelism_on_one_axis(fun: Any,
     grouped = grouped_step(fun, state, batch)
     within = mesh_program.has_all_plans_of(grouped, H100, method)
     assert within == (name != "tensor")
-    ((mesh, constraints),) = limits.admitted(grouped, H100, method)
+    ((mesh, constraints),) = limits.admissible_meshes(grouped, H100, method)
     free, own = (
         strategies.build(grouped, MeshCost(H100, mesh), constraints=some)
         for some in (limits.UNCONSTRAINED, constraints)

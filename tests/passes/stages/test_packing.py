@@ -79,7 +79,7 @@ def test_the_step_computes_the_same_with_fewer_arguments_in_the_bytes_of_the_pla
 def test_nothing_larger_than_the_limit_is_packed(most: float, kinds: set[str]) -> None:
     """The smallest blocks are halves of a bias."""
     for stage in driven("1f1b").stages:
-        packs = packing.packed(unpacked(stage.segments), most).packs
+        packs = packing.pack_segments(unpacked(stage.segments), most).packs
         assert {pack.wire.kind for pack in packs} == kinds
         sums = [pack for pack in packs if pack.wire.kind == "carry"]
         assert sum(len(pack.members) for pack in sums) == (3 * LAYERS // 2 if kinds else 0)

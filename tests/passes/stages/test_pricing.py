@@ -59,7 +59,7 @@ def priced(microbatches: int, platform: str = "cuda") -> LayerCosts:
     traced = tracing.trace(step, args, {})
     loops = loop.accumulate(traced, factors.rules_of(traced.graph.ops(), traced.graph.values), microbatches)
     cluster = replace(two_machines(2**34, 1e11), memory_bandwidth=1e11, platform=platform)
-    return pricing.price_layers(division.divisible(loops, max_layers=16), cluster, Pipeline(), (1,), made={})
+    return pricing.price_layers(division.find_layers(loops, max_layers=16), cluster, Pipeline(), (1,), made={})
 
 
 def test_adding_gradients_takes_as_long_whatever_the_size_of_a_micro_batch() -> None:
@@ -176,7 +176,7 @@ def graph_of(microbatches: int) -> Any:
 def frugal(microbatches: int) -> tuple[PlannedStage, LayerCost]:
     """The layer where memory is very expensive, on a mesh of one axis, and what that costs."""
     decided = planning.decide(graph_of(microbatches), DEVICES, Sharded((4,)), price=1000.0)
-    planned = planning.lowered(decided, split_weights=False)
+    planned = planning.lower_stage(decided, split_weights=False)
     return planned, MeasuredLayer(planned).cost()
 
 
@@ -236,7 +236,7 @@ def test_temporary_bytes_of_computing_again_are_those_of_the_planned_stage(choic
 
     def second(remat: tuple[Choice, ...]) -> PlannedStage:
         graph = pipeline_driver.staged(gated, args, 4, 2, remat=remat).graphs[1]
-        return planning.lowered(planning.decide(graph, DEVICES, Sharded((4,)), price=0.0), split_weights=False)
+        return planning.lower_stage(planning.decide(graph, DEVICES, Sharded((4,)), price=0.0), split_weights=False)
 
     plain, again = second(()), second((choice,) * 4)
     cost = MeasuredLayer(plain).cost()

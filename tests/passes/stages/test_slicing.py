@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from alpa_lite.errors import OptionError
 from alpa_lite.ir import schedules
 from alpa_lite.passes.stages.dp.paths import least_bytes_together
-from alpa_lite.passes.stages.dp.ranges import Hosts, StageCosts, from_layers
+from alpa_lite.passes.stages.dp.ranges import Hosts, StageCosts, sum_layer_costs
 from alpa_lite.passes.stages.dp.slices import VIRTUAL, Infeasible, SliceOptions, StageChoice, StageSlices
 from alpa_lite.passes.stages.dp.slicing import slice_stages
 from alpa_lite.passes.stages.dp.tasks import evaluate, place, problem_of, tasks_of
@@ -322,7 +322,9 @@ def uniform(layers, count, *, devices, total, node=None, **changes):
         "boundary_seconds": np.zeros((layers + 1, len(devices), len(devices))),
     } | changes  # fmt: skip
     same = {"split_bytes": values["inflight_bytes"], "slowest_seconds": values["boundary_seconds"]}
-    return from_layers(count, **(same | values), devices=devices, total_devices=total, devices_per_node=node or total)
+    return sum_layer_costs(
+        count, **(same | values), devices=devices, total_devices=total, devices_per_node=node or total
+    )
 
 
 def chain(meshes, count, name, virtual=1):

@@ -71,7 +71,7 @@ def reports(step, arguments, cluster=None) -> list[Found]:
     """Every executable of the step's pipeline, compiled."""
     devices = jax.devices()[:2]
     done = compiled(step, arguments, cluster or Cluster.local(devices))
-    executables = list(aot.compiled_for(done.staged, done.plan, devices))
+    executables = list(aot.compile_for_devices(done.staged, done.plan, devices))
     out = []
     for found in compiled_reports(done.plan, done.staged, executables, "cpu"):
         assert found.memory is not None and found.memory.predicted is not None

@@ -45,7 +45,7 @@ def decided(graph: Any, price: float = 0.0, **options: Any) -> DecidedStage:
 
 
 def test_a_twin_costs_what_the_stage_itself_would(graphs: tuple[Any, Any]) -> None:
-    lowered = functools.partial(planning.lowered, split_weights=False)
+    lowered = functools.partial(planning.lower_stage, split_weights=False)
     first = lowered(decided(graphs[0]))
     second = decided(graphs[1], like=first)
     shared, alone = lowered(second, like=first), lowered(second)
@@ -56,7 +56,7 @@ def test_a_twin_costs_what_the_stage_itself_would(graphs: tuple[Any, Any]) -> No
     assert shared.held == alone.held
     assert shared.prices.operations == alone.prices.operations and shared.prices.arguments == alone.prices.arguments
     assert lowered(decided(graphs[1]), like=first).twin is None  # solved by itself
-    assert planning.lowered(second, split_weights=True, like=first).twin is None
+    assert planning.lower_stage(second, split_weights=True, like=first).twin is None
 
 
 def named(state: Any, batch: jax.Array) -> Any:
@@ -99,7 +99,7 @@ def test_stages_are_identical_in_whichever_division_of_the_step(graphs: tuple[An
 def test_a_stage_at_another_price_of_memory_is_what_it_would_be_solved_anew(graphs: tuple[Any, Any]) -> None:
     """A unit of memory that is a hundred times larger makes price 1 a price of 100."""
     first, anew = decided(graphs[0]), decided(graphs[0], price=100.0)
-    again = planning.repriced(first, 100.0)
+    again = planning.reprice_stage(first, 100.0)
     one, other = again.found.solution, anew.found.solution
     assert (one.choice, one.objective, one.peak) == (other.choice, other.objective, other.peak)
     assert one.peak < first.found.solution.peak and first.offers is not None

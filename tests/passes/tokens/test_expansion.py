@@ -20,7 +20,7 @@ from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.layers.layering import forward_ops
 from alpa_lite.passes.tokens import beyond, expansion, states
 from alpa_lite.passes.tokens.expansion import Expanded
-from alpa_lite.passes.tokens.opening import opened, operations, unrolled
+from alpa_lite.passes.tokens.opening import operations, replace_by_operations, unroll_scans
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.passes.tracing.statics import Statics
 from tests.comparing import norm
@@ -36,12 +36,12 @@ def expanded(step: Any, args: Any, lengths: tuple[int, ...]) -> tuple[Expanded, 
     """A step (parameters, batch) in slices of dim 1 of its batch, and the results of the whole step and of that."""
     traced = tracing.trace(step, args, {}, batch_argnums=(1,))
     graph, rewriter = traced.graph, FunctionWriter(traced.graph, fold_empty=False)
-    block = opened(rewriter, graph.block)
+    block = replace_by_operations(rewriter, graph.block)
     marked = forward_ops(types.SimpleNamespace(bodies=(graph.block,)), graph.values)  # type: ignore[arg-type]
     forward = frozenset(op.index for op in block.ops if rewriter.origin(op.index) in marked)
     rules = factors.rules_of(list(walk(block)), rewriter.values)
     constants = dict(zip(block.inputs[len(traced.arguments) :], graph.constants, strict=True))
-    known = beyond.known(block.ops, rules, Statics(block.ops, rewriter.values, constants))
+    known = beyond.derive_knowledge(block.ops, rules, Statics(block.ops, rewriter.values, constants))
     batch = {v: 1 for v, a in zip(block.inputs, traced.arguments, strict=False) if a.role == "batch"}
     body = states.Body(block, rules, rewriter.values, known, forward)
     made = expansion.expand(rewriter, body, states.states(body, batch), lengths)
@@ -285,7 +285,7 @@ def test_loops_written_out_compute_the_same():
     rewriter = FunctionWriter(graph)
     first, second = (op for op in graph.block.ops if op.name == "scan")
     assert (first.params["reverse"], second.params["reverse"]) == (False, True)
-    after, _ = unrolled(rewriter, graph.block, {first.index})
+    after, _ = unroll_scans(rewriter, graph.block, {first.index})
     counts = Counter(op.name for op in after.ops)
     assert counts["scan"] == 0
     assert counts["dot_general"] == 3 * LAYERS
@@ -302,7 +302,7 @@ def test_operations_are_counted_before_they_are_written(length):
     graph = tracing.trace(step, (jnp.ones((length, 4, 4)), jnp.ones((2, 4))), {}, batch_argnums=(1,)).graph
     (scan,) = (op for op in graph.block.ops if op.name == "scan")
     rewriter = FunctionWriter(graph)
-    block, rows = unrolled(rewriter, graph.block, {scan.index})
+    block, rows = unroll_scans(rewriter, graph.block, {scan.index})
     assert operations(scan) == len(block.ops) == 4 * length
     assert {rewriter.origin(op.index) for op in block.ops} == {scan.index}
     assert set(rows.values()) == {scan.operands[-1]}

@@ -73,7 +73,7 @@ def planned(part: float, lengths: tuple[int, ...]) -> list[Sample]:
 def test_the_first_slices_say_what_any_slice_takes():
     lengths = choice.first(1024, 64)
     assert lengths == (128, 128, 256, 512)
-    model = choice.fitted(planned(1 / 2, lengths))
+    model = choice.fit_latency(planned(1 / 2, lengths))
     assert model.error < 1e-9
     got, _ = model.seconds(1 / 4, np.array([100, 64]), np.array([0, 900]))
     want = [[true_seconds(s, 1 / 4, 100, 0), true_seconds(s, 1 / 4, 64, 900)] for s in range(2)]
@@ -90,15 +90,15 @@ def step_seconds(count: int, lengths: tuple[int, ...], dispatch: float) -> float
 
 @pytest.mark.parametrize("dispatch", [0.0, 8e-3])
 def test_no_lengths_are_faster_by_the_model(dispatch):
-    model = choice.fitted(planned(1.0, choice.first(512, 64)))
-    found = choice.proposed(model, 384, [1, 2, 4], 64, dispatch)
+    model = choice.fit_latency(planned(1.0, choice.first(512, 64)))
+    found = choice.propose_slices(model, 384, [1, 2, 4], 64, dispatch)
     steps = [c for n in range(1, 7) for c in itertools.product(range(1, 7), repeat=n) if sum(c) == 6]
     every = [step_seconds(count, tuple(64 * n for n in c), dispatch) for c in steps for count in (1, 2, 4)]
     assert found[0].seconds == pytest.approx(min(every), rel=1e-4)
     assert [p.seconds for p in found] == sorted(p.seconds for p in found)
     wanted = [step_seconds(p.microbatches, p.lengths, dispatch) for p in found]
     assert [p.seconds for p in found] == pytest.approx(wanted, rel=1e-4)
-    slow = choice.proposed(model, 384, [1, 2, 4], 64, 10.0)  # where dispatching takes all the time
+    slow = choice.propose_slices(model, 384, [1, 2, 4], 64, 10.0)  # where dispatching takes all the time
     assert slow[0].seconds > 2 * 10.0
 
 
@@ -106,7 +106,7 @@ def test_sequences_that_are_no_multiple_of_the_hardware():
     assert [choice.step_of(n, "tpu") for n in (2048, 300)] == [128, 32]
     assert [choice.step_of(n, "cuda") for n in (2048, 131072)] == [64, 512]
     assert sum(choice.first(2047, 64)) == 2047
-    model = choice.fitted(planned(1.0, (128, 128, 256, 512)))
-    for proposal in choice.proposed(model, 1000, [1], 64, 0.0):
+    model = choice.fit_latency(planned(1.0, (128, 128, 256, 512)))
+    for proposal in choice.propose_slices(model, 1000, [1], 64, 0.0):
         assert sum(proposal.lengths) == 1000 and all(n % 64 == 0 for n in proposal.lengths[:-1])
         assert 2 <= len(proposal.lengths) <= choice.MOST

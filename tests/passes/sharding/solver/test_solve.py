@@ -18,7 +18,7 @@ from alpa_lite.passes.sharding.solver import kernels, restrict, solve, work
 from alpa_lite.passes.sharding.solver import problem as sharding_problem
 from alpa_lite.passes.sharding.solver.memory import MemoryDual
 from alpa_lite.passes.sharding.solver.messages import Ascent
-from alpa_lite.passes.sharding.solver.problem import from_graph
+from alpa_lite.passes.sharding.solver.problem import problem_from_graph
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -105,7 +105,7 @@ def with_budget(graph, budget):
 def consistent(problem):
     """The restriction of a problem; None where no choice is allowed."""
     try:
-        return restrict.consistent(problem)
+        return restrict.make_consistent(problem)
     except restrict.Contradiction:
         return None
 
@@ -153,7 +153,7 @@ def test_with_budget_equals_brute_force(seed, exponent):
 def test_minimal_budget_equals_brute_force(seed):
     graph = random_graph(np.random.default_rng(seed), memory=True)
     every = brute_force(graph)
-    peak, solution = solve.minimal_budget(graph, gap=0.0)
+    peak, solution = solve.find_minimal_budget(graph, gap=0.0)
     if not every:
         assert (peak, solution.status) == (math.inf, "infeasible")
         return
@@ -229,7 +229,7 @@ def test_a_restriction_keeps_the_optimum(seed):
     graph = random_graph(rng, memory=seed % 3 > 0, forbidden=0.1)
     peaks = [peak for _, peak, _ in brute_force(graph)] or [0.0]
     budget = float(np.quantile(peaks, rng.random())) if seed % 3 == 1 else None
-    problem = from_graph(with_budget(graph, budget))
+    problem = problem_from_graph(with_budget(graph, budget))
     if budget is None and seed % 3 == 0:
         problem = sharding_problem.forget_memory(problem)
     before, part = optimum_of(problem), consistent(problem)
@@ -256,7 +256,7 @@ def optimum_of(problem):
 @given(seed=SEEDS)
 @example(seed=156495)  # whose last sweep divides cells for the worse
 def test_message_passing_gives_bounds_and_slacks_that_hold(seed):
-    part = consistent(from_graph(random_graph(np.random.default_rng(seed))))
+    part = consistent(problem_from_graph(random_graph(np.random.default_rng(seed))))
     if part is None:
         return
     problem = part.problem
@@ -283,7 +283,7 @@ def test_message_passing_is_exact_on_a_tree_which_needs_no_linear_program():
     )
     graph = StrategyGraph(tuple(rng.random(3) for _ in range(7)), transfers)
     best = min(s for s, _, _ in brute_force(graph))
-    ascent = Ascent(from_graph(graph))
+    ascent = Ascent(problem_from_graph(graph))
     ascent.sweep(10)
     assert ascent.bound == pytest.approx(best, rel=1e-9)
     solution = solve.solve(graph, gap=0.0)
@@ -300,7 +300,7 @@ def test_prices_of_memory_give_bounds(seed):
     if not every:
         return
     budget = float(np.quantile([peak for _, peak, _ in every], 0.3))
-    problem = restrict.consistent(from_graph(with_budget(graph, budget))).problem
+    problem = restrict.make_consistent(problem_from_graph(with_budget(graph, budget))).problem
     best = min((s for s, peak, _ in every if peak <= budget), default=math.inf)
     least = min(peak for _, peak, _ in every)
     for dual, limit in ((MemoryDual(problem), best), (MemoryDual(replace(problem, budget=None)), least)):
@@ -409,7 +409,7 @@ def transformer(rng, layers, strategies):
 def smallest_transformer():
     """A transformer of one layer, and the least budget in which it fits."""
     graph = transformer(np.random.default_rng(2), layers=1, strategies=6)
-    return graph, solve.minimal_budget(graph, gap=1e-2)[0]
+    return graph, solve.find_minimal_budget(graph, gap=1e-2)[0]
 
 
 def test_a_large_graph_is_solved_to_optimality():
@@ -499,7 +499,7 @@ def test_work_that_is_exhausted_leaves_an_honest_gap():
 
 def test_results_do_not_depend_on_earlier_calls():
     graphs = [random_graph(np.random.default_rng(seed), memory=True, forbidden=0.0) for seed in range(8)]
-    graphs = [with_budget(graph, solve.minimal_budget(graph)[0]) for graph in graphs]
+    graphs = [with_budget(graph, solve.find_minimal_budget(graph)[0]) for graph in graphs]
     first = [solve.solve(graph) for graph in graphs]
     assert [solve.solve(graph) for graph in reversed(graphs)] == first[::-1]
 
