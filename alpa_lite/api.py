@@ -86,7 +86,7 @@ class Decorator(Protocol):
     """A decorator with options."""
 
     def __call__(self, fun: Callable[P, R], /) -> ParallelStep[P, R]:
-        """The step made from a function."""
+        """Returns the step made from a function."""
         ...
 
 
@@ -97,7 +97,7 @@ def make_plan(
     kwargs: Mapping[str, Any] = MappingProxyType({}),
     **options: Unpack[PlanOptions],
 ) -> Plan:
-    """The plan of a step for a cluster that need not be attached; `args` are arrays or `jax.ShapeDtypeStruct`s.
+    """Returns the plan of a step for a cluster that need not be attached; `args` are arrays or `jax.ShapeDtypeStruct`s.
 
     Args:
       fun, args, kwargs: the step and its positional and keyword arguments.
@@ -139,7 +139,7 @@ class ParallelStep(Generic[P, R]):
     def __get__(self: ParallelStep[Concatenate[Any, Q], R], instance: object, owner: Any = None) -> BoundStep[Q, R]: ...
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """The step bound to an object as its method, as functions and those of `jax.jit` are."""
+        """Returns the step bound to an object as its method, as functions and those of `jax.jit` are."""
         return self if instance is None else BoundStep(self, instance)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -181,11 +181,11 @@ class ParallelStep(Generic[P, R]):
         return current(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PlannedCall:
-        """The call of these arguments, planned if it is new."""
+        """Returns the call of these arguments, planned if it is new."""
         return self._calls.find(args, kwargs, self._current)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """The plan for arguments like these: arrays or `jax.ShapeDtypeStruct`s. Nothing is executed."""
+        """Returns the plan for arguments like these: arrays or `jax.ShapeDtypeStruct`s. Nothing is executed."""
         call = self._call(args, kwargs)
         if self._options.verify == "hlo":
             call.executable()  # compiling is what this check needs
@@ -208,7 +208,7 @@ class ParallelStep(Generic[P, R]):
         return placed[0] if len(placed) == 1 else placed
 
     def local_batch_indices(self) -> Any:
-        """The rows of the global batch that devices of this process read, for loaders that read only these.
+        """Returns the rows of the global batch that devices of this process read, for loaders that read only these.
 
         Returns:
           A pytree like the batch, of the last planned call; for each array the positions in its leading dim, ascending.
@@ -308,7 +308,7 @@ class ParallelStep(Generic[P, R]):
             self._current = None
 
     def hlo(self, *args: Any, **kwargs: Any) -> tuple[str, ...]:
-        """The optimised HLO text of each executable; for a pipeline, of the executables of every stage."""
+        """Returns the optimised HLO text of each executable; for a pipeline, of the executables of every stage."""
         return self._call(args, kwargs).executable().hlo()
 
     def profile(self, path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any) -> Timeline:
@@ -338,7 +338,7 @@ class ParallelStep(Generic[P, R]):
         return executed
 
     def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Compiled, Executable]:
-        """The planned step and its executable, for tools such as `alpa_lite.check`."""
+        """Returns the planned step and its executable, for tools such as `alpa_lite.check`."""
         call = self._call(args, kwargs)
         executable = call.executable()  # which may add to the plan
         return call.step, executable

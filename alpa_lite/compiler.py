@@ -135,7 +135,7 @@ def plan_step(run: Passes, step: Step, request: PlanRequest, found: list[str]) -
 
 
 def choose_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Plan, Staged]:
-    """The plan, and the step in its stages: as a given plan or division says, or as the search finds."""
+    """Returns the plan, and the step in its stages: as a given plan or division says, or as the search finds."""
     summary = None
     if request.plan is not None:
         staged = known_division.replay_plan(run, step, request, request.plan)
@@ -180,7 +180,7 @@ def tracer(
 def trace_again(
     compiled: Compiled, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
 ) -> Traced:
-    """A planned step traced for other arguments."""
+    """Returns a planned step traced for other arguments."""
     trace = tracer(fun, args, kwargs, options, compiled.pins, compiled.plan.cluster.platform)
     with reduced_gc, _jax.clear_mesh_context():
         return trace()

@@ -34,7 +34,7 @@ class Method:
     words: ClassVar[str] = ""
 
     def describe(self) -> str:
-        """The method in a few words, as plans print it."""
+        """Returns the method in a few words, as plans print it."""
         return self.words
 
 
@@ -72,7 +72,7 @@ class Sharded(Method):
         _check_remat("Sharded", self.remat)
 
     def describe(self) -> str:
-        """The method in a few words."""
+        """Returns the method in a few words."""
         remat = "" if self.remat == "auto" else f", remat {self.remat}"
         return ("sharded" if self.mesh_shape is None else f"sharded on {format_shape(self.mesh_shape)}") + remat
 
@@ -101,7 +101,7 @@ class Zero(Method):
             )
 
     def describe(self) -> str:
-        """The method in a few words."""
+        """Returns the method in a few words."""
         return f"ZeRO-{self.stage}"
 
 
@@ -181,7 +181,7 @@ class Pipeline(Method):
         return None if shapes is None else tuple(checked_shape(shape, "Pipeline submesh_shapes") for shape in shapes)
 
     def describe(self) -> str:
-        """The method in a few words."""
+        """Returns the method in a few words."""
         shapes = self.mesh_shapes
         parts = [f"{self.num_stages} stages"] if self.num_stages is not None else []
         parts += [self.schedule] if self.schedule != "auto" else []
@@ -199,7 +199,7 @@ def _check_remat(method: str, remat: str) -> None:
 
 
 def checked_shape(value: Any, what: str) -> MeshShape:
-    """A mesh shape as a tuple."""
+    """Returns a mesh shape as a tuple."""
     items = (value,) if isinstance(value, int) else value
     if isinstance(items, list | tuple) and items and all(type(size) is int and size >= 1 for size in items):
         return tuple(items)
@@ -207,7 +207,7 @@ def checked_shape(value: Any, what: str) -> MeshShape:
 
 
 def format_shape(shape: MeshShape) -> str:
-    """A mesh shape in words: 4 x 2."""
+    """Returns a mesh shape in words: 4 x 2."""
     return " x ".join(map(str, shape))
 
 
@@ -323,7 +323,7 @@ class Manual(Method):
         return NAMES[: max(least, *map(len, given))]
 
     def describe(self) -> str:
-        """The method in a few words."""
+        """Returns the method in a few words."""
         mesh = "" if self.mesh_shape is None else f" on {format_shape(self.mesh_shape)}"
         names = f" ({', '.join(self.names)})" if self.names else ""
         rest = "" if self.rest in (Sharded(), Sharded(self.mesh_shape)) else f", the rest {self.rest.describe()}"
@@ -331,12 +331,12 @@ class Manual(Method):
 
 
 def dims_of(spec: PartitionSpec) -> Dims:
-    """The axes of each dim of a spec."""
+    """Returns the axes of each dim of a spec."""
     return _jax.spec_dims(spec, len(spec))
 
 
 def matches(key: str, path: str) -> bool:
-    """Whether a key names a leaf, by its printed path: the leaf itself, or a subtree that it is in."""
+    """Returns whether a key names a leaf, by its printed path: the leaf itself, or a subtree that it is in."""
     if key.startswith(REGEX):
         return re.search(key.removeprefix(REGEX), path) is not None
     parts = path.split("/")
@@ -346,7 +346,7 @@ def matches(key: str, path: str) -> bool:
 
 
 def _entries(key: Any, value: Any) -> Iterator[tuple[str, PartitionSpec]]:
-    """The entries of one key: itself, or one for each spec of a pytree."""
+    """Yields the entries of one key: itself, or one for each spec of a pytree."""
     if isinstance(key, re.Pattern):
         if key.flags & ~re.UNICODE:
             raise OptionError(f"Manual specs key {key!r}: write flags into the expression, as in (?i)")

@@ -19,7 +19,7 @@ Convert = Callable[[str, Any], Any]
 
 
 def accept_only(is_valid: Callable[[Any], bool], remedy: str) -> Convert:
-    """A conversion that takes valid values as they are."""
+    """Returns a conversion that takes valid values as they are."""
 
     def convert(name: str, value: Any) -> Any:
         if not is_valid(value):
@@ -30,7 +30,7 @@ def accept_only(is_valid: Callable[[Any], bool], remedy: str) -> Convert:
 
 
 def choice(*names: str) -> Convert:
-    """A conversion that takes these texts."""
+    """Returns a conversion that takes these texts."""
     quoted = [f'"{name}"' for name in names]
     return accept_only(lambda value: value in names, f"use {', '.join(quoted[:-1])} or {quoted[-1]}")
 
@@ -40,7 +40,7 @@ def _is_number(value: object) -> bool:
 
 
 def state_from(_: str, value: Any) -> tuple[Any, ...]:
-    """The steps and plans of `state_from=` as a tuple."""
+    """Returns the steps and plans of `state_from=` as a tuple."""
     items = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     for item in items:
         if not hasattr(item, "plans") and not hasattr(item, "division"):
@@ -49,7 +49,7 @@ def state_from(_: str, value: Any) -> tuple[Any, ...]:
 
 
 def shardings(option: str, value: Any) -> Any:
-    """A pytree of shardings, its leaves checked."""
+    """Returns a pytree of shardings, its leaves checked."""
     kinds = NamedSharding | PartitionSpec | None
     for leaf in jax.tree.leaves(value, is_leaf=lambda x: isinstance(x, kinds)):
         if not isinstance(leaf, kinds):
@@ -61,7 +61,7 @@ def shardings(option: str, value: Any) -> Any:
 
 
 def compiler_options(_: str, value: Any) -> tuple[tuple[str, Any], ...]:
-    """The pairs of `compiler_options`."""
+    """Returns the pairs of `compiler_options`."""
     pairs = value.items() if isinstance(value, Mapping) else value or ()
     if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
         raise OptionError(f"compiler_options={value!r}: give a mapping from names of XLA's options to values, or None")
@@ -81,7 +81,7 @@ def strategies(option: str, value: Any) -> tuple[str, ...] | None:
 
 
 def constrain(_: str, value: Any) -> tuple[tuple[str, PartitionSpec], ...]:
-    """The pairs of `constrain`."""
+    """Returns the pairs of `constrain`."""
     pairs = tuple(value.items()) if isinstance(value, Mapping) else tuple(value or ())
     for pair in pairs:
         if not isinstance(pair, tuple) or len(pair) != 2 or not isinstance(pair[0], str):
@@ -91,7 +91,7 @@ def constrain(_: str, value: Any) -> tuple[tuple[str, PartitionSpec], ...]:
 
 
 def method(_: str, value: object) -> Method:
-    """The method that a value of `method=` stands for."""
+    """Returns the method that a value of `method=` stands for."""
     if isinstance(value, str) and value in ("auto", "off"):
         return Auto() if value == "auto" else Off()
     if isinstance(value, Method) and type(value) is not Method:
@@ -107,7 +107,7 @@ _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 
 
 
 def memory(name: str, value: Any) -> int | None:
-    """Bytes, or those that a text such as "16 GiB" names."""
+    """Returns bytes, or those that a text such as "16 GiB" names."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-z]+)\s*", value.lower()) if isinstance(value, str) else None
     size: Any = int(float(match[1]) * _UNITS[match[2]]) if match is not None and match[2] in _UNITS else value
     if size is not None and (not _is_number(size) or size <= 0):
@@ -118,7 +118,7 @@ def memory(name: str, value: Any) -> int | None:
 
 
 def cluster(name: str, value: Any) -> Cluster | None:
-    """A cluster, or that of a name."""
+    """Returns a cluster, or that of a name."""
     found = Cluster.named(value) if isinstance(value, str) else value
     if found is not None and not isinstance(found, Cluster):
         raise OptionError(f"{name}={value!r}: give a Cluster, the name of a preset, or None for the devices here")

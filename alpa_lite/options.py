@@ -57,7 +57,7 @@ __all__ = [
 
 
 def _option(default: Any, convert: values.Convert, keyed: bool = True, **more: Any) -> Any:
-    """A field.
+    """Returns a field.
 
     Args:
       convert: a given value.
@@ -263,7 +263,7 @@ _LEAVE = "leave them out of one of the two"
 
 
 def descriptions() -> str:
-    """The descriptions of all options, as a section of a docstring."""
+    """Returns the descriptions of all options, as a section of a docstring."""
     return inspect.cleandoc(Options.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
 
 
@@ -274,7 +274,7 @@ def option_descriptions() -> Mapping[tuple[str, ...], str]:
 
 
 def summary(name: str) -> str:
-    """The first sentence of the description of an option."""
+    """Returns the first sentence of the description of an option."""
     text = next(text for names, text in option_descriptions().items() if name in names)
     return f"{text[0].upper()}{text[1:]}".partition(". ")[0].rstrip(".") + "."
 

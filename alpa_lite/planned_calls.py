@@ -102,7 +102,7 @@ class PlannedCall:
         return program_digest(self.step.staged.program)
 
     def executable(self) -> Executable:
-        """The executable on the addressable devices, made once; its HLO is checked if requested."""
+        """Returns the executable on the addressable devices, made once; its HLO is checked if requested."""
         with self.lock, watchdog.activity(f"planning or loading {self._name}"):
             if self.loaded is None:
                 step = self.step
@@ -135,7 +135,7 @@ class PlannedCall:
         return [(name, place) for name, place in places if name in roots]
 
     def given(self, places: Sequence[int | str], values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the call with others in some places."""
+        """Returns the arguments of the call with others in some places."""
         new = dict(zip(places, values, strict=True))
         args = tuple(new.get(place, x) for place, x in enumerate(self.args))
         return args, {name: new.get(name, x) for name, x in self.kwargs.items()}
@@ -175,13 +175,13 @@ class PlannedCalls:
             return tuple(self._plans)
 
     def recent(self) -> list[PlannedCall]:
-        """The planned calls that are kept, the one used last first."""
+        """Returns the planned calls that are kept, the one used last first."""
         with self._lock:
             entries = dict.fromkeys(reversed(self._entries.values()))
         return [entry for entry in entries if entry.compiled is not None]
 
     def count(self) -> int:
-        """The number of signatures that are planned and kept."""
+        """Returns the number of signatures that are planned and kept."""
         with self._lock:
             return sum(entry.compiled is not None for entry in self._entries.values())
 
@@ -191,7 +191,7 @@ class PlannedCalls:
             self._entries.clear()
 
     def find(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], running: Any) -> PlannedCall:
-        """The call of these arguments, planned if it is new. Drops the signatures used longest ago.
+        """Returns the call of these arguments, planned if it is new. Drops the signatures used longest ago.
 
         A call that is dropped while a thread works on it, or runs its executable, lives until that thread is done.
 
@@ -262,7 +262,7 @@ class PlannedCalls:
 def _abstract(
     calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments with a `jax.ShapeDtypeStruct` for each array; static ones as they are."""
+    """Returns the arguments with a `jax.ShapeDtypeStruct` for each array; static ones as they are."""
 
     def spec(leaf: Any) -> jax.ShapeDtypeStruct:
         shape, dtype, weak = calls.leaf_type(leaf)
@@ -274,7 +274,7 @@ def _abstract(
 
 @functools.lru_cache(maxsize=1)
 def _local_cluster(devices: tuple[Any, ...]) -> Cluster:
-    """The cluster of the devices that are here, described once for as long as they are the same."""
+    """Returns the cluster of the devices that are here, described once for as long as they are the same."""
     return common_cluster(Cluster.local(devices))
 
 
@@ -288,7 +288,7 @@ def weak_types(signature: Signature) -> tuple[bool, ...]:
 
 
 def is_same_but_weak(one: Signature, other: Signature) -> bool:
-    """Whether two signatures differ at most in which dtypes are weak."""
+    """Returns whether two signatures differ at most in which dtypes are weak."""
     alike = (one.form, one.tree, one.settings) == (other.form, other.tree, other.settings)
     return alike and _strong(one) == _strong(other)
 

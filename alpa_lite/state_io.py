@@ -35,7 +35,7 @@ class Shardings(NamedTuple):
 
 
 def shardings_of(call: PlannedCall) -> Shardings:
-    """The shardings of arguments and results of a call."""
+    """Returns the shardings of arguments and results of a call."""
     where, results = call.executable().shardings
     traced = pytrees.replace_arrays(call.calling.traced(call.args, call.kwargs), lambda _: where)
     positional, keywords = call.calling.whole(*traced)
@@ -49,14 +49,14 @@ def shardings_of(call: PlannedCall) -> Shardings:
 
 
 def is_only_batch(known: Sequence[PlannedCall], args: tuple[Any, ...]) -> bool:
-    """Whether some arguments are too few for the step, and as many as its batch has."""
+    """Returns whether some arguments are too few for the step, and as many as its batch has."""
     return bool(known) and len(args) < len(known[0].args) + len(known[0].kwargs) and len(args) == len(known[0].batch())
 
 
 def place_batch(
     known: Sequence[PlannedCall], args: tuple[Any, ...], planned: Callable[..., PlannedCall]
 ) -> tuple[Any, ...]:
-    """The arguments that are the batch, where the plan reads them, in buffers of their own.
+    """Returns the arguments that are the batch, where the plan reads them, in buffers of their own.
 
     Args:
       known: the planned calls, the one used last first. A batch of another shape is planned for with the state of that.
@@ -94,7 +94,7 @@ def _batch_of(call: PlannedCall, names: Sequence[str]) -> list[tuple[Kind, Named
 
 
 def _are_parts(kinds: Sequence[Kind | None], batch: Sequence[tuple[Kind, NamedSharding]]) -> bool:
-    """Whether leaves of some kinds are, each, the rows of a planned batch that this process reads."""
+    """Returns whether leaves of some kinds are, each, the rows of a planned batch that this process reads."""
     return len(kinds) == len(batch) and all(
         kind is not None and kind[1] == dtype and prefetch.is_part(kind[0], sharding, shape)
         for kind, ((shape, dtype), sharding) in zip(kinds, batch, strict=True)
@@ -105,7 +105,7 @@ def _are_parts(kinds: Sequence[Kind | None], batch: Sequence[tuple[Kind, NamedSh
 
 
 def complete_arguments(fun: Callable[..., Any], shapes: Any, rest: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a step whose state is initialised before anything was planned.
+    """Returns the arguments of a step whose state is initialised before anything was planned.
 
     Args:
       shapes: the result of the initialisation: the first argument, or a tuple of the first ones.
@@ -142,7 +142,7 @@ def _binds(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def init_sharded(birth: ShardedInit, call: PlannedCall, room: float) -> tuple[Any, list[jax.Array]]:
-    """The state that an initialisation makes, as a planned call reads it, and its flat arrays.
+    """Returns the state that an initialisation makes, as a planned call reads it, and its flat arrays.
 
     The result is the argument, or the tuple of arguments, whose leaves it has most of in common: path, shape and dtype.
     Leaves that no argument has are found by the ends of their paths; if there is none, they are replicated.
@@ -192,7 +192,7 @@ def _roots(
         parts.setdefault(path[0] if path else "", []).append(number)
 
     def best(numbers: Sequence[int], skip: int) -> tuple[int, str]:
-        """How many of some results the argument has that has the most of them, and its name."""
+        """Returns how many of some results the argument has that has the most of them, and its name."""
         ends = [((*made[n][0][skip:], *made[n][1]), made[n][2]) for n in numbers]
         hits = {name: sum(((name, *end), kind) in exact for end, kind in ends) for name in names}
         name = max(names, key=hits.__getitem__)

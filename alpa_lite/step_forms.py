@@ -43,15 +43,15 @@ class Compiled:
             raise SignatureError(f"{error}; call the step, which plans for these, or lower it for them") from error
 
     def as_text(self) -> str:
-        """The optimised HLO text; of a pipeline, that of every executable, one after another."""
+        """Returns the optimised HLO text; of a pipeline, that of every executable, one after another."""
         return "\n\n".join(one.as_text() for one in self._stages)
 
     def memory_analysis(self) -> Any:
-        """The compiler's count of bytes per device; of a pipeline, a tuple with that of each executable."""
+        """Returns the compiler's count of bytes per device; of a pipeline, a tuple with that of each executable."""
         return self._each(lambda one: one.memory_analysis())
 
     def cost_analysis(self) -> Any:
-        """The compiler's estimate of FLOPs and bytes; of a pipeline, a tuple with that of each executable."""
+        """Returns the compiler's estimate of FLOPs and bytes; of a pipeline, a tuple with that of each executable."""
         return self._each(lambda one: one.cost_analysis())
 
     def _each(self, read: Callable[[Any], Any]) -> Any:
@@ -74,7 +74,7 @@ class Lowered:
         return Compiled(self._executable, self.plan)
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
-        """The StableHLO text of the step, as `jax.stages.Lowered.as_text`.
+        """Returns the StableHLO text of the step, as `jax.stages.Lowered.as_text`.
 
         Raises:
           OptionError: the plan is a pipeline.
@@ -82,7 +82,7 @@ class Lowered:
         return self._lowered("as_text").as_text(dialect, debug_info=debug_info)
 
     def compiler_ir(self, dialect: str | None = None) -> Any:
-        """The module of the step, as `jax.stages.Lowered.compiler_ir`.
+        """Returns the module of the step, as `jax.stages.Lowered.compiler_ir`.
 
         Raises:
           OptionError: the plan is a pipeline.
@@ -90,7 +90,7 @@ class Lowered:
         return self._lowered("compiler_ir").compiler_ir(dialect)
 
     def cost_analysis(self) -> Any:
-        """The compiler's estimate before optimisation, as `jax.stages.Lowered.cost_analysis`.
+        """Returns the compiler's estimate before optimisation, as `jax.stages.Lowered.cost_analysis`.
 
         Raises:
           OptionError: the plan is a pipeline.
@@ -131,7 +131,7 @@ class BoundStep(Generic[P, R]):
         return self.__func__.profile(path, self.__self__, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """The step's own attributes; those that take its arguments take the others after the object."""
+        """Returns the step's own attributes; those that take its arguments take the others after the object."""
         value = getattr(self.__func__, name)
         return functools.partial(value, self.__self__) if name in ("plan", "shardings", "hlo", "lower") else value
 

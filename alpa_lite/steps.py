@@ -49,7 +49,7 @@ class NamedStep:
         return ":" not in self.name
 
     def load(self) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-        """The function, its positional arguments and its keyword arguments.
+        """Returns the function, its positional arguments and its keyword arguments.
 
         Raises:
           OptionError: there is no such model, size, module or attribute, or it is of another kind.
@@ -80,7 +80,7 @@ class NamedStep:
 
 
 def attribute(name: str, what: str) -> Any:
-    """The object that `package.module:attribute` names; attributes of attributes are joined by dots.
+    """Returns the object that `package.module:attribute` names; attributes of attributes are joined by dots.
 
     Raises:
       OptionError: there is no such module or attribute; `what` says what it should have been.
@@ -114,7 +114,7 @@ def remember(path: Path, step: NamedStep) -> None:
 
 
 def step_of_plan_file(path: Path) -> NamedStep | None:
-    """The step that a plan file names, if it does.
+    """Returns the step that a plan file names, if it does.
 
     Raises:
       PlanError: the file names a step in a form that this version does not know.

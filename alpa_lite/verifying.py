@@ -117,14 +117,14 @@ def report(plan_file: Path, step: NamedStep, target: str | None) -> dict[str, An
 
 
 def options_of(fun: Any) -> dict[str, Any]:
-    """The options that a step was decorated with; {} for a plain function."""
+    """Returns the options that a step was decorated with; {} for a plain function."""
     if not isinstance(fun, ParallelStep):
         return {}
     return {name: getattr(fun.options, name) for name in type(fun.options).__dataclass_fields__}
 
 
 def _collectives(found: Sequence[CompiledReport]) -> list[dict[str, Any]]:
-    """Planned and found executions of one run of each executable, by kind, axes and bytes."""
+    """Returns planned and found executions of one run of each executable, by kind, axes and bytes."""
     counts: defaultdict[tuple[str, str, int], list[int]] = defaultdict(lambda: [0, 0])
     for one in found:
         if one.hlo is None:

@@ -15,7 +15,7 @@ MODELS: dict[str, ModelSpec] = {
 
 
 def get(name: str) -> ModelSpec:
-    """The model called `name`.
+    """Returns the model called `name`.
 
     Raises:
       ValueError: if there is none; the message lists the names there are.

@@ -70,7 +70,7 @@ class Bert(nnx.Module):
         self.bias = nnx.Param(jnp.zeros((config.vocab,)))
 
     def __call__(self, tokens: jax.Array, segments: jax.Array) -> jax.Array:
-        """Tokens and segments (batch, sequence) int32 to float32 logits (batch, sequence, vocab)."""
+        """Returns tokens and segments (batch, sequence) int32 to float32 logits (batch, sequence, vocab)."""
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1])) + self.segments(segments)
         x = self.blocks(self.norm(x))
         x = self.transform_norm(nnx.gelu(self.transform(x)))
@@ -78,14 +78,14 @@ class Bert(nnx.Module):
 
 
 def loss_fn(model: Bert, batch: dict[str, jax.Array]) -> jax.Array:
-    """The mean negative log-likelihood of the masked tokens, in nats a token."""
+    """Returns the mean negative log-likelihood of the masked tokens, in nats a token."""
     logits = model(batch["tokens"], batch["segments"])
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     return jnp.sum(losses * batch["weights"]) / jnp.sum(batch["weights"])
 
 
 def fields(config: BertConfig, batch: int) -> dict[str, Field]:
-    """Tokens, their segments, the true tokens, and a weight of one where a token is masked."""
+    """Returns tokens, their segments, the true tokens, and a weight of one where a token is masked."""
     shape = (batch, config.seq)
     tokens = Field(shape, np.int32, config.vocab)
     segments = Field(shape, np.int32, config.segments)

@@ -58,7 +58,7 @@ class GPT(nnx.Module):
         )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Tokens (batch, sequence) int32 to float32 logits (batch, sequence, vocab)."""
+        """Returns tokens (batch, sequence) int32 to float32 logits (batch, sequence, vocab)."""
         x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
         x = self.norm(self.blocks(x))
         logits = self.tokens.attend(x) if self.head is None else self.head(x)
@@ -66,13 +66,13 @@ class GPT(nnx.Module):
 
 
 def loss_fn(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
-    """The mean negative log-likelihood of the targets, in nats a token."""
+    """Returns the mean negative log-likelihood of the targets, in nats a token."""
     logits = model(batch["inputs"])
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
 def fields(config: Any, batch: int) -> dict[str, Field]:
-    """Tokens and the tokens that follow them."""
+    """Returns tokens and the tokens that follow them."""
     tokens = Field((batch, config.seq), np.int32, config.vocab)
     return {"inputs": tokens, "targets": tokens}
 

@@ -111,7 +111,7 @@ class Llama(nnx.Module):
         self.head = nnx.Linear(config.hidden, config.vocab, use_bias=False, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Tokens (batch, sequence) int32 to float32 logits (batch, sequence, vocab)."""
+        """Returns tokens (batch, sequence) int32 to float32 logits (batch, sequence, vocab)."""
         return self.head(self.norm(self.blocks(self.tokens(tokens)))).astype(jnp.float32)
 
 

@@ -51,12 +51,12 @@ class MLP(nnx.Module):
 
 
 def loss_fn(model: MLP, batch: dict[str, jax.Array]) -> jax.Array:
-    """The mean squared error."""
+    """Returns the mean squared error."""
     return jnp.mean((model(batch["inputs"]).astype(jnp.float32) - batch["targets"]) ** 2)
 
 
 def fields(config: MLPConfig, batch: int) -> dict[str, Field]:
-    """Features and targets."""
+    """Returns features and targets."""
     return {"inputs": Field((batch, config.inputs)), "targets": Field((batch, config.outputs))}
 
 

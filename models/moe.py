@@ -151,7 +151,7 @@ class MoE(nnx.Module):
 
 
 def loss_fn(model: MoE, batch: dict[str, jax.Array]) -> jax.Array:
-    """The mean negative log-likelihood of the targets, in nats a token, plus the weighted auxiliary loss."""
+    """Returns the mean negative log-likelihood of the targets, in nats a token, plus the weighted auxiliary loss."""
     logits, auxiliary = model(batch["inputs"])
     likelihood = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
     return likelihood + model.config.balance * auxiliary

@@ -37,11 +37,11 @@ class Field:
     limit: int | None = None
 
     def abstract(self) -> jax.ShapeDtypeStruct:
-        """The shape and dtype alone."""
+        """Returns the shape and dtype alone."""
         return jax.ShapeDtypeStruct(self.shape, self.dtype)
 
     def sample(self, rng: np.random.Generator) -> np.ndarray:
-        """A random array of this shape."""
+        """Returns a random array of this shape."""
         if self.limit is None:
             return rng.standard_normal(self.shape, np.float32).astype(self.dtype)
         return rng.integers(0, self.limit, self.shape).astype(self.dtype)
@@ -68,7 +68,7 @@ class ModelSpec:
     step_flops: Callable[[Any, int], float]
 
     def config(self, size: str, **overrides: Any) -> Any:
-        """The configuration of `size`, with some of its attributes replaced.
+        """Returns the configuration of `size`, with some of its attributes replaced.
 
         Raises:
           ValueError: for a size or an attribute that does not exist; the message lists those that do.
@@ -85,7 +85,7 @@ class ModelSpec:
     def build(
         self, size: str, batch: int, seed: int = 0, *, optimizer: Optimizer = "adamw", **overrides: Any
     ) -> tuple[Callable[..., Any], tuple[Any, Batch]]:
-        """A functional training step and concrete arguments.
+        """Returns a functional training step and concrete arguments.
 
         Args:
           size: a key of `sizes`.
@@ -125,18 +125,18 @@ class ModelSpec:
         return functional_step(graphdef, tx, self.loss), (state, {name: f.abstract() for name, f in fields.items()})
 
     def sample(self, config: Any, batch: int, seed: int = 0) -> Batch:
-        """A random batch of NumPy arrays; the same for the same seed."""
+        """Returns a random batch of NumPy arrays; the same for the same seed."""
         rng = np.random.default_rng(seed)
         return {name: field.sample(rng) for name, field in self.fields(config, batch).items()}
 
     def parameters(self, size: str, **overrides: Any) -> int:
-        """The number of trainable parameters."""
+        """Returns the number of trainable parameters."""
         config = self.config(size, **overrides)
         params = nnx.state(self._shapes(config), nnx.Param)
         return sum(leaf.size for leaf in jax.tree.leaves(nnx.to_pure_dict(params)))
 
     def flops(self, size: str, batch: int, **overrides: Any) -> float:
-        """FLOPs of one training step, for model FLOPs utilisation.
+        """Returns FLOPs of one training step, for model FLOPs utilisation.
 
         A multiplication and an addition are two FLOPs; the backward pass costs twice the forward pass. Only matrix
         products and convolutions count: for a language model 6·N·D with N the parameters that multiply and D the
@@ -145,7 +145,7 @@ class ModelSpec:
         return self.step_flops(self.config(size, **overrides), batch)
 
     def _shapes(self, config: Any) -> nnx.Module:
-        """The module with shapes in place of arrays."""
+        """Returns the module with shapes in place of arrays."""
 
         def create() -> nnx.Module:
             rngs = nnx.Rngs(0)
@@ -159,13 +159,13 @@ class ModelSpec:
 
 
 def _state(tx: optax.GradientTransformation, params: nnx.State, rest: nnx.State) -> dict[str, Any]:
-    """The training state as dictionaries of arrays."""
+    """Returns the training state as dictionaries of arrays."""
     pure = nnx.to_pure_dict(params)
     return {"params": pure, "rest": nnx.to_pure_dict(rest), "opt_state": tx.init(pure)}
 
 
 def make_optimizer(optimizer: Optimizer) -> optax.GradientTransformation:
-    """An Optax transformation by name: "adamw" (moments in the parameters' float32) or "sgd" (no state).
+    """Returns an Optax transformation by name: "adamw" (moments in the parameters' float32) or "sgd" (no state).
 
     Raises:
       ValueError: for another name.

@@ -46,7 +46,7 @@ def read(files: Sequence[str | Path] | None = None) -> np.ndarray:
 
 
 def standard_library() -> list[Path]:
-    """The source files of the top-level modules of Python's standard library, by name."""
+    """Returns the source files of the top-level modules of Python's standard library, by name."""
     folder = Path(sysconfig.get_path("stdlib"))
     paths = sorted(folder.glob("*.py"))
     if not paths:

@@ -167,14 +167,14 @@ def embed_time(step: jax.Array, features: int) -> jax.Array:
 
 
 def loss_fn(model: UNet, batch: dict[str, jax.Array]) -> jax.Array:
-    """The mean squared error of the predicted noise."""
+    """Returns the mean squared error of the predicted noise."""
     kept = jnp.cumprod(1 - jnp.linspace(1e-4, 0.02, STEPS))[batch["step"]][:, None, None, None]
     noisy = jnp.sqrt(kept) * batch["images"] + jnp.sqrt(1 - kept) * batch["noise"]
     return jnp.mean((model(noisy, batch["step"]) - batch["noise"]) ** 2)
 
 
 def fields(config: UNetConfig, batch: int) -> dict[str, Field]:
-    """Images, noise, and the step of diffusion of each image."""
+    """Returns images, noise, and the step of diffusion of each image."""
     images = Field((batch, config.image, config.image, 3))
     return {"images": images, "noise": images, "step": Field((batch,), np.int32, STEPS)}
 

@@ -56,7 +56,7 @@ class ViT(nnx.Module):
         self.head = nnx.Linear(hidden, config.classes, dtype=dtype, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Images (batch, height, width, 3) to float32 logits (batch, classes)."""
+        """Returns images (batch, height, width, 3) to float32 logits (batch, classes)."""
         config, count = self.config, images.shape[0]
         x = self.patches(images).reshape(count, config.seq - 1, config.hidden)
         first = jnp.broadcast_to(self.first[...].astype(x.dtype), (count, 1, config.hidden))

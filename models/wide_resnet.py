@@ -41,7 +41,7 @@ class WideResNetConfig:
     dtype: Any = jnp.float32
 
     def bottlenecks(self) -> Iterator[tuple[int, int, int]]:
-        """Channels in, filters and stride of each bottleneck, in order."""
+        """Yields channels in, filters and stride of each bottleneck, in order."""
         channels = self.filters
         for stage, count in enumerate(self.blocks):
             filters = self.filters * 2**stage
@@ -94,7 +94,7 @@ class WideResNet(nnx.Module):
         self.head = nnx.Linear(outputs, config.classes, dtype=config.dtype, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
-        """Images (batch, height, width, 3) to float32 logits (batch, classes)."""
+        """Returns images (batch, height, width, 3) to float32 logits (batch, classes)."""
         x = nnx.max_pool(nnx.relu(self.stem(images)), (3, 3), (2, 2), "SAME")
         for block in self.blocks:
             x = block(x)
@@ -102,12 +102,12 @@ class WideResNet(nnx.Module):
 
 
 def loss_fn(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
-    """The mean negative log-likelihood of the labels, in nats an image."""
+    """Returns the mean negative log-likelihood of the labels, in nats an image."""
     return optax.softmax_cross_entropy_with_integer_labels(model(batch["images"]), batch["labels"]).mean()
 
 
 def fields(config: Any, batch: int) -> dict[str, Field]:
-    """Images and their labels."""
+    """Returns images and their labels."""
     images = Field((batch, config.image, config.image, 3))
     return {"images": images, "labels": Field((batch,), np.int32, config.classes)}
 

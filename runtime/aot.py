@@ -75,7 +75,7 @@ class Target:
 
 
 def target_of(text: str | None, cluster: Cluster) -> Target:
-    """The target that a text names; without one, the cluster of the plan itself.
+    """Returns the target that a text names; without one, the cluster of the plan itself.
 
     Raises:
       OptionError: the text names none, or one with another number of devices than the cluster; or there is no text and
@@ -109,7 +109,7 @@ def target_of(text: str | None, cluster: Cluster) -> Target:
 
 
 def devices_of(target: Target) -> list[Any]:
-    """The devices of a target, which can be compiled for and hold nothing.
+    """Returns the devices of a target, which can be compiled for and hold nothing.
 
     Raises:
       OptionError: its compiler is not installed, or does not know such a machine; names what to install.
@@ -126,7 +126,7 @@ def compile_for_devices(staged: Staged, plan: Plan, devices: Sequence[Any]) -> I
 
 
 def _from_first_slices(submeshes: Sequence[Submesh], devices: Sequence[Any]) -> list[Any]:
-    """The devices, with those of each submesh replaced by those of as many of the first slices.
+    """Returns the devices, with those of each submesh replaced by those of as many of the first slices.
 
     The TPU compiler refuses a program for devices of a later slice alone ("Slice is empty"). Slices are equal, so it
     makes the same program for an earlier one.
@@ -144,7 +144,7 @@ def _from_first_slices(submeshes: Sequence[Submesh], devices: Sequence[Any]) -> 
 
 
 def compiler_version(target: Target) -> str:
-    """The package of a target's compiler, and its version."""
+    """Returns the package of a target's compiler, and its version."""
     names = ["libtpu"] if target.platform == "tpu" else ["jax-cuda12-pjrt", "jax-cuda13-pjrt"]
     for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):

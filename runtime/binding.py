@@ -174,21 +174,21 @@ class ArgumentBinder:
         return out
 
     def first_sharding(self, argument: int) -> NamedSharding | None:
-        """The sharding with which an argument is read first; None for one that is not read."""
+        """Returns the sharding with which an argument is read first; None for one that is not read."""
         if argument in self.stacked:
             return self.stacked[argument].whole
         slot = self._first.get((argument, None))
         return None if slot is None else slot.sharding
 
     def _given(self, slot: Slot, leaf: Any) -> Any:
-        """The argument of a slot, or its part of a stacked one; it may share the memory of the leaf."""
+        """Returns the argument of a slot, or its part of a stacked one; it may share the memory of the leaf."""
         if slot.part is None:
             return leaf
         own = self.stacked[slot.argument].parts_of(leaf) if slot.argument in self.stacked else None
         return leaf[slot.rows] if own is None else own[slot.part]
 
     def _placed(self, slot: Slot, leaf: Any, given: Any) -> Any:
-        """The array that stands for an argument, or None if it has to be put by this call."""
+        """Returns the array that stands for an argument, or None if it has to be put by this call."""
         if self.arguments[slot.argument].role == "frozen":
             array = self._copies.get(given, slot.sharding)
         else:

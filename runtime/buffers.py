@@ -68,17 +68,17 @@ class ProgramBuffers:
                 self.in_place[argument] = program.inputs[argument][0]
 
     def _place(self, number: int) -> tuple[Any, ...]:
-        """The submesh, the layout and the type of a buffer."""
+        """Returns the submesh, the layout and the type of a buffer."""
         one = self.program.buffers[number]
         return one.mesh, one.layout, one.shape, one.dtype
 
     def sharding(self, number: int) -> NamedSharding:
-        """The sharding of a buffer. Compiled programs replicate what has no elements."""
+        """Returns the sharding of a buffer. Compiled programs replicate what has no elements."""
         one = self.program.buffers[number]
         return self.sharding_on(one.mesh, PartitionSpec() if 0 in one.shape else spec_of(one.layout))
 
     def sharding_on(self, mesh: int, spec: PartitionSpec | None = None) -> NamedSharding:
-        """A sharding over a submesh, by default the replicated one.
+        """Returns a sharding over a submesh, by default the replicated one.
 
         Equal ones are one object: executables compare identities first.
         """
@@ -86,7 +86,7 @@ class ProgramBuffers:
         return self._shardings.setdefault((mesh, spec), NamedSharding(self.meshes[mesh], spec))
 
     def types(self, executable: int) -> tuple[list[jax.ShapeDtypeStruct], list[jax.ShapeDtypeStruct]]:
-        """The types of the inputs and of the results of an executable, with their shardings."""
+        """Returns the types of the inputs and of the results of an executable, with their shardings."""
         run = self.runs[executable]
 
         def typed(number: int, weak: bool = False) -> jax.ShapeDtypeStruct:
@@ -97,7 +97,7 @@ class ProgramBuffers:
         return list(map(typed, run.inputs)), results
 
     def constants(self, traced: Traced) -> dict[int, Any]:
-        """The buffers that are full before a step: its constants, and the numbers of the micro-batches."""
+        """Returns the buffers that are full before a step: its constants, and the numbers of the micro-batches."""
         numbers = [(np.int32(n), [b]) for some in self.program.numbers for n, b in enumerate(some)]
         given = (*zip(traced.graph.constants, self.program.constants, strict=False), *numbers)
         found: dict[int, Any] = {}
@@ -111,7 +111,7 @@ class ProgramBuffers:
         return found
 
     def shared_outputs(self, traced: Traced) -> list[int]:
-        """The results whose buffers are also state that was given or is returned: later calls may donate these.
+        """Returns the results whose buffers are also state that was given or is returned: later calls may donate these.
 
         Of equal results, new state keeps the buffer.
         """

@@ -18,7 +18,7 @@ _planned: set[Mesh] = set()  # those that this module has made; a program has a 
 
 
 def available() -> list[Any]:
-    """All devices, in the order in which a cluster numbers them: node by node.
+    """Returns all devices, in the order in which a cluster numbers them: node by node.
 
     Chips of TPUs have coordinates: they are numbered along the torus, the last dim fastest, slice by slice, as
     `Cluster.topology` counts them. Other devices come process by process.
@@ -37,7 +37,7 @@ def is_planned(sharding: Any) -> bool:
 
 
 def mesh_of(logical: LogicalMesh, devices: Sequence[Any] | None = None) -> Mesh:
-    """The devices as a JAX mesh with axes that the compiler may use as it likes (`AxisType.Auto`)."""
+    """Returns the devices as a JAX mesh with axes that the compiler may use as it likes (`AxisType.Auto`)."""
     given = available() if devices is None else list(devices)
     if len(given) < logical.size:
         raise PlanError(
@@ -51,7 +51,7 @@ def mesh_of(logical: LogicalMesh, devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def submesh_of(submesh: Submesh, devices: Sequence[Any]) -> Mesh:
-    """The devices of a submesh, of all by number, as a JAX mesh."""
+    """Returns the devices of a submesh, of all by number, as a JAX mesh."""
     return mesh_of(submesh.mesh, devices[submesh.devices.start : submesh.devices.stop])
 
 

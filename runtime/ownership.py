@@ -147,7 +147,7 @@ def _buffers(array: Any) -> list[tuple[Any, int]]:
 
 
 def _plain(array: Any) -> Any:
-    """The array that has the buffers of keys, or of one that is made when it is read; None if it was not."""
+    """Returns the array that has the buffers of keys, or of one that is made when it is read; None if it was not."""
     if type(array) is _jax.PlainArray:
         return array
     return array.made if isinstance(array, _jax.LazyArray) else _jax.data_of_keys(array)
@@ -162,7 +162,7 @@ def any_deleted(leaves: Sequence[Any]) -> bool:
 
 
 def deleted_error(leaves: Sequence[Any], arguments: Sequence[Argument], name: str) -> DonatedError:
-    """The error of a call of the step `name` with a leaf that was donated or deleted."""
+    """Returns the error of a call of the step `name` with a leaf that was donated or deleted."""
     given = zip(leaves, arguments, strict=True)
     gone = next(argument for leaf, argument in given if hasattr(leaf, "is_deleted") and leaf.is_deleted())
     path = format_path(gone.path)

@@ -153,7 +153,7 @@ class PipelineExecutable(Executable):
     # -- the back-end -----------------------------------------------------------------------------------------
 
     def _emit(self, number: int) -> tuple[Callable[..., Sequence[Any]], Sequence[StageInstruction]]:
-        """The part of a stage that an executable computes."""
+        """Returns the part of a stage that an executable computes."""
         stage, position = self._written.functions[number]
         parts, mesh = self._written.stages[stage], self._buffers.meshes[self._program.executables[number].mesh]
         part = parts.items[position]
@@ -166,11 +166,11 @@ class PipelineExecutable(Executable):
         self._items = self._list_items(calls, numbered)
 
     def _output_shardings(self) -> list[NamedSharding]:
-        """Those of the buffers, but for results that are broadcast."""
+        """Returns those of the buffers, but for results that are broadcast."""
         return self._remote.shardings(super()._output_shardings())
 
     def _start(self, leaves: Sequence[Any] | None) -> list[Any]:
-        """The constants, and the state in its buffers."""
+        """Returns the constants, and the state in its buffers."""
         buffers = list(self._initial)
         if leaves is not None:
             for argument, part, buffer in self._in_place:
@@ -233,7 +233,7 @@ class PipelineExecutable(Executable):
                     array.block_until_ready()
 
     def _located(self, error: Exception, item: Item) -> Exception:
-        """The error with the stage, the micro-batch and the source line of the item that met it in front."""
+        """Returns the error with the stage, the micro-batch and the source line of the item that met it in front."""
         text = str(error)
         if callbacks.MARKER in text:  # of a callback, in the last line of the trace that JAX made of it
             return ExecutionError(text.rsplit(callbacks.MARKER, 1)[1].strip())
@@ -246,7 +246,7 @@ class PipelineExecutable(Executable):
     # -- compiling --------------------------------------------------------------------------------------------
 
     def _list_items(self, calls: Mapping[int, Call], numbered: Collection[int]) -> list[Item]:
-        """The items that a call walks.
+        """Returns the items that a call walks.
 
         Args:
           calls: how each executable is called.

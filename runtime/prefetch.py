@@ -38,7 +38,7 @@ def is_part(have: tuple[int, ...], sharding: NamedSharding, shape: tuple[int, ..
 
 
 def assemble_leaf(leaf: Any, sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """The global array of a leaf that this process has whole, or in the rows that it reads; a copy."""
+    """Returns the global array of a leaf that this process has whole, or in the rows that it reads; a copy."""
     host = np.asarray(leaf)
     own = rows(sharding, shape)
     whole = host.shape == shape
@@ -72,7 +72,7 @@ class Prefetch(Iterator[Any]):
         self._thread.start()
 
     def __next__(self) -> Any:
-        """The next placed item."""
+        """Returns the next placed item."""
         if self._closed.is_set():
             raise StopIteration
         item, error = self._queue.get()

@@ -90,7 +90,7 @@ class ShardedInit:
         return pytrees.unflatten_nnx(self._tree, arrays), arrays
 
     def _group(self, numbers: Sequence[int], shardings: Sequence[NamedSharding], *, whole: bool) -> list[jax.Array]:
-        """Some results on one mesh."""
+        """Returns some results on one mesh."""
         block = self._graph.block
         block = pruning.live_block(replace(block, outputs=tuple(block.outputs[n] for n in numbers)))
         graph = replace(self._graph, block=block)
@@ -110,7 +110,7 @@ class ShardedInit:
 
 
 def _put(leaf: Any, everywhere: NamedSharding) -> Any:
-    """An argument on the devices of a mesh; as it is, if it is there."""
+    """Returns an argument on the devices of a mesh; as it is, if it is there."""
     if isinstance(leaf, jax.Array) and leaf.sharding.device_set == everywhere.device_set:
         return leaf
     return global_array.put([leaf], [everywhere])[0]

@@ -63,7 +63,7 @@ class SingleExecutable(Executable):
         super().__init__(traced, buffers, options)
 
     def _emit(self, number: int) -> tuple[Callable[..., Sequence[Any]], Iterable[Instruction]]:
-        """The whole step."""
+        """Returns the whole step."""
         return self._function_of(self.mesh), self._instructions
 
     def _load(self, calls: Mapping[int, Call], numbered: Collection[int]) -> None:
@@ -72,7 +72,7 @@ class SingleExecutable(Executable):
         self._constants = list(self._buffers.constants(self._traced).values())
 
     def _start(self, leaves: Sequence[Any] | None) -> list[Any]:
-        """The arguments, and the constants."""
+        """Returns the arguments, and the constants."""
         return [*(leaves or [None] * len(self._traced.arguments)), *self._constants]
 
     def _execute(self, buffers: list[Any]) -> list[Any]:
@@ -81,7 +81,7 @@ class SingleExecutable(Executable):
 
 
 def _program_of(traced: Traced, mesh: LogicalMesh, layouts: Sequence[Layout]) -> Program:
-    """The program of one run, from the layouts of its arguments, constants and results."""
+    """Returns the program of one run, from the layouts of its arguments, constants and results."""
     block, values, count = traced.graph.block, traced.graph.values, len(traced.arguments)
     avals = [atom.aval if isinstance(atom, Lit) else values[atom].aval for atom in (*block.inputs, *block.outputs)]
     submesh = Submesh(mesh, 0)

@@ -39,7 +39,7 @@ class StackedArray(_jax.LazyArray):
         self.parts, self.leaf = list(parts), leaf
 
     def make_array(self) -> Any:
-        """The parts joined."""
+        """Returns the parts joined."""
         return self.leaf.join(self.parts)
 
     def is_deleted(self) -> bool:
@@ -82,7 +82,7 @@ class StackedLeaf:
             self.whole = global_array.even_sharding(self.shape, list(devices))
 
     def parts_of(self, leaf: Any) -> list[Any] | None:
-        """The parts of an array that a step returned, or whose blocks are these; None if it has none."""
+        """Returns the parts of an array that a step returned, or whose blocks are these; None if it has none."""
         if isinstance(leaf, StackedArray):
             return leaf.parts if leaf.leaf.bounds == self.bounds else None
         if not self._is_in_place or not isinstance(leaf, jax.Array) or leaf.sharding != self.whole:
@@ -94,7 +94,10 @@ class StackedLeaf:
         ]
 
     def array_of(self, parts: Sequence[Any], weak: bool | None = None) -> Any:
-        """The whole of some parts, with a weak dtype or not, by default as theirs. Random keys are joined at once."""
+        """Returns the whole of some parts, with a weak dtype or not, by default as theirs.
+
+        Random keys are joined at once.
+        """
         if type(parts[0]) is not _jax.PlainArray:
             return self.join(parts)
         return StackedArray(parts, self, parts[0].weak_type if weak is None else weak)
@@ -108,13 +111,13 @@ class StackedLeaf:
 
 
 def leaves_of(traced: Traced) -> Stacked:
-    """The flat arguments and results of the user's step in terms of the traced one, which may be cut."""
+    """Returns the flat arguments and results of the user's step in terms of the traced one, which may be cut."""
     each_whole = (tuple(Pieces((n,)) for n in range(len(some))) for some in (traced.arguments, traced.outputs))
     return traced.stacked or Stacked(*each_whole)
 
 
 def pieces(traced: Traced, leaves: Sequence[Any]) -> list[Any]:
-    """The flat arguments of a traced step from those of the user's, of which stacked ones are cut."""
+    """Returns the flat arguments of a traced step from those of the user's, of which stacked ones are cut."""
     found: dict[int, Any] = {}
     for leaf, one in zip(leaves, leaves_of(traced).arguments, strict=True):
         own = leaf.parts if isinstance(leaf, StackedArray) and leaf.leaf.bounds == one.bounds else []
@@ -124,13 +127,13 @@ def pieces(traced: Traced, leaves: Sequence[Any]) -> list[Any]:
 
 
 def _blocks(array: Any, sharding: NamedSharding) -> list[Any]:
-    """The blocks of an array that are here on the devices of a sharding, in the order of these."""
+    """Returns the blocks of an array that are here on the devices of a sharding, in the order of these."""
     there = {shard.device: shard.data for shard in array.addressable_shards}
     return [there[device] for device in np.array(sharding.mesh.devices).flat if device in there]
 
 
 def _over_stages(shardings: Sequence[NamedSharding]) -> NamedSharding:
-    """The sharding of an array whose blocks are those of equal parts on equal submeshes, one after another."""
+    """Returns the sharding of an array whose blocks are those of equal parts on equal submeshes, one after another."""
     first = shardings[0]
     names, spec = first.mesh.axis_names, tuple(first.spec)
     axis = next(name for name in ("stage", *(f"stage{i}" for i in range(len(names)))) if name not in names)
@@ -142,7 +145,7 @@ def _over_stages(shardings: Sequence[NamedSharding]) -> NamedSharding:
 
 @_jax.clear_mesh_context()
 def _joined(parts: Sequence[Any], whole: NamedSharding) -> Any:
-    """The whole of some parts: each is sent to all devices in the layout of the whole, which has all rows."""
+    """Returns the whole of some parts: each is sent to all devices in the layout of the whole, which has all rows."""
     return jax.jit(_concatenate, out_shardings=whole)(global_array.put(parts, [whole] * len(parts)))
 
 

@@ -141,7 +141,7 @@ class Executable(abc.ABC):
 
     @abc.abstractmethod
     def _emit(self, number: int) -> tuple[Callable[..., Sequence[Any]], Iterable[Instruction]]:
-        """An executable as a function of global arrays, and the instructions that it is made from."""
+        """Returns an executable as a function of global arrays, and the instructions that it is made from."""
 
     @abc.abstractmethod
     def _load(self, calls: Mapping[int, Call], numbered: Collection[int]) -> None:
@@ -149,14 +149,14 @@ class Executable(abc.ABC):
 
     @abc.abstractmethod
     def _start(self, leaves: Sequence[Any] | None) -> list[Any]:
-        """All buffers at the start of a step: constants, and the state of a call that is in place, if it is."""
+        """Returns all buffers at the start of a step: constants, and the state of a call that is in place, if it is."""
 
     @abc.abstractmethod
     def _execute(self, buffers: list[Any]) -> list[Any]:
         """Runs the program: the flat results, each in buffers of its own. Holds no buffer that the program ends."""
 
     def _output_shardings(self) -> list[NamedSharding]:
-        """The shardings of the results of the program."""
+        """Returns the shardings of the results of the program."""
         return list(map(self._buffers.sharding, self._buffers.program.outputs))
 
     def _bound(self, call: Call, mesh: int, microbatch: int) -> Call:
@@ -241,7 +241,7 @@ class Executable(abc.ABC):
             yield self._function(number).lower()
 
     def hlo(self) -> tuple[str, ...]:
-        """The optimised HLO text of each executable that this process runs, in the program's order."""
+        """Returns the optimised HLO text of each executable that this process runs, in the program's order."""
         return tuple(compiled.as_text() for compiled in self.compiled() if compiled is not None)
 
     def accept(self, arguments: Sequence[bool], results: Sequence[bool]) -> None:
@@ -251,13 +251,13 @@ class Executable(abc.ABC):
     # -- a call -----------------------------------------------------------------------------------------------
 
     def _dynamic(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The arguments that are not static. Raises NewSignature if the form of the call is another."""
+        """Returns the arguments that are not static. Raises NewSignature if the form of the call is another."""
         if not self._calling.matches(args, kwargs):
             raise NewSignature("the number of arguments, the keywords or a static argument")
         return self._calling.traced(args, kwargs)
 
     def _flat(self, pure: Any) -> list[Any]:
-        """The leaves. Raises NewSignature if their structure is not the traced one.
+        """Returns the leaves. Raises NewSignature if their structure is not the traced one.
 
         Flattening along the traced structure takes half the time, but prints the arrays of another one, which would
         fetch them: only arguments that the last call returned are taken to have it. It takes any object for a leaf;
@@ -292,7 +292,10 @@ class Executable(abc.ABC):
         return results
 
     def _run(self, leaves: list[Any]) -> list[Any]:
-        """The flat outputs. Clears the list of leaves, so that nothing but the program holds what it may free."""
+        """Returns the flat outputs.
+
+        Clears the list of leaves, so that nothing but the program holds what it may free.
+        """
         if not self._compiled:
             self.compiled()
         pattern, is_last = self._look(leaves)
@@ -329,7 +332,7 @@ class Executable(abc.ABC):
         return pattern, last is not None or not (state or self._donates)
 
     def _bind(self, leaves: Sequence[Any], *, is_last: bool) -> list[Any]:
-        """All buffers at the start of a step. Takes the leaves that are placed, and copies what it will donate.
+        """Returns all buffers at the start of a step. Takes the leaves that are placed, and copies what it will donate.
 
         Raises:
           NewSignature: a leaf has another shape or dtype.
@@ -344,7 +347,7 @@ class Executable(abc.ABC):
         return buffers
 
     def _joined(self, outputs: list[Any], weak: Sequence[bool]) -> list[Any]:
-        """The flat results of the user's step, with weak dtypes like these."""
+        """Returns the flat results of the user's step, with weak dtypes like these."""
         if self._traced.stacked is not None:
             return [
                 _jax.array_with_weak_type(outputs[numbers[0]], is_weak) if leaf is None
@@ -365,7 +368,7 @@ class Executable(abc.ABC):
         return out
 
     def _buffers_of_copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """All buffers at the start of a step on copies of the arguments."""
+        """Returns all buffers at the start of a step on copies of the arguments."""
         self._dynamic(args, kwargs)
         leaves, tree = calls.flatten_call(self._calling, args, kwargs)
         if tree != self._traced.in_tree:
@@ -376,7 +379,10 @@ class Executable(abc.ABC):
     # -- compiling --------------------------------------------------------------------------------------------
 
     def _function(self, number: int) -> FlatFunction:
-        """An executable, to be compiled. Errors of its callbacks are located, but for a whole step on one device."""
+        """Returns an executable, to be compiled.
+
+        Errors of its callbacks are located, but for a whole step on one device.
+        """
         executable = self._buffers.program.executables[number]
         mesh, (function, instructions) = self._buffers.meshes[executable.mesh], self._emit(number)
         inputs, results = self._buffers.types(number)

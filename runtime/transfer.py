@@ -102,12 +102,12 @@ class Transfer:
                 joins[device].append((assembled[-1], parts))
 
     def _new_block(self) -> int:
-        """The number of one more block."""
+        """Returns the number of one more block."""
         self._num_blocks += 1
         return self._num_blocks - 1
 
     def __call__(self, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The arrays on the destination's submesh, each in its `dst` layout. Returns before they are there.
+        """Returns the arrays on the destination's submesh, each in its `dst` layout. Returns before they are there.
 
         Args:
           arrays: as planned: on the devices of the source's submesh, in its order, each in its `src` layout.
@@ -214,7 +214,7 @@ def _sizes(ranges: Ranges) -> tuple[int, ...]:
 
 
 def _slice(block: Any, wanted: Ranges, have: Ranges) -> Any:
-    """A part of a block that has some ranges of the global array; the block itself, if it is all of it."""
+    """Returns a part of a block that has some ranges of the global array; the block itself, if it is all of it."""
     if wanted == have:
         return block
     starts = [low - first for (low, _), (first, _) in zip(wanted, have, strict=True)]
@@ -222,7 +222,7 @@ def _slice(block: Any, wanted: Ranges, have: Ranges) -> Any:
 
 
 def _join(pieces: Sequence[Any], ranges: Sequence[Ranges], dim: int) -> Any:
-    """The block that pieces fill, which form a grid and come in its order: joined along the last dims first."""
+    """Returns the block that pieces fill, which form a grid and come in its order: joined along the last dims first."""
     if len(pieces) == 1:
         return pieces[0]
     starts = list(dict.fromkeys(piece[dim] for piece in ranges))

@@ -224,3 +224,15 @@ def test_messages_use_technical_words(name: str) -> None:
         match node:
             case ast.Constant(value=str(text)) if id(node) not in texts and text not in INGREDIENTS:
                 assert not EVERYDAY.search(text), f"{KNOWN[name].relative_to(ROOT)}:{node.lineno}: {text}"
+
+
+BARE = re.compile(
+    r"[a-z0-9]+(ed|ing)|of|by|in|on|at|to|under|within|beside|with|without|only|alone|whole|flat|single|plain"
+)
+"""Names of functions that are a participle, a preposition or an adjective."""
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_functions_are_named_by_verbs_or_nouns(name: str) -> None:
+    functions = (node for node in ast.parse(KNOWN[name].read_text()).body if isinstance(node, ast.FunctionDef))
+    assert not [function.name for function in functions if BARE.fullmatch(function.name)]

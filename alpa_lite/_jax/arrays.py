@@ -47,7 +47,7 @@ class LazyArray(jax.Array):
         self.made: Any = None
 
     def make_array(self) -> Any:
-        """The array. Called once."""
+        """Returns the array. Called once."""
         raise NotImplementedError
 
     @property
@@ -97,7 +97,7 @@ def _lazy_constant(lazy: LazyArray, _: Any) -> Any:
 
 
 def _forward(name: str) -> Any:
-    """A method or a property of arrays, of the array that a lazy one makes."""
+    """Returns a method or a property of arrays, of the array that a lazy one makes."""
     if not callable(getattr(PlainArray, name)):
         return property(lambda self: getattr(self.array, name))
 
@@ -138,12 +138,12 @@ def array_of_blocks(shape: tuple[int, ...], dtype: Any, sharding: Any, blocks: S
 
 @functools.lru_cache(maxsize=10_000)
 def _aval_of(shape: tuple[int, ...], dtype: Any, sharding: Any) -> Any:
-    """The abstract value that JAX gives an array with a sharding."""
+    """Returns the abstract value that JAX gives an array with a sharding."""
     return _core.update_aval_with_sharding(_core.ShapedArray(shape, dtype), sharding)
 
 
 def array_with_weak_type(array: Any, weak: bool) -> Any:
-    """The same buffers as an array with or without a weak type. Runs no program."""
+    """Returns the same buffers as an array with or without a weak type. Runs no program."""
     if type(array) is not PlainArray or array.weak_type == weak:  # random keys have no weak types
         return array
     return _array.ArrayImpl(
@@ -157,7 +157,7 @@ def key_kind(dtype: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def data_of_keys(keys: Any) -> jax.Array:
-    """The integers behind typed random keys.
+    """Returns the integers behind typed random keys.
 
     `jax.random.key_data` runs a program on their devices, which a process that has none of them cannot.
     """
@@ -165,5 +165,5 @@ def data_of_keys(keys: Any) -> jax.Array:
 
 
 def keys_of_data(data: jax.Array, dtype: Any) -> Any:
-    """The typed random keys that these integers are, likewise without a program."""
+    """Returns the typed random keys that these integers are, likewise without a program."""
     return _prng.PRNGKeyArray(dtype._impl, data)

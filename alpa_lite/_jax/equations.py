@@ -27,7 +27,10 @@ from alpa_lite._jax.jaxprs import CALLBACKS, source_line
 
 
 def discharge_references(jaxpr: Any) -> Any:
-    """A closed jaxpr whose mutable references are values, threaded through its control flow. The pass is private."""
+    """Returns a closed jaxpr whose mutable references are values, threaded through its control flow.
+
+    The pass is private.
+    """
     return _discharge.discharge_state(jaxpr)
 
 
@@ -62,7 +65,7 @@ class _Selected(_Wrapped):
 
 
 def keep_callback_results(params: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
-    """The parameters of a callback that returns only the results with these numbers."""
+    """Returns the parameters of a callback that returns only the results with these numbers."""
     avals = tuple(params["result_avals"][i] for i in kept)
     return {**params, "callback": _Selected(params["callback"], tuple(kept)), "result_avals": avals}
 
@@ -119,7 +122,7 @@ def expansion(eqn: Any) -> Any:
 
 
 def retrace(eqn: Any, function: Callable[..., Any]) -> Any:
-    """The jaxpr of a function of an equation's operands, under its source line."""
+    """Returns the jaxpr of a function of an equation's operands, under its source line."""
 
     def under_source(*xs: Any) -> Any:
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), equation_scope(eqn.source_info):
@@ -142,12 +145,12 @@ def _solved(params: Mapping[str, Any], *operands: Any) -> Any:
 
 
 def _transposed_first(params: Mapping[str, Any], x: Any) -> Any:
-    """A reshape that takes the dims in another order, as two operations."""
+    """Returns a reshape that takes the dims in another order, as two operations."""
     return jax.lax.reshape(jax.lax.transpose(x, params["dimensions"]), params["new_sizes"])
 
 
 def _loop_parts(params: Mapping[str, Any], operands: Sequence[Any]) -> tuple[Any, Any, Sequence[Any]]:
-    """The condition and the body of a loop as functions of the carried values, and the first carried values."""
+    """Returns the condition and the body of a loop as functions of the carried values, and the first carried values."""
     first = params["cond_nconsts"]
     last = first + params["body_nconsts"]
     condition, body = (_extend_core.jaxpr_as_fun(params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
@@ -175,7 +178,7 @@ def _one_condition(params: Mapping[str, Any], *operands: Any) -> Any:
 
 
 def _condition_in_body(params: Mapping[str, Any], *operands: Any) -> Any:
-    """A loop that carries whether it goes on, which is evaluated before it and at the end of each iteration."""
+    """Returns a loop that carries whether it goes on, which is evaluated before it and at the end of each iteration."""
     condition, body, carried = _loop_parts(params, operands)
 
     def step(state: Sequence[Any]) -> Sequence[Any]:
@@ -239,7 +242,10 @@ def replace_by_stand_ins(is_held: Held) -> contextlib.AbstractContextManager[Non
 
 
 def lowers_for(primitive: Any, platform: str) -> bool:
-    """Whether JAX lowers a primitive for a platform whose devices are not there. Its tables of that are private."""
+    """Returns whether JAX lowers a primitive for a platform whose devices are not there.
+
+    Its tables of that are private.
+    """
     if primitive in _dispatch.prim_requires_devices_during_lowering:
         return False
     if primitive in _mlir_tables._platform_specific_lowerings.get(platform, {}):
@@ -287,7 +293,7 @@ def bind(primitive: Any, params: Mapping[str, Any], source: Any, operands: Seque
 
 
 def _in_rows(x: Any) -> Any:
-    """The same array, on CPUs in row-major order.
+    """Returns the same array, on CPUs in row-major order.
 
     XLA's CPU compiler lets a collective's order of dims reach a Fourier transform, and refuses to run it then. Measured
     in 0.10.2 and 0.12: a transform, sliced and gathered along another dim than the first, in plain `shard_map`.
@@ -340,7 +346,7 @@ def constant_of(op: Any) -> Any:
 
 
 def attributes_of(op: Any) -> tuple[tuple[str, Any], ...]:
-    """The names and attributes of an operation; equal if and only if the attributes are.
+    """Returns the names and attributes of an operation; equal if and only if the attributes are.
 
     The context keeps attributes unique, so that comparing them is comparing pointers. For those that the bindings
     cannot read (see `constant_of`) the operation's whole text stands, without the name of its result.
@@ -352,7 +358,7 @@ def attributes_of(op: Any) -> tuple[tuple[str, Any], ...]:
 
 
 def materialise(x: jax.Array) -> jax.Array:
-    """The array behind an `optimization_barrier`, which every reader sees with the same bits.
+    """Returns the array behind an `optimization_barrier`, which every reader sees with the same bits.
 
     Before 0.12 the CPU compiler drops barriers before it fuses, and duplicates what was behind them. It does not see
     through a condition that comes out of a barrier.

@@ -21,12 +21,12 @@ _JAXPRS = (_extend_core.Jaxpr, getattr(_extend_core, "ClosedJaxpr", _extend_core
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether `value` is a jaxpr, closed or open (0.11 made the two classes one)."""
+    """Returns whether `value` is a jaxpr, closed or open (0.11 made the two classes one)."""
     return isinstance(value, _JAXPRS)
 
 
 def open_jaxpr(value: Any) -> tuple[Any, list[Any]]:
-    """A jaxpr with `constvars`, `invars`, `outvars`, `eqns`, and the values of its constvars.
+    """Returns a jaxpr with `constvars`, `invars`, `outvars`, `eqns`, and the values of its constvars.
 
     Up to 0.10 a closed jaxpr wraps an open one and holds the constants; from 0.11 one class does both, and its `jaxpr`
     attribute is itself.
@@ -36,7 +36,7 @@ def open_jaxpr(value: Any) -> tuple[Any, list[Any]]:
 
 
 def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
-    """The open jaxprs among an equation's parameters, one level deep: a call, a linear solve, a kernel."""
+    """Yields the open jaxprs among an equation's parameters, one level deep: a call, a linear solve, a kernel."""
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             if is_jaxpr(item):
@@ -44,12 +44,15 @@ def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def creates_references(jaxpr: Any) -> bool:
-    """Whether a program creates mutable references (`jax.new_ref`), which is a private effect."""
+    """Returns whether a program creates mutable references (`jax.new_ref`), which is a private effect."""
     return _core.internal_mutable_array_effect in jaxpr.effects
 
 
 def places_result(eqn: Any) -> bool:
-    """Whether an equation says where its result is placed. Under an empty mesh JAX says so of all results in vain."""
+    """Returns whether an equation says where its result is placed.
+
+    Under an empty mesh JAX says so of all results in vain.
+    """
     sharding = eqn.params.get("sharding")
     return sharding is not None and not getattr(getattr(sharding, "mesh", None), "empty", False)
 
@@ -61,22 +64,25 @@ def unbound_axis(error: NameError) -> str | None:
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether a jaxpr operand is a literal."""
+    """Returns whether a jaxpr operand is a literal."""
     return type(atom) is _extend_core.Literal
 
 
 def observable_effects(eqn: Any) -> bool:
-    """Whether the equation must run even if nobody reads its results. A named axis is an effect only for typing."""
+    """Returns whether the equation must run even if nobody reads its results.
+
+    A named axis is an effect only for typing.
+    """
     return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
 
 
 def has_ordered_effects(eqn: Any) -> bool:
-    """Whether JAX runs the effects of an equation in program order. Which effects are ordered is private."""
+    """Returns whether JAX runs the effects of an equation in program order. Which effects are ordered is private."""
     return any(map(_effects.ordered_effects.contains, eqn.effects))
 
 
 def manual_axes(params: Mapping[str, Any]) -> frozenset[str]:
-    """The axes of a user's `shard_map` over which its body sees one device's block."""
+    """Returns the axes of a user's `shard_map` over which its body sees one device's block."""
     return params["newly_manual_axes"]
 
 
@@ -89,12 +95,12 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def optimization_barrier_primitive() -> Any:
-    """The primitive behind `jax.lax.optimization_barrier`, which is not exported."""
+    """Returns the primitive behind `jax.lax.optimization_barrier`, which is not exported."""
     return _lax.optimization_barrier_p
 
 
 def join_name_stacks(outer: Any, inner: Any, scope: str | None = None) -> Any:
-    """The name stack inside a call that stands at `inner` in a jaxpr that itself was inlined at `outer`.
+    """Returns the name stack inside a call that stands at `inner` in a jaxpr that itself was inlined at `outer`.
 
     Private type.
     """
@@ -103,7 +109,7 @@ def join_name_stacks(outer: Any, inner: Any, scope: str | None = None) -> Any:
 
 
 def empty_stack() -> Any:
-    """The empty name stack."""
+    """Returns the empty name stack."""
     return _source_info_util.NameStack()
 
 
@@ -117,7 +123,7 @@ _FRAMEWORK = re.compile(
 
 
 def source_line(source: Any) -> str:
-    """The user's source line of an equation, `folder/file:line (function)`, or "" where JAX knows none.
+    """Returns the user's source line of an equation, `folder/file:line (function)`, or "" where JAX knows none.
 
     JAX leaves out its own frames and the standard library's. Of what remains, the innermost frame outside of installed
     packages is the user's; where there is none, the innermost one outside of frameworks (Flax, Haiku, Equinox, Optax)
@@ -154,13 +160,13 @@ def derivative(source: Any) -> str | None:
 
 
 def is_reverse(source: Any) -> bool:
-    """Whether an operation is one of a reverse pass, be it within other derivatives."""
+    """Returns whether an operation is one of a reverse pass, be it within other derivatives."""
     stack = source.name_stack.stack
     return any(isinstance(e, _source_info_util.Transform) and e.name == "transpose" for e in stack)
 
 
 def scopes(source: Any) -> tuple[str, ...]:
-    """The named scopes of an operation, outermost first, without transforms."""
+    """Returns the named scopes of an operation, outermost first, without transforms."""
     return tuple(e.name for e in source.name_stack.stack if isinstance(e, _source_info_util.Scope))
 
 
@@ -168,7 +174,7 @@ _COMPUTED_AGAIN = "rematted_computation"  # the scope in which JAX puts what the
 
 
 def is_computed_again(source: Any) -> bool:
-    """Whether the backward pass computes an operation of the forward pass again."""
+    """Returns whether the backward pass computes an operation of the forward pass again."""
     return _COMPUTED_AGAIN in scopes(source)
 
 
@@ -188,7 +194,7 @@ _mlir.register_lowering(CONSTRAINT, lambda _, x, **__: [x])
 
 
 def is_empty_constraint(eqn: Any) -> bool:
-    """Whether an equation that places its operands constrains none: it does not request replication.
+    """Returns whether an equation that places its operands constrains none: it does not request replication.
 
     These are constraints over a mesh of one device, which libraries with logical axes write on one device, and the
     `reshard` over `Auto` axes that JAX inserts where a value with the mesh of the context meets one without. (A user's
@@ -203,7 +209,7 @@ def is_empty_constraint(eqn: Any) -> bool:
 
 
 def is_constraint(eqn: Any) -> bool:
-    """Whether an equation places all its operands on the mesh of a sharding, and does nothing else."""
+    """Returns whether an equation places all its operands on the mesh of a sharding, and does nothing else."""
     shardings = _shardings_of(eqn)
     return bool(shardings) and all(map(_is_constraint, shardings))
 
@@ -227,7 +233,7 @@ def constraints_of(eqn: Any) -> list[dict[str, Any] | None]:
 
 
 def _shardings_of(eqn: Any) -> list[Any]:
-    """The shardings that an equation gives its operands."""
+    """Returns the shardings that an equation gives its operands."""
     match eqn.primitive.name:
         case "sharding_constraint":
             return [eqn.params["sharding"]]
@@ -243,7 +249,7 @@ def _is_constraint(sharding: Any) -> bool:
 
 
 def spec_dims(spec: Any, rank: int) -> tuple[tuple[str, ...] | None, ...]:
-    """The axes of each of `rank` dims under a spec; None where it leaves the dim unconstrained."""
+    """Returns the axes of each of `rank` dims under a spec; None where it leaves the dim unconstrained."""
     entries = (
         None if e is PartitionSpec.UNCONSTRAINED else () if e is None else (e,) if isinstance(e, str) else tuple(e)
         for e in spec

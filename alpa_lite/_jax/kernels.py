@@ -118,7 +118,7 @@ def pallas_grid(params: Mapping[str, Any]) -> PallasGrid | None:
 def pallas_on_blocks(
     params: Mapping[str, Any], operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
 ) -> dict[str, Any]:
-    """The parameters of a `pallas_call` on arrays of other shapes, that differ in how many blocks they have."""
+    """Returns the parameters of a `pallas_call` on arrays of other shapes, that differ in how many blocks they have."""
     found, mapping = pallas_grid(params), params["grid_mapping"]
     assert found is not None
     grid, cut = list(mapping.grid), []
@@ -140,13 +140,13 @@ def pallas_on_blocks(
 
 
 def pallas_name(params: Mapping[str, Any]) -> str:
-    """The name of a Pallas kernel: that which its caller gave, or that of its function."""
+    """Returns the name of a Pallas kernel: that which its caller gave, or that of its function."""
     info = getattr(open_jaxpr(params["jaxpr"])[0], "debug_info", None)
     return str(params.get("name") or getattr(info, "func_name", "") or "")
 
 
 def _program_axes(jaxpr: Any) -> Iterator[int]:
-    """The axes of the grid whose number or size a kernel asks for."""
+    """Yields the axes of the grid whose number or size a kernel asks for."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in ("program_id", "num_programs"):
             yield eqn.params["axis"]
@@ -155,7 +155,7 @@ def _program_axes(jaxpr: Any) -> Iterator[int]:
 
 
 def _block_size(block: Any) -> int | None:
-    """Elements of a block along a dim; None for one that is not cut into blocks."""
+    """Returns elements of a block along a dim; None for one that is not cut into blocks."""
     if block is None or type(block).__name__ == "Squeezed":
         return 1
     size = block if isinstance(block, int) else getattr(block, "block_size", None)

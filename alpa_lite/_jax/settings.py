@@ -28,7 +28,7 @@ default PRNG and the checks for NaN are not in it: `jit` does not trace again wh
 
 
 def name_settings(context: tuple[Any, ...]) -> dict[str, Any]:
-    """The values of a `trace_context` by the names that JAX has for them.
+    """Returns the values of a `trace_context` by the names that JAX has for them.
 
     Modules that are imported after it was taken, such as those of Pallas with JAX 0.12, append settings of their own.
     """
@@ -36,7 +36,7 @@ def name_settings(context: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def settings_text(context: tuple[Any, ...]) -> dict[str, str]:
-    """The options of `jax.config` in a `trace_context`, as text that is equal in every process: no devices."""
+    """Returns the options of `jax.config` in a `trace_context`, as text that is equal in every process: no devices."""
     values = {name: getattr(value, "value", value) for name, value in name_settings(context).items()}
     plain = {name: value for name, value in values.items() if isinstance(value, str | int | float | None)}
     return {name: str(value) for name, value in plain.items() if name.startswith("jax_")}
@@ -69,7 +69,7 @@ def is_x64_in_all_threads() -> bool:
 
 
 def context_mesh() -> Any:
-    """The mesh of `jax.set_mesh`, `use_abstract_mesh` or `with mesh:` around the caller; None without one."""
+    """Returns the mesh of `jax.set_mesh`, `use_abstract_mesh` or `with mesh:` around the caller; None without one."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         mesh = _mesh.thread_resources.env.physical_mesh  # that of `with mesh:`, which no public function returns
@@ -97,12 +97,12 @@ def trace_under_mesh(mesh: Any) -> Iterator[None]:
 
 
 def checked_values() -> tuple[str, ...]:
-    """The kinds of values that JAX raises for: "nan" with `jax_debug_nans`, "inf" with `jax_debug_infs`."""
+    """Returns the kinds of values that JAX raises for: "nan" with `jax_debug_nans`, "inf" with `jax_debug_infs`."""
     return ("nan",) * bool(jax.config.jax_debug_nans) + ("inf",) * bool(jax.config.jax_debug_infs)
 
 
 def checks_values() -> bool:
-    """Whether JAX looks for invalid values in results."""
+    """Returns whether JAX looks for invalid values in results."""
     return jax.config.jax_debug_nans or jax.config.jax_debug_infs
 
 
@@ -158,5 +158,8 @@ def job_of(
 
 
 def coordination_client() -> Any:
-    """The client of the coordinator's key-value store; None in a process that is alone. No public name leads to it."""
+    """Returns the client of the coordinator's key-value store; None in a process that is alone.
+
+    No public name leads to it.
+    """
     return _distributed.global_state.client

@@ -80,7 +80,7 @@ Fitted = tuple[list[Fit], Cluster]
 
 
 def fit_cluster(cluster: Cluster, samples: Sequence[Sample], missing: int = 0) -> tuple[tuple[Fit, ...], Cluster]:
-    """The cluster with every parameter for which there are samples, and the fits.
+    """Returns the cluster with every parameter for which there are samples, and the fits.
 
     Args:
       cluster: what is known without measuring.
@@ -116,7 +116,7 @@ def _kernels(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
 
 
 def _sustained(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
-    """The rate of products after seconds of nothing else, over that of products by themselves."""
+    """Returns the rate of products after seconds of nothing else, over that of products by themselves."""
     cost = _one(cluster)
     shares = [min(1.0, _product(cost, sample) / sample.seconds) for sample in samples]
     share = float(np.median(shares))
@@ -147,7 +147,7 @@ def _attention(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
 
 
 def _products(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
-    """The tile that explains all dtypes best, each with a rate of its own."""
+    """Returns the tile that explains all dtypes best, each with a rate of its own."""
     dtypes = sorted({sample.dtype for sample in samples})
     groups = [[sample for sample in samples if sample.dtype == dtype] for dtype in dtypes]
 
@@ -200,7 +200,7 @@ def affine(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
 
 
 def _collectives(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
-    """A curve for each kind and group with two payloads or more; the link of a node from permutations.
+    """Returns a curve for each kind and group with two payloads or more; the link of a node from permutations.
 
     The error of a fit is that of a curve without the payload in question, of payloads between others.
     """
@@ -224,7 +224,7 @@ def _collectives(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
 
 
 def curve_of(kind: str, group: tuple[int, ...], payloads: Sequence[float], seconds: Sequence[float]) -> Curve:
-    """The curve through measured seconds, made monotone."""
+    """Returns the curve through measured seconds, made monotone."""
     return Curve(kind, group, tuple(zip(payloads, np.exp(isotonic_regression(np.log(seconds)).x), strict=True)))
 
 
@@ -286,7 +286,7 @@ class Calibration:
     def now(
         cls, cluster: Cluster, fits: tuple[Fit, ...], samples: tuple[Sample, ...], wanted: int, seconds: float
     ) -> Calibration:
-        """The calibration of this moment and this JAX."""
+        """Returns the calibration of this moment and this JAX."""
         import jax
 
         date = datetime.datetime.now(datetime.UTC).replace(microsecond=0).isoformat()
@@ -306,7 +306,7 @@ class Calibration:
 
 
 def default_path(cluster: Cluster) -> Path:
-    """Where `alpa-lite calibrate` writes without `--out`: in `$XDG_CACHE_HOME`, by default ~/.cache."""
+    """Returns where `alpa-lite calibrate` writes without `--out`: in `$XDG_CACHE_HOME`, by default ~/.cache."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     device = re.sub(r"[^a-z0-9]+", "-", cluster.device.lower()).strip("-")
     return home / "alpa_lite" / f"calibration-{device}-{cluster.num_devices}.json"

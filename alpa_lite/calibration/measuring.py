@@ -139,14 +139,14 @@ def _elementwise(x: Any) -> Any:
 
 
 def _kernels(count: int, x: Any) -> Any:
-    """A chain of operations that the compiler cannot put into one kernel."""
+    """Returns a chain of operations that the compiler cannot put into one kernel."""
     for _ in range(count):
         x = jax.lax.optimization_barrier(x * 0.999 + 0.001)
     return x
 
 
 def attention(sample: Sample, implementation: Literal["cudnn", "xla"] = "cudnn") -> tuple[Callable[..., Any], Any]:
-    """A pass of causal attention whose operand goes round, and its operands.
+    """Returns a pass of causal attention whose operand goes round, and its operands.
 
     The backward pass runs the forward pass, too; `fitting` takes that off again.
     """
@@ -162,7 +162,7 @@ def attention(sample: Sample, implementation: Literal["cudnn", "xla"] = "cudnn")
 
 
 def _sustained(timed: Case) -> Case:
-    """Seconds of an operation once it has run for `WARM` seconds; measured once."""
+    """Returns seconds of an operation once it has run for `WARM` seconds; measured once."""
 
     @functools.cache
     def once() -> float:

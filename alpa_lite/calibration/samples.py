@@ -52,7 +52,7 @@ class Sample:
 
     @classmethod
     def from_json(cls, data: Any) -> Sample:
-        """The sample of JSON values. Raises ValueError for damaged data."""
+        """Returns the sample of JSON values. Raises ValueError for damaged data."""
         found = json_codec.decode_fields(cls, data)
         if not found.seconds > 0:
             raise ValueError(f"a sample of {found.figure!r} with {found.seconds!r} seconds")
@@ -73,7 +73,7 @@ class Grid:
 
     @classmethod
     def of(cls, platform: str) -> Grid:
-        """The usual sizes: what one device of a plan has to do, on a CPU device a hundred times less.
+        """Returns the usual sizes: what one device of a plan has to do, on a CPU device a hundred times less.
 
         Products after seconds of others are measured where clocks depend on what is computed, attention where JAX has a
         kernel of its own.

@@ -43,7 +43,7 @@ def console() -> Console:
 
 
 def local_cluster(devices: int | None, calibration: Literal["auto"] | None = "auto") -> Cluster:
-    """The cluster of the first `devices` devices here; None for all accelerators, or eight virtual CPU devices.
+    """Returns the cluster of the first `devices` devices here; None for all accelerators, or eight virtual CPU devices.
 
     The number of virtual CPU devices can only be set before JAX first looks for devices; accelerators are unaffected.
 

@@ -94,7 +94,7 @@ Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", h
 def load_step(
     name: str, size: str, batch: int | None, settings: list[str] | None, args: str | None, kwargs: str | None
 ) -> NamedStep:
-    """The step of a command line.
+    """Returns the step of a command line.
 
     Raises:
       OptionError: a model without a batch, or options of models with a step of the user's own and the other way round.
@@ -113,7 +113,7 @@ def load_step(
 
 
 def method_of(name: str, stages: int | None, schedule: str | None) -> methods.Method:
-    """The method of a command line; stages or a schedule turn "auto" into a pipeline.
+    """Returns the method of a command line; stages or a schedule turn "auto" into a pipeline.
 
     Raises:
       OptionError: for an unknown name, or for stages with a method that is no pipeline.
@@ -142,7 +142,7 @@ def method_of(name: str, stages: int | None, schedule: str | None) -> methods.Me
 
 
 def shape_of(text: str, option: str) -> tuple[int, ...]:
-    """A shape written as 4x2.
+    """Returns a shape written as 4x2.
 
     Raises:
       OptionError: for anything else; names the option.

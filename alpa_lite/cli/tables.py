@@ -20,7 +20,7 @@ _SHARE = partial(units.percent, whole=1.0)
 
 
 def clusters() -> Group:
-    """Every preset, with all its names."""
+    """Returns every preset, with all its names."""
     rows = grouping.group_by_key(Cluster.preset_names(), Cluster.preset)
     columns = (
         Column("cluster", lambda row: ", ".join(row[1]), wide=True),
@@ -61,7 +61,7 @@ def calibration(found: Calibration) -> Group:
 
 
 def _parameters(fit: Fit) -> str:
-    """The parameters of a fit in words."""
+    """Returns the parameters of a fit in words."""
     values = fit.parameters
     if "first" in values:
         return f"{units.seconds(values['first'])} for little, {values['bytes/s'] / 1e9:.3g} GB/s for much"
@@ -79,7 +79,7 @@ def _parameters(fit: Fit) -> str:
 
 
 def verification(found: Mapping[str, Any]) -> Group:
-    """The result of `verifying.verify`: collectives and memory of the compiled program."""
+    """Returns the result of `verifying.verify`: collectives and memory of the compiled program."""
     head = Text(f"{found['step']} compiled for {found['devices']} x {found['device']}", style="bold")
     seconds = found["seconds"]["compiling"]
     head.append(
@@ -96,7 +96,7 @@ def verification(found: Mapping[str, Any]) -> Group:
 
 
 def _collectives(rows: Sequence[Mapping[str, Any]]) -> Block:
-    """The collectives that are planned, and those that the compiled program has."""
+    """Returns the collectives that are planned, and those that the compiled program has."""
     if not rows:
         return "none planned, and none to compare with"
     columns = (
@@ -110,7 +110,7 @@ def _collectives(rows: Sequence[Mapping[str, Any]]) -> Block:
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The predicted bytes of each executable, and those that the compiler reports."""
+    """Returns the predicted bytes of each executable, and those that the compiler reports."""
 
     def ratio(row: Mapping[str, Any]) -> str:
         """Of the prediction to the bytes that the compiler needs."""

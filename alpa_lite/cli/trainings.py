@@ -126,7 +126,7 @@ def _work(
     model: str, size: str, batch: int, text: Sequence[Path] | None = None, settings: list[str] | None = None,
     seed: int = 0,
 ) -> _Work:  # fmt: skip
-    """A model with its batches; text is of some files, by default of the sources of Python's standard library.
+    """Returns a model with its batches; text is of some files, by default of the sources of Python's standard library.
 
     Raises:
       OptionError: for a model, size, attribute or file that does not exist.

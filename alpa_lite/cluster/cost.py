@@ -109,7 +109,7 @@ class MeshCost:
         return decompose(self.mesh.shape, tuple(level.size for level in self._levels))
 
     def collective(self, kind: str, axes: Axes, payload: float) -> float:
-        """Seconds of one collective.
+        """Returns seconds of one collective.
 
         Args:
           kind: one of `CollectiveKind`, or "slice", which costs nothing.
@@ -131,7 +131,7 @@ class MeshCost:
         return self._derived(kind, axes, payload if self.cluster.collectives else 0.0)
 
     def compute(self, flops: float, bytes_moved: float, dtype: Any, efficiency: float | None = None) -> float:
-        """Seconds of an operation of a step on one device: max(flops / (peak * efficiency), bytes / bandwidth).
+        """Returns seconds of an operation of a step on one device: max(flops / (peak * efficiency), bytes / bandwidth).
 
         Args:
           flops: of one device.
@@ -186,11 +186,11 @@ class MeshCost:
         return self.cluster.step_efficiency * quantised * fed * filled
 
     def _tile(self, size: int) -> int:
-        """The side of the tile that a side of this length is worked on in."""
+        """Returns the side of the tile that a side of this length is worked on in."""
         return min(self.cluster.tile, max(_LEAST_TILE, 1 << (size - 1).bit_length()))
 
     def _derive(self, kind: str, axes: Axes, payload: float) -> tuple[float, float]:
-        """The formulas of the module's docstring."""
+        """Returns the formulas of the module's docstring."""
         if kind != "slice" and kind not in get_args(CollectiveKind):
             raise ValueError(f"collective kind {kind!r}: use one of {', '.join(get_args(CollectiveKind))}")
         unknown = [axis for axis in axes if axis not in self.mesh.axis_names]
@@ -227,7 +227,7 @@ class MeshCost:
         return launch + times * steps + alpha, beta
 
     def _curve(self, kind: str, group: tuple[int, ...]) -> Curve | None:
-        """The measured curve of a group, or of its devices on the innermost level; None where there is none."""
+        """Returns the measured curve of a group, or of its devices on the innermost level; None where there is none."""
         if not self.cluster.collectives or not group:
             return None
         if (found := self._curves.get((kind, group))) is not None:
@@ -245,7 +245,7 @@ class MeshCost:
         return {(curve.kind, curve.group): curve for curve in self.cluster.collectives}
 
     def group(self, axes: Axes) -> tuple[int, ...]:
-        """How many devices a group over `axes` has on each level of the machine, innermost first.
+        """Returns how many devices a group over `axes` has on each level of the machine, innermost first.
 
         (8,) are all devices of a node of eight, (1, 2) two devices of two nodes. Levels beyond the last that joins any
         are left out; () is a device by itself, or a group that straddles a level unevenly.
@@ -261,7 +261,7 @@ class MeshCost:
         return tuple(reversed(sizes))
 
     def _rungs(self, axes: frozenset[str]) -> list[_Rung]:
-        """The levels that a group over `axes` occupies, innermost first, the torus dims as one."""
+        """Returns the levels that a group over `axes` occupies, innermost first, the torus dims as one."""
         if self._pieces is None:
             # An axis that straddles a level unevenly: price every group as if it crossed the slowest link only.
             size = self.mesh.product(tuple(axes))
@@ -282,13 +282,13 @@ class MeshCost:
 
 
 def _switch(level: Level, size: int) -> _Rung:
-    """A group of `size` devices on a level where every pair has the same rate."""
+    """Returns a group of `size` devices on a level where every pair has the same rate."""
     steps = min(size - 1, math.ceil(math.log2(size)))
     return _Rung(size, level.bandwidth, level.latency, steps * level.latency, (size - 1) / size / level.bandwidth)
 
 
 def _torus(dims: list[tuple[Level, list[Piece]]]) -> _Rung:
-    """A group on torus dims, given the pieces of each dim that belong to it."""
+    """Returns a group on torus dims, given the pieces of each dim that belong to it."""
     total, bandwidth, steps, exchange = 1, 0.0, 0.0, 0.0
     for level, pieces in dims:
         size = math.prod(p.size for p in pieces)

@@ -132,7 +132,7 @@ class Cluster:
     def local(
         cls, devices: Sequence[Any] | None = None, calibration: str | os.PathLike[str] | Literal["auto"] | None = "auto"
     ) -> Cluster:
-        """The cluster of `devices`, by default all that JAX has here.
+        """Returns the cluster of `devices`, by default all that JAX has here.
 
         CPU devices share the machine's memory (or the control group's limit), cores and memory bandwidth evenly. GPUs
         and TPUs are looked up in the presets by `device_kind`; their memory is what the allocator reports, if it does.
@@ -155,7 +155,7 @@ class Cluster:
 
     @classmethod
     def calibrated(cls, file: str | os.PathLike[str]) -> Cluster:
-        """The cluster that `alpa-lite calibrate` measured and wrote to a file. The devices need not be here.
+        """Returns the cluster that `alpa-lite calibrate` measured and wrote to a file. The devices need not be here.
 
         Raises:
           OptionError: the file cannot be read, or is damaged.
@@ -164,7 +164,7 @@ class Cluster:
 
     @classmethod
     def named(cls, name: str) -> Cluster:
-        """The preset of a name, or with a name that ends in ".json" the cluster of a calibration's file.
+        """Returns the preset of a name, or with a name that ends in ".json" the cluster of a calibration's file.
 
         Raises:
           OptionError: there is neither.
@@ -173,7 +173,7 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str, nodes: int | None = None, topology: Sequence[int] | None = None) -> Cluster:
-        """A known machine.
+        """Returns a known machine.
 
         Args:
           name: one of `Cluster.preset_names()`, in any case.
@@ -187,7 +187,7 @@ class Cluster:
 
     @staticmethod
     def preset_names() -> tuple[str, ...]:
-        """The names that `preset` takes, aliases included."""
+        """Returns the names that `preset` takes, aliases included."""
         return presets.names()
 
     @property
@@ -232,12 +232,12 @@ class Cluster:
         return self.matmul_efficiency * self.sustained_efficiency
 
     def attention(self, kernel: str, *, backward: bool) -> float | None:
-        """The fraction of the peak that a pass of an attention kernel reaches; None for an unknown kernel."""
+        """Returns the fraction of the peak that a pass of an attention kernel reaches; None for an unknown kernel."""
         shares: Any = dict(self.attention_efficiency or ()).get(kernel)
         return None if shares is None else shares[backward]
 
     def levels(self, num_devices: int | None = None) -> tuple[Level, ...]:
-        """The machine as a tower of levels, outermost first, as far as the first `num_devices` devices use it.
+        """Returns the machine as a tower of levels, outermost first, as far as the first `num_devices` devices use it.
 
         A node's share of the network is divided among the devices of it that are in use.
         """
@@ -287,7 +287,7 @@ class Cluster:
         return dict(presets.platform_table(self.platform).get("overlapping", {})) if self.overlaps else {}
 
     def part(self, num_devices: int) -> Cluster:
-        """The first `num_devices` devices as a cluster of their own.
+        """Returns the first `num_devices` devices as a cluster of their own.
 
         Raises:
           OptionError: for more devices than there are.
@@ -304,7 +304,7 @@ class Cluster:
         )  # fmt: skip
 
     def mesh_shapes(self, max_axes: int = 3, num_devices: int | None = None) -> tuple[tuple[int, ...], ...]:
-        """The logical mesh shapes worth trying, axes ordered from between nodes to within a node.
+        """Returns the logical mesh shapes worth trying, axes ordered from between nodes to within a node.
 
         Shapes that differ by a permutation of axes that costs the same on this machine are listed once: eight devices
         on one switch give (8,), (4, 2) and (2, 2, 2). See `alpa_lite.cluster.topology.mesh_shapes` for the choice.
@@ -316,13 +316,13 @@ class Cluster:
         return topology.mesh_shapes(self.levels(num_devices), max_axes)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON values."""
+        """Returns the fields as JSON values."""
         tables = {"peak_flops": self.peak_flops, "attention_efficiency": self.attention_efficiency or ()}
         return json_codec.encode_fields(self) | json_codec.encode({name: dict(table) for name, table in tables.items()})
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Cluster:
-        """The cluster that `to_json` wrote.
+        """Returns the cluster that `to_json` wrote.
 
         Raises:
           OptionError: if fields are missing, unknown or of another type.
@@ -346,7 +346,7 @@ class Cluster:
 
 
 def _measured(file: str | os.PathLike[str], here: Cluster) -> Cluster:
-    """The cluster of a calibration for the devices here, with the memory that they have now.
+    """Returns the cluster of a calibration for the devices here, with the memory that they have now.
 
     Of accelerators, fewer devices are as fast as those that were measured; CPU devices share one machine.
     """

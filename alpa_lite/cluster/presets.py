@@ -31,17 +31,17 @@ SLICES: Mapping[str, Mapping[str, Any]] = DATA["slices"]
 
 
 def names() -> tuple[str, ...]:
-    """The names of presets, aliases included."""
+    """Returns the names of presets, aliases included."""
     return (*NODES, *SLICES, *DATA["aliases"])
 
 
 def platform_table(platform: str) -> Mapping[str, Any]:
-    """The table of a platform in `presets.toml`."""
+    """Returns the table of a platform in `presets.toml`."""
     return DATA["platforms"].get(platform, {})
 
 
 def arguments(name: str, nodes: int | None = None, topology: Sequence[int] | None = None) -> dict[str, Any]:
-    """The keyword arguments of a preset; arguments and errors as of `Cluster.preset`."""
+    """Returns the keyword arguments of a preset; arguments and errors as of `Cluster.preset`."""
     key = DATA["aliases"].get(name.lower(), name.lower())
     if nodes is not None and (not isinstance(nodes, int) or nodes < 1):
         raise OptionError(f"nodes={nodes!r}: give a positive number of nodes, or None")
@@ -58,7 +58,7 @@ def arguments(name: str, nodes: int | None = None, topology: Sequence[int] | Non
 
 
 def slice_arguments(key: str, nodes: int, shape: Sequence[int] | None) -> dict[str, Any]:
-    """The keyword arguments of TPU slices: a torus each, joined by the network of their hosts."""
+    """Returns the keyword arguments of TPU slices: a torus each, joined by the network of their hosts."""
     fields = _fields(SLICES[key])
     default, largest, wrap = fields.pop("default"), fields.pop("largest"), fields.pop("wrap")
     dims = tuple(default if shape is None else shape)
@@ -77,13 +77,13 @@ def slice_arguments(key: str, nodes: int, shape: Sequence[int] | None) -> dict[s
 
 
 def _fields(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a preset with those that all presets of its platform have, and its memory in bytes."""
+    """Returns the fields of a preset with those that all presets of its platform have, and its memory in bytes."""
     fields = {**platform_table(data.get("platform", "tpu")).get("presets", {}), **data}
     return fields | {"memory": fields.pop("gib") * 2**30}
 
 
 def _curves(kinds: Mapping[str, Any], devices: int) -> Iterator[tuple[str, tuple[int], Any]]:
-    """The measured collectives of groups of devices that a node has."""
+    """Yields the measured collectives of groups of devices that a node has."""
     rows = [(int(size), kind, *row) for kind, sizes in kinds.items() for size, row in sizes.items()]
     for size, kind, least, *microseconds in sorted(rows):
         if size <= devices:
@@ -99,7 +99,7 @@ HOST_RESERVE = 0.25
 
 
 def local_arguments(devices: Sequence[Any]) -> dict[str, Any]:
-    """The keyword arguments of a cluster of devices of one kind, evenly over processes.
+    """Returns the keyword arguments of a cluster of devices of one kind, evenly over processes.
 
     Raises:
       OptionError: they are not evenly over processes, or no preset describes them.
@@ -130,7 +130,7 @@ _WITHOUT_CARDS: dict[str, Any] = {"card_link": None, "devices_per_card": 1}
 
 
 def _slice(name: str, devices: Sequence[Any]) -> dict[str, Any]:
-    """The slices that TPU devices form, from their coordinates; a line where these do not fill a box."""
+    """Returns the slices that TPU devices form, from their coordinates; a line where these do not fill a box."""
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     coords = {tuple(device.coords) for device in devices}
     rank, cores = len(SLICES[name]["default"]), SLICES[name].get("cores", 1)
@@ -166,7 +166,7 @@ def _cpu(per_node: int, processes: int) -> dict[str, Any]:
 
 
 def _machine_memory() -> int:
-    """Bytes of this machine's memory, or of its control group where that has a lower limit."""
+    """Returns bytes of this machine's memory, or of its control group where that has a lower limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = Path(path).read_text().strip() if Path(path).is_file() else ""

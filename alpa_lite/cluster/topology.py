@@ -68,7 +68,7 @@ def fit_sizes(sizes: tuple[int, ...], count: int) -> tuple[int, ...]:
 
 
 def decompose(shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[Piece, ...], ...] | None:
-    """The pieces of each axis, innermost first, or None where an axis straddles a level unevenly.
+    """Returns the pieces of each axis, innermost first, or None where an axis straddles a level unevenly.
 
     Args:
       shape: mesh shape, major to minor; its product equals that of `sizes`.
@@ -125,7 +125,7 @@ def mesh_shapes(levels: tuple[Level, ...], max_axes: int) -> tuple[tuple[int, ..
 
 
 def _factorizations(count: int, rank: int) -> Iterator[tuple[int, ...]]:
-    """Every ordered product of `rank` factors above one that equals `count`."""
+    """Yields every ordered product of `rank` factors above one that equals `count`."""
     if rank == 1:
         if count > 1:
             yield (count,)

@@ -40,7 +40,7 @@ MEASURED: Mapping[str, str] = presets.DATA["measured"]
 
 
 def origin(cluster: Cluster) -> str:
-    """Where the rates of a cluster are from."""
+    """Returns where the rates of a cluster are from."""
     parts = [f"measured here: {', '.join(cluster.measured)}"] if cluster.measured else []
     if cluster.source == GIVEN:
         return "; ".join([*parts, GIVEN])
@@ -50,7 +50,7 @@ def origin(cluster: Cluster) -> str:
 
 
 def agreement(cluster: Cluster) -> str:
-    """How far predictions for the device of a cluster are from published steps."""
+    """Returns how far predictions for the device of a cluster are from published steps."""
     found = PUBLISHED.get(cluster.device)
     if found is None or cluster.source == GIVEN:
         return "not compared with published steps"

@@ -72,7 +72,7 @@ class DividedStep:
 
 
 def cut_as_plan(run: Passes, step: Step, request: PlanRequest, plan: Plan, count: int) -> tuple[Accumulated, Schedule]:
-    """The step in `count` micro-batches, and the schedule of a plan for them.
+    """Returns the step in `count` micro-batches, and the schedule of a plan for them.
 
     Raises:
       MicrobatchError, OptionError: the batch does not divide into them, or the schedule does not exist for them.
@@ -86,7 +86,7 @@ def cut_as_plan(run: Passes, step: Step, request: PlanRequest, plan: Plan, count
 
 
 def divide_as_plan(run: Passes, loop: Accumulated, schedule: Schedule, plan: Plan) -> DividedStep:
-    """A step over micro-batches in the stages of a plan.
+    """Returns a step over micro-batches in the stages of a plan.
 
     Raises:
       PlanError: the step has other layers.
@@ -154,7 +154,7 @@ tasks and transfers, at about 1e-4 seconds each for one controller (`benchmarks/
 
 
 def partition_by_placement(run: Passes, step: Step, request: PlanRequest) -> Staged:
-    """The step divided by where its pinned arguments are: what reads a leaf runs on the submesh that has it.
+    """Returns the step divided by where its pinned arguments are: what reads a leaf runs on the submesh that has it.
 
     Where it takes long enough, and the batch can be cut exactly, micro-batches that take turns on the submeshes are
     tried too, and the plan that the simulation says is faster is taken. A given number of micro-batches holds.
@@ -186,13 +186,13 @@ def partition_by_placement(run: Passes, step: Step, request: PlanRequest) -> Sta
 
 
 def pins_of_leaves(traced: Traced, pins: Pins) -> Pins:
-    """The pins of all but the batch, which is put wherever it is read; all of them if there are no others."""
+    """Returns the pins of all but the batch, which is put wherever it is read; all of them if there are no others."""
     found = {n: pin for n, pin in pins.arguments.items() if traced.arguments[n].role != "batch"}
     return replace(pins, arguments=found) if found or pins.pieces else pins
 
 
 def _microbatches_to_try(step: Step, request: PlanRequest) -> int:
-    """Four for each submesh, or the greatest power of two that the batch allows."""
+    """Returns four for each submesh, or the greatest power of two that the batch allows."""
     count = 1 << (4 * len(request.pins.meshes)).bit_length() - 1
     while count > 1 and batch_dims(step.traced, step.rules, count) is None:
         count //= 2
@@ -200,7 +200,7 @@ def _microbatches_to_try(step: Step, request: PlanRequest) -> int:
 
 
 def replay_partition(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> Staged:
-    """A plan of a step that was divided by where its arguments were: the same division and decisions.
+    """Returns a plan of a step that was divided by where its arguments were: the same division and decisions.
 
     Raises:
       PlanError: the plan is for other arguments or another program; says what differs.
@@ -232,7 +232,7 @@ def replay_partition(run: Passes, step: Step, request: PlanRequest, plan: Plan) 
 
 
 def cut_stacked_leaves(run: Passes, step: Step, request: PlanRequest) -> tuple[Step, PlanRequest, tuple[str, ...]]:
-    """The step with stacked leaves in the parts that submeshes have, and its pins; itself where there are none.
+    """Returns the step with stacked leaves in the parts that submeshes have, and its pins; itself where there are none.
 
     A leaf that cannot be taken apart, because something reads all of it at once, is pinned nowhere: it is moved to
     where it is read, and the plan says so by the notes that are returned, too.
@@ -315,7 +315,7 @@ def _check_in_place(graph: StageGraph, submesh: int, pinned: Mapping[int, int], 
 
 
 def _solve(run: Passes, request: PlanRequest, division: DividedStep) -> Staged:
-    """The stages planned, memory more and more expensive until all fit, or at the highest price.
+    """Returns the stages planned, memory more and more expensive until all fit, or at the highest price.
 
     Raises:
       InfeasibleError: they do not fit, and leaves are copied between submeshes.
@@ -335,7 +335,7 @@ def _solve(run: Passes, request: PlanRequest, division: DividedStep) -> Staged:
 
 
 def submeshes_of(pins: Pins, num_devices: int) -> tuple[tuple[LogicalMesh, int], ...]:
-    """The submeshes that arguments are on, as (mesh, number of the first device), in the order of devices.
+    """Returns the submeshes that arguments are on, as (mesh, number of the first device), in the order of devices.
 
     Raises:
       OptionError: two of them share devices, or one has devices that the cluster has not.

@@ -50,7 +50,7 @@ class ExistingPlacement:
         self._ends = Ends((place.path, place.kind, place.where) for place in self.places)
 
     def pins(self, flat: Sequence[tuple[str, Any]], *, state_alone: bool = False) -> Pins:
-        """The pins of a call.
+        """Returns the pins of a call.
 
         Args:
           flat: path and leaf of each flat argument.
@@ -81,7 +81,7 @@ class ExistingPlacement:
         return bool(state) and all((place.path, place.kind) in here for place in state)
 
     def _meshes(self) -> Mapping[Any, tuple[LogicalMesh, int]]:
-        """The meshes of the plans, by the devices that they are here."""
+        """Returns the meshes of the plans, by the devices that they are here."""
         devices, out = available(), {}
         for plan in self._plans:
             for stage, submesh in zip(plan.stages, plan.division.submeshes, strict=True):
@@ -93,7 +93,7 @@ class ExistingPlacement:
 
 
 def _pin_of_array(leaf: Any, meshes: Mapping[Any, tuple[LogicalMesh, int]], why: str) -> Pin | None:
-    """The pin of an array on one of some meshes."""
+    """Returns the pin of an array on one of some meshes."""
     sharding = getattr(leaf, "sharding", None) if isinstance(leaf, jax.Array) else None
     if not isinstance(sharding, NamedSharding):
         return None
@@ -103,7 +103,7 @@ def _pin_of_array(leaf: Any, meshes: Mapping[Any, tuple[LogicalMesh, int]], why:
 
 
 def plans_of(like: Sequence[Any], given: Mapping[str, Any]) -> tuple[Plan, ...]:
-    """The plans of the option `like`. A step that has none yet is planned from the shapes at hand.
+    """Returns the plans of the option `like`. A step that has none yet is planned from the shapes at hand.
 
     Args:
       like: steps and plans.

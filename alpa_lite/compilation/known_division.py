@@ -39,7 +39,7 @@ from alpa_lite.report import units
 
 
 def replay_plan(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> Staged:
-    """A given plan: the step divided as it says, and each stage with its decisions, without solving.
+    """Returns a given plan: the step divided as it says, and each stage with its decisions, without solving.
 
     Raises:
       PlanError: the plan is for other arguments, devices or another program; says what differs.
@@ -61,7 +61,7 @@ def replay_plan(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> St
 
 
 def load_cached_plan(run: Passes, step: Step, request: PlanRequest, cache: PlanCache) -> tuple[Plan, Staged] | None:
-    """A plan of the cache and the step in the stages that it says; None if there is none that can be used."""
+    """Returns a plan of the cache and the step in the stages that it says; None if there is none that can be used."""
     plan = cache.load()
     if plan is None:
         return None
@@ -127,7 +127,7 @@ def plan_on_existing_placement(run: Passes, step: Step, request: PlanRequest) ->
 
 
 def divide_again(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> DividedStep:
-    """The step divided as a plan for other shapes divides it, its state where that plan has it.
+    """Returns the step divided as a plan for other shapes divides it, its state where that plan has it.
 
     Layers, submeshes, schedule and rematerialisation are those of the plan; where the batch does not divide into as
     many micro-batches, there are as many as can be.
@@ -154,7 +154,7 @@ def divide_again(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> D
 
 
 def _pins(graph: StageGraph, stage: Stage, first_device: int, why: str) -> Pins:
-    """Where the state of a stage is placed, by the argument's number in it.
+    """Returns where the state of a stage is placed, by the argument's number in it.
 
     Raises:
       PlanError: the stage has other state than that of the plan.

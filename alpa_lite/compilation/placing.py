@@ -73,7 +73,7 @@ class Ends(Generic[T]):
         return found[0] if len(found) == 1 else None
 
     def candidates(self, path: Sequence[str], kind: Kind) -> tuple[T, ...]:
-        """All places that the longest common end of a path leads to."""
+        """Returns all places that the longest common end of a path leads to."""
         last_first = _last_first(path)
         for length in range(len(last_first), 0, -1):
             found = self._ends.get((kind, last_first[:length]))
@@ -83,13 +83,16 @@ class Ends(Generic[T]):
 
 
 def _last_first(path: Sequence[str]) -> tuple[str, ...]:
-    """The keys of a path from its end. Flax writes the array of a Variable as its `value` in some pytrees alone."""
+    """Returns the keys of a path from its end.
+
+    Flax writes the array of a Variable as its `value` in some pytrees alone.
+    """
     kept = path[:-1] if len(path) > 1 and path[-1] == "value" else path
     return tuple(reversed(kept))
 
 
 def places_of(plan: PlanRecord, why: str) -> list[Place]:
-    """Where a plan has the leaves of the arguments that are no batch."""
+    """Returns where a plan has the leaves of the arguments that are no batch."""
     leaves = {leaf.path: leaf for stage in plan.stages for leaf in stage.arguments}
     out = []
     for path, where in pins.places(plan, why).items():
@@ -112,7 +115,7 @@ def kind_of(leaf: Any) -> Kind | None:
 
 
 def planned_shardings(plan: PlanRecord, tree: Any, devices: Sequence[Any] | None) -> Any:
-    """Where a plan has the leaves of a pytree: as `Plan.shardings`."""
+    """Returns where a plan has the leaves of a pytree: as `Plan.shardings`."""
     devices = available() if devices is None else list(devices)
     leaves, _ = pytrees.flatten_nnx(tree)
     kinds = list(map(kind_of, leaves))

@@ -53,7 +53,7 @@ class PlanCache:
         self.path = directory / f"{name}.json"
 
     def load(self) -> Plan | None:
-        """The plan of the file; None if there is none, or with a warning if it cannot be used."""
+        """Returns the plan of the file; None if there is none, or with a warning if it cannot be used."""
         try:
             data = json_codec.read_json(self.path)
             if not isinstance(data, dict) or data.get("key") != self.key:
@@ -81,7 +81,7 @@ class PlanCache:
 
 
 def cache_of(step: Step, request: PlanRequest) -> PlanCache | None:
-    """The file of a planning; None where no directory is named, or a plan is given."""
+    """Returns the file of a planning; None where no directory is named, or a plan is given."""
     directory = request.options.cache_dir or os.environ.get(VARIABLE)
     if not directory or request.options.plan is not None:
         return None

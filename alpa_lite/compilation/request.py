@@ -71,7 +71,7 @@ class PlanRequest:
         return self.options.memory_per_device or self.cluster.usable_memory
 
     def with_budget(self, budget: float) -> PlanRequest:
-        """The same with another budget."""
+        """Returns the same with another budget."""
         return replace(self, options=replace(self.options, memory_per_device=budget))
 
     @cached_property

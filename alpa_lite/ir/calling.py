@@ -40,12 +40,12 @@ class Calling:
         return len(self.names), self.keywords, tuple((place, type(value), value) for place, value in static)
 
     def traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments that are not static."""
+        """Returns the arguments that are not static."""
         found = tuple([args[i] for i in self.dynamic]), {name: kwargs[name] for name in self.keywords}
         return found if self.hide is None else self.hide(found)
 
     def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call from those that are traced, the static ones put in their places."""
+        """Returns the arguments of a call from those that are traced, the static ones put in their places."""
         by_place = dict(zip(self.dynamic, args, strict=True)) | dict(self.static_positions)
         return tuple([by_place[i] for i in range(len(self.names))]), {**self.static_keywords, **kwargs}
 
@@ -55,7 +55,7 @@ class Calling:
         return fun(*positional, **keywords)
 
     def matches(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Whether another call has the same form."""
+        """Returns whether another call has the same form."""
         if len(args) != len(self.names) or len(kwargs) != len(self.keywords) + len(self.static_keywords):
             return False
         return (
@@ -65,10 +65,10 @@ class Calling:
         )
 
     def roots(self) -> tuple[str, ...]:
-        """The names of the traced arguments: positional ones, then keywords."""
+        """Returns the names of the traced arguments: positional ones, then keywords."""
         return (*(self.names[i] for i in self.dynamic), *self.keywords)
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether two static values are the same."""
+    """Returns whether two static values are the same."""
     return type(one) is type(other) and (one is other or one == other)

@@ -15,7 +15,7 @@ from alpa_lite import _jax
 
 
 def jaxpr_flops(jaxpr: Any) -> float:
-    """FLOPs of a jaxpr. Operations that no output needs do not count."""
+    """Returns FLOPs of a jaxpr. Operations that no output needs do not count."""
     opened, _ = _jax.open_jaxpr(jaxpr)
     needed = {id(v) for v in opened.outvars}
     writes = {id(v) for v in (*opened.invars, *opened.constvars) if type(v.aval).__name__ == "AbstractRef"}
@@ -47,7 +47,7 @@ def _of_equation(eqn: Any) -> float:
 
 
 def bytes_between_products(jaxpr: Any, outside: frozenset[int] | None = None) -> float:
-    """Bytes that are moved for arrays which products take or make and which do not leave a function.
+    """Returns bytes that are moved for arrays which products take or make and which do not leave a function.
 
     An array that a product writes is read by what comes after it, and one that it reads was written before. Pallas
     kernels are left out.
@@ -71,7 +71,7 @@ def bytes_between_products(jaxpr: Any, outside: frozenset[int] | None = None) ->
 
 
 def pallas_flops(params: Mapping[str, Any]) -> float:
-    """FLOPs of a Pallas kernel: those that it states, or its body's once for each point of the grid.
+    """Returns FLOPs of a Pallas kernel: those that it states, or its body's once for each point of the grid.
 
     Dynamic bounds of the grid count as one.
     """

@@ -123,12 +123,12 @@ class Graph:
     keys: Any = None
 
     def ops(self) -> Iterator[Op]:
-        """Every op, nested ones before the op that carries them."""
+        """Yields every op, nested ones before the op that carries them."""
         yield from walk(self.block)
 
 
 def walk(block: Block) -> Iterator[Op]:
-    """Every op of a block, nested ones before the op that carries them."""
+    """Yields every op of a block, nested ones before the op that carries them."""
     for op in block.ops:
         for body in op.bodies:
             yield from walk(body)

@@ -88,7 +88,7 @@ def encode(value: Any) -> Any:
 
 
 def encode_fields(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass as JSON values, by name."""
+    """Returns the fields of a dataclass as JSON values, by name."""
     fields = [(f, getattr(value, f.name)) for f in dataclasses.fields(value) if f.metadata.get("saved", True)]
     return {f.name: encode(item) for f, item in fields if item is not None or not f.metadata.get("optional")}
 
@@ -118,7 +118,7 @@ def decode_fields(cls: type[T], data: object, where: str = "") -> T:
 
 
 def decode(kind: Any, data: Any, where: str) -> Any:
-    """A value of the annotated type `kind` from JSON values; arguments and errors as for `decode_fields`."""
+    """Returns a value of the annotated type `kind` from JSON values; arguments and errors as for `decode_fields`."""
     if kind is Any:
         return data
     origin, args = typing.get_origin(kind), typing.get_args(kind)
@@ -155,7 +155,7 @@ def decode(kind: Any, data: Any, where: str) -> Any:
 
 
 def _decode_any(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
-    """A value of the first of several types that can be decoded."""
+    """Returns a value of the first of several types that can be decoded."""
     if data is None and types.NoneType in kinds:
         return None
     first, *others = (kind for kind in kinds if kind is not types.NoneType)
@@ -168,7 +168,7 @@ def _decode_any(kinds: tuple[Any, ...], data: Any, where: str) -> Any:
 
 
 def _decode_entry(entry: Any, where: str) -> Any:
-    """The entry of a partition spec."""
+    """Returns the entry of a partition spec."""
     if entry == {"unconstrained": True}:
         return PartitionSpec.UNCONSTRAINED
     if isinstance(entry, list) and all(isinstance(axis, str) for axis in entry):
@@ -186,5 +186,5 @@ def _expect(data: Any, kind: Any, name: str, where: str) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _hints(cls: type) -> dict[str, Any]:
-    """The resolved annotations of `cls`."""
+    """Returns the resolved annotations of `cls`."""
     return typing.get_type_hints(cls)

@@ -66,7 +66,7 @@ Types = tuple[tuple[tuple[int, ...], Any], ...]
 
 
 def types_of(arrays: Sequence[Any]) -> Types:
-    """The types of arrays, tracers or abstract values."""
+    """Returns the types of arrays, tracers or abstract values."""
     return tuple((tuple(x.shape), x.dtype) for x in arrays)
 
 
@@ -197,7 +197,7 @@ class _Linearised:
     kept: tuple[tuple[int, int], ...] = ()
 
     def partly(self, operands: Sequence[Any]) -> tuple[Callable[..., tuple[Any, ...]], tuple[Any, ...]]:
-        """The function of the operands `wrt` alone, and these."""
+        """Returns the function of the operands `wrt` alone, and these."""
 
         def of(*some: Any) -> tuple[Any, ...]:
             own = list(operands)
@@ -208,7 +208,7 @@ class _Linearised:
         return of, tuple(operands[i] for i in self.wrt)
 
     def pulled(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Any]:
-        """The results, and the function from cotangents to those of the operands `wrt`."""
+        """Returns the results, and the function from cotangents to those of the operands `wrt`."""
         of, some = self.partly(operands)
         return jax.vjp(of, *some)
 
@@ -239,7 +239,7 @@ class _Tangent(_Linearised):
         return [t for x, t in zip(outs, found, strict=True) if _is_real(x)]
 
     def backward(self, rule: Notation) -> Kernel:
-        """The kernel of the transposed function; `rule` is that of this one."""
+        """Returns the kernel of the transposed function; `rule` is that of this one."""
         given = rule.operands[: len(rule.operands) - len(self.wrt)]
         results = tuple(rule.operands[i] for i in self.wrt)
         lost = {n for n in rule.names() if any(all(n not in dim for dim in tensor) for tensor in results)}
@@ -332,7 +332,7 @@ def _kept(
 
 
 def _has_all(tensor: Tensor, names: Sequence[str]) -> bool:
-    """Whether each name is one dim."""
+    """Returns whether each name is one dim."""
     return sorted(n for dim in tensor for n in dim) == sorted(names) and all(len(dim) <= 1 for dim in tensor)
 
 
@@ -362,5 +362,5 @@ def _followed(
 
 
 def _is_real(x: Any) -> bool:
-    """Whether values of this type have derivatives."""
+    """Returns whether values of this type have derivatives."""
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))

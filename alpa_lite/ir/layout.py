@@ -46,11 +46,11 @@ class LogicalMesh:
         return math.prod(self.shape)
 
     def axis_size(self, axis: str) -> int:
-        """The number of devices along `axis`."""
+        """Returns the number of devices along `axis`."""
         return self._sizes[axis]
 
     def product(self, axes: Axes) -> int:
-        """The number of devices that `axes` span together."""
+        """Returns the number of devices that `axes` span together."""
         sizes, out = self._sizes, 1
         for axis in axes:
             out *= sizes[axis]
@@ -92,12 +92,12 @@ class Layout:
 
 
 def replicated_layout(rank: int) -> Layout:
-    """The layout of a tensor of `rank` dims that every device holds whole."""
+    """Returns the layout of a tensor of `rank` dims that every device holds whole."""
     return Layout(((),) * rank)
 
 
 def local_shape(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> tuple[int, ...]:
-    """The shape of one device's block.
+    """Returns the shape of one device's block.
 
     Raises:
       ValueError: where a dim is not divisible by the devices that shard it.
@@ -136,7 +136,7 @@ class Step:
     after: Layout
 
     def communicating(self, mesh: LogicalMesh) -> Axes:
-        """The axes over which data moves: of a reordering those that it moves blocks along."""
+        """Returns the axes over which data moves: of a reordering those that it moves blocks along."""
         if self.kind != "collective_permute":
             return self.axes
         before = self.before.dims[self.dim]
@@ -152,7 +152,7 @@ class Step:
 
 
 def find_moved_axes(before: Axes, after: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Which axes a reordering of one dim's axes moves blocks along, by their positions in `before`.
+    """Returns which axes a reordering of one dim's axes moves blocks along, by their positions in `before`.
 
     Block b = (b_1, .., b_n) is at coordinate b_i of axis `before[i]`, and goes where the same number, written in the
     sizes of `after`, says. An axis along which no block changes its coordinate takes no part: of (x, y, z) to (x, z, y)
@@ -237,7 +237,7 @@ def _advance(
 
 
 def _give_up(dims: list[Axes], partial: Axes, dst: Layout, open_dims: list[int]) -> tuple[StepKind, Axes, int, int]:
-    """A step that gives up an axis: sums that the goal does not shard, then blocks that are in the way."""
+    """Returns a step that gives up an axis: sums that the goal does not shard, then blocks that are in the way."""
     wanted = {a for axes in dst.dims for a in axes}
     rest = tuple(a for a in partial if a not in dst.partial and a not in wanted)
     if rest:
@@ -254,7 +254,7 @@ def _give_up(dims: list[Axes], partial: Axes, dst: Layout, open_dims: list[int])
 
 
 def _prefix(current: Axes, goal: Axes) -> int:
-    """The length of the common prefix."""
+    """Returns the length of the common prefix."""
     n = 0
     while n < len(current) and n < len(goal) and current[n] == goal[n]:
         n += 1

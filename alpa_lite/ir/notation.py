@@ -61,12 +61,12 @@ class Notation:
         return dict[str, FactorKind](self.reduce).get(name, "replicate")
 
     def names(self) -> Names:
-        """Every name, in order of appearance."""
+        """Returns every name, in order of appearance."""
         return tuple(dict.fromkeys(_names(*self.operands, *self.results)))
 
 
 def _names(*tensors: Tensor) -> Names:
-    """The names in some tensors, as often as they occur."""
+    """Returns the names in some tensors, as often as they occur."""
     return tuple(name for tensor in tensors for dim in tensor for name in dim)
 
 
@@ -120,7 +120,7 @@ def parse(
 
 
 def _tensor(part: str, text: str, who: str) -> Tensor:
-    """The dims of one tensor."""
+    """Returns the dims of one tensor."""
     dims: list[Names] = []
     inside: list[str] | None = None
     position = 0
@@ -157,7 +157,7 @@ Shapes = Sequence[tuple[int, ...]]
 
 
 def expand_rule(notation: Notation, operands: Shapes, results: Shapes, who: str) -> Notation:
-    """The rule for tensors of these ranks, without `...`, and without names on dims that broadcast.
+    """Returns the rule for tensors of these ranks, without `...`, and without names on dims that broadcast.
 
     Raises:
       RuleError: number of tensors, ranks or sizes do not fit the rule.
@@ -214,7 +214,7 @@ def _shown(tensor: Tensor) -> str:
 def sizes_of(
     notation: Notation, operands: Shapes, results: Shapes, who: str, known: Mapping[str, int] = MappingProxyType({})
 ) -> Mapping[str, int]:
-    """The size of every name; `known` are sizes that are told.
+    """Returns the size of every name; `known` are sizes that are told.
 
     Raises:
       RuleError: a name has two sizes, or a dim of several names does not tell theirs.
@@ -253,7 +253,7 @@ def sizes_of(
 def rule_of(
     notation: Notation, operands: Shapes, results: Shapes, who: str, known: Mapping[str, int] = MappingProxyType({})
 ) -> Rule:
-    """The rule of tensors of these shapes. Names of size one, and dims that broadcast, are no factors.
+    """Returns the rule of tensors of these shapes. Names of size one, and dims that broadcast, are no factors.
 
     Raises:
       RuleError: the shapes do not fit.

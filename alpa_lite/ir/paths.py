@@ -29,7 +29,7 @@ def tokens(path: str) -> tuple[str, ...]:
 
 
 def format_path(path: str | Iterable[str]) -> str:
-    """A stored path, or some of its tokens, as it is printed: "state['a'][0].mu" gives "state/a/0/mu"."""
+    """Returns a stored path, or some of its tokens, as it is printed: "state['a'][0].mu" gives "state/a/0/mu"."""
     out = ""
     for token in tokens(path) if isinstance(path, str) else path:
         out += token if _SLICE.fullmatch(token) else f"/{_key(token)}"
@@ -37,7 +37,7 @@ def format_path(path: str | Iterable[str]) -> str:
 
 
 def keys(path: str) -> tuple[str, ...]:
-    """The keys of a stored path, as they are printed: "state['a'][0].mu" gives ("state", "a", "0", "mu").
+    """Returns the keys of a stored path, as they are printed: "state['a'][0].mu" gives ("state", "a", "0", "mu").
 
     A slice of a leaf keeps its brackets.
     """
@@ -51,7 +51,7 @@ def spellings(name: str) -> tuple[str, ...]:
 
 
 def find(name: str, known: Iterable[str]) -> list[str]:
-    """The stored paths that `name` stands for: the one that it is, or else all that are printed as it is."""
+    """Returns the stored paths that `name` stands for: the one that it is, or else all that are printed as it is."""
     paths = list(known)
     if name in paths:
         return [name]

@@ -63,7 +63,7 @@ class Buffer(NamedTuple):
 
 
 def buffer(mesh: int, submesh: Submesh, layout: Layout, shape: tuple[int, ...], dtype: Any, **rest: Any) -> Buffer:
-    """A buffer with its bytes counted. Raises ValueError where the shape does not divide."""
+    """Returns a buffer with its bytes counted. Raises ValueError where the shape does not divide."""
     size = math.prod(local_shape(shape, layout, submesh.mesh)) * int(getattr(dtype, "itemsize", 4))
     return Buffer(mesh, layout, tuple(shape), dtype, size, **rest)
 
@@ -172,7 +172,7 @@ class Program:
     num_microbatches: int = 1
 
     def consumed(self, run: Run) -> tuple[int, ...]:
-        """The buffers that a run consumes."""
+        """Returns the buffers that a run consumes."""
         return tuple(run.inputs[i] for i in self.executables[run.executable].donated)
 
     @functools.cached_property
@@ -365,12 +365,12 @@ def peak_bytes(program: Program) -> tuple[int, ...]:
 
 
 def _given(program: Program) -> set[int]:
-    """The buffers that exist before the step. Arguments may share one."""
+    """Returns the buffers that exist before the step. Arguments may share one."""
     return {number for group in (*program.inputs, *program.constants, *program.numbers) for number in group}
 
 
 def describe(program: Program, item: Instruction) -> str:
-    """One line about an instruction."""
+    """Returns one line about an instruction."""
     match item:
         case Run(executable=number, microbatch=microbatch):
             part = f", micro-batch {microbatch}" if microbatch >= 0 else ""
@@ -390,7 +390,7 @@ def _what(program: Program, number: int) -> str:
 
 
 def text(program: Program) -> str:
-    """The whole program, a line an instruction."""
+    """Returns the whole program, a line an instruction."""
     lines = []
     for mesh, (submesh, items) in enumerate(zip(program.submeshes, program.lists, strict=True)):
         shape = " x ".join(map(str, submesh.mesh.shape))

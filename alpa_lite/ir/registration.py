@@ -30,7 +30,7 @@ class _Flattened:
     static: tuple[tuple[str, Hashable], ...] = ()
 
     def result(self, *leaves: Any) -> Any:
-        """The result as the function returns it."""
+        """Returns the result as the function returns it."""
         return self.fun(*jax.tree.unflatten(self.tree, leaves), **dict(self.static))
 
     def __call__(self, *leaves: Any) -> Sequence[Any]:
@@ -74,7 +74,7 @@ class RegisteredFunction:
         return jax.tree.unflatten(jax.tree.structure(out_tree), results)
 
     def _checked(self, fun: _Flattened, types: Types) -> Any:
-        """The shapes of the result as the function returns it."""
+        """Returns the shapes of the result as the function returns it."""
         jaxpr, shapes = jax.make_jaxpr(fun.result, return_shape=True)(*specs_of(types))
         _, consts = _jax.open_jaxpr(jaxpr)
         held = next((x for x in consts if isinstance(x, Tracer)), None)
@@ -138,7 +138,7 @@ def register_rule(
 
 
 def find_registered_rule(primitive: Any, params: Mapping[str, Any]) -> Notation | None:
-    """The rule of an equation, if it is a kernel or was registered; `...` may be in it."""
+    """Returns the rule of an equation, if it is a kernel or was registered; `...` may be in it."""
     if primitive is KERNEL:
         return params["kernel"].notation
     if primitive.name == "ffi_call":

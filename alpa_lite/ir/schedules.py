@@ -59,20 +59,20 @@ class Strategy:
     splits: bool = False
 
     def bubble_filled(self, forward: Any, backward: Any) -> Any:
-        """Seconds of the bubble that weight tasks fill, each half of a backward task."""
+        """Returns seconds of the bubble that weight tasks fill, each half of a backward task."""
         return 2 * np.minimum(backward / 2, forward) if self.splits else 0.0
 
     def latency(self, forward: Any, backward: Any, transfer: Any) -> Any:
-        """Seconds of a micro-batch on a stage, and over the cut behind it and back."""
+        """Returns seconds of a micro-batch on a stage, and over the cut behind it and back."""
         return forward + backward + 2 * transfer - self.bubble_filled(forward, backward)
 
     def period(self, forward: Any, backward: Any, transfer: Any, slowest: Any) -> Any:
-        """Seconds from one micro-batch to the next: transfers that hide count by the slowest."""
+        """Returns seconds from one micro-batch to the next: transfers that hide count by the slowest."""
         whole = forward + backward
         return np.maximum(whole, 2 * slowest) if self.hides else whole + 2 * transfer
 
     def in_flight(self, num_meshes: int, num_microbatches: int, mesh: int, virtual: int = 1) -> int:
-        """The most micro-batch activations that a submesh holds at once.
+        """Returns the most micro-batch activations that a submesh holds at once.
 
         One activation is what one stage saves of one micro-batch. It is held from the start of forward(s, m) to the end
         of backward(s, m), or of weight(s, m) where backward is split: after backward, weight still needs the inputs of
@@ -91,7 +91,7 @@ class Strategy:
         self, num_meshes: int, num_microbatches: int,
         *, forward: float, backward_input: float, backward_weight: float,
     ) -> float:  # fmt: skip
-        """Seconds that each submesh idles in a step if all stages take the same time and transfers are free.
+        """Returns seconds that each submesh idles in a step if all stages take the same time and transfers are free.
 
         (S-1)(f + b + w), with f, b and w those of one *stage*: with v stages a submesh they are v times shorter than
         the submesh's, which is the published (S-1)(f + b + w)/v.
@@ -177,12 +177,12 @@ class Schedule:
         return any(task.kind == "weight" for task in self.tasks[0])
 
     def mesh(self, stage: int) -> int:
-        """The submesh that a stage is on."""
+        """Returns the submesh that a stage is on."""
         return stage % self.num_meshes
 
 
 def schedule(name: str, num_meshes: int, num_microbatches: int, *, virtual: int = 1, slices: int = 1) -> Schedule:
-    """The tasks of every submesh.
+    """Returns the tasks of every submesh.
 
     Args:
       name: one of `NAMES`.
@@ -219,7 +219,10 @@ def schedule(name: str, num_meshes: int, num_microbatches: int, *, virtual: int 
 
 
 def _in_slices(task: Task, slices: int) -> Iterator[Task]:
-    """A task as one for each slice of the sequence. Backward, later tokens come first: earlier ones wait for them."""
+    """Yields a task as one for each slice of the sequence.
+
+    Backward, later tokens come first: earlier ones wait for them.
+    """
     for number in range(slices) if task.kind == "forward" else reversed(range(slices)):
         yield replace(task, slice=number)
 
@@ -353,7 +356,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Task]]:
 
 
 def _needs(task: Task, last: int, slices: int) -> list[Task]:
-    """The tasks that `task` needs; `last` is the last stage."""
+    """Returns the tasks that `task` needs; `last` is the last stage."""
     kind, stage = task.kind, task.stage
     if kind == "weight":
         return [replace(task, kind="backward")]

@@ -73,7 +73,7 @@ class Timeline:
 
     @classmethod
     def from_json(cls, data: Any) -> Timeline:
-        """The timeline that `to_json` wrote.
+        """Returns the timeline that `to_json` wrote.
 
         Raises:
           ValueError: if the data are damaged.

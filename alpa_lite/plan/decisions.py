@@ -57,7 +57,7 @@ class SearchSummary:
     truncated: bool = False
 
     def gap(self, step_seconds: float) -> float:
-        """The share by which a plan of these seconds may exceed the best one: 1 - bound / seconds."""
+        """Returns the share by which a plan of these seconds may exceed the best one: 1 - bound / seconds."""
         return max(0.0, 1 - self.bound / step_seconds) if step_seconds else 0.0
 
 

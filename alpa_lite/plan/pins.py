@@ -63,7 +63,7 @@ class Pins:
         return bool(self.arguments or self.pieces)
 
     def on_submeshes(self, num_devices: int) -> bool:
-        """Whether something is on fewer devices than all."""
+        """Returns whether something is on fewer devices than all."""
         return any(mesh.size < num_devices for mesh, _ in self.meshes)
 
     @property
@@ -75,13 +75,13 @@ class Pins:
 
 
 def pin_of(stage: Stage, first_device: int, leaf: Leaf, why: str) -> Pin:
-    """Where a stage of a plan has a leaf."""
+    """Returns where a stage of a plan has a leaf."""
     mesh = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names))
     return Pin(mesh, first_device, layout_of_spec(leaf.spec, len(leaf.shape)), why)
 
 
 def layout_of_spec(spec: PartitionSpec, rank: int) -> Layout:
-    """The layout of a value with `rank` dims that a mesh shards as `spec` says."""
+    """Returns the layout of a value with `rank` dims that a mesh shards as `spec` says."""
     axes = spec_axes(spec)
     return Layout((*axes, *((),) * (rank - len(axes))))
 
@@ -152,7 +152,7 @@ class Wishes:
         return self.leaves.get(path) or self.leaves.get(_SLICE.sub("", path))
 
     def names_leaf(self, path: str) -> bool:
-        """Whether the method names a leaf, or the whole that it is a slice of."""
+        """Returns whether the method names a leaf, or the whole that it is a slice of."""
         return path in self.given or _SLICE.sub("", path) in self.given
 
 

@@ -38,7 +38,7 @@ class Plan(PlanRecord):
     """Fields that are not evaluated yet: what makes of each its value. Plans that have any have their own."""
 
     def __str__(self) -> str:
-        """A summary that fits a screen; `details` is everything."""
+        """Returns a summary that fits a screen; `details` is everything."""
         return console.render_plain(summary.render_summary(self.compared()))
 
     def __repr__(self) -> str:
@@ -59,11 +59,11 @@ class Plan(PlanRecord):
         Path(path).write_text(html.document(self.compared()), encoding="utf-8")
 
     def _repr_html_(self) -> str:
-        """The same, for notebooks."""
+        """Returns the same, for notebooks."""
         return html.fragment(self.compared())
 
     def compared(self) -> Plan:
-        """The plan with the figures of data parallelism, FSDP and tensor parallelism on the same devices.
+        """Returns the plan with the figures of data parallelism, FSDP and tensor parallelism on the same devices.
 
         They are evaluated when they are asked for, once, by the plan that the compiler made; that takes some seconds
         for a large model. A plan that was read from a file has the figures that it was saved with.
@@ -71,7 +71,7 @@ class Plan(PlanRecord):
         return self._evaluated("comparisons")
 
     def weighed(self) -> Plan:
-        """The plan with the alternatives of each decision (`decisions.Decision.alternatives`).
+        """Returns the plan with the alternatives of each decision (`decisions.Decision.alternatives`).
 
         They are weighed when they are asked for, once, by the plan that the compiler made; that takes some seconds for
         a large model. A file has them: a plan that was read from one has those that it was saved with.
@@ -110,7 +110,7 @@ class Plan(PlanRecord):
         return explain.explain(self.weighed(), path_or_operation)
 
     def diff(self, other: Plan) -> str:
-        """The differences of `other`: mesh, shardings, collectives, memory, times."""
+        """Returns the differences of `other`: mesh, shardings, collectives, memory, times."""
         return diff.diff(self, other)
 
     def save_timeline(self, path: str | os.PathLike[str]) -> None:
@@ -124,7 +124,7 @@ class Plan(PlanRecord):
         timeline.write(path, self.division.timeline)
 
     def shardings(self, tree: Any, devices: Sequence[Any] | None = None) -> Any:
-        """Where the plan has the leaves of a pytree: the same pytree with a `NamedSharding` for each.
+        """Returns where the plan has the leaves of a pytree: the same pytree with a `NamedSharding` for each.
 
         A leaf is found by the end of its path, its shape and its dtype, so that `params`, a whole `TrainState`, an NNX
         module or its state, and what a checkpoint holds all do. A leaf that the plan does not have is replicated on the
@@ -140,12 +140,12 @@ class Plan(PlanRecord):
         return placing.planned_shardings(self, tree, devices)
 
     def to_json(self) -> dict:
-        """The plan as JSON values, with the schema version and with alternatives, which are weighed for it."""
+        """Returns the plan as JSON values, with the schema version and with alternatives, which are weighed for it."""
         return {"format": "alpa_lite.Plan", "schema": SCHEMA, "plan": json_codec.encode_fields(self.weighed())}
 
     @staticmethod
     def from_json(data: object, source: str = "the given data") -> Plan:
-        """The inverse of `to_json`.
+        """Returns the inverse of `to_json`.
 
         Raises:
           PlanError: if `data` is not a plan of this schema; `source` is named in the message.

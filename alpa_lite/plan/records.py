@@ -157,12 +157,12 @@ class Stage:
         return {leaf.path: leaf.spec for leaf in self.results}
 
     def shards(self, spec: PartitionSpec) -> int:
-        """Into how many different blocks `spec` cuts a value."""
+        """Returns into how many different blocks `spec` cuts a value."""
         sizes = dict(zip(self.axis_names, self.mesh_shape, strict=True))
         return math.prod(sizes[axis] for axes in spec_axes(spec) for axis in axes)
 
     def bytes_per_device(self, leaf: Leaf) -> int:
-        """Bytes of one device's block of `leaf`."""
+        """Returns bytes of one device's block of `leaf`."""
         return -(-leaf.bytes // self.shards(leaf.spec))
 
 
@@ -203,7 +203,7 @@ class Division:
     token_slices: tuple[int, ...] = ()
 
     def layers_of(self, stage: int) -> tuple[int, int]:
-        """The first layer of a stage, and how many layers it has."""
+        """Returns the first layer of a stage, and how many layers it has."""
         bounds = [*self.first_layers, self.num_layers]
         return bounds[stage], bounds[stage + 1] - bounds[stage]
 
@@ -291,5 +291,5 @@ class PlanRecord:
 
 
 def spec_axes(spec: PartitionSpec) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes of each dim: P('a', None, ('b', 'c')) gives (('a',), (), ('b', 'c'))."""
+    """Returns the mesh axes of each dim: P('a', None, ('b', 'c')) gives (('a',), (), ('b', 'c'))."""
     return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec)

@@ -49,7 +49,7 @@ def verdict(plan: Plan, stage: Stage, examples: int | None, other: Alternative, 
 
 
 def _difference(solver: Solver, other: Alternative, chosen: Alternative, delta: float) -> str:
-    """The seconds that the step with `other` takes more, and their cause."""
+    """Returns the seconds that the step with `other` takes more, and their cause."""
     step = solver.objective
     if abs(delta) <= _SAME * step:
         return "the step takes equally long: either choice will do"
@@ -79,13 +79,13 @@ def _difference(solver: Solver, other: Alternative, chosen: Alternative, delta: 
 
 
 def _share(part: float, whole: float) -> str:
-    """A small share of the step in percent, with two digits."""
+    """Returns a small share of the step in percent, with two digits."""
     share = 100 * part / whole if whole > 0 else 0.0
     return "under 0.01 %" if share < 0.01 else f"{share:.2g} %" if share < 100 else f"{share:,.0f} %"
 
 
 def _too_large(plan: Plan, step: Outcome, chosen: Alternative) -> str:
-    """The best known step of an alternative with which no plan was found that fits."""
+    """Returns the best known step of an alternative with which no plan was found that fits."""
     delta = step.seconds - (chosen.roomy or chosen.step).seconds
     pace = f"{units.seconds(abs(delta))} {'slower' if delta > 0 else 'faster'} per step than the chosen one"
     head = f"no plan found with this choice fits {units.nbytes(plan.memory_per_device)} per device"
@@ -95,14 +95,14 @@ def _too_large(plan: Plan, step: Outcome, chosen: Alternative) -> str:
 
 
 def _links(other: Outcome, chosen: Outcome) -> list[str]:
-    """The link speed from which, or below which, `other` is faster; nothing if that is out of reach."""
+    """Returns the link speed from which, or below which, `other` is faster; nothing if that is out of reach."""
     spent = [step.communication_seconds - step.latency_seconds for step in (other, chosen)]
     at = _ratio(spent[0] - spent[1], (chosen.seconds - spent[1]) - (other.seconds - spent[0]))
     return [f"with links {'more' if at > 1 else 'less'} than {units.factor(at)} as fast"] if at else []
 
 
 def _batch(now: int | None, other: Outcome, chosen: Outcome) -> list[str]:
-    """The batch from which, or below which, `other` is faster; nothing if that is out of reach."""
+    """Returns the batch from which, or below which, `other` is faster; nothing if that is out of reach."""
     fixed = [step.seconds - step.batch_seconds for step in (other, chosen)]
     at = _ratio(fixed[0] - fixed[1], chosen.batch_seconds - other.batch_seconds)
     if not at:
@@ -117,7 +117,7 @@ def _ratio(above: float, below: float) -> float:
 
 
 def _memory(plan: Plan, other: Alternative, chosen: Alternative) -> list[str]:
-    """The memory budgets under which `other` is faster than the plan, or fits where the plan does not."""
+    """Returns the memory budgets under which `other` is faster than the plan, or fits where the plan does not."""
     out = []
     low, high = other.step.bytes_per_device, chosen.step.bytes_per_device
     if low < 0.999 * high:

@@ -19,7 +19,7 @@ BAR_WIDTH = 40
 
 
 def render_plain(content: RenderableType, width: int = WIDTH) -> str:
-    """Anything that Rich prints, as plain text without colour and without trailing blanks."""
+    """Returns anything that Rich prints, as plain text without colour and without trailing blanks."""
     console = Console(file=io.StringIO(), width=width, color_system=None, force_terminal=False, legacy_windows=False)
     with console.capture() as capture:
         console.print(content, highlight=False)
@@ -36,13 +36,16 @@ def _is_shown(part: object) -> bool:
 
 
 def _section(section: Section) -> Group:
-    """A heading after an empty line, and the body below it, indented."""
+    """Returns a heading after an empty line, and the body below it, indented."""
     body = Group(*map(_block, section.body))
     return Group(Text(f"\n{section.heading}", style="bold"), Padding(body, (0, 0, 0, 2)))
 
 
 def _block(block: Block) -> RenderableType:
-    """A block of a section. Texts are taken as they are: a layout such as "[data, None]" is not Rich's markup."""
+    """Returns a block of a section.
+
+    Texts are taken as they are: a layout such as "[data, None]" is not Rich's markup.
+    """
     match block:
         case str():
             return Text(block)
@@ -56,7 +59,7 @@ def _block(block: Block) -> RenderableType:
 
 
 def _wrapped(sentence: Sentence) -> str:
-    """The lines of a sentence within the indent of a section, without a break in its head or a part."""
+    """Returns the lines of a sentence within the indent of a section, without a break in its head or a part."""
     head, *parts = (text.replace(" ", "\0") for text in (sentence.head, *sentence.parts))
     lines = textwrap.TextWrapper(
         WIDTH - 2, " " * sentence.indent, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
@@ -65,7 +68,7 @@ def _wrapped(sentence: Sentence) -> str:
 
 
 def _table(table: Table) -> RichTable:
-    """A table without lines."""
+    """Returns a table without lines."""
     numbers = [n for n, column in enumerate(table.columns) if _is_shown(column)]
     named = any(table.columns[n].name for n in numbers)
     out = RichTable(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", show_header=named)

@@ -22,7 +22,7 @@ _MAX_DECISIONS = 12
 
 
 def diff(before: Plan, after: Plan) -> str:
-    """The differences from `before` to `after`, in at most 100 columns.
+    """Returns the differences from `before` to `after`, in at most 100 columns.
 
     Everything equal is left out, planning times are never compared, and two plans without a difference give the one
     line "The plans do not differ."
@@ -45,19 +45,19 @@ def diff(before: Plan, after: Plan) -> str:
 
 
 def _differing(old: Mapping[Any, Any], new: Mapping[Any, Any], missing: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """The keys whose values differ, with both values."""
+    """Returns the keys whose values differ, with both values."""
     pairs = ((key, old.get(key, missing), new.get(key, missing)) for key in {**old, **new})
     return ((key, a, b) for key, a, b in pairs if a != b)
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Block]:
-    """A table of the facts that differ."""
+    """Yields a table of the facts that differ."""
     rows = ((name, f"{old} -> {new}") for name, old, new in _differing(before, after, "absent"))
     yield Table.of((Column(), Column(wide=True)), rows)
 
 
 def _amounts(before: Mapping[str, float], after: Mapping[str, float], text: units.Format) -> Iterator[Block]:
-    """A table of the amounts that differ, with the change in percent."""
+    """Yields a table of the amounts that differ, with the change in percent."""
 
     def relative(row: tuple[str, float | None, float | None]) -> str:
         _, old, new = row
@@ -103,7 +103,7 @@ class _Placed:
 
 
 def _leaves(plan: Plan) -> dict[str, _Placed]:
-    """The arguments by path. One that several stages hold is shown with the sharding of the first of them."""
+    """Returns the arguments by path. One that several stages hold is shown with the sharding of the first of them."""
     sites = ((leaf, number) for number, stage in enumerate(plan.stages) for leaf in stage.arguments)
     out = {}
     for path, ((leaf, first), *others) in grouping.group_by_key(sites, lambda site: site[0].path).items():
@@ -113,7 +113,7 @@ def _leaves(plan: Plan) -> dict[str, _Placed]:
 
 
 def _shardings(before: Plan, after: Plan) -> Iterator[Block]:
-    """The arguments whose sharding differs, and the arguments that only one of the plans has."""
+    """Yields the arguments whose sharding differs, and the arguments that only one of the plans has."""
     old, new = _leaves(before), _leaves(after)
     pairs = {path: (old[path], new[path]) for path in old if path in new}
     changed = {path: (a, b) for path, (a, b) in pairs.items() if a.text() != b.text()}
@@ -151,7 +151,7 @@ def _changed_leaves(changed: dict[str, tuple[_Placed, _Placed]]) -> Table:
 
 
 def _collectives(before: Plan, after: Plan) -> Iterator[Block]:
-    """A table of the kinds and axes whose executions, bytes or seconds per step differ."""
+    """Yields a table of the kinds and axes whose executions, bytes or seconds per step differ."""
 
     def by_kind(plan: Plan) -> dict[tuple[str, tuple[str, ...]], tuple[int, int, float]]:
         found = grouping.group_by_key(plan.priced_collectives, lambda item: (item[0].kind, item[0].axes))
@@ -174,7 +174,7 @@ def _collectives(before: Plan, after: Plan) -> Iterator[Block]:
 
 
 def _memory(plan: Plan) -> dict[str, float]:
-    """Bytes of the fullest device of each kind of memory."""
+    """Returns bytes of the fullest device of each kind of memory."""
     uses = stages.memory(plan)
     names = dict.fromkeys(name for use in uses for name, _ in use.kinds)
     largest = {name: max(dict(use.kinds).get(name, 0) for use in uses) for name in names}
@@ -182,14 +182,14 @@ def _memory(plan: Plan) -> dict[str, float]:
 
 
 def _seconds(plan: Plan) -> dict[str, float]:
-    """Seconds of the step, and where they go: means over devices."""
+    """Returns seconds of the step, and where they go: means over devices."""
     where = stages.seconds_by_use(plan)
     waiting = sum(where.communication.values())
     return {"step": plan.step_seconds, "compute": where.compute, "communication": waiting, "idle": where.idle}
 
 
 def _decisions(before: Plan, after: Plan) -> Iterator[Block]:
-    """The operations whose strategy differs; decisions about arguments are among the shardings."""
+    """Yields the operations whose strategy differs; decisions about arguments are among the shardings."""
 
     def operations(plan: Plan) -> dict[tuple[int, str], Decision]:
         apart = len(before.stages) == len(after.stages)

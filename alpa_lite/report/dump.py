@@ -69,7 +69,7 @@ class _Listing:
         self._unnamed: dict[type, dict[int, object]] = {}  # objects without a text, by type and `id`
 
     def lines(self, value: Any, name: str) -> list[str]:
-        """The lines of a value, in which no later value repeats a part; such parts are called by `name`."""
+        """Returns the lines of a value, in which no later value repeats a part; such parts are called by `name`."""
         if id(value) in self._seen:
             return [f"{type(value).__name__}: see {self._seen[id(value)][1]}"]
         if (text := self._text(value)) is not None:
@@ -102,7 +102,7 @@ class _Listing:
         return [*lines, *(programs.text(value).split("\n") if isinstance(value, programs.Program) else [])]
 
     def _text(self, value: Any) -> str | None:
-        """The text of a value without parts, or with a notation of its own; None of others."""
+        """Returns the text of a value without parts, or with a notation of its own; None of others."""
         match value:
             case Rule():
                 return _rule_text(value)
@@ -134,7 +134,7 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _rule_text(rule: Rule) -> str:
-    """A rule, such as "[0 2] [2 1] -> [0 1]  0=16 parallel, 1=32 parallel, 2=8 sum (shardy)"."""
+    """Returns a rule, such as "[0 2] [2 1] -> [0 1]  0=16 parallel, 1=32 parallel, 2=8 sum (shardy)"."""
 
     def dims(value: tuple[tuple[int, ...], ...]) -> str:
         return "[" + " ".join("*".join(map(str, factors)) or "1" for factors in value) + "]"
@@ -149,7 +149,7 @@ def _literal(literal: Lit) -> str:
 
 
 def _array(array: np.ndarray) -> str:
-    """The elements of a small array; of a large one type, shape and range."""
+    """Returns the elements of a small array; of a large one type, shape and range."""
     if array.size <= _MAX_ELEMENTS:
         return " ".join(np.array2string(array, precision=4, separator=" ").split())
     ends = f" of {array.min():.4g} to {array.max():.4g}" if array.dtype.kind in "fiu" else ""
@@ -157,7 +157,7 @@ def _array(array: np.ndarray) -> str:
 
 
 def _traced(value: Traced | Graph) -> Iterator[str]:
-    """A program, of a traced one its arguments too."""
+    """Yields a program, of a traced one its arguments too."""
     if isinstance(value, Traced):
         for argument, number in zip(value.arguments, value.graph.block.inputs, strict=False):
             yield f"%{number} {format_path(argument.path)} ({argument.role})"
@@ -167,7 +167,7 @@ def _traced(value: Traced | Graph) -> Iterator[str]:
 
 
 def _block(graph: Graph, block: Block) -> Iterator[str]:
-    """A program, with nested bodies indented below the operation that carries them."""
+    """Yields a program, with nested bodies indented below the operation that carries them."""
 
     def kind(number: int) -> str:
         value = graph.values[number]
@@ -191,6 +191,6 @@ def _indented(lines: Iterable[str], spaces: int) -> Iterator[str]:
 
 
 def _is_record(value: Any) -> bool:
-    """Whether a value has fields, and no text of its own."""
+    """Returns whether a value has fields, and no text of its own."""
     named = hasattr(value, "_fields") or (dataclasses.is_dataclass(value) and not isinstance(value, type))
     return (named and type(value).__str__ is object.__str__) or isinstance(value, Traced | Graph)

@@ -108,13 +108,13 @@ class _Subject:
 
 
 def _numbers(text: str) -> set[int]:
-    """The numbers in a list of stages such as "0, 2-4"."""
+    """Returns the numbers in a list of stages such as "0, 2-4"."""
     ends = [tuple(map(int, re.findall(r"\d+", part))) for part in text.split(",")]
     return {number for pair in ends if pair for number in range(pair[0], pair[-1] + 1)}
 
 
 def _find(name: str, known: Iterable[str]) -> set[str]:
-    """The stored paths that are meant, by the first of the rules of `explain` that matches any."""
+    """Returns the stored paths that are meant, by the first of the rules of `explain` that matches any."""
     shown = {path: paths.format_path(path) for path in known}
     found, forms = set(paths.find(name, shown)), [form for form in paths.spellings(name) if form]
     for indices in ("", r"(?:/[0-9]+)*"):
@@ -151,7 +151,7 @@ def _rank(subject: _Subject) -> tuple[bool, int, float]:
 
 
 def _identical(plan: Plan, first: _Subject, subjects: list[_Subject]) -> list[_Subject]:
-    """The matches in other stages that differ from `first` in numbers of their names alone, and it itself."""
+    """Returns the matches in other stages that differ from `first` in numbers of their names alone, and it itself."""
 
     def form(subject: _Subject) -> str:
         return re.sub(r"\d+", "#", subject.names[0])
@@ -168,7 +168,7 @@ def _stages(plan: Plan, subjects: Sequence[_Subject]) -> str:
 
 
 def _title(subjects: list[_Subject]) -> str:
-    """The names of some matches as one: a range of layers for arguments that are decided together."""
+    """Returns the names of some matches as one: a range of layers for arguments that are decided together."""
     names = list(dict.fromkeys(name for subject in subjects for name in subject.names))
     if subjects[0].leaf is None:
         return names[0]
@@ -178,7 +178,7 @@ def _title(subjects: list[_Subject]) -> str:
 
 
 def _of_leaves(sites: _Sites, name: str) -> Iterator[_Subject]:
-    """One subject for each decision that the arguments share, and for identical arguments without a decision."""
+    """Yields one subject for each decision that the arguments share, and for identical arguments without a decision."""
     wanted = _find(name, (leaf.path for _, stage in sites for leaf in stage.arguments))
     for number, stage in sites:
         decisions = {path: decision for decision in stage.decisions for path in decision.paths}
@@ -193,7 +193,7 @@ def _of_leaves(sites: _Sites, name: str) -> Iterator[_Subject]:
 
 
 def _of_operations(sites: _Sites, name: str) -> list[_Subject]:
-    """Operations whose name or key is `name`, else those whose name or place contains it."""
+    """Returns operations whose name or key is `name`, else those whose name or place contains it."""
     operations = [_Subject((d.name,), *site, d) for site in sites for d in site[1].decisions if not d.paths]
     operations += [_Subject((r.name,), *site, r) for site in sites for r in site[1].replicated]
     exact = [s for s in operations if name in (s.names[0], getattr(s.record, "key", None))]
@@ -207,7 +207,7 @@ def _of_operations(sites: _Sites, name: str) -> list[_Subject]:
 
 
 def _unknown(plan: Plan, name: str) -> str:
-    """The message for a name that matches nothing, with up to three close ones."""
+    """Returns the message for a name that matches nothing, with up to three close ones."""
     known = [paths.format_path(leaf.path) for stage in plan.stages for leaf in stage.arguments]
     known += [decision.name for decision in plan.decisions if not decision.paths]
     known += [row.name for row in plan.replicated]
@@ -224,7 +224,7 @@ def _unknown(plan: Plan, name: str) -> str:
 
 
 def _others(plan: Plan, name: str, subjects: list[_Subject]) -> Section:
-    """The subjects in one table; subjects for which it would show the same are one row."""
+    """Returns the subjects in one table; subjects for which it would show the same are one row."""
     rows = []
     for stage in dict.fromkeys(_stages(plan, [s]) for s in subjects if s.leaf):
         own = {path: s for s in subjects if s.leaf and _stages(plan, [s]) == stage for path in s.names}
@@ -262,7 +262,7 @@ _OWN = (
 
 
 def _explanation(plan: Plan, subject: _Subject, title: str = "") -> list[Section]:
-    """The explanation: lines below the title, and for what has alternatives sections of tables."""
+    """Returns the explanation: lines below the title, and for what has alternatives sections of tables."""
     decision, stage, lines = subject.record, subject.stage, _described(subject)[1]
     if isinstance(decision, Decision) and decision.count > 1:
         kind, count = "arguments" if subject.leaf else "operations", decision.count
@@ -298,7 +298,7 @@ def _explanation(plan: Plan, subject: _Subject, title: str = "") -> list[Section
 
 
 def _described(subject: _Subject) -> tuple[str, list[str]]:
-    """The sharding of a subject in a few words; and its type and bytes, or its place and seconds, in lines."""
+    """Returns the sharding of a subject in a few words; and its type and bytes, or its place and seconds, in lines."""
     leaf, stage, record = subject.leaf, subject.stage, subject.record
     if leaf:
         size = f"{units.nbytes(leaf.bytes)} whole, {units.nbytes(stage.bytes_per_device(leaf))} per device"

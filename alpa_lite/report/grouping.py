@@ -46,7 +46,7 @@ class Row:
 
 
 def group_by_key(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """The items of each key, in order of first appearance."""
+    """Returns the items of each key, in order of first appearance."""
     found: dict[K, list[T]] = {}
     for item in items:
         found.setdefault(key(item), []).append(item)
@@ -84,7 +84,7 @@ def _template(texts: list[str]) -> str:
 
 
 def format_heading(prefix: Iterable[str]) -> str:
-    """The beginning of the paths below a heading; a long one is broken after a slash."""
+    """Returns the beginning of the paths below a heading; a long one is broken after a slash."""
     lines = [""]
     for part in re.findall(r"[^/]*/?", format_path(prefix)):
         if len(lines[-1]) + len(part.rstrip("/")) > _HEADING:
@@ -107,7 +107,7 @@ class Section:
 
 
 def sections(rows: Iterable[Row]) -> list[Section]:
-    """Rows by the tree that they belong to: the parameters, the moments, the batch.
+    """Returns rows by the tree that they belong to: the parameters, the moments, the batch.
 
     A tree is told apart by the first key in which the paths of one argument differ. Where names are longer than a
     column, its larger branches (the layers) become separate sections.
@@ -117,19 +117,19 @@ def sections(rows: Iterable[Row]) -> list[Section]:
 
 
 def _common(rows: list[Row]) -> tuple[str, ...]:
-    """The tokens that all paths begin with, without their last ones."""
+    """Returns the tokens that all paths begin with, without their last ones."""
     columns = zip(*(row.tokens[:-1] for row in rows), strict=False)
     return tuple(column[0] for column in itertools.takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def _branches(rows: list[Row]) -> dict[str, list[Row]]:
-    """Rows by their first key after their common ones; rows that end there are apart, under the empty key."""
+    """Returns rows by their first key after their common ones; rows that end there are apart, under the empty key."""
     at = len(_common(rows))
     return group_by_key(rows, lambda row: row.tokens[at] if len(row.tokens) > at + 1 else "")
 
 
 def _split(rows: list[Row]) -> list[Section]:
-    """One section, or several if a name would be too long."""
+    """Returns one section, or several if a name would be too long."""
     prefix = _common(rows)
     if all(len(format_path(row.tokens[len(prefix) :])) <= _NAME for row in rows):
         return [Section(prefix, rows)]
@@ -155,7 +155,7 @@ def _merge(rows: list[tuple[Row, Hashable]], position: int) -> list[tuple[Row, H
     """Joins rows whose tokens differ at `position` alone, where all are keys, or all attributes."""
 
     def key(item: tuple[Row, Hashable]) -> Hashable:
-        """All but the name at the position; of a row without a name there, the row itself."""
+        """Returns all but the name at the position; of a row without a name there, the row itself."""
         parts = item[0].tokens
         match = _KEY.fullmatch(parts[position]) if 0 < position < len(parts) else None
         return (parts[:position], parts[position + 1 :], match[1], item[1]) if match else id(item)

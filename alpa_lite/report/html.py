@@ -24,7 +24,7 @@ _LIMITS = (1000, 300, 100, 50, 25, 10, 3)
 
 
 def document(plan: Plan) -> str:
-    """The plan as a whole HTML document, in which everything stands: no resource is loaded."""
+    """Returns the plan as a whole HTML document, in which everything stands: no resource is loaded."""
     return _render(plan, _sections(plan), whole=True)
 
 
@@ -42,7 +42,7 @@ def fragment(plan: Plan) -> str:
 
 
 def _sections(plan: Plan) -> list[tuple[Section, int]]:
-    """The sections of a page, each with the number of those before it that have its name."""
+    """Returns the sections of a page, each with the number of those before it that have its name."""
     sections = [part for part in (*summary.sections(plan), *text.details(plan)) if part.only != "terminal"]
     return [(part, [other.name for other in sections[:n]].count(part.name)) for n, part in enumerate(sections)]
 
@@ -59,7 +59,7 @@ def _render(
 
 
 def _cards(plan: Plan) -> list[tuple[str, str]]:
-    """The figures in large letters, each with its meaning."""
+    """Returns the figures in large letters, each with its meaning."""
     cards = [(units.seconds(plan.step_seconds), "predicted step")]
     cards += [(rate, f"{name} a second") for name, rate in summary.rates(plan).items()]
     if plan.products.flops:

@@ -128,7 +128,7 @@ def terms_text(terms: Mapping[str, float]) -> str:
 
 
 def line_text(row: Spending) -> str:
-    """The source line alone, and whether it is of the reverse pass."""
+    """Returns the source line alone, and whether it is of the reverse pass."""
     place = Place.parse(row.where)
     return f"{place.line or row.where}{', backward' * place.backward}"
 
@@ -172,7 +172,7 @@ class Module:
 
 
 def modules(plan: Plan) -> list[Module]:
-    """The modules of a plan, the most expensive first; none where the seconds of operations are not known."""
+    """Returns the modules of a plan, the most expensive first; none where the seconds of operations are not known."""
     shares = stages.shares(plan)
     items = [
         (row.where, row.operation, "", share * row.seconds)
@@ -194,7 +194,7 @@ def modules(plan: Plan) -> list[Module]:
 
 
 def module_table(rows: list[Module], step_seconds: float) -> Table:
-    """The modules, with a bar each."""
+    """Returns the modules, with a bar each."""
     body = []
     for row in rows:
         times = {name: row.times.get(name, 0.0) for name in COLOURS}
@@ -228,7 +228,7 @@ def activations(plan: Plan) -> str:
 
 
 def activation_table(plan: Plan) -> Table:
-    """The activations of all stages."""
+    """Returns the activations of all stages."""
     columns = (
         Column("operation", lambda row: Nested(row.operation, (row.where,)), wide=True),
         Column("type", lambda row: units.type_name(row.dtype, row.shape)),
@@ -242,7 +242,7 @@ def activation_table(plan: Plan) -> Table:
 
 
 def _joined(rows: Iterable[Held]) -> list[Held]:
-    """Activations that differ in the numbers of their scopes alone as one."""
+    """Returns activations that differ in the numbers of their scopes alone as one."""
 
     def key(row: Held) -> tuple[str, Hashable]:
         place = Place.parse(row.where)

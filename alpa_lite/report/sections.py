@@ -42,7 +42,7 @@ COLOURS = {
 
 
 def overview(plan: Plan) -> Iterator[Section]:
-    """The time, the stages and their schedule, and the memory. A single task is not a schedule."""
+    """Yields the time, the stages and their schedule, and the memory. A single task is not a schedule."""
     several, timed = len(plan.stages) > 1, plan.division.timeline
     scheduled = len(timed.events) > 1
     step = f"Predicted step: {units.seconds(plan.step_seconds)}{' (mean over devices)' * several}"
@@ -60,7 +60,7 @@ def overview(plan: Plan) -> Iterator[Section]:
 
 
 def placement(plan: Plan) -> Iterator[Section]:
-    """The shardings, and the collectives and transfers."""
+    """Yields the shardings, and the collectives and transfers."""
     groups = stages.group_identical_stages(plan)
     for group in groups:
         each = " (identical; figures are for one of them)" if len(group) > 1 else ""
@@ -77,7 +77,7 @@ def placement(plan: Plan) -> Iterator[Section]:
 
 
 def _of(plan: Plan, preposition: str, group: Sequence[int]) -> str:
-    """The name of a group of stages, where there are several stages."""
+    """Returns the name of a group of stages, where there are several stages."""
     return f" {preposition} {stages.name_stages(group)}" if len(plan.stages) > 1 else ""
 
 
@@ -105,7 +105,7 @@ def _bars(rows: Sequence[tuple[str, float, str, str]], whole: float, text: Calla
 
 
 def _bubble(plan: Plan) -> str:
-    """The idle share of the schedule itself, apart from that of unequal stages and transfers."""
+    """Returns the idle share of the schedule itself, apart from that of unequal stages and transfers."""
     division, count = plan.division, plan.num_microbatches
     meshes = len(division.first_devices)
     back = int(plan.schedule != schedules.FORWARD.name)
@@ -120,7 +120,7 @@ def _bubble(plan: Plan) -> str:
 
 
 def _stages(plan: Plan) -> Table:
-    """A row for each group of identical stages."""
+    """Returns a row for each group of identical stages."""
     division, sizes = plan.division, stages.sizes(plan)
     events = division.timeline.events
     kinds = [kind for kind in ("forward", "backward", "weight") if any(event.kind == kind for event in events)]
@@ -155,7 +155,7 @@ def _stages(plan: Plan) -> Table:
 
 
 def _range(values: Sequence[Any], text: Callable[[Any], str]) -> str:
-    """The first and the last of some values in order, where their texts differ: "1.20-1.35 ms"."""
+    """Returns the first and the last of some values in order, where their texts differ: "1.20-1.35 ms"."""
     low, high = text(values[0]), text(values[-1])
     if low == high:
         return low
@@ -164,7 +164,7 @@ def _range(values: Sequence[Any], text: Callable[[Any], str]) -> str:
 
 
 def _schedule(drawn: Timeline) -> tuple[Block, ...]:
-    """A bar for each submesh: a part for each task, with its micro-batch where there is room."""
+    """Returns a bar for each submesh: a part for each task, with its micro-batch where there is room."""
     tasks = sorted((e for e in drawn.events if e.kind != "transfer" and e.end > e.start), key=lambda e: e.start)
     used = [kind for kind in timeline.STYLES if any(event.kind == kind for event in tasks)]
     idle = units.percent(sum(drawn.idle), drawn.seconds * drawn.num_meshes)
@@ -182,7 +182,7 @@ def _schedule(drawn: Timeline) -> tuple[Block, ...]:
 
 
 def _task(event: Event, before: float, seconds: float) -> Part:
-    """A task, after the end of the one before it."""
+    """Returns a task, after the end of the one before it."""
     number = str(event.microbatch) if event.microbatch >= 0 else ""
     fits = event.seconds / seconds * _TRACK > 7 * len(number) + 3
     label = f"{event.name}, stage {event.stage}, {units.seconds(event.seconds)}"
@@ -194,7 +194,7 @@ def _task(event: Event, before: float, seconds: float) -> Part:
 
 
 def _memory_of_one(plan: Plan) -> Table:
-    """A bar for each kind of memory of the only stage. Kinds need not peak together."""
+    """Returns a bar for each kind of memory of the only stage. Kinds need not peak together."""
     memory, budget = plan.stages[0].memory, plan.memory_per_device
     rows = [(kind, size, COLOURS.get(kind, "blue"), "") for kind, size in memory.kinds.items()]
     rows.append((f"peak, of {units.nbytes(budget)}", memory.total, "blue", "bold"))
@@ -211,7 +211,7 @@ def _legend(kinds: Iterable[str]) -> Legend:
 
 
 def _memory(plan: Plan) -> Table:
-    """A row for each submesh; submeshes with equal numbers share a row."""
+    """Returns a row for each submesh; submeshes with equal numbers share a row."""
     names, budget = _memory_names(plan), plan.memory_per_device
     columns = (
         Column("submesh"), *(Column(name, format=units.nbytes) for name in (*names, "peak")),
@@ -246,7 +246,7 @@ def _memory_over_step(plan: Plan, curves: Sequence[stages.Amounts]) -> Iterator[
 
 
 def _meshes(plan: Plan) -> Iterator[Grid]:
-    """The devices of each submesh by their numbers: the last axis to the right, the one before it down."""
+    """Yields the devices of each submesh by their numbers: the last axis to the right, the one before it down."""
     for submesh, numbers in stages.numbers_by_value(plan.division.submeshes).items():
         stage = plan.stages[numbers[0]]
         title = f"submesh {submesh}: {stages.name_stages(numbers)}, " if plan.pipelined else ""
@@ -262,7 +262,7 @@ def _meshes(plan: Plan) -> Iterator[Grid]:
 
 
 def _blocks(stage: Stage, leaf: Leaf) -> Blocks:
-    """The blocks of a tensor in two of its dims: those that are cut, then the largest; at most 16 each way."""
+    """Returns the blocks of a tensor in two of its dims: those that are cut, then the largest; at most 16 each way."""
     parts = [stage.shards(PartitionSpec(axes)) for axes in spec_axes(leaf.spec)]
     parts += [1] * (len(leaf.shape) - len(parts))
     dims = sorted(sorted(range(len(leaf.shape)), key=lambda d: (parts[d] == 1, -leaf.shape[d]))[:2])
@@ -334,7 +334,7 @@ def transfer_rows(items: Iterable[Costed]) -> list[Costed]:
     """Merges transfers between submeshes; those to the next submesh, to others, and back are separate rows."""
 
     def route(item: Costed) -> tuple[int, bool]:
-        """The distance of the submeshes, and whether the transfer goes forward."""
+        """Returns the distance of the submeshes, and whether the transfer goes forward."""
         source, destination = item[0].route or (0, 0)
         return min(abs(destination - source), 2), destination > source
 

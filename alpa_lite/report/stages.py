@@ -31,7 +31,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def numbers_by_value(values: Iterable[T]) -> dict[T, list[int]]:
-    """The places of equal values, in order of first appearance."""
+    """Returns the places of equal values, in order of first appearance."""
     found = grouping.group_by_key(enumerate(values), lambda item: item[1])
     return {value: [number for number, _ in same] for value, same in found.items()}
 
@@ -53,13 +53,13 @@ def name_stages(group: Sequence[int]) -> str:
 
 
 def sizes(plan: Plan) -> list[int]:
-    """The number of devices of each submesh."""
+    """Returns the number of devices of each submesh."""
     on = dict(zip(plan.division.submeshes, plan.stages, strict=True))
     return [on[mesh].num_devices for mesh in range(len(plan.division.first_devices))]
 
 
 def shares(plan: Plan) -> list[float]:
-    """The weight of each stage in a mean over devices."""
+    """Returns the weight of each stage in a mean over devices."""
     devices = sizes(plan)
     return [devices[mesh] / sum(devices) for mesh in plan.division.submeshes]
 
@@ -88,7 +88,10 @@ class Spent:
 
 
 def seconds_by_use(plan: Plan) -> Spent:
-    """The seconds of a plan by their use. Transfers between submeshes overlap with compute, or are waited for."""
+    """Returns the seconds of a plan by their use.
+
+    Transfers between submeshes overlap with compute, or are waited for.
+    """
     share = shares(plan)
     compute, hidden, hideable = (
         sum(part * getattr(stage, name) for part, stage in zip(share, plan.stages, strict=True))
@@ -128,7 +131,7 @@ class Usage:
 
 
 def memory(plan: Plan) -> list[Usage]:
-    """The memory of each submesh; of one stage, as the plan has it."""
+    """Returns the memory of each submesh; of one stage, as the plan has it."""
     division = plan.division
     if len(plan.stages) == 1:
         return [Usage(tuple(plan.stages[0].memory.kinds.items()), plan.stages[0].memory.total)]
@@ -148,7 +151,7 @@ Amounts = Mapping[str, Sequence[float]]
 
 
 def memory_over_step(plan: Plan) -> list[Amounts]:
-    """The memory of each submesh from the beginning of the step to its end; empty where it is not known.
+    """Returns the memory of each submesh from the beginning of the step to its end; empty where it is not known.
 
     One mesh has it by operations (`records.Memory.over_step`). In a pipeline the buffers in flight are those of
     micro-batches whose first task has begun and whose last one has not ended, an equal part each.
@@ -170,12 +173,12 @@ def memory_over_step(plan: Plan) -> list[Amounts]:
 
 
 def peak(plan: Plan) -> int:
-    """Bytes per device of the fullest submesh."""
+    """Returns bytes per device of the fullest submesh."""
     return max(use.peak for use in memory(plan))
 
 
 def replicated_operations(plan: Plan) -> list[Replicated]:
-    """Operations that are not distributed, of all stages, the largest first, each with its stages if there are
+    """Returns operations that are not distributed, of all stages, the largest first, each with its stages if there are
     others."""
     sites = ((number, row) for number, stage in enumerate(plan.stages) for row in stage.replicated)
     rows = []
@@ -186,18 +189,18 @@ def replicated_operations(plan: Plan) -> list[Replicated]:
 
 
 def join_equal_stages(texts: Sequence[str]) -> str:
-    """A text for each stage as one: equal ones joined, and named if there are several."""
+    """Returns a text for each stage as one: equal ones joined, and named if there are several."""
     found = numbers_by_value(texts)
     return "; ".join(f"{name_stages(numbers)}: {text}" if len(texts) > 1 else text for text, numbers in found.items())
 
 
 def meshes(plan: Plan) -> str:
-    """The meshes of all stages: "stages 0-3: x=4; stage 4: x=2 y=2"; of one stage the mesh alone."""
+    """Returns the meshes of all stages: "stages 0-3: x=4; stage 4: x=2 y=2"; of one stage the mesh alone."""
     return join_equal_stages([units.mesh(stage.mesh_shape, stage.axis_names) for stage in plan.stages])
 
 
 def layer_ranges(plan: Plan) -> str:
-    """The layers of each stage, such as "0-3, 4-7"; "all" for one stage."""
+    """Returns the layers of each stage, such as "0-3, 4-7"; "all" for one stage."""
     if len(plan.stages) == 1:
         return "all"
     counts = (plan.division.layers_of(stage) for stage in range(plan.num_stages))

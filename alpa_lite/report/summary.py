@@ -39,7 +39,7 @@ _KINDS = {
 
 
 def render_summary(plan: Plan) -> Group:
-    """The summary as a Rich renderable."""
+    """Returns the summary as a Rich renderable."""
     remarks = [*plan.verification[:1], *plan.notes[:_MAX_NOTES]]
     hidden = len(plan.notes) - _MAX_NOTES + max(0, len(plan.verification) - 1)
     lines = [textwrap.shorten(line, console.WIDTH - 2, placeholder=" ...") for line in remarks]
@@ -49,7 +49,7 @@ def render_summary(plan: Plan) -> Group:
 
 
 def sections(plan: Plan) -> Iterator[Section]:
-    """The choice, the prediction, and other methods on the same devices."""
+    """Yields the choice, the prediction, and other methods on the same devices."""
     yield Section("overview", "Chosen", tuple(choice_lines(plan)))
     yield Section("predicted", "Predicted", (_predicted(plan),))
     if plan.comparisons:
@@ -59,7 +59,7 @@ def sections(plan: Plan) -> Iterator[Section]:
 
 
 def line(plan: Plan) -> str:
-    """A plan in a line: its `repr`."""
+    """Returns a plan in a line: its `repr`."""
     mesh = f"mesh {stages.meshes(plan)}"
     if plan.pipelined:
         mesh = f"{plan.num_stages} stages, {plan.schedule} with {plan.num_microbatches} micro-batches"
@@ -97,7 +97,7 @@ def compiled_message(name: str, executables: int, seconds: float) -> str:
 
 
 def choice_lines(plan: Plan) -> Iterator[Sentence]:
-    """Lines for the pipeline, the mesh axes of its stages, the state, and operations that are not distributed.
+    """Returns lines for the pipeline, the mesh axes of its stages, the state, and operations that are not distributed.
 
     Those that go on with the stages of the line before are indented.
     """
@@ -128,7 +128,7 @@ def _division(plan: Plan) -> tuple[str, ...]:
 
 
 def _stage(stage: Stage) -> tuple[tuple[str, ...], ...]:
-    """A line for the work of a stage, and one for its state."""
+    """Returns a line for the work of a stage, and one for its state."""
     if stage.num_devices == 1:
         return (("one device",),)
     if not stage.axes:
@@ -154,7 +154,7 @@ def _state(axes: Iterable[AxisUse]) -> tuple[str, ...]:
     """The sharding of the state: FSDP where parameters are over an axis that is data parallel, ZeRO for moments."""
 
     def placement(axis: AxisUse) -> tuple[str, str]:
-        """The sharding over an axis, and the share of the bytes that has it."""
+        """Returns the sharding over an axis, and the share of the bytes that has it."""
         data = axis.products.get("data", 0.0) >= 0.5
         if axis.params >= _SOME:
             name, share = "FSDP of parameters" if data else "parameters sharded", axis.params
@@ -197,20 +197,20 @@ def batch(plan: Plan) -> tuple[int, int]:
 
 
 def utilisation(plan: Plan) -> float:
-    """The module's formula; 0 where the FLOPs are not known."""
+    """Returns the module's formula; 0 where the FLOPs are not known."""
     possible = plan.step_seconds * plan.num_devices * plan.products.peak
     return plan.products.flops / possible if possible else 0.0
 
 
 def rates(plan: Plan) -> dict[str, str]:
-    """Examples and tokens a second, as far as they are known."""
+    """Returns examples and tokens a second, as far as they are known."""
     counts = zip(("examples", "tokens"), batch(plan), strict=True)
     step = plan.step_seconds
     return {name: units.digits(count / step) for name, count in counts if count and step}
 
 
 def budget(plan: Plan) -> str:
-    """The share of the memory budget that the peak takes."""
+    """Returns the share of the memory budget that the peak takes."""
     return f"{units.percent(stages.peak(plan), plan.memory_per_device)} of {units.nbytes(plan.memory_per_device)}"
 
 
@@ -249,7 +249,7 @@ def _predicted(plan: Plan) -> Table:
 
 
 def _search(plan: Plan) -> list[str]:
-    """The work of the search, the gap that it leaves, and the sets of plans that it left out."""
+    """Returns the work of the search, the gap that it leaves, and the sets of plans that it left out."""
     found = plan.search
     if found is None or not found.expanded:
         return []
@@ -271,7 +271,7 @@ def _search(plan: Plan) -> list[str]:
 
 
 def _operations(plan: Plan) -> dict[str, list[str]]:
-    """The resources that bound the operations, and the heaviest of these."""
+    """Returns the resources that bound the operations, and the heaviest of these."""
     rows = operations.rank_operations(plan)
     whole = sum(row.total for row in rows)
     heaviest = [
@@ -303,7 +303,7 @@ def _comparisons(plan: Plan) -> Table:
 
 
 def _cost_of_annotations(plan: Plan) -> list[Block]:
-    """A line where the step's own shardings make the plan slower than a baseline of the table."""
+    """Returns a line where the step's own shardings make the plan slower than a baseline of the table."""
     rows = [
         (row.step_seconds, row.name)
         for row in plan.comparisons

@@ -56,7 +56,7 @@ class Bar:
     label: str = ""
 
     def share(self, size: float) -> str:
-        """A size in percent of the whole, as style sheets want it."""
+        """Returns a size in percent of the whole, as style sheets want it."""
         return f"{min(100.0, 100 * size / self.whole) if self.whole > 0 else 0.0:.2f}".rstrip("0").rstrip(".")
 
 
@@ -114,7 +114,7 @@ class Column:
     only: Only = ""
 
     def text(self, cell: Cell) -> Cell:
-        """The cell with its number as text."""
+        """Returns the cell with its number as text."""
         if cell is None:
             return ""
         return self.format(cell) if self.format and isinstance(cell, int | float) else cell
@@ -172,7 +172,7 @@ class Table:
         return Table(columns, tuple(rows), **more)
 
     def page_rows(self) -> list[Row]:
-        """The rows of a page in its order, totals apart."""
+        """Returns the rows of a page in its order, totals apart."""
         rows = [row for row in self.rows if row.only != "terminal" and not row.total]
         if not self.order:
             return rows
@@ -185,7 +185,7 @@ def _cells(columns: Sequence[Column], item: Any) -> tuple[Cell, ...]:
 
 
 def _totals(label: str, columns: Sequence[Column], items: Sequence[Any]) -> tuple[Cell, ...]:
-    """The cells of a row for several items, called by the label."""
+    """Returns the cells of a row for several items, called by the label."""
     return label, *(sum(map(column.total, items)) if column.total else None for column in columns[1:])
 
 

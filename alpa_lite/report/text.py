@@ -18,7 +18,7 @@ _MAX_CANDIDATES = 16
 
 
 def render_plan(plan: Plan) -> Group:
-    """The plan as a Rich renderable."""
+    """Returns the plan as a Rich renderable."""
     return console.render((*header(plan), *details(plan)))
 
 
@@ -28,7 +28,7 @@ def overview(plan: Plan) -> Group:
 
 
 def details(plan: Plan) -> Iterator[Section]:
-    """All sections of a plan, those of pages too."""
+    """Yields all sections of a plan, those of pages too."""
     yield from sections.overview(plan)
     if found := operations.modules(plan):
         note = "Seconds per step of an average device. Open a module for its operations."
@@ -55,7 +55,7 @@ def details(plan: Plan) -> Iterator[Section]:
 
 
 def header(plan: Plan) -> tuple[Block, ...]:
-    """The first lines of a plan: method and cluster; devices, stages, micro-batches and schedule."""
+    """Returns the first lines of a plan: method and cluster; devices, stages, micro-batches and schedule."""
     head = Text("Plan ", style="bold")
     head.append(plan.method, style="bold cyan")
     head.append(f" for {plan.cluster}", style="default not bold")
@@ -87,7 +87,7 @@ _REPLICATED = (
 
 
 def _candidates(plan: Plan) -> Table:
-    """The chosen plan first, then by seconds. Pipelines are compared by the estimates of the stage search."""
+    """Returns the chosen plan first, then by seconds. Pipelines are compared by the estimates of the stage search."""
     order = sorted(plan.candidates, key=lambda c: (c.status != "chosen", c.step_seconds is None, c.step_seconds or 0.0))
     chosen = order[0].step_seconds if order[0].status == "chosen" else None
     best = plan.step_seconds if chosen is None else chosen
@@ -105,7 +105,7 @@ def _candidates(plan: Plan) -> Table:
 
 
 def _status(candidate: Candidate, best: float) -> str:
-    """The status, and by how much the candidate is slower, or faster, if that is known.
+    """Returns the status, and by how much the candidate is slower, or faster, if that is known.
 
     A pipeline that the stage search met may be estimated faster than the one that was planned: it was priced at costs
     that are scaled from another number of micro-batches, which the chosen one, priced itself, turned out to exceed.
@@ -122,7 +122,7 @@ def _status(candidate: Candidate, best: float) -> str:
 
 
 def gap(solver: Solver) -> str:
-    """The distance of the choice from the best one, such as "gap 0.4 %"."""
+    """Returns the distance of the choice from the best one, such as "gap 0.4 %"."""
     return "no gap" if solver.gap == 0 else "gap < 0.01 %" if solver.gap < 1e-4 else f"gap {100 * solver.gap:.2g} %"
 
 

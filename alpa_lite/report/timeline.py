@@ -88,7 +88,10 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _complete(event: Event) -> dict:
-    """An event with its duration. Ends are rounded, not durations, so that neighbours do not come to overlap."""
+    """Returns an event with its duration.
+
+    Ends are rounded, not durations, so that neighbours do not come to overlap.
+    """
     start, end = _nanoseconds(event.start), _nanoseconds(event.end)
     given = {"stage": event.stage, "microbatch": event.microbatch, "destination": event.destination}
     arguments = {name: value for name, value in given.items() if value >= 0}
@@ -99,7 +102,7 @@ def _complete(event: Event) -> dict:
 
 
 def draw(timeline: Timeline, width: int = WIDTH) -> Text:
-    """A drawing at most `width` columns wide: a row for each submesh, time to the right, and a legend.
+    """Returns a drawing at most `width` columns wide: a row for each submesh, time to the right, and a legend.
 
     Where all of it cannot be drawn legibly, the middle is left out, and the last line says how much. Transfers are not
     drawn.
@@ -173,7 +176,7 @@ def _view(seconds: float, tasks: list[Event], digits: int, room: int) -> _View:
 
 
 def _drawn(events: list[Event], view: _View, low: int, high: int, num_meshes: int) -> Text:
-    """The columns from `low` to `high` of one submesh. A number that the border would cut is left out."""
+    """Returns the columns from `low` to `high` of one submesh. A number that the border would cut is left out."""
     out, at = Text(), low
     for event in events:
         begin, finish = view.column(event.start), view.column(event.end)
@@ -212,7 +215,7 @@ def _append_legend(out: Text, tasks: list[Event], width: int) -> None:
 
 
 def _left_out(view: _View, tasks: list[Event]) -> str:
-    """The share of the step that the gap hides, and the micro-batches that are not visible at all."""
+    """Returns the share of the step that the gap hides, and the micro-batches that are not visible at all."""
     (_, left), (right, _) = view.windows
     seen = {e.microbatch for e in tasks if view.column(e.start) < left or view.column(e.end) > right}
     hidden = sorted({event.microbatch for event in tasks} - seen)

@@ -24,24 +24,24 @@ def _scaled(value: float, scales: dict[str, float]) -> str:
 
 
 def seconds(value: float) -> str:
-    """Seconds with three significant digits and a fitting unit, such as "41.3 ms"."""
+    """Returns seconds with three significant digits and a fitting unit, such as "41.3 ms"."""
     if value == 0 or not math.isfinite(value):
         return "0 s" if value == 0 else str(value)
     return _scaled(value, {"s": 1.0, "ms": 1e-3, "µs": 1e-6}) or f"{digits(value / 1e-9)} ns"
 
 
 def nbytes(value: float) -> str:
-    """Bytes with three significant digits and a binary unit, such as "3.38 MiB"."""
+    """Returns bytes with three significant digits and a binary unit, such as "3.38 MiB"."""
     return _scaled(value, {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}) or f"{value:.0f} B"
 
 
 def flops(value: float) -> str:
-    """FLOPs with three significant digits and a unit, such as "81.3 T"."""
+    """Returns FLOPs with three significant digits and a unit, such as "81.3 T"."""
     return _scaled(value, {"E": 1e18, "P": 1e15, "T": 1e12, "G": 1e9, "M": 1e6, "k": 1e3}) or f"{digits(value)} "
 
 
 def exact_bytes(value: float) -> str:
-    """Bytes for messages: with a unit, and the exact number behind it, such as "3.38 MiB (3,543,348 bytes)"."""
+    """Returns bytes for messages: with a unit, and the exact number behind it, such as "3.38 MiB (3,543,348 bytes)"."""
     short = nbytes(value)
     return short if abs(value) < 1023.5 else f"{short} ({value:,.0f} bytes)"
 
@@ -54,24 +54,24 @@ def runs(numbers: Iterable[int], between: str) -> str:
 
 
 def digits(value: float) -> str:
-    """Three significant digits without an exponent; integers above a hundred get thousands separators."""
+    """Returns three significant digits without an exponent; integers above a hundred get thousands separators."""
     size = abs(value)
     return f"{value:,.0f}" if size >= 99.95 else f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
 
 
 def times(count: int) -> str:
-    """A number of identical things, such as "x 24"."""
+    """Returns a number of identical things, such as "x 24"."""
     return f"x {count:,}"
 
 
 def count_of(count: int, noun: str) -> str:
-    """A number of things, such as "3 meshes"."""
+    """Returns a number of things, such as "3 meshes"."""
     ending = "" if count == 1 else "es" if noun.endswith(("sh", "ch")) else "s"
     return f"{count} {noun}{ending}"
 
 
 def first(lines: Sequence[str], most: int) -> list[str]:
-    """The first lines, and one with the number of the others."""
+    """Returns the first lines, and one with the number of the others."""
     return [*lines[:most], *([f"and {len(lines) - most} more"] if len(lines) > most else [])]
 
 
@@ -93,12 +93,12 @@ def pace(seconds: float, best: float) -> str:
 
 
 def factor(value: float) -> str:
-    """A ratio, such as "2.5 times"."""
+    """Returns a ratio, such as "2.5 times"."""
     return f"{digits(value)} times" if value >= 0.01 else f"{value:.1g} times"
 
 
 def spec(value: PartitionSpec) -> str:
-    """A sharding as the user would write it, such as "P(None, 'model')"; "replicated" where no axis is used."""
+    """Returns a sharding as the user would write it, such as "P(None, 'model')"; "replicated" where no axis is used."""
 
     def entry(names: object) -> str:
         if isinstance(names, tuple) and len(names) < 2:
@@ -118,13 +118,13 @@ def type_name(dtype: str, shape: tuple[int, ...]) -> str:
 
 
 def mesh(shape: tuple[int, ...], axis_names: tuple[str, ...]) -> str:
-    """A mesh, such as "data=4 model=2"."""
+    """Returns a mesh, such as "data=4 model=2"."""
     axes = list(zip(axis_names, shape, strict=True))
     return " ".join(f"{name}={size}" for name, size in [axis for axis in axes if axis[1] > 1] or axes[:1])
 
 
 def shape(sizes: tuple[int, ...]) -> str:
-    """The shape of a mesh without axes of one device, such as "4x2"."""
+    """Returns the shape of a mesh without axes of one device, such as "4x2"."""
     return "x".join([str(size) for size in sizes if size > 1] or ["1"])
 
 
@@ -134,7 +134,7 @@ def axes(names: tuple[str, ...]) -> str:
 
 
 def bar(part: float, whole: float, width: int) -> str:
-    """A horizontal bar of at most `width` characters, in eighths of a character."""
+    """Returns a horizontal bar of at most `width` characters, in eighths of a character."""
     eighths = round(8 * width * min(1.0, part / whole)) if whole > 0 else 0
     if part > 0:
         eighths = max(1, eighths)

@@ -32,7 +32,7 @@ class FunctionWriter(Rewriter):
         self._origin.update(dict.fromkeys((op.index for op in ops), self.origin(origin)))
 
     def origin(self, index: int) -> int:
-        """The index of the op of the graph that an op copies, or is a part of; its own if there is none."""
+        """Returns the index of the op of the graph that an op copies, or is a part of; its own if there is none."""
         return self._origin.get(index, index)
 
     def write(
@@ -44,7 +44,7 @@ class FunctionWriter(Rewriter):
         source: Any = None,
         number: Callable[[], Atom] | None = None,
     ) -> tuple[list[Op], list[Atom]]:
-        """The operations that `run` does on arrays like `operands`, and its results.
+        """Returns the operations that `run` does on arrays like `operands`, and its results.
 
         Args:
           kind: functions of one kind do the same on operands of the same types; None is like nothing.
@@ -61,7 +61,7 @@ class FunctionWriter(Rewriter):
         return self.inline(graph.block, names, graph.values, source)
 
     def _traced(self, run: Callable[..., Any], operands: Sequence[Atom], kind: Hashable) -> Graph:
-        """The graph of a function, of which literals are no inputs."""
+        """Returns the graph of a function, of which literals are no inputs."""
         specs = [_jax.spec_of(self.values[a].aval) for a in values_in(operands)]
         is_shared = kind is not None and len(specs) == len(operands)
         key = (kind, *((s.shape, s.dtype, s.weak_type) for s in specs)) if is_shared else None

@@ -27,7 +27,7 @@ def rows_of(rewriter: Rewriter, value: int, low: int, high: int, source: Any, re
 
 
 def params_for(op: Op, operands: Sequence[Atom], results: Sequence[int], values: Sequence[Value]) -> Mapping[str, Any]:
-    """The parameters of an op on smaller operands and results."""
+    """Returns the parameters of an op on smaller operands and results."""
     params, made = op.params, values[results[0]].shape
     if op.name == "broadcast_in_dim":
         return {**params, "shape": made}

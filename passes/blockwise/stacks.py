@@ -82,7 +82,7 @@ class StackWalk:
         self.out.append(op)
 
     def bounds_of(self, op: Op) -> Bounds | None:
-        """Where a scan is cut, if it is."""
+        """Returns where a scan is cut, if it is."""
         if self.cuts is None:
             return None
         linked = (self.pieces[v][0] for v in values_in(ScanView(op).operands.xs) if v in self.pieces)
@@ -118,7 +118,7 @@ class StackWalk:
         return parts
 
     def fresh(self, value: int, size: int) -> int:
-        """A new value like another, but for the size of dim 0."""
+        """Returns a new value like another, but for the size of dim 0."""
         return self.rewriter.shaped(value, (size, *self.rewriter.values[value].shape[1:]))
 
     # -- splitting ------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class Rewrite:
     detail: str
 
     def __str__(self) -> str:
-        """The rewrite on one line."""
+        """Returns the rewrite on one line."""
         return f"{self.name}: {self.count} x {self.detail}"
 
 
@@ -224,7 +224,7 @@ class _Match:
         return out
 
     def _by_width(self, key: Key, n: int) -> list[tuple[int | None, int]]:
-        """The planned executions of a key by the width of their items."""
+        """Returns the planned executions of a key by the width of their items."""
         known = self.item_bits.get(key, Counter[int]())
         return list(known.items()) if known.total() == n else [(None, n)]
 
@@ -290,7 +290,7 @@ class _Match:
         return [k for k, n in self.missing.items() if n > 0 and k[0] == kind and k in self.item_bits]
 
     def _width(self, key: Key, bits: int | None, dtype: str, up: int, down: int) -> bool:
-        """Whether `dtype` can result from the planned items if a compiler changes their width by up / down."""
+        """Returns whether `dtype` can result from the planned items if a compiler changes their width by up / down."""
         if up == down:
             return True
         if not dtype.startswith(_WIDE if up > down else _NARROW):

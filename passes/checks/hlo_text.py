@@ -153,7 +153,7 @@ def read_hlo(text: str, mesh: LogicalMesh) -> HloText:
 
 
 def _split(text: str, mesh: LogicalMesh) -> tuple[dict[str, _Computation], str]:
-    """Every computation by name, and the entry's name (the last computation where none is marked)."""
+    """Returns every computation by name, and the entry's name (the last computation where none is marked)."""
     computations: dict[str, _Computation] = {}
     entry = current = ""
     for line in text.splitlines():
@@ -218,7 +218,7 @@ def _loop(line: str, into: _Computation) -> None:
 
 
 def _collective(line: str, op: str, printed: str, code: str, mesh: LogicalMesh) -> Iterator[HloCollective]:
-    """One entry per logical operand of the instruction."""
+    """Yields one entry per logical operand of the instruction."""
     base = code.removesuffix("-start")
     kind = KINDS.get(base, base)
     groups = _GROUPS.search(line)
@@ -268,7 +268,7 @@ def item_bits(dtype: str) -> int:
 
 
 def _type(line: str, at: int) -> tuple[list[str], int]:
-    """The members of the tuple type at `at`, and the index behind it; any other type is its only member."""
+    """Returns the members of the tuple type at `at`, and the index behind it; any other type is its only member."""
     if not line.startswith("(", at):
         end = line.find(" ", at)
         end = len(line) if end < 0 else end
@@ -285,7 +285,7 @@ def _type(line: str, at: int) -> tuple[list[str], int]:
 
 
 def _executions(computations: dict[str, _Computation], entry: str) -> dict[str, int]:
-    """Executions per step of every computation that the entry reaches."""
+    """Returns executions per step of every computation that the entry reaches."""
     calls: dict[str, list[tuple[str, int]]] = {}
     for name, computation in computations.items():
         found = list(computation.calls)
@@ -306,12 +306,12 @@ def _executions(computations: dict[str, _Computation], entry: str) -> dict[str, 
 
 
 def _counted(body: str, condition: str, trips: int) -> list[tuple[str, int]]:
-    """The calls of a loop."""
+    """Returns the calls of a loop."""
     return [(body, trips), (condition, trips + 1)]
 
 
 def _trips(computations: dict[str, _Computation], condition: str) -> int | None:
-    """The trip count of a loop that carries none: the one integer that its condition compares with, else None.
+    """Returns the trip count of a loop that carries none: the one integer that its condition compares with, else None.
 
     This takes the counter to start at zero and to step by one, as every loop that JAX writes with a known count does.
     """

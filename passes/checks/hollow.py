@@ -118,7 +118,7 @@ def _hollow_region(op: Any) -> None:
 
 
 def _opaque(results: Sequence[Any], operands: Sequence[Any]) -> Any:
-    """An operation that nothing is known of; `results` are types."""
+    """Returns an operation that nothing is known of; `results` are types."""
     attributes = {"call_target_name": ir.StringAttr.get("region"), "has_side_effect": ir.BoolAttr.get(True)}
     return ir.Operation.create("stablehlo.custom_call", results=results, operands=operands, attributes=attributes)
 
@@ -129,7 +129,7 @@ def _replace(values: Sequence[Any], op: Any) -> None:
 
 
 def _comes_in(value: Any, sharding: Any) -> bool:
-    """Whether a value is an argument that has a sharding, in which no dim is left to be sharded otherwise."""
+    """Returns whether a value is an argument that has a sharding, in which no dim is left to be sharded otherwise."""
     return (
         isinstance(value.owner, ir.Block)
         and (own := sharding_of(value)) is not None  # an argument of a loop's body has none
@@ -139,7 +139,7 @@ def _comes_in(value: Any, sharding: Any) -> bool:
 
 
 def _is_returned(value: Any) -> bool:
-    """Whether a value is a result of a public function in whatever sharding it comes, and nothing else."""
+    """Returns whether a value is a result of a public function in whatever sharding it comes, and nothing else."""
     for use in value.uses:
         op = use.owner.operation
         if op.name != "func.return" or not is_public(op.parent):

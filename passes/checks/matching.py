@@ -39,7 +39,7 @@ def pair_executions(
     group_of: Mapping[Planned, Group],
     lost: Mapping[Group, int],
 ) -> dict[tuple[Planned, Found], int]:
-    """How many executions of each pair are one and the same.
+    """Returns how many executions of each pair are one and the same.
 
     Args:
       planned, found: executions.

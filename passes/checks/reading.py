@@ -18,7 +18,7 @@ _LISTED_AXIS = re.compile(r'"((?:[^"\\]|\\.)*)"(:\(\d+\)\d+)?')
 
 
 def is_unknown_loop(text: str) -> bool:
-    """Whether the quoted name of a loop is that of one whose trip count plans do not know.
+    """Returns whether the quoted name of a loop is that of one whose trip count plans do not know.
 
     In a derivative the scope stands in the parentheses of the transformation: `jvp(unknown_trips)/while`.
     """
@@ -31,33 +31,33 @@ def names(attributes: Any) -> list[str]:
 
 
 def operations(module: Any) -> list[Any]:
-    """The operations of a module, or of a region of one block."""
+    """Returns the operations of a module, or of a region of one block."""
     return [view.operation for view in module.regions[0].blocks[0].operations]
 
 
 def symbol(op: Any) -> str:
-    """The name of a function or a mesh."""
+    """Returns the name of a function or a mesh."""
     return ir.StringAttr(op.attributes["sym_name"]).value
 
 
 def functions_of(module: Any) -> dict[str, Any]:
-    """The functions of a module by name."""
+    """Returns the functions of a module by name."""
     return {symbol(op): op for op in operations(module) if op.name == "func.func"}
 
 
 def is_public(function: Any) -> bool:
-    """Whether a function can be called from outside of its module."""
+    """Returns whether a function can be called from outside of its module."""
     attributes = function.attributes
     return "sym_visibility" not in attributes or ir.StringAttr(attributes["sym_visibility"]).value != "private"
 
 
 def callee(call: Any) -> str:
-    """The name of the function that a `func.call` calls."""
+    """Returns the name of the function that a `func.call` calls."""
     return ir.FlatSymbolRefAttr(call.attributes["callee"]).value
 
 
 def sharding_of(value: Any) -> Any:
-    """The sharding of a value, as far as its operation or its function carries one, else None."""
+    """Returns the sharding of a value, as far as its operation or its function carries one, else None."""
     op = maker(value)
     if op is None:
         owner = value.owner.owner
@@ -74,12 +74,12 @@ def sharding_of(value: Any) -> Any:
 
 
 def axes_of(mesh: Any) -> Axes:
-    """The names of the axes of a mesh."""
+    """Returns the names of the axes of a mesh."""
     return tuple(sdy.MeshAxisAttr(axis).name for axis in sdy.MeshAttr(mesh).axes)
 
 
 def dims_of(sharding: Any) -> tuple[Axes, ...]:
-    """The axes of each dim of a sharding, () without one; a part of an axis is `axis:(before)size`."""
+    """Returns the axes of each dim of a sharding, () without one; a part of an axis is `axis:(before)size`."""
     if sharding is None:
         return ()
     dims = [sdy.DimensionShardingAttr(dim) for dim in sdy.TensorShardingAttr(sharding).dimension_shardings]
@@ -94,12 +94,12 @@ def _axis_name(axis: Any) -> str:
 
 
 def listed_axes(text: str) -> Axes:
-    """The axes that a printed list names, as `dims_of` names them. Lists of axes have no class in Python."""
+    """Returns the axes that a printed list names, as `dims_of` names them. Lists of axes have no class in Python."""
     return tuple(dict.fromkeys(name + part for name, part in _LISTED_AXIS.findall(text)))
 
 
 def trip_count(op: Any) -> int | None:
-    """The iterations of a `stablehlo.while` whose counter starts, steps and ends at constants, else None.
+    """Returns the iterations of a `stablehlo.while` whose counter starts, steps and ends at constants, else None.
 
     None, too, of one whose trip count plans do not know, as its name says: it is counted once there and here alike.
     """
@@ -133,23 +133,23 @@ def _step(body: Any, index: int) -> int | None:
 
 
 def terminator(block: Any) -> Any:
-    """The last operation of a block."""
+    """Returns the last operation of a block."""
     return block.operations[len(block.operations) - 1].operation
 
 
 def maker(value: Any) -> Any:
-    """The operation that makes `value`, None for a block's argument."""
+    """Returns the operation that makes `value`, None for a block's argument."""
     owner = value.owner
     return None if isinstance(owner, ir.Block) else owner.operation
 
 
 def is_argument_of(value: Any, block: Any) -> bool:
-    """Whether a value comes into a block."""
+    """Returns whether a value comes into a block."""
     return isinstance(value.owner, ir.Block) and value.owner == block
 
 
 def constant(value: Any) -> int | None:
-    """The integer that a scalar constant holds, else None."""
+    """Returns the integer that a scalar constant holds, else None."""
     op = maker(value)
     if op is None or op.name not in ("stablehlo.constant", "sdy.constant"):
         return None
@@ -169,6 +169,6 @@ def item_bits(kind: Any) -> int:
 
 
 def nbytes(kind: Any) -> int:
-    """Bytes of a tensor type, 0 for any other type."""
+    """Returns bytes of a tensor type, 0 for any other type."""
     bits = item_bits(kind)
     return math.prod(kind.shape) * bits // 8 if bits else 0

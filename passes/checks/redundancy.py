@@ -58,7 +58,7 @@ class Redundancy:
 
 
 def redundant_collectives(module: Any, mesh: LogicalMesh) -> Redundancy:
-    """The executions of written collectives that a compiler may leave out, found in a lowered StableHLO module.
+    """Returns the executions of written collectives that a compiler may leave out, found in a lowered StableHLO module.
 
     Args:
       module: as in `check_shardy`; not changed.
@@ -134,7 +134,7 @@ class _Numbering:
         return _Number(self.carried if loops else 0)
 
     def block(self, block: Any, arguments: list[_Number], scope: _Scope) -> list[_Number]:
-        """Numbers the operations of a block, given its arguments' numbers.
+        """Returns numbers the operations of a block, given its arguments' numbers.
 
         Returns:
           The numbers of the operands of its terminator.
@@ -183,7 +183,7 @@ class _Numbering:
         return numbers
 
     def _communicates(self, op: Any) -> bool:
-        """Whether an operation has collectives inside, in functions that it calls included."""
+        """Returns whether an operation has collectives inside, in functions that it calls included."""
         inside = (view.operation for region in op.regions for block in region.blocks for view in block.operations)
         return any(
             inner.name in WRITTEN
@@ -193,7 +193,7 @@ class _Numbering:
         )
 
     def _sum(self, name: str, operands: list[_Number], times: int) -> tuple[Key, tuple[Any, ...]] | None:
-        """The sum over devices that an addition of two still is, or the product of one with a constant."""
+        """Returns the sum over devices that an addition of two still is, or the product of one with a constant."""
         if name in ("stablehlo.add", "stablehlo.subtract"):
             total, other = (n.sum for n in operands)
             if total is not None and total == other:
@@ -255,7 +255,7 @@ def _times(loops: tuple[_Loop, ...]) -> int:
 
 
 def _is_constant(op: Any, operands: list[_Number]) -> bool:
-    """Whether everything that an operation without regions depends on is a constant."""
+    """Returns whether everything that an operation without regions depends on is a constant."""
     if op.name == "stablehlo.remainder" and operands[1].filled == 1 and _is_integer(op):
         return True
     if not operands or op.name in WRITTEN:
@@ -286,7 +286,7 @@ def _reshaped(op: Any, operand: _Number, known: dict[Any, list[_Number]]) -> _Nu
 
 
 def _filled_with(op: Any, operands: list[_Number]) -> float | None:
-    """The number that every element of a result is; None where they differ, or it is not a finite one."""
+    """Returns the number that every element of a result is; None where they differ, or it is not a finite one."""
     if op.name == "stablehlo.broadcast_in_dim":
         return operands[0].filled
     if op.name != "stablehlo.constant":
@@ -301,7 +301,7 @@ def _is_empty(value: Any) -> bool:
 
 
 def _is_integer(op: Any) -> bool:
-    """Whether an operation makes integers: the remainder of a float divided by one need not be zero."""
+    """Returns whether an operation makes integers: the remainder of a float divided by one need not be zero."""
     return isinstance(ir.RankedTensorType(op.results[0].type).element_type, ir.IntegerType)
 
 
@@ -324,13 +324,13 @@ def _only_reshapes(op: Any) -> bool:
 
 
 def _moves_nothing(op: Any) -> bool:
-    """Whether a reversal is along dims of one element."""
+    """Returns whether a reversal is along dims of one element."""
     shape = ir.RankedTensorType(op.operands[0].type).shape
     return all(shape[dim] == 1 for dim in ir.DenseI64ArrayAttr(op.attributes["dimensions"]))
 
 
 def _is_of_single_elements(op: Any) -> bool:
-    """Whether the windows of an operation have one element each, as those of a running sum over one element."""
+    """Returns whether the windows of an operation have one element each, as those of a running sum over one element."""
     windows = list(ir.DenseI64ArrayAttr(op.attributes["window_dimensions"]))
     operands = list(op.operands)[: len(op.results)]
     return set(windows) == {1} and [o.type for o in operands] == [r.type for r in op.results]
@@ -352,7 +352,7 @@ class _Inner:
     seen: dict[Any, Any] = field(default_factory=dict)
 
     def regions(self, op: Any) -> tuple[Any, ...]:
-        """An operation's own regions (the sum of an all-reduce, the body of a loop)."""
+        """Returns an operation's own regions (the sum of an all-reduce, the body of a loop)."""
         return tuple(self._block(block) for region in op.regions for block in region.blocks)
 
     def _block(self, block: Any) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ _MESH = re.compile(r"mesh\[([^\]]*)\](?:, device_ids=\((.*)\))? \{([^}]*)\}")
 
 @functools.lru_cache(maxsize=4096)
 def axes_from_text(text: str, mesh: LogicalMesh) -> Axes:
-    """The axes of `mesh` longer than one, in mesh order, over which the printed replica groups join devices.
+    """Returns the axes of `mesh` longer than one, in mesh order, over which the printed replica groups join devices.
 
     Empty groups mean all devices. `()` for groups of one device; one pseudo axis `groups <text>` where no axes fit.
     """
@@ -42,7 +42,7 @@ def axes_from_text(text: str, mesh: LogicalMesh) -> Axes:
 
 @functools.lru_cache(maxsize=4096)
 def axes_from_pairs(text: str, mesh: LogicalMesh) -> Axes:
-    """The axes of `mesh` along which the (source, target) pairs of a permutation move data; `()` if none moves.
+    """Returns the axes of `mesh` along which the (source, target) pairs of a permutation move data; `()` if none moves.
 
     A text without pairs, or with a device that the mesh does not have, gives the pseudo axis `pairs <text>`.
     """
@@ -77,7 +77,7 @@ def axes_of_groups(groups: np.ndarray, mesh: LogicalMesh) -> Axes | None:
 
 
 def parse_groups(text: str, num_devices: int) -> np.ndarray | None:
-    """The int64[groups, devices of a group] device numbers that `text` prints, or None where it cannot be read.
+    """Returns the int64[groups, devices of a group] device numbers that `text` prints, or None where it cannot be read.
 
     Empty groups (`{}`, or no text) mean one group of all `num_devices` devices.
     """
@@ -102,7 +102,7 @@ def normal_axes(axes: Axes, mesh: LogicalMesh) -> Axes:
 
 
 def _iota(match: re.Match[str], num_devices: int) -> np.ndarray:
-    """The flat device list of `<=[dims]T(permutation)`; ValueError where it is not of `num_devices`."""
+    """Returns the flat device list of `<=[dims]T(permutation)`; ValueError where it is not of `num_devices`."""
     dims = [int(n) for n in match[2].split(",")]
     if math.prod(dims) != num_devices:
         raise ValueError(f"{match[0]} lists {math.prod(dims)} devices, the mesh has {num_devices}")
@@ -142,7 +142,7 @@ def _mesh_groups(text: str, num_devices: int) -> np.ndarray | None:
 
 
 def _rows(text: str, width: int | None) -> np.ndarray | None:
-    """The rows of `{{..},{..}}` or `[[..], [..]]`; None where they are not of one length (`width` if given)."""
+    """Returns the rows of `{{..},{..}}` or `[[..], [..]]`; None where they are not of one length (`width` if given)."""
     rows = [[int(n) for n in _INT.findall(row)] for row in re.findall(r"[\[{]([-\d, ]*)[\]}]", text)]
     widths = {len(row) for row in rows}
     if len(widths) != 1 or widths == {0} or (width is not None and widths != {width}):

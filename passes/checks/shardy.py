@@ -143,7 +143,7 @@ _Found = tuple[Collective, int, bool]
 
 
 def _found(operation: Any, mesh: LogicalMesh, names: dict[str, str]) -> tuple[list[_Found], list[str]]:
-    """The collectives named in `names` that the public functions reach, and the loops of unknown trip count.
+    """Yields the collectives named in `names` that the public functions reach, and the loops of unknown trip count.
 
     A function's contents are walked once, and scaled by its calls.
     """
@@ -194,7 +194,7 @@ def read_collective(op: Any, mesh: LogicalMesh) -> list[Collective]:
 
 
 def _written(op: Any, kind: str, mesh: LogicalMesh) -> tuple[Axes, float]:
-    """The axes of a stablehlo collective, and 1: its values are local already."""
+    """Returns the axes of a stablehlo collective, and 1: its values are local already."""
     if kind == "collective_permute":
         return axes_from_pairs(_table(op.attributes["source_target_pairs"]), mesh), 1
     groups = op.attributes["replica_groups"]
@@ -205,12 +205,12 @@ def _written(op: Any, kind: str, mesh: LogicalMesh) -> tuple[Axes, float]:
 
 
 def _table(numbers: Any) -> str:
-    """A table of numbers as text, whole, where MLIR abbreviates."""
+    """Returns a table of numbers as text, whole, where MLIR abbreviates."""
     return str(np.array(numbers).tolist())
 
 
 def _inserted(op: Any, kind: str, mesh: LogicalMesh) -> tuple[Axes, float]:
-    """The axes of an sdy collective, and the part of its global value that counts on one device."""
+    """Returns the axes of an sdy collective, and the part of its global value that counts on one device."""
     after = dims_of(op.attributes.get("out_sharding"))
     split = tuple(dict.fromkeys(axis for dim in after for axis in dim))
     shards = math.prod(_size(axis, mesh) for axis in split)
@@ -226,13 +226,13 @@ def _inserted(op: Any, kind: str, mesh: LogicalMesh) -> tuple[Axes, float]:
 
 
 def _size(axis: str, mesh: LogicalMesh) -> int:
-    """The devices along an axis, or along the part of it that `axis:(before)size` names."""
+    """Returns the devices along an axis, or along the part of it that `axis:(before)size` names."""
     name, _, part = axis.partition(":(")
     return int(part.split(")")[1]) if part else mesh.axis_size(name) if name in mesh.axis_names else 1
 
 
 def _where(op: Any) -> str:
-    """The name stack and the source line of an operation: `name (file:line)`."""
+    """Returns the name stack and the source line of an operation: `name (file:line)`."""
     text = str(op.location)
     name = re.match(r'loc\("((?:[^"\\]|\\.)*)"[()]', text)
     line = re.search(r'"(?:[^"]*[/\\])?([^"]*)":(\d+)', text)
@@ -241,7 +241,7 @@ def _where(op: Any) -> str:
 
 
 def _join(found: Iterable[_Found]) -> tuple[Collective, ...]:
-    """Collectives that agree in all but the count, as one."""
+    """Returns collectives that agree in all but the count, as one."""
     counts: Counter[tuple[str, Axes, int, str]] = Counter()
     for c, times, _ in found:
         counts[c.kind, c.axes, c.bytes, c.where] += times
@@ -249,7 +249,7 @@ def _join(found: Iterable[_Found]) -> tuple[Collective, ...]:
 
 
 def totals(collectives: Iterable[Collective], mesh: LogicalMesh) -> Counter[Key]:
-    """Executions per step by kind, axes and bytes; collectives over axes of one device are left out."""
+    """Returns executions per step by kind, axes and bytes; collectives over axes of one device are left out."""
     counts: Counter[Key] = Counter()
     for c in collectives:
         if axes := normal_axes(c.axes, mesh):
@@ -258,7 +258,7 @@ def totals(collectives: Iterable[Collective], mesh: LogicalMesh) -> Counter[Key]
 
 
 def describe(key: Key) -> str:
-    """One execution of a collective, in words."""
+    """Returns one execution of a collective, in words."""
     kind, axes, size = key
     return f"{kind} over ({', '.join(axes)}) of {size} bytes"
 

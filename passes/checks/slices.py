@@ -37,7 +37,7 @@ _Value = TypeVar("_Value", int, Counter[int])
 
 
 def part_of(text: str, mesh: LogicalMesh) -> LogicalMesh:
-    """The part of a mesh that the devices of one program form: all of it, but with several slices that of one.
+    """Returns the part of a mesh that the devices of one program form: all of it, but with several slices that of one.
 
     The slices follow each other in the mesh, so the major axes are what they divide.
     """
@@ -56,7 +56,7 @@ def part_of(text: str, mesh: LogicalMesh) -> LogicalMesh:
 
 
 def restrict_to_slices(redundancy: Redundancy, part: LogicalMesh) -> Redundancy:
-    """The same with every collective over the axes that it has within a slice."""
+    """Returns the same with every collective over the axes that it has within a slice."""
     lost = {reason: Counter(_joined(counts, part, int.__add__)) for reason, counts in redundancy.lost.items()}
     return Redundancy(lost, _joined(redundancy.item_bits, part, Counter.__add__))
 
@@ -70,14 +70,14 @@ def _joined(counts: Mapping[Key, _Value], part: LogicalMesh, add: Callable[[Any,
 
 
 def collectives_across_slices(planned: Iterable[Collective], mesh: LogicalMesh, part: LogicalMesh) -> list[Collective]:
-    """The planned collectives that run over several slices."""
+    """Returns the planned collectives that run over several slices."""
     if part == mesh:
         return []
     return [c for c in planned if mesh.product(_whole(c.axes, mesh)) != part.product(_whole(c.axes, part))]
 
 
 def _whole(axes: Axes, mesh: LogicalMesh) -> Axes:
-    """The axes themselves where a partitioner uses a part of one, `x:(1)4`."""
+    """Returns the axes themselves where a partitioner uses a part of one, `x:(1)4`."""
     return normal_axes(tuple(dict.fromkeys(axis.partition(":(")[0] for axis in axes)), mesh)
 
 
@@ -113,6 +113,6 @@ def transfers(
 
 
 def _least(c: Collective, mesh: LogicalMesh, part: LogicalMesh) -> int:
-    """The fewest bytes that a device sends to other slices in a collective."""
+    """Returns the fewest bytes that a device sends to other slices in a collective."""
     axes: Axes = normal_axes(c.axes, mesh)
     return c.bytes // (part.product(axes) if c.kind in SUMS else mesh.product(axes))

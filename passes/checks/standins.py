@@ -30,7 +30,7 @@ class StandIns:
         self.names: set[str] = set()
 
     def __call__(self, primitive: Any, params: Mapping[str, Any], operands: Sequence[Any]) -> bool:
-        """Whether something stands in for an equation."""
+        """Returns whether something stands in for an equation."""
         if primitive is KERNEL:
             found = _is_held_within(params["kernel"], kernels.types_of(operands), self._platform)
         else:
@@ -51,7 +51,7 @@ class StandIns:
 
 @functools.lru_cache(maxsize=256)
 def _is_held_within(kernel: Kernel, types: Types, platform: str) -> bool:
-    """Whether a kernel has an operation that does not lower, or cannot be traced here."""
+    """Returns whether a kernel has an operation that does not lower, or cannot be traced here."""
     specs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
     try:
         jaxpr = jax.make_jaxpr(lambda *xs: list(kernel.fun(*xs)))(*specs)

@@ -74,7 +74,7 @@ class MemoryReport:
 
 
 def memory_of(compiled: Any, predicted: int | None = None) -> MemoryReport | None:
-    """The compiler's memory of a `jax.stages.Compiled`, or None where the backend has no statistics.
+    """Returns the compiler's memory of a `jax.stages.Compiled`, or None where the backend has no statistics.
 
     Args:
       predicted: bytes per device that the plan predicts.
@@ -90,7 +90,7 @@ def lower_module(
     make: Callable[[AbstractMesh], Callable[..., Any]], mesh: LogicalMesh, avals: Sequence[Any],
     specs: Sequence[PartitionSpec], platform: str, standins: StandIns | None = None,
 ) -> Any:  # fmt: skip
-    """The StableHLO module, for a platform, of the function that `make` makes over a mesh that need not exist.
+    """Returns the StableHLO module, for a platform, of the function that `make` makes over a mesh that need not exist.
 
     Args:
       avals, specs: shape, dtype and sharding of each argument.
@@ -107,7 +107,7 @@ def lower_module(
 
 
 def verify_partitioning(plan: P, staged: Staged) -> P:
-    """The plan with the result of the partitioner's check of every executable of every stage.
+    """Returns the plan with the result of the partitioner's check of every executable of every stage.
 
     With written collectives the check is exact, and a difference raises. With communication left to the compiler there
     is nothing to compare with: the plan then lists the collectives that the partitioner inserts.
@@ -156,7 +156,7 @@ def verify_partitioning(plan: P, staged: Staged) -> P:
 
 
 def _inserted(plan: P, stage: PlannedStage) -> P:
-    """The plan with the collectives that the partitioner inserts, where communication is left to it."""
+    """Returns the plan with the collectives that the partitioner inserts, where communication is left to it."""
     mesh, platform = stage.found.mesh, plan.cluster.platform
     cost, standins = MeshCost(plan.cluster, mesh), StandIns(platform)
     (segment,) = stage.segments.items
@@ -223,7 +223,7 @@ def compiled_reports(
 
 
 def verify_compiled(plan: P, staged: Staged, compiled: Sequence[Any]) -> P:
-    """The plan with the compiler's rewrites by name, and the memory of the compiled executables.
+    """Returns the plan with the compiler's rewrites by name, and the memory of the compiled executables.
 
     Raises:
       VerificationError: an executable communicates what neither its stage's plan nor a known rewrite explains. With
@@ -257,7 +257,7 @@ def verify_compiled(plan: P, staged: Staged, compiled: Sequence[Any]) -> P:
 
 
 def _in_words(found: CompiledReport) -> str | None:
-    """The memory of an executable next to the prediction, in words; None without either."""
+    """Returns the memory of an executable next to the prediction, in words; None without either."""
     memory = found.memory
     if memory is None or memory.predicted is None:
         return None
@@ -273,7 +273,7 @@ def _in_words(found: CompiledReport) -> str | None:
 
 
 def expected_collectives(stage: PlannedStage, segment: Segment) -> tuple[Collective, ...]:
-    """The collectives that one run of a segment must have."""
+    """Returns the collectives that one run of a segment must have."""
     return tuple(collective for collective, _ in stage.prices.collectives(segment.instructions))
 
 

@@ -72,7 +72,7 @@ def attention_of(op: Op, values: Sequence[Value]) -> Attention | None:
 
 
 def _pallas(op: Op, values: Sequence[Value]) -> Attention | None:
-    """A pass of JAX's attention kernels for TPUs, which are known by their names.
+    """Returns a pass of JAX's attention kernels for TPUs, which are known by their names.
 
     Of the backward pass one kernel makes the gradients of keys and values, and one that of queries. A kernel whose
     index maps compute which block is next skips blocks: it is counted as causal.

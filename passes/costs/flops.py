@@ -17,7 +17,7 @@ from alpa_lite.passes.ir.primitives import PRODUCTS
 
 
 def working_dtype(op: Op, values: Sequence[Value]) -> Any:
-    """The dtype whose peak bounds an operation: of a product the one that its operands are brought to.
+    """Returns the dtype whose peak bounds an operation: of a product the one that its operands are brought to.
 
     Products of bfloat16 that are summed in float32 run at the rate of bfloat16. None for an operation without results.
     """
@@ -28,7 +28,7 @@ def working_dtype(op: Op, values: Sequence[Value]) -> Any:
 
 
 def flops_of(op: Op, rule: Rule, values: Sequence[Value]) -> float:
-    """FLOPs of an operation: two per multiply-add of a product or convolution, else one per element.
+    """Returns FLOPs of an operation: two per multiply-add of a product or convolution, else one per element.
 
     Those of fused attention are counted by `costs.attention`, a kernel's in what it does; any other operation that its
     user described is taken to be an einsum.

@@ -61,7 +61,7 @@ class Traffic:
 
 
 def traffic(items: Sequence[Item], nbytes: Sizes, outputs: Iterable[int]) -> Traffic:
-    """Which values items read from memory and write to it.
+    """Returns which values items read from memory and write to it.
 
     Args:
       items: in program order.
@@ -112,7 +112,7 @@ class _Kernel:
     needs: int = 0  # the kernels that must run before, and itself, a bit for each
 
     def waits_for(self, kernel: int) -> bool:
-        """Whether a kernel must run before this one; assumed for every kernel before `base`."""
+        """Returns whether a kernel must run before this one; assumed for every kernel before `base`."""
         return kernel < self.base or bool(self.needs >> (kernel - self.base) & 1)
 
 
@@ -151,7 +151,7 @@ class _Fusion:
         self.shared()
 
     def of(self, value: int) -> int:
-        """The value whose bytes a value is."""
+        """Returns the value whose bytes a value is."""
         return self.source.get(value, value)
 
     def wire(self) -> None:
@@ -221,7 +221,7 @@ class _Fusion:
             stored.update([v for v in item.results if v not in source])
 
     def softmaxes(self) -> set[int]:
-        """Reductions that stay within the kernel of their operand: step 5 of the rule."""
+        """Returns reductions that stay within the kernel of their operand: step 5 of the rule."""
         found: set[int] = set()
         for n, item in enumerate(self.items):
             if item.kind == "reduce" and 0 < item.row <= _ROW and len(item.results) == 1:
@@ -237,7 +237,7 @@ class _Fusion:
         return found
 
     def is_spread(self, n: int) -> bool:
-        """Whether an item repeats one operand, or changes it element by element."""
+        """Returns whether an item repeats one operand, or changes it element by element."""
         item = self.items[n]
         return item.kind == "loop" and len(self.operands[n]) == len(item.results) == 1
 
@@ -311,7 +311,7 @@ class _Fusion:
         return Traffic(every, writes, frozenset(starts))
 
     def kernels(self) -> list[_Kernel]:
-        """Every kernel before any are merged, in program order."""
+        """Returns every kernel before any are merged, in program order."""
         out: list[_Kernel] = []
         owner: dict[int, int] = {}
         stored, loops = self.stored, self.loops
@@ -373,7 +373,7 @@ class _Fusion:
                 members[b] = []
 
         def are_independent(some: Iterable[int], others: Iterable[int]) -> bool:
-            """Whether no kernel of one list needs a result of another kernel of the other list."""
+            """Returns whether no kernel of one list needs a result of another kernel of the other list."""
             pairs = itertools.product(some, others)
             return not any(kernels[max(a, b)].waits_for(min(a, b)) for a, b in pairs if a != b)
 

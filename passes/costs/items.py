@@ -58,19 +58,19 @@ class Item:
     linear: Literal["", "addition", "transposition"] = ""
 
     def taken(self, nbytes: Sizes) -> float:
-        """The share of its first operand that it reads."""
+        """Returns the share of its first operand that it reads."""
         if not self.partly:
             return 1.0
         return min(1.0, sum(nbytes[r] for r in self.results) / max(1, nbytes[self.operands[0]]))
 
     def written_bytes(self, value: int, nbytes: Sizes) -> float:
-        """Bytes that are written of a result, and read in order to write them."""
+        """Returns bytes that are written of a result, and read in order to write them."""
         operand, times = self.update
         return min(nbytes[value], nbytes[operand]) * times if times else nbytes[value]
 
 
 def kind_of(op: Op, values: Sequence[Value]) -> Kind:
-    """The kind of an operation."""
+    """Returns the kind of an operation."""
     name = op.name
     if name in primitives.CONTROL:
         return "control"
@@ -90,7 +90,7 @@ def kind_of(op: Op, values: Sequence[Value]) -> Kind:
 
 
 def item_of(op: Op, values: Sequence[Value]) -> Item:
-    """An operation of a graph, for the rule."""
+    """Returns an operation of a graph, for the rule."""
     kind = kind_of(op, values)
     operands = tuple([a for a in op.operands if not isinstance(a, Lit)])
     elements = max((_size(v, values) for v in op.results), default=0)

@@ -28,7 +28,7 @@ _SHARED = 10  # operands up to the page tables
 
 
 def cudnn(call: Call) -> Rule:
-    """The rule of the forward or of the backward operation."""
+    """Returns the rule of the forward or of the backward operation."""
     sizes, results = [shape(aval) for aval in call.operands], [shape(aval) for aval in call.results]
     is_used = [0 not in size for size in sizes]
     backward = len(results) >= 3

@@ -37,23 +37,23 @@ class Call:
 
 
 def shape(aval: Any) -> tuple[int, ...]:
-    """The shape of an abstract value; () for one without a shape, such as a token."""
+    """Returns the shape of an abstract value; () for one without a shape, such as a token."""
     return tuple(getattr(aval, "shape", ()))
 
 
 def is_number(aval: Any) -> bool:
-    """Whether values of this type can be added: no bools, keys or tokens."""
+    """Returns whether values of this type can be added: no bools, keys or tokens."""
     dtype = getattr(aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.number)
 
 
 def is_complex(aval: Any) -> bool:
-    """Whether values of this type are complex."""
+    """Returns whether values of this type are complex."""
     return jnp.issubdtype(aval.dtype, jnp.complexfloating)
 
 
 def make_opaque_rule(call: Call, reason: str) -> Rule:
-    """The rule of an operation that nothing describes."""
+    """Returns the rule of an operation that nothing describes."""
     operands, results = (tuple(((),) * len(shape(a)) for a in side) for side in (call.operands, call.results))
     return Rule((), operands, results, "opaque", reason)
 
@@ -65,14 +65,14 @@ class Rules:
     factors: list[Factor] = field(default_factory=list)
 
     def dim(self, size: int, kind: FactorKind) -> Dim:
-        """A dim of one new factor; () if there is nothing to split."""
+        """Returns a dim of one new factor; () if there is nothing to split."""
         if size <= 1:
             return ()
         self.factors.append(Factor(int(size), kind))
         return (len(self.factors) - 1,)
 
     def dims(self, sizes: tuple[int, ...], kind: FactorKind) -> Dims:
-        """One new factor for each dim."""
+        """Returns one new factor for each dim."""
         return tuple(self.dim(size, kind) for size in sizes)
 
     def matched(self, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Dims, Dims]:
@@ -82,5 +82,5 @@ class Rules:
         return left, tuple(dim if a == b else self.dim(a, "replicate") for dim, (b, a) in zip(left, pairs, strict=True))
 
     def rule(self, operands: list[Dims], results: list[Dims]) -> Rule:
-        """The rule of these tensors."""
+        """Returns the rule of these tensors."""
         return Rule(tuple(self.factors), tuple(operands), tuple(results))

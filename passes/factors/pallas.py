@@ -26,7 +26,7 @@ _REMEDY = "; alpa_lite.register_rule on the function that calls it says which di
 
 
 def pallas(call: Call) -> Rule:
-    """The rule of a call of a Pallas kernel."""
+    """Returns the rule of a call of a Pallas kernel."""
     kernel = _jax.pallas_grid(call.params)
     if kernel is None:
         return make_opaque_rule(call, "a Pallas kernel with effects, or with a grid of its own, has no rule" + _REMEDY)

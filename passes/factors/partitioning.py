@@ -21,7 +21,7 @@ from alpa_lite.passes.factors.base import Call, make_opaque_rule, shape
 
 
 def custom_partitioning_rule(call: Call) -> Rule:
-    """The rule of a call of `custom_partitioning`; an opaque one where the user gave none that can be read."""
+    """Returns the rule of a call of `custom_partitioning`; an opaque one where the user gave none that can be read."""
     given = call.params.get("sharding_rule")
     remedy = "; give one, or use alpa_lite.register_rule on the function that calls it"
     if given is None:
@@ -47,7 +47,7 @@ def _tensors(mappings: Sequence[Any], shapes: Sequence[tuple[int, ...]]) -> tupl
 
 
 def _tensor(mapping: tuple[Any, ...], rank: int) -> Tensor:
-    """The dims of a tensor; a leading `…` stands for as many as are left."""
+    """Returns the dims of a tensor; a leading `…` stands for as many as are left."""
     lead: list[Names] = []
     if mapping and isinstance(mapping[0], str) and mapping[0].startswith(BATCHING):
         lead = [(f"{mapping[0]} {i}",) for i in range(rank - len(mapping) + 1)]

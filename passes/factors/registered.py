@@ -17,7 +17,7 @@ from alpa_lite.passes.factors.base import Call, shape
 
 
 def registered_rule(call: Call) -> Rule | None:
-    """The rule of a call, if its user gave one.
+    """Returns the rule of a call, if its user gave one.
 
     Raises:
       RuleError: the rule does not fit the operands and results, or the function does not run on blocks.
@@ -62,7 +62,7 @@ def _try_blocks(kernel: Kernel, types: Types) -> None:
 
 
 def _blocks(rule: Notation, types: Types, name: str, parts: int) -> Types:
-    """The types of one device's blocks of the operands, if one name is cut into parts."""
+    """Returns the types of one device's blocks of the operands, if one name is cut into parts."""
     return tuple(
         (tuple(n // parts if name in dim else n for dim, n in zip(tensor, size, strict=True)), dtype)
         for tensor, (size, dtype) in zip(rule.operands, types, strict=True)

@@ -114,7 +114,7 @@ TABLES_MUST_HOLD = contextvars.ContextVar("tables_must_hold", default=False)
 
 
 def rules_of(ops: Iterable[Op], values: Sequence[Value]) -> Mapping[Any, Rule]:
-    """One rule for each distinct `Op.key`. Never raises for an operation that it does not know.
+    """Returns one rule for each distinct `Op.key`. Never raises for an operation that it does not know.
 
     Args:
       ops: of one graph, in any order; `scan`, `while` and `cond` are left out, their bodies' ops count.
@@ -133,7 +133,7 @@ def rules_of(ops: Iterable[Op], values: Sequence[Value]) -> Mapping[Any, Rule]:
 
 
 def describe(call: Call) -> Rule:
-    """The user's rule, that of the hand table, or an opaque one.
+    """Returns the user's rule, that of the hand table, or an opaque one.
 
     Raises:
       RuleError: the user's rule does not fit.

@@ -47,7 +47,7 @@ def replicated_rule(call: Call) -> Rule:
 
 
 def dims_rule(name: str, kind: FactorKind, result: Literal["same", "whole", "gone"] = "same") -> Callable[[Call], Rule]:
-    """The dims that a parameter names have a kind; all others are parallel, in all operands and results.
+    """Returns the dims that a parameter names have a kind; all others are parallel, in all operands and results.
 
     Args:
       name: of the parameter, a dim or several.
@@ -72,7 +72,7 @@ def dims_rule(name: str, kind: FactorKind, result: Literal["same", "whole", "gon
 
 
 def broadcast(call: Call) -> Rule:
-    """Dims that are kept, and new ones of the result, are parallel."""
+    """Returns dims that are kept, and new ones of the result, are parallel."""
     new = Rules()
     dims = new.dims(shape(call.operands[0]), "parallel")
     kept = dict(zip(call.params["broadcast_dimensions"], dims, strict=True))
@@ -89,7 +89,7 @@ def transpose(call: Call) -> Rule:
 
 
 def fft(call: Call) -> Rule:
-    """The dims that are transformed are whole; one that changes its size has two factors."""
+    """Returns the dims that are transformed are whole; one that changes its size has two factors."""
     new = Rules()
     before, after = shape(call.operands[0]), shape(call.results[0])
     batch = len(before) - len(call.params["fft_lengths"])
@@ -164,7 +164,7 @@ def stack_rule(call: Call) -> Rule:
 
 
 def tile(call: Call) -> Rule:
-    """Dims that are not repeated are parallel."""
+    """Returns dims that are not repeated are parallel."""
     new = Rules()
     before, after = new.matched(shape(call.operands[0]), shape(call.results[0]))
     return new.rule([before], [after])
@@ -188,7 +188,7 @@ def pad_rule(call: Call) -> Rule:
 
 
 def iota(call: Call) -> Rule:
-    """A block's values depend on where it is: its own offset makes it, without communication."""
+    """Returns a block's values depend on where it is: its own offset makes it, without communication."""
     new = Rules()
     return new.rule([], [new.dims(shape(call.results[0]), "special")])
 
@@ -221,7 +221,7 @@ def product(call: Call) -> Rule:
 
 
 def leading_dims_rule(kind: FactorKind, core: int | None = None) -> Callable[[Call], Rule]:
-    """The dims that all tensors begin with are a batch; the others are of a kind.
+    """Returns the dims that all tensors begin with are a batch; the others are of a kind.
 
     Args:
       core: the number of the others that the first operand has; by default all ranks but the least.
@@ -258,7 +258,7 @@ that a user has registered nothing is known.
 
 
 def key_rule(describe: Callable[[Call], Rule]) -> Callable[[Call], Rule]:
-    """A rule for arrays of keys that are used one by one; for others every dim is whole."""
+    """Returns a rule for arrays of keys that are used one by one; for others every dim is whole."""
 
     def described(call: Call) -> Rule:
         keys = call.operands[0]

@@ -52,7 +52,7 @@ class Window:
         return "overlap"
 
     def dims(self, new: Rules) -> tuple[Dim, Dim, Dim]:
-        """The factors of operand, kernel and result."""
+        """Returns the factors of operand, kernel and result."""
         match self.kind:
             case "plain" | "blocks":
                 outer, inner = new.dim(self.result, "parallel"), new.dim(self.kernel, "replicate")
@@ -99,7 +99,10 @@ def conv(call: Call) -> Rule:
 
 
 def pool_dims(call: Call, operand: Sequence[int], result: Sequence[int]) -> tuple[Rules, Dims, Dims]:
-    """The factors of a pool's operand and result. The window is no tensor, so a contraction counts as an overlap."""
+    """Returns the factors of a pool's operand and result.
+
+    The window is no tensor, so a contraction counts as an overlap.
+    """
     params, new = call.params, Rules()
     ones = (1,) * len(operand)
     before, after = [], []

@@ -40,7 +40,7 @@ def evaluate(
     place: Place | None = None,
     own: Own = NOTHING,
 ) -> list[Any]:
-    """The flat outputs of a graph.
+    """Returns the flat outputs of a graph.
 
     Args:
       graph: the program.
@@ -57,7 +57,7 @@ def evaluate(
 
 
 def evaluate_block(block: Block, inputs: Sequence[Any], place: Place | None = None, own: Own = NOTHING) -> list[Any]:
-    """The outputs of one block; `inputs` are arrays or tracers, one for each input of the block."""
+    """Returns the outputs of one block; `inputs` are arrays or tracers, one for each input of the block."""
     env: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
 
     def read(atom: int | Lit) -> Any:

@@ -18,7 +18,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def values_in(atoms: Iterable[Atom]) -> tuple[int, ...]:
-    """The atoms that are values, in order; literals are left out."""
+    """Returns the atoms that are values, in order; literals are left out."""
     return tuple([atom for atom in atoms if isinstance(atom, int)])
 
 
@@ -37,17 +37,17 @@ def users(ops: Iterable[Op]) -> dict[int, list[Op]]:
 
 
 def is_literal_zero(atom: Atom) -> bool:
-    """Whether an atom is a literal all of whose elements are zero."""
+    """Returns whether an atom is a literal all of whose elements are zero."""
     return isinstance(atom, Lit) and not np.any(atom.value)
 
 
 def makes_zeros(op: Op) -> bool:
-    """Whether an operation broadcasts a literal zero."""
+    """Returns whether an operation broadcasts a literal zero."""
     return op.name == "broadcast_in_dim" and is_literal_zero(op.operands[0])
 
 
 def uses(block: Block) -> Counter[int]:
-    """How often each value of a block is read, its outputs included."""
+    """Returns how often each value of a block is read, its outputs included."""
     return Counter(values_in([*(atom for op in block.ops for atom in op.operands), *block.outputs]))
 
 
@@ -122,5 +122,5 @@ def reach(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> dict[T, 
 
 
 def find_needed(values: Iterable[int], makers: Mapping[int, Op]) -> dict[int, None]:
-    """These values, and all that the ops of `makers` read to make them."""
+    """Returns these values, and all that the ops of `makers` read to make them."""
     return reach(values, lambda value: makers[value].reads if value in makers else ())

@@ -39,7 +39,7 @@ class Origin:
 
 
 def origin(graph: Graph, leaves: Sequence[Any], invalid: Invalid) -> Origin | None:
-    """Where the first invalid output of a graph comes from; None if all are valid.
+    """Returns where the first invalid output of a graph comes from; None if all are valid.
 
     Args:
       leaves: one array for each argument.
@@ -49,7 +49,7 @@ def origin(graph: Graph, leaves: Sequence[Any], invalid: Invalid) -> Origin | No
 
 
 def _in_block(block: Block, inputs: Sequence[Any], invalid: Invalid) -> Origin | None:
-    """The origin of a block's first invalid output; None if all are valid.
+    """Returns the origin of a block's first invalid output; None if all are valid.
 
     The origin's argument is an input of the block, its output one of the block.
     """
@@ -82,7 +82,7 @@ def _in_block(block: Block, inputs: Sequence[Any], invalid: Invalid) -> Origin |
 
 
 def _inside(op: Op, operands: Sequence[Any], invalid: Invalid) -> Origin:
-    """The origin of an invalid result of valid operands: the operation itself, or one within it."""
+    """Returns the origin of an invalid result of valid operands: the operation itself, or one within it."""
     for iterations, block, inputs in _runs(op, operands):
         found = _in_block(block, inputs, invalid)
         if found is not None:
@@ -91,7 +91,7 @@ def _inside(op: Op, operands: Sequence[Any], invalid: Invalid) -> Origin:
 
 
 def _runs(op: Op, operands: Sequence[Any]) -> Iterator[tuple[tuple[int, ...], Block, list[Any]]]:
-    """The runs of the body of a loop, or of the branch that is taken: number of the iteration, block, inputs."""
+    """Yields the runs of the body of a loop, or of the branch that is taken: number of the iteration, block, inputs."""
     if op.name == "cond":
         yield (), op.bodies[min(max(int(operands[0]), 0), len(op.bodies) - 1)], list(operands[1:])
     elif op.name == "scan":

@@ -45,7 +45,7 @@ class Keys:
         self._unnumbered: dict[str, str] = {}
 
     def head(self, primitive: Any, params: Mapping[str, Any], *, structured: bool = False) -> str:
-        """The part of the key that depends on the primitive and its parameters alone.
+        """Returns the part of the key that depends on the primitive and its parameters alone.
 
         Args:
           primitive: a JAX primitive.
@@ -64,20 +64,20 @@ class Keys:
         return f"{primitive.name}[{','.join(parts)}]"
 
     def key(self, head: str, operands: Iterable[Value | Lit], bodies: Iterable[str] = ()) -> str:
-        """The whole key."""
+        """Returns the whole key."""
         described = ",".join([self._operand(operand) for operand in operands])
         inner = ",".join(bodies)
         return f"{head}({described}){{{inner}}}" if inner else f"{head}({described})"
 
     def block(self, block: Block, values: Callable[[int], Value], *, numbers: bool = True, weak: bool = True) -> str:
-        """A digest of a block: its operations and how they are wired.
+        """Returns a digest of a block: its operations and how they are wired.
 
         Args:
           block: the block.
           values: value number -> value.
           numbers: whether the numbers count that elementwise operations of the block itself have as literals, and where
-            slices begin (`key_without_position`). Layers that draw random numbers differ in the former: each folds its own into
-            the key; layers that read one row each of an array, in the latter.
+            slices begin (`key_without_position`). Layers that draw random numbers differ in the former: each folds its
+            own into the key; layers that read one row each of an array, in the latter.
           weak: whether it counts which conversions make weak types.
         """
 
@@ -106,7 +106,7 @@ class Keys:
         ops: Iterable[tuple[str, Sequence[Any], Sequence[Any]]],
         outputs: Iterable[Any],
     ) -> str:
-        """A digest of a straight line of operations, whose values go by the order in which they are made.
+        """Returns a digest of a straight line of operations, whose values go by the order in which they are made.
 
         Args:
           head: lines for the types of the inputs.
@@ -133,7 +133,7 @@ class Keys:
         return _digest("\n".join(lines).encode())
 
     def without_numbers(self, op: Op, values: Callable[[int], Value]) -> str:
-        """The key of an operation without the numbers that it has as literals."""
+        """Returns the key of an operation without the numbers that it has as literals."""
         if op.key not in self._unnumbered:
             types = ",".join([self.type_of(a.aval if isinstance(a, Lit) else values(a)) for a in op.operands])
             self._unnumbered[op.key] = f"{self.head(op.primitive, op.params)}({types})"
@@ -155,7 +155,7 @@ class Keys:
         return self.type_of(operand)
 
     def text(self, value: Any) -> str:
-        """A rendering of a parameter that is equal in every process."""
+        """Returns a rendering of a parameter that is equal in every process."""
         kind = type(value)
         if kind in (int, str, bool, float, complex, type(None), slice):
             return repr(value)
@@ -272,12 +272,12 @@ _NUMBERED = primitives.ELEMENTWISE | {"dynamic_slice"}
 
 
 def _has_numbers(op: Op) -> bool:
-    """Whether an operation has literals that change its results, but not the computation of them."""
+    """Returns whether an operation has literals that change its results, but not the computation of them."""
     return op.name in _NUMBERED and any(isinstance(a, Lit) for a in op.operands)
 
 
 def _differ(one: Any, other: Any) -> bool:
-    """Whether two objects of equal `repr` say themselves that they are not equal."""
+    """Returns whether two objects of equal `repr` say themselves that they are not equal."""
     if type(one) is not type(other):
         return True
     if one is other or type(one).__eq__ is object.__eq__:

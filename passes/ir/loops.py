@@ -73,12 +73,12 @@ class ScanView:
         return int(self.op.params["length"])
 
     def taken(self, items: Sequence[T]) -> Taken[T]:
-        """A sequence that is parallel to the operands, in parts."""
+        """Returns a sequence that is parallel to the operands, in parts."""
         first = self.num_consts + self.num_carry
         return Taken(tuple(items[: self.num_consts]), tuple(items[self.num_consts : first]), tuple(items[first:]))
 
     def given(self, items: Sequence[T]) -> Given[T]:
-        """A sequence that is parallel to the results, in parts."""
+        """Returns a sequence that is parallel to the results, in parts."""
         return Given(tuple(items[: self.num_carry]), tuple(items[self.num_carry :]))
 
     @cached_property
@@ -148,7 +148,7 @@ class ScanView:
         ys: Sequence[tuple[Atom, int]],
         **params: Any,
     ) -> Op:
-        """The scan with another body and other parts, in the form that the properties of these names have.
+        """Returns the scan with another body and other parts, in the form that the properties of these names have.
 
         Its key is written when it is numbered. `params` replace parameters, such as the length.
         """
@@ -179,18 +179,18 @@ class WhileView:
     op: Op
 
     def taken(self, items: Sequence[T]) -> WhileTaken[T]:
-        """A sequence that is parallel to the operands, in parts."""
+        """Returns a sequence that is parallel to the operands, in parts."""
         first = self.op.params["cond_nconsts"]
         split = first + self.op.params["body_nconsts"]
         return WhileTaken(tuple(items[:first]), tuple(items[first:split]), tuple(items[split:]))
 
     def cond(self, items: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...]]:
-        """A sequence that is parallel to the condition's inputs: constants, carried."""
+        """Returns a sequence that is parallel to the condition's inputs: constants, carried."""
         count = self.op.params["cond_nconsts"]
         return tuple(items[:count]), tuple(items[count:])
 
     def body(self, items: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...]]:
-        """A sequence that is parallel to the body's inputs: constants, carried."""
+        """Returns a sequence that is parallel to the body's inputs: constants, carried."""
         count = self.op.params["body_nconsts"]
         return tuple(items[:count]), tuple(items[count:])
 
@@ -201,7 +201,7 @@ def body_runs(op: Op) -> int:
 
 
 def scan_op(traced: Traced, scan: int) -> Op:
-    """The op of the top block with index `scan`.
+    """Returns the op of the top block with index `scan`.
 
     Raises:
       ValueError: if there is none, or it is no scan.

@@ -26,7 +26,7 @@ from alpa_lite.passes.ir.loops import ScanView, WhileView
 
 
 def prune(graph: Graph, *, keep_inputs: int | None = None) -> Graph:
-    """The same program without dead ops, dead control-flow operands and results, and unused constants.
+    """Returns the same program without dead ops, dead control-flow operands and results, and unused constants.
 
     Args:
       graph: any graph.
@@ -80,7 +80,7 @@ def prune_tracked(graph: Graph, *, keep_inputs: int | None = None) -> tuple[Grap
 
 
 def _live_ops(ops: Sequence[Op], outputs: Sequence[Atom]) -> tuple[tuple[Op, ...], set[Atom]]:
-    """The live ops, their control flow pruned, and all that they or the outputs read."""
+    """Returns the live ops, their control flow pruned, and all that they or the outputs read."""
     live = set(outputs)
     kept: list[Op] = []
     for op in reversed(ops):
@@ -170,7 +170,7 @@ _RULES = {
 def _carried(
     body: Block, carries: Sequence[int], wanted: Sequence[bool], others: Sequence[bool]
 ) -> tuple[list[bool], set[Atom]]:
-    """The live carries (least fixed point above `wanted`), and all that the body then reads."""
+    """Returns the live carries (least fixed point above `wanted`), and all that the body then reads."""
     carry = list(wanted)
     while True:
         _, live = _live_ops(body.ops, _select(body.outputs, [*carry, *others]))
@@ -190,7 +190,7 @@ def _select(items: Sequence[Any], mask: Sequence[bool]) -> tuple[Any, ...]:
 
 
 def _changed(op: Op, operands: Sequence[bool] | None, results: Sequence[bool], /, **parts: Any) -> Op:
-    """An op with some of its operands (None for all) and results, and with other parts.
+    """Returns an op with some of its operands (None for all) and results, and with other parts.
 
     Its key is written when it is numbered.
     """

@@ -56,12 +56,12 @@ class Rewriter:
         self._last: int | None = None  # index of an op, once one was asked for
 
     def fresh(self, like: int | Value) -> int:
-        """A new value number, of the type of another value or of a given one."""
+        """Returns a new value number, of the type of another value or of a given one."""
         self.values.append(self.values[like] if isinstance(like, int) else like)
         return len(self.values) - 1
 
     def shaped(self, like: int, shape: tuple[int, ...]) -> int:
-        """A new value number, of the type of another value but of a shape of its own."""
+        """Returns a new value number, of the type of another value but of a shape of its own."""
         before = self.values[like]
         if before.shape == shape:
             return self.fresh(before)
@@ -71,13 +71,13 @@ class Rewriter:
         return self.fresh(made)
 
     def constant(self, like: Value, array: Any) -> int:
-        """A new constant of the graph: an input of the top block."""
+        """Returns a new constant of the graph: an input of the top block."""
         number = self.fresh(like)
         self._constants.append((number, array))
         return number
 
     def index(self, origin: int | None = None, *, is_copy: bool = False) -> int:
-        """A new op index."""
+        """Returns a new op index."""
         if self._last is None:
             self._last = max((op.index for op in self.graph.ops()), default=-1)
         self._last += 1
@@ -97,13 +97,13 @@ class Rewriter:
         origin: int | None = None,
         ctx: Any = None,
     ) -> Op:
-        """A new op without bodies."""
+        """Returns a new op without bodies."""
         described = [a if isinstance(a, Lit) else self.values[a] for a in operands]
         key = self.keys.key(self.keys.head(primitive, params), described)
         return Op(self.index(origin), primitive, params, tuple(operands), tuple(results), (), source, key, ctx)
 
     def barrier(self, values: Sequence[int], source: Any) -> tuple[Op, dict[int, int]]:
-        """An `optimization_barrier` on some values, and the name of each after it."""
+        """Returns an `optimization_barrier` on some values, and the name of each after it."""
         after = {value: self.fresh(value) for value in values}
         return self.op(_jax.optimization_barrier_primitive(), {}, values, list(after.values()), source), after
 
@@ -145,14 +145,17 @@ class Rewriter:
         )
 
     def _is_alike(self, before: Atom, known: Sequence[Value], after: Atom) -> bool:
-        """Whether an operand, of a graph with these values, is like a new one to the key of an op."""
+        """Returns whether an operand, of a graph with these values, is like a new one to the key of an op."""
         if isinstance(before, Lit) or isinstance(after, Lit):
             return before is after
         one, other = known[before], self.values[after]
         return one is other or (one.shape, one.dtype) == (other.shape, other.dtype)
 
     def copy_block(self, block: Block, values: Sequence[Value] | None = None) -> Block:
-        """A copy of a block, in which everything is fresh. `values`: of the graph that it is from, by default this."""
+        """Returns a copy of a block, in which everything is fresh.
+
+        `values`: of the graph that it is from, by default this.
+        """
         known = self.values if values is None else values
         inputs = tuple([self.fresh(known[value]) for value in block.inputs])
         ops, outputs = self.inline(block, dict(zip(block.inputs, inputs, strict=True)), known)
@@ -176,7 +179,7 @@ class Rewriter:
         return ops, [rename_atom(atom, names) for atom in block.outputs]
 
     def finish(self, block: Block) -> Graph:
-        """The graph with another top block; `place` says where its ops are."""
+        """Returns the graph with another top block; `place` says where its ops are."""
         constants = (*self.graph.constants, *(array for _, array in self._constants))
         inputs = (*block.inputs, *(number for number, _ in self._constants))
         graph = Graph(tuple(self.values), replace(block, inputs=inputs), constants, self.keys)
@@ -186,7 +189,7 @@ class Rewriter:
         return pruned
 
     def step(self, traced: Traced, block: Block, scan: int) -> Rewritten:
-        """The step with another top block; `scan` is the index of the scan over micro-batches in it."""
+        """Returns the step with another top block; `scan` is the index of the scan over micro-batches in it."""
         graph = self.finish(block)
         known = {op.index for op in self.graph.ops()}
         origin = {new: self._origin.get(index, index) for index, new in self.place.items()}
@@ -209,20 +212,20 @@ def rename_atom(atom: Atom, names: Mapping[int, Atom]) -> Any:
 
 
 def rename_op(op: Op, names: Mapping[int, Atom]) -> Op:
-    """An op with some operands renamed; itself if it reads none of them."""
+    """Returns an op with some operands renamed; itself if it reads none of them."""
     if names.keys().isdisjoint(op.reads):
         return op
     return replace(op, operands=tuple([rename_atom(a, names) for a in op.operands]))
 
 
 def rename_block(block: Block, names: Mapping[int, Atom]) -> Block:
-    """A block with some of the values that its ops and outputs read renamed."""
+    """Returns a block with some of the values that its ops and outputs read renamed."""
     ops = tuple([rename_op(op, names) for op in block.ops])
     return Block(block.inputs, ops, tuple([rename_atom(a, names) for a in block.outputs]))
 
 
 def rename_parts(view: ScanView, names: Mapping[int, Atom]) -> tuple[list[Op], list[Carried], list[tuple[Atom, int]]]:
-    """The body's ops, the carries and the ys of a scan, with some of the values that its body reads renamed."""
+    """Returns the body's ops, the carries and the ys of a scan, with some of the values that its body reads renamed."""
     carries = [one._replace(output=rename_atom(one.output, names)) for one in view.carries]
     return (
         [rename_op(op, names) for op in view.body.ops],
@@ -232,10 +235,10 @@ def rename_parts(view: ScanView, names: Mapping[int, Atom]) -> tuple[list[Op], l
 
 
 def replace_body(op: Op, body: Block) -> Op:
-    """A scan with another body of the same inputs and outputs; its key is written when it is numbered."""
+    """Returns a scan with another body of the same inputs and outputs; its key is written when it is numbered."""
     return replace(op, bodies=(body,), key=None)
 
 
 def replace_op(block: Block, scan: Op, ops: Iterable[Op]) -> Block:
-    """A top block with other ops in place of one."""
+    """Returns a top block with other ops in place of one."""
     return Block(block.inputs, tuple(o for op in block.ops for o in (ops if op is scan else (op,))), block.outputs)

@@ -36,7 +36,7 @@ class Tie:
 
 
 def ties(ops: Iterable[Op]) -> Mapping[int, Tie]:
-    """The comparisons among ops of a block, by the index of the `eq`."""
+    """Returns the comparisons among ops of a block, by the index of the `eq`."""
     makers: dict[int, Op] = {}
     found: dict[int, Tie] = {}
     for op in ops:
@@ -53,7 +53,7 @@ def ties(ops: Iterable[Op]) -> Mapping[int, Tie]:
 
 
 def _chain(atom: object, makers: Mapping[int, Op]) -> tuple[Op, ...]:
-    """The operation that chose a value, and the reshapes since; empty if it was not chosen."""
+    """Returns the operation that chose a value, and the reshapes since; empty if it was not chosen."""
     chain: list[Op] = []
     while isinstance(atom, int) and atom in makers:
         maker = makers[atom]

@@ -50,7 +50,7 @@ def assign(layering: Layering, cuts: Sequence[int]) -> Assignment:
 
 
 def stages(layering: Layering, cuts: Sequence[int]) -> Mapping[int, int]:
-    """The stage of every operation of the scan's body, as `assign` has it, for less work."""
+    """Returns the stage of every operation of the scan's body, as `assign` has it, for less work."""
     assigner = _Assigner(layering, cuts)
     assigner.place_body()
     return assigner.stage
@@ -98,15 +98,15 @@ class _Assigner:
         self.follow_users(forward, self.body.ops)
 
     def users_of(self, op: Op) -> list[Op]:
-        """The ops that read the results of an op."""
+        """Returns the ops that read the results of an op."""
         return [user for value in op.results for user in self.users.get(value, ())]
 
     def made_on(self, value: int) -> int | None:
-        """The stage of the op that makes a value; None of inputs, and where that is not known yet."""
+        """Returns the stage of the op that makes a value; None of inputs, and where that is not known yet."""
         return self.stage.get(self.defined[value].index) if value in self.defined else None
 
     def assignment(self) -> Assignment:
-        """Everything, in the order in which it is known."""
+        """Returns everything, in the order in which it is known."""
         self.place_body()
         weight = self.weights()
         home = self.update()
@@ -134,7 +134,7 @@ class _Assigner:
         return found
 
     def read_on(self, values: Iterable[int], among: Container[int]) -> set[int]:
-        """The stages of those ops, among some, that read any of some values: see `bound`."""
+        """Returns the stages of those ops, among some, that read any of some values: see `bound`."""
         readers = {index for value in values for index in self.bound.get(value, ())}
         return {self.stage[index] for index in readers if index in among and index in self.stage}
 
@@ -293,7 +293,7 @@ class _Assigner:
                 self.stage[op.index] = min(stages)
 
     def sent(self, op: Op, stage: int) -> int:
-        """Bytes that go to a stage only for this op."""
+        """Returns bytes that go to a stage only for this op."""
         total = 0
         for value in dict.fromkeys(op.reads):
             made = self.defined.get(value)

@@ -43,7 +43,7 @@ TOLERANCE = 1.0
 
 
 def price(op: Op, rules: Mapping[object, Rule], values: Sequence[Value]) -> float:
-    """Seconds of an operation on the nominal device; a scan's are its body's times its length."""
+    """Returns seconds of an operation on the nominal device; a scan's are its body's times its length."""
     if op.bodies:
         parts = [sum((price(inner, rules, values) for inner in body.ops), 0.0) for body in op.bodies]
         return body_runs(op) * (max(parts) if op.name == "cond" else sum(parts))
@@ -112,7 +112,7 @@ def crossing_activation_bytes(order: Sequence[Op], free: frozenset[int], values:
 
 
 def cut(atoms: Sequence[Layer], max_layers: int) -> list[int]:
-    """How many atoms each layer takes, in order."""
+    """Returns how many atoms each layer takes, in order."""
     runs = repeats(atoms)
     between = _between(runs, len(atoms))
     rest = sum(stop > start for start, stop in between)
@@ -173,7 +173,7 @@ def repeats(atoms: Sequence[Layer]) -> list[tuple[int, int, int]]:
 
 
 def _cheap_pieces(unit: Sequence[Layer]) -> list[tuple[Layer, int]]:
-    """A repeat as atoms that cost no more to cut than the repeat itself, with how many of `unit` each holds."""
+    """Returns a repeat as atoms that cost no more to cut than the repeat itself, with how many of `unit` each holds."""
     out: list[tuple[Layer, int]] = []
     first = 0
     for i, atom in enumerate(unit):
@@ -205,7 +205,7 @@ def _group_sizes(runs: Sequence[tuple[int, int, int]], room: int) -> list[int]:
 
 
 def balance_layers(atoms: Sequence[Layer], most: int, mean: float, tolerance: float = TOLERANCE) -> list[int]:
-    """The cutting into at most `most` layers that minimises the sum above; how many atoms each layer takes."""
+    """Returns the cutting into at most `most` layers that minimises the sum above; how many atoms each layer takes."""
     count = len(atoms)
     ends = np.concatenate([[0.0], np.cumsum([a.seconds for a in atoms])])
     spans = ends[None, :] - ends[:, None]  # [first, end]

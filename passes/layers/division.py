@@ -72,7 +72,7 @@ MAX_OUTER_LAYERS = 8
 
 
 def find_layers(accumulated: Accumulated, *, max_layers: int, rules: Mapping[object, Rule] | None = None) -> Divisible:
-    """The layers of a step. Scans over layers are cut into equal parts.
+    """Returns the layers of a step. Scans over layers are cut into equal parts.
 
     Args:
       max_layers: the most layers. Scans share all but those that may be before and after them (`MAX_OUTER_LAYERS`).
@@ -97,7 +97,7 @@ def find_layers(accumulated: Accumulated, *, max_layers: int, rules: Mapping[obj
 
 
 def divide_into_stages(step: Divisible, cuts: Sequence[int], remat: Sequence[Choice] = ()) -> Divided:
-    """The step for given stages.
+    """Returns the step for given stages.
 
     Args:
       cuts: the first of `step.layering.layers` of each stage after the first; rising.
@@ -134,7 +134,7 @@ def recompute_layers(step: Divisible, remat: Remat) -> Accumulated:
 
 
 def _coarse(step: Divisible, cuts: Sequence[int], split_arguments: bool = True) -> tuple[Layering, list[int]]:
-    """The layers of the step cut at stages alone, and the first of each stage."""
+    """Returns the layers of the step cut at stages alone, and the first of each stage."""
     fine = step.fine
     if fine is None:
         return step.layering, list(cuts)
@@ -207,7 +207,7 @@ def rematerialise_stages(layers: Layering, cuts: Sequence[int], remat: Sequence[
 
 
 def _carried_over(layers: Layering, result: Rewritten) -> Layering:
-    """The same layers of the rewritten step."""
+    """Returns the same layers of the rewritten step."""
     place = {before: new for new, before in result.origin.items() if new not in result.copies}
     return replace(
         layers,

@@ -1,6 +1,6 @@
 """The forward pass of a micro-batch as layers, and layers as stages.
 
-`layering` finds the forward pass in the body of the scan over micro-batches , orders it so that what
+`cut_into_layers` finds the forward pass in the body of the scan over micro-batches , orders it so that what
 needs no activation stands before its first user, and cuts it into layers (`layers.cuts`): contiguous groups of
 forward operations that balance seconds and cut few bytes, identical where the model repeats itself. `assign` gives
 every operation of the step a stage, once layers have been grouped into stages (`layers.assignment`).
@@ -66,7 +66,7 @@ def cut_into_layers(traced: Traced, scan: int, rules: Mapping[object, Rule], *, 
     made = cuts.free_values(order, parts.free, values)
 
     def layers(starts: Sequence[int]) -> list[Layer]:
-        """The order cut at some places."""
+        """Returns the order cut at some places."""
         found = []
         for start, stop in itertools.pairwise([*starts, len(order)]):
             some = order[start:stop]
@@ -83,7 +83,7 @@ def cut_into_layers(traced: Traced, scan: int, rules: Mapping[object, Rule], *, 
 
 
 def _ordered(ops: Sequence[Op], parts: Split) -> list[Op]:
-    """The forward ops: program order, each free op right before its first user that is not free.
+    """Returns the forward ops: program order, each free op right before its first user that is not free.
 
     Reductions of parameters (a regulariser) stand before the first other user of these parameters. A free op that only
     the backward pass reads keeps its place.
@@ -194,12 +194,12 @@ def split(traced: Traced, scan: int, rules: Mapping[object, Rule]) -> Split:
 
 
 def is_expensive(op: Op) -> bool:
-    """Whether an operation is worth cutting before, and not worth running twice."""
+    """Returns whether an operation is worth cutting before, and not worth running twice."""
     return bool(op.bodies) or op.name in primitives.EXPENSIVE_TO_REPEAT
 
 
 def forward_ops(op: Op, values: Sequence[Value]) -> frozenset[int]:
-    """The forward ops of a scan over micro-batches, by index."""
+    """Returns the forward ops of a scan over micro-batches, by index."""
     body = op.bodies[0]
     marks = {o.index: _jax.derivative(o.source) for o in body.ops}
     if "transpose" not in marks.values():
@@ -218,7 +218,7 @@ def forward_ops(op: Op, values: Sequence[Value]) -> frozenset[int]:
 
 
 def _by_order(op: Op, values: Sequence[Value]) -> frozenset[int]:
-    """The split of a body without marks: up to the last op that a scalar or a stacked result needs."""
+    """Returns the split of a body without marks: up to the last op that a scalar or a stacked result needs."""
     view = ScanView(op)
     carry, ys = map(values_in, view.outputs)
     returned = [*ys, *(v for v in carry if not values[v].shape)]

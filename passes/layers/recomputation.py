@@ -36,7 +36,7 @@ _CAPACITY = 1 << 28  # of all edges together
 
 
 def is_repeatable(op: Op) -> bool:
-    """Whether an operation can be computed again within the kernels that read its result."""
+    """Returns whether an operation can be computed again within the kernels that read its result."""
     return op.name in REPEATABLE and not op.has_effects and not op.bodies
 
 
@@ -101,7 +101,7 @@ def copy_ops(
 def read_by_scans(
     view: ScanView, readers: Mapping[int, Sequence[Op]], outputs: Iterable[Atom]
 ) -> dict[int, Sequence[Op]]:
-    """The stacks of a scan that scans alone read, row by row, with these scans.
+    """Returns the stacks of a scan that scans alone read, row by row, with these scans.
 
     Args:
       readers, outputs: of the block that the scan is in.

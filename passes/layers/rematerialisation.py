@@ -68,7 +68,7 @@ class Remat:
 
     @classmethod
     def parse(cls, text: str) -> Remat | None:
-        """The one that is written so; None if there is none."""
+        """Returns the one that is written so; None if there is none."""
         found = re.fullmatch(r"(\w+)(?: in the first (\d+) of (\d+) layers)?", text)
         choice = next((c for c in get_args(Choice) if found and c == found[1]), None)
         if found is None or choice is None:
@@ -107,7 +107,7 @@ def rematerialise(
 
 
 def choices(layering: Layering) -> Mapping[Choice, frozenset[int]]:
-    """The values to save for each choice, as `rematerialise` takes them with the layers of `layering`."""
+    """Returns the values to save for each choice, as `rematerialise` takes them with the layers of `layering`."""
     layer_of = {index: number for number, layer in enumerate(layering.layers) for index in layer.ops}
     forward = [op for op in layering.body.ops if op.index in layering.forward]
     made = producers(forward)
@@ -124,7 +124,7 @@ def choices(layering: Layering) -> Mapping[Choice, frozenset[int]]:
 
 
 def is_kept(op: Op) -> bool:
-    """Whether the selective choice keeps an op's results."""
+    """Returns whether the selective choice keeps an op's results."""
     if op.name == "dot_general":
         (_, _), (batch, _) = op.params["dimension_numbers"]
         return not batch
@@ -156,7 +156,7 @@ class _Body:
         self.out: list[Op] = []
 
     def block(self) -> Block:
-        """The body with copies in it."""
+        """Returns the body with copies in it."""
         self.find_entering()
         for op in self.forward_first():
             if op.index not in self.backward:
@@ -181,7 +181,7 @@ class _Body:
         return sorted(self.body.ops, key=lambda op: op not in first)
 
     def is_again(self, value: int) -> bool:
-        """Whether a value is made again for the backward pass."""
+        """Returns whether a value is made again for the backward pass."""
         return value in self.made and value not in self.saved and not self.made[value].has_effects
 
     def tie(self, op: Op) -> Tie | None:
@@ -192,7 +192,7 @@ class _Body:
         return tie if any(self.is_again(v) for v in tie.operands) else None
 
     def needs(self, op: Op) -> list[int]:
-        """The values that an op reads, or the choice that is made again for it."""
+        """Returns the values that an op reads, or the choice that is made again for it."""
         tie = self.tie(op)
         if tie is None:
             return list(op.reads)
@@ -208,7 +208,7 @@ class _Body:
             self.out.append(copy)
 
     def place(self, value: int, user: Op) -> tuple[int | None, int]:
-        """Which copy of a value an op reads: of what is free that of its stage, else the only one."""
+        """Returns which copy of a value an op reads: of what is free that of its stage, else the only one."""
         free = self.made[value].index in self.free
         return self.stages.get(user.index, 0) if free else None, value
 
@@ -249,7 +249,7 @@ class _Body:
             self.out.append(copy)
 
     def barrier(self, layer: int, user: Op) -> Mapping[int, int]:
-        """The barrier of a layer, which stands before its first copy: what each value is called after it."""
+        """Returns the barrier of a layer, which stands before its first copy: what each value is called after it."""
         if layer not in self.after:
             cotangents = [v for v in user.reads if v not in self.made and v not in self.inputs]
             self.after[layer] = {}
@@ -298,7 +298,7 @@ def find_dropped_residuals(op: Op, body: Block, choice: Choice) -> frozenset[int
 
 
 def _needed(view: ScanView, gone: Mapping[int, Atom], choice: Choice) -> list[int]:
-    """The values of the body that the selective choice keeps, and that computing again begins with."""
+    """Returns the values of the body that the selective choice keeps, and that computing again begins with."""
     makers = producers(view.body.ops)
     begins = {v for v, op in makers.items() if choice == "selective" and is_kept(op)}
     reached = reach(values_in(gone.values()), lambda v: makers[v].reads if v in makers and v not in begins else ())

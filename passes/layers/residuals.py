@@ -54,7 +54,7 @@ def reduce_residuals(traced: Traced) -> Traced:
 
 
 def _reduce_block(rewriter: Rewriter, block: Block) -> Block:
-    """A block whose scans, and those within its loops, stack and read less; itself if nothing changes."""
+    """Returns a block whose scans, and those within its loops, stack and read less; itself if nothing changes."""
     makers = flow.producers(filter(recomputation.is_repeatable, block.ops))
     ops = []
     for op in block.ops:
@@ -77,7 +77,7 @@ def _reduce_block(rewriter: Rewriter, block: Block) -> Block:
 def _pairs(
     scan: Op, readers: Mapping[int, Sequence[Op]], outputs: Iterable[Atom]
 ) -> list[tuple[Op, Mapping[int, int]]]:
-    """The scans that alone read some stacks of another, each with stack -> value of the forward body."""
+    """Returns the scans that alone read some stacks of another, each with stack -> value of the forward body."""
     view = ScanView(scan)
     read = recomputation.read_by_scans(view, readers, outputs)
     found: dict[Op, dict[int, int]] = {}
@@ -90,7 +90,7 @@ def _pairs(
 def _choose(
     values: Sequence[Value], forward: ScanView, backward: ScanView, read: Mapping[int, int]
 ) -> tuple[dict[int, int], list[Op]]:
-    """The cheapest choice for a pair of scans, of which one alone reads some stacks of the other.
+    """Returns the cheapest choice for a pair of scans, of which one alone reads some stacks of the other.
 
     Returns:
       Stack -> value of the forward body that the backward body computes again in its place; and the ops of the forward

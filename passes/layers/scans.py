@@ -110,7 +110,7 @@ def cut_scans(
 
 
 def cut_stacked_arguments(traced: Traced, bounds: Mapping[int, Bounds], rules: Mapping[object, Rule]) -> Traced:
-    """A step without micro-batches whose stacked arguments come in pieces, as do the results that replace them.
+    """Returns a step without micro-batches whose stacked arguments come in pieces, as do the results that replace them.
 
     Scans over these arguments, and over what is stacked with them, are cut at the same bounds.
 
@@ -135,7 +135,7 @@ def cut_stacked_arguments(traced: Traced, bounds: Mapping[int, Bounds], rules: M
 
 
 def _with_pieces(traced: Traced, walk: StackWalk, block: Block) -> tuple[Block, Stacked]:
-    """The new top block with arguments and results in pieces; those that stay whole are sliced first."""
+    """Returns the new top block with arguments and results in pieces; those that stay whole are sliced first."""
     block, leaves, whole = _split_arguments(traced, block, walk.asked_for, walk.concatenated)
     walk.out = []
     for value in whole:
@@ -176,7 +176,7 @@ def _micro_batches(top: StackWalk, body: StackWalk, view: ScanView) -> None:
 
 
 def _applied(stacked: Stacked, traced: Traced) -> Traced:
-    """The user's step with arguments and results in pieces; its graph has them already."""
+    """Returns the user's step with arguments and results in pieces; its graph has them already."""
     new_value = {argument: output for output, argument in traced.state}
     state = [
         pair
@@ -195,7 +195,7 @@ def _applied(stacked: Stacked, traced: Traced) -> Traced:
 def _split_arguments(
     traced: Traced, block: Block, asked_for: Mapping[int, InPieces], joined: Mapping[int, InPieces]
 ) -> tuple[Block, Stacked, list[int]]:
-    """The top block with arguments and results in pieces, where that is all that it needs of them.
+    """Returns the top block with arguments and results in pieces, where that is all that it needs of them.
 
     Args:
       block: its new top block. Nothing makes the pieces of arguments that it reads.
@@ -236,7 +236,7 @@ def _split_arguments(
 
 
 def _parts(leaves: Sequence[Argument], pieces: Sequence[Pieces]) -> tuple[Argument, ...]:
-    """The records of pieces: their paths name the slice."""
+    """Returns the records of pieces: their paths name the slice."""
     out: list[Argument] = []
     for leaf, one in zip(leaves, pieces, strict=True):
         spans = list(itertools.pairwise(one.bounds))

@@ -42,7 +42,7 @@ def _rewrite_block(rewriter: Rewriter, block: Block) -> Block:
 
 
 def _rewrite_loop(rewriter: Rewriter, op: Op) -> Op:
-    """A scan whose inner scans add to its carries; other operations as they are."""
+    """Returns a scan whose inner scans add to its carries; other operations as they are."""
     if op.name != "scan":
         return op
     body = _rewrite_block(rewriter, op.bodies[0])
@@ -66,7 +66,7 @@ def _rewrite_loop(rewriter: Rewriter, op: Op) -> Op:
 
 
 def _add_in(rewriter: Rewriter, view: ScanView, summand: int, adds: Op, added: int, carry: int) -> Op:
-    """A scan that also scans over a carry, and stacks its sum with a summand in the place of the summand."""
+    """Returns a scan that also scans over a carry, and stacks its sum with a summand in the place of the summand."""
     own, total = rewriter.fresh(summand), rewriter.fresh(summand)
     add = rewriter.op(adds.primitive, adds.params, (own, summand), (total,), adds.source, adds.index, adds.ctx)
     ops: list[Op] = []

@@ -87,7 +87,7 @@ class Phases:
     num_slices: int = 1
 
     def of(self, index: int, *, split_weights: bool) -> int:
-        """The phase of an op, where gradients of parameters have one of their own or not."""
+        """Returns the phase of an op, where gradients of parameters have one of their own or not."""
         number = self.number.get(index, 0)
         return number if split_weights or self.num_slices > 1 else min(number, 1)
 

@@ -25,7 +25,7 @@ from alpa_lite.passes.local.types import LocalCollective, LocalForm, Setting, bi
 
 
 def needs_outside(op: Op) -> bool:
-    """Whether an operation cannot be emitted inside `shard_map`.
+    """Returns whether an operation cannot be emitted inside `shard_map`.
 
     True for a user's own `shard_map` (its mesh is another one), for `device_put` to another kind of memory, and for
     `rng_uniform`, whose hidden state differs between devices; and for what holds one of these in a body or in a jaxpr
@@ -51,7 +51,7 @@ def _names_memory(device: Any) -> bool:
 
 
 def print_form(s: Setting) -> LocalForm | None:
-    """A callback without results: on the first device only."""
+    """Returns a callback without results: on the first device only."""
     axes = _used_axes(s)
     if not axes:
         return s.bound()
@@ -69,7 +69,7 @@ def print_form(s: Setting) -> LocalForm | None:
 
 
 def io_callback(s: Setting) -> LocalForm | None:
-    """A callback with results that must not be repeated: on the first device, which tells the others."""
+    """Returns a callback with results that must not be repeated: on the first device, which tells the others."""
     axes = _used_axes(s)
     if not axes:
         return s.bound()

@@ -35,7 +35,7 @@ from alpa_lite.passes.local.types import LocalForm, Setting
 def local_form(
     op: Op, rule: Rule, assignment: tuple[Axes, ...], values: Sequence[Value], mesh: LogicalMesh
 ) -> LocalForm | None:
-    """The local form of an operation under an assignment of mesh axes to its factors.
+    """Returns the local form of an operation under an assignment of mesh axes to its factors.
 
     Args:
       op: any operation but scan, while and cond.
@@ -70,7 +70,7 @@ def local_form(
 def _placed(
     rule: Rule, assignment: tuple[Axes, ...], sharded: Sequence[int], mesh: LogicalMesh
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...], bool] | None:
-    """The layouts of operands and of results, and whether an axis shards two factors; None if there are none.
+    """Returns the layouts of operands and of results, and whether an axis shards two factors; None if there are none.
 
     A device would then hold blocks that do not belong together.
     """
@@ -91,7 +91,7 @@ def _placed(
 def _parts(
     rule: Rule, assignment: tuple[Axes, ...], sharded: Sequence[int], mesh: LogicalMesh
 ) -> dict[int, int] | None:
-    """Into how many parts each sharded factor is cut; None where one must not be, or does not divide."""
+    """Returns into how many parts each sharded factor is cut; None where one must not be, or does not divide."""
     parts = {}
     for f in sharded:
         factor, count = rule.factors[f], mesh.product(assignment[f])
@@ -146,7 +146,7 @@ def _divides(s: Setting) -> bool:
 
 
 def _kinds_fit(name: str, maker: Callable[..., Any], factors: Sequence[Factor], sharded: Sequence[int]) -> bool:
-    """Whether the operation's form knows the kinds of the sharded factors."""
+    """Returns whether the operation's form knows the kinds of the sharded factors."""
     for f in sharded:
         kind = factors[f].kind
         if (kind == "sum" and name not in _SUMS) or (kind in ("max", "min") and maker is not reductions.extremum):

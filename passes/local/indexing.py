@@ -146,7 +146,7 @@ def scatter(s: Setting) -> LocalForm | None:
 def _keep_own(
     indices: jax.Array, updates: jax.Array, looked_up: Sequence[tuple[int, int]], numbers: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Indices within the block, and updates that are zero where they belong to another block.
+    """Returns indices within the block, and updates that are zero where they belong to another block.
 
     `looked_up` holds (component of the index, size of the block). A scatter to an index out of bounds would do, were it
     not for XLA's CPU compiler: it turns a scatter of one window into slices, and joins these with the slice that made

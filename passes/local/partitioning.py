@@ -19,7 +19,7 @@ from alpa_lite.passes.local.types import LocalForm, Setting
 
 
 def form(s: Setting) -> LocalForm | None:
-    """The form, or None where the user's function does not go along with the assignment."""
+    """Returns the form, or None where the user's function does not go along with the assignment."""
     params = s.op.params
     mesh = AbstractMesh(s.mesh.shape, s.mesh.axis_names, axis_types=(AxisType.Auto,) * len(s.mesh.shape))
     types = [s.operand_dtype(i) for i in range(len(s.operands))]
@@ -48,7 +48,7 @@ def _placed(size: tuple[int, ...], dtype: Any, layout: Layout, mesh: AbstractMes
 
 
 def _are(shardings: Any, wanted: Sequence[jax.ShapeDtypeStruct]) -> bool:
-    """Whether the shardings that the function chose are those that it was given."""
+    """Returns whether the shardings that the function chose are those that it was given."""
     chosen = jax.tree.leaves(shardings, is_leaf=lambda x: x is None)
     return len(chosen) == len(wanted) and all(
         getattr(one, "spec", None) is not None

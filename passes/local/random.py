@@ -62,7 +62,7 @@ def random_split(s: Setting) -> LocalForm | None:
 
 
 def _stream(s: Setting, finish: Any) -> LocalForm | None:
-    """The form that hashes each element's own counter; `finish` makes the result of the two words."""
+    """Returns the form that hashes each element's own counter; `finish` makes the result of the two words."""
     shape = tuple(s.op.params["shape"])
     lead = len(s.operand_shape(0))  # dims of the array of keys; each key has its own stream
     axes = s.results[0].dims[lead:]
@@ -94,7 +94,7 @@ def _partitionable(s: Setting) -> bool:
 
 
 def counters(shape: Sequence[int], local: Sequence[int], starts: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
-    """The flat index in an array of `shape` of each element of a block of it, as two words.
+    """Returns the flat index in an array of `shape` of each element of a block of it, as two words.
 
     Args:
       shape: the whole array's.

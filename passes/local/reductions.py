@@ -65,7 +65,7 @@ def extremum(s: Setting) -> LocalForm | None:
 
 
 def float_order_to_int(x: jax.Array, carrier: np.dtype, nan_high: bool) -> jax.Array:
-    """Integers in the order of the floats x; NaN becomes the largest (or the smallest) integer."""
+    """Returns integers in the order of the floats x; NaN becomes the largest (or the smallest) integer."""
     wide = np.dtype(f"float{carrier.itemsize * 8}")
     bits = lax.bitcast_convert_type(lax.convert_element_type(x, wide), carrier)
     info = np.iinfo(carrier)
@@ -74,7 +74,7 @@ def float_order_to_int(x: jax.Array, carrier: np.dtype, nan_high: bool) -> jax.A
 
 
 def int_to_float_order(bits: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of `float_order_to_int`: the extreme integers are the bits of a NaN."""
+    """Returns the inverse of `float_order_to_int`: the extreme integers are the bits of a NaN."""
     info = np.iinfo(bits.dtype)
     bits = jnp.where(bits < 0, bits ^ info.max, bits)
     wide = lax.bitcast_convert_type(bits, np.dtype(f"float{bits.dtype.itemsize * 8}"))

@@ -51,7 +51,7 @@ def _form(s: Setting) -> LocalForm | None:
 
 
 def _joins(s: Setting, result: int) -> list[tuple[str, Axes]]:
-    """How, and over which axes, the blocks of a result make up the result."""
+    """Returns how, and over which axes, the blocks of a result make up the result."""
     own = {f for dim in s.rule.results[result] for f in dim}
     return [
         (factor.kind, s.assignment[f])
@@ -61,7 +61,7 @@ def _joins(s: Setting, result: int) -> list[tuple[str, Axes]]:
 
 
 def _runs(s: Setting) -> bool:
-    """Whether a kernel can be traced on these blocks: Pallas may want a block to be a multiple of something."""
+    """Returns whether a kernel can be traced on these blocks: Pallas may want a block to be a multiple of something."""
     kernel = s.op.params["kernel"]
     if kernel.trusted:
         return True

@@ -90,37 +90,37 @@ class Setting:
     results: tuple[Layout, ...]
 
     def operand_shape(self, i: int) -> tuple[int, ...]:
-        """The global shape of operand i."""
+        """Returns the global shape of operand i."""
         atom = self.op.operands[i]
         return tuple(atom.aval.shape) if isinstance(atom, Lit) else self.values[atom].shape
 
     def result_shape(self, i: int = 0) -> tuple[int, ...]:
-        """The global shape of result i."""
+        """Returns the global shape of result i."""
         return self.values[self.op.results[i]].shape
 
     def result_dtype(self, i: int = 0) -> Any:
-        """The dtype of result i."""
+        """Returns the dtype of result i."""
         return self.values[self.op.results[i]].dtype
 
     def operand_dtype(self, i: int) -> Any:
-        """The dtype of operand i."""
+        """Returns the dtype of operand i."""
         atom = self.op.operands[i]
         return atom.aval.dtype if isinstance(atom, Lit) else self.values[atom].dtype
 
     def local_operand(self, i: int) -> tuple[int, ...]:
-        """The shape of one device's block of operand i."""
+        """Returns the shape of one device's block of operand i."""
         return local_shape(self.operand_shape(i), self.operands[i], self.mesh)
 
     def local_result(self, i: int = 0) -> tuple[int, ...]:
-        """The shape of one device's block of result i."""
+        """Returns the shape of one device's block of result i."""
         return local_shape(self.result_shape(i), self.results[i], self.mesh)
 
     def result_bytes(self, i: int = 0) -> int:
-        """Bytes of one device's block of result i."""
+        """Returns bytes of one device's block of result i."""
         return math.prod(self.local_result(i)) * self.values[self.op.results[i]].itemsize
 
     def bound(self, **changes: Any) -> LocalForm:
-        """The form that binds the same primitive, with some parameters changed to their local values.
+        """Returns the form that binds the same primitive, with some parameters changed to their local values.
 
         Shardings mean nothing where every axis is manual.
         """
@@ -129,22 +129,22 @@ class Setting:
         return LocalForm(self.op, self.operands, self.results, changes=changes)
 
     def params(self, **changes: Any) -> Mapping[str, Any]:
-        """The parameters of `bound`."""
+        """Returns the parameters of `bound`."""
         return self.bound(**changes).params
 
     def form(self, own: Callable[..., list], *collectives: LocalCollective) -> LocalForm:
-        """A form with these layouts, run under the op's name stack and source line."""
+        """Returns a form with these layouts, run under the op's name stack and source line."""
         return LocalForm(self.op, self.operands, self.results, collectives, own=own)
 
     def special(self, operand: int, dim: int) -> bool:
-        """Whether a special factor shards a dim of an operand."""
+        """Returns whether a special factor shards a dim of an operand."""
         return any(
             self.assignment[f] and self.rule.factors[f].kind == "special" for f in self.rule.operands[operand][dim]
         )
 
 
 def sharded_dims(layout: Layout) -> list[int]:
-    """The dims that some axis shards."""
+    """Returns the dims that some axis shards."""
     return [d for d, axes in enumerate(layout.dims) if axes]
 
 
@@ -179,12 +179,12 @@ def apply_in_bytes(change: Callable[..., Any], *blocks: Any) -> Any:
 
 
 def sort_axes(axes: Axes, mesh: LogicalMesh) -> Axes:
-    """Axes in the order of the mesh."""
+    """Returns axes in the order of the mesh."""
     return tuple(a for a in mesh.axis_names if a in axes)
 
 
 def device_number(block: int, axes: Axes, mesh: LogicalMesh) -> int:
-    """The number, along the axes in mesh order, of the device that has a block of a dim sharded over `axes`."""
+    """Returns the number, along the axes in mesh order, of the device that has a block of a dim sharded over `axes`."""
     place = {}
     for axis in reversed(axes):
         block, place[axis] = divmod(block, mesh.axis_size(axis))

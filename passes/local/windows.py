@@ -176,7 +176,7 @@ def _neutral(name: str, dtype: Any) -> Any:
 
 
 def select_and_scatter_add(s: Setting) -> LocalForm | None:
-    """The gradient of max pooling: no window of a sharded dim may cross from one block into another."""
+    """Returns the gradient of max pooling: no window of a sharded dim may cross from one block into another."""
     p = s.op.params
     source, operand = s.operands
     for dim in range(len(operand.dims)):

@@ -46,7 +46,7 @@ AnyMesh = Mesh | AbstractMesh
 
 
 def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh, *, shared: bool = False) -> Callable[..., list[Any]]:
-    """A function of the flat global arguments and constants that returns the flat global outputs.
+    """Returns a function of the flat global arguments and constants that returns the flat global outputs.
 
     It is one `shard_map`, unless operations outside split it into several. A partial sum that crosses from one to the
     next travels with a leading dim that is sharded over its partial axes.
@@ -101,7 +101,7 @@ def _on_empty(
 
 
 def _crossing_spec(layout: Layout) -> PartitionSpec:
-    """The spec of a value between regions: a partial sum has a leading dim for its summands."""
+    """Returns the spec of a value between regions: a partial sum has a leading dim for its summands."""
     if not layout.partial:
         return spec_of(layout)
     return spec_of(Layout((layout.partial, *layout.dims)))
@@ -146,7 +146,7 @@ def emit_constrained(program: LocalProgram, traced: Traced, mesh: AnyMesh) -> Ca
 
 
 def _misdivided(op: Op, mesh: AnyMesh) -> bool:
-    """Whether XLA's partitioner divides an operation wrongly, or into operations that its backends do not have.
+    """Returns whether XLA's partitioner divides an operation wrongly, or into operations that its backends do not have.
 
     Seen on JAX 0.10.2 and 0.12.0.1: a convolution in groups whose kernel is sharded over its outputs takes each
     device's outputs for all groups (silently other numbers); a product or a convolution on a mesh of three axes, one of
@@ -162,7 +162,7 @@ def _misdivided(op: Op, mesh: AnyMesh) -> bool:
 
 
 def _alone(form: LocalForm, mesh: AnyMesh) -> Callable[..., Sequence[Any]]:
-    """A local form as a region of its own, which leaves no partial sums."""
+    """Returns a local form as a region of its own, which leaves no partial sums."""
 
     def run(*blocks: Any) -> list[Any]:
         made = form.run(*blocks)
@@ -296,7 +296,7 @@ def _strong(blocks: Sequence[Any]) -> list[Any]:
 
 
 def _tied(body: Body, traced: Traced) -> frozenset[int]:
-    """The registers of reductions' operands of which the compiler must make one copy only (see `ties`)."""
+    """Returns the registers of reductions' operands of which the compiler must make one copy only (see `ties`)."""
     computed = [item for item in body.instructions if isinstance(item, Compute)]
     chosen = [item for item in computed if item.op.name in primitives.EXTREMA]
     if not chosen:
@@ -313,7 +313,7 @@ def _tied(body: Body, traced: Traced) -> frozenset[int]:
 
 
 def change_layout(block: Any, step: Step, shape: tuple[int, ...], mesh: LogicalMesh) -> Any:
-    """One elementary change of layout of a local block."""
+    """Returns one elementary change of layout of a local block."""
     return apply_in_bytes(lambda x: _change_layout(x, step, shape, mesh), block)
 
 

@@ -85,7 +85,7 @@ class _Lowering:
         )
 
     def outer_layout(self, atom: Atom, place: Any) -> Layout:
-        """The layout of an output of the step."""
+        """Returns the layout of an output of the step."""
         if isinstance(atom, Lit) or place is None:
             return self.whole_layout(atom)
         group, dims = place
@@ -108,7 +108,7 @@ class _Lowering:
         return layout_of(home.dims[skip:], strategy, strategy.partial)
 
     def whole_layout(self, atom: Atom) -> Layout:
-        """The layout of a value whole on every device."""
+        """Returns the layout of a value whole on every device."""
         return replicated_layout(len((atom.aval if isinstance(atom, Lit) else self.values[atom]).shape))
 
     def define(self, value: int, layout: Layout) -> int:
@@ -123,7 +123,7 @@ class _Lowering:
         return tuple([self.fetch(atom, layout) for atom, layout in zip(atoms, layouts, strict=True)])
 
     def fetch(self, atom: Atom, layout: Layout) -> Operand:
-        """The register that holds a value in a layout, resharding it if need be."""
+        """Returns the register that holds a value in a layout, resharding it if need be."""
         if isinstance(atom, Lit):
             return atom
         if atom in self.grouping.lazy:
@@ -206,7 +206,7 @@ class _Lowering:
         self.compute(op, form)
 
     def form(self, op: Op, rule: Rule, axes: tuple[Axes, ...]) -> LocalForm | None:
-        """The local form of an operation; of those that bind its primitive again there is one a key."""
+        """Returns the local form of an operation; of those that bind its primitive again there is one a key."""
         form = self.known.get(("form", op.key, axes))
         if form is not None:
             return replace(form, op=op)

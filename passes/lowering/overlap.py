@@ -142,14 +142,14 @@ class Overlapping:
         return sum(seconds for _, seconds in self._prices.collectives(items))
 
     def _terms(self, item: Reshard) -> tuple[float, float]:
-        """Seconds of the whole latency, and of the bytes."""
+        """Returns seconds of the whole latency, and of the bytes."""
         found = [
             (self._prices.cost.coefficients(c.kind, c.axes, c.bytes), c) for c, _ in self._prices.collectives((item,))
         ]
         return sum(alpha for (alpha, _), _ in found), sum(beta * c.bytes for (_, beta), c in found)
 
     def _size(self, item: Reshard) -> int:
-        """Bytes per device of the result of a resharding."""
+        """Returns bytes per device of the result of a resharding."""
         value, layout = self._prices.traced.graph.values[item.value], item.steps[-1].after
         return value.nbytes // block_count(layout, self._prices.program.mesh)
 
@@ -174,7 +174,7 @@ class _Streams:
         self._open: dict[tuple[tuple[str, ...], float], _Bucket] = {}
 
     def ready(self, registers: Sequence[int]) -> float:
-        """When some registers are there; gradients that wait for company are sent if they are among them."""
+        """Returns when some registers are there; gradients that wait for company are sent if they are among them."""
         if any(register in bucket.results for bucket in self._open.values() for register in registers):
             self._flush()
         return max((self._ready.get(register, 0.0) for register in registers), default=0.0)
@@ -196,7 +196,7 @@ class _Streams:
             self._flush()
 
     def end(self) -> float:
-        """When everything is done."""
+        """Returns when everything is done."""
         self._flush()
         return max(self._clock.values())
 

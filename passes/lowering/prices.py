@@ -76,7 +76,7 @@ class Prices:
     shares: Mapping[tuple[int, int], float]
 
     def compute(self, items: Iterable[Instruction]) -> float:
-        """Seconds per step of the operations among some instructions, those in loops included."""
+        """Returns seconds per step of the operations among some instructions, those in loops included."""
         total = 0.0
         for item in items:
             match item:
@@ -87,7 +87,7 @@ class Prices:
         return total
 
     def collectives(self, items: Iterable[Instruction]) -> list[tuple[Collective, float]]:
-        """The collectives of one run of some instructions, and the seconds of all executions of each."""
+        """Returns the collectives of one run of some instructions, and the seconds of all executions of each."""
         return [(found, sum(self.waiting(found, move))) for found, move, _ in self._communicated(items)]
 
     def steady(self, items: Iterable[Instruction], values: Container[int]) -> float:
@@ -133,7 +133,7 @@ def prices(
     found: MeshSolution,
     program: LocalProgram,
 ) -> Prices:
-    """The price list of a step with the strategies that were found for it."""
+    """Returns the price list of a step with the strategies that were found for it."""
     values = traced.graph.values
     alone = {}  # seconds of each operation by itself on one device, to share out its group's
     for number, op in grouping.ops.items():

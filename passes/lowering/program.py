@@ -108,7 +108,7 @@ class LocalProgram:
 
 
 def spec_of(layout: Layout) -> PartitionSpec:
-    """The PartitionSpec of a layout without partial sums."""
+    """Returns the PartitionSpec of a layout without partial sums."""
     assert not layout.partial, layout
     dims = [axes if len(axes) > 1 else axes[0] if axes else None for axes in layout.dims]
     while dims and dims[-1] is None:
@@ -122,7 +122,7 @@ operation that waits for it or issues it, None for an output of the step."""
 
 
 def collectives(program: LocalProgram, traced: Traced) -> Iterator[Communicated]:
-    """Every logical collective of a local program, loop trip counts multiplied in, in program order."""
+    """Returns every logical collective of a local program, loop trip counts multiplied in, in program order."""
     return _collectives(program.body, 1, program.mesh, traced.graph.values)
 
 
@@ -155,17 +155,17 @@ def computes(items: Iterable[Instruction]) -> Iterator[Compute]:
 
 
 def reads(item: Instruction) -> tuple[int, ...]:
-    """The registers that an instruction reads."""
+    """Returns the registers that an instruction reads."""
     return (item.source,) if isinstance(item, Reshard) else item.reads
 
 
 def writes(item: Instruction) -> tuple[int, ...]:
-    """The registers that an instruction writes."""
+    """Returns the registers that an instruction writes."""
     return (item.result,) if isinstance(item, Reshard) else item.results
 
 
 def read_before(instructions: Iterable[Instruction]) -> set[int]:
-    """The registers that some instructions read before they write them themselves."""
+    """Returns the registers that some instructions read before they write them themselves."""
     found: set[int] = set()
     written: set[int] = set()
     for item in instructions:
@@ -175,5 +175,5 @@ def read_before(instructions: Iterable[Instruction]) -> set[int]:
 
 
 def source_line_of(op: Op | None) -> str:
-    """The source line of the op that uses a value; None is an output of the step."""
+    """Returns the source line of the op that uses a value; None is an output of the step."""
     return _jax.describe_location(op.source) if op is not None else "output"

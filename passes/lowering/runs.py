@@ -37,7 +37,7 @@ class Run:
 
 
 def runs_of(instructions: Sequence[Instruction], wanted: Sequence[int], traced: Traced) -> list[Run]:
-    """The instructions in order, cut into runs. `wanted`: the registers that are read after all of them."""
+    """Returns the instructions in order, cut into runs. `wanted`: the registers that are read after all of them."""
     tokens = _tokens(instructions, traced)
     last_read: dict[int, int] = {}
     for i, item in enumerate(instructions):
@@ -48,7 +48,7 @@ def runs_of(instructions: Sequence[Instruction], wanted: Sequence[int], traced: 
 
 
 def _run(instructions: Sequence[Instruction], tokens: list[int], end: int, last_read: dict[int, int]) -> Run:
-    """The run of some instructions, the last of which is number `end - 1`."""
+    """Returns the run of some instructions, the last of which is number `end - 1`."""
     inputs: dict[int, int] = {}
     made: dict[int, int] = {}
     wiring: list[int] = []
@@ -65,7 +65,7 @@ def _run(instructions: Sequence[Instruction], tokens: list[int], end: int, last_
 
 
 def _tokens(instructions: Sequence[Instruction], traced: Traced) -> np.ndarray:
-    """A number for each instruction: equal ones do the same to equal shapes; negative ones equal nothing."""
+    """Returns a number for each instruction: equal ones do the same to equal shapes; negative ones equal nothing."""
     values, numbers = traced.graph.values, {}
     out = np.empty(len(instructions), dtype=np.int64)
     for i, item in enumerate(instructions):
@@ -83,7 +83,7 @@ def _tokens(instructions: Sequence[Instruction], traced: Traced) -> np.ndarray:
 
 
 def _cuts(tokens: np.ndarray) -> list[int]:
-    """Where runs begin, and the end.
+    """Returns where runs begin, and the end.
 
     Whole repeats are cut first, then repeats but for a few instructions, such as layers each of which reads a row of
     its own of one array: the parts between those.

@@ -58,7 +58,7 @@ class Aggregates:
         self._values, self._holds, self._loops_over = values, holds_examples, loops_over_examples
 
     def of(self, atom: Atom) -> Tag:
-        """The tag of a value or a literal."""
+        """Returns the tag of a value or a literal."""
         if isinstance(atom, Lit):
             return Tag.ZERO if is_zero(atom, {}) else Tag.CONSTANT
         return self.tags[atom]
@@ -93,7 +93,7 @@ class Aggregates:
         return given[0] if is_same else Tag.CONSTANT
 
     def _counts(self, op: Op, value: int) -> bool:
-        """Whether an operation counts examples, by whatever they are chosen: integers cannot be averaged."""
+        """Returns whether an operation counts examples, by whatever they are chosen: integers cannot be averaged."""
         is_integer = jnp.issubdtype(self._values[value].dtype, jnp.integer)
         return is_integer and op.name == "reduce_sum" and any(map(self._holds, op.reads)) and not self._holds(value)
 
@@ -105,7 +105,7 @@ class Aggregates:
         return [self.of(atom) for atom in block.outputs]
 
     def _repeat(self, body: Block, consts: Sequence[Tag], carry: Sequence[Tag], xs: Sequence[Tag]) -> list[Tag]:
-        """The tags of the final carry of a loop, and of its stacked results: a fixed point."""
+        """Returns the tags of the final carry of a loop, and of its stacked results: a fixed point."""
         held, ys = fixed_point(carry, lambda held: self._block(body, [*consts, *held, *xs]), _join)
         return [*held, *ys]
 
@@ -138,7 +138,7 @@ class Aggregates:
 
 
 def _join(first: Tag, second: Tag) -> Tag:
-    """The tag of a value that has the one or the other."""
+    """Returns the tag of a value that has the one or the other."""
     if first == second:
         return first
     both = {first, second}

@@ -217,7 +217,7 @@ class Analysis:
             self.after[value] = After(cause, self._result_examples(op, examples, i) if examples else frozenset())
 
     def _operand_examples(self, op: Op) -> dict[int, frozenset[int]]:
-        """The dims that hold examples of each operand that has any, by its number."""
+        """Returns the dims that hold examples of each operand that has any, by its number."""
         found = {}
         for i, atom in enumerate(op.operands):
             state = self.states.of(atom)
@@ -241,7 +241,7 @@ class Analysis:
     # -- sums that are better added inside of the loop ------------------------------------------------------------
 
     def _stays(self, op: Op, given: Sequence[State], role: Role) -> bool:
-        """Whether a linear operation on sums is done inside of the loop.
+        """Returns whether a linear operation on sums is done inside of the loop.
 
         It is where that makes fewer or smaller accumulators (two sums that are only added, a reduction), where it makes
         wider ones (so that narrow floats are summed in wide ones), and where it needs a local value.
@@ -269,7 +269,7 @@ class Analysis:
         return (PARTIAL,) * len(given)
 
     def _chain(self, atom: Atom) -> list[Op] | None:
-        """The linear operations between a value and a sum, all read once; None if there is no such chain."""
+        """Returns the linear operations between a value and a sum, all read once; None if there is no such chain."""
         chain: list[Op] = []
         while isinstance(atom, int) and self._is_read_once(atom) and self.states.state[atom] in (PARTIAL, AFTER):
             if self.states.state[atom] == PARTIAL:

@@ -30,12 +30,12 @@ class Cut(NamedTuple):
 
 
 def inputs_of(traced: Traced) -> list[tuple[Argument, int]]:
-    """The arguments of a step, with the values of its graph; constants are left out."""
+    """Returns the arguments of a step, with the values of its graph; constants are left out."""
     return list(zip(traced.arguments, traced.graph.block.inputs, strict=False))
 
 
 def batch_arrays(traced: Traced) -> list[BatchArray]:
-    """Each argument of the batch that is not a scalar."""
+    """Returns each argument of the batch that is not a scalar."""
     values = traced.graph.values
     return [
         BatchArray(format_path(argument.path), value, values[value].shape)
@@ -61,7 +61,7 @@ def argument_dims(traced: Traced, dims: Mapping[int, int]) -> dict[int, int]:
 
 
 def candidate_cuts(traced: Traced, parts: int) -> list[Cut]:
-    """The cuts in order of preference: dim 0 of every batch argument first.
+    """Returns the cuts in order of preference: dim 0 of every batch argument first.
 
     The size is one that every argument of the batch has. Where there is none, there may be several batches (of points
     within and points on the edge), each cut along its own dim 0; or only the size that most have is one of a batch, and
@@ -123,7 +123,7 @@ def find_indivisible(traced: Traced, parts: int) -> MicrobatchError | None:
 
 
 def indivisible_error(item: BatchArray, size: int, parts: int) -> MicrobatchError:
-    """The error that a number of micro-batches does not divide the batch."""
+    """Returns the error that a number of micro-batches does not divide the batch."""
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     return MicrobatchError(
         f"num_microbatches={parts}: the batch argument {item.path} of shape {list(item.shape)} holds {size} examples, "

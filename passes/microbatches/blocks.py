@@ -59,7 +59,7 @@ class Scope:
         self.outputs: Sequence[Atom] = ()
 
     def port(self, value: int, want: State) -> Atom | None:
-        """A value of a parent in a wanted state; None if `value` is made here, or is carried by a loop."""
+        """Returns a value of a parent in a wanted state; None if `value` is made here, or is carried by a loop."""
         raise NotImplementedError
 
     @property
@@ -71,19 +71,19 @@ class Scope:
     # -- inputs ---------------------------------------------------------------------------------------------------
 
     def scanned_input(self, outer: int) -> int:
-        """A new input that is an iteration's part of a stacked value."""
+        """Returns a new input that is an iteration's part of a stacked value."""
         inner = self.builder.shaped(outer, self.builder.values[outer].shape[1:])
         self.xs.append((outer, inner))
         return inner
 
     def free(self) -> list[int]:
-        """The values of parents that the block reads, in order."""
+        """Returns the values of parents that the block reads, in order."""
         made = {*self.carried, *(value for _, value in self.xs), *(value for op in self.ops for value in op.results)}
         reads = (*(value for op in self.ops for value in op.reads), *values_in(self.outputs))
         return [value for value in dict.fromkeys(reads) if value not in made]
 
     def block(self, consts: Sequence[int]) -> Block:
-        """The block, with values of parents as its first inputs, under names of its own."""
+        """Returns the block, with values of parents as its first inputs, under names of its own."""
         names: dict[int, Atom] = {value: self.builder.fresh(value) for value in consts}
         inputs = (*values_in(names.values()), *self.carried, *(value for _, value in self.xs))
         return rename_block(Block(inputs, tuple(self.ops), tuple(self.outputs)), names)
@@ -91,7 +91,7 @@ class Scope:
     # -- fetching -------------------------------------------------------------------------------------------------
 
     def fetch(self, atom: Atom, want: State) -> Atom:
-        """A value in a wanted state."""
+        """Returns a value in a wanted state."""
         if isinstance(atom, Lit):
             return self._only_in(0, atom) if want == PARTIAL and not is_zero(atom, {}) else atom
         key = (atom, want)
@@ -100,7 +100,7 @@ class Scope:
         return self.env[key]
 
     def fetch_all(self, atoms: Sequence[Atom], states: Sequence[State]) -> list[Atom]:
-        """Several values, each in its wanted state."""
+        """Returns several values, each in its wanted state."""
         return list(map(self.fetch, atoms, states))
 
     def define(self, value: int, state: State, atom: Atom) -> None:
@@ -124,7 +124,7 @@ class Scope:
         return self._block(value, want, base)
 
     def _as_partial(self, value: int, base: State) -> Atom:
-        """A value as a sum of summands: in one micro-batch alone, or, of a local one, the terms of a mean."""
+        """Returns a value as a sum of summands: in one micro-batch alone, or, of a local one, the terms of a mean."""
         parts, found = self.builder.parts, self.fetch(value, base)
         if base != LOCAL:
             return found if is_zero(value, self.states.producers) else self._only_in(0, found, self.source(value))
@@ -135,11 +135,11 @@ class Scope:
         return self.trace(pair_with_number, [found], self.source(value), lax.div, parts)
 
     def _only_in(self, number: int, atom: Atom, source: Any = None) -> Atom:
-        """The value in one micro-batch, zeros in the others."""
+        """Returns the value in one micro-batch, zeros in the others."""
         return self.trace(select_microbatch, [self.counter, atom], source, number)
 
     def _whole(self, value: int, want: State) -> Atom:
-        """A value that this block computes from values that are the same in all micro-batches."""
+        """Returns a value that this block computes from values that are the same in all micro-batches."""
         op, result = self.states.producers[value]
         if op.name == "optimization_barrier":
             return self.fetch(op.operands[result], want)
@@ -155,7 +155,7 @@ class Scope:
         return self.trace(self.builder.cuts.one, [self.counter, self.fetch(value, base)], self.source(value), want)
 
     def _local_block(self, value: int, want: State) -> Atom | None:
-        """The same by the local form of the operation that makes the value; None if it has none."""
+        """Returns the same by the local form of the operation that makes the value; None if it has none."""
         if value not in self.states.producers:
             return None
         op, result = self.states.producers[value]
@@ -177,7 +177,7 @@ class Scope:
         return self.env[value, want]
 
     def _is_everywhere(self, op: Op, dim: int) -> bool:
-        """Whether an operation computes each example by itself, wherever that is in the batch.
+        """Returns whether an operation computes each example by itself, wherever that is in the batch.
 
         Raises PositionDependent for random draws: whole, they would be held for all micro-batches.
         """
@@ -220,12 +220,12 @@ class Scope:
         return results
 
     def trace(self, function: Callable[..., Any], operands: Sequence[Atom], source: Any, *static: Hashable) -> Atom:
-        """The one result of `function(*static, *operands)`, in operations under a source line."""
+        """Returns the one result of `function(*static, *operands)`, in operations under a source line."""
         run = functools.partial(function, *static)
         return self.append(run, operands, kind=(function, static), source=source)[0]
 
     def source(self, value: int) -> Any:
-        """The source line of a value; None of an argument."""
+        """Returns the source line of a value; None of an argument."""
         return self.states.producers[value][0].source if value in self.states.producers else None
 
     # -- operations -----------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class Nested(Scope):
         self.outputs = tuple(self.fetch_all(body.outputs, wanted))
 
     def port(self, value: int, want: State) -> Atom | None:
-        """The value of the enclosing block, or an iteration's part of it if that is scanned."""
+        """Returns the value of the enclosing block, or an iteration's part of it if that is scanned."""
         if value not in self._ports:
             return None
         atom, is_scanned = self._ports[value]

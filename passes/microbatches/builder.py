@@ -58,7 +58,7 @@ class Cuts:
         self.parts, self.examples, self.strided = parts, examples, examples > 0
 
     def cut(self, state: State, x: Any) -> Any:
-        """The micro-batches of an array, stacked along a new leading dim."""
+        """Returns the micro-batches of an array, stacked along a new leading dim."""
         dim = state.dim
         if state.segments:
             pieces = lax.split(x, state.segments, dim)
@@ -69,7 +69,7 @@ class Cuts:
         return _merge(split, dim + 1, 2) if self.strided else split
 
     def one(self, state: State, number: Any, x: Any) -> Any:
-        """The micro-batch of an array with a number."""
+        """Returns the micro-batch of an array with a number."""
         dim = state.dim
         if state.segments:
             pieces = lax.split(x, state.segments, dim)
@@ -81,7 +81,7 @@ class Cuts:
         return lax.dynamic_slice_in_dim(x, lax.mul(number, np.int32(size)), size, dim)
 
     def join(self, state: State, x: Any) -> Any:
-        """The inverse of `cut`."""
+        """Returns the inverse of `cut`."""
         dim = max(state.dim, 0)
         if self.parts == 1:
             return lax.squeeze(x, (0,))  # of any kind, a number without dims as well
@@ -107,7 +107,7 @@ class Cuts:
 
 
 def _merge(x: Any, dim: int, count: int) -> Any:
-    """An array with `count` dims merged."""
+    """Returns an array with `count` dims merged."""
     return lax.reshape(x, (*x.shape[:dim], math.prod(x.shape[dim : dim + count]), *x.shape[dim + count :]))
 
 
@@ -121,25 +121,25 @@ class Builder(FunctionWriter):
         self.cuts = Cuts(self.parts, states.examples if strided else 0)
 
     def new_part(self, value: int, state: State) -> int:
-        """A new value for the part of `value` that one micro-batch has."""
+        """Returns a new value for the part of `value` that one micro-batch has."""
         if state.kind != "sliced":
             return self.fresh(value)
         shape, dim = self.values[value].shape, state.dim
         return self.shaped(value, (*shape[:dim], shape[dim] // self.parts, *shape[dim + 1 :]))
 
     def prepare(self, function: Callable[..., Any], operands: Sequence[int], *static: Hashable, into: list[Op]) -> Any:
-        """The one result of `function(*static, *operands)`, in operations outside of the loop."""
+        """Returns the one result of `function(*static, *operands)`, in operations outside of the loop."""
         made, (result,) = self.write(functools.partial(function, *static), operands, kind=(function, static))
         into.extend(made)
         return result
 
 
 def pair_with_number(function: Callable[..., jax.Array], number: int, x: jax.Array) -> jax.Array:
-    """A function of an array and a number of its type."""
+    """Returns a function of an array and a number of its type."""
     return function(x, jnp.asarray(number, x.dtype))
 
 
 def select_microbatch(number: int, count: jax.Array, x: jax.Array) -> jax.Array:
-    """An array in the micro-batch with a number, zeros in the others."""
+    """Returns an array in the micro-batch with a number, zeros in the others."""
     x = jnp.asarray(x)
     return lax.select(lax.broadcast(lax.eq(count, np.int32(number)), x.shape), x, lax.full_like(x, 0))

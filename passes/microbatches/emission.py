@@ -55,7 +55,7 @@ class WithoutLoop(Exception):
 
 
 def emit(states: StepStates, *, strided: bool = False) -> tuple[Graph, int]:
-    """The rewritten graph, and the index of its scan over micro-batches in the top block.
+    """Returns the rewritten graph, and the index of its scan over micro-batches in the top block.
 
     Args:
       states: of the step.
@@ -127,13 +127,13 @@ class _Loop(Scope):
         return [value for value in found if states.state[value] != AFTER]
 
     def exports(self) -> dict[int, State]:
-        """The values that the loop must return, with their states."""
+        """Returns the values that the loop must return, with their states."""
         states = self.states
         pairs = ((value, states.state[value]) for value in self.read_later())
         return {value: state for value, state in pairs if state != WHOLE and not states.is_outside(value)}
 
     def outside(self, scan: Op) -> tuple[list[Op], list[Op]]:
-        """The operations before and after the loop."""
+        """Returns the operations before and after the loop."""
         states, ops = self.states, self.states.graph.block.ops
         early = self._made_of(value for op in (scan, *self.prepared) for value in op.reads)
         late = self._made_of(value for value in self.read_later() if value not in self.names)
@@ -149,12 +149,12 @@ class _Loop(Scope):
         return [*before, *self.prepared], after
 
     def _is_later(self, op: Op) -> bool:
-        """Whether an operation comes after the loop, or has an effect that happens once."""
+        """Returns whether an operation comes after the loop, or has an effect that happens once."""
         role = self.states.roles.get(op.index)
         return role is None or (op.has_effects and role.kind == "whole")
 
     def _made_of(self, values: Iterable[int]) -> set[int]:
-        """Those of some values that operations make, and all that these are made of."""
+        """Returns those of some values that operations make, and all that these are made of."""
         producers = self.states.producers
 
         def operands(value: int) -> Sequence[int]:
@@ -167,7 +167,7 @@ class _Loop(Scope):
     # -- results --------------------------------------------------------------------------------------------------
 
     def finish(self) -> tuple[Op, list[Op]]:
-        """The scan, and the operations that make the exported values of its results."""
+        """Returns the scan, and the operations that make the exported values of its results."""
         carries: list[tuple[int, Carried]] = []
         stacked: list[tuple[int, State, Atom, int]] = []  # value, its state, the body's output, the result
         values, parts = self.builder.values, self.builder.parts
@@ -198,7 +198,7 @@ class _Loop(Scope):
         return scan, post
 
     def _carry(self, value: int, state: State) -> Carried:
-        """A carry for an exported value."""
+        """Returns a carry for an exported value."""
         shape, dtype = self.builder.values[value].shape, self.builder.values[value].dtype
         wide = dtype if state == INNER else accumulator_dtype(dtype)
         init = self.builder.prepare(_zeros, [], shape, wide, into=self.prepared)
@@ -217,7 +217,7 @@ class _Loop(Scope):
         return Carried(init, start, self.trace(lax.add, [start, summand], source), end)
 
     def _scan_source(self) -> Any:
-        """A source of its own, without a name stack: those of the operations inside are whole."""
+        """Returns a source of its own, without a name stack: those of the operations inside are whole."""
         for op in (*self.ops, *self.states.graph.block.ops):
             if op.source is not None:
                 return op.source.replace(name_stack=_jax.empty_stack())
@@ -225,7 +225,7 @@ class _Loop(Scope):
 
 
 def _part(op: Op, wanted: set[int]) -> Op | None:
-    """An operation that makes wanted values; of a barrier only the part that makes them."""
+    """Returns an operation that makes wanted values; of a barrier only the part that makes them."""
     if wanted.isdisjoint(op.results):
         return None
     kept = [i for i, value in enumerate(op.results) if value in wanted]

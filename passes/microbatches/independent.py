@@ -68,7 +68,7 @@ class _Pair:
                 self.big_value.update(zip(inner.inputs, outer.inputs, strict=True))
 
     def literals_differ(self, op: Op) -> bool:
-        """Whether a small op, or one in its bodies, computes with another float literal than its twin.
+        """Returns whether a small op, or one in its bodies, computes with another float literal than its twin.
 
         Comparisons are left out: a capacity that a value is compared with does not scale it.
         """
@@ -81,22 +81,22 @@ class _Pair:
         )
 
     def grown_dims(self, value: int) -> list[int]:
-        """The dims in which a small value differs from its twin."""
+        """Returns the dims in which a small value differs from its twin."""
         a, b = self.small.values[value].shape, self.big.values[self.big_value[value]].shape
         if len(a) != len(b):
             raise TraceMismatch("a value has different dims on one micro-batch and on the batch")
         return [d for d, (m, n) in enumerate(zip(a, b, strict=True)) if m != n]
 
     def holds_examples(self, value: int) -> bool:
-        """Whether a dim of a small value holds examples."""
+        """Returns whether a dim of a small value holds examples."""
         return self.small.values[value].shape != self.big.values[self.big_value[value]].shape
 
     def loops_over_examples(self, op: Op) -> bool:
-        """Whether the length of a scan is a number of examples."""
+        """Returns whether the length of a scan is a number of examples."""
         return op.params["length"] != self.big_op[op.index].params["length"]
 
     def one_grown_dim(self, value: int, refusal: str) -> int | None:
-        """The dim in which a small value differs from its twin, if any; refused if there are several."""
+        """Returns the dim in which a small value differs from its twin, if any; refused if there are several."""
         grown = self.grown_dims(value)
         if len(grown) > 1:
             raise TraceMismatch(refusal)
@@ -147,7 +147,7 @@ class IndependentLoop:
     # -- how results are combined ---------------------------------------------------------------------------------
 
     def _combination(self, value: int, is_normed: bool) -> State:
-        """The state of an export: sliced, partial if it is a sum of the micro-batches' values, else local."""
+        """Returns the state of an export: sliced, partial if it is a sum of the micro-batches' values, else local."""
         aval, is_sum = self.pair.small.values[value], self.aggregates.of(value) == Tag.SUM
         dim = self.pair.one_grown_dim(value, "a result has a value for each pair of examples of the batch")
         if dim is not None:
@@ -157,7 +157,7 @@ class IndependentLoop:
         return PARTIAL if is_sum and not (is_normed and _is_float(aval)) else LOCAL
 
     def _find_normed(self, passes: Sequence[Op], of_batch: Collection[int]) -> set[int]:
-        """The values on whose way the step divides by a number of examples, before or after the loop."""
+        """Returns the values on whose way the step divides by a number of examples, before or after the loop."""
         pair, block = self.pair, self.pair.small.block
         inputs = zip(self.arguments, block.inputs, strict=False)
         state = {v for argument, v in inputs if argument.role == "state" and _is_float(pair.small.values[v])}
@@ -212,7 +212,7 @@ class IndependentLoop:
     # -- the step -------------------------------------------------------------------------------------------------
 
     def graph(self) -> tuple[Graph, int]:
-        """The new step, and the index of its scan.
+        """Returns the new step, and the index of its scan.
 
         Raises:
           WithoutLoop: nothing that the step returns depends on its batch.
@@ -265,7 +265,7 @@ class IndependentLoop:
         return [self.pair.big_op[op.index] for op in ops]
 
     def notes(self) -> tuple[str, ...]:
-        """How each leaf of the result that the loop has a part in is combined."""
+        """Returns how each leaf of the result that the loop has a part in is combined."""
         ops, roles = self.states.graph.block.ops, self.states.roles
         inside = [op for op in ops if op.index in roles and roles[op.index].kind == "copy"]
         notes = ["inexact: each micro-batch is computed independently, as a whole batch"]

@@ -139,7 +139,7 @@ def accumulate(
 
 
 def _accumulate_exactly(traced: Traced, analysis: Analysis, cut: Cut, strided: bool) -> Accumulated:
-    """The step in micro-batches whose sums are those of the batch, but for reductions that are local."""
+    """Returns the step in micro-batches whose sums are those of the batch, but for reductions that are local."""
     parts, is_strided = analysis.parts, strided and not analysis.local
     try:
         try:
@@ -158,7 +158,7 @@ def _accumulate_exactly(traced: Traced, analysis: Analysis, cut: Cut, strided: b
 
 
 def _accumulate_in_one(traced: Traced, rules: Rules) -> Accumulated:
-    """The step as a loop over one micro-batch.
+    """Returns the step as a loop over one micro-batch.
 
     Raises:
       MicrobatchError: the step does nothing that could be in a loop.
@@ -196,7 +196,7 @@ _SHAPE_ERRORS = (AlpaLiteError, TypeError, ValueError, AssertionError, IndexErro
 
 
 def _retrace_small(traced: Traced, parts: int, cut: Cut, retrace: Retrace | None) -> Traced | None:
-    """The step on one micro-batch; None if nothing can trace it.
+    """Returns the step on one micro-batch; None if nothing can trace it.
 
     Raises:
       MicrobatchError: it is not a step there, as where the dim that is cut is one of the model's.
@@ -226,7 +226,7 @@ def _retrace_small(traced: Traced, parts: int, cut: Cut, retrace: Retrace | None
 def _accumulate_independently(
     traced: Traced, small: Traced, parts: int, cut: Cut, refusal: MicrobatchError
 ) -> Accumulated:
-    """The step in micro-batches that are batches of their own.
+    """Returns the step in micro-batches that are batches of their own.
 
     Raises:
       MicrobatchError: the step does something else on one of them.
@@ -250,7 +250,7 @@ def _is_better(new: Analysis, old: Analysis) -> bool:
 
 
 def _analyse(traced: Traced, rules: Rules, parts: int, cut: Cut, allow_inexact: bool) -> Analysis:
-    """The analysis of a step, with reductions within the micro-batch where needed and allowed."""
+    """Returns the analysis of a step, with reductions within the micro-batch where needed and allowed."""
     may_be_local, inputs = allow_inexact or parts == 1, traced.graph.block.inputs
     try:
         found = Analysis(traced.graph, rules, parts, cut.dims, bound_inputs(traced), may_be_local=may_be_local)
@@ -262,7 +262,7 @@ def _analyse(traced: Traced, rules: Rules, parts: int, cut: Cut, allow_inexact: 
 
 
 def batch_dims(traced: Traced, rules: Rules, num_microbatches: int) -> dict[str, int] | None:
-    """The dim of each batch argument, by path, along which a step is cut exactly; None if it cannot be.
+    """Returns the dim of each batch argument, by path, along which a step is cut exactly; None if it cannot be.
 
     Cheaper than `accumulate`: nothing is rewritten. One micro-batch is the batch, which always can be.
     """
@@ -317,5 +317,5 @@ def _halvings(size: int, largest: int, most: int) -> list[int]:
 
 
 def state_bytes(traced: Traced) -> int:
-    """Bytes of the training state and of frozen weights, whole."""
+    """Returns bytes of the training state and of frozen weights, whole."""
     return sum(traced.graph.values[value].nbytes for argument, value in inputs_of(traced) if argument.stays)

@@ -29,7 +29,7 @@ MAX_NAMED = 32
 
 
 def refusal(refused: Refused, parts: int, allow_inexact: bool, graph: Graph) -> MicrobatchError:
-    """The error for a step that has no exact form: the operation, the reason, and a remedy."""
+    """Returns the error for a step that has no exact form: the operation, the reason, and a remedy."""
     failure = refused.failure
     reason = "it works across the examples of the batch" if failure is None else failure.text
     op = refused.op if failure is None else failure.op
@@ -68,7 +68,7 @@ def add_guessed_batch(error: MicrobatchError, traced: Traced) -> MicrobatchError
 
 
 def name_op(op: Op, graph: Graph) -> str:
-    """The operation and its source line; where JAX has lost that, the line of its operands."""
+    """Returns the operation and its source line; where JAX has lost that, the line of its operands."""
     where = _jax.describe_location(op.source)
     if not _jax.source_line(op.source):
         makers = {value: maker for maker in graph.ops() for value in maker.results}
@@ -83,7 +83,7 @@ def name_op(op: Op, graph: Graph) -> str:
 
 
 def cut_note(traced: Traced, parts: int, cut: Cut) -> str:
-    """The note on how the batch is cut."""
+    """Returns the note on how the batch is cut."""
     sizes = {}
     for number, dim in argument_dims(traced, cut.dims).items():
         shape = traced.graph.values[traced.graph.block.inputs[number]].shape
@@ -110,7 +110,7 @@ def notes_on_analysis(traced: Traced, analysis: Analysis) -> list[str]:
 
 
 def notes_on_leaves(outputs: Sequence[Argument], states: StepStates, inexact: Sequence[Op]) -> list[str]:
-    """A note for each of `COMBINED` that leaves of the result have.
+    """Returns a note for each of `COMBINED` that leaves of the result have.
 
     Args:
       outputs: the leaves.

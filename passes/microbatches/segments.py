@@ -51,7 +51,7 @@ class _Case:
 def segmented_role(
     op: Op, states: Sequence[State], values: Sequence[Value], parts: int, known: Mapping[int, Segments]
 ) -> Role | None:
-    """The role of an operation that makes segments or takes them apart; None for any other.
+    """Returns the role of an operation that makes segments or takes them apart; None for any other.
 
     Args:
       op: the operation.
@@ -94,7 +94,7 @@ def _tile(case: _Case) -> _Found | None:
 
 
 def _between(segments: Segments, start: int, stop: int) -> Segments | None:
-    """The segments from one position to another; None if these are not their ends."""
+    """Returns the segments from one position to another; None if these are not their ends."""
     ends = [0, *itertools.accumulate(segments)]
     return segments[ends.index(start) : ends.index(stop)] if start in ends and stop in ends else None
 

@@ -10,8 +10,8 @@ t-th iteration of a loop. Each value is then in one of these states.
     local     belongs to one micro-batch alone and stands for the value of the whole batch (inexact)
     after     known only after all micro-batches
 
-A partial value may go through an operation that is linear in it: sum_t L(x_t) = L(sum_t x_t). `linear` says which of
-an operation's operands have to be summands for that; the others must be equal in all micro-batches.
+A partial value may go through an operation that is linear in it: sum_t L(x_t) = L(sum_t x_t). `linear_operands` says
+which operands have to be summands for that; the others must be equal in all micro-batches.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class State(NamedTuple):
     segments: tuple[int, ...] = ()
 
     def segment_sizes(self, size: int) -> tuple[int, ...]:
-        """The segments of a dim of some size that is sliced so."""
+        """Returns the segments of a dim of some size that is sliced so."""
         return self.segments or (size,)
 
     def shift(self, by: int) -> State:
-        """The state with its dim moved, as stacking or unstacking a leading dim does."""
+        """Returns the state with its dim moved, as stacking or unstacking a leading dim does."""
         return self._replace(dim=self.dim + by) if self.kind == "sliced" else self
 
 
@@ -66,12 +66,12 @@ WHOLE, INNER, PARTIAL, LOCAL, AFTER = (State(kind) for kind in ("whole", "inner"
 
 
 def sliced_state(dim: int, segments: Sequence[int] = ()) -> State:
-    """The state of a value of which micro-batch t has block t of `dim`."""
+    """Returns the state of a value of which micro-batch t has block t of `dim`."""
     return State("sliced", dim, tuple(segments) if len(segments) > 1 else ())
 
 
 def accumulator_dtype(dtype: Any) -> Any:
-    """The dtype in which a sum over micro-batches is carried.
+    """Returns the dtype in which a sum over micro-batches is carried.
 
     It is float32 for 16-bit floats: with b micro-batches a 16-bit running sum loses up to b/2 units in the last place.
     """
@@ -81,7 +81,7 @@ def accumulator_dtype(dtype: Any) -> Any:
 def fixed_point(
     start: Sequence[T], run: Callable[[list[T]], list[T]], join: Callable[[T, T], T]
 ) -> tuple[list[T], list[T]]:
-    """The least states of carried values that the body of a loop keeps, and those of its other outputs."""
+    """Returns the least states of carried values that the body of a loop keeps, and those of its other outputs."""
     carry = list(start)
     while True:
         outputs = run(carry)
@@ -92,14 +92,14 @@ def fixed_point(
 
 
 def state_of(layout: Layout) -> State:
-    """The state that a layout on the axis of time means."""
+    """Returns the state that a layout on the axis of time means."""
     if layout.partial:
         return PARTIAL
     return next((sliced_state(dim) for dim, axes in enumerate(layout.dims) if axes), WHOLE)
 
 
 def join(first: State, second: State) -> State | None:
-    """The least state that covers both: of a value that is sometimes in one and sometimes in the other."""
+    """Returns the least state that covers both: of a value that is sometimes in one and sometimes in the other."""
     if first == second:
         return first
     kinds = {first.kind, second.kind}
@@ -153,7 +153,7 @@ class Failure(Exception):
 
 
 def is_zero(atom: Atom, producers: dict[int, tuple[Op, int]]) -> bool:
-    """Whether a value is made of literal zeros alone."""
+    """Returns whether a value is made of literal zeros alone."""
     while not isinstance(atom, Lit):
         if atom not in producers:
             return False
@@ -248,20 +248,20 @@ class StepStates:
         self._forms: dict[tuple[int, int], LocalForm | None] = {}
 
     def of(self, atom: Atom) -> State:
-        """The state of an operand; literals are whole."""
+        """Returns the state of an operand; literals are whole."""
         return WHOLE if isinstance(atom, Lit) else self.state[atom]
 
     def read(self, op: Op) -> tuple[State, ...]:
-        """The states of an operation's operands."""
+        """Returns the states of an operation's operands."""
         state = self.state
         return tuple([WHOLE if isinstance(a, Lit) else state[a] for a in op.operands])
 
     def shape(self, atom: Atom) -> tuple[int, ...]:
-        """The shape of an operand."""
+        """Returns the shape of an operand."""
         return shape_of(atom, self.values)
 
     def is_free(self, op: Op) -> bool:
-        """Whether nothing that an operation reads depends on floating-point state."""
+        """Returns whether nothing that an operation reads depends on floating-point state."""
         return self.bound.isdisjoint(op.reads)
 
     def _bind(self, block: Block) -> None:
@@ -277,7 +277,7 @@ class StepStates:
                 self.bound.update(op.results)
 
     def is_outside(self, value: int) -> bool:
-        """Whether a value is computed before the loop, or is an argument."""
+        """Returns whether a value is computed before the loop, or is an argument."""
         if value not in self.producers:
             return True
         role = self.roles.get(self.producers[value][0].index)
@@ -289,7 +289,7 @@ class StepStates:
         self.state.update(zip(op.results, role.results, strict=True))
 
     def roots(self, values: Iterable[int]) -> frozenset[int]:
-        """The reductions (op indices) whose sums some values are made of."""
+        """Returns the reductions (op indices) whose sums some values are made of."""
         found: set[int] = set()
 
         def made_of(value: int) -> Sequence[int]:
@@ -312,7 +312,7 @@ class StepStates:
         return frozenset(found)
 
     def whole(self, op: Op) -> Role:
-        """The role of an operation that stays outside of the loop."""
+        """Returns the role of an operation that stays outside of the loop."""
         return Role("whole", (WHOLE,) * len(op.operands), (WHOLE,) * len(op.results))
 
     def barrier(self, op: Op, states: tuple[State, ...]) -> None:
@@ -321,13 +321,13 @@ class StepStates:
         self.state.update(zip(op.results, states, strict=True))
 
     def is_update(self, op: Op) -> bool:
-        """Whether an operation comes after the loop."""
+        """Returns whether an operation comes after the loop."""
         return op.index not in self.roles or any(self.state[v] == AFTER for v in op.results)
 
     # -- local forms ----------------------------------------------------------------------------------------------
 
     def form(self, op: Op, factor: int) -> LocalForm | None:
-        """The local form of an operation with one factor over time, if it has one that does not communicate."""
+        """Returns the local form of an operation with one factor over time, if it has one that does not communicate."""
         rule = self.rules.get(op.key)
         if rule is None:
             return None
@@ -339,7 +339,7 @@ class StepStates:
         return self._forms[key]
 
     def block_form(self, value: int, dim: int) -> LocalForm | None:
-        """The local form of a value's op that makes one block along `dim` from the same kind of operands."""
+        """Returns the local form of a value's op that makes one block along `dim` from the same kind of operands."""
         if value not in self.producers:
             return None
         op, result = self.producers[value]
@@ -352,7 +352,7 @@ class StepStates:
         return form if state_of(form.results[result]) == sliced_state(dim) else None
 
     def can_block(self, atom: Atom, dim: int) -> bool:
-        """Whether a micro-batch can make its own block of a value that has the size of the whole batch."""
+        """Returns whether a micro-batch can make its own block of a value that has the size of the whole batch."""
         state = self.of(atom)
         if isinstance(atom, Lit) or state != LOCAL:
             return state.kind in ("whole", "inner")

@@ -59,7 +59,7 @@ class Transfer:
         self._known: dict[tuple[Any, tuple[State, ...]], Role] = {}
 
     def classify(self, op: Op, states: tuple[State, ...]) -> Role:
-        """The role of an operation on operands in these states, none of them `after`.
+        """Returns the role of an operation on operands in these states, none of them `after`.
 
         Operations with one key have one role, where that depends on nothing but the states.
 
@@ -75,7 +75,7 @@ class Transfer:
         return found
 
     def _is_common(self, op: Op, states: tuple[State, ...], role: Role) -> bool:
-        """Whether a role is that of every operation with the key of this one on operands in these states."""
+        """Returns whether a role is that of every operation with the key of this one on operands in these states."""
         if role.kind == "form":
             bound = role.form is not None and role.form.own is None
             is_common = role.operands == states and not role.scale
@@ -106,7 +106,7 @@ class Transfer:
     # -- sliced operands ------------------------------------------------------------------------------------------
 
     def _cut(self, op: Op, states: Sequence[State]) -> Role:
-        """The local form of an operation that reads sliced operands."""
+        """Returns the local form of an operation that reads sliced operands."""
         number, state = next((i, s) for i, s in enumerate(states) if s.kind == "sliced")
         rule = self.rules[op.key]
         factors = rule.operands[number][state.dim]
@@ -122,7 +122,7 @@ class Transfer:
         return found
 
     def _fit(self, op: Op, states: Sequence[State], form: LocalForm) -> Role | None:
-        """The role for a form, if the operands can be had as it wants them."""
+        """Returns the role for a form, if the operands can be had as it wants them."""
         wanted = []
         for atom, layout, given in zip(op.operands, form.operands, states, strict=True):
             want = state_of(layout)
@@ -187,7 +187,7 @@ class Transfer:
         return list(map(cut, rule.operands, wanted)), tuple(map(cut, rule.results, results))
 
     def _is_positional(self, op: Op, form: LocalForm) -> bool:
-        """Whether a form computes with the number of its block."""
+        """Returns whether a form computes with the number of its block."""
         if op.name in primitives.DRAWS:
             return True
         specs = []
@@ -306,12 +306,12 @@ class Transfer:
 
 
 def role_with_inner_results(role: Role) -> Role:
-    """The role of control flow in the loop: its whole results are computed inside of it."""
+    """Returns the role of control flow in the loop: its whole results are computed inside of it."""
     return replace(role, results=tuple(INNER if s == WHOLE else s for s in role.results))
 
 
 def find_effect(op: Op) -> Op:
-    """The operation with effects among those of control flow."""
+    """Returns the operation with effects among those of control flow."""
     return next((find_effect(inner) for body in op.bodies for inner in body.ops if inner.has_effects), op)
 
 

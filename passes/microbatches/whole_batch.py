@@ -27,12 +27,12 @@ from alpa_lite.passes.microbatches.states import AFTER, LOCAL, PARTIAL, WHOLE, R
 
 
 def has_reverse_pass(graph: Graph) -> bool:
-    """Whether JAX has marked operations of a reverse pass."""
+    """Returns whether JAX has marked operations of a reverse pass."""
     return any(_jax.is_reverse(op.source) for op in graph.ops())
 
 
 def is_work_in_loop(analysis: Analysis) -> bool:
-    """Whether most of the heavy operations of a step are in the loop."""
+    """Returns whether most of the heavy operations of a step are in the loop."""
     roles = analysis.states.roles
     heavy = [op for op in analysis.graph.block.ops if is_intensive(op)]
     whole = [op for op in heavy if op.index not in roles or roles[op.index].kind == "whole"]
@@ -42,7 +42,7 @@ def is_work_in_loop(analysis: Analysis) -> bool:
 def assign_whole_batch(
     graph: Graph, rules: Mapping[Any, Rule], batch: Mapping[int, int], bound: Collection[int], scalars: Collection[int]
 ) -> StepStates:
-    """The states and roles of one graph in one micro-batch.
+    """Returns the states and roles of one graph in one micro-batch.
 
     Args:
       graph, rules, batch, bound: as for `Analysis`.
@@ -80,13 +80,13 @@ def _seeds(graph: Graph, batch: Collection[int], bound: Collection[int]) -> Coll
 
 
 def _dependent(graph: Graph, seeds: Collection[int]) -> list[Op]:
-    """The operations that depend on some values."""
+    """Returns the operations that depend on some values."""
     found = find_dependents(graph.block.ops, seeds)
     return [op for op in graph.block.ops if not found.isdisjoint(op.reads)]
 
 
 def _forward_and_backward(ops: Sequence[Op]) -> set[int]:
-    """The operations of the forward and backward pass, by index."""
+    """Returns the operations of the forward and backward pass, by index."""
     makers = producers(ops)
     later = find_dependents(ops, [v for op in ops if _is_reverse(op) for v in op.results])
     marked = [op for op in ops if any(_jax.derivative(o.source) for o in walk(Block((), (op,), ())))]
@@ -95,7 +95,7 @@ def _forward_and_backward(ops: Sequence[Op]) -> set[int]:
 
 
 def _draws(ops: Sequence[Op], readers: Sequence[Op]) -> set[int]:
-    """Operations on random values alone, by index, whose results some others read."""
+    """Returns operations on random values alone, by index, whose results some others read."""
     draws = primitives.DRAWS - {"threefry2x32"}  # which makes keys, too
     random = find_dependents(ops, [v for op in ops if op.name in draws for v in op.results])
     makers = producers([op for op in ops if not random.isdisjoint(op.results) and not op.has_effects])
@@ -104,7 +104,7 @@ def _draws(ops: Sequence[Op], readers: Sequence[Op]) -> set[int]:
 
 
 def _is_sum(graph: Graph, op: Op, value: int) -> bool:
-    """Whether a result that leaves the loop is accumulated: numbers of the reverse pass, and single ones."""
+    """Returns whether a result that leaves the loop is accumulated: numbers of the reverse pass, and single ones."""
     aval = graph.values[value]
     return jnp.issubdtype(aval.dtype, jnp.number) and (not aval.shape or _is_reverse(op))
 

@@ -93,7 +93,7 @@ def weigh(problem: Problem, choice: Sequence[int], kept: Sequence[int]) -> list[
 
 
 def _answer(problem: Problem, chosen: np.ndarray, node: int, strategy: int) -> np.ndarray | None:
-    """A choice where a node takes a strategy and no other gains by moving; None if its cost is infinite."""
+    """Returns a choice where a node takes a strategy and no other gains by moving; None if its cost is infinite."""
     forced = chosen.copy()
     forced[node] = strategy
     after = descend(problem, forced, problem.links.neighbours(node), _VISITS, fixed=node)

@@ -71,7 +71,7 @@ def compare_with_textbook(
 
 
 def _compared(step: GroupedStep, budget: float, name: str, method: Method, cluster: Cluster) -> Comparison:
-    """The figures of the best step of a method, or why there are none."""
+    """Returns the figures of the best step of a method, or why there are none."""
     try:
         programs = mesh_program.mesh_programs(step, cluster, method, budget=budget)
         found = mesh_program.solve_meshes(programs, budget)
@@ -92,7 +92,7 @@ def _compared(step: GroupedStep, budget: float, name: str, method: Method, clust
 
 
 def compared_pipelines(chosen: StagePlan) -> tuple[Candidate, ...]:
-    """Every schedule with every number of micro-batches that the stage DP compared, with its estimates."""
+    """Returns every schedule with every number of micro-batches that the stage DP compared, with its estimates."""
     out = []
     for weighed in chosen.weighed:
         twice = f" with {weighed.virtual} stages per submesh" if weighed.virtual > 1 else ""

@@ -30,7 +30,7 @@ from alpa_lite.plan.figures import AxisUse, Held, Products, Spending
 
 
 def products(stages: Iterable[PlannedStage], cluster: Cluster) -> Products:
-    """The FLOPs of the step's own products, all stages together."""
+    """Returns the FLOPs of the step's own products, all stages together."""
     flops: dict[str, float] = defaultdict(float)
     for planned in stages:
         values = planned.graph.traced.graph.values
@@ -44,7 +44,7 @@ def products(stages: Iterable[PlannedStage], cluster: Cluster) -> Products:
 
 
 def _products(grouping: Grouping, rules: Mapping[Any, Rule], traced: Traced) -> Iterator[tuple[Group, Op, float]]:
-    """The products of a step with the FLOPs of one execution; without those that are computed again."""
+    """Yields the products of a step with the FLOPs of one execution; without those that are computed again."""
     for group in grouping.groups:
         for number in group.ops:
             op = grouping.ops[number]
@@ -96,7 +96,7 @@ def _unnumbered(scope: str) -> str:
 
 
 def examples(traced: Traced) -> int:
-    """The leading dim of the batch."""
+    """Returns the leading dim of the batch."""
     inputs = zip(traced.arguments, traced.graph.block.inputs, strict=False)
     return max(
         (traced.graph.values[v].shape[0] for a, v in inputs if a.role == "batch" and traced.graph.values[v].shape),
@@ -190,7 +190,7 @@ def _experts(op: Op, rule: Rule, weights: Set[int]) -> set[int]:
 
 
 def saved_activations(planned: PlannedStage) -> tuple[Held, ...]:
-    """The activations that the forward pass of a stage leaves for its backward pass, in program order.
+    """Returns the activations that the forward pass of a stage leaves for its backward pass, in program order.
 
     Those are the registers that an operation of the reverse pass reads and an operation before it wrote, as JAX marks
     them (`_jax.derivative`). Arguments, and weights in another form, are left out: they are no activations.

@@ -42,7 +42,7 @@ from alpa_lite.plan.records import PlanRecord, Stage
 def replay(
     graph: StageGraph, cluster: Cluster, stage: Stage, communication: str, *, split_weights: bool = False
 ) -> DecidedStage:  # fmt: skip
-    """A stage with the decisions of a plan: what solving it would return.
+    """Returns a stage with the decisions of a plan: what solving it would return.
 
     Args:
       cluster: the devices of its submesh.

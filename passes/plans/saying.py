@@ -45,7 +45,7 @@ layout of its value in the plan."""
 
 
 def _of_values(stage: PlannedStage) -> Iterator[_Said]:
-    """The constraints on values."""
+    """Yields the constraints on values."""
     for item in (item for item in computes(stage.program.body.instructions) if item.op.name == CONSTRAINT):
         op = item.op
         wish, shape = Wish(op.params["dims"], op.params["why"]), stage.graph.traced.graph.values[op.results[0]].shape
@@ -54,7 +54,7 @@ def _of_values(stage: PlannedStage) -> Iterator[_Said]:
 
 
 def _of_arguments(stage: PlannedStage, wishes: Wishes) -> Iterator[_Said]:
-    """The constraints on annotated arguments."""
+    """Yields the constraints on annotated arguments."""
     traced = stage.graph.traced
     inputs = zip(traced.arguments, stage.program.inputs, traced.graph.block.inputs, strict=False)
     for argument, layout, value in inputs:
@@ -70,6 +70,6 @@ def _fulfils(layout: Layout, wish: Wish, mesh: LogicalMesh) -> bool:
 
 
 def _spec(dims: tuple[Axes | None, ...]) -> str:
-    """The axes of dims, as a PartitionSpec prints them, a free dim as UNCONSTRAINED."""
+    """Returns the axes of dims, as a PartitionSpec prints them, a free dim as UNCONSTRAINED."""
     entries = ("UNCONSTRAINED" if a is None else "None" if not a else repr(a[0] if len(a) == 1 else a) for a in dims)
     return f"P({', '.join(entries)})"

@@ -31,7 +31,7 @@ LEAST = 0.01
 
 
 def notes(stages: Sequence[PlannedStage], cluster: Cluster, step_seconds: float, submeshes: int) -> list[str]:
-    """A note for a step in which a fused kernel would save something."""
+    """Returns a note for a step in which a fused kernel would save something."""
     kernel, call = KERNELS.get(cluster.platform, ("", ""))
     if cluster.attention(kernel, backward=False) is None:
         return []
@@ -46,7 +46,7 @@ def notes(stages: Sequence[PlannedStage], cluster: Cluster, step_seconds: float,
 
 
 def _seconds(stage: PlannedStage, cluster: Cluster, kernel: str) -> tuple[float, float]:
-    """Seconds of a stage's attention, as it is and by a fused kernel; none where no scores are written."""
+    """Returns seconds of a stage's attention, as it is and by a fused kernel; none where no scores are written."""
     values, ops = stage.graph.traced.graph.values, stage.grouping.ops
     shapes = score_shapes(ops.values(), values)
     now = fused = 0.0
@@ -67,7 +67,7 @@ def _seconds(stage: PlannedStage, cluster: Cluster, kernel: str) -> tuple[float,
 
 
 def score_shapes(ops: Iterable[Op], values: Sequence[Value]) -> dict[tuple[int, ...], bool]:
-    """The shapes of scores, in any order of dims -> whether they are masked."""
+    """Returns the shapes of scores, in any order of dims -> whether they are masked."""
     ops = list(ops)
     users: dict[int, list[Op]] = defaultdict(list)
     for op in ops:

@@ -59,7 +59,7 @@ def add_alternatives(staged: Staged, budget: float) -> Callable[[Sequence[Stage]
 
 
 def _weighed(stage: DecidedStage, budget: float) -> list[tuple[Alternative, ...]]:
-    """The alternatives of each decision of a stage."""
+    """Returns the alternatives of each decision of a stage."""
     nodes, found = stage.found.space.nodes, stage.found
     problem = problem_from_graph(replace(found.space.program, budget=budget))
     kept = [KEPT_ALTERNATIVES.get(stage.grouping.groups[node.group].kind, _KEPT_OF_OTHERS) for node in nodes]
@@ -119,7 +119,7 @@ class _Layouts:
                 self._operands.setdefault(demand.group, {}).setdefault(demand.operand, demand.dims)
 
     def of(self, node: Node, strategy: Strategy) -> tuple[str, int]:
-        """The layouts as text, those of a heavy operation's operands too, and bytes per device of a result."""
+        """Returns the layouts as text, those of a heavy operation's operands too, and bytes per device of a result."""
         group = self._grouping.groups[node.group]
         value = self._result.get(node.group)
         if value is None:
@@ -152,7 +152,7 @@ class Outcomes:
         self._total = _sum([*(self._node(i, s) for i, s in enumerate(self._choice.tolist())), *self._before])
 
     def of(self, choice: np.ndarray) -> Outcome:
-        """The outcome of another choice."""
+        """Returns the outcome of another choice."""
         changed = np.flatnonzero(choice != self._choice).tolist()
         edges = {t for i in changed for t in self._touching[i]}
         new = [*(self._node(i, int(choice[i])) for i in changed), *(self._transfer(t, choice) for t in edges)]
@@ -170,7 +170,7 @@ class Outcomes:
         )
 
     def _node_parts(self, i: int, s: int) -> Parts:
-        """The parts of one node under a strategy."""
+        """Returns the parts of one node under a strategy."""
         node = self._space.nodes[i]
         count = len(node.members)
         compute, communication = float(node.compute[s]) * count, float(node.communication[s]) * count
@@ -180,13 +180,13 @@ class Outcomes:
         return compute, communication, latency, compute - starts + communication - latency if grows else 0.0, sent
 
     def _transfer(self, t: int, choice: np.ndarray) -> Parts:
-        """The parts of one transfer."""
+        """Returns the parts of one transfer."""
         transfer = self._space.program.transfers[t]
         p = int(transfer.src_class[choice[transfer.src]])
         return _sum([self._pair(t, p, q) for q in {int(klass[choice[node]]) for node, klass in transfer.consumers}])
 
     def _pair_parts(self, t: int, p: int, q: int) -> Parts:
-        """The parts of resharding a value from its produced layout p to the wanted layout q."""
+        """Returns the parts of resharding a value from its produced layout p to the wanted layout q."""
         move, seconds = self._space.moves[t], float(self._space.program.transfers[t].cost[p, q])
         times, mesh = move.count * move.trips, self._cost.mesh
         size = self._stage.graph.traced.graph.values[move.value].nbytes

@@ -87,7 +87,7 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annot
 
 
 def _notes(staged: Staged, cluster: Cluster) -> tuple[str, ...]:
-    """The notes of a plan, each once."""
+    """Returns the notes of a plan, each once."""
     measured = f"prices measured on the devices: {', '.join(cluster.measured)}"
     notes = (
         *staged.traced.notes,
@@ -121,7 +121,7 @@ def _overlapped(stages: Sequence[PlannedStage], cluster: Cluster) -> list[str]:
 
 
 def collectives_of(planned: PlannedStage, number: int) -> list[tuple[Collective, float]]:
-    """The collectives of a stage in a step, with their seconds."""
+    """Returns the collectives of a stage in a step, with their seconds."""
     out = []
     for segment in planned.segments.items:
         runs = planned.runs(segment)
@@ -131,7 +131,7 @@ def collectives_of(planned: PlannedStage, number: int) -> list[tuple[Collective,
 
 
 def _stage(staged: Staged, number: int, own: Sequence[tuple[Collective, float]], moved: Moved) -> Stage:
-    """A stage of the plan.
+    """Returns a stage of the plan.
 
     Args:
       own: its collectives and their seconds.
@@ -248,7 +248,7 @@ def _digest(lines: Sequence[str]) -> str:
 def _leaves(
     planned: PlannedStage, ports: Sequence[Port], *, arguments: bool
 ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
-    """The flat arguments or results that the stage keeps, and those that it exchanges with other stages."""
+    """Returns the flat arguments or results that the stage keeps, and those that it exchanges with other stages."""
     traced, program, values = planned.graph.traced, planned.program, planned.graph.traced.graph.values
     block = traced.graph.block
     records, atoms, layouts = (
@@ -266,7 +266,7 @@ def _leaves(
 
 
 def _memory(traced: Traced, grouping: Grouping, space: Space, choice: Sequence[int]) -> Memory:
-    """The largest of the live bytes of each kind, and of all together, and those of all kinds over the step."""
+    """Returns the largest of the live bytes of each kind, and of all together, and those of all kinds over the step."""
     live = tables.live_bytes(traced, grouping, space, choice)
     total = np.sum([*live.values()], axis=0)
     parts = np.array_split(np.arange(len(total)), _MEMORY_SAMPLES)
@@ -279,7 +279,7 @@ def _memory(traced: Traced, grouping: Grouping, space: Space, choice: Sequence[i
 def _replicated(
     traced: Traced, grouping: Grouping, rules: Mapping[Any, Rule], cost: MeshCost
 ) -> tuple[Replicated, ...]:
-    """Operations that no rule describes, identical ones together, the largest first."""
+    """Returns operations that no rule describes, identical ones together, the largest first."""
     values = traced.graph.values
     found: dict[tuple[Any, str], list[Op]] = {}
     for op in (grouping.ops[number] for number in grouping.groups[0].ops):

@@ -137,7 +137,7 @@ class Calls:
 
 
 def _wired(slot: Slot) -> Wired:
-    """The wire of an array; a slice of a register is read from the register's."""
+    """Returns the wire of an array; a slice of a register is read from the register's."""
     return "top" if slot.wire.kind == "slice" else slot.wire.kind, slot.wire.number
 
 
@@ -148,6 +148,6 @@ def _name(slot: Slot) -> str:
 
 
 def mesh_of(schedule: Schedule) -> tuple[int, ...]:
-    """The submesh of each stage."""
+    """Returns the submesh of each stage."""
     found = {task.stage: mesh for mesh, tasks in enumerate(schedule.tasks) for task in tasks}
     return tuple(found[stage] for stage in range(schedule.num_stages))

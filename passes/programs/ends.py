@@ -16,7 +16,7 @@ from alpa_lite.ir.program import Buffer, Free, Instruction, Program, Receive, Ru
 
 
 def end_buffers(program: Program, donatable: Collection[int]) -> Program:
-    """The program with its frees, and with the inputs that its updates consume.
+    """Returns the program with its frees, and with the inputs that its updates consume.
 
     Args:
       program: one without frees, whose executables consume accumulators alone.

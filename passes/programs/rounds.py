@@ -46,7 +46,7 @@ class Round:
 
 
 def rounds(parts: Sequence[Part], have: dict[int, Ranges], need: dict[int, Ranges]) -> tuple[Round, ...]:
-    """The rounds that move the pieces of one array.
+    """Returns the rounds that move the pieces of one array.
 
     Args:
       parts: every piece once.
@@ -66,7 +66,7 @@ def rounds(parts: Sequence[Part], have: dict[int, Ranges], need: dict[int, Range
 
 
 def assign_rounds(pairs: Sequence[tuple[int, int]]) -> list[int]:
-    """A round for each (sender, receiver), in none of which a device sends or receives twice; as few as can be.
+    """Returns a round for each (sender, receiver), in none of which a device sends or receives twice; as few as can be.
 
     Koenig's colouring of the edges of a bipartite graph: where the first round that is free at the sender is taken at
     the receiver, the rounds are exchanged along the path of alternating rounds that begins there.

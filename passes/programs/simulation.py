@@ -20,7 +20,7 @@ from alpa_lite.ir.timeline import Event, Timeline
 
 
 def simulate(program: Program, *, cluster: Cluster | None = None) -> Timeline:
-    """The timeline of one step. Takes time linear in the number of instructions.
+    """Returns the timeline of one step. Takes time linear in the number of instructions.
 
     Args:
       cluster: whose processes dispatch; None where dispatching takes no time.
@@ -114,7 +114,7 @@ def producers(program: Program) -> dict[int, Executable]:
 
 
 def run_event(program: Program, run: Run, start: float, end: float) -> Event:
-    """The event of a run, with one name if predicted or measured. Times are seconds from the step's start."""
+    """Returns the event of a run, with one name if predicted or measured. Times are seconds from the step's start."""
     executable = program.executables[run.executable]
     number = f"{run.microbatch}" if executable.slice < 0 else f"{run.microbatch}.{executable.slice}"
     name = f"{executable.kind} {number}" if run.microbatch >= 0 else executable.name

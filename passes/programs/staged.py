@@ -91,7 +91,7 @@ class Staged:
 
 
 def stage_whole_step(loop: Accumulated, stage: PlannedStage, verdict: Verdict, remat: str = "none") -> Staged:
-    """One mesh: the whole step as one stage, run once."""
+    """Returns one mesh: the whole step as one stage, run once."""
     schedule = Schedule("none", 1, loop.num_microbatches, 1, ((Task("step", 0, -1),),))
     written = write(loop.traced, (stage,), (0,), schedule, stage.cluster)
     timeline, peak = simulation.simulate(written.program, cluster=stage.cluster), int(stage.found.solution.peak)
@@ -113,7 +113,7 @@ def stage_pipeline(
     verdict: Verdict,
     **details: Any,
 ) -> Staged:
-    """Several stages: the instruction lists of a schedule, simulated; the state is donated.
+    """Returns several stages: the instruction lists of a schedule, simulated; the state is donated.
 
     Args:
       first_devices, first_layers, num_layers, max_layers, remat, details: see `Division`.
@@ -139,7 +139,7 @@ def stage_pipeline(
 def write(
     traced: Traced, stages: Sequence[PlannedStage], first_devices: Sequence[int], schedule: Schedule, cluster: Cluster
 ) -> Written:
-    """The program of planned stages, ordered by their predicted seconds."""
+    """Returns the program of planned stages, ordered by their predicted seconds."""
     seconds = {segment: seconds for stage in stages for segment, seconds in stage.seconds.items()}
 
     def transfer(sent: Buffer, source: Submesh, destination: Submesh, layout: Layout) -> float:
@@ -152,12 +152,12 @@ def write(
 
 
 def add_notes(staged: Staged, *notes: str) -> Staged:
-    """The same with notes in its plan."""
+    """Returns the same with notes in its plan."""
     return replace(staged, loop=replace(staged.loop, notes=(*staged.loop.notes, *notes)))
 
 
 def donate_only(staged: Staged, arguments: Collection[int]) -> Staged:
-    """The step that consumes no arguments but these. One executable is told by the runtime, and stays as it is.
+    """Returns the step that consumes no arguments but these. One executable is told by the runtime, and stays as it is.
 
     Args:
       arguments: the numbers of flat arguments of the user's step that the caller gives away.

@@ -104,7 +104,7 @@ class TransferPlan(_Array):
 def plan_transfer(
     shape: tuple[int, ...], dtype: Any, src: Layout, src_mesh: Submesh, dst: Layout, dst_mesh: Submesh, cluster: Cluster
 ) -> TransferPlan:
-    """The cheapest way found for one array.
+    """Returns the cheapest way found for one array.
 
     Args:
       shape, dtype: of the global array; a random key has its logical shape and its key dtype.
@@ -132,7 +132,7 @@ def plan_transfer(
 
 
 def plans_of(program: Program, number: int, cluster: Cluster) -> tuple[TransferPlan, ...]:
-    """The plans of a program's transfer, one for each of its arrays."""
+    """Returns the plans of a program's transfer, one for each of its arrays."""
     transfer = program.transfers[number]
     source, destination = program.submeshes[transfer.source], program.submeshes[transfer.destination]
     pairs = [(program.buffers[a], program.buffers[b]) for a, b in zip(transfer.sent, transfer.received, strict=True)]
@@ -145,7 +145,7 @@ def plans_of(program: Program, number: int, cluster: Cluster) -> tuple[TransferP
 def price(
     shape: tuple[int, ...], dtype: Any, src: Layout, src_mesh: Submesh, dst: Layout, dst_mesh: Submesh, cluster: Cluster
 ) -> float:
-    """About the seconds of `plan_transfer`, in closed form: every sender is taken to have an equal share.
+    """Returns about the seconds of `plan_transfer`, in closed form: every sender is taken to have an equal share.
 
     The arguments must be valid for `plan_transfer`.
     """
@@ -154,12 +154,12 @@ def price(
 
 
 def itemsize(dtype: Any) -> int:
-    """Bytes of one element; of a random key those of its data."""
+    """Returns bytes of one element; of a random key those of its data."""
     return int(getattr(dtype, "itemsize", 4))
 
 
 def blocks(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> tuple[Ranges, ...]:
-    """The block of each device, in mesh order."""
+    """Returns the block of each device, in mesh order."""
     sizes = local_shape(shape, layout, mesh)
     return tuple(
         tuple((n * size, (n + 1) * size) for n, size in zip(numbers, sizes, strict=True))
@@ -183,7 +183,7 @@ def _block_numbers(layout: Layout, mesh: LogicalMesh) -> list[tuple[int, ...]]:
 
 @functools.lru_cache(maxsize=50_000)
 def _landings(array: _Array) -> tuple[Layout, ...]:
-    """The layouts to land in, the wanted one first."""
+    """Returns the layouts to land in, the wanted one first."""
     found = dict.fromkeys([array.dst])
     # A random key is small, and collectives on keys are not worth their special cases; of no elements nothing is sent.
     if 0 not in array.shape and not jnp.issubdtype(array.dtype, jax.dtypes.extended):
@@ -207,7 +207,7 @@ def _finer(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> Iterato
 
 
 def _renamed(layout: Layout, have: LogicalMesh, want: LogicalMesh) -> Layout:
-    """The layout with the axes of one mesh replaced by those of another of the same shape."""
+    """Returns the layout with the axes of one mesh replaced by those of another of the same shape."""
     names = dict(zip(have.axis_names, want.axis_names, strict=True))
     return Layout(tuple(tuple(names[axis] for axis in axes) for axes in layout.dims))
 
@@ -217,7 +217,7 @@ def _divides(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
 
 
 def _is_reachable(shape: tuple[int, ...], landing: Layout, dst: Layout, mesh: LogicalMesh) -> bool:
-    """Whether steps lead from the landing to `dst`, and every layout between divides the shape."""
+    """Returns whether steps lead from the landing to `dst`, and every layout between divides the shape."""
     steps = reshard_steps(landing, dst)
     return steps is not None and all(_divides(shape, step.after, mesh) for step in steps)
 
@@ -226,7 +226,7 @@ def _is_reachable(shape: tuple[int, ...], landing: Layout, dst: Layout, mesh: Lo
 
 
 def _plan(array: _Array, landing: Layout, cluster: Cluster) -> TransferPlan:
-    """The plan for one landing."""
+    """Returns the plan for one landing."""
     have = blocks(array.shape, array.src, array.src_mesh.mesh)
     need = blocks(array.shape, landing, array.dst_mesh.mesh)
     pairs = list(zip(array.src_mesh.devices, array.dst_mesh.devices, strict=False))
@@ -250,7 +250,7 @@ def _plan(array: _Array, landing: Layout, cluster: Cluster) -> TransferPlan:
 
 
 def _pieces(array: _Array, need: Sequence[Ranges], loads: Loads) -> list[Piece]:
-    """Every piece, with the sender that keeps the links evenly busy."""
+    """Returns every piece, with the sender that keeps the links evenly busy."""
     size = itemsize(array.dtype)
     sizes = local_shape(array.shape, array.src, array.src_mesh.mesh)
     holders: dict[tuple[int, ...], list[int]] = {}
@@ -271,7 +271,7 @@ def _pieces(array: _Array, need: Sequence[Ranges], loads: Loads) -> list[Piece]:
 
 
 def _met(low: int, high: int, size: int) -> range:
-    """The numbers of the source's blocks, of `size`, that an interval meets; of an empty dim the first."""
+    """Returns the numbers of the source's blocks, of `size`, that an interval meets; of an empty dim the first."""
     return range(low // size, (high - 1) // size + 1) if size else range(1)
 
 
@@ -294,7 +294,7 @@ def _local_seconds(array: _Array, landing: Layout, pieces: Sequence[Piece], clus
 
 
 def _reshard_seconds(array: _Array, steps: Sequence[Step], cluster: Cluster) -> float:
-    """The collectives on the destination. A submesh is priced as the first devices of the cluster are."""
+    """Returns the collectives on the destination. A submesh is priced as the first devices of the cluster are."""
     mesh, size = array.dst_mesh.mesh, itemsize(array.dtype)
     cost = _mesh_cost(cluster, mesh)
     return sum(
@@ -312,7 +312,7 @@ def _mesh_cost(cluster: Cluster, mesh: LogicalMesh) -> MeshCost:
 
 @functools.lru_cache(maxsize=200_000)
 def _estimate(array: _Array, landing: Layout, cluster: Cluster) -> float:
-    """About the seconds of `_plan`.
+    """Returns about the seconds of `_plan`.
 
     Each of the n destinations receives its block of b bytes in k pieces, one for every source block that it meets; each
     of the m sources sends n b / m bytes, in n k / m messages. Every link is like the one between the nearest devices of

@@ -280,7 +280,7 @@ class _Writer:
         ])  # fmt: skip
 
     def _final(self, stage: int, position: int) -> int:
-        """The buffer of a stage's result."""
+        """Returns the buffer of a stage's result."""
         operand = self.stages[stage].finals[position]
         assert operand is not None
         return self.at[(stage, "literal", position, -1) if isinstance(operand, Lit) else (stage, "top", operand, -1)]

@@ -95,7 +95,7 @@ class Candidate:
 
 
 def cutoff_of(incumbent: FoundPlan | None, kind: Kind) -> float:
-    """Seconds that a plan of a kind must take less of to replace the incumbent."""
+    """Returns seconds that a plan of a kind must take less of to replace the incumbent."""
     if incumbent is None:
         return math.inf
     simpler = all(own <= other for own, other in zip(kind, incumbent.kind, strict=True))
@@ -107,7 +107,7 @@ def search(
     progress: Callable[[int, int], None] = lambda work, allowed: None,
     is_over: Callable[[], bool] = lambda: False,
 ) -> tuple[FoundPlan | None, SearchSummary]:  # fmt: skip
-    """The best plan of some candidates, None if none fits, and the work and the gap of the search.
+    """Returns the best plan of some candidates, None if none fits, and the work and the gap of the search.
 
     Args:
       allowed: cells that may be visited; the expansion that exceeds them is the last but for floors, once a plan fits.

@@ -62,7 +62,7 @@ class ExecutionConfig:
         return REMAT_OVERHEAD[self.remat.choice] * first / total
 
     def scale(self, other: ExecutionConfig, computing: float, seconds: float) -> float:
-        """Estimated seconds, where another configuration takes `seconds`, of which `computing` for computing.
+        """Returns estimated seconds, where another configuration takes `seconds`, of which `computing` for computing.
 
         Computing is repeated as rematerialisation asks; with fewer micro-batches communication is in proportion, as
         gathers of weights are, and with more of them each adds a little.
@@ -73,7 +73,7 @@ class ExecutionConfig:
         return (compute + max(seconds - computing, 0.0) * fewer) * (1 + MICROBATCH_OVERHEAD * more)
 
     def only_adds_to(self, other: ExecutionConfig) -> bool:
-        """Whether it has no fewer micro-batches than another, and recomputes whatever the other does."""
+        """Returns whether it has no fewer micro-batches than another, and recomputes whatever the other does."""
         less, more = other.remat, self.remat
         within = less in (NOTHING, more) or (less.choice == "selective" and more == Remat("layer"))
         return other.microbatches <= self.microbatches and within
@@ -84,7 +84,7 @@ class ExecutionConfig:
 
 
 def next_feasible_microbatches(count: int, least: float, floor: float, budget: float) -> int:
-    """The least 2^k times as many micro-batches, k >= 1, that may fit a budget above the floor.
+    """Returns the least 2^k times as many micro-batches, k >= 1, that may fit a budget above the floor.
 
     Args:
       least: bytes per device that `count` of them need at least; 0 if that is not known.
@@ -119,7 +119,7 @@ class Analyses:
 
     @memoise_method
     def of(self, config: ExecutionConfig) -> AnalyzedStep:
-        """The step in a configuration.
+        """Returns the step in a configuration.
 
         Raises:
           MicrobatchError: it cannot be cut into as many micro-batches.

@@ -135,7 +135,7 @@ class OneMeshSearch:
         return roots
 
     def bound(self, record: Record, mesh: LogicalMesh) -> float:
-        """Seconds that no plan of a configuration takes less of on a mesh, by all that it only adds to."""
+        """Returns seconds that no plan of a configuration takes less of on a mesh, by all that it only adds to."""
         config, method, records = record.config, record.family.textbook, [*self.records[record.family].values()]
         own = self.records[self.own].get(config)
         if method and own and mesh in own.bounds and self._contains(own.step.grouped, method):
@@ -156,7 +156,7 @@ class OneMeshSearch:
         return min(found, MAX_COMPUTE_RATIO * min(peaks))
 
     def open(self, family: Family, config: ExecutionConfig, interval: tuple[int, int] | None = None) -> list[Candidate]:
-        """All plans of a configuration, unless they are a candidate already. `interval`: see `Record`."""
+        """Returns all plans of a configuration, unless they are a candidate already. `interval`: see `Record`."""
         if config in self.records[family]:
             return []
         record = self.records[family][config] = Record(family, config, interval)
@@ -166,7 +166,7 @@ class OneMeshSearch:
         self, record: Record, shape: str, key: tuple[int, ...], estimate: Callable[[], tuple[float, float]],
         expand: Callable[[float], Expansion],
     ) -> Candidate:  # fmt: skip
-        """A candidate; floors come first until there is a plan, then in the order of their bounds."""
+        """Returns a candidate; floors come first until there is a plan, then in the order of their bounds."""
         family, config, rank = record.family, record.config, record.config.rank
         is_floor = family.textbook is not None
 
@@ -178,7 +178,7 @@ class OneMeshSearch:
         return Candidate(name, (0, *rank), key, waiting if is_floor else estimate, expand, is_floor)
 
     def take(self, record: Record, found: MeshSolution) -> FoundPlan:
-        """A solution as a plan, listed among those of its configuration."""
+        """Returns a solution as a plan, listed among those of its configuration."""
         seconds = planning.overlapped_seconds(record.step.grouped, self.request.cluster, found)
         self._list(record, found.mesh, found.solution.status, seconds, int(found.solution.peak))
         plan = FoundPlan((0, *record.config.rank), seconds, DecidedMesh(record.step, found))
@@ -186,7 +186,7 @@ class OneMeshSearch:
         return plan
 
     def rows(self, chosen: FoundPlan) -> tuple[Row, ...]:
-        """The mesh shapes and methods that were compared in the configuration of a plan, which is marked."""
+        """Returns the mesh shapes and methods that were compared in the configuration of a plan, which is marked."""
         decided: DecidedMesh = chosen.value
         rows, own = self._rows[decided.step.config].values(), (decided.found.mesh.shape, chosen.seconds)
         mine = next((row for row in rows if (row.mesh_shape, row.step_seconds) == own), None)
@@ -194,7 +194,7 @@ class OneMeshSearch:
         return tuple(replace(row, status=status.get(row, row.status)) for row in rows)
 
     def fit_or_explain(self) -> FoundPlan:
-        """The plan of the least memory, where the search found none that fits.
+        """Returns the plan of the least memory, where the search found none that fits.
 
         Raises:
           InfeasibleError: it does not fit, either; names the tensors that bind and the smallest budget that works.
@@ -231,7 +231,7 @@ class OneMeshSearch:
         return least, max(least, LAST if is_late else min(known, default=unknown))
 
     def _programs(self, record: Record) -> list[MeshProgram]:
-        """The programs of a configuration on every mesh that its method admits.
+        """Returns the programs of a configuration on every mesh that its method admits.
 
         Raises:
           OptionError: the method cannot be applied to the arguments or the number of devices.
@@ -241,7 +241,7 @@ class OneMeshSearch:
         return mesh_program.mesh_programs(record.step.grouped, r.cluster, textbook or r.method, budget=r.budget, **said)
 
     def _expand(self, record: Record, _: float) -> Expansion:
-        """One candidate for each mesh shape."""
+        """Returns one candidate for each mesh shape."""
         request, family, method = self.request, record.family, record.family.textbook
         if method and family.state > request.budget:
             return Expansion()
@@ -266,7 +266,7 @@ class OneMeshSearch:
     def _of_program(
         self, record: Record, program: MeshProgram, number: int, bounded: solve.SolverState | None = None
     ) -> Candidate:  # fmt: skip
-        """All plans of a configuration on the mesh of that number, with its bound once the program is built."""
+        """Returns all plans of a configuration on the mesh of that number, with its bound once the program is built."""
         shape = program.mesh.shape
 
         def estimate() -> tuple[float, float]:
@@ -308,7 +308,7 @@ class OneMeshSearch:
         return Expansion([self._of_program(record, program, number, bound)], work=work)
 
     def _solve(self, record: Record, program: MeshProgram, bounded: solve.SolverState, cutoff: float) -> Expansion:
-        """The solution of a program, and configurations that use less memory where memory binds."""
+        """Returns the solution of a program, and configurations that use less memory where memory binds."""
         bounds, mesh, overlaps = record.bounds, program.mesh, self.request.cluster.overlaps
         limit = math.inf if overlaps else cutoff  # communication may be hidden
         found = self.run("sharding", mesh_program.solve_within_budget, program, self.request.budget, limit, bounded)
@@ -327,7 +327,7 @@ class OneMeshSearch:
         return Expansion([*more, *self._halve(record, fits=True)], plans, least, work)
 
     def _hidden(self, step: AnalyzedStep, found: Solved) -> list[Solution]:
-        """The solution of the program with hideable communication at a share of its price, at full prices."""
+        """Returns the solution of the program with hideable communication at a share of its price, at full prices."""
         cheaper = Hiding(step.loop.traced, self.request.cluster.hides).cheaper(found.space)
         other = solve.solve(replace(cheaper, budget=None), start=found.solution)
         if other.choice and other.peak > self.request.budget:
@@ -370,7 +370,7 @@ class OneMeshSearch:
         return self.open(record.family, replace(config, remat=Remat(remat.choice, (middle, total))), (low, high))
 
     def _exceeds_budget(self, record: Record, program: MeshProgram) -> bool:
-        """Whether no choice of a program fits the budget, which is recorded."""
+        """Returns whether no choice of a program fits the budget, which is recorded."""
         bound = mesh_program.peak_bound(program)
         if bound <= self.request.budget or math.isinf(bound):
             return math.isinf(bound)

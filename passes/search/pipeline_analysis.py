@@ -53,7 +53,7 @@ REFUSALS = InfeasibleError, MicrobatchError, OptionError, OrderError
 
 
 def found_plan(staged: Staged) -> FoundPlan:
-    """A planned pipeline as a plan of the search."""
+    """Returns a planned pipeline as a plan of the search."""
     return FoundPlan((len(staged.stages), staged.program.num_microbatches, 0), staged.seconds, staged)
 
 
@@ -135,14 +135,14 @@ class PipelineAnalyses:
 
     @memoise_method
     def cut(self, count: int) -> Divisible:
-        """The step in micro-batches and in layers."""
+        """Returns the step in micro-batches and in layers."""
         step, arguments = self.step, self.request.inexact
         loop = self.run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **arguments)
         return self.run("layers", find_layers, loop, max_layers=max_layers(self.request.pipeline))
 
     @memoise_method
     def price(self, count: int, kinds: tuple[int, ...]) -> LayerCosts:
-        """The costs of layers with a number of micro-batches on some kinds of submeshes."""
+        """Returns the costs of layers with a number of micro-batches on some kinds of submeshes."""
         request = self.request
         return self.run(
             "costs", stages.price_layers, self.cut(count), request.cluster, request.pipeline, kinds, made=self.layers,
@@ -150,19 +150,19 @@ class PipelineAnalyses:
         )  # fmt: skip
 
     def choose(self, costs: LayerCosts, count: int, room: float, *, rough: bool = False) -> StagePlan:
-        """The stages that the DP chooses within `room` bytes a device."""
+        """Returns the stages that the DP chooses within `room` bytes a device."""
         names = {"names": ("1f1b",)} if rough else {}
         return self.run("slicing", stages.choose, costs, self.request.pipeline, [count], room, rough=rough, **names)
 
     def rescaled(self, chosen: StagePlan, count: int) -> StagePlan | None:
-        """The same stages with another number of micro-batches; None if the step has other layers then."""
+        """Returns the same stages with another number of micro-batches; None if the step has other layers then."""
         step, slices = self.cut(count), replace(chosen.slices, num_microbatches=count)
         if len(step.layering.layers) != len(chosen.priced.layers):
             return None
         return replace(chosen, priced=chosen.priced.rescaled(step), slices=slices)
 
     def choose_or_least(self, costs: LayerCosts, count: int, *, rough: bool = False) -> tuple[StagePlan, float]:
-        """Stages within the budget, and the bytes that they were chosen for.
+        """Returns stages within the budget, and the bytes that they were chosen for.
 
         Where none fits by the estimates of layers, stages that need the fewest bytes, if these may fit all the same.
 
@@ -180,7 +180,7 @@ class PipelineAnalyses:
             return self.choose(costs, count, room, rough=rough), room
 
     def build(self, chosen: StagePlan, tokens: tuple[int, ...] = ()) -> Staged:
-        """The pipeline of chosen stages: each is solved and lowered, their program written and simulated.
+        """Returns the pipeline of chosen stages: each is solved and lowered, their program written and simulated.
 
         Where a submesh exceeds the budget, its stages are planned again with memory four times as expensive.
 

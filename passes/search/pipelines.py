@@ -88,7 +88,7 @@ class PipelineSearch:
         return bound, max(bound, computing) * (1 + EXPECTED_OVERHEAD)
 
     def fit_or_explain(self) -> FoundPlan:
-        """The pipeline of the least memory, where the search found none that fits.
+        """Returns the pipeline of the least memory, where the search found none that fits.
 
         Raises:
           AlpaLiteError: why it does not fit either, or why there is no pipeline.
@@ -128,7 +128,7 @@ class PipelineSearch:
         return best
 
     def _tried(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """The value of a function; None if it refuses, with the error among those of the search."""
+        """Returns the value of a function; None if it refuses, with the error among those of the search."""
         try:
             return function(*args, **kwargs)
         except REFUSALS as error:
@@ -143,7 +143,7 @@ class PipelineSearch:
         return (1 - CERTAIN) * min(self._ratios, default=1.0) * seconds
 
     def _expand(self, cutoff: float) -> Expansion:
-        """One candidate for each number of micro-batches, by the DP over equal submeshes at scaled costs."""
+        """Returns one candidate for each number of micro-batches, by the DP over equal submeshes at scaled costs."""
         own, out = self.analyses, list[Candidate]()
         costs = self._tried(lambda: own.price(own.reference, own.kinds) if own.kinds else None)
         if costs is None:
@@ -159,7 +159,7 @@ class PipelineSearch:
         return Expansion(out, work=LAYER_COST * len(costs.known) + STAGE_DP * len(own.counts))
 
     def _of_count(self, count: int, costs: LayerCosts, seconds: float, attempt: int = 0) -> Candidate:
-        """All pipelines with a number of micro-batches, by the costs of layers at this number or another one.
+        """Returns all pipelines with a number of micro-batches, by the costs of layers at this number or another one.
 
         `seconds` estimates the best of them. `attempt` divisions were planned, and exceeded the budget.
         """
@@ -170,7 +170,7 @@ class PipelineSearch:
         )  # fmt: skip
 
     def _choose(self, count: int, costs: LayerCosts, attempt: int, cutoff: float) -> Expansion:
-        """The same at costs of its own; or the planned pipeline of the DP's stages, and its slices."""
+        """Returns the same at costs of its own; or the planned pipeline of the DP's stages, and its slices."""
         own, parts = self.analyses, Expansion()
         found = self._tried(own.choose_or_least, costs, count)
         if found is not None and self._expect(found[0].seconds) < cutoff:
@@ -222,7 +222,7 @@ class PipelineSearch:
 def excess(
     beyond: Mapping[tuple[int, int], float], chosen: StagePlan, staged: Staged, room: float, budget: float
 ) -> dict[tuple[int, int], float]:  # fmt: skip
-    """Bytes by which stages exceed the costs of their layers, as in `LayerCosts.beyond`: known ones, and these.
+    """Returns bytes by which stages exceed the costs of their layers, as in `LayerCosts.beyond`: known ones, and these.
 
     `room`: bytes that they were chosen for. Stages that exceed the budget exceed it, too, from now on.
     """
@@ -237,7 +237,7 @@ def excess(
 
 
 def exceeds_budget(staged: Staged, budget: float) -> InfeasibleError:
-    """The error of a planned pipeline that does not fit."""
+    """Returns the error of a planned pipeline that does not fit."""
     worst = int(np.argmax(list(map(sum, staged.bytes))))
     return InfeasibleError(
         f"memory_per_device={units.exact_bytes(budget)} is {units.exact_bytes(staged.needed - budget)} short: the "
@@ -274,7 +274,7 @@ class SliceSearch:
         return self.whole.program.num_microbatches
 
     def first(self) -> list[Candidate]:
-        """The slicing that tells most about the model, for each number of tokens that a sequence may have."""
+        """Returns the slicing that tells most about the model, for each number of tokens that a sequence may have."""
         cluster = self.analyses.request.cluster
         seconds = self.whole.seconds * (1 - self.idle)
         sizes = choice.sizes(self.chosen.priced.step.accumulated.traced)
@@ -282,7 +282,7 @@ class SliceSearch:
         return [self._candidate(Proposal(self.count, some, seconds), 0.0) for some in slicings if len(some) > 1]
 
     def _next(self) -> list[Candidate]:
-        """The fastest proposal that was not tried."""
+        """Returns the fastest proposal that was not tried."""
         if len(self.tried) >= MAX_SLICINGS or self.program is None:
             return []
         own, cluster = self.analyses, self.analyses.request.cluster
@@ -296,7 +296,7 @@ class SliceSearch:
         return [self._candidate(best, model.error) for best in new[:1]]
 
     def _candidate(self, proposal: Proposal, error: float) -> Candidate:
-        """One slicing of the stages, after whole sequences; estimated by the model, less its error."""
+        """Returns one slicing of the stages, after whole sequences; estimated by the model, less its error."""
         count, lengths, bound = proposal.microbatches, proposal.lengths, self.analyses.bound
         name = f"slices of {', '.join(map(str, lengths))} tokens, {count} at once"
         estimate = bound, max(bound, (1 - MODEL_ERROR) * proposal.seconds)
@@ -304,7 +304,7 @@ class SliceSearch:
         return Candidate(name, kind, key, lambda: estimate, lambda _: self._expand(count, lengths, error))
 
     def _expand(self, count: int, lengths: tuple[int, ...], error: float) -> Expansion:
-        """The planned slicing, and the next proposal. `error`: of the model of seconds that proposed it."""
+        """Returns the planned slicing, and the next proposal. `error`: of the model of seconds that proposed it."""
         own, whole, tokens = self.analyses, self.whole, sum(lengths)
         if (count, lengths) in self.tried or self.tokens not in (0, tokens):
             return Expansion()
@@ -366,14 +366,14 @@ def open_slices(
 
 
 def plan_lengths(analyses: PipelineAnalyses, chosen: StagePlan, lengths: tuple[int, ...]) -> Staged:
-    """The pipeline of stages that suit slices of given lengths; raises one of `REFUSALS` if there is none."""
+    """Returns the pipeline of stages that suit slices of given lengths; raises one of `REFUSALS` if there is none."""
     count = chosen.slices.num_microbatches
     suited = _balance(analyses, chosen, count * len(lengths))
     return analyses.build(replace(suited, slices=replace(suited.slices, num_microbatches=count)), lengths)
 
 
 def _balance(analyses: PipelineAnalyses, chosen: StagePlan, runs: int) -> StagePlan:
-    """Stages for a number of runs at the same costs without latencies, which the choice of slices counts.
+    """Returns stages for a number of runs at the same costs without latencies, which the choice of slices counts.
 
     Gradients of parameters are not computed apart in slices.
     """

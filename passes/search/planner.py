@@ -55,7 +55,7 @@ def search_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Staged, 
 
 
 def _fit_or_explain(one: OneMeshSearch | None, pipelines: PipelineSearch | None) -> FoundPlan:
-    """A plan made for memory alone, where the search found none that fits; raises why there is none, else."""
+    """Returns a plan made for memory alone, where the search found none that fits; raises why there is none, else."""
     errors: list[AlpaLiteError] = []
     for search in filter(None, (one, pipelines)):
         try:
@@ -69,7 +69,7 @@ def _fit_or_explain(one: OneMeshSearch | None, pipelines: PipelineSearch | None)
 
 
 def _write(run: Passes, request: PlanRequest, one: OneMeshSearch, chosen: FoundPlan) -> Staged:
-    """The program of a plan of one mesh."""
+    """Returns the program of a plan of one mesh."""
     decided: DecidedMesh = chosen.value
     step, found, config = decided.step, decided.found, decided.step.config
     loop, grouped, costs = step.loop, step.grouped, tuple[str, ...]()
@@ -94,7 +94,7 @@ def _write(run: Passes, request: PlanRequest, one: OneMeshSearch, chosen: FoundP
 
 
 def _reasons(one: OneMeshSearch, chosen: FoundPlan, config: ExecutionConfig) -> Iterator[str]:
-    """Why a configuration with micro-batches or rematerialisation was chosen."""
+    """Yields why a configuration with micro-batches or rematerialisation was chosen."""
     memory = f"memory_per_device={units.exact_bytes(one.request.budget)}"
     others = [(plan.value.step.config, plan.seconds) for plan in one.found]
     simpler = [pair for pair in others if pair[0] != config and config.only_adds_to(pair[0])]
@@ -107,17 +107,15 @@ def _reasons(one: OneMeshSearch, chosen: FoundPlan, config: ExecutionConfig) -> 
 
 
 def _compare(staged: Staged, one: OneMeshSearch, pipelines: PipelineSearch, chosen: FoundPlan) -> Staged:
-    """The same with the best plan of the other kind next to it, or why there is none."""
+    """Returns the same with the best plan of the other kind next to it, or why there is none."""
     if isinstance(chosen.value, DecidedMesh):
         if pipelines.found:
             other: Staged = min(pipelines.found, key=lambda plan: plan.seconds).value
             note = f"the best pipeline found has {len(other.stages)} stages and takes {other.seconds:.4g} s per step"
             return add_comparison(add_notes(staged, note), "pipeline", other)
         if pipelines.errors:
-            error = pipelines.errors[0]
-            return add_comparison(
-                add_notes(staged, f"no pipeline was compared: {error}"), "pipeline", str(error).split(";")[0]
-            )
+            why = str(pipelines.errors[0])
+            return add_comparison(add_notes(staged, f"no pipeline was compared: {why}"), "pipeline", why.split(";")[0])
         expected = min(pipelines.estimates, default=pipelines.estimate()[1])
         return add_comparison(staged, "pipeline", f"not planned: estimated at {units.seconds(expected)}")
     if one.found:
@@ -131,7 +129,7 @@ def _compare(staged: Staged, one: OneMeshSearch, pipelines: PipelineSearch, chos
 
 
 def _explain_slices(staged: Staged, chosen: FoundPlan, pipelines: PipelineSearch) -> Staged:
-    """The same with the whole sequences next to slices, or with the reason why there are no slices."""
+    """Returns the same with the whole sequences next to slices, or with the reason why there are no slices."""
     for search in pipelines.slicings:
         if chosen in search.found:
             return add_comparison(staged, "whole sequences", search.whole)

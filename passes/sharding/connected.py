@@ -1,8 +1,8 @@
 """Which factors of a step's groups are one dim: those between which a value passes, and what the examples become.
 
 A dim of a value is made of some factors of the group that makes it, major to minor, and used as some factors of each
-group that wants it. `find_connected_factors` follows that whatever the factors hold. `examples` follows how many examples each of
-them holds, since only the major part of a dim that is made of several factors belongs to the batch:
+group that wants it. `find_connected_factors` follows that whatever the factors hold. `examples` follows how many
+examples each of them holds, since only the major part of a dim that is made of several factors belongs to the batch:
 
     [batch, length] -> [batch * length]      the result has as many examples as the batch, not batch * length of them
     [batch] -> [parts, batch / parts]        both factors hold examples: a part, and the examples within it
@@ -51,7 +51,7 @@ def find_connected_factors(grouping: Grouping, start: Iterable[Place], pairs: Pa
 
 
 def batch_factors(traced: Traced, grouping: Grouping) -> list[Place]:
-    """The factors of the first dims of batch arguments."""
+    """Returns the factors of the first dims of batch arguments."""
     homes = [
         grouping.homes[value]
         for argument, value in zip(traced.arguments, traced.graph.block.inputs, strict=False)

@@ -148,7 +148,7 @@ def _efficiencies(
 
 
 def attention_efficiency(op: Op, values: Sequence[Value], cluster: Cluster) -> float | None:
-    """The fraction of the peak that an operation reaches if it is a pass of attention whose kernel is known."""
+    """Returns the fraction of the peak that an operation reaches if it is a pass of attention whose kernel is known."""
     found = attention_of(op, values)
     return None if found is None else cluster.attention(found.kernel, backward=found.backward)
 
@@ -178,7 +178,7 @@ def seconds_at_peak(step: GroupedStep, cost: MeshCost, space: Space) -> float:
 
 
 def divided_bound(step: GroupedStep, cost: MeshCost, space: Space) -> float:
-    """Seconds of a step whose groups are divided among all devices in any way: no plan takes less.
+    """Returns seconds of a step whose groups are divided among all devices in any way: no plan takes less.
 
     The rooflines of groups on one device add up to what D devices compute together. One of them at least starts each
     kernel, and what a checkpoint computes again may be computed once.
@@ -198,7 +198,7 @@ def divided_bound(step: GroupedStep, cost: MeshCost, space: Space) -> float:
 
 
 def products_bound(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster) -> float:
-    """Seconds that the products of a step take on all devices at the rate of large ones: no plan takes less.
+    """Returns seconds that the products of a step take on all devices at the rate of large ones: no plan takes less.
 
     A loop of unknown trip count is counted once, and of branches none.
     """
@@ -219,7 +219,7 @@ def products_bound(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster) 
 
 
 def combinable_kinds(cost: MeshCost) -> frozenset[str]:
-    """The kinds of collectives that the compiler joins: on CPU its combiner joins all-reduces alone."""
+    """Returns the kinds of collectives that the compiler joins: on CPU its combiner joins all-reduces alone."""
     if cost.cluster.platform == "cpu":
         return frozenset({"all_reduce"})
     return frozenset({"all_reduce", "reduce_scatter", "all_gather"})
@@ -276,7 +276,7 @@ class _Changes:
 
 @functools.lru_cache(maxsize=1024)
 def _changes(mesh: LogicalMesh, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> _Changes:
-    """The changes from some layouts to others."""
+    """Returns the changes from some layouts to others."""
     every = (axes for layout in (*produced, *wanted) for axes in (*layout.dims, layout.partial))
     orders = {axes: n for n, axes in enumerate(dict.fromkeys(every))}
     parts = np.array([mesh.product(axes) for axes in orders])
@@ -375,5 +375,5 @@ def find_gathers(produced: Sequence[Layout], wanted: Sequence[Layout]) -> np.nda
 
 
 def divides(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
-    """Whether every dim divides over the devices that shard it."""
+    """Returns whether every dim divides over the devices that shard it."""
     return all(size % mesh.product(axes) == 0 for size, axes in zip(shape, layout.dims, strict=True))

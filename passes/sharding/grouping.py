@@ -167,7 +167,7 @@ class _Builder:
     # -- leaves and ports -----------------------------------------------------------------------------------------
 
     def new_leaf(self, shape: tuple[int, ...], trips: int, name: str, is_sum: bool = False) -> tuple[int, Dims]:
-        """A group for a tensor of this shape, and the tensor's dims in it.
+        """Returns a group for a tensor of this shape, and the tensor's dims in it.
 
         Scalars belong to the fixed group unless they may be partial sums.
         """
@@ -190,7 +190,7 @@ class _Builder:
         self.defined[value] = self.depth[value] = self.clock
 
     def port(self, atom: Atom, value: int, trips: int, name: str, *, times: int = 0, stacked: bool = False) -> int:
-        """A leaf for `value`, an input of a nested body that runs `times` times, wanted from `atom` outside."""
+        """Returns a leaf for `value`, an input of a nested body that runs `times` times, wanted from `atom` outside."""
         index = self.leaf(value, times or trips, name)
         dims = self.homes[value].dims
         self.want(atom, index, ((), *dims) if stacked else dims, trips)

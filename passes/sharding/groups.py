@@ -22,7 +22,7 @@ Dims = tuple[tuple[int, ...], ...]
 
 
 def factors_in(*tensors: Dims) -> set[int]:
-    """The factors that the dims of some tensors are made of."""
+    """Returns the factors that the dims of some tensors are made of."""
     return {f for dims in tensors for dim in dims for f in dim}
 
 
@@ -131,7 +131,7 @@ class Digests(dict[Any, str]):
 
 
 def colors_of(drafts: Sequence[Draft], demands: Sequence[Demand], homes: Mapping[int, Home]) -> list[str]:
-    """The colour of each group; that of group 0 is "fixed"."""
+    """Returns the colour of each group; that of group 0 is "fixed"."""
     digests = Digests()
     colors = []
     for d in drafts:
@@ -191,7 +191,7 @@ class Form:
 
 
 def opaque_rule(op: Op, values: Sequence[Value]) -> Rule:
-    """The rule of an operation that takes and gives whole values."""
+    """Returns the rule of an operation that takes and gives whole values."""
     operands = tuple(() if isinstance(a, Lit) else ((),) * len(values[a].shape) for a in op.operands)
     return Rule((), operands, tuple(((),) * len(values[v].shape) for v in op.results), "opaque")
 
@@ -209,7 +209,7 @@ def form_of(op: Op, rule: Rule, values: Sequence[Value]) -> Form:
 
 
 def is_lazy_source(op: Op, values: Sequence[Value]) -> bool:
-    """Whether an operation makes a large value out of nothing, or out of a small one."""
+    """Returns whether an operation makes a large value out of nothing, or out of a small one."""
     if op.name == "broadcast_in_dim":
         source = op.operands[0]
         return isinstance(source, Lit) or values[op.results[0]].nbytes > values[source].nbytes
@@ -234,7 +234,7 @@ def is_light(rule: Rule, op: Op) -> bool:
 
 
 def leaf_dims(shape: tuple[int, ...]) -> tuple[list[Factor], Dims]:
-    """The factors of a tensor of which every dim may be sharded, and its dims by these."""
+    """Returns the factors of a tensor of which every dim may be sharded, and its dims by these."""
     factors = [Factor(size, "parallel") for size in shape if size > 1]
     numbers = itertools.count()
     return factors, tuple([(next(numbers),) if size > 1 else () for size in shape])

@@ -72,7 +72,7 @@ def state_kinds(traced: Traced) -> Mapping[int, str]:
 
 
 def parameters(traced: Traced) -> set[int]:
-    """The parameters of a step, frozen ones too, by value number."""
+    """Returns the parameters of a step, frozen ones too, by value number."""
     kinds, inputs = state_kinds(traced), traced.graph.block.inputs
     return {inputs[i] for i, a in enumerate(traced.arguments) if kinds.get(i) == "params" or a.role == "frozen"}
 
@@ -85,12 +85,12 @@ def parameter_of(traced: Traced) -> Mapping[int, int]:
 
 @memoise_by_identity
 def forms(traced: Traced) -> frozenset[int]:
-    """Values that are some parameter in another form: those of `parameter_of` without the parameters."""
+    """Returns values that are some parameter in another form: those of `parameter_of` without the parameters."""
     return frozenset(parameter_of(traced).keys() - parameters(traced))
 
 
 def _is_marked(op: Op) -> bool:
-    """Whether an operation, or one within its bodies, belongs to a differentiated function."""
+    """Returns whether an operation, or one within its bodies, belongs to a differentiated function."""
     return any(_jax.derivative(o.source) for body in op.bodies for o in walk(body)) or bool(_jax.derivative(op.source))
 
 
@@ -113,7 +113,7 @@ def _follow(ops: Iterable[Op], needed: set[int], borders: Mapping[int, object]) 
 
 
 def update_groups(traced: Traced, grouping: Grouping, outputs: Collection[int] | None = None) -> set[int]:
-    """The groups that compute new state, or hold it where it does not change; of some outputs, or of all."""
+    """Returns the groups that compute new state, or hold it where it does not change; of some outputs, or of all."""
     numbers = [number for number, _ in traced.state if outputs is None or number in outputs]
     atoms = (traced.graph.block.outputs[number] for number in numbers)
     return {grouping.homes[a].group for a in atoms if not isinstance(a, Lit) and a in grouping.homes} - {0}
@@ -149,7 +149,7 @@ def value_kinds(traced: Traced, grouping: Grouping) -> dict[int, str]:
 
 
 def _carried(block: Block) -> Iterator[Carried]:
-    """Values that the scans of a block carry."""
+    """Yields values that the scans of a block carry."""
     for op in block.ops:
         if op.name == "scan":
             yield from ScanView(op).carries
@@ -194,7 +194,7 @@ def find_regathered(traced: Traced, grouping: Grouping) -> frozenset[int]:
 
 
 def _updated(traced: Traced, kinds: Mapping[int, str]) -> set[int]:
-    """Values that operations outside of the derivative make of state; none where no operation is marked."""
+    """Returns values that operations outside of the derivative make of state; none where no operation is marked."""
     block = traced.graph.block
     if not any(map(_is_marked, block.ops)):
         return set(values_in(block.outputs[out] for out, _ in traced.state)) - set(block.inputs)
@@ -229,11 +229,11 @@ class Hiding:
         self._enter(traced.graph.block, False, False)
 
     def is_weight(self, value: int) -> bool:
-        """Whether a value is a parameter, or one in another form, and gathers may hide."""
+        """Returns whether a value is a parameter, or one in another form, and gathers may hide."""
         return self._gathers and value in self._weights
 
     def is_gradient(self, value: int) -> bool:
-        """Whether a reverse pass made a value that only the update reads, and sums may hide."""
+        """Returns whether a reverse pass made a value that only the update reads, and sums may hide."""
         return self._sums and value in self._reverse and self._waits(value)
 
     def cheaper(self, space: Space) -> StrategyGraph:
@@ -265,7 +265,7 @@ class Hiding:
                 self._enter(body, backward, inside)
 
     def _waits(self, value: int) -> bool:
-        """Whether no operation of a derivative computes with a value, or with another form or a sum of it."""
+        """Returns whether no operation of a derivative computes with a value, or with another form or a sum of it."""
         if value not in self._waiting:
             self._waiting[value] = False  # what a loop adds to is complete behind it
             self._waiting[value] = all(

@@ -51,7 +51,7 @@ class MeshAtPrices:
     rough: Solution
 
     def figures(self, choice: Sequence[int]) -> tuple[float, float]:
-        """Seconds and bytes per device of a choice, without the price of memory."""
+        """Returns seconds and bytes per device of a choice, without the price of memory."""
         return self.state.problem.seconds(choice), self.state.problem.peak(choice)
 
 
@@ -87,12 +87,12 @@ class LagrangianSearch:
         return best.rough.objective, max(best.figures(best.rough.choice)[1], 1.0)
 
     def on(self, shape: tuple[int, ...]) -> LagrangianSearch:
-        """The same with the meshes of one shape alone, if there are any."""
+        """Returns the same with the meshes of one shape alone, if there are any."""
         kept = tuple(program for program in self.programs if program.space.mesh.shape == shape)
         return replace(self, programs=kept or self.programs)
 
     def at(self, price: float) -> MeshSolution:
-        """The best choice at a price of memory; its seconds and bytes are without it.
+        """Returns the best choice at a price of memory; its seconds and bytes are without it.
 
         Mesh shapes that are much slower with memory for nothing are not tried at a price.
         """
@@ -119,7 +119,7 @@ class LagrangianSearch:
 def search_at_prices(
     step: GroupedStep, cluster: Cluster, admitted: Admitted, *, max_work: int, gap: float
 ) -> LagrangianSearch:
-    """The programs of some mesh shapes.
+    """Returns the programs of some mesh shapes.
 
     Args:
       admitted: the meshes of the cluster's devices, and what is allowed on each.
@@ -134,7 +134,7 @@ def search_at_prices(
 
 
 def _solve_roughly(spaces: Sequence[Space], max_work: int, gap: float) -> LagrangianSearch:
-    """Programs with their rough solutions."""
+    """Returns programs with their rough solutions."""
     states = [(space, SolverState(space.program)) for space in spaces]
     programs = [MeshAtPrices(*pair, _solve_at(pair[1], 0.0, max_work, max(gap, ROUGH_GAP))) for pair in states]
     offered = LagrangianSearch(tuple(programs), 1.0, max_work, gap)

@@ -71,12 +71,12 @@ UNCONSTRAINED = Constraints()
 
 
 def base(method: Any) -> Any:
-    """The method of everything that `Manual` does not name: the method itself, if it is another."""
+    """Returns the method of everything that `Manual` does not name: the method itself, if it is another."""
     return method.rest if isinstance(method, Manual) else method
 
 
 def meshes(cluster: Cluster, method: Any, max_axes: int = 3, wishes: Wishes = NO_WISHES) -> tuple[LogicalMesh, ...]:
-    """The logical meshes that a method admits on a cluster.
+    """Returns the logical meshes that a method admits on a cluster.
 
     Raises:
       OptionError: if the method's mesh shape does not have as many devices as the cluster, or is not the mesh that the
@@ -268,7 +268,7 @@ def _textbook(step: GroupedStep, method: Textbook, mesh: LogicalMesh, axes: Axes
     in_blocks = textbook.parameters_of_products(step, count) if tensor else set()
 
     def blocks(group: int, shape: tuple[int, ...]) -> tuple[Layout, ...]:
-        """One dim over all axes; a stack of layers along another one than the stack's, if that divides."""
+        """Returns one dim over all axes; a stack of layers along another one than the stack's, if that divides."""
         dims = [d for d, size in enumerate(shape) if size % count == 0]
         kept = [d for d in dims if d not in cut_by_loops.get(group, ())] or dims
         return tuple(Layout(tuple(axes if i == d else () for i in range(len(shape)))) for d in kept)

@@ -112,7 +112,7 @@ class _Block:
         return slices[0] if is_added and flow.uses(view.body)[slices[0]] == 1 else None
 
     def starts_at_zero(self, start: Atom) -> bool:
-        """Whether a carry starts with zeros, which are a partial sum over any axes."""
+        """Returns whether a carry starts with zeros, which are a partial sum over any axes."""
         if isinstance(start, Lit):
             return flow.is_literal_zero(start)
         return start in self.producers and flow.makes_zeros(self.producers[start])

@@ -125,7 +125,7 @@ class Solved:
 def mesh_programs(
     step: GroupedStep, cluster: Cluster, method: Any, *, budget: float, pins: Pins = NO_PINS, wishes: Wishes = NO_WISHES
 ) -> list[MeshProgram]:
-    """The programs of every mesh that a method admits, the most promising meshes first.
+    """Returns the programs of every mesh that a method admits, the most promising meshes first.
 
     On several nodes that is the mesh with one axis along the nodes and one within them, and the mesh of one axis. Then
     come those of fewer axes, the more equal ones first: where a dim does not divide by all devices, two dims may by
@@ -151,7 +151,7 @@ def mesh_programs(
 
 
 def solve_within_budget(program: MeshProgram, budget: float, cutoff: float, known: solve.SolverState) -> Solved:
-    """The best choice on one mesh within a budget of bytes per device, in up to three solves.
+    """Returns the best choice on one mesh within a budget of bytes per device, in up to three solves.
 
     Raises nothing: the status says whether there is a choice, and "cutoff" whether none can be below the cutoff.
     """
@@ -175,7 +175,7 @@ def solve_within_budget(program: MeshProgram, budget: float, cutoff: float, know
 
 
 def solve_meshes(programs: Sequence[MeshProgram], budget: float) -> MeshSolution | None:
-    """The best plan of some meshes within a budget, in the order of their bounds; None if none fits."""
+    """Returns the best plan of some meshes within a budget, in the order of their bounds; None if none fits."""
     bounded = [(solve.SolverState(program.build().program), program) for program in programs]
     for bound, _ in bounded:
         bound.improve()
@@ -189,7 +189,7 @@ def solve_meshes(programs: Sequence[MeshProgram], budget: float) -> MeshSolution
 
 
 def map_choice_to(plan: MeshSolution, space: Space) -> np.ndarray | None:
-    """The choice of a plan in another program of the same groups and mesh; None if that does not have it."""
+    """Returns the choice of a plan in another program of the same groups and mesh; None if that does not have it."""
     out = []
     for node in space.nodes:
         strategy = plan.choice[node.members[0]]
@@ -200,7 +200,7 @@ def map_choice_to(plan: MeshSolution, space: Space) -> np.ndarray | None:
 
 
 def has_all_plans_of(step: GroupedStep, cluster: Cluster, method: Method) -> bool:
-    """Whether the plans of a method are among those of the unrestricted program on the mesh of one axis.
+    """Returns whether the plans of a method are among those of the unrestricted program on the mesh of one axis.
 
     They are where the method tells no groups apart that are tied otherwise, and leaves no axis idle where products hold
     examples: its strategies are some of those there are (`strategies.heavy_strategies`).
@@ -218,7 +218,7 @@ def has_all_plans_of(step: GroupedStep, cluster: Cluster, method: Method) -> boo
 
 
 def peak_bound(program: MeshProgram) -> float:
-    """Bytes per device that no choice on a mesh takes less of; `minimise_memory` takes longer, and is exact."""
+    """Returns bytes per device that no choice on a mesh takes less of; `minimise_memory` takes longer, and is exact."""
     problem = replace(problem_from_graph(program.build(regather=program.regathers).program), budget=None)
     return PeakSearch(problem, PEAK_GAP, SOLVE_WORK).lower_bound()
 
@@ -240,7 +240,7 @@ def minimise_memory(programs: Sequence[MeshProgram]) -> tuple[float, MeshSolutio
 def budget_error(
     traced: Traced, cluster: Cluster, budget: float, least: tuple[float, MeshSolution] | None
 ) -> InfeasibleError:
-    """The error that names the tensors that bind, the smallest budget that works, and the ways out."""
+    """Returns the error that names the tensors that bind, the smallest budget that works, and the ways out."""
     if least is None:
         return InfeasibleError(
             f"the method admits no sharding of this step on {cluster.num_devices} devices with any memory: the "

@@ -30,7 +30,7 @@ _NEAR = 8  # rows before and after one that may dominate it
 
 
 def needed_points(start: np.ndarray, end: np.ndarray, kind: np.ndarray, alike: np.ndarray) -> np.ndarray:
-    """The program points that imply all others, in order.
+    """Returns the program points that imply all others, in order.
 
     Args:
       start, end: [buffers] the closed interval of program points over which each buffer lives.
@@ -82,7 +82,7 @@ def _implying(counts: np.ndarray) -> list[int]:
 
 
 def _ends(counts: np.ndarray) -> Iterator[int]:
-    """The ends of linear runs of rows."""
+    """Yields the ends of linear runs of rows."""
     yield 0
     if 2 * int(np.abs(counts).max(initial=0)) * len(counts) >= 2**31:  # what follows would not fit
         counts = counts.astype(np.int64)
@@ -139,6 +139,6 @@ def _exceeding(counts: np.ndarray, mine: np.ndarray, theirs: np.ndarray, keep: n
 def compress_intervals(
     points: np.ndarray, start: np.ndarray, end: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Intervals in numbers of the needed points: (start, end, mask of the intervals that contain any)."""
+    """Returns intervals in numbers of the needed points: (start, end, mask of the intervals that contain any)."""
     first, last = np.searchsorted(points, start), np.searchsorted(points, end, side="right") - 1
     return first, last, first <= last

@@ -48,7 +48,7 @@ class Reached:
 
 
 def classify(layouts: Sequence[Layout], mesh: LogicalMesh) -> Reached:
-    """The distinct ones of the layouts that strategies lead to, each."""
+    """Returns the distinct ones of the layouts that strategies lead to, each."""
     seen: dict[Layout, int] = {}
     classes = np.array([seen.setdefault(layout, len(seen)) for layout in layouts])
     return Reached(tuple(seen), classes, np.array([block_count(layout, mesh) for layout in seen]))
@@ -69,7 +69,7 @@ class Choices:
 
     @memoise_method
     def layouts(self, dims: Dims, partial: bool) -> Reached:
-        """The layouts of a tensor; `partial`: with the strategy's sums."""
+        """Returns the layouts of a tensor; `partial`: with the strategy's sums."""
         return classify([layout_of(dims, s, s.partial if partial else ()) for s in self.strategies], self.mesh)
 
 
@@ -143,7 +143,7 @@ class Space:
 
 
 def layout_of(dims: Dims, strategy: Strategy, partial: Axes = ()) -> Layout:
-    """The layout of a tensor whose dims are made of the given factors of a group."""
+    """Returns the layout of a tensor whose dims are made of the given factors of a group."""
     axes = strategy.axes
     # A dim of one factor, the usual one, takes its axes as they are.
     return Layout(tuple([axes[d[0]] if len(d) == 1 else tuple([a for f in d for a in axes[f]]) for d in dims]), partial)
@@ -159,7 +159,7 @@ def produced_layout(group: Group, dims: Dims, strategy: Strategy, mesh: LogicalM
 
 
 def block_count(layout: Layout, mesh: LogicalMesh) -> int:
-    """Into how many distinct blocks a layout cuts a tensor."""
+    """Returns into how many distinct blocks a layout cuts a tensor."""
     return math.prod([mesh.product(axes) for axes in layout.dims])
 
 
@@ -175,7 +175,7 @@ def strategy_of(dims: Dims, layout: Layout, factors: int) -> Strategy:
 def assignments(
     factors: Sequence[Factor], mesh: LogicalMesh, axes: Sequence[str] | None = None, *, orders: bool = False
 ) -> Iterator[tuple[Axes, ...]]:  # fmt: skip
-    """Every assignment of mesh axes, all or some, to factors that divides their sizes; an axis may stay unused.
+    """Yields every assignment of mesh axes, all or some, to factors that divides their sizes; an axis may stay unused.
 
     Axes on one factor are in mesh order; with `orders`, two axes on one factor come in both orders, since gathering
     only the minor axis is cheap and different consumers gather different axes (the 3-D algorithm needs both).
@@ -197,7 +197,7 @@ def assignments(
 
 
 def fits(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> str | None:
-    """Why a wish cannot be fulfilled for a shape on a mesh; None if it can."""
+    """Returns why a wish cannot be fulfilled for a shape on a mesh; None if it can."""
     unknown = [a for axes in wish.dims for a in axes or () if a not in mesh.axis_names]
     if unknown:
         return f"the mesh {describe_mesh(mesh)} has no axis {unknown[0]!r}"
@@ -210,7 +210,7 @@ def fits(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> str | None:
 
 
 def completions(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> Iterator[Layout]:
-    """The layouts that fulfil a wish: free dims with any of the axes that are left, in mesh order."""
+    """Yields the layouts that fulfil a wish: free dims with any of the axes that are left, in mesh order."""
     dims = (*wish.dims, *((),) * (len(shape) - len(wish.dims)))
     # A dim of one element has one block, whatever the axes: strategies leave it whole.
     dims = tuple(() if size == 1 else axes for size, axes in zip(shape, dims, strict=True))
@@ -223,6 +223,6 @@ def completions(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> Iterat
 
 
 def describe_mesh(mesh: LogicalMesh) -> str:
-    """A mesh in words: data=4 x model=2."""
+    """Returns a mesh in words: data=4 x model=2."""
     axes = list(zip(mesh.axis_names, mesh.shape, strict=True))
     return " x ".join(f"{name}={size}" for name, size in [axis for axis in axes if axis[1] > 1] or axes[:1])

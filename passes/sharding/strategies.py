@@ -65,7 +65,7 @@ def classes(grouping: Grouping, constraints: Constraints = UNCONSTRAINED) -> Ite
 
 
 def _busiest(found: Sequence[Strategy]) -> list[Strategy]:
-    """The strategies that leave the fewest axes idle."""
+    """Returns the strategies that leave the fewest axes idle."""
     used = [sum(len(a) for a in s.axes) for s in found]
     return [s for s, n in zip(found, used, strict=True) if n == max(used)]
 
@@ -111,7 +111,10 @@ class _Builder:
     # -- strategies -----------------------------------------------------------------------------------------------
 
     def choices(self, group: Group) -> Choices:
-        """The strategies of a group. Groups of one kind and equal factors share them unless an operation decides."""
+        """Returns the strategies of a group.
+
+        Groups of one kind and equal factors share them unless an operation decides.
+        """
         factors = len(group.factors)
         if any(not isinstance(self.values[v].dtype, np.dtype) for v in self.step.homes_of.get(group.index, ())):
             found: Sequence[Strategy] = [Strategy(((),) * factors)]  # collectives do not take random keys
@@ -129,7 +132,7 @@ class _Builder:
         return self.arrays(found, factors)
 
     def arrays(self, strategies: Iterable[Strategy], factors: int) -> Choices:
-        """The strategies of a group of this many factors as arrays, one for all groups that have the same."""
+        """Returns the strategies of a group of this many factors as arrays, one for all groups that have the same."""
         some = tuple(strategies)
         return self.known.once(("choices", factors, some), lambda: Choices(some, factors, self.mesh))
 
@@ -143,12 +146,12 @@ class _Builder:
         return found + [space.strategy_of(dims, layout, len(group.factors)) for layout in limit if layout not in known]
 
     def factors(self, group: Group) -> tuple[Factor, ...]:
-        """The factors of a group; those that must not be cut are marked so."""
+        """Returns the factors of a group; those that must not be cut are marked so."""
         whole = self.constraints.whole.get(group.index, ())
         return tuple([Factor(f.size, "replicate") if i in whole else f for i, f in enumerate(group.factors)])
 
     def heavy_strategies(self, group: Group) -> Sequence[Strategy]:
-        """The assignments that have a local form; for products, those that leave the fewest axes idle.
+        """Returns the assignments that have a local form; for products, those that leave the fewest axes idle.
 
         The others repeat the same work. On one axis, products of the whole step that hold no examples, such as those of
         small weights, may do so, as those of textbook methods may. A user's constraint on a value leaves the strategies
@@ -178,7 +181,7 @@ class _Builder:
         return [space.strategy_of(dims, layout, len(group.factors)) for layout in found]
 
     def free_strategies(self, group: Group) -> list[Strategy]:
-        """The strategies of leaves, light and linear groups, which have no operation of their own to ask."""
+        """Returns the strategies of leaves, light and linear groups, which have no operation of their own to ask."""
         factors = self.factors(group)
         if group.kind == "linear":
             every = list(assignments(factors, self.mesh))
@@ -191,11 +194,11 @@ class _Builder:
         return _busiest(found) if cube and group.kind == "light" and not few else found
 
     def op(self, group: Group) -> Op:
-        """The operation of a heavy group."""
+        """Returns the operation of a heavy group."""
         return self.grouping.ops[group.ops[0]]
 
     def form(self, group: Group, axes: tuple[Axes, ...]) -> LocalForm | None:
-        """The local form of a heavy group's operation, if its operands are laid out as the rule says."""
+        """Returns the local form of a heavy group's operation, if its operands are laid out as the rule says."""
         op = self.op(group)
 
         def plain_form() -> LocalForm | None:
@@ -208,7 +211,7 @@ class _Builder:
         return self.known.once(("form", op.key, axes), plain_form)
 
     def produced(self, value: int, choices: Choices) -> Reached:
-        """The layouts in which a value may be made, by the strategies of its group."""
+        """Returns the layouts in which a value may be made, by the strategies of its group."""
         home = self.grouping.homes[value]
         group = self.grouping.groups[home.group]
         if group.kind != "heavy":
@@ -221,7 +224,7 @@ class _Builder:
         )
 
     def made(self, value: int, group: Group, strategy: Strategy) -> Layout:
-        """The layout in which a heavy group makes a value."""
+        """Returns the layout in which a heavy group makes a value."""
         op = self.op(group)
         if value in op.results:
             form = self.form(group, strategy.axes)
@@ -232,7 +235,7 @@ class _Builder:
     # -- nodes ----------------------------------------------------------------------------------------------------
 
     def node(self, members: tuple[int, ...], choices: Choices) -> Node:
-        """The node of some tied groups."""
+        """Returns the node of some tied groups."""
         return self.known.once(("node", members, choices), lambda: self.priced(members, choices))
 
     def priced(self, members: tuple[int, ...], choices: Choices) -> Node:

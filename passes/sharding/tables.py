@@ -243,7 +243,7 @@ def live_bytes(traced: Traced, grouping: Grouping, space: Space, choice: Sequenc
 def _tables(
     step: GroupedStep, members: tuple[tuple[int, ...], ...], node_of: tuple[int, ...], regather: bool
 ) -> Tables:
-    """The tables of one tying."""
+    """Returns the tables of one tying."""
     values, homes, copies = step.traced.graph.values, step.grouping.homes, kinds.copy_kinds(step.traced, step.kinds)
     late_from = step.fullest if regather else None
     found = _edges(step, node_of, late_from)
@@ -278,7 +278,7 @@ _Edges = dict[_Key, list[tuple[int, Sequence[Demand]]]]
 
 
 def _edges(step: GroupedStep, node_of: Sequence[int], late_from: int | None) -> _Edges:
-    """The values of each transfer, and the demands on each of them."""
+    """Returns the values of each transfer, and the demands on each of them."""
     again = frozenset() if late_from is None else kinds.find_regathered(step.traced, step.grouping)
     positions, repeats = step.grouping.positions, step.repeats
     parts = {positions[i]: some for i, some in repeats.parts.items() if i in positions}

@@ -51,7 +51,7 @@ class Operations:
         raise NotImplementedError
 
     def kept(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
-        """Those of a group's strategies that are allowed, of all that it could have."""
+        """Returns those of a group's strategies that are allowed, of all that it could have."""
         raise NotImplementedError
 
     def fills(self, group: Group) -> bool:
@@ -74,15 +74,15 @@ class _Textbook(Operations):
     examples: Mapping[int, Mapping[int, int]]
 
     def cut(self, strategy: Strategy) -> set[int]:
-        """The factors that axes of the method cut."""
+        """Returns the factors that axes of the method cut."""
         return {f for f, axes in enumerate(strategy.axes) if self.axes.intersection(axes)}
 
     def uses_all(self, strategy: Strategy) -> bool:
-        """Whether every axis of the method cuts some factor."""
+        """Returns whether every axis of the method cuts some factor."""
         return self.axes.issubset(a for axes in strategy.axes for a in axes)
 
     def unused(self, found: Sequence[Strategy]) -> list[Strategy]:
-        """The strategies that cut nothing over the method's axes; all if there is none."""
+        """Returns the strategies that cut nothing over the method's axes; all if there is none."""
         return [s for s in found if not self.cut(s)] or list(found)
 
 
@@ -120,7 +120,7 @@ class OverExamples(_Textbook):
         return group.index in self.examples
 
     def _by_examples(self, strategy: Strategy, counts: Mapping[int, int]) -> bool:
-        """Whether the axes of the method cut into whole examples."""
+        """Returns whether the axes of the method cut into whole examples."""
         return all(counts.get(f, 1) % self.mesh.product(strategy.axes[f]) == 0 for f in self.cut(strategy))
 
 
@@ -161,7 +161,7 @@ class OverFeatures(_Textbook):
         return [s for s in found if self.cut(s) <= along] or list(found)
 
     def follows(self, demand: Demand, layout: Layout) -> bool:
-        """Whether who wants a value in a layout must not take its block of a whole one.
+        """Returns whether who wants a value in a layout must not take its block of a whole one.
 
         Operations between the products of two pairs are done whole, like what they make.
         """
@@ -184,7 +184,7 @@ class OverFeatures(_Textbook):
 
 
 def zero_stage(method: Textbook) -> int:
-    """The stage of ZeRO; 0 of another method."""
+    """Returns the stage of ZeRO; 0 of another method."""
     return method.stage if isinstance(method, Zero) else 0
 
 
@@ -233,7 +233,7 @@ def textbook(
 
 
 def _follows(grouping: Grouping, group: Group) -> bool:
-    """Whether a group is elementwise, a reduction, or a value that a loop carries."""
+    """Returns whether a group is elementwise, a reduction, or a value that a loop carries."""
     name = grouping.ops[group.ops[0]].name if group.kind == "heavy" else ""
     return not name or (name in UNFUSED - DECIDING and name != "fft")
 
@@ -254,20 +254,20 @@ def parameters_of_products(step: GroupedStep, parts: int) -> set[int]:
 
 
 def _reading(step: GroupedStep, read: Collection[int]) -> Iterator[Demand]:
-    """How products and gathers over examples read parameters."""
+    """Yields how products and gathers over examples read parameters."""
     for demand in step.grouping.demands:
         if demand.group in step.examples and reads_weights(step.grouping, demand, read):
             yield demand
 
 
 def reads_weights(grouping: Grouping, demand: Demand, weights: Collection[int]) -> bool:
-    """Whether a product or a gather wants one of some values."""
+    """Returns whether a product or a gather wants one of some values."""
     reads = demand.value in weights and demand.op >= 0
     return reads and grouping.ops[demand.op].name in PRODUCTS | {"gather"}
 
 
 def _features_of(step: GroupedStep, demand: Demand) -> set[int]:
-    """The factors that a demand is made of and that hold no examples."""
+    """Returns the factors that a demand is made of and that hold no examples."""
     return factors_in(demand.dims) - step.examples[demand.group].keys()
 
 
@@ -331,14 +331,14 @@ def least_state(traced: Traced, method: Textbook, parts: int) -> float:
 
 
 def _products(step: GroupedStep) -> Iterator[tuple[Group, Collection[int]]]:
-    """The products over examples, and by how many examples each of their factors runs."""
+    """Yields the products over examples, and by how many examples each of their factors runs."""
     for group in step.grouping.groups:
         if group.index in step.examples and group.ops and step.grouping.ops[group.ops[0]].name in PRODUCTS:
             yield group, step.examples[group.index].values()
 
 
 def share_in_pieces(step: GroupedStep, parts: int) -> float:
-    """The share of the work of products over examples whose examples do not divide into this many parts."""
+    """Returns the share of the work of products over examples whose examples do not divide into this many parts."""
     total = stuck = 0.0
     for group, counts in _products(step):
         work = math.prod(factor.size for factor in group.factors) * group.trips

@@ -67,7 +67,7 @@ def collect_wishes(
     forbidden: frozenset[str] = frozenset(), placed: Mapping[str, Wish] = MappingProxyType({}),
     placed_on: LogicalMesh | None = None,
 ) -> Wishes:  # fmt: skip
-    """All that the user says of a step.
+    """Returns all that the user says of a step.
 
     The mesh is that of the context, of the constraints in the step, of annotations, or of arrays that arrive sharded,
     whichever of these is the first to have one of all devices. Arrays give way to a method that asks for another mesh
@@ -133,7 +133,7 @@ _SHARDINGS = "in_shardings or out_shardings"
 
 
 def _meshes(traced: Traced, said: Sequence[Annotation], context: Any) -> dict[LogicalMesh, str]:
-    """The distinct meshes that the user names, with their sources, the most binding first."""
+    """Returns the distinct meshes that the user names, with their sources, the most binding first."""
     found: dict[LogicalMesh, str] = {}
     if context is not None:
         found[logical_mesh(context)] = "the context (jax.set_mesh)"
@@ -149,13 +149,13 @@ def _meshes(traced: Traced, said: Sequence[Annotation], context: Any) -> dict[Lo
 
 
 def _admits(method: Method, mesh: LogicalMesh, names: Sequence[str]) -> bool:
-    """Whether a method can be planned on the mesh of some arrays."""
+    """Returns whether a method can be planned on the mesh of some arrays."""
     other = isinstance(method, Manual | Sharded) and method.mesh_shape not in (None, mesh.shape)
     return not other and isinstance(method, Auto | Sharded | Manual) and set(names) <= set(mesh.axis_names)
 
 
 def _followers(traced: Traced, named: Mapping[str, Wish]) -> dict[str, Wish]:
-    """The same with the state that follows a named parameter."""
+    """Returns the same with the state that follows a named parameter."""
     shapes = _shapes(traced)
     kinds = {traced.arguments[number].path: kind for number, kind in state_kinds(traced).items()}
     ends: dict[tuple[tuple[int, ...], str], list[str]] = {}
@@ -176,7 +176,7 @@ def _followers(traced: Traced, named: Mapping[str, Wish]) -> dict[str, Wish]:
 
 
 def _common_end(one: str, other: str) -> int:
-    """How many keys two paths have in common at their ends."""
+    """Returns how many keys two paths have in common at their ends."""
     pairs = zip(reversed(tokens(one)), reversed(tokens(other)), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -187,7 +187,7 @@ def _shapes(traced: Traced) -> dict[str, tuple[int, ...]]:
 
 
 def _nothing(key: str, known: list[str]) -> str:
-    """The message for an entry that names nothing."""
+    """Returns the message for an entry that names nothing."""
     printed = list(map(format_path, known))
     wanted = key.removeprefix(REGEX) if key.startswith(REGEX) else paths.spellings(key)[-1]
     close = difflib.get_close_matches(wanted, printed, n=3, cutoff=0.3)

@@ -93,7 +93,7 @@ def choose(
 
 
 def _cheapest_memory(priced: LayerCosts, best: StageSlices, budget: float) -> StageSlices:
-    """The same stages at the lowest price of memory, where they fit and are as fast by their layers, to `GAP`.
+    """Returns the same stages at the lowest price of memory, where they fit and are as fast by their layers, to `GAP`.
 
     A whole stage makes other choices at a price than its layers do.
     """
@@ -123,7 +123,7 @@ def _idle_devices(priced: LayerCosts, method: Pipeline, found: StageSlicing, bes
 
 
 def _variants(remat: str) -> tuple[int, ...]:
-    """The variants that compute this again.
+    """Returns the variants that compute this again.
 
     Raises:
       OptionError: there is none.

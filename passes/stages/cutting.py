@@ -60,7 +60,7 @@ def cut(stage: StageGraph, program: LocalProgram, *, split_weights: bool) -> Seg
 
 
 def cut_whole_step(stage: StageGraph, program: LocalProgram) -> Segments:
-    """A stage as one segment that runs once, its micro-batches inside: what one mesh runs."""
+    """Returns a stage as one segment that runs once, its micro-batches inside: what one mesh runs."""
     body = program.body
     outputs = [(Wire("literal", i) if isinstance(o, Lit) else Wire("top", o), o) for i, o in enumerate(body.outputs)]
     inputs = {Wire("top", register): (register,) for register in body.inputs}
@@ -83,7 +83,7 @@ def _segment_of(
 
 
 def _registers(operands: Iterable[Operand]) -> set[int]:
-    """The operands that are no literals."""
+    """Returns the operands that are no literals."""
     return {operand for operand in operands if not isinstance(operand, Lit)}
 
 
@@ -184,7 +184,7 @@ class _Cut:
         return outputs + [(wire, operand, made(operand)) for wire, operand in zip(wires, ys, strict=True)]
 
     def _remade(self, items: Sequence[Instruction]) -> frozenset[int]:
-        """The registers that any segment can make from state and the micro-batch's number, cheaply."""
+        """Returns the registers that any segment can make from state and the micro-batch's number, cheaply."""
         parts = self.view.taken(self.body.inputs)
         given = {*parts.consts, *parts.xs} - self._crossing_registers().keys()
         known = set(given)
@@ -195,14 +195,14 @@ class _Cut:
         return frozenset(known - given)
 
     def _crossing_registers(self) -> dict[int, int]:
-        """The body's registers for values from other stages, with the values' numbers."""
+        """Returns the body's registers for values from other stages, with the values' numbers."""
         ports = [port.number for port in self.stage.inputs if port.kind == "crossing"]
         return dict(zip(self.body.inputs[len(self.body.inputs) - len(ports) :], ports, strict=True))
 
     def _segment(
         self, loop: Loop, kind: Kind, number: int, items: Sequence[Instruction], outputs: Sequence[tuple[Wire, Operand]]
     ) -> Segment:
-        """A segment of the loop's body."""
+        """Returns a segment of the loop's body."""
         parts, operands = self.view.taken(self.body.inputs), self.view.taken(loop.operands)
         wire_of: dict[int, Wire | Lit] = {register: Wire("carry", i) for i, register in enumerate(parts.carry)}
         for register, operand in zip((*parts.consts, *parts.xs), (*operands.consts, *operands.xs), strict=True):
@@ -224,7 +224,7 @@ class _Cut:
     # -- before and after -----------------------------------------------------------------------------------------
 
     def _needed(self, registers: Iterable[int]) -> list[Instruction]:
-        """The instructions before the loop that some registers need."""
+        """Returns the instructions before the loop that some registers need."""
         maker = {r: item for item in self.early for r in writes(item)}
         found = reach(registers, lambda r: reads(maker[r]) if r in maker else ())
         return [item for item in self.early if not found.keys().isdisjoint(writes(item))]
@@ -303,7 +303,7 @@ class _Cut:
         return found[::-1]
 
     def _top_wire(self, register: int) -> Wire:
-        """The wire of a register that the update reads."""
+        """Returns the wire of a register that the update reads."""
         results = self.loop.results if self.loop is not None else ()
         if register not in results:
             return Wire("top", register)
@@ -311,13 +311,13 @@ class _Cut:
         return Wire("carry" if i < self.view.num_carry else "pieces", i)
 
     def _prologue_made(self) -> set[int]:
-        """The registers that the prologue makes in any case."""
+        """Returns the registers that the prologue makes in any case."""
         if self.loop is None:
             return set()
         return {r for item in self._needed(_registers(self.loop.operands)) for r in writes(item)}
 
     def _rounds(self, items: Sequence[Instruction], ends: set[int]) -> list[int]:
-        """The round of each instruction: its op's, and not before what it reads."""
+        """Returns the round of each instruction: its op's, and not before what it reads."""
         made = self._arriving()
         out: list[int] = []
         for item in items:
@@ -360,7 +360,7 @@ def _parts(
     count: int,
     cheap: AbstractSet[int] = frozenset(),
 ) -> list[tuple[list[Instruction], list[int]]]:
-    """The instructions of each part of a straight line, and the registers that it makes for later parts.
+    """Returns the instructions of each part of a straight line, and the registers that it makes for later parts.
 
     Args:
       numbers: the part of each instruction.
@@ -388,13 +388,13 @@ def _parts(
 
 
 def _taken(items: Sequence[Instruction], outputs: Iterable[tuple[Wire, Operand]]) -> list[int]:
-    """The registers that some instructions and outputs read and that the instructions do not make."""
+    """Returns the registers that some instructions and outputs read and that the instructions do not make."""
     made = {r for item in items for r in writes(item)}
     return sorted((read_before(items) | _registers(operand for _, operand in outputs)) - made)
 
 
 def _named(phase: int, slices: int) -> tuple[Kind, int]:
-    """The kind of a segment, and the slice of the sequence that it is of."""
+    """Returns the kind of a segment, and the slice of the sequence that it is of."""
     if phase < slices:
         return "forward", phase
     return ("backward", 2 * slices - 1 - phase) if phase < 2 * slices else ("weight", 0)

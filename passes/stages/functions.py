@@ -23,7 +23,7 @@ from alpa_lite.passes.stages.segments import ArrayType, Segment, Segments
 
 
 def types_of(parts: Segments, segment: Segment, count: int) -> tuple[list[ArrayType], list[ArrayType]]:
-    """The types of the arrays that the function of a segment takes, and of those that it returns."""
+    """Returns the types of the arrays that the function of a segment takes, and of those that it returns."""
     taken = [slot for slot in slots(parts, segment) for _ in range(_arrays(slot, count))]
     return [slot.kind for slot in taken], [slot.kind for slot in slots(parts, segment, output=True)]
 
@@ -31,7 +31,7 @@ def types_of(parts: Segments, segment: Segment, count: int) -> tuple[list[ArrayT
 def function_of(
     parts: Segments, segment: Segment, mesh: AnyMesh, count: int, *, shared: bool = False
 ) -> Callable[..., list[Any]]:
-    """The segment as a function of flat global arrays: one for each slot, `count` for one of "pieces".
+    """Returns the segment as a function of flat global arrays: one for each slot, `count` for one of "pieces".
 
     `shared` is that of `lowering.emission.emit`.
     """
@@ -72,7 +72,7 @@ def _arrays(slot: Slot, count: int) -> int:
 def _apart(
     parts: Segments, segment: Segment, entries: Sequence[Slot], arrays: Sequence[Any], count: int
 ) -> dict[int, Any]:
-    """The block of each input of a segment; of "pieces" a list."""
+    """Returns the block of each input of a segment; of "pieces" a list."""
     found: dict[int, Any] = {}
     rest = iter(arrays)
     for slot in entries:
@@ -98,7 +98,7 @@ def _together(slot: Slot, blocks: Sequence[Any]) -> Any:
 
 
 def _shaped(block: Any, parts: Segments, segment: Segment, position: int) -> Any:
-    """The block of an output: a literal as an array, a summand with its leading dim."""
+    """Returns the block of an output: a literal as an array, a summand with its leading dim."""
     operand, wire = segment.reads[position], segment.outputs[position]
     if isinstance(operand, Lit):
         block = jnp.asarray(operand.value, operand.aval.dtype)

@@ -84,7 +84,7 @@ class LayerCost:
     bytes: float = 0.0
 
     def parts(self, name: str, remat: Choice = "none") -> tuple[float, float]:
-        """The steady part of one of `COSTS`, and the part that scales."""
+        """Returns the steady part of one of `COSTS`, and the part that scales."""
         steady, scaled = self.table[:, COSTS.index(name), REMAT.index(remat)].tolist()
         return steady, scaled
 
@@ -105,7 +105,7 @@ class Layer:
         self._of_choice: dict[tuple[int, LogicalMesh, tuple[Strategy, ...]], LayerCost] = {}
 
     def _at(self, cluster: Cluster, method: Sharded, price: int, shape: tuple[int, ...] = ()) -> LayerCost:
-        """The cost at one of `PRICES`, by number.
+        """Returns the cost at one of `PRICES`, by number.
 
         Args:
           cluster: the devices of a kind of submesh.
@@ -125,7 +125,7 @@ class Layer:
         return replace(self._of_choice[key], seconds=seconds, bytes=size)
 
     def _search_at_prices(self, cluster: Cluster, method: Sharded) -> LagrangianSearch:
-        """The integer programs of the layer; the user's constraints do not bind where there is one device."""
+        """Returns the integer programs of the layer; the user's constraints do not bind where there is one device."""
         wishes = self._wishes if cluster.num_devices > 1 else NO_WISHES
         found = limits.admissible_meshes(self._step, cluster, method, wishes, max_axes=2)
         sensible = tuple(one for one in found if _sensible(one[0], cluster, method))
@@ -147,7 +147,7 @@ class MeasuredLayer:
         self.forward, self.backward = (planned.segments.of(kind) for kind in ("forward", "backward"))
 
     def cost(self) -> LayerCost:
-        """All of its costs."""
+        """Returns all of its costs."""
         planned, held, sizes = self.planned, self.planned.held, self.planned.temporary
         seconds = defaultdict[str, float](float)
         for segment in planned.segments.items:
@@ -196,7 +196,7 @@ class MeasuredLayer:
         return found
 
     def adding(self) -> float:
-        """Seconds of one run of the backward pass that add gradients to their sums over micro-batches."""
+        """Returns seconds of one run of the backward pass that add gradients to their sums over micro-batches."""
         if self.backward is None:
             return 0.0
         sums = {op.index for op, _ in self.view.accumulators.values()}
@@ -204,7 +204,7 @@ class MeasuredLayer:
         return self.prices.compute(items) / self.planned.num_microbatches
 
     def steady(self, segment: Segment | None) -> float:
-        """Seconds of one run of a segment's collectives that do not depend on the size of a micro-batch."""
+        """Returns seconds of one run of a segment's collectives that do not depend on the size of a micro-batch."""
         if segment is None:
             return 0.0
         waiting = self.planned.communication_seconds[segment] - self.planned.overlap[segment].hidden

@@ -27,7 +27,7 @@ from alpa_lite.passes.ir.flow import append_behind_makers, before_readers, find_
 
 
 def body(ops: Sequence[Op], copies: AbstractSet[int], lasting: Iterable[int]) -> list[Op]:
-    """The ops of a stage's body, those of a leaf where their layer is.
+    """Returns the ops of a stage's body, those of a leaf where their layer is.
 
     Args:
       copies: those that other stages have, too, by `Op.index`.
@@ -56,7 +56,7 @@ def _behind(ops: Sequence[Op], early: AbstractSet[int]) -> list[Op]:
 
 
 def update(ops: Sequence[Op], rounds: Mapping[int, int], sums: Sequence[int]) -> list[Op]:
-    """The ops of a stage's update, by round, and in it by the last sum that they depend on.
+    """Returns the ops of a stage's update, by round, and in it by the last sum that they depend on.
 
     Args:
       rounds: of each, by `Op.index`.

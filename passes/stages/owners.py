@@ -82,7 +82,7 @@ def rounds_of(
     can_wait: Callable[[Op], bool],
     given: Mapping[int, int] = MappingProxyType({}),
 ) -> dict[int, int]:
-    """The round of every op that has a label: the first in which what it reads is there.
+    """Returns the round of every op that has a label: the first in which what it reads is there.
 
     Ops that can wait, and whose readers are all on their own submesh, are in the first round of these.
 
@@ -129,7 +129,7 @@ class Turns:
 
 
 def turns_of(traced: Traced, scan: int, pinned: Mapping[int, int], count: int) -> Turns:
-    """The stages of an accumulated step by where its arguments lie.
+    """Returns the stages of an accumulated step by where its arguments lie.
 
     Args:
       traced, scan: as in `microbatches.loop.Accumulated`.
@@ -157,7 +157,7 @@ def turns_of(traced: Traced, scan: int, pinned: Mapping[int, int], count: int) -
 
 
 def inline_loop(traced: Traced, scan: int) -> Traced:
-    """The step with the loop's body in place of the loop: what one micro-batch does, once."""
+    """Returns the step with the loop's body in place of the loop: what one micro-batch does, once."""
     block, op = traced.graph.block, scan_op(traced, scan)
     view = ScanView(op)
     names: dict[int, Atom] = {inner: outer for outer, inner in view.consts}
@@ -232,13 +232,13 @@ class _Anchors:
                     self.fixed.setdefault(index, self.place[value])
 
     def is_as_large(self, op: Op, found: Sequence[int]) -> bool:
-        """Whether an op makes as many elements as it reads of a leaf."""
+        """Returns whether an op makes as many elements as it reads of a leaf."""
         size = max(math.prod(self.values[v].shape) for v in found)
         return sum(math.prod(self.values[v].shape) for v in op.results) == size
 
 
 def is_small(value: Value) -> bool:
-    """Whether a value is a scalar or one random key, which costs nothing to send."""
+    """Returns whether a value is a scalar or one random key, which costs nothing to send."""
     return math.prod(value.shape) <= 1 or (value.shape == (2,) and value.dtype == np.uint32)
 
 
@@ -289,7 +289,7 @@ class _Labels:
         return edges
 
     def node(self, index: int, anchors: _Anchors) -> int:
-        """How an edge names an op: by its number, or by its label, negative, if that cannot change."""
+        """Returns how an edge names an op: by its number, or by its label, negative, if that cannot change."""
         return ~anchors.fixed[index] if index in anchors.fixed else index
 
     def at(self, node: int, label: Mapping[int, int]) -> int:
@@ -304,7 +304,7 @@ class _Labels:
         return total
 
     def best(self) -> dict[int, int]:
-        """The labelling that no expansion of one submesh makes cheaper."""
+        """Returns the labelling that no expansion of one submesh makes cheaper."""
         least, idle, submesh = self.energy(self.label), 0, 0
         for _ in range(SWEEPS * self.count if self.movable and self.count > 1 else 0):
             if idle == self.count or least == 0:
@@ -318,7 +318,7 @@ class _Labels:
         return self.label
 
     def expanded(self, submesh: int) -> list[int]:
-        """The ops that the cheapest expansion of a submesh moves there."""
+        """Returns the ops that the cheapest expansion of a submesh moves there."""
         cut = _Cut(self.movable)
         for edge in self.edges:
             maker = self.side(edge.maker, submesh, cut)
@@ -337,7 +337,7 @@ class _Labels:
         return cut.solved()
 
     def side(self, node: int, submesh: int, cut: _Cut) -> int:
-        """The vertex of a node: the source where it is on the submesh, the sink where it is fixed elsewhere."""
+        """Returns the vertex of a node: the source where it is on the submesh, the sink where it is fixed elsewhere."""
         if self.at(node, self.label) == submesh:
             return cut.source
         return cut.sink if node < 0 else cut.vertex[node]
@@ -370,11 +370,11 @@ class _Cut:
             self.edge(end, one, min_cut.UNLIMITED)
 
     def added(self) -> int:
-        """A new vertex."""
+        """Returns a new vertex."""
         self.count += 1
         return self.count - 1
 
     def solved(self) -> list[int]:
-        """The ops on the side of the source."""
+        """Returns the ops on the side of the source."""
         reached = min_cut.smallest_side(self.capacity, self.count, min_cut.SOURCE)
         return [index for index, vertex in self.vertex.items() if vertex in reached]

@@ -52,12 +52,12 @@ class Slot:
 
 
 def limit(memory_bandwidth: float) -> float:
-    """The most bytes of one device's block of a value that is packed. `memory_bandwidth` in bytes/s."""
+    """Returns the most bytes of one device's block of a value that is packed. `memory_bandwidth` in bytes/s."""
     return ARGUMENT_SECONDS * memory_bandwidth / 2
 
 
 def pack_segments(parts: Segments, most: float) -> Segments:
-    """The segments with packs. `most`: bytes per device of a value that is packed (`limit`)."""
+    """Returns the segments with packs. `most`: bytes per device of a value that is packed (`limit`)."""
     if parts.of("prologue") is None or not any(segment.kind in _LOOP for segment in parts.items):
         return parts
     groups: dict[tuple[Any, ...], list[Wire]] = {}
@@ -92,7 +92,7 @@ def pack_segments(parts: Segments, most: float) -> Segments:
 
 
 def slots(parts: Segments, segment: Segment, *, output: bool = False) -> tuple[Slot, ...]:
-    """The arrays of a segment, in the order of its wires; a pack where its first member is."""
+    """Returns the arrays of a segment, in the order of its wires; a pack where its first member is."""
     wires = segment.outputs if output else segment.inputs
     place = {wire: i for i, wire in enumerate(wires)}
     pack_of = {w: pack for pack in parts.packs if output or segment.kind in pack.readers for w in pack.members}
@@ -129,7 +129,7 @@ def _internal(parts: Segments) -> dict[Wire, tuple[_Place, list[int], list[int]]
 
 
 def _with(prologue: Segment, arguments: list[Wire]) -> Segment:
-    """The prologue that also gives out some arguments."""
+    """Returns the prologue that also gives out some arguments."""
     known = set(prologue.inputs)
     new = [wire for wire in arguments if wire not in known]
     return replace(

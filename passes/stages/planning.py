@@ -179,11 +179,11 @@ class PlannedStage(DecidedStage):
         return dict(zip(self.segments.items, table.values(), strict=True))
 
     def runs(self, segment: Segment) -> int:
-        """How often a step runs a segment."""
+        """Returns how often a step runs a segment."""
         return self.num_microbatches if segment.kind in ("forward", "backward", "weight") else 1
 
     def wire_bytes(self, segment: Segment, position: int, *, output: bool = False) -> int:
-        """Bytes per device of a segment's input or output."""
+        """Returns bytes per device of a segment's input or output."""
         shape, dtype, layout = self.segments.type_of(segment, position, output=output)
         return bytes_of(self.found.mesh, shape, dtype, layout)
 
@@ -230,26 +230,26 @@ def decide(
 
 
 def group_stage(graph: StageGraph, rules: Mapping[Any, Rule], *, split_weights: bool) -> GroupedStep:
-    """A stage for the integer program. `split_weights`: as for `cutting.cut`."""
+    """Returns a stage for the integer program. `split_weights`: as for `cutting.cut`."""
     groups = grouping.group(graph.traced, rules, graph.apart_results)
     return GroupedStep(graph.traced, groups, rules, stage_graph.repeats(graph, split_weights=split_weights))
 
 
 def reprice_stage(stage: DecidedStage, price: float) -> DecidedStage:
-    """A solved stage at another price of memory, whose integer programs are there already. As `decide`."""
+    """Returns a solved stage at another price of memory, whose integer programs are there already. As `decide`."""
     assert stage.offers is not None
     offers = stage.offers.reset()
     return replace(stage, found=offers.at(price), offers=offers)
 
 
 def _same_rules(like: DecidedStage, traced: Traced, rules: Mapping[Any, Rule]) -> bool:
-    """Whether the operations of a step have the rules of those of a solved stage with the same digest."""
+    """Returns whether the operations of a step have the rules of those of a solved stage with the same digest."""
     pairs = zip(like.graph.traced.graph.ops(), traced.graph.ops(), strict=True)
     return all(like.rules.get(before.key) == rules.get(op.key) for before, op in pairs)
 
 
 def lower_stage(stage: DecidedStage, *, split_weights: bool, like: PlannedStage | None = None) -> PlannedStage:
-    """A solved stage, lowered and cut into segments.
+    """Returns a solved stage, lowered and cut into segments.
 
     Args:
       split_weights: as for `cutting.cut`.
@@ -262,7 +262,7 @@ def lower_stage(stage: DecidedStage, *, split_weights: bool, like: PlannedStage 
 
 
 def _same_parts(before: Segments, after: Segments) -> bool:
-    """Whether two identical programs are cut at the same places: their segments then cost the same, one by one.
+    """Returns whether two identical programs are cut at the same places: their segments then cost the same, one by one.
 
     Identical operations may belong to other rounds of the update.
     """
@@ -279,7 +279,7 @@ def _same_parts(before: Segments, after: Segments) -> bool:
 
 
 def lower_whole_step(stage: DecidedStage, communication: str) -> PlannedStage:
-    """A solved step that is not divided, lowered into one segment."""
+    """Returns a solved step that is not divided, lowered into one segment."""
     return _planned(stage, cutting.cut_whole_step, communication)
 
 
@@ -294,14 +294,14 @@ def overlapped_seconds(step: GroupedStep, cluster: Cluster, found: MeshSolution)
 def _planned(
     stage: DecidedStage, cut: Callable[[StageGraph, LocalProgram], Segments], communication: str
 ) -> PlannedStage:
-    """A solved stage, lowered and cut."""
+    """Returns a solved stage, lowered and cut."""
     graph, rules, groups, found = stage.graph, stage.rules, stage.grouping, stage.found
     program = lower(graph.traced, groups, rules, found.mesh, found.choice, found.space.late_from)
     return PlannedStage(graph, rules, groups, found, stage.cluster, program, cut(graph, program), communication)
 
 
 def bytes_of(mesh: LogicalMesh, shape: tuple[int, ...], dtype: Any, layout: Layout) -> int:
-    """Bytes per device of an array without partial sums."""
+    """Returns bytes per device of an array without partial sums."""
     return buffer(0, Submesh(mesh, 0), layout, shape, dtype).bytes
 
 

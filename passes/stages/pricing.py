@@ -121,7 +121,7 @@ class LayerCosts:
         return passes * self.num_microbatches + steady[2]
 
     def mesh_of(self, stage: StageChoice, kind: int) -> tuple[int, ...] | None:
-        """The logical mesh on which all layers of a stage together are fastest; None where none is known."""
+        """Returns the logical mesh on which all layers of a stage together are fastest; None where none is known."""
         shapes = self.shapes.get((kind, VARIANTS[stage.variant][0]), ())
         sums = self.seconds[: len(shapes), stage.first : stage.stop, kind, stage.variant].sum(axis=1)
         return shapes[int(np.argmin(sums))] if shapes else None
@@ -139,7 +139,7 @@ class LayerCosts:
         return sum(cost.seconds for cost in found) / size if size else None
 
     def rescaled(self, step: Divisible) -> LayerCosts:
-        """The same costs of the step in another number of micro-batches, scaled; it has the same layers."""
+        """Returns the same costs of the step in another number of micro-batches, scaled; it has the same layers."""
         scale = self.scale * self.num_microbatches / step.accumulated.num_microbatches
         return replace(self, step=step, scale=scale)
 
@@ -164,7 +164,7 @@ class LayerCosts:
         return replace(self, cluster=replace(self.cluster, dispatch=Dispatch(), **free))
 
     def of(self, count: int, variants: Sequence[int] | None = None) -> StageCosts:
-        """The costs for a number of micro-batches, scaled by the size of a micro-batch where they depend on it.
+        """Returns the costs for a number of micro-batches, scaled by the size of a micro-batch where they depend on it.
 
         Adding a gradient to its sum takes as long whatever the size, as does gathering a parameter: what more
         micro-batches cost.
@@ -215,7 +215,7 @@ def price_layers(
     wishes: Wishes = NO_WISHES,
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> LayerCosts:
-    """The costs of all distinct layers, on every kind of submesh and at every price of memory.
+    """Returns the costs of all distinct layers, on every kind of submesh and at every price of memory.
 
     Args:
       step: the step in layers.
@@ -256,7 +256,7 @@ def price_layers(
 
 
 def _shapes(layers: Sequence[Layer], known: Mapping[Key, LayerCost]) -> dict[tuple[int, int], tuple[Shape, ...]]:
-    """The logical meshes that suit some layers best: see `LayerCosts`."""
+    """Returns the logical meshes that suit some layers best: see `LayerCosts`."""
     times = Counter(layers)
     seconds: dict[tuple[int, int], dict[Shape, float]] = {}
     for (layer, kind, price, shape), cost in known.items():

@@ -126,7 +126,7 @@ class Segments:
         return ScanView(loops[0].op).taken(loops[0].bodies[0].inputs).carry
 
     def of(self, kind: Kind, number: int = 0) -> Segment | None:
-        """The segment of a kind, of one slice of the sequence; there is at most one."""
+        """Returns the segment of a kind, of one slice of the sequence; there is at most one."""
         return next((s for s in self.items if s.kind == kind and s.round == number), None)
 
     def type_of(self, segment: Segment, position: int, *, output: bool = False) -> ArrayType:

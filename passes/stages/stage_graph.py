@@ -65,7 +65,7 @@ class StageGraph:
 
 
 def whole_step_stage(traced: Traced, scan: int) -> StageGraph:
-    """A step that is not divided, as its only stage.
+    """Returns a step that is not divided, as its only stage.
 
     Args:
       scan: the index of its loop over micro-batches, or -1 without one.

@@ -45,7 +45,7 @@ _NO_SCAN = Op(-1, None, {"length": 1, "num_consts": 0, "num_carry": 0}, (), (), 
 
 
 def stage_graphs(traced: Traced, scan: int, assignment: Assignment) -> tuple[StageGraph, ...]:
-    """The stages of an accumulated step.
+    """Returns the stages of an accumulated step.
 
     Args:
       traced, scan: as in `microbatches.loop.Accumulated`; `scan` is -1 for a step without a loop.
@@ -191,7 +191,7 @@ class _Step:
                 )
 
     def read_by(self, stage: int) -> list[Atom]:
-        """The atoms of the top block that a stage's body and update read, results of other stages excluded."""
+        """Returns the atoms of the top block that a stage's body and update read, results of other stages excluded."""
         used = dict.fromkeys(value for op in self.body_ops[stage] for value in op.reads)
         atoms = [self.outer[value] for value in used if value in self.outer]
         atoms += [self.view.operands.carry[i] for i in self.carries[stage]]
@@ -253,7 +253,7 @@ def _exchanged(reads: Sequence[Iterable[int]], home: Mapping[int, int]) -> tuple
 
 
 def _by_stage(assignment: Assignment, ops: Iterable[Op]) -> list[list[Op]]:
-    """The operations of each stage; those of none are left out."""
+    """Returns the operations of each stage; those of none are left out."""
     found: list[list[Op]] = [[] for _ in range(assignment.num_stages)]
     for op in ops:
         if op.index in assignment.stage:
@@ -327,7 +327,7 @@ class _Stage:
         return traced, place
 
     def _outputs(self) -> list[int]:
-        """The results of the step that this stage gives, as they are made."""
+        """Returns the results of the step that this stage gives, as they are made."""
         step, number = self.step, self.number
         own = [i for i, stage in enumerate(step.output_stage) if stage == number]
         ends = [carried.end for carried in step.view.carries]
@@ -338,7 +338,7 @@ class _Stage:
         return sorted(own, key=lambda i: place.get(atoms[i], -1) if isinstance(atoms[i], int) else -1)
 
     def _arguments(self, read: Iterable[int]) -> dict[int, Port]:
-        """The arguments of the step that this stage takes: what it reads, and the state that it owns."""
+        """Returns the arguments of the step that this stage takes: what it reads, and the state that it owns."""
         step = self.step
         owned = [value for value, argument in step.argument.items() if step.owner.get(argument) == self.number]
         ports = {}
@@ -380,7 +380,7 @@ class _Stage:
 
 
 def _described(known: Sequence[Argument], port: Port) -> Argument:
-    """The record of an argument or a result."""
+    """Returns the record of an argument or a result."""
     if port.kind == "argument":
         return known[port.number]
     return Argument(known[port.number].path if port.kind == "copy" else f"{port.kind} {port.number}", "other")

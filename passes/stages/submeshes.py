@@ -17,7 +17,7 @@ FINEST = 512
 
 
 def kinds(cluster: Cluster, method: Pipeline) -> tuple[int, ...]:
-    """The numbers of devices of submeshes, rising.
+    """Returns the numbers of devices of submeshes, rising.
 
     A single node whose number of devices is no power of two has all numbers, up to eight, so that any number of stages
     can fill it.

@@ -65,7 +65,7 @@ class _Splitter:
         )
 
     def split(self, whole: Carried, summands: Sequence[tuple[int, int]]) -> list[Carried]:
-        """One carry for each stage that makes summands; the first starts where the whole did."""
+        """Returns one carry for each stage that makes summands; the first starts where the whole did."""
         assert isinstance(whole.output, int)
         template = self.made_by[whole.output]
         by_stage: dict[int, list[int]] = {}
@@ -85,7 +85,7 @@ class _Splitter:
         return parts
 
     def addition(self, template: Op, left: int, right: int, result: int, stage: int) -> Op:
-        """An op like the template, on other values."""
+        """Returns an op like the template, on other values."""
         index = self.rewriter.index()
         self.stage[index] = stage
         return replace(template, index=index, operands=(left, right), results=(result,))

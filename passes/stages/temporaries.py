@@ -67,7 +67,7 @@ def _copied(segments: Segments, segment: Segment) -> set[int]:
 
 
 def _turned(op: Op, ranks: Sequence[int]) -> set[int]:
-    """The operands and the result (2) of a product whose dims a library call on CPUs wants in another order."""
+    """Returns the operands and the result (2) of a product whose dims a library call on CPUs wants in another order."""
     numbers = op.params["dimension_numbers"]
     if op.name == "dot_general":
         found = set()
@@ -87,7 +87,7 @@ def _slots(
     items: Sequence[Item], lives: Mapping[int, tuple[float, float]], sizes: Mapping[int, int], free: Collection[int],
     *, in_place: bool,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """When buffers are in use, in two slots for each item, of which kernels that run early have the first.
+    """Returns when buffers are in use, in two slots for each item, of which kernels that run early have the first.
 
     Args:
       free: registers whose buffers are not counted.
@@ -118,7 +118,7 @@ def _slots(
 
 
 def _fullest(temporaries: np.ndarray, outputs: np.ndarray, inner: np.ndarray) -> float:
-    """The most bytes of temporaries that are in use at once, beyond the buffers of outputs.
+    """Returns the most bytes of temporaries that are in use at once, beyond the buffers of outputs.
 
     The buffer of an output holds one other value at a time until it is written: compilers do not divide it.
 
@@ -142,7 +142,7 @@ def _fullest(temporaries: np.ndarray, outputs: np.ndarray, inner: np.ndarray) ->
 
 
 def _placed(values: Sequence[int], rooms: Sequence[int]) -> int:
-    """The bytes of values that find a room of their own, the largest first; both are given from the largest."""
+    """Returns the bytes of values that find a room of their own, the largest first; both are given from the largest."""
     placed = n = 0
     for size in values:
         if n < len(rooms) and size <= rooms[n]:
@@ -179,7 +179,7 @@ class _Sizes:
         return 2 * size if self.widens and self.is_half(register) else size
 
     def is_half(self, register: int) -> bool:
-        """Whether a register holds floats of two bytes."""
+        """Returns whether a register holds floats of two bytes."""
         return self.values[self.value_of[register]].dtype in _HALVES
 
     def shape(self, operand: Operand) -> tuple[int, ...]:
@@ -198,7 +198,7 @@ class _Sizes:
         packs: Sequence[tuple[tuple[int, ...], bool]],
         apart: Collection[int],
     ) -> float:
-        """The most bytes of registers that are written here and in memory, beyond the buffers of the outputs.
+        """Returns the most bytes of registers that are written here and in memory, beyond the buffers of the outputs.
 
         Args:
           outputs: registers that are needed afterwards.
@@ -234,7 +234,7 @@ class _Sizes:
     def joined(
         self, items: list[Item], sizes: dict[int, int], packs: Sequence[tuple[tuple[int, ...], bool]]
     ) -> list[int]:
-        """The buffers that packs are joined in, numbered below all registers; adds the items that join them."""
+        """Returns the buffers that packs are joined in, numbered below all registers; adds the items that join them."""
         buffers = [-1 - n for n in range(len(packs))]
         for buffer, (registers, _) in zip(buffers, packs, strict=True):
             sizes.update((r, self.bytes(r)) for r in registers if r not in sizes)
@@ -253,7 +253,7 @@ class _Sizes:
         return set(numbers)
 
     def added(self, items: Sequence[Item], instructions: Sequence[Instruction], kept: set[int]) -> list[Item]:
-        """The items, those products that are added to a sum whose buffer is given with the addition in them.
+        """Returns the items, those products that are added to a sum whose buffer is given with the addition in them.
 
         Products of GPUs write alpha a b + beta c over c, converted or turned on the way.
         """
@@ -281,7 +281,7 @@ class _Sizes:
         return out
 
     def inside(self, instruction: Instruction, made: Collection[int]) -> float:
-        """The bytes that an instruction needs for itself while it runs.
+        """Returns the bytes that an instruction needs for itself while it runs.
 
         Args:
           made: the registers that are written here; what is given in half precision is brought to float32.
@@ -309,7 +309,7 @@ class _Sizes:
         return own + self.peak(body.instructions, outputs, set(), (), ())
 
     def item(self, instruction: Instruction) -> Item:
-        """An instruction, for the rule of fusion: blocks in place of whole values."""
+        """Returns an instruction, for the rule of fusion: blocks in place of whole values."""
         return self.known.once((instruction, self.on_cpu), lambda: self._item(instruction))
 
     def _item(self, instruction: Instruction) -> Item:

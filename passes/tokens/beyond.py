@@ -132,14 +132,14 @@ def _read(array: np.ndarray) -> tuple[Beyond, ...]:
 
 
 def _moved(beyond: Beyond, rule: Rule) -> Beyond | None:
-    """The same of the result of an operation that reorders or names dims."""
+    """Returns the same of the result of an operation that reorders or names dims."""
     dims = {dim: i for i, dim in enumerate(rule.results[0]) if dim}
     row, column = (dims.get(rule.operands[0][dim]) for dim in (beyond.row, beyond.column))
     return None if row is None or column is None else Beyond(row, column, beyond.first, beyond.value, beyond.exact)
 
 
 def _number(atom: Atom, statics: Statics) -> float | None:
-    """The number that a static atom holds everywhere, if it is one."""
+    """Returns the number that a static atom holds everywhere, if it is one."""
     array = statics.of(atom)
     return float(array.reshape(())) if array is not None and array.size == 1 and array.dtype.kind in "bif" else None
 
@@ -147,7 +147,7 @@ def _number(atom: Atom, statics: Statics) -> float | None:
 def _computed(
     op: Op, pair: tuple[int, int], operands: Sequence[tuple[Beyond, ...]], numbers: Sequence[float | None]
 ) -> Beyond | None:
-    """The knowledge of an elementwise result, for rows and columns on two dims; None if there is none.
+    """Returns the knowledge of an elementwise result, for rows and columns on two dims; None if there is none.
 
     The fewest operands that determine the number are taken, and exact numbers before those that are as good as minus
     infinity.

@@ -65,7 +65,7 @@ class Expanded:
 
 
 def expand(rewriter: FunctionWriter, body: Body, found: States, lengths: Sequence[int]) -> Expanded:
-    """The block in slices.
+    """Returns the block in slices.
 
     Args:
       rewriter: of the graph that the block is in; helper functions must have no constants, so it keeps empty arrays.
@@ -99,7 +99,7 @@ class _Expansion(Pieces):
         return Expanded(Block(block.inputs, tuple(ordered), tuple(outputs)), phase, self.owner, tuple(late))
 
     def _late_reason(self, op: Op, role: Role) -> str:
-        """Why a piece of a forward operation waits for a later slice, if one does."""
+        """Returns why a piece of a forward operation waits for a later slice, if one does."""
         if op.index not in self.forward or role.kind in ("free", "sum"):
             return ""
         for value in op.results:
@@ -225,7 +225,7 @@ class _Expansion(Pieces):
             self._now = piece if op.index in self.forward else 2 * self.slices - 1 - piece
 
     def _turns(self, op: Op, state: State, *, reverse: bool = False) -> Iterator[tuple[int, Range]]:
-        """The pieces of an operation that have rows, with these, in the order in which they are written."""
+        """Yields the pieces of an operation that have rows, with these, in the order in which they are written."""
         for piece in sorted(range(self.slices), reverse=reverse):
             rows = self.held(state, piece)
             if rows[0] < rows[1]:
@@ -233,7 +233,7 @@ class _Expansion(Pieces):
                 yield piece, rows
 
     def _combined(self, op: Op, left: Atom | None, right: Atom) -> Atom:
-        """The sum of two parts, or the operation's own reduction of them; of one part, that."""
+        """Returns the sum of two parts, or the operation's own reduction of them; of one part, that."""
         return right if left is None else self._made(COMBINED.get(op.name, lax.add_p).bind, [left, right])
 
     def _zeros(self, value: int, state: State, piece: int) -> Atom | None:
@@ -259,7 +259,7 @@ class _Expansion(Pieces):
             start += state.size
 
     def _shifted(self, op: Op, state: State, rows: Range, moves: Sequence[Move], sizes: Sequence[int]) -> Atom:
-        """One piece: the rows that it takes of each operand, moved."""
+        """Returns one piece: the rows that it takes of each operand, moved."""
         parts: list[Atom] = []
         before = 0
         for atom, move, size in zip(op.operands, moves, sizes, strict=False):
@@ -274,7 +274,7 @@ class _Expansion(Pieces):
         return self._slice(op, state, parts[0]) if op.name == "slice" else self._join(parts, state)
 
     def _slice(self, op: Op, state: State, part: Atom) -> Atom:
-        """The cuts of other dims than the rows."""
+        """Returns the cuts of other dims than the rows."""
         starts, strides = _with(op.params["start_indices"], state.dim, 0), op.params["strides"]
         limits = _with(op.params["limit_indices"], state.dim, self._shape(part)[state.dim])
         if limits == self._shape(part) and not any(starts) and strides is None:
@@ -355,7 +355,7 @@ class _Expansion(Pieces):
 
 
 def _with(items: Sequence[Any], number: int, item: Any) -> tuple[Any, ...]:
-    """Some items, one of which is replaced."""
+    """Returns some items, one of which is replaced."""
     return (*items[:number], item, *items[number + 1 :])
 
 

@@ -105,7 +105,7 @@ class Latency:
 
 
 def fit_latency(known: Sequence[Sample]) -> Latency:
-    """The model of samples; stages without any are of no seconds."""
+    """Returns the model of samples; stages without any are of no seconds."""
     slowest: dict[tuple[float, int, int], float] = defaultdict(float)
     of_stage: dict[int, list[Sample]] = defaultdict(list)
     for sample in known:
@@ -172,7 +172,7 @@ def _lengths(parts: Sequence[int], step: int, tokens: int) -> tuple[int, ...]:
 def propose_slices(
     latency: Latency, tokens: int, counts: Sequence[int], step: int, dispatch: float
 ) -> tuple[Proposal, ...]:  # fmt: skip
-    """The best slices for each number of micro-batches, and equal ones, fastest first; one slice is none.
+    """Returns the best slices for each number of micro-batches, and equal ones, fastest first; one slice is none.
 
     Equal ones, as many and as the next power of two, are no better by the model, but prices have steps, which the model
     has not.
@@ -205,7 +205,7 @@ def propose_slices(
 
 
 def sizes(traced: Traced) -> tuple[int, ...]:
-    """The numbers of tokens that the sequence of a step may have, by the dims of its batch.
+    """Returns the numbers of tokens that the sequence of a step may have, by the dims of its batch.
 
     An array may have one more than what the model reads, for the labels. One example may have no dim of examples.
     """
@@ -235,7 +235,7 @@ class TokenSlices:
 
 
 def cut(seconds: np.ndarray, count: int, stages: float, passing: np.ndarray) -> TokenSlices:
-    """The fastest cutting.
+    """Returns the fastest cutting.
 
     Args:
       seconds: [n, n] of a slice of i + 1 steps behind j others, where the sequence has n; those longer than the
@@ -288,7 +288,7 @@ Rows = list[tuple[np.ndarray, np.ndarray]]
 
 
 def _ends(seconds: np.ndarray, passing: np.ndarray) -> Rows:
-    """The rows of tables by length and context."""
+    """Returns the rows of tables by length and context."""
     at = [(np.arange(end + 1), end - np.arange(end + 1)) for end in range(len(seconds))]
     return [(seconds[i], passing[i]) for i in at]
 
@@ -303,7 +303,7 @@ def _prefixes(rows: Rows, limits: np.ndarray) -> np.ndarray:
 
 
 def _cut_at(rows: Rows, limit: float) -> list[int]:
-    """The slices behind F(L), in steps."""
+    """Returns the slices behind F(L), in steps."""
     prefix, lengths, end = _prefixes(rows, np.array([limit]))[0], [], len(rows)
     while end:
         seconds, paced = rows[end - 1]

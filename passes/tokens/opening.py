@@ -38,7 +38,7 @@ MOST = 20_000
 
 
 def replace_by_operations(rewriter: FunctionWriter, block: Block) -> Block:
-    """The block with such operations in place of the one, whose parts they are (`FunctionWriter.origin`).
+    """Returns the block with such operations in place of the one, whose parts they are (`FunctionWriter.origin`).
 
     Functions that are written for a device (Pallas, custom calls) stay as they are.
     """
@@ -77,12 +77,12 @@ def _inner(rewriter: Rewriter, op: Op) -> Graph | None:
 
 
 def _counts(array: Any) -> bool:
-    """Whether an array is 0, 1, 2, ..."""
+    """Returns whether an array is 0, 1, 2, ..."""
     return np.ndim(array) == 1 and np.array_equal(array, np.arange(len(array)))
 
 
 def _counting(jaxpr: Any, *operands: Any) -> Any:
-    """A program whose constants are all 0, 1, 2, ..."""
+    """Returns a program whose constants are all 0, 1, 2, ..."""
     opened, constants = _jax.open_jaxpr(jaxpr)
     counts = [lax.iota(array.dtype, len(array)) for array in constants]
     return eval_jaxpr(opened, counts, *operands)
@@ -92,13 +92,13 @@ def _counting(jaxpr: Any, *operands: Any) -> Any:
 
 
 def operations(op: Op) -> int:
-    """How many operations a loop becomes."""
+    """Returns how many operations a loop becomes."""
     view = ScanView(op)
     return view.length * (len(view.body.ops) + 2 * len(view.inputs.xs))
 
 
 def unroll_scans(rewriter: FunctionWriter, block: Block, loops: Set[int]) -> tuple[Block, Mapping[int, int]]:
-    """The block with some scans, and those that read their stacks row by row (residuals), written out.
+    """Returns the block with some scans, and those that read their stacks row by row (residuals), written out.
 
     Args:
       loops: indices of their ops.
@@ -128,7 +128,7 @@ class _Unrolling:
         self.names: dict[int, Atom] = {}
 
     def block(self, block: Block) -> tuple[Block, Mapping[int, int]]:
-        """The new block, and the stacks whose rows are taken."""
+        """Returns the new block, and the stacks whose rows are taken."""
         for op in block.ops:
             if op.name == "scan" and (
                 op.index in self.loops or not self.rows.keys().isdisjoint(ScanView(op).operands.xs)
@@ -160,7 +160,7 @@ class _Unrolling:
         self.rewriter.attribute(self.out[first:], op.index)
 
     def rows_of(self, stack: int, source: Any) -> list[Atom]:
-        """The rows of a stack that the iterations of a loop take."""
+        """Returns the rows of a stack that the iterations of a loop take."""
         shape = self.rewriter.values[stack].shape
         for number in range(shape[0]) if stack not in self.rows else ():
             cut, row = rows_of(self.rewriter, stack, number, number + 1, source), self.rewriter.shaped(stack, shape[1:])

@@ -55,17 +55,17 @@ class Extents:
             self._demand(op)
 
     def held(self, state: State, piece: int) -> Range:
-        """The rows of a piece. The first and the last also take what lies before and behind all tokens."""
+        """Returns the rows of a piece. The first and the last also take what lies before and behind all tokens."""
         first = 0 if piece == 0 else self._row(state, self.bounds[piece])
         stop = state.size if piece == self.slices - 1 else self._row(state, self.bounds[piece + 1])
         return first, max(first, stop)
 
     def _row(self, state: State, token: int) -> int:
-        """The first row of a token or of a later one."""
+        """Returns the first row of a token or of a later one."""
         return min(max(-((state.offset - token) // state.stride), 0), state.size)
 
     def over(self, state: State, rows: Range) -> Iterator[tuple[int, Range]]:
-        """The pieces that some rows are in, and which of each piece's own rows these are."""
+        """Yields the pieces that some rows are in, and which of each piece's own rows these are."""
         for piece in range(self.slices):
             first, stop = self.held(state, piece)
             a, b = max(first, rows[0]), min(stop, rows[1])
@@ -85,20 +85,20 @@ class Extents:
         return {**seen, role.rows: rows}
 
     def _operands(self, op: Op) -> Iterator[tuple[int, Sequence[Sequence[int]], State]]:
-        """The operands that have the sequence, with the factors of their dims."""
+        """Yields the operands that have the sequence, with the factors of their dims."""
         for atom, dims in zip(op.operands, self.rules[op.key].operands, strict=True):
             if isinstance(atom, int) and atom in self.found.of:
                 yield atom, dims, self.found.of[atom]
 
     def _leading(self, op: Op, role: Role) -> State:
-        """The state that says which rows a piece has."""
+        """Returns the state that says which rows a piece has."""
         if role.kind == "pieces":
             return self.found.of[op.results[0]]
         rule = self.rules[op.key]
         return next(state for _, dims, state in self._operands(op) if row_factor(rule, dims, state) == role.rows)
 
     def _seen(self, op: Op, factor: int, rows: Range) -> int:
-        """How many columns of a factor these rows need: those behind add nothing."""
+        """Returns how many columns of a factor these rows need: those behind add nothing."""
         least = self.rules[op.key].factors[factor].size
         for atom, dims, state in self._operands(op):
             for b in self.known.get(atom, ()):
@@ -124,7 +124,7 @@ class Extents:
             needs[piece] = max(needs[piece], min(width, max(known, 1)))
 
     def behind(self, value: int) -> Beyond | None:
-        """The number that a matrix of attention is known to hold behind some column of each row."""
+        """Returns the number that a matrix of attention is known to hold behind some column of each row."""
         state = self.found.of[value]
         of = (b for b in self.known.get(value, ()) if (b.row, b.column) == (state.dim, state.column) and b.exact)
         return next(of, None)
@@ -190,7 +190,7 @@ class Pieces(Extents):
         return list(results)
 
     def _made(self, function: Callable[..., Any], operands: Sequence[Atom], *static: Hashable, **named: Any) -> Atom:
-        """The result of `function(*static, *operands, **named)`, in operations of its own."""
+        """Returns the result of `function(*static, *operands, **named)`, in operations of its own."""
         run, kind = functools.partial(function, *static, **named), (function, static, *named.items())
         ops, (result,) = self.rw.write(run, operands, kind=kind, source=self._source)
         for op in ops:
@@ -203,7 +203,7 @@ class Pieces(Extents):
     # -- fetching -------------------------------------------------------------------------------------------------
 
     def _cut(self, atom: Atom, dim: int, rows: Range, outer: int = 1, inner: int = 1) -> Atom:
-        """Some rows of an array along a dim of outer times rows times inner."""
+        """Returns some rows of an array along a dim of outer times rows times inner."""
         if isinstance(atom, Lit) or rows == (0, self._shape(atom)[dim] // (outer * inner)):
             return atom
         key = ("cut", self._now, atom, dim, rows, outer, inner)
@@ -212,7 +212,7 @@ class Pieces(Extents):
         return self._memo[key]
 
     def _fetch(self, atom: Atom, rows: Range | None = None, columns: int | None = None) -> Atom:
-        """Some rows and the first columns of a value in pieces, joined; of another one, all of it."""
+        """Returns some rows and the first columns of a value in pieces, joined; of another one, all of it."""
         state = self.found.of.get(atom)
         if isinstance(atom, Lit) or atom in self.whole or state is None:
             return atom if isinstance(atom, Lit) else self.whole[atom]
@@ -232,7 +232,7 @@ class Pieces(Extents):
         return self._memo[key]
 
     def _of_width(self, value: int, part: Atom, column: int, width: int) -> Atom:
-        """The first columns of some rows, with the number that is known to be behind those that were made."""
+        """Returns the first columns of some rows, with the number that is known to be behind those that were made."""
         made = self._shape(part)[column]
         if width <= made:
             return self._cut(part, column, (0, width))
@@ -253,7 +253,7 @@ def _rows_of(dim: int, rows: Range, outer: int, inner: int, x: jax.Array) -> jax
 
 
 def pad_rows(dim: int, low: int, high: int, number: float, x: jax.Array) -> jax.Array:
-    """An array with a number before and behind its rows."""
+    """Returns an array with a number before and behind its rows."""
     config = [(low, high, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)]
     return lax.pad(x, jnp.asarray(number, x.dtype), config)
 

@@ -36,7 +36,7 @@ _PRODUCTS = primitives.COMPUTE_INTENSIVE
 
 
 def slice_sequence(step: Divided, lengths: Sequence[int]) -> Divided:
-    """A step that is cut into stages, in slices of the sequence: the same layers on the same stages.
+    """Returns a step that is cut into stages, in slices of the sequence: the same layers on the same stages.
 
     Args:
       lengths: tokens of each slice.
@@ -94,7 +94,7 @@ class _Slicer:
         self.constants = dict(zip(inputs[len(self.traced.arguments) :], self.graph.constants, strict=True))
 
     def _opened(self, block: Block, free: frozenset[int]) -> _Opened:
-        """A body with its rules and knowledge."""
+        """Returns a body with its rules and knowledge."""
         block = opening.replace_by_operations(self.rewriter, block)
         forward = frozenset(op.index for op in block.ops if self.rewriter.origin(op.index) in self.layers.forward)
         new = [op for op in (*self.early, *walk(block)) if op.key not in self.rules]
@@ -104,7 +104,7 @@ class _Slicer:
         return _Opened(states.Body(block, self.rules, self.values, known, forward), free)
 
     def _without_loops(self, opened: _Opened, sequence: Mapping[int, int]) -> tuple[_Opened, states.States]:
-        """The body once loops that do not run along the sequence are written out, and its states.
+        """Returns the body once loops that do not run along the sequence are written out, and its states.
 
         Raises:
           OptionError: they would become too many operations.
@@ -127,7 +127,7 @@ class _Slicer:
         return opened, found
 
     def sliced(self) -> tuple[Layering, Mapping[int, int]]:
-        """The layers of the new step; and of each op of its body, by index, the phase."""
+        """Returns the layers of the new step; and of each op of its body, by index, the phase."""
         reasons: list[str] = []
         whole = self._opened(self.layers.body, self.layers.free)
         for sequence in self._candidates():
@@ -155,7 +155,7 @@ class _Slicer:
     # -- where the sequence is ------------------------------------------------------------------------------------
 
     def _candidates(self) -> Iterator[dict[int, int]]:
-        """Dims of the batch's arguments that may be the sequence, those of all arguments together first."""
+        """Yields dims of the batch's arguments that may be the sequence, those of all arguments together first."""
         arguments = list(zip(self.graph.block.inputs, self.traced.arguments, strict=False))
         shapes = {v: self.values[v].shape for v, argument in arguments if argument.role == "batch"}
         total = sum(self.lengths)
@@ -228,7 +228,7 @@ class _Slicer:
 
 
 def _tokens(found: states.States) -> int:
-    """The length of the sequence: of most values that have it."""
+    """Returns the length of the sequence: of most values that have it."""
     sizes = Counter(state.size for state in found.of.values() if not state.free)
     return sizes.most_common(1)[0][0] if sizes else 0
 

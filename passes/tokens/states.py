@@ -186,7 +186,7 @@ class _Walk:
         self.cotangents: set[int] = set()  # what nothing makes before the backward pass of its slice
 
     def visit(self, op: Op) -> Role:
-        """The role of one operation; the states of its results are filled in."""
+        """Returns the role of one operation; the states of its results are filled in."""
         given = list(map(self.of.get, op.operands))
         if not any(given):
             return _WHOLE
@@ -278,7 +278,7 @@ class _Walk:
         return found
 
     def _made(self, rule: Rule, dims: Sequence[Sequence[int]], factor: int, offset: int) -> State | None:
-        """The state of a tensor whose rows are a factor."""
+        """Returns the state of a tensor whose rows are a factor."""
         for number, dim in enumerate(dims):
             if factor in dim:
                 sizes = [rule.factors[f].size for f in dim]
@@ -341,7 +341,7 @@ class _Walk:
         return Role("shift")
 
     def _single(self, op: Op, live: _Live) -> Role | None:
-        """An elementwise operation on at most one row, which no factor stands for."""
+        """Returns an elementwise operation on at most one row, which no factor stands for."""
         state = live[0][1]
         if any(s.size > 1 or (s.dim, s.size, s.column) != (state.dim, state.size, None) for _, s in live):
             return None
@@ -353,7 +353,7 @@ class _Walk:
         return Role("pieces")
 
     def _window(self, op: Op, given: _Given, live: _Live) -> Role | None:
-        """A convolution along the rows."""
+        """Returns a convolution along the rows."""
         state, kernel = given
         if state is None or not all(s.is_plain for _, s in live):
             return None
@@ -375,7 +375,7 @@ class _Walk:
         return Role("running")
 
     def _scan(self, op: Op, given: _Given, live: _Live) -> Role:
-        """A scan whose stacked operands have the sequence along the dim that it runs over."""
+        """Returns a scan whose stacked operands have the sequence along the dim that it runs over."""
         view = ScanView(op)
         parts = view.taken(given)
         xs = [s for s in parts.xs if s is not None]
@@ -389,7 +389,7 @@ class _Walk:
 
 
 def row_factor(rule: Rule, dims: Sequence[Sequence[int]], state: State) -> int | None:
-    """The factor of a tensor's rows; None if the rule does not have them as one."""
+    """Returns the factor of a tensor's rows; None if the rule does not have them as one."""
     outer = 1
     for factor in dims[state.dim]:
         if outer == state.outer and rule.factors[factor].size == state.size:

@@ -37,7 +37,7 @@ class Window:
     reach: int
 
     def taken(self, rows: tuple[int, int], size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Rows of the first operand, which has `size`, and the padding before and behind them."""
+        """Returns rows of the first operand, which has `size`, and the padding before and behind them."""
         first, stop = rows[0] - self.low, rows[1] - self.low + self.reach
         a, b = min(max(first, 0), size), max(min(stop, size), 0)
         return (a, max(a, b)), (min(a, stop) - first, stop - max(b, first))
@@ -73,7 +73,7 @@ class Move:
 
 
 def shift_of(op: Op, dim: int, sizes: Sequence[int]) -> list[Move]:
-    """The move of each operand of one of `SHIFTS`.
+    """Returns the move of each operand of one of `SHIFTS`.
 
     Args:
       sizes: of the operands along `dim`.
@@ -92,7 +92,7 @@ def shift_of(op: Op, dim: int, sizes: Sequence[int]) -> list[Move]:
 
 
 def shifts(op: Op, dim: int, size: int) -> bool:
-    """Whether a slice, padding or concatenation changes the elements of a dim of some size."""
+    """Returns whether a slice, padding or concatenation changes the elements of a dim of some size."""
     if op.name in ("concatenate", "split"):
         return op.params["dimension" if op.name == "concatenate" else "axis"] == dim
     if op.name == "pad":
@@ -103,5 +103,5 @@ def shifts(op: Op, dim: int, size: int) -> bool:
 
 
 def size_along(shape: tuple[int, ...], dim: int) -> int:
-    """The size of a dim; a scalar, such as the number of a padding, has one row."""
+    """Returns the size of a dim; a scalar, such as the number of a padding, has one row."""
     return shape[dim] if dim < len(shape) else 1

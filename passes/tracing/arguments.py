@@ -67,7 +67,7 @@ class Flat:
     keys: tuple[tuple[str, ...], ...]
 
     def children(self, tree: Tree) -> list[Tree]:
-        """The parts of a tree that are directly below its root; those without leaves are left out."""
+        """Returns the parts of a tree that are directly below its root; those without leaves are left out."""
         if tree.is_bare:
             return []
         treedefs = jax.tree_util.treedef_children(tree.treedef)
@@ -79,25 +79,25 @@ class Flat:
         ]
 
     def subtrees(self, tree: Tree) -> Iterator[Tree]:
-        """A tree and all its parts, a tree before its parts."""
+        """Yields a tree and all its parts, a tree before its parts."""
         yield tree
         for child in self.children(tree):
             yield from self.subtrees(child)
 
 
 def is_key(kind: LeafKind) -> bool:
-    """Whether a leaf is a random key: typed, or one raw `uint32[2]`."""
+    """Returns whether a leaf is a random key: typed, or one raw `uint32[2]`."""
     shape, dtype = kind
     return jnp.issubdtype(dtype, jax.dtypes.prng_key) or (dtype == np.uint32 and shape == (2,))
 
 
 def is_batch_like(kind: LeafKind) -> bool:
-    """Whether a leaf may be a batch: an array with a leading dim that is not a random key."""
+    """Returns whether a leaf may be a batch: an array with a leading dim that is not a random key."""
     return len(kind[0]) > 0 and not is_key(kind)
 
 
 def common_path(flat: Flat, tree: Tree) -> str:
-    """The name of an argument, or the path of a part: the keys that the paths of its leaves have in common."""
+    """Returns the name of an argument, or the path of a part: the keys that the paths of its leaves have in common."""
     if tree.key and not tree.depth:
         return tree.key
     columns = zip(*(tokens(flat.paths[number]) for number in tree.leaves), strict=False)
@@ -111,7 +111,7 @@ Argnums = str | int | Sequence[int]
 def find_named_leaves(
     calling: Calling, inputs: Flat, kind: str, argnums: Argnums, argnames: str | Sequence[str]
 ) -> frozenset[int] | None:
-    """The leaves of the arguments that the user named as the state or as the batch, or None for "auto".
+    """Returns the leaves of the arguments that the user named as the state or as the batch, or None for "auto".
 
     Args:
       kind: "state" or "batch".
@@ -139,7 +139,7 @@ def find_named_leaves(
 
 
 def donated_leaves(traced: Traced, donate: int | str | Sequence[int | str]) -> list[int]:
-    """The numbers of the leaves of the arguments that `donate_argnums` and `donate_argnames` name.
+    """Returns the numbers of the leaves of the arguments that `donate_argnums` and `donate_argnames` name.
 
     A name that is not passed, as that of a default, donates nothing.
 

@@ -57,7 +57,7 @@ class _Attention:
 
 
 def as_one_operation(platform: str) -> contextlib.AbstractContextManager[None]:
-    """A context in which JAX's functions of attention are one operation, unless the program declines that."""
+    """Returns a context in which JAX's functions of attention are one operation, unless the program declines that."""
     if not effects.is_allowed("jax"):
         return contextlib.nullcontext()
     return _jax.attention_given_to(call_as_kernel, platform)

@@ -35,7 +35,7 @@ class Batch:
     data: frozenset[int] = frozenset()
 
     def role(self, inputs: Flat, number: int) -> str:
-        """The role of a flat argument that is not state, as `Argument.role` names it."""
+        """Returns the role of a flat argument that is not state, as `Argument.role` names it."""
         if number in self.leaves:
             return "batch"
         return "frozen" if is_batch_like(inputs.types[number]) and number not in self.data else "other"
@@ -97,24 +97,24 @@ def find_batch(
 
 
 def _is_frozen(inputs: Flat, unit: Tree, weights: frozenset[int], has_state: bool) -> bool:
-    """Whether an argument that products read as a weight is one."""
+    """Returns whether an argument that products read as a weight is one."""
     if weights.isdisjoint(unit.leaves) or (unit.is_bare and has_state):
         return False
     return not _has_indices(inputs, unit)
 
 
 def _has_indices(inputs: Flat, unit: Tree) -> bool:
-    """Whether an argument holds arrays of integers, wider than those of quantised weights."""
+    """Returns whether an argument holds arrays of integers, wider than those of quantised weights."""
     return any(shape and dtype in (np.int32, np.int64) for shape, dtype in (inputs.types[i] for i in unit.leaves))
 
 
 def _leading(inputs: Flat, unit: Tree) -> Counter[int]:
-    """The leading dims of an argument, with the number of its arrays that have each."""
+    """Returns the leading dims of an argument, with the number of its arrays that have each."""
     return Counter(inputs.types[i][0][0] for i in unit.leaves if is_batch_like(inputs.types[i]))
 
 
 def _most_shared(inputs: Flat, units: Sequence[Tree], results: Collection[int]) -> list[Tree]:
-    """The arguments that have a leading dim of `results`, else that which most share; all if none is."""
+    """Returns the arguments that have a leading dim of `results`, else that which most share; all if none is."""
     leading = [(unit, _leading(inputs, unit).keys()) for unit in units]
     led = [unit for unit, dims in leading if not dims.isdisjoint(results)]
     if led:
@@ -125,7 +125,7 @@ def _most_shared(inputs: Flat, units: Sequence[Tree], results: Collection[int]) 
 
 
 def _parts_without(inputs: Flat, tree: Tree, taken: frozenset[int]) -> Iterator[Tree]:
-    """The largest parts of a tree without any leaf that is taken."""
+    """Yields the largest parts of a tree without any leaf that is taken."""
     if taken.isdisjoint(tree.leaves):
         yield tree
     else:

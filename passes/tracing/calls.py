@@ -52,13 +52,13 @@ class Signature:
 
 
 def signature(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
-    """The signature of a call that has this form."""
+    """Returns the signature of a call that has this form."""
     leaves, tree = flatten_call(calling, args, kwargs)
     return Signature(calling.form, tree, tuple(map(_type_or_class, leaves)), calling.settings)
 
 
 def flatten_call(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-    """The flat arguments of a call, NNX objects split, and their structure."""
+    """Returns the flat arguments of a call, NNX objects split, and their structure."""
     pure: Any = calling.traced(args, kwargs)
     if calling.modules:
         tag = object()
@@ -68,23 +68,23 @@ def flatten_call(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 def leaves_with_paths(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The stored path and the leaf of each flat argument of a call, NNX objects split."""
+    """Returns the stored path and the leaf of each flat argument of a call, NNX objects split."""
     return list(zip(paths(calling, args, kwargs), flatten_call(calling, args, kwargs)[0], strict=True))
 
 
 def key_text(key: Any) -> str:
-    """A key of one of JAX's paths, without its brackets."""
+    """Returns a key of one of JAX's paths, without its brackets."""
     return str(next((getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), key))
 
 
 def paths(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-    """The path of each leaf of a call."""
+    """Returns the path of each leaf of a call."""
     leaves = pytrees.leaf_paths(calling.traced(args, kwargs))
     return tuple(path_of(calling, leaf.keys, leaf.inner) for leaf in leaves)
 
 
 def path_of(calling: Calling, keys: tuple[Any, ...], inner: str) -> str:
-    """The path of a leaf of the traced (args, kwargs), which begins with the parameter's name."""
+    """Returns the path of a leaf of the traced (args, kwargs), which begins with the parameter's name."""
     group, first, *rest = keys
     root = calling.roots()[first.idx] if group.idx == 0 else first.key
     return f"{root}{jax.tree_util.keystr(tuple(rest))}{inner}"
@@ -97,7 +97,7 @@ def describe_calling(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
 ) -> Calling:
-    """How `fun(*args, **kwargs)` is called, with `jax.jit`'s meaning of static arguments.
+    """Returns how `fun(*args, **kwargs)` is called, with `jax.jit`'s meaning of static arguments.
 
     A parameter that `static_argnums` counts may also come by keyword, or be left to its default.
 
@@ -170,7 +170,7 @@ def _check_constants(calling: Calling, traced: Any, numbers: bool) -> None:
 
 
 def leaf_type(leaf: Any) -> LeafType:
-    """The type of an array, a number or a `jax.ShapeDtypeStruct`.
+    """Returns the type of an array, a number or a `jax.ShapeDtypeStruct`.
 
     Raises:
       TypeError: the leaf is none of these.
@@ -182,7 +182,7 @@ def leaf_type(leaf: Any) -> LeafType:
 
 
 def is_weak(leaf: Any) -> bool:
-    """The last part of the type of an array or number, in less time."""
+    """Returns the last part of the type of an array or number, in less time."""
     weak = getattr(leaf, "weak_type", None)
     if weak is None:
         return isinstance(leaf, int | float | complex) and not isinstance(leaf, bool | np.generic)
@@ -197,7 +197,7 @@ def _type_or_class(leaf: Any) -> LeafType | type:
 
 
 def position_of(number: int, count: int, option: str) -> int:
-    """The position, from 0, of a positional argument that an option counts from either end.
+    """Returns the position, from 0, of a positional argument that an option counts from either end.
 
     Raises:
       SignatureError: there is no such argument.
@@ -210,5 +210,5 @@ def position_of(number: int, count: int, option: str) -> int:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """The numbers or names of an option that also takes one alone."""
+    """Returns the numbers or names of an option that also takes one alone."""
     return (value,) if isinstance(value, int | str) else tuple(value)

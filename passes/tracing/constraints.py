@@ -30,7 +30,7 @@ Scope = tuple[str, ...]
 
 
 def constrain_scopes(graph: Graph, specs: Mapping[str, PartitionSpec]) -> Graph:
-    """The graph with a constraint on the output of each scope that a glob names.
+    """Returns the graph with a constraint on the output of each scope that a glob names.
 
     Args:
       specs: glob on scopes, written with slashes -> spec.
@@ -49,7 +49,7 @@ def constrain_scopes(graph: Graph, specs: Mapping[str, PartitionSpec]) -> Graph:
 
 
 def constrain_results(graph: Graph, given: Mapping[int, Given], paths: Sequence[str]) -> Graph:
-    """The graph with a constraint on each output for which a sharding is given, by its number."""
+    """Returns the graph with a constraint on each output for which a sharding is given, by its number."""
     if all(one is None for one in given.values()):
         return graph
     rewriter, makers = Rewriter(graph), flow.producers(graph.block.ops)
@@ -69,7 +69,7 @@ def constrain_results(graph: Graph, given: Mapping[int, Given], paths: Sequence[
 
 
 def _constraint(rewriter: Rewriter, params: Mapping[str, Any], value: int, maker: Op) -> Op:
-    """The constraint on a value that an operation makes."""
+    """Returns the constraint on a value that an operation makes."""
     return rewriter.op(_jax.CONSTRAINT, params, [value], [rewriter.fresh(value)], maker.source, ctx=maker.ctx)
 
 
@@ -115,7 +115,7 @@ class _Constrainer:
         return Block(block.inputs, tuple(ops), tuple(rename_atom(a, names) for a in block.outputs))
 
     def output(self, block: Block, scopes: Sequence[Scope], scope: Scope, rank: int, first: int | None) -> list[int]:
-        """A scope's output; none if it has none of that rank in this block."""
+        """Returns a scope's output; none if it has none of that rank in this block."""
         inside = [s[: len(scope)] == scope for s in scopes]
         forward = [(op, within) for op, within in zip(block.ops, inside, strict=True) if _is_forward(op)]
         read = {value for op, within in forward if not within for value in op.reads}
@@ -128,7 +128,7 @@ class _Constrainer:
 
 
 def _scope_of(op: Op, outer: Scope) -> Scope:
-    """The scopes of an operation, those of the loop around it first."""
+    """Returns the scopes of an operation, those of the loop around it first."""
     own = tuple(name for name in _jax.scopes(op.source) if "(" not in name)
     return own if own[: len(outer)] == outer else (*outer, *own)
 
@@ -138,7 +138,7 @@ def _is_forward(op: Op) -> bool:
 
 
 def _unused_message(glob: str, spec: PartitionSpec, seen: Iterable[Scope]) -> str:
-    """The message for a glob that constrains nothing."""
+    """Returns the message for a glob that constrains nothing."""
     known = sorted(map("/".join, seen))
     if any(fnmatch.fnmatchcase(name, glob) for name in known):
         return f"constrain[{glob!r}]={spec}: no output of the scope has {len(spec)} dims or more; give fewer entries"

@@ -129,7 +129,7 @@ class _Builder:
         self._indices = itertools.count()
 
     def value(self, aval: Any) -> int:
-        """A new value number."""
+        """Returns a new value number."""
         value = self._by_aval.get(id(aval))
         if value is None:
             value = Value(tuple(getattr(aval, "shape", ())), getattr(aval, "dtype", np.dtype(bool)), aval)
@@ -138,7 +138,7 @@ class _Builder:
         return len(self.values) - 1
 
     def constant(self, const: Any) -> Atom:
-        """The atom of a closed-over array, as seen from the block being built: a literal for a scalar."""
+        """Returns the atom of a closed-over array, as seen from the block being built: a literal for a scalar."""
         atom = self._constant_atoms.get(id(const))
         if atom is None:
             aval = jax.typeof(const)
@@ -152,7 +152,7 @@ class _Builder:
         return self._seen_from_here(atom) if isinstance(atom, int) else atom
 
     def _seen_from_here(self, constant: int) -> int:
-        """The number of one of the graph's constants in the innermost body, which takes it in as an input."""
+        """Returns the number of one of the graph's constants in the innermost body, which takes it in as an input."""
         if len(self.frames) == 1:
             return constant
         inputs = self.frames[-1].constants
@@ -237,7 +237,7 @@ class _Builder:
         return self._inlined(params[CALL_BODY[name]], eqn, operands, scope)
 
     def _inlined(self, jaxpr: Any, eqn: Any, operands: list[Atom], scope: str | None = None) -> list[Atom]:
-        """The results of an equation for which a jaxpr with constants stands, under its name and a scope."""
+        """Returns the results of an equation for which a jaxpr with constants stands, under its name and a scope."""
         frame = self.frames[-1]
         outer, frame.stack = frame.stack, _jax.join_name_stacks(frame.stack, eqn.source_info.name_stack, scope)
         results = self.inline(*_jax.open_jaxpr(jaxpr), operands)
@@ -245,7 +245,7 @@ class _Builder:
         return results
 
     def _constraints(self, eqn: Any, operands: list[Atom], constraints: Sequence[dict[str, Any] | None]) -> list[Atom]:
-        """The operands, each behind its constraint of the equation, if it has one."""
+        """Returns the operands, each behind its constraint of the equation, if it has one."""
         out = list(operands)
         for i, params in enumerate(constraints):
             if params is not None and isinstance(operands[i], int):
@@ -253,7 +253,7 @@ class _Builder:
         return out
 
     def _barrier(self, eqn: Any, operands: list[Atom]) -> list[Atom]:
-        """The operands of a rematerialised body behind a barrier."""
+        """Returns the operands of a rematerialised body behind a barrier."""
         prevent = eqn.params["prevent_cse"]
         prevent = (prevent,) * len(operands) if isinstance(prevent, bool) else prevent
         held = [i for i, operand in enumerate(operands) if prevent[i] and isinstance(operand, int)]
@@ -329,7 +329,7 @@ class _Builder:
     def _control(
         self, name: str, params: Any, operands: list[Atom], is_ordered: bool
     ) -> tuple[dict[str, Any], list[Atom], tuple[Block, ...]]:
-        """The parameters, operands and bodies of a loop or a condition; an ordered one carries a token."""
+        """Returns the parameters, operands and bodies of a loop or a condition; an ordered one carries a token."""
         tokens = [self.frames[-1].token] * is_ordered
         if name == "scan":
             consts, carry = _jax.scan_counts(params)

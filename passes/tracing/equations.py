@@ -36,7 +36,7 @@ def expansion(eqn: Any, convert: Callable[[Any], Graph]) -> Any:
 
 
 def holds_kernel(jaxpr: Any) -> bool:
-    """Whether a jaxpr or one within it calls a function that is one operation."""
+    """Returns whether a jaxpr or one within it calls a function that is one operation."""
     return any(
         eqn.primitive.name in primitives.KERNELS or any(map(holds_kernel, _jax.inner_jaxprs(eqn.params)))
         for eqn in _jax.open_jaxpr(jaxpr)[0].eqns
@@ -44,14 +44,14 @@ def holds_kernel(jaxpr: Any) -> bool:
 
 
 def is_plain_scalar(const: Any, aval: Any) -> bool:
-    """Whether a closed-over constant is a scalar that may become a literal."""
+    """Returns whether a closed-over constant is a scalar that may become a literal."""
     if not isinstance(const, np.ndarray | np.generic | jax.Array) or isinstance(const, Tracer) or np.ndim(const):
         return False
     return not getattr(aval, "weak_type", False) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 def find_same_operand(eqn: Any, operands: Sequence[Atom]) -> Atom | None:
-    """The operand that an operation returns as it is, whatever the others are; None of any other operation.
+    """Returns the operand that an operation returns as it is, whatever the others are; None of any other operation.
 
     No compiler keeps it, nor what nothing else reads: such as which of its branches a `switch` under `vmap` takes for
     each element, by which JAX chooses between an operand of the branches and the same again; or where an update without
@@ -71,7 +71,7 @@ def find_same_operand(eqn: Any, operands: Sequence[Atom]) -> Atom | None:
 
 
 def nonzero_addend(eqn: Any, operands: Sequence[Atom], zeros: Set[int]) -> Atom | None:
-    """The operand to which an addition adds zeros, as XLA simplifies it; None if it adds something else.
+    """Returns the operand to which an addition adds zeros, as XLA simplifies it; None if it adds something else.
 
     Sums of gradients that a Python loop accumulates begin with zeros. Without them such a sum consists of partial sums
     alone, and one reduction after the loop is enough.
@@ -89,7 +89,7 @@ def nonzero_addend(eqn: Any, operands: Sequence[Atom], zeros: Set[int]) -> Atom 
 
 
 def is_zero(eqn: Any, operands: Sequence[Atom]) -> bool:
-    """Whether an equation multiplies integers by zero: no compiler keeps what makes the other factor."""
+    """Returns whether an equation multiplies integers by zero: no compiler keeps what makes the other factor."""
     if eqn.primitive.name != "mul" or not np.issubdtype(eqn.outvars[0].aval.dtype, np.integer):
         return False
     return any(map(flow.is_literal_zero, operands))
@@ -102,12 +102,12 @@ def is_empty(eqn: Any) -> bool:
 
 
 def are_arrays(variables: Sequence[Any]) -> bool:
-    """Whether all are arrays of plain dtypes, not random keys or references."""
+    """Returns whether all are arrays of plain dtypes, not random keys or references."""
     return all(isinstance(getattr(var.aval, "dtype", None), np.dtype) for var in variables)
 
 
 def unread_indices(eqn: Any) -> tuple[int, ...]:
-    """The positions of the operands of an equation that are indices which can only mean 0.
+    """Returns the positions of the operands of an equation that are indices which can only mean 0.
 
     A slice of all of a dim begins at 0 whatever its index says, since `dynamic_slice` and `dynamic_update_slice` clamp,
     and so does `gather` in the modes that clamp or promise: taking elements of a dim of one is the usual case.
@@ -128,7 +128,7 @@ def unread_indices(eqn: Any) -> tuple[int, ...]:
 
 @functools.cache
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
-    """The jaxpr that makes zeros, which any device has."""
+    """Returns the jaxpr that makes zeros, which any device has."""
     return jax.make_jaxpr(lambda: lax.full(shape, 0, dtype))().jaxpr
 
 
@@ -140,7 +140,7 @@ REFERENCE_REMEDY = "pass its value, ref[...], as an argument, return the new val
 
 
 def without_references(fun: Callable[..., Any], jaxpr: Any) -> Any:
-    """The closed jaxpr of a step without references.
+    """Returns the closed jaxpr of a step without references.
 
     Args:
       fun: the step, whose variables are searched for the name of a reference.
@@ -166,7 +166,7 @@ def _refusal(fun: Callable[..., Any], ref: Any, reader: Any) -> str:
 
 
 def _name(fun: Callable[..., Any], ref: Any) -> str:
-    """The variable of a function that holds a reference."""
+    """Returns the variable of a function that holds a reference."""
     try:
         found = inspect.getclosurevars(inspect.unwrap(fun))
     except TypeError:  # a callable object

@@ -39,17 +39,17 @@ class Evidence:
 
     @memoise_method
     def origins(self, output: int) -> frozenset[int]:
-        """The arguments that an output keeps something of, element by element."""
+        """Returns the arguments that an output keeps something of, element by element."""
         found = flow.reach(flow.values_in([self._outputs[output]]), lambda value: self._carriers.get(value, ()))
         return frozenset(self._numbers[value] for value in found if value in self._numbers)
 
     def handed(self, output: int) -> int | None:
-        """The argument, or the constant behind them, that an output is as it came; None if it is none."""
+        """Returns the argument, or the constant behind them, that an output is as it came; None if it is none."""
         atom = self._outputs[output]
         return self._numbers.get(atom) if isinstance(atom, int) else None
 
     def learnt(self, output: int) -> bool:
-        """Whether an output depends on a reverse pass."""
+        """Returns whether an output depends on a reverse pass."""
         return self._outputs[output] in self._learnt
 
     @memoise_method
@@ -57,7 +57,7 @@ class Evidence:
         return flow.find_dependents(self._graph.block.ops, [self._graph.block.inputs[argument]])
 
     def depends(self, output: int, argument: int) -> bool:
-        """Whether an output reads an argument, directly or through other operations.
+        """Returns whether an output reads an argument, directly or through other operations.
 
         All results of an operation are taken to read all its operands.
         """
@@ -109,7 +109,7 @@ class Evidence:
         return {value: flow.values_in(atoms) for value, atoms in found.items()}
 
     def _kept(self, op: Op) -> Iterable[tuple[int, Atom]]:
-        """The results of an operation without bodies, with the operands that they keep something of."""
+        """Returns the results of an operation without bodies, with the operands that they keep something of."""
         if op.name in primitives.PAIRWISE:
             return zip(op.results, op.operands, strict=True)
         if op.name in primitives.REARRANGED:
@@ -143,7 +143,7 @@ def _runs(op: Op) -> Iterator[tuple[int, Atom]]:
 
 
 def _weights_of(op: Op, held: Sequence[tuple[int, int] | None]) -> Iterator[int]:
-    """The arguments that an operation reads as weights, from the rows that its operands are."""
+    """Yields the arguments that an operation reads as weights, from the rows that its operands are."""
     if op.name == "dot_general":
         contracted, _ = op.params["dimension_numbers"]
         for have, against, dims in zip(held, held[::-1], (contracted, contracted[::-1]), strict=True):

@@ -47,19 +47,19 @@ def check_regions(graph: Graph, num_devices: int) -> None:
 
 
 def _kept(jaxpr: Any) -> str:
-    """The operation of a body for which the region is kept as it is."""
+    """Returns the operation of a body for which the region is kept as it is."""
     return next((eqn.primitive.name for eqn in _equations(jaxpr) if not _is_vectorised(eqn)), "its effects")
 
 
 def has_global_form(eqn: Any) -> bool:
-    """Whether an equation is a region that `global_form` can write as operations on whole arrays."""
+    """Returns whether an equation is a region that `global_form` can write as operations on whole arrays."""
     if eqn.primitive.name != "shard_map" or _jax.observable_effects(eqn):
         return False
     return all(map(_is_vectorised, _equations(eqn.params["jaxpr"])))
 
 
 def global_form(eqn: Any, graph: Graph) -> Callable[..., list[Any]]:
-    """The function of whole arrays that a region computes; `graph`: of its body."""
+    """Returns the function of whole arrays that a region computes; `graph`: of its body."""
     params, block = eqn.params, _without_mesh(graph.block)
     mesh, manual = params["mesh"], _jax.manual_axes(params)
     sizes = {axis: size for axis, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if axis in manual}
@@ -95,7 +95,7 @@ def global_form(eqn: Any, graph: Graph) -> Callable[..., list[Any]]:
 
 
 def _is_vectorised(eqn: Any) -> bool:
-    """Whether an equation of a body can be vectorised over the devices of the region."""
+    """Returns whether an equation of a body can be vectorised over the devices of the region."""
     name = eqn.primitive.name
     if name in primitives.COLLECTIVES and (name not in _VECTORISED or eqn.params.get("axis_index_groups") is not None):
         return False
@@ -111,7 +111,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def _body(block: Block, constants: Sequence[Any], *blocks: Any) -> list[Any]:
-    """The results of the body of a region on blocks of arrays."""
+    """Returns the results of the body of a region on blocks of arrays."""
     own: dict[int, Callable[..., Sequence[Any]]] = {}
     for op in walk(block):
         if op.name == "pvary":
@@ -122,7 +122,7 @@ def _body(block: Block, constants: Sequence[Any], *blocks: Any) -> list[Any]:
 
 
 def _without_mesh(block: Block) -> Block:
-    """The body of a region whose literals, and whose parameters, do not name the region's mesh."""
+    """Returns the body of a region whose literals, and whose parameters, do not name the region's mesh."""
 
     def plain(atom: Atom) -> Atom:
         return Lit(np.asarray(atom.value), atom.aval) if isinstance(atom, Lit) else atom
@@ -144,7 +144,7 @@ Dims = tuple[Axes, ...]
 
 
 def reduction_function(eqn: Any) -> Callable[..., list[Any]] | None:
-    """The function of an equation that reduces dims under the name of a collective, as `jax.vmap` writes it."""
+    """Returns the function of an equation that reduces dims under the name of a collective, as `jax.vmap` writes it."""
     reduce = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}.get(eqn.primitive.name)
     if reduce is None or not all(isinstance(axis, int) for axis in eqn.params["axes"]):
         return None
@@ -160,7 +160,7 @@ def _named(dims: Dims) -> list[str]:
 
 
 def _divided(x: Any, dims: Dims, axes: Sequence[str], sizes: Mapping[str, int]) -> Any:
-    """An array with a leading dim for each axis that divides it, in the order of `axes`."""
+    """Returns an array with a leading dim for each axis that divides it, in the order of `axes`."""
     shape: list[int] = []
     places: dict[str, int] = {}
     for size, names in zip(x.shape, (*dims, *((),) * (x.ndim - len(dims))), strict=True):
@@ -176,7 +176,7 @@ def _divided(x: Any, dims: Dims, axes: Sequence[str], sizes: Mapping[str, int]) 
 
 
 def _joined(x: Any, dims: Dims, axes: Sequence[str], rank: int) -> Any:
-    """The array of blocks of this many dims that have leading dims as of `_divided`."""
+    """Returns the array of blocks of this many dims that have leading dims as of `_divided`."""
     named = [axis for axis in axes if axis in _named(dims)]
     if not named:
         return x
@@ -190,7 +190,7 @@ def _joined(x: Any, dims: Dims, axes: Sequence[str], rank: int) -> Any:
 
 
 def _first(x: Any, dims: Dims, axes: Sequence[str]) -> Any:
-    """The part of the first device, along the axes that do not divide a result."""
+    """Returns the part of the first device, along the axes that do not divide a result."""
     named = _named(dims)
     for place in reversed(range(len(axes))):
         if axes[place] not in named:

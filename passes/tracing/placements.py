@@ -74,7 +74,7 @@ def read_annotations(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, A
 
 
 def logical_mesh(mesh: Any) -> LogicalMesh:
-    """The shape and the names of a JAX mesh."""
+    """Returns the shape and the names of a JAX mesh."""
     return LogicalMesh(tuple(mesh.axis_sizes), tuple(map(str, mesh.axis_names)))
 
 
@@ -83,7 +83,7 @@ Spec = tuple[str, Any, Any]
 
 
 def _box(box: Any) -> Spec:
-    """The spec of a box of linen; logical names become mesh axes."""
+    """Returns the spec of a box of linen; logical names become mesh axes."""
     why = f"nn.{type(box).__name__}{tuple(box.names)}"
     if type(box).__name__ != "LogicallyPartitioned":
         return why, PartitionSpec(*box.names), box.mesh
@@ -96,7 +96,7 @@ def _box(box: Any) -> Spec:
 
 
 def _variable(value: Any) -> Spec | None:
-    """The spec in the metadata of an NNX variable."""
+    """Returns the spec in the metadata of an NNX variable."""
     nnx = sys.modules.get("flax.nnx")
     metadata = value.get_metadata() if nnx is not None and isinstance(value, nnx.Variable) else {}
     for name in ("out_sharding", "sharding_names", "sharding"):
@@ -115,7 +115,7 @@ def _variable(value: Any) -> Spec | None:
 
 
 def _annotation(number: int, rank: int, why: str, spec: Any, mesh: Any) -> Annotation | None:
-    """An annotation as dims, if it shards anything."""
+    """Returns an annotation as dims, if it shards anything."""
     if spec is None or len(spec) > rank:
         return Annotation(number, None, None, False, why)
     dims = _jax.spec_dims(spec, rank)
@@ -124,7 +124,7 @@ def _annotation(number: int, rank: int, why: str, spec: Any, mesh: Any) -> Annot
 
 
 def _array(number: int, rank: int, sharding: Any) -> Annotation | None:
-    """How an array is cut into blocks."""
+    """Returns how an array is cut into blocks."""
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         return None
     mesh = logical_mesh(sharding.mesh)
@@ -136,7 +136,7 @@ Given = NamedSharding | PartitionSpec | None
 
 
 def spread(option: str, prefix: Any, tree: Any) -> list[Given]:
-    """The sharding of each flat leaf of a pytree, of which `prefix` is a prefix.
+    """Returns the sharding of each flat leaf of a pytree, of which `prefix` is a prefix.
 
     Raises:
       OptionError: it is none.
@@ -158,7 +158,7 @@ def spread(option: str, prefix: Any, tree: Any) -> list[Given]:
 
 
 def is_sharding(value: Any) -> bool:
-    """Whether a value is a leaf of `in_shardings` or `out_shardings`."""
+    """Returns whether a value is a leaf of `in_shardings` or `out_shardings`."""
     return value is None or isinstance(value, jax.sharding.Sharding | PartitionSpec)
 
 
@@ -218,5 +218,5 @@ def spec_dims(option: str, one: NamedSharding | PartitionSpec, rank: int, path: 
 
 
 def spec_text(one: Given) -> str:
-    """A sharding in messages."""
+    """Returns a sharding in messages."""
     return str(one.spec if isinstance(one, NamedSharding) else one)

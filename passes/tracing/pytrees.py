@@ -67,7 +67,7 @@ def has_static_numbers(fun: Any) -> bool:
 
 
 def hide(tree: Any, numbers: bool = False) -> Any:
-    """The pytree with a node in place of each leaf that is no array; as it is if it has none.
+    """Returns the pytree with a node in place of each leaf that is no array; as it is if it has none.
 
     Args:
       tree: a pytree; NNX objects in it, which are split later, are left alone.
@@ -89,7 +89,7 @@ def hide(tree: Any, numbers: bool = False) -> Any:
 
 
 def _replaced(tree: Any, function: Callable[[Any], Any], stops: Callable[[Any], bool]) -> Any:
-    """The pytree with other leaves, `stops` saying which of its nodes are some; as it is if none changes."""
+    """Returns the pytree with other leaves, `stops` saying which of its nodes are some; as it is if none changes."""
     leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=stops)
     new = list(map(function, leaves))
     return tree if all(map(operator.is_, new, leaves)) else treedef.unflatten(new)
@@ -104,7 +104,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def is_constant(leaf: Any, numbers: bool) -> bool:
-    """Whether a leaf is no array."""
+    """Returns whether a leaf is no array."""
     if _is_array(leaf):
         return False
     if isinstance(leaf, _NUMBERS):
@@ -119,30 +119,30 @@ def is_constant(leaf: Any, numbers: bool) -> bool:
 
 
 def is_nnx_object(value: Any) -> bool:
-    """Whether a value is an NNX object (module, optimizer, metric, variable, random streams)."""
+    """Returns whether a value is an NNX object (module, optimizer, metric, variable, random streams)."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and nnx.graphlib.is_graph_node(value)
 
 
 def is_nnx_state(value: Any) -> bool:
-    """Whether a value is an `nnx.State`, whose variables are values, as in `jax.jit`: not updated in place."""
+    """Returns whether a value is an `nnx.State`, whose variables are values, as in `jax.jit`: not updated in place."""
     return isinstance(value, getattr(sys.modules.get("flax.nnx"), "State", ()))
 
 
 def _is_module(value: Any) -> bool:
-    """Whether a value is a module of Equinox."""
+    """Returns whether a value is a module of Equinox."""
     return isinstance(value, getattr(sys.modules.get("equinox"), "Module", ()))
 
 
 def has_nnx_object(tree: Any) -> bool:
-    """Whether a pytree holds an NNX object. Does not import Flax: who holds such an object has imported it."""
+    """Returns whether a pytree holds an NNX object. Does not import Flax: who holds such an object has imported it."""
     if "flax.nnx" not in sys.modules:
         return False
     return any(map(is_nnx_object, jax.tree_util.tree_leaves(tree, is_leaf=_is_object_or_state)))
 
 
 def nnx_update_context(tag: Any) -> AbstractContextManager[Any]:
-    """The context that ties the four steps together; `tag` is any hashable object, the same in all four."""
+    """Returns the context that ties the four steps together; `tag` is any hashable object, the same in all four."""
     from flax import nnx
 
     return nnx.update_context(tag)
@@ -181,7 +181,7 @@ def replace_arrays(tree: Any, function: Callable[[list[Any]], list[Any]]) -> Any
 
 
 def flatten_nnx(tree: Any, with_constants: bool = False) -> tuple[list[Any], Any]:
-    """The flat leaves of a pytree that may hold NNX objects, and the structure for `unflatten_nnx`.
+    """Returns the flat leaves of a pytree that may hold NNX objects, and the structure for `unflatten_nnx`.
 
     Args:
       tree: the pytree.
@@ -192,7 +192,7 @@ def flatten_nnx(tree: Any, with_constants: bool = False) -> tuple[list[Any], Any
 
 
 def unflatten_nnx(treedef: Any, leaves: Sequence[Any]) -> Any:
-    """The pytree of some leaves, with new NNX objects where `flatten_nnx` met some."""
+    """Returns the pytree of some leaves, with new NNX objects where `flatten_nnx` met some."""
     tree = jax.tree_util.tree_unflatten(treedef, leaves)
     return _merge(tree) if "flax.nnx" in sys.modules else tree
 
@@ -213,7 +213,7 @@ class LeafPath:
 
 
 def leaf_paths(tree: Any, with_constants: bool = False) -> list[LeafPath]:
-    """The paths of the leaves of `flattened(tree, with_constants)`, in their order."""
+    """Returns the paths of the leaves of `flattened(tree, with_constants)`, in their order."""
     return [path for path, _, _ in walk_leaves(tree if with_constants else hide(tree))]
 
 
@@ -241,7 +241,7 @@ def walk_leaves(tree: Any, is_box: Callable[[Any], bool] = lambda _: False) -> I
 
 
 def _variables(nnx: Any, context: Any, node: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The path of each variable or array of an NNX object, itself, and the pytree that it holds."""
+    """Yields the path of each variable or array of an NNX object, itself, and the pytree that it holds."""
     _, state = context.flatten(node)
     for keys, value in zip(state.paths, state.leaves, strict=True):
         path = "".join(f"[{key!r}]" for key in keys)

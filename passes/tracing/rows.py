@@ -61,7 +61,7 @@ class _Rows:
         self.statics = Statics(graph.block.ops, graph.values, dict(zip(constants, graph.constants, strict=True)))
 
     def block(self, block: Block) -> Block:
-        """The block with batch dims; itself if nothing changes."""
+        """Returns the block with batch dims; itself if nothing changes."""
         ops: list[Op] = []
         for op in block.ops:
             new = [op]
@@ -140,7 +140,7 @@ class _Rows:
 
 
 def _position_in(array: np.ndarray | None) -> int | None:
-    """The dim along which each element of an array of integers is its own position; None if there is none."""
+    """Returns the dim along which each element of an array of integers is its own position; None if there is none."""
     if array is None or array.dtype.kind not in "iu":
         return None
     for dim, size in enumerate(array.shape):

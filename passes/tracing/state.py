@@ -145,7 +145,7 @@ class Matcher:
         return groups
 
     def _is_last_array(self, argument: Tree) -> bool:
-        """Whether an argument that is one array is the only one that may be the batch."""
+        """Returns whether an argument that is one array is the only one that may be the batch."""
         if not argument.is_bare or self._batch_known:
             return False
         arrays = {
@@ -166,7 +166,7 @@ class Matcher:
                 )
 
     def _assigned(self, results: list[Tree], arguments: list[Tree]) -> list[tuple[Tree, Tree]]:
-        """The pairs among results and arguments of one kind, as the module's docstring says."""
+        """Returns the pairs among results and arguments of one kind, as the module's docstring says."""
         if not results or not arguments:
             return []
         alike = {leaf for tree in arguments for leaf in tree.leaves}
@@ -264,15 +264,15 @@ class Matcher:
         return bool(changed) and self._evidence.depends(result.start, argument.start)
 
     def _changed(self, result: Tree, argument: Tree) -> list[int]:
-        """The leaves of a result that are not those of an argument as they came."""
+        """Returns the leaves of a result that are not those of an argument as they came."""
         return [n for n, i in zip(result.leaves, argument.leaves, strict=True) if self._evidence.handed(n) != i]
 
     def _carried(self, numbers: Iterable[int], leaves: Container[int]) -> bool:
-        """Whether some outputs are carried from any of some leaves."""
+        """Returns whether some outputs are carried from any of some leaves."""
         return any(leaf in leaves for number in numbers for leaf in self._evidence.origins(number))
 
     def _fits(self, result: Tree, argument: Tree) -> bool:
-        """Whether most leaves of a result and an argument of one structure have equal shapes and dtypes."""
+        """Returns whether most leaves of a result and an argument of one structure have equal shapes and dtypes."""
         return 2 * sum(map(self._same, result.leaves, argument.leaves)) > len(argument.leaves)
 
     def _same(self, number: int, leaf: int) -> bool:

@@ -78,13 +78,13 @@ class Statics:
             self._makers[op.results[0]] = op
 
     def resolve(self, atom: Atom) -> Atom:
-        """The atom outside of bodies that an input of a body is in each run."""
+        """Returns the atom outside of bodies that an input of a body is in each run."""
         while isinstance(atom, int) and atom in self._outside:
             atom = self._outside[atom]
         return atom
 
     def has(self, atom: Atom) -> bool:
-        """Whether an atom is static."""
+        """Returns whether an atom is static."""
         atom = self.resolve(atom)
         return isinstance(atom, Lit) or atom in self._makers or atom in self.constants
 
@@ -104,11 +104,11 @@ class Statics:
         return self._read(atom)
 
     def _missing(self, atom: Atom) -> Op | None:
-        """The operation that makes an atom, if it is still to be computed."""
+        """Returns the operation that makes an atom, if it is still to be computed."""
         return self._makers.get(atom) if isinstance(atom, int) and atom not in self._arrays else None
 
     def _read(self, atom: Atom) -> np.ndarray | None:
-        """The array of an atom that is a literal, a constant, or computed."""
+        """Returns the array of an atom that is a literal, a constant, or computed."""
         atom = self.resolve(atom)
         if isinstance(atom, Lit):
             array = np.asarray(atom.value, atom.aval.dtype if isinstance(atom.aval.dtype, np.dtype) else None)
@@ -120,7 +120,7 @@ class Statics:
         return self._arrays.get(atom)
 
     def _computed(self, op: Op) -> np.ndarray | None:
-        """The result of an operation whose operands are computed."""
+        """Returns the result of an operation whose operands are computed."""
         given = [array for a in op.operands if (array := self._read(a)) is not None]
         if len(given) < len(op.operands):
             return None
@@ -132,7 +132,7 @@ class Statics:
 
 
 def fold_constant(op: Op, operands: Sequence[np.ndarray], values: Sequence[Value]) -> np.ndarray | None:
-    """The result of one of `FOLDED` on arrays; None where it is not defined."""
+    """Returns the result of one of `FOLDED` on arrays; None where it is not defined."""
     params, name, made = op.params, op.name, values[op.results[0]]
     if name == "iota":
         shape = [1] * len(made.shape)
@@ -171,7 +171,7 @@ def fold_constant(op: Op, operands: Sequence[np.ndarray], values: Sequence[Value
 
 
 def _reshaped(array: np.ndarray, before: tuple[int, ...], after: tuple[int, ...]) -> np.ndarray | None:
-    """The array of a value of shape `before`, as one of shape `after`."""
+    """Returns the array of a value of shape `before`, as one of shape `after`."""
     if [n for n in before if n != 1] == [n for n in after if n != 1]:
         sizes = iter([n for n, whole in zip(array.shape, before, strict=True) if whole != 1])
         return array.reshape([1 if n == 1 else next(sizes) for n in after])

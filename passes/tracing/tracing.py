@@ -99,7 +99,7 @@ def trace(
 
 
 def trace_under(context: Any, trace: Callable[..., Traced]) -> Callable[..., Traced]:
-    """The same tracing under the mesh of a context, its axes `Auto`, so that specs in the step find their axes.
+    """Returns the same tracing under the mesh of a context, its axes `Auto`, so that specs in the step find their axes.
 
     Args:
       context: the mesh of the context; None without one.
@@ -126,7 +126,7 @@ def trace_under(context: Any, trace: Callable[..., Traced]) -> Callable[..., Tra
 def _assembled(
     run: _Run, graph: Graph, matched: Matcher, batch: Batch, through: Mapping[int, int], placed: Sequence[Any]
 ) -> Traced:
-    """The traced step from its parts; `placed` are the `out_shardings` of the flat results."""
+    """Returns the traced step from its parts; `placed` are the `out_shardings` of the flat results."""
     inputs, outputs, pairs = run.inputs, run.outputs, matched.pairs
     state, stays = frozenset(pairs.values()), {**pairs, **through}
     graph = constrain_results(graph, {n: one for n, one in enumerate(placed) if n not in stays}, outputs.paths)
@@ -168,7 +168,7 @@ class _Run:
         self.weak_outputs: list[bool] = []
 
     def jaxpr(self) -> Any:
-        """The closed jaxpr of the step."""
+        """Returns the closed jaxpr of the step."""
         if not self.calling.modules:
             return self._jaxpr_of(self._arguments)
         with pytrees.nnx_update_context(self):
@@ -202,7 +202,7 @@ class _Run:
         return equations.without_references(self.fun, traced.jaxpr)
 
     def _on_leaves(self, *leaves: Any) -> list[Any]:
-        """The step on flat leaves. With NNX objects its result is (their arrays after the call, result)."""
+        """Returns the step on flat leaves. With NNX objects its result is (their arrays after the call, result)."""
         args, modules = jax.tree_util.tree_unflatten(self.in_tree, leaves), self.calling.modules
         if modules:
             args = pytrees.merge_arguments(args, self)
@@ -288,7 +288,7 @@ def _concrete_message(error: BaseException) -> str:
 
 
 def _user_line(error: BaseException) -> str:
-    """The innermost line that is neither JAX's, nor Flax's, nor ours, nor the standard library's."""
+    """Returns the innermost line that is neither JAX's, nor Flax's, nor ours, nor the standard library's."""
     found = "an unknown line"
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code

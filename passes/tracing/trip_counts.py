@@ -29,7 +29,7 @@ _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
 
 
 def count_loops(graph: Graph) -> Graph:
-    """The same program, with a scan for each `while` of known trip count; it is still to be pruned."""
+    """Returns the same program, with a scan for each `while` of known trip count; it is still to be pruned."""
     return replace(graph, block=_Counter(graph).block(graph.block))
 
 
@@ -50,7 +50,7 @@ class _Counter:
         return Block(block.inputs, tuple(ops), tuple(rename_atom(a, names) for a in block.outputs))
 
     def read(self, atom: Atom) -> Any:
-        """The integer or boolean that an atom holds; None if it is not known, or another value."""
+        """Returns the integer or boolean that an atom holds; None if it is not known, or another value."""
         array = self.statics.of(atom)
         return None if array is None or array.shape or array.dtype.kind not in "iub" else array[()]
 
@@ -107,7 +107,7 @@ class _Counter:
         return read
 
     def _is_scalar(self, op: Op) -> bool:
-        """Whether an operation makes one integer or boolean."""
+        """Returns whether an operation makes one integer or boolean."""
         if op.name not in FOLDED or self.values[op.results[0]].shape:
             return False
         dtype = self.values[op.results[0]].dtype
@@ -147,7 +147,7 @@ def _maker(block: Block, atom: Atom) -> Op | None:
 
 
 def _linear_trips(kind: str, start: int, step: int, limit: int) -> int | None:
-    """How often `step` is added to `start` before a comparison with `limit` is false; None if it never is."""
+    """Returns how often `step` is added to `start` before a comparison with `limit` is false; None if it never is."""
     if kind == "ne":
         whole, rest = divmod(limit - start, step) if step else (0, limit - start)
         return whole if not rest and whole >= 0 else None

@@ -148,7 +148,7 @@ def _definition(callback: Any) -> str:
 def _located(
     callback: Callable[..., Any], name: str, line: str, results: Sequence[Any], failures: Failures | None
 ) -> Callable[..., Any]:
-    """A user's callback whose errors name the executable, the micro-batch and its source line.
+    """Returns a user's callback whose errors name the executable, the micro-batch and its source line.
 
     The micro-batch is its last operand, or negative.
     """

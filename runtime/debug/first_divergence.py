@@ -116,7 +116,7 @@ class _Search:
     functions: dict[Any, Callable[..., Any]]
 
     def body(self, body: Body, raw: dict[int, Any]) -> Difference | None:
-        """The first instruction of a body that differs.
+        """Returns the first instruction of a body that differs.
 
         Args:
           raw: the arrays of its inputs, and of other registers that it reads; a partial sum has a dim of its summands.
@@ -133,7 +133,7 @@ class _Search:
         return None
 
     def _chunk(self, body: Body, first: int, known: dict[int, Any]) -> tuple[int, list[int]]:
-        """The end of the next chunk, and the registers that judging it takes."""
+        """Returns the end of the next chunk, and the registers that judging it takes."""
         wanted: dict[int, None] = {}
         size, stop = 0, first
         while stop < len(body.instructions) and (size < CHUNK or stop == first):
@@ -146,7 +146,7 @@ class _Search:
         return stop, list(wanted)
 
     def run(self, body: Body, stop: int, wanted: Sequence[int], raw: dict[int, Any]) -> list[Any]:
-        """Some registers after the first `stop` instructions of a body."""
+        """Returns some registers after the first `stop` instructions of a body."""
         names = tuple(raw)
         key = id(body), stop, tuple(wanted), names
         if key not in self.functions:
@@ -184,28 +184,28 @@ class _Search:
         return self.loop(item, found, difference) if isinstance(item, Loop) else difference
 
     def layouts(self, operands: Sequence[int | Lit], results: Sequence[int]) -> str:
-        """The layouts of operands and results, as text."""
+        """Returns the layouts of operands and results, as text."""
         given, made = (
             [str(self.program.registers[o]) for o in some if isinstance(o, int)] for some in (operands, results)
         )
         return f"{' x '.join(given)} -> {', '.join(made)}"
 
     def apply(self, op: Op, operands: Sequence[Any]) -> list[Any]:
-        """The operation as written, on one device."""
+        """Returns the operation as written, on one device."""
         key = op.key, tuple(i for i, a in enumerate(op.operands) if isinstance(a, Lit))
         if key not in self.functions:
             self.functions[key] = jax.jit(lambda *operands: evaluation.bind(op, list(operands)))
         return self.functions[key](*operands)
 
     def bound(self, op: Op, operands: Sequence[Any], number: int) -> float | None:
-        """The largest sum of absolute values of a sum."""
+        """Returns the largest sum of absolute values of a sum."""
         if op.name in ("sub", "add", "add_any"):
             return sum(float(np.max(np.abs(np.asarray(x, np.float64)), initial=0.0)) for x in operands)
         sizes = [abs(x) if jnp.issubdtype(jnp.result_type(x), jnp.inexact) else x for x in operands]
         return float(np.max(np.asarray(self.apply(op, sizes)[number], np.float64), initial=0.0))
 
     def loop(self, item: Loop, found: dict[int, Any], whole: Difference) -> Difference | None:
-        """The first instruction of a scan's body that differs, in the first iteration in which any does.
+        """Returns the first instruction of a scan's body that differs, in the first iteration in which any does.
 
         A loop of which no instruction differs is right: what its sums are off by is the rounding of their terms.
         `whole` is the difference of the loop as one operation.
@@ -243,17 +243,17 @@ class _Search:
         return whole if view.length > ITERATIONS and whole.error > _COARSE else None
 
     def placed(self, register: int, array: Any) -> Any:
-        """An array as the register has it; of a partial sum, with a leading dim for its summands."""
+        """Returns an array as the register has it; of a partial sum, with a leading dim for its summands."""
         layout = self.program.registers[register]
         dims = (layout.partial, *layout.dims) if layout.partial else layout.dims
         return jax.device_put(array, NamedSharding(self.mesh, spec_of(Layout(dims))))
 
     def whole(self, register: int, raw: Any) -> Any:
-        """The value of a register on its devices; of a partial sum, the sum."""
+        """Returns the value of a register on its devices; of a partial sum, the sum."""
         return raw.sum(0) if self.program.registers[register].partial else raw
 
     def alone(self, register: int, raw: Any) -> Any:
-        """The value of a register on one device."""
+        """Returns the value of a register on one device."""
         return jax.device_put(self.whole(register, raw), self.mesh.devices.flat[0])
 
 

@@ -36,7 +36,7 @@ def check(results: Sequence[Any], kinds: Sequence[str], traced: Traced, argument
 
 
 def _describe(traced: Traced, leaves: Sequence[Any], kind: str) -> str:
-    """The origin of the invalid value, in words."""
+    """Returns the origin of the invalid value, in words."""
     try:
         found = origin(traced.graph, _together(leaves), _test(kind))
     except Exception as error:  # of an operation that cannot run by itself

@@ -111,6 +111,6 @@ def _end_of(array: Any) -> float:
 
 @functools.lru_cache(maxsize=100)
 def _peek(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Any:
-    """A compiled function that takes an array and does nothing with it."""
+    """Returns a compiled function that takes an array and does nothing with it."""
     spec = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     return jax.jit(lambda array: np.uint8(0), keep_unused=True).lower(spec).compile()

@@ -69,7 +69,7 @@ class ReferenceRun:
 
 
 def _disturbed(leaves: Sequence[jax.Array], unit: float) -> list[jax.Array]:
-    """The leaves with their floats changed by a relative error."""
+    """Returns the leaves with their floats changed by a relative error."""
     rng = np.random.default_rng(0)
     changed = []
     for leaf in leaves:
@@ -82,7 +82,7 @@ def _disturbed(leaves: Sequence[jax.Array], unit: float) -> list[jax.Array]:
 
 
 def _alone(leaf: Any) -> Any:
-    """A leaf whole on the first device of this process, in a buffer of its own if it is a JAX array."""
+    """Returns a leaf whole on the first device of this process, in a buffer of its own if it is a JAX array."""
     if not isinstance(leaf, jax.Array):
         leaf = jnp.asarray(leaf)
     if len(leaf.sharding.device_set) > 1 and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -131,7 +131,7 @@ def _rounding(dtype: str) -> float:
 
 
 def first_difference(staged: Staged, leaves: Sequence[Any], limit: float) -> Difference | None:
-    """The first operation that differs on the inputs that it gets, stage by stage.
+    """Returns the first operation that differs on the inputs that it gets, stage by stage.
 
     Args:
       leaves: the flat arguments of the user's step, as of a `ReferenceRun`.
@@ -168,7 +168,7 @@ def _of_stage(stage: PlannedStage, leaves: Sequence[Any], mesh: Any, limit: floa
 
 
 def _kind(port: Port) -> str:
-    """The kind of value at a port; a copy of an argument is one."""
+    """Returns the kind of value at a port; a copy of an argument is one."""
     return "argument" if port.kind == "copy" else port.kind
 
 
@@ -234,7 +234,7 @@ def _exchanged(stage: PlannedStage, known: dict[tuple[str, int], Any]) -> bool:
 
 
 def _micro_batches(view: ScanView, operands: Sequence[Any], wanted: Sequence[int]) -> tuple[list[Any], dict[int, Any]]:
-    """The results of the loop over micro-batches, and some values of its body, stacked."""
+    """Returns the results of the loop over micro-batches, and some values of its body, stacked."""
     consts, start, xs = view.taken(operands)
     made = set(wanted) & {v for op in view.body.ops for v in op.results}
 

@@ -90,7 +90,7 @@ def is_global(leaf: Any) -> bool:
 
 
 def _move(leaf: jax.Array, sharding: NamedSharding) -> Any:
-    """A global array with another sharding. All processes must take the same branch."""
+    """Returns a global array with another sharding. All processes must take the same branch."""
     have = leaf.sharding
     owners = {device.process_index for device in have.device_set}
     goals = {device.process_index for device in sharding.device_set}
@@ -126,5 +126,5 @@ def _transfer(shape: tuple[int, ...], dtype: Any, have: Any, goal: NamedSharding
 
 
 def _dtype_of(leaf: Any) -> Any:
-    """The dtype that JAX gives a leaf."""
+    """Returns the dtype that JAX gives a leaf."""
     return leaf.dtype if isinstance(leaf, jax.Array) else jax.dtypes.result_type(leaf)

@@ -82,13 +82,13 @@ class UnionProgram:
         self.given = [self.type_of(*block) for block in blocks]
 
     def type_of(self, block: tuple[int, ...], dtype: Any) -> Any:
-        """The type of an array of which each device has a block of this shape."""
+        """Returns the type of an array of which each device has a block of this shape."""
         shape = (self.mesh.size * block[0], *block[1:]) if block else ()
         spec = PartitionSpec(*(_AXIS,) * bool(block))
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
 
     def give(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arguments, made of the arrays of the sources; a process that has no source gives any arrays."""
+        """Returns the arguments, made of the arrays of the sources; a process that has no source gives any arrays."""
         blocks = map(_jax.blocks_of, arrays)
         return [self._argument(n, one) for n, one in enumerate(blocks)] if self._held else self._same
 
@@ -101,7 +101,7 @@ class UnionProgram:
         return [[_zeros(*block, d) for d in self.here if d not in self._held] for block in self._blocks]
 
     def _argument(self, number: int, blocks: Sequence[Any]) -> Any:
-        """An array with these blocks, and zeros where this process has none."""
+        """Returns an array with these blocks, and zeros where this process has none."""
         none = iter(self._zeros[number])
         kind = self.given[number]
         given = [blocks[n] if n >= 0 else next(none) for n in self._gives]
@@ -152,12 +152,12 @@ class PermuteTransfer:
 
 
 def local_devices(devices: Iterable[Any]) -> list[Any]:
-    """The devices that this process has."""
+    """Returns the devices that this process has."""
     return [device for device in devices if device.process_index == jax.process_index()]
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
-    """A block of zeros on a device, which all share that hold one of this type."""
+    """Returns a block of zeros on a device, which all share that hold one of this type."""
     key = shape, str(dtype), device
     block = _known_zeros.get(key)
     if block is None:
@@ -166,7 +166,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any, device: Any) -> Any:
 
 
 def _permute(spec: TransferSpec, block: Any, size: int) -> Any:
-    """The block that each of `size` devices gets."""
+    """Returns the block that each of `size` devices gets."""
     receivers = {hop.destination for one in spec.rounds for hop in one.hops}
 
     def of_this_device(values: dict[int, Any], other: Any, dtype: Any) -> Any:
@@ -175,7 +175,7 @@ def _permute(spec: TransferSpec, block: Any, size: int) -> Any:
         return jnp.asarray(table)[lax.axis_index(_AXIS)]
 
     def starts(of: dict[int, tuple[int, ...]], rank: int) -> list[Any]:
-        """The start of a device's piece; of a device that has none, 0."""
+        """Returns the start of a device's piece; of a device that has none, 0."""
         if len(set(of.values())) == 1:
             return list(next(iter(of.values())))
         mine = of_this_device(of, (0,) * rank, np.int32)
@@ -217,7 +217,7 @@ def spec_between(
 
 
 def _blocks(sharding: NamedSharding, shape: tuple[int, ...], union: Sequence[Any]) -> dict[int, Ranges]:
-    """The block of each device, by its number in the union."""
+    """Returns the block of each device, by its number in the union."""
     number = {device: n for n, device in enumerate(union)}
     return {
         number[device]: tuple(s.indices(size)[:2] for s, size in zip(index or (), shape, strict=True))
@@ -226,7 +226,7 @@ def _blocks(sharding: NamedSharding, shape: tuple[int, ...], union: Sequence[Any
 
 
 def _parts(have: dict[int, Ranges], need: dict[int, Ranges], union: Sequence[Any]) -> list[Part]:
-    """The pieces of an array of which devices have, and need, these blocks."""
+    """Returns the pieces of an array of which devices have, and need, these blocks."""
     holders: defaultdict[Ranges, list[int]] = defaultdict(list)
     for device, block in have.items():
         holders[block].append(device)

@@ -134,7 +134,7 @@ def _total(parts: Parts, cost: np.ndarray, messages: np.ndarray, i: int, total: 
 
 @compile_lazily
 def add(parts: Parts, cost: np.ndarray, messages: np.ndarray) -> np.ndarray:
-    """Seconds of each strategy with the messages of its classes."""
+    """Returns seconds of each strategy with the messages of its classes."""
     totals = np.empty(len(cost))
     for i in range(len(parts.node) - 1):
         _total(parts, cost, messages, i, totals[parts.node[i, 0] :])

@@ -48,12 +48,12 @@ class Links:
         self.restrictions: dict[bytes, Any] = {}
 
     def cells_of(self, choice: np.ndarray) -> np.ndarray:
-        """The cells that a choice pays, each once, ascending."""
+        """Returns the cells that a choice pays, each once, ascending."""
         lines, edge = self.classes[self.at[:-1] + choice[self.node]], self.edge[self.edges :]
         return np.unique(self.cell[edge] + lines[edge] * self.shape[edge, 1] + lines[self.edges :])
 
     def distinct(self) -> tuple[Links, np.ndarray]:
-        """The links without consumers that equal one before them at their edge, and a mask of the ends left."""
+        """Returns the links without consumers that equal one before them at their edge, and a mask of the ends left."""
         stay, seen = np.ones(len(self.edge), dtype=bool), set[tuple[int, bytes]]()
         key = self.edge * (self.nodes + 1) + self.node
         _, pair, times = np.unique(key[self.edges :], return_inverse=True, return_counts=True)
@@ -112,7 +112,7 @@ class Links:
         return MessageLayout(parts, entries(self.cell, edge), shape.sum(1), used, times[same], int(paid[-1]), room)
 
     def neighbours(self, i: int) -> np.ndarray:
-        """The nodes that share an edge with node i, by edge."""
+        """Returns the nodes that share an edge with node i, by edge."""
         near = np.isin(self.edge, self.edge[self.node == i])
         _, nodes = np.unique(np.stack([self.edge[near], self.node[near]]), axis=1)
         return np.array([*dict.fromkeys(nodes[nodes != i])], dtype=np.int64)
@@ -147,27 +147,27 @@ def offsets(lengths: np.ndarray | Sequence[int]) -> np.ndarray:
 
 
 def split(values: np.ndarray, at: np.ndarray) -> list[np.ndarray]:
-    """The rows, which begin at `at` [n + 1]."""
+    """Returns the rows, which begin at `at` [n + 1]."""
     return np.split(values, at[1:-1]) if len(at) > 1 else []
 
 
 def ranges(begin: np.ndarray, length: np.ndarray) -> np.ndarray:
-    """The numbers of the ranges [begin, begin + length), end to end."""
+    """Returns the numbers of the ranges [begin, begin + length), end to end."""
     ends = np.cumsum(length)
     total = int(ends[-1]) if len(ends) else 0
     return np.repeat(begin - (ends - length), length) + np.arange(total)
 
 
 def entries(at: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """The numbers of the entries of some rows, end to end, where rows begin at `at` [n + 1]."""
+    """Returns the numbers of the entries of some rows, end to end, where rows begin at `at` [n + 1]."""
     return ranges(at[rows], np.diff(at)[rows])
 
 
 def concatenate_flat(parts: Sequence[np.ndarray], dtype: type = np.int64) -> np.ndarray:
-    """The arrays end to end, flat; empty without any."""
+    """Returns the arrays end to end, flat; empty without any."""
     return np.concatenate(parts, axis=None, dtype=dtype) if len(parts) else np.zeros(0, dtype=dtype)
 
 
 def reduce_rows(ufunc: np.ufunc, values: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """The reduction of each row of `values`, whose rows begin at `at` [n + 1]; none of them is empty."""
+    """Returns the reduction of each row of `values`, whose rows begin at `at` [n + 1]; none of them is empty."""
     return ufunc.reduceat(values, at[:-1]) if len(at) > 1 else np.zeros(0, dtype=values.dtype)

@@ -81,7 +81,7 @@ class MemoryDual:
         return choice
 
     def answer(self, price: np.ndarray, sweeps: int) -> np.ndarray:
-        """A choice that is good at a price, which need not be a better one."""
+        """Returns a choice that is good at a price, which need not be a better one."""
         ascent = self._ascent(price, sweeps)
         return descend(ascent.problem, ascent.choice())
 
@@ -144,7 +144,7 @@ class MemoryDual:
 
 
 def find_peaks(live: np.ndarray, limit: float, most: int = 16) -> list[int]:
-    """The fullest program points above a limit that are local maxima, the first point of each plateau."""
+    """Returns the fullest program points above a limit that are local maxima, the first point of each plateau."""
     padded = np.concatenate([[-np.inf], live, [-np.inf]])
     local = np.flatnonzero((live > limit) & (live > padded[:-2]) & (live >= padded[2:]))
     return [int(t) for t in local[np.argsort(-live[local], kind="stable")][:most]]
@@ -197,7 +197,7 @@ class PeakSearch:
         return self.peak, self._is_close(self.peak, self.peak_bound)
 
     def lower_bound(self) -> float:
-        """Bytes that no peak undercuts; in a few steps, without integer programs."""
+        """Returns bytes that no peak undercuts; in a few steps, without integer programs."""
         try:
             restriction = make_consistent(forget_seconds(self.problem))
         except Contradiction:
@@ -243,7 +243,7 @@ class PeakSearch:
         return dual
 
     def _is_flat(self, bound: float, enough: float) -> bool:
-        """Whether a bound of the peaks, which is noted, ends the search for a peak of at most `enough`."""
+        """Returns whether a bound of the peaks, which is noted, ends the search for a peak of at most `enough`."""
         self.peak_bound = bound = max(self.peak_bound, min(bound, self.peak))
         return self._is_close(self.peak, bound) or self.peak <= enough or bound > enough * (1 + 1e-6) > 0
 
@@ -279,7 +279,7 @@ class PeakSearch:
             self.choice, self.objective, self.peak = choice, seconds, peak
 
     def _step(self, dual: MemoryDual, number: int) -> np.ndarray:
-        """The choice of the next step of a dual."""
+        """Returns the choice of the next step of a dual."""
         sweeps, links = SWEEPS if number == 0 else 2, dual.problem.links
         self._charge(sweeps * work.sweep_work(links) + work.choice_work(links))
         return dual.step(sweeps)
@@ -322,7 +322,7 @@ class PeakSearch:
         return program
 
     def _solve_program(self, solver: Callable[..., Relaxed], *args: Any) -> Relaxed:
-        """The answer to a program, whose work is known afterwards.
+        """Returns the answer to a program, whose work is known afterwards.
 
         Raises:
           WorkExhausted: the limit was reached before.

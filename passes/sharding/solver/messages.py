@@ -23,7 +23,7 @@ from alpa_lite.passes.sharding.solver.problem import Problem
 class Ascent:
     """Messages that make a lower bound of a problem, improved by `sweep`.
 
-    Every class of the problem must be in use, and every strategy have an allowed partner: see `restrict.make_consistent`.
+    Every class of the problem must be in use, and every strategy have an allowed partner (`restrict.make_consistent`).
 
     Attributes:
       bound: seconds, valid for every choice.
@@ -53,7 +53,7 @@ class Ascent:
         self.bound = max(self.bound, float(floor.sum() + rest.sum()))
 
     def choice(self, backward: bool = False) -> np.ndarray:
-        """A choice that the messages suggest: node by node in the order of the program, or from its end.
+        """Returns a choice that the messages suggest: node by node in the order of the program, or from its end.
 
         Meshes have axes that may be exchanged, so that optima come in equal variants that the messages do not tell
         apart. A choice made node by node settles on one of them. So that the nodes behind say what they want, one pass

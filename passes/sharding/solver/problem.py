@@ -42,7 +42,7 @@ class Items(NamedTuple):
     size: np.ndarray
 
     def select(self, which: np.ndarray) -> Items:
-        """Some of the items, by number or by a mask."""
+        """Returns some of the items, by number or by a mask."""
         return Items(*(column[which] for column in self))
 
 
@@ -70,7 +70,7 @@ class Problem:
     budget: float | None = None
 
     def seconds(self, choice: Sequence[int] | np.ndarray) -> float:
-        """The objective of a choice; `inf` if it uses something forbidden."""
+        """Returns the objective of a choice; `inf` if it uses something forbidden."""
         choice = np.asarray(choice, dtype=np.int64)
         cells = self.links.cells_of(choice)
         # Rounded once: a replayed plan, whose program has fewer links, costs the same to the last bit.
@@ -85,11 +85,11 @@ class Problem:
         return self.base + timeline(len(self.base), *live)
 
     def peak(self, choice: Sequence[int] | np.ndarray) -> float:
-        """Bytes at the fullest program point; zero without program points."""
+        """Returns bytes at the fullest program point; zero without program points."""
         return float(self.bytes(choice).max(initial=0.0))
 
     def fits(self, choice: Sequence[int] | np.ndarray) -> bool:
-        """Whether a choice stays within the budget, but for rounding of sums of fractional bytes."""
+        """Returns whether a choice stays within the budget, but for rounding of sums of fractional bytes."""
         return self.budget is None or self.peak(choice) <= allowance(self.budget)
 
     @property
@@ -115,18 +115,18 @@ class Problem:
 
 
 def forget_memory(problem: Problem) -> Problem:
-    """The same problem without bytes and budget: a relaxation."""
+    """Returns the same problem without bytes and budget: a relaxation."""
     return replace(problem, items=NO_ITEMS, base=np.zeros(0), budget=None)
 
 
 def forget_seconds(problem: Problem) -> Problem:
-    """The same problem with every allowed cost zero: what remains is memory."""
+    """Returns the same problem with every allowed cost zero: what remains is memory."""
     cost, cells = (np.where(np.isinf(seconds), np.inf, 0.0) for seconds in (problem.cost, problem.cells))
     return replace(problem, cost=cost, cells=cells, budget=None)
 
 
 def price_memory(problem: Problem, price: np.ndarray) -> Problem:
-    """The Lagrangian: a byte at program point t costs `price[t]` seconds; no budget."""
+    """Returns the Lagrangian: a byte at program point t costs `price[t]` seconds; no budget."""
     entry, start, end, size = problem.items
     total = np.concatenate([[0.0], np.cumsum(price)])
     seconds, cut = np.concatenate([problem.cost, problem.cells]), len(problem.cost)
@@ -143,7 +143,7 @@ def timeline(points: int, start: np.ndarray, end: np.ndarray, size: np.ndarray) 
 
 
 def allowance(budget: float) -> float:
-    """The budget, with room for the rounding of float sums; whole bytes below 2**53 are summed exactly."""
+    """Returns the budget, with room for the rounding of float sums; whole bytes below 2**53 are summed exactly."""
     return budget + 1e-9 * min(abs(budget), 1e8)
 
 
@@ -176,7 +176,7 @@ def descend(
 
 
 def problem_from_graph(graph: StrategyGraph) -> Problem:
-    """The problem of a strategy graph."""
+    """Returns the problem of a strategy graph."""
     costs = [np.asarray(cost, dtype=np.float64) for cost in graph.node_cost]
     cost = concatenate_flat(costs, np.float64)
     assert all(one.size for one in costs) and (cost >= 0).all(), "a node has no strategy, or one of no seconds"
@@ -188,7 +188,7 @@ def problem_from_graph(graph: StrategyGraph) -> Problem:
 
 
 def _links(transfers: Sequence[Transfer], first: np.ndarray) -> tuple[Links, np.ndarray, np.ndarray]:
-    """The edges with consumers, their costs, and the edge of each transfer, -1 for those without consumers."""
+    """Returns the edges with consumers, their costs, and the edge of each transfer, -1 for those without consumers."""
     is_edge = np.array([bool(transfer.consumers) for transfer in transfers], dtype=bool)
     edges = list(itertools.compress(transfers, is_edge))
     ends = [(e, transfer.src, transfer.src_class) for e, transfer in enumerate(edges)]
@@ -209,7 +209,7 @@ def _links(transfers: Sequence[Transfer], first: np.ndarray) -> tuple[Links, np.
 
 
 def _items(buffers: Buffers, links: Links, number: np.ndarray) -> Items:
-    """The buffers by entry and interval; those of one entry that live equally long are one."""
+    """Returns the buffers by entry and interval; those of one entry that live equally long are one."""
     transfer = np.asarray(buffers.transfer, dtype=np.int64)
     edge = np.append(number, -1)[transfer]
     live = np.concatenate([np.flatnonzero(transfer < 0), np.flatnonzero((transfer >= 0) & (edge >= 0))])

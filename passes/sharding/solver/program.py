@@ -68,7 +68,7 @@ class LinearProgram:
         return int(self.problem.links.first[-1])
 
     def round(self, x: np.ndarray) -> np.ndarray:
-        """The choice nearest to a solution."""
+        """Returns the choice nearest to a solution."""
         return np.array([one.argmax() for one in split(x[: self.integers], self.problem.links.first)], dtype=int)
 
     def bytes(self, x: np.ndarray) -> np.ndarray:
@@ -78,7 +78,7 @@ class LinearProgram:
         return base + timeline(len(base), start, end, size * np.where(variable >= 0, x[variable], 0.0))
 
     def slack(self, reduced_cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """How far above the relaxation a choice is that takes a strategy, or a cell; as `Ascent.slack`."""
+        """Returns how far above the relaxation a choice is that takes a strategy, or a cell; as `Ascent.slack`."""
         return reduced_cost[: self.integers], np.where(self.sole_payer >= 0, reduced_cost[self.sole_payer], 0.0)
 
     def memory_row(self, point: int) -> np.ndarray:
@@ -130,7 +130,7 @@ class _Edge(NamedTuple):
 
 
 def build(problem: Problem) -> LinearProgram:
-    """The program of a problem; see the module's docstring."""
+    """Returns the program of a problem; see the module's docstring."""
     draft = _Draft(problem)
     for e in range(problem.links.edges):
         draft.add_edge(e)
@@ -200,7 +200,7 @@ class _Draft:
         self.at_most.add(np.arange(count), w[w >= 0], -1.0, count)
 
     def _new_pairs(self, edge: _Edge, p: np.ndarray, q: np.ndarray, pays: np.ndarray) -> np.ndarray:
-        """Variables for the pairs (p, q). Those of `pays` have their costs and bytes."""
+        """Returns variables for the pairs (p, q). Those of `pays` have their costs and bytes."""
         new = self.width + np.arange(len(p))
         self.width += len(p)
         self.cost.append(np.where(pays, edge.cost[p, q], 0.0))
@@ -272,7 +272,7 @@ _Rows = tuple[sparse.csr_array, np.ndarray | float, np.ndarray | float]
 
 
 def _own_rows(program: LinearProgram, others: int = 0) -> list[_Rows]:
-    """The rows of a program, those of memory aside, over its own variables and others behind them."""
+    """Returns the rows of a program, those of memory aside, over its own variables and others behind them."""
 
     def wider(rows: sparse.csr_array) -> sparse.csr_array:
         shape = len(rows.indptr) - 1, len(program.cost) + others
@@ -310,7 +310,7 @@ def _row_scale(program: LinearProgram) -> float:
 
 
 def _memory_rows(program: LinearProgram, points: Sequence[int]) -> tuple[sparse.csr_array, np.ndarray]:
-    """Rows and limits: bytes at these points within the budget."""
+    """Returns rows and limits: bytes at these points within the budget."""
     if not len(points):
         return sparse.csr_array((0, len(program.cost))), np.zeros(0)
     budget = program.problem.budget

@@ -39,18 +39,18 @@ class Restriction:
     messages: np.ndarray
 
     def lift(self, choice: Sequence[int] | np.ndarray) -> np.ndarray:
-        """A choice of the restricted problem as one of the original."""
+        """Returns a choice of the restricted problem as one of the original."""
         links = self.problem.links
         return self.strategies[links.first[:-1] + np.asarray(choice, dtype=np.int64)] - self.original[:-1]
 
     def lower(self, choice: Sequence[int] | np.ndarray) -> np.ndarray | None:
-        """A choice of the original problem as one of the restricted; None if it is not there."""
+        """Returns a choice of the original problem as one of the restricted; None if it is not there."""
         links, wanted = self.problem.links, self.original[:-1] + np.asarray(choice, dtype=np.int64)
         place = np.minimum(np.searchsorted(self.strategies, wanted), len(self.strategies) - 1)
         return place - links.first[:-1] if (self.strategies[place] == wanted).all() else None
 
     def further(self, problem: Problem) -> Restriction:
-        """The consistent part of `problem`, which is this restriction's with more of it forbidden.
+        """Returns the consistent part of `problem`, which is this restriction's with more of it forbidden.
 
         Raises:
           Contradiction: no choice is allowed.
@@ -60,7 +60,7 @@ class Restriction:
 
 
 def make_consistent(problem: Problem) -> Restriction:
-    """The problem without strategies of infinite cost, and without those that a neighbour cannot meet.
+    """Returns the problem without strategies of infinite cost, and without those that a neighbour cannot meet.
 
     Raises:
       Contradiction: no choice is allowed.
@@ -92,7 +92,7 @@ class _Left(NamedTuple):
 
 
 def _left(links: Links, keep: np.ndarray) -> _Left:
-    """The links of a mask of the strategies: the lines that these are in, and distinct consumers."""
+    """Returns the links of a mask of the strategies: the lines that these are in, and distinct consumers."""
     kept = keep[links.strategy]
     used = np.zeros(links.line[-1], dtype=bool)
     used[links.class_line[kept]] = True
@@ -118,7 +118,7 @@ def _left(links: Links, keep: np.ndarray) -> _Left:
 
 
 def _remaining(problem: Problem, left: _Left) -> tuple[Items, np.ndarray]:
-    """The bytes that are left, and those that every choice has."""
+    """Returns the bytes that are left, and those that every choice has."""
     if not len(problem.items.entry):
         return problem.items, problem.base
     links, cut, nodes = left.links, len(problem.cost), problem.links.nodes

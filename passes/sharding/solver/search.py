@@ -200,12 +200,12 @@ class Search(PeakSearch):
                 return
 
     def _unit(self, program: LinearProgram) -> float:
-        """Seconds that the objective amounts to, at least roughly."""
+        """Returns seconds that the objective amounts to, at least roughly."""
         guesses = (self.objective, self.bound, float(program.cost.max()))
         return next((guess for guess in guesses if math.isfinite(guess) and guess > 0), 1.0)
 
     def _relax(self, program: LinearProgram) -> Relaxed:
-        """The relaxation with as many memory rows as it takes to satisfy all."""
+        """Returns the relaxation with as many memory rows as it takes to satisfy all."""
         budget = program.problem.budget
         while True:
             points = self.points if budget is not None else []

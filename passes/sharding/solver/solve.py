@@ -36,7 +36,7 @@ def solve(
     known: SolverState | None = None,
     start: Solution | None = None,
 ) -> Solution:
-    """The best strategy of each node.
+    """Returns the best strategy of each node.
 
     Args:
       graph: the problem.
@@ -135,7 +135,7 @@ def evaluate(graph: StrategyGraph, choice: Sequence[int]) -> tuple[float, float]
 
 
 def find_minimal_budget(graph: StrategyGraph, *, gap: float = 1e-4) -> tuple[float, Solution]:
-    """The smallest peak, in bytes, that a choice reaches, and such a choice.
+    """Returns the smallest peak, in bytes, that a choice reaches, and such a choice.
 
     The budget of the graph is ignored. The Solution's seconds are those of a choice made for memory alone: for the
     fastest plan within that budget, `solve` with it. Its status says whether the peak is proven minimal, within `gap`;

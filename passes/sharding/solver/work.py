@@ -48,7 +48,7 @@ class WorkExhausted(Exception):
 
 
 def sweep_work(links: Links) -> int:
-    """Cells visited by a sweep, which visits each part of an edge from both ends, forward and backward."""
+    """Returns cells visited by a sweep, which visits each part of an edge from both ends, forward and backward."""
     return 4 * int(links.shape.prod(1)[links.edge[links.edges :][~links.own]].sum())
 
 

@@ -56,7 +56,7 @@ class Minimum:
 
 
 def minimise(problem: PathProblem, cutoff: float = math.inf, gap: float = 0.0) -> Minimum:
-    """The fastest path, if it takes less than `cutoff` seconds.
+    """Returns the fastest path, if it takes less than `cutoff` seconds.
 
     After `MAX_THRESHOLDS` it is the best path so far, and none if there is a cutoff.
 
@@ -114,7 +114,7 @@ def least_bytes(problem: PathProblem, limit: float = math.inf) -> tuple[float, P
 
 
 def least_bytes_together(problem: PathProblem, meshes: int, virtual: int) -> float:
-    """Bytes that the fullest of this many submeshes takes at least, each with `virtual` stages of a path.
+    """Returns bytes that the fullest of this many submeshes takes at least, each with `virtual` stages of a path.
 
     That is no less than what all take on average; and of what its stages keep of a micro-batch in flight, a submesh
     holds the most of any, which is no less than their mean.

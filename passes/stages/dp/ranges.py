@@ -97,11 +97,11 @@ class StageCosts:
         return self.forward.shape[0]
 
     def flying(self, schedule: str) -> np.ndarray:
-        """Bytes per device of a micro-batch in flight under a schedule."""
+        """Returns bytes per device of a micro-batch in flight under a schedule."""
         return self.split_bytes if STRATEGIES[schedule].splits else self.inflight_bytes
 
     def cut_seconds(self, layer: int, before: int, after: int) -> tuple[float, float]:
-        """One transfer over the cut before `layer`, between stages of two kinds: the mean, and the slowest."""
+        """Returns one transfer over the cut before `layer`, between stages of two kinds: the mean, and the slowest."""
         return float(self.boundary_seconds[layer, before, after]), float(self.slowest_seconds[layer, before, after])
 
     def buffer_bytes(self, first: int, stop: int) -> float:

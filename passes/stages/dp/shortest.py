@@ -129,17 +129,17 @@ class ShortestPaths:
         self.alive = self.alive & (self.least < limit)
 
     def before(self, which: int, value: float) -> float:
-        """The largest excess (0) or update (1) below `value`; -inf if there is none."""
+        """Returns the largest excess (0) or update (1) below `value`; -inf if there is none."""
         at = int(np.searchsorted(self.values[which], value, "left")) - 1
         return float(self.values[which][at]) if at >= 0 else -math.inf
 
     def at_most(self, which: int, value: float) -> float:
-        """The largest excess (0) or update (1) that is not above `value`; -inf if there is none."""
+        """Returns the largest excess (0) or update (1) that is not above `value`; -inf if there is none."""
         at = int(np.searchsorted(self.values[which], value, "right")) - 1
         return float(self.values[which][at]) if at >= 0 else -math.inf
 
     def after(self, which: int, value: float) -> float:
-        """The least excess (0) or update (1) above `value`; inf if there is none."""
+        """Returns the least excess (0) or update (1) above `value`; inf if there is none."""
         at = int(np.searchsorted(self.values[which], value, "right"))
         return float(self.values[which][at]) if at < len(self.values[which]) else math.inf
 
@@ -228,7 +228,7 @@ class ShortestPaths:
         groups: np.ndarray,
         combine: np.ufunc,
     ) -> Path:
-        """The best path from a source, in tables of the least combined weight to the end.
+        """Returns the best path from a source, in tables of the least combined weight to the end.
 
         Args:
           steps: for each stage the table of what follows, and the weights of some groups and of their variants.
@@ -246,7 +246,7 @@ class ShortestPaths:
         return tuple(path)
 
     def _first(self, table: np.ndarray) -> int:
-        """The source of the best path."""
+        """Returns the source of the best path."""
         sources = self.problem.sources
         return sources[int(table[list(sources), -1].argmin())]
 
@@ -257,7 +257,7 @@ class ShortestPaths:
         return min(p.count(left, p.stages[0]) for left in range(1, p.stages[1] + 1))
 
     def least_of(self, count: float, combine: np.ufunc) -> float:
-        """The least of the combined bytes of a path's stages, each with `count` micro-batches in flight."""
+        """Returns the least of the combined bytes of a path's stages, each with `count` micro-batches in flight."""
         p = self.problem
         need = np.where(self.everything, p.fixed + np.where(self.everything, p.each, 0.0) * count, np.inf)
         return self._at_sources(self._backward([_over_variants(need)], [combine])[0])
@@ -265,7 +265,7 @@ class ShortestPaths:
     def by_position(
         self, stages: tuple[int, int], allowed: np.ndarray, combine: np.ufunc, limit: float = math.inf
     ) -> tuple[float, Path | None]:
-        """The least combined cost of paths with S in `stages`, by stages left.
+        """Returns the least combined cost of paths with S in `stages`, by stages left.
 
         With `np.add` the cost is latency under the budget, for the count of the least S; with `np.maximum` it is bytes,
         below a limit.
@@ -317,10 +317,10 @@ def _over_variants(values: np.ndarray) -> np.ndarray:
 
 
 def _starts(values: np.ndarray) -> np.ndarray:
-    """Where runs of equal values begin. There must be values."""
+    """Returns where runs of equal values begin. There must be values."""
     return np.flatnonzero(np.append(True, values[1:] != values[:-1]))
 
 
 def _runs(values: np.ndarray) -> list[slice]:
-    """The runs of equal values. There must be values."""
+    """Returns the runs of equal values. There must be values."""
     return [slice(a, b) for a, b in itertools.pairwise([*_starts(values).tolist(), len(values)])]

@@ -79,7 +79,7 @@ LARGE = 128
 
 
 def slice_stages(costs: Sequence[StageCosts], options: SliceOptions) -> StageSlicing:
-    """The fastest pipeline.
+    """Returns the fastest pipeline.
 
     Args:
       costs: one for each number of micro-batches to try; layers, kinds, variants and devices are equal.
@@ -103,7 +103,7 @@ def slice_stages(costs: Sequence[StageCosts], options: SliceOptions) -> StageSli
 
 
 def _near(costs: StageCosts, size: int) -> tuple[int, ...]:
-    """The kinds of submesh of half to twice as many devices as the best equal ones have."""
+    """Returns the kinds of submesh of half to twice as many devices as the best equal ones have."""
     return tuple(kind for kind, other in enumerate(costs.devices) if size <= 2 * other <= 4 * size)
 
 
@@ -136,7 +136,7 @@ def _fastest(
 
 
 def _minimise(task: Task, options: SliceOptions, fewer: bool, cutoff: float) -> tuple[Minimum, PathProblem]:
-    """The best of a task, and its graph.
+    """Returns the best of a task, and its graph.
 
     With virtual stages: as if each were alone in its memory. If those do not fit together, three ways to a choice that
     does: each as if the others of its submesh were like it; each with its own share of the budget for what it keeps and
@@ -212,7 +212,7 @@ def _ranked(weighed: list[Weighed], best: StageSlices | None) -> tuple[Weighed, 
 def explain_infeasible(
     costs: Sequence[StageCosts], tasks: Sequence[Task], options: SliceOptions, *, fewer: bool
 ) -> Infeasible:
-    """The constraint that leaves no pipeline on all devices; with `fewer`, none on fewer either."""
+    """Returns the constraint that leaves no pipeline on all devices; with `fewer`, none on fewer either."""
     if not tasks:
         return Infeasible("schedule", _no_schedule(costs, options), None)
     found = _least_bytes(tasks, options, fewer=False)
@@ -233,7 +233,7 @@ def explain_infeasible(
 
 
 def _least_bytes(tasks: Sequence[Task], options: SliceOptions, *, fewer: bool) -> tuple[float, Task] | None:
-    """The least bytes per device that any task could do with, and which; with `fewer`, on fewer devices too.
+    """Returns the least bytes per device that any task could do with, and which; with `fewer`, on fewer devices too.
 
     Smaller micro-batches mostly need the least: what comes after them only has to be less.
     """

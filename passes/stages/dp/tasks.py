@@ -31,7 +31,7 @@ class Task:
 
 
 def stage_range(costs: StageCosts, options: SliceOptions) -> tuple[int, int]:
-    """The least and the largest number of submeshes."""
+    """Returns the least and the largest number of submeshes."""
     fixed = len(options.kinds) if options.kinds is not None else options.num_stages
     most = min(costs.num_layers, costs.total_devices // min(costs.devices))
     return (1, most) if fixed is None else (fixed, min(fixed, most))
@@ -64,7 +64,7 @@ def tasks_of(costs: StageCosts, options: SliceOptions, *, equal: bool = False) -
 
 
 def can_use_all(task: Task) -> bool:
-    """Whether a task is one of pipelines that may use every device."""
+    """Returns whether a task is one of pipelines that may use every device."""
     return not task.meshes or task.meshes * task.costs.devices[task.kind] == task.costs.total_devices
 
 
@@ -81,7 +81,7 @@ def least_area(costs: StageCosts, kind: int) -> float:
 
 
 def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
-    """The graph of a task: a node for each cut and kind of the stage behind it."""
+    """Returns the graph of a task: a node for each cut and kind of the stage behind it."""
     c, strategy = task.costs, STRATEGIES[task.schedule]
     layers, kinds = c.num_layers, len(c.devices)
     allowed = [k for k in range(kinds) if task.kind in (-1, k) and c.devices[k] <= c.total_devices]
@@ -152,7 +152,7 @@ def _choices(layers: int, allowed: Sequence[int]) -> np.ndarray:
 
 
 def pipeline_of(task: Task, problem: PathProblem, path: Path) -> StageSlices:
-    """A path of a task's graph as a pipeline."""
+    """Returns a path of a task's graph as a pipeline."""
     c = task.costs
     kinds = len(c.devices)
     meshes = task.meshes or len(path)
@@ -177,7 +177,7 @@ def pipeline_of(task: Task, problem: PathProblem, path: Path) -> StageSlices:
 
 
 def place(devices: Sequence[int], devices_per_node: int) -> tuple[int, ...]:
-    """The first device of each submesh, aligned: within a node to a multiple of its size, else to whole nodes.
+    """Returns the first device of each submesh, aligned: within a node to a multiple of its size, else to whole nodes.
 
     In the given order where that leaves no gap, else by falling size, equal ones in order. No gap is ever needed: sizes
     are multiples of a node, or divide it and each other; within one node that is all there is, they may be any.
@@ -194,7 +194,7 @@ def place(devices: Sequence[int], devices_per_node: int) -> tuple[int, ...]:
 
 
 def evaluate(costs: StageCosts, slices: StageSlices) -> tuple[float, tuple[float, ...]]:
-    """Seconds of a step, and bytes per device of each submesh, straight from the formulas of `dp.slicing`.
+    """Returns seconds of a step, and bytes per device of each submesh, straight from the formulas of `dp.slicing`.
 
     `costs` must be those of `slices.num_microbatches`; seconds and bytes in `slices` are not read.
     """
