@@ -190,7 +190,7 @@ def test_a_pipeline_of_scanned_layers_is_examined_whole() -> None:
     compiled, _ = piped.planned(args, {})
     leaves = reference.ReferenceRun(compiled.source, args, {}).leaves
     assert reference.first_difference(compiled.staged, leaves, 1e-2) is None
-    traced, given = compiled.staged.traced, reference._pieces(compiled.staged.traced, leaves)
+    traced, given = compiled.staged.traced, reference.pieces(compiled.staged.traced, leaves)
     known, want = reference._values(compiled.staged, given), evaluation.evaluate(traced.graph, given)
     for stage in compiled.staged.stages:
         inputs = [known[reference._kind(port), port.number] for port in stage.graph.inputs]

@@ -252,7 +252,7 @@ def test_our_own_faults_in_the_search_of_pipelines_are_not_swallowed(monkeypatch
     args = shapes_of(layers=2, width=64, batch=16)
     monkeypatch.setattr(pipelines.PipelineSearch, "estimate", lambda _: (0.0, 0.0))
     price = mock.Mock(side_effect=InfeasibleError("no stage fits"))
-    monkeypatch.setattr(pipeline_analysis.PipelineAnalyses, "_price", price)
+    monkeypatch.setattr(pipeline_analysis.PipelineAnalyses, "price", price)
     plan = make_plan(step, *args, cluster=cluster(1, 2), verify="off")
     assert any("no stage fits" in note for note in plan.notes)
     price.side_effect = PlanError("the lists wait for each other")

@@ -100,7 +100,7 @@ def show(
     """Print a plan: what was chosen, what it yields, and how other methods would do; with --full everything."""
     found = Plan.load(file)
     if html is None:
-        base.console().print((text if full else brief).render_summary(found))
+        base.console().print(text.render_plan(found) if full else brief.render_summary(found))
         return
     with base.report_unwritable("--html", html):
         found.to_html(html)
