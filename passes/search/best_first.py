@@ -38,13 +38,12 @@ MARGIN = 0.01
 """The share of its seconds that a plan of a less simple kind must save: the gap of the whole search."""
 
 EFFORTS: Mapping[str, int] = {"quick": 400_000_000, "normal": 3_500_000_000, "thorough": 30_000_000_000}
-"""Cells that a search may visit, by `effort`: about 3, 20 and 180 CPU seconds of a core of 2026."""
+"""Cells that may be visited, by `effort`: about 3, 20 and 180 CPU seconds of a core of 2026. Cells of other work:"""
 
-# Cells of other work:
 ANALYSIS_PER_OP = 8_000  # tracing micro-batches, factors and groups, for each operation: 0.6 ms
 BUILD_PER_CELL = 4  # building a program, for each cell of its cost matrices
 BUILD_PER_STRATEGY = 1_000  # building a program, for each strategy of its nodes: their layouts and rooflines
-LAYER_COST = 6_000_000  # one cost of a layer, of which lowering is the most: 50 ms
+LAYER_PER_OP = 20_000  # a cost of a layer, for each operation of it: 120 us
 STAGE_DP = 10_000_000  # choosing stages for one number of micro-batches: 0.2 s
 STAGE_PER_OP = 25_000  # planning a stage, lowering it and simulating its program, for each operation: 1.2 ms
 

@@ -42,10 +42,9 @@ MAX_SPEEDUP = 2.0  # how many times faster two streams are than one at most: eac
 IMPROVEMENTS = 2  # rounds of sweeps that bound a program before it is solved: mostly to a few percent of the optimum
 HALVINGS = 3  # how often the number of recomputed layers is bisected
 
-# Estimates:
-UNKNOWN_COMMUNICATION = 1.3  # ratio of the seconds of a step to those of its products, before any program is bounded
-MAX_COMPUTE_RATIO = 1.5  # the most by which a step computes longer than its roofline in equal parts on all devices
-OPTIMISM = 0.9  # share of the seconds of the best mesh known that another mesh of a configuration takes
+UNKNOWN_COMMUNICATION = 1.3  # estimated ratio of a step's seconds to those of its products, before any program is built
+MAX_COMPUTE_RATIO = 1.5  # estimate of the most by which a step computes longer than its roofline in equal parts
+OPTIMISM = 0.9  # estimated share of the seconds of the best mesh known that another mesh of a configuration takes
 LAST = 1e30  # seconds of plans that are not expected to fit: they are tried if no others do
 
 BASELINES: tuple[Textbook, ...] = Zero(2), DataParallel(), Zero(1), Zero(3), TensorParallel()
@@ -85,7 +84,7 @@ class Record:
       bounds: mesh -> seconds that none of its plans takes less of, whatever the budget.
       peak: the same for every mesh: an equal part of the work on each device, at peak rates.
       least: bytes per device that no plan of the meshes that exceed the budget takes less of; 0 if unknown.
-      may_fit: whether a mesh was weighed that may not exceed it.
+      may_fit: whether a mesh was weighed that may not exceed it. excess: seconds of its plans over their free bounds.
     """
 
     family: Family
@@ -96,6 +95,7 @@ class Record:
     peak: float = 0.0
     least: float = 0.0
     may_fit: bool = False
+    excess: float = 0.0
 
 
 class OneMeshSearch:
@@ -273,8 +273,8 @@ class OneMeshSearch:
             """If it is not built, as good as the best of its configuration, and as unlikely to fit."""
             bound = self.bound(record, program.mesh)
             if bounded is not None:
-                return bound, OPTIMISM * bound
-            expected, excess = self._estimate(record)[1], max(1.0, record.least / self.request.budget)
+                return bound, OPTIMISM * bound * max(1.0, record.excess)
+            expected, excess = self._estimate(record)[1], max(1.0, record.excess, record.least / self.request.budget)
             return bound, OPTIMISM * max(bound, expected) * excess
 
         expand = (
@@ -288,8 +288,8 @@ class OneMeshSearch:
         mesh, space = program.mesh, self.run("sharding", program.build)
         bound = solve.SolverState(space.program)
         if not record.family.textbook:
-            plans = [plan.value.found for plan in self.found if plan.value.step is record.step]
-            choices = [mesh_program.map_choice_to(plan, space) for plan in plans if plan.mesh == mesh]
+            plans = [p.value.found for p in self.found if p.value.step is record.step and p.value.found.mesh == mesh]
+            choices = [mesh_program.map_choice_to(plan, space) for plan in plans]
             bound.choices += [choice for choice in choices if choice is not None]
         for _ in range(IMPROVEMENTS):
             self.run("sharding", bound.improve)
@@ -321,6 +321,7 @@ class OneMeshSearch:
             return Expansion(self._successors(record), bound=least, work=work)
         hidden = self._hidden(record.step, found) if overlaps and not record.family.textbook else []
         plans = [self.take(record, MeshSolution(found.space, one)) for one in (solution, *hidden)]
+        record.excess = min(record.excess or math.inf, solution.objective / max(found.free_bound, 1e-30))
         is_slowed = solution.objective > found.free_bound * (1 + mesh_program.NEAR_FREE)  # by the budget
         more = self._successors(record) if is_slowed else []
         work += sum(other.work for other in hidden)

@@ -31,7 +31,7 @@ from alpa_lite.options import Auto
 from alpa_lite.passes import stages
 from alpa_lite.passes.programs import token_samples
 from alpa_lite.passes.programs.staged import Staged, add_notes
-from alpa_lite.passes.search.best_first import LAYER_COST, STAGE_DP, STAGE_PER_OP, Candidate, Expansion, FoundPlan
+from alpa_lite.passes.search.best_first import LAYER_PER_OP, STAGE_DP, STAGE_PER_OP, Candidate, Expansion, FoundPlan
 from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.search.one_mesh import LAST, OneMeshSearch
 from alpa_lite.passes.search.pipeline_analysis import REFUSALS, PipelineAnalyses, found_plan
@@ -156,7 +156,7 @@ class PipelineSearch:
                 continue
             late = cutoff if math.isfinite(cutoff) else LAST  # unequal submeshes, or other schedules, may fit
             out.append(self._of_count(count, costs, late if rough is None else rough[0].seconds))
-        return Expansion(out, work=LAYER_COST * len(costs.known) + STAGE_DP * len(own.counts))
+        return Expansion(out, work=LAYER_PER_OP * costs.num_ops + STAGE_DP * len(own.counts))
 
     def _of_count(self, count: int, costs: LayerCosts, seconds: float, attempt: int = 0) -> Candidate:
         """Returns all pipelines with a number of micro-batches, by the costs of layers at this number or another one.
@@ -184,7 +184,7 @@ class PipelineSearch:
         own, work = self.analyses, 0
         for kinds in dict.fromkeys((tuple(sorted(set(rough.slices.devices))), own.kinds)):
             exact = self._tried(own.price, count, kinds)
-            work += LAYER_COST * len(exact.known) if exact else 0
+            work += LAYER_PER_OP * exact.num_ops if exact else 0
             if exact and (found := self._tried(own.choose_or_least, exact, count)):
                 exact = replace(exact, beyond=costs.beyond)
                 return Expansion([self._of_count(count, exact, found[0].seconds, attempt)], work=work)

@@ -7,7 +7,6 @@ than it costs time. The stage DP then finds which of them a stage can afford.
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.options import Sharded
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir.loops import ScanView, scan_op
+from alpa_lite.passes.ir.remembered import memoise_method
 from alpa_lite.passes.layers.rematerialisation import Choice, is_kept
 from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operand, Reshard, reads, writes
 from alpa_lite.passes.sharding import limits
@@ -101,10 +101,11 @@ class Layer:
         """`wishes`: what the user says of arguments."""
         rules = factors.rules_of(graph.traced.graph.ops(), graph.traced.graph.values)
         self._graph, self._wishes, self._step = graph, wishes, group_stage(graph, rules, split_weights=False)
-        self.at, self._search = functools.cache(self._at), functools.cache(self._search_at_prices)
+        self.num_ops = sum(1 for _ in graph.traced.graph.ops())
         self._of_choice: dict[tuple[int, LogicalMesh, tuple[Strategy, ...]], LayerCost] = {}
 
-    def _at(self, cluster: Cluster, method: Sharded, price: int, shape: tuple[int, ...] = ()) -> LayerCost:
+    @memoise_method
+    def at(self, cluster: Cluster, method: Sharded, price: int, shape: tuple[int, ...] = ()) -> LayerCost:
         """Returns the cost at one of `PRICES`, by number.
 
         Args:
@@ -124,7 +125,8 @@ class Layer:
         seconds, size = search.fastest
         return replace(self._of_choice[key], seconds=seconds, bytes=size)
 
-    def _search_at_prices(self, cluster: Cluster, method: Sharded) -> LagrangianSearch:
+    @memoise_method
+    def _search(self, cluster: Cluster, method: Sharded) -> LagrangianSearch:
         """Returns the integer programs of the layer; the user's constraints do not bind where there is one device."""
         wishes = self._wishes if cluster.num_devices > 1 else NO_WISHES
         found = limits.admissible_meshes(self._step, cluster, method, wishes, max_axes=2)

@@ -68,6 +68,11 @@ class LayerCosts:
     beyond: Mapping[tuple[int, int], float] = field(default_factory=dict)
     num_stages: int | None = None
 
+    @property
+    def num_ops(self) -> int:
+        """The operations of the layers whose costs are known, once for each cost."""
+        return sum(layer.num_ops for layer, *_ in self.known)
+
     @cached_property
     def shapes(self) -> Mapping[tuple[int, int], tuple[Shape, ...]]:
         """The logical meshes of the forms, by the numbers of the kind of submesh and of the price.
