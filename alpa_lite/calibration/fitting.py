@@ -306,7 +306,7 @@ class Calibration:
 
 
 def default_path(cluster: Cluster) -> Path:
-    """Returns where `alpa-lite calibrate` writes without `--out`: in `$XDG_CACHE_HOME`, by default ~/.cache."""
+    """Returns where `alpa-lite calibrate` writes without `--output`: in `$XDG_CACHE_HOME`, by default ~/.cache."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     device = re.sub(r"[^a-z0-9]+", "-", cluster.device.lower()).strip("-")
     return home / "alpa_lite" / f"calibration-{device}-{cluster.num_devices}.json"
