@@ -78,10 +78,10 @@ class Candidate:
     """A set of plans.
 
     Attributes:
-      kind: how complex its simplest plans are.
-      key: breaks ties; no two candidates that wait have equal ones.
+      kind: how complex its simplest plans are. key: breaks ties; no two that wait have equal ones.
       estimate: (bound, priority) in seconds, by everything that is known now. The bound never falls.
       expand: its parts; plans of the given seconds or more are not wanted.
+      slack: the share of its priority that its best plan takes at least: an estimate prunes only by that.
       is_floor: whether it is expanded even if the budget is spent, so that no plan of the search is slower.
     """
 
@@ -91,6 +91,7 @@ class Candidate:
     estimate: Callable[[], tuple[float, float]]
     expand: Callable[[float], Expansion]
     is_floor: bool = False
+    slack: float = 1.0
 
 
 def cutoff_of(incumbent: FoundPlan | None, kind: Kind) -> float:
@@ -116,8 +117,7 @@ def search(
     """
     incumbent: FoundPlan | None = None
     bound, work, expanded, pruned, truncated = math.inf, 0, 0, 0, False
-    estimated: list[str] = []
-    unreached: list[str] = []
+    estimated, unreached = list[str](), list[str]()
     heap = [(root.estimate()[1], root.key, root) for root in roots]
     heapq.heapify(heap)
     while heap:
@@ -130,7 +130,7 @@ def search(
             continue
         if is_bounded:
             pruned += 1
-        elif current >= cutoff:
+        elif current * candidate.slack >= cutoff:
             estimated.append(candidate.name)
         elif incumbent is not None and not candidate.is_floor and (truncated or work >= allowed or is_over()):
             truncated = truncated or work < allowed

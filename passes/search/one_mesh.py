@@ -167,15 +167,15 @@ class OneMeshSearch:
         expand: Callable[[float], Expansion],
     ) -> Candidate:  # fmt: skip
         """Returns a candidate; floors come first until there is a plan, then in the order of their bounds."""
-        family, config, rank = record.family, record.config, record.config.rank
-        is_floor = family.textbook is not None
+        family, config, kind = record.family, record.config, (0, *record.config.rank)
+        floor = family.textbook is not None
 
         def waiting() -> tuple[float, float]:
             bound, _ = estimate()
             return bound, bound if self.found or config != self.first else 0.0
 
-        name, key = f"{family.name}{shape}, {config}", (not is_floor, *rank, family.order, *key)
-        return Candidate(name, (0, *rank), key, waiting if is_floor else estimate, expand, is_floor)
+        name, key = f"{family.name}{shape}, {config}", (not floor, *kind, family.order, *key)
+        return Candidate(name, kind, key, waiting if floor else estimate, expand, floor, 1.0 if shape else OPTIMISM)
 
     def take(self, record: Record, found: MeshSolution) -> FoundPlan:
         """Returns a solution as a plan, listed among those of its configuration."""
