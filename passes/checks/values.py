@@ -10,7 +10,7 @@ from alpa_lite.ir.graph import Lit, Traced
 from alpa_lite.ir.schedules import Schedule
 from alpa_lite.passes.layers.division import Divided, Divisible
 from alpa_lite.passes.layers.types import Assignment, Layering
-from alpa_lite.passes.lowering.program import LocalProgram, Loop, reads, writes
+from alpa_lite.passes.lowering.program import LocalProgram, Loop
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding.groups import Grouping
@@ -79,9 +79,9 @@ def _local(value: LocalProgram) -> None:
     def visit(body: Any) -> None:
         written = set(body.inputs)
         for item in body.instructions:
-            assert written.issuperset(reads(item)), f"{item} reads a register before it is written"
-            assert written.isdisjoint(writes(item)), f"{item} writes a register again"
-            written.update(writes(item))
+            assert written.issuperset(item.reads), f"{item} reads a register before it is written"
+            assert written.isdisjoint(item.results), f"{item} writes a register again"
+            written.update(item.results)
             if isinstance(item, Loop):
                 for inner in item.bodies:
                     visit(inner)

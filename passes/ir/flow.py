@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from operator import attrgetter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from alpa_lite.ir.graph import Atom, Block, Lit, Op
 
 T = TypeVar("T", bound=Hashable)
+ItemT = TypeVar("ItemT", bound=Any)  # has `reads` and `results`: an op, or an instruction
 
 
 def values_in(atoms: Iterable[Atom]) -> tuple[int, ...]:
@@ -69,17 +69,11 @@ def find_computable(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
     return found
 
 
-def append_behind_makers(
-    items: dict[T, None], last: T, makers: Mapping[int, T], reads: Callable[[T], Iterable[int]] = attrgetter("reads")
-) -> list[T]:
-    """Appends an op to ordered ops, behind the makers of its operands; returns the ops that were appended.
-
-    Args:
-      reads: the values that an item reads, where items are not ops.
-    """
+def append_behind_makers(items: dict[ItemT, None], last: ItemT, makers: Mapping[int, ItemT]) -> list[ItemT]:
+    """Appends an item to ordered ones, behind the makers of its operands; returns the items that were appended."""
     stack, added = [last], []
     while stack:
-        missing = [makers[v] for v in reads(stack[-1]) if v in makers and makers[v] not in items]
+        missing = [makers[v] for v in stack[-1].reads if v in makers and makers[v] not in items]
         if missing:
             stack += missing
             continue
@@ -90,19 +84,12 @@ def append_behind_makers(
     return added
 
 
-def before_readers(
-    items: Sequence[T], early: Collection[T], reads: Callable[[T], Iterable[int]] = attrgetter("reads"),
-    results: Callable[[T], Iterable[int]] = attrgetter("results"),
-) -> list[T]:  # fmt: skip
-    """Returns the ops with each of some right before its first reader, and those that no other one reads at the end.
-
-    Args:
-      reads, results: the values of an item, where items are not ops.
-    """
-    makers = {value: item for item in items if item in early for value in results(item)}
-    out: dict[T, None] = {}
+def before_readers(items: Sequence[ItemT], early: Collection[ItemT]) -> list[ItemT]:
+    """Returns the items, each of `early` right before its first reader, or at the end if no other one reads it."""
+    makers = {value: item for item in items if item in early for value in item.results}
+    out: dict[ItemT, None] = {}
     for item in (*(item for item in items if item not in early), *items):
-        append_behind_makers(out, item, makers, reads)
+        append_behind_makers(out, item, makers)
     return list(out)
 
 

@@ -36,9 +36,7 @@ from alpa_lite.passes.lowering.program import (
     Reshard,
     computes,
     read_before,
-    reads,
     spec_of,
-    writes,
 )
 from alpa_lite.passes.lowering.runs import runs_of
 
@@ -60,8 +58,8 @@ def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh, *, shared: bool =
 
     def region(part: tuple[Instruction, ...], later: Sequence[Instruction], registers: dict[int, Any]) -> None:
         """Runs instructions as one region, which returns the values that are read after it."""
-        written = {register for item in part for register in writes(item)}
-        read = {register for item in later for register in reads(item)}.union(
+        written = {register for item in part for register in item.results}
+        read = {register for item in later for register in item.reads}.union(
             o for o in program.body.outputs if not isinstance(o, Lit)
         )
         wanted = tuple(sorted(read & written))
@@ -247,7 +245,7 @@ class _Emitter:
             match item:
                 case Compute():
                     if item.op.name in primitives.EXTREMA:
-                        for register in tied.intersection(reads(item)):
+                        for register in tied.intersection(item.reads):
                             registers[register] = _jax.materialise(registers[register])
                     results = item.form.run(*(_read(o, registers) for o in item.operands))
                 case Reshard():
@@ -268,7 +266,7 @@ class _Emitter:
                         results = self._loop(item, registers)
                 case Outside():
                     raise AssertionError("an operation that must be outside is inside a region")
-            registers.update(zip(writes(item), results, strict=True))
+            registers.update(zip(item.results, results, strict=True))
 
     def _loop(self, item: Loop, registers: Mapping[int, Any]) -> list[Any]:
         """Emits a scan, while or cond over local bodies."""
@@ -301,7 +299,8 @@ def _tied(body: Body, traced: Traced) -> frozenset[int]:
     chosen = [item for item in computed if item.op.name in primitives.EXTREMA]
     if not chosen:
         return frozenset()
-    own = set(body.inputs).union(*map(writes, body.instructions))  # a register of an outer body stays as it is
+    # A register of an outer body stays as it is.
+    own = set(body.inputs).union(*(item.results for item in body.instructions))
     equal = {a for item in computed if item.op.name == "eq" for a in item.op.operands}
     kept = own.intersection(o for o in body.outputs if not isinstance(o, Lit))
     return frozenset(

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 from alpa_lite.passes.ir.loops import body_runs
 from alpa_lite.passes.lowering.prices import FREE, Prices
-from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Reshard, reads, writes
+from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Reshard
 from alpa_lite.passes.sharding.kinds import Hiding
 from alpa_lite.passes.sharding.space import block_count
 
@@ -70,7 +70,7 @@ class Overlapping:
         streams = _Streams()
         serial, inner = 0.0, Overlap()
         for item in self._issued(items):
-            at = streams.ready(reads(item))
+            at = streams.ready(item.reads)
             computing, sent = self._computing((item,)), self._sending((item,))
             if isinstance(item, Loop):
                 runs = body_runs(item.op)
@@ -93,21 +93,21 @@ class Overlapping:
 
         The update, which depends on sums of gradients, comes after everything else.
         """
-        written = {register: i for i, item in enumerate(items) for register in writes(item)}
+        written = {register: i for i, item in enumerate(items) for register in item.results}
         keys, before = [], -1
         updates: set[int] = set()
         for i, item in enumerate(items):
-            update = not updates.isdisjoint(reads(item))
+            update = not updates.isdisjoint(item.reads)
             key = (len(items) if update else i, 0, i)
             kind = self._hidden_kind(item)
-            source = written.get(reads(item)[0], -1) if kind is not None else -1
+            source = written.get(item.reads[0], -1) if kind is not None else -1
             if kind == "gradient":
                 key = (len(items), 0, i) if update else (source, 1, i)
                 update = True
             elif kind == "gather" and not update:
                 key, before = (max(before, source), 1, i), i
             if update:
-                updates.update(writes(item))
+                updates.update(item.results)
             keys.append(key)
         return [items[i] for *_, i in sorted(keys)]
 
@@ -183,7 +183,7 @@ class _Streams:
         """Runs an instruction that some streams wait for, and that waits for these."""
         end = max(at, *(self._clock[stream] for stream in streams)) + seconds
         self._clock.update(dict.fromkeys(streams, end))
-        self._ready.update(dict.fromkeys(writes(item), end))
+        self._ready.update(dict.fromkeys(item.results, end))
 
     def join(self, item: Reshard, at: float, latency: float, seconds: float, size: int) -> None:
         """Puts a gradient into the bucket of its kind, and sends that if it is full."""

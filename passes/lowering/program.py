@@ -54,6 +54,16 @@ class Reshard:
     late: bool
     used_by: Op | None
 
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """The register that is resharded."""
+        return (self.source,)
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """The register that it is written to."""
+        return (self.result,)
+
 
 @dataclass(frozen=True, eq=False)
 class Body:
@@ -154,23 +164,13 @@ def computes(items: Iterable[Instruction]) -> Iterator[Compute]:
                 yield from computes(body.instructions)
 
 
-def reads(item: Instruction) -> tuple[int, ...]:
-    """Returns the registers that an instruction reads."""
-    return (item.source,) if isinstance(item, Reshard) else item.reads
-
-
-def writes(item: Instruction) -> tuple[int, ...]:
-    """Returns the registers that an instruction writes."""
-    return (item.result,) if isinstance(item, Reshard) else item.results
-
-
 def read_before(instructions: Iterable[Instruction]) -> set[int]:
     """Returns the registers that some instructions read before they write them themselves."""
     found: set[int] = set()
     written: set[int] = set()
     for item in instructions:
-        found.update(o for o in reads(item) if o not in written)
-        written.update(writes(item))
+        found.update(o for o in item.reads if o not in written)
+        written.update(item.results)
     return found
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.ir.graph import Lit, Traced
-from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Reshard, reads, writes
+from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Reshard
 
 SHORTEST = 8  # instructions: a call is itself one
 _PERIODS = 64  # distances that are tried
@@ -41,7 +41,7 @@ def runs_of(instructions: Sequence[Instruction], wanted: Sequence[int], traced: 
     tokens = _tokens(instructions, traced)
     last_read: dict[int, int] = {}
     for i, item in enumerate(instructions):
-        last_read.update(dict.fromkeys(reads(item), i))
+        last_read.update(dict.fromkeys(item.reads, i))
     last_read.update((register, len(instructions)) for register in wanted)
     cuts = itertools.pairwise(_cuts(tokens))
     return [_run(instructions[start:end], tokens[start:end].tolist(), end, last_read) for start, end in cuts]
@@ -53,9 +53,9 @@ def _run(instructions: Sequence[Instruction], tokens: list[int], end: int, last_
     made: dict[int, int] = {}
     wiring: list[int] = []
     for item in instructions:
-        for o in reads(item):
+        for o in item.reads:
             wiring.append(made[o] if o in made else -1 - inputs.setdefault(o, len(inputs)))
-        for register in writes(item):
+        for register in item.results:
             made[register] = len(made)
     outputs = tuple(register for register in made if last_read.get(register, -1) >= end)
     key = None

@@ -18,7 +18,7 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.costs.flops import flops_of
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.lowering.prices import FREE, Price
-from alpa_lite.passes.lowering.program import Body, Loop, Reshard, computes, reads, spec_of
+from alpa_lite.passes.lowering.program import Body, Loop, Reshard, computes, spec_of
 from alpa_lite.passes.sharding import kinds
 from alpa_lite.passes.sharding.connected import Place, every_part, find_connected_factors
 from alpa_lite.passes.sharding.groups import Group, Grouping
@@ -207,7 +207,7 @@ def saved_activations(planned: PlannedStage) -> tuple[Held, ...]:
         for item in body.instructions:
             reader = item.used_by if isinstance(item, Reshard) else item.op
             if reader is not None and _jax.derivative(reader.source) == "transpose":
-                for register in filter(made.__contains__, reads(item)):
+                for register in filter(made.__contains__, item.reads):
                     value, op, kind = made.pop(register)
                     layout: Layout = program.registers[register]
                     size = values[value].nbytes // block_count(layout, program.mesh)

@@ -34,8 +34,6 @@ from alpa_lite.passes.lowering.program import (
     Outside,
     Reshard,
     read_before,
-    reads,
-    writes,
 )
 from alpa_lite.passes.stages.segments import Segment, Segments, Wire, WireKind
 from alpa_lite.passes.stages.stage_graph import StageGraph
@@ -119,7 +117,7 @@ class _Cut:
         slices = self.stage.phases.num_slices
         count = 2 * slices if slices > 1 else 3 if self.split else 2
         phases = self._phases(items, count - 1)
-        made_in = {r: phases[n] for n, item in enumerate(items) for r in writes(item)}
+        made_in = {r: phases[n] for n, item in enumerate(items) for r in item.results}
         ends = self._ends(made_in)
         segments: list[Segment] = []
         for phase, (own, wanted) in enumerate(_parts(items, phases, ends, count, self._remade(items))):
@@ -141,20 +139,20 @@ class _Cut:
         out = [0] * len(items)
         for n in range(len(items) - 1, -1, -1):
             item = items[n]
-            readers = [first[r] for r in writes(item) if r in first]
+            readers = [first[r] for r in item.results if r in first]
             own = max(2, last) if isinstance(item, Reshard) else stage.phases.of(item.op.index, split_weights=True)
             out[n] = min([own, *readers])
             if isinstance(item, Reshard) and (not readers or item.result in sent):
                 out[n] = -1  # an output reads it, and other stages may wait for that: as early as its source
                 continue
-            for register in reads(item):
+            for register in item.reads:
                 first[register] = min(first.get(register, max(2, last)), out[n])
         made: dict[int, int] = {}
         for n, item in enumerate(items):
             if out[n] < 0:
                 out[n] = made.get(item.source, 0) if isinstance(item, Reshard) else 0
             out[n] = min(out[n], last)
-            made.update(dict.fromkeys(writes(item), out[n]))
+            made.update(dict.fromkeys(item.results, out[n]))
         return out
 
     def _ends(self, made_in: Mapping[int, int]) -> list[tuple[Wire, Operand, int]]:
@@ -164,8 +162,8 @@ class _Cut:
         """
         last_read: dict[int, int] = {}
         for item in self.body.instructions:
-            phase = max((made_in[r] for r in writes(item)), default=0)
-            for register in reads(item):
+            phase = max((made_in[r] for r in item.results), default=0)
+            for register in item.reads:
                 last_read[register] = max(phase, last_read.get(register, 0))
 
         def made(operand: Operand) -> int:
@@ -190,8 +188,8 @@ class _Cut:
         known = set(given)
         for item in items:
             cheap = isinstance(item, Compute) and item.op.name in primitives.CHEAP_TO_REPEAT
-            if (cheap or isinstance(item, Reshard)) and known.issuperset(reads(item)):
-                known.update(writes(item))
+            if (cheap or isinstance(item, Reshard)) and known.issuperset(item.reads):
+                known.update(item.results)
         return frozenset(known - given)
 
     def _crossing_registers(self) -> dict[int, int]:
@@ -225,9 +223,9 @@ class _Cut:
 
     def _needed(self, registers: Iterable[int]) -> list[Instruction]:
         """Returns the instructions before the loop that some registers need."""
-        maker = {r: item for item in self.early for r in writes(item)}
-        found = reach(registers, lambda r: reads(maker[r]) if r in maker else ())
-        return [item for item in self.early if not found.keys().isdisjoint(writes(item))]
+        maker = {r: item for item in self.early for r in item.results}
+        found = reach(registers, lambda r: maker[r].reads if r in maker else ())
+        return [item for item in self.early if not found.keys().isdisjoint(item.results)]
 
     def _prologue(self, loop: Loop, later: Sequence[Segment]) -> Segment | None:
         """Returns the segment before the loop: made registers, and the first values of the carries; None if empty."""
@@ -236,7 +234,7 @@ class _Cut:
         start = self.view.taken(loop.operands).carry
         first: list[tuple[Wire, Operand]] = [(Wire("carry", i), start[i]) for i in sorted(carried)]
         items = self._needed(used | _registers(o for _, o in first))
-        made = {r for item in items for r in writes(item)}
+        made = {r for item in items for r in item.results}
         updates = {w.number for s in later if s.kind == "update" for w in s.inputs if w.kind == "top"}
         outputs = [*((Wire("top", r), r) for r in sorted((used | updates) & made)), *first]
         if not outputs:
@@ -259,9 +257,9 @@ class _Cut:
         before_loop = self._prologue_made()
         late = self._wanted(ends)
         needed = self._needed(read_before(late) | ends)
-        items = [item for item in needed if not before_loop.issuperset(writes(item))] + late
+        items = [item for item in needed if not before_loop.issuperset(item.results)] + late
         rounds = self._rounds(items, ends)
-        made_in = {r: rounds[n] for n, item in enumerate(items) for r in writes(item)}
+        made_in = {r: rounds[n] for n, item in enumerate(items) for r in item.results}
         arriving = {r: made for r, made in self._arriving().items() if r in ends}  # returned as they come
         last = max([0, *rounds, *stage.late_rounds.values(), *arriving.values()])
         due: list[tuple[Wire, Operand, int]] = []
@@ -297,9 +295,9 @@ class _Cut:
         found: list[Instruction] = []
         for item in reversed(self.late):
             effects = not isinstance(item, Reshard) and item.op.has_effects
-            if effects or not wanted.isdisjoint(writes(item)):
+            if effects or not wanted.isdisjoint(item.results):
                 found.append(item)
-                wanted.update(reads(item))
+                wanted.update(item.reads)
         return found[::-1]
 
     def _top_wire(self, register: int) -> Wire:
@@ -314,7 +312,7 @@ class _Cut:
         """Returns the registers that the prologue makes in any case."""
         if self.loop is None:
             return set()
-        return {r for item in self._needed(_registers(self.loop.operands)) for r in writes(item)}
+        return {r for item in self._needed(_registers(self.loop.operands)) for r in item.results}
 
     def _rounds(self, items: Sequence[Instruction], ends: set[int]) -> list[int]:
         """Returns the round of each instruction: its op's, and not before what it reads."""
@@ -322,9 +320,9 @@ class _Cut:
         out: list[int] = []
         for item in items:
             own = 0 if isinstance(item, Reshard) else self.stage.rounds.get(item.op.index, 0)
-            current = max([own, *(made[r] for r in reads(item) if r in made)])
+            current = max([own, *(made[r] for r in item.reads if r in made)])
             out.append(current)
-            made.update(dict.fromkeys(writes(item), current))
+            made.update(dict.fromkeys(item.results, current))
         return self._late(items, ends, out)
 
     def _late(self, items: Sequence[Instruction], ends: set[int], rounds: Sequence[int]) -> list[int]:
@@ -337,13 +335,13 @@ class _Cut:
         free = []
         for item in items:
             cheap = isinstance(item, Compute) and item.op.name in LATE and not item.op.has_effects
-            free.append(cheap and there.issuperset(reads(item)) and ends.isdisjoint(writes(item)))
-            there.update(writes(item) if free[-1] else ())
+            free.append(cheap and there.issuperset(item.reads) and ends.isdisjoint(item.results))
+            there.update(item.results if free[-1] else ())
         first: dict[int, int] = {}
         for n in range(len(items) - 1, -1, -1):
             if free[n]:
-                out[n] = min((first[r] for r in writes(items[n]) if r in first), default=out[n])
-            for r in reads(items[n]):
+                out[n] = min((first[r] for r in items[n].results if r in first), default=out[n])
+            for r in items[n].reads:
                 first[r] = min(out[n], first.get(r, out[n]))
         return out
 
@@ -367,8 +365,8 @@ def _parts(
       ends: what is given out, by which part.
       cheap: registers that each part that reads them makes for itself.
     """
-    made_in = {r: number for number, item in zip(numbers, items, strict=True) for r in writes(item)}
-    maker = {r: item for item in items for r in writes(item)}
+    made_in = {r: number for number, item in zip(numbers, items, strict=True) for r in item.results}
+    maker = {r: item for item in items for r in item.results}
     wanted: list[set[int]] = [set() for _ in range(count)]
     chosen: list[list[Instruction]] = []
     for part in range(count):
@@ -378,18 +376,18 @@ def _parts(
 
         own = [item for number, item in zip(numbers, items, strict=True) if number == part]
         needed = elsewhere(read_before(own) | _registers(operand for _, operand, end in ends if end == part))
-        reached = reach(needed, lambda r: elsewhere(reads(maker[r])) if r in cheap else ())
+        reached = reach(needed, lambda r: elsewhere(maker[r].reads) if r in cheap else ())
         for register in reached.keys() - cheap:
             wanted[made_in[register]].add(register)
         again = {maker[r] for r in reached if r in cheap}  # gathered weights, which need memory until they are read
         both = [item for n, item in zip(numbers, items, strict=True) if n == part or item in again]
-        chosen.append(before_readers(both, again, reads, writes))
+        chosen.append(before_readers(both, again))
     return list(zip(chosen, map(sorted, wanted), strict=True))
 
 
 def _taken(items: Sequence[Instruction], outputs: Iterable[tuple[Wire, Operand]]) -> list[int]:
     """Returns the registers that some instructions and outputs read and that the instructions do not make."""
-    made = {r for item in items for r in writes(item)}
+    made = {r for item in items for r in item.results}
     return sorted((read_before(items) | _registers(operand for _, operand in outputs)) - made)
 
 

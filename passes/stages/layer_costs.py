@@ -23,7 +23,7 @@ from alpa_lite.passes import factors
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.remembered import memoise_method
 from alpa_lite.passes.layers.rematerialisation import Choice, is_kept
-from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operand, Reshard, reads, writes
+from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Operand, Reshard
 from alpa_lite.passes.sharding import limits
 from alpa_lite.passes.sharding.lagrangian import LagrangianSearch, search_at_prices
 from alpa_lite.passes.sharding.space import Strategy
@@ -253,9 +253,9 @@ class MeasuredLayer:
                 late = item.result in read and item.result not in other
             else:
                 late = self.planned.graph.phases.of(item.op.index, split_weights=True) == 2
-            (read if late else other).update(reads(item))
+            (read if late else other).update(item.reads)
             if not late:
-                held.update(writes(item))
+                held.update(item.results)
         return float(sum(map(self.bytes, read & held)))
 
     def temporary(self, again: Sequence[Instruction]) -> float:
@@ -284,7 +284,7 @@ class MeasuredLayer:
         found: list[Instruction] = []
         total = 0.0
         for item in reversed(items):
-            if needed.isdisjoint(writes(item)):
+            if needed.isdisjoint(item.results):
                 continue
             if choice == "selective" and isinstance(item, Compute) and is_kept(item.op):
                 total += sum(map(self.bytes, item.results))
@@ -295,7 +295,7 @@ class MeasuredLayer:
                 total += item.op.params["length"] * sum(size for _, size in inner)
                 item = replace(item, bodies=bodies)
             found.append(item)
-            needed.update(reads(item))
+            needed.update(item.reads)
         return tuple(reversed(found)), total
 
     def bytes(self, register: int) -> int:

@@ -24,7 +24,7 @@ from alpa_lite.passes.ir.pruning import renumber
 from alpa_lite.passes.lowering.lowering import lower
 from alpa_lite.passes.lowering.overlap import Overlap, Overlapping
 from alpa_lite.passes.lowering.prices import Prices, prices
-from alpa_lite.passes.lowering.program import LocalProgram, reads, writes
+from alpa_lite.passes.lowering.program import LocalProgram
 from alpa_lite.passes.sharding import grouping, limits
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.lagrangian import LagrangianSearch, search_at_prices
@@ -271,7 +271,7 @@ def _same_parts(before: Segments, after: Segments) -> bool:
         return [
             (s.kind, s.round, s.binds, [w.kind for w in s.inputs], [w.kind for w in s.outputs],
              [-1 if isinstance(operand, Lit) else operand for operand in s.reads],
-             [(reads(item), writes(item)) for item in s.instructions])
+             [(item.reads, item.results) for item in s.instructions])
             for s in segments.items
         ]  # fmt: skip
 

@@ -30,7 +30,7 @@ from alpa_lite.passes.costs import fusion
 from alpa_lite.passes.costs.items import Item, item_of
 from alpa_lite.passes.ir.primitives import ADDS, PRODUCTS
 from alpa_lite.passes.ir.remembered import Memo, memoise_by_identity
-from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Loop, Operand, Reshard, reads, writes
+from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Loop, Operand, Reshard
 from alpa_lite.passes.sharding.space import block_count
 from alpa_lite.passes.stages.segments import Segment, Segments
 
@@ -208,8 +208,8 @@ class _Sizes:
             them: from the first such instruction, or on CPUs from the start, to the last.
         """
         items = [self.item(instruction) for instruction in instructions]
-        made = {r for instruction in instructions for r in writes(instruction)}
-        sizes = {r: self.bytes(r) for r in {r for i in instructions for r in reads(i)} | made | outputs}
+        made = {r for instruction in instructions for r in instruction.results}
+        sizes = {r: self.bytes(r) for r in {r for i in instructions for r in i.reads} | made | outputs}
         if not self.on_cpu:
             items = self.added(items, instructions, kept)
         joined = self.joined(items, sizes, packs)
@@ -298,14 +298,14 @@ class _Sizes:
         if op.name in PRODUCTS:
             atoms = (*instruction.operands, *instruction.results)
             turned = [atoms[n] for n in _turned(op, [len(self.shape(atom)) for atom in atoms])]
-            wide = [o for o in reads(instruction) if self.widens and o not in made and self.is_half(o)]
+            wide = [o for o in instruction.reads if self.widens and o not in made and self.is_half(o)]
             return float(sum(self.bytes(atom) for atom in (*turned, *wide) if not isinstance(atom, Lit)))
         return 0.0
 
     def body(self, body: Body) -> float:
         """The bytes of one trip of a loop: what it makes for the next one is in memory beside what it was given."""
         outputs = {o for o in body.outputs if not isinstance(o, Lit)}
-        own = sum(self.bytes(r) for r in outputs & {r for i in body.instructions for r in writes(i)})
+        own = sum(self.bytes(r) for r in outputs & {r for i in body.instructions for r in i.results})
         return own + self.peak(body.instructions, outputs, set(), (), ())
 
     def item(self, instruction: Instruction) -> Item:
@@ -313,7 +313,7 @@ class _Sizes:
         return self.known.once((instruction, self.on_cpu), lambda: self._item(instruction))
 
     def _item(self, instruction: Instruction) -> Item:
-        operands, results = reads(instruction), writes(instruction)
+        operands, results = instruction.reads, instruction.results
         if isinstance(instruction, Loop):
             return Item("control", operands, results, 0)
         if isinstance(instruction, Reshard):

@@ -34,9 +34,7 @@ from alpa_lite.passes.lowering.program import (
     Outside,
     Reshard,
     read_before,
-    reads,
     spec_of,
-    writes,
 )  # fmt: skip
 
 CHUNK = 2**30
@@ -138,7 +136,7 @@ class _Search:
         size, stop = 0, first
         while stop < len(body.instructions) and (size < CHUNK or stop == first):
             item = body.instructions[stop]
-            new = {*reads(item), *writes(item)} - known.keys() - wanted.keys()
+            new = {*item.reads, *item.results} - known.keys() - wanted.keys()
             wanted |= dict.fromkeys(sorted(new))
             made = (item.value,) if isinstance(item, Reshard) else item.op.results
             size += sum(self.traced.graph.values[value].nbytes for value in made)

@@ -12,7 +12,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.ir.layout import reshard_steps
 from alpa_lite.passes.checks.hlo_text import read_hlo
 from alpa_lite.passes.ir.loops import scan_op
-from alpa_lite.passes.lowering.program import Loop, Outside, Reshard, reads, writes
+from alpa_lite.passes.lowering.program import Loop, Outside, Reshard
 from alpa_lite.passes.stages import cutting
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.segments import Segments, Wire
@@ -62,7 +62,7 @@ def test_values_are_made_again_right_before_they_are_read() -> None:
         items, before = backward.instructions, set(map(id, forward.instructions))
         for place, item in enumerate(items):
             if id(item) in before:
-                reader = min(n for n, other in enumerate(items) if not set(writes(item)).isdisjoint(reads(other)))
+                reader = min(n for n, other in enumerate(items) if not set(item.results).isdisjoint(other.reads))
                 assert before.issuperset(map(id, items[place:reader]))
                 places.append(place)
     assert max(places) > 0
