@@ -38,7 +38,7 @@ def memoise_method(method: Callable[Concatenate[S, P], V]) -> Callable[Concatena
     @functools.wraps(method)
     def of(self: S, *args: P.args, **kwargs: P.kwargs) -> V:
         memo: Memo = vars(self).setdefault("_memo", Memo())
-        return memo.once((method.__name__, *args), lambda: method(self, *args, **kwargs))
+        return memo.once((method, args, *kwargs.items()), lambda: method(self, *args, **kwargs))
 
     return of
 

@@ -15,7 +15,6 @@ A step differs from the chosen one in a few nodes, so only those and the transfe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -23,6 +22,7 @@ import numpy as np
 
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import reshard_steps
+from alpa_lite.passes.ir.remembered import memoise_method
 from alpa_lite.passes.plans import alternatives
 from alpa_lite.passes.plans.alternatives import Forced
 from alpa_lite.passes.plans.decisions import transfer_seconds, transfers_of_nodes
@@ -146,7 +146,6 @@ class Outcomes:
         places = [(home.group, f) for home in batch if home.group for f in home.dims[0][:1]]
         growing = find_connected_factors(stage.grouping, places, leading_part)
         self._growing = {(self._space.node_of[g], f) for g, f in growing}
-        self._node, self._pair = functools.cache(self._node_parts), functools.cache(self._pair_parts)
         self._touching = transfers_of_nodes(self._space)
         self._before = [self._transfer(t, self._choice) for t in range(len(self._space.moves))]
         self._total = _sum([*(self._node(i, s) for i, s in enumerate(self._choice.tolist())), *self._before])
@@ -169,7 +168,8 @@ class Outcomes:
             changed=len(changed),
         )
 
-    def _node_parts(self, i: int, s: int) -> Parts:
+    @memoise_method
+    def _node(self, i: int, s: int) -> Parts:
         """Returns the parts of one node under a strategy."""
         node = self._space.nodes[i]
         count = len(node.members)
@@ -185,7 +185,8 @@ class Outcomes:
         p = int(transfer.src_class[choice[transfer.src]])
         return _sum([self._pair(t, p, q) for q in {int(klass[choice[node]]) for node, klass in transfer.consumers}])
 
-    def _pair_parts(self, t: int, p: int, q: int) -> Parts:
+    @memoise_method
+    def _pair(self, t: int, p: int, q: int) -> Parts:
         """Returns the parts of resharding a value from its produced layout p to the wanted layout q."""
         move, seconds = self._space.moves[t], float(self._space.program.transfers[t].cost[p, q])
         times, mesh = move.count * move.trips, self._cost.mesh
