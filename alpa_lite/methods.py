@@ -268,7 +268,7 @@ class Manual(Method):
 
         Raises:
           OptionError: if a key or a spec is of another kind, a spec names an unknown axis or one axis twice, if the
-            mesh shape and the names do not match, or the rest is no method for the rest.
+            mesh shape and the names do not match, or `rest` is not a method for the other arguments.
         """
         rest = Sharded() if rest is None else rest
         if not isinstance(rest, Sharded | DataParallel | Zero | TensorParallel | Pipeline):

@@ -113,7 +113,7 @@ def empty_stack() -> Any:
     return _source_info_util.NameStack()
 
 
-# Models of this package are written as a user's would be; the rest of it is no user's code.
+# Models of this package are written as a user's would be; the rest of it is not user code.
 _PACKAGE = re.escape(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _OURS = re.compile(rf"{_PACKAGE}[/\\](?!models[/\\])")
 _INSTALLED = re.compile(rf"(?!{_PACKAGE}).*[/\\](site|dist)-packages[/\\]")
@@ -217,8 +217,8 @@ def is_constraint(eqn: Any) -> bool:
 def constraints_of(eqn: Any) -> list[dict[str, Any] | None]:
     """For each operand of an equation the parameters of the `CONSTRAINT` that it means; None where it means none.
 
-    These are `with_sharding_constraint`, and `device_put` and `reshard` to a sharding of named axes. An address of
-    memory other than the device's own is no matter of sharding.
+    These are `with_sharding_constraint`, and `device_put` and `reshard` to a sharding of named axes. A memory
+    space other than the device's own does not constrain the sharding.
     """
     found: list[dict[str, Any] | None] = []
     for sharding, var in zip(_shardings_of(eqn), eqn.invars, strict=False):

@@ -116,7 +116,7 @@ def method_of(name: str, stages: int | None, schedule: str | None) -> methods.Me
     """Returns the method of a command line; stages or a schedule turn "auto" into a pipeline.
 
     Raises:
-      OptionError: for an unknown name, or for stages with a method that is no pipeline.
+      OptionError: for an unknown name, or for stages with a method that is not a pipeline.
     """
     if name == "pipeline" or (name == "auto" and (stages or schedule)):
         return methods.Pipeline(num_stages=stages, schedule=schedule or "auto")

@@ -148,7 +148,7 @@ logger = logging.getLogger(__name__)
 PRICES = (0.0, 1.0, 4.0, 16.0)
 """Of memory, in units of `sharding.market`: those that a step on given submeshes is planned with, until it fits."""
 
-LEAST = 2e-3
+MIN_STEP_SECONDS = 2e-3
 """Seconds that a step must take for micro-batches to be tried: with two of them on two submeshes there are some ten
 tasks and transfers, at about 1e-4 seconds each for one controller (`benchmarks/runtime/tasks.py`)."""
 
@@ -174,7 +174,7 @@ def partition_by_placement(run: Passes, step: Step, request: PlanRequest) -> Sta
     for line in (*moved_whole, *division.copied):
         logger.warning("%s: %s", step.traced.name, line)
     staged = _solve(run, request, division)
-    count = _microbatches_to_try(step, request) if given is None and staged.seconds >= LEAST else 1
+    count = _microbatches_to_try(step, request) if given is None and staged.seconds >= MIN_STEP_SECONDS else 1
     if count == 1:
         return staged
     try:

@@ -32,7 +32,7 @@ Kind = tuple[tuple[int, ...], str]
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a plan has one leaf that is no batch.
+    """Where a plan has one leaf that is not part of the batch.
 
     Attributes:
       path: its stored path.
@@ -106,7 +106,7 @@ def places_of(plan: PlanRecord, why: str) -> list[Place]:
 
 
 def kind_of(leaf: Any) -> Kind | None:
-    """Shape and dtype of a leaf; None if it is no array."""
+    """Shape and dtype of a leaf; None if it is not an array."""
     try:
         shape, dtype, *_ = calls.leaf_type(leaf)
     except (TypeError, OverflowError):

@@ -201,7 +201,7 @@ class Traced:
       name: of the user's function.
       batch_named: whether the user said which arguments are the batch.
       through: (position, argument) of each flat result of the user's step that is an argument as it came, and one that
-        is no state. The graph does not return it: the caller gets the array that came, which need not be where the
+        is not state. The graph does not return it: the caller gets the array that came, which need not be where the
         plan reads it.
       placed: (argument, sharding) of each argument whose new value, or itself as a result, is given one.
       stacked: where leaves of the user's step are several arguments here, which; None where each is one.

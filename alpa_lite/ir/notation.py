@@ -214,7 +214,7 @@ def _shown(tensor: Tensor) -> str:
 def sizes_of(
     notation: Notation, operands: Shapes, results: Shapes, who: str, known: Mapping[str, int] = MappingProxyType({})
 ) -> Mapping[str, int]:
-    """Returns the size of every name; `known` are sizes that are told.
+    """Returns the size of every name; `known` are given sizes.
 
     Raises:
       RuleError: a name has two sizes, or a dim of several names does not tell theirs.

@@ -101,7 +101,7 @@ def conv(call: Call) -> Rule:
 def pool_dims(call: Call, operand: Sequence[int], result: Sequence[int]) -> tuple[Rules, Dims, Dims]:
     """Returns the factors of a pool's operand and result.
 
-    The window is no tensor, so a contraction counts as an overlap.
+    The window is not a tensor, so a contraction counts as an overlap.
     """
     params, new = call.params, Rules()
     ones = (1,) * len(operand)

@@ -284,7 +284,7 @@ def _differ(one: Any, other: Any) -> bool:
         return False
     try:
         return bool(one != other)
-    except (TypeError, ValueError):  # equality that is no single answer
+    except (TypeError, ValueError):  # equality that is not one boolean
         return False
 
 

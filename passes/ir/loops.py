@@ -204,7 +204,7 @@ def scan_op(traced: Traced, scan: int) -> Op:
     """Returns the op of the top block with index `scan`.
 
     Raises:
-      ValueError: if there is none, or it is no scan.
+      ValueError: if there is none, or it is not a scan.
     """
     for op in traced.graph.block.ops:
         if op.index == scan:

@@ -51,7 +51,7 @@ def cut_into_layers(traced: Traced, scan: int, rules: Mapping[object, Rule], *, 
       rules: of all ops, as `factors.rules_of` gives them.
 
     Raises:
-      ValueError: `scan` is no scan of the top block.
+      ValueError: `scan` is not a scan of the top block.
       OptionError: `max_layers` is less than one; the scan has no forward operation.
     """
     if max_layers < 1:
@@ -157,7 +157,7 @@ def split(traced: Traced, scan: int, rules: Mapping[object, Rule]) -> Split:
     param_of: dict[int, frozenset[int]] = {}
 
     def shrinks(o: Op) -> bool:
-        """Whether an operation reduces its parameters (by elements: a cast is no reduction, nor is a selection)."""
+        """Whether an operation reduces its parameters (by elements: a cast is not a reduction, nor is a selection)."""
         size = max((math.prod(values[v].shape) for v in o.reads if kinds.get(v) == PARAM), default=0)
         return o.name not in primitives.SELECTIONS and sum(math.prod(values[v].shape) for v in o.results) < size
 

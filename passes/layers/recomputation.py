@@ -126,7 +126,7 @@ def repeat_in_backward(
       gone: stack -> the atom of the forward body that it is made of.
       again: the ops of the forward body that are repeated, in program order.
       first: values of the forward body that are there before all else, as are its inputs and what it stacks already. A
-        barrier on its carries precedes the repeated ops: a scan of one iteration is no loop, and XLA would find both
+        barrier on its carries precedes the repeated ops: a scan of one iteration is not a loop, and XLA would find both
         bodies to be the same. None: ops stand where they are first needed.
     """
     ys = [pair for pair in before.ys if pair[1] not in gone]

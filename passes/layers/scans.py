@@ -69,7 +69,7 @@ def cut_scans(
         result of its own.
 
     Raises:
-      OptionError: a key of `points` is no scan of the body, or its points do not rise strictly within its length.
+      OptionError: a key of `points` is not a scan of the body, or its points do not rise strictly within its length.
     """
     outer = scan_op(traced, scan)
     inside = {op.index: op for op in outer.bodies[0].ops if op.name == "scan"}

@@ -129,7 +129,7 @@ def _layouts(
                     axes += assignment[f]
                 leading = leading and parts.get(f, 1) == rule.factors[f].size
             dims.append(axes)
-        used = {axis for axes in dims for axis in axes}  # a result that has the summed factor is no sum over it
+        used = {axis for axes in dims for axis in axes}  # a result that has the summed factor is not a sum over it
         out.append(Layout(tuple(dims), tuple(a for a in partial if a not in used)))
     return tuple(out)
 

@@ -174,7 +174,7 @@ class _Streams:
         self._open: dict[tuple[tuple[str, ...], float], _Bucket] = {}
 
     def ready(self, registers: Sequence[int]) -> float:
-        """Returns when some registers are there; gradients that wait for company are sent if they are among them."""
+        """Returns the seconds at which some registers are there; sends gradients among them that wait for others."""
         if any(register in bucket.results for bucket in self._open.values() for register in registers):
             self._flush()
         return max((self._ready.get(register, 0.0) for register in registers), default=0.0)
@@ -196,7 +196,7 @@ class _Streams:
             self._flush()
 
     def end(self) -> float:
-        """Returns when everything is done."""
+        """Returns the seconds at which everything is done."""
         self._flush()
         return max(self._clock.values())
 

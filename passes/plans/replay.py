@@ -165,7 +165,7 @@ class _Recorded(Operations):
         return self.fixed[group.index][0] if group.index in self.fixed else -1
 
     def kept(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
-        """As of `Operations`: what was fixed is no decision; what was both had alternatives."""
+        """As of `Operations`: what was fixed is not a decision; what was both had alternatives."""
         wanted = self.wanted(group)
         decision = group.index not in self.fixed or self.decided.get(group.color) == wanted
         if wanted is None or decision:

@@ -145,7 +145,7 @@ def plans_of(program: Program, number: int, cluster: Cluster) -> tuple[TransferP
 def price(
     shape: tuple[int, ...], dtype: Any, src: Layout, src_mesh: Submesh, dst: Layout, dst_mesh: Submesh, cluster: Cluster
 ) -> float:
-    """Returns about the seconds of `plan_transfer`, in closed form: every sender is taken to have an equal share.
+    """Estimates the seconds of `plan_transfer` in closed form: every sender is taken to have an equal share.
 
     The arguments must be valid for `plan_transfer`.
     """
@@ -312,7 +312,7 @@ def _mesh_cost(cluster: Cluster, mesh: LogicalMesh) -> MeshCost:
 
 @functools.lru_cache(maxsize=200_000)
 def _estimate(array: _Array, landing: Layout, cluster: Cluster) -> float:
-    """Returns about the seconds of `_plan`.
+    """Estimates the seconds of `_plan`.
 
     Each of the n destinations receives its block of b bytes in k pieces, one for every source block that it meets; each
     of the m sources sends n b / m bytes, in n k / m messages. Every link is like the one between the nearest devices of

@@ -38,9 +38,9 @@ MARGIN = 0.01
 """The share of its seconds that a plan of a less simple kind must save: the gap of the whole search."""
 
 EFFORTS: Mapping[str, int] = {"quick": 400_000_000, "normal": 3_500_000_000, "thorough": 30_000_000_000}
-"""Cells that may be visited, by `effort`: about 3, 20 and 180 CPU seconds of a core of 2026. Cells of other work:"""
+"""Cells that a search may visit, by `effort`: about 3, 20 and 180 CPU seconds of a core of 2026."""
 
-ANALYSIS_PER_OP = 8_000  # tracing micro-batches, factors and groups, for each operation: 0.6 ms
+ANALYSIS_PER_OP = 8_000  # cells of tracing micro-batches, factors and groups, for each operation: 0.6 ms
 BUILD_PER_CELL = 4  # building a program, for each cell of its cost matrices
 BUILD_PER_STRATEGY = 1_000  # building a program, for each strategy of its nodes: their layouts and rooflines
 LAYER_PER_OP = 20_000  # a cost of a layer, for each operation of it: 120 us

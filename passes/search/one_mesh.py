@@ -44,7 +44,7 @@ HALVINGS = 3  # how often the number of recomputed layers is bisected
 
 UNKNOWN_COMMUNICATION = 1.3  # estimated ratio of a step's seconds to those of its products, before any program is built
 MAX_COMPUTE_RATIO = 1.5  # estimate of the most by which a step computes longer than its roofline in equal parts
-OPTIMISM = 0.9  # estimated share of the seconds of the best mesh known that another mesh of a configuration takes
+OPTIMISM = 0.9  # share of an estimate that a mesh or a configuration takes at best: estimates err by a tenth
 LAST = 1e30  # seconds of plans that are not expected to fit: they are tried if no others do
 
 BASELINES: tuple[Textbook, ...] = Zero(2), DataParallel(), Zero(1), Zero(3), TensorParallel()

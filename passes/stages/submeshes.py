@@ -19,7 +19,7 @@ FINEST = 512
 def kinds(cluster: Cluster, method: Pipeline) -> tuple[int, ...]:
     """Returns the numbers of devices of submeshes, rising.
 
-    A single node whose number of devices is no power of two has all numbers, up to eight, so that any number of stages
+    A node alone, of other than 2^k devices, has all numbers, up to eight, so that any number of stages
     can fill it.
 
     Raises:

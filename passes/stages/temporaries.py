@@ -87,7 +87,7 @@ def _slots(
     items: Sequence[Item], lives: Mapping[int, tuple[float, float]], sizes: Mapping[int, int], free: Collection[int],
     *, in_place: bool,
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Returns when buffers are in use, in two slots for each item, of which kernels that run early have the first.
+    """Returns the slots in which buffers are in use, two for each item, of which kernels that run early have the first.
 
     Args:
       free: registers whose buffers are not counted.

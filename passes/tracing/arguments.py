@@ -118,7 +118,7 @@ def find_named_leaves(
       argnums, argnames: the options `state_argnums` and `state_argnames`, or those of the batch.
 
     Raises:
-      SignatureError: a name or a number that is no argument of this call, or a static one.
+      SignatureError: a name or a number that is not an argument of this call, or a static one.
     """
     names = set(as_tuple(argnames))
     automatic = isinstance(argnums, str)

@@ -58,7 +58,7 @@ def find_batch(
       state: the leaves that are state.
       known: others that are no batch.
       handed, weights: those that the step returns as they are, and those that it reads as weights: an argument of
-        nothing but the former, or with one of the latter, is no batch if any other could be.
+        nothing but the former, or with one of the latter, is not the batch if any other could be.
       results: the leading dims of results that are no gradients, which tell the batch of a step without state.
     """
     if named is not None:

@@ -41,7 +41,7 @@ class Signature:
     Attributes:
       form: the form of the call.
       tree: the structure of the arguments that are not static.
-      types: for each leaf its type; for what is no array, which cannot be planned for, its Python type.
+      types: for each leaf its type; for what is not an array, which cannot be planned for, its Python type.
       settings: of JAX (`_jax.trace_context`).
     """
 

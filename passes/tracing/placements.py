@@ -3,7 +3,7 @@
 Arguments come as arrays that arrive sharded, or with annotations of Flax:
 
 array        a `jax.Array`, or a `jax.ShapeDtypeStruct` with a sharding, that a `NamedSharding` cuts into blocks. One
-             that is replicated is no annotation.
+             that is replicated is not an annotation.
 linen        a box of `nn.with_partitioning` (mesh axes) or of `nn.with_logical_partitioning` (logical names, which
              the rules of the box or of the context turn into mesh axes).
 NNX          the metadata of a Variable: `out_sharding`, or what Flax called it before: `sharding_names`, `sharding`.

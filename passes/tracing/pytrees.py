@@ -41,7 +41,7 @@ _NUMBERS = (bool, int, float, complex)
 
 
 class _Constant:
-    """A leaf that is no array, as a pytree's node without children and as the data of that; compared by type, value."""
+    """A leaf that is not an array, as a pytree's node without children and as its data; compared by type, value."""
 
     __slots__ = ("value",)
 
@@ -67,7 +67,7 @@ def has_static_numbers(fun: Any) -> bool:
 
 
 def hide(tree: Any, numbers: bool = False) -> Any:
-    """Returns the pytree with a node in place of each leaf that is no array; as it is if it has none.
+    """Returns the pytree with a node in place of each leaf that is not an array; as it is if it has none.
 
     Args:
       tree: a pytree; NNX objects in it, which are split later, are left alone.
@@ -104,7 +104,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def is_constant(leaf: Any, numbers: bool) -> bool:
-    """Returns whether a leaf is no array."""
+    """Returns whether a leaf is not an array."""
     if _is_array(leaf):
         return False
     if isinstance(leaf, _NUMBERS):
