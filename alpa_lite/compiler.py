@@ -68,7 +68,7 @@ class Compiled:
 @reduced_gc
 def compile_step(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, cluster: Cluster,
-    pins: Pins = NO_PINS, like: Plan | None = None, why: str = "requested", shared: bool = False,
+    *, pins: Pins = NO_PINS, like: Plan | None = None, why: str = "requested", shared: bool = False,
 ) -> Compiled:  # fmt: skip
     """Traces, plans, lowers and verifies a step. Nothing is executed, and no device is touched.
 
@@ -98,8 +98,9 @@ def compile_step(
         placed, on = argument_placements(traced, args, kwargs, options.in_shardings, cluster.num_devices)
         context = None if options.ignore_annotations else context
         wanted = wishes.collect_wishes(
-            traced, request.method, cluster.num_devices, said, context, options.forbidden, placed, on
-        )
+            traced, request.method, cluster.num_devices, said,
+            context=context, forbidden=options.forbidden, placed=placed, placed_on=on,
+        )  # fmt: skip
         request = replace(request, wishes=wanted)
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
         found: list[str] = []

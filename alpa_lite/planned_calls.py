@@ -229,7 +229,7 @@ class PlannedCalls:
     def _compile(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Compiled:
         own = self.plans
         why = "another signature of its arguments" if own else "first signature of its arguments"
-        return compile_with_placement(self._fun, args, kwargs, self._options, self.cluster, own, why, shared=True)
+        return compile_with_placement(self._fun, args, kwargs, self._options, self.cluster, own, why=why, shared=True)
 
     def _relate(self, key: Any, paths: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Lets a new signature share the entry of one with the same program, or logs how it differs from others.

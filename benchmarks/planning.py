@@ -112,7 +112,7 @@ def textbook(name: str, effort: str = "normal", **_: Any) -> dict[str, Any]:
             method = eval(text, dict(vars(alpa_lite)))
             options = replace(checked, method=method, effort=effort)
             try:
-                wished = wishes.collect_wishes(traced, method, cluster.num_devices, [], None, frozenset())
+                wished = wishes.collect_wishes(traced, method, cluster.num_devices)
                 with passes("textbook", None) as run:
                     asked = replace(PlanRequest(checked, cluster, trace), options=options, wishes=wished)
                     found[text] = search_plan(run, step, asked)[0].seconds

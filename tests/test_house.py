@@ -105,3 +105,25 @@ def test_values_import_neither_passes_nor_reports_nor_the_runtime(package):
 def test_packages_have_at_most_sixteen_modules():
     sizes = Counter(name.rpartition(".")[0] for name, path in KNOWN.items() if path.name != "__init__.py")
     assert {p: n for p, n in sizes.items() if n > 16} == {}
+
+
+COMPILED = {"_reply": 8, "descend": 9}
+"""Loops that Numba compiles, which take their arrays one by one, and the number of these."""
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_modules_and_functions_are_short(name):
+    """Modules have 400 lines, functions 60, and 7 parameters that may be given by position.
+
+    Private functions have 7 in all, since no caller needs a name for each. Parameters of commands are options.
+    """
+    text = KNOWN[name].read_text()
+    assert text.count("\n") <= 400
+    for function in ast.walk(ast.parse(text)):
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert function.end_lineno - function.lineno < 60, function.name
+            given = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
+            if function.name.startswith("_") and not function.name.endswith("__"):
+                given += [a.arg for a in function.args.kwonlyargs]
+            if not name.startswith("alpa_lite.cli."):
+                assert len({*given} - {"self", "cls"}) <= COMPILED.get(function.name, 7), function.name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -64,30 +64,38 @@ def plan(
     A step of your own is looked for in the current directory first:
     alpa-lite plan train:step --args train:abstract_args --cluster h100
     """
-    shape = None if topology is None else options.shape_of(topology, "--topology")
-    if cluster.lower() == "local":
-        machine = base.local_cluster(None)
-    elif nodes is None and shape is None:
-        machine = Cluster.named(cluster)
-    else:
-        machine = Cluster.preset(cluster, nodes=nodes, topology=shape)
+    machine = _machine(cluster, nodes, topology)
     named = options.load_step(model, size, batch, settings, args, kwargs)
     step, positional, keywords = named.load()
     given = {
         "method": options.method_of(method, stages, schedule), "memory_per_device": options.bytes_of(memory),
         "num_microbatches": microbatches or "auto", "dump_dir": dump, **options.settings_of(option, "--option"),
     }  # fmt: skip
-    own = verifying.options_of(step)
-    if own:  # what is not given here is as the step was decorated
-        usual = {"method": options.method_of("auto", None, None), "num_microbatches": "auto"}
-        given = own | {name: value for name, value in given.items() if value not in (None, usual.get(name))}
-    given["cluster"] = machine
-    found = make_plan(step, *positional, kwargs=keywords, **given)
+    found = make_plan(step, *positional, kwargs=keywords, **{**_with_own_options(step, given), "cluster": machine})
     console = base.console()
     console.print(brief.render_summary(found.compared()))
     base.write(found, output, simulate, console)
     if output is not None:
         steps.remember(output, named)
+
+
+def _machine(name: str, nodes: int | None, topology: str | None) -> Cluster:
+    """Returns the cluster of a command line."""
+    shape = None if topology is None else options.shape_of(topology, "--topology")
+    if name.lower() == "local":
+        return base.local_cluster(None)
+    if nodes is None and shape is None:
+        return Cluster.named(name)
+    return Cluster.preset(name, nodes=nodes, topology=shape)
+
+
+def _with_own_options(step: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a command line, and those that a step is decorated with where the line gives none."""
+    own = verifying.options_of(step)
+    if not own:
+        return given
+    usual = {"method": options.method_of("auto", None, None), "num_microbatches": "auto"}
+    return own | {name: value for name, value in given.items() if value not in (None, usual.get(name))}
 
 
 def show(

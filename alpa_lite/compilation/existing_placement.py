@@ -152,6 +152,7 @@ def compile_with_placement(
     options: Options,
     cluster: Cluster,
     own: Sequence[Plan],
+    *,
     why: str = "requested",
     shared: bool = False,
 ) -> Compiled:

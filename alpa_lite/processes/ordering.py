@@ -33,8 +33,7 @@ def issue_order(program: Program, process_of: Sequence[int]) -> tuple[Task, ...]
       process_of: the process of each device, by number.
     """
     lists, transfers = program.lists, program.transfers
-    processes = [frozenset(process_of[device] for device in one.devices) for one in program.submeshes]
-    is_joint = [len(processes[one.source] | processes[one.destination]) > 1 for one in transfers]
+    is_joint = _joint_transfers(program, process_of)
     positions, clocks = [0] * len(lists), [0.0] * len(lists)
     sent: dict[int, float] = {}  # transfers that were started, and when they end
     order: list[Task] = []
@@ -83,3 +82,9 @@ def issue_order(program: Program, process_of: Sequence[int]) -> tuple[Task, ...]
         for one in unblocked:
             heapq.heappush(candidates, (clocks[one], one))
     return tuple(order)
+
+
+def _joint_transfers(program: Program, process_of: Sequence[int]) -> list[bool]:
+    """Returns for each transfer whether devices of several processes take part in it."""
+    processes = [frozenset(process_of[device] for device in one.devices) for one in program.submeshes]
+    return [len(processes[one.source] | processes[one.destination]) > 1 for one in program.transfers]

@@ -63,8 +63,8 @@ def manual(traced: Traced, method: Manual) -> dict[str, Wish]:
 
 
 def collect_wishes(
-    traced: Traced, method: Method, num_devices: int, said: Sequence[Annotation] = (), context: Any = None,
-    forbidden: frozenset[str] = frozenset(), placed: Mapping[str, Wish] = MappingProxyType({}),
+    traced: Traced, method: Method, num_devices: int, said: Sequence[Annotation] = (), *,
+    context: Any = None, forbidden: frozenset[str] = frozenset(), placed: Mapping[str, Wish] = MappingProxyType({}),
     placed_on: LogicalMesh | None = None,
 ) -> Wishes:  # fmt: skip
     """Returns all that the user says of a step.

@@ -123,7 +123,7 @@ class _Builder:
         self._constant_atoms: dict[int, Atom] = {}
         self._by_aval: dict[int, Value] = {}
         self._zeros: set[int] = set()
-        self._heads: dict[int, tuple[str, bool]] = {}
+        self._heads: dict[int, tuple[str, bool]] = {}  # (start of its key, whether it has effects) of an equation
         self._expansions: list[Any] = []  # kept: what is known of an equation is known by its id
         self._stacks: dict[tuple[int, int], tuple[Any, Any, Any]] = {}  # joined; by the `id`s of what follows it
         self._indices = itertools.count()
@@ -284,7 +284,7 @@ class _Builder:
         if id(eqn) not in self._heads:
             head = self.keys.head(primitive, params, structured=bool(bodies))
             self._heads[id(eqn)] = head, _jax.observable_effects(eqn)
-        self._add(eqn, primitive, params, operands, results, bodies, *self._heads[id(eqn)])
+        self._add(eqn, primitive, params, operands, results, bodies, self._heads[id(eqn)])
         if flow.makes_zeros(self.frames[-1].ops[-1]):
             self._zeros.update(results)
         return results[is_ordered:]
@@ -294,18 +294,18 @@ class _Builder:
     ) -> list[int]:
         """Appends an op with results like some variables, in the place of an equation, and returns the results."""
         results = [self.value(var.aval) for var in variables]
-        self._add(eqn, primitive, params, operands, results, (), self.keys.head(primitive, params), False)
+        self._add(eqn, primitive, params, operands, results, (), (self.keys.head(primitive, params), False))
         return results
 
     def _add(
         self, eqn: Any, primitive: Any, params: Any, operands: Sequence[Atom], results: Sequence[int],
-        bodies: tuple[Block, ...], head: str, has_effects: bool,
+        bodies: tuple[Block, ...], head: tuple[str, bool],
     ) -> None:  # fmt: skip
-        """Appends an op to the block being built, in the place of an equation."""
+        """Appends an op to the block being built, in the place of an equation; `head` is as in `_heads`."""
         frame, source = self.frames[-1], eqn.source_info
-        key = head
+        key, has_effects = head
         if not bodies:
-            key = self.keys.key(head, [atom if isinstance(atom, Lit) else self.values[atom] for atom in operands])
+            key = self.keys.key(key, [atom if isinstance(atom, Lit) else self.values[atom] for atom in operands])
         if frame.stack.stack:
             ids = id(frame.stack), id(source.name_stack)
             if ids not in self._stacks:

@@ -90,12 +90,19 @@ def trace(
         _refuse_all_state(inputs, state)
     handed = {n: evidence.handed(n) for n in range(len(graph.block.outputs)) if n not in matched.pairs}
     through = {n: i for n, i in handed.items() if i is not None and i < len(inputs.paths) and i not in state}
+    batch = _batch_of(run, evidence, matched, batch_leaves, known, frozenset(through.values()))
+    return replace(_assembled(run, graph, matched, batch, through, out_shardings), batch_named=batch_leaves is not None)
+
+
+def _batch_of(
+    run: _Run, evidence: Evidence, matched: Matcher, named: frozenset[int] | None, known: Collection[int],
+    returned: frozenset[int],
+) -> Batch:  # fmt: skip
+    """Returns the batch of a traced step; `returned` are the arguments that are results as they came."""
+    inputs, state = run.inputs, frozenset(matched.pairs.values())
     weights = frozenset(known).union(matched.differentiated, (i for i, own in enumerate(inputs.modules) if own))
     results = {shape[0] for n, (shape, _) in enumerate(run.outputs.types) if shape and not evidence.learnt(n)}
-    returned = frozenset(through.values())
-    batch = find_batch(inputs, batch_leaves, state, weights, returned, evidence.weights, results)
-    placed = run.spread("out_shardings", out_shardings)
-    return replace(_assembled(run, graph, matched, batch, through, placed), batch_named=batch_leaves is not None)
+    return find_batch(inputs, named, state, weights, returned, evidence.weights, results)
 
 
 def trace_under(context: Any, trace: Callable[..., Traced]) -> Callable[..., Traced]:
@@ -124,9 +131,10 @@ def trace_under(context: Any, trace: Callable[..., Traced]) -> Callable[..., Tra
 
 
 def _assembled(
-    run: _Run, graph: Graph, matched: Matcher, batch: Batch, through: Mapping[int, int], placed: Sequence[Any]
+    run: _Run, graph: Graph, matched: Matcher, batch: Batch, through: Mapping[int, int], out_shardings: Any
 ) -> Traced:
-    """Returns the traced step from its parts; `placed` are the `out_shardings` of the flat results."""
+    """Returns the traced step from its parts."""
+    placed = run.spread("out_shardings", out_shardings)
     inputs, outputs, pairs = run.inputs, run.outputs, matched.pairs
     state, stays = frozenset(pairs.values()), {**pairs, **through}
     graph = constrain_results(graph, {n: one for n, one in enumerate(placed) if n not in stays}, outputs.paths)
