@@ -70,8 +70,9 @@ def plan(
     given = {
         "method": options.method_of(method, stages, schedule), "memory_per_device": options.bytes_of(memory),
         "num_microbatches": microbatches or "auto", "dump_dir": dump, **options.settings_of(option, "--option"),
+        "cluster": machine,
     }  # fmt: skip
-    found = make_plan(step, *positional, kwargs=keywords, **{**_with_own_options(step, given), "cluster": machine})
+    found = make_plan(step, *positional, kwargs=keywords, **_with_own_options(step, given))
     console = base.console()
     console.print(brief.render_summary(found.compared()))
     base.write(found, output, simulate, console)
@@ -85,7 +86,7 @@ def _machine(name: str, nodes: int | None, topology: str | None) -> Cluster:
     if name.lower() == "local":
         return base.local_cluster(None)
     if nodes is None and shape is None:
-        return Cluster.named(name)
+        return Cluster.from_name(name)
     return Cluster.preset(name, nodes=nodes, topology=shape)
 
 
