@@ -86,7 +86,7 @@ def _machine(name: str, nodes: int | None, topology: str | None) -> Cluster:
     if name.lower() == "local":
         return base.local_cluster(None)
     if nodes is None and shape is None:
-        return Cluster.from_name(name)
+        return Cluster.named(name)
     return Cluster.preset(name, nodes=nodes, topology=shape)
 
 
