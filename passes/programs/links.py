@@ -23,7 +23,6 @@ Route = tuple[tuple[Resource, float, float], ...]
 """The resources of a message, each with its seconds per byte and its seconds per message."""
 
 
-@functools.lru_cache(maxsize=200_000)
 def route(cluster: Cluster, source: int, destination: int) -> Route:
     """Returns the resources that a message between two devices, by number, occupies; none where they are the same.
 
@@ -44,7 +43,8 @@ def route(cluster: Cluster, source: int, destination: int) -> Route:
         uplinks = (("up", nodes[0]), 1 / network.bandwidth, 0.0), (("down", nodes[1]), 1 / network.bandwidth, 0.0)
         return ((send, slowness, network.latency), (receive, slowness, network.latency), *uplinks)
     if cluster.topology:
-        links = _torus_links(cluster, source % cluster.devices_per_node, destination % cluster.devices_per_node)
+        ends = source % cluster.devices_per_node, destination % cluster.devices_per_node
+        links = _torus_links(cluster.topology, cluster.wraparound, *ends)
         latency = cluster.node_link.latency * len(links)
         hops = tuple((("link", nodes[0], *link), 1 / cluster.node_link.bandwidth, 0.0) for link in links)
         return ((send, 0.0, latency), (receive, 0.0, latency), *hops)
@@ -99,14 +99,17 @@ class Loads:
         return self._cluster.node_link.latency + max(self._busy.values()) if self._busy else 0.0
 
 
-def _torus_links(cluster: Cluster, source: int, destination: int) -> list[tuple[int, int, bool]]:
+@functools.lru_cache(maxsize=200_000)
+def _torus_links(
+    topology: tuple[int, ...], wraparound: tuple[bool, ...], source: int, destination: int
+) -> tuple[tuple[int, int, bool], ...]:
     """The links of the way between two devices of a slice: (the device that it leaves, the dim, whether upwards)."""
     strides, stride = [], 1
-    for size in reversed(cluster.topology):
+    for size in reversed(topology):
         strides.insert(0, stride)
         stride *= size
     links, here = [], source
-    for dim, (size, step, ring) in enumerate(zip(cluster.topology, strides, cluster.wraparound, strict=True)):
+    for dim, (size, step, ring) in enumerate(zip(topology, strides, wraparound, strict=True)):
         have, want = here // step % size, destination // step % size
         upwards = (want - have) % size <= size // 2 if ring else want > have
         while have != want:
@@ -114,4 +117,4 @@ def _torus_links(cluster: Cluster, source: int, destination: int) -> list[tuple[
             following = (have + (1 if upwards else -1)) % size
             here += (following - have) * step
             have = following
-    return links
+    return tuple(links)

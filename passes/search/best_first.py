@@ -13,9 +13,9 @@ expected to win; its bound remains part of the gap of the search.
 Monotonicity. No expansion sees the budget: a larger one visits a superset of the candidates in the same order, and the
 incumbent's seconds never rise. Until a plan fits, there is no budget.
 
-Work. One unit is one cell of a cost matrix that message passing visits. The constants that convert other work were
-measured once, as ratios of CPU seconds on one core, and need not be accurate: they move the end of a search, never its
-order.
+Work. One unit is one cell of a cost matrix that message passing visits, a nanosecond or so. The constants that convert
+other work were measured once, as means over 34 searches in CPU seconds of one core, and need not be accurate: they move
+the end of a search, never its order.
 
 Source: best-first branch and bound (Land and Doig, 1960). An estimate orders, and not the bound as in A*: the least
 bubble of a pipeline is nearly none, and by bounds alone every pipeline would precede every plan of one mesh.
@@ -37,15 +37,16 @@ logger = logging.getLogger(__name__)
 MARGIN = 0.01
 """The share of its seconds that a plan of a less simple kind must save: the gap of the whole search."""
 
-EFFORTS: Mapping[str, int] = {"quick": 400_000_000, "normal": 3_500_000_000, "thorough": 30_000_000_000}
+EFFORTS: Mapping[str, int] = {"quick": 3_000_000_000, "normal": 20_000_000_000, "thorough": 180_000_000_000}
 """Cells that a search may visit, by `effort`: about 3, 20 and 180 CPU seconds of a core of 2026."""
 
-ANALYSIS_PER_OP = 8_000  # cells of tracing micro-batches, factors and groups, for each operation: 0.6 ms
-BUILD_PER_CELL = 4  # building a program, for each cell of its cost matrices
-BUILD_PER_STRATEGY = 1_000  # building a program, for each strategy of its nodes: their layouts and rooflines
-LAYER_PER_OP = 20_000  # a cost of a layer, for each operation of it: 120 us
-STAGE_DP = 10_000_000  # choosing stages for one number of micro-batches: 0.2 s
-STAGE_PER_OP = 25_000  # planning a stage, lowering it and simulating its program, for each operation: 1.2 ms
+ANALYSIS_PER_OP = 40_000  # tracing micro-batches, factors and groups, for each operation
+TABLES_PER_OP = 30_000  # tables for the programs of all meshes, for each operation
+BUILD_PER_CELL = 1_500  # building a program, for each cell of its cost matrices
+BUILD_PER_STRATEGY = 15_000  # building a program, for each strategy of its nodes: their layouts and rooflines
+LAYER_PER_OP = 80_000  # a cost of a layer, for each operation of it
+STAGE_DP = 80_000_000  # choosing stages for one number of micro-batches
+STAGE_PER_OP = 120_000  # planning a stage, lowering it and simulating its program, for each operation
 
 Kind = tuple[int, ...]
 """How complex plans are: in a pipeline, stages; micro-batches; recomputation. Less in nothing is not simpler."""

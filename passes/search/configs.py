@@ -16,13 +16,16 @@ times as large, and the rest takes at least `floor`. Hence
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
 from alpa_lite.ir.graph import Traced
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import factors, microbatches, sharding
 from alpa_lite.passes.ir.remembered import memoise_method
@@ -31,6 +34,7 @@ from alpa_lite.passes.layers.rematerialisation import NOTHING, Choice, Remat
 from alpa_lite.passes.layers.stacked_sums import add_within_scans
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.sharding.tables import GroupedStep
+from alpa_lite.passes.sharding.textbook import Textbook
 
 MAX_LAYERS = 72  # of a forward pass: 64 parts of repeated blocks, and those before and after them
 
@@ -109,6 +113,53 @@ class AnalyzedStep:
     loop: Accumulated
     layers: int
     grouped: GroupedStep
+
+    @cached_property
+    def num_ops(self) -> int:
+        """The operations of the loop's step."""
+        return sum(1 for _ in self.loop.traced.graph.ops())
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """The plans of one mesh that one method admits.
+
+    Attributes:
+      state: bytes per device that the state takes at least.
+      order: of textbook methods. textbook: which of them it is; None for the method of the request.
+    """
+
+    name: str
+    state: float
+    order: int = 0
+    textbook: Textbook | None = None
+
+
+@dataclass(eq=False)
+class Record:
+    """A configuration of a family, and the facts about it that are proven so far.
+
+    Attributes:
+      interval: numbers of recomputed layers that are known to exceed the budget and to fit it, if it came by bisection.
+      step: the step so, once the candidate is expanded.
+      meshes: how many logical meshes it has.
+      bounds: mesh -> seconds that none of its plans takes less of, whatever the budget.
+      peak: the same for every mesh: an equal part of the work on each device, at peak rates.
+      least: bytes per device that no plan of the meshes that exceed the budget takes less of; 0 if unknown.
+      may_fit: whether a mesh was weighed that may not exceed it. excess: seconds of its plans over their free bounds;
+        another mesh is expected to exceed its own by the geometric mean of that and nothing.
+    """
+
+    family: Family
+    config: ExecutionConfig
+    interval: tuple[int, int] | None
+    step: AnalyzedStep = field(init=False)
+    meshes: int = 0
+    bounds: defaultdict[LogicalMesh, float] = field(default_factory=lambda: defaultdict(float))
+    peak: float = 0.0
+    least: float = 0.0
+    may_fit: bool = False
+    excess: float = 0.0
 
 
 class Analyses:

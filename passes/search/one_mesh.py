@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from alpa_lite.compilation.request import PlanRequest, Step
@@ -29,7 +29,14 @@ from alpa_lite.passes.layers.rematerialisation import NOTHING, Remat
 from alpa_lite.passes.microbatches.loop import state_bytes
 from alpa_lite.passes.search import best_first, configs
 from alpa_lite.passes.search.best_first import Candidate, Expansion, FoundPlan
-from alpa_lite.passes.search.configs import Analyses, AnalyzedStep, ExecutionConfig, next_feasible_microbatches
+from alpa_lite.passes.search.configs import (
+    Analyses,
+    AnalyzedStep,
+    ExecutionConfig,
+    Family,
+    Record,
+    next_feasible_microbatches,
+)
 from alpa_lite.passes.sharding import costs, mesh_program
 from alpa_lite.passes.sharding.kinds import Hiding
 from alpa_lite.passes.sharding.mesh_program import MeshProgram, MeshSolution, Solved
@@ -45,6 +52,7 @@ HALVINGS = 3  # how often the number of recomputed layers is bisected
 UNKNOWN_COMMUNICATION = 1.3  # estimated ratio of a step's seconds to those of its products, before any program is built
 MAX_COMPUTE_RATIO = 1.5  # estimate of the most by which a step computes longer than its roofline in equal parts
 OPTIMISM = 0.9  # share of an estimate that a mesh or a configuration takes at best: estimates err by a tenth
+MESH_SPREAD = 0.95  # share of a configuration's estimate that another mesh is expected to take
 LAST = 1e30  # seconds of plans that are not expected to fit: they are tried if no others do
 
 BASELINES: tuple[Textbook, ...] = Zero(2), DataParallel(), Zero(1), Zero(3), TensorParallel()
@@ -57,45 +65,6 @@ class DecidedMesh:
 
     step: AnalyzedStep
     found: MeshSolution
-
-
-@dataclass(frozen=True, eq=False)
-class Family:
-    """The plans of one mesh that one method admits.
-
-    Attributes:
-      state: bytes per device that the state takes at least.
-      order: of textbook methods. textbook: which of them it is; None for the method of the request.
-    """
-
-    name: str
-    state: float
-    order: int = 0
-    textbook: Textbook | None = None
-
-
-@dataclass(eq=False)
-class Record:
-    """A configuration of a family, and the facts about it that are proven so far.
-
-    Attributes:
-      interval: numbers of recomputed layers that are known to exceed the budget and to fit it, if it came by bisection.
-      step: the step so, once the candidate is expanded.
-      bounds: mesh -> seconds that none of its plans takes less of, whatever the budget.
-      peak: the same for every mesh: an equal part of the work on each device, at peak rates.
-      least: bytes per device that no plan of the meshes that exceed the budget takes less of; 0 if unknown.
-      may_fit: whether a mesh was weighed that may not exceed it. excess: seconds of its plans over their free bounds.
-    """
-
-    family: Family
-    config: ExecutionConfig
-    interval: tuple[int, int] | None
-    step: AnalyzedStep = field(init=False)
-    bounds: defaultdict[LogicalMesh, float] = field(default_factory=lambda: defaultdict(float))
-    peak: float = 0.0
-    least: float = 0.0
-    may_fit: bool = False
-    excess: float = 0.0
 
 
 class OneMeshSearch:
@@ -140,9 +109,8 @@ class OneMeshSearch:
         own = self.records[self.own].get(config)
         if method and own and mesh in own.bounds and self._contains(own.step.grouped, method):
             records += self.records[self.own].values()
-        known = (one for one in records if config.only_adds_to(one.config))
-        least = max((max(one.peak, one.bounds.get(mesh, 0.0)) for one in known), default=0.0)
-        return max(self.products, least / self.speedup)
+        known = [max(one.peak, one.bounds.get(mesh, 0.0)) for one in records if config.only_adds_to(one.config)]
+        return max(self.products, max(known, default=0.0) / self.speedup)
 
     def compute_seconds(self) -> float:
         """Estimated seconds for which a step computes on all devices, by the plans of one mesh and their rooflines.
@@ -175,7 +143,7 @@ class OneMeshSearch:
             return bound, bound if self.found or config != self.first else 0.0
 
         name, key = f"{family.name}{shape}, {config}", (not floor, *kind, family.order, *key)
-        return Candidate(name, kind, key, waiting if floor else estimate, expand, floor, 1.0 if shape else OPTIMISM)
+        return Candidate(name, kind, key, waiting if floor else estimate, expand, floor, OPTIMISM)
 
     def take(self, record: Record, found: MeshSolution) -> FoundPlan:
         """Returns a solution as a plan, listed among those of its configuration."""
@@ -223,12 +191,17 @@ class OneMeshSearch:
         config, records = record.config, self.records[record.family].values()
         meshes = {mesh for one in records for mesh in one.bounds}
         least = min((self.bound(record, mesh) for mesh in meshes), default=self.products)
-        bounded = [(one.config, one.peak, min(one.bounds.values())) for one in records if one.bounds]
+        bounded = [(one.config, one.peak, self._expected(one)) for one in records if one.bounds]
         known = [config.scale(*one) / self.speedup for one in bounded]
         unknown = config.scale(ExecutionConfig(), self.products, UNKNOWN_COMMUNICATION * self.products)
         exceeding = [one.config for one in records if one.least and not one.may_fit and one.config.microbatches > 1]
         is_late = any(one != config and one.only_adds_to(config) for one in exceeding)
         return least, max(least, LAST if is_late else min(known, default=unknown))
+
+    def _expected(self, record: Record) -> float:
+        """Seconds of the best plan of a configuration by its bounds; meshes without one are as they are at first."""
+        least, unknown = min(record.bounds.values()), UNKNOWN_COMMUNICATION * record.peak
+        return least if len(record.bounds) == record.meshes else min(least, max(unknown, self.products))
 
     def _programs(self, record: Record) -> list[MeshProgram]:
         """Returns the programs of a configuration on every mesh that its method admits.
@@ -248,13 +221,14 @@ class OneMeshSearch:
         try:
             step = record.step = self.analyses.of(record.config)
             programs = self._programs(record)
+            record.meshes = len(programs)
         except (MicrobatchError, OptionError) as error:  # the batch, or a micro-batch, does not divide
             if not method and (request.num_microbatches or isinstance(error, OptionError)):
                 raise
             if isinstance(error, MicrobatchError):
                 self.refused = self.refused or error
             return Expansion()
-        work = 0 if method else best_first.ANALYSIS_PER_OP * sum(1 for _ in step.loop.traced.graph.ops())
+        work = 0 if method else best_first.ANALYSIS_PER_OP * step.num_ops
         least = step.grouped.peak / request.cluster.num_devices
         if least <= request.budget or (isinstance(method, TensorParallel) and record.config == self.first):
             return Expansion([self._of_program(record, one, number) for number, one in enumerate(programs)], work=work)
@@ -273,13 +247,13 @@ class OneMeshSearch:
             """If it is not built, as good as the best of its configuration, and as unlikely to fit."""
             bound = self.bound(record, program.mesh)
             if bounded is not None:
-                return bound, OPTIMISM * bound * max(1.0, record.excess)
-            expected, excess = self._estimate(record)[1], max(1.0, record.excess, record.least / self.request.budget)
-            return bound, OPTIMISM * max(bound, expected) * excess
+                return bound, MESH_SPREAD * bound * math.sqrt(max(1.0, record.excess))
+            expected, least = self._estimate(record)[1], record.least / self.request.budget
+            return bound, MESH_SPREAD * max(bound, expected) * max(1.0, math.sqrt(record.excess), least)
 
-        expand = (
-            partial(self._solve, record, program, bounded) if bounded else partial(self._bound, record, program, number)
-        )
+        expand = partial(self._bound, record, program, number)
+        if bounded is not None:
+            expand = partial(self._solve, record, program, bounded)
         key, size = (1, bounded is None, len(shape), number), " x ".join(map(str, shape))
         return self._candidate(record, f" of {size}", key, estimate, expand)
 
@@ -296,10 +270,12 @@ class OneMeshSearch:
         record.peak = max(record.peak, program.peak_seconds(space))
         if record.config == self.first and self.divided == self.products:
             self.divided = max(self.products, program.divided_seconds(space))
-        record.bounds[mesh] = max(record.bounds[mesh], bound.seconds)
         cells = sum(transfer.cost.size for transfer in space.program.transfers)
         strategies = sum(len(node.strategies) for node in space.nodes)
         work = bound.work + best_first.BUILD_PER_CELL * cells + best_first.BUILD_PER_STRATEGY * strategies
+        if not record.bounds and not record.family.textbook:  # tables that all meshes share
+            work += best_first.TABLES_PER_OP * record.step.num_ops
+        record.bounds[mesh] = max(record.bounds[mesh], bound.seconds)
         if not bound.fits and self.run("sharding", self._exceeds_budget, record, program):
             self._list(record, mesh, "infeasible")
             return Expansion(self._successors(record), work=work)

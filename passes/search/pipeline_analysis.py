@@ -94,6 +94,7 @@ class PipelineAnalyses:
 
     def __post_init__(self) -> None:
         one, step = self.one_mesh, self.step
+        self.num_ops = sum(1 for _ in step.traced.graph.ops())
         self.products = one.products if one else costs.products_bound(step.traced, step.rules, self.request.cluster)
 
     @property
@@ -149,10 +150,10 @@ class PipelineAnalyses:
             wishes=request.wishes, progress=self.run.count,
         )  # fmt: skip
 
+    @memoise_method
     def choose(self, costs: LayerCosts, count: int, room: float, *, rough: bool = False) -> StagePlan:
         """Returns the stages that the DP chooses within `room` bytes a device."""
-        names = {"names": ("1f1b",)} if rough else {}
-        return self.run("slicing", stages.choose, costs, self.request.pipeline, [count], room, rough=rough, **names)
+        return self.run("slicing", stages.choose, costs, self.request.pipeline, [count], room, rough=rough)
 
     def rescaled(self, chosen: StagePlan, count: int) -> StagePlan | None:
         """Returns the same stages with another number of micro-batches; None if the step has other layers then."""
@@ -161,10 +162,13 @@ class PipelineAnalyses:
             return None
         return replace(chosen, priced=chosen.priced.rescaled(step), slices=slices)
 
-    def choose_or_least(self, costs: LayerCosts, count: int, *, rough: bool = False) -> tuple[StagePlan, float]:
+    def choose_or_least(
+        self, costs: LayerCosts, count: int, *, rough: bool = False, most: float = MAX_LAYER_ERROR
+    ) -> tuple[StagePlan, float]:
         """Returns stages within the budget, and the bytes that they were chosen for.
 
-        Where none fits by the estimates of layers, stages that need the fewest bytes, if these may fit all the same.
+        Where none fits by the estimates of layers, stages that need the fewest bytes, up to `most` times the budget,
+        since these may fit all the same.
 
         Raises:
           InfeasibleError: even those do not.
@@ -174,24 +178,25 @@ class PipelineAnalyses:
             return self.choose(costs, count, budget, rough=rough), budget
         except InfeasibleError as error:
             least = error.smallest_budget
-            if least is None or least > MAX_LAYER_ERROR * budget:
+            if least is None or least > most * budget:
                 raise
             room = (1 + CERTAIN) * least
             return self.choose(costs, count, room, rough=rough), room
 
-    def build(self, chosen: StagePlan, tokens: tuple[int, ...] = ()) -> Staged:
+    def build(self, chosen: StagePlan, tokens: tuple[int, ...] = (), *, attempts: int = ATTEMPTS) -> Staged:
         """Returns the pipeline of chosen stages: each is solved and lowered, their program written and simulated.
 
         Where a submesh exceeds the budget, its stages are planned again with memory four times as expensive.
 
         Args:
           tokens: of each slice of a sequence; none leaves sequences whole.
+          attempts: how often the stages are planned at most.
         """
         run, request, slices = self.run, self.request, chosen.slices
         firsts, mesh_of = zip(*((stage.first, stage.mesh) for stage in slices.stages), strict=True)
         numbers, remat = zip(*(VARIANTS[stage.variant] for stage in slices.stages), strict=True)
         prices = [PRICES[number] for number in numbers]
-        loop, graphs = cut_into_stages(run, chosen.priced.step, firsts, remat, tokens)
+        loop, graphs = self._cut_into_stages(chosen.priced.step, firsts, remat, tokens)
         digests = [planning.digest(graph, request.wishes) for graph in graphs]
         schedule = schedules.schedule(
             slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual, slices=len(tokens) or 1
@@ -202,7 +207,7 @@ class PipelineAnalyses:
             attempt += 1
             planned = self._solve(chosen, list(zip(graphs, digests, prices, strict=True)), split)
             over = [size - request.budget for size in estimated_bytes(planned, mesh_of, schedule)]
-            if max(over) <= CERTAIN * request.budget or split or attempt == ATTEMPTS:
+            if max(over) <= CERTAIN * request.budget or split or attempt == attempts:
                 staged = run(
                     "programs", programs.stage_pipeline, loop, planned, slices.first_devices, schedule, request.cluster,
                     first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers),
@@ -210,11 +215,15 @@ class PipelineAnalyses:
                     idle_devices=chosen.idle_devices,
                 )  # fmt: skip
                 over = [sum(pair) - request.budget for pair in staged.bytes]
-                if max(over) <= 0 or attempt == ATTEMPTS:
+                if max(over) <= 0 or attempt == attempts:
                     return staged
             said = ", ".join(units.nbytes(size) for size in over if size > 0)
             logger.info("submeshes exceed the budget by %s: memory becomes more expensive for their stages", said)
             prices = [max(1.0, 4.0 * price) if over[m] > 0 else price for m, price in zip(mesh_of, prices, strict=True)]
+
+    @memoise_method
+    def _cut_into_stages(self, *how: Any) -> tuple[Accumulated, tuple[StageGraph, ...]]:
+        return cut_into_stages(self.run, *how)
 
     def _solve(
         self, chosen: StagePlan, graphs: Sequence[tuple[StageGraph, str, float]], split: bool

@@ -17,7 +17,8 @@ from alpa_lite.passes.search import best_first
 from alpa_lite.passes.search.best_first import EFFORTS, FoundPlan
 from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.search.one_mesh import DecidedMesh, OneMeshSearch
-from alpa_lite.passes.search.pipelines import WHOLE, PipelineSearch
+from alpa_lite.passes.search.pipelines import PipelineSearch
+from alpa_lite.passes.search.slices import WHOLE
 from alpa_lite.passes.sharding import mesh_program
 from alpa_lite.passes.stages import planning, stage_graph
 from alpa_lite.passes.stages.planning import DecidedStage

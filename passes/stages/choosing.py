@@ -51,7 +51,7 @@ class StagePlan:
 
 def choose(
     priced: LayerCosts, method: Pipeline, counts: Sequence[int], budget: float,
-    *, rough: bool = False, names: tuple[str, ...] = schedules.NAMES,
+    *, rough: bool = False,
 ) -> StagePlan:  # fmt: skip
     """Returns the stages that the DP chooses.
 
@@ -59,13 +59,12 @@ def choose(
       counts: the numbers of micro-batches to choose from.
       budget: bytes per device.
       rough: whether to look at equal submeshes alone, and to stop farther from the optimum.
-      names: the schedules that are compared, where the method gives none.
 
     Raises:
       InfeasibleError: no pipeline fits; names the binding constraint.
       OptionError: the method requests a rematerialisation that does not exist.
     """
-    shapes = method.mesh_shapes
+    shapes, names = method.mesh_shapes, schedules.NAMES
     if method.lengths:  # whose gradients of parameters are not computed apart
         names = tuple(name for name in names if not schedules.STRATEGIES[name].splits)
     options = SliceOptions(

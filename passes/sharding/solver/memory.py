@@ -321,13 +321,13 @@ class PeakSearch:
         self.constraints = max(self.constraints, program.height)
         return program
 
-    def _solve_program(self, solver: Callable[..., Relaxed], *args: Any) -> Relaxed:
-        """Returns the answer to a program, whose work is known afterwards.
+    def _solve_program(self, solver: Callable[..., Relaxed], *args: Any, least: int = 1) -> Relaxed:
+        """Returns the answer to a program, which takes `least` work or more: all of it is known afterwards.
 
         Raises:
-          WorkExhausted: the limit was reached before.
+          WorkExhausted: the limit would be exceeded.
         """
-        self._charge(1)
+        self._charge(least)
         answer = solver(*args)
-        self.work += work.SIMPLEX_ENTRY_WORK * answer.work
+        self.work += max(0, work.SIMPLEX_ENTRY_WORK * answer.work - least)
         return answer

@@ -58,6 +58,11 @@ class LinearProgram:
         return len(self.at_most.indptr) - 1
 
     @property
+    def integer_work(self) -> int:
+        """The least work of solving it with integer variables: that of its root node."""
+        return INTEGER_WORK * (self.equal.nnz + self.at_most.nnz) * self.height
+
+    @property
     def height(self) -> int:
         """How many rows there are, those of memory aside."""
         return len(self.equal.indptr) - 1 + self.inequalities

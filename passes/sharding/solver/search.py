@@ -249,7 +249,9 @@ class Search(PeakSearch):
         covers: list[np.ndarray] = []
         while True:
             points = self.points if problem.budget is not None else []
-            answer = self._solve_program(branch, program, points, covers, self._unit(program), self.gap)
+            answer = self._solve_program(
+                branch, program, points, covers, self._unit(program), self.gap, least=program.integer_work
+            )
             self._raise_bound(answer.bound)
             if answer.x is None:
                 return

@@ -92,8 +92,8 @@ def test_a_plan_says_what_its_search_did() -> None:
 def test_planned_pipelines_take_no_less_than_the_bound_which_counts_more_than_products(monkeypatch) -> None:
     found: list[tuple[float, float, float]] = []
 
-    def build(self: PipelineAnalyses, *args: Any) -> Staged:
-        staged = whole(self, *args)
+    def build(self: PipelineAnalyses, *args: Any, **more: Any) -> Staged:
+        staged = whole(self, *args, **more)
         found.append((self.products, self.bound, staged.seconds))
         return staged
 
