@@ -1,6 +1,6 @@
 """Predictions against the compilers of CPUs, GPUs and TPUs, without the hardware.
 
-`bytes_accessed`: bytes that whole steps of `gallery/small.py` move on one device, predicted by the model of fusion, and
+`bytes_accessed`: bytes that whole steps of the gallery move on one device, predicted by the model of fusion, and
 compiled for the GPU that XLA's target configuration describes (`-o target=h100.txtpb`; JAX's CUDA plugin, the extra
 `cuda-verify`). That is the compiler of most machines that plans are made for. The CPU's emits loops for a few threads,
 and fuses by other rules; libtpu reports bytes, but of its own padded layouts, and with prefetches into on-chip memory.
@@ -32,6 +32,7 @@ import jax
 import numpy as np
 
 import alpa_lite
+import gallery
 from alpa_lite import models, verifying
 from alpa_lite import steps as named_steps
 from alpa_lite.api import make_options, make_plan
@@ -44,9 +45,9 @@ from alpa_lite.passes.tracing import tracing
 from alpa_lite.runtime import aot
 from alpa_lite.steps import NamedStep
 from benchmarks import hlo_bytes
-from benchmarks.gallery.small import CASES
 from benchmarks.harness import Benchmark, Row
 
+CASES = {name: case for name, case in gallery.find("outside").items() if case.small}
 SPLIT_K = "xla_gpu_experimental_force_split_k"
 
 
@@ -63,7 +64,7 @@ def moved(name: str, target: str) -> Row:
     """Bytes of a case predicted and compiled."""
     described = aot.target_of(f"cuda:{target}", Cluster.preset("h100").part(1))
     (device,) = aot.devices_of(described)
-    step, arguments = CASES[name]()
+    step, arguments = CASES[name].make()
     graph = tracing.trace(step, arguments, {}).graph
     start = time.process_time()
     predicted = traffic.moved_bytes(graph.block, graph.values)
@@ -99,7 +100,7 @@ def stages(name: str, target: str | None = None) -> Row:
         "pipeline": {"method": method, "num_microbatches": 4, "allow_inexact": True},
         "mesh": {"method": alpa_lite.Sharded()},
     }.items():
-        step, arguments = CASES[name]()
+        step, arguments = CASES[name].make()
         try:
             compiled = compile_step(step, arguments, {}, make_options({**options, "cluster": cluster}), cluster)
         except MicrobatchError:  # such as a loss that compares every example with every other

@@ -23,12 +23,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gallery
 from benchmarks import workers
-from benchmarks.gallery.cases import CASES
-from benchmarks.gallery.steps import Case
 from benchmarks.harness import ROOT, Benchmark, Row, Rows
+from gallery import Case
 
 GIB = 2**30
+CASES = {name: case for name, case in gallery.find("outside").items() if case.published}
 KINDS = ("issue", "published", "unusual", "toy", "own")
 TEXTBOOK = ("DataParallel()", "Zero(1)", "Zero(2)", "Zero(3)", "TensorParallel()")
 
@@ -37,18 +38,19 @@ def cluster_of(case: Case) -> Any:
     """The cluster of a case."""
     import alpa_lite
 
-    base, _, slice_ = case.cluster.partition(":")
+    on, _, nodes = case.on.partition(" x ")
+    base, _, slice_ = on.partition(":")
     if base == "cpu":
         return alpa_lite.Cluster.local()
     more: dict[str, Any] = {"topology": tuple(map(int, slice_.split("x")))} if slice_ else {}
-    return alpa_lite.Cluster.preset(base, nodes=case.nodes, **more)
+    return alpa_lite.Cluster.preset(base, nodes=int(nodes or 1), **more)
 
 
 def plan_of(case: Case, method: str = "", built: Any = None, **options: Any) -> Any:
     """The plan of a case, of a built step if it is given, by its own method or by that of a text, such as "Zero(3)"."""
     import alpa_lite
 
-    fun, args = built or case.build()
+    fun, args = built or case.plan()
     own = eval(method or case.method, dict(vars(alpa_lite)))
     return alpa_lite.make_plan(fun, *args, cluster=cluster_of(case), **{"method": own, **case.options, **options})
 
@@ -56,7 +58,7 @@ def plan_of(case: Case, method: str = "", built: Any = None, **options: Any) -> 
 def measure(name: str, **options: Any) -> Row:
     """Plans a case; the cost of planning, and figures of the plan."""
     case = CASES[name]
-    built = case.build()
+    built = case.plan()
     start, cpu = time.perf_counter(), time.process_time()
     plan = plan_of(case, built=built, **options)
     return {
@@ -100,7 +102,7 @@ def textbook(name: str, effort: str = "normal", **_: Any) -> dict[str, Any]:
     from alpa_lite.processes.effects import reduced_gc
 
     case = CASES[name]
-    fun, args = case.build()
+    fun, args = case.plan()
     cluster = cluster_of(case)
     checked = make_options({**case.options, "cluster": cluster})
     trace = compiler.tracer(fun, args, {}, checked, NO_PINS, cluster.platform)
@@ -142,7 +144,7 @@ def view(rows: Rows) -> Row:
     ratios = {name: planned[name]["plan"]["step_seconds"] / seconds for name, (_, seconds) in best.items()}
     slower = [name for name, ratio in ratios.items() if CASES[name].method == "Auto()" and ratio > 1 + 1e-4]
     seconds = {
-        kind: [row["cpu_seconds"] for name, row in planned.items() if kind in ("all", CASES[name].of)]
+        kind: [row["cpu_seconds"] for name, row in planned.items() if kind == "all" or kind in CASES[name].tags]
         for kind in (*KINDS, "all")
     }
     sums: collections.Counter[str] = collections.Counter()

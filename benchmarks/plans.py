@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import planning, workers
-from benchmarks.gallery.cases import CASES
 from benchmarks.harness import ROOT, Benchmark, Row
 
 EQUAL = (
@@ -34,7 +33,7 @@ EQUAL = (
 )  # fmt: skip
 CONDITIONS = ("alone", "beside four busy processes", "on one core", "another hash seed", "after ten other plans")
 PIPELINES = {
-    name.partition(", ")[2]: CASES[name]
+    name.partition(", ")[2]: planning.CASES[name]
     for name in (
         "gpt-small, fits one node", "gpt-small, fits, fast links", "gpt-small, slow links",
         "gpt-1.3B, slow links, large", "gpt-2.6B, little memory",
@@ -58,7 +57,7 @@ def save_plan(name: str, path: str, others: bool = False) -> None:
     for model, method in before if others else ():
         step, args = MODELS[model].abstract("tiny", 16)[:2]
         alpa_lite.make_plan(step, *args, cluster=alpa_lite.Cluster.preset("a100"), method=method)
-    planning.plan_of(CASES[name]).save(path)
+    planning.plan_of(planning.CASES[name]).save(path)
 
 
 def digest(name: str, condition: str, limit: float) -> str:

@@ -2,8 +2,8 @@
 
 `published_rows.json` lists the steps: source, configuration, what was measured, and why a row is left out. It was
 written before the first of them was predicted. Each row that is not left out is planned as its source ran it: its model
-in plain JAX (`gallery/published.py`), the method, micro-batches, recomputation and precision of the source, without a
-memory limit, on the preset of its devices with nodes of eight. A ratio is predicted over measured throughput.
+in plain JAX (`gallery/outside/decoders.py`), the method, micro-batches, recomputation and precision of the source,
+without a memory limit, on the preset of its devices with nodes of eight. A ratio is predicted over measured throughput.
 
 Rows that were used to fit a rate say so (`fitted`). They are also scored with three rates, of products, attention and
 memory operations, that are fitted to the rows of all other model sizes.
@@ -29,8 +29,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.gallery import published as models
 from benchmarks.harness import Benchmark, Row, Rows, changed
+from gallery.outside import decoders as models
 
 DATA: dict[str, Any] = json.loads((Path(__file__).parent / "published_rows.json").read_text())
 STEPS: Mapping[str, Row] = {row["name"]: row for row in DATA["rows"]}

@@ -15,18 +15,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 import alpa_lite
 from alpa_lite.models import MODELS
 from alpa_lite.passes.ir.evaluation import evaluate_block
 from alpa_lite.passes.layers.residuals import reduce_residuals
 from alpa_lite.passes.tracing import tracing
-from benchmarks.gallery import networks
-from benchmarks.gallery.linen import Llama, accumulating
-from benchmarks.gallery.steps import Built, adam_step, initial, language, numbers, shape, token_loss
 from benchmarks.harness import Benchmark, Row, Rows
 from benchmarks.published import kind
+from gallery import Built
+from gallery.outside.habits import lstm
+from gallery.outside.tutorials import Llama, accumulating
+from gallery.outside.unusual import fold
+from gallery.steps import language
 
 UNBOUNDED = 2**45  # bytes per device
 METHODS: Mapping[str, tuple[Any, int]] = {
@@ -43,53 +44,6 @@ def library(name: str, size: str, batch: int, scan: bool) -> Built:
     """A model of the library with four layers."""
     step, args = MODELS[name].abstract(size, batch, scan=scan, layers=4)[:2]
     return step, args
-
-
-def lstm(scan: bool, layers: int = 4, hidden: int = 1024, batch: int = 256, length: int = 128) -> Built:
-    """Stacked LSTM layers with biases; time is a scan in both forms."""
-    sizes = {"own": (hidden, 4 * hidden), "below": (hidden, 4 * hidden), "bias": (4 * hidden,)}
-    lead = (layers,) if scan else ()
-    one = {name: jax.ShapeDtypeStruct(lead + dims, jnp.float32) for name, dims in sizes.items()}
-    params = one if scan else [one] * layers
-
-    def layer(x: Any, weights: Any) -> Any:
-        def cell(carry: Any, x: Any) -> Any:
-            h, c = carry
-            gates = h @ weights["own"] + x @ weights["below"] + weights["bias"]
-            i, f, g, o = jnp.split(gates, 4, -1)
-            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-            h = jax.nn.sigmoid(o) * jnp.tanh(c)
-            return (h, c), h
-
-        start = jnp.zeros((x.shape[1], hidden))
-        return jax.lax.scan(cell, (start, start), x)[1], None
-
-    def loss(params: Any, x: Any, y: Any) -> Any:
-        if scan:
-            x, _ = jax.lax.scan(layer, x, params)
-        else:
-            for weights in params:
-                x, _ = layer(x, weights)
-        return jnp.mean((x[-1] - y) ** 2)
-
-    def step(params: Any, x: Any, y: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, jnp.swapaxes(x, 0, 1), y)
-        return jax.tree.map(lambda p, g: p - 1e-3 * g, params, grads), value
-
-    return step, (params, numbers(batch, length, hidden), numbers(batch, hidden))
-
-
-def fold(scan: bool, batch: int = 32, sequences: int = 64, length: int = 128, layers: int = 4) -> Built:
-    """The alignment network of the outside models."""
-    model = networks.Fold(layers, scan)
-    rows, apart = shape(batch, sequences, length), shape(batch, length, length)
-    params = initial(model, shape(1, sequences, length), shape(1, length, length))
-
-    def loss(params: Any, rows: Any, apart: Any) -> Any:
-        logits, letters = model.apply(params, rows, apart)
-        return token_loss(logits, apart) + token_loss(letters, rows)
-
-    return adam_step(loss, params, rows, apart)
 
 
 CASES: Mapping[str, Callable[[bool], Built]] = {

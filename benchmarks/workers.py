@@ -118,16 +118,6 @@ def prepare(devices: int | None = None, *, quickly: bool = False) -> None:
         warnings.simplefilter("ignore")
 
 
-def free_links() -> Any:
-    """Eight CPU devices whose communication costs nothing, so that plans shard what they can."""
-    from alpa_lite.cluster import Cluster, Link
-
-    return Cluster(
-        device="cpu", platform="cpu", devices_per_node=8, memory=1 << 30, peak_flops={"f32": 1e4},
-        memory_bandwidth=1e4, node_link=Link(1e15), tile=1,
-    )  # fmt: skip
-
-
 def profiled(make: Callable[[], Any]) -> Any:
     """Calls a function, and prints where its CPU time goes."""
     profiler = cProfile.Profile(time.process_time)

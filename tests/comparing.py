@@ -85,18 +85,36 @@ def errors(got, want) -> dict[str, float]:
         got_leaves, want_leaves = ({n: x[n] for n in kept} for x in (got_leaves, want_leaves))
     gradients = moments or [name for name in want_leaves if "grads" in name]
     total = np.sqrt(sum(norm(want_leaves[name]) ** 2 for name in gradients))
+    return {name: error / 1e-5 for name, error in relative_errors(got_leaves, want_leaves, total).items()}
+
+
+def relative_errors(got, want, total, equal_nan: bool = False) -> dict[str, float]:
+    """For each leaf by path ||a - b|| / max(||b||, 1e-3 * total); of integers and the like 0 if equal, else infinity.
+
+    Leaves that are not finite are infinitely wrong, or, with `equal_nan`, must be equal.
+    """
     found = {}
-    for name, b in want_leaves.items():
-        a = got_leaves[name]
+    for name, b in want.items():
+        a = got[name]
         assert a.shape == b.shape and a.dtype == b.dtype, name
-        if not np.issubdtype(b.dtype, np.inexact):
-            found[name] = 0.0 if np.array_equal(a, b) else np.inf
+        is_float = np.issubdtype(b.dtype, np.inexact)
+        if not is_float or (equal_nan and not np.isfinite(b).all()):
+            found[name] = 0.0 if np.array_equal(a, b, equal_nan=is_float) else np.inf
             continue
         error = norm(np.asarray(a, np.float64) - np.asarray(b, np.float64))
-        allowed = 1e-5 * max(norm(b), 1e-3 * total)
-        share = error / allowed if allowed else 0.0 if error == 0 else np.inf
-        found[name] = np.inf if np.isnan(share) else share
+        scale = max(norm(b), 1e-3 * total)
+        share = error / scale if scale else 0.0 if error == 0 else np.inf
+        found[name] = np.inf if np.isnan(share) else float(share)
     return found
+
+
+def tree_errors(got, want) -> dict[str, float]:
+    """The relative errors of the leaves of two trees; `total` is of all arrays, or of scalars if there are none."""
+    a, b = leaves(got), leaves(want)
+    assert a.keys() == b.keys(), sorted(a.keys() ^ b.keys())
+    floats = {path for path, x in b.items() if np.issubdtype(x.dtype, np.inexact)}
+    arrays = {path for path in floats if b[path].ndim} or floats
+    return relative_errors(a, b, np.sqrt(sum(norm(b[path]) ** 2 for path in arrays)), equal_nan=True)
 
 
 def compare(got, want) -> None:

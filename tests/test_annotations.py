@@ -15,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite import DataParallel, OptionError, Pipeline
+from gallery.batches import normal
+from gallery.steps import nnx_step, sgd
 from tests.comparing import close_to_jit
-from tests.gallery import mesh_of, nnx_step, sgd
+from tests.helpers import mesh_of
 from tests.marks import slow, slow_but
-from tests.zoo_base import normal
 
 X = jnp.linspace(-1, 1, 64 * 64).reshape(64, 64)
 

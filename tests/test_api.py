@@ -15,9 +15,9 @@ import alpa_lite
 from alpa_lite import errors
 from alpa_lite.passes.search import best_first
 from alpa_lite.passes.sharding.solver import solve
+from gallery.batches import normal, shapes
+from gallery.steps import sgd
 from tests.comparing import assert_equal, compare
-from tests.gallery import sgd, shapes
-from tests.zoo_base import normal
 
 WIDTH, HIDDEN, BATCH = 16, 64, 32
 

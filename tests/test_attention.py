@@ -11,10 +11,11 @@ import pytest
 import alpa_lite
 from alpa_lite import Sharded
 from alpa_lite.processes import effects
+from gallery.batches import normal
+from gallery.steps import sgd
 from tests.comparing import close_to_jit
-from tests.gallery import local, sgd
+from tests.helpers import local
 from tests.marks import slow_but
-from tests.zoo_base import normal
 
 B, T, M, D = 4, 8, 16, 4
 Attend = Callable[..., Any]

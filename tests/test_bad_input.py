@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from alpa_lite.cluster import Cluster
-from tests.gallery import f32, sgd
+from gallery.batches import f32
+from gallery.steps import sgd
 
 H100 = Cluster.preset("h100", nodes=1)
 TRACING, OPTION, PLAN = alpa_lite.TracingError, alpa_lite.OptionError, alpa_lite.PlanError

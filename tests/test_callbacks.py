@@ -15,12 +15,13 @@ from flax import linen
 from jax.experimental import io_callback
 
 import alpa_lite
+import gallery
 from alpa_lite import AlpaLiteError, DataParallel, MicrobatchError, Pipeline, Zero
-from tests import reference_steps
+from gallery.batches import f32
+from gallery.references import WIDTH, batch, descent, gradients, model, weights
+from gallery.steps import updated
 from tests.comparing import assert_close
-from tests.gallery import f32
 from tests.marks import slow_but, slow_one_in
-from tests.reference_steps import WIDTH, batch, descent, gradients, model, sgd, weights
 
 seen: list[list[float]] = []
 
@@ -38,7 +39,7 @@ def recorded(*values):
 def trained(state, x, report=lambda loss, grads: None):
     loss, grads = gradients(state, x)
     report(loss, grads)
-    return sgd(state, grads), loss
+    return updated(state, grads), loss
 
 
 def of_everything(state, x):
@@ -74,7 +75,7 @@ def control_flow_in_order(state, x):
 
     jax.lax.scan(body, 0, jnp.stack(grads))
     jax.lax.fori_loop(0, 2, lambda i, _: io_callback(record, None, i, ordered=True), None)
-    return sgd(state, grads), loss
+    return updated(state, grads), loss
 
 
 def rate_from_host(state, x):
@@ -167,7 +168,7 @@ class Mlp(linen.Module):
 def in_linen(state, x):
     loss, grads = jax.value_and_grad(lambda state: jnp.square(jnp.asarray(Mlp().apply(state, x))).mean())(state)
     jax.debug.callback(record, *jax.tree.leaves(state), ordered=True)
-    return sgd(state, grads), loss
+    return updated(state, grads), loss
 
 
 METHODS = {
@@ -184,7 +185,7 @@ STEPS = (
 )  # fmt: skip
 REFUSED = {layers: ("micro-batches", "1f1b", "zb-h1"), scale_from_host: ("pipeline", "1f1b", "zb-h1")}
 CASES = slow_one_in(3, slow_but({(in_order, "1f1b")}, itertools.product(STEPS, METHODS)))
-WITH_REFERENCES = itertools.product(reference_steps.STEPS, [method for method in METHODS if method != "1f1b"])
+WITH_REFERENCES = itertools.product(gallery.find("references"), [method for method in METHODS if method != "1f1b"])
 
 
 def name_of(value):
@@ -261,18 +262,14 @@ def test_what_a_callback_communicates_is_in_the_predicted_seconds(trips):
 # -- references -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("step", "method"),
-    slow_one_in(3, slow_but({(reference_steps.metrics, "zb-h1")}, WITH_REFERENCES)),
-    ids=name_of,
-)
-def test_a_step_with_references_is_equal_to_plain_jit(step, method):
-    state, x = reference_steps.arguments(step)
-    want = jax.jit(step)(state, x)
+@pytest.mark.parametrize(("name", "method"), slow_one_in(3, slow_but({("metrics", "zb-h1")}, WITH_REFERENCES)))
+def test_a_step_with_references_is_equal_to_plain_jit(name, method):
+    step, args = gallery.get("references", name).make()
+    want = jax.jit(step)(*args)
     try:
-        got = alpa_lite.parallelize(step, **METHODS[method])(state, x)
+        got = alpa_lite.parallelize(step, **METHODS[method])(*args)
     except MicrobatchError as error:  # parts of the batch of their own, and other batches
-        assert step in (reference_steps.accumulation, reference_steps.scanned), error
+        assert name in ("accumulation", "scanned"), error
         assert "num_microbatches" in str(error)
         return
     assert_close(got, want)

@@ -16,7 +16,8 @@ from alpa_lite.errors import OptionError
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.lowering import emission, lowering
 from alpa_lite.runtime.debug import first_divergence, reference
-from tests.gallery import local, optimised
+from gallery.steps import optimised
+from tests.helpers import local
 from tests.marks import slow
 
 METHODS = {

@@ -25,9 +25,10 @@ from alpa_lite.options import Auto, DataParallel, Pipeline, Sharded, TensorParal
 from alpa_lite.passes.checks import verification
 from alpa_lite.passes.search import pipeline_analysis, pipelines
 from alpa_lite.passes.stages.layer_costs import COSTS, MeasuredLayer
+from gallery.batches import f32, normal
+from gallery.steps import layers, sgd
 from tests import comparing
-from tests.gallery import f32, layers, local, sgd
-from tests.zoo_base import normal
+from tests.helpers import local
 
 FIXED = {
     "sharded": Sharded(),

@@ -15,10 +15,10 @@ import alpa_lite
 from alpa_lite import DataParallel, Manual, OptionError, Pipeline, Sharded
 from alpa_lite.ir.paths import format_path
 from alpa_lite.methods import STRATEGIES
+from gallery.batches import f32, filled, normal
+from gallery.steps import Net, sgd
 from tests.comparing import assert_close
-from tests.gallery import Net, f32, sgd
 from tests.marks import slow
-from tests.zoo_base import filled, normal
 
 X = jnp.linspace(-1, 1, 16 * 8).reshape(16, 8)
 

@@ -14,12 +14,12 @@ import pytest
 from flax import nnx
 
 import alpa_lite
-from tests import zoo
+import gallery
 from tests.comparing import called, compare, leaves, norm
 from tests.marks import one_in
 
 IN_PIPELINES = {"linen_resnet", "linen_unet", "linen_translator", "nnx_resnet"}  # run by `test_pipelines` alone
-CASES = {case.name: case for case in zoo.CASES if case.name not in IN_PIPELINES}
+CASES = {name: case for name, case in gallery.find("zoo").items() if name not in IN_PIPELINES}
 METHODS = {
     "auto": alpa_lite.Auto(),
     "data": alpa_lite.DataParallel(),
@@ -33,7 +33,7 @@ FAST = {
     "nnx_mlp", "linen_mlp_odd", "linen_gpt", "linen_convnet", "plain_custom_vjp", "plain_remat", "plain_while",
     "plain_cond", "plain_fft", "plain_sort", "plain_pick", "plain_scan", "plain_dropout_raw",
 }  # fmt: skip
-MODELS = [name for name in FLOAT32 if not name.startswith("plain")]
+MODELS = [name for name in FLOAT32 if "plain" not in CASES[name].tags]
 
 
 ONE_OF_EACH = [

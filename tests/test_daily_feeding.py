@@ -13,8 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import alpa_lite
 from alpa_lite.errors import OptionError
+from gallery.steps import sgd
 from tests import comparing
-from tests.gallery import sgd
 from tests.marks import slow
 from tests.test_daily_use import OPTIMIZER, Net, NnxNet, create, examples, initial, parallel, train, train_nnx, trained
 

@@ -17,8 +17,8 @@ from flax.training.train_state import TrainState
 import alpa_lite
 from alpa_lite.errors import OptionError
 from alpa_lite.report import units
+from gallery.steps import sgd
 from tests import comparing
-from tests.gallery import sgd
 from tests.marks import slow
 
 WIDTH, OUT = 16, 8

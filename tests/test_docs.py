@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 INDEX = ROOT / "docs" / "index.md"
 SOURCES = "\n".join(
     path.read_text(encoding="utf-8")
-    for folder in ("alpa_lite", "passes", "runtime", "models", "tests", "benchmarks")
+    for folder in ("alpa_lite", "passes", "runtime", "models", "gallery", "tests", "benchmarks")
     for path in sorted((ROOT / folder).rglob("*.py"))
 )
 WORDS = set(re.findall(r"\w+", SOURCES))

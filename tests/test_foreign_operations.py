@@ -15,9 +15,10 @@ from jax.interpreters import mlir
 import alpa_lite
 from alpa_lite import DataParallel, RuleError, Sharded, register_rule
 from alpa_lite.methods import Method
+from gallery.batches import normal
+from gallery.steps import sgd
 from tests.comparing import assert_close
-from tests.gallery import local, sgd
-from tests.zoo_base import normal
+from tests.helpers import local
 
 M = 16
 ROWS = 4096

@@ -14,11 +14,11 @@ from jax import custom_batching, lax
 from jax.experimental.scheduling_groups import xla_metadata_call  # pyright: ignore[reportPrivateImportUsage]
 
 import alpa_lite
+from gallery.batches import normal
+from gallery.steps import sgd
 from tests.comparing import close_to_jit
-from tests.gallery import sgd
+from tests.helpers import FREE_LINKS
 from tests.marks import only
-from tests.test_unusual_programs import FREE_LINKS
-from tests.zoo_base import normal
 
 ROUNDS = 4
 METHODS = {

@@ -18,10 +18,11 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite
 from alpa_lite import AlpaLiteError, OptionError, Pipeline, SignatureError, Zero
 from alpa_lite.options import Options, StepOptions
+from gallery.batches import normal
+from gallery.steps import sgd
 from tests.comparing import assert_close
-from tests.gallery import mesh_of, sgd
+from tests.helpers import mesh_of
 from tests.marks import slow, slow_but
-from tests.zoo_base import normal
 
 X = jnp.linspace(-1, 1, 64 * 16).reshape(64, 16)
 

@@ -15,8 +15,9 @@ from alpa_lite.errors import AlpaLiteError, InfeasibleError, OptionError
 from alpa_lite.ir.layout import Layout, LogicalMesh
 from alpa_lite.options import Options
 from alpa_lite.plan.pins import Pin, Pins
+from gallery.steps import sgd
 from tests.comparing import assert_close
-from tests.gallery import local, sgd
+from tests.helpers import local
 from tests.marks import slow, thorough
 
 

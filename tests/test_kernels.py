@@ -12,11 +12,11 @@ import pytest
 
 import alpa_lite
 from alpa_lite import Pipeline, RuleError, Sharded, register_rule
+from gallery.batches import normal
+from gallery.kernels import flash, norm
+from gallery.steps import sgd
 from tests.comparing import assert_close
-from tests.gallery import sgd
 from tests.marks import slow
-from tests.pallas_kernels import flash, norm
-from tests.zoo_base import normal
 
 M, H, D = 16, 4, 4
 B, S = 8, 8

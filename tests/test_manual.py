@@ -18,8 +18,8 @@ from alpa_lite import DataParallel, Manual, OptionError, Pipeline, Sharded, Zero
 from alpa_lite.ir.paths import format_path
 from alpa_lite.methods import matches
 from alpa_lite.options import Auto
+from gallery.steps import Net, linen_step, nnx_step, train_state
 from tests.comparing import assert_close
-from tests.gallery import Net, linen_step, nnx_step, train_state
 from tests.marks import slow
 
 X = jnp.linspace(-1, 1, 16 * 8).reshape(16, 8)

@@ -9,12 +9,14 @@ import pytest
 from flax import nnx
 
 import alpa_lite
+import gallery
 from alpa_lite.cluster import Cluster
 from alpa_lite.options import Auto, DataParallel, Manual, Sharded, TensorParallel, Zero
-from tests import comparing, zoo
-from tests.gallery import shapes, square_layers
+from gallery import accumulation as steps
+from gallery.batches import shapes
+from gallery.steps import square_layers
+from tests import comparing
 from tests.marks import slow
-from tests.passes.microbatches import accumulation_steps as steps
 from tests.passes.microbatches.test_loop import compare
 
 H100 = Cluster.preset("h100", nodes=1)
@@ -25,7 +27,7 @@ METHODS = {
 }  # fmt: skip
 
 
-def wide(batch: int = 512, width: int = 64) -> steps.Made:
+def wide(batch: int = 512, width: int = 64) -> gallery.Built:
     """Products large enough that devices share them."""
 
     def loss(p, b):
@@ -36,7 +38,7 @@ def wide(batch: int = 512, width: int = 64) -> steps.Made:
     return steps.descent(loss, params, {"x": steps.normal(3, batch, 64), "y": steps.normal(4, batch, 16)})
 
 
-def plan_of(made: steps.Made, cluster: Cluster | str = H100, **options: Any) -> alpa_lite.Plan:
+def plan_of(made: gallery.Built, cluster: Cluster | str = H100, **options: Any) -> alpa_lite.Plan:
     fun, args = made
     return alpa_lite.make_plan(fun, *shapes(args), cluster=cluster, **options)
 
@@ -75,7 +77,7 @@ def test_steps_on_eight_devices(make, method, parts):
 )  # fmt: skip
 def test_models_on_several_devices(name, method, parts, devices):
     """Textbook methods on as many devices as a micro-batch has examples, at most."""
-    case, cluster = zoo.get(name), Cluster.local(jax.devices()[:devices])
+    case, cluster = gallery.get("zoo", name), Cluster.local(jax.devices()[:devices])
     step, args = case.make()
     parallel = alpa_lite.parallelize(step, method=METHODS[method], num_microbatches=parts, cluster=cluster)
     got = comparing.called(parallel, args, case.style)
@@ -111,7 +113,7 @@ def test_gradients_and_the_loss_are_synchronised_once(method):
     assert sorted(moved) == sorted([("all_reduce", 4), *((kind, size) for size in gradients)])
 
 
-def scanned(layers: int = 4, width: int = 64, batch: int = 64) -> steps.Made:
+def scanned(layers: int = 4, width: int = 64, batch: int = 64) -> gallery.Built:
     """Layers in a scan, with biases."""
 
     def layer(x, p):
@@ -188,7 +190,7 @@ def test_the_plan_says_what_was_cut(tmp_path):
 # -- the number that is chosen ----------------------------------------------------------------------------------------
 
 
-def deep(batch: int = 16384) -> steps.Made:
+def deep(batch: int = 16384) -> gallery.Built:
     """Activations many times as large as the weights."""
 
     def loss(p, b):
@@ -243,13 +245,11 @@ def test_auto_takes_one_where_micro_batches_are_not_exact():
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [steps.contrastive, steps.capacity, steps.balanced, steps.log_of_mean])
-def test_what_is_not_exact_is_refused(make):
+@pytest.mark.parametrize("name", ["contrastive", "capacity", "balanced", "log_of_mean"])
+def test_what_is_not_exact_is_refused(name):
     with pytest.raises(alpa_lite.MicrobatchError) as caught:
-        plan_of(make(), num_microbatches=2)
-    assert re.search(
-        r"num_microbatches=2: \w+ at .*accumulation_steps.py:\d+.*use num_microbatches=1", str(caught.value)
-    )
+        plan_of(gallery.get("micro-batches", name).make(), num_microbatches=2)
+    assert re.search(r"num_microbatches=2: \w+ at .*accumulation.py:\d+.*use num_microbatches=1", str(caught.value))
 
 
 def test_what_is_allowed_to_be_inexact_is_said():
@@ -264,8 +264,8 @@ def test_what_is_allowed_to_be_inexact_is_said():
 
 @pytest.mark.slow
 def test_batch_norm():
-    fun, args = zoo.get("linen_convnet").make()
-    with pytest.raises(alpa_lite.MicrobatchError, match=r"at tests/zoo_linen.py:\d+.*BatchNorm.*allow_inexact"):
+    fun, args = gallery.get("zoo", "linen_convnet").make()
+    with pytest.raises(alpa_lite.MicrobatchError, match=r"at gallery/linen.py:\d+.*BatchNorm.*allow_inexact"):
         alpa_lite.parallelize(fun, num_microbatches=2).plan(*args)
     assert alpa_lite.parallelize(fun, method=Sharded()).plan(*args).num_microbatches == 1
 

@@ -14,10 +14,10 @@ from jax import lax
 
 import alpa_lite
 from alpa_lite.errors import InfeasibleError, MicrobatchError
+from gallery.batches import normal, rows
+from gallery.steps import descent
 from tests import pipeline_driver
-from tests.gallery import descent, rows
 from tests.marks import slow, slow_but
-from tests.zoo_base import normal
 
 WIDTH, ROWS = 16, 16
 

@@ -18,12 +18,13 @@ import optax
 import pytest
 
 import alpa_lite
+import gallery
 from alpa_lite.ir import schedules
-from tests import comparing, pipeline_driver, zoo
-from tests.gallery import descent, layers, rows
+from gallery.batches import normal, rows, tokens
+from gallery.steps import descent, layers, updated
+from tests import comparing, pipeline_driver
 from tests.marks import one_in, slow
 from tests.pipeline_driver import drive
-from tests.zoo_base import normal, tokens, updated
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ MARKED = [
 
 @pytest.mark.parametrize("way", MARKED, ids=str)
 def test_a_pipeline_computes_the_step(way: Way) -> None:
-    case = zoo.get(way.name)
+    case = gallery.get("zoo", way.name)
     step, args = case.make()
     driven = drive(
         step, args, devices=way.devices, microbatches=way.microbatches, schedule=way.schedule, virtual=way.virtual
@@ -283,7 +284,7 @@ PUBLIC: list[tuple[str, dict[str, Any], int]] = [
     ids=[name for name, *_ in PUBLIC],
 )
 def test_through_the_public_interface(name: str, options: dict[str, Any], microbatches: int) -> None:
-    case = zoo.get(name)
+    case = gallery.get("zoo", name)
     step, args = case.make()
     method = alpa_lite.Pipeline(**options)
     parallel = alpa_lite.parallelize(step, method=method, num_microbatches=microbatches)

@@ -20,7 +20,8 @@ from alpa_lite.compilation import plan_cache
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Stage
-from tests.gallery import f32, record_calls
+from gallery.batches import f32
+from tests.helpers import record_calls
 
 H100 = alpa_lite.Cluster.preset("h100", nodes=1)
 WIDTH = 256

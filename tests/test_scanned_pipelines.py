@@ -14,9 +14,10 @@ import pytest
 import alpa_lite
 from alpa_lite.ir.program import peak_bytes
 from alpa_lite.passes.layers.rematerialisation import Choice
-from tests import comparing, pipeline_driver, zoo_linen, zoo_nnx
+from gallery import linen, nnx
+from tests import comparing, pipeline_driver
 
-MODELS = {"linen": zoo_linen.gpt, "nnx": zoo_nnx.gpt}
+MODELS = {"linen": linen.gpt, "nnx": nnx.gpt}
 
 
 def trips(texts: Sequence[str]) -> list[int]:
@@ -72,7 +73,7 @@ def test_scanned_pipelines(kind: str, remat: Sequence[Choice], options: dict[str
 
 @pytest.mark.slow
 def test_little_memory_leads_to_rematerialisation_which_plans_replay(tmp_path: Path):
-    step, arguments = zoo_linen.gpt(scan=True, layers=4)
+    step, arguments = linen.gpt(scan=True, layers=4)
     method = alpa_lite.Pipeline(num_stages=2, schedule="gpipe")
     pipelined = alpa_lite.parallelize(step, method=method, num_microbatches=4, memory_per_device=300_000)
     plan = pipelined.plan(*arguments)

@@ -20,8 +20,9 @@ import alpa_lite
 from alpa_lite import _jax, planned_calls
 from alpa_lite.compilation import existing_placement
 from alpa_lite.passes.tracing import calls
+from gallery.steps import sgd, train_state
 from tests.comparing import assert_close
-from tests.gallery import record_calls, sgd, train_state
+from tests.helpers import record_calls
 from tests.marks import slow_but, slow_one_in
 
 X = jnp.cos(jnp.arange(128.0)).reshape(16, 8)

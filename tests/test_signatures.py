@@ -20,8 +20,8 @@ from alpa_lite.compilation import existing_placement
 from alpa_lite.errors import SignatureError
 from alpa_lite.passes.tracing import calls, trace
 from alpa_lite.runtime.binding import NewSignature
+from gallery.batches import normal
 from tests.comparing import compare
-from tests.zoo_base import normal
 
 WIDTH, ROWS = 8, 16
 

@@ -8,23 +8,20 @@ from typing import Any
 import jax
 import pytest
 
+import gallery
 from alpa_lite.errors import OptionError
 from alpa_lite.passes.tokens import opening
-from benchmarks.gallery import token_libraries, tokens
-from benchmarks.gallery.hugging_face import model_of
-from benchmarks.gallery.token_parts import HEADS, TOKENS, VOCAB, WIDE
-from tests import language_models as lm
-from tests import zoo_linen, zoo_nnx
+from gallery import linen, nnx
+from gallery.outside.hugging_face import model_of
+from gallery.tokens import models
+from gallery.tokens.parts import HEADS, TOKENS, VOCAB, WIDE
 from tests.comparing import compare
+from tests.helpers import piped
 from tests.marks import thorough
 
 
 def sliced(step: Any, *lengths: int, **method: Any) -> Any:
-    return lm.piped(step, 2, num_stages=2, token_slices=lengths, **method)
-
-
-def scanned() -> Any:
-    return tokens.built(*tokens.MODELS["scan-remat"])
+    return piped(step, 2, num_stages=2, token_slices=lengths, **method)
 
 
 # -- scans over layers ------------------------------------------------------------------------------------------------
@@ -34,9 +31,9 @@ def scanned() -> Any:
 @pytest.mark.parametrize(
     ("make", "lengths", "method"),
     [
-        (scanned, (9, 7), {"schedule": "1f1b"}),
-        (lambda: zoo_linen.gpt(scan=True, layers=2, remat=True, dropout=0.25), (9, 7), {}),
-        thorough((lambda: zoo_nnx.gpt(scan=True, layers=2), (7, 9), {"remat": "layer"})),
+        (gallery.get("tokens", "scan-remat").make, (9, 7), {"schedule": "1f1b"}),
+        (lambda: linen.gpt(scan=True, layers=2, remat=True, dropout=0.25), (9, 7), {}),
+        thorough((lambda: nnx.gpt(scan=True, layers=2), (7, 9), {"remat": "layer"})),
     ],
     ids=["plain", "linen", "nnx"],
 )
@@ -47,8 +44,8 @@ def test_scans_over_layers(make: Any, lengths: tuple[int, ...], method: dict[str
 
 def test_what_would_be_too_many_operations_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(opening, "MOST", 10)
-    step, args = scanned()
-    with pytest.raises(OptionError, match=r"the loop at .*tokens.py.* would be \d+ operations.* most 10"):
+    step, args = gallery.get("tokens", "scan-remat").make()
+    with pytest.raises(OptionError, match=r"the loop at .*tokens/models.py.* would be \d+ operations.* most 10"):
         sliced(step, 8, 8).plan(*args)
 
 
@@ -61,7 +58,7 @@ def test_what_would_be_too_many_operations_is_refused(monkeypatch: pytest.Monkey
 def test_decoders_of_other_libraries(name: str) -> None:
     """With dropout and, those of Hugging Face, on sequences of several lengths."""
     pytest.importorskip("transformers" if name.startswith("hf") else name)
-    step, args = token_libraries.MODELS[name]("sgd")
+    step, args = gallery.get("tokens", name).make()
     compare(sliced(step, 7, TOKENS - 7)(*args), jax.jit(step)(*args))
 
 
@@ -77,6 +74,6 @@ def test_encoders_of_hugging_face_are_refused_with_their_reason() -> None:
     def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         return (model(batch["tokens"], params=params, dropout_rng=key, train=True)[0] ** 2).mean()
 
-    step, args = tokens.step(loss, tokens.filled(shapes), tokens.text())
+    step, args = models.step(loss, models.filled(shapes), models.text())
     with pytest.raises(OptionError, match=r"dot_general at .*FlaxBert.*layer/0/attention.* waits for later tokens"):
         sliced(step, 6, TOKENS - 6).plan(*args)

@@ -13,9 +13,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
-from tests.gallery import sgd, square_layers
+from gallery.batches import normal as drawn
+from gallery.steps import sgd, square_layers
 from tests.marks import only, slow
-from tests.zoo_base import normal as drawn
 
 GIVEN = 3521
 METHODS: dict[str, dict[str, Any]] = {

@@ -14,8 +14,8 @@ import pytest
 import alpa_lite
 from alpa_lite.errors import DonatedError
 from alpa_lite.runtime.stacked import StackedArray, StackedLeaf
+from gallery.steps import sgd
 from tests.comparing import assert_close
-from tests.gallery import sgd
 from tests.marks import slow_but
 from tests.test_settings import X
 

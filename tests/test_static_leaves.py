@@ -15,10 +15,11 @@ from flax import nnx, struct
 
 import alpa_lite
 from alpa_lite import Pipeline, SignatureError, Zero
+from gallery.batches import filled, normal
+from gallery.steps import sgd as descent
+from gallery.steps import updated
 from tests.comparing import assert_close
-from tests.gallery import sgd as descent
 from tests.marks import slow
-from tests.zoo_base import filled, normal, updated
 
 eqx = pytest.importorskip("equinox")
 X, Y = jnp.linspace(-1, 1, 64 * 16).reshape(64, 16), jnp.linspace(-1, 1, 64)

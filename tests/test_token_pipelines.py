@@ -17,11 +17,11 @@ from alpa_lite import models
 from alpa_lite.cluster import Link
 from alpa_lite.errors import OptionError
 from alpa_lite.methods import Pipeline
-from tests import language_models as lm
-from tests import zoo_linen
+from gallery import language, linen
+from gallery.language import TOKENS, WIDE, language_model
+from gallery.steps import sgd
 from tests.comparing import compare
-from tests.gallery import local, sgd
-from tests.language_models import TOKENS, WIDE, language_model, piped
+from tests.helpers import local, piped
 from tests.marks import one_in, thorough
 
 
@@ -169,7 +169,7 @@ def test_a_model_that_cannot_be_sliced_says_why():
     (note,) = [note for note in plan.notes if note.startswith("token_slices")]
     assert note.startswith("token_slices: whole sequences: dot_general at ")
     assert "waits for later tokens" in note
-    assert "language_models.py" in note
+    assert "gallery/language.py" in note
 
 
 @pytest.mark.slow
@@ -222,7 +222,7 @@ def far_apart() -> alpa_lite.Cluster:
 def test_auto_chooses_slices():
     """One example, which no mesh divides without sending more, by a link that is slow, than it computes."""
     step, (params, _) = language_model(layers=4)
-    tokens = jax.random.randint(jax.random.key(1), (1, 64), 0, lm.VOCAB)
+    tokens = jax.random.randint(jax.random.key(1), (1, 64), 0, language.VOCAB)
     plan = alpa_lite.make_plan(step, params, tokens, cluster=far_apart(), verify="off", effort="thorough")
     assert len(plan.stages) == 2 and sum(plan.division.token_slices) == 64
     (mesh,) = [row for row in plan.comparisons if row.name == "one mesh"]
@@ -235,9 +235,9 @@ def test_auto_chooses_slices():
     ("make", "lengths"),
     [
         thorough((lambda: models.get("gpt").build("tiny", 1), (40, 24))),
-        (lambda: one_example(zoo_linen.gpt(layers=2)), (9, 7)),
-        (lm.without_examples, (7, 5)),
-        (lambda: lm.without_examples(one_hot=True), (5, 7)),
+        (lambda: one_example(linen.gpt(layers=2)), (9, 7)),
+        (language.without_examples, (7, 5)),
+        (lambda: language.without_examples(one_hot=True), (5, 7)),
     ],
     ids=["own", "linen", "without_examples", "one_hot"],
 )

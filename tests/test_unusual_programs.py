@@ -11,19 +11,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
-from alpa_lite.cluster import Cluster, Link
+from alpa_lite.cluster import Cluster
 from alpa_lite.errors import MicrobatchError
+from gallery.batches import normal
+from gallery.steps import sgd
 from tests.comparing import assert_close, close_to_jit
-from tests.gallery import sgd
-from tests.zoo_base import normal
+from tests.helpers import FREE_LINKS
 
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-FREE_LINKS = Cluster(
-    device="cpu", platform="cpu", devices_per_node=8, memory=1 << 30, peak_flops={"f32": 1e4}, memory_bandwidth=1e4,
-    node_link=Link(1e15), tile=1,
-)  # fmt: skip
-"""Communication costs nothing, so that plans shard what they can."""
 
 
 def same(step: Any, args: tuple[Any, ...], tolerance: float = 1e-6, **options: Any) -> alpa_lite.Plan:

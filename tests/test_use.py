@@ -13,10 +13,11 @@ from jax.experimental import io_callback
 
 import alpa_lite
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
+from gallery.batches import normal
+from gallery.steps import descent, layers
 from tests import comparing, pipeline_driver
-from tests.gallery import descent, layers, local
+from tests.helpers import local
 from tests.marks import slow
-from tests.zoo_base import normal
 
 WIDTH, ROWS = 16, 8
 

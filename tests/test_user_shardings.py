@@ -20,10 +20,11 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite
 from alpa_lite import DataParallel, OptionError, Pipeline, Sharded
 from alpa_lite.ir.paths import format_path
+from gallery.batches import normal
+from gallery.steps import linen_step, nnx_step, sgd, train_state
 from tests.comparing import assert_close
-from tests.gallery import linen_step, mesh_of, nnx_step, sgd, train_state
+from tests.helpers import mesh_of
 from tests.marks import slow
-from tests.zoo_base import normal
 
 FREE = P.UNCONSTRAINED
 BATCH = jnp.linspace(-1, 1, 16 * 16).reshape(16, 16)

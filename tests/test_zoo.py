@@ -1,4 +1,4 @@
-"""The zoo keeps its word: steps of the stated form, the same at every call, with gradients that say something.
+"""The gallery keeps its word: steps of the stated form, the same at every call, with gradients that say something.
 
 These run plain JAX alone, of every model among the thorough tests: plans and results of models are tested elsewhere.
 """
@@ -9,20 +9,25 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests import zoo
+import gallery
+from gallery.registry import TAGS
 from tests.comparing import assert_equal
 from tests.marks import one_in, only
 
+ZOO = gallery.find("zoo")
 
-def test_names_are_unique() -> None:
-    names = [case.name for case in zoo.CASES]
-    assert len(set(names)) == len(names)
-    assert zoo.get(names[-1]) is zoo.CASES[-1]
+
+def test_cases_have_known_tags_and_names_of_their_own() -> None:
+    """The registry asserts both."""
+    cases = [case for kind in gallery.KINDS for case in gallery.find(kind).values()]
+    assert set().union(*(case.tags for case in cases)) == TAGS
+    assert all(case.small or case.published for case in cases)
+    assert gallery.get("zoo", "linen_moe") in gallery.find("zoo", "linen", "mixture of experts").values()
 
 
 @pytest.mark.parametrize("name", ["nnx_gpt_scan_dropout", "linen_moe", "plain_dropout_raw", "nnx_user_gpt"])
 def test_make_is_deterministic(name: str) -> None:
-    first, second = (jax.tree.leaves(zoo.get(name).make()[1]) for _ in range(2))
+    first, second = (jax.tree.leaves(ZOO[name].make()[1]) for _ in range(2))
     assert all(a is not b for a, b in zip(first, second, strict=True))
     assert_equal(first, second)
 
@@ -30,10 +35,9 @@ def test_make_is_deterministic(name: str) -> None:
 OFTEN = ("nnx_gpt_scan_dropout", "linen_convnet", "plain_dropout_typed", "plain_solve")
 
 
-@pytest.mark.parametrize("name", only(OFTEN, [case.name for case in zoo.FUNCTIONAL]))
+@pytest.mark.parametrize("name", only(OFTEN, [name for name, case in ZOO.items() if case.style == "functional"]))
 def test_state_comes_back_in_its_own_shape(name: str) -> None:
-    case = zoo.get(name)
-    step, args = case.make()
+    step, args = ZOO[name].make()
     state, metrics = jax.eval_shape(step, *args)
     expected = jax.eval_shape(lambda state: state, args[0])
     assert jax.tree.structure(state) == jax.tree.structure(expected)
@@ -45,8 +49,9 @@ def test_state_comes_back_in_its_own_shape(name: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", one_in(2, zoo.CASES), ids=lambda case: case.name)
-def test_loss_falls_and_every_parameter_has_a_gradient(case: zoo.Case) -> None:
+@pytest.mark.parametrize("name", one_in(2, ZOO))
+def test_loss_falls_and_every_parameter_has_a_gradient(name: str) -> None:
+    case = ZOO[name]
     step, args = case.make()
     if case.style == "nnx":
         step = nnx.jit(step)
@@ -64,11 +69,11 @@ def test_loss_falls_and_every_parameter_has_a_gradient(case: zoo.Case) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", [c for c in zoo.CASES if c.reference], ids=lambda case: case.name)
-def test_bfloat16_differs_from_its_float32_reference_but_little(case: zoo.Case) -> None:
-    assert case.reference is not None
+@pytest.mark.parametrize("name", [name for name, case in ZOO.items() if case.reference])
+def test_bfloat16_differs_from_its_float32_reference_but_little(name: str) -> None:
     losses = []
-    for make in (case.make, case.reference):
+    for make in (ZOO[name].make, ZOO[name].reference):
+        assert make is not None
         step, args = make()
         losses.append(float(jax.jit(step)(*args)[1]["loss"]))
     assert losses[0] != losses[1]

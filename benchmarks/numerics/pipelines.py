@@ -17,10 +17,11 @@ from typing import Any
 
 import jax
 
+import gallery
 from alpa_lite.ir import schedules
 from benchmarks.harness import Benchmark, Row
 from benchmarks.numerics import by_model, largest
-from tests import pipeline_driver, zoo
+from tests import pipeline_driver
 from tests.pipeline_driver import Driven
 
 KINDS = ("gpt", "gpt_tied", "gpt_scan", "unet", "translator", "moe", "resnet")
@@ -38,7 +39,7 @@ CASES = [
 @functools.lru_cache(1)
 def made(model: str) -> tuple[Any, Any, str, list[Any]]:
     """The step of a model, its arguments, its style, and what three steps give on one device."""
-    found = zoo.get(model)
+    found = gallery.get("zoo", model)
     step, args = found.make()
     return step, args, found.style, pipeline_driver.on_one_device(step, args, found.style)
 

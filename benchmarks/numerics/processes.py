@@ -25,10 +25,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 import alpa_lite
+import gallery
 from alpa_lite.ir import schedules
 from benchmarks.harness import Benchmark, Row, Rows
 from benchmarks.numerics import largest
-from tests import comparing, pipeline_driver, zoo
+from tests import comparing, pipeline_driver
 from tests.processes import driver, worker
 
 SECONDS = 240
@@ -117,7 +118,7 @@ CASES = [
 
 def made(case: Case) -> tuple[Any, tuple[Any, ...], str]:
     """The step of a case, its arguments, and its style."""
-    found = zoo.get(case.model)
+    found = gallery.get("zoo", case.model)
     step, args = found.make()
     times = BATCH.get(case.layout, 8) // 8
     place = 2 if found.style == "nnx" else 1

@@ -1,6 +1,6 @@
 """Whether pipelines in slices of the sequence compute what one device computes.
 
-Each model of `gallery/tokens.py` and `gallery/token_libraries.py` is run in several variants: 2, 3 or 4 stages
+Each model of `gallery/tokens/` is run in several variants: 2, 3 or 4 stages
 (interleaved: two on each submesh) of one or two virtual CPU devices, 1 to 8 slices of even or uneven lengths, 1, 2 or 4
 micro-batches, every schedule that allows slices, every rematerialisation, gradient descent or Adam. Variants are drawn
 with a seed, so that those of all models together have each pair of these choices. Two devices of a stage share what
@@ -27,19 +27,19 @@ from typing import Any
 
 import jax
 
+import gallery
 from alpa_lite.errors import AlpaLiteError
-from benchmarks.gallery import token_libraries
-from benchmarks.gallery import tokens as gallery
-from benchmarks.gallery.steps import Built
-from benchmarks.gallery.token_parts import TOKENS
 from benchmarks.harness import Benchmark, Row, Rows, by_variant
 from benchmarks.numerics import by_model, largest
-from benchmarks.workers import free_links
+from gallery import Built
+from gallery.tokens import models
+from gallery.tokens.parts import TOKENS
 from tests import pipeline_driver
+from tests.helpers import FREE_LINKS
 
-CAUSAL = [*gallery.MODELS, *token_libraries.MODELS]
+CAUSAL = list(gallery.find("tokens", "causal"))
 RANDOM = "random "
-ENCODERS = list(gallery.ENCODERS)
+ENCODERS = list(gallery.find("tokens", "both ways"))
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b")
 _RANDOMS = [f"{RANDOM}{seed}" for seed in range(16)]
 VARIANTS, STEPS = 2, 2
@@ -140,7 +140,7 @@ def measure(case: str) -> Row:
             step, args, devices=(variant.devices,) * variant.stages, microbatches=variant.microbatches,
             schedule=variant.schedule, virtual=virtual,
             remat=(variant.remat,) * variant.stages * virtual,  # type: ignore[arg-type]
-            tokens=lengths(variant, TOKENS), cluster=free_links(),
+            tokens=lengths(variant, TOKENS), cluster=FREE_LINKS,
         )  # fmt: skip
     except pipeline_driver.TooFewLayers as refusal:
         return {"skipped": str(refusal)}
@@ -155,11 +155,8 @@ def measure(case: str) -> Row:
 def made(model: str, optimizer: str) -> Built:
     """A model's step and its arguments."""
     if model.startswith(RANDOM):
-        return gallery.built(*gallery.drawn(random.Random(int(model.removeprefix(RANDOM)))), optimizer)
-    plain = gallery.MODELS | gallery.ENCODERS
-    if model in plain:
-        return gallery.built(*plain[model], optimizer)
-    return token_libraries.MODELS[model](optimizer)
+        return models.built(*models.drawn(random.Random(int(model.removeprefix(RANDOM)))), optimizer)
+    return gallery.get("tokens", model).make(optimizer=optimizer)
 
 
 def model_of(case: str) -> str:

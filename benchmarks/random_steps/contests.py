@@ -18,7 +18,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.ir import schedules
 from benchmarks.random_steps import layers
 from benchmarks.random_steps.program import Program
-from benchmarks.workers import free_links
+from tests.helpers import FREE_LINKS
 
 MESHES = {(8,): ("x",), (4, 2): ("x", "y"), (2, 2, 2): ("x", "y", "z")}
 SUBMESHES = {
@@ -26,7 +26,6 @@ SUBMESHES = {
     3: ("((2,), (2,), (2,))", "((4,), (2,), (2,))", "((1,), (1,), (1,))"),
     4: ("((2,), (2,), (2,), (2,))", "((1,), (1,), (1,), (1,))"),
 }
-FREE_LINKS = free_links()
 SETTINGS = {
     "matmul precision": "jax.default_matmul_precision('highest')",
     "threefry partitionable": "jax.threefry_partitionable(False)",

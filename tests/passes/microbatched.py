@@ -12,7 +12,7 @@ from jax import lax
 from alpa_lite import models
 from alpa_lite.ir.graph import Block, Op, Traced
 from alpa_lite.passes.tracing import tracing
-from tests.zoo_base import filled
+from gallery.batches import filled
 
 Loss = Callable[[Any, Any], Any]
 

@@ -1,7 +1,7 @@
 """Trains models over all processes by several methods, and compares every step with one device. Argument: the cases.
 
 A case is [name, options]: a model of this project, one of them with "/nnx" for the step in NNX's own style, one of the
-tests' zoo, or the "mlp" of this folder; and `kind` the method, `microbatches`, and the method's own options. With
+gallery's zoo, or the "mlp" of this folder; and `kind` the method, `microbatches`, and the method's own options. With
 `unread` steps, no result is read before the last of them.
 """
 
@@ -36,9 +36,9 @@ def made(name: str) -> tuple[Any, Any, str]:
         build = models.get(own).build_nnx if style else models.get(own).build
         step, args = build("tiny", 8, **SMALL[own])
         return step, args, style
-    from tests import zoo
+    import gallery
 
-    case = zoo.get(name)
+    case = gallery.get("zoo", name)
     step, args = case.make()
     return step, args, case.style
 

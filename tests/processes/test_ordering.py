@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from alpa_lite.ir.program import Program, Run, Send
 from alpa_lite.processes.ordering import Task, issue_order
-from tests import mlps, pipeline_driver
+from gallery.steps import mlp
+from tests import pipeline_driver
 
 PROCESS_OF = [0, 0, 1, 1, 2, 2]
 """By device: the second submesh spans two processes."""
@@ -38,7 +39,7 @@ def all_end(sequences: Mapping[int, Sequence[Task]], participants: Mapping[Task,
 
 
 def test_rendezvous_in_another_order_wait_for_ever():
-    program = pipeline_driver.drive(*mlps.mlp(8, 8, 4), devices=(2, 4)).pipeline.program
+    program = pipeline_driver.drive(*mlp(8, 8, 4), devices=(2, 4)).pipeline.program
     order = issue_order(program, PROCESS_OF)
     for mesh, items in enumerate(program.lists):
         assert [position for one, position in order if one == mesh] == list(range(len(items)))

@@ -10,7 +10,7 @@ from alpa_lite.passes import factors
 from alpa_lite.passes.sharding import grouping
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.report import dump
-from tests import mlps
+from gallery.steps import mlp
 from tests.plans import small_plan
 
 
@@ -65,7 +65,7 @@ def test_operations_outside_of_regions_are_written(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_is_written_with_its_layers_stages_and_lists(tmp_path: Path) -> None:
-    step, args = mlps.mlp(8, 16, 4)
+    step, args = mlp(8, 16, 4)
     method = alpa_lite.Pipeline(num_stages=2, schedule="gpipe", submesh_shapes=((4,), (4,)))
     alpa_lite.make_plan(step, *args, cluster="a100", method=method, num_microbatches=2, dump_dir=tmp_path)
     slicing, lowered, program = (

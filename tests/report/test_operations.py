@@ -10,7 +10,7 @@ from alpa_lite.options import Method
 from alpa_lite.plan.figures import Spending
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import html, operations, stages
-from tests import mlps
+from gallery.steps import mlp
 from tests.plans import pipeline_plan
 
 CLUSTER = dataclasses.replace(alpa_lite.Cluster.preset("h100", nodes=1), collectives=())
@@ -18,7 +18,7 @@ CLUSTER = dataclasses.replace(alpa_lite.Cluster.preset("h100", nodes=1), collect
 
 @functools.cache
 def planned(method: Method) -> Plan:
-    step, args = mlps.mlp(1024, 32768, 3)
+    step, args = mlp(1024, 32768, 3)
     return alpa_lite.make_plan(step, *args, cluster=CLUSTER, method=method, verify="off")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import alpa_lite
 from alpa_lite.report import progress
-from tests.gallery import sgd, square_layers
+from gallery.steps import sgd, square_layers
 
 
 class Stream(io.StringIO):

@@ -17,7 +17,8 @@ from alpa_lite.plan.decisions import SearchSummary
 from alpa_lite.plan.figures import AxisUse, Products
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import summary
-from tests.gallery import f32, optimised
+from gallery.batches import f32
+from gallery.steps import optimised
 from tests.plans import gpt_plan, pipeline_plan, small_plan, with_comparisons
 
 CLUSTER = Cluster.preset("h100", nodes=1)

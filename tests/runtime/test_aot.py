@@ -14,7 +14,7 @@ from alpa_lite.compiler import compile_step
 from alpa_lite.errors import OptionError
 from alpa_lite.runtime import aot, load
 from alpa_lite.runtime.aot import Target, target_of
-from tests import mlps
+from gallery.steps import mlp
 
 EIGHT = Cluster.preset("v5e")
 
@@ -68,7 +68,7 @@ def test_a_compiler_that_is_not_installed_is_named_with_the_extra(monkeypatch: p
 @pytest.mark.parametrize("pipeline", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_executable_is_lowered_as_it_would_run(pipeline: bool) -> None:
     """Compiled for the devices that are here: the same programs, with donation, as those that a call compiles."""
-    step, args = mlps.mlp(16, 16, 2)
+    step, args = mlp(16, 16, 2)
     method = alpa_lite.Pipeline(num_stages=2) if pipeline else alpa_lite.DataParallel()
     options = make_options({"method": method, "num_microbatches": 2 if pipeline else "auto"})
     found = compile_step(step, args, {}, options, Cluster.preset("cpu"))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import alpa_lite
+import gallery
 from alpa_lite.errors import ExecutionError, VerificationError
 from alpa_lite.ir import program as programs
 from alpa_lite.ir.program import Run, Send
@@ -21,7 +22,7 @@ from alpa_lite.ir.timeline import Event
 from alpa_lite.passes import checks
 from alpa_lite.report import timeline, units
 from alpa_lite.runtime.pipeline import PipelineExecutable
-from tests import comparing, pipeline_driver, zoo
+from tests import comparing, pipeline_driver
 from tests.marks import slow
 from tests.runtime.cases import deleted
 
@@ -210,7 +211,7 @@ def test_a_trace_does_not_hold_the_stages_up():
 
 
 def test_modules_are_not_updated_by_a_trace():
-    make, args = zoo.get("nnx_mlp").make()
+    make, args = gallery.get("zoo", "nnx_mlp").make()
     run = pipeline_driver.drive(make, args, devices=(1, 1), microbatches=2).executable()
     before = jax.device_get(jax.tree.leaves(args))
     assert run.trace(*args).events

@@ -23,8 +23,8 @@ from alpa_lite.passes.programs.transfers import TransferPlan, plan_transfer
 from alpa_lite.runtime import placement
 from alpa_lite.runtime.meshes import mesh_of
 from alpa_lite.runtime.transfer import Transfer
+from tests.helpers import two_machines
 from tests.marks import one_in
-from tests.mlps import two_machines
 
 F32 = jnp.dtype("float32")
 SHAPES = ((1,), (2,), (4,), (8,), (2, 2), (4, 2), (2, 2, 2))

@@ -9,7 +9,7 @@ import pytest
 from alpa_lite.passes.costs import fusion, traffic
 from alpa_lite.passes.costs.items import item_of
 from alpa_lite.passes.tracing import tracing
-from tests.gallery import f32
+from gallery.batches import f32
 
 N, M = 64, 256
 FULL, ROW = 4 * N * M, 4 * N

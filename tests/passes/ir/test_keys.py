@@ -26,10 +26,10 @@ from alpa_lite.passes.ir.ties import Tie, ties
 from alpa_lite.passes.local import forms
 from alpa_lite.passes.tracing import conversion, tracing
 from alpa_lite.passes.tracing.conversion import graph_of
+from gallery.batches import normal
 from tests.passes import microbatched
 from tests.passes.layers.test_layering import layers_of
 from tests.passes.layers.test_rematerialisation import SGD, rewritten
-from tests.zoo_base import normal
 
 
 class Rate:

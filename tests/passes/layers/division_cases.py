@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gallery.batches import normal
+from gallery.steps import updated
 from tests import pipeline_driver
 from tests.pipeline_driver import Driven, Staged
-from tests.zoo_base import normal, updated
 
 SIZE = 8
 

@@ -21,9 +21,9 @@ from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches import loop
 from alpa_lite.passes.search.pipeline_analysis import max_layers
 from alpa_lite.passes.tracing import tracing
-from tests import zoo_linen
+from gallery import linen
+from gallery.batches import normal
 from tests.passes.numerics import assert_close_in_norm, outputs
-from tests.zoo_base import normal
 
 
 def step_in_layers(step: Any, arguments: Any, layers: int = 16) -> Divisible:
@@ -142,7 +142,7 @@ def test_draws_are_the_same_again_and_what_else_is_read_of_a_scan_stays():
 
 
 def test_a_step_without_scans_is_left_as_it_is():
-    step = step_in_layers(*zoo_linen.gpt(layers=2))
+    step = step_in_layers(*linen.gpt(layers=2))
     assert step.fine is None
     done = division.divide_into_stages(step, [2], ("none", "none"))
     assert done.layering is step.layering

@@ -23,9 +23,10 @@ from alpa_lite.passes.layers.layering import cut_into_layers
 from alpa_lite.passes.layers.types import Assignment, Layer, Layering
 from alpa_lite.passes.stages.planning import digest
 from alpa_lite.passes.stages.staging import stage_graphs
+from gallery.batches import normal
+from gallery.steps import updated
 from tests import pipeline_driver
 from tests.passes import microbatched
-from tests.zoo_base import normal, updated
 
 GPT: dict[str, Any] = {"hidden": 32, "heads": 2, "seq": 8, "vocab": 64, "dtype": jnp.float32}
 RESIDUAL = 4 * 8 * 32 * 4  # bytes of a micro-batch's residual stream in `GPT`

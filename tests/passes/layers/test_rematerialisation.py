@@ -14,10 +14,10 @@ from alpa_lite.passes.ir.rewriting import Rewritten
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.rematerialisation import choices, rematerialise
 from alpa_lite.passes.layers.types import Layering
+from gallery.batches import normal
 from tests.passes import microbatched
 from tests.passes.layers.test_layering import GPT, SGD, gpt, layered, layers_of
 from tests.passes.numerics import assert_same
-from tests.zoo_base import normal
 
 
 def rewritten(layers: Layering, saved: frozenset[int]) -> Rewritten:

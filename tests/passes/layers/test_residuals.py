@@ -14,8 +14,8 @@ from alpa_lite.models import MODELS
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.layers.residuals import reduce_residuals
 from alpa_lite.passes.tracing import tracing
+from gallery.batches import normal
 from tests.passes.numerics import assert_close_in_norm, outputs
-from tests.zoo_base import normal
 
 
 def scans_of(graph: Graph) -> list[ScanView]:

@@ -15,10 +15,10 @@ from alpa_lite.ir.graph import Traced
 from alpa_lite.passes import factors
 from alpa_lite.passes.layers.division import even_points, layer_scans
 from alpa_lite.passes.layers.scans import Cut, cut_scans
+from gallery.batches import normal
 from tests.passes import microbatched
 from tests.passes.layers.test_layering import SGD
 from tests.passes.numerics import assert_same
-from tests.zoo_base import normal
 
 
 def stacked_mlp(layers: int = 6, tx: Any = SGD, *, half: bool = False) -> tuple[Any, Any, Any]:

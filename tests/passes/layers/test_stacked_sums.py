@@ -14,8 +14,9 @@ from alpa_lite.ir.graph import Graph
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.layers.stacked_sums import add_within_scans
 from alpa_lite.passes.tracing import tracing
+from gallery.batches import normal
+from gallery.steps import updated
 from tests.passes.numerics import assert_close_in_norm, outputs
-from tests.zoo_base import normal, updated
 
 LAYERS, PARTS, WIDTH = 3, 4, 8
 

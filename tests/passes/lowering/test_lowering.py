@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import alpa_lite
+import gallery
 from alpa_lite.api import make_options
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
@@ -26,16 +27,15 @@ from alpa_lite.passes.sharding import limits, strategies
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.runtime import meshes
-from tests import comparing, zoo
-from tests.gallery import sgd
-from tests.mlps import mlp
-from tests.searching import grouped_step
-from tests.zoo_base import normal
+from gallery.batches import normal
+from gallery.steps import mlp, sgd
+from tests import comparing
+from tests.helpers import grouped_step
 
 MESH = LogicalMesh((2, 2), ("x", "y"))
 
 
-def decide(case: zoo.Case, seed: int) -> tuple[Traced, LocalProgram, Any]:
+def decide(case: gallery.Case, seed: int) -> tuple[Traced, LocalProgram, Any]:
     """A lowered program with a random strategy for every decision."""
     step, args = case.make()
     grouped = grouped_step(step, *args)
@@ -82,7 +82,7 @@ SLOW = ["plain_cumulative", "plain_conv_1d", "plain_remat", "plain_while", "plai
     ],
 )  # fmt: skip
 def test_random_decisions_compute_what_one_device_computes(name, seed):
-    case = zoo.get(name)
+    case = gallery.get("zoo", name)
     traced, program, (step, args) = decide(case, seed)
     assert list(lowering.collectives(program, traced))
     check_collectives(traced, program)

@@ -12,8 +12,7 @@ from alpa_lite import compiler
 from alpa_lite.options import Method, Options
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.plan.plan import Plan
-from tests.gallery import sgd
-from tests.mlps import mlp
+from gallery.steps import mlp, sgd
 
 LAYERS, WIDTH, EXAMPLES = 6, 4096, 16384
 H100 = dataclasses.replace(alpa_lite.Cluster.preset("h100", nodes=1), collectives=(), memory_efficiency=1.0)

@@ -17,9 +17,9 @@ import alpa_lite
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.tracing import tracing
-from tests.gallery import sgd
+from gallery.batches import normal
+from gallery.steps import sgd, updated
 from tests.passes.microbatches import test_loop
-from tests.zoo_base import normal, updated
 
 BATCH, WIDTH = 16, 8
 Loss = Callable[[Any, Any], Any]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import gallery
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.ir import graph as graphs
 from alpa_lite.ir.graph import Block
@@ -16,8 +17,8 @@ from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.microbatches import loop as accumulation
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.passes.tracing.conversion import graph_of
-from tests import comparing, zoo
-from tests.passes.microbatches import accumulation_steps as steps
+from gallery import accumulation as steps
+from tests import comparing
 
 TOLERANCE = 1e-5
 
@@ -74,17 +75,21 @@ BY_POSITION = {"noise"}
 """Steps of which a micro-batch has consecutive examples: draws."""
 
 
-@pytest.mark.parametrize("make", steps.EXACT, ids=lambda make: make.__name__)
-def test_steps(make):
+ACROSS = gallery.find("micro-batches", "across the batch")
+EXACT = {name: case for name, case in gallery.find("micro-batches").items() if name not in ACROSS}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_steps(name):
     """Consecutive examples, or every fourth; results with one value an example come back in their order."""
-    fun, args = make()
+    fun, args = EXACT[name].make()
     traced, found = accumulated(fun, args, 4)
     assert not any("inexact" in note for note in found.notes)
     want = outputs(traced, args)
     compare(outputs(found.traced, args), want)
     _, strided = accumulated(fun, args, 4, strided=True)
-    assert any("t, t + 4, t + 8" in note for note in strided.notes) == (make.__name__ not in BY_POSITION)
-    if make.__name__ not in BY_POSITION:
+    assert any("t, t + 4, t + 8" in note for note in strided.notes) == (name not in BY_POSITION)
+    if name not in BY_POSITION:
         compare(outputs(strided.traced, args), want)
 
 
@@ -115,7 +120,6 @@ def test_batches_of_two_sizes_are_cut_each_by_itself(strided):
 
 # -- the zoo ----------------------------------------------------------------------------------------------------------
 
-ACROSS = ("while", "cond", "switch", "fft_batch", "sort_batch", "cumulative", "slices", "reshape", "solve")
 SLOW = [
     ("plain_custom_vjp", 2), ("plain_remat_policy", 4), ("plain_pick", 2), ("plain_dropout_raw", 4), ("linen_moe", 2),
     ("linen_user_optax", 4), ("nnx_gru", 2), ("nnx_gpt_scan_remat", 2),
@@ -126,50 +130,46 @@ SLOW = [
     ("name", "parts"), [("plain_scan", 4), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)]
 )
 def test_zoo(name, parts):
-    fun, args = zoo.get(name).make()
+    fun, args = gallery.get("zoo", name).make()
     traced, found = accumulated(fun, args, parts)
     tree = jax.tree.structure(jax.eval_shape(fun, *args))
     got, want = (jax.tree.unflatten(tree, outputs(one, args)) for one in (found.traced, traced))
     comparing.compare(got, want)
 
 
-@pytest.mark.parametrize("name", ACROSS)
+@pytest.mark.parametrize("name", gallery.find("zoo", "plain", "across the batch"))
 def test_zoo_across_the_batch_is_refused(name):
-    with pytest.raises(MicrobatchError, match=r"num_microbatches=2: [a-z_]+ at .*tests/zoo_plain.py:\d+"):
-        accumulated(*zoo.get(f"plain_{name}").make(), 2)
+    with pytest.raises(MicrobatchError, match=r"num_microbatches=2: [a-z_]+ at .*gallery/plain.py:\d+"):
+        accumulated(*gallery.get("zoo", name).make(), 2)
 
 
 # -- refusals, and what is allowed to be inexact ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("make", "operation"),
+    ("name", "operation"),
     [
-        (steps.contrastive, "dot_general"),
-        (steps.log_of_mean, "mul"),
-        (steps.capacity, "cumsum"),
-        (steps.recurrent_over_examples, "scan"),
+        ("contrastive", "dot_general"), ("log_of_mean", "mul"), ("capacity", "cumsum"),
+        ("recurrent_over_examples", "scan"),
     ],
-)
-def test_what_looks_across_the_batch_is_refused_by_name(make, operation):
-    fun, args = make()
-    with pytest.raises(MicrobatchError, match=rf"num_microbatches=4: {operation} at .*accumulation_steps.py:\d+"):
+)  # fmt: skip
+def test_what_looks_across_the_batch_is_refused_by_name(name, operation):
+    fun, args = ACROSS[name].make()
+    with pytest.raises(MicrobatchError, match=rf"num_microbatches=4: {operation} at .*accumulation.py:\d+"):
         accumulated(fun, args, 4)
 
 
 def test_batch_norm_is_refused_by_name():
-    with pytest.raises(
-        MicrobatchError, match=r"num_microbatches=2: .* at tests/zoo_linen.py.*BatchNorm.*allow_inexact"
-    ):
-        accumulated(*zoo.get("linen_convnet").make(), 2)
+    with pytest.raises(MicrobatchError, match=r"num_microbatches=2: .* at gallery/linen.py.*BatchNorm.*allow_inexact"):
+        accumulated(*gallery.get("zoo", "linen_convnet").make(), 2)
 
 
 @pytest.mark.slow
 def test_inexact_batch_norm_is_that_of_each_microbatch():
-    fun, args = zoo.get("linen_convnet").make()
+    fun, args = gallery.get("zoo", "linen_convnet").make()
     _, found = accumulated(fun, args, 2, allow_inexact=True)
     inexact = [note for note in found.notes if "inexact" in note]
-    assert inexact and all("zoo_linen.py" in note and "BatchNorm" in note for note in inexact)
+    assert inexact and all("gallery/linen.py" in note and "BatchNorm" in note for note in inexact)
     compare(outputs(found.traced, args), jax.tree.leaves(steps.reference(fun, args, 2)))
 
 
@@ -238,7 +238,7 @@ def test_narrow_sums_are_accumulated_in_float32():
 
 
 def test_names_and_lines_are_kept():
-    fun, args = zoo.get("linen_mlp").make()
+    fun, args = gallery.get("zoo", "linen_mlp").make()
     traced, found = accumulated(fun, args, 2)
 
     def stacks(graph):

@@ -15,10 +15,10 @@ from jax import lax
 
 import alpa_lite
 from alpa_lite.errors import MicrobatchError
+from gallery.batches import normal
+from gallery.steps import sgd, updated
 from tests.comparing import assert_close, close_to_jit
-from tests.gallery import sgd
 from tests.passes.microbatches.test_independent import accumulated, outputs
-from tests.zoo_base import normal, updated
 
 PARTS, ROWS, WIDTH = 2, 8, 8
 

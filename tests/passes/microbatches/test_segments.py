@@ -12,11 +12,11 @@ import pytest
 from jax import lax
 
 import alpa_lite
+from gallery.batches import normal
+from gallery.steps import sgd
 from tests.comparing import close_to_jit
-from tests.gallery import sgd
 from tests.marks import slow_one_in
 from tests.passes.microbatches.test_loop import equal
-from tests.zoo_base import normal
 
 ROWS, WIDTH = 16, 8
 Loss = Callable[[Any, Any], Any]

@@ -25,8 +25,8 @@ from alpa_lite.passes.stages import stage_graph
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.plan.decisions import Decision
 from alpa_lite.plan.plan import Plan
+from tests.helpers import grouped_step
 from tests.passes.sharding.solver.test_solve import SEEDS, random_graph
-from tests.searching import grouped_step
 
 
 def _every(problem: Problem):

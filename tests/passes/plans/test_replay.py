@@ -15,8 +15,8 @@ from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.stages import stage_graph
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.plan.plan import Plan
-from tests.gallery import f32, sgd
-from tests.zoo_base import updated
+from gallery.batches import f32
+from gallery.steps import sgd, updated
 
 H100 = Cluster.preset("h100", nodes=1)
 WIDTH = 1024

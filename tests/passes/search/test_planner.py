@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import alpa_lite
+import gallery
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError
 from alpa_lite.passes.layers.rematerialisation import Remat
@@ -25,8 +26,8 @@ from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.search.best_first import MARGIN, Candidate, Expansion, FoundPlan, Kind, cutoff_of, search
 from alpa_lite.passes.search.configs import ExecutionConfig, next_feasible_microbatches
 from alpa_lite.passes.search.pipeline_analysis import PipelineAnalyses
-from tests import zoo
-from tests.mlps import mlp, two_machines
+from gallery.steps import mlp
+from tests.helpers import two_machines
 
 ROOT = Path(__file__).parents[3]
 METHODS = (
@@ -36,7 +37,7 @@ A100, V5E, LOCAL = Cluster.preset("a100", nodes=1), Cluster.preset("v5e"), Clust
 
 
 def planned(name: str, method: Any, cluster: Cluster, **options: Any) -> alpa_lite.Plan:
-    step, args = zoo.get(name).make()
+    step, args = gallery.get("zoo", name).make()
     shapes = jax.eval_shape(lambda: args)
     return alpa_lite.make_plan(step, *shapes, cluster=cluster, method=method, verify="off", **options)
 

@@ -12,7 +12,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.sharding import strategies
-from tests.searching import grouped_step
+from tests.helpers import grouped_step
 
 BARE = dataclasses.replace(Cluster.preset("a100"), memory_efficiency=1.0, kernel_start=0.0)
 PRODUCT = (((1,), (0,)), ((), ()))

@@ -10,8 +10,9 @@ import pytest
 
 from alpa_lite.ir.graph import Traced
 from alpa_lite.passes.sharding.groups import Group, Grouping
-from tests.gallery import f32, sgd
-from tests.searching import grouped_step
+from gallery.batches import f32
+from gallery.steps import sgd
+from tests.helpers import grouped_step
 
 BATCH = {"x": f32(32, 16), "rows": f32(12, 16), "ids": jax.ShapeDtypeStruct((32, 1), jnp.int32)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,14 +11,14 @@ import optax
 import pytest
 
 import alpa_lite
+import gallery
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.sharding.kinds import state_kinds
 from alpa_lite.passes.tracing.tracing import trace
-from tests.loops.base import ROWS, loop
-from tests.searching import grouped_step
+from tests.helpers import grouped_step
 
 X, Y = jax.ShapeDtypeStruct((8, 6), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32)
 H100 = Cluster.preset("h100", nodes=1)
@@ -69,15 +68,10 @@ def actor_critic() -> Case:
     return step, (state, X, Y)
 
 
-def of_loop(name: str) -> Case:
-    """The step of a train loop as its users write it."""
-    found = loop(name)
-    return found.train_step, (*found.make_state(), found.batch(0, ROWS))
-
-
+# train loops as their users write them
 LOOPS = ("LinenTrainState", "NnxOptimizer", "EquinoxPartition", "Lora", "TwoTowers")  # the last scans over steps
 CASES = {"plain": plain, "without loss": without_loss, "actor critic": actor_critic}
-CASES |= {name: functools.partial(of_loop, name) for name in LOOPS}
+CASES |= {name: gallery.get("loop", name).make for name in LOOPS}
 NOT_WEIGHTS = {"mu", "nu", "trace", "count", "step", "dropout_key", "rngs", "metrics"}
 
 
@@ -92,7 +86,7 @@ def test_moments_are_optimizer_state_and_weights_are_parameters(name: str) -> No
 
 
 def test_state_that_a_scan_over_steps_carries_keeps_its_kind() -> None:
-    step, args = of_loop("TwoTowers")
+    step, args = CASES["TwoTowers"]()
     grouped = grouped_step(step, *args)
     (scan,) = [op for op in grouped.traced.graph.block.ops if op.name == "scan"]
     carries = ScanView(scan).carries

@@ -17,7 +17,8 @@ import alpa_lite
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import LogicalMesh
-from tests.gallery import f32, sgd
+from gallery.batches import f32
+from gallery.steps import sgd
 from tests.passes.sharding.test_textbook import low_rank
 
 

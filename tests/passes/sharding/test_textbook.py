@@ -17,10 +17,10 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks.hlo_text import read_hlo
 from alpa_lite.passes.sharding import limits, mesh_program, strategies
+from gallery.batches import f32, normal
+from gallery.steps import sgd
 from tests import comparing
-from tests.gallery import f32, sgd
-from tests.searching import grouped_step
-from tests.zoo_base import normal
+from tests.helpers import grouped_step
 
 H100 = Cluster.preset("h100", nodes=1)
 METHODS = {

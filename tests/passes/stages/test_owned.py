@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import gallery
 from alpa_lite.ir import graph
 from alpa_lite.ir.graph import Traced
 from alpa_lite.passes.stages import owners
@@ -20,7 +21,6 @@ from alpa_lite.passes.stages.owners import ownership
 from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.passes.stages.staging import find_moved_arguments, stage_graphs
 from alpa_lite.passes.tracing import tracing
-from tests import zoo
 
 
 def divided(traced: Traced, pinned: dict[int, int], count: int = 2) -> tuple[StageGraph, ...]:
@@ -81,7 +81,7 @@ def trace(fun: Any, *args: Any, batch: Sequence[str] = (), state: Sequence[str] 
 @pytest.mark.parametrize("name", ["nnx_gpt_tied", "linen_unet"])
 def test_state_may_lie_anywhere(name: str) -> None:
     """Whole train steps, their state scattered: some leaves on no submesh yet, parameters apart from their moments."""
-    step, args = zoo.get(name).make()
+    step, args = gallery.get("zoo", name).make()
     traced = tracing.trace(step, args, {})
     state = [i for i, argument in enumerate(traced.arguments) if argument.role == "state"]
     for seed, count in ((0, 2), (1, 4)):

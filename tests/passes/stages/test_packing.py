@@ -11,9 +11,9 @@ from alpa_lite.ir import schedules
 from alpa_lite.ir.program import peak_bytes
 from alpa_lite.passes.stages import cutting, packing
 from alpa_lite.passes.stages.segments import Segments
+from gallery.batches import normal
+from gallery.steps import descent, updated
 from tests import comparing, pipeline_driver
-from tests.gallery import descent
-from tests.zoo_base import normal, updated
 
 LAYERS, WIDTH, ROWS = 10, 64, 16  # layers of two stages: the fewest whose backward pass has packs, be it split or not
 SMALL = WIDTH * 4  # bytes of a bias

@@ -22,9 +22,9 @@ from alpa_lite.passes.stages.layer_costs import PRICES, Layer, LayerCost, Measur
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.pricing import LayerCosts, link_seconds
 from alpa_lite.passes.tracing import tracing
+from gallery.steps import mlp, sgd
 from tests import pipeline_driver
-from tests.gallery import sgd
-from tests.mlps import mlp, two_machines
+from tests.helpers import two_machines
 
 
 @pytest.mark.parametrize(("microbatches", "devices"), [(100, 1.0), (200, 1.0), (400, 2.0), (1600, 8.0)])

@@ -16,8 +16,8 @@ from alpa_lite.compiler import compile_step
 from alpa_lite.passes.checks.verification import MemoryReport, compiled_reports
 from alpa_lite.passes.stages import temporaries
 from alpa_lite.runtime import aot
-from tests.gallery import f32
-from tests.gallery import sgd as descent
+from gallery.batches import f32
+from gallery.steps import sgd as descent
 
 WIDTH, BATCH = 256, 512
 

@@ -18,8 +18,8 @@ from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.stages import planning
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.tracing import tracing
+from gallery.steps import mlp
 from tests import pipeline_driver
-from tests.mlps import mlp
 
 WIDTH, LAYERS = 64, 8
 

@@ -23,10 +23,10 @@ from alpa_lite.passes.tokens.expansion import Expanded
 from alpa_lite.passes.tokens.opening import operations, replace_by_operations, unroll_scans
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.passes.tracing.statics import Statics
+from gallery.batches import normal
+from gallery.batches import tokens as drawn
+from gallery.steps import sgd
 from tests.comparing import norm
-from tests.gallery import sgd
-from tests.zoo_base import normal
-from tests.zoo_base import tokens as drawn
 
 TOKENS, VOCAB, WIDE, HEADS = 12, 31, 16, 4
 UNEVEN = (5, 4, 3)

@@ -14,8 +14,9 @@ from jax import lax
 
 import alpa_lite
 from alpa_lite.passes.tracing import trace
+from gallery.batches import normal
+from gallery.steps import updated
 from tests.comparing import assert_close
-from tests.zoo_base import normal, updated
 
 WIDTH, ROWS = 16, 16
 METHODS: dict[str, dict[str, Any]] = {

@@ -11,10 +11,10 @@ from jax import lax
 
 import alpa_lite
 from alpa_lite.passes.tracing import trace
+from gallery.batches import normal
+from gallery.steps import sgd
 from tests.comparing import close_to_jit
-from tests.gallery import sgd
 from tests.passes.microbatches.test_loop import equal
-from tests.zoo_base import normal
 
 ROWS, STEPS, WIDTH = 16, 5, 8
 Loss = Callable[[Any, Any], Any]

@@ -10,11 +10,12 @@ import optax
 import pytest
 from flax import nnx
 
+import gallery
 from alpa_lite.errors import SignatureError, TracingError
 from alpa_lite.ir.graph import Traced, check
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.tracing.tracing import trace
-from tests import gallery, reference_steps
+from gallery import steps
 from tests.comparing import assert_equal
 
 X = np.linspace(-1.0, 1.0, 24, dtype=np.float32).reshape(4, 6)
@@ -57,7 +58,7 @@ def loss_of(params, batch):
     return ((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2).mean()
 
 
-sgd = gallery.sgd(loss_of)
+sgd = steps.sgd(loss_of)
 STATE = ["params['b']", "params['w']"]
 DATA = ["batch['x']", "batch['y']"]
 
@@ -346,18 +347,18 @@ def test_a_closed_over_nnx_module_is_constant():
 OF_REFERENCES = {"new_ref", "empty_ref", "free_ref", "freeze", "get", "swap", "addupdate"}
 
 
-@pytest.mark.parametrize("step", reference_steps.PLAIN)
-def test_values_take_the_place_of_references(step):
+@pytest.mark.parametrize("name", gallery.find("references", "plain"))
+def test_values_take_the_place_of_references(name):
     """Results of control flow are compared here, and of all steps in `tests/test_callbacks.py`."""
-    state, x = reference_steps.arguments(step)
-    traced = trace(step, (state, x), {})
+    step, args = gallery.get("references", name).make()
+    traced = trace(step, args, {})
     check(traced.graph)
     assert OF_REFERENCES.isdisjoint(op.name for op in traced.graph.ops())
     assert not any(op.has_effects for op in traced.graph.ops())
-    if step not in (reference_steps.scanned, reference_steps.searched, reference_steps.counted):
+    if name not in ("scanned", "searched", "counted"):
         return
-    got = jax.jit(partial(evaluate, traced.graph))(jax.tree.leaves((state, x)))
-    for a, b in zip(got, jax.tree.leaves(jax.jit(step)(state, x)), strict=True):
+    got = jax.jit(partial(evaluate, traced.graph))(jax.tree.leaves(args))
+    for a, b in zip(got, jax.tree.leaves(jax.jit(step)(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 

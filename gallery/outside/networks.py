@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.gallery.steps import module
+from gallery.steps import module
 
 Dense = functools.partial(nn.Dense, dtype=jnp.bfloat16)
 Conv = functools.partial(nn.Conv, dtype=jnp.bfloat16)

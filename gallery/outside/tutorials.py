@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.gallery import steps as forms
-from benchmarks.gallery.steps import Built, Case, case, fitted, initial, language, module, numbers, shape
+from gallery.batches import f32, initial, shape
+from gallery.registry import Built, planned
+from gallery.steps import cross_entropy, fitted, language, module, supervised
 
 
 def regression(model: Any, batch: int, size: int, *, denoising: bool) -> Built:
@@ -20,7 +21,7 @@ def regression(model: Any, batch: int, size: int, *, denoising: bool) -> Built:
     def loss(apply: Any, noisy: Any, clean: Any = None) -> Any:
         return jnp.mean((apply(noisy) - (noisy if clean is None else clean)) ** 2)
 
-    return fitted(model, loss, *[numbers(batch, size, size, 3)] * (1 + denoising))
+    return fitted(model, loss, *[f32(batch, size, size, 3)] * (1 + denoising))
 
 
 @module
@@ -100,12 +101,12 @@ def MLP(self, x, *, widths):
 def accumulating(batch: int, parts: int, features: int, *widths: int, scan: bool = True) -> Built:
     """A step that accumulates gradients over parts of its batch in a loop of its own, a scan or not."""
     model = MLP(widths)
-    params = initial(model, numbers(1, features))
+    params = initial(model, f32(1, features))
     optimizer = optax.adam(1e-3)
 
     def step(params: Any, memory: Any, x: Any, labels: Any) -> Any:
         def loss(params: Any, x: Any, labels: Any) -> Any:
-            return forms.token_loss(model.apply(params, x), labels)
+            return cross_entropy(model.apply(params, x), labels)
 
         def one(total: Any, part: Any) -> Any:
             value, grads = jax.value_and_grad(loss)(params, *part)
@@ -125,7 +126,7 @@ def accumulating(batch: int, parts: int, features: int, *widths: int, scan: bool
         return optax.apply_updates(params, updates), after, losses.mean()
 
     memory = jax.eval_shape(optimizer.init, params)
-    return step, (params, memory, numbers(batch, features), shape(batch))
+    return step, (params, memory, f32(batch, features), shape(batch))
 
 
 def stack(x: Any, width: int) -> Any:
@@ -164,17 +165,17 @@ def Autoencoder(self, x, *, widths, code):
     return nn.Conv(start[-1], (3, 3))(x)
 
 
-_issue, _toy = functools.partial(case, of="issue"), functools.partial(case, "cpu", of="toy")
-CASES: dict[str, Case] = {
+_issue, _toy = functools.partial(planned, of="issue"), functools.partial(planned, "cpu", of="toy")
+PLANNED: dict[str, dict[str, Any]] = {
     "gpt-39b-mask": _issue("p3.16xlarge x 8", language, GPT(48, 8192, 64, 51200, 1024, True, jnp.float16), 1024, 1024),
     "gpt-39b-no-mask": _issue(
         "p3.16xlarge x 8", language, GPT(48, 8192, 64, 51200, 1024, False, jnp.float16), 1024, 1024
     ),
     "llama-7b-scan": _issue("h100 x 4", language, Llama(32, 4096, 32, 11008, 32000, True), 128, 2048),
     "llama-7b-unrolled": _issue("h100 x 4", language, Llama(32, 4096, 32, 11008, 32000, False), 128, 2048),
-    "mlp-toy": _issue("cpu", forms.supervised, MLP((256, 256, 128, 10)), numbers(256, 128), shape(256)),
+    "mlp-toy": _issue("cpu", supervised, MLP((256, 256, 128, 10)), f32(256, 128), shape(256)),
     "own-accumulation": _issue("cpu", accumulating, 512, 4, 512, 2048, 2048, 16),
-    "unet": case("a100", regression, UNet(128, 4), 64, 128, denoising=True),
+    "unet": planned("a100", regression, UNet(128, 4), 64, 128, denoising=True),
     "toy-unet": _toy(regression, UNet(16, 3), 16, 32, denoising=True),
     "toy-autoencoder": _toy(regression, Autoencoder((16, 32, 64), 64), 32, 32, denoising=False),
     "toy-gpt": _toy(language, GPT(4, 64, 4, 512, 64, True, jnp.float32), 16, 64),

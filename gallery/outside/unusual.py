@@ -16,28 +16,27 @@ import jax.numpy as jnp
 import optax
 from flax import traverse_util
 
-from benchmarks.gallery import networks
-from benchmarks.gallery import networks_of_pictures as pictures
-from benchmarks.gallery import steps as forms
-from benchmarks.gallery.hugging_face import model_of, sizes_of
-from benchmarks.gallery.linen import Llama
-from benchmarks.gallery.steps import CLIPPED, Built, descended, fitted, habits, halved, initial, numbers, shape, started
+from gallery.batches import f32, halved, initial, one_example, random_key, shape
+from gallery.outside import networks
+from gallery.outside import networks_of_pictures as pictures
+from gallery.outside.hugging_face import model_of, sizes_of
+from gallery.outside.tutorials import Llama
+from gallery.registry import Built, planned
+from gallery.steps import (
+    CLIPPED,
+    advantages,
+    cross_entropy,
+    descended,
+    fitted,
+    habits,
+    language,
+    module,
+    started,
+    supervised,
+    weighted,
+)
 
 # --- agents ---------------------------------------------------------------------------------------------------------
-
-
-def advantages(rewards: Any, values: Any, done: Any) -> Any:
-    """How much better than expected things went: [time, games], of [time + 1, games] values."""
-
-    def back(carry: Any, given: Any) -> Any:
-        advantage, following = carry
-        reward, value, end = given
-        surprise = reward + 0.99 * following * (1 - end) - value
-        advantage = surprise + 0.99 * 0.95 * (1 - end) * advantage
-        return (advantage, value), advantage
-
-    start = jnp.zeros(rewards.shape[1]), values[-1]
-    return jax.lax.scan(back, start, (rewards, values[:-1], done), reverse=True)[1]
 
 
 def policy(length: int, games: int, epochs: int = 4, parts: int = 8) -> Built:
@@ -55,7 +54,7 @@ def policy(length: int, games: int, epochs: int = 4, parts: int = 8) -> Built:
         return -gain.mean() + 0.5 * jnp.mean((values - wanted) ** 2) + 0.01 * (jnp.exp(logs) * logs).sum(-1).mean()
 
     def step(state: Any, seen: Any, taken: Any, before: Any, rewards: Any, values: Any, done: Any, key: Any) -> Any:
-        advantage = advantages(rewards, values, done)
+        advantage = advantages(rewards, values[:-1], values[-1], done)
         played = seen, taken, before, advantage, advantage + values[:-1]
         flat = jax.tree.map(lambda x: x.reshape(total, *x.shape[2:]), played)
 
@@ -72,8 +71,8 @@ def policy(length: int, games: int, epochs: int = 4, parts: int = 8) -> Built:
         return state, losses.mean()
 
     state = started(initial(model, shape(1, 84, 84, 4, dtype=jnp.uint8)), optimizer)
-    seen, each = shape(length, games, 84, 84, 4, dtype=jnp.uint8), numbers(length, games)
-    return step, (state, seen, shape(length, games), each, each, numbers(length + 1, games), each, forms.random_key())
+    seen, each = shape(length, games, 84, 84, 4, dtype=jnp.uint8), f32(length, games)
+    return step, (state, seen, shape(length, games), each, each, f32(length + 1, games), each, random_key())
 
 
 def divergence(first: Any, second: Any) -> Any:
@@ -104,13 +103,13 @@ def adapted(batch: int, length: int, rank: int = 16) -> Built:
             for name, own in adapters.items():
                 flat[name] = flat[name] + (own["down"] @ own["up"]).astype(jnp.bfloat16)
             logits = model(ids, attention_mask=mask, params=traverse_util.unflatten_dict(flat, sep="/")).logits
-            return forms.weighted(logits[:, :-1], ids[:, 1:], mask[:, 1:])
+            return weighted(logits[:, :-1], ids[:, 1:], mask[:, 1:])
 
         return descended(loss, state, optimizer)
 
     flat: Any = traverse_util.flatten_dict(params, sep="/")
     adapters = {
-        name: {"down": numbers(leaf.shape[0], rank), "up": numbers(rank, leaf.shape[1])}
+        name: {"down": f32(leaf.shape[0], rank), "up": f32(rank, leaf.shape[1])}
         for name, leaf in flat.items()
         if name.endswith(("q_proj/kernel", "v_proj/kernel"))
     }
@@ -151,7 +150,7 @@ def distilled(batch: int, length: int) -> Built:
         def loss(params: Any) -> Any:
             logits = model.apply(params, ids).astype(jnp.float32)
             followed = -(wanted * jax.nn.log_softmax(logits / 2)).sum(-1).mean() * 4
-            return followed + forms.token_loss(logits[:, :-1], ids[:, 1:])
+            return followed + cross_entropy(logits[:, :-1], ids[:, 1:])
 
         return descended(loss, state, optimizer)
 
@@ -188,10 +187,10 @@ def adversarial(batch: int) -> Built:
         average = optax.incremental_update(maker["params"], state["average"], 0.001)
         return {"generator": maker, "discriminator": critic, "average": average}, (apart, doubt)
 
-    params = initial(generator, numbers(4, 512))
+    params = initial(generator, f32(4, 512))
     state = {"generator": started(params, optimizer), "average": params}
-    state["discriminator"] = started(initial(discriminator, numbers(4, 256, 256, 3)), optimizer)
-    return step, (state, numbers(batch, 256, 256, 3), forms.random_key())
+    state["discriminator"] = started(initial(discriminator, f32(4, 256, 256, 3)), optimizer)
+    return step, (state, f32(batch, 256, 256, 3), random_key())
 
 
 def rendered(colours: Any, density: Any, times: Any) -> tuple[Any, Any]:
@@ -206,7 +205,7 @@ def rendered(colours: Any, density: Any, times: Any) -> tuple[Any, Any]:
 def radiance(rays: int, points: int = 64) -> Built:
     """A NeRF: a coarse field says where along its rays a fine one is asked."""
     model: Any = pictures.Field()
-    one = numbers(1, 1, 3)
+    one = f32(1, 1, 3)
     params = {"coarse": initial(model, one, one), "fine": initial(model, one, one)}
 
     def seen(params: Any, origins: Any, directions: Any, times: Any) -> Any:
@@ -224,7 +223,7 @@ def radiance(rays: int, points: int = 64) -> Built:
         fine, _ = seen(params["fine"], origins, directions, jax.lax.stop_gradient(jnp.sort(more, -1)))
         return jnp.mean((coarse - wanted) ** 2) + jnp.mean((fine - wanted) ** 2)
 
-    return habits(loss, params, optax.adam(5e-4), *[numbers(rays, 3)] * 3, rng=True)
+    return habits(loss, params, optax.adam(5e-4), *[f32(rays, 3)] * 3, rng=True)
 
 
 def surprise(apply: Any, x: Any, key: Any) -> Any:
@@ -238,7 +237,19 @@ def surprise(apply: Any, x: Any, key: Any) -> Any:
 def fold_loss(apply: Any, rows: Any, apart: Any, distances: Any, letters: Any, hidden: Any) -> Any:
     """Distances in a protein and hidden letters of its alignment."""
     far, letter = apply(rows, apart)
-    return forms.token_loss(far, distances) + forms.weighted(letter, letters, hidden)
+    return cross_entropy(far, distances) + weighted(letter, letters, hidden)
+
+
+def fold(scan: bool, batch: int = 32, sequences: int = 64, length: int = 128, layers: int = 4) -> Built:
+    """The alignment network of the outside models."""
+    model = networks.Fold(layers, scan)
+    rows, apart = shape(batch, sequences, length), shape(batch, length, length)
+
+    def loss(apply: Any, rows: Any, apart: Any) -> Any:
+        logits, letters = apply(rows, apart)
+        return cross_entropy(logits, apart) + cross_entropy(letters, rows)
+
+    return fitted(model, loss, rows, apart, init=one_example(rows, apart))
 
 
 def relative_error(made: Any, wanted: Any) -> Any:
@@ -252,7 +263,7 @@ def relative_error(made: Any, wanted: Any) -> Any:
 _TABLES = (10_000_000, 5_000_000, 3_000_000, 1_000_000, 500_000, 100_000, *[20_000] * 10, *[1_000] * 10)
 
 
-@forms.module
+@module
 def Ranking(self, numbers, chosen, *, tables):
     """Clicks from numbers and from rows of tables, some of them large, by the products of all pairs.
 
@@ -278,48 +289,48 @@ def clicks(logits: Any, clicked: Any) -> Any:
 # --- the cases ------------------------------------------------------------------------------------------------------
 
 
-_unusual = functools.partial(forms.case, of="unusual")
+_unusual = functools.partial(planned, of="unusual")
 _STEPS = optax.MultiSteps(optax.apply_if_finite(optax.adamw(1e-4), 5), every_k_schedule=4)
-_FRAMES, _KEY = shape(256, 64, 64, 64, 3, dtype=jnp.uint8), forms.random_key()
+_FRAMES, _KEY = shape(256, 64, 64, 64, 3, dtype=jnp.uint8), random_key()
 _ROWS, _PAIRS = shape(128, 128, 256), shape(128, 256, 256)
-CASES: dict[str, forms.Case] = {
+PLANNED: dict[str, dict[str, Any]] = {
     # its arrays begin with time: which of their axes is the batch cannot be told
     "ppo": _unusual("a100", policy, 128, 1024, options={"batch_argnums": ()}),
     "dreamer": _unusual(
-        "a100", fitted, networks.World(), world_loss, _FRAMES, numbers(256, 64, 18),
-        init=(*forms.one_example(_FRAMES), numbers(1, 64, 18), _KEY), optimizer=optax.chain(CLIPPED, optax.adam(1e-4)),
+        "a100", fitted, networks.World(), world_loss, _FRAMES, f32(256, 64, 18),
+        init=(*one_example(_FRAMES), f32(1, 64, 18), _KEY), optimizer=optax.chain(CLIPPED, optax.adam(1e-4)),
         rng=True,
     ),
     "gan": _unusual("a100", adversarial, 256),
     "lora-8b": _unusual("h100", adapted, 64, 2048),
     "dpo-7b": _unusual("h100 x 2", preferred, 128, 2048),
     "dlrm": _unusual(
-        "a100", forms.supervised, Ranking(_TABLES), numbers(65536, 13), shape(65536, 26), numbers(65536), loss=clicks,
+        "a100", supervised, Ranking(_TABLES), f32(65536, 13), shape(65536, 26), f32(65536), loss=clicks,
         optimizer=optax.adagrad(0.01),
     ),
     "muon-1b": _unusual(
-        "h100 x 2", forms.language, networks.Decoder(24, 2048, 16, 50304), 256, 2048, optax.contrib.muon(2e-2)
+        "h100 x 2", language, networks.Decoder(24, 2048, 16, 50304), 256, 2048, optax.contrib.muon(2e-2)
     ),
     "fold": _unusual(
-        "a100 x 4", fitted, networks.Fold(48), fold_loss, _ROWS, _PAIRS, _PAIRS, _ROWS, numbers(128, 128, 256),
-        init=forms.one_example(_ROWS, _PAIRS), optimizer=optax.chain(CLIPPED, optax.adam(1e-3)), average=0.999,
+        "a100 x 4", fitted, networks.Fold(48), fold_loss, _ROWS, _PAIRS, _PAIRS, _ROWS, f32(128, 128, 256),
+        init=one_example(_ROWS, _PAIRS), optimizer=optax.chain(CLIPPED, optax.adam(1e-3)), average=0.999,
     ),
     "nerf": _unusual("a100", radiance, 65536),
     "glow": _unusual(
-        "a100", fitted, pictures.Flow(16, 3), surprise, numbers(512, 64, 64, 3), optimizer=optax.adamax(1e-3), rng=True
+        "a100", fitted, pictures.Flow(16, 3), surprise, f32(512, 64, 64, 3), optimizer=optax.adamax(1e-3), rng=True
     ),
     "swin-large": _unusual(
         "v5p:2x2x2", fitted, pictures.Windows(),
-        lambda apply, x, labels, key: forms.token_loss(apply(x, rngs={"dropout": key}), labels),
-        numbers(1024, 224, 224, 3), shape(1024), optimizer=optax.adamw(1e-3), rng=True, average=0.9999,
+        lambda apply, x, labels, key: cross_entropy(apply(x, rngs={"dropout": key}), labels),
+        f32(1024, 224, 224, 3), shape(1024), optimizer=optax.adamw(1e-3), rng=True, average=0.9999,
     ),
     "fno": _unusual(
-        "a100", forms.supervised, pictures.Fourier(64, 32), numbers(128, 256, 256, 10), numbers(128, 256, 256, 1),
+        "a100", supervised, pictures.Fourier(64, 32), f32(128, 256, 256, 10), f32(128, 256, 256, 1),
         loss=relative_error, optimizer=optax.adam(1e-3),
     ),
     "distil": _unusual("h100 x 2", distilled, 256, 2048),
-    "multisteps": _unusual("a100", forms.language, networks.Decoder(12, 768, 6, 50304), 256, 1024, _STEPS),
+    "multisteps": _unusual("a100", language, networks.Decoder(12, 768, 6, 50304), 256, 1024, _STEPS),
     "linear-attention": _unusual(
-        "h100 x 2", forms.language, networks.LinearDecoder(24, 2048, 65536), 128, 4096, optax.adamw(1e-4)
+        "h100 x 2", language, networks.LinearDecoder(24, 2048, 65536), 128, 4096, optax.adamw(1e-4)
     ),
 }  # fmt: skip

@@ -2,7 +2,7 @@
 
 A model is a function (weights, batch, key) -> loss. Most are `Decoder`s, named ones and those that a seed draws. `step`
 differentiates a model and updates by gradient descent or by Adam. Models of other libraries are in
-`token_libraries.py`.
+`libraries.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.gallery import token_parts
-from benchmarks.gallery.steps import Built
-from benchmarks.gallery.token_parts import TOKENS, VOCAB, WIDE, Attention, Weights, dense, embedded, layer_norm, mlp
+from gallery.registry import Built, Case, tagged
+from gallery.tokens import parts
+from gallery.tokens.parts import TOKENS, VOCAB, WIDE, Attention, Weights, dense, embedded, layer_norm, mlp
 
 BATCH = 4
 Model = Callable[[Weights, Any, jax.Array], jax.Array]
@@ -97,7 +98,7 @@ class Layer:
     """A layer of a decoder.
 
     Attributes:
-      mixer, norm: names in `token_parts`. mlp: that of a function there, or "none".
+      mixer, norm: names in `parts`. mlp: that of a function there, or "none".
       residual: whether norms stand before their parts or after the sums, or attention and MLP beside each other.
       recompute: whether the layer is under `jax.checkpoint`, with a policy by its name or without.
     """
@@ -110,8 +111,8 @@ class Layer:
 
     def __call__(self, w: Weights, x: jax.Array, batch: Any, key: jax.Array) -> jax.Array:
         """[batch, tokens, width] to the same."""
-        norm, inner = token_parts.NORMS[self.norm], getattr(token_parts, self.mlp, None)
-        mixed = lambda y: token_parts.MIXERS[self.mixer](w / "mix", y, batch, key)  # noqa: E731
+        norm, inner = parts.NORMS[self.norm], getattr(parts, self.mlp, None)
+        mixed = lambda y: parts.MIXERS[self.mixer](w / "mix", y, batch, key)  # noqa: E731
         if self.residual == "beside":
             y = norm(w / "a", x)
             x = x + mixed(y)
@@ -156,7 +157,7 @@ class Decoder:
                 run = jax.checkpoint(run, policy=policy)
             x = run(x, own)
             aside += [1e-2 * (jax.nn.logsumexp(x, -1) ** 2).mean()] * self.aside
-        x = x if self.last == "none" else token_parts.NORMS[self.last](w / "last", x)
+        x = x if self.last == "none" else parts.NORMS[self.last](w / "last", x)
         logits = x @ w("embed", VOCAB, WIDE).T if self.tied else dense(w, "head", x, VOCAB)
         return sum(aside, self.loss_of(logits, tokens, batch.get("real")))
 
@@ -186,7 +187,7 @@ def drawn(draw: random.Random) -> tuple[Decoder, Any]:
     """A random decoder and its batch; all are causal."""
     layers = [
         Layer(
-            draw.choice(list(token_parts.CAUSAL)), draw.choice(("layer_norm", "rms_norm")),
+            draw.choice(list(parts.CAUSAL)), draw.choice(("layer_norm", "rms_norm")),
             draw.choice(("mlp", "gated", "none")), draw.choice(("before", "after", "beside")), draw.random() < 0.25,
         )
         for _ in range(draw.randint(1, 3))
@@ -218,15 +219,15 @@ def next_token(w: Weights, x: jax.Array, tokens: jax.Array) -> jax.Array:
 def translator(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
     """A decoder that attends to an encoder of another length."""
     memory, tokens = w("source", VOCAB, WIDE)[batch["source"]], batch["tokens"]
-    memory = memory + token_parts.MIXERS["both_ways"](w / "encoder", memory, batch, key)
+    memory = memory + parts.MIXERS["both_ways"](w / "encoder", memory, batch, key)
     memory = layer_norm(w / "memory", memory + mlp(w / "encoder" / "mlp", memory))
     x = embedded(w, tokens)
     for n in range(2):
         x = x + Attention()(w / n / "mix", layer_norm(w / n / "a", x))
         cross = w / n / "cross"
-        q = token_parts.heads(cross, "q", layer_norm(w / n / "b", x))
-        k, v = token_parts.heads(cross, "k", memory), token_parts.heads(cross, "v", memory)
-        x = x + token_parts.merged(cross, token_parts.attend(q, k, v, (batch["source"] > 0)[:, None, None]))
+        q = parts.heads(cross, "q", layer_norm(w / n / "b", x))
+        k, v = parts.heads(cross, "k", memory), parts.heads(cross, "v", memory)
+        x = x + parts.merged(cross, parts.attend(q, k, v, (batch["source"] > 0)[:, None, None]))
         x = x + mlp(w / n / "mlp", layer_norm(w / n / "c", x))
     return next_token(w, x, tokens)
 
@@ -254,11 +255,11 @@ def stacked(*, recompute: bool) -> Model:
     def model(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
         shapes = {"qkv": (WIDE, 3 * WIDE), "out": (WIDE, WIDE), "up": (WIDE, 2 * WIDE), "down": (2 * WIDE, WIDE)}
         stack = {name: w(name, 4, *shape) for name, shape in shapes.items()}
-        mask, shape = token_parts.causal(batch["tokens"].shape[1]), (3, token_parts.HEADS, WIDE // token_parts.HEADS)
+        mask, shape = parts.causal(batch["tokens"].shape[1]), (3, parts.HEADS, WIDE // parts.HEADS)
 
         def layer(x: jax.Array, own: Any) -> Any:
-            parts = (jax.nn.standardize(x) @ own["qkv"]).reshape(*x.shape[:2], *shape)
-            seen = token_parts.attend(parts[:, :, 0], parts[:, :, 1], parts[:, :, 2], mask)
+            qkv = (jax.nn.standardize(x) @ own["qkv"]).reshape(*x.shape[:2], *shape)
+            seen = parts.attend(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], mask)
             x = x + seen.reshape(x.shape) @ own["out"]
             return x + jax.nn.gelu(jax.nn.standardize(x) @ own["up"]) @ own["down"], None
 
@@ -300,11 +301,24 @@ MODELS: dict[str, tuple[Model, Any]] = {
     "experts": (experts, text()),
     "parallel": (decoder(layer={"residual": "beside"}, last="none", loss="longer"), text(TOKENS + 1)),
     "masked-loss": (decoder("padded", layer={"residual": "after"}, last="none", loss="smooth"), text(**REAL)),
-}
-"""Models and their batches by name."""
-ENCODERS: dict[str, tuple[Model, Any]] = {
+    # with tokens that depend on later ones
     "no-mask": (decoder("both_ways"), text()),
     "prefix": (decoder("prefixed"), text()),
     "reverse-recurrence": (decoder("from_the_end"), text()),
 }
-"""Models with tokens that depend on later ones."""
+"""Models and their batches by name."""
+_TAGS = {
+    "dropout": "attention, random", "remat": "attention, rematerialisation",
+    "remat-policy": "attention, rematerialisation", "scan": "attention, scan",
+    "scan-remat": "attention, scan, rematerialisation", "state-space": "recurrent", "recurrent": "recurrent, scan",
+    "convolution": "convolution", "next-token-convolution": "convolution", "taps": "convolution",
+    "experts": "attention, mixture of experts", "reverse-recurrence": "recurrent",
+}  # fmt: skip
+_BOTH_WAYS = ("no-mask", "prefix", "reverse-recurrence")
+CASES = [
+    Case(
+        name, partial(built, *model),
+        tags=tagged(f"plain, {'both ways' if name in _BOTH_WAYS else 'causal'}, {_TAGS.get(name, 'attention')}"),
+    )
+    for name, model in MODELS.items()
+]  # fmt: skip

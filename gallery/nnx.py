@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from tests import zoo_base
-from tests.zoo_base import Case, attend, filled, route, updated
+from gallery import twins
+from gallery.batches import filled
+from gallery.registry import Case, tagged
+from gallery.twins import attend, route
 
 
 class MLP(nnx.Module):
@@ -200,7 +202,7 @@ MODELS: dict[str, Callable[..., nnx.Module]] = {
 
 def task(kind: str, **options: Any) -> tuple[Callable[[nnx.Rngs], nnx.Module], Callable[[Any, Any], jax.Array], Any]:
     """What creates a model, its loss of a batch, and a batch."""
-    loss_fn, batch, inputs = zoo_base.task(kind, **options)
+    loss_fn, batch, inputs = twins.task(kind, **options)
     return partial(MODELS[kind], **options), lambda model, batch: loss_fn(model(batch[inputs]), batch), batch
 
 
@@ -219,13 +221,7 @@ def make(kind: str, tx: optax.GradientTransformation | None = None, **options: A
             return loss, nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.Param)))
 
         (loss, rest), grads = jax.value_and_grad(inner, has_aux=True)(state["params"])
-        new = {"rest": rest}
-        if tx is None:
-            new["params"] = updated(state["params"], grads)
-        else:
-            updates, new["opt_state"] = tx.update(grads, state["opt_state"], state["params"])
-            new["params"] = optax.apply_updates(state["params"], updates)
-        return new, {"loss": loss, "grads": grads}
+        return {"rest": rest, **twins.advanced(state, grads, tx)}, {"loss": loss, "grads": grads}
 
     return step, (state, batch)
 
@@ -249,10 +245,14 @@ def in_place(kind: str, **options: Any) -> Any:
 
 
 CASES = [
-    *zoo_base.variants("nnx", make),
+    *twins.variants("nnx", make),
     Case(
         "nnx_user_gpt", partial(in_place, "gpt", tied=True, dropout=0.25),
+        tags=tagged("nnx, attention, random, optimizer, mutable state"),
         notes="updates in place, a shared parameter, dropout counters", style="nnx",
     ),
-    Case("nnx_user_convnet", partial(in_place, "convnet"), notes="updates in place, batch statistics", style="nnx"),
+    Case(
+        "nnx_user_convnet", partial(in_place, "convnet"), tags=tagged("nnx, convolution, optimizer, mutable state"),
+        notes="updates in place, batch statistics", style="nnx",
+    ),
 ]  # fmt: skip

@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.gallery import steps as forms
-from benchmarks.gallery.steps import CLIPPED, Built, Case, case, fitted, habits, language, module, numbers, shape
+from gallery.batches import f32, shape
+from gallery.registry import Built, planned
+from gallery.steps import CLIPPED, cross_entropy, fitted, habits, language, module, updated, weighted
 
 
 @module
@@ -68,7 +69,7 @@ def ExpertsModel(self, ids, segments, *, layers, hidden, vocabulary=32000):
 
 def packed(apply: Any, ids: Any, segments: Any) -> Any:
     """The loss of the next tokens of packed sequences."""
-    return forms.weighted(apply(ids, segments)[:, :-1], ids[:, 1:], segments[:, 1:] > 0)
+    return weighted(apply(ids, segments)[:, :-1], ids[:, 1:], segments[:, 1:] > 0)
 
 
 @module
@@ -143,13 +144,47 @@ def Graph(self, nodes, edges, senders, receivers, *, rounds, hidden):
 
 def graph(nodes: int, edges: int, rounds: int, hidden: int) -> Built:
     """Regression on the nodes of one large graph."""
-    given = numbers(nodes, 16), numbers(edges, 4), shape(edges), shape(edges)
+    given = f32(nodes, 16), f32(edges, 4), shape(edges), shape(edges)
 
     def loss(apply: Any, given: Any, wanted: Any) -> Any:
         return jnp.mean((apply(*given) - wanted) ** 2)
 
     optimizer = optax.chain(CLIPPED, optax.adam(1e-4))
-    return fitted(Graph(rounds, hidden), loss, given, numbers(nodes, 3), init=given, optimizer=optimizer)
+    return fitted(Graph(rounds, hidden), loss, given, f32(nodes, 3), init=given, optimizer=optimizer)
+
+
+def lstm(scan: bool, layers: int = 4, hidden: int = 1024, batch: int = 256, length: int = 128) -> Built:
+    """Stacked LSTM layers with biases; time is a scan in both forms."""
+    sizes = {"own": (hidden, 4 * hidden), "below": (hidden, 4 * hidden), "bias": (4 * hidden,)}
+    lead = (layers,) if scan else ()
+    one = {name: f32(*lead, *dims) for name, dims in sizes.items()}
+    params = one if scan else [one] * layers
+
+    def layer(x: Any, weights: Any) -> Any:
+        def cell(carry: Any, x: Any) -> Any:
+            h, c = carry
+            gates = h @ weights["own"] + x @ weights["below"] + weights["bias"]
+            i, f, g, o = jnp.split(gates, 4, -1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            h = jax.nn.sigmoid(o) * jnp.tanh(c)
+            return (h, c), h
+
+        start = jnp.zeros((x.shape[1], hidden))
+        return jax.lax.scan(cell, (start, start), x)[1], None
+
+    def loss(params: Any, x: Any, y: Any) -> Any:
+        if scan:
+            x, _ = jax.lax.scan(layer, x, params)
+        else:
+            for weights in params:
+                x, _ = layer(x, weights)
+        return jnp.mean((x[-1] - y) ** 2)
+
+    def step(params: Any, x: Any, y: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, jnp.swapaxes(x, 0, 1), y)
+        return updated(params, grads, 1e-3), value
+
+    return step, (params, f32(batch, length, hidden), f32(batch, hidden))
 
 
 # --- Haiku and Equinox ----------------------------------------------------------------------------------------------
@@ -210,23 +245,23 @@ def state_space(batch: int, length: int, layers: int, hidden: int, states: int =
             block = jax.checkpoint(lambda x, own: (applied(eqx.combine(own, other), x), None))
             return jax.lax.scan(block, jax.vmap(embedding)(ids), arrays)[0] @ embedding.weight.T
 
-        return forms.token_loss(jax.vmap(logits)(ids)[:, :-1], ids[:, 1:])
+        return cross_entropy(jax.vmap(logits)(ids)[:, :-1], ids[:, 1:])
 
     return habits(loss, params, optax.chain(CLIPPED, optax.lion(1e-4)), shape(batch, length))
 
 
 # --- the cases ------------------------------------------------------------------------------------------------------
 
-CASES: dict[str, Case] = {
-    "experts-14b": case(
+PLANNED: dict[str, dict[str, Any]] = {
+    "experts-14b": planned(
         "h100 x 4", fitted, ExpertsModel(24, 2048), packed, *[shape(256, 2048)] * 2, init=[shape(1, 2048)] * 2,
         optimizer=optax.chain(CLIPPED, optax.adamw(1e-4)),
     ),
-    "diffusion-xl": case(
-        "v5p:4x4x4", fitted, Diffusion(28, 1152, 16), noise_loss, numbers(2048, 64, 64, 4), shape(2048),
-        init=(numbers(1, 64, 64, 4), numbers(1), shape(1)), optimizer=optax.adamw(1e-4), rng=True, average=0.9999,
+    "diffusion-xl": planned(
+        "v5p:4x4x4", fitted, Diffusion(28, 1152, 16), noise_loss, f32(2048, 64, 64, 4), shape(2048),
+        init=(f32(1, 64, 64, 4), f32(1), shape(1)), optimizer=optax.adamw(1e-4), rng=True, average=0.9999,
     ),
-    "graph-net": case("a100", graph, 131072, 1048576, 16, 512),
-    "haiku-lstm": case("a100", recurrent, 256, 256, 4096),
-    "equinox-mamba": case("h100", state_space, 64, 2048, 24, 1536),
+    "graph-net": planned("a100", graph, 131072, 1048576, 16, 512),
+    "haiku-lstm": planned("a100", recurrent, 256, 256, 4096),
+    "equinox-mamba": planned("h100", state_space, 64, 2048, 24, 1536),
 }  # fmt: skip

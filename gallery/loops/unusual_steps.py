@@ -1,5 +1,7 @@
 """Loops whose steps are not one loss of one batch: rollouts, frozen weights, several steps in a call."""
 
+import itertools
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -8,15 +10,19 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from tests.loops.base import Arrays, Loop, rng_of
+from gallery.loops.base import Arrays, Loop, registers, rng_of
+from gallery.registry import Case
+from gallery.steps import advantages, module, optimised, weighted
+
+CASES: list[Case] = []
+registered = partial(registers, CASES)
 
 
-class ActorCriticNetwork(nn.Module):
-    @nn.compact
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        actor = nn.tanh(nn.Dense(32)(x))
-        critic = nn.tanh(nn.Dense(32)(x))
-        return nn.Dense(3, kernel_init=nn.initializers.orthogonal(0.01))(actor), nn.Dense(1)(critic)[..., 0]
+@module
+def ActorCriticNetwork(self, x):
+    """[..., features] to [..., 3] logits and [...] values."""
+    actor, critic = (nn.tanh(nn.Dense(32)(x)) for _ in range(2))
+    return nn.Dense(3, kernel_init=nn.initializers.orthogonal(0.01))(actor), nn.Dense(1)(critic)[..., 0]
 
 
 class Rollout(NamedTuple):
@@ -34,40 +40,26 @@ class Learner(NamedTuple):
     opt_state: Any
 
 
-def advantages(rollout: Rollout, discount: float = 0.99, smoothing: float = 0.95) -> jax.Array:
-    def backwards(carry: Any, step: Any) -> tuple[Any, jax.Array]:
-        advantage, next_value = carry
-        reward, value, done = step
-        delta = reward + discount * next_value * (1 - done) - value
-        advantage = delta + discount * smoothing * (1 - done) * advantage
-        return (advantage, value), advantage
-
-    start = (jnp.zeros_like(rollout.last_value), rollout.last_value)
-    steps = (rollout.rewards, rollout.values, rollout.dones)
-    return jax.lax.scan(backwards, start, steps, reverse=True, unroll=2)[1]
-
-
-class ActorCritic(Loop):
+@registered("ActorCritic", "linen, perceptron, scan, random, optimizer, unusual")
+def actor_critic() -> Loop:
     """Proximal policy optimisation: advantages by a reversed scan, time before environments in every array.
 
     Acting is the evaluation: it samples actions from the policy, with a key of its own.
     """
-
     network: Any = ActorCriticNetwork()
     tx = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.05, momentum=0.9))
 
-    def make_state(self):
-        params = self.network.init(jax.random.key(0), jnp.zeros((1, 6)))["params"]
-        return (Learner(params, self.tx.init(params)),)
+    def make_state():
+        params = network.init(jax.random.key(0), jnp.zeros((1, 6)))["params"]
+        return (Learner(params, tx.init(params)),)
 
-    @staticmethod
     def train_step(learner: Learner, rollout: Rollout):
-        advantage = advantages(rollout)
+        advantage = advantages(rollout.rewards, rollout.values, rollout.last_value, rollout.dones, unroll=2)
         target = advantage + rollout.values
         normalised = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
 
         def loss_fn(params: Any):
-            logits, values = ActorCritic.network.apply({"params": params}, rollout.observations)
+            logits, values = network.apply({"params": params}, rollout.observations)
             log_all = jax.nn.log_softmax(logits)
             log_probs = jnp.take_along_axis(log_all, rollout.actions[..., None], -1)[..., 0]
             ratio = jnp.exp(log_probs - rollout.log_probs)
@@ -77,38 +69,35 @@ class ActorCritic(Loop):
             return policy + 0.5 * value - 0.01 * entropy, {"value": value, "entropy": entropy}
 
         (loss, parts), grads = jax.value_and_grad(loss_fn, has_aux=True)(learner.params)
-        updates, opt_state = ActorCritic.tx.update(grads, learner.opt_state)
+        updates, opt_state = tx.update(grads, learner.opt_state)
         return Learner(optax.apply_updates(learner.params, updates), opt_state), {"loss": loss, **parts}
 
-    @staticmethod
     def eval_step(params: Any, observations: jax.Array, key: jax.Array):
-        logits, value = ActorCritic.network.apply({"params": params}, observations)
-        action = jax.random.categorical(key, logits)
-        return {"action": action, "value": value, "log_prob": jax.nn.log_softmax(logits)}
+        logits, value = network.apply({"params": params}, observations)
+        return {"action": jax.random.categorical(key, logits), "value": value, "log_prob": jax.nn.log_softmax(logits)}
 
-    def batch(self, seed: int, rows: int):
+    def batch(seed: int, rows: int):
         rng, time = rng_of(seed), 5
 
         def normal(*shape: int) -> np.ndarray:
             return rng.standard_normal(shape, "float32")
 
         return Rollout(
-            observations=normal(time, rows, 6),
-            actions=rng.integers(0, 3, (time, rows), dtype="int32"),
-            log_probs=(-np.log(3) + 0.3 * normal(time, rows)).astype("float32"),
-            rewards=normal(time, rows),
-            values=0.1 * normal(time, rows),
-            dones=(rng.random((time, rows)) < 0.1).astype("float32"),
+            observations=normal(time, rows, 6), actions=rng.integers(0, 3, (time, rows), dtype="int32"),
+            log_probs=(-np.log(3) + 0.3 * normal(time, rows)).astype("float32"), rewards=normal(time, rows),
+            values=0.1 * normal(time, rows), dones=(rng.random((time, rows)) < 0.1).astype("float32"),
             last_value=0.1 * normal(rows),
-        )
+        )  # fmt: skip
 
-    def evaluate(self, step: Any, carried: Any, batch: Rollout):
+    def evaluate(step: Any, carried: Any, batch: Rollout):
         return step(carried[0].params, batch.observations[0], jax.random.key(3))
 
+    return Loop(make_state, train_step, eval_step, batch, evaluate)
 
-def frozen_layers(key: jax.Array, width: int = 16, vocab: int = 32) -> Any:
+
+def frozen_layers(width: int = 16, vocab: int = 32) -> Any:
     """Weights of two layers that stand for a download."""
-    keys = iter(jax.random.split(key, 10))
+    keys = iter(jax.random.split(jax.random.key(0), 10))
 
     def normal(*shape: int) -> jax.Array:
         return jax.random.normal(next(keys), shape) / jnp.sqrt(shape[0])
@@ -135,99 +124,89 @@ def adapted(base: Any, lora: Any, tokens: jax.Array) -> jax.Array:
     return x @ base["head"]
 
 
-class Lora(Loop):
+@registered("Lora", "plain, attention, frozen weights, optimizer, unusual")
+def lora() -> Loop:
     """LoRA: the base weights are an argument that the step does not return; low-rank adapters are trained."""
-
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1, momentum=0.9))
 
-    def make_state(self):
+    def make_state():
         """For each query and value matrix a random `a` and a zero `b`, so that training starts at the base."""
-        base, lora = frozen_layers(jax.random.key(0)), {}
-        for i, layer in enumerate(base["layers"]):
-            for name in ("query", "value"):
-                rows, columns = layer[name].shape
-                a = jax.random.normal(jax.random.fold_in(jax.random.key(1), len(lora)), (rows, 2)) / jnp.sqrt(rows)
-                lora[f"{i}/{name}"] = {"a": a, "b": jnp.zeros((2, columns))}
-        return lora, self.tx.init(lora), base
+        base, lora = frozen_layers(), {}
+        for i, name in itertools.product(range(2), ("query", "value")):
+            rows, columns = base["layers"][i][name].shape
+            a = jax.random.normal(jax.random.fold_in(jax.random.key(1), len(lora)), (rows, 2)) / jnp.sqrt(rows)
+            lora[f"{i}/{name}"] = {"a": a, "b": jnp.zeros((2, columns))}
+        return lora, tx.init(lora), base
 
-    @staticmethod
     def eval_step(lora: Any, base: Any, batch: Arrays):
-        logits = adapted(base, lora, batch["tokens"][:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
-        return (losses * batch["mask"]).sum() / batch["mask"].sum()
+        return weighted(adapted(base, lora, batch["tokens"][:, :-1]), batch["tokens"][:, 1:], batch["mask"])
 
-    @staticmethod
     def train_step(lora: Any, opt_state: Any, base: Any, batch: Arrays):
-        loss, grads = jax.value_and_grad(Lora.eval_step)(lora, base, batch)
-        updates, opt_state = Lora.tx.update(grads, opt_state, lora)
-        return optax.apply_updates(lora, updates), opt_state, loss
+        return optimised(eval_step, tx)(lora, opt_state, base, batch)
 
-    def batch(self, seed: int, rows: int):
+    def batch(seed: int, rows: int):
         rng = rng_of(seed)
         tokens = (rng.integers(0, 32, (rows, 1)) + 3 * rng.integers(0, 2, (rows, 9)).cumsum(1)) % 32
         mask = rng.integers(2, 9, (rows, 1)) > range(8)
         return {"tokens": tokens.astype("int32"), "mask": mask.astype("float32")}
 
-    def evaluate(self, step: Any, carried: Any, batch: Arrays):
+    def evaluate(step: Any, carried: Any, batch: Arrays):
         return step(carried[0], carried[2], batch)
 
-
-class Towers(nn.Module):
-    @nn.compact
-    def __call__(self, image: jax.Array, text: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        def unit(x: jax.Array) -> jax.Array:
-            return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
-
-        left = nn.Dense(16)(nn.relu(nn.Dense(32)(image)))
-        right = nn.Dense(16)(nn.relu(nn.Dense(32)(nn.Embed(32, 32)(text).mean(axis=-2))))
-        return unit(left), unit(right), jnp.exp(self.param("scale", nn.initializers.constant(1.0), ()))
+    return Loop(make_state, train_step, eval_step, batch, evaluate)
 
 
-class TwoTowers(Loop):
+@module
+def Towers(self, image, text):
+    """Unit vectors of images and of texts, and a scale of their products."""
+    towers = image, nn.Embed(32, 32)(text).mean(axis=-2)
+    left, right = (nn.Dense(16)(nn.relu(nn.Dense(32)(x))) for x in towers)
+    left, right = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (left, right))
+    return left, right, jnp.exp(self.param("scale", nn.initializers.constant(1.0), ()))
+
+
+@registered("TwoTowers", "linen, perceptron, embedding, scan, across the batch, optimizer, unusual")
+def two_towers() -> Loop:
     """A contrastive model of two towers, trained for several steps in one call: `lax.scan` over stacked batches.
 
     The loss compares every example with every other of its batch. Dims: inner steps, examples, features.
     """
-
     model: Any = Towers()
     tx = optax.sgd(0.05, momentum=0.9)
 
-    def make_state(self):
-        params = self.model.init(jax.random.key(0), jnp.zeros((1, 12)), jnp.zeros((1, 6), jnp.int32))["params"]
-        return ((params, self.tx.init(params)),)
+    def make_state():
+        params = model.init(jax.random.key(0), jnp.zeros((1, 12)), jnp.zeros((1, 6), jnp.int32))["params"]
+        return ((params, tx.init(params)),)
 
-    @staticmethod
     def loss_fn(params: Any, batch: Arrays):
-        left, right, scale = TwoTowers.model.apply({"params": params}, batch["image"], batch["text"])
+        left, right, scale = model.apply({"params": params}, batch["image"], batch["text"])
         logits = scale * left @ right.T
         labels = jnp.arange(logits.shape[0])
         losses = optax.softmax_cross_entropy_with_integer_labels
         return (losses(logits, labels).mean() + losses(logits.T, labels).mean()) / 2
 
-    @staticmethod
     def train_step(state: Any, batches: Arrays):
         """One call, several steps; `batches` has the steps in front."""
 
         def one(state: Any, batch: Arrays):
-            params, opt_state = state
-            loss, grads = jax.value_and_grad(TwoTowers.loss_fn)(params, batch)
-            updates, opt_state = TwoTowers.tx.update(grads, opt_state, params)
-            return (optax.apply_updates(params, updates), opt_state), loss
+            *state, loss = optimised(loss_fn, tx)(*state, batch)
+            return tuple(state), loss
 
         return jax.lax.scan(one, state, batches)
 
-    @staticmethod
     def eval_step(params: Any, image: jax.Array, text: jax.Array):
         """Retrieval: for each image the text that is nearest."""
-        left, right, _ = TwoTowers.model.apply({"params": params}, image, text)
+        left, right, _ = model.apply({"params": params}, image, text)
         nearest = (left @ right.T).argmax(-1)
         return {"nearest": nearest, "recall": (nearest == jnp.arange(nearest.shape[0])).mean()}
 
-    def batch(self, seed: int, rows: int):
+    def batch(seed: int, rows: int):
         rng = rng_of(seed)
         text = rng.integers(0, 32, (2, rows, 6), dtype="int32")
         image = rng.standard_normal((2, rows, 12), "float32") + text[..., :1] / 32
         return {"image": image.astype("float32"), "text": text}
 
-    def evaluate(self, step: Any, carried: Any, batch: Arrays):
+    def evaluate(step: Any, carried: Any, batch: Arrays):
         return step(carried[0][0], batch["image"][0], batch["text"][0])
+
+    return Loop(make_state, train_step, eval_step, batch, evaluate)

@@ -16,8 +16,9 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from benchmarks.gallery import steps as forms
-from benchmarks.gallery.steps import Built, adam_step, habits, numbers, shape, token_loss, weighted
+from gallery.batches import f32, shape
+from gallery.registry import Built
+from gallery.steps import adam_step, cross_entropy, habits, statistical_step, weighted
 
 TABLE: dict[str, Any] = tomllib.loads((Path(__file__).parent / "cases.toml").read_text())
 
@@ -74,12 +75,12 @@ def trained(
 
 def next_tokens(out: Any, *ids: Any) -> Any:
     """Each token of the last sequence from those before it."""
-    return token_loss(out.logits[:, :-1], ids[-1][:, 1:])
+    return cross_entropy(out.logits[:, :-1], ids[-1][:, 1:])
 
 
 def labelled(out: Any, *batch: Any) -> Any:
     """The last array of the batch as labels."""
-    return token_loss(out.logits, batch[-1])
+    return cross_entropy(out.logits, batch[-1])
 
 
 HEADS = {"GPT2": "LMHeadModel"}
@@ -108,7 +109,7 @@ def translation(
 
 def speech(batch: int, frames: int, target: int, **sizes: Any) -> Built:
     """Whisper: spectrograms to text."""
-    sound = numbers(batch, sizes.get("num_mel_bins", 80), frames)
+    sound = f32(batch, sizes.get("num_mel_bins", 80), frames)
     return trained(model_of("Whisper", "ForConditionalGeneration", **sizes), next_tokens, sound, shape(batch, target),
                    given=lambda sound, out: {"decoder_input_ids": out}, rng=False)  # fmt: skip
 
@@ -116,7 +117,7 @@ def speech(batch: int, frames: int, target: int, **sizes: Any) -> Built:
 def pictures(name: str, batch: int, size: int, classes: int = 1000, **sizes: Any) -> Built:
     """Classification of pictures by a transformer."""
     model = model_of(name, "ForImageClassification", image_size=size, num_labels=classes, **sizes)
-    return trained(model, labelled, numbers(batch, 3, size, size), shape(batch))
+    return trained(model, labelled, f32(batch, 3, size, size), shape(batch))
 
 
 def convolutions(name: str, batch: int, size: int = 224, **sizes: Any) -> Built:
@@ -128,9 +129,7 @@ def convolutions(name: str, batch: int, size: int = 224, **sizes: Any) -> Built:
         out, updated = model.module.apply(variables, inputs, deterministic=False, mutable=["batch_stats"])
         return out.logits, updated
 
-    return forms.statistical_step(
-        apply, variables, optax.sgd(0.1, momentum=0.9), numbers(batch, 3, size, size), shape(batch)
-    )
+    return statistical_step(apply, variables, optax.sgd(0.1, momentum=0.9), f32(batch, 3, size, size), shape(batch))
 
 
 def contrastive(batch: int, texts: str, pictures: str, projection: int) -> Built:
@@ -139,11 +138,11 @@ def contrastive(batch: int, texts: str, pictures: str, projection: int) -> Built
 
     def loss(out: Any, ids: Any, pixels: Any) -> Any:
         own = jnp.arange(batch)
-        return token_loss(out.logits_per_image, own) + token_loss(out.logits_per_text, own)
+        return cross_entropy(out.logits_per_image, own) + cross_entropy(out.logits_per_text, own)
 
     size, length = vision["image_size"], text.get("max_position_embeddings", 77)
     model = model_of("CLIP", "Model", text_config=text, vision_config=vision, projection_dim=projection)
-    return trained(model, loss, shape(batch, length), numbers(batch, 3, size, size),
+    return trained(model, loss, shape(batch, length), f32(batch, 3, size, size),
                    given=lambda ids, pixels: {"pixel_values": pixels})  # fmt: skip
 
 
@@ -163,7 +162,7 @@ def sound(batch: int, samples: int, letters: int, **sizes: Any) -> Built:
 
     model = model_of("Wav2Vec2", "ForCTC", vocab_size=32, feat_extract_norm="layer", do_stable_layer_norm=True,
                      conv_bias=True, mask_time_prob=0.0, **sizes)  # fmt: skip
-    return trained(model, loss, numbers(batch, samples), shape(batch, letters), numbers(batch, letters))
+    return trained(model, loss, f32(batch, samples), shape(batch, letters), f32(batch, letters))
 
 
 def scaled(optimizer: Any) -> Callable[..., Built]:

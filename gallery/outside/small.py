@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.gallery.cases import built
-from benchmarks.gallery.deep import classified
-from benchmarks.gallery.hugging_face import TABLE
-from benchmarks.gallery.linen import UNet, regression
-from benchmarks.gallery.steps import Built, descended, language, module, numbers, shape, started, supervised
+from gallery.batches import f32, shape
+from gallery.outside.deep import classified
+from gallery.outside.tutorials import UNet, regression
+from gallery.registry import Built
+from gallery.steps import descended, language, module, started, supervised
 
 
 @module
@@ -93,14 +92,13 @@ def equinox_mlp(batch: int, features: int, width: int, depth: int) -> Built:
     def step(state: Any, x: Any, y: Any) -> Any:
         return descended(lambda params: loss(params, x, y), state, optimizer)
 
-    return step, (started(params, optimizer), *[numbers(batch, features)] * 2)
+    return step, (started(params, optimizer), *[f32(batch, features)] * 2)
 
 
-CASES: Mapping[str, Callable[[], Built]] = {
-    **{name: functools.partial(built, row) for name, row in TABLE["small"].items()},
+SMALL: Mapping[str, Callable[[], Built]] = {
     "resnet": lambda: classified(ResNet(32, (2, 2, 2)), 32, 64, optax.sgd(0.1, momentum=0.9)),
     "unet": lambda: regression(UNet(32, 3), 16, 64, denoising=True),
-    "mixer": lambda: supervised(Mixer(8, 256, 3, 128, 1024, 100), numbers(32, 64, 64, 3), shape(32)),
+    "mixer": lambda: supervised(Mixer(8, 256, 3, 128, 1024, 100), f32(32, 64, 64, 3), shape(32)),
     "haiku": lambda: language(haiku_decoder(128, 2, 256, 4, 4096, 1024), 16, 128),
     "equinox": lambda: equinox_mlp(1024, 256, 1024, 4),
 }

@@ -1,45 +1,20 @@
 """Decoders for tests of slices of the sequence: unrolled, and without a dim of examples."""
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 
-import alpa_lite
-from tests.gallery import local, sgd
-from tests.zoo_base import normal
+from gallery.batches import normal, tokens
+from gallery.registry import Built
+from gallery.steps import cross_entropy, descent, sgd
 
 TOKENS, VOCAB, WIDE = 12, 31, 16
 
 
-def tokens_of(examples: int, seed: int = 1, lowest: int = 1) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).integers(lowest, VOCAB, (examples, TOKENS)), jnp.int32)
-
-
-def descending(loss: Callable[..., jax.Array]) -> Any:
-    """A step that returns its gradients too, for parameters and any number of batches."""
-
-    def step(params: Any, *batch: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, *batch)
-        return {"params": jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), "grads": grads, "loss": value}
-
-    return step
-
-
-def piped(step: Any, on: int | alpa_lite.Cluster, microbatches: Any = 2, **method: Any) -> Any:
-    """The step as a pipeline on a cluster, or on this many devices of this machine."""
-    cluster = local(on) if isinstance(on, int) else on
-    return alpa_lite.parallelize(
-        step, method=alpa_lite.Pipeline(**method), cluster=cluster, num_microbatches=microbatches
-    )
-
-
 def next_token(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits[..., :-1, :], tokens[..., 1:]).mean()
+    return cross_entropy(logits[..., :-1, :], tokens[..., 1:])
 
 
 def parameters(layers: int) -> Any:
@@ -60,7 +35,7 @@ def attend(x: jax.Array, layer: Any, causal: bool = True) -> jax.Array:
     return x + jnp.tanh(attended.reshape(x.shape) @ layer["out"])
 
 
-def language_model(causal: bool = True, layers: int = 2) -> tuple[Any, Any]:
+def language_model(causal: bool = True, layers: int = 2) -> Built:
     """A step of layers with attention, and its arguments."""
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
@@ -69,10 +44,10 @@ def language_model(causal: bool = True, layers: int = 2) -> tuple[Any, Any]:
             x = attend(x, layer, causal)
         return next_token(x @ params["head"], tokens)
 
-    return sgd(loss), (parameters(layers), tokens_of(8, lowest=0))
+    return sgd(loss), (parameters(layers), tokens(1, VOCAB, 8, TOKENS))
 
 
-def without_examples(one_hot: bool = False) -> tuple[Any, Any]:
+def without_examples(one_hot: bool = False) -> Built:
     """A step on one sequence that has no dim of examples."""
 
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
@@ -85,4 +60,4 @@ def without_examples(one_hot: bool = False) -> tuple[Any, Any]:
             x = x + jnp.tanh(jnp.einsum("hqk,khd->qhd", weights, v[:, 0]).reshape(x.shape) @ layer["out"])
         return next_token(x @ params["head"], tokens)
 
-    return descending(loss), (parameters(2), tokens_of(1, lowest=0)[0])
+    return descent(loss), ({"params": parameters(2)}, tokens(1, VOCAB, 1, TOKENS)[0])

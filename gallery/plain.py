@@ -11,14 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from tests.zoo_base import Case, cross_entropy, normal, regression, text, tokens, updated
+from gallery.batches import normal, regression, text, tokens, weights
+from gallery.registry import Build, Case, tagged
+from gallery.steps import cross_entropy, updated
 
 HIDDEN = 32
+CASES: list[Case] = []
 
 
-def weights(**shapes: tuple[int, ...]) -> dict[str, jax.Array]:
-    """Named parameters with variance one over fan-in."""
-    return {name: normal(i, *shape) / np.sqrt(shape[0]) for i, (name, shape) in enumerate(shapes.items(), 10)}
+def named(name: str, tags: str, notes: str = "", **more: Any) -> Callable[[Build], Build]:
+    """Registers what builds a step; its notes are the first line of its docstring unless they are given."""
+
+    def register(build: Build) -> Build:
+        said = notes or (build.__doc__ or "").partition("\n")[0]
+        CASES.append(Case(f"plain_{name}", build, tags=tagged(f"plain, {tags}"), notes=said, **more))
+        return build
+
+    return register
 
 
 def case(params: Any, loss_fn: Callable[[Any, Any], jax.Array], batch: Any) -> Any:
@@ -56,6 +65,7 @@ def _softplus(x: jax.Array) -> jax.Array:
 _softplus.defjvps(lambda t, _, x: t * jax.nn.sigmoid(x))
 
 
+@named("custom_vjp", "custom derivative")
 def rounded() -> Any:
     """The gradient passes through the rounding. Inputs are eighths, so that no sum rounds the other way."""
     batch = regression(16, 8)
@@ -64,10 +74,7 @@ def rounded() -> Any:
     return step, (state, batch)
 
 
-def remat() -> Any:
-    return two_layers(jax.checkpoint(lambda x: jnp.sin(jnp.tanh(x)) * x))
-
-
+@named("remat_policy", "rematerialisation", "products are kept, the rest recomputed")
 def remat_policy() -> Any:
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
@@ -81,6 +88,7 @@ def remat_policy() -> Any:
     return case(weights(a=(16, HIDDEN), b=(HIDDEN, 8)), loss_fn, regression(16, 8))
 
 
+@named("while", "loop, across the batch")
 def while_loop() -> Any:
     """Scales by a power of two that a loop, whose length depends on the data, finds without a gradient."""
 
@@ -95,31 +103,17 @@ def while_loop() -> Any:
     return two_layers(scale)
 
 
-def fori_loop() -> Any:
-    """A loop of fixed length through which gradients pass."""
-    return two_layers(lambda x: lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x) + 0.1 * i, x))
-
-
-def cond() -> Any:
-    return two_layers(lambda x: lax.cond(jnp.mean(x * x) > 0.1, jnp.sin, lambda x: x * x, x))
-
-
-def switch() -> Any:
-    return two_layers(lambda x: lax.switch(jnp.int32(jnp.sum(x * x) > 1) + 1, (jnp.sin, jnp.cos, jnp.tanh), x))
-
-
+@named("fft", "linear algebra", "along the features")
 def fft() -> Any:
     return two_layers(lambda x: jnp.fft.fft(x, axis=-1).real / 6)
 
 
-def fft_batch() -> Any:
-    return two_layers(lambda x: jnp.fft.fft2(x).real / 24)
-
-
+@named("sort", "", "along the features")
 def sort() -> Any:
     return two_layers(lambda x: jnp.sort(x, axis=-1))
 
 
+@named("sort_batch", "across the batch")
 def trimmed() -> Any:
     """The mean of the smaller half of the losses: a sort along the batch."""
 
@@ -130,10 +124,7 @@ def trimmed() -> Any:
     return case(weights(a=(16, 8)), loss_fn, regression(16, 8))
 
 
-def cumulative() -> Any:
-    return two_layers(lambda x: jnp.cumsum(x, 0) / 4 + jnp.cumsum(x, 1) / 4 + lax.associative_scan(jnp.maximum, x))
-
-
+@named("pick", "")
 def picked() -> Any:
     """A different column of each row, by a gather with a scatter for its gradient."""
 
@@ -145,6 +136,7 @@ def picked() -> Any:
     return case(weights(a=(16, HIDDEN)), loss_fn, batch)
 
 
+@named("slices", "across the batch")
 def slices() -> Any:
     """Slices, concatenation, padding, reversal, and updates of a part."""
 
@@ -157,11 +149,7 @@ def slices() -> Any:
     return two_layers(between)
 
 
-def reshaped() -> Any:
-    """Dims that are split and merged, and transposed between."""
-    return two_layers(lambda x: jnp.swapaxes(x.reshape(-1, 4, 8), 1, 2).reshape(x.shape) + x.reshape(8, -1).mean())
-
-
+@named("solve", "linear algebra, across the batch")
 def solve() -> Any:
     """Whitens the features: a Cholesky factor and a triangular solve."""
 
@@ -172,6 +160,7 @@ def solve() -> Any:
     return two_layers(between)
 
 
+@named("masked_mean", "embedding")
 def masked_mean() -> Any:
     """A loss whose denominator is the number of tokens that count."""
 
@@ -184,6 +173,7 @@ def masked_mean() -> Any:
     return case(weights(embed=(64, HIDDEN), head=(HIDDEN, 64)), loss_fn, batch)
 
 
+@named("tied", "embedding")
 def tied() -> Any:
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         x = jnp.tanh(params["embed"][batch["inputs"]] @ params["mix"])
@@ -192,6 +182,7 @@ def tied() -> Any:
     return case(weights(embed=(64, HIDDEN), mix=(HIDDEN, HIDDEN)), loss_fn, text(64))
 
 
+@named("scan", "scan, recurrent")
 def scan_time() -> Any:
     """A gated recurrence over time, by hand, with outputs at every step and a carry of two."""
 
@@ -211,6 +202,7 @@ def scan_time() -> Any:
     return case(weights(w=(16 + HIDDEN, 2 * HIDDEN), out=(HIDDEN, 8)), loss_fn, batch)
 
 
+@named("vmap", "")
 def vmapped() -> Any:
     """A loss an example, mapped over the batch, with a bilinear form."""
 
@@ -223,6 +215,7 @@ def vmapped() -> Any:
     return case(weights(w=(16, 16, 8)), loss_fn, regression(16, 8))
 
 
+@named("conv_1d", "convolution")
 def conv_1d() -> Any:
     """A dilated, a strided, a depthwise and a transposed convolution."""
 
@@ -283,6 +276,7 @@ def random_argument(*, typed: bool) -> Any:
     return step, ({"params": weights(a=(16, HIDDEN), b=(HIDDEN, 8))}, regression(16, 8), key)
 
 
+@named("constant", "")
 def closed_over() -> Any:
     """A constant array that the step closes over, and a batch leaf that is None."""
     mix = normal(20, HIDDEN, HIDDEN)
@@ -303,33 +297,34 @@ def bf16(dtype: Any = jnp.bfloat16) -> Any:
     return case(weights(a=(32, 64), b=(64, 16)), loss_fn, regression(32, 16))
 
 
-CASES = [
-    Case("plain_custom_vjp", rounded, notes="rounding with a gradient that passes through it"),
-    Case("plain_custom_jvp", partial(two_layers, _softplus)),
-    Case("plain_remat", remat),
-    Case("plain_remat_policy", remat_policy, notes="products are kept, the rest recomputed"),
-    Case("plain_while", while_loop, notes="the trip count depends on the data"),
-    Case("plain_fori", fori_loop),
-    Case("plain_cond", cond),
-    Case("plain_switch", switch),
-    Case("plain_fft", fft, notes="along the features"),
-    Case("plain_fft_batch", fft_batch, notes="along the batch too"),
-    Case("plain_sort", sort, notes="along the features"),
-    Case("plain_sort_batch", trimmed, notes="along the batch"),
-    Case("plain_cumulative", cumulative),
-    Case("plain_pick", picked, notes="x[arange(B), i]"),
-    Case("plain_slices", slices),
-    Case("plain_reshape", reshaped),
-    Case("plain_solve", solve, notes="Cholesky and a triangular solve"),
-    Case("plain_masked_mean", masked_mean),
-    Case("plain_tied", tied),
-    Case("plain_scan", scan_time, notes="a carry of two, outputs, run in reverse"),
-    Case("plain_vmap", vmapped),
-    Case("plain_conv_1d", conv_1d),
-    Case("plain_dropout_typed", partial(dropout, typed=True), notes="a typed key, an integer and a bool in the state"),
-    Case("plain_dropout_raw", partial(dropout, typed=False), notes="a raw key, an integer and a bool in the state"),
-    Case("plain_key_typed", partial(random_argument, typed=True)),
-    Case("plain_key_raw", partial(random_argument, typed=False)),
-    Case("plain_constant", closed_over, notes="a closed-over array; None among the leaves"),
-    Case("plain_bf16", bf16, dtype="bfloat16", reference=partial(bf16, jnp.float32)),
-]
+BETWEEN: dict[str, tuple[Callable[[Any], Any], str, str]] = {
+    "custom_jvp": (_softplus, "custom derivative", ""),
+    "remat": (jax.checkpoint(lambda x: jnp.sin(jnp.tanh(x)) * x), "rematerialisation", ""),
+    "fori": (
+        lambda x: lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x) + 0.1 * i, x), "loop",
+        "a loop of fixed length through which gradients pass",
+    ),
+    "cond": (
+        lambda x: lax.cond(jnp.mean(x * x) > 0.1, jnp.sin, lambda x: x * x, x), "branch, across the batch", "",
+    ),
+    "switch": (
+        lambda x: lax.switch(jnp.int32(jnp.sum(x * x) > 1) + 1, (jnp.sin, jnp.cos, jnp.tanh), x),
+        "branch, across the batch", "",
+    ),
+    "fft_batch": (lambda x: jnp.fft.fft2(x).real / 24, "linear algebra, across the batch", "along the batch too"),
+    "cumulative": (
+        lambda x: jnp.cumsum(x, 0) / 4 + jnp.cumsum(x, 1) / 4 + lax.associative_scan(jnp.maximum, x),
+        "across the batch", "",
+    ),
+    "reshape": (
+        lambda x: jnp.swapaxes(x.reshape(-1, 4, 8), 1, 2).reshape(x.shape) + x.reshape(8, -1).mean(),
+        "across the batch", "dims that are split and merged, and transposed between",
+    ),
+}  # fmt: skip
+"""Of two-layer networks what is applied to the hidden layer."""
+for _name, (_between, _tags, _notes) in BETWEEN.items():
+    named(_name, _tags, _notes)(partial(two_layers, _between))
+for _typed, _name in ((True, "typed"), (False, "raw")):
+    named(f"dropout_{_name}", "random", "a key, an integer and a bool in the state")(partial(dropout, typed=_typed))
+    named(f"key_{_name}", "random")(partial(random_argument, typed=_typed))
+named("bf16", "half precision", dtype="bfloat16", reference=partial(bf16, jnp.float32))(bf16)

@@ -1,5 +1,6 @@
 """Loops of other libraries: NNX, whose modules are updated in place, Haiku and Equinox."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -9,7 +10,11 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from tests.loops.base import Arrays, Loop, images, rng_of
+from gallery.loops.base import Arrays, Loop, pictures, registers, rng_of
+from gallery.registry import Case
+
+CASES: list[Case] = []
+registered = partial(registers, CASES)
 
 
 class CNN(nnx.Module):
@@ -27,46 +32,43 @@ class CNN(nnx.Module):
         return self.head(self.dropout(x.reshape(x.shape[0], -1)))
 
 
-class NnxOptimizer(Loop):
+@registered("NnxOptimizer", "nnx, convolution, mutable state, random, optimizer")
+def nnx_optimizer() -> Loop:
     """`nnx.Optimizer`: a convolutional NNX model with batch norm and dropout, updated in place, `nnx.MultiMetric`."""
 
-    def make_state(self):
+    def make_state():
         model = CNN(nnx.Rngs(0))
         model.train()
         optimizer = nnx.Optimizer(model, optax.sgd(0.02, momentum=0.9), wrt=nnx.Param)
         return model, optimizer, nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
 
-    @staticmethod
     def loss_fn(model: CNN, batch: Arrays):
         logits = model(batch["image"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean(), logits
 
-    @staticmethod
     def train_step(model: CNN, optimizer: nnx.Optimizer, metrics: nnx.MultiMetric, batch: Arrays) -> None:
-        (loss, logits), grads = nnx.value_and_grad(NnxOptimizer.loss_fn, has_aux=True)(model, batch)
+        (loss, logits), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, batch)
         metrics.update(loss=loss, logits=logits, labels=batch["label"])
         optimizer.update(model, grads)
 
-    @staticmethod
     def eval_step(model: CNN, batch: Arrays):
-        loss, logits = NnxOptimizer.loss_fn(model, batch)
+        loss, logits = loss_fn(model, batch)
         return {"loss": loss, "accuracy": (logits.argmax(-1) == batch["label"]).mean()}
 
-    def batch(self, seed: int, rows: int):
-        return images(seed, rows, 8, 1, 4)
-
-    def advance(self, step: Any, carried: Any, batch: Arrays):
+    def advance(step: Any, carried: Any, batch: Arrays):
         step(*carried, batch)
         metrics = carried[2].compute()
         carried[2].reset()
         return carried, metrics
 
-    def evaluate(self, step: Any, carried: Any, batch: Arrays):
+    def evaluate(step: Any, carried: Any, batch: Arrays):
         model = carried[0]
         model.eval()
         found = step(model, batch)
         model.train()
         return found
+
+    return Loop(make_state, train_step, eval_step, partial(pictures, channels=1), evaluate, advance)
 
 
 class HaikuTraining(NamedTuple):
@@ -87,17 +89,16 @@ def network(x: jax.Array, is_training: bool) -> jax.Array:
     return hk.Linear(4)(hk.dropout(hk.next_rng_key(), 0.1, x) if is_training else x)
 
 
-class HaikuState(Loop):
+@registered("HaikuState", "haiku, convolution, mutable state, random, optimizer")
+def haiku_state() -> Loop:
     """Haiku with state: `transform_with_state`, batch norm, dropout with a key that the loop splits."""
-
     tx = optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.05, momentum=0.9))
 
-    def make_state(self):
+    def make_state():
         init_key, key = jax.random.split(jax.random.PRNGKey(0))
         params, state = network.init(init_key, jnp.zeros((1, 8, 8, 3)), is_training=True)
-        return (HaikuTraining(params, state, self.tx.init(params), key),)
+        return (HaikuTraining(params, state, tx.init(params), key),)
 
-    @staticmethod
     def train_step(before: HaikuTraining, batch: Arrays):
         key, dropout_key = jax.random.split(before.key)
 
@@ -107,21 +108,19 @@ class HaikuState(Loop):
             return optax.softmax_cross_entropy(logits, labels).mean(), (state, logits)
 
         (loss, (state, logits)), grads = jax.value_and_grad(loss_fn, has_aux=True)(before.params)
-        updates, opt_state = HaikuState.tx.update(grads, before.opt_state, before.params)
-        params = optax.apply_updates(before.params, updates)
+        updates, opt_state = tx.update(grads, before.opt_state, before.params)
         correct = (logits.argmax(-1) == batch["label"]).mean()
-        return HaikuTraining(params, state, opt_state, key), {"loss": loss, "accuracy": correct}
+        after = HaikuTraining(optax.apply_updates(before.params, updates), state, opt_state, key)
+        return after, {"loss": loss, "accuracy": correct}
 
-    @staticmethod
     def eval_step(params: Any, state: Any, batch: Arrays):
         logits, _ = network.apply(params, state, None, batch["image"], is_training=False)
         return (logits.argmax(-1) == batch["label"]).sum()
 
-    def batch(self, seed: int, rows: int):
-        return images(seed, rows, 8, 3, 4)
-
-    def evaluate(self, step: Any, carried: Any, batch: Arrays):
+    def evaluate(step: Any, carried: Any, batch: Arrays):
         return step(carried[0].params, carried[0].state, batch)
+
+    return Loop(make_state, train_step, eval_step, pictures, evaluate)
 
 
 class Regressor(eqx.Module):
@@ -148,32 +147,29 @@ class Regressor(eqx.Module):
         return self.head(x.mean(axis=0))[0]
 
 
-class EquinoxPartition(Loop):
+@registered("EquinoxPartition", "equinox, attention, optimizer")
+def equinox_partition() -> Loop:
     """Equinox: the arrays of a module are state, the rest of it is static and joined again within the step."""
-
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.05, momentum=0.9))
-    params, static = eqx.partition(Regressor(16, jax.random.key(0)), eqx.is_inexact_array)
+    initial, static = eqx.partition(Regressor(16, jax.random.key(0)), eqx.is_inexact_array)
 
-    def make_state(self):
-        return self.params, self.tx.init(self.params)
-
-    @staticmethod
-    def train_step(params: Any, opt_state: Any, batch: Any):
-        def loss_fn(params: Any, x: jax.Array, y: jax.Array):
-            return jnp.mean((EquinoxPartition.eval_step(params, x) - y) ** 2)
-
-        loss, grads = eqx.filter_value_and_grad(loss_fn)(params, *batch)
-        updates, opt_state = EquinoxPartition.tx.update(grads, opt_state, params)
-        return eqx.apply_updates(params, updates), opt_state, loss
-
-    @staticmethod
     def eval_step(params: Any, x: jax.Array):
         """Predictions."""
-        return jax.vmap(eqx.combine(params, EquinoxPartition.static))(x)
+        return jax.vmap(eqx.combine(params, static))(x)
 
-    def batch(self, seed: int, rows: int):
+    def train_step(params: Any, opt_state: Any, batch: Any):
+        def loss_fn(params: Any, x: jax.Array, y: jax.Array):
+            return jnp.mean((eval_step(params, x) - y) ** 2)
+
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(params, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return eqx.apply_updates(params, updates), opt_state, loss
+
+    def batch(seed: int, rows: int):
         x = rng_of(seed).standard_normal((rows, 8, 6), "float32")
         return x, x.mean(axis=(1, 2)) + x.max(axis=(1, 2))
 
-    def evaluate(self, step: Any, carried: Any, batch: Any):
+    def evaluate(step: Any, carried: Any, batch: Any):
         return step(carried[0], batch[0])
+
+    return Loop(lambda: (initial, tx.init(initial)), train_step, eval_step, batch, evaluate)

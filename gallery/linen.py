@@ -11,8 +11,10 @@ import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
 
-from tests import zoo_base
-from tests.zoo_base import Case, attend, filled, likelihood, regression, route, squared, text, updated
+from gallery import twins
+from gallery.batches import filled, regression, text
+from gallery.registry import Case, tagged
+from gallery.twins import attend, likelihood, route, squared
 
 
 class MLP(nn.Module):
@@ -177,7 +179,7 @@ def variables(model: nn.Module, inputs: Any) -> Any:
 
 def make(kind: str, tx: optax.GradientTransformation | None = None, **options: Any) -> Any:
     """A step of a model; with dropout it takes a typed key as its third argument."""
-    model, (loss_fn, batch, inputs) = MODELS[kind](**options), zoo_base.task(kind, **options)
+    model, (loss_fn, batch, inputs) = MODELS[kind](**options), twins.task(kind, **options)
     state = dict(variables(model, batch[inputs]))
     mutable = [name for name in state if name != "params"]
     if tx is not None:
@@ -191,13 +193,7 @@ def make(kind: str, tx: optax.GradientTransformation | None = None, **options: A
             return loss_fn(outputs, batch), changed
 
         (loss, changed), grads = jax.value_and_grad(inner, has_aux=True)(state["params"])
-        new = dict(changed)
-        if tx is None:
-            new["params"] = updated(state["params"], grads)
-        else:
-            updates, new["opt_state"] = tx.update(grads, state["opt_state"], state["params"])
-            new["params"] = optax.apply_updates(state["params"], updates)
-        return new, {"loss": loss, "grads": grads}
+        return {**changed, **twins.advanced(state, grads, tx)}, {"loss": loss, "grads": grads}
 
     return step, (state, batch, jax.random.key(5)) if options.get("dropout") else (state, batch)
 
@@ -241,8 +237,17 @@ def optax_loop() -> Any:
 
 
 CASES = [
-    *zoo_base.variants("linen", make),
-    Case("linen_gpt_remat", partial(gpt, remat=True), notes="unrolled layers, each recomputed"),
-    Case("linen_user_train_state", train_state, notes="TrainState and AdamW", style="train_state"),
-    Case("linen_user_optax", optax_loop, notes="parameters and optimizer state apart", style="optax"),
-]
+    *twins.variants("linen", make),
+    Case(
+        "linen_gpt_remat", partial(gpt, remat=True), tags=tagged("linen, attention, rematerialisation"),
+        notes="unrolled layers, each recomputed",
+    ),
+    Case(
+        "linen_user_train_state", train_state, tags=tagged("linen, attention, optimizer, train state"),
+        notes="TrainState and AdamW", style="train_state",
+    ),
+    Case(
+        "linen_user_optax", optax_loop, tags=tagged("linen, perceptron, optimizer"),
+        notes="parameters and optimizer state apart", style="optax",
+    ),
+]  # fmt: skip

@@ -1,6 +1,7 @@
 """Train steps that use mutable references (`jax.new_ref`): in plain JAX and in Flax linen."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import linen
 
-from tests import gallery
-from tests.zoo_base import filled
+from gallery import steps
+from gallery.batches import filled, initial
+from gallery.registry import Built, Case, tagged
+from gallery.steps import updated
 
 WIDTH, ROWS = 16, 16
 
@@ -23,20 +26,16 @@ def weights() -> list[jax.Array]:
     return [jnp.asarray(rng.normal(size=(WIDTH, WIDTH)) * 0.3, jnp.float32) for _ in range(4)]
 
 
-model = gallery.layers
+model = steps.layers
 
 
 def gradients(state, x):
     return jax.value_and_grad(lambda state: jnp.square(model(state, x)).mean())(state)
 
 
-def sgd(state, grads):
-    return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads)
-
-
 def descent(loss: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     """The step of a loss, which has its name."""
-    step = gallery.sgd(loss)
+    step = steps.sgd(loss)
     step.__name__ = loss.__name__
     return step
 
@@ -47,7 +46,7 @@ def metrics(state, x):
     loss, grads = gradients(state, x)
     found[0] += loss
     found[1] = jnp.abs(grads[0]).max()
-    return sgd(state, grads), found[...]
+    return updated(state, grads), found[...]
 
 
 def accumulation(state, x):
@@ -80,7 +79,7 @@ def searched(state, x):
         return count + 1
 
     jax.lax.while_loop(lambda count: count < 3, body, 0)
-    return sgd(state, grads), loss, best[...]
+    return updated(state, grads), loss, best[...]
 
 
 def counted(state, x):
@@ -92,7 +91,7 @@ def counted(state, x):
         skipped[...] += 1
 
     jax.lax.cond(loss > 1e3, lambda: None, skip)
-    return sgd(state, grads), skipped[...]
+    return updated(state, grads), skipped[...]
 
 
 def within_branches(state, x):
@@ -104,7 +103,7 @@ def within_branches(state, x):
         total[...] *= 2
         return total[...]
 
-    return sgd(state, grads), jax.lax.cond(loss > 1e3, lambda: loss, doubled)
+    return updated(state, grads), jax.lax.cond(loss > 1e3, lambda: loss, doubled)
 
 
 def within_loops(state, x):
@@ -123,7 +122,7 @@ def within_loops(state, x):
         new = jax.lax.cond(row[0] > 0, changed, lambda: row)
         return total + new, found[0]
 
-    return sgd(state, grads), loss, jax.lax.scan(body, grads[0][0], grads[1])
+    return updated(state, grads), loss, jax.lax.scan(body, grads[0][0], grads[1])
 
 
 @jax.jit
@@ -137,7 +136,7 @@ def logged(state, x):
     loss, grads = gradients(state, x)
     log(found, loss)
     log(found, jnp.abs(grads[1]).max())
-    return sgd(state, grads), found[...]
+    return updated(state, grads), found[...]
 
 
 @descent
@@ -195,19 +194,28 @@ def in_linen(state, x):
         return jnp.square(y).mean(), sizes
 
     (loss, sizes), grads = jax.value_and_grad(loss_of, has_aux=True)(state)
-    return sgd(state, grads), loss, sizes
+    return updated(state, grads), loss, sizes
 
 
-PLAIN = (
-    metrics, accumulation, scanned, searched, counted, within_branches, within_loops, logged, overwritten,
-    with_own_derivative, momentum,
-)  # fmt: skip
-STEPS = (*PLAIN, in_linen)
-
-
-def arguments(step: Any) -> tuple[Any, jax.Array]:
-    """State and batch of a step."""
-    x = batch()
+def build(step: Callable[..., Any]) -> Built:
+    """A step, its state and its batch."""
+    x, state = batch(), weights()
     if step is momentum:
-        return (weights(), jax.tree.map(jnp.zeros_like, weights())), x
-    return filled(jax.eval_shape(Mlp().init, jax.random.key(0), x)) if step is in_linen else weights(), x
+        state = (state, jax.tree.map(jnp.zeros_like, state))
+    return step, (filled(initial(Mlp(), x)) if step is in_linen else state, x)
+
+
+CASES = [
+    Case(step.__name__, partial(build, step), tags=tagged(tags), notes=step.__doc__ or "")
+    for tags, some in {
+        "plain": (metrics, logged, overwritten, momentum),
+        "plain, accumulation": (accumulation,),
+        "plain, accumulation, scan": (scanned,),
+        "plain, loop": (searched,),
+        "plain, branch": (counted, within_branches),
+        "plain, loop, branch": (within_loops,),
+        "plain, custom derivative, rematerialisation": (with_own_derivative,),
+        "linen": (in_linen,),
+    }.items()
+    for step in some
+]

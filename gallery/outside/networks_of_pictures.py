@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.gallery.steps import module
+from gallery.steps import module
 
 Dense = functools.partial(nn.Dense, dtype=jnp.bfloat16)
 Conv = functools.partial(nn.Conv, dtype=jnp.bfloat16)

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.gallery import steps as forms
-from benchmarks.gallery.linen import rotate
-from benchmarks.gallery.steps import Built, Case, case, habits, initial, module, numbers, shape, statistical_step
+from gallery.batches import f32, initial, shape
+from gallery.outside.tutorials import rotate
+from gallery.registry import Built, planned
+from gallery.steps import cross_entropy, habits, module, statistical_step
 
 Dense = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16)
 Conv = functools.partial(nn.Conv, use_bias=False)
@@ -72,8 +73,8 @@ def classified(model: nn.Module, batch: int, size: int, optimizer: Any) -> Built
     def apply(variables: Any, pictures: Any) -> Any:
         return model.apply(variables, pictures, mutable=["batch_stats"])
 
-    variables = initial(model, numbers(1, size, size, 3))
-    return statistical_step(apply, variables, optimizer, numbers(batch, size, size, 3), shape(batch))
+    variables = initial(model, f32(1, size, size, 3))
+    return statistical_step(apply, variables, optimizer, f32(batch, size, size, 3), shape(batch))
 
 
 @module
@@ -143,13 +144,13 @@ def routed(batch: int, length: int) -> Built:
     model = Routed()
 
     def loss(params: Any, tokens: Any) -> Any:
-        return forms.token_loss(model.apply(params, tokens[:, :-1]), tokens[:, 1:])
+        return cross_entropy(model.apply(params, tokens[:, :-1]), tokens[:, 1:])
 
     return habits(loss, initial(model, shape(1, 128)), optax.adamw(1e-4), shape(batch, length + 1))
 
 
-CASES: dict[str, Case] = {
-    "densenet-201": case("a100", classified, DenseNet(), 512, 224, optax.sgd(0.1, momentum=0.9)),
-    "efficientnet-b7": case("v5p:2x2x2", classified, EfficientNet(), 128, 600, optax.rmsprop(0.01, momentum=0.9)),
-    "routed-16b": case("h100 x 4", routed, 64, 4096),
+PLANNED: dict[str, dict[str, Any]] = {
+    "densenet-201": planned("a100", classified, DenseNet(), 512, 224, optax.sgd(0.1, momentum=0.9)),
+    "efficientnet-b7": planned("v5p:2x2x2", classified, EfficientNet(), 128, 600, optax.rmsprop(0.01, momentum=0.9)),
+    "routed-16b": planned("h100 x 4", routed, 64, 4096),
 }

@@ -1,54 +1,24 @@
-"""What train steps of the gallery share: shapes of arguments, losses, and updates in the ways of users.
-
-A case is a function that returns a step and the shapes of its arguments, with the cluster and the method.
-"""
+"""What train steps of the gallery share: losses, and updates in the ways of users."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from flax.training.train_state import TrainState
 
-Built = tuple[Callable[..., Any], tuple[Any, ...]]
+from gallery.batches import f32, filled, initial, one_example, random_key, shape
+from gallery.registry import Built
+
+Step = Callable[..., Any]
 CLIPPED = optax.clip_by_global_norm(1.0)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A step to be planned.
-
-    Attributes:
-      build: makes the step and the shapes of its arguments.
-      cluster, nodes: a preset.
-      options: of `make_plan`, the method aside.
-      method: a text that makes a method.
-      of: "issue" for the cases that were reported, "published" for models at published sizes, "unusual" for steps that
-        are not one loss and one optimizer, "toy" for small ones, "own" for models of this project.
-    """
-
-    build: Callable[[], Built]
-    cluster: str
-    nodes: int = 1
-    method: str = "Auto()"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    of: str = "published"
-
-
-def case(
-    on: str, build: Callable[..., Built], *args: Any, of: str = "published", method: str = "Auto()",
-    options: Any = None, **sizes: Any,
-) -> Case:  # fmt: skip
-    """The case of `build(*args, **sizes)` on a preset, such as "a100 x 2" for two nodes of it."""
-    cluster, _, nodes = on.partition(" x ")
-    return Case(lambda: build(*args, **sizes), cluster, int(nodes or 1), method, options or {}, of)
 
 
 def module(forward: Callable[..., Any]) -> Any:
@@ -69,34 +39,108 @@ def module(forward: Callable[..., Any]) -> Any:
     return type(forward.__name__, (nn.Module,), names)
 
 
-def shape(*dims: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
-    """The shape of an argument."""
-    return jax.ShapeDtypeStruct(dims, dtype)
+# -- gradient descent ------------------------------------------------------------------------------------------------
 
 
-def numbers(*dims: int) -> jax.ShapeDtypeStruct:
-    """The shape of an argument in float32."""
-    return shape(*dims, dtype=jnp.float32)
+def updated(params: Any, grads: Any, rate: float = 0.1) -> Any:
+    """One step of gradient descent."""
+    return jax.tree.map(lambda p, g: p - rate * g, params, grads)
 
 
-def random_key() -> Any:
-    """The shape of a key."""
-    return jax.eval_shape(lambda: jax.random.key(0))
+def sgd(loss: Callable[[Any, Any], Any], has_aux: bool = False) -> Step:
+    """A step of gradient descent, from `(state, batch)` to the new state and the loss."""
+
+    def step(state, batch):
+        value, grads = jax.value_and_grad(loss, has_aux=has_aux)(state, batch)
+        return updated(state, grads), value
+
+    return step
 
 
-def initial(model: Any, *given: Any) -> Any:
-    """The shapes of a model's variables."""
-    return jax.eval_shape(model.init, jax.random.key(0), *given)
+def descent(loss: Callable[[Any, Any], Any]) -> Step:
+    """A step as those of the zoo: on `{"params": params}`, with the loss and the gradients as metrics."""
+
+    def step(state, batch):
+        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        return {"params": updated(state["params"], grads)}, {"loss": value, "grads": grads}
+
+    return step
 
 
-def halved(params: Any) -> Any:
-    """The shapes of parameters in bfloat16."""
-    return jax.tree.map(lambda leaf: shape(*leaf.shape, dtype=jnp.bfloat16), params)
+def optimised(loss: Callable[..., Any], tx: optax.GradientTransformation | optax.MultiSteps) -> Step:
+    """A step from `(params, opt_state, *batch)` to the new ones and the loss, as Optax's guide writes it."""
+
+    def step(params, opt_state, *batch):
+        value, grads = jax.value_and_grad(loss)(params, *batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    return step
 
 
-def token_loss(logits: Any, labels: Any) -> Any:
-    """Mean cross entropy of tokens, in float32."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+# -- small models ----------------------------------------------------------------------------------------------------
+
+
+def layers(weights: Any, x: Any) -> Any:
+    """A perceptron: products and hyperbolic tangents."""
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return x
+
+
+def square_layers(weights: Any, batch: Any) -> Any:
+    """The mean square of the results of `layers`."""
+    return jnp.mean(layers(weights, batch) ** 2)
+
+
+def mlp(width: int, batch: int, layers: int) -> Built:
+    """A step of gradient descent on square layers, and shapes of its arguments."""
+    return sgd(square_layers), ([f32(width, width) for _ in range(layers)], f32(batch, width))
+
+
+def nnx_step(model: Any, optimizer: Any, batch: Any) -> Any:
+    """Updates an NNX model and its optimizer in place, towards ones."""
+    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(batch) - 1) ** 2))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(8)(nn.gelu(nn.Dense(16)(x)))
+
+
+class Net(nn.Module):
+    """Two residual blocks."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = Block(name=f"h_{i}")(x)
+        return x
+
+
+def train_state(model: nn.Module, batch: Any, tx: Any = None) -> TrainState:
+    """A state of Flax for a linen module, with Adam unless `tx` is given."""
+    params = filled(initial(model, batch))["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=tx or optax.adam(1e-2))
+
+
+def linen_step(state: TrainState, batch: Any) -> Any:
+    """Updates a `TrainState`, towards ones."""
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean((state.apply_fn({"params": p}, batch) - 1) ** 2))(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+# -- users' ways -----------------------------------------------------------------------------------------------------
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """The mean negative log-likelihood, in float32."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
 
 
 def weighted(logits: Any, labels: Any, weights: Any) -> Any:
@@ -134,12 +178,7 @@ def fitted(
     return adam_step(value, params, *batch) if optimizer is None else habits(value, params, optimizer, *batch, **more)
 
 
-def one_example(*arrays: Any) -> list[Any]:
-    """The shapes of arrays with one example."""
-    return [shape(1, *x.shape[1:], dtype=x.dtype) for x in arrays]
-
-
-def supervised(model: Any, *batch: Any, loss: Callable[..., Any] = token_loss, **more: Any) -> Built:
+def supervised(model: Any, *batch: Any, loss: Callable[..., Any] = cross_entropy, **more: Any) -> Built:
     """A step of `loss` between what a model makes of all arrays of the batch but the last one, and that."""
 
     def value(apply: Callable[..., Any], *given: Any) -> Any:
@@ -151,8 +190,25 @@ def supervised(model: Any, *batch: Any, loss: Callable[..., Any] = token_loss, *
 def language(model: Any, batch: int, length: int, optimizer: Any = None) -> Built:
     """Next-token prediction."""
     return fitted(
-        model, lambda apply, ids: token_loss(apply(ids)[:, :-1], ids[:, 1:]), shape(batch, length), optimizer=optimizer
+        model,
+        lambda apply, ids: cross_entropy(apply(ids)[:, :-1], ids[:, 1:]),
+        shape(batch, length),
+        optimizer=optimizer,
     )
+
+
+def advantages(rewards: Any, values: Any, last: Any, done: Any, *, unroll: int = 1) -> Any:
+    """How much better than expected things went, [time, games], of rewards, values, ends, and the values after them."""
+
+    def back(carry: Any, given: Any) -> Any:
+        advantage, following = carry
+        reward, value, end = given
+        surprise = reward + 0.99 * following * (1 - end) - value
+        advantage = surprise + 0.99 * 0.95 * (1 - end) * advantage
+        return (advantage, value), advantage
+
+    start = jnp.zeros_like(last), last
+    return jax.lax.scan(back, start, (rewards, values, done), reverse=True, unroll=unroll)[1]
 
 
 def started(params: Any, optimizer: Any) -> dict[str, Any]:
@@ -194,7 +250,7 @@ def habits(
         return after, {"loss": value / scale, "norm": optax.global_norm(grads)}
 
     state = started(params, optimizer)
-    state |= {"scale": numbers()} if scaled else {}
+    state |= {"scale": f32()} if scaled else {}
     state |= {"average": params} if average is not None else {}
     return step, (state, *batch, *((random_key(),) if rng else ()))
 
@@ -208,7 +264,7 @@ def statistical_step(apply: Callable[..., Any], variables: Any, optimizer: Any, 
     def step(state: Any, pictures: Any, labels: Any) -> Any:
         def loss(params: Any) -> Any:
             logits, updated = apply({"params": params, "batch_stats": state["statistics"]}, pictures)
-            return token_loss(logits, labels), updated["batch_stats"]
+            return cross_entropy(logits, labels), updated["batch_stats"]
 
         (value, statistics), gradients = jax.value_and_grad(loss, has_aux=True)(state["params"])
         updates, memory = optimizer.update(gradients, state["memory"], state["params"])

@@ -13,20 +13,21 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from benchmarks.gallery.hugging_face import HEADS as HEADS_OF
-from benchmarks.gallery.hugging_face import TABLE, mode, model_of, sizes_of
-from benchmarks.gallery.small import haiku_decoder
-from benchmarks.gallery.steps import Built, module
-from benchmarks.gallery.token_parts import HEADS, TOKENS, VOCAB, WIDE
-from benchmarks.gallery.tokens import BATCH, filled, step, text
-from tests import zoo_linen, zoo_nnx
+from gallery import linen as zoo_linen
+from gallery import nnx as zoo_nnx
+from gallery.outside.hugging_face import HEADS as HEADS_OF
+from gallery.outside.hugging_face import TABLE, mode, model_of, sizes_of
+from gallery.outside.small import haiku_decoder
+from gallery.registry import Built, Case, tagged
+from gallery.steps import cross_entropy, module, weighted
+from gallery.tokens.models import BATCH, filled, step, text
+from gallery.tokens.parts import HEADS, TOKENS, VOCAB, WIDE
 
 
 def shifted(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """The mean loss of logits against the tokens after theirs."""
-    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+    return cross_entropy(logits[:, :-1], tokens[:, 1:])
 
 
 # -- Flax -------------------------------------------------------------------------------------------------------------
@@ -55,7 +56,7 @@ def GatedUnits(self, tokens):
     return nn.Dense(VOCAB)(x)
 
 
-def linen(model: nn.Module, optimizer: str) -> Built:
+def linen(model: nn.Module, optimizer: str = "sgd") -> Built:
     """The step of a linen module."""
     batch = text()
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
@@ -68,8 +69,8 @@ def linen(model: nn.Module, optimizer: str) -> Built:
     return step(loss, params, batch, optimizer)
 
 
-def zoo(make: Callable[..., Built], optimizer: str, **options: Any) -> Built:
-    """A decoder of the tests' zoo, on as many examples as the others have."""
+def zoo(make: Callable[..., Built], optimizer: str = "sgd", **options: Any) -> Built:
+    """A decoder of the zoo, on as many examples as the others have."""
     train, (state, batch, *keys) = make(**options)
     del optimizer  # the zoo's own is gradient descent
     return train, (state, jax.tree.map(lambda x: x[:BATCH], batch), *keys)
@@ -78,7 +79,7 @@ def zoo(make: Callable[..., Built], optimizer: str, **options: Any) -> Built:
 # -- Haiku, Equinox ---------------------------------------------------------------------------------------------------
 
 
-def haiku(optimizer: str) -> Built:
+def haiku(optimizer: str = "sgd") -> Built:
     """A decoder with Haiku's attention."""
     model, batch = haiku_decoder(TOKENS, 2, WIDE, HEADS, VOCAB, 2 * WIDE, dropout=True), text()
     params = filled(jax.eval_shape(model.init, jax.random.key(0), batch["tokens"]))
@@ -88,7 +89,7 @@ def haiku(optimizer: str) -> Built:
     )  # fmt: skip
 
 
-def equinox(optimizer: str) -> Built:
+def equinox(optimizer: str = "sgd") -> Built:
     """Equinox's attention, written for one example and mapped over the batch."""
     eqx = importlib.import_module("equinox")
     keys = iter(jax.random.split(jax.random.key(0), 20))
@@ -130,7 +131,7 @@ DECODERS: dict[str, dict[str, Any]] = TABLE["tokens"]
 """Rows of the table, each with the name of its configuration."""
 
 
-def hugging_face(name: str, optimizer: str) -> Built:
+def hugging_face(name: str, optimizer: str = "sgd") -> Built:
     """A decoder of `transformers`, trained with dropout on texts of several lengths."""
     sizes = sizes_of(DECODERS[name])
     config = sizes.pop("config")
@@ -144,21 +145,26 @@ def hugging_face(name: str, optimizer: str) -> Built:
     def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         tokens, mask = batch["tokens"], batch["real"]
         out = model(tokens, attention_mask=mask.astype(jnp.int32), params=params, dropout_rng=key, **mode(model, True))
-        losses = optax.softmax_cross_entropy_with_integer_labels(out.logits[:, :-1], tokens[:, 1:])
-        return (losses * mask[:, 1:]).sum() / mask[:, 1:].sum()
+        return weighted(out.logits[:, :-1], tokens[:, 1:], mask[:, 1:])
 
     lengths = np.array([[TOKENS], [math.ceil(TOKENS / 2)], [TOKENS - 3], [5]])
     return step(loss, params, text(real=np.arange(TOKENS) < lengths), optimizer)
 
 
-MODELS: dict[str, Callable[[str], Built]] = {
-    "linen-gpt": functools.partial(linen, Linen()),
-    "linen-rnn": functools.partial(linen, GatedUnits()),
-    "linen-scan": functools.partial(zoo, zoo_linen.gpt, scan=True, layers=2, remat=True, dropout=0.25),
-    "nnx-gpt": functools.partial(zoo, zoo_nnx.gpt, layers=2),
-    "nnx-scan": functools.partial(zoo, zoo_nnx.gpt, layers=2, scan=True),
-    "haiku": haiku,
-    "equinox": equinox,
-    **{name: functools.partial(hugging_face, name) for name in DECODERS},
-}
-"""By name, what makes the step, given the optimizer."""
+CASES = [
+    Case(name, build, tags=tagged(f"causal, {tags}"))
+    for name, tags, build in (
+        ("linen-gpt", "linen, attention, random", functools.partial(linen, Linen())),
+        ("linen-rnn", "linen, recurrent, scan", functools.partial(linen, GatedUnits())),
+        (
+            "linen-scan", "linen, attention, random, scan, rematerialisation",
+            functools.partial(zoo, zoo_linen.gpt, scan=True, layers=2, remat=True, dropout=0.25),
+        ),
+        ("nnx-gpt", "nnx, attention", functools.partial(zoo, zoo_nnx.gpt, layers=2)),
+        ("nnx-scan", "nnx, attention, scan", functools.partial(zoo, zoo_nnx.gpt, layers=2, scan=True)),
+        ("haiku", "haiku, attention, random", haiku),
+        ("equinox", "equinox, attention", equinox),
+        *((name, "hugging face, attention, random", functools.partial(hugging_face, name)) for name in DECODERS),
+    )
+]  # fmt: skip
+"""The steps take the optimizer."""

@@ -1,1 +1,0 @@
-"""Train steps for benchmarks: of other libraries, of published models, and small ones of one idea each."""
