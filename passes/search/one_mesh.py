@@ -103,14 +103,26 @@ class OneMeshSearch:
                 roots += self.open(Family(name, state, order, method), self.first)
         return roots
 
-    def bound(self, record: Record, mesh: LogicalMesh) -> float:
-        """Returns seconds that no plan of a configuration takes less of on a mesh, by all that it only adds to."""
+    def bound(self, record: Record, mesh: LogicalMesh | None) -> float:
+        """Returns seconds that no plan of a configuration takes less of on a mesh, by all that it only adds to.
+
+        `None` is a mesh of which nothing is known yet.
+        """
         config, method, records = record.config, record.family.textbook, [*self.records[record.family].values()]
         own = self.records[self.own].get(config)
         if method and own and mesh in own.bounds and self._contains(own.step.grouped, method):
             records += self.records[self.own].values()
-        known = [max(one.peak, one.bounds.get(mesh, 0.0)) for one in records if config.only_adds_to(one.config)]
+        records = [one for one in records if config.only_adds_to(one.config)]
+        known = [max(one.peak, one.bounds.get(mesh, 0.0) if mesh else 0.0) for one in records]
         return max(self.products, max(known, default=0.0) / self.speedup)
+
+    def least(self, record: Record) -> float:
+        """Returns seconds that no plan of a configuration takes less of, on any of its meshes."""
+        records = self.records[record.family].values()
+        meshes: set[LogicalMesh | None] = {mesh for one in records for mesh in one.bounds}
+        if len(meshes) < max(one.meshes for one in records):
+            meshes.add(None)
+        return min((self.bound(record, mesh) for mesh in meshes), default=self.products)
 
     def compute_seconds(self) -> float:
         """Estimated seconds for which a step computes on all devices, by the plans of one mesh and their rooflines.
@@ -189,8 +201,9 @@ class OneMeshSearch:
         One that saves less memory than another that exceeds the budget is not expected to fit.
         """
         config, records = record.config, self.records[record.family].values()
-        meshes = {mesh for one in records for mesh in one.bounds}
-        least = min((self.bound(record, mesh) for mesh in meshes), default=self.products)
+        least = self.least(record)
+        if len(record.bounds) >= 2:
+            return least, max(least, min(record.bounds.values()) / self.speedup)
         bounded = [(one.config, one.peak, self._expected(one)) for one in records if one.bounds]
         known = [config.scale(*one) / self.speedup for one in bounded]
         unknown = config.scale(ExecutionConfig(), self.products, UNKNOWN_COMMUNICATION * self.products)
@@ -199,9 +212,9 @@ class OneMeshSearch:
         return least, max(least, LAST if is_late else min(known, default=unknown))
 
     def _expected(self, record: Record) -> float:
-        """Seconds of the best plan of a configuration by its bounds; meshes without one are as they are at first."""
+        """Seconds of the best plan of a configuration by the bounds of two meshes; that of one tells little."""
         least, unknown = min(record.bounds.values()), UNKNOWN_COMMUNICATION * record.peak
-        return least if len(record.bounds) == record.meshes else min(least, max(unknown, self.products))
+        return least if len(record.bounds) >= min(2, record.meshes) else min(least, max(unknown, self.products))
 
     def _programs(self, record: Record) -> list[MeshProgram]:
         """Returns the programs of a configuration on every mesh that its method admits.

@@ -150,11 +150,6 @@ class PipelineAnalyses:
             wishes=request.wishes, progress=self.run.count,
         )  # fmt: skip
 
-    @memoise_method
-    def choose(self, costs: LayerCosts, count: int, room: float, *, rough: bool = False) -> StagePlan:
-        """Returns the stages that the DP chooses within `room` bytes a device."""
-        return self.run("slicing", stages.choose, costs, self.request.pipeline, [count], room, rough=rough)
-
     def rescaled(self, chosen: StagePlan, count: int) -> StagePlan | None:
         """Returns the same stages with another number of micro-batches; None if the step has other layers then."""
         step, slices = self.cut(count), replace(chosen.slices, num_microbatches=count)
@@ -162,10 +157,11 @@ class PipelineAnalyses:
             return None
         return replace(chosen, priced=chosen.priced.rescaled(step), slices=slices)
 
+    @memoise_method
     def choose_or_least(
         self, costs: LayerCosts, count: int, *, rough: bool = False, most: float = MAX_LAYER_ERROR
     ) -> tuple[StagePlan, float]:
-        """Returns stages within the budget, and the bytes that they were chosen for.
+        """Returns the stages that the DP chooses within the budget, and the bytes that they were chosen for.
 
         Where none fits by the estimates of layers, stages that need the fewest bytes, up to `most` times the budget,
         since these may fit all the same.
@@ -173,15 +169,16 @@ class PipelineAnalyses:
         Raises:
           InfeasibleError: even those do not.
         """
-        budget = self.request.budget
+        request, room = self.request, self.request.budget
+        choose = functools.partial(self.run, "slicing", stages.choose, costs, request.pipeline, [count], rough=rough)
         try:
-            return self.choose(costs, count, budget, rough=rough), budget
+            return choose(room), room
         except InfeasibleError as error:
             least = error.smallest_budget
-            if least is None or least > most * budget:
+            if least is None or least > most * room:
                 raise
             room = (1 + CERTAIN) * least
-            return self.choose(costs, count, room, rough=rough), room
+            return choose(room), room
 
     def build(self, chosen: StagePlan, tokens: tuple[int, ...] = (), *, attempts: int = ATTEMPTS) -> Staged:
         """Returns the pipeline of chosen stages: each is solved and lowered, their program written and simulated.

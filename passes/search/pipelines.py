@@ -12,6 +12,7 @@ expensive in their integer programs.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -75,40 +76,28 @@ class PipelineSearch:
         return bound, max(bound, computing) * (1 + EXPECTED_OVERHEAD)
 
     def fit_or_explain(self) -> FoundPlan:
-        """Returns the pipeline of the least memory, where the search found none that fits.
+        """Returns the first pipeline that fits of the fewest bytes by the costs of layers, where the search found none.
+
+        Built for a budget of nothing, so that it does not depend on the budget, and works when that is given.
 
         Raises:
-          AlpaLiteError: why it does not fit either, or why there is no pipeline.
+          AlpaLiteError: why none fits, which names the fewest bytes found, or why there is no pipeline.
         """
-        own, budget = self.analyses, self.analyses.request.budget
+        own, budget, best = self.analyses, self.analyses.request.budget, list[Staged]()
+        anew = PipelineAnalyses(own.run, own.step, own.request.with_budget(1), own.one_mesh)
         is_short = any(isinstance(e, InfeasibleError) and e.smallest_budget is not None for e in self.errors)
-        best = self._least_memory() if is_short else None
-        if best is not None and best.needed <= budget:
-            return found_plan(best)
-        refusals = [exceeds_budget(best, budget)] if best is not None else self.errors
+        for count in reversed(own.counts if is_short else ()):
+            with contextlib.suppress(AlpaLiteError):
+                chosen, _ = own.choose_or_least(own.price(own.reference, own.kinds), count, most=math.inf)
+                best.append(anew.build(chosen, own.request.pipeline.lengths))
+                if best[-1].needed <= budget:
+                    return found_plan(best[-1])
+        refusals = [exceeds_budget(min(best, key=lambda one: one.needed), budget)] if best else self.errors
         error = refusals[0] if refusals else InfeasibleError("the step has no pipeline")
         if isinstance(error, InfeasibleError) and own.request.num_microbatches is None:
             tried = f"up to {max(own.counts)} micro-batches were tried, num_microbatches takes others"
             raise InfeasibleError(f"{error}; {tried}", error.smallest_budget)
         raise error
-
-    def _least_memory(self) -> Staged | None:
-        """The first pipeline that fits, else that of the fewest bytes, each of the fewest by the costs of its layers.
-
-        Built for a budget of nothing, so that it does not depend on the budget, and works when that is given.
-        """
-        own, best = self.analyses, None
-        anew = PipelineAnalyses(own.run, own.step, own.request.with_budget(1), own.one_mesh)
-        for count in reversed(own.counts):
-            try:
-                chosen, _ = own.choose_or_least(own.price(own.reference, own.kinds), count, most=math.inf)
-                staged = anew.build(chosen, own.request.pipeline.lengths)
-            except AlpaLiteError:
-                continue
-            best = staged if best is None or staged.needed < best.needed else best
-            if best.needed <= own.request.budget:
-                break
-        return best
 
     def _tried(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """Returns the value of a function; None if it refuses, with the error among those of the search."""

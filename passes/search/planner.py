@@ -81,7 +81,7 @@ def _write(run: Passes, request: PlanRequest, one: OneMeshSearch, chosen: FoundP
         )  # fmt: skip
     objective, own = found.solution.objective, found.solution.bound
     record = one.records[one.own].get(config)
-    least = min((one.bound(record, mesh) for mesh in record.bounds), default=0.0) if record else 0.0
+    least = one.least(record) if record else 0.0
     is_closed = objective - min(least, own, objective) <= mesh_program.CLOSED * objective
     bound, status = (own, "optimal") if is_closed else (min(least, own, objective), "feasible")
     rows = one.rows(chosen)
