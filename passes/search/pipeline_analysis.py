@@ -170,7 +170,10 @@ class PipelineAnalyses:
           InfeasibleError: even those do not.
         """
         request, room = self.request, self.request.budget
-        choose = functools.partial(self.run, "slicing", stages.choose, costs, request.pipeline, [count], rough=rough)
+
+        def choose(room: float) -> StagePlan:
+            return self.run("slicing", stages.choose, costs, request.pipeline, [count], room, rough=rough)
+
         try:
             return choose(room), room
         except InfeasibleError as error:
