@@ -294,7 +294,7 @@ def page(benchmark: Benchmark, rows: Rows) -> str:
 @functools.cache
 def templates() -> jinja2.Environment:
     """The templates of pages, with the filters that they use."""
-    from alpa_lite.report.units import nbytes
+    from alpa_lite.ir.units import nbytes
 
     loader = jinja2.FunctionLoader(lambda name: (PAGES / name).read_text())
     made = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)

@@ -19,10 +19,10 @@ from jax.sharding import NamedSharding
 
 from alpa_lite import _jax
 from alpa_lite.errors import AlpaLiteError
+from alpa_lite.ir import units
 from alpa_lite.ir.graph import Argument, Traced
 from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.tracing.calls import is_weak, leaf_type
-from alpa_lite.report import units
 from alpa_lite.runtime import placement
 from alpa_lite.runtime.buffers import ProgramBuffers
 from alpa_lite.runtime.multihost import global_array

@@ -16,7 +16,7 @@ from flax.training.train_state import TrainState
 
 import alpa_lite
 from alpa_lite.errors import OptionError
-from alpa_lite.report import units
+from alpa_lite.ir import units
 from gallery.steps import sgd
 from tests import comparing
 from tests.marks import slow

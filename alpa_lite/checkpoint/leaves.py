@@ -28,12 +28,12 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from alpa_lite import _jax
 from alpa_lite.checkpoint import files
 from alpa_lite.errors import CheckpointError
+from alpa_lite.ir import units
 from alpa_lite.ir.paths import keys as keys_of_path
 from alpa_lite.ir.paths import tokens
 from alpa_lite.passes.tracing import calls, pytrees
 from alpa_lite.passes.tracing.pytrees import LeafPath
 from alpa_lite.plan.plan import Plan
-from alpa_lite.report import units
 from alpa_lite.runtime.multihost import global_array
 
 SCALARS = (bool, int, float)

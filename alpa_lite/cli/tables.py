@@ -12,7 +12,8 @@ from rich.text import Text
 
 from alpa_lite.calibration.fitting import Calibration, Fit
 from alpa_lite.cluster import Cluster
-from alpa_lite.report import console, grouping, units
+from alpa_lite.ir import units
+from alpa_lite.report import console, grouping
 from alpa_lite.report.tables import Block, Column, Section, Table
 
 _MAX_LINES = 20

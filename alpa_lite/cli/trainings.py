@@ -18,8 +18,9 @@ from rich.console import Console
 from alpa_lite.api import ParallelStep, parallelize
 from alpa_lite.cli import base, options
 from alpa_lite.errors import OptionError
+from alpa_lite.ir import units
 from alpa_lite.options import Pipeline
-from alpa_lite.report import summary, timeline, units
+from alpa_lite.report import summary, timeline
 from alpa_lite.report import text as report
 
 _LINES = 20  # of losses, whatever the number of steps

@@ -19,7 +19,7 @@ from alpa_lite import _jax
 from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError, PlanError
-from alpa_lite.ir import schedules
+from alpa_lite.ir import schedules, units
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.paths import format_path
@@ -40,7 +40,6 @@ from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.passes.stages.staging import find_moved_arguments
 from alpa_lite.plan.pins import Pin, Pins, places
 from alpa_lite.plan.plan import Plan
-from alpa_lite.report import units
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,6 +23,7 @@ from alpa_lite.compilation.plan_cache import PlanCache
 from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, MicrobatchError, OptionError, PlanError
+from alpa_lite.ir import units
 from alpa_lite.ir.paths import format_path
 from alpa_lite.options import Options
 from alpa_lite.passes import programs
@@ -35,7 +36,6 @@ from alpa_lite.passes.tracing.arguments import donated_leaves
 from alpa_lite.plan.pins import Pin, Pins, pin_of
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Stage
-from alpa_lite.report import units
 
 
 def replay_plan(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> Staged:

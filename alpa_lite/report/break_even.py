@@ -15,10 +15,10 @@ These are predictions to first order: neither step adapts further on the way, an
 
 from __future__ import annotations
 
+from alpa_lite.ir import units
 from alpa_lite.plan.decisions import Alternative, Outcome, Solver
 from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.plan.records import Stage
-from alpa_lite.report import units
 
 _SAME = 1e-6  # share of the step by which two plans may differ and count as equally fast
 _REACH = 1e3  # factors of link speed and batch beyond which nobody can go

@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from alpa_lite.report import units
+from alpa_lite.ir import units
 from alpa_lite.report.tables import Bar, Block, Blocks, Branch, Cell, Curve, Nested, Section, Sentence, Table
 
 WIDTH = 100

@@ -10,11 +10,12 @@ from typing import Any
 
 from rich.text import Text
 
+from alpa_lite.ir import units
 from alpa_lite.ir.paths import tokens
 from alpa_lite.plan.decisions import Decision
 from alpa_lite.plan.records import Leaf
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.report import console, grouping, stages, units
+from alpa_lite.report import console, grouping, stages
 from alpa_lite.report.sections import type_text
 from alpa_lite.report.tables import Block, Column, Section, Table, tree
 

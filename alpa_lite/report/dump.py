@@ -20,10 +20,10 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.ir import program as programs
+from alpa_lite.ir import units
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Traced
 from alpa_lite.ir.paths import format_path
 from alpa_lite.ir.strategy import Factor, Rule
-from alpa_lite.report import units
 
 _MAX_INLINE = 160  # characters of a field in a line
 _SHORT = 24  # characters of items of which many go into a line

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from alpa_lite.errors import PlanError
-from alpa_lite.ir import paths
+from alpa_lite.ir import paths, units
 from alpa_lite.plan.decisions import Alternative, Decision, Replicated
 from alpa_lite.plan.figures import Spending
 from alpa_lite.plan.records import Leaf, Stage
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.report import break_even, console, grouping, operations, stages, units
+from alpa_lite.report import break_even, console, grouping, operations, stages
 from alpa_lite.report.sections import type_text
 from alpa_lite.report.tables import Column, Nested, Section, Table
 

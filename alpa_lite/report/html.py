@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import jinja2
 from rich.text import Text
 
+from alpa_lite.ir import units
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.report import stages, summary, text, units
+from alpa_lite.report import stages, summary, text
 from alpa_lite.report.tables import Bar, Blocks, Branch, Curve, Grid, Legend, Nested, Section, Sentence, Table
 
 MAX_CELL_BYTES = 100_000

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 
+from alpa_lite.ir import units
 from alpa_lite.plan.figures import Held, Spending
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.report import grouping, stages, units
+from alpa_lite.report import grouping, stages
 from alpa_lite.report.tables import Bar, Column, Nested, Part, Table
 
 _LISTED = 10

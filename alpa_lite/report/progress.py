@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from alpa_lite.report import units
+from alpa_lite.ir import units
 
 DELAY = 1.0
 """Seconds of work before anything shows."""

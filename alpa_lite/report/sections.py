@@ -18,11 +18,11 @@ from typing import Any
 from jax.sharding import PartitionSpec
 from rich.text import Text
 
-from alpa_lite.ir import schedules
+from alpa_lite.ir import schedules, units
 from alpa_lite.ir.timeline import Event, Timeline
 from alpa_lite.plan.records import Collective, Leaf, Stage, spec_axes
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.report import grouping, stages, timeline, units
+from alpa_lite.report import grouping, stages, timeline
 from alpa_lite.report.tables import Bar, Block, Blocks, Column, Curve, Grid, Legend, Part, Section, Table, tree
 
 Costed = tuple[Collective, float]

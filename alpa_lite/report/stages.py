@@ -16,10 +16,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from alpa_lite.ir import units
 from alpa_lite.plan.decisions import Replicated
 from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.plan.records import Stage
-from alpa_lite.report import grouping, units
+from alpa_lite.report import grouping
 
 KINDS = ("params", "frozen", "gathered", "gradients", "optimizer")
 """The kinds of memory that last from task to task."""

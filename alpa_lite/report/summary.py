@@ -19,10 +19,11 @@ from rich.console import Group
 from rich.text import Text
 
 from alpa_lite.cluster import trust
+from alpa_lite.ir import units
 from alpa_lite.plan.figures import AxisUse, Comparison
 from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.plan.records import Stage
-from alpa_lite.report import console, grouping, operations, stages, text, units
+from alpa_lite.report import console, grouping, operations, stages, text
 from alpa_lite.report.tables import Block, Column, Row, Section, Sentence, Table
 
 _MORE = "more: plan.details(), plan.explain(path), plan.activations(), plan.to_html(file)"

@@ -13,8 +13,9 @@ from typing import Any, Literal
 
 from rich.text import Text
 
+from alpa_lite.ir import units
 from alpa_lite.ir.paths import format_path
-from alpa_lite.report import grouping, units
+from alpa_lite.report import grouping
 
 Only = Literal["", "terminal", "page"]
 """The renderer that shows something; empty for both."""

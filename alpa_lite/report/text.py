@@ -8,9 +8,10 @@ from operator import attrgetter
 from rich.console import Group
 from rich.text import Text
 
+from alpa_lite.ir import units
 from alpa_lite.plan.decisions import Candidate, Solver
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.report import console, operations, sections, stages, units
+from alpa_lite.report import console, operations, sections, stages
 from alpa_lite.report.tables import Block, Column, Legend, Section, Sentence, Table
 
 _MAX_REPLICATED = 10

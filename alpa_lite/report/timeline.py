@@ -19,8 +19,8 @@ from pathlib import Path
 
 from rich.text import Text
 
+from alpa_lite.ir import units
 from alpa_lite.ir.timeline import Event, Timeline
-from alpa_lite.report import units
 
 WIDTH = 100
 _GAP = " ⋯ "

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import VerificationError
+from alpa_lite.ir import units
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks.hlo import HloReport, compare_hlo
 from alpa_lite.passes.checks.redundancy import redundant_collectives
@@ -32,7 +33,6 @@ from alpa_lite.passes.stages import functions
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.segments import Segment
 from alpa_lite.plan.records import Collective, PlanRecord
-from alpa_lite.report import units
 
 P = TypeVar("P", bound=PlanRecord)
 

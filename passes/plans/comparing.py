@@ -21,6 +21,7 @@ from typing import Any
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
+from alpa_lite.ir import units
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.options import DataParallel, Method, Sharded, TensorParallel, Zero
@@ -32,7 +33,6 @@ from alpa_lite.passes.stages import planning
 from alpa_lite.passes.stages.choosing import StagePlan
 from alpa_lite.plan.decisions import Candidate
 from alpa_lite.plan.figures import Comparison
-from alpa_lite.report import units
 
 TEXTBOOK: Mapping[str, Method] = {
     "data parallel": DataParallel(),

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Sequence
 
 from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
+from alpa_lite.ir import units
 from alpa_lite.ir.graph import Lit, Op, Value
 from alpa_lite.passes.costs.flops import flops_of, working_dtype
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.stages.planning import PlannedStage
-from alpa_lite.report import units
 
 KERNELS = {
     "cuda": ("cudnn", 'jax.nn.dot_product_attention(implementation="cudnn")'),

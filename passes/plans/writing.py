@@ -15,6 +15,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.ir import units
 from alpa_lite.ir.graph import Lit, Op, Traced
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.program import Program
@@ -31,7 +32,6 @@ from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.stage_graph import Port
 from alpa_lite.plan.decisions import Replicated, Solver
 from alpa_lite.plan.records import Collective, Leaf, Memory, PlanRecord, Stage
-from alpa_lite.report import units
 
 _MEMORY_SAMPLES = 64
 """Points of the step, at most, at which a plan has the memory of each kind: of equal parts those with most bytes."""

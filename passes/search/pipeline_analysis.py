@@ -22,7 +22,7 @@ from typing import Any
 from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError, OrderError
-from alpa_lite.ir import schedules
+from alpa_lite.ir import schedules, units
 from alpa_lite.options import Pipeline, Sharded
 from alpa_lite.passes import microbatches, programs, stages
 from alpa_lite.passes.ir.remembered import memoise_method
@@ -41,7 +41,6 @@ from alpa_lite.passes.stages.layer_costs import PRICES, Layer
 from alpa_lite.passes.stages.pricing import VARIANTS, LayerCosts
 from alpa_lite.passes.stages.stage_graph import StageGraph
 from alpa_lite.passes.tokens import slice_sequence
-from alpa_lite.report import units
 
 logger = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ import numpy as np
 from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, OptionError
+from alpa_lite.ir import units
 from alpa_lite.passes.programs.staged import Staged, add_notes
 from alpa_lite.passes.search.best_first import LAYER_PER_OP, STAGE_DP, STAGE_PER_OP, Candidate, Expansion, FoundPlan
 from alpa_lite.passes.search.configs import ExecutionConfig
@@ -35,7 +36,6 @@ from alpa_lite.passes.search.pipeline_analysis import REFUSALS, PipelineAnalyses
 from alpa_lite.passes.search.slices import SliceSearch, open_slices, plan_lengths
 from alpa_lite.passes.stages.choosing import CERTAIN, StagePlan
 from alpa_lite.passes.stages.pricing import LayerCosts
-from alpa_lite.report import units
 
 logger = logging.getLogger(__name__)
 

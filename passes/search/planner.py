@@ -10,6 +10,7 @@ from dataclasses import replace
 from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import AlpaLiteError, InfeasibleError
+from alpa_lite.ir import units
 from alpa_lite.passes import programs
 from alpa_lite.passes.plans.comparing import add_comparison
 from alpa_lite.passes.programs.staged import Staged, Verdict, add_notes
@@ -24,7 +25,6 @@ from alpa_lite.passes.stages import planning, stage_graph
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.plan.decisions import SearchSummary
 from alpa_lite.plan.figures import Comparison
-from alpa_lite.report import units
 
 
 def search_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Staged, SearchSummary]:

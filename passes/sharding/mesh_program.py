@@ -20,6 +20,7 @@ from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import InfeasibleError
+from alpa_lite.ir import units
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.paths import format_path
@@ -35,7 +36,6 @@ from alpa_lite.passes.sharding.space import Space, Strategy
 from alpa_lite.passes.sharding.tables import GroupedStep
 from alpa_lite.plan.decisions import Candidate
 from alpa_lite.plan.pins import NO_PINS, NO_WISHES, Pins, Wishes
-from alpa_lite.report import units
 
 CLOSED = 1e-4
 """The relative gap of a proof, as of `solve.solve`: plans that differ by no more count as equal."""

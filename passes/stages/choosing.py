@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from alpa_lite.errors import InfeasibleError, OptionError
-from alpa_lite.ir import schedules
+from alpa_lite.ir import schedules, units
 from alpa_lite.options import Pipeline
 from alpa_lite.passes.stages.dp import slicing
 from alpa_lite.passes.stages.dp.slices import SliceOptions, StageSlices, StageSlicing, Weighed
 from alpa_lite.passes.stages.dp.tasks import evaluate
 from alpa_lite.passes.stages.pricing import REMAT, VARIANTS, LayerCosts
-from alpa_lite.report import units
 
 GAP = 5e-3
 """How near the optimum of its model the DP stops."""

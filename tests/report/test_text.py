@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
+from alpa_lite.ir import units
 from alpa_lite.plan.decisions import Candidate
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf
-from alpa_lite.report import console, grouping, sections, stages, text, units
+from alpa_lite.report import console, grouping, sections, stages, text
 from tests.plans import gpt_plan, pipeline_plan
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.text import Text
 
-from alpa_lite.ir import schedules
+from alpa_lite.ir import schedules, units
 from alpa_lite.ir.timeline import Event, Timeline
 from alpa_lite.passes.programs import simulation
 from alpa_lite.report import console
@@ -110,7 +110,7 @@ def test_two_timelines_lie_side_by_side_in_a_file(tmp_path: Path) -> None:
     counts = [sum(e["pid"] == process for e in complete(trace)) for process in (0, 1)]
     assert counts == [len(predicted.events), len(predicted.events) - 1]
     labels = [e["args"]["labels"] for e in trace["traceEvents"] if e["name"] == "process_labels"]
-    assert labels[0].startswith(report.units.seconds(predicted.seconds))
+    assert labels[0].startswith(units.seconds(predicted.seconds))
 
 
 def cells(drawing: str, mesh: int) -> str:

@@ -17,10 +17,11 @@ import alpa_lite
 import gallery
 from alpa_lite.errors import ExecutionError, VerificationError
 from alpa_lite.ir import program as programs
+from alpa_lite.ir import units
 from alpa_lite.ir.program import Run, Send
 from alpa_lite.ir.timeline import Event
 from alpa_lite.passes import checks
-from alpa_lite.report import timeline, units
+from alpa_lite.report import timeline
 from alpa_lite.runtime.pipeline import PipelineExecutable
 from tests import comparing, pipeline_driver
 from tests.marks import slow

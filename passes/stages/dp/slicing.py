@@ -55,6 +55,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from alpa_lite.ir import units
 from alpa_lite.passes.stages.dp.paths import Minimum, least_bytes, least_bytes_together, minimise
 from alpa_lite.passes.stages.dp.ranges import StageCosts
 from alpa_lite.passes.stages.dp.shortest import Path, PathProblem
@@ -68,7 +69,6 @@ from alpa_lite.passes.stages.dp.tasks import (
     stage_range,
     tasks_of,
 )
-from alpa_lite.report import units
 
 _SCALES = (1.0, 0.97, 0.93, 0.87, 0.8)  # of the budget, for stages that share a submesh with equal ones
 _SHARES = (0.5, 0.25, 0.75, 0.125, 0.375, 0.625, 0.875)  # of the budget, for what is saved in flight
