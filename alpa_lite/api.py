@@ -201,7 +201,7 @@ class ParallelStep(Generic[P, R]):
         devices read, `step.local_batch_indices()`: a batch with the shapes of a planned one is taken as the whole, one
         with as many rows as those as a part of the last one, and anything else as a batch of another size.
         """
-        known = [] if kwargs else self._calls.recent()
+        known = [] if kwargs else self._calls.recent_calls()
         if not state_io.is_only_batch(known, args):
             return self._call(args, kwargs).executable().place(*args, **kwargs)
         placed = state_io.place_batch(known, args, self._call)
@@ -221,7 +221,7 @@ class ParallelStep(Generic[P, R]):
           mine = step.local_batch_indices()["x"]
           batch = step.place({"x": read_rows(mine), "y": read_labels(mine)})
         """
-        known = self._calls.recent()
+        known = self._calls.recent_calls()
         if not known or not known[0].batch():
             name = self.__name__
             raise OptionError(
@@ -247,7 +247,7 @@ class ParallelStep(Generic[P, R]):
         """
 
         def place(batch: Any) -> Any:
-            known = self._calls.recent()
+            known = self._calls.recent_calls()
             if not known:
                 return batch
             several = len(known[0].batch()) > 1
@@ -286,7 +286,7 @@ class ParallelStep(Generic[P, R]):
           state = train_step.init(create_train_state, jax.random.key(0), rest=(batch,))
         """
         birth = ShardedInit(init_fn, args)
-        known = self._calls.recent()
+        known = self._calls.recent_calls()
         call = known[-1] if known else self._call(*state_io.complete_arguments(self._fun, birth.shapes, rest))
         state, arrays = state_io.init_sharded(birth, call, room=self.cluster.usable_memory / 4)
         self._calls.owned.add(arrays)
@@ -337,7 +337,7 @@ class ParallelStep(Generic[P, R]):
             timeline.write(path, executed, call.step.plan.division.timeline)
         return executed
 
-    def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Compiled, Executable]:
+    def prepare_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Compiled, Executable]:
         """Returns the planned step and its executable, for tools such as `alpa_lite.check`."""
         call = self._call(args, kwargs)
         executable = call.executable()  # which may add to the plan

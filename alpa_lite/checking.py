@@ -64,12 +64,12 @@ class Checked:
       leaves: of the results, in their order.
       difference: the first operation, or collective, that differs on the inputs that it gets; None if there is none, or
         if all leaves are equal, so that none was looked for.
-      unchecked: why operations could not be compared, where they should have been; else empty.
+      unchecked_reason: why operations could not be compared, where they should have been; else empty.
     """
 
     leaves: tuple[LeafError, ...]
     difference: Difference | None = None
-    unchecked: str = ""
+    unchecked_reason: str = ""
 
     @property
     def ok(self) -> bool:
@@ -93,8 +93,8 @@ class Checked:
             lines.append(f"  and {len(wrong) - _MOST_LEAVES} more")
         if self.difference is not None:
             return "\n".join([*lines, f"first to differ: {self.difference}"])
-        if self.unchecked:
-            return "\n".join([*lines, f"operations were not compared: {self.unchecked}"])
+        if self.unchecked_reason:
+            return "\n".join([*lines, f"operations were not compared: {self.unchecked_reason}"])
         explained = "no operation differs on the inputs that it gets: operations enlarge the rounding of those before"
         return "\n".join([*lines, explained])
 
@@ -123,7 +123,7 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
     """
     if not isinstance(step, ParallelStep) or isinstance(step.options.method, Off):
         raise OptionError(f"step={step!r}: give a step of parallelize that is planned, so without method='off'")
-    compiled, executable = step.planned(args, kwargs)
+    compiled, executable = step.prepare_call(args, kwargs)
     written = reference.ReferenceRun(compiled.source, args, kwargs)
     planned = executable.results(*args, **kwargs)
     limits = reference.tolerances(compiled.source, rtol)
@@ -151,5 +151,5 @@ def _searched(leaves: tuple[LeafError, ...], staged: Any, arguments: Sequence[An
     try:
         found = reference.first_difference(staged, arguments, limit)
     except reference.NotComparable as reason:
-        return Checked(leaves, unchecked=str(reason))
+        return Checked(leaves, unchecked_reason=str(reason))
     return Checked(leaves, found)

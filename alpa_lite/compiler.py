@@ -99,7 +99,7 @@ def compile_step(
         context = None if options.ignore_annotations else context
         wanted = wishes.collect_wishes(
             traced, request.method, cluster.num_devices, said,
-            context=context, forbidden=options.forbidden, placed=placed, placed_on=on,
+            context=context, forbidden=options.forbidden_strategies, placed=placed, placed_on=on,
         )  # fmt: skip
         request = replace(request, wishes=wanted)
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
@@ -112,7 +112,7 @@ def compile_step(
     why = "; ".join([why, *found])
     if logger.isEnabledFor(logging.INFO):
         logger.info(planned_message(name, plan, why))
-    plan = plan.deferring(
+    plan = plan.with_deferred(
         comparisons=comparing.compare_with_textbook(step.traced, step.rules, staged, cluster, request.budget)
     )
     return Compiled(staged, plan, traced, pins)
@@ -129,7 +129,7 @@ def plan_step(run: Passes, step: Step, request: PlanRequest, found: list[str]) -
     if known is not None:
         found.append("found in the cache")
         return plan, staged
-    plan = plan.deferring(stages=weighing.add_alternatives(staged, request.budget))
+    plan = plan.with_deferred(stages=weighing.add_alternatives(staged, request.budget))
     if cache is not None and not (plan.search and plan.search.truncated):
         cache.save(plan)
     return plan, staged
@@ -142,7 +142,7 @@ def choose_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Plan, St
         staged = known_division.replay_plan(run, step, request, request.plan)
     elif known_division.is_given(request):
         staged = known_division.plan_on_existing_placement(run, step, request)
-        if staged.needed > request.budget:
+        if staged.needed_bytes > request.budget:
             raise exceeds_budget(staged, request.budget)
         if request.wishes.forbidden:
             staged = add_notes(staged, "allow and forbid do not apply on submeshes, where the state stays in place")
@@ -153,7 +153,7 @@ def choose_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Plan, St
     annotated = bool(mesh_program.constraints_of(step.traced, request.wishes))
 
     def write() -> Plan:
-        described, budget = request.described, request.budget
+        described, budget = request.description, request.budget
         record = plans.write(staged, request.cluster, method=described, budget=budget, annotated=annotated)
         return Plan(**{**vars(record), "search": summary})
 

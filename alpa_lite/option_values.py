@@ -119,7 +119,7 @@ def memory(name: str, value: Any) -> int | None:
 
 def cluster(name: str, value: Any) -> Cluster | None:
     """Returns a cluster, or that of a name."""
-    found = Cluster.named(value) if isinstance(value, str) else value
+    found = Cluster.from_name(value) if isinstance(value, str) else value
     if found is not None and not isinstance(found, Cluster):
         raise OptionError(f"{name}={value!r}: give a Cluster, the name of a preset, or None for the devices here")
     return found

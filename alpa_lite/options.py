@@ -170,7 +170,7 @@ class Options:
         return (*(() if self.donate_argnums == "auto" else self.donate_argnums), *self.donate_argnames)
 
     @property
-    def forbidden(self) -> frozenset[str]:
+    def forbidden_strategies(self) -> frozenset[str]:
         """The strategies that are left out."""
         unasked = () if self.allow is None else set(STRATEGIES) - set(self.allow)
         return frozenset((*self.forbid, *unasked))
@@ -237,7 +237,7 @@ def _check_conflicts(options: Options) -> None:
     if isinstance(options.method, Off) and options.num_microbatches not in ("auto", 1):
         refuse("num_microbatches", 'method="off" runs the step as it is; leave one of the two out')
     rest = options.method.rest if isinstance(options.method, Manual) else options.method
-    if options.forbidden and (not isinstance(rest, Auto | Sharded) or options.plan is not None):
+    if options.forbidden_strategies and (not isinstance(rest, Auto | Sharded) or options.plan is not None):
         refuse("forbid" if options.forbid else "allow", 'use method="auto", Sharded() or Manual(...), without plan=')
     for name in ("in_shardings", "out_shardings"):
         if getattr(options, name) is not None and (isinstance(rest, Pipeline) or options.plan is not None):

@@ -108,7 +108,7 @@ class PlannedCall:
                 step = self.step
                 executable = load(step.staged, step.plan, self._how)
                 if self._verify == "hlo":
-                    plan = checks.verify_compiled(step.plan, step.staged, executable.compiled())
+                    plan = checks.verify_compiled(step.plan, step.staged, executable.compiled_executables())
                     self.compiled = replace(step, plan=plan)
                 for arguments, results in self._weak:
                     executable.accept(arguments, results)
@@ -123,7 +123,7 @@ class PlannedCall:
 
     def leaves(self) -> list[tuple[str, Kind, NamedSharding]]:
         """Path, kind and sharding of each flat argument."""
-        flat, _ = pytrees.flatten_nnx(self.calling.traced(self.args, self.kwargs))
+        flat, _ = pytrees.flatten_nnx(self.calling.drop_static(self.args, self.kwargs))
         paths = calls.paths(self.calling, self.args, self.kwargs)
         shardings, _ = self.executable().shardings
         return [(path, kind_of(x) or ((), ""), one) for path, x, one in zip(paths, flat, shardings, strict=True)]
@@ -134,7 +134,9 @@ class PlannedCall:
         places = [*zip(self.calling.names, range(len(self.args)), strict=True), *((n, n) for n in self.kwargs)]
         return [(name, place) for name, place in places if name in roots]
 
-    def given(self, places: Sequence[int | str], values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def fill_arguments(
+        self, places: Sequence[int | str], values: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of the call with others in some places."""
         new = dict(zip(places, values, strict=True))
         args = tuple(new.get(place, x) for place, x in enumerate(self.args))
@@ -174,7 +176,7 @@ class PlannedCalls:
         with self._lock:
             return tuple(self._plans)
 
-    def recent(self) -> list[PlannedCall]:
+    def recent_calls(self) -> list[PlannedCall]:
         """Returns the planned calls that are kept, the one used last first."""
         with self._lock:
             entries = dict.fromkeys(reversed(self._entries.values()))
@@ -268,8 +270,8 @@ def _abstract(
         shape, dtype, weak = calls.leaf_type(leaf)
         return jax.ShapeDtypeStruct(shape, dtype, weak_type=weak)
 
-    traced = calling.traced(args, kwargs)
-    return calling.whole(*pytrees.replace_arrays(traced, lambda leaves: list(map(spec, leaves))))
+    traced = calling.drop_static(args, kwargs)
+    return calling.insert_static(*pytrees.replace_arrays(traced, lambda leaves: list(map(spec, leaves))))
 
 
 @functools.lru_cache(maxsize=1)
@@ -296,8 +298,8 @@ def is_same_but_weak(one: Signature, other: Signature) -> bool:
 def is_same_program(one: Traced, other: Traced) -> bool:
     """Whether two traces of one step compute the same results from their arguments; weak dtypes do not count."""
     return (
-        (one.arguments, one.outputs, one.state, one.through)
-        == (other.arguments, other.outputs, other.state, other.through)
+        (one.arguments, one.outputs, one.state, one.returned_arguments)
+        == (other.arguments, other.outputs, other.state, other.returned_arguments)
         and one.in_tree == other.in_tree
         and one.out_tree == other.out_tree
         and digest(one.graph) == digest(other.graph)

@@ -37,8 +37,8 @@ class Shardings(NamedTuple):
 def shardings_of(call: PlannedCall) -> Shardings:
     """Returns the shardings of arguments and results of a call."""
     where, results = call.executable().shardings
-    traced = pytrees.replace_arrays(call.calling.traced(call.args, call.kwargs), lambda _: where)
-    positional, keywords = call.calling.whole(*traced)
+    traced = pytrees.replace_arrays(call.calling.drop_static(call.args, call.kwargs), lambda _: where)
+    positional, keywords = call.calling.insert_static(*traced)
     out = jax.tree_util.tree_unflatten(call.step.traced.out_tree, results)
     if call.calling.modules:
         out = out[1]
@@ -66,13 +66,13 @@ def place_batch(
     names, places = zip(*known[0].batch(), strict=True)
     leaves, tree = pytrees.flatten_nnx(args)
     if jax.process_count() == 1:
-        call = planned(*known[0].given(places, args))
+        call = planned(*known[0].fill_arguments(places, args))
         return jax.tree_util.tree_unflatten(tree, placement.copies(leaves, [one for _, one in _batch_of(call, names)]))
     kinds = list(map(kind_of, leaves))
     call = next((call for call in known if kinds == [kind for kind, _ in _batch_of(call, names)]), None)
     if call is None and _are_parts(kinds, _batch_of(known[0], names)):
         call = known[0]
-    call = call or planned(*known[0].given(places, args))
+    call = call or planned(*known[0].fill_arguments(places, args))
     wanted = zip(leaves, _batch_of(call, names), strict=True)
     placed = [prefetch.assemble_leaf(leaf, sharding, *kind) for leaf, (kind, sharding) in wanted]
     return jax.tree_util.tree_unflatten(tree, placed)

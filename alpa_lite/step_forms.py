@@ -29,7 +29,7 @@ class Compiled:
 
     def __init__(self, executable: Executable, plan: Plan) -> None:
         self._executable, self.plan = executable, plan
-        self._stages = executable.compiled()
+        self._stages = executable.compiled_executables()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step.
@@ -56,7 +56,7 @@ class Compiled:
 
     def _each(self, read: Callable[[Any], Any]) -> Any:
         found = tuple(map(read, self._stages))
-        return found if self.plan.pipelined else found[0]
+        return found if self.plan.is_pipelined else found[0]
 
 
 class Lowered:
@@ -98,9 +98,9 @@ class Lowered:
         return self._lowered("cost_analysis").cost_analysis()
 
     def _lowered(self, name: str) -> Any:
-        if self.plan.pipelined:
+        if self.plan.is_pipelined:
             raise OptionError(f"lower(...).{name}: the plan is a pipeline of several programs; use .compile().{name}()")
-        (lowered,) = self._executable.lowered()
+        (lowered,) = self._executable.lowered_executables()
         return lowered
 
 
@@ -121,7 +121,7 @@ class BoundStep(Generic[P, R]):
     def place(self, *args: Any, **kwargs: Any) -> Any:
         """As `ParallelStep.place`, of the arguments after the object that the step is bound to, or of the batch."""
         step = self.__func__
-        if not kwargs and state_io.is_only_batch(step._calls.recent(), args):
+        if not kwargs and state_io.is_only_batch(step._calls.recent_calls(), args):
             return step.place(*args)
         placed = step.place(self.__self__, *args, **kwargs)
         return (placed[0][1:], placed[1]) if kwargs else placed[1:]

@@ -111,7 +111,7 @@ def report(plan_file: Path, step: NamedStep, target: str | None) -> dict[str, An
         "differences": [f"{one.name}: {line}" for one in found if one.hlo for line in one.hlo.differences],
         "memory": [_memory(one) for one in found if one.memory is not None],
         "communicates": all(one.hlo is None or one.hlo.ok for one in found),
-        "fits": next((_within(_memory(one)) for one in found if one.memory is not None and one.step), None),
+        "fits": next((_within(_memory(one)) for one in found if one.memory is not None and one.is_whole_step), None),
         "seconds": {"planning again": replayed - start, "compiling": time.perf_counter() - replayed},
     }
 
@@ -129,7 +129,7 @@ def _collectives(found: Sequence[CompiledReport]) -> list[dict[str, Any]]:
     for one in found:
         if one.hlo is None:
             continue
-        for column, collectives in enumerate((one.planned, one.hlo.found)):
+        for column, collectives in enumerate((one.planned_collectives, one.hlo.collectives)):
             for c in collectives:
                 counts[c.kind, ", ".join(c.axes), c.bytes][column] += c.count
     return [
@@ -144,10 +144,10 @@ def _memory(one: CompiledReport) -> dict[str, Any]:
     return {
         "executable": one.name,
         "submesh": one.submesh,
-        "predicted": memory.predicted,
-        "compiler": memory.data if one.step else memory.temporaries,
+        "predicted": memory.predicted_bytes,
+        "compiler": memory.data if one.is_whole_step else memory.temporaries,
         "arguments": memory.arguments,
-        "outputs": memory.outputs - memory.aliased,
+        "outputs": memory.outputs - memory.aliases,
         "temporaries": memory.temporaries,
         "code": memory.code,
     }

@@ -111,7 +111,7 @@ def stages(name: str, target: str | None = None) -> Row:
             assert found.memory is not None
             pair = most.setdefault(found.submesh, [0, 0])
             here = found.memory.data if kind == "mesh" else found.memory.temporaries
-            pair[:] = max(pair[0], found.memory.predicted or 0), max(pair[1], here)
+            pair[:] = max(pair[0], found.memory.predicted_bytes or 0), max(pair[1], here)
         pairs = [most[key] for key in sorted(most)]
         out |= {"stages": pairs} if kind == "pipeline" else {"mesh": pairs[0]}
     return out | {"variant": compiler}

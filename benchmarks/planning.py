@@ -79,7 +79,7 @@ def figures(plan: Any) -> Row:
         "mfu": plan.products.flops / possible if possible else 0.0,
         "stages": len(plan.stages),
         "microbatches": plan.num_microbatches,
-        "schedule": plan.schedule if plan.pipelined else "",
+        "schedule": plan.schedule if plan.is_pipelined else "",
         "meshes": ["x".join(map(str, stage.mesh_shape)) for stage in plan.stages][:4],
         "gib_per_device": max(stage.memory.total for stage in plan.stages) / GIB,
         "bound": plan.solver.bound,

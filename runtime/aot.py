@@ -119,10 +119,10 @@ def devices_of(target: Target) -> list[Any]:
 
 def compile_for_devices(staged: Staged, plan: Plan, devices: Sequence[Any]) -> Iterator[Any]:
     """The `jax.stages.Compiled` of each executable of a planned step, in the program's order, for such devices."""
-    if plan.pipelined:
+    if plan.is_pipelined:
         devices = _from_first_slices(staged.program.submeshes, devices)
     executable = load(staged, plan, LoadOptions(devices=devices))
-    yield from (lowered.compile() for lowered in executable.lowered())
+    yield from (lowered.compile() for lowered in executable.lowered_executables())
 
 
 def _from_first_slices(submeshes: Sequence[Submesh], devices: Sequence[Any]) -> list[Any]:

@@ -57,7 +57,7 @@ class Slot:
       part: the number of the part, and `rows` where it is in dim 0; None of an argument that is whole.
       buffer: the number of the buffer.
       sharding: of the buffer.
-      donated: whether a run overwrites the buffer.
+      is_donated: whether a run overwrites the buffer.
       last: of the last call, the leaf and the array that stands for it, if the leaf cannot change: a call with the same
         leaf takes the same array.
     """
@@ -67,7 +67,7 @@ class Slot:
     rows: slice | None
     buffer: int
     sharding: NamedSharding
-    donated: bool
+    is_donated: bool
     last: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 
 
@@ -142,12 +142,12 @@ class ArgumentBinder:
                     if is_shared(leaf):
                         return False
                 given = self._given(slot, leaf)
-                if not slot.donated:
+                if not slot.is_donated:
                     array = self._placed(slot, leaf, given)
                 elif may_overwrite(leaf) and is_placed(given, slot.sharding):
                     array = given
                 if array is None:
-                    missing[placement.copies if slot.donated else _put].append((slot, given))
+                    missing[placement.copies if slot.is_donated else _put].append((slot, given))
             buffers[slot.buffer] = array
         for make, found in missing.items():
             if found:

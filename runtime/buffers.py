@@ -60,7 +60,9 @@ class ProgramBuffers:
         made = {b for run in runs for b in run.outputs}
         self.unmade = [n for n, b in enumerate(program.outputs) if b not in made]
         given = {b for group in program.inputs for b in group}
-        self.donated = frozenset(given & {*program.outputs, *(b for run in runs for b in program.consumed(run))})
+        self.donated = frozenset(
+            given & {*program.outputs, *(b for run in runs for b in program.consumed_buffers(run))}
+        )
         self.in_place: dict[int, int] = {}
         for output, argument in traced.state if all(self.is_local) or not traced.stacked else ():
             first, *others = [self._place(b) for b in program.inputs[argument]] or [None]

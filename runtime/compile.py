@@ -65,7 +65,7 @@ class FlatFunction:
     Attributes:
       name: of the executable.
       inputs, results: types, with shardings on the mesh.
-      donated: the numbers of the inputs that are donated, in the order of the results that replace them.
+      donated_inputs: the numbers of the inputs that are donated, in the order of the results that replace them.
       failures: where errors of the user's functions that it calls on the host are noted on several devices: then the
         number of the micro-batch, an int32, is one more input at the end. None if it calls none.
     """
@@ -75,24 +75,24 @@ class FlatFunction:
     mesh: Mesh
     inputs: Sequence[jax.ShapeDtypeStruct]
     results: Sequence[jax.ShapeDtypeStruct]
-    donated: Sequence[int]
+    donated_inputs: Sequence[int]
     failures: callbacks.Failures | None
 
     @property
-    def kept(self) -> list[int]:
+    def kept_inputs(self) -> list[int]:
         """The numbers of the inputs that are not donated."""
-        return [n for n in range(len(self.inputs)) if n not in set(self.donated)]
+        return [n for n in range(len(self.inputs)) if n not in set(self.donated_inputs)]
 
     @_jax.clear_mesh_context()
     def lower(self) -> jax.stages.Lowered:
         """Lowers the function for its mesh, whose devices may be those of a topology that is described alone."""
-        inputs, kept, function = list(self.inputs), self.kept, self.function
+        inputs, kept, function = list(self.inputs), self.kept_inputs, self.function
         if self.failures is not None:
             function = callbacks.locate_callbacks(function, self.name, self.failures if self.mesh.size > 1 else None)
             everywhere = NamedSharding(self.mesh, PartitionSpec())
             kept.append(len(inputs))
             inputs.append(jax.ShapeDtypeStruct((), np.int32, sharding=everywhere))
-        position = np.argsort([*self.donated, *kept])
+        position = np.argsort([*self.donated_inputs, *kept])
 
         def grouped(donated: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
             arrays = (*donated, *kept)
@@ -100,7 +100,7 @@ class FlatFunction:
             return list(map(_jax.set_weak_type, function(*(arrays[n] for n in position)), weak))
 
         grouped.__name__ = self.name.replace(" ", "_")
-        groups = picker(self.donated)(inputs), picker(kept)(inputs)
+        groups = picker(self.donated_inputs)(inputs), picker(kept)(inputs)
         jitted = jax.jit(
             grouped,
             in_shardings=tuple(tuple(one.sharding for one in group) for group in groups),

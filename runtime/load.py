@@ -20,7 +20,7 @@ def load(staged: Staged, plan: Plan, options: LoadOptions | None = None) -> Exec
     """
     options = options or LoadOptions()
     options = replace(options, compiler_options={**plan.cluster.compiler_options, **options.compiler_options})
-    if plan.pipelined:
+    if plan.is_pipelined:
         return PipelineExecutable(staged.traced, staged.written, plan.cluster, options)
     (stage,) = staged.stages
     traced, program = stage.graph.traced, stage.program

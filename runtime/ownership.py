@@ -76,7 +76,7 @@ class Owned:
         """Returns whether the step made this array."""
         return self._known.get(id(array)) is array
 
-    def unshared(self, leaves: Sequence[Any], ours: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    def find_overwritable(self, leaves: Sequence[Any], ours: Callable[[Any], bool]) -> Callable[[Any], bool]:
         """Returns which arrays a call may overwrite. Those whose buffers it is given twice become their holder's.
 
         Args:

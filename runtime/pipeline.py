@@ -74,7 +74,7 @@ class Launch:
       source: the instruction.
       call: the executable.
       pick_donated, pick_kept: take its groups of arrays from all buffers.
-      donated: the buffers that it consumes.
+      donated_buffers: the buffers that it consumes.
       outputs: the buffers that it defines.
     """
 
@@ -82,7 +82,7 @@ class Launch:
     call: Call
     pick_donated: Callable[[Sequence[Any]], Sequence[Any]]
     pick_kept: Callable[[Sequence[Any]], Sequence[Any]]
-    donated: tuple[int, ...]
+    donated_buffers: tuple[int, ...]
     outputs: tuple[int, ...]
 
 
@@ -93,13 +93,13 @@ class Move:
     Attributes:
       source: the instruction.
       call: moves arrays.
-      sent: the buffers that it reads; none where this process has no device of the sender.
+      sent_buffers: the buffers that it reads; none where this process has no device of the sender.
       outputs: the buffers that it defines; none where this process has no device of the receiver.
     """
 
     source: Send
     call: Mover
-    sent: tuple[int, ...]
+    sent_buffers: tuple[int, ...]
     outputs: tuple[int, ...]
 
 
@@ -203,10 +203,10 @@ class PipelineExecutable(Executable):
                     match item:
                         case Launch():
                             results = item.call(item.pick_donated(buffers), item.pick_kept(buffers))
-                            for i in item.donated:
+                            for i in item.donated_buffers:
                                 buffers[i] = None
                         case Move():
-                            results = item.call([buffers[i] for i in item.sent])
+                            results = item.call([buffers[i] for i in item.sent_buffers])
                         case Drop():
                             results = ()
                             for i in item.buffers:
@@ -262,15 +262,15 @@ class PipelineExecutable(Executable):
             item: Instruction = program.lists[mesh][position]
             match item:
                 case Run(executable=number) if here[mesh]:
-                    kept = [b for n, b in enumerate(item.inputs) if n not in program.executables[number].donated]
-                    call, donated = calls[number], program.consumed(item)
+                    kept = [b for n, b in enumerate(item.inputs) if n not in program.executables[number].donated_inputs]
+                    call, donated = calls[number], program.consumed_buffers(item)
                     if number in numbered:
                         call = self._bound(call, mesh, item.microbatch)
                     out.append(Launch(item, call, picker(donated), picker(kept), donated, item.outputs))
                 case Send(transfer=number):
                     transfer = program.transfers[number]
-                    sent = transfer.sent if here[transfer.source] else ()
-                    received = transfer.received if here[transfer.destination] else ()
+                    sent = transfer.sent_buffers if here[transfer.source] else ()
+                    received = transfer.received_buffers if here[transfer.destination] else ()
                     if sent or received:
                         plans = transfers.plans_of(program, number, self._cluster)
                         if plans not in movers:  # equal plans share one

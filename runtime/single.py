@@ -53,7 +53,7 @@ class SingleExecutable(Executable):
         self._function_of, self._instructions = function_of, tuple(instructions)
         program = _program_of(traced, mesh, [*layouts[0], *layouts[1]])
         donated, (executable,) = donated_arguments(traced, program, options.donate), program.executables
-        program = replace(program, executables=(replace(executable, donated=tuple(donated)),))
+        program = replace(program, executables=(replace(executable, donated_inputs=tuple(donated)),))
         buffers = ProgramBuffers(traced, program, options.devices)
         if not buffers.in_place.keys() >= set(donated):  # others may share a buffer with it: each call has to look
             buffers.in_place = {}

@@ -78,12 +78,12 @@ class WeakPattern:
     Attributes:
       executable: of the call.
       results: a flag for each.
-      following: the pattern of the next call on the state that such a call returns, by the flags of other arguments.
+      next_patterns: those of the next call on the state that such a call returns, by the flags of other arguments.
     """
 
     executable: Executable
     results: tuple[bool, ...]
-    following: dict[tuple[bool, ...], WeakPattern] = field(default_factory=dict)
+    next_patterns: dict[tuple[bool, ...], WeakPattern] = field(default_factory=dict)
 
 
 class Executable(abc.ABC):
@@ -96,7 +96,7 @@ class Executable(abc.ABC):
     """Whether executables themselves put arrays that are on no certain device (`ArgumentBinder`)."""
 
     def __init__(self, traced: Traced, buffers: ProgramBuffers, options: LoadOptions) -> None:
-        """Compiles nothing; the first call does, or `compiled`. Each argument of `traced` is one of the program."""
+        """Compiles nothing; the first call does, or `compiled_executables`. Arguments of `traced` are the program's."""
         assert traced.calling is not None
         self._traced, self._calling, self._buffers, self._options = traced, traced.calling, buffers, options
         self._owned = options.owned
@@ -201,7 +201,7 @@ class Executable(abc.ABC):
           NewSignature: the arguments are not what the step was planned for.
         """
         new_args, new_kwargs = pytrees.replace_arrays(self._dynamic(args, kwargs), self._placed_copies)
-        positional, keywords = self._calling.whole(new_args, new_kwargs)
+        positional, keywords = self._calling.insert_static(new_args, new_kwargs)
         return (positional, keywords) if kwargs else positional
 
     def results(self, *args: Any, **kwargs: Any) -> list[Any]:
@@ -217,11 +217,11 @@ class Executable(abc.ABC):
         anywhere, outputs = self._buffers.sharding_on(0), self._output_shardings()
         arguments = [self._binder.first_sharding(n) or anywhere for n in range(len(self._binder.arguments))]
         results = [outputs[numbers[0]] if leaf is None else leaf.whole for numbers, leaf in self._results_of]
-        for place, argument in self._traced.through:
+        for place, argument in self._traced.returned_arguments:
             results.insert(place, arguments[argument])
         return arguments, results
 
-    def compiled(self) -> tuple[Any, ...]:
+    def compiled_executables(self) -> tuple[Any, ...]:
         """The `jax.stages.Compiled` of each executable, in the program's order; None for those of other processes."""
         with self._compiling:
             if not self._compiled:
@@ -235,14 +235,14 @@ class Executable(abc.ABC):
                 self._compiled = tuple(found[n][0] if n in found else None for n in range(len(executables)))
             return self._compiled
 
-    def lowered(self) -> Iterator[jax.stages.Lowered]:
+    def lowered_executables(self) -> Iterator[jax.stages.Lowered]:
         """Each executable lowered for its mesh, whose devices may be those of a topology that is described alone."""
         for number in range(len(self._buffers.program.executables)):
             yield self._function(number).lower()
 
     def hlo(self) -> tuple[str, ...]:
         """Returns the optimised HLO text of each executable that this process runs, in the program's order."""
-        return tuple(compiled.as_text() for compiled in self.compiled() if compiled is not None)
+        return tuple(compiled.as_text() for compiled in self.compiled_executables() if compiled is not None)
 
     def accept(self, arguments: Sequence[bool], results: Sequence[bool]) -> None:
         """Accepts calls whose flat arguments have weak dtypes like this, too, since tracing makes the same program."""
@@ -254,7 +254,7 @@ class Executable(abc.ABC):
         """Returns the arguments that are not static. Raises NewSignature if the form of the call is another."""
         if not self._calling.matches(args, kwargs):
             raise NewSignature("the number of arguments, the keywords or a static argument")
-        return self._calling.traced(args, kwargs)
+        return self._calling.drop_static(args, kwargs)
 
     def _flat(self, pure: Any) -> list[Any]:
         """Returns the leaves. Raises NewSignature if their structure is not the traced one.
@@ -275,7 +275,7 @@ class Executable(abc.ABC):
 
     def _results(self, leaves: list[Any]) -> list[Any]:
         """The flat results of the user's step: the outputs, and the caller's own arrays where it hands them through."""
-        through = [(place, leaves[argument]) for place, argument in self._traced.through]
+        through = [(place, leaves[argument]) for place, argument in self._traced.returned_arguments]
         results = self._run_checked(leaves) if _jax.checks_values() else self._run(leaves)
         for place, leaf in through:
             results.insert(place, placement.as_array(leaf))
@@ -297,7 +297,7 @@ class Executable(abc.ABC):
         Clears the list of leaves, so that nothing but the program holds what it may free.
         """
         if not self._compiled:
-            self.compiled()
+            self.compiled_executables()
         pattern, is_last = self._look(leaves)
         buffers = self._bind(leaves, is_last=is_last)
         leaves.clear()
@@ -320,13 +320,13 @@ class Executable(abc.ABC):
         owner = self._owned.owner_of(state) if state else None
         last = owner if isinstance(owner, WeakPattern) and owner.executable is self else None
         flags = weak_flags(rest)
-        pattern = None if last is None else last.following.get(flags)
+        pattern = None if last is None else last.next_patterns.get(flags)
         if pattern is None:
             pattern = self._accepted.get(weak_flags(leaves))
             if pattern is None:
                 raise NewSignature("whether a dtype is weak")
             if last is not None:
-                last.following[flags] = pattern
+                last.next_patterns[flags] = pattern
         if ownership.any_deleted(state) or ownership.any_deleted(rest):
             raise ownership.deleted_error(leaves, self._binder.arguments, self._traced.name)
         return pattern, last is not None or not (state or self._donates)
@@ -343,7 +343,7 @@ class Executable(abc.ABC):
                 return buffers
         self._owned.flush()
         buffers = self._start(None)
-        self._binder.bind(buffers, leaves, self._owned.unshared(leaves, self._may_overwrite))
+        self._binder.bind(buffers, leaves, self._owned.find_overwritable(leaves, self._may_overwrite))
         return buffers
 
     def _joined(self, outputs: list[Any], weak: Sequence[bool]) -> list[Any]:
@@ -373,7 +373,7 @@ class Executable(abc.ABC):
         leaves, tree = calls.flatten_call(self._calling, args, kwargs)
         if tree != self._traced.in_tree:
             raise NewSignature("the structure of the arguments")
-        self.compiled()
+        self.compiled_executables()
         return self._bind(self._placed_copies(leaves), is_last=False)
 
     # -- compiling --------------------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ class Executable(abc.ABC):
         inputs, results = self._buffers.types(number)
         is_located = self._buffers.program.schedule != "none" or mesh.size > 1
         failures = self._failures if is_located and callbacks.has_callback(instructions) else None
-        return FlatFunction(executable.name, function, mesh, inputs, results, executable.donated, failures)
+        return FlatFunction(executable.name, function, mesh, inputs, results, executable.donated_inputs, failures)
 
 
 def _is_key(buffers: ProgramBuffers, number: int) -> bool:

@@ -63,9 +63,9 @@ class Transfer:
             raise ValueError("plans of one transfer are between the same two submeshes; make a transfer for each pair")
         source, destination = submesh_of(plans[0].src_mesh, devices), submesh_of(plans[0].dst_mesh, devices)
         self._expected: list[Any] = [NamedSharding(source, spec_of(plan.src)) for plan in plans]
-        self._landed = [(p.shape, p.dtype, NamedSharding(destination, spec_of(p.landing))) for p in plans]
-        self._whole = [i for i, plan in enumerate(plans) if plan.equal]
-        self._split = [i for i, plan in enumerate(plans) if not plan.equal]
+        self._landed = [(p.shape, p.dtype, NamedSharding(destination, spec_of(p.landing_layout))) for p in plans]
+        self._whole = [i for i, plan in enumerate(plans) if plan.is_equal]
+        self._split = [i for i, plan in enumerate(plans) if not plan.is_equal]
         self._targets: list[Any] = [self._landed[i][-1] for i in self._whole]
         # Blocks are numbered: those of the source, and pieces as they are cut, as they are put, and as they are joined.
         self._num_blocks = len(self._split) * source.size
@@ -195,7 +195,7 @@ def compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Callable[[list
     landed, wanted = (
         [jax.ShapeDtypeStruct(plan.shape, plan.dtype, sharding=NamedSharding(mesh, spec_of(layout)))
          for plan, layout in zip(plans, layouts, strict=True)]
-        for layouts in ([plan.landing for plan in plans], [plan.dst for plan in plans])
+        for layouts in ([plan.landing_layout for plan in plans], [plan.dst for plan in plans])
     )  # fmt: skip
     devices = list(mesh.devices.flat)
     call = backpressure.throttle(compile_lowered(lower_region(local, mesh, landed, wanted), devices), devices)

@@ -199,7 +199,7 @@ def measure_peak(executable: PipelineExecutable, *args: Any) -> tuple[int, ...]:
     Returns:
       For each submesh, bytes of the device that holds most.
     """
-    executable.compiled()
+    executable.compiled_executables()
     constants = _blocks(x for x in executable._initial if x is not None)
     before, meshes = _blocks(jax.live_arrays()).keys() - constants.keys(), executable._buffers.meshes
     most = [0] * len(meshes)

@@ -188,7 +188,7 @@ def test_a_pipeline_of_scanned_layers_is_examined_whole() -> None:
     method = alpa_lite.Pipeline(num_stages=2)
     piped = alpa_lite.parallelize(fun, cluster=local(4), method=method, num_microbatches=2)
     assert alpa_lite.check(piped, *args).ok
-    compiled, _ = piped.planned(args, {})
+    compiled, _ = piped.prepare_call(args, {})
     leaves = reference.ReferenceRun(compiled.source, args, {}).leaves
     assert reference.first_difference(compiled.staged, leaves, 1e-2) is None
     traced, given = compiled.staged.traced, reference.pieces(compiled.staged.traced, leaves)
@@ -210,7 +210,7 @@ def test_each_leaf_is_as_exact_as_what_it_is_made_of():
     checked = alpa_lite.check(planned("mesh", metrics), *arguments)
     assert checked.ok, str(checked)
     assert [leaf.tolerance for leaf in checked.leaves] == [1e-3, 5e-2, 5e-2, 0.0]  # w, mixed, rough, rows
-    run = reference.ReferenceRun(planned("mesh", metrics).planned(arguments, {})[0].source, arguments, {})
+    run = reference.ReferenceRun(planned("mesh", metrics).prepare_call(arguments, {})[0].source, arguments, {})
     weights, mixed, *_ = run.conditioning()
     assert weights < 1e-6 < 1e-3 < mixed
 

@@ -77,7 +77,7 @@ def test_a_model_that_fits_stays_on_one_mesh():
     args = shapes_of(layers=4, width=1024, batch=65536)
     found = plans(args, cluster(1, 4))
     assert found["auto"].num_stages == 1
-    assert not found["auto"].pipelined
+    assert not found["auto"].is_pipelined
 
 
 @pytest.mark.slow
@@ -85,7 +85,7 @@ def test_slow_links_between_nodes_lead_to_stages_per_node():
     args = shapes_of(layers=4, width=8192, batch=4096)
     where = dataclasses.replace(cluster(2, 4, network=0.5e9), peak_flops={"f32": 500e9})
     found = plans(args, where, num_microbatches=8)["auto"]
-    assert found.pipelined
+    assert found.is_pipelined
     shape = found.division
     firsts = [shape.first_devices[mesh] for mesh in shape.submeshes]
     spans = [
@@ -103,7 +103,7 @@ def test_auto_goes_on_where_the_stages_of_a_pipeline_wait_for_each_other(monkeyp
     args = shapes_of(layers=4, width=8192, batch=4096)
     where = cluster(2, 4, network=0.5e9)
     found = make_plan(step, *args, cluster=where, num_microbatches=8, verify="off")
-    assert not found.pipelined
+    assert not found.is_pipelined
     assert any("schedule 1f1b cannot run this step" in note for note in found.notes)
     with pytest.raises(OrderError):
         make_plan(step, *args, cluster=where, num_microbatches=8, verify="off", method=Pipeline())

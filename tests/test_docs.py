@@ -227,12 +227,66 @@ def test_messages_use_technical_words(name: str) -> None:
 
 
 BARE = re.compile(
-    r"[a-z0-9]+(ed|ing)|of|by|in|on|at|to|under|within|beside|with|without|only|alone|whole|flat|single|plain"
+    r"(?!(?:ceiling|conditioning|heading|padding|resharding|sharding)$)[a-z0-9]+(ed|ing)|"
+    "made|known|found|kept|given|taken|lost|held|sent|said|seen|written|paid|learnt|"
+    "of|by|in|on|at|to|under|over|within|beside|beyond|behind|before|after|inside|outside|through|down|with|without|"
+    "now|once|apart|ahead|only|alone|whole|flat|single|plain|fresh|free|further|special|light|late|equal"
 )
-"""Names of functions that are a participle, a preposition or an adjective."""
+"""Names that are a participle, a preposition, an adverb or an adjective; some words in -ing are nouns."""
+FILES = ("plan.", "cluster.", "calibration.", "checkpoint.files", "ir.timeline")
+"""Modules whose fields are keys of files, which other classes may have, too."""
+FOREIGN_FIELDS = ("_jax.", "ir.kernels", "ir.notation")
+"""Modules whose fields are as JAX has them, or are parts of the keys of operations, of which plans hold digests."""
+SWITCHES = {"tied"}
+"""Fields of models that command lines and stored cases set by name."""
+
+
+def classes_of(name: str) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(ast.parse(KNOWN[name].read_text())) if isinstance(node, ast.ClassDef)]
+
+
+def fields_of(node: ast.ClassDef) -> dict[str, str]:
+    """Field -> its type; those that begin with an underscore are private."""
+    found = [f for f in node.body if isinstance(f, ast.AnnAssign) and isinstance(f.target, ast.Name)]
+    fields = {ast.unparse(f.target): ast.unparse(f.annotation) for f in found}
+    return {field: kind for field, kind in fields.items() if not field.startswith("_")}
+
+
+@functools.cache
+def stored_fields() -> frozenset[str]:
+    names = [name for name in KNOWN if name.removeprefix("alpa_lite.").startswith(FILES)]
+    return frozenset(field for name in names for node in classes_of(name) for field in fields_of(node))
+
+
+def is_named_by_type(name: str, kind: str) -> bool:
+    """Whether the value is one of, or several of, the class of that name, such as `traced: Traced`."""
+    return re.search(rf"\b{name.capitalize()}", kind) is not None
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN))
 def test_functions_are_named_by_verbs_or_nouns(name: str) -> None:
     functions = (node for node in ast.parse(KNOWN[name].read_text()).body if isinstance(node, ast.FunctionDef))
     assert not [function.name for function in functions if BARE.fullmatch(function.name)]
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_methods_and_fields_are_named_by_verbs_or_nouns(name: str) -> None:
+    """A property that is true or false is named by a predicate, and `ok` is that of results, as of responses."""
+    for node in classes_of(name):
+        for method in (m for m in node.body if isinstance(m, ast.FunctionDef) and not m.name.startswith("_")):
+            kind, decorators = ast.unparse(method.returns or ast.Constant("")), map(ast.unparse, method.decorator_list)
+            where = f"{node.name}.{method.name}"
+            assert not BARE.fullmatch(method.name) or is_named_by_type(method.name, kind), where
+            if kind == "bool" and {"property", "cached_property"}.intersection(decorators):
+                assert re.fullmatch(r"ok|(is|has|can|may|[a-z]+s)_\w+", method.name), where
+        if not name.removeprefix("alpa_lite.").startswith((*FILES, *FOREIGN_FIELDS)):
+            for field, kind in fields_of(node).items():
+                is_known = field in stored_fields() | SWITCHES or is_named_by_type(field, kind)
+                assert not BARE.fullmatch(field) or is_known, f"{node.name}.{field}"
+
+
+REMEDIES = re.compile(
+    r"\b(allow|ask|call|check|choose|convert|count|end|give|install|leave|let|list|look|make|name|need|pass|place|plan|"
+    r"recompute|remove|rename|restore|return|save|set|start|take|use|write|must|try)\b|pip install|only a name",
+    re.IGNORECASE,
+)

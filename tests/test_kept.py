@@ -64,15 +64,15 @@ def layouts(plan: alpa_lite.Plan):
 
 def sent_arguments(run: Any, *args: Any) -> set[str]:
     """The names of the arguments that transfers carry."""
-    program = run.planned(args, {})[0].staged.program
+    program = run.prepare_call(args, {})[0].staged.program
     given = {b for group in program.inputs for b in group}
-    return {program.buffers[b].name for t in program.transfers for b in t.sent if b in given}
+    return {program.buffers[b].name for t in program.transfers for b in t.sent_buffers if b in given}
 
 
 def check(first: Any, run: Any, fun: Any, state: Any, *args: Any) -> None:
     """Compares results on the placed state, of which nothing moves, and nothing is deleted that is not updated."""
     placed = first.place(state, examples(8))[0]
-    before, updates = sharding(placed), run.planned((placed, *args), {})[0].traced.state
+    before, updates = sharding(placed), run.prepare_call((placed, *args), {})[0].traced.state
     assert sent_arguments(run, placed, *args) == set()
     assert_close(run(placed, *args), jax.jit(fun)(state, *args))
     if not updates:
@@ -101,7 +101,7 @@ def test_a_train_step_divided_by_its_state() -> None:
     again = alpa_lite.parallelize(train, state_from=trained(), batch_argnums=1)
     check(trained(), again, train, parameters(), examples(6))
     assert layouts(again.plans[0]) == layouts(trained().plans[0])
-    program = again.planned((parameters(), examples(6)), {})[0].staged.program
+    program = again.prepare_call((parameters(), examples(6)), {})[0].staged.program
     assert len(program.transfers) == 2  # one activation there, one gradient back
 
 

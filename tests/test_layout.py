@@ -38,8 +38,8 @@ def test_steps_chain_from_source_to_goal(src, dst):
         return
     current = src
     for step in steps:
-        assert step.before == current
-        current = step.after
+        assert step.source == current
+        current = step.target
         assert len({a for axes in current.dims for a in axes}) == sum(len(axes) for axes in current.dims)
         local_shape((8, 8), current, MESH)
     assert current == dst

@@ -207,8 +207,8 @@ def test_micro_batches_save_memory():
     for parts in (1, 8):
         step = alpa_lite.parallelize(fun, method=DataParallel(), num_microbatches=parts, donate_argnums=())
         planned.append(step.plan(*args).stages[0].memory.activations)
-        executable: Any = step.planned(args, {})[1]
-        compiled.append(executable.compiled()[0].memory_analysis().temp_size_in_bytes)
+        executable: Any = step.prepare_call(args, {})[1]
+        compiled.append(executable.compiled_executables()[0].memory_analysis().temp_size_in_bytes)
     assert planned[1] < planned[0] / 2 and compiled[1] < compiled[0] / 2
 
 

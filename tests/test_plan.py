@@ -131,9 +131,9 @@ def test_chosen_tells_alternatives_with_equal_axes_apart() -> None:
     whole = decisions.Alternative((("x",),), "[x]", 1.0, 0.0, 0.0, 1, 1.0, step, True)
     partial = dataclasses.replace(whole, partial=("y",))
     decision = decisions.Decision("k", "add", "", 1, (8,), (("x",),), 1.0, (whole, partial), partial=("y",))
-    assert decision.chosen is partial
-    assert dataclasses.replace(decision, partial=()).chosen is whole
-    assert dataclasses.replace(decision, strategy=((),)).chosen is None
+    assert decision.chosen_alternative is partial
+    assert dataclasses.replace(decision, partial=()).chosen_alternative is whole
+    assert dataclasses.replace(decision, strategy=((),)).chosen_alternative is None
 
 
 @pytest.mark.parametrize("field", ["collective_seconds", "stages"])

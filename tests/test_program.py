@@ -100,7 +100,7 @@ def receives_before_sends(program: Program) -> Program:
 
 def received_as(**fields: object) -> Callable[[Program], Program]:
     def change(program: Program) -> Program:
-        buffers, (number,) = list(program.buffers), program.transfers[0].received
+        buffers, (number,) = list(program.buffers), program.transfers[0].received_buffers
         buffers[number] = buffers[number]._replace(**fields)
         return dataclasses.replace(program, buffers=tuple(buffers))
 
@@ -108,7 +108,7 @@ def received_as(**fields: object) -> Callable[[Program], Program]:
 
 
 def received_nowhere(program: Program) -> Program:
-    transfers = (dataclasses.replace(program.transfers[0], received=()), *program.transfers[1:])
+    transfers = (dataclasses.replace(program.transfers[0], received_buffers=()), *program.transfers[1:])
     return dataclasses.replace(program, transfers=transfers)
 
 

@@ -43,7 +43,7 @@ def holds(name: str, virtual: int, meshes: int, microbatches: int) -> None:
     formula = tuple(schedules.STRATEGIES[name].in_flight(meshes, microbatches, m, virtual) for m in range(meshes))
     assert scheduling.in_flight(made) == formula
     timeline = scheduling.simulate(made, **UNIFORM)
-    assert timeline.idle == (bubble((name, virtual, meshes, microbatches)),) * meshes  # small integers: exact
+    assert timeline.idle_seconds == (bubble((name, virtual, meshes, microbatches)),) * meshes  # small integers: exact
 
 
 @pytest.mark.parametrize(("name", "virtual"), VARIANTS)
@@ -89,8 +89,8 @@ def test_bubble_of_any_durations(
         weight = min(weight, forward, backward)
     made = schedules.schedule(name, meshes, microbatches, virtual=virtual)
     timeline = scheduling.simulate(made, forward=forward, backward=backward, weight=weight)
-    assert timeline.idle == (bubble(case, forward, backward, weight),) * meshes
-    assert timeline.busy == (virtual * microbatches * (forward + backward + weight),) * meshes
+    assert timeline.idle_seconds == (bubble(case, forward, backward, weight),) * meshes
+    assert timeline.busy_seconds == (virtual * microbatches * (forward + backward + weight),) * meshes
 
 
 @given(st.data(), cases())
@@ -181,7 +181,10 @@ def test_gradients_are_summed_in_one_order() -> None:
 def test_zb_h1_holds_no_more_than_1f1b_does_and_idles_a_third() -> None:
     plain, split = schedules.schedule("1f1b", 4, 12), schedules.schedule("zb-h1", 4, 12)
     assert max(scheduling.in_flight(split)) == max(scheduling.in_flight(plain)) == 4
-    assert scheduling.simulate(split, **UNIFORM).idle[0] * 3 == scheduling.simulate(plain, **UNIFORM).idle[0]
+    assert (
+        scheduling.simulate(split, **UNIFORM).idle_seconds[0] * 3
+        == scheduling.simulate(plain, **UNIFORM).idle_seconds[0]
+    )
 
 
 def test_eager_hides_transfers_that_1f1b_waits_for() -> None:
@@ -198,14 +201,14 @@ def test_transfers_of_one_link_take_turns() -> None:
     timeline = scheduling.simulate(schedules.schedule("gpipe", 2, 3), forward=1.0, backward=1.0, transfer=4.0)
     there = [e for e in timeline.events if e.kind == "transfer" and e.mesh == 0]
     assert [(e.start, e.end, e.destination) for e in there] == [(1.0, 5.0, 1), (5.0, 9.0, 1), (9.0, 13.0, 1)]
-    assert timeline.busy == (6.0, 6.0)
+    assert timeline.busy_seconds == (6.0, 6.0)
 
 
 def test_interleaving_divides_the_bubble() -> None:
     for virtual in (1, 2, 4):
         made = schedules.schedule("interleaved-1f1b", 4, 8, virtual=virtual)
         timeline = scheduling.simulate(made, forward=4.0 / virtual, backward=8.0 / virtual)
-        assert timeline.idle == (3 * 12.0 / virtual,) * 4
+        assert timeline.idle_seconds == (3 * 12.0 / virtual,) * 4
 
 
 @pytest.mark.parametrize(("name", "virtual"), [case for case in VARIANTS if case[0] != "zb-h1"])
@@ -216,7 +219,7 @@ def test_slices_of_the_sequence(name: str, virtual: int) -> None:
             made = schedules.schedule(name, meshes, microbatches, virtual=virtual, slices=slices)
             schedules.check(made)
             timeline = scheduling.simulate(made, **UNIFORM)
-            assert timeline.idle == (bubble((name, virtual, meshes, microbatches)),) * meshes
+            assert timeline.idle_seconds == (bubble((name, virtual, meshes, microbatches)),) * meshes
             names = {(e.stage, e.name) for e in timeline.events}
             assert len(names) == 2 * made.num_stages * microbatches * slices
 

@@ -67,7 +67,7 @@ class Fit:
     count: int
 
     @classmethod
-    def of(
+    def from_samples(
         cls, name: str, parameters: Mapping[str, float], predicted: float | Sequence[float], measured: Sequence[float]
     ) -> Fit:
         """Returns the fit with the errors of its predictions, one for all samples or one for each."""
@@ -106,7 +106,7 @@ def _memory(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     rates = [2 * sample.sizes[0] / sample.seconds for sample in samples]
     rate = 2 * sum(sample.sizes[0] for sample in samples) / sum(sample.seconds for sample in samples)
     cluster = dataclasses.replace(cluster, memory_bandwidth=rate, memory_efficiency=1.0)
-    return [Fit.of("memory", {"bytes/s": rate}, rate, rates)], cluster
+    return [Fit.from_samples("memory", {"bytes/s": rate}, rate, rates)], cluster
 
 
 def _kernels(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
@@ -121,7 +121,7 @@ def _sustained(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     shares = [min(1.0, _product(cost, sample) / sample.seconds) for sample in samples]
     share = float(np.median(shares))
     cluster = dataclasses.replace(cluster, sustained_efficiency=share)
-    return [Fit.of("sustained", {"share": share}, share, shares)], cluster
+    return [Fit.from_samples("sustained", {"share": share}, share, shares)], cluster
 
 
 def _attention(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
@@ -143,7 +143,7 @@ def _attention(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     if set(found) == set(PASSES):
         known = dict(cluster.attention_efficiency or ()) | {"cudnn": (found["forward"], found["backward"])}
         cluster = dataclasses.replace(cluster, attention_efficiency=known)
-    return [Fit.of("attention", found, 1.0, each)], cluster
+    return [Fit.from_samples("attention", found, 1.0, each)], cluster
 
 
 def _products(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
@@ -166,7 +166,7 @@ def _products(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     out = []
     for dtype, rate, group in zip(dtypes, rates, groups, strict=True):
         predicted, measured = [_product(cost, sample) for sample in group], [sample.seconds for sample in group]
-        out.append(Fit.of(f"products in {dtype}", {"FLOP/s": rate, "tile": tile}, predicted, measured))
+        out.append(Fit.from_samples(f"products in {dtype}", {"FLOP/s": rate, "tile": tile}, predicted, measured))
     return out, cluster
 
 
@@ -214,7 +214,7 @@ def _collectives(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
         curves.append(curve := curve_of(kind, group, payloads, seconds))
         size = " x ".join(map(str, reversed(group)))
         found = {"first": curve.points[0][1], "bytes/s": curve.points[-1][0] / curve.points[-1][1]}
-        fits.append(Fit.of(f"{kind} over {size}", found, predict_left_out(curve, payloads, seconds), seconds))
+        fits.append(Fit.from_samples(f"{kind} over {size}", found, predict_left_out(curve, payloads, seconds), seconds))
     near = [curve for curve in curves if curve.kind == "collective_permute" and len(curve.group) == 1]
     if near:
         latency, per_byte = affine(*zip(*min(near, key=lambda curve: curve.group).points, strict=True))
@@ -244,7 +244,9 @@ def _dispatch(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     devices, seconds = [sample.sizes[0] for sample in samples], [sample.seconds for sample in samples]
     task, device = affine(devices, seconds)
     found = Dispatch(task, device)
-    fit = Fit.of("dispatch", {"task": task, "device": device}, [found.seconds(count) for count in devices], seconds)
+    fit = Fit.from_samples(
+        "dispatch", {"task": task, "device": device}, [found.seconds(count) for count in devices], seconds
+    )
     return [fit], dataclasses.replace(cluster, dispatch=found)
 
 
@@ -283,7 +285,7 @@ class Calibration:
     date: str
 
     @classmethod
-    def now(
+    def create(
         cls, cluster: Cluster, fits: tuple[Fit, ...], samples: tuple[Sample, ...], wanted: int, seconds: float
     ) -> Calibration:
         """Returns the calibration of this moment and this JAX."""

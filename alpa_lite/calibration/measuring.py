@@ -62,7 +62,7 @@ def calibrate(
     Args:
       devices: or how many of those that JAX has here, by default all; they must belong to this process.
       seconds: about how long it may take, compiling included. Parameters left unmeasured stay as in the preset.
-      grid: the sizes that are measured; by default those of `Grid.of`.
+      grid: the sizes that are measured; by default those of `Grid.from_platform`.
       progress: called with the numbers of cases compiled and of rounds measured.
 
     Raises:
@@ -73,7 +73,7 @@ def calibrate(
         raise OptionError("calibrate: the devices belong to several processes; calibrate those of one node")
     started = time.perf_counter()
     cluster = Cluster.local(found, calibration=None)
-    grid = Grid.of(cluster.platform) if grid is None else grid
+    grid = Grid.from_platform(cluster.platform) if grid is None else grid
     wanted = list(samples.cases(grid, cluster))
     ready: list[tuple[Sample, Case]] = []
     for number, (sample, mesh, axes) in enumerate(wanted):
@@ -85,7 +85,7 @@ def calibrate(
     if not measured:
         raise OptionError(f"seconds={seconds!r}: nothing could be compiled and measured in that time; give more")
     fits, fit = fit_cluster(cluster, measured, len(wanted) - len(measured))
-    return Calibration.now(fit, fits, tuple(measured), len(wanted), time.perf_counter() - started)
+    return Calibration.create(fit, fits, tuple(measured), len(wanted), time.perf_counter() - started)
 
 
 def rounds(ready: Sequence[tuple[Sample, Case]], end: float, progress: Count) -> Iterator[Sample]:

@@ -72,7 +72,7 @@ class Grid:
     payloads: tuple[int, ...]
 
     @classmethod
-    def of(cls, platform: str) -> Grid:
+    def from_platform(cls, platform: str) -> Grid:
         """Returns the usual sizes: what one device of a plan has to do, on a CPU device a hundred times less.
 
         Products after seconds of others are measured where clocks depend on what is computed, attention where JAX has a

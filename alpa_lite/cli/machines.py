@@ -37,7 +37,7 @@ def calibrate(
 ) -> None:
     """Measure the devices of this machine: products, memory, collectives, the start of tasks; fit the cost model.
 
-    Plans use the file by ALPA_LITE_CALIBRATION=FILE, by Cluster.calibrated(FILE), or by cluster=FILE. Nothing else
+    Plans use the file by ALPA_LITE_CALIBRATION=FILE, by Cluster.load(FILE), or by cluster=FILE. Nothing else
     should run meanwhile.
     """
     count = base.local_cluster(devices, calibration=None).num_devices

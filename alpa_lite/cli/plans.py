@@ -74,7 +74,7 @@ def plan(
     }  # fmt: skip
     found = make_plan(step, *positional, kwargs=keywords, **_with_own_options(step, given))
     console = base.console()
-    console.print(brief.render_summary(found.compared()))
+    console.print(brief.render_summary(found.with_baselines()))
     base.write(found, output, simulate, console)
     if output is not None:
         steps.remember(output, named)
@@ -86,7 +86,7 @@ def _machine(name: str, nodes: int | None, topology: str | None) -> Cluster:
     if name.lower() == "local":
         return base.local_cluster(None)
     if nodes is None and shape is None:
-        return Cluster.named(name)
+        return Cluster.from_name(name)
     return Cluster.preset(name, nodes=nodes, topology=shape)
 
 

@@ -35,7 +35,7 @@ def clusters() -> Group:
         Column("memory GB/s", lambda row: row[0].memory_bandwidth, _gigabytes),
         Column("link GB/s", lambda row: row[0].node_link.bandwidth, _gigabytes),
     )
-    return console.render([Table.of(columns, rows.items())])
+    return console.render([Table.from_items(columns, rows.items())])
 
 
 def _gigabytes(value: float) -> str:
@@ -58,7 +58,7 @@ def calibration(found: Calibration) -> Group:
         Column("median error", attrgetter("error"), _SHARE),
         Column("worst error", attrgetter("worst"), _SHARE),
     )
-    return console.render([head, Section("fits", "Fits", (Table.of(columns, found.fits),))])
+    return console.render([head, Section("fits", "Fits", (Table.from_items(columns, found.fits),))])
 
 
 def _parameters(fit: Fit) -> str:
@@ -107,7 +107,7 @@ def _collectives(rows: Sequence[Mapping[str, Any]]) -> Block:
         Column("planned", itemgetter("planned"), str),
         Column("found", itemgetter("found"), str),
     )
-    return Table.of(columns, rows)
+    return Table.from_items(columns, rows)
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -120,7 +120,7 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
     names = "predicted", "compiler", "arguments", "temporaries", "code"
     sizes = [Column(name, itemgetter(name), units.nbytes) for name in names]
     executable = Column("executable", itemgetter("executable"))
-    return Table.of((executable, *sizes[:2], Column("ratio", ratio, str), *sizes[2:]), rows)
+    return Table.from_items((executable, *sizes[:2], Column("ratio", ratio, str), *sizes[2:]), rows)
 
 
 def _verdict(found: Mapping[str, Any]) -> list[str]:

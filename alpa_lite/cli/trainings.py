@@ -43,7 +43,7 @@ def demo(
     console, cluster = base.console(), base.local_cluster(devices)
     work = _work("gpt", "tiny", 32)
     step = parallelize(work.step, cluster=cluster)
-    console.print(summary.render_summary(step.plan(work.state, work.example).compared()))
+    console.print(summary.render_summary(step.plan(work.state, work.example).with_baselines()))
     console.print()
     state = _run(console, step, work, work.state, steps)
     if (stages or 1) == 1:
@@ -94,12 +94,12 @@ def train(
         num_microbatches=microbatches or "auto", plan=plan,
     )  # fmt: skip
     found = step.plan(work.state, work.example)
-    if trace is not None and not found.pipelined:
+    if trace is not None and not found.is_pipelined:
         raise OptionError(
             f"--trace {str(trace)!r}: the plan has one mesh and no pipeline; use --stages 2, or leave --trace out"
         )
     console = base.console()
-    console.print(summary.render_summary(found.compared()))
+    console.print(summary.render_summary(found.with_baselines()))
     base.write(found, output, simulate, console)
     console.print()
     _run(console, step, work, work.state, steps, trace)
@@ -178,7 +178,7 @@ def _run(
             console.print(f"step {number:>5}  loss {losses[-1]:.4f}  {speed}")
             since, shown = since + taken, number
     console.print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {units.seconds(time.perf_counter() - start)}")
-    if step.plans[-1].pipelined:
+    if step.plans[-1].is_pipelined:
         executed = step.profile(trace, state, next(work.batches))
         console.print("\n", timeline.draw(executed), "\n", sep="")
     if trace is not None:

@@ -154,7 +154,7 @@ class Cluster:
         return _measured(given, here) if given else here
 
     @classmethod
-    def calibrated(cls, file: str | os.PathLike[str]) -> Cluster:
+    def load(cls, file: str | os.PathLike[str]) -> Cluster:
         """Returns the cluster that `alpa-lite calibrate` measured and wrote to a file. The devices need not be here.
 
         Raises:
@@ -163,13 +163,13 @@ class Cluster:
         return files.read(file, lambda data: cls.from_json(data["cluster"]))
 
     @classmethod
-    def named(cls, name: str) -> Cluster:
+    def from_name(cls, name: str) -> Cluster:
         """Returns the preset of a name, or with a name that ends in ".json" the cluster of a calibration's file.
 
         Raises:
           OptionError: there is neither.
         """
-        return cls.calibrated(name) if name.endswith(".json") else cls.preset(name)
+        return cls.load(name) if name.endswith(".json") else cls.preset(name)
 
     @classmethod
     def preset(cls, name: str, nodes: int | None = None, topology: Sequence[int] | None = None) -> Cluster:
@@ -272,19 +272,19 @@ class Cluster:
         return node * -(-self.devices_per_node // host) + inside // host
 
     @property
-    def hides(self) -> frozenset[str]:
+    def hidden_kinds(self) -> frozenset[str]:
         """The kinds of collectives that plans take to hide behind computing: asked for, and done by the compiler."""
         return frozenset(presets.platform_table(self.platform).get("hides", ()) if self.overlap else ())
 
     @property
-    def overlaps(self) -> bool:
+    def has_overlap(self) -> bool:
         """Whether there are any."""
-        return bool(self.hides)
+        return bool(self.hidden_kinds)
 
     @property
     def compiler_options(self) -> dict[str, Any]:
         """The compiler options for these devices, as of `jax.stages.Lowered.compile`."""
-        return dict(presets.platform_table(self.platform).get("overlapping", {})) if self.overlaps else {}
+        return dict(presets.platform_table(self.platform).get("overlapping", {})) if self.has_overlap else {}
 
     def part(self, num_devices: int) -> Cluster:
         """Returns the first `num_devices` devices as a cluster of their own.
@@ -350,7 +350,7 @@ def _measured(file: str | os.PathLike[str], here: Cluster) -> Cluster:
 
     Of accelerators, fewer devices are as fast as those that were measured; CPU devices share one machine.
     """
-    found = Cluster.calibrated(file)
+    found = Cluster.load(file)
     fewer = here.num_devices < found.num_devices and here.platform != "cpu"
     if found.device != here.device or not (fewer or here.num_devices == found.num_devices):
         raise OptionError(

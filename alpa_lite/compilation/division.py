@@ -55,7 +55,7 @@ class DividedStep:
       layers: the layers of the stages, as `programs.stage_pipeline` takes them by keyword.
       pins: of each stage, by the argument's number in it; used where stages are solved.
       idle_devices, owned: as of a plan's division.
-      copied: notes on leaves that are copied to another submesh in each call.
+      copy_notes: notes on leaves that are copied to another submesh in each call.
     """
 
     loop: Accumulated
@@ -67,7 +67,7 @@ class DividedStep:
     pins: Sequence[Pins] = ()
     idle_devices: str = ""
     owned: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
+    copy_notes: tuple[str, ...] = ()
 
 
 def cut_as_plan(run: Passes, step: Step, request: PlanRequest, plan: Plan, count: int) -> tuple[Accumulated, Schedule]:
@@ -81,7 +81,9 @@ def cut_as_plan(run: Passes, step: Step, request: PlanRequest, plan: Plan, count
         plan.schedule, len(division.first_devices), count, virtual=division.virtual,
         slices=len(division.token_slices) or 1,
     )  # fmt: skip
-    return run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **request.inexact), schedule
+    return run(
+        "micro-batches", microbatches.accumulate, step.traced, step.rules, count, **request.inexact_options
+    ), schedule
 
 
 def divide_as_plan(run: Passes, loop: Accumulated, schedule: Schedule, plan: Plan) -> DividedStep:
@@ -133,7 +135,7 @@ def plan_stages(
             known.setdefault(key, decided)
         planned.append(run("lowering", planning.lower_stage, decided, split_weights=split))
     if verdict is None:
-        solutions = [stage.found.solution for stage in planned]
+        solutions = [stage.mesh_solution.solution for stage in planned]
         sums = sum(one.objective for one in solutions), sum(one.bound for one in solutions)
         verdict = Verdict("layers", "feasible" if plan is None else "replayed", *sums)
     return run(
@@ -170,7 +172,7 @@ def partition_by_placement(run: Passes, step: Step, request: PlanRequest) -> Sta
     if given is not None and given > 1:
         return _solve(run, request, _divide(run, step, request, given))
     division = _divide(run, step, request, 1)
-    for line in (*moved_whole, *division.copied):
+    for line in (*moved_whole, *division.copy_notes):
         logger.warning("%s: %s", step.traced.name, line)
     staged = _solve(run, request, division)
     count = _microbatches_to_try(step, request) if given is None and staged.seconds >= MIN_STEP_SECONDS else 1
@@ -180,7 +182,7 @@ def partition_by_placement(run: Passes, step: Step, request: PlanRequest) -> Sta
         other = _solve(run, request, _divide(run, step, request, count))
     except (MicrobatchError, PlanError):
         return staged
-    fits = other.needed <= max(request.budget, staged.needed)
+    fits = other.needed_bytes <= max(request.budget, staged.needed_bytes)
     return other if fits and other.seconds < staged.seconds else staged
 
 
@@ -276,7 +278,7 @@ def _divide(run: Passes, step: Step, request: PlanRequest, count: int) -> Divide
         loop, submeshes = Accumulated(step.traced, -1, 1, ()), range(len(found))
         assignment = run("stages", stages.ownership, step.traced, pinned, len(found))
     else:
-        loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **request.inexact)
+        loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **request.inexact_options)
         turns = run("stages", stages.turns_of, loop.traced, loop.scan, pinned, len(found))
         assignment, submeshes = turns.assignment, turns.submeshes
     graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, assignment)
@@ -297,7 +299,7 @@ def _divide(run: Passes, step: Step, request: PlanRequest, count: int) -> Divide
         loop, graphs, schedules.forwards(submeshes, count), [found[submesh][0].shape for submesh in submeshes],
         [first for _, first in found],
         {"first_layers": range(num), "num_layers": num, "max_layers": num, "remat": ["none"] * num},
-        pins, owned=tuple(paths), copied=copied,
+        pins, owned=tuple(paths), copy_notes=copied,
     )  # fmt: skip
 
 
@@ -321,14 +323,14 @@ def _solve(run: Passes, request: PlanRequest, division: DividedStep) -> Staged:
     """
     for price in PRICES:
         staged = plan_stages(run, request, division, price=price)
-        if staged.needed <= request.budget:
+        if staged.needed_bytes <= request.budget:
             return staged
-    if division.copied:
+    if division.copy_notes:
         raise InfeasibleError(
-            f"{division.loop.traced.name} needs {units.nbytes(staged.needed)} per device with its state in place, of "
-            f"{units.nbytes(int(request.budget))}, and leaves are copied: {division.copied[0]}. Take the loop over "
-            "them out of the step, and call it once for each iteration, or give more memory_per_device",
-            staged.needed,
+            f"{division.loop.traced.name} needs {units.nbytes(staged.needed_bytes)} per device with its state in "
+            f"place, of {units.nbytes(int(request.budget))}, and leaves are copied: {division.copy_notes[0]}. Take the "
+            "loop over them out of the step, and call it once for each iteration, or give more memory_per_device",
+            staged.needed_bytes,
         )
     return staged
 

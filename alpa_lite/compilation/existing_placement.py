@@ -193,7 +193,7 @@ def compile_with_placement(
         try:
             return planned(options=options, pins=found, like=like)
         except OptionError as error:  # such as a short last batch that does not divide over the devices
-            if like.pipelined or isinstance(options.method, Auto | Sharded):
+            if like.is_pipelined or isinstance(options.method, Auto | Sharded):
                 raise
             logger.info("%s is sharded freely for these shapes, its state where it is: %s", _name(fun), error)
             return planned(options=replace(options, method=Sharded()), pins=found, like=like)

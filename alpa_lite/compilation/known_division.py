@@ -46,12 +46,12 @@ def replay_plan(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> St
     """
     replay.check_devices(plan, request.cluster)
     verdict = Verdict("step", "replayed", plan.step_seconds, plan.step_seconds)
-    if not plan.pipelined:
+    if not plan.is_pipelined:
         (remat,) = replay.remat_of(plan)
         loop, _ = Analyses(run, step, request).loop_of(ExecutionConfig(plan.num_microbatches, remat))
         graph, communication = stage_graph.whole_step_stage(loop.traced, loop.scan), request.options.communication
         decided = run("sharding", replay.replay, graph, request.cluster, plan.stages[0], communication)
-        verdict = replace(verdict, candidates=decided.found.candidates)
+        verdict = replace(verdict, candidates=decided.mesh_solution.candidates)
         planned = run("lowering", planning.lower_whole_step, decided, communication)
         return run("programs", programs.stage_whole_step, loop, planned, verdict, str(remat))
     if plan.division.owned:
@@ -102,7 +102,7 @@ def check_memory(plan: Plan, options: Options) -> None:
 
 def is_given(request: PlanRequest) -> bool:
     """Whether the division of the step is given: by a pipeline of the same step, or by arguments on submeshes."""
-    pipelined = request.like is not None and request.like.pipelined
+    pipelined = request.like is not None and request.like.is_pipelined
     return pipelined or request.pins.on_submeshes(request.cluster.num_devices)
 
 
@@ -112,7 +112,7 @@ def plan_on_existing_placement(run: Passes, step: Step, request: PlanRequest) ->
     Raises:
       AlpaLiteError: as `divide_again` or `partition_by_placement` does.
     """
-    if request.like is None or not request.like.pipelined:
+    if request.like is None or not request.like.is_pipelined:
         return partition_by_placement(run, step, request)
     try:
         return plan_stages(run, request, divide_again(run, step, request, request.like))

@@ -100,7 +100,7 @@ def key_of(step: Step, request: PlanRequest) -> dict[str, str]:
     rules = sorted(f"{key}: {rule.factors} {rule.operands} {rule.results}" for key, rule in step.rules.items())
     return {
         "program": digest(traced.graph, constants=False),
-        "arguments": _hash("\n".join([*arguments, *results, str(traced.state), str(traced.batch_named)])),
+        "arguments": _hash("\n".join([*arguments, *results, str(traced.state), str(traced.has_named_batch)])),
         "rules": _hash("\n".join(rules)),
         "pins": _hash(Keys().text(request.pins)),
         "wishes": _hash(Keys().text(request.wishes)),
@@ -122,8 +122,8 @@ def check_same(plan: Plan, staged: Staged, budget: float) -> None:
     sizes = list(zip(plan.division.buffer_bytes, plan.division.temporary_bytes, strict=True))
     if [tuple(pair) for pair in staged.bytes] != sizes:
         raise PlanError(f"its submeshes need {list(staged.bytes)} bytes when it is replayed, and {sizes} as written")
-    if staged.needed > budget:
-        raise PlanError(f"it needs {staged.needed:,} bytes per device, of {budget:,.0f}")
+    if staged.needed_bytes > budget:
+        raise PlanError(f"it needs {staged.needed_bytes:,} bytes per device, of {budget:,.0f}")
 
 
 def _options(options: Options) -> str:

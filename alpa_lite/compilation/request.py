@@ -94,7 +94,7 @@ class PlanRequest:
         return plan
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """The method in words, or that of the given plan."""
         return self.method.describe() if self.plan is None else self.plan.method
 
@@ -105,12 +105,12 @@ class PlanRequest:
         return count if isinstance(count, int) else None
 
     @property
-    def one_mesh(self) -> bool:
+    def allows_one_mesh(self) -> bool:
         """Whether the method allows one mesh."""
         return not isinstance(self.base, Pipeline)
 
     @property
-    def pipelines(self) -> bool:
+    def allows_pipelines(self) -> bool:
         """Whether the method allows pipelines on this cluster; a mesh of all devices that the user names has none.
 
         Nor are there any where the state is already on one mesh.
@@ -152,6 +152,6 @@ class PlanRequest:
         return ("none", "selective", "layer") if remat == "auto" else tuple(c for c in REMAT if c == remat)
 
     @property
-    def inexact(self) -> dict[str, Any]:
+    def inexact_options(self) -> dict[str, Any]:
         """The keyword arguments of `microbatches.accumulate` that control inexact micro-batches."""
         return {"allow_inexact": self.options.allow_inexact, "retrace": lambda shapes: self.trace(shapes=shapes)}

@@ -39,19 +39,19 @@ class Calling:
         static = (*self.static_positions.items(), *self.static_keywords.items())
         return len(self.names), self.keywords, tuple((place, type(value), value) for place, value in static)
 
-    def traced(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def drop_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments that are not static."""
         found = tuple([args[i] for i in self.dynamic]), {name: kwargs[name] for name in self.keywords}
         return found if self.hide is None else self.hide(found)
 
-    def whole(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def insert_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns the arguments of a call from those that are traced, the static ones put in their places."""
         by_place = dict(zip(self.dynamic, args, strict=True)) | dict(self.static_positions)
         return tuple([by_place[i] for i in range(len(self.names))]), {**self.static_keywords, **kwargs}
 
     def call(self, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Calls the step with the traced arguments, the static ones put in their places."""
-        positional, keywords = self.whole(args, kwargs)
+        positional, keywords = self.insert_static(args, kwargs)
         return fun(*positional, **keywords)
 
     def matches(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

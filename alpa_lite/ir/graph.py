@@ -151,7 +151,7 @@ class Argument:
     weak: bool = field(default=False, compare=False)
 
     @property
-    def stays(self) -> bool:
+    def is_resident(self) -> bool:
         """Whether it stays on its devices from call to call: state, and frozen weights."""
         return self.role in ("state", "frozen")
 
@@ -199,11 +199,11 @@ class Traced:
       notes: remarks for the plan (which argument is the batch, and why).
       calling: how a call's arguments become flat leaves; None for steps that are not called.
       name: of the user's function.
-      batch_named: whether the user said which arguments are the batch.
-      through: (position, argument) of each flat result of the user's step that is an argument as it came, and one that
-        is not state. The graph does not return it: the caller gets the array that came, which need not be where the
-        plan reads it.
-      placed: (argument, sharding) of each argument whose new value, or itself as a result, is given one.
+      has_named_batch: whether the user said which arguments are the batch.
+      returned_arguments: (position, argument) of each flat result of the user's step that is an argument as it came,
+        and one that is not state. The graph does not return it: the caller gets the array that came, which need not be
+        where the plan reads it.
+      placements: (argument, sharding) of each argument whose new value, or itself as a result, is given one.
       stacked: where leaves of the user's step are several arguments here, which; None where each is one.
     """
 
@@ -216,9 +216,9 @@ class Traced:
     notes: tuple[str, ...] = ()
     calling: Calling | None = None
     name: str = "step"
-    batch_named: bool = False
-    through: tuple[tuple[int, int], ...] = ()
-    placed: tuple[tuple[int, Any], ...] = ()
+    has_named_batch: bool = False
+    returned_arguments: tuple[tuple[int, int], ...] = ()
+    placements: tuple[tuple[int, Any], ...] = ()
     stacked: Stacked | None = None
 
 

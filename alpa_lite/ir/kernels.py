@@ -196,7 +196,7 @@ class _Linearised:
     wrt: tuple[int, ...]
     kept: tuple[tuple[int, int], ...] = ()
 
-    def partly(self, operands: Sequence[Any]) -> tuple[Callable[..., tuple[Any, ...]], tuple[Any, ...]]:
+    def bind_others(self, operands: Sequence[Any]) -> tuple[Callable[..., tuple[Any, ...]], tuple[Any, ...]]:
         """Returns the function of the operands `wrt` alone, and these."""
 
         def of(*some: Any) -> tuple[Any, ...]:
@@ -207,9 +207,9 @@ class _Linearised:
 
         return of, tuple(operands[i] for i in self.wrt)
 
-    def pulled(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Any]:
+    def vjp(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Any]:
         """Returns the results, and the function from cotangents to those of the operands `wrt`."""
-        of, some = self.partly(operands)
+        of, some = self.bind_others(operands)
         return jax.vjp(of, *some)
 
 
@@ -220,7 +220,7 @@ class _Forward(_Linearised):
     saved: tuple[int, ...] = ()
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
-        outs, pull = self.pulled(operands)
+        outs, pull = self.vjp(operands)
         leaves = jax.tree.leaves(pull)
         return [*outs, *(leaves[i] for i in self.saved)]
 
@@ -234,7 +234,7 @@ class _Tangent(_Linearised):
     trusted: bool = False
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
-        of, primals = self.partly(operands[: self.arity])
+        of, primals = self.bind_others(operands[: self.arity])
         outs, found = jax.jvp(of, primals, operands[len(operands) - len(self.wrt) :])
         return [t for x, t in zip(outs, found, strict=True) if _is_real(x)]
 
@@ -257,7 +257,7 @@ class _Backward(_Linearised):
     given: int = 0
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
-        outs, pull = self.pulled(operands[: self.arity])
+        outs, pull = self.vjp(operands[: self.arity])
         leaves, tree = jax.tree.flatten(pull)
         made = operands[self.arity : self.given]
         for leaf, number in self.kept:
@@ -307,7 +307,7 @@ def _kept(
     split = _Linearised(kernel.fun, wrt)
 
     def closure(*operands: Any) -> tuple[list[Any], list[Any]]:
-        made, pull = split.pulled(operands)
+        made, pull = split.vjp(operands)
         return list(made), jax.tree.leaves(pull)
 
     jaxpr, (_, leaves) = jax.make_jaxpr(closure, return_shape=True)(*specs_of(types))

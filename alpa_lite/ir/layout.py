@@ -77,14 +77,14 @@ class Layout:
         return hash((self.dims, self.partial))
 
     @property
-    def used(self) -> frozenset[str]:
+    def used_axes(self) -> frozenset[str]:
         """Every axis that the layout mentions."""
         return frozenset(axis for axes in self.dims for axis in axes) | frozenset(self.partial)
 
     @property
     def is_replicated(self) -> bool:
         """Whether every device holds the whole value."""
-        return not self.used
+        return not self.used_axes
 
     def __str__(self) -> str:
         inner = ", ".join("None" if not a else a[0] if len(a) == 1 else f"({', '.join(a)})" for a in self.dims)
@@ -125,21 +125,21 @@ class Step:
       all_gather: joins the blocks of the minor `axes` of `dim`.
       all_to_all: moves the minor `axes` of `dim` to be the minor axes of `to_dim`.
       collective_permute: reorders the axes of `dim` from the source's order to `axes`.
-    `before` and `after` are the layouts around the step.
+    `source` and `target` are the layouts around the step.
     """
 
     kind: StepKind
     axes: Axes
     dim: int
     to_dim: int
-    before: Layout
-    after: Layout
+    source: Layout
+    target: Layout
 
-    def communicating(self, mesh: LogicalMesh) -> Axes:
+    def communication_axes(self, mesh: LogicalMesh) -> Axes:
         """Returns the axes over which data moves: of a reordering those that it moves blocks along."""
         if self.kind != "collective_permute":
             return self.axes
-        before = self.before.dims[self.dim]
+        before = self.source.dims[self.dim]
         moved = find_moved_axes(before, self.axes, tuple(mesh.axis_size(axis) for axis in before))
         return tuple(before[i] for i in moved)
 
@@ -147,7 +147,7 @@ class Step:
         """Bytes per device that the plan reports: the result's, or for reduce_scatter the operand's; 0 for a slice."""
         if self.kind == "slice":
             return 0
-        layout = self.before if self.kind == "reduce_scatter" else self.after
+        layout = self.source if self.kind == "reduce_scatter" else self.target
         return math.prod(local_shape(shape, layout, mesh)) * itemsize
 
 
@@ -205,7 +205,7 @@ def reshard_steps(src: Layout, dst: Layout) -> tuple[Step, ...] | None:
             and kind in ("slice", "reduce_scatter", "all_gather")
         ):
             last = steps.pop()  # one longer step of the same dim
-            before, axes = last.before, axes + last.axes if kind == "all_gather" else last.axes + axes
+            before, axes = last.source, axes + last.axes if kind == "all_gather" else last.axes + axes
         steps.append(Step(kind, axes, dim, to_dim, before, after))
         before = after
         open_dims = sorted(i for i in {*open_dims, dim, to_dim} if i >= 0 and dims[i] != goal[i])

@@ -76,7 +76,7 @@ class Executable:
       name: such as "stage 1 forward".
       mesh, stage: the submesh, and the stage (several stages may share a submesh).
       kind: see `Kind`.
-      donated: the positions of the inputs whose buffers it consumes.
+      donated_inputs: the positions of the inputs whose buffers it consumes.
       seconds: predicted time of one run.
       slice: the slice of the sequence that it is of; -1 for whole sequences.
     """
@@ -85,7 +85,7 @@ class Executable:
     mesh: int
     stage: int
     kind: Kind
-    donated: tuple[int, ...]
+    donated_inputs: tuple[int, ...]
     seconds: float
     slice: int = -1
 
@@ -96,15 +96,15 @@ class Transfer:
 
     Attributes:
       source, destination: numbers of submeshes.
-      sent, received: buffers, one by one: the same global array there and here, each in its own layout.
+      sent_buffers, received_buffers: buffers, one by one: the same global array there and here, each in its own layout.
       seconds: predicted.
       microbatch: or -1.
     """
 
     source: int
     destination: int
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    sent_buffers: tuple[int, ...]
+    received_buffers: tuple[int, ...]
     seconds: float = 0.0
     microbatch: int = -1
 
@@ -171,9 +171,9 @@ class Program:
     schedule: str = ""
     num_microbatches: int = 1
 
-    def consumed(self, run: Run) -> tuple[int, ...]:
+    def consumed_buffers(self, run: Run) -> tuple[int, ...]:
         """Returns the buffers that a run consumes."""
-        return tuple(run.inputs[i] for i in self.executables[run.executable].donated)
+        return tuple(run.inputs[i] for i in self.executables[run.executable].donated_inputs)
 
     @functools.cached_property
     def order(self) -> tuple[tuple[int, int], ...]:
@@ -261,15 +261,15 @@ def check(program: Program) -> None:
                 if (there := program.executables[item.executable].mesh) != mesh:
                     raise PlanError(f"{describe(program, item)} on submesh {mesh} is an executable of submesh {there}")
                 need(inputs, mesh, item)
-                consumed = program.consumed(item)
+                consumed = program.consumed_buffers(item)
                 if repeated := [number for number in consumed if inputs.count(number) > 1]:
                     raise PlanError(f"{describe(program, item)} donates buffer {repeated[0]}, which it reads twice")
                 end(consumed, mesh, item)
                 define(outputs, mesh, item)
             case Send(transfer=number):
-                need(program.transfers[number].sent, mesh, item)
+                need(program.transfers[number].sent_buffers, mesh, item)
             case Receive(transfer=number):
-                define(program.transfers[number].received, mesh, item)
+                define(program.transfers[number].received_buffers, mesh, item)
             case Free(buffers=buffers):
                 need(buffers, mesh, item)
                 if len(set(buffers)) < len(buffers):
@@ -307,10 +307,11 @@ def _check_transfers(program: Program) -> None:
         for verb, seen in (("sent", sends), ("received", receives)):
             if number not in seen:
                 raise PlanError(f"transfer {number}, {_what(program, number)}, is never {verb}")
-        ends = ([program.buffers[b] for b in side] for side in (transfer.sent, transfer.received))
+        ends = ([program.buffers[b] for b in side] for side in (transfer.sent_buffers, transfer.received_buffers))
         wrong = next((a for a, b in zip(*ends, strict=False) if (a.shape, a.dtype) != (b.shape, b.dtype)), None)
-        if len(transfer.sent) != len(transfer.received) or wrong:
-            what = f"{wrong.name} changes its shape or dtype" if wrong else f"{len(transfer.received)} are received"
+        received = len(transfer.received_buffers)
+        if len(transfer.sent_buffers) != received or wrong:
+            what = f"{wrong.name} changes its shape or dtype" if wrong else f"{received} are received"
             raise PlanError(f"{_what(program, number)} from submesh {transfer.source}: {what}")
 
 
@@ -325,15 +326,15 @@ def keep_owned_buffers(program: Program, owned: Collection[int]) -> Program:
         new: list[Instruction] = []
         for item in items:
             new.append(item)
-            if isinstance(item, Run) and not set(owned).isdisjoint(program.consumed(item)):
-                new.append(Free(tuple(b for b in program.consumed(item) if b in owned)))
-                donated = program.executables[item.executable].donated
+            if isinstance(item, Run) and not set(owned).isdisjoint(program.consumed_buffers(item)):
+                new.append(Free(tuple(b for b in program.consumed_buffers(item) if b in owned)))
+                donated = program.executables[item.executable].donated_inputs
                 spared.setdefault(item.executable, set()).update(i for i in donated if item.inputs[i] in owned)
         lists.append(tuple(new))
     executables = list(program.executables)
     for number, positions in spared.items():
-        kept = tuple(i for i in executables[number].donated if i not in positions)
-        executables[number] = replace(executables[number], donated=kept)
+        kept = tuple(i for i in executables[number].donated_inputs if i not in positions)
+        executables[number] = replace(executables[number], donated_inputs=kept)
     return replace(program, executables=tuple(executables), lists=tuple(lists))
 
 
@@ -350,9 +351,9 @@ def peak_bytes(program: Program) -> tuple[int, ...]:
         begun, ended = tuple[int, ...](), tuple[int, ...]()
         match program.lists[mesh][position]:
             case Run() as run:
-                begun, ended = run.outputs, program.consumed(run)
+                begun, ended = run.outputs, program.consumed_buffers(run)
             case Send(transfer=number):
-                begun = program.transfers[number].received
+                begun = program.transfers[number].received_buffers
             case Free(buffers=buffers):
                 ended = buffers
         for numbers, sign in ((begun, 1), (ended, -1)):
@@ -386,7 +387,7 @@ def describe(program: Program, item: Instruction) -> str:
 def _what(program: Program, number: int) -> str:
     transfer = program.transfers[number]
     part = f" of micro-batch {transfer.microbatch}" if transfer.microbatch >= 0 else ""
-    return f"{len(transfer.sent)} buffers{part} (transfer {number})"
+    return f"{len(transfer.sent_buffers)} buffers{part} (transfer {number})"
 
 
 def text(program: Program) -> str:

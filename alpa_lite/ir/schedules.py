@@ -49,18 +49,18 @@ class Strategy:
     Attributes:
       warm_up: how many forwards a submesh runs before it alternates, of S, B, the submeshes behind it, and its stages.
         There may be fewer.
-      hides: whether transfers hide behind computing.
-      splits: whether gradients of parameters are tasks of their own.
+      hides_transfers: whether transfers hide behind computing.
+      splits_backward: whether gradients of parameters are tasks of their own.
     """
 
     name: str
     warm_up: Callable[[int, int, int, int], int]
-    hides: bool = False
-    splits: bool = False
+    hides_transfers: bool = False
+    splits_backward: bool = False
 
     def bubble_filled(self, forward: Any, backward: Any) -> Any:
         """Returns seconds of the bubble that weight tasks fill, each half of a backward task."""
-        return 2 * np.minimum(backward / 2, forward) if self.splits else 0.0
+        return 2 * np.minimum(backward / 2, forward) if self.splits_backward else 0.0
 
     def latency(self, forward: Any, backward: Any, transfer: Any) -> Any:
         """Returns seconds of a micro-batch on a stage, and over the cut behind it and back."""
@@ -69,7 +69,7 @@ class Strategy:
     def period(self, forward: Any, backward: Any, transfer: Any, slowest: Any) -> Any:
         """Returns seconds from one micro-batch to the next: transfers that hide count by the slowest."""
         whole = forward + backward
-        return np.maximum(whole, 2 * slowest) if self.hides else whole + 2 * transfer
+        return np.maximum(whole, 2 * slowest) if self.hides_transfers else whole + 2 * transfer
 
     def in_flight(self, num_meshes: int, num_microbatches: int, mesh: int, virtual: int = 1) -> int:
         """Returns the most micro-batch activations that a submesh holds at once.
@@ -82,7 +82,7 @@ class Strategy:
         gpipe: B. 1f1b: min(S-i, B). eager-1f1b: min(2(S-i)-1, B). interleaved-1f1b with v > 1:
         min(2(S-i-1) + (v-1)S + 1, vB). zb-h1: min(S, B). forward: 1.
         """
-        if self.splits:
+        if self.splits_backward:
             return min(num_meshes, num_microbatches)
         warm_up = self.warm_up(num_meshes, num_microbatches, num_meshes - mesh - 1, virtual)
         return min(warm_up + 1, virtual * num_microbatches)
@@ -106,7 +106,7 @@ class Strategy:
           backward_weight: w, seconds of its gradients of parameters.
         """
         others = num_meshes - 1
-        if self.splits:
+        if self.splits_backward:
             return others * (forward + backward_input) - min(others, num_microbatches - 1) * backward_weight
         return others * (forward + backward_input + backward_weight)
 
@@ -115,11 +115,11 @@ FORWARD = Strategy("forward", lambda *_: 0)
 """The schedule of steps without a backward pass (`forwards`); it is not chosen, and cannot be asked for."""
 
 _CHOSEN = (
-    Strategy("gpipe", lambda _, count, later, v: count, hides=True),
+    Strategy("gpipe", lambda _, count, later, v: count, hides_transfers=True),
     Strategy("1f1b", lambda meshes, _, later, v: later),
-    Strategy("eager-1f1b", lambda meshes, _, later, v: 2 * later, hides=True),
+    Strategy("eager-1f1b", lambda meshes, _, later, v: 2 * later, hides_transfers=True),
     Strategy("interleaved-1f1b", lambda meshes, _, later, v: 2 * later + (v - 1) * meshes if v > 1 else later),
-    Strategy("zb-h1", lambda meshes, _, later, v: later, splits=True),
+    Strategy("zb-h1", lambda meshes, _, later, v: later, splits_backward=True),
 )
 
 STRATEGIES = {one.name: one for one in (*_CHOSEN, FORWARD)}
@@ -195,7 +195,7 @@ def schedule(name: str, num_meshes: int, num_microbatches: int, *, virtual: int 
       OptionError: no such schedule, or one that does not exist for these numbers.
     """
     strategy = _validated(name, num_meshes, num_microbatches, virtual)
-    if slices > 1 and strategy.splits:
+    if slices > 1 and strategy.splits_backward:
         raise OptionError(
             "schedule 'zb-h1' computes gradients of parameters apart, which slices of the sequence do not; give "
             "schedule='1f1b', or leave token_slices out."
@@ -203,7 +203,7 @@ def schedule(name: str, num_meshes: int, num_microbatches: int, *, virtual: int 
     meshes, count = range(num_meshes), num_microbatches
     if virtual > 1:
         tasks = [_interleaved(mesh, num_meshes, count, virtual) for mesh in meshes]
-    elif strategy.splits:
+    elif strategy.splits_backward:
         tasks = [_zero_bubble(mesh, num_meshes, count) for mesh in meshes]
     else:
         tasks = [

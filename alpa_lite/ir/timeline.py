@@ -92,7 +92,7 @@ class Timeline:
         return max((event.end for event in self.events), default=0.0)
 
     @functools.cached_property
-    def busy(self) -> tuple[float, ...]:
+    def busy_seconds(self) -> tuple[float, ...]:
         """Seconds that each submesh computes. Transfers do not count."""
         out = [0.0] * self.num_meshes
         for event in self.events:
@@ -101,11 +101,11 @@ class Timeline:
         return tuple(out)
 
     @property
-    def idle(self) -> tuple[float, ...]:
+    def idle_seconds(self) -> tuple[float, ...]:
         """Seconds that each submesh does not compute."""
-        return tuple(self.seconds - busy for busy in self.busy)
+        return tuple(self.seconds - busy for busy in self.busy_seconds)
 
     @property
     def idle_fraction(self) -> tuple[float, ...]:
         """The share of the step in which each submesh does not compute; 0 where the step takes no time."""
-        return tuple(idle / self.seconds if self.seconds else 0.0 for idle in self.idle)
+        return tuple(idle / self.seconds if self.seconds else 0.0 for idle in self.idle_seconds)

@@ -146,8 +146,8 @@ class Decision:
       strategy: the mesh axes that shard each factor, major to minor.
       seconds: predicted, per step, for all tied operations: compute, collectives and resharding.
       alternatives: the chosen strategy and the most promising others: those that fit the budget first, then by the
-        seconds of the whole step; as far as they have been weighed (`Plan.weighed`). Two plans are equal whether or not
-        theirs have.
+        seconds of the whole step; as far as they have been weighed (`Plan.with_alternatives`). Two plans are equal
+        whether or not theirs have.
       paths: for arguments, the paths of all that are tied; empty for operations.
       partial: the axes over which an addition's operands and result stay partial sums.
     """
@@ -164,7 +164,7 @@ class Decision:
     partial: tuple[str, ...] = ()
 
     @property
-    def chosen(self) -> Alternative | None:
+    def chosen_alternative(self) -> Alternative | None:
         """The alternative that was chosen; None if alternatives were not kept."""
         alike = [a for a in self.alternatives if a.strategy == self.strategy]
         return next((a for a in alike if a.partial == self.partial), alike[0] if alike else None)

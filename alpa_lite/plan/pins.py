@@ -130,20 +130,20 @@ class Wishes:
     Attributes:
       mesh: the mesh that the step's own constraints, its arrays, or the context name; None leaves it to the search.
       names: the names of axes that a searched mesh must have, major to minor; none leaves them to the search.
-      more: whether a searched mesh may have another axis before these.
+      has_more_axes: whether a searched mesh may have another axis before these.
       why: where the mesh or the names come from, to follow "because of".
       leaves: stored path of an argument -> what is said of it.
-      given: stored paths of those leaves that the method itself names: they come before the rest of the method.
+      given_paths: stored paths of those leaves that the method itself names: they come before the rest of the method.
       notes: the constraints that are not applied, and why.
       forbidden: names of `methods.STRATEGIES`.
     """
 
     mesh: LogicalMesh | None = None
     names: Axes = ()
-    more: bool = False
+    has_more_axes: bool = False
     why: str = ""
     leaves: Mapping[str, Wish] = field(default_factory=dict)
-    given: frozenset[str] = frozenset()
+    given_paths: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
     forbidden: frozenset[str] = frozenset()
 
@@ -153,7 +153,7 @@ class Wishes:
 
     def names_leaf(self, path: str) -> bool:
         """Returns whether the method names a leaf, or the whole that it is a slice of."""
-        return path in self.given or _SLICE.sub("", path) in self.given
+        return path in self.given_paths or _SLICE.sub("", path) in self.given_paths
 
 
 NO_WISHES = Wishes()

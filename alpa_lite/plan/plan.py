@@ -39,7 +39,7 @@ class Plan(PlanRecord):
 
     def __str__(self) -> str:
         """Returns a summary that fits a screen; `details` is everything."""
-        return console.render_plain(summary.render_summary(self.compared()))
+        return console.render_plain(summary.render_summary(self.with_baselines()))
 
     def __repr__(self) -> str:
         return summary.line(self)
@@ -56,13 +56,13 @@ class Plan(PlanRecord):
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as one HTML file that loads nothing: the mesh and each tensor's tiles, memory, time by module
         and operation, the schedule of a pipeline, and tables of tensors, collectives and activations to search in."""
-        Path(path).write_text(html.document(self.compared()), encoding="utf-8")
+        Path(path).write_text(html.document(self.with_baselines()), encoding="utf-8")
 
     def _repr_html_(self) -> str:
         """Returns the same, for notebooks."""
-        return html.fragment(self.compared())
+        return html.fragment(self.with_baselines())
 
-    def compared(self) -> Plan:
+    def with_baselines(self) -> Plan:
         """Returns the plan with the figures of data parallelism, FSDP and tensor parallelism on the same devices.
 
         They are evaluated when they are asked for, once, by the plan that the compiler made; that takes some seconds
@@ -70,7 +70,7 @@ class Plan(PlanRecord):
         """
         return self._evaluated("comparisons")
 
-    def weighed(self) -> Plan:
+    def with_alternatives(self) -> Plan:
         """Returns the plan with the alternatives of each decision (`decisions.Decision.alternatives`).
 
         They are weighed when they are asked for, once, by the plan that the compiler made; that takes some seconds for
@@ -78,7 +78,7 @@ class Plan(PlanRecord):
         """
         return self._evaluated("stages")
 
-    def deferring(self, **fields: Callable[[Any], Any]) -> Plan:
+    def with_deferred(self, **fields: Callable[[Any], Any]) -> Plan:
         """The plan that evaluates these fields, each by a function of its present value, when it is asked for them."""
         out = dataclasses.replace(self)
         out.__dict__["_deferred"] = {**self._deferred, **fields}
@@ -107,7 +107,7 @@ class Plan(PlanRecord):
         Raises:
           PlanError: if nothing has that name; the message holds close matches.
         """
-        return explain.explain(self.weighed(), path_or_operation)
+        return explain.explain(self.with_alternatives(), path_or_operation)
 
     def diff(self, other: Plan) -> str:
         """Returns the differences of `other`: mesh, shardings, collectives, memory, times."""
@@ -119,7 +119,7 @@ class Plan(PlanRecord):
         Raises:
           PlanError: the plan has no pipeline, so there is nothing to lay out in time.
         """
-        if not self.pipelined:
+        if not self.is_pipelined:
             raise PlanError("the plan has one mesh and no pipeline, so there are no tasks to simulate")
         timeline.write(path, self.division.timeline)
 
@@ -141,7 +141,11 @@ class Plan(PlanRecord):
 
     def to_json(self) -> dict:
         """Returns the plan as JSON values, with the schema version and with alternatives, which are weighed for it."""
-        return {"format": "alpa_lite.Plan", "schema": SCHEMA, "plan": json_codec.encode_fields(self.weighed())}
+        return {
+            "format": "alpa_lite.Plan",
+            "schema": SCHEMA,
+            "plan": json_codec.encode_fields(self.with_alternatives()),
+        }
 
     @staticmethod
     def from_json(data: object, source: str = "the given data") -> Plan:

@@ -232,8 +232,8 @@ class PlanRecord:
       search: the search that found the plan; None where there was none.
       planning_seconds: measured seconds of planning, by pass; not saved, and two plans are equal whatever they are.
       products: the FLOPs of the step's own matrix products, for its utilisation.
-      comparisons: other methods on the same devices, as far as they have been evaluated (`Plan.compared`); two plans
-        are equal whatever was.
+      comparisons: other methods on the same devices, as far as they have been evaluated (`Plan.with_baselines`); two
+        plans are equal whichever were.
     """
 
     method: str
@@ -285,7 +285,7 @@ class PlanRecord:
         return tuple(zip(self.collectives, self.collective_seconds, strict=True))
 
     @property
-    def pipelined(self) -> bool:
+    def is_pipelined(self) -> bool:
         """Whether stages run micro-batches by a schedule, rather than one executable the whole step."""
         return self.schedule != "none"
 

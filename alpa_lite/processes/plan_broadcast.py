@@ -210,7 +210,7 @@ def _differences(here: Mapping[str, Any], there: Mapping[str, Any], process: int
 def program_digest(program: Program) -> str:
     """Returns a digest of everything of a program that must be equal in all processes."""
     buffers = [(b.mesh, str(b.layout), b.shape, str(b.dtype)) for b in program.buffers]
-    runs = [(e.name, e.mesh, e.donated) for e in program.executables]
-    moves = [(t.source, t.destination, t.sent, t.received) for t in program.transfers]
+    runs = [(e.name, e.mesh, e.donated_inputs) for e in program.executables]
+    moves = [(t.source, t.destination, t.sent_buffers, t.received_buffers) for t in program.transfers]
     parts = (program.submeshes, buffers, runs, moves, program.inputs, program.outputs, program.numbers, *program.lists)
     return hashlib.blake2b("\n".join(map(repr, parts)).encode(), digest_size=16).hexdigest()

@@ -91,7 +91,7 @@ def _cell(cell: Cell, style: str) -> RenderableType:
             return Group(Text(cell.text), *(Padding(Text(line), (0, 0, 0, 2)) for line in cell.lines))
         case Bar():
             return Text("").join(
-                Text(units.bar(part.size, cell.whole, BAR_WIDTH), style=f"{style} {part.colour}".strip())
+                Text(units.bar(part.size, cell.total, BAR_WIDTH), style=f"{style} {part.colour}".strip())
                 for part in cell.parts
             )
         case Blocks() | Curve():

@@ -54,7 +54,7 @@ def _differing(old: Mapping[Any, Any], new: Mapping[Any, Any], missing: Any) -> 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Block]:
     """Yields a table of the facts that differ."""
     rows = ((name, f"{old} -> {new}") for name, old, new in _differing(before, after, "absent"))
-    yield Table.of((Column(), Column(wide=True)), rows)
+    yield Table.from_items((Column(), Column(wide=True)), rows)
 
 
 def _amounts(before: Mapping[str, float], after: Mapping[str, float], text: units.Format) -> Iterator[Block]:
@@ -69,7 +69,7 @@ def _amounts(before: Mapping[str, float], after: Mapping[str, float], text: unit
 
     sides = Column("before", itemgetter(1), text), Column("after", itemgetter(2), text)
     columns = Column("", itemgetter(0)), *sides, Column("", relative, str)
-    yield Table.of(columns, _differing(before, after, None))
+    yield Table.from_items(columns, _differing(before, after, None))
 
 
 def _settings(plan: Plan) -> dict[str, str]:
@@ -171,7 +171,7 @@ def _collectives(before: Plan, after: Plan) -> Iterator[Block]:
         (*(key[0], units.axes(key[1])), *(cell(n, text, (key, old, new)) for n, text in enumerate(formats.values())))
         for key, old, new in _differing(by_kind(before), by_kind(after), (0, 0, 0.0))
     )
-    yield Table.of(columns, rows)
+    yield Table.from_items(columns, rows)
 
 
 def _memory(plan: Plan) -> dict[str, float]:
@@ -206,7 +206,7 @@ def _decisions(before: Plan, after: Plan) -> Iterator[Block]:
     columns = Column("operation"), Column("where", wide=True), Column("before"), Column("after")
     both = [(old[key], new[key]) for key in reversed(old) if key in new and old[key].strategy != new[key].strategy]
     rows = [(a.name, a.where, strategy(a), strategy(b)) for a, b in both]
-    yield Table.of(columns, rows, _MAX_DECISIONS, "and {} more")
+    yield Table.from_items(columns, rows, _MAX_DECISIONS, "and {} more")
     for count, name in ((len(old.keys() - new.keys()), "before"), (len(new.keys() - old.keys()), "after")):
         if count:
             yield f"{units.count_of(count, 'operation')} only in the '{name}' plan"

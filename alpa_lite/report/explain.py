@@ -97,7 +97,7 @@ class _Subject:
     def alternatives(self) -> tuple[Alternative, ...]:
         """The chosen alternative and the others; none where the plan has no others."""
         record = self.record
-        if not isinstance(record, Decision) or record.chosen is None or len(record.alternatives) < 2:
+        if not isinstance(record, Decision) or record.chosen_alternative is None or len(record.alternatives) < 2:
             return ()
         return record.alternatives
 
@@ -239,7 +239,7 @@ def _others(plan: Plan, name: str, subjects: list[_Subject]) -> Section:
     ]
     body += [(f"and {len(counts) - _LISTED} more", None)] if len(counts) > _LISTED else []
     heading = f"Other matches of {name.strip()!r} (give more of a name to have it explained)"
-    return Section("", heading, (Table.of((Column(wide=True), Column(format=units.times)), body),))
+    return Section("", heading, (Table.from_items((Column(wide=True), Column(format=units.times)), body),))
 
 
 _STEP = (
@@ -267,7 +267,11 @@ def _explanation(plan: Plan, subject: _Subject, title: str = "") -> list[Section
     if isinstance(decision, Decision) and decision.count > 1:
         kind, count = "arguments" if subject.leaf else "operations", decision.count
         lines.append(f"{count} identical {kind} share this decision; figures are totals over all {count}")
-    if not isinstance(decision, Decision) or not subject.alternatives or (chosen := decision.chosen) is None:
+    if (
+        not isinstance(decision, Decision)
+        or not subject.alternatives
+        or (chosen := decision.chosen_alternative) is None
+    ):
         if not isinstance(decision, Replicated):
             lines.append("no alternatives: the method fixed this sharding, or there is no other strategy")
         return [Section("", title, tuple(lines))]
@@ -280,12 +284,12 @@ def _explanation(plan: Plan, subject: _Subject, title: str = "") -> list[Section
 
     def table(*columns: Column) -> Table:
         layout = Column("layout", attrgetter("layout"), wide=True)
-        return Table.of((mark, layout, *columns), decision.alternatives, style=lambda a: "bold" * (a is chosen))
+        return Table.from_items((mark, layout, *columns), decision.alternatives, style=lambda a: "bold" * (a is chosen))
 
     sizes = {leaf.shape[0] for stage in plan.stages for leaf in stage.arguments if leaf.role == "batch" and leaf.shape}
     examples = sizes.pop() if len(sizes) == 1 else None
     verdict = Column("", lambda other: break_even.verdict(plan, stage, examples, other, chosen), wide=True)
-    verdicts = Table.of((mark, verdict), (other for other in decision.alternatives if other is not chosen))
+    verdicts = Table.from_items((mark, verdict), (other for other in decision.alternatives if other is not chosen))
     of, scaled = "Step time", "no other change to either step"
     if len(plan.stages) > 1:
         of, scaled = "Stage time, micro-batches in sequence,", "for the stage alone, no other change"
@@ -308,7 +312,7 @@ def _described(subject: _Subject) -> tuple[str, list[str]]:
         sharded = [(n, axes) for n, axes in zip(record.factors, record.strategy, strict=True) if axes]
         text = ", ".join(f"{size:,} over {units.axes(axes)}" for size, axes in sharded)
         short = f"factor of size {text}" if text else "nothing sharded"
-        short = record.chosen.layout if record.chosen else short
+        short = record.chosen_alternative.layout if record.chosen_alternative else short
         return short, [f"operation at {record.where}: {short}"]
     if isinstance(record, Spending):
         total = units.seconds(record.total)

@@ -66,14 +66,14 @@ class Place:
         return self.scope.partition(" -> ")[0].partition(" ")[0] if " -> " in self.scope else self.scope
 
     @property
-    def backward(self) -> bool:
+    def is_backward(self) -> bool:
         """Whether it is in the reverse pass."""
         return "transpose" in self.stack or "backward" in self.stack
 
     @property
-    def forward(self) -> bool:
+    def is_forward(self) -> bool:
         """Whether it is differentiated, and not in the reverse pass; neither is so for the update."""
-        return not self.backward and ("jvp" in self.stack or "forward" in self.stack)
+        return not self.is_backward and ("jvp" in self.stack or "forward" in self.stack)
 
     @property
     def module(self) -> str:
@@ -131,7 +131,7 @@ def terms_text(terms: Mapping[str, float]) -> str:
 def line_text(row: Spending) -> str:
     """Returns the source line alone, and whether it is of the reverse pass."""
     place = Place.parse(row.where)
-    return f"{place.line or row.where}{', backward' * place.backward}"
+    return f"{place.line or row.where}{', backward' * place.is_backward}"
 
 
 def table(rows: Sequence[Spending]) -> Table:
@@ -146,7 +146,7 @@ def table(rows: Sequence[Spending]) -> Table:
         Column("bound by", lambda row: row.bound),
         *(Column(name, term, units.seconds, term) for name, term in terms.items()),
     )
-    return Table.of(columns, rows, _LISTED, "{} more", order="time", searched="operations")
+    return Table.from_items(columns, rows, _LISTED, "{} more", order="time", search_noun="operations")
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ def modules(plan: Plan) -> list[Module]:
     for where, operation, kind, seconds in items:
         place = Place.parse(where)
         module = found.setdefault(place.module, Module(place.module, defaultdict(float), defaultdict(float)))
-        module.times[kind or ("forward" if place.forward else "backward and update")] += seconds
+        module.times[kind or ("forward" if place.is_forward else "backward and update")] += seconds
         module.operations[operation] += seconds
     return sorted(found.values(), key=lambda row: -row.seconds)
 
@@ -205,7 +205,7 @@ def module_table(rows: list[Module], step_seconds: float) -> Table:
         lines = tuple(f"{name}: {units.seconds(s)}" for name, s in by_size)
         body.append((Nested(row.name, lines), bar, row.seconds, row.seconds))
     share = Column("share", format=partial(units.percent, whole=step_seconds))
-    return Table.of((Column("module", wide=True), Column(), Column("time", format=units.seconds), share), body)
+    return Table.from_items((Column("module", wide=True), Column(), Column("time", format=units.seconds), share), body)
 
 
 # -- activations -------------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def activation_table(plan: Plan) -> Table:
         Column("all", lambda row: row.bytes * row.count, units.nbytes),
     )
     rows = _joined(row for stage in plan.stages for row in stage.held)
-    return Table.of(columns, rows, order="all", searched="activations")
+    return Table.from_items(columns, rows, order="all", search_noun="activations")
 
 
 def _joined(rows: Iterable[Held]) -> list[Held]:

@@ -101,7 +101,7 @@ def _bars(rows: Sequence[tuple[str, float, str, str]], whole: float, text: Calla
         Column("", itemgetter(1), partial(units.percent, whole=whole)),
         Column("", lambda row: Bar((Part(f"{row[0]} {text(row[1])}", row[1], row[2]),), whole)),
     )
-    return Table.of(columns, rows, style=itemgetter(3))
+    return Table.from_items(columns, rows, style=itemgetter(3))
 
 
 def _bubble(plan: Plan) -> str:
@@ -151,7 +151,7 @@ def _stages(plan: Plan) -> Table:
         )  # fmt: skip
         tasks = (times(group, (kind,), statistics.median) for kind in kinds)
         rows.append((*cells, *tasks, times(group, ("prologue", "update", "step"), sum)))
-    return Table.of(columns, rows)
+    return Table.from_items(columns, rows)
 
 
 def _range(values: Sequence[Any], text: Callable[[Any], str]) -> str:
@@ -167,18 +167,18 @@ def _schedule(drawn: Timeline) -> tuple[Block, ...]:
     """Returns a bar for each submesh: a part for each task, with its micro-batch where there is room."""
     tasks = sorted((e for e in drawn.events if e.kind != "transfer" and e.end > e.start), key=lambda e: e.start)
     used = [kind for kind in timeline.STYLES if any(event.kind == kind for event in tasks)]
-    idle = units.percent(sum(drawn.idle), drawn.seconds * drawn.num_meshes)
+    idle = units.percent(sum(drawn.idle_seconds), drawn.seconds * drawn.num_meshes)
     rows = []
     for mesh in range(drawn.num_meshes):
         own = [event for event in tasks if event.mesh == mesh]
         ends = [0.0, *(event.end for event in own)]
         parts = tuple(_task(event, end, drawn.seconds) for event, end in zip(own, ends, strict=False))
-        share = units.percent(drawn.idle[mesh], drawn.seconds)
+        share = units.percent(drawn.idle_seconds[mesh], drawn.seconds)
         rows.append((f"submesh {mesh}", Bar(parts, drawn.seconds, f"{len(own)} tasks, {share} idle"), share))
     columns = Column(), Column(f"0 s to {units.seconds(drawn.seconds)}"), Column("idle", format=str)
     legend = Legend(tuple((kind, timeline.STYLES[kind][0]) for kind in used))
     note = f"Numbers are micro-batches; {idle} of the time of all submeshes is idle."
-    return legend, Table.of(columns, rows), note
+    return legend, Table.from_items(columns, rows), note
 
 
 def _task(event: Event, before: float, seconds: float) -> Part:
@@ -223,7 +223,7 @@ def _memory(plan: Plan) -> Table:
         parts = (Part(f"{name} {units.nbytes(size)}", size, COLOURS[name]) for name, size in row.kinds)
         bar = Bar(tuple(parts), max(budget, sum(kinds.values())))
         rows.append((units.runs(meshes, "-"), *(kinds.get(n, 0) for n in names), row.peak, row.peak, bar))
-    return Table.of(columns, rows)
+    return Table.from_items(columns, rows)
 
 
 def _memory_over_step(plan: Plan, curves: Sequence[stages.Amounts]) -> Iterator[Block]:
@@ -235,7 +235,7 @@ def _memory_over_step(plan: Plan, curves: Sequence[stages.Amounts]) -> Iterator[
         name = f"submesh {mesh}" if len(curves) > 1 else ""
         layers = tuple((COLOURS[kind], amounts) for kind, amounts in own.items())
         rows.append((name, Curve(layers, max(peaks), f"{name} at most {units.nbytes(size)}".strip()), size))
-    yield Table.of(
+    yield Table.from_items(
         (Column(), Column("from the first operation to the last"), Column("at most", format=units.nbytes)), rows
     )
     if len(curves) > 1:
@@ -249,7 +249,7 @@ def _meshes(plan: Plan) -> Iterator[Grid]:
     """Yields the devices of each submesh by their numbers: the last axis to the right, the one before it down."""
     for submesh, numbers in stages.numbers_by_value(plan.division.submeshes).items():
         stage = plan.stages[numbers[0]]
-        title = f"submesh {submesh}: {stages.name_stages(numbers)}, " if plan.pipelined else ""
+        title = f"submesh {submesh}: {stages.name_stages(numbers)}, " if plan.is_pipelined else ""
         places = itertools.product(*map(range, stage.mesh_shape))
         cells = tuple(
             (str(number), ", ".join(f"{name}={at}" for name, at in zip(stage.axis_names, place, strict=True)))
@@ -308,7 +308,7 @@ def argument_table(*same: Stage) -> Table:
     )
     smallest = sorted(rows, key=local, reverse=True)[_MAX_LEAVES - 1 :] if len(rows) > _MAX_LEAVES else []
     hidden = set(map(id, smallest))
-    folded = Table.of(columns, smallest, 0, "smaller arguments", order="per device", searched="tensors")
+    folded = Table.from_items(columns, smallest, 0, "smaller arguments", order="per device", search_noun="tensors")
     shown = tree(columns, [row for row in rows if id(row) not in hidden])
     return replace(folded, rows=(*shown, *folded.rows))
 
@@ -351,6 +351,7 @@ def _collectives(rows: Sequence[Costed], most: int, transfers: bool = False) -> 
         Column("time on links" if transfers else "time", lambda row: row[1], units.seconds, lambda row: row[1]),
     )
     if transfers:
-        return Table.of((where, *columns), rows, most, "{} more rows", total=True)
+        return Table.from_items((where, *columns), rows, most, "{} more rows", total=True)
     names = Column("kind", lambda row: row[0].kind), Column("axes", lambda row: units.axes(row[0].axes))
-    return Table.of((*names, *columns, where), rows, most, "{} more rows", total=True, searched="collectives")
+    columns = (*names, *columns, where)
+    return Table.from_items(columns, rows, most, "{} more rows", total=True, search_noun="collectives")

@@ -83,7 +83,7 @@ class Spent:
     hideable: float = 0.0
 
     @property
-    def waiting(self) -> float:
+    def waiting_seconds(self) -> float:
         """In collectives that computing waits for."""
         return sum(self.communication.values()) - self.hidden
 
@@ -111,9 +111,9 @@ def overlapped_share(plan: Plan) -> str:
     """The part of the communication that is overlapped with computing, if the plan counts on that; else empty."""
     if not plan.cluster.overlap:
         return ""
-    if not plan.cluster.overlaps:
+    if not plan.cluster.has_overlap:
         return f"overlapped: nothing, since the compiler for {plan.cluster.platform} runs collectives to their end"
-    where, sums = seconds_by_use(plan), "gradient synchronisation and " * ("all_reduce" in plan.cluster.hides)
+    where, sums = seconds_by_use(plan), "gradient synchronisation and " * ("all_reduce" in plan.cluster.hidden_kinds)
     return f"overlapped: {units.seconds(where.hidden)} of {units.seconds(where.hideable)} of {sums}parameter gathers"
 
 

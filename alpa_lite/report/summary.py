@@ -62,7 +62,7 @@ def sections(plan: Plan) -> Iterator[Section]:
 def line(plan: Plan) -> str:
     """Returns a plan in a line: its `repr`."""
     mesh = f"mesh {stages.meshes(plan)}"
-    if plan.pipelined:
+    if plan.is_pipelined:
         mesh = f"{plan.num_stages} stages, {plan.schedule} with {plan.num_microbatches} micro-batches"
     elif plan.num_microbatches > 1:
         mesh += f", {plan.num_microbatches} micro-batches"
@@ -115,7 +115,7 @@ def _division(plan: Plan) -> tuple[str, ...]:
     """Returns the schedule of a pipeline, or the micro-batches of one mesh; and the recomputation."""
     count, meshes, tokens = plan.num_microbatches, stages.sizes(plan), plan.division.token_slices
     parts = [f"{count} micro-batches, one after another"] if count > 1 else []
-    if plan.pipelined:
+    if plan.is_pipelined:
         alike = len(set(meshes)) == 1
         sizes = str(meshes[0]) if alike else ", ".join(map(str, meshes))
         where = f" in {len(meshes)} submeshes" if plan.division.virtual > 1 else ""
@@ -217,7 +217,7 @@ def budget(plan: Plan) -> str:
 
 def _predicted(plan: Plan) -> Table:
     spent, solver = stages.seconds_by_use(plan), plan.solver
-    parts = [("compute", spent.compute), ("communication", spent.waiting), ("idle", spent.idle)]
+    parts = [("compute", spent.compute), ("communication", spent.waiting_seconds), ("idle", spent.idle)]
     shares = [f"{name} {units.percent(s, plan.step_seconds)}" for name, s in parts if s > 5e-4 * plan.step_seconds]
     fullest = max(stages.memory(plan), key=lambda use: use.peak)
     virtual = plan.cluster.platform == "cpu" and plan.cluster.devices_per_node > 1
@@ -246,7 +246,7 @@ def _predicted(plan: Plan) -> Table:
     }
     lines = {name: [line for line in lines if line] for name, lines in facts.items()}
     rows = ((name * (not number), line) for name, own in lines.items() for number, line in enumerate(own))
-    return Table.of((Column(), Column(wide=True)), rows)
+    return Table.from_items((Column(), Column(wide=True)), rows)
 
 
 def _search(plan: Plan) -> list[str]:
@@ -288,8 +288,8 @@ def _operations(plan: Plan) -> dict[str, list[str]]:
 
 def _comparisons(plan: Plan) -> Table:
     """This plan first, then the others as they come."""
-    own = "pipeline (this plan)" if plan.pipelined else "this plan"
-    shape = f"{plan.num_stages} stages" if plan.pipelined else units.shape(plan.stages[0].mesh_shape)
+    own = "pipeline (this plan)" if plan.is_pipelined else "this plan"
+    shape = f"{plan.num_stages} stages" if plan.is_pipelined else units.shape(plan.stages[0].mesh_shape)
     rows: list[Row | tuple] = [Row((own, shape, plan.step_seconds, stages.peak(plan), "chosen"), "bold")]
     for row in plan.comparisons:
         shape = units.shape(row.mesh_shape)
@@ -300,7 +300,7 @@ def _comparisons(plan: Plan) -> Table:
         Column("method"), Column("mesh"), Column("step", format=units.seconds),
         Column("per device", format=units.nbytes), Column(wide=True),
     )  # fmt: skip
-    return Table.of(columns, rows)
+    return Table.from_items(columns, rows)
 
 
 def _cost_of_annotations(plan: Plan) -> list[Block]:

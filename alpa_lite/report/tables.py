@@ -53,12 +53,12 @@ class Bar:
     """Pieces of a whole, in a row."""
 
     parts: tuple[Part, ...]
-    whole: float
+    total: float
     label: str = ""
 
     def share(self, size: float) -> str:
         """Returns a size in percent of the whole, as style sheets want it."""
-        return f"{min(100.0, 100 * size / self.whole) if self.whole > 0 else 0.0:.2f}".rstrip("0").rstrip(".")
+        return f"{min(100.0, 100 * size / self.total) if self.total > 0 else 0.0:.2f}".rstrip("0").rstrip(".")
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Curve:
-    """Amounts over time, one on top of the other, in a box of the height `whole`.
+    """Amounts over time, one on top of the other, in a box of the height `total`.
 
     Attributes:
       layers: colour, and the amounts at equal distances.
     """
 
     layers: tuple[tuple[str, Sequence[float]], ...]
-    whole: float
+    total: float
     label: str
 
     def areas(self) -> list[tuple[str, str]]:
@@ -87,7 +87,7 @@ class Curve:
         out, below = [], [0.0] * len(self.layers[0][1])
         for colour, amounts in self.layers:
             below = [low + amount for low, amount in zip(below, amounts, strict=True)]
-            step, scale = 100 / max(1, len(below) - 1), 100 / self.whole if self.whole else 0.0
+            step, scale = 100 / max(1, len(below) - 1), 100 / self.total if self.total else 0.0
             points = (f"{step * n:.1f},{100 - scale * height:.1f}" for n, height in enumerate(below))
             out.append((colour, f"0,100 {' '.join(points)} 100,100"))
         return out[::-1]
@@ -102,7 +102,7 @@ class Column:
     """A column: of numbers if it has a format.
 
     Attributes:
-      value: the cell of an item (`Table.of`); None where rows are given as cells.
+      value: the cell of an item (`Table.from_items`); None where rows are given as cells.
       total: what rows that stand for several items add up.
       wide: whether a terminal may wrap its cells.
     """
@@ -137,16 +137,16 @@ class Table:
 
     Attributes:
       order: the name of the column by which pages sort, the largest first; empty for the order of a terminal.
-      searched: the plural of what rows are, where pages have a field to search in them.
+      search_noun: the plural of what rows are, where pages have a field to search in them.
     """
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
     order: str = ""
-    searched: str = ""
+    search_noun: str = ""
 
     @staticmethod
-    def of(
+    def from_items(
         columns: Iterable[Column],
         items: Iterable[Any],
         most: int = sys.maxsize,

@@ -42,7 +42,9 @@ def details(plan: Plan) -> Iterator[Section]:
         yield Section("operations", heading, body)
     if rows := stages.replicated_operations(plan):
         heading = "Not distributed: computed whole on every device, or left to the compiler"
-        yield Section("replicated", heading, (Table.of(_REPLICATED, rows, _MAX_REPLICATED, "smaller operations"),))
+        yield Section(
+            "replicated", heading, (Table.from_items(_REPLICATED, rows, _MAX_REPLICATED, "smaller operations"),)
+        )
     if any(stage.held for stage in plan.stages):
         heading = "Activations that wait for the backward pass"
         yield Section("activations", heading, (operations.activation_table(plan),), only="page")
@@ -99,7 +101,7 @@ def _candidates(plan: Plan) -> Table:
         Column("memory", attrgetter("bytes_per_device"), units.nbytes),
         Column("", lambda row: _status(row, best)),
     )
-    return Table.of(
+    return Table.from_items(
         columns, dict.fromkeys(order), _MAX_CANDIDATES, "and {} more",
         style=lambda row: "bold" if row.status == "chosen" else "",
     )  # fmt: skip

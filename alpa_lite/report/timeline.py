@@ -52,7 +52,7 @@ def trace_events(*timelines: Timeline) -> dict:
     """
     out: list[dict] = []
     for process, timeline in enumerate(timelines):
-        share = units.percent(sum(timeline.idle), timeline.seconds * timeline.num_meshes)
+        share = units.percent(sum(timeline.idle_seconds), timeline.seconds * timeline.num_meshes)
         labels = f"{units.seconds(timeline.seconds)}, {share} idle"
         for kind, value in (("name", timeline.name or "step"), ("labels", labels), ("sort_index", process)):
             out.append(_metadata("process", kind, value, process))
@@ -122,7 +122,7 @@ def draw(timeline: Timeline, width: int = WIDTH) -> Text:
     margin = max(map(len, labels), default=0)
     view = _view(timeline.seconds, tasks, digits, width - margin - len(" 100 %"))
     out = _heading(timeline)
-    for mesh, (label, idle) in enumerate(zip(labels, timeline.idle, strict=True)):
+    for mesh, (label, idle) in enumerate(zip(labels, timeline.idle_seconds, strict=True)):
         row = sorted((event for event in tasks if event.mesh == mesh), key=lambda event: event.start)
         parts = Text(_GAP, "dim").join(_drawn(row, view, *window, timeline.num_meshes) for window in view.windows)
         share = units.percent(idle, timeline.seconds).rjust(len(" 100 %"))
@@ -195,7 +195,7 @@ def _drawn(events: list[Event], view: _View, low: int, high: int, num_meshes: in
 
 def _heading(timeline: Timeline) -> Text:
     count = len({event.microbatch for event in timeline.events if event.microbatch >= 0})
-    idle = units.percent(sum(timeline.idle), timeline.seconds * timeline.num_meshes)
+    idle = units.percent(sum(timeline.idle_seconds), timeline.seconds * timeline.num_meshes)
     sizes = units.count_of(timeline.num_meshes, "submesh"), units.count_of(count, "micro-batch")
     parts = *sizes, units.seconds(timeline.seconds), f"idle {idle}"
     return Text.assemble((timeline.name or "step", "bold"), ": ", ", ".join(parts), no_wrap=True)

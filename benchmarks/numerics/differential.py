@@ -94,7 +94,7 @@ def _compare_all(program: Program, contest: Contest, outcome: Outcome) -> None:
     want, calls = _plain_jit(step, lambda: jitted(*fresh()))
     planned = contest.parallelized(program, step)
     try:
-        compiled, _ = _planned("planning and running", lambda: planned.planned(fresh(), {}))
+        compiled, _ = _planned("planning and running", lambda: planned.prepare_call(fresh(), {}))
         got = _planned("planning and running", lambda: planned(*fresh()))
     except Refused as refusal:
         if (budget := getattr(refusal.__cause__, "smallest_budget", None)) is not None:
@@ -113,7 +113,7 @@ def _compare_all(program: Program, contest: Contest, outcome: Outcome) -> None:
         _same_calls("second call", _calls(step), calls)
         given = lambda: contest.arguments(again, fresh()[1])  # noqa: E731
         if contest.setting:
-            conditioning = Conditioning(planned.planned(given(), {})[0].source)
+            conditioning = Conditioning(planned.prepare_call(given(), {})[0].source)
         outcome.leaves += compare("second call", got, want, given, conditioning)
     checked = guarded("check", lambda: alpa_lite.check(planned, *fresh()))
     if not checked:
@@ -164,7 +164,7 @@ def _least_memory(program: Program, contest: Contest, step: Any, fresh: Any, bud
         return 0
     planned = dataclasses.replace(contest, options=options).parallelized(program, step)
     got = guarded("the least memory that an error names", lambda: planned(*fresh()))
-    compiled, _ = planned.planned(fresh(), {})
+    compiled, _ = planned.prepare_call(fresh(), {})
     return compare("first call", got, want, fresh, Conditioning(compiled.source))
 
 
@@ -194,7 +194,7 @@ def _report(plan: Any, contest: Contest, program: Program) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if contest.reports:
             plan.to_html(Path(folder) / "plan.html")
-        if plan.pipelined:
+        if plan.is_pipelined:
             plan.save_timeline(Path(folder) / "timeline.json")
     known = {leaf.path for stage in plan.stages for leaf in stage.arguments}
     for leaf in program.state[:2]:

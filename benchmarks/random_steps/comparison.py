@@ -59,7 +59,7 @@ class Conditioning:
 
     def with_passed_through(self, figures: list[float]) -> list[float]:
         """Figures of the results that are computed, with zeros for arguments that are handed through."""
-        for place, _ in self.traced.through:
+        for place, _ in self.traced.returned_arguments:
             figures.insert(place, 0.0)
         return figures
 

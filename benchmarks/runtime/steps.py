@@ -76,7 +76,7 @@ def built(model: Model) -> tuple[Any, Any]:
 
 def described(plan: Any) -> str:
     """The mesh or the stages of a plan."""
-    if plan.pipelined:
+    if plan.is_pipelined:
         return f"{plan.num_stages} stages x {plan.num_microbatches}"
     return " x ".join(map(str, plan.stages[0].mesh_shape))
 
@@ -105,9 +105,9 @@ def by_hand(name: str, rounds: int = 20) -> Row:
     for method in METHODS:
         parallel = alpa_lite.parallelize(step, method=eval(method, dict(vars(alpa_lite))))
         plan = parallel.plan(*args)
-        executable: Any = parallel.planned(args, {})[1]
+        executable: Any = parallel.prepare_call(args, {})[1]
         contestant = f"alpa_lite: {method.removesuffix('()')}"
-        rows.append({"contestant": contestant, "mesh": described(plan)} | weigh(*executable.compiled()))
+        rows.append({"contestant": contestant, "mesh": described(plan)} | weigh(*executable.compiled_executables()))
         rows[-1] |= {"predicted_bytes": plan.stages[0].memory.total, "predicted_seconds": plan.step_seconds}
         runs[contestant] = runner(executable, *executable.place(*args))
     losses = {name: [run() for _ in range(3)] for name, run in runs.items()}

@@ -173,9 +173,9 @@ def measure(case: str, repetitions: int = 5, rounds: int = 100) -> Row:
     args = arguments_of(layers, 8)
     if not packs:
         packing.FEWEST = 1_000_000  # a buffer for every value, in this process
-    executable = run.planned(args, {})[1]
+    executable = run.prepare_call(args, {})[1]
     assert isinstance(executable, PipelineExecutable)
-    executable.compiled()
+    executable.compiled_executables()
     clocks = Clocks()
     runs = [item.source for item in executable._items if isinstance(item, Launch)]
     transfers = sum(isinstance(item, Move) for item in executable._items)
@@ -244,7 +244,7 @@ def timed_steps(steps: int) -> Row:
         for _ in range(5):
             state, loss = run(state, batch)
         float(loss)
-        executable = run.planned((state, batch), {})[1]
+        executable = run.prepare_call((state, batch), {})[1]
         is_pipeline = isinstance(executable, PipelineExecutable)
         once: Calls = instrument(executable, clocks) if is_pipeline else []
         twice: Calls = instrument(executable, Clocks()) if is_pipeline else []

@@ -20,7 +20,7 @@ COMBINED: Mapping[str, Any] = {
 def rows_of(rewriter: Rewriter, value: int, low: int, high: int, source: Any, result: int | None = None) -> Op:
     """The operation that takes some rows of a value; `result`: the value that it makes, by default a new one."""
     shape = rewriter.values[value].shape
-    made = rewriter.shaped(value, (high - low, *shape[1:])) if result is None else result
+    made = rewriter.new_value_of_shape(value, (high - low, *shape[1:])) if result is None else result
     start, limit = (low, *(0,) * (len(shape) - 1)), (high, *shape[1:])
     params = {"start_indices": start, "limit_indices": limit, "strides": None}
     return rewriter.op(lax.slice_p, params, [value], [made], source)

@@ -75,10 +75,10 @@ class StackWalk:
         if op.name == "scan" and (bounds := self.bounds_of(op)):
             return self.cut(op, bounds)
         bounds = next((self.pieces[v][0] for v in op.reads if v in self.pieces and v not in self.joined), None)
-        if bounds is not None and (self.split(op, bounds) or self.combined(op, bounds)):
+        if bounds is not None and (self.split(op, bounds) or self.reduce_pieces(op, bounds)):
             return
         for value in op.reads:
-            self.whole(value, op.source)
+            self.join_pieces(value, op.source)
         self.out.append(op)
 
     def bounds_of(self, op: Op) -> Bounds | None:
@@ -88,7 +88,7 @@ class StackWalk:
         linked = (self.pieces[v][0] for v in values_in(ScanView(op).operands.xs) if v in self.pieces)
         return self.cuts.get(op.index) or next(linked, None)
 
-    def whole(self, atom: Atom, source: Any) -> Atom:
+    def join_pieces(self, atom: Atom, source: Any) -> Atom:
         """Makes sure that a value exists whole."""
         if isinstance(atom, int) and atom in self.pieces and atom not in self.joined:
             self.joined.add(atom)
@@ -101,14 +101,14 @@ class StackWalk:
         if value in self.pieces and self.pieces[value][0] == bounds:
             return self.pieces[value][1]
         if value in self.pieces:
-            self.whole(value, source)
+            self.join_pieces(value, source)
         op = self.defined.get(value)
         if op is not None and len(op.results) == 1 and not op.bodies and self.split(op, bounds):
             self.joined.add(value)  # it was made whole before
             return self.pieces[value][1]
         spans = itertools.pairwise(bounds)
         if value in self.divisible and value not in self.asked_for:
-            parts = tuple(self.fresh(value, high - low) for low, high in spans)
+            parts = tuple(self.new_value(value, high - low) for low, high in spans)
             self.asked_for[value] = bounds, parts
         else:
             self.out += (rows := [rows_of(self.rewriter, value, low, high, source) for low, high in spans])
@@ -117,9 +117,9 @@ class StackWalk:
         self.joined.add(value)
         return parts
 
-    def fresh(self, value: int, size: int) -> int:
+    def new_value(self, value: int, size: int) -> int:
         """Returns a new value like another, but for the size of dim 0."""
-        return self.rewriter.shaped(value, (size, *self.rewriter.values[value].shape[1:]))
+        return self.rewriter.new_value_of_shape(value, (size, *self.rewriter.values[value].shape[1:]))
 
     # -- splitting ------------------------------------------------------------------------------------------------
 
@@ -132,10 +132,10 @@ class StackWalk:
             if isinstance(atom, int) and dims and dims[0] == self.rules[op.key].results[0][0]:
                 operands.append(list(self.parts(atom, bounds, op.source)))
             else:
-                operands.append([self.whole(atom, op.source)] * (len(bounds) - 1))
+                operands.append([self.join_pieces(atom, op.source)] * (len(bounds) - 1))
         results: list[list[int]] = [[] for _ in op.results]
         for number, (low, high) in enumerate(itertools.pairwise(bounds)):
-            made = [self.fresh(value, high - low) for value in op.results]
+            made = [self.new_value(value, high - low) for value in op.results]
             some = [column[number] for column in operands]
             params = params_for(op, some, made, self.rewriter.values)
             self.out.append(self.rewriter.op(op.primitive, params, some, made, op.source, op.index, op.ctx))
@@ -160,7 +160,7 @@ class StackWalk:
             dims and head[0] in dims[0] and dims[0] != head for dims in rule.operands
         )
 
-    def combined(self, op: Op, bounds: Bounds) -> bool:
+    def reduce_pieces(self, op: Op, bounds: Bounds) -> bool:
         """Does a reduction of dim 0 in pieces, and combines them; whether it could."""
         if op.name not in COMBINED or op.key not in self.rules or 0 not in op.params["axes"]:
             return False
@@ -169,13 +169,13 @@ class StackWalk:
         parts = self.parts(value, bounds, op.source)
         for number, part in enumerate(parts):
             is_last = number == len(parts) - 1
-            made = op.results[0] if is_last and total is None else self.rewriter.fresh(op.results[0])
+            made = op.results[0] if is_last and total is None else self.rewriter.new_value(op.results[0])
             self.out.append(self.rewriter.op(op.primitive, op.params, [part], [made], op.source, op.index))
             self.ranges[self.out[-1].index] = op.index, bounds[number], bounds[number + 1]
             if total is None:
                 total = made
                 continue
-            summed = op.results[0] if is_last else self.rewriter.fresh(op.results[0])
+            summed = op.results[0] if is_last else self.rewriter.new_value(op.results[0])
             self.out.append(self.rewriter.op(COMBINED[op.name], {}, [total, made], [summed], op.source))
             total = summed
         return True
@@ -189,12 +189,12 @@ class StackWalk:
             is_value = isinstance(atom, int)
             scanned.append(self.parts(atom, bounds, op.source) if is_value else (atom,) * (len(bounds) - 1))
         for atom in (*consts, *carry):
-            self.whole(atom, op.source)
+            self.join_pieces(atom, op.source)
         spans = list(enumerate(itertools.pairwise(bounds)))
         stacked: list[tuple[int, ...]] = []
         for place, (number, (low, high)) in enumerate(reversed(spans) if op.params["reverse"] else spans):
-            carried = finals if place == len(spans) - 1 else tuple(map(self.rewriter.fresh, finals))
-            stacked.append(tuple(self.fresh(v, high - low) for v in ys))
+            carried = finals if place == len(spans) - 1 else tuple(map(self.rewriter.new_value, finals))
+            stacked.append(tuple(self.new_value(v, high - low) for v in ys))
             piece = replace(
                 op,
                 index=self.rewriter.index(op.index),

@@ -98,13 +98,13 @@ class HloReport:
     """The collectives of a compiled program, compared with a plan.
 
     Attributes:
-      found: the logical collectives of the program.
+      collectives: the logical collectives of the program.
       rewrites: the compiler's rewrites that explain where it differs from the plan.
       differences: one message for each difference that no rewrite explains, and for each line that may communicate but
         cannot be read; empty if the plan is true.
     """
 
-    found: tuple[HloCollective, ...]
+    collectives: tuple[HloCollective, ...]
     rewrites: tuple[Rewrite, ...]
     differences: tuple[str, ...]
 
@@ -138,18 +138,18 @@ def compare_hlo(text: str, mesh: LogicalMesh, planned: Sequence[Collective], red
     read = read_hlo(text, part)
     match = _Match(totals(planned, part), read.collectives, slices.restrict_to_slices(redundancy, part))
     match.pair()
-    match.joined()
-    match.packed()
+    match.pair_joined()
+    match.pair_packed()
     crossing = slices.collectives_across_slices(planned, mesh, part)
-    match.in_two_levels(totals((c for c in crossing if c.kind == "all_reduce"), part))
-    match.lost()
+    match.pair_in_two_levels(totals((c for c in crossing if c.kind == "all_reduce"), part))
+    match.explain_missing()
     rewrites, differences = [*_listed(read.collectives, text), *match.rewrites], match.differences()
     if crossing or read.transfers:
         spare = sum(rewrite.count for rewrite in match.rewrites if rewrite.name in _LOSING)
         said, more = slices.transfers(read.transfers, crossing, mesh, part, spare)
         rewrites.append(Rewrite("between slices", sum(c.count for c in read.transfers), said))
         differences += more
-    differences += [f"may communicate, but cannot be read: {line}" for line in read.unread]
+    differences += [f"may communicate, but cannot be read: {line}" for line in read.unread_lines]
     return HloReport(read.collectives, tuple(rewrites), tuple(differences))
 
 
@@ -178,7 +178,7 @@ class _Match:
 
     def __init__(self, missing: Counter[Key], found: Sequence[HloCollective], redundancy: Redundancy) -> None:
         self.missing, self.found = missing, found
-        self.lost_by, self.item_bits = redundancy.lost, redundancy.item_bits
+        self.lost_by, self.item_bits = redundancy.removals, redundancy.item_bits
         self.extra: Counter[_Found] = Counter()
         operands = Counter((c.kind, c.op) for c in found)
         for c in found:
@@ -228,7 +228,7 @@ class _Match:
         known = self.item_bits.get(key, Counter[int]())
         return list(known.items()) if known.total() == n else [(None, n)]
 
-    def joined(self) -> None:
+    def pair_joined(self) -> None:
         """Pairs all missing all-reduces over some axes with extra ones of the same bytes in all, which are fewer."""
         for axes in dict.fromkeys(key[1] for key in self._open("all_reduce")):
             keys = [key for key in self._open("all_reduce") if key[1] == axes]
@@ -240,7 +240,7 @@ class _Match:
                     self._explain("joined", key)
                 self.extra.subtract(there)
 
-    def packed(self) -> None:
+    def pair_packed(self) -> None:
         """Pairs small missing collectives with all-reduces of one tile of 128 words."""
         for key in self._open("all_reduce") + self._open("all_gather"):
             if key[2] < _TILE:
@@ -248,7 +248,7 @@ class _Match:
                 if n := sum(self._take(key, (at, "u32", native)) for native in (False, True)):
                     self._note("packed into a tile", n, key, f" as an all-reduce of {_TILE} bytes of u32")
 
-    def in_two_levels(self, crossing: Counter[Key]) -> None:
+    def pair_in_two_levels(self, crossing: Counter[Key]) -> None:
         """Pairs the remaining all-reduces over several slices with the parts of them that run within one."""
         for axes in dict.fromkeys(axes for _, axes, _ in crossing):
             keys = [key for key in self._open("all_reduce") if key[1] == axes]
@@ -265,7 +265,7 @@ class _Match:
                     most -= taken
                     self.extra[found] -= taken
 
-    def lost(self) -> None:
+    def explain_missing(self) -> None:
         """Explains missing collectives without a counterpart: the program runs fewer collectives than planned."""
         for key in [key for key, n in self.missing.items() if n > 0 and key[2] == 0]:
             self._explain("removed empty", key)

@@ -106,13 +106,13 @@ class HloText:
       collectives: in the order of the text; not those over groups of one device.
       transfers: the exchanges of the program of a TPU slice with other slices (`checks.slices`), by kind, over no axes,
         with the bytes that a device sends.
-      unread: each line that may communicate and cannot be read, and each instruction in a computation that the entry is
-        not seen to reach, with the name of its computation in front.
+      unread_lines: each line that may communicate and cannot be read, and each instruction in a computation that the
+        entry is not seen to reach, with the name of its computation in front.
     """
 
     collectives: tuple[HloCollective, ...]
     transfers: tuple[HloCollective, ...]
-    unread: tuple[str, ...]
+    unread_lines: tuple[str, ...]
 
 
 @dataclass
@@ -122,9 +122,9 @@ class _Computation:
     collectives: list[HloCollective] = field(default_factory=list)
     calls: list[tuple[str, int]] = field(default_factory=list)  # name, executions
     loops: list[tuple[str, str]] = field(default_factory=list)  # (condition, body) without a known trip count
-    fused: list[str] = field(default_factory=list)
+    fusions: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)  # compares and integer constants, kept for trip counts
-    unread: list[str] = field(default_factory=list)
+    unread_lines: list[str] = field(default_factory=list)
 
 
 def read_hlo(text: str, mesh: LogicalMesh) -> HloText:
@@ -138,7 +138,7 @@ def read_hlo(text: str, mesh: LogicalMesh) -> HloText:
     executions = _executions(computations, entry)
     out, unread = [], []
     for name, computation in computations.items():
-        unread += [f"{name}: {line}" for line in computation.unread]
+        unread += [f"{name}: {line}" for line in computation.unread_lines]
         times = executions.get(name)
         if times is None:
             ops = dict.fromkeys(f"{c.op} ({c.kind})" for c in computation.collectives)
@@ -168,7 +168,7 @@ def _split(text: str, mesh: LogicalMesh) -> tuple[dict[str, _Computation], str]:
         may_communicate = _WORDS.search(line) is not None
         read = not (may_communicate or _OF_INTEREST.search(line)) or _instruction(line, into, mesh)
         if not read and _WORDS.search(_QUOTED.sub("", line)):
-            into.unread.append(line.strip())
+            into.unread_lines.append(line.strip())
     marked = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
     return computations, marked[1] if marked else current or entry
 
@@ -191,7 +191,7 @@ def _instruction(line: str, into: _Computation, mesh: LogicalMesh) -> bool:
         _loop(line, into)
     elif base in _CALLERS:
         names = _CALLS.findall(line)
-        into.fused += names if base == "fusion" else []
+        into.fusions += names if base == "fusion" else []
         names += [name.strip(" %") for listed in _CALLED.findall(line) for name in listed.split(",")]
         into.calls += [(name, 1) for name in names]
     elif code in ("compare", "constant"):
@@ -317,7 +317,7 @@ def _trips(computations: dict[str, _Computation], condition: str) -> int | None:
     """
     if condition not in computations:
         return None
-    names = [condition, *computations[condition].fused]
+    names = [condition, *computations[condition].fusions]
     lines = [line for name in names if name in computations for line in computations[name].lines]
     bounds = {m[1] for line in lines for m in [re.search(r"= [su]\d+\[\]\S* constant\((\d+)\)", line)] if m}
     less = any("direction=LT" in line for line in lines)

@@ -49,11 +49,11 @@ class Redundancy:
     """Executions per step by (kind, axes, bytes).
 
     Attributes:
-      lost: those that may go, by each of `REASONS`.
+      removals: those that may go, by each of `REASONS`.
       item_bits: those of every collective of the module, by the width of the items that it sends.
     """
 
-    lost: Mapping[str, Counter[Key]]
+    removals: Mapping[str, Counter[Key]]
     item_bits: Mapping[Key, Counter[int]]
 
 
@@ -70,7 +70,7 @@ def redundant_collectives(module: Any, mesh: LogicalMesh) -> Redundancy:
         for op in numbering.functions.values():
             if is_public(op):
                 block = op.regions[0].blocks[0]
-                numbering.block(block, [numbering.fresh() for _ in block.arguments], _Scope({}, (), {}))
+                numbering.block(block, [numbering.new_number() for _ in block.arguments], _Scope({}, (), {}))
     widths: dict[Key, Counter[int]] = defaultdict(Counter)
     for (key, bits), n in numbering.executed.items():
         widths[key][bits] += n
@@ -83,15 +83,15 @@ class _Number:
 
     Attributes:
       varies: the newest loop-carried value that it depends on, by its place among all; 0 without one.
-      constant: whether everything that it depends on is a constant.
-      filled: the number that every element is, where that is known.
+      is_constant: whether everything that it depends on is a constant.
+      fill_value: the number that every element is, where that is known.
       sum: the collective, if it is a sum over devices, and what it has been multiplied or divided by since.
       origin: what it is a reshape of, and of which type.
     """
 
     varies: int = 0
-    constant: bool = False
-    filled: float | None = None
+    is_constant: bool = False
+    fill_value: float | None = None
     sum: tuple[Key, tuple[Any, ...]] | None = None
     origin: tuple[_Number, Any] | None = None
 
@@ -108,7 +108,7 @@ class _Scope(NamedTuple):
 
     values: dict[Any, _Number]
     loops: tuple[_Loop, ...]
-    known: dict[Any, list[_Number]]
+    operations: dict[Any, list[_Number]]
 
     @property
     def times(self) -> int:
@@ -128,7 +128,7 @@ class _Numbering:
         self.inside: dict[Any, dict[tuple[Key, int], int]] = {}  # executions in a known loop, or branches, for each run
         self.calls_communicate = functools.cache(lambda name: self._communicates(self.functions[name]))
 
-    def fresh(self, loops: tuple[_Loop, ...] = ()) -> _Number:
+    def new_number(self, loops: tuple[_Loop, ...] = ()) -> _Number:
         """A number that no other value has; with loops around, one that, to be safe, varies with all of them."""
         self.carried += bool(loops)
         return _Number(self.carried if loops else 0)
@@ -154,8 +154,8 @@ class _Numbering:
             return self.block(self.functions[callee(op)].regions[0].blocks[0], operands, scope._replace(values={}))
         if name == _MANUAL:
             block = op.regions[0].blocks[0]
-            self.block(block, [self.fresh() for _ in block.arguments], scope._replace(known={}))
-            return [self.fresh(scope.loops) for _ in op.results]
+            self.block(block, [self.new_number() for _ in block.arguments], scope._replace(operations={}))
+            return [self.new_number(scope.loops) for _ in op.results]
         structured = name in ("stablehlo.while", *_BRANCHES)
         if name in _MAYBE_NOTHING and op.operands[0].type == op.results[0].type:
             return operands[:1]
@@ -164,18 +164,18 @@ class _Numbering:
         if name == "stablehlo.reduce_window" and _is_of_single_elements(op):
             return operands[: len(op.results)]
         if _only_reshapes(op):
-            return [_reshaped(op, operands[0], scope.known)]
+            return [_reshaped(op, operands[0], scope.operations)]
         if (same := _unchanged(name, operands)) is not None:
             return [same]
         inside = _Inner(scope.values if structured else {}, self.functions)
         key = (name, tuple(operands), _attributes(op), tuple(r.type for r in op.results), inside.regions(op))
         if structured and self._communicates(op):
             return self._structured(op, operands, scope, key)
-        if not (is_known := key in scope.known):
+        if not (is_known := key in scope.operations):
             varies = max((n.varies for n in (*operands, *inside.read)), default=0)
             constant = not structured and _is_constant(op, operands)
-            scope.known[key] = [_Number(varies, constant, _filled_with(op, operands)) for _ in op.results]
-        numbers = scope.known[key]
+            scope.operations[key] = [_Number(varies, constant, _filled_with(op, operands)) for _ in op.results]
+        numbers = scope.operations[key]
         if name in WRITTEN:
             self._collective(op, operands, numbers, scope.loops, is_known)
         elif not is_known and name.removeprefix("stablehlo.") in _NEUTRAL:
@@ -200,8 +200,8 @@ class _Numbering:
                 self.lost["reassociated sums"][total[0]] += times
                 return total
             return None
-        value, scale = operands if operands[1].constant or name == "stablehlo.divide" else operands[::-1]
-        return (value.sum[0], (*value.sum[1], (name, scale))) if value.sum is not None and scale.constant else None
+        value, scale = operands if operands[1].is_constant or name == "stablehlo.divide" else operands[::-1]
+        return (value.sum[0], (*value.sum[1], (name, scale))) if value.sum is not None and scale.is_constant else None
 
     def _collective(
         self, op: Any, operands: list[_Number], numbers: list[_Number], loops: tuple[_Loop, ...], is_known: bool
@@ -215,7 +215,7 @@ class _Numbering:
             self.executed[key, item_bits(value.type)] += times
             if is_known:
                 self.lost["merged duplicates"][key] += times
-            elif operand.constant:
+            elif operand.is_constant:
                 self.lost["removed constants"][key] += times
             elif len(outer) < len(loops):
                 self.lost["hoisted"][key] += times - _times(outer)
@@ -224,30 +224,30 @@ class _Numbering:
 
     def _structured(self, op: Any, operands: list[_Number], scope: _Scope, key: Any) -> list[_Number]:
         """Numbers a loop or branches with collectives; of those that were made before, all collectives are merged."""
-        if key in scope.known:
+        if key in scope.operations:
             for (collective, bits), number in self.inside[key].items():
                 self.executed[collective, bits] += number * scope.times
                 self.lost["merged duplicates"][collective] += number * scope.times
-            return scope.known[key]
+            return scope.operations[key]
         before = self.executed.copy()
         if op.name == "stablehlo.while":
-            scope.known[key] = self._while(op, operands, scope)
+            scope.operations[key] = self._while(op, operands, scope)
         else:
             for region in op.regions:
-                self.block(region.blocks[0], [], scope._replace(known=dict(scope.known)))
-            scope.known[key] = [self.fresh(scope.loops) for _ in op.results]
+                self.block(region.blocks[0], [], scope._replace(operations=dict(scope.operations)))
+            scope.operations[key] = [self.new_number(scope.loops) for _ in op.results]
         self.inside[key] = {one: n // scope.times for one, n in (self.executed - before).items()}
-        return scope.known[key]
+        return scope.operations[key]
 
     def _while(self, op: Any, operands: list[_Number], scope: _Scope) -> list[_Number]:
         condition, body = (region.blocks[0] for region in op.regions)
         passed = list(body.operations)[-1].operation.operands
         kept = [value == argument for value, argument in zip(passed, body.arguments, strict=True)]
         inner = (*scope.loops, _Loop(trip_count(op) or 1, self.carried + 1))
-        arguments = [n if keep else self.fresh(inner) for n, keep in zip(operands, kept, strict=True)]
+        arguments = [n if keep else self.new_number(inner) for n, keep in zip(operands, kept, strict=True)]
         for block in (condition, body):
             self.block(block, arguments, scope._replace(loops=inner))
-        return [n if keep else self.fresh(scope.loops) for n, keep in zip(operands, kept, strict=True)]
+        return [n if keep else self.new_number(scope.loops) for n, keep in zip(operands, kept, strict=True)]
 
 
 def _times(loops: tuple[_Loop, ...]) -> int:
@@ -256,11 +256,11 @@ def _times(loops: tuple[_Loop, ...]) -> int:
 
 def _is_constant(op: Any, operands: list[_Number]) -> bool:
     """Returns whether everything that an operation without regions depends on is a constant."""
-    if op.name == "stablehlo.remainder" and operands[1].filled == 1 and _is_integer(op):
+    if op.name == "stablehlo.remainder" and operands[1].fill_value == 1 and _is_integer(op):
         return True
     if not operands or op.name in WRITTEN:
         return op.name in ("stablehlo.constant", "stablehlo.iota")
-    return all(n.constant or _is_empty(v) for n, v in zip(operands, op.operands, strict=True))
+    return all(n.is_constant or _is_empty(v) for n, v in zip(operands, op.operands, strict=True))
 
 
 def _unchanged(name: str, operands: list[_Number]) -> _Number | None:
@@ -270,7 +270,7 @@ def _unchanged(name: str, operands: list[_Number]) -> _Number | None:
         return operands[1] if operands[1] is operands[2] else None
     if name not in _NEUTRAL:
         return None
-    first, second = (n.filled == _NEUTRAL[name] for n in operands)
+    first, second = (n.fill_value == _NEUTRAL[name] for n in operands)
     return operands[1] if first and name in ("multiply", "add") else operands[0] if second else None
 
 
@@ -288,7 +288,7 @@ def _reshaped(op: Any, operand: _Number, known: dict[Any, list[_Number]]) -> _Nu
 def _filled_with(op: Any, operands: list[_Number]) -> float | None:
     """Returns the number that every element of a result is; None where they differ, or it is not a finite one."""
     if op.name == "stablehlo.broadcast_in_dim":
-        return operands[0].filled
+        return operands[0].fill_value
     if op.name != "stablehlo.constant":
         return None
     match = re.search(r"dense<(-?\d+(?:\.\d*)?(?:e[+-]?\d+)?)>", str(_jax.constant_of(op)))
@@ -349,7 +349,7 @@ class _Inner:
     values: Mapping[Any, _Number]
     functions: Mapping[str, Any]
     read: list[_Number] = field(default_factory=list)
-    seen: dict[Any, Any] = field(default_factory=dict)
+    numbers: dict[Any, Any] = field(default_factory=dict)
 
     def regions(self, op: Any) -> tuple[Any, ...]:
         """Returns an operation's own regions (the sum of an all-reduce, the body of a loop)."""
@@ -372,11 +372,11 @@ class _Inner:
         return tuple(out)
 
     def _see(self, values: Any) -> None:
-        self.seen.update((value, (len(self.seen) + i,)) for i, value in enumerate(values))
+        self.numbers.update((value, (len(self.numbers) + i,)) for i, value in enumerate(values))
 
     def _operand(self, operand: Any) -> Any:
-        if operand in self.seen:
-            return self.seen[operand]
+        if operand in self.numbers:
+            return self.numbers[operand]
         if operand in self.values:
             self.read.append(self.values[operand])
         return self.values.get(operand, -1 - hash(operand) % (1 << 60))

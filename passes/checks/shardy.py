@@ -71,13 +71,13 @@ class ShardyReport:
     """The collectives of a lowered step.
 
     Attributes:
-      inside: those written in regions, equal ones joined, `count` the executions per step.
-      outside: those that Shardy inserts, and stablehlo collectives outside regions.
+      region_collectives: those written in regions, equal ones joined, `count` the executions per step.
+      inserted_collectives: those that Shardy inserts, and stablehlo collectives outside regions.
       unknown_loops: where each loop stands whose trip count is not known and was taken as one, if it communicates.
     """
 
-    inside: tuple[Collective, ...]
-    outside: tuple[Collective, ...]
+    region_collectives: tuple[Collective, ...]
+    inserted_collectives: tuple[Collective, ...]
     unknown_loops: tuple[str, ...]
 
 
@@ -93,16 +93,16 @@ def check_shardy(module: Any, mesh: LogicalMesh, planned: Sequence[Collective]) 
       VerificationError: naming each collective that is planned but not found, or found but not planned.
     """
     report = shardy_report(module, mesh)
-    want, have = totals(planned, mesh), totals(report.inside, mesh)
+    want, have = totals(planned, mesh), totals(report.region_collectives, mesh)
     problems = [
         f"{title}: {n} x {describe(key)}{_places(known, key, mesh)}"
         for title, differing, known in (
             ("planned but not found", want - have, planned),
-            ("found but not planned", have - want, report.inside),
+            ("found but not planned", have - want, report.region_collectives),
         )
         for key, n in sorted(differing.items())
     ]
-    for c in report.outside:
+    for c in report.inserted_collectives:
         place = f" at {c.where}" if c.where else ""
         key = c.kind, c.axes, c.bytes
         problems.append(f"inserted by the partitioner outside the written regions: {c.count} x {describe(key)}{place}")
@@ -121,7 +121,7 @@ def collectives_of_shardy(module: Any, mesh: LogicalMesh) -> tuple[Collective, .
     The arguments are those of `check_shardy`.
     """
     report = shardy_report(module, mesh)
-    return tuple(sorted(report.inside + report.outside, key=lambda c: -c.bytes * c.count))
+    return tuple(sorted(report.region_collectives + report.inserted_collectives, key=lambda c: -c.bytes * c.count))
 
 
 def shardy_report(module: Any, mesh: LogicalMesh) -> ShardyReport:

@@ -57,7 +57,7 @@ def part_of(text: str, mesh: LogicalMesh) -> LogicalMesh:
 
 def restrict_to_slices(redundancy: Redundancy, part: LogicalMesh) -> Redundancy:
     """Returns the same with every collective over the axes that it has within a slice."""
-    lost = {reason: Counter(_joined(counts, part, int.__add__)) for reason, counts in redundancy.lost.items()}
+    lost = {reason: Counter(_joined(counts, part, int.__add__)) for reason, counts in redundancy.removals.items()}
     return Redundancy(lost, _joined(redundancy.item_bits, part, Counter.__add__))
 
 

@@ -40,7 +40,7 @@ def check(value: Any) -> None:
             check(value.program)
             check(value.graph)
         case DecidedStage():
-            assert len(value.found.choice) == len(value.grouping.groups)
+            assert len(value.mesh_solution.choice) == len(value.grouping.groups)
         case LocalProgram():
             _local(value)
         case Schedule():

@@ -44,23 +44,23 @@ class MemoryReport:
     Attributes:
       arguments: what the caller passes.
       outputs: what the executable returns, donated buffers that it reuses included.
-      aliased: outputs that live in donated arguments.
+      aliases: outputs that live in donated arguments.
       temporaries: buffers that live only while it runs.
       code: the program itself, 0 where the backend does not say.
-      predicted: the bytes that the plan predicts, None without a prediction.
+      predicted_bytes: the bytes that the plan predicts, None without a prediction.
     """
 
     arguments: int
     outputs: int
-    aliased: int
+    aliases: int
     temporaries: int
     code: int
-    predicted: int | None = None
+    predicted_bytes: int | None = None
 
     @property
     def peak(self) -> int:
         """Bytes in use while it runs: arguments, outputs that are not aliased, temporaries and code."""
-        return self.arguments + self.outputs - self.aliased + self.temporaries + self.code
+        return self.arguments + self.outputs - self.aliases + self.temporaries + self.code
 
     @property
     def data(self) -> int:
@@ -70,7 +70,7 @@ class MemoryReport:
     @property
     def ratio(self) -> float | None:
         """Predicted over measured: 1 is exact, below 1 the plan is too optimistic."""
-        return None if self.predicted is None or self.peak == 0 else self.predicted / self.peak
+        return None if self.predicted_bytes is None or self.peak == 0 else self.predicted_bytes / self.peak
 
 
 def memory_of(compiled: Any, predicted: int | None = None) -> MemoryReport | None:
@@ -83,7 +83,7 @@ def memory_of(compiled: Any, predicted: int | None = None) -> MemoryReport | Non
     if stats is None:
         return None
     names = ("argument", "output", "alias", "temp", "generated_code")
-    return MemoryReport(*(int(getattr(stats, f"{name}_size_in_bytes")) for name in names), predicted=predicted)
+    return MemoryReport(*(int(getattr(stats, f"{name}_size_in_bytes")) for name in names), predicted_bytes=predicted)
 
 
 def lower_module(
@@ -121,11 +121,11 @@ def verify_partitioning(plan: P, staged: Staged) -> P:
     platform = plan.cluster.platform
     standins = StandIns(platform)
     for stage in staged.stages:
-        mesh = stage.found.mesh
+        mesh = stage.mesh_solution.mesh
         if mesh.size == 1:
             continue
-        if stage.program.outside:
-            names = ", ".join(sorted({op.name for op in stage.program.outside}))
+        if stage.program.boundary_ops:
+            names = ", ".join(sorted({op.name for op in stage.program.boundary_ops}))
             lines.append(
                 f"not checked: {names} run outside the shard_map regions, where the compiler decides what they "
                 "communicate"
@@ -157,7 +157,7 @@ def verify_partitioning(plan: P, staged: Staged) -> P:
 
 def _inserted(plan: P, stage: PlannedStage) -> P:
     """Returns the plan with the collectives that the partitioner inserts, where communication is left to it."""
-    mesh, platform = stage.found.mesh, plan.cluster.platform
+    mesh, platform = stage.mesh_solution.mesh, plan.cluster.platform
     cost, standins = MeshCost(plan.cluster, mesh), StandIns(platform)
     (segment,) = stage.segments.items
     found = collectives_of_shardy(module_of(stage, segment, platform, shared=True, standins=standins), mesh)
@@ -175,16 +175,16 @@ class CompiledReport:
     Attributes:
       name: of the executable.
       submesh: where it runs.
-      step: whether it is the whole step, whose memory is its peak; that of a part of one is its temporaries.
-      planned: the collectives that one run must have.
+      is_whole_step: whether it is the whole step, whose memory is its peak; that of a part of one is its temporaries.
+      planned_collectives: the collectives that one run must have.
       hlo: what was found; None where nothing is planned to compare with (one device, or operations outside of regions).
       memory: with the bytes that the plan predicts; None where the backend has no statistics.
     """
 
     name: str
     submesh: int
-    step: bool
-    planned: tuple[Collective, ...]
+    is_whole_step: bool
+    planned_collectives: tuple[Collective, ...]
     hlo: HloReport | None
     memory: MemoryReport | None
 
@@ -193,7 +193,7 @@ class CompiledReport:
         """Measured bytes per device: the peak of a whole step, else the temporaries; 0 without statistics."""
         if self.memory is None:
             return 0
-        return self.memory.peak if self.step else self.memory.temporaries
+        return self.memory.peak if self.is_whole_step else self.memory.temporaries
 
 
 def compiled_reports(
@@ -210,15 +210,15 @@ def compiled_reports(
             continue
         position, item = staged.written.functions[number]
         stage = staged.stages[position]
-        segment, mesh = stage.segments.items[item], stage.found.mesh
+        segment, mesh = stage.segments.items[item], stage.mesh_solution.mesh
         whole = segment.kind == "step"
         wanted = plan.collectives if stage.communication == "compiler" else expected_collectives(stage, segment)
         report = None
-        if mesh.size > 1 and not stage.program.outside:
+        if mesh.size > 1 and not stage.program.boundary_ops:
             redundancy = redundant_collectives(module_of(stage, segment, platform), mesh)
             report = compare_hlo(one.as_text(), mesh, wanted, redundancy)
         executable = staged.program.executables[number]
-        memory = memory_of(one, plan.stages[0].memory.total if whole else stage.temporary[segment])
+        memory = memory_of(one, plan.stages[0].memory.total if whole else stage.temporary_bytes[segment])
         yield CompiledReport(executable.name, executable.mesh, whole, tuple(wanted), report, memory)
 
 
@@ -259,10 +259,10 @@ def verify_compiled(plan: P, staged: Staged, compiled: Sequence[Any]) -> P:
 def _in_words(found: CompiledReport) -> str | None:
     """Returns the memory of an executable next to the prediction, in words; None without either."""
     memory = found.memory
-    if memory is None or memory.predicted is None:
+    if memory is None or memory.predicted_bytes is None:
         return None
-    predicted = units.exact_bytes(memory.predicted)
-    if not found.step:
+    predicted = units.exact_bytes(memory.predicted_bytes)
+    if not found.is_whole_step:
         return f"{units.exact_bytes(memory.temporaries)} of temporaries in {found.name}; the plan predicts {predicted}"
     if memory.ratio is None:
         return None
@@ -295,4 +295,4 @@ def module_of(
             return function_of(program, traced, abstract, stage.communication, shared=shared)
         return functions.function_of(stage.segments, segment, abstract, stage.num_microbatches, shared=shared)
 
-    return lower_module(make, stage.found.mesh, avals, specs, platform, standins)
+    return lower_module(make, stage.mesh_solution.mesh, avals, specs, platform, standins)

@@ -94,7 +94,7 @@ def lifetimes(items: Sequence[Item], nbytes: Sizes, outputs: Iterable[int]) -> d
             found[v] = found[v][0], max(place, found[v][1])
         found.update((v, (place, place)) for v in made)
     for v in outputs:
-        if (v := fusion.of(v)) in found:
+        if (v := fusion.base_of(v)) in found:
             found[v] = found[v][0], len(items)
     return found
 
@@ -107,13 +107,13 @@ class _Kernel:
     elements: int
     # (value, the item that takes a part of it) -> the item that reads it, its operand, the share that is read
     reads: dict[tuple[int, int], tuple[int, int, float]] = field(default_factory=dict)
-    before: frozenset[int] = frozenset()  # the kernels whose results it reads
-    base: int = 0  # the first kernel that `needs` has a bit for
-    needs: int = 0  # the kernels that must run before, and itself, a bit for each
+    producers: frozenset[int] = frozenset()  # the kernels whose results it reads
+    base: int = 0  # the first kernel that `predecessors` has a bit for
+    predecessors: int = 0  # the kernels that must run before, and itself, a bit for each
 
     def waits_for(self, kernel: int) -> bool:
         """Returns whether a kernel must run before this one; assumed for every kernel before `base`."""
-        return kernel < self.base or bool(self.needs >> (kernel - self.base) & 1)
+        return kernel < self.base or bool(self.predecessors >> (kernel - self.base) & 1)
 
 
 class _Fusion:
@@ -146,11 +146,11 @@ class _Fusion:
         self.loops = [item.kind == "loop" for item in self.items]
         for n in self.inner:
             self.loops[n] = True
-        self.stored = {self.of(v) for v in outputs}
+        self.stored = {self.base_of(v) for v in outputs}
         self.store()
-        self.shared()
+        self.assign_kernels()
 
-    def of(self, value: int) -> int:
+    def base_of(self, value: int) -> int:
         """Returns the value whose bytes a value is."""
         return self.source.get(value, value)
 
@@ -171,7 +171,7 @@ class _Fusion:
                 source.update(zip(item.results, own, strict=False))
                 self.maker.update((v, n) for v in item.results if v not in source)
             elif item.kind == "accumulation":
-                source[item.results[0]] = self.of(self.products[item.results[0]])
+                source[item.results[0]] = self.base_of(self.products[item.results[0]])
             else:
                 self.maker.update(dict.fromkeys(item.results, n))
             if item.kind != "view":
@@ -180,7 +180,7 @@ class _Fusion:
 
     def accumulations(self, outputs: frozenset[int]) -> dict[int, tuple[int, list[int], int]]:
         """Addition -> its product, the transpositions of that, and the value that is added to: step 6 of the rule."""
-        kept = {self.of(v) for v in outputs}
+        kept = {self.base_of(v) for v in outputs}
         found: dict[int, tuple[int, list[int], int]] = {}
         for n, (item, operands) in enumerate(zip(self.items, self.operands, strict=True)):
             if item.linear != "addition" or len(operands) != 2:
@@ -241,10 +241,10 @@ class _Fusion:
         item = self.items[n]
         return item.kind == "loop" and len(self.operands[n]) == len(item.results) == 1
 
-    def shared(self) -> None:
+    def assign_kernels(self) -> None:
         """Step 2 of the rule: from the end, since what reads a value is decided before it."""
         items, nbytes, users, stored = self.items, self.nbytes, self.users, self.stored
-        again = self.computing()
+        again = self.recompute_costs()
         kernels: dict[int, frozenset[int]] = {}  # of what is not stored, those that compute it
         for n in reversed(range(len(items))):
             results = items[n].results
@@ -265,7 +265,7 @@ class _Fusion:
                     continue
             kernels[n] = frozenset(list(into)[:_MANY])
 
-    def computing(self) -> dict[int, float]:
+    def recompute_costs(self) -> dict[int, float]:
         """Loop -> the cost of computing it once more, in bytes."""
         nbytes = self.nbytes
         found: dict[int, float] = {}
@@ -273,10 +273,10 @@ class _Fusion:
         for n, (item, operands) in enumerate(zip(self.items, self.operands, strict=True)):
             if item.kind != "loop":
                 continue
-            if item.partly:
-                own = nbytes[item.operands[0]] * item.taken(nbytes)
+            if item.reads_part:
+                own = nbytes[item.operands[0]] * item.read_share(nbytes)
             else:
-                costs = EXPENSIVE_BYTES * item.elements if item.expensive else 0.0
+                costs = EXPENSIVE_BYTES * item.elements if item.is_expensive else 0.0
                 own = costs + sum([least.get(v, nbytes[v]) for v in operands])
             found[n] = own
             for v in item.results:
@@ -287,7 +287,7 @@ class _Fusion:
         kernels = self.kernels()
         reads: dict[int, dict[int, float]] = {}
         starts: set[int] = set()
-        for group in self.merged(kernels):
+        for group in self.merge(kernels):
             root = kernels[group[0]].root
             if self.items[root].kind not in ("control", "accumulation"):
                 starts.add(root)
@@ -321,15 +321,15 @@ class _Fusion:
                 continue
             kernel = _Kernel(n, item.elements)
             if item.kind == "control":
-                kernel.before = frozenset([owner[v] for v in self.operands[n] if v in owner])
+                kernel.producers = frozenset([owner[v] for v in self.operands[n] if v in owner])
             else:
                 self.collect(kernel, inside)
-                kernel.before = frozenset([owner[v] for v, _ in kernel.reads if v in owner])
+                kernel.producers = frozenset([owner[v] for v, _ in kernel.reads if v in owner])
             kernel.base = max(0, len(out) // _FAR - 1) * _FAR
-            kernel.needs = 1 << len(out) - kernel.base
-            for k in kernel.before:
-                kernel.needs |= out[k].needs >> kernel.base - out[k].base
-            owner.update((self.of(v) if item.kind == "accumulation" else v, len(out)) for v in item.results)
+            kernel.predecessors = 1 << len(out) - kernel.base
+            for k in kernel.producers:
+                kernel.predecessors |= out[k].predecessors >> kernel.base - out[k].base
+            owner.update((self.base_of(v) if item.kind == "accumulation" else v, len(out)) for v in item.results)
             out.append(kernel)
         return out
 
@@ -347,11 +347,11 @@ class _Fusion:
             operands = zip(item.operands, sources[n], strict=True)
             if item.update[1]:
                 next(operands, None)  # written in place
-            partly = item.partly
+            partly = item.reads_part
             for operand, v in operands:
                 share, part = whole, via
                 if partly:  # of the first operand alone
-                    share, part, partly = whole * item.taken(self.nbytes), n, False
+                    share, part, partly = whole * item.read_share(self.nbytes), n, False
                 maker = inside.get(v)
                 if maker is None:
                     reads.setdefault((v, part), (n, operand, share))
@@ -359,7 +359,7 @@ class _Fusion:
                     seen.add(maker)
                     waiting.append((maker, share, part))
 
-    def merged(self, kernels: Sequence[_Kernel]) -> list[list[int]]:
+    def merge(self, kernels: Sequence[_Kernel]) -> list[list[int]]:
         """Step 4 of the rule."""
         group = list(range(len(kernels)))
         members = [[k] for k in group]
@@ -388,7 +388,7 @@ class _Fusion:
             maker = owner.get(v)
             if maker is not None and self.loops[kernels[maker].root]:
                 for k in found:
-                    others = kernels[k].before - {maker}  # none of which needs the maker, too
+                    others = kernels[k].producers - {maker}  # none of which needs the maker, too
                     is_direct = not any(kernels[other].waits_for(maker) for other in others)
                     if is_direct and kernels[maker].elements == kernels[k].elements:
                         join(maker, k)

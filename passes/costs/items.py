@@ -40,9 +40,9 @@ class Item:
       kind: what it is.
       operands, results: values, by any numbers.
       elements: how many it goes through: those of its result, of a reduction those of its operand.
-      partly: it reads no more of its first operand than its result has.
+      reads_part: it reads no more of its first operand than its result has.
       row: the length of the last dim where it reduces that alone, else 0.
-      expensive: a function that takes many instructions.
+      is_expensive: a function that takes many instructions.
       linear: an addition of two values, or a transposition, which GEMMs do in passing.
       update: of an update the operand that says how much is written, and how often memory is touched for it.
     """
@@ -51,15 +51,15 @@ class Item:
     operands: tuple[int, ...]
     results: tuple[int, ...]
     elements: int
-    partly: bool = False
+    reads_part: bool = False
     row: int = 0
     update: tuple[int, int] = (-1, 0)
-    expensive: bool = False
+    is_expensive: bool = False
     linear: Literal["", "addition", "transposition"] = ""
 
-    def taken(self, nbytes: Sizes) -> float:
+    def read_share(self, nbytes: Sizes) -> float:
         """Returns the share of its first operand that it reads."""
-        if not self.partly:
+        if not self.reads_part:
             return 1.0
         return min(1.0, sum(nbytes[r] for r in self.results) / max(1, nbytes[self.operands[0]]))
 

@@ -75,7 +75,7 @@ class Rules:
         """Returns one new factor for each dim."""
         return tuple(self.dim(size, kind) for size in sizes)
 
-    def matched(self, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Dims, Dims]:
+    def match_dims(self, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Dims, Dims]:
         """The dims of two tensors: one parallel factor where their sizes are equal, else a whole one for each."""
         pairs = list(zip(before, after, strict=True))
         left = tuple(self.dim(b, "parallel" if a == b else "replicate") for b, a in pairs)

@@ -76,14 +76,14 @@ def scatter(call: Call) -> Rule:
 def dynamic_slice(call: Call) -> Rule:
     """Dims taken whole are parallel."""
     new = Rules()
-    operand, result = new.matched(shape(call.operands[0]), shape(call.results[0]))
+    operand, result = new.match_dims(shape(call.operands[0]), shape(call.results[0]))
     return new.rule([operand, *(new.dims(shape(aval), "replicate") for aval in call.operands[1:])], [result])
 
 
 def dynamic_update_slice(call: Call) -> Rule:
     """Dims updated whole are parallel."""
     new = Rules()
-    operand, given = new.matched(shape(call.operands[0]), shape(call.operands[1]))
+    operand, given = new.match_dims(shape(call.operands[0]), shape(call.operands[1]))
     return new.rule([operand, given, *(new.dims(shape(aval), "replicate") for aval in call.operands[2:])], [operand])
 
 

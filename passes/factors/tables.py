@@ -166,7 +166,7 @@ def stack_rule(call: Call) -> Rule:
 def tile(call: Call) -> Rule:
     """Returns dims that are not repeated are parallel."""
     new = Rules()
-    before, after = new.matched(shape(call.operands[0]), shape(call.results[0]))
+    before, after = new.match_dims(shape(call.operands[0]), shape(call.results[0]))
     return new.rule([before], [after])
 
 

@@ -97,7 +97,7 @@ def control_flow(op: Op, operands: Sequence[Any], bodies: Sequence[Callable[[Seq
         case "scan":
             return _scan(op, operands, bodies[0])
         case "while":
-            cond_consts, body_consts, start = WhileView(op).taken(operands)
+            cond_consts, body_consts, start = WhileView(op).split_operands(operands)
             with jax.named_scope(UNKNOWN_TRIPS):
                 return lax.while_loop(
                     lambda carry: bodies[0]([*cond_consts, *carry])[0],
@@ -116,10 +116,10 @@ def control_flow(op: Op, operands: Sequence[Any], bodies: Sequence[Callable[[Seq
 
 def _scan(op: Op, operands: Sequence[Any], body: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
     view = ScanView(op)
-    consts, start, xs = view.taken(operands)
+    consts, start, xs = view.split_operands(operands)
 
     def step(carry: Any, xs: Any) -> tuple[Any, Any]:
-        out = view.given(body([*consts, *carry, *xs]))
+        out = view.split_results(body([*consts, *carry, *xs]))
         return out.carry, out.ys
 
     carry, ys = lax.scan(

@@ -96,15 +96,15 @@ def _runs(op: Op, operands: Sequence[Any]) -> Iterator[tuple[tuple[int, ...], Bl
         yield (), op.bodies[min(max(int(operands[0]), 0), len(op.bodies) - 1)], list(operands[1:])
     elif op.name == "scan":
         view = ScanView(op)
-        consts, carry, xs = view.taken(operands)
+        consts, carry, xs = view.split_operands(operands)
         order = reversed(range(view.length)) if op.params["reverse"] else range(view.length)
         for number, i in enumerate(order):
             inputs = [*consts, *carry, *(x[i] for x in xs)]
             yield (number,), view.body, inputs
-            carry = view.given(evaluation.evaluate_block(view.body, inputs)).carry
+            carry = view.split_results(evaluation.evaluate_block(view.body, inputs)).carry
     elif op.name == "while":
         condition, body = op.bodies
-        cond_consts, body_consts, carry = WhileView(op).taken(operands)
+        cond_consts, body_consts, carry = WhileView(op).split_operands(operands)
         for number in itertools.count():
             if not evaluation.evaluate_block(condition, [*cond_consts, *carry])[0]:
                 return

@@ -72,34 +72,34 @@ class ScanView:
         """The number of iterations."""
         return int(self.op.params["length"])
 
-    def taken(self, items: Sequence[T]) -> Taken[T]:
+    def split_operands(self, items: Sequence[T]) -> Taken[T]:
         """Returns a sequence that is parallel to the operands, in parts."""
         first = self.num_consts + self.num_carry
         return Taken(tuple(items[: self.num_consts]), tuple(items[self.num_consts : first]), tuple(items[first:]))
 
-    def given(self, items: Sequence[T]) -> Given[T]:
+    def split_results(self, items: Sequence[T]) -> Given[T]:
         """Returns a sequence that is parallel to the results, in parts."""
         return Given(tuple(items[: self.num_carry]), tuple(items[self.num_carry :]))
 
     @cached_property
     def operands(self) -> Taken[Atom]:
         """The operands in parts."""
-        return self.taken(self.op.operands)
+        return self.split_operands(self.op.operands)
 
     @cached_property
     def inputs(self) -> Taken[int]:
         """The body's inputs in parts."""
-        return self.taken(self.body.inputs)
+        return self.split_operands(self.body.inputs)
 
     @cached_property
     def outputs(self) -> Given[Atom]:
         """The body's outputs in parts."""
-        return self.given(self.body.outputs)
+        return self.split_results(self.body.outputs)
 
     @cached_property
     def results(self) -> Given[int]:
         """The results in parts."""
-        return self.given(self.op.results)
+        return self.split_results(self.op.results)
 
     @property
     def consts(self) -> list[tuple[Atom, int]]:
@@ -139,7 +139,7 @@ class ScanView:
                 found[number] = op, added
         return found
 
-    def rebuilt(
+    def rebuild(
         self,
         ops: Iterable[Op],
         consts: Sequence[tuple[Atom, int]],
@@ -178,7 +178,7 @@ class WhileView:
 
     op: Op
 
-    def taken(self, items: Sequence[T]) -> WhileTaken[T]:
+    def split_operands(self, items: Sequence[T]) -> WhileTaken[T]:
         """Returns a sequence that is parallel to the operands, in parts."""
         first = self.op.params["cond_nconsts"]
         split = first + self.op.params["body_nconsts"]

@@ -97,9 +97,9 @@ def _scan(op: Op, used: list[bool]) -> Op:
     """Removes carries, stacked results, constants and scanned inputs that are not read."""
     op, used = _once(op, used)
     view = ScanView(op)
-    used_carry, ys = view.given(used)
+    used_carry, ys = view.split_results(used)
     carry, live = _carried(view.body, view.inputs.carry, used_carry, ys)
-    consts, _, xs = view.taken([value in live for value in view.body.inputs])
+    consts, _, xs = view.split_operands([value in live for value in view.body.inputs])
     inputs, outputs = (*consts, *carry, *xs), (*carry, *ys)
     params = dict(op.params, num_consts=sum(consts), num_carry=sum(carry))
     bodies = (_body(view.body, inputs, outputs),)
@@ -109,12 +109,12 @@ def _scan(op: Op, used: list[bool]) -> Op:
 def _once(op: Op, used: list[bool]) -> tuple[Op, list[bool]]:
     """Turns carries of a one-iteration scan with unread ends into constants; returns it, and which results are used."""
     view = ScanView(op)
-    ends, ys = view.given(used)
+    ends, ys = view.split_results(used)
     if view.length != 1 or all(ends):
         return op, used
 
     def turned(items: Sequence[Any]) -> tuple[Any, ...]:
-        consts, carry, xs = view.taken(items)
+        consts, carry, xs = view.split_operands(items)
         return (*consts, *_select(carry, [not end for end in ends]), *_select(carry, ends), *xs)
 
     kept = (*ends, *(True for _ in ys))

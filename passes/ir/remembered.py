@@ -38,7 +38,7 @@ def memoise_method(method: Callable[Concatenate[S, P], V]) -> Callable[Concatena
     @functools.wraps(method)
     def of(self: S, *args: P.args, **kwargs: P.kwargs) -> V:
         memo: Memo = vars(self).setdefault("_memo", Memo())
-        return memo.once((method, args, *kwargs.items()), lambda: method(self, *args, **kwargs))
+        return memo.get_or_make((method, args, *kwargs.items()), lambda: method(self, *args, **kwargs))
 
     return of
 
@@ -46,7 +46,7 @@ def memoise_method(method: Callable[Concatenate[S, P], V]) -> Callable[Concatena
 class Memo(dict[Hashable, Any]):
     """Results by key; a key begins with the name of its table."""
 
-    def once(self, key: Hashable, make: Callable[[], V]) -> V:
+    def get_or_make(self, key: Hashable, make: Callable[[], V]) -> V:
         """Returns the result of `make`, called for each key once."""
         if key not in self:
             self[key] = make()

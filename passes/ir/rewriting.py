@@ -55,24 +55,24 @@ class Rewriter:
         self._shaped: dict[tuple[int, tuple[int, ...]], Value] = {}  # by the `id` of another, which `values` keeps
         self._last: int | None = None  # index of an op, once one was asked for
 
-    def fresh(self, like: int | Value) -> int:
+    def new_value(self, like: int | Value) -> int:
         """Returns a new value number, of the type of another value or of a given one."""
         self.values.append(self.values[like] if isinstance(like, int) else like)
         return len(self.values) - 1
 
-    def shaped(self, like: int, shape: tuple[int, ...]) -> int:
+    def new_value_of_shape(self, like: int, shape: tuple[int, ...]) -> int:
         """Returns a new value number, of the type of another value but of a shape of its own."""
         before = self.values[like]
         if before.shape == shape:
-            return self.fresh(before)
+            return self.new_value(before)
         made = self._shaped.get((id(before), shape))
         if made is None:
             made = self._shaped[id(before), shape] = Value(shape, before.dtype, before.aval.update(shape=shape))
-        return self.fresh(made)
+        return self.new_value(made)
 
     def constant(self, like: Value, array: Any) -> int:
         """Returns a new constant of the graph: an input of the top block."""
-        number = self.fresh(like)
+        number = self.new_value(like)
         self._constants.append((number, array))
         return number
 
@@ -104,7 +104,7 @@ class Rewriter:
 
     def barrier(self, values: Sequence[int], source: Any) -> tuple[Op, dict[int, int]]:
         """Returns an `optimization_barrier` on some values, and the name of each after it."""
-        after = {value: self.fresh(value) for value in values}
+        after = {value: self.new_value(value) for value in values}
         return self.op(_jax.optimization_barrier_primitive(), {}, values, list(after.values()), source), after
 
     def copy(
@@ -136,7 +136,7 @@ class Rewriter:
             op.primitive,
             op.params if params is None else params,
             tuple(operands),
-            tuple([self.fresh(known[v]) for v in op.results] if results is None else results),
+            tuple([self.new_value(known[v]) for v in op.results] if results is None else results),
             tuple([self.copy_block(body, known) for body in op.bodies]),
             op.source if source is None else source,
             op.key if is_alike else None,
@@ -157,7 +157,7 @@ class Rewriter:
         `values`: of the graph that it is from, by default this.
         """
         known = self.values if values is None else values
-        inputs = tuple([self.fresh(known[value]) for value in block.inputs])
+        inputs = tuple([self.new_value(known[value]) for value in block.inputs])
         ops, outputs = self.inline(block, dict(zip(block.inputs, inputs, strict=True)), known)
         return Block(inputs, tuple(ops), tuple(outputs))
 

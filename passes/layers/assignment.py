@@ -90,7 +90,7 @@ class _Assigner:
         forward = [op for op in self.body.ops if op.index in self.layering.forward]
         self.follow_users(forward, forward)
         self.find_available()
-        self.down()
+        self.assign_backward()
         owners = self.owners()
         self.split()
         self.sink(owners)
@@ -101,7 +101,7 @@ class _Assigner:
         """Returns the ops that read the results of an op."""
         return [user for value in op.results for user in self.users.get(value, ())]
 
-    def made_on(self, value: int) -> int | None:
+    def stage_of_maker(self, value: int) -> int | None:
         """Returns the stage of the op that makes a value; None of inputs, and where that is not known yet."""
         return self.stage.get(self.defined[value].index) if value in self.defined else None
 
@@ -113,10 +113,10 @@ class _Assigner:
         return Assignment(
             num_stages=self.stages,
             stage=dict(self.stage),
-            shared=frozenset(self.shared),
+            shared_ops=frozenset(self.shared),
             home=home,
             split_sums=tuple(self.split_sums),
-            dissolved=frozenset(self.dissolved),
+            dissolved_additions=frozenset(self.dissolved),
             phases=Phases({op.index: 1 + (op.index in weight) for op in self.backward}),
         )
 
@@ -127,13 +127,13 @@ class _Assigner:
         """Value -> the ops of the body that read it and are not free, directly or through free ones."""
         found: dict[int, set[int]] = {}
         for op in reversed(self.body.ops):
-            free = op.index in self.layering.free
+            free = op.index in self.layering.free_ops
             own = set[int]().union(*(found.get(v, ()) for v in op.results)) if free else {op.index}
             for value in op.reads:
                 found.setdefault(value, set()).update(own)
         return found
 
-    def read_on(self, values: Iterable[int], among: Container[int]) -> set[int]:
+    def stages_of_readers(self, values: Iterable[int], among: Container[int]) -> set[int]:
         """Returns the stages of those ops, among some, that read any of some values: see `bound`."""
         readers = {index for value in values for index in self.bound.get(value, ())}
         return {self.stage[index] for index in readers if index in among and index in self.stage}
@@ -142,8 +142,8 @@ class _Assigner:
         """Free ops run where those of `users` are that read them: shared if on several stages."""
         among = {op.index for op in users}
         for op in ops:
-            if op.index in self.layering.free:
-                found = self.read_on(op.results, among)
+            if op.index in self.layering.free_ops:
+                found = self.stages_of_readers(op.results, among)
                 if found:
                     self.stage[op.index] = min(found)
                 elif op.index not in self.stage:
@@ -158,14 +158,14 @@ class _Assigner:
         """
         forward = {op.index for op in self.body.ops if op.index in self.layering.forward}
         for value in self.view.inputs.consts:
-            self.available[value] = tuple(sorted(self.read_on([value], forward)))
+            self.available[value] = tuple(sorted(self.stages_of_readers([value], forward)))
         for value in self.view.inputs.xs:
-            heavy = {u.index for u in self.users.get(value, ()) if u.index in forward - self.layering.free}
-            self.available[value] = tuple(sorted(self.read_on([value], heavy or forward)))
+            heavy = {u.index for u in self.users.get(value, ()) if u.index in forward - self.layering.free_ops}
+            self.available[value] = tuple(sorted(self.stages_of_readers([value], heavy or forward)))
         for op in self.body.ops:
             for value in op.results if op.index in forward else ():
-                where = self.read_on([value], forward)
-                if op.index not in self.layering.free:
+                where = self.stages_of_readers([value], forward)
+                if op.index not in self.layering.free_ops:
                     where.add(self.stage[op.index])
                 elif not where:  # only the backward pass reads what is made of these parameters
                     where = {s for v in op.reads for s in self.available.get(v, ())}
@@ -174,13 +174,13 @@ class _Assigner:
 
     # -- the backward pass ----------------------------------------------------------------------------------------
 
-    def down(self) -> None:
+    def assign_backward(self) -> None:
         """Each backward op: the highest stage, no higher than its cotangents, that has the forward values it reads."""
         for op in self.backward:
-            if op.index in self.layering.free:
+            if op.index in self.layering.free_ops:
                 continue
             kept = [self.available[v] for v in op.reads if v in self.available]
-            made = [self.made_on(v) for v in op.reads if v not in self.available]
+            made = [self.stage_of_maker(v) for v in op.reads if v not in self.available]
             highest = min([self.stages - 1, *(stage for stage in made if stage is not None)])
             self.stage[op.index] = _meet(kept, highest)
 
@@ -228,7 +228,7 @@ class _Assigner:
 
     def summands(self, value: int, joins: list[Op]) -> list[tuple[int, int]]:
         """(value, stage) of each summand, looking through additions over several stages with no other reader."""
-        op, stage = self.defined.get(value), self.made_on(value)
+        op, stage = self.defined.get(value), self.stage_of_maker(value)
         if op is None or stage is None or op.index in self.layering.forward:
             return [(value, stage or 0)]
         if op.name in primitives.ADDS and len(self.users.get(value, ())) == 1 and len(op.reads) == 2:
@@ -246,7 +246,7 @@ class _Assigner:
             if index in self.stage and index not in self.layering.forward and number in owners:
                 self.stage[index] = min(self.stage[index], owners[number])
         for op in reversed(self.backward):
-            if op.index in self.layering.free or op.index in self.adding or op.index in self.dissolved:
+            if op.index in self.layering.free_ops or op.index in self.adding or op.index in self.dissolved:
                 continue
             users = [u.index for u in self.users_of(op) if u.index in self.stage and u.index not in self.dissolved]
             if not users or not self.outputs.isdisjoint(op.results):
@@ -254,20 +254,20 @@ class _Assigner:
             goal = max(self.stage[u] for u in users)
             can_sink = all(goal in self.available[v] for v in op.reads if v in self.available)
             saved = sum(self.values[v].nbytes for v in op.results)
-            if goal < self.stage[op.index] and can_sink and self.sent(op, goal) <= saved:
+            if goal < self.stage[op.index] and can_sink and self.sent_bytes(op, goal) <= saved:
                 self.stage[op.index] = goal
         self.rise(before)
         for index, (_, value) in self.adding.items():
-            made = self.made_on(value)
+            made = self.stage_of_maker(value)
             if index not in self.dissolved and made is not None:
                 self.stage[index] = made
         for number, (carry, parts) in enumerate(self.split_sums):
-            stages = [self.made_on(v) for v, _ in parts]
+            stages = [self.stage_of_maker(v) for v, _ in parts]
             moved = [(v, s if made is None else made) for (v, s), made in zip(parts, stages, strict=True)]
             self.split_sums[number] = carry, tuple(moved)
         for op in self.backward:
             if op.index in self.dissolved:
-                self.stage[op.index] = min(s for v in op.reads if (s := self.made_on(v)) is not None)
+                self.stage[op.index] = min(s for v in op.reads if (s := self.stage_of_maker(v)) is not None)
 
     def rise(self, before: Mapping[int, int]) -> None:
         """Takes back moves that would send the gradient of one parameter at every micro-batch: it is added up here."""
@@ -292,12 +292,12 @@ class _Assigner:
             if any(s > self.stage[op.index] for s in stages):
                 self.stage[op.index] = min(stages)
 
-    def sent(self, op: Op, stage: int) -> int:
+    def sent_bytes(self, op: Op, stage: int) -> int:
         """Returns bytes that go to a stage only for this op."""
         total = 0
         for value in dict.fromkeys(op.reads):
             made = self.defined.get(value)
-            if value in self.available or made is None or made.index in self.layering.free:
+            if value in self.available or made is None or made.index in self.layering.free_ops:
                 continue
             others = (u for u in self.users[value] if u is not op and u.index in self.stage)
             if self.stage[made.index] != stage and all(self.stage[u.index] != stage for u in others):
@@ -333,7 +333,7 @@ class _Assigner:
         split = {number: [stage for _, stage in parts] for number, parts in self.split_sums}
         for number, value in enumerate(self.scan.results):
             out = self.body.outputs[number]
-            made = [self.made_on(v) for v in values_in([out])]
+            made = [self.stage_of_maker(v) for v in values_in([out])]
             if found := split.get(number) or [stage for stage in made if stage is not None]:
                 home[value] = min(found)
         for op in self.after:  # what has a home draws its operations: the largest, of equal ones the lowest
@@ -350,10 +350,10 @@ class _Assigner:
             found = self.stages_of_users(op).union(*(runs.get(user.index, ()) for user in self.users_of(op)))
             for inner in (i for value in op.results for i in self.inner.get(value, ())):
                 for user in self.users.get(inner, ()):
-                    several = self.read_on(user.results, self.stage) if user.index in self.shared else set()
+                    several = self.stages_of_readers(user.results, self.stage) if user.index in self.shared else set()
                     found |= several | {self.stage[user.index]}
             self.place(op, min(found, default=0), home)
-            runs[op.index] = found if op.index in self.layering.free else {self.stage[op.index]}
+            runs[op.index] = found if op.index in self.layering.free_ops else {self.stage[op.index]}
             if len(runs[op.index]) > 1:
                 self.shared.add(op.index)
             for value in op.reads:

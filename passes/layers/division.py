@@ -200,7 +200,7 @@ def rematerialise_stages(layers: Layering, cuts: Sequence[int], remat: Sequence[
     }  # fmt: skip
     kept |= {v for number in again for v in saved[remat[number]] if own.get(made[v].index) == number}
     kept |= {v for v, op in made.items() if op.index in wanted}
-    kept -= {v for v in kept if made[v].index in layers.free}
+    kept -= {v for v in kept if made[v].index in layers.free_ops}
     backward = [op.index for op in layers.body.ops if op.index not in layers.forward and stage_of[op.index] in again]
     numbers = [n for n, layer in enumerate(layers.layers) if not again.isdisjoint(map(own.__getitem__, layer.ops))]
     return _carried_over(layers, rematerialisation.rematerialise(layers, numbers, backward, kept, stage_of))
@@ -215,7 +215,7 @@ def _carried_over(layers: Layering, result: Rewritten) -> Layering:
         scan=result.scan,
         forward=frozenset(place[i] for i in layers.forward if i in place),
         layers=tuple(replace(layer, ops=tuple(place[i] for i in layer.ops if i in place)) for layer in layers.layers),
-        free=frozenset(new for new, before in result.origin.items() if before in layers.free),
+        free_ops=frozenset(new for new, before in result.origin.items() if before in layers.free_ops),
     )
 
 

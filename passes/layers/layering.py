@@ -61,9 +61,9 @@ def cut_into_layers(traced: Traced, scan: int, rules: Mapping[object, Rule], *, 
     if not parts.forward:
         raise OptionError(f"scan={scan} has no forward operation, so there is nothing to cut into layers")
     order = _ordered(scan_op(traced, scan).bodies[0].ops, parts)
-    crossing = [*cuts.crossing_activation_bytes(order, parts.free, values).tolist(), 0]
+    crossing = [*cuts.crossing_activation_bytes(order, parts.free_ops, values).tolist(), 0]
     prices = [cuts.price(op, rules, values) for op in order]
-    made = cuts.free_values(order, parts.free, values)
+    made = cuts.free_values(order, parts.free_ops, values)
 
     def layers(starts: Sequence[int]) -> list[Layer]:
         """Returns the order cut at some places."""
@@ -75,11 +75,11 @@ def cut_into_layers(traced: Traced, scan: int, rules: Mapping[object, Rule], *, 
             found.append(Layer(tuple(op.index for op in some), seconds, mark, crossing[stop - 1]))
         return found
 
-    atoms = layers([0, *_candidates(order, parts.free, crossing)])
+    atoms = layers([0, *_candidates(order, parts.free_ops, crossing)])
     ends = itertools.accumulate(cuts.cut(atoms, max_layers), initial=0)
     sizes = [0, *itertools.accumulate(len(atom.ops) for atom in atoms)]
     found = layers([sizes[end] for end in ends][:-1])
-    return Layering(traced, scan, parts.forward, tuple(found), parts.free)
+    return Layering(traced, scan, parts.forward, tuple(found), parts.free_ops)
 
 
 def _ordered(ops: Sequence[Op], parts: Split) -> list[Op]:
@@ -93,7 +93,7 @@ def _ordered(ops: Sequence[Op], parts: Split) -> list[Op]:
     reduces = {
         op.index: parts.param_of[op.results[0]]
         for op in forward
-        if op.index not in parts.free and op.results and op.results[0] in parts.param_of
+        if op.index not in parts.free_ops and op.results and op.results[0] in parts.param_of
     }
     used = {v for op in forward for v in op.reads}
     out: dict[Op, None] = {}
@@ -102,12 +102,14 @@ def _ordered(ops: Sequence[Op], parts: Split) -> list[Op]:
         for root in reduces.get(op.index, ()):
             early.setdefault(root, []).append(op)
     for op in forward:
-        if op.index in parts.free and not used.isdisjoint(op.results):
+        if op.index in parts.free_ops and not used.isdisjoint(op.results):
             continue
-        if early and op.index not in reduces and op.index not in parts.free:
+        if early and op.index not in reduces and op.index not in parts.free_ops:
             roots = {root for v in op.reads for root in parts.param_of.get(v, ())}
             for follower in [f for root in sorted(roots) for f in early.pop(root, [])]:
-                if all(v not in defined or defined[v].index in parts.free for v in follower.reads):  # may be anywhere
+                if all(
+                    v not in defined or defined[v].index in parts.free_ops for v in follower.reads
+                ):  # may be anywhere
                     append_behind_makers(out, follower, defined)
         append_behind_makers(out, op, defined)
     for op in forward:
@@ -137,12 +139,12 @@ class Split:
 
     Attributes:
       forward: indices of the body's forward ops.
-      free: indices of the free ops of the body and of the top block.
+      free_ops: indices of the free ops of the body and of the top block.
       param_of: value of the body that is made of parameters alone -> the body's inputs that it is made of.
     """
 
     forward: frozenset[int]
-    free: frozenset[int]
+    free_ops: frozenset[int]
     param_of: Mapping[int, frozenset[int]]
 
 
@@ -177,7 +179,7 @@ def split(traced: Traced, scan: int, rules: Mapping[object, Rule]) -> Split:
             kinds.update(dict.fromkeys(o.results, kind if is_free else ACTIVE))
 
     for number, value in enumerate(traced.graph.block.inputs):
-        stays, dtype = number < len(traced.arguments) and traced.arguments[number].stays, values[value].dtype
+        stays, dtype = number < len(traced.arguments) and traced.arguments[number].is_resident, values[value].dtype
         is_number = jnp.issubdtype(dtype, jnp.inexact) and not jnp.issubdtype(dtype, jax.dtypes.extended)
         kinds[value] = PARAM if stays and is_number else INPUT
     walk(top[: top.index(op)])

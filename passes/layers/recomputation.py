@@ -142,12 +142,12 @@ def repeat_in_backward(
             group, atom = xs, operands[value]
         else:
             if value not in stacks:
-                stacks[value] = rewriter.shaped(value, (before.length, *rewriter.values[value].shape))
+                stacks[value] = rewriter.new_value_of_shape(value, (before.length, *rewriter.values[value].shape))
                 ys.append((value, stacks[value]))
             group, atom = xs, stacks[value]
         own = next((own for other, own in group if other is atom or other == atom), None)
         if own is None:
-            own = rewriter.fresh(value)
+            own = rewriter.new_value(value)
             group.append((atom, own))
         return own
 
@@ -168,8 +168,8 @@ def repeat_in_backward(
     ops, carries, outputs = rename_parts(after, known)
     ops = place_at_first_use(copies, ops) if first is None else [*barrier, *copies, *ops]
     return (
-        before.rebuilt(before.body.ops, before.consts, before.carries, before.xs, ys),
-        after.rebuilt(ops, consts, carries, xs, outputs),
+        before.rebuild(before.body.ops, before.consts, before.carries, before.xs, ys),
+        after.rebuild(ops, consts, carries, xs, outputs),
     )
 
 

@@ -116,7 +116,7 @@ def choices(layering: Layering) -> Mapping[Choice, frozenset[int]]:
         for op in forward
         for value in op.reads
         if value in made
-        and made[value].index not in layering.free
+        and made[value].index not in layering.free_ops
         and layer_of[made[value].index] != layer_of[op.index]
     }
     kept = {value for op in forward if is_kept(op) for value in op.results}
@@ -143,7 +143,7 @@ class _Body:
         saved: Collection[int],
         stages: Mapping[int, int],
     ) -> None:
-        self.rewriter, self.body, self.free, self.stages = rewriter, layers.body, layers.free, stages
+        self.rewriter, self.body, self.free, self.stages = rewriter, layers.body, layers.free_ops, stages
         self.backward, self.saved = frozenset(backward), frozenset(saved)
         self.inputs = frozenset(self.body.inputs)
         self.consts = frozenset(ScanView(layers.scan_op).inputs.consts)
@@ -158,40 +158,40 @@ class _Body:
     def block(self) -> Block:
         """Returns the body with copies in it."""
         self.find_entering()
-        for op in self.forward_first():
+        for op in self.order_forward_first():
             if op.index not in self.backward:
                 self.out.append(op)
                 continue
-            again = [v for v in self.needs(op) if self.is_again(v)]
+            again = [v for v in self.needed_values(op) if self.is_recomputed(v)]
             for value in again:
                 self.make(self.made[value], op)
             names: dict[int, Atom] = {v: self.copied[self.place(v, op)] for v in again}
             for value in again:  # the cotangent that went through the barrier with them
                 after = self.after.get(self.layer_of[self.made[value].index], {})
                 names.update((v, after[v]) for v in op.reads if v in after and v not in names and v not in self.made)
-            self.chosen_again(op, names)
+            self.copy_choice(op, names)
             self.out.append(rename_op(op, names))
         return Block(self.body.inputs, tuple(self.out), self.body.outputs)
 
-    def forward_first(self) -> list[Op]:
+    def order_forward_first(self) -> list[Op]:
         """The ops, those before all others that layers consist of or need: a barrier reads only what is made."""
         makers = producers(self.body.ops)
         layers = [op for op in self.body.ops if op.index in self.layer_of]
         first = reach(layers, lambda op: [makers[v] for v in op.reads if v in makers])
         return sorted(self.body.ops, key=lambda op: op not in first)
 
-    def is_again(self, value: int) -> bool:
+    def is_recomputed(self, value: int) -> bool:
         """Returns whether a value is made again for the backward pass."""
         return value in self.made and value not in self.saved and not self.made[value].has_effects
 
     def tie(self, op: Op) -> Tie | None:
         """The tie of an op whose maximum is saved but must be chosen again from recomputed operands; else None."""
         tie = self.ties.get(op.index)
-        if tie is None or self.is_again(tie.chain[0].results[0]):
+        if tie is None or self.is_recomputed(tie.chain[0].results[0]):
             return None
-        return tie if any(self.is_again(v) for v in tie.operands) else None
+        return tie if any(self.is_recomputed(v) for v in tie.operands) else None
 
-    def needs(self, op: Op) -> list[int]:
+    def needed_values(self, op: Op) -> list[int]:
         """Returns the values that an op reads, or the choice that is made again for it."""
         tie = self.tie(op)
         if tie is None:
@@ -199,7 +199,7 @@ class _Body:
         inner = {v for one in tie.chain for v in one.results}
         return list(dict.fromkeys(v for one in (op, *tie.chain) for v in one.reads if v not in inner))
 
-    def chosen_again(self, op: Op, names: dict[int, Atom]) -> None:
+    def copy_choice(self, op: Op, names: dict[int, Atom]) -> None:
         """Copies the choice that an op compares with, and adds the names of its results to `names`."""
         tie = self.tie(op)
         for one in tie.chain if tie is not None else ():
@@ -216,12 +216,12 @@ class _Body:
         """For each layer, the values that enter its copies from outside, constants excepted."""
 
         def again(op: Op) -> list[Op]:
-            return [self.made[v] for v in self.needs(op) if self.is_again(v)]
+            return [self.made[v] for v in self.needed_values(op) if self.is_recomputed(v)]
 
         wanted = [made for op in self.body.ops if op.index in self.backward for made in again(op)]
         for op in reach(wanted, again):
-            for value in () if op.index in self.free else self.needs(op):
-                if not self.is_again(value) and value not in self.consts:
+            for value in () if op.index in self.free else self.needed_values(op):
+                if not self.is_recomputed(value) and value not in self.consts:
                     self.entering.setdefault(self.layer_of[op.index], set()).add(value)
 
     def make(self, wanted: Op, user: Op) -> None:
@@ -231,8 +231,8 @@ class _Body:
             op, reader = stack[-1]
             if op.index not in self.free:
                 reader = op
-            needs = self.needs(op)
-            again = [v for v in needs if self.is_again(v)]
+            needs = self.needed_values(op)
+            again = [v for v in needs if self.is_recomputed(v)]
             missing = [(self.made[v], reader) for v in again if self.place(v, reader) not in self.copied]
             if missing:
                 stack += missing
@@ -243,7 +243,7 @@ class _Body:
             after = {} if op.index in self.free else self.barrier(self.layer_of[op.index], user)
             names: dict[int, Atom] = {v: after[v] for v in needs if v in after}
             names.update((v, self.copied[self.place(v, reader)]) for v in again)
-            self.chosen_again(op, names)
+            self.copy_choice(op, names)
             copy = self.rewriter.copy(op, names, source=_jax.mark_rematerialised(op.source))
             self.copied.update((self.place(v, reader), x) for v, x in zip(op.results, copy.results, strict=True))
             self.out.append(copy)

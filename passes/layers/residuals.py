@@ -145,9 +145,9 @@ def _sink_constants(rewriter: Rewriter, op: Op, makers: Mapping[int, Op]) -> Op:
     names: dict[int, Atom] = {atom: own for atom, own in consts if isinstance(atom, int)}
 
     def enter(value: int) -> int:
-        consts.append((value, rewriter.fresh(value)))
+        consts.append((value, rewriter.new_value(value)))
         return consts[-1][1]
 
     copies = recomputation.copy_ops(rewriter, again, names, enter, is_remat=False)
     ops, carries, ys = rename_parts(view, {own: names[atom] for atom, own in required.items() if atom in repeated})
-    return view.rebuilt(recomputation.place_at_first_use(copies, ops), consts, carries, view.xs, ys)
+    return view.rebuild(recomputation.place_at_first_use(copies, ops), consts, carries, view.xs, ys)

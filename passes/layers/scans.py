@@ -95,7 +95,7 @@ def cut_scans(
             _micro_batches(top, body, view)
         else:
             top.walk(op)
-    outputs = [top.whole(atom, outer.source) for atom in traced.graph.block.outputs]
+    outputs = [top.join_pieces(atom, outer.source) for atom in traced.graph.block.outputs]
     block = Block(traced.graph.block.inputs, tuple(top.out), tuple(outputs))
     leaves = None
     if split_arguments:
@@ -122,13 +122,13 @@ def cut_stacked_arguments(traced: Traced, bounds: Mapping[int, Bounds], rules: M
     rewriter, block = Rewriter(traced.graph), traced.graph.block
     walk = StackWalk(rewriter, rules, block, {})
     source = next((op.source for op in block.ops), None)
-    whole = {block.inputs[number]: rewriter.fresh(block.inputs[number]) for number in sorted(bounds)}
+    whole = {block.inputs[number]: rewriter.new_value(block.inputs[number]) for number in sorted(bounds)}
     for number, some in sorted(bounds.items()):
         value = block.inputs[number]
-        parts = tuple(walk.fresh(value, high - low) for low, high in itertools.pairwise(some))
+        parts = tuple(walk.new_value(value, high - low) for low, high in itertools.pairwise(some))
         walk.pieces[value] = walk.asked_for[whole[value]] = some, parts
     walk.run()
-    outputs = tuple(walk.whole(atom, source) for atom in block.outputs)
+    outputs = tuple(walk.join_pieces(atom, source) for atom in block.outputs)
     inputs = tuple(whole.get(value, value) for value in block.inputs)
     block, leaves = _with_pieces(traced, walk, Block(inputs, tuple(walk.out), outputs))
     return _applied(leaves, replace(traced, graph=rewriter.finish(block)))
@@ -158,21 +158,21 @@ def _micro_batches(top: StackWalk, body: StackWalk, view: ScanView) -> None:
         if value in body.asked_for:
             bounds, parts = body.asked_for[value]
             consts += zip(in_pieces(atom, bounds), parts, strict=True)
-        consts.append((top.whole(atom, source), value))  # pruned where nothing reads it whole
+        consts.append((top.join_pieces(atom, source), value))  # pruned where nothing reads it whole
     carries: list[Carried] = []
     for one in view.carries:
         if one.input not in body.asked_for or not isinstance(one.output, int):
-            start, output = top.whole(one.start, source), body.whole(one.output, source)
+            start, output = top.join_pieces(one.start, source), body.join_pieces(one.output, source)
             carries.append(Carried(start, one.input, output, one.end))
             continue
         bounds, parts = body.asked_for[one.input]
         made = body.parts(one.output, bounds, source)
-        ends = tuple(map(top.rewriter.fresh, made))
+        ends = tuple(map(top.rewriter.new_value, made))
         top.pieces[one.end] = bounds, ends
         carries += map(Carried, in_pieces(one.start, bounds), parts, made, ends)
-    xs = [(top.whole(atom, source), value) for atom, value in view.xs]
-    ys = [(body.whole(atom, source), result) for atom, result in view.ys]
-    top.out.append(view.rebuilt(body.out, consts, carries, xs, ys))
+    xs = [(top.join_pieces(atom, source), value) for atom, value in view.xs]
+    ys = [(body.join_pieces(atom, source), result) for atom, result in view.ys]
+    top.out.append(view.rebuild(body.out, consts, carries, xs, ys))
 
 
 def _applied(stacked: Stacked, traced: Traced) -> Traced:

@@ -67,7 +67,7 @@ def _rewrite_loop(rewriter: Rewriter, op: Op) -> Op:
 
 def _add_in(rewriter: Rewriter, view: ScanView, summand: int, adds: Op, added: int, carry: int) -> Op:
     """Returns a scan that also scans over a carry, and stacks its sum with a summand in the place of the summand."""
-    own, total = rewriter.fresh(summand), rewriter.fresh(summand)
+    own, total = rewriter.new_value(summand), rewriter.new_value(summand)
     add = rewriter.op(adds.primitive, adds.params, (own, summand), (total,), adds.source, adds.index, adds.ctx)
     ops: list[Op] = []
     for op in view.body.ops:
@@ -75,4 +75,4 @@ def _add_in(rewriter: Rewriter, view: ScanView, summand: int, adds: Op, added: i
         if summand in op.results:
             ops.append(add)
     ys = [(total, adds.results[0]) if result == added else (atom, result) for atom, result in view.ys]
-    return view.rebuilt(ops, view.consts, view.carries, [*view.xs, (carry, own)], ys)
+    return view.rebuild(ops, view.consts, view.carries, [*view.xs, (carry, own)], ys)

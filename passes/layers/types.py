@@ -39,14 +39,14 @@ class Layering:
       scan: the index of the op of the top block that runs through the micro-batches.
       forward: the forward ops of the scan's body; the other ops of the body are its backward pass.
       layers: in order; each forward op is in exactly one.
-      free: the ops of the top block and of the body that need no activation and are cheap to run again.
+      free_ops: the ops of the top block and of the body that need no activation and are cheap to run again.
     """
 
     traced: Traced
     scan: int
     forward: frozenset[int]
     layers: tuple[Layer, ...]
-    free: frozenset[int]
+    free_ops: frozenset[int]
 
     @cached_property
     def scan_op(self) -> Op:
@@ -86,7 +86,7 @@ class Phases:
     number: Mapping[int, int] = field(default_factory=dict)
     num_slices: int = 1
 
-    def of(self, index: int, *, split_weights: bool) -> int:
+    def phase_of(self, index: int, *, split_weights: bool) -> int:
         """Returns the phase of an op, where gradients of parameters have one of their own or not."""
         number = self.number.get(index, 0)
         return number if split_weights or self.num_slices > 1 else min(number, 1)
@@ -100,24 +100,25 @@ class Assignment:
       num_stages: the number of stages.
       stage: op index -> stage, for every op of the scan's body and every other op of the top block. For a shared op,
         the lowest stage that uses it.
-      shared: ops that every stage that uses them runs for itself: their operands are inputs or other shared ops.
+      shared_ops: ops that every stage that uses them runs for itself: their operands are inputs or other shared ops.
       home: input of the top block -> the stage that keeps it (for state: that updates it). Inputs that nobody reads
         are on stage 0. Other stages that read it get it once per step, the batch as slices.
       owner: argument number -> the stage that it is bound to, whose new value is returned there, wherever it is made.
-      held: ops of the top block that run no earlier than they must: what they make is as large as what they read.
+      delayed_ops: ops of the top block that run no earlier than they must: their results are as large as what
+        they read.
       split_sums: (carry, ((value, stage), ...)): what a micro-batch adds to this carry is the sum of these values,
         which are made on different stages. Each stage keeps an accumulator of its own, and they are added once per
         step.
-      dissolved: the additions that `stages.sums` replace: those that join the summands, and the carry's own.
+      dissolved_additions: the additions that `stages.sums` replace: those that join the summands, and the carry's own.
       phases: of the body's ops; no stage needs to have an op of every phase.
     """
 
     num_stages: int
     stage: Mapping[int, int]
-    shared: frozenset[int]
+    shared_ops: frozenset[int]
     home: Mapping[int, int] = field(default_factory=dict)
     owner: Mapping[int, int] = field(default_factory=dict)
-    held: frozenset[int] = frozenset()
+    delayed_ops: frozenset[int] = frozenset()
     split_sums: tuple[tuple[int, tuple[tuple[int, int], ...]], ...] = ()
-    dissolved: frozenset[int] = frozenset()
+    dissolved_additions: frozenset[int] = frozenset()
     phases: Phases = field(default_factory=Phases)

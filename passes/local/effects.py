@@ -54,7 +54,7 @@ def print_form(s: Setting) -> LocalForm | None:
     """Returns a callback without results: on the first device only."""
     axes = _used_axes(s)
     if not axes:
-        return s.bound()
+        return s.bind()
     params = s.params()
 
     def run(*operands: Any) -> list:
@@ -72,7 +72,7 @@ def io_callback(s: Setting) -> LocalForm | None:
     """Returns a callback with results that must not be repeated: on the first device, which tells the others."""
     axes = _used_axes(s)
     if not axes:
-        return s.bound()
+        return s.bind()
     params = s.params()
     dtypes = [np.dtype(s.result_dtype(i)) for i in range(len(s.results))]
 

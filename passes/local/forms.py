@@ -49,7 +49,7 @@ def local_form(
     """
     sharded = [f for f, axes in enumerate(assignment) if axes]
     given = registered.maker(op)
-    maker = (given or FORMS.get(op.name)) if sharded else _ANYWHERE.get(op.name, Setting.bound)
+    maker = (given or FORMS.get(op.name)) if sharded else _ANYWHERE.get(op.name, Setting.bind)
     if maker is None or not (given or _kinds_fit(op.name, maker, rule.factors, sharded)):
         return None
     key = assignment, mesh
@@ -102,7 +102,7 @@ def _parts(
 
 
 def _disjoint(layouts: Sequence[Layout]) -> bool:
-    return all(len(layout.used) == sum(len(axes) for axes in layout.dims) for layout in layouts)
+    return all(len(layout.used_axes) == sum(len(axes) for axes in layout.dims) for layout in layouts)
 
 
 def _layouts(
@@ -151,7 +151,7 @@ def _kinds_fit(name: str, maker: Callable[..., Any], factors: Sequence[Factor], 
         kind = factors[f].kind
         if (kind == "sum" and name not in _SUMS) or (kind in ("max", "min") and maker is not reductions.extremum):
             return False
-        if kind == "special" and maker is Setting.bound:
+        if kind == "special" and maker is Setting.bind:
             return False
     return True
 
@@ -160,11 +160,11 @@ def _kinds_fit(name: str, maker: Callable[..., Any], factors: Sequence[Factor], 
 
 
 def _broadcast_in_dim(s: Setting) -> LocalForm | None:
-    return s.bound(shape=s.local_result())
+    return s.bind(shape=s.local_result())
 
 
 def _reshape(s: Setting) -> LocalForm | None:
-    return s.bound(new_sizes=s.local_result()) if s.op.params.get("dimensions") is None else None
+    return s.bind(new_sizes=s.local_result()) if s.op.params.get("dimensions") is None else None
 
 
 def _tile(s: Setting) -> LocalForm | None:
@@ -172,15 +172,15 @@ def _tile(s: Setting) -> LocalForm | None:
     local, made = s.local_operand(0), s.local_result()
     if any(n % m for n, m in zip(made, local, strict=True) if m):
         return None
-    return s.bound(reps=tuple(n // m if m else 1 for n, m in zip(made, local, strict=True)))
+    return s.bind(reps=tuple(n // m if m else 1 for n, m in zip(made, local, strict=True)))
 
 
 def _split(s: Setting) -> LocalForm | None:
-    return None if s.operands[0].dims[s.op.params["axis"]] else s.bound()
+    return None if s.operands[0].dims[s.op.params["axis"]] else s.bind()
 
 
 def _concatenate(s: Setting) -> LocalForm | None:
-    return None if s.results[0].dims[s.op.params["dimension"]] else s.bound()
+    return None if s.results[0].dims[s.op.params["dimension"]] else s.bind()
 
 
 def _identity(s: Setting) -> LocalForm:
@@ -213,14 +213,14 @@ _EFFECTS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
 _ANYWHERE: Mapping[str, Callable[[Setting], LocalForm | None]] = {**_IDENTITY, **_EFFECTS}
 
 FORMS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
-    **dict.fromkeys(primitives.ELEMENTWISE, Setting.bound),
-    **dict.fromkeys(primitives.MATRIX_ALGEBRA | primitives.VECTOR_ALGEBRA, Setting.bound),
-    **dict.fromkeys(_PLAIN.split(), Setting.bound),
-    **dict.fromkeys(primitives.CUDNN, Setting.bound),
+    **dict.fromkeys(primitives.ELEMENTWISE, Setting.bind),
+    **dict.fromkeys(primitives.MATRIX_ALGEBRA | primitives.VECTOR_ALGEBRA, Setting.bind),
+    **dict.fromkeys(_PLAIN.split(), Setting.bind),
+    **dict.fromkeys(primitives.CUDNN, Setting.bind),
     "custom_partitioning": partitioning.form,
     "pallas_call": pallas.kernel,
     **_IDENTITY,
-    primitives.CONSTRAINT: Setting.bound,
+    primitives.CONSTRAINT: Setting.bind,
     "argmax": reductions.arg_extremum,
     "argmin": reductions.arg_extremum,
     "broadcast_in_dim": _broadcast_in_dim,

@@ -47,7 +47,7 @@ def gather(s: Setting) -> LocalForm | None:
         return None
     changes = {"slice_sizes": tuple(slice_sizes)}
     if not looked_up:
-        return s.bound(**changes)
+        return s.bind(**changes)
     mode, dtype = s.op.params["mode"], s.result_dtype()
     if mode == GatherScatterMode.ONE_HOT or not _addable(dtype):
         return None
@@ -111,7 +111,7 @@ def scatter(s: Setting) -> LocalForm | None:
     if partial and (s.op.name not in primitives.SCATTER_ADDITIONS or not _addable(s.result_dtype())):
         return None
     if not looked_up and not partial:
-        return s.bound()
+        return s.bind()
     clips = mode == GatherScatterMode.CLIP
     adds = s.op.name in primitives.SCATTER_ADDITIONS and _addable(s.result_dtype())
     params = dict(s.op.params)
@@ -198,7 +198,7 @@ def dynamic_slice(s: Setting) -> LocalForm | None:
     shape = s.operand_shape(0)
     if any(sizes[d] != shape[d] for d in sharded_dims(s.operands[0])) or s.operands[0].dims != s.results[0].dims:
         return None
-    return s.bound(slice_sizes=s.local_result())
+    return s.bind(slice_sizes=s.local_result())
 
 
 def dynamic_update_slice(s: Setting) -> LocalForm | None:
@@ -206,4 +206,4 @@ def dynamic_update_slice(s: Setting) -> LocalForm | None:
     shape, update = s.operand_shape(0), s.operand_shape(1)
     if not s.operands[0].dims == s.operands[1].dims == s.results[0].dims:
         return None
-    return None if any(shape[d] != update[d] for d in sharded_dims(s.operands[0])) else s.bound()
+    return None if any(shape[d] != update[d] for d in sharded_dims(s.operands[0])) else s.bind()

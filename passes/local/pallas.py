@@ -10,4 +10,4 @@ def kernel(s: Setting) -> LocalForm | None:
     """Calls the kernel on a device's blocks, with as many steps as it has blocks."""
     operands = [s.local_operand(i) for i in range(len(s.op.operands))]
     results = [s.local_result(i) for i in range(len(s.op.results))]
-    return s.bound(**_jax.pallas_on_blocks(s.op.params, operands, results))
+    return s.bind(**_jax.pallas_on_blocks(s.op.params, operands, results))

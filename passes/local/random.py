@@ -27,7 +27,7 @@ def iota(s: Setting) -> LocalForm | None:
     dim, dtype = s.op.params["dimension"], np.dtype(s.op.params["dtype"])
     local, axes = s.local_result(), s.results[0].dims[dim]
     if not axes:
-        return s.bound(shape=local)
+        return s.bind(shape=local)
     # Counted in int32, because adding an offset in a narrow float type would round twice.
     counter = dtype if dtype.kind in "iu" and dtype.itemsize == 8 else np.dtype(np.int32)
 
@@ -69,7 +69,7 @@ def _stream(s: Setting, finish: Any) -> LocalForm | None:
     if s.operands[0].dims != s.results[0].dims[:lead]:
         return None
     if not any(axes):
-        return s.bound()
+        return s.bind()
     key = s.op.operands[0]
     if isinstance(key, Lit) or str(s.values[key].dtype) != "key<fry>" or not _partitionable(s):
         return None

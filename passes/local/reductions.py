@@ -44,7 +44,7 @@ def extremum(s: Setting) -> LocalForm | None:
     """`reduce_max` and `reduce_min`."""
     axes = _reduced_axes(s, s.op.params["axes"])
     if not axes:
-        return s.bound()
+        return s.bind()
     largest = s.op.name == "reduce_max"
     dtype = s.result_dtype()
     floating = jnp.issubdtype(dtype, jnp.floating)
@@ -85,7 +85,7 @@ def reduce_again(s: Setting) -> LocalForm | None:
     """`reduce_prod`, `reduce_and`, `reduce_or`, `reduce_xor`: block results are gathered and reduced."""
     axes = _reduced_axes(s, s.op.params["axes"])
     if not axes:
-        return s.bound()
+        return s.bind()
 
     params = s.params()
 
@@ -101,7 +101,7 @@ def arg_extremum(s: Setting) -> LocalForm | None:
     (dim,) = s.op.params["axes"]
     axes = s.operands[0].dims[dim]
     if not axes:
-        return s.bound()
+        return s.bind()
     block, parts = s.local_operand(0)[dim], s.mesh.product(axes)
 
     def run(x: jax.Array) -> list:
@@ -124,7 +124,7 @@ def cumulative_form(s: Setting) -> LocalForm | None:
     dim, reverse = s.op.params["axis"], s.op.params["reverse"]
     axes = s.operands[0].dims[dim]
     if not axes:
-        return s.bound()
+        return s.bind()
     name, parts = s.op.name, s.mesh.product(axes)
     identity = _identity(name, s.result_dtype())
 
@@ -173,7 +173,7 @@ def top_k(s: Setting) -> LocalForm | None:
     k, dim = s.op.params["k"], s.op.params.get("axis", -1) % len(s.operand_shape(0))
     axes = s.operands[0].dims[dim]
     if not axes:
-        return s.bound()
+        return s.bind()
     if any(layout.dims[dim] for layout in s.results):
         return None
     shape = s.local_operand(0)
@@ -198,4 +198,4 @@ def top_k(s: Setting) -> LocalForm | None:
 def generic_reduce(s: Setting) -> LocalForm | None:
     """`reduce` with the user's own computation: only over whole dims."""
     dims = s.op.params["dimensions"]
-    return None if any(set(dims) & set(sharded_dims(layout)) for layout in s.operands) else s.bound()
+    return None if any(set(dims) & set(sharded_dims(layout)) for layout in s.operands) else s.bind()

@@ -36,7 +36,7 @@ def _form(s: Setting) -> LocalForm | None:
         )
     joins = [_joins(s, i) for i in range(len(s.results))]
     if not any(joins):
-        return s.bound(**changes)
+        return s.bind(**changes)
     params = s.params(**changes)
 
     def run(*operands: Any) -> list:

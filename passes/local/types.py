@@ -119,7 +119,7 @@ class Setting:
         """Returns bytes of one device's block of result i."""
         return math.prod(self.local_result(i)) * self.values[self.op.results[i]].itemsize
 
-    def bound(self, **changes: Any) -> LocalForm:
+    def bind(self, **changes: Any) -> LocalForm:
         """Returns the form that binds the same primitive, with some parameters changed to their local values.
 
         Shardings mean nothing where every axis is manual.
@@ -129,14 +129,14 @@ class Setting:
         return LocalForm(self.op, self.operands, self.results, changes=changes)
 
     def params(self, **changes: Any) -> Mapping[str, Any]:
-        """Returns the parameters of `bound`."""
-        return self.bound(**changes).params
+        """Returns the parameters of `bind`."""
+        return self.bind(**changes).params
 
     def form(self, own: Callable[..., list], *collectives: LocalCollective) -> LocalForm:
         """Returns a form with these layouts, run under the op's name stack and source line."""
         return LocalForm(self.op, self.operands, self.results, collectives, own=own)
 
-    def special(self, operand: int, dim: int) -> bool:
+    def is_special(self, operand: int, dim: int) -> bool:
         """Returns whether a special factor shards a dim of an operand."""
         return any(
             self.assignment[f] and self.rule.factors[f].kind == "special" for f in self.rule.operands[operand][dim]

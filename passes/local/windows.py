@@ -43,7 +43,7 @@ class _Halo:
     padding: tuple[int, int]
 
     @property
-    def moves(self) -> bool:
+    def is_needed(self) -> bool:
         """Whether anything is to be fetched or cropped."""
         return bool(self.left or self.right or any(self.padding))
 
@@ -99,7 +99,7 @@ def convolution(s: Setting) -> LocalForm | None:
     lhs, rhs, out = p["dimension_numbers"]
     halos, padding = [], list(p["padding"])
     for i, (dim, out_dim) in enumerate(zip(lhs[2:], out[2:], strict=True)):
-        if not s.special(0, dim):  # unsharded, or windows that lie apart: the same parameters hold on the blocks
+        if not s.is_special(0, dim):  # unsharded, or windows that lie apart: the same parameters hold on the blocks
             continue
         if p["lhs_dilation"][i] != 1:
             return None
@@ -107,7 +107,7 @@ def convolution(s: Setting) -> LocalForm | None:
         halo = _halo(s, (dim, out_dim), window, p["window_strides"][i], padding[i][0], p["rhs_dilation"][i])
         if halo is None:
             return None
-        if halo.moves:
+        if halo.is_needed:
             halos.append(halo)
             padding[i] = (0, 0)
     changes: dict[str, Any] = {"padding": tuple(padding)}
@@ -120,7 +120,7 @@ def convolution(s: Setting) -> LocalForm | None:
             return None
         changes["batch_group_count"] = groups // parts
     if not halos:
-        return s.bound(**changes)
+        return s.bind(**changes)
     params = s.params(**changes)
 
     def run(x: jax.Array, kernel: jax.Array) -> list:
@@ -136,7 +136,7 @@ def reduce_window(s: Setting) -> LocalForm | None:
     p = s.op.params
     halos, padding = [], [tuple(pair) for pair in p["padding"]]
     for dim in range(len(s.operand_shape(0))):
-        if not s.special(0, dim):
+        if not s.is_special(0, dim):
             continue
         if p["base_dilation"][dim] != 1:
             return None
@@ -144,11 +144,11 @@ def reduce_window(s: Setting) -> LocalForm | None:
         halo = _halo(s, (dim, dim), window, stride, padding[dim][0], p["window_dilation"][dim])
         if halo is None:
             return None
-        if halo.moves:
+        if halo.is_needed:
             halos.append(halo)
             padding[dim] = (0, 0)
     if not halos:
-        return s.bound(padding=tuple(padding))
+        return s.bind(padding=tuple(padding))
     params = s.params(padding=tuple(padding))
     border = _neutral(s.op.name, s.result_dtype())
     if border is None:
@@ -180,14 +180,14 @@ def select_and_scatter_add(s: Setting) -> LocalForm | None:
     p = s.op.params
     source, operand = s.operands
     for dim in range(len(operand.dims)):
-        if not s.special(1, dim):
+        if not s.is_special(1, dim):
             continue
         window, stride = p["window_dimensions"][dim], p["window_strides"][dim]
         aligned = s.local_operand(1)[dim] == stride * s.local_operand(0)[dim]
         same = source.dims[dim] == operand.dims[dim] == s.results[0].dims[dim]
         if window > stride or tuple(p["padding"][dim]) != (0, 0) or not aligned or not same:
             return None
-    return s.bound()
+    return s.bind()
 
 
 def slice_(s: Setting) -> LocalForm | None:
@@ -202,7 +202,7 @@ def slice_(s: Setting) -> LocalForm | None:
         if starts[dim] >= strides[dim] or block != made * strides[dim]:
             return None
         limits[dim] = block
-    return s.bound(limit_indices=tuple(limits))
+    return s.bind(limit_indices=tuple(limits))
 
 
 def pad(s: Setting) -> LocalForm | None:
@@ -213,7 +213,7 @@ def pad(s: Setting) -> LocalForm | None:
         low, high, interior = s.op.params["padding_config"][dim]
         if low < 0 or high < 0 or low + high != interior:
             return None
-    return s.bound()
+    return s.bind()
 
 
 def rev(s: Setting) -> LocalForm | None:
@@ -222,7 +222,7 @@ def rev(s: Setting) -> LocalForm | None:
         return None
     turned = [s.operands[0].dims[d] for d in s.op.params["dimensions"] if s.operands[0].dims[d]]
     if not turned:
-        return s.bound()
+        return s.bind()
 
     def run(x: jax.Array) -> list:
         (x,) = bind(s.op, [x])

@@ -211,16 +211,16 @@ def _region(emitter: _Emitter, body: Body, layouts: Sequence[Layout], *blocks: A
 
 @dataclass(frozen=True, eq=False)
 class _Emitter:
-    """Executes instructions of a program inside `shard_map`; `shared` is that of `emit`."""
+    """Executes instructions of a program inside `shard_map`; `shares_functions` is `shared` of `emit`."""
 
     traced: Traced
     mesh: LogicalMesh
-    shared: bool
+    shares_functions: bool
 
     def run(self, body: Body, inputs: Sequence[Any], outer: Mapping[int, Any] = MappingProxyType({})) -> list[Any]:
         """Executes a body that may read registers of `outer`."""
         registers = {**outer, **dict(zip(body.inputs, inputs, strict=True))}
-        if self.shared:
+        if self.shares_functions:
             self._call(body, registers)
         else:
             self._execute(body, registers)
@@ -255,7 +255,7 @@ class _Emitter:
                         else contextlib.nullcontext()
                     ):
                         block = registers[item.source]
-                        if item.late:
+                        if item.is_late:
                             block = lax.optimization_barrier(block)
                         shape = self.traced.graph.values[item.value].shape
                         for step in item.steps:
@@ -320,7 +320,7 @@ def _change_layout(block: Any, step: Step, shape: tuple[int, ...], mesh: Logical
     match step.kind:
         case "slice":
             sizes = list(block.shape)
-            sizes[step.dim] = shape[step.dim] // mesh.product(step.after.dims[step.dim])
+            sizes[step.dim] = shape[step.dim] // mesh.product(step.target.dims[step.dim])
             starts: list[Any] = [np.int32(0)] * len(sizes)
             starts[step.dim] = lax.mul(block_number(step.axes), np.int32(sizes[step.dim]))
             return lax.dynamic_slice(block, starts, sizes, allow_negative_indices=False)
@@ -333,6 +333,6 @@ def _change_layout(block: Any, step: Step, shape: tuple[int, ...], mesh: Logical
         case "all_to_all":
             return lax.all_to_all(block, step.axes, step.to_dim, step.dim, tiled=True)
         case "collective_permute":
-            before = step.before.dims[step.dim]
+            before = step.source.dims[step.dim]
             same = [(block, block) for block in range(mesh.product(before))]
             return permute_blocks(block, before, same, mesh, step.axes)

@@ -93,7 +93,7 @@ class _Lowering:
 
     # -- values ---------------------------------------------------------------------------------------------------
 
-    def new(self, layout: Layout) -> int:
+    def new_register(self, layout: Layout) -> int:
         self.registers.append(layout)
         return len(self.registers) - 1
 
@@ -113,7 +113,7 @@ class _Lowering:
 
     def define(self, value: int, layout: Layout) -> int:
         """Gives a value the register in which it is made."""
-        register = self.made[value] = self.new(layout)
+        register = self.made[value] = self.new_register(layout)
         return register
 
     def define_all(self, values: Iterable[int], layouts: Iterable[Layout]) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ class _Lowering:
         """Returns the register that holds a value in a layout, resharding it if need be."""
         if isinstance(atom, Lit):
             return atom
-        if atom in self.grouping.lazy:
+        if atom in self.grouping.lazy_sources:
             return self.make(atom, layout)
         base = self.registers[self.made[atom]]
         if layout is base or layout == base:
@@ -134,7 +134,7 @@ class _Lowering:
         late = self.late_from is not None and self.clock >= self.late_from and atom in self.state
         key = (atom, layout, late)
         if key not in self.where:
-            self.where[key] = self.reshard(atom, self.made[atom], self.new(layout), late)
+            self.where[key] = self.reshard(atom, self.made[atom], self.new_register(layout), late)
         return self.where[key]
 
     def reshard(self, value: int, source: int, result: int, late: bool = False) -> int:
@@ -151,7 +151,7 @@ class _Lowering:
         key = (value, layout, False)
         if key in self.where:
             return self.where[key]
-        number, result = self.grouping.lazy[value]
+        number, result = self.grouping.lazy_sources[value]
         op = self.grouping.ops[number]
         rule = self.rules[op.key]
         axes: list[Axes] = [()] * len(rule.factors)
@@ -162,41 +162,41 @@ class _Lowering:
         if form is None or form.results[result].dims != layout.dims:
             assert not layout.is_replicated, (op.name, layout)
             self.where[key] = self.reshard(
-                value, self.make(value, replicated_layout(len(layout.dims))), self.new(layout)
+                value, self.make(value, replicated_layout(len(layout.dims))), self.new_register(layout)
             )
             return self.where[key]
         operands = self.fetch_all(op.operands, form.operands)
-        self.where[key] = self.new(layout)
+        self.where[key] = self.new_register(layout)
         self.out.append(Compute(op, form, operands, (self.where[key],)))
         return self.where[key]
 
     # -- operations -----------------------------------------------------------------------------------------------
 
     def block(self, block: Block) -> None:
-        positions, lazy = self.grouping.positions, self.grouping.lazy
+        positions, lazy = self.grouping.positions, self.grouping.lazy_sources
         for op in block.ops:
             self.clock, self.user = positions[op.index], op
-            if self.known.once(("outside", op.key), lambda op=op: needs_outside(op)):
-                self.outside(op)
+            if self.known.get_or_make(("outside", op.key), lambda op=op: needs_outside(op)):
+                self.lower_outside(op)
             elif op.bodies:
-                self.structured(op)
+                self.lower_control_flow(op)
             elif op.name == "optimization_barrier":
                 self.barrier(op)
             elif not (op.results and lazy.keys() >= set(op.results)):
-                self.straight(op)
+                self.lower_op(op)
 
     def compute(self, op: Op, form: LocalForm) -> None:
         operands = self.fetch_all(op.operands, form.operands)
         self.out.append(Compute(op, form, operands, self.define_all(op.results, form.results)))
 
-    def straight(self, op: Op) -> None:
+    def lower_op(self, op: Op) -> None:
         group, factors = self.member[op.index]
         strategy = self.choice[group.index]
         rule = self.rules[op.key]
         axes = tuple([strategy.axes[f] for f in factors]) if factors else ((),) * len(rule.factors)
         form = self.form(op, rule, axes)
         if form is None:
-            self.whole(op, strategy)
+            self.lower_whole(op, strategy)
             return
         if strategy.partial:
             operands, results = (
@@ -215,26 +215,26 @@ class _Lowering:
             self.known["form", op.key, axes] = form
         return form
 
-    def whole(self, op: Op, strategy: Strategy) -> None:
+    def lower_whole(self, op: Op, strategy: Strategy) -> None:
         """Runs a follower without a local form in its group's strategy whole on every device, and cuts its results."""
         rule = self.rules[op.key]
         form = local_form(op, rule, ((),) * len(rule.factors), self.values, self.mesh)
         assert form is not None, f"{op.name} cannot run whole"
         operands = self.fetch_all(op.operands, form.operands)
-        results = tuple(self.new(la) for la in form.results)
+        results = tuple(self.new_register(la) for la in form.results)
         self.out.append(Compute(op, form, operands, results))
         for value, register in zip(op.results, results, strict=True):
             wanted = layout_of(self.grouping.homes[value].dims, strategy)
             self.reshard(value, register, self.define(value, wanted))
 
-    def outside(self, op: Op) -> None:
+    def lower_outside(self, op: Op) -> None:
         """Whole values go out of the region, and whole values come back."""
         operands = self.fetch_all(op.operands, map(self.whole_layout, op.operands))
         self.out.append(Outside(op, operands, self.define_all(op.results, map(self.whole_layout, op.results))))
 
     def barrier(self, op: Op) -> None:
         """Values pass a barrier in the layout that they have; lazy ones need none."""
-        pairs = [(a, v) for a, v in zip(op.operands, op.results, strict=True) if v not in self.grouping.lazy]
+        pairs = [(a, v) for a, v in zip(op.operands, op.results, strict=True) if v not in self.grouping.lazy_sources]
         if not pairs:
             return
         op = replace(op, operands=tuple(a for a, _ in pairs), results=tuple(v for _, v in pairs))
@@ -243,7 +243,7 @@ class _Lowering:
         )
         self.compute(op, LocalForm(op, layouts, layouts, own=lambda *blocks: list(op.primitive.bind(*blocks))))
 
-    def structured(self, op: Op) -> None:
+    def lower_control_flow(self, op: Op) -> None:
         """Lowers a loop or branches: operands, bodies and results are in the layouts of their homes."""
         home = self.home_layout
         nested: list[tuple[Block, list[Layout]]]
@@ -262,10 +262,10 @@ class _Lowering:
             layouts = [replicated_layout(0), *map(home, op.bodies[0].inputs)]
             nested = [(branch, [*map(home, op.results)]) for branch in op.bodies]
         operands = self.fetch_all(op.operands, layouts)
-        bodies = tuple(self.nested(block, wanted) for block, wanted in nested)
+        bodies = tuple(self.lower_body(block, wanted) for block, wanted in nested)
         self.out.append(Loop(op, operands, bodies, self.define_all(op.results, map(home, op.results))))
 
-    def nested(self, block: Block, wanted: Sequence[Layout]) -> Body:
+    def lower_body(self, block: Block, wanted: Sequence[Layout]) -> Body:
         saved, self.out = self.out, []
         inputs = tuple(self.home(value) for value in block.inputs)
         self.block(block)

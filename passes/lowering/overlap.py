@@ -42,51 +42,55 @@ class Overlap:
     """The communication that hides in one run of some instructions.
 
     Attributes:
-      hidden: seconds of communication that take no time of their own.
-      hideable: seconds of the gradient synchronisation and the parameter gathers.
-      ahead: bytes per device of the largest tensor that is gathered ahead of its use.
+      hidden_seconds: seconds of communication that take no time of their own.
+      hideable_seconds: seconds of the gradient synchronisation and the parameter gathers.
+      prefetched_bytes: bytes per device of the largest tensor that is gathered ahead of its use.
     """
 
-    hidden: float = 0.0
-    hideable: float = 0.0
-    ahead: int = 0
+    hidden_seconds: float = 0.0
+    hideable_seconds: float = 0.0
+    prefetched_bytes: int = 0
 
     def times(self, count: int) -> Overlap:
         """That of this many runs."""
-        return Overlap(self.hidden * count, self.hideable * count, self.ahead)
+        return Overlap(self.hidden_seconds * count, self.hideable_seconds * count, self.prefetched_bytes)
 
     def __add__(self, other: Overlap) -> Overlap:
-        return Overlap(self.hidden + other.hidden, self.hideable + other.hideable, max(self.ahead, other.ahead))
+        return Overlap(
+            self.hidden_seconds + other.hidden_seconds,
+            self.hideable_seconds + other.hideable_seconds,
+            max(self.prefetched_bytes, other.prefetched_bytes),
+        )
 
 
 class Overlapping:
     """A search for the communication that can hide in the instructions of a step."""
 
     def __init__(self, prices: Prices) -> None:
-        self._prices, self._hiding = prices, Hiding(prices.traced, prices.cost.cluster.hides)
+        self._prices, self._hiding = prices, Hiding(prices.traced, prices.cost.cluster.hidden_kinds)
 
-    def of(self, items: Sequence[Instruction]) -> Overlap:
+    def find_overlap(self, items: Sequence[Instruction]) -> Overlap:
         """Returns the communication that hides in one run of some instructions."""
         streams = _Streams()
         serial, inner = 0.0, Overlap()
         for item in self._issued(items):
-            at = streams.ready(item.reads)
+            at = streams.wait_for(item.reads)
             computing, sent = self._computing((item,)), self._sending((item,))
             if isinstance(item, Loop):
                 runs = body_runs(item.op)
-                inner = sum([self.of(body.instructions).times(runs) for body in item.bodies], inner)
+                inner = sum([self.find_overlap(body.instructions).times(runs) for body in item.bodies], inner)
                 sent = runs * sum(self._sending(body.instructions) for body in item.bodies)
             serial += computing + sent
             kind = self._hidden_kind(item)
             if isinstance(item, Reshard) and kind == "gradient":
                 streams.join(item, at, *self._terms(item), self._size(item))
-                inner += Overlap(hideable=sent)
+                inner += Overlap(hideable_seconds=sent)
             elif isinstance(item, Reshard) and kind == "gather":
                 streams.run(item, at, sent, "links")
-                inner += Overlap(hideable=sent, ahead=self._size(item))
+                inner += Overlap(hideable_seconds=sent, prefetched_bytes=self._size(item))
             else:
                 streams.run(item, at, computing + sent, "computing", *(("links",) if sent else ()))
-        return inner + Overlap(hidden=max(0.0, serial - streams.end()))
+        return inner + Overlap(hidden_seconds=max(0.0, serial - streams.end()))
 
     def _issued(self, items: Sequence[Instruction]) -> list[Instruction]:
         """Returns the instructions in the order in which they start: those that can hide as early as they may.
@@ -116,7 +120,7 @@ class Overlapping:
 
         A gradient is a result of a reverse pass that only the update of the state reads.
         """
-        hides = self._prices.cost.cluster.hides
+        hides = self._prices.cost.cluster.hidden_kinds
         if not isinstance(item, Reshard) or not {step.kind for step in item.steps} - {"slice"} <= hides:
             return None
         if not self._sending((item,)):
@@ -150,7 +154,7 @@ class Overlapping:
 
     def _size(self, item: Reshard) -> int:
         """Returns bytes per device of the result of a resharding."""
-        value, layout = self._prices.traced.graph.values[item.value], item.steps[-1].after
+        value, layout = self._prices.traced.graph.values[item.value], item.steps[-1].target
         return value.nbytes // block_count(layout, self._prices.program.mesh)
 
 
@@ -159,7 +163,7 @@ class _Bucket:
     """Gradients that are sent together."""
 
     latency: float
-    ready: float = 0.0
+    ready_seconds: float = 0.0
     seconds: float = 0.0
     bytes: int = 0
     results: list[int] = field(default_factory=list)
@@ -173,7 +177,7 @@ class _Streams:
         self._ready: dict[int, float] = {}
         self._open: dict[tuple[tuple[str, ...], float], _Bucket] = {}
 
-    def ready(self, registers: Sequence[int]) -> float:
+    def wait_for(self, registers: Sequence[int]) -> float:
         """Returns the seconds at which some registers are there; sends gradients among them that wait for others."""
         if any(register in bucket.results for bucket in self._open.values() for register in registers):
             self._flush()
@@ -189,7 +193,7 @@ class _Streams:
         """Puts a gradient into the bucket of its kind, and sends that if it is full."""
         kinds = tuple(step.kind for step in item.steps)
         bucket = self._open.setdefault((kinds, latency), _Bucket(latency))
-        bucket.ready, bucket.seconds = max(bucket.ready, at), bucket.seconds + seconds
+        bucket.ready_seconds, bucket.seconds = max(bucket.ready_seconds, at), bucket.seconds + seconds
         bucket.bytes += size
         bucket.results.append(item.result)
         if bucket.bytes >= BUCKET:
@@ -202,6 +206,6 @@ class _Streams:
 
     def _flush(self) -> None:
         for bucket in self._open.values():
-            self._clock["links"] = max(self._clock["links"], bucket.ready) + bucket.latency + bucket.seconds
+            self._clock["links"] = max(self._clock["links"], bucket.ready_seconds) + bucket.latency + bucket.seconds
             self._ready.update(dict.fromkeys(bucket.results, self._clock["links"]))
         self._open = {}

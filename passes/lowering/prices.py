@@ -88,9 +88,9 @@ class Prices:
 
     def collectives(self, items: Iterable[Instruction]) -> list[tuple[Collective, float]]:
         """Returns the collectives of one run of some instructions, and the seconds of all executions of each."""
-        return [(found, sum(self.waiting(found, move))) for found, move, _ in self._communicated(items)]
+        return [(found, sum(self.waiting_seconds(found, move))) for found, move, _ in self._communicated(items)]
 
-    def steady(self, items: Iterable[Instruction], values: Container[int]) -> float:
+    def steady_seconds(self, items: Iterable[Instruction], values: Container[int]) -> float:
         """Of `collectives`, seconds that do not depend on the size of most values: latency, and where some values move.
 
         Args:
@@ -98,19 +98,19 @@ class Prices:
         """
         total = 0.0
         for found, move, _ in self._communicated(items):
-            latency, moving = self.waiting(found, move)
+            latency, moving = self.waiting_seconds(found, move)
             total += latency + (moving if move is not None and move[0] in values else 0.0)
         return total
 
     def links(self, items: Iterable[Instruction]) -> Iterator[tuple[Op | None, float, float]]:
         """Yields the op that waits for each of `collectives` (None: an output), its seconds of latency and on links."""
         for found, move, op in self._communicated(items):
-            yield op, *self.waiting(found, move)
+            yield op, *self.waiting_seconds(found, move)
 
     def _communicated(self, items: Iterable[Instruction]) -> Iterator[Communicated]:
         return collectives(replace(self.program, body=Body((), tuple(items), ())), self.traced)
 
-    def waiting(self, collective: Collective, move: tuple[int, int] | None) -> tuple[float, float]:
+    def waiting_seconds(self, collective: Collective, move: tuple[int, int] | None) -> tuple[float, float]:
         """Seconds of a collective, those of its latency and those of its bytes on the links, all executions together.
 
         One that the compiler combines with others pays its share of one latency.
@@ -139,7 +139,7 @@ def prices(
     for number, op in grouping.ops.items():
         work_flops = 0.0 if op.bodies else flops_of(op, rules[op.key], values)
         share = attention_efficiency(op, values, cost.cluster)
-        moved = found.space.moved[number]
+        moved = found.space.traffic[number]
         seconds = cost.compute(work_flops, moved.bytes, working_dtype(op, values), share)
         alone[number] = seconds + moved.starts * cost.cluster.kernel_start
     nodes, choice = found.space.nodes, found.solution.choice

@@ -45,13 +45,13 @@ class Compute(HasOperands):
 
 @dataclass(frozen=True, eq=False)
 class Reshard:
-    """Takes a register through the steps of a change of layout. `late`: behind an optimization barrier."""
+    """Takes a register through the steps of a change of layout. `is_late`: behind an optimization barrier."""
 
     value: int
     steps: tuple[Step, ...]
     source: int
     result: int
-    late: bool
+    is_late: bool
     used_by: Op | None
 
     @property
@@ -112,7 +112,7 @@ class LocalProgram:
     registers: tuple[Layout, ...]
 
     @property
-    def outside(self) -> tuple[Op, ...]:
+    def boundary_ops(self) -> tuple[Op, ...]:
         """The operations that split the step into regions."""
         return tuple(item.op for item in self.body.instructions if isinstance(item, Outside))
 
@@ -139,11 +139,11 @@ def collectives(program: LocalProgram, traced: Traced) -> Iterator[Communicated]
 def _collectives(body: Body, trips: int, mesh: LogicalMesh, values: Sequence[Value]) -> Iterator[Communicated]:
     for item in body.instructions:
         match item:
-            case Reshard(value=value, steps=steps, used_by=op, late=late):
+            case Reshard(value=value, steps=steps, used_by=op, is_late=late):
                 for step in steps:
                     if step.kind != "slice":
                         size = step.payload(values[value].shape, values[value].itemsize, mesh)
-                        axes = sort_axes(step.communicating(mesh), mesh)
+                        axes = sort_axes(step.communication_axes(mesh), mesh)
                         yield Collective(step.kind, axes, size, trips, 0, source_line_of(op)), (value, int(late)), op
             case Compute(op=op, form=form):
                 for c in form.collectives:

@@ -73,7 +73,7 @@ def _tokens(instructions: Sequence[Instruction], traced: Traced) -> np.ndarray:
             case Compute(op=op, form=form) if not op.has_effects:
                 wired = tuple([isinstance(o, Lit) for o in item.operands])
                 token = (op.key, op.ctx, form.operands, form.results, form.collectives, wired)
-            case Reshard(value=value, steps=steps, late=late):
+            case Reshard(value=value, steps=steps, is_late=late):
                 token = (steps, values[value].shape, values[value].dtype, late)
             case _:
                 out[i] = -1 - i

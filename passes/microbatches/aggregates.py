@@ -57,7 +57,7 @@ class Aggregates:
         self.once: dict[int, list[int]] = {}
         self._values, self._holds, self._loops_over = values, holds_examples, loops_over_examples
 
-    def of(self, atom: Atom) -> Tag:
+    def tag_of(self, atom: Atom) -> Tag:
         """Returns the tag of a value or a literal."""
         if isinstance(atom, Lit):
             return Tag.ZERO if is_zero(atom, {}) else Tag.CONSTANT
@@ -66,7 +66,7 @@ class Aggregates:
     def tag(self, ops: Sequence[Op], *, may_add_once: bool = False) -> None:
         """Tags the results of operations in program order; `may_add_once`: whether additions are noted in `once`."""
         for op in ops:
-            given = [self.of(atom) for atom in op.operands]
+            given = [self.tag_of(atom) for atom in op.operands]
             if may_add_once and op.name in primitives.ADDITIONS and set(given) == {Tag.SUM, Tag.CONSTANT}:
                 self.once[op.index] = [i for i, tag in enumerate(given) if tag == Tag.CONSTANT]
                 found = [Tag.SUM]
@@ -102,7 +102,7 @@ class Aggregates:
     def _block(self, block: Block, given: Sequence[Tag]) -> list[Tag]:
         self.tags.update(zip(block.inputs, given, strict=True))
         self.tag(block.ops)
-        return [self.of(atom) for atom in block.outputs]
+        return [self.tag_of(atom) for atom in block.outputs]
 
     def _repeat(self, body: Block, consts: Sequence[Tag], carry: Sequence[Tag], xs: Sequence[Tag]) -> list[Tag]:
         """Returns the tags of the final carry of a loop, and of its stacked results: a fixed point."""
@@ -111,18 +111,18 @@ class Aggregates:
 
     def _scan(self, op: Op, given: Sequence[Tag]) -> list[Tag]:
         view = ScanView(op)
-        consts, carry, xs = view.taken(given)
+        consts, carry, xs = view.split_operands(given)
         if not self._loops_over(op):
             return self._repeat(view.body, consts, carry, xs)
         found = self._repeat(view.body, consts, carry, xs)
         for number, start in enumerate(carry):
-            added = self.of(view.additions[number][1]) if number in view.additions else Tag.OTHER
+            added = self.tag_of(view.additions[number][1]) if number in view.additions else Tag.OTHER
             is_sum = start in (Tag.ZERO, Tag.SUM) and added == Tag.EXAMPLES
             found[number] = Tag.SUM if is_sum else start if found[number] == start in _UNREACHED else Tag.OTHER
         return found
 
     def _while(self, op: Op, given: Sequence[Tag]) -> list[Tag]:
-        cond_consts, body_consts, carry = WhileView(op).taken(given)
+        cond_consts, body_consts, carry = WhileView(op).split_operands(given)
         found = self._repeat(op.bodies[1], body_consts, carry, ())
         (goes_on,) = self._block(op.bodies[0], [*cond_consts, *found])
         return found if goes_on in _UNREACHED else [Tag.OTHER] * len(found)

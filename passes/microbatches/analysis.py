@@ -8,10 +8,10 @@ An operation that depends on no parameters (an operand is *free* if no floating-
 form is computed for the whole batch before the loop: the number of tokens that count, which a masked mean divides by.
 Where nothing would be left for the loop (a step that begins with x.T @ y), such sums are taken in it, as any other.
 
-An operation after the loop that is heavy and still works on single examples means that the model looks across the
-batch (batch norm, contrastive losses): `Refused` names it, and the reductions that would have to be taken within the
-micro-batch instead (`local`). Where that is allowed, the visit goes on from the first of them: the states before it do
-not depend on it, so that the cost of all of them does not depend on the number of other operations.
+An operation after the loop that is heavy and still works on single examples means that the model looks across the batch
+(batch norm, contrastive losses): `Refused` names it, and the reductions that would have to be taken within the
+micro-batch instead (`local_reductions`). Where that is allowed, the visit goes on from the first of them: the states
+before it do not depend on it, so that the cost of all of them does not depend on the number of other operations.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Analysis:
         self._visit_all(may_be_local)
 
     @property
-    def local(self) -> frozenset[int]:
+    def local_reductions(self) -> frozenset[int]:
         """The reductions (op indices) that are taken within the micro-batch."""
         return self._transfer.local
 
@@ -140,7 +140,7 @@ class Analysis:
                 self._visit(ops[number])
                 number += 1
             except Refused as refused:
-                new = refused.roots - self.local
+                new = refused.roots - self.local_reductions
                 if not (new and may_be_local):
                     raise
                 if not positions:
@@ -220,7 +220,7 @@ class Analysis:
         """Returns the dims that hold examples of each operand that has any, by its number."""
         found = {}
         for i, atom in enumerate(op.operands):
-            state = self.states.of(atom)
+            state = self.states.state_of(atom)
             if state.kind == "sliced":
                 found[i] = frozenset({state.dim})
             elif isinstance(atom, int) and atom in self.after and self.after[atom].examples:

@@ -81,7 +81,7 @@ def candidate_cuts(traced: Traced, parts: int) -> list[Cut]:
     several = []  # batches
     if len(leading) > 1 and all(size % parts == 0 for size in leading):
         several = [Cut(batch[0].shape[0], {item.value: 0 for item in batch})]
-    if not fits and not several and not any(size % parts == 0 for size in leading if not traced.batch_named):
+    if not fits and not several and not any(size % parts == 0 for size in leading if not traced.has_named_batch):
         raise indivisible_error(next(item for item in batch if sizes[0] in item.shape), sizes[0], parts)
     out = []
     for size in fits:
@@ -91,7 +91,7 @@ def candidate_cuts(traced: Traced, parts: int) -> list[Cut]:
         out.append(Cut(size, {value: min(common) if common else own[0] for value, own in dims.items()}))
     has_uncut = any(size not in item.shape for size in fits for item in batch)
     out = [*several, *out] if has_uncut else [*out, *several]
-    if len(leading) > 1 and not traced.batch_named:  # the arguments of one size may be all that is a batch
+    if len(leading) > 1 and not traced.has_named_batch:  # the arguments of one size may be all that is a batch
         alone = [
             Cut(size, {item.value: 0 for item in batch if item.shape[0] == size})
             for size in leading

@@ -72,11 +72,11 @@ class Scope:
 
     def scanned_input(self, outer: int) -> int:
         """Returns a new input that is an iteration's part of a stacked value."""
-        inner = self.builder.shaped(outer, self.builder.values[outer].shape[1:])
+        inner = self.builder.new_value_of_shape(outer, self.builder.values[outer].shape[1:])
         self.xs.append((outer, inner))
         return inner
 
-    def free(self) -> list[int]:
+    def free_values(self) -> list[int]:
         """Returns the values of parents that the block reads, in order."""
         made = {*self.carried, *(value for _, value in self.xs), *(value for op in self.ops for value in op.results)}
         reads = (*(value for op in self.ops for value in op.reads), *values_in(self.outputs))
@@ -84,7 +84,7 @@ class Scope:
 
     def block(self, consts: Sequence[int]) -> Block:
         """Returns the block, with values of parents as its first inputs, under names of its own."""
-        names: dict[int, Atom] = {value: self.builder.fresh(value) for value in consts}
+        names: dict[int, Atom] = {value: self.builder.new_value(value) for value in consts}
         inputs = (*values_in(names.values()), *self.carried, *(value for _, value in self.xs))
         return rename_block(Block(inputs, tuple(self.ops), tuple(self.outputs)), names)
 
@@ -143,7 +143,7 @@ class Scope:
         op, result = self.states.producers[value]
         if op.name == "optimization_barrier":
             return self.fetch(op.operands[result], want)
-        self._emit_copy(op, self.states.whole(op))
+        self._emit_copy(op, self.states.whole_role(op))
         return self.env[value, WHOLE]
 
     def _block(self, value: int, want: State, base: State) -> Atom:
@@ -152,7 +152,7 @@ class Scope:
         if found is not None:
             return found
         assert base != LOCAL
-        return self.trace(self.builder.cuts.one, [self.counter, self.fetch(value, base)], self.source(value), want)
+        return self.trace(self.builder.cuts.take, [self.counter, self.fetch(value, base)], self.source(value), want)
 
     def _local_block(self, value: int, want: State) -> Atom | None:
         """Returns the same by the local form of the operation that makes the value; None if it has none."""
@@ -166,7 +166,7 @@ class Scope:
             return None
         wanted = []
         for atom, layout in zip(op.operands, form.operands, strict=True):
-            state, given = state_of(layout), self.states.of(atom)
+            state, given = state_of(layout), self.states.state_of(atom)
             if state == WHOLE and given in (INNER, LOCAL):
                 state = given
             if state.kind == "sliced" and given != state and not self.states.can_block(atom, state.dim):
@@ -238,7 +238,7 @@ class Scope:
         match role.kind:
             case "whole":
                 if op.has_effects and self.parent is not None:  # it must run even if it is not read
-                    self._emit_copy(op, self.states.whole(op))
+                    self._emit_copy(op, self.states.whole_role(op))
             case "form":
                 self._emit_form(op, role)
             case "copy" | "map":
@@ -295,10 +295,10 @@ class Scope:
         results = self._define(op, role)
         start: list[Atom] = []
         if op.name != "cond":
-            taken = ScanView(op).taken if op.name == "scan" else WhileView(op).taken
+            taken = ScanView(op).split_operands if op.name == "scan" else WhileView(op).split_operands
             start = self.fetch_all(taken(op.operands).carry, taken(role.operands).carry)
         inner = [Nested(self, op, number, role) for number in range(len(op.bodies))]
-        free = [one.free() for one in inner]
+        free = [one.free_values() for one in inner]
         sizes: dict[str, int] = {}
         operands: tuple[Atom, ...]
         match op.name:
@@ -339,7 +339,7 @@ class Nested(Scope):
         wanted: Sequence[State] = role.inner
         held = [v for v in body.inputs if v not in self._ports]
         if op.name == "while" and number == 0:
-            wanted = [self.states.of(body.outputs[0])]
+            wanted = [self.states.state_of(body.outputs[0])]
         self.carried = [self.builder.new_part(v, state) for v, state in zip(held, role.inner, strict=False)]
         for value, state, part in zip(held, role.inner, self.carried, strict=False):
             self.define(value, state, part)

@@ -11,8 +11,8 @@ value an example are put back in their order. A draw of random numbers for the b
 that takes the batch apart do, and so do prints; then micro-batches are blocks of consecutive examples.
 
 How that is known. Of a dim of n elements that is cut, each of E examples has n/E consecutive ones. An operation keeps
-that where the sharded factor of its rule consists of whole examples; its role says otherwise (`Role.consecutive`). So
-does a local form that reads the number of its block, which is found when it is traced (`Builder`).
+that where the sharded factor of its rule consists of whole examples; its role says otherwise (`Role.is_consecutive`).
+So does a local form that reads the number of its block, which is found when it is traced (`Builder`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_independent_of_position(states: StepStates, block: Block | None = None
             continue
         pairs = [*zip(op.operands, role.operands, strict=True), *zip(op.results, role.results, strict=True)]
         cut = [state.segment_sizes(states.shape(atom)[state.dim]) for atom, state in pairs if state.kind == "sliced"]
-        if role.consecutive or any(size % states.examples for sizes in cut for size in sizes):
+        if role.is_consecutive or any(size % states.examples for sizes in cut for size in sizes):
             raise PositionDependent
         for body in op.bodies if role.inner else ():
             check_independent_of_position(states, body)
@@ -68,12 +68,12 @@ class Cuts:
             split = lax.transpose(split, (axis, *(d for d in range(split.ndim) if d != axis)))
         return _merge(split, dim + 1, 2) if self.strided else split
 
-    def one(self, state: State, number: Any, x: Any) -> Any:
+    def take(self, state: State, number: Any, x: Any) -> Any:
         """Returns the micro-batch of an array with a number."""
         dim = state.dim
         if state.segments:
             pieces = lax.split(x, state.segments, dim)
-            return lax.concatenate([self.one(sliced_state(dim), number, piece) for piece in pieces], dim)
+            return lax.concatenate([self.take(sliced_state(dim), number, piece) for piece in pieces], dim)
         if self.strided:
             split = self._split(x, dim)
             return _merge(lax.dynamic_index_in_dim(split, number, dim + 1, keepdims=False), dim, 2)
@@ -123,9 +123,9 @@ class Builder(FunctionWriter):
     def new_part(self, value: int, state: State) -> int:
         """Returns a new value for the part of `value` that one micro-batch has."""
         if state.kind != "sliced":
-            return self.fresh(value)
+            return self.new_value(value)
         shape, dim = self.values[value].shape, state.dim
-        return self.shaped(value, (*shape[:dim], shape[dim] // self.parts, *shape[dim + 1 :]))
+        return self.new_value_of_shape(value, (*shape[:dim], shape[dim] // self.parts, *shape[dim + 1 :]))
 
     def prepare(self, function: Callable[..., Any], operands: Sequence[int], *static: Hashable, into: list[Op]) -> Any:
         """Returns the one result of `function(*static, *operands)`, in operations outside of the loop."""

@@ -72,7 +72,7 @@ def emit(states: StepStates, *, strided: bool = False) -> tuple[Graph, int]:
     for op in block.ops:
         loop.emit(op)
     scan, post = loop.finish()
-    before, after = loop.outside(scan)
+    before, after = loop.ops_around(scan)
     outputs = tuple(rename_atom(atom, loop.names) for atom in block.outputs)
     graph = builder.finish(Block(block.inputs, (*before, scan, *post, *after), outputs))
     if scan.index not in builder.place:
@@ -115,7 +115,7 @@ class _Loop(Scope):
 
     # -- before and after -----------------------------------------------------------------------------------------
 
-    def read_later(self) -> list[int]:
+    def late_reads(self) -> list[int]:
         """The values that the operations after the loop read, and those that the step returns, if made before that."""
         states, atoms = self.states, list[Atom]()
         for op in states.graph.block.ops:
@@ -129,14 +129,14 @@ class _Loop(Scope):
     def exports(self) -> dict[int, State]:
         """Returns the values that the loop must return, with their states."""
         states = self.states
-        pairs = ((value, states.state[value]) for value in self.read_later())
+        pairs = ((value, states.state[value]) for value in self.late_reads())
         return {value: state for value, state in pairs if state != WHOLE and not states.is_outside(value)}
 
-    def outside(self, scan: Op) -> tuple[list[Op], list[Op]]:
+    def ops_around(self, scan: Op) -> tuple[list[Op], list[Op]]:
         """Returns the operations before and after the loop."""
         states, ops = self.states, self.states.graph.block.ops
         early = self._made_of(value for op in (scan, *self.prepared) for value in op.reads)
-        late = self._made_of(value for value in self.read_later() if value not in self.names)
+        late = self._made_of(value for value in self.late_reads() if value not in self.names)
         late |= {v for op in ops for v in op.results if self._is_later(op) or states.state[v] == AFTER}
         before = [part for op in ops if (part := _part(op, early)) is not None]
         late, after = late - early, []
@@ -174,13 +174,13 @@ class _Loop(Scope):
         for value, state in self.exports().items():
             if state.kind == "sliced" or (state == LOCAL and parts == 1):
                 inner = self.fetch(value, state)
-                result = self.builder.shaped(value, (parts, *shape_of(inner, values)))
+                result = self.builder.new_value_of_shape(value, (parts, *shape_of(inner, values)))
                 stacked.append((value, state, inner, result))
             else:
                 carries.append((value, self._carry(value, state)))
         self.carried = [carry.input for _, carry in carries]
         self.outputs = (*(carry.output for _, carry in carries), *(inner for _, _, inner, _ in stacked))
-        free = self.free()
+        free = self.free_values()
         params = {
             "length": parts, "reverse": False, "unroll": 1, "num_consts": len(free), "num_carry": len(carries)
         }  # fmt: skip
@@ -208,7 +208,7 @@ class _Loop(Scope):
                 "micro-batch has; use num_microbatches=1"
             )
         like = Value(shape, wide, ShapedArray(shape, wide))
-        start, end = self.builder.fresh(like), self.builder.fresh(like)
+        start, end = self.builder.new_value(like), self.builder.new_value(like)
         if state == INNER or (state == LOCAL and not jnp.issubdtype(dtype, jnp.inexact)):
             return Carried(init, start, self.fetch(value, state), end)
         summand, source = self.fetch(value, PARTIAL), self.source(value)

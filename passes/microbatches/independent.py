@@ -148,7 +148,7 @@ class IndependentLoop:
 
     def _combination(self, value: int, is_normed: bool) -> State:
         """Returns the state of an export: sliced, partial if it is a sum of the micro-batches' values, else local."""
-        aval, is_sum = self.pair.small.values[value], self.aggregates.of(value) == Tag.SUM
+        aval, is_sum = self.pair.small.values[value], self.aggregates.tag_of(value) == Tag.SUM
         dim = self.pair.one_grown_dim(value, "a result has a value for each pair of examples of the batch")
         if dim is not None:
             return sliced_state(dim)
@@ -250,11 +250,11 @@ class IndependentLoop:
         graph = Graph(tuple(rewriter.values), block, (*big.constants, *small.constants), rewriter.keys)
         states = StepStates(graph, {}, self.parts, {big.block.inputs[i]: dim for i, dim in self.dims.items()}, ())
         for op in before:
-            states.decide(op, states.whole(op))
+            states.decide(op, states.whole_role(op))
         exported = {own[v]: state for v, state in self.combined.items()}
         draws = {self.pair.big_value[v]: sliced_state(dim) for v, dim in self.draws.items()}
         for op, new in zip(self.inside, inside, strict=True):
-            given = [draws.get(a, states.of(a)) if isinstance(a, int) else WHOLE for a in new.operands]
+            given = [draws.get(a, states.state_of(a)) if isinstance(a, int) else WHOLE for a in new.operands]
             for i in self.terms.get(op.index, ()):
                 given[i] = PARTIAL
             states.decide(new, Role("copy", tuple(given), tuple(exported.get(v, LOCAL) for v in new.results)))

@@ -118,7 +118,7 @@ def accumulate(
             analysis, refusal = _analyse(traced, rules, parts, cut, allow_inexact), None
         except MicrobatchError as error:
             analysis, refusal = None, error
-        if allow_inexact and (analysis is None or analysis.local):
+        if allow_inexact and (analysis is None or analysis.local_reductions):
             try:
                 retraced.append((cut, _retrace_small(traced, parts, cut, retrace)))
             except MicrobatchError as error:
@@ -128,7 +128,7 @@ def accumulate(
             continue
         if found is None or _is_better(analysis, found[0]):
             found = analysis, cut
-        if not analysis.local and all(dim == 0 for dim in cut.dims.values()):
+        if not analysis.local_reductions and all(dim == 0 for dim in cut.dims.values()):
             break
     if found is not None:
         return _accumulate_exactly(traced, *found, strided)
@@ -140,7 +140,7 @@ def accumulate(
 
 def _accumulate_exactly(traced: Traced, analysis: Analysis, cut: Cut, strided: bool) -> Accumulated:
     """Returns the step in micro-batches whose sums are those of the batch, but for reductions that are local."""
-    parts, is_strided = analysis.parts, strided and not analysis.local
+    parts, is_strided = analysis.parts, strided and not analysis.local_reductions
     try:
         try:
             graph, scan = emit(analysis.states, strided=is_strided)
@@ -244,8 +244,8 @@ def _accumulate_independently(
 
 def _is_better(new: Analysis, old: Analysis) -> bool:
     """Whether a choice of the batch beats an earlier one: more exact, unless it leaves the work out of the loop."""
-    if bool(new.local) != bool(old.local):
-        return new.work > old.work // 2 if old.local else new.work // 2 > old.work
+    if bool(new.local_reductions) != bool(old.local_reductions):
+        return new.work > old.work // 2 if old.local_reductions else new.work // 2 > old.work
     return new.work > old.work
 
 
@@ -318,4 +318,4 @@ def _halvings(size: int, largest: int, most: int) -> list[int]:
 
 def state_bytes(traced: Traced) -> int:
     """Returns bytes of the training state and of frozen weights, whole."""
-    return sum(traced.graph.values[value].nbytes for argument, value in inputs_of(traced) if argument.stays)
+    return sum(traced.graph.values[value].nbytes for argument, value in inputs_of(traced) if argument.is_resident)

@@ -59,7 +59,7 @@ def empty_loop_error(analysis: Analysis, error: Exception) -> MicrobatchError:
 def add_guessed_batch(error: MicrobatchError, traced: Traced) -> MicrobatchError:
     """A refusal that names the arguments that were taken as the batch, if several were: one may be a parameter."""
     names = {tokens(argument.path)[0] for argument in traced.arguments if argument.role == "batch"}
-    if len(names) < 2 or traced.batch_named:
+    if len(names) < 2 or traced.has_named_batch:
         return error
     return MicrobatchError(
         f"{error}. The arguments {', '.join(sorted(names))} were taken as the batch; if one of them is not, name "
@@ -100,11 +100,15 @@ def notes_on_analysis(traced: Traced, analysis: Analysis) -> list[str]:
     graph = traced.graph
     ahead = dict.fromkeys(name_op(one.op, graph) for one in analysis.ahead.values())
     notes = [f"computed once for the whole batch, before the micro-batches: {name}" for name in ahead]
-    if analysis.local:
+    if analysis.local_reductions:
         ops = {op.index: op for op in graph.ops()}
-        inexact = dict.fromkeys(name_op(ops[index], graph) for index in sorted(analysis.local))
+        inexact = dict.fromkeys(name_op(ops[index], graph) for index in sorted(analysis.local_reductions))
         notes += [f"inexact, computed within each micro-batch: {name}" for name in inexact]
-        own = [op for op in graph.block.ops if any(o.index in analysis.local for o in walk(Block((), (op,), ())))]
+        own = [
+            op
+            for op in graph.block.ops
+            if any(o.index in analysis.local_reductions for o in walk(Block((), (op,), ())))
+        ]
         notes += notes_on_leaves(traced.outputs, analysis.states, own)
     return notes
 

@@ -40,7 +40,7 @@ class _Case:
     shapes: Sequence[tuple[int, ...]]
     results: Sequence[tuple[int, ...]]
     parts: int
-    known: Mapping[int, Segments]
+    known_segments: Mapping[int, Segments]
 
     @property
     def segments(self) -> Segments:
@@ -126,7 +126,7 @@ def _pad(case: _Case) -> _Found | None:
     (low, high, interior), size = config[dim], case.results[0][dim]
     if interior or min(low, high) < 0 or case.states[0] != case.first or not low + high:
         return None
-    whole = case.known.get(size, ())
+    whole = case.known_segments.get(size, ())
     if _between(whole, low, size - high) != own:  # otherwise copies of the whole operand
         step = sum(own)
         whole = tuple(own) * (size // step) if low % step == high % step == 0 else (low, *own, high)

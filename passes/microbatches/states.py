@@ -125,7 +125,7 @@ class Role:
       params: of the operation in a micro-batch, where they are others.
       inner: for control flow, the states that the outputs of its last body are wanted in.
       scale: whether partial results are multiplied by the number of micro-batches, and thereby become local.
-      consecutive: whether a micro-batch must have consecutive examples.
+      is_consecutive: whether a micro-batch must have consecutive examples.
     """
 
     kind: Literal["whole", "form", "copy", "barrier", "scan", "map", "while", "cond"]
@@ -135,7 +135,7 @@ class Role:
     params: Mapping[str, Any] | None = None
     inner: tuple[State, ...] = ()
     scale: bool = False
-    consecutive: bool = False
+    is_consecutive: bool = False
 
 
 class Failure(Exception):
@@ -212,7 +212,7 @@ def outer_operands(op: Op) -> list[list[Atom | None]]:
         consts, carry, xs = ScanView(op).operands
         return [[*consts, *[None] * len(carry), *xs]]
     if op.name == "while":
-        *consts, carry = WhileView(op).taken(op.operands)
+        *consts, carry = WhileView(op).split_operands(op.operands)
         return [[*some, *[None] * len(carry)] for some in consts]
     return [list(op.operands[1:]) for _ in op.bodies]
 
@@ -247,7 +247,7 @@ class StepStates:
         self._mesh = LogicalMesh((parts,), (AXIS,))
         self._forms: dict[tuple[int, int], LocalForm | None] = {}
 
-    def of(self, atom: Atom) -> State:
+    def state_of(self, atom: Atom) -> State:
         """Returns the state of an operand; literals are whole."""
         return WHOLE if isinstance(atom, Lit) else self.state[atom]
 
@@ -311,7 +311,7 @@ class StepStates:
         flow.reach(values, made_of)
         return frozenset(found)
 
-    def whole(self, op: Op) -> Role:
+    def whole_role(self, op: Op) -> Role:
         """Returns the role of an operation that stays outside of the loop."""
         return Role("whole", (WHOLE,) * len(op.operands), (WHOLE,) * len(op.results))
 
@@ -353,7 +353,7 @@ class StepStates:
 
     def can_block(self, atom: Atom, dim: int) -> bool:
         """Returns whether a micro-batch can make its own block of a value that has the size of the whole batch."""
-        state = self.of(atom)
+        state = self.state_of(atom)
         if isinstance(atom, Lit) or state != LOCAL:
             return state.kind in ("whole", "inner")
         form = self.block_form(atom, dim)

@@ -85,7 +85,7 @@ class Transfer:
     def _classify(self, op: Op, states: tuple[State, ...]) -> Role:
         kinds = {s.kind for s in states}
         if kinds <= {"whole"}:
-            return self.states.whole(op)
+            return self.states.whole_role(op)
         if op.has_effects and self.parts > 1 and not (op.bodies and kinds & {"sliced", "partial"}):
             raise Failure(find_effect(op), ONCE)
         if kinds <= {"whole", "inner", "local"}:
@@ -144,7 +144,7 @@ class Transfer:
         if scale:
             results = tuple(LOCAL if s == PARTIAL else s for s in results)
         consecutive = op.has_effects or not self._has_whole_examples(op, states)
-        return Role("form", tuple(wanted), results, form, scale=scale, consecutive=consecutive)
+        return Role("form", tuple(wanted), results, form, scale=scale, is_consecutive=consecutive)
 
     def _has_whole_examples(self, op: Op, states: Sequence[State]) -> bool:
         """Whether each element of the factor that is cut belongs to one example, which is computed by itself."""
@@ -213,13 +213,13 @@ class Transfer:
             except Failure:
                 if not free:
                     raise
-                found = states.whole(op)
+                found = states.whole_role(op)
             if free and PARTIAL in found.results:
-                found = states.whole(op)
+                found = states.whole_role(op)
             if found.kind == "whole" and op.has_effects and self.parts > 1:
                 raise Failure(find_effect(op), ONCE)
             states.decide(op, found)
-        return [states.of(a) for a in block.outputs]
+        return [states.state_of(a) for a in block.outputs]
 
     def _fixed_point(
         self, op: Op, start: Sequence[State], run: Callable[[list[State]], list[State]]
@@ -236,17 +236,17 @@ class Transfer:
 
     def _scan(self, op: Op, states: Sequence[State]) -> Role:
         view = ScanView(op)
-        consts, start, stacked = view.taken(states)
+        consts, start, stacked = view.split_operands(states)
         if any(s.kind == "sliced" and s.dim == 0 for s in stacked):
             return self._map(view, states)
         xs = [s.shift(-1) for s in stacked]
         carry, ys = self._fixed_point(op, start, lambda carry: self._body(view.body, [*consts, *carry, *xs]))
         results, operands = (*carry, *(s.shift(1) for s in ys)), (*consts, *carry, *stacked)
-        return Role("scan", operands, results, inner=(*carry, *ys), consecutive=op.has_effects)
+        return Role("scan", operands, results, inner=(*carry, *ys), is_consecutive=op.has_effects)
 
     def _map(self, view: ScanView, states: Sequence[State]) -> Role:
         """A scan over the examples: a micro-batch scans over its own, if all carried values are sums over examples."""
-        op, (consts, start, xs) = view.op, view.taken(states)
+        op, (consts, start, xs) = view.op, view.split_operands(states)
         failure = Failure(op, "it loops over the examples of the batch, and each needs those before it")
         if view.length % self.parts or any(s != WHOLE and s != sliced_state(0) for s in xs):
             raise failure
@@ -266,11 +266,11 @@ class Transfer:
         operands = (*consts, *carried, *[sliced_state(0)] * len(xs))
         others = {name: value for name, value in op.params.items() if name != "jaxpr"}
         params = {**others, "length": view.length // self.parts}
-        return Role("map", operands, results, params=params, consecutive=op.has_effects)
+        return Role("map", operands, results, params=params, is_consecutive=op.has_effects)
 
     def _while(self, op: Op, states: Sequence[State]) -> Role:
         cond, body = op.bodies
-        cond_consts, body_consts, start = WhileView(op).taken(states)
+        cond_consts, body_consts, start = WhileView(op).split_operands(states)
         last = (o for o in cond.ops if o.name == "reduce_or" and o.results == cond.outputs)
         any_of = next(last, None) if op.params.get(ELEMENTWISE) else None  # it goes on while any example does
         if any_of is not None:
@@ -289,7 +289,7 @@ class Transfer:
 
         carry = tuple(self._fixed_point(op, start, run)[0])
         operands = (*cond_consts, *body_consts, *carry)
-        return Role("while", operands, carry, inner=carry, consecutive=op.has_effects)
+        return Role("while", operands, carry, inner=carry, is_consecutive=op.has_effects)
 
     def _cond(self, op: Op, states: Sequence[State]) -> Role:
         if states[0].kind in ("sliced", "partial"):
@@ -302,7 +302,7 @@ class Transfer:
                 raise Failure(op, "its branches differ in how their results depend on the batch")
             results = _decided_by(states[0], [s for s in joined if s is not None])
         assert results is not None
-        return Role("cond", tuple(states), tuple(results), inner=tuple(results), consecutive=op.has_effects)
+        return Role("cond", tuple(states), tuple(results), inner=tuple(results), is_consecutive=op.has_effects)
 
 
 def role_with_inner_results(role: Role) -> Role:

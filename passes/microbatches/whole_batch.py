@@ -66,7 +66,7 @@ def assign_whole_batch(
             results = tuple(PARTIAL if v in returned and _is_sum(graph, op, v) else LOCAL for v in op.results)
             states.decide(op, Role("copy", given, results))
         else:
-            states.decide(op, states.whole(op))
+            states.decide(op, states.whole_role(op))
     return states
 
 

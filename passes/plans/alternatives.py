@@ -44,14 +44,14 @@ class Forced:
     Attributes:
       strategy: its number.
       bound: seconds that no choice with it undercuts, within the budget.
-      fitting: the best choice found with it that fits the budget; None if none was found.
-      fastest: the fastest choice found with it, were memory unlimited.
+      fitting_choice: the best choice found with it that fits the budget; None if none was found.
+      fastest_choice: the fastest choice found with it, were memory unlimited.
     """
 
     strategy: int
     bound: float
-    fitting: np.ndarray | None
-    fastest: np.ndarray
+    fitting_choice: np.ndarray | None
+    fastest_choice: np.ndarray
 
 
 def weigh(problem: Problem, choice: Sequence[int], kept: Sequence[int]) -> list[tuple[Forced, ...]]:

@@ -9,7 +9,7 @@
 What a method leaves open (`sharding.textbook`) the program chooses, so that each figure is that of the best step of its
 kind within the budget of memory; where none fits, the least bytes that one needs are found.
 Beside a plan of one mesh, methods run as many micro-batches as the plan; beside a pipeline, one.
-That costs up to half of what planning costs, and so it is done when somebody asks (`Plan.compared`).
+That costs up to half of what planning costs, and so it is done when somebody asks (`Plan.with_baselines`).
 """
 
 from __future__ import annotations
@@ -110,6 +110,6 @@ def add_comparison(staged: Staged, name: str, other: Staged | Comparison | str) 
     elif isinstance(other, Comparison):
         compared = replace(other, name=name)
     else:
-        shape = other.stages[0].found.mesh.shape if len(other.stages) == 1 else (len(other.stages),)
-        compared = Comparison(name, shape, other.seconds, other.needed)
+        shape = other.stages[0].mesh_solution.mesh.shape if len(other.stages) == 1 else (len(other.stages),)
+        compared = Comparison(name, shape, other.seconds, other.needed_bytes)
     return replace(staged, verdict=replace(staged.verdict, others=(*staged.verdict.others, compared)))

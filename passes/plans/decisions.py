@@ -22,7 +22,7 @@ Moved = Sequence[tuple[int, np.ndarray]]
 
 def decisions_of(stage: DecidedStage, moved: Moved) -> tuple[Decision, ...]:
     """The decisions of a stage, without alternatives, in the order of `moved`: `transfer_seconds` of its solution."""
-    traced, grouping, found = stage.graph.traced, stage.grouping, stage.found
+    traced, grouping, found = stage.graph.traced, stage.grouping, stage.mesh_solution
     paths = {g: a.path for g, a in zip(grouping.leaves, traced.arguments, strict=False) if g}
     out = []
     for number, seconds in moved:

@@ -113,7 +113,7 @@ def axis_uses(planned: PlannedStage, examples: int) -> tuple[AxisUse, ...]:
     Args:
       examples: of a micro-batch. In values from other stages, the first dim of this size is taken as the batch dim.
     """
-    traced, grouping, found = planned.graph.traced, planned.grouping, planned.found
+    traced, grouping, found = planned.graph.traced, planned.grouping, planned.mesh_solution
     names = _names(planned, examples)
     shares: dict[str, dict[str, float]] = {axis: defaultdict(float) for axis in found.mesh.axis_names}
     total = 0.0
@@ -146,7 +146,7 @@ def _sharded(planned: PlannedStage) -> dict[str, dict[str, float]]:
     for number, kind in held.items():
         size = traced.graph.values[traced.graph.block.inputs[number]].nbytes
         sizes[kind] += size
-        for axis in planned.program.inputs[number].used:
+        for axis in planned.program.inputs[number].used_axes:
             out[kind][axis] += size
     return {kind: {axis: b / sizes[kind] for axis, b in axes.items() if sizes[kind]} for kind, axes in out.items()}
 
@@ -197,7 +197,7 @@ def saved_activations(planned: PlannedStage) -> tuple[Held, ...]:
     """
     traced, program = planned.graph.traced, planned.program
     block, values = traced.graph.block, traced.graph.values
-    start = {v for v, a in zip(block.inputs, traced.arguments, strict=False) if a.stays}
+    start = {v for v, a in zip(block.inputs, traced.arguments, strict=False) if a.is_resident}
     weights = kinds.origins(block, start).keys()
     found: Counter[tuple[Any, ...]] = Counter()
 

@@ -66,10 +66,10 @@ def replay(
     choice, missing = [], []
     for node in space.nodes:
         group = groups.groups[node.group]
-        wanted = recorded.wanted(group)
+        wanted = recorded.recorded_strategy(group)
         if wanted in node.strategies:
             choice.append(node.strategies.index(wanted))
-        elif len(node.strategies) == 1 and node.group not in recorded.fixed:
+        elif len(node.strategies) == 1 and node.group not in recorded.fixed_strategies:
             choice.append(0)
         else:
             missing.append(group.name)
@@ -115,7 +115,7 @@ def remat_of(plan: PlanRecord) -> tuple[Remat, ...]:
     out = []
     for name in plan.division.remat:
         known = Remat.parse(name)
-        if known is None or known.choice not in REMAT or (known.first and plan.pipelined):
+        if known is None or known.choice not in REMAT or (known.first and plan.is_pipelined):
             raise PlanError(
                 f"the plan recomputes {name!r} in a stage, which this version does not support. Plan again."
             )
@@ -147,27 +147,31 @@ class _Recorded(Operations):
     """The operations' strategies that a plan records.
 
     Attributes:
-      fixed: group -> the number and the strategy that the method fixed.
-      decided: key -> the strategy that was chosen among several.
+      fixed_strategies: group -> the number and the strategy that the method fixed.
+      decided_strategies: key -> the strategy that was chosen among several.
       axes: the mesh axes of more than one device.
     """
 
-    fixed: Mapping[int, tuple[int, Strategy]]
-    decided: Mapping[str, Strategy]
+    fixed_strategies: Mapping[int, tuple[int, Strategy]]
+    decided_strategies: Mapping[str, Strategy]
     axes: frozenset[str]
 
-    def wanted(self, group: Group) -> Strategy | None:
+    def recorded_strategy(self, group: Group) -> Strategy | None:
         """Returns the recorded strategy of a group; None if there is none."""
-        return self.fixed[group.index][1] if group.index in self.fixed else self.decided.get(group.color)
+        return (
+            self.fixed_strategies[group.index][1]
+            if group.index in self.fixed_strategies
+            else self.decided_strategies.get(group.color)
+        )
 
     def key(self, group: Group) -> int:
         """As of `Operations`."""
-        return self.fixed[group.index][0] if group.index in self.fixed else -1
+        return self.fixed_strategies[group.index][0] if group.index in self.fixed_strategies else -1
 
-    def kept(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
+    def filter_strategies(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
         """As of `Operations`: what was fixed is not a decision; what was both had alternatives."""
-        wanted = self.wanted(group)
-        decision = group.index not in self.fixed or self.decided.get(group.color) == wanted
+        wanted = self.recorded_strategy(group)
+        decision = group.index not in self.fixed_strategies or self.decided_strategies.get(group.color) == wanted
         if wanted is None or decision:
             return list(found)
         # A method may fix what is left out where there is a choice, such as to leave axes of a cube idle.
@@ -176,7 +180,7 @@ class _Recorded(Operations):
 
     def fills(self, group: Group) -> bool:
         """As of `Operations`."""
-        wanted = self.wanted(group)
+        wanted = self.recorded_strategy(group)
         return wanted is not None and self.axes == {axis for axes in wanted.axes for axis in axes}
 
 

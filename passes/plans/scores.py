@@ -62,7 +62,7 @@ def _seconds(stage: PlannedStage, cluster: Cluster, kernel: str) -> tuple[float,
             share = cluster.attention(kernel, backward=backward) or 1.0
             flops = flops_of(op, stage.rules[op.key], values) * price.runs * (10 / 8 if backward else 1)
             peak = cluster.peak(working_dtype(op, values))
-            fused += flops * (0.5 if masked else 1.0) / stage.found.mesh.size / (peak * share)
+            fused += flops * (0.5 if masked else 1.0) / stage.mesh_solution.mesh.size / (peak * share)
     return now, fused
 
 

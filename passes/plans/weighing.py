@@ -42,13 +42,15 @@ _KEPT_OF_OTHERS = 2  # elementwise operations follow their neighbours
 
 def add_alternatives(staged: Staged, budget: float) -> Callable[[Sequence[Stage]], tuple[Stage, ...]]:
     """Returns a function that adds alternatives within `budget` bytes per device to the stages of a planned step."""
-    decided = [DecidedStage(one.graph, one.rules, one.grouping, one.found, one.cluster) for one in staged.stages]
+    decided = [
+        DecidedStage(one.graph, one.rules, one.grouping, one.mesh_solution, one.cluster) for one in staged.stages
+    ]
 
     def add_alternatives(stages: Sequence[Stage]) -> tuple[Stage, ...]:
         known: dict[int, list[tuple[Alternative, ...]]] = {}  # stages that share a solution share what else there was
         out = []
         for own, stage in zip(decided, stages, strict=True):
-            key = id(own.found.solution)
+            key = id(own.mesh_solution.solution)
             if key not in known:
                 known[key] = _weighed(own, budget)
             pairs = zip(stage.decisions, known[key], strict=True)
@@ -60,7 +62,7 @@ def add_alternatives(staged: Staged, budget: float) -> Callable[[Sequence[Stage]
 
 def _weighed(stage: DecidedStage, budget: float) -> list[tuple[Alternative, ...]]:
     """Returns the alternatives of each decision of a stage."""
-    nodes, found = stage.found.space.nodes, stage.found
+    nodes, found = stage.mesh_solution.space.nodes, stage.mesh_solution
     problem = problem_from_graph(replace(found.space.program, budget=budget))
     kept = [KEPT_ALTERNATIVES.get(stage.grouping.groups[node.group].kind, _KEPT_OF_OTHERS) for node in nodes]
     weighed = alternatives.weigh(problem, found.solution.choice, kept)
@@ -78,10 +80,10 @@ def _alternatives(
     out = []
     for one in weighed:
         strategy, chosen = node.strategies[one.strategy], one.strategy
-        step = fastest = outcomes.of(one.fastest)
-        if one.fitting is not None and one.fitting is not one.fastest:
-            step = outcomes.of(one.fitting)
-        layout, size = layouts.of(node, strategy)
+        step = fastest = outcomes.outcome_of(one.fastest_choice)
+        if one.fitting_choice is not None and one.fitting_choice is not one.fastest_choice:
+            step = outcomes.outcome_of(one.fitting_choice)
+        layout, size = layouts.describe(node, strategy)
         flops, moving, compute, communication = (
             float(seconds[chosen] * len(node.members))
             for seconds in (*node.terms[:2], node.compute, node.communication)
@@ -98,7 +100,7 @@ def _alternatives(
                 bytes_per_device=size,
                 bound_seconds=one.bound,
                 step=step,
-                fits=one.fitting is not None,
+                fits=one.fitting_choice is not None,
                 roomy=fastest if fastest.seconds < step.seconds else None,
                 partial=strategy.partial,
             )
@@ -110,7 +112,7 @@ class _Layouts:
     """Layouts and bytes of a group's tensors under its strategies."""
 
     def __init__(self, stage: DecidedStage) -> None:
-        self._grouping, self._mesh = stage.grouping, stage.found.mesh
+        self._grouping, self._mesh = stage.grouping, stage.mesh_solution.mesh
         self._values = stage.graph.traced.graph.values
         self._result = {home.group: value for value, home in [*self._grouping.homes.items()][::-1]}  # the first
         self._operands: dict[int, dict[int, Dims]] = {}
@@ -118,7 +120,7 @@ class _Layouts:
             if demand.op >= 0 and self._grouping.groups[demand.group].kind == "heavy":
                 self._operands.setdefault(demand.group, {}).setdefault(demand.operand, demand.dims)
 
-    def of(self, node: Node, strategy: Strategy) -> tuple[str, int]:
+    def describe(self, node: Node, strategy: Strategy) -> tuple[str, int]:
         """Returns the layouts as text, those of a heavy operation's operands too, and bytes per device of a result."""
         group = self._grouping.groups[node.group]
         value = self._result.get(node.group)
@@ -138,8 +140,11 @@ class Outcomes:
     """The outcomes of choices of a stage that differ little from the chosen one."""
 
     def __init__(self, stage: DecidedStage, problem: Problem) -> None:
-        self._stage, self._space, self._problem = stage, stage.found.space, problem
-        self._choice, self._cost = np.array(stage.found.solution.choice), MeshCost(stage.cluster, stage.found.mesh)
+        self._stage, self._space, self._problem = stage, stage.mesh_solution.space, problem
+        self._choice, self._cost = (
+            np.array(stage.mesh_solution.solution.choice),
+            MeshCost(stage.cluster, stage.mesh_solution.mesh),
+        )
         traced, homes = stage.graph.traced, stage.grouping.homes
         inputs = zip(traced.arguments, traced.graph.block.inputs, strict=False)
         batch = [homes[v] for a, v in inputs if a.role == "batch" and traced.graph.values[v].shape]
@@ -150,7 +155,7 @@ class Outcomes:
         self._before = [self._transfer(t, self._choice) for t in range(len(self._space.moves))]
         self._total = _sum([*(self._node(i, s) for i, s in enumerate(self._choice.tolist())), *self._before])
 
-    def of(self, choice: np.ndarray) -> Outcome:
+    def outcome_of(self, choice: np.ndarray) -> Outcome:
         """Returns the outcome of another choice."""
         changed = np.flatnonzero(choice != self._choice).tolist()
         edges = {t for i in changed for t in self._touching[i]}
@@ -192,9 +197,9 @@ class Outcomes:
         times, mesh = move.count * move.trips, self._cost.mesh
         size = self._stage.graph.traced.graph.values[move.value].nbytes
         sent = bandwidth = 0.0
-        for step in reshard_steps(move.produced[p], move.wanted[q]) or ():
+        for step in reshard_steps(move.produced_layouts[p], move.wanted_layouts[q]) or ():
             if step.kind != "slice":
-                layout = step.before if step.kind == "reduce_scatter" else step.after
+                layout = step.source if step.kind == "reduce_scatter" else step.target
                 payload = size / mesh.product(tuple(a for axes in layout.dims for a in axes))
                 sent += payload * times
                 bandwidth += self._cost.coefficients(step.kind, step.axes, payload)[1] * payload * times

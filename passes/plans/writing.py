@@ -47,10 +47,14 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annot
       annotated: whether the step, its arguments or the context say of themselves where values are placed.
     """
     program, step = staged.program, staged.seconds
-    solutions = {id(planned.found.solution): planned.found for planned in staged.stages}  # identical stages share one
+    solutions = {
+        id(planned.mesh_solution.solution): planned.mesh_solution for planned in staged.stages
+    }  # identical stages share one
     moved = {key: transfer_seconds(found) for key, found in solutions.items()}
     own = [collectives_of(planned, number) for number, planned in enumerate(staged.stages)]
-    stages = [_stage(staged, n, own[n], moved[id(planned.found.solution)]) for n, planned in enumerate(staged.stages)]
+    stages = [
+        _stage(staged, n, own[n], moved[id(planned.mesh_solution.solution)]) for n, planned in enumerate(staged.stages)
+    ]
     listed = [*itertools.chain(*own), *_transfers(program)]
     parts = _whole_ingredients(staged, stages, cluster) | ({"annotations": "heeded"} if annotated else {})
     verdict = staged.verdict
@@ -104,10 +108,10 @@ def _overlapped(stages: Sequence[PlannedStage], cluster: Cluster) -> list[str]:
     """Returns notes on overlap with computing: its collectives, scheduler and memory; none where overlap is off."""
     if not cluster.overlap:
         return []
-    if not cluster.overlaps:
+    if not cluster.has_overlap:
         return [f"overlap: nothing overlaps on {cluster.platform}, whose compiler runs each collective to its end"]
-    ahead = max((found.ahead for stage in stages for found in stage.overlap.values()), default=0)
-    kinds = ", ".join(kind.replace("_", "-") for kind in sorted(cluster.hides))
+    ahead = max((found.prefetched_bytes for stage in stages for found in stage.overlap.values()), default=0)
+    kinds = ", ".join(kind.replace("_", "-") for kind in sorted(cluster.hidden_kinds))
     options = ", ".join(f"{name}={value}" for name, value in cluster.compiler_options.items())
     scheduler = f"XLA, which is asked by {options}," if options else "XLA, by itself on this platform,"
     notes = [
@@ -138,7 +142,7 @@ def _stage(staged: Staged, number: int, own: Sequence[tuple[Collective, float]],
       moved: as for `decisions_of`.
     """
     planned = staged.stages[number]
-    graph, groups, rules, found = planned.graph, planned.grouping, planned.rules, planned.found
+    graph, groups, rules, found = planned.graph, planned.grouping, planned.rules, planned.mesh_solution
     traced, solution, segments = graph.traced, found.solution, planned.segments.items
     parts = ingredients(traced, groups, planned.cluster, found.mesh, planned.communication)
     parts["state gathered anew for late uses"] = str(found.space.late_from is not None)
@@ -160,8 +164,8 @@ def _stage(staged: Staged, number: int, own: Sequence[tuple[Collective, float]],
         seconds=sum(planned.seconds[s] * n for s, n in runs.items()),
         compute_seconds=planned.prices.arguments + sum(planned.prices.compute(s.instructions) for s in segments),
         communication_seconds=sum(cost for _, cost in own),
-        hidden_seconds=sum(planned.overlap[s].hidden * n for s, n in runs.items()),
-        hideable_seconds=sum(planned.overlap[s].hideable * n for s, n in runs.items()),
+        hidden_seconds=sum(planned.overlap[s].hidden_seconds * n for s, n in runs.items()),
+        hideable_seconds=sum(planned.overlap[s].hideable_seconds * n for s, n in runs.items()),
         solver=Solver(
             solution.status, solution.objective, solution.bound, solution.gap, solution.work, solution.variables
         ),
@@ -181,9 +185,9 @@ def _transfers(program: Program) -> list[tuple[Collective, float]]:
     """Returns the transfers between submeshes with seconds, equal ones joined. Bytes are per receiving device."""
     found: dict[tuple[tuple[int, int], int, str], list[float]] = {}
     for transfer in program.transfers:
-        size = sum(program.buffers[b].bytes for b in transfer.received)
+        size = sum(program.buffers[b].bytes for b in transfer.received_buffers)
         part = "per micro-batch" if transfer.microbatch >= 0 else "once per step"
-        route, buffers = (transfer.source, transfer.destination), units.count_of(len(transfer.sent), "buffer")
+        route, buffers = (transfer.source, transfer.destination), units.count_of(len(transfer.sent_buffers), "buffer")
         where = f"submesh {transfer.source} to {transfer.destination}, {buffers} {part}"
         found.setdefault((route, size, where), []).append(transfer.seconds)
     stage_of = {executable.mesh: executable.stage for executable in reversed(program.executables)}

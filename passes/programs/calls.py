@@ -45,7 +45,7 @@ class Call(NamedTuple):
 
     Attributes:
       function: (stage, position in `Segments.items`).
-      received: the values from other stages that it reads.
+      received_values: the values from other stages that it reads.
       reads: the wire of each array that it takes.
       writes: that of each that it gives, with the template of its buffer and its name.
       sends: what it makes for other stages.
@@ -53,7 +53,7 @@ class Call(NamedTuple):
 
     function: tuple[int, int]
     executable: Executable
-    received: Sequence[int]
+    received_values: Sequence[int]
     reads: Sequence[Wired]
     writes: Sequence[tuple[Wired, Buffer, str]]
     sends: Sequence[Crossing]

@@ -30,7 +30,10 @@ def crossing_bytes(program: Program, cluster: Cluster) -> tuple[tuple[int, int],
     most, seen = [0] * count, set()
     for number, transfer in enumerate(program.transfers):
         source, destination = transfer.source, transfer.destination
-        ends = [(program.buffers[a], program.buffers[b]) for a, b in zip(transfer.sent, transfer.received, strict=True)]
+        ends = [
+            (program.buffers[a], program.buffers[b])
+            for a, b in zip(transfer.sent_buffers, transfer.received_buffers, strict=True)
+        ]
         arrays = tuple((a.shape, str(a.dtype), a.layout, b.layout) for a, b in ends)
         if len(processes[source] | processes[destination]) == 1 or (source, destination, arrays) in seen:
             continue
@@ -39,6 +42,6 @@ def crossing_bytes(program: Program, cluster: Cluster) -> tuple[tuple[int, int],
         for plan in transfers.plans_of(program, number, cluster):
             given = local_shape(plan.shape, plan.src, plan.src_mesh.mesh)
             zeros[destination][given, str(plan.dtype)] = math.prod(given) * plan.dtype.itemsize
-            landed += math.prod(local_shape(plan.shape, plan.landing, plan.dst_mesh.mesh)) * plan.dtype.itemsize
+            landed += math.prod(local_shape(plan.shape, plan.landing_layout, plan.dst_mesh.mesh)) * plan.dtype.itemsize
         most[source] = max(most[source], landed)
     return tuple((sum(kept.values()), sent) for kept, sent in zip(zeros, most, strict=True))

@@ -49,7 +49,7 @@ def _donating(program: Program, donatable: Collection[int], last: Sequence[dict[
                 if ends and free[kind]:
                     free[kind] -= 1
                     donated.append(i)
-            executables[item.executable] = replace(executables[item.executable], donated=tuple(donated))
+            executables[item.executable] = replace(executables[item.executable], donated_inputs=tuple(donated))
     return replace(program, executables=tuple(executables))
 
 
@@ -66,7 +66,7 @@ def _freed(program: Program, last: Sequence[dict[int, int]]) -> Program:
         new: list[Instruction] = [Free(tuple(sorted(unused)))] if unused else []
         for position, item in enumerate(items):
             new.append(item)
-            consumed = set(program.consumed(item)) if isinstance(item, Run) else set()
+            consumed = set(program.consumed_buffers(item)) if isinstance(item, Run) else set()
             over = [b for b in sorted(ends[position]) if b not in kept and b not in consumed]
             if over:
                 new.append(Free(tuple(over)))
@@ -79,9 +79,9 @@ def _touched(item: Instruction, transfers: Sequence[Transfer]) -> tuple[int, ...
         case Run(inputs=inputs, outputs=outputs):
             return (*inputs, *outputs)
         case Send(transfer=number):
-            return transfers[number].sent
+            return transfers[number].sent_buffers
         case Receive(transfer=number):
-            return transfers[number].received
+            return transfers[number].received_buffers
         case Free(buffers=buffers):
             return buffers
 

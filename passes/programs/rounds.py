@@ -24,12 +24,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Hop:
-    """A piece in a round; `taken` and `put` say where it begins in the sender's block and in the receiver's."""
+    """A piece in a round, with the places where it begins in the sender's block and in the receiver's."""
 
     source: int
     destination: int
-    taken: tuple[int, ...]
-    put: tuple[int, ...]
+    source_start: tuple[int, ...]
+    destination_start: tuple[int, ...]
 
 
 @dataclass(frozen=True)

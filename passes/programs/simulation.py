@@ -124,7 +124,7 @@ def run_event(program: Program, run: Run, start: float, end: float) -> Event:
 def transfer_event(program: Program, number: int, makers: dict[int, Executable], start: float, end: float) -> Event:
     """Returns the event of a transfer, named after the task of its first buffer; `makers` is `producers(program)`."""
     transfer = program.transfers[number]
-    maker = makers.get(transfer.sent[0]) if transfer.sent else None
+    maker = makers.get(transfer.sent_buffers[0]) if transfer.sent_buffers else None
     part = f" {transfer.microbatch}" if transfer.microbatch >= 0 else ""
     return Event(
         mesh=transfer.source,
@@ -135,5 +135,5 @@ def transfer_event(program: Program, number: int, makers: dict[int, Executable],
         stage=maker.stage if maker else -1,
         microbatch=transfer.microbatch,
         destination=transfer.destination,
-        bytes=sum(program.buffers[buffer].bytes for buffer in transfer.sent),
+        bytes=sum(program.buffers[buffer].bytes for buffer in transfer.sent_buffers),
     )

@@ -85,7 +85,7 @@ class Staged:
         return tuple(zip(self.division.buffer_bytes, self.division.temporary_bytes, strict=True))
 
     @property
-    def needed(self) -> int:
+    def needed_bytes(self) -> int:
         """Bytes per device of the fullest submesh."""
         return max(map(sum, self.bytes))
 
@@ -94,7 +94,7 @@ def stage_whole_step(loop: Accumulated, stage: PlannedStage, verdict: Verdict, r
     """Returns one mesh: the whole step as one stage, run once."""
     schedule = Schedule("none", 1, loop.num_microbatches, 1, ((Task("step", 0, -1),),))
     written = write(loop.traced, (stage,), (0,), schedule, stage.cluster)
-    timeline, peak = simulation.simulate(written.program, cluster=stage.cluster), int(stage.found.solution.peak)
+    timeline, peak = simulation.simulate(written.program, cluster=stage.cluster), int(stage.mesh_solution.solution.peak)
     division = Division(1, 1, 1, (0,), (0,), (0,), (remat,), (peak,), (0,), timeline)
     return Staged(loop, (stage,), written, division, verdict)
 
@@ -145,7 +145,7 @@ def write(
     def transfer(sent: Buffer, source: Submesh, destination: Submesh, layout: Layout) -> float:
         return transfers.price(sent.shape, sent.dtype, sent.layout, source, layout, destination, cluster)
 
-    meshes = dict(zip(mesh_of(schedule), (stage.found.mesh for stage in stages), strict=True))
+    meshes = dict(zip(mesh_of(schedule), (stage.mesh_solution.mesh for stage in stages), strict=True))
     submeshes = [Submesh(meshes[m], first) for m, first in enumerate(first_devices)]
     calls = Calls([stage.segments for stage in stages], submeshes, schedule, seconds, transfer)
     return writing.build(traced, calls, donated=[argument for _, argument in traced.state])
@@ -186,9 +186,9 @@ def estimated_bytes(stages: Sequence[PlannedStage], mesh_of: Sequence[int], sche
     flying = [strategy.in_flight(meshes, schedule.num_microbatches, m, schedule.virtual) for m in range(meshes)]
     fixed, each, most = ([0.0] * meshes for _ in range(3))
     for mesh, stage in zip(mesh_of, stages, strict=True):
-        fixed[mesh] += stage.held.fixed
-        each[mesh] = max(each[mesh], stage.held.saved + stage.held.entering, stage.held.apart)
-        most[mesh] = max([most[mesh], *stage.temporary.values()])
+        fixed[mesh] += stage.held.fixed_bytes
+        each[mesh] = max(each[mesh], stage.held.saved_bytes + stage.held.entering_bytes, stage.held.weight_bytes)
+        most[mesh] = max([most[mesh], *stage.temporary_bytes.values()])
     return [a + n * b + c for a, n, b, c in zip(fixed, flying, each, most, strict=True)]
 
 
@@ -201,5 +201,5 @@ def _bytes(written: Written, stages: Sequence[PlannedStage], cluster: Cluster) -
     peaks = [peak + kept for peak, (kept, _) in zip(peak_bytes(written.program), crossing, strict=True)]
     most = [dropped for _, dropped in crossing]
     for stage, mesh in zip(stages, written.mesh_of, strict=True):
-        most[mesh] = max([most[mesh], *stage.temporary.values()])
+        most[mesh] = max([most[mesh], *stage.temporary_bytes.values()])
     return tuple(zip(peaks, most, strict=True))

@@ -23,7 +23,7 @@ def samples(program: Program, lengths: Sequence[int]) -> tuple[Sample, ...]:
     for items in program.lists:
         for item in items:
             transfer = program.transfers[item.transfer] if isinstance(item, Send) else None
-            maker = makers.get(transfer.sent[0]) if transfer is not None and transfer.sent else None
+            maker = makers.get(transfer.sent_buffers[0]) if transfer is not None and transfer.sent_buffers else None
             if transfer is None or maker is None or maker.slice < 0:
                 continue
             before = maker.stage if maker.kind == "forward" else maker.stage - 1

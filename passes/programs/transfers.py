@@ -82,20 +82,20 @@ class TransferPlan(_Array):
     """How one array goes from one submesh to another. Plans are hashable: equal plans move arrays in the same way.
 
     Attributes:
-      landing: the layout on the destination in which the pieces arrive.
+      landing_layout: the layout on the destination in which the pieces arrive.
       pieces: ordered by destination, then by place in its block. The pieces of one destination fill its block of the
         landing, each part of it once.
       steps: what the destination does from the landing to `dst`.
-      equal: device k of the source sends all that it holds to device k of the destination, another device, so the
+      is_equal: device k of the source sends all that it holds to device k of the destination, another device, so the
         whole array is one `jax.device_put` to an equal sharding.
       bytes: of all pieces that go to another device.
       seconds: predicted.
     """
 
-    landing: Layout
+    landing_layout: Layout
     pieces: tuple[Piece, ...]
     steps: tuple[Step, ...]
-    equal: bool
+    is_equal: bool
     bytes: int
     seconds: float
 
@@ -135,7 +135,10 @@ def plans_of(program: Program, number: int, cluster: Cluster) -> tuple[TransferP
     """Returns the plans of a program's transfer, one for each of its arrays."""
     transfer = program.transfers[number]
     source, destination = program.submeshes[transfer.source], program.submeshes[transfer.destination]
-    pairs = [(program.buffers[a], program.buffers[b]) for a, b in zip(transfer.sent, transfer.received, strict=True)]
+    pairs = [
+        (program.buffers[a], program.buffers[b])
+        for a, b in zip(transfer.sent_buffers, transfer.received_buffers, strict=True)
+    ]
     return tuple(
         plan_transfer(have.shape, have.dtype, have.layout, source, want.layout, destination, cluster)
         for have, want in pairs
@@ -196,7 +199,7 @@ def _landings(array: _Array) -> tuple[Layout, ...]:
 
 def _finer(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> Iterator[Layout]:
     """The layouts that shard over some of the axes that `layout` leaves unused too, each as the minor axes of a dim."""
-    unused = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1 and axis not in layout.used]
+    unused = [axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1 and axis not in layout.used_axes]
     for places in itertools.product(range(-1, len(shape)), repeat=len(unused)):
         dims = list(layout.dims)
         for axis, dim in zip(unused, places, strict=True):
@@ -219,7 +222,7 @@ def _divides(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
 def _is_reachable(shape: tuple[int, ...], landing: Layout, dst: Layout, mesh: LogicalMesh) -> bool:
     """Returns whether steps lead from the landing to `dst`, and every layout between divides the shape."""
     steps = reshard_steps(landing, dst)
-    return steps is not None and all(_divides(shape, step.after, mesh) for step in steps)
+    return steps is not None and all(_divides(shape, step.target, mesh) for step in steps)
 
 
 # --- one landing in full ----------------------------------------------------------------------------------------------
@@ -245,7 +248,13 @@ def _plan(array: _Array, landing: Layout, cluster: Cluster) -> TransferPlan:
     local = _local_seconds(array, landing, pieces, cluster)
     seconds = loads.seconds + local + _reshard_seconds(array, steps, cluster)
     return TransferPlan(
-        **vars(array), landing=landing, pieces=tuple(pieces), steps=steps, equal=equal, bytes=sent, seconds=seconds
+        **vars(array),
+        landing_layout=landing,
+        pieces=tuple(pieces),
+        steps=steps,
+        is_equal=equal,
+        bytes=sent,
+        seconds=seconds,
     )
 
 
@@ -298,7 +307,8 @@ def _reshard_seconds(array: _Array, steps: Sequence[Step], cluster: Cluster) -> 
     mesh, size = array.dst_mesh.mesh, itemsize(array.dtype)
     cost = _mesh_cost(cluster, mesh)
     return sum(
-        cost.collective(step.kind, step.communicating(mesh), step.payload(array.shape, size, mesh)) for step in steps
+        cost.collective(step.kind, step.communication_axes(mesh), step.payload(array.shape, size, mesh))
+        for step in steps
     )
 
 

@@ -186,7 +186,7 @@ class _Writer:
             return
         stage = key[0]
         items = self.lists[self.mesh_of[stage]]
-        for value in call.received:
+        for value in call.received_values:
             _, transfer = self.arrivals[stage, "crossing", value, microbatch]
             if transfer not in self.received:
                 self.received.add(transfer)
@@ -215,7 +215,7 @@ class _Writer:
                 return
             task = lists[mesh][positions[mesh]]
             call = self.known.of.get((task.stage, task.kind, task.slice))
-            received = call.received if call is not None else ()
+            received = call.received_values if call is not None else ()
             keys = [(task.stage, "crossing", value, task.microbatch) for value in received]
             missing = next((key for key in keys if key not in self.arrivals), None)
             if missing is None:

@@ -106,13 +106,13 @@ class AnalyzedStep:
 
     Attributes:
       loop: the step so. layers: the number of its layers, where any may be recomputed; else 0.
-      grouped: the step of the loop, with the rules of its operations and its groups.
+      grouped_step: the step of the loop, with the rules of its operations and its groups.
     """
 
     config: ExecutionConfig
     loop: Accumulated
     layers: int
-    grouped: GroupedStep
+    grouped_step: GroupedStep
 
     @cached_property
     def num_ops(self) -> int:
@@ -169,7 +169,7 @@ class Analyses:
         self._run, self._step, self._request = run, step, request
 
     @memoise_method
-    def of(self, config: ExecutionConfig) -> AnalyzedStep:
+    def analyze(self, config: ExecutionConfig) -> AnalyzedStep:
         """Returns the step in a configuration.
 
         Raises:
@@ -198,7 +198,7 @@ class Analyses:
     @memoise_method
     def _loop(self, count: int) -> Accumulated:
         traced, rules = self._step.traced, self._step.rules
-        arguments = self._request.inexact
+        arguments = self._request.inexact_options
         return self._run("micro-batches", microbatches.accumulate, traced, rules, count, strided=True, **arguments)
 
     @memoise_method

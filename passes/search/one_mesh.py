@@ -6,9 +6,9 @@ has no choice within the budget, or a slower one than without it. They inherit t
 they only add to (`search.configs`). Textbook methods are floors of every search: a program of few choices each, on the
 mesh of one axis. Their first plan makes an incumbent; the others wait, once they are bounded, in the order of bounds.
 
-Where communication overlaps with computation (`Cluster.overlaps`), the seconds of a plan are those of two streams, and
-no sum over choices. One stream takes at most twice as long (`MAX_SPEEDUP`), so half of a bound of the sum is a bound;
-each program is solved at full prices and with hideable communication at a share of its price (`sharding.kinds`).
+Where communication overlaps with computation (`Cluster.has_overlap`), the seconds of a plan are those of two streams,
+and no sum over choices. One stream takes at most twice as long (`MAX_SPEEDUP`), so half of a bound of the sum is a
+bound; each program is solved at full prices and with hideable communication at a share of its price (`sharding.kinds`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DecidedMesh:
     """A plan of one mesh, not lowered: the step in its configuration, and the strategy of every group."""
 
     step: AnalyzedStep
-    found: MeshSolution
+    mesh_solution: MeshSolution
 
 
 class OneMeshSearch:
@@ -85,7 +85,7 @@ class OneMeshSearch:
         self.records: defaultdict[Family, dict[ExecutionConfig, Record]] = defaultdict(dict)
         self.products = costs.products_bound(step.traced, step.rules, request.cluster)
         self.divided = self.products
-        self.speedup = MAX_SPEEDUP if request.cluster.overlaps else 1.0
+        self.speedup = MAX_SPEEDUP if request.cluster.has_overlap else 1.0
         self.found: list[FoundPlan] = []
         self.refused: MicrobatchError | None = None
         self._contains = cache(lambda step, method: mesh_program.has_all_plans_of(step, request.cluster, method))
@@ -110,7 +110,7 @@ class OneMeshSearch:
         """
         config, method, records = record.config, record.family.textbook, [*self.records[record.family].values()]
         own = self.records[self.own].get(config)
-        if method and own and mesh in own.bounds and self._contains(own.step.grouped, method):
+        if method and own and mesh in own.bounds and self._contains(own.step.grouped_step, method):
             records += self.records[self.own].values()
         records = [one for one in records if config.only_adds_to(one.config)]
         known = [max(one.peak, one.bounds.get(mesh, 0.0) if mesh else 0.0) for one in records]
@@ -132,7 +132,7 @@ class OneMeshSearch:
         peaks = [record.peak for record in self.records[self.own].values() if record.peak]
         if not peaks:
             return UNKNOWN_COMMUNICATION * self.products
-        found = min((plan.value.found.compute_seconds for plan in self.found), default=min(peaks))
+        found = min((plan.value.mesh_solution.compute_seconds for plan in self.found), default=min(peaks))
         return min(found, MAX_COMPUTE_RATIO * min(peaks))
 
     def open(self, family: Family, config: ExecutionConfig, interval: tuple[int, int] | None = None) -> list[Candidate]:
@@ -159,7 +159,7 @@ class OneMeshSearch:
 
     def take(self, record: Record, found: MeshSolution) -> FoundPlan:
         """Returns a solution as a plan, listed among those of its configuration."""
-        seconds = planning.overlapped_seconds(record.step.grouped, self.request.cluster, found)
+        seconds = planning.overlapped_seconds(record.step.grouped_step, self.request.cluster, found)
         self._list(record, found.mesh, found.solution.status, seconds, int(found.solution.peak))
         plan = FoundPlan((0, *record.config.rank), seconds, DecidedMesh(record.step, found))
         self.found.append(plan)
@@ -168,7 +168,7 @@ class OneMeshSearch:
     def rows(self, chosen: FoundPlan) -> tuple[Row, ...]:
         """Returns the mesh shapes and methods that were compared in the configuration of a plan, which is marked."""
         decided: DecidedMesh = chosen.value
-        rows, own = self._rows[decided.step.config].values(), (decided.found.mesh.shape, chosen.seconds)
+        rows, own = self._rows[decided.step.config].values(), (decided.mesh_solution.mesh.shape, chosen.seconds)
         mine = next((row for row in rows if (row.mesh_shape, row.step_seconds) == own), None)
         status = {row: "chosen" if row is mine else "slower" for row in rows if row.step_seconds is not None}
         return tuple(replace(row, status=status.get(row, row.status)) for row in rows)
@@ -224,7 +224,9 @@ class OneMeshSearch:
         """
         r, textbook = self.request, record.family.textbook
         said = {} if textbook else {"pins": r.pins, "wishes": r.wishes}
-        return mesh_program.mesh_programs(record.step.grouped, r.cluster, textbook or r.method, budget=r.budget, **said)
+        return mesh_program.mesh_programs(
+            record.step.grouped_step, r.cluster, textbook or r.method, budget=r.budget, **said
+        )
 
     def _expand(self, record: Record, _: float) -> Expansion:
         """Returns one candidate for each mesh shape."""
@@ -232,7 +234,7 @@ class OneMeshSearch:
         if method and family.state > request.budget:
             return Expansion()
         try:
-            step = record.step = self.analyses.of(record.config)
+            step = record.step = self.analyses.analyze(record.config)
             programs = self._programs(record)
             record.meshes = len(programs)
         except (MicrobatchError, OptionError) as error:  # the batch, or a micro-batch, does not divide
@@ -242,7 +244,7 @@ class OneMeshSearch:
                 self.refused = self.refused or error
             return Expansion()
         work = 0 if method else best_first.ANALYSIS_PER_OP * step.num_ops
-        least = step.grouped.peak / request.cluster.num_devices
+        least = step.grouped_step.peak / request.cluster.num_devices
         if least <= request.budget or (isinstance(method, TensorParallel) and record.config == self.first):
             return Expansion([self._of_program(record, one, number) for number, one in enumerate(programs)], work=work)
         record.least = least
@@ -275,7 +277,8 @@ class OneMeshSearch:
         mesh, space = program.mesh, self.run("sharding", program.build)
         bound = solve.SolverState(space.program)
         if not record.family.textbook:
-            plans = [p.value.found for p in self.found if p.value.step is record.step and p.value.found.mesh == mesh]
+            plans = [p.value.mesh_solution for p in self.found if p.value.step is record.step]
+            plans = [plan for plan in plans if plan.mesh == mesh]
             choices = [mesh_program.map_choice_to(plan, space) for plan in plans]
             bound.choices += [choice for choice in choices if choice is not None]
         for _ in range(IMPROVEMENTS):
@@ -289,7 +292,7 @@ class OneMeshSearch:
         if not record.bounds and not record.family.textbook:  # tables that all meshes share
             work += best_first.TABLES_PER_OP * record.step.num_ops
         record.bounds[mesh] = max(record.bounds[mesh], bound.seconds)
-        if not bound.fits and self.run("sharding", self._exceeds_budget, record, program):
+        if not bound.is_within_budget and self.run("sharding", self._exceeds_budget, record, program):
             self._list(record, mesh, "infeasible")
             return Expansion(self._successors(record), work=work)
         record.may_fit = True
@@ -298,7 +301,7 @@ class OneMeshSearch:
 
     def _solve(self, record: Record, program: MeshProgram, bounded: solve.SolverState, cutoff: float) -> Expansion:
         """Returns the solution of a program, and configurations that use less memory where memory binds."""
-        bounds, mesh, overlaps = record.bounds, program.mesh, self.request.cluster.overlaps
+        bounds, mesh, overlaps = record.bounds, program.mesh, self.request.cluster.has_overlap
         limit = math.inf if overlaps else cutoff  # communication may be hidden
         found = self.run("sharding", mesh_program.solve_within_budget, program, self.request.budget, limit, bounded)
         bounds[mesh] = max(bounds[mesh], found.free_bound)
@@ -318,7 +321,7 @@ class OneMeshSearch:
 
     def _hidden(self, step: AnalyzedStep, found: Solved) -> list[Solution]:
         """Returns the solution of the program with hideable communication at a share of its price, at full prices."""
-        cheaper = Hiding(step.loop.traced, self.request.cluster.hides).cheaper(found.space)
+        cheaper = Hiding(step.loop.traced, self.request.cluster.hidden_kinds).discount_hideable(found.space)
         other = solve.solve(replace(cheaper, budget=None), start=found.solution)
         if other.choice and other.peak > self.request.budget:
             other = solve.solve(replace(cheaper, budget=self.request.budget), start=found.solution)
@@ -336,7 +339,7 @@ class OneMeshSearch:
             more = next_feasible_microbatches(more, max(record.least, family.state), family.state, request.budget)
             examples = more * request.cluster.num_devices  # at least one of each micro-batch on each device
             is_whole = isinstance(family.textbook, TensorParallel | None)
-            if is_whole or may_be_cut(self.analyses.of(ExecutionConfig()).grouped, examples):
+            if is_whole or may_be_cut(self.analyses.analyze(ExecutionConfig()).grouped_step, examples):
                 out += self.open(family, replace(config, microbatches=more))
         if family.textbook:
             return out

@@ -78,9 +78,9 @@ class PipelineAnalyses:
 
     Attributes:
       one_mesh: the search of plans of one mesh, which are no pipelines; None if the method admits none.
-      solved: one stage of each kind, at some price of memory. A kind are the inputs that identical stages share: the
-        digest, the devices, the meshes allowed, and whether weights are apart.
-      planned: the first of each kind at each price.
+      solved_stages: one stage of each kind, at some price of memory. A kind are the inputs that identical stages share:
+        the digest, the devices, the meshes allowed, and whether weights are apart.
+      planned_stages: the first of each kind at each price.
     """
 
     run: Passes
@@ -88,8 +88,8 @@ class PipelineAnalyses:
     request: PlanRequest
     one_mesh: OneMeshSearch | None
     layers: dict[str, Layer] = field(default_factory=dict)
-    solved: dict[tuple[Any, ...], planning.DecidedStage] = field(default_factory=dict)
-    planned: dict[tuple[tuple[Any, ...], float], planning.PlannedStage] = field(default_factory=dict)
+    solved_stages: dict[tuple[Any, ...], planning.DecidedStage] = field(default_factory=dict)
+    planned_stages: dict[tuple[tuple[Any, ...], float], planning.PlannedStage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         one, step = self.one_mesh, self.step
@@ -136,7 +136,7 @@ class PipelineAnalyses:
     @memoise_method
     def cut(self, count: int) -> Divisible:
         """Returns the step in micro-batches and in layers."""
-        step, arguments = self.step, self.request.inexact
+        step, arguments = self.step, self.request.inexact_options
         loop = self.run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **arguments)
         return self.run("layers", find_layers, loop, max_layers=max_layers(self.request.pipeline))
 
@@ -149,12 +149,12 @@ class PipelineAnalyses:
             wishes=request.wishes, progress=self.run.count,
         )  # fmt: skip
 
-    def rescaled(self, chosen: StagePlan, count: int) -> StagePlan | None:
+    def rescale(self, chosen: StagePlan, count: int) -> StagePlan | None:
         """Returns the same stages with another number of micro-batches; None if the step has other layers then."""
         step, slices = self.cut(count), replace(chosen.slices, num_microbatches=count)
-        if len(step.layering.layers) != len(chosen.priced.layers):
+        if len(step.layering.layers) != len(chosen.layer_costs.layers):
             return None
-        return replace(chosen, priced=chosen.priced.rescaled(step), slices=slices)
+        return replace(chosen, layer_costs=chosen.layer_costs.rescale(step), slices=slices)
 
     @memoise_method
     def choose_or_least(
@@ -195,7 +195,7 @@ class PipelineAnalyses:
         firsts, mesh_of = zip(*((stage.first, stage.mesh) for stage in slices.stages), strict=True)
         numbers, remat = zip(*(VARIANTS[stage.variant] for stage in slices.stages), strict=True)
         prices = [PRICES[number] for number in numbers]
-        loop, graphs = self._cut_into_stages(chosen.priced.step, firsts, remat, tokens)
+        loop, graphs = self._cut_into_stages(chosen.layer_costs.step, firsts, remat, tokens)
         digests = [planning.digest(graph, request.wishes) for graph in graphs]
         schedule = schedules.schedule(
             slices.schedule, slices.num_meshes, slices.num_microbatches, virtual=slices.virtual, slices=len(tokens) or 1
@@ -209,7 +209,7 @@ class PipelineAnalyses:
             if max(over) <= CERTAIN * request.budget or split or attempt == attempts:
                 staged = run(
                     "programs", programs.stage_pipeline, loop, planned, slices.first_devices, schedule, request.cluster,
-                    first_layers=firsts, num_layers=len(chosen.priced.step.layering.layers),
+                    first_layers=firsts, num_layers=len(chosen.layer_costs.step.layering.layers),
                     max_layers=max_layers(request.pipeline), remat=remat, verdict=verdict, token_slices=tuple(tokens),
                     idle_devices=chosen.idle_devices,
                 )  # fmt: skip
@@ -233,7 +233,7 @@ class PipelineAnalyses:
         stages take over the choices of the first and their costs; at another price of memory a stage has the same
         integer program.
         """
-        run, request, slices, kinds = self.run, self.request, chosen.slices, chosen.priced.devices
+        run, request, slices, kinds = self.run, self.request, chosen.slices, chosen.layer_costs.devices
         shapes: dict[int, tuple[int, ...]] = {}
         out: list[planning.PlannedStage] = []
         for number, ((graph, digest, price), stage) in enumerate(zip(graphs, slices.stages, strict=True)):
@@ -243,20 +243,20 @@ class PipelineAnalyses:
             if stage.mesh in shapes:
                 method = Sharded(shapes[stage.mesh])
             elif method.mesh_shape is None:
-                method = Sharded(chosen.priced.mesh_of(stage, kinds.index(devices)))
+                method = Sharded(chosen.layer_costs.mesh_of(stage, kinds.index(devices)))
             kind = digest, devices, method, split
-            twin = self.planned.get((kind, price))
-            like = twin or self.solved.get(kind)
+            twin = self.planned_stages.get((kind, price))
+            like = twin or self.solved_stages.get(kind)
             if twin is None and like is not None:
                 like = run("sharding", planning.reprice_stage, like, price)
             decided = run(
                 "sharding", planning.decide, graph, request.cluster.part(devices), method, price=price,
-                split_weights=split, wishes=request.wishes, like=like, unit=chosen.priced.unit_of(stage),
+                split_weights=split, wishes=request.wishes, like=like, unit=chosen.layer_costs.unit_of(stage),
             )  # fmt: skip
-            self.solved.setdefault(kind, decided)
+            self.solved_stages.setdefault(kind, decided)
             planned = run("lowering", planning.lower_stage, decided, split_weights=split, like=twin)
-            self.planned.setdefault((kind, price), planned)
-            shapes[stage.mesh] = planned.found.mesh.shape
+            self.planned_stages.setdefault((kind, price), planned)
+            shapes[stage.mesh] = planned.mesh_solution.mesh.shape
             out.append(planned)
         run.count("stages planned", len(graphs), len(graphs), lasting=True)
         return tuple(out)

@@ -6,8 +6,8 @@ the layouts of another size: the best plan by them is followed by costs of its o
 micro-batches are estimated by, too; so are steps that have other layers at this number.
 
 Memory. The DP reads sums over layers. Where planned stages exceed the budget, two candidates follow: the DP's next
-choice with the excess added to the costs of their layers (`LayerCosts.beyond`), and the same stages with memory more
-expensive in their integer programs.
+choice with the excess added to the costs of their layers (`LayerCosts.excess_bytes`), and the same stages with memory
+more expensive in their integer programs.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ class PipelineSearch:
             with contextlib.suppress(AlpaLiteError):
                 chosen, _ = own.choose_or_least(own.price(own.reference, own.kinds), count, most=math.inf)
                 best.append(anew.build(chosen, own.request.pipeline.lengths))
-                if best[-1].needed <= budget:
+                if best[-1].needed_bytes <= budget:
                     return found_plan(best[-1])
-        refusals = [exceeds_budget(min(best, key=lambda one: one.needed), budget)] if best else self.errors
+        refusals = [exceeds_budget(min(best, key=lambda one: one.needed_bytes), budget)] if best else self.errors
         error = refusals[0] if refusals else InfeasibleError("the step has no pipeline")
         if isinstance(error, InfeasibleError) and own.request.num_microbatches is None:
             tried = f"up to {max(own.counts)} micro-batches were tried, num_microbatches takes others"
@@ -161,7 +161,7 @@ class PipelineSearch:
         found = self._tried(own.choose_or_least, costs, count)
         if found is not None and OPTIMISM * self._expect(found[0].seconds) < cutoff:
             chosen, room = found
-            suited = chosen if count == costs.num_microbatches else own.rescaled(chosen, count)
+            suited = chosen if count == costs.num_microbatches else own.rescale(chosen, count)
             parts = self._plan(suited, room, costs) if suited else self._price(count, chosen)
         return replace(parts, work=STAGE_DP + parts.work)
 
@@ -194,25 +194,25 @@ class PipelineSearch:
         if staged is None or self._fits(staged):
             return self._take(staged, chosen, costs)
         budget, parts = own.request.budget, list[Candidate]()
-        dearer = replace(costs, beyond=excess(chosen, staged, room, budget))
-        other = None if costs.beyond else self._tried(own.choose_or_least, dearer, count)
+        dearer = replace(costs, excess_bytes=excess(chosen, staged, room, budget))
+        other = None if costs.excess_bytes else self._tried(own.choose_or_least, dearer, count)
         if other is not None:
             parts.append(self._of_count(count, dearer, other[0].seconds * staged.seconds / chosen.seconds))
 
         def repeat(_: float) -> Expansion:
             return self._take(self._tried(own.build, chosen, lengths), chosen, costs)
 
-        seconds = staged.seconds * staged.needed / budget  # estimated: slower by the share by which it exceeds
+        seconds = staged.seconds * staged.needed_bytes / budget  # estimated: slower by the share by which it exceeds
         parts.append(self._candidate(count, 3, lambda: seconds, repeat, " with memory more expensive"))
         return Expansion(parts, work=STAGE_PER_OP * own.num_ops)
 
     def _fits(self, staged: Staged) -> bool:
         """Returns whether a planned pipeline fits; if not, the reason is one of the errors."""
         budget = self.analyses.request.budget
-        if staged.needed > budget:
+        if staged.needed_bytes > budget:
             self.errors.append(exceeds_budget(staged, budget))
-            logger.info("the pipeline exceeds the budget by %s", units.nbytes(staged.needed - budget))
-        return staged.needed <= budget
+            logger.info("the pipeline exceeds the budget by %s", units.nbytes(staged.needed_bytes - budget))
+        return staged.needed_bytes <= budget
 
     def _take(self, staged: Staged | None, chosen: StagePlan, costs: LayerCosts) -> Expansion:
         """Returns a planned pipeline that fits as a plan, its slices, and others at costs of their own."""
@@ -226,7 +226,7 @@ class PipelineSearch:
         plans = [found_plan(one) for one in (staged, other) if one is not None and self._fits(one)]
         self.found += plans
         self.slicings += slicings
-        parts = [first for one in slicings for first in one.first()]
+        parts = [first for one in slicings for first in one.first_slicings()]
         if chosen.slices.num_microbatches != costs.num_microbatches:
             parts.append(self._of_own_costs(plans[0], chosen))
         return Expansion(parts, plans, work=work)
@@ -244,7 +244,7 @@ class PipelineSearch:
 
 
 def excess(chosen: StagePlan, staged: Staged, room: float, budget: float) -> dict[tuple[int, int], float]:
-    """Returns bytes by which stages exceed the costs of their layers, as in `LayerCosts.beyond`.
+    """Returns bytes by which stages exceed the costs of their layers, as in `LayerCosts.excess_bytes`.
 
     `room`: bytes that they were chosen for. Stages that exceed the budget exceed it, too, from now on.
     """
@@ -261,8 +261,8 @@ def exceeds_budget(staged: Staged, budget: float) -> InfeasibleError:
     """Returns the error of a planned pipeline that does not fit."""
     worst = int(np.argmax(list(map(sum, staged.bytes))))
     return InfeasibleError(
-        f"memory_per_device={units.exact_bytes(budget)} is {units.exact_bytes(staged.needed - budget)} short: the "
-        f"pipeline of {len(staged.stages)} stages needs {units.exact_bytes(staged.needed)} per device on submesh "
-        f"{worst}; allow more memory, more micro-batches or more stages",
-        staged.needed,
+        f"memory_per_device={units.exact_bytes(budget)} is {units.exact_bytes(staged.needed_bytes - budget)} short: "
+        f"the pipeline of {len(staged.stages)} stages needs {units.exact_bytes(staged.needed_bytes)} per device on "
+        f"submesh {worst}; allow more memory, more micro-batches or more stages",
+        staged.needed_bytes,
     )

@@ -35,8 +35,8 @@ def search_plan(run: Passes, step: Step, request: PlanRequest) -> tuple[Staged, 
       MicrobatchError: the step cannot be cut into the given number of micro-batches.
       OptionError: the method asks for something that the cluster or the step does not have.
     """
-    one = OneMeshSearch(run, step, request) if request.one_mesh else None
-    pipelines = PipelineSearch(run, step, request, one) if request.pipelines else None
+    one = OneMeshSearch(run, step, request) if request.allows_one_mesh else None
+    pipelines = PipelineSearch(run, step, request, one) if request.allows_pipelines else None
     roots = [*(one.roots() if one else ()), *([pipelines.root] if pipelines else ())]
     effort, limit, started = request.options.effort, request.options.planning_time_limit, time.perf_counter()
     found, summary = best_first.search(
@@ -72,8 +72,8 @@ def _fit_or_explain(one: OneMeshSearch | None, pipelines: PipelineSearch | None)
 def _write(run: Passes, request: PlanRequest, one: OneMeshSearch, chosen: FoundPlan) -> Staged:
     """Returns the program of a plan of one mesh."""
     decided: DecidedMesh = chosen.value
-    step, found, config = decided.step, decided.found, decided.step.config
-    loop, grouped, costs = step.loop, step.grouped, tuple[str, ...]()
+    step, found, config = decided.step, decided.mesh_solution, decided.step.config
+    loop, grouped, costs = step.loop, step.grouped_step, tuple[str, ...]()
     if mesh_program.constraints_of(loop.traced, request.wishes):
         costs = run(
             "constraints", mesh_program.price_constraints, grouped, request.cluster, request.method, found,
@@ -121,7 +121,7 @@ def _compare(staged: Staged, one: OneMeshSearch, pipelines: PipelineSearch, chos
         return add_comparison(staged, "pipeline", f"not planned: estimated at {units.seconds(expected)}")
     if one.found:
         best = min(one.found, key=lambda plan: plan.seconds)
-        found: mesh_program.MeshSolution = best.value.found
+        found: mesh_program.MeshSolution = best.value.mesh_solution
         figures = Comparison("one mesh", found.mesh.shape, best.seconds, math.ceil(found.solution.peak))
         return add_comparison(staged, "one mesh", figures)
     least = [record.least / 2**30 for record in one.records[one.own].values() if record.least]
@@ -132,10 +132,10 @@ def _compare(staged: Staged, one: OneMeshSearch, pipelines: PipelineSearch, chos
 def _explain_slices(staged: Staged, chosen: FoundPlan, pipelines: PipelineSearch) -> Staged:
     """Returns the same with the whole sequences next to slices, or with the reason why there are no slices."""
     for search in pipelines.slicings:
-        if chosen in search.found:
-            return add_comparison(staged, "whole sequences", search.whole)
-        if chosen.value is search.whole:
-            why = next(filter(None, search.tried.values()), "no argument of the batch has a sequence")
+        if chosen in search.found_plans:
+            return add_comparison(staged, "whole sequences", search.whole_pipeline)
+        if chosen.value is search.whole_pipeline:
+            why = next(filter(None, search.refusals.values()), "no argument of the batch has a sequence")
             if search.program is not None:
                 counts = f"{search.count} micro-batches"
                 why = f"no slices were found that take less than {staged.seconds:.4g} s with {counts}"

@@ -38,37 +38,37 @@ class SliceSearch:
 
     Attributes:
       chosen: stages for slices, of which `SLICES` make up a micro-batch.
-      whole: the pipeline of whole sequences. idle: the share of a step for which devices do not compute in it.
+      whole_pipeline: the pipeline of whole sequences. idle: the share of a step for which devices do not compute in it.
       samples: of the model of seconds. program: planned last. tokens: of a sequence, once one is planned.
-      tried: number of micro-batches, and lengths -> why these cannot be planned, if they cannot.
+      refusals: number of micro-batches, and lengths -> why these cannot be planned, if they cannot.
     """
 
     analyses: PipelineAnalyses
     chosen: StagePlan
-    whole: Staged
+    whole_pipeline: Staged
     idle: float
     samples: list[Sample] = field(default_factory=list)
     program: Program | None = None
     tokens: int = 0
-    tried: dict[tuple[int, tuple[int, ...]], str] = field(default_factory=dict)
-    found: list[FoundPlan] = field(default_factory=list)
+    refusals: dict[tuple[int, tuple[int, ...]], str] = field(default_factory=dict)
+    found_plans: list[FoundPlan] = field(default_factory=list)
 
     @property
     def count(self) -> int:
         """The number of micro-batches of whole sequences."""
-        return self.whole.program.num_microbatches
+        return self.whole_pipeline.program.num_microbatches
 
-    def first(self) -> list[Candidate]:
+    def first_slicings(self) -> list[Candidate]:
         """Returns the slicing that tells most about the model, for each number of tokens that a sequence may have."""
         cluster = self.analyses.request.cluster
-        seconds = self.whole.seconds * (1 - self.idle)
-        sizes = choice.sizes(self.chosen.priced.step.accumulated.traced)
+        seconds = self.whole_pipeline.seconds * (1 - self.idle)
+        sizes = choice.sizes(self.chosen.layer_costs.step.accumulated.traced)
         slicings = [choice.first(tokens, choice.step_of(tokens, cluster.platform)) for tokens in sizes]
         return [self._candidate(Proposal(self.count, some, seconds), 0.0) for some in slicings if len(some) > 1]
 
     def _next(self) -> list[Candidate]:
         """Returns the fastest proposal that was not tried."""
-        if len(self.tried) >= MAX_SLICINGS or self.program is None:
+        if len(self.refusals) >= MAX_SLICINGS or self.program is None:
             return []
         own, cluster = self.analyses, self.analyses.request.cluster
         model = own.run("slices", choice.fit_latency, self.samples)
@@ -76,7 +76,7 @@ class SliceSearch:
         fewer = [n for n in own.counts if n <= self.count]
         dispatch = token_samples.dispatch_seconds(self.program, cluster)
         found = own.run("slices", choice.propose_slices, model, self.tokens, fewer, step, dispatch)
-        new = [one for one in found if (one.microbatches, one.lengths) not in self.tried]
+        new = [one for one in found if (one.microbatches, one.lengths) not in self.refusals]
         new.sort(key=lambda one: (one.seconds, one.microbatches, one.lengths))
         return [self._candidate(best, model.error) for best in new[:1]]
 
@@ -85,36 +85,36 @@ class SliceSearch:
         count, lengths, bound = proposal.microbatches, proposal.lengths, self.analyses.bound
         name = f"slices of {', '.join(map(str, lengths))} tokens, {count} at once"
         estimate = bound, max(bound, (1 - MODEL_ERROR) * proposal.seconds)
-        kind, key = (len(self.whole.stages), count, 0), (3, count, len(lengths), *lengths)
+        kind, key = (len(self.whole_pipeline.stages), count, 0), (3, count, len(lengths), *lengths)
         return Candidate(name, kind, key, lambda: estimate, lambda _: self._expand(count, lengths, error))
 
     def _expand(self, count: int, lengths: tuple[int, ...], error: float) -> Expansion:
         """Returns the planned slicing, and the next proposal. `error`: of the model of seconds that proposed it."""
-        own, whole, tokens = self.analyses, self.whole, sum(lengths)
-        if (count, lengths) in self.tried or self.tokens not in (0, tokens):
+        own, whole, tokens = self.analyses, self.whole_pipeline, sum(lengths)
+        if (count, lengths) in self.refusals or self.tokens not in (0, tokens):
             return Expansion()
-        self.tried[count, lengths] = ""
+        self.refusals[count, lengths] = ""
         work = STAGE_PER_OP * sum(1 for _ in whole.traced.graph.ops()) * len(lengths) // 2
         plans: list[FoundPlan] = []
         try:
-            suited = own.rescaled(self.chosen, count)
+            suited = own.rescale(self.chosen, count)
             if suited is None:
-                raise MicrobatchError(f"with {count} micro-batches the step has other layers")
+                raise MicrobatchError(f"with {count} micro-batches the step has other layers; use another number")
             staged = own.build(suited, lengths)
         except REFUSALS as refused:
             logger.info("slices of %s tokens, %d at once: %s", lengths, count, refused)
-            self.tried[count, lengths] = str(refused).split("]: ", 1)[-1].rsplit(";", 1)[0]
+            self.refusals[count, lengths] = str(refused).split("]: ", 1)[-1].rsplit(";", 1)[0]
         else:
             self.tokens, self.program = tokens, staged.program
             self.samples += token_samples.samples(staged.program, lengths)
-            if staged.needed <= own.request.budget:
+            if staged.needed_bytes <= own.request.budget:
                 note = (
                     f"token_slices: chosen for {staged.seconds:.4g} s instead of {whole.seconds:.4g} s with "
                     f"{ExecutionConfig(self.count)} of whole sequences, {whole.seconds / staged.seconds:.2f} times as "
                     f"fast; the model of seconds that proposed them misses planned slices by {error:.1%} at most"
                 )
                 plans = [found_plan(add_notes(staged, note))]
-                self.found += plans
+                self.found_plans += plans
         return Expansion(self._next(), plans, own.bound, work)
 
 
@@ -136,7 +136,7 @@ def open_slices(
         return [], [f"{WHOLE}: zb-h1 computes gradients of parameters apart, which slices do not"]
     if not sizes:
         return [], [f"{WHOLE}: no argument of the batch has a sequence"]
-    pairs = zip(whole.division.timeline.busy, whole.program.submeshes, strict=True)
+    pairs = zip(whole.division.timeline.busy_seconds, whole.program.submeshes, strict=True)
     busy = sum(busy * submesh.mesh.size for busy, submesh in pairs)
     idle = 1 - busy / (request.cluster.num_devices * whole.seconds)  # of all devices, unused ones included
     if idle < MIN_IDLE:
@@ -164,6 +164,6 @@ def _balance(analyses: PipelineAnalyses, chosen: StagePlan, runs: int) -> StageP
     """
     method = analyses.request.pipeline
     method = replace(method, schedule="1f1b") if method.schedule == "auto" else method
-    free = chosen.priced.without_latency()
+    free = chosen.layer_costs.without_latency()
     suited = analyses.run("slicing", stages.choose, free, method, [runs], analyses.request.budget)
-    return replace(suited, priced=chosen.priced)
+    return replace(suited, layer_costs=chosen.layer_costs)

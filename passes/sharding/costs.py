@@ -43,26 +43,26 @@ class _Work:
       flops: of all its operations. dtype: whose peak bounds them.
       efficiency: the fraction of the peak that they reach, where it does not depend on sizes; else None.
       starts: kernels.
-      moved: dims in the group's factors -> bytes of the tensors with these dims.
-      made: values and bytes of the tensors in the layouts of `produced`.
+      tensor_bytes: dims in the group's factors -> bytes of the tensors with these dims.
+      made_tensors: values and bytes of the tensors in the layouts of `produced`.
     """
 
     flops: float = 0.0
     dtype: Any = None
     efficiency: float | None = None
     starts: int = 0
-    moved: dict[Dims, float] = field(default_factory=dict)
-    made: list[tuple[int, float]] = field(default_factory=list)
+    tensor_bytes: dict[Dims, float] = field(default_factory=dict)
+    made_tensors: list[tuple[int, float]] = field(default_factory=list)
 
     @property
     def bytes(self) -> float:
         """All of them, undivided."""
-        return sum(self.moved.values()) + sum(nbytes for _, nbytes in self.made)
+        return sum(self.tensor_bytes.values()) + sum(nbytes for _, nbytes in self.made_tensors)
 
     def add(self, dims: Dims, factors: tuple[int, ...], nbytes: float) -> None:
         """Adds bytes of a tensor with such dims of an operation whose factors are these of the group."""
         own = tuple([tuple([factors[f] for f in dim]) for dim in dims])
-        self.moved[own] = self.moved.get(own, 0.0) + nbytes
+        self.tensor_bytes[own] = self.tensor_bytes.get(own, 0.0) + nbytes
 
 
 def group_terms(
@@ -80,11 +80,11 @@ def group_terms(
       produced: the layouts in which a value may be made, by the strategies of its group.
     """
     key = "work", group.index, typical
-    found = step.known.once(key, lambda: _work_of(step, step.grouping.groups[typical], cost.cluster))
+    found = step.cache.get_or_make(key, lambda: _work_of(step, step.grouping.groups[typical], cost.cluster))
     moved = np.zeros(len(choices.strategies))
-    for dims, nbytes in found.moved.items():
+    for dims, nbytes in found.tensor_bytes.items():
         moved += nbytes / choices.cut(dims)
-    for value, nbytes in found.made:
+    for value, nbytes in found.made_tensors:
         made = produced(value, choices)
         moved += (nbytes / made.blocks)[made.klass]
     shares = _efficiencies(step, cost, group, choices, found.efficiency)
@@ -98,7 +98,7 @@ def _work_of(step: GroupedStep, group: Group, cluster: Cluster) -> _Work:
     """Returns the work of a group, which is the same for all strategies."""
     out, values = _Work(), step.traced.graph.values
     for number, factors in zip(group.ops, group.op_factors, strict=True):
-        op, moved = step.grouping.ops[number], step.moved[number]
+        op, moved = step.grouping.ops[number], step.traffic[number]
         rule = step.rules[op.key]
         out.dtype = working_dtype(op, values) or out.dtype
         out.flops += flops_of(op, rule, values)
@@ -115,14 +115,14 @@ def _work_of(step: GroupedStep, group: Group, cluster: Cluster) -> _Work:
                 out.add(dims, factors, nbytes)
         for value, dims, nbytes in zip(op.results, rule.results, moved.writes, strict=True):
             if nbytes and group.kind == "heavy":
-                out.made.append((value, nbytes))
+                out.made_tensors.append((value, nbytes))
             elif nbytes:
                 out.add(dims, factors, nbytes)
     for value in step.homes_of.get(group.index, ()):
         if value in step.roles:
             # The batch is brought in. Of state a smaller block is the better one, if nothing else decides.
             share = 1.0 if step.roles[value] == "batch" else _BLOCK
-            out.made.append((value, share * values[value].nbytes))
+            out.made_tensors.append((value, share * values[value].nbytes))
     return out
 
 
@@ -169,7 +169,7 @@ def seconds_at_peak(step: GroupedStep, cost: MeshCost, space: Space) -> float:
     """
     total = 0.0
     for node in space.nodes:
-        work: _Work | None = step.known.get(("work", node.group, node.members[len(node.members) // 2]))
+        work: _Work | None = step.cache.get(("work", node.group, node.members[len(node.members) // 2]))
         if work is not None:
             runs = step.grouping.groups[node.group].trips * len(node.members)
             computed = cost.compute(work.flops, work.bytes, work.dtype, work.efficiency)
@@ -188,7 +188,7 @@ def divided_bound(step: GroupedStep, cost: MeshCost, space: Space) -> float:
     """
     total = 0.0
     for node in space.nodes:
-        if ("work", node.group, node.members[len(node.members) // 2]) in step.known:
+        if ("work", node.group, node.members[len(node.members) // 2]) in step.cache:
             for member in map(step.grouping.groups.__getitem__, node.members):
                 if not any(_jax.is_computed_again(step.grouping.ops[number].source) for number in member.ops):
                     work = _work_of(step, member, cost.cluster)
@@ -251,10 +251,10 @@ def _steps(mesh: LogicalMesh, changes: tuple[tuple[Axes, Axes], ...]) -> tuple[t
     for move in moves:
         axes = move.axes
         if move.kind == "collective_permute":
-            order = move.before.dims[move.dim]
+            order = move.source.dims[move.dim]
             axes = tuple([order[i] for i in find_moved_axes(order, axes, tuple([size[x] for x in order]))])
         if move.kind != "slice":
-            layout = move.before if move.kind == "reduce_scatter" else move.after
+            layout = move.source if move.kind == "reduce_scatter" else move.target
             cut = math.prod([size[x] for some in layout.dims for x in some])
             steps.append((move.kind, tuple([real[x] for x in axes]), cut))
     return tuple(steps)
@@ -266,12 +266,12 @@ class _Changes:
 
     Attributes:
       steps: all that any change takes, each as of `_steps`. kind: [P, Q] the number of a change's steps among them.
-      unchanged: [P, Q] into how many blocks the dims that do not change cut the tensor.
+      unchanged_blocks: [P, Q] into how many blocks the dims that do not change cut the tensor.
     """
 
     steps: tuple[tuple[tuple[str, Axes, int], ...] | None, ...]
     kind: np.ndarray
-    unchanged: np.ndarray
+    unchanged_blocks: np.ndarray
 
 
 @functools.lru_cache(maxsize=1024)
@@ -348,7 +348,7 @@ def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, .
     changes, joins = _changes(cost.mesh, produced, wanted), combinable_kinds(cost)
     kind, size = changes.kind, len(changes.steps)
     if nbytes:  # what is sent depends on the dims that do not change, too
-        cuts, cut = np.unique(changes.unchanged, return_inverse=True)
+        cuts, cut = np.unique(changes.unchanged_blocks, return_inverse=True)
         kind = kind + size * cut.reshape(kind.shape)
     kinds, kind = np.unique(kind, return_inverse=True)
     found = np.zeros((3, len(kinds)))
@@ -362,8 +362,8 @@ def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, .
             alpha, beta = cost.coefficients(name, axes, own / blocks)
             found[int(name not in joins), n] += alpha
             found[2, n] += beta / blocks
-    table = found[:, kind.reshape(changes.unchanged.shape)]
-    table[2] /= changes.unchanged
+    table = found[:, kind.reshape(changes.unchanged_blocks.shape)]
+    table[2] /= changes.unchanged_blocks
     table.flags.writeable = False
     return table
 

@@ -102,12 +102,12 @@ class _Builder:
             self.ops[op.index] = op
             self.clock += 1
             depth = self.clock
-            if self.known.once(("outside", op.key), lambda op=op: needs_outside(op)):
+            if self.known.get_or_make(("outside", op.key), lambda op=op: needs_outside(op)):
                 self.member(op, self.form(op, groups.opaque_rule(op, self.values)), 0, (), trips)
             elif op.name in REGIONS:
                 REGIONS[op.name](self, op, trips)
             else:
-                depth = self.straight(op, trips)
+                depth = self.place_op(op, trips)
             self.positions[op.index] = self.clock
             for value in op.results:
                 self.defined[value], self.depth[value] = self.clock, depth
@@ -132,7 +132,7 @@ class _Builder:
     def while_loop(self, op: Op, trips: int) -> None:
         cond, body = op.bodies
         view = WhileView(op)
-        cond_consts, body_consts, init = view.taken(op.operands)
+        cond_consts, body_consts, init = view.split_operands(op.operands)
         (cond_inputs, asked), (body_inputs, carried) = view.cond(cond.inputs), view.body(body.inputs)
         for atom, value in zip((*cond_consts, *body_consts), (*cond_inputs, *body_inputs), strict=True):
             self.port(atom, value, trips, "const")
@@ -228,9 +228,9 @@ class _Builder:
 
     def form(self, op: Op, rule: Rule) -> Form:
         """Returns the properties that an operation's key determines; `rule` is always the same for a key."""
-        return self.known.once(("form", op.key), lambda: groups.form_of(op, rule, self.values))
+        return self.known.get_or_make(("form", op.key), lambda: groups.form_of(op, rule, self.values))
 
-    def straight(self, op: Op, trips: int) -> int:
+    def place_op(self, op: Op, trips: int) -> int:
         """Places an operation without a region; returns its depth."""
         form = self.form(op, self.rules[op.key])
         rule, operands = form.rule, [atom for atom in op.operands if isinstance(atom, int)]
@@ -242,11 +242,11 @@ class _Builder:
         elif lazy or form.lazy == "always":
             self.lazy.update({value: (op.index, i) for i, value in enumerate(op.results)})
         elif op.index in self.linear.ops:
-            self.alone("linear", op, form, trips)
-        elif form.light:
-            self.light(op, form, trips)
+            self.start_group("linear", op, form, trips)
+        elif form.is_light:
+            self.place_light(op, form, trips)
         else:
-            self.alone("heavy", op, form, trips)
+            self.start_group("heavy", op, form, trips)
         return 1 + max([self.depth.get(atom, 0) for atom in operands], default=0)
 
     def barrier(self, op: Op) -> None:
@@ -262,17 +262,17 @@ class _Builder:
                 if atom in self.followers:
                     self.followers[result] = self.followers[atom]
 
-    def alone(self, kind: GroupKind, op: Op, form: Form, trips: int) -> None:
+    def start_group(self, kind: GroupKind, op: Op, form: Form, trips: int) -> None:
         """Makes an operation the first member of a group, whose factors are its own."""
         factors = form.rule.factors
         self.drafts.append(Draft(kind, list(factors), trips, op.name))
         self.member(op, form, len(self.drafts) - 1, tuple(range(len(factors))), trips)
 
-    def light(self, op: Op, form: Form, trips: int) -> None:
-        whole = [(k, a) for k in form.whole if isinstance(a := op.operands[k], int) and a not in self.lazy]
+    def place_light(self, op: Op, form: Form, trips: int) -> None:
+        whole = [(k, a) for k in form.whole_operands if isinstance(a := op.operands[k], int) and a not in self.lazy]
         whole = [(k, atom) for k, atom in whole if self.homes[atom].group]
         if not whole:
-            self.alone("light", op, form, trips)
+            self.start_group("light", op, form, trips)
             return
         main, atom = max(whole, key=lambda one: self.depth[one[1]])
         home = self.homes[atom]
@@ -283,9 +283,9 @@ class _Builder:
                 self.followers[atom] = len(self.drafts)
                 self.drafts.append(Draft("light", factors, trips, "follow"))
             index = self.followers[atom]
-        factors = self.known.once(("followed", op.key, main, dims), lambda: form.followed_factors(main, dims))
+        factors = self.known.get_or_make(("followed", op.key, main, dims), lambda: form.followed_factors(main, dims))
         if factors is None:
-            self.alone("light", op, form, trips)
+            self.start_group("light", op, form, trips)
         else:
             self.member(op, form, index, factors, trips)
 
@@ -293,7 +293,7 @@ class _Builder:
         """Makes an op a member of a group: its demands, the homes of its results, and the group's signature."""
         draft, homes, key = self.drafts[index], self.homes, form.key
         own = factors if index else None
-        operands, results = self.known.once(("placed", op.key, own), lambda: form.placed_dims(own))
+        operands, results = self.known.get_or_make(("placed", op.key, own), lambda: form.placed_dims(own))
         inside = draft.kind in ("light", "leaf")
         refs: list[Any] = []
         likes: list[Any] = []

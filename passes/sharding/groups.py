@@ -84,9 +84,9 @@ class Grouping:
     Attributes:
       groups: by index; group 0 is the fixed group.
       homes: value -> home; lazy values have none.
-      lazy: lazy value -> (op index, result number).
+      lazy_sources: lazy value -> (op index, result number).
       demands: every edge.
-      positions: op index -> program point. defined: value -> program point of its definition.
+      positions: op index -> program point. definition_points: value -> program point of its definition.
       points: the number of program points.
       ops: op index -> Op.
       classes: colour -> the groups that share it, in order.
@@ -96,10 +96,10 @@ class Grouping:
 
     groups: tuple[Group, ...]
     homes: Mapping[int, Home]
-    lazy: Mapping[int, tuple[int, int]]
+    lazy_sources: Mapping[int, tuple[int, int]]
     demands: tuple[Demand, ...]
     positions: Mapping[int, int]
-    defined: Mapping[int, int]
+    definition_points: Mapping[int, int]
     points: int
     ops: Mapping[int, Op]
     classes: Mapping[str, tuple[int, ...]]
@@ -162,16 +162,16 @@ class Form:
     Attributes:
       rule: its rule.
       key: as `keys.key_without_position`.
-      light: whether it only follows, see `is_light`.
+      is_light: whether it only follows, see `is_light`.
       lazy: whether its result is made anew for each consumer, or is so where its operands are.
-      whole: the operands that have all factors of the results; literals may be among them.
+      whole_operands: the operands that have all factors of the results; literals may be among them.
     """
 
     rule: Rule
     key: str
-    light: bool
+    is_light: bool
     lazy: Literal["", "always", "as operands"]
-    whole: tuple[int, ...]
+    whole_operands: tuple[int, ...]
 
     def placed_dims(self, factors: tuple[int, ...] | None) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
         """The dims of operands and of results by the factors of a group that those of the rule are, if of any."""

@@ -236,7 +236,7 @@ class Hiding:
         """Returns whether a reverse pass made a value that only the update reads, and sums may hide."""
         return self._sums and value in self._reverse and self._waits(value)
 
-    def cheaper(self, space: Space) -> StrategyGraph:
+    def discount_hideable(self, space: Space) -> StrategyGraph:
         """Returns the program of a mesh with hideable transfers at `SHARE` of their price."""
         transfers = (
             replace(transfer, cost=SHARE * transfer.cost)

@@ -48,7 +48,7 @@ class MeshAtPrices:
 
     space: Space
     state: SolverState
-    rough: Solution
+    rough_solution: Solution
 
     def figures(self, choice: Sequence[int]) -> tuple[float, float]:
         """Returns seconds and bytes per device of a choice, without the price of memory."""
@@ -81,36 +81,39 @@ class LagrangianSearch:
         return replace(_solve_roughly(spaces, self.max_work, self.gap), unit=self.unit)
 
     @property
-    def fastest(self) -> tuple[float, float]:
+    def fastest_figures(self) -> tuple[float, float]:
         """Seconds and bytes per device of the fastest rough solution: of all meshes, their ratio is the unit."""
-        best = min(self.programs, key=lambda program: program.rough.objective)
-        return best.rough.objective, max(best.figures(best.rough.choice)[1], 1.0)
+        best = min(self.programs, key=lambda program: program.rough_solution.objective)
+        return best.rough_solution.objective, max(best.figures(best.rough_solution.choice)[1], 1.0)
 
-    def on(self, shape: tuple[int, ...]) -> LagrangianSearch:
+    def restrict_to_shape(self, shape: tuple[int, ...]) -> LagrangianSearch:
         """Returns the same with the meshes of one shape alone, if there are any."""
         kept = tuple(program for program in self.programs if program.space.mesh.shape == shape)
         return replace(self, programs=kept or self.programs)
 
-    def at(self, price: float) -> MeshSolution:
+    def solve_at(self, price: float) -> MeshSolution:
         """Returns the best choice at a price of memory; its seconds and bytes are without it.
 
         Mesh shapes that are much slower with memory for nothing are not tried at a price.
         """
-        fastest = min(program.rough.objective for program in self.programs)
-        is_known = [not price and (one.rough.gap <= self.gap or one.rough.bound >= fastest) for one in self.programs]
-        solutions = {one: one.rough for one, known in zip(self.programs, is_known, strict=True) if known}
+        fastest = min(program.rough_solution.objective for program in self.programs)
+        is_known = [
+            not price and (one.rough_solution.gap <= self.gap or one.rough_solution.bound >= fastest)
+            for one in self.programs
+        ]
+        solutions = {one: one.rough_solution for one, known in zip(self.programs, is_known, strict=True) if known}
         for one in self.programs:
-            if one not in solutions and one.rough.objective <= MAX_SLOWDOWN * fastest:
+            if one not in solutions and one.rough_solution.objective <= MAX_SLOWDOWN * fastest:
                 solutions[one] = _solve_at(one.state, price * self.unit, self.max_work, self.gap / max(1.0, price))
         best = min(solutions, key=lambda one: solutions[one].objective)
         least, peak = best.figures(solutions[best].choice)
         candidates, bounds = [], []
         for one in self.programs:
-            solution = solutions.get(one, one.rough)
+            solution = solutions.get(one, one.rough_solution)
             seconds, size = one.figures(solution.choice)
             status = "chosen" if one is best else "more memory" if seconds < least else "slower"
             candidates.append(Candidate("Sharded", one.space.mesh.shape, seconds, int(size), status))
-            bounds.append((one.rough if price else solution).bound)
+            bounds.append((one.rough_solution if price else solution).bound)
         status = "feasible" if price else solutions[best].status
         solution = replace(solutions[best], status=status, objective=least, bound=min(bounds), peak=peak)
         return MeshSolution(best.space, solution, tuple(candidates))
@@ -138,7 +141,7 @@ def _solve_roughly(spaces: Sequence[Space], max_work: int, gap: float) -> Lagran
     states = [(space, SolverState(space.program)) for space in spaces]
     programs = [MeshAtPrices(*pair, _solve_at(pair[1], 0.0, max_work, max(gap, ROUGH_GAP))) for pair in states]
     offered = LagrangianSearch(tuple(programs), 1.0, max_work, gap)
-    seconds, size = offered.fastest
+    seconds, size = offered.fastest_figures
     return replace(offered, unit=seconds / size)
 
 

@@ -54,17 +54,17 @@ class Constraints:
       layouts: of groups that are not free.
       operations: the constraints on operations; None if they are free.
       gathers_again: whether parameters are gathered for the backward pass again, regardless of memory.
-      whole: group -> those of its factors that must not be cut.
-      ungathered: values that must not be gathered.
-      ignored: operations of `ir.primitives.CONSTRAINT` that are not applied.
+      whole_factors: group -> those of its factors that must not be cut.
+      ungathered_values: values that must not be gathered.
+      ignored_constraints: operations of `ir.primitives.CONSTRAINT` that are not applied.
     """
 
     layouts: Mapping[int, tuple[Layout, ...]] = field(default_factory=dict)
     operations: Operations | None = None
     gathers_again: bool = False
-    whole: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    ungathered: frozenset[int] = frozenset()
-    ignored: frozenset[int] = frozenset()
+    whole_factors: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    ungathered_values: frozenset[int] = frozenset()
+    ignored_constraints: frozenset[int] = frozenset()
 
 
 UNCONSTRAINED = Constraints()
@@ -109,14 +109,16 @@ def meshes(cluster: Cluster, method: Any, max_axes: int = 3, wishes: Wishes = NO
         shapes = ((count,),)
     else:
         shapes = cluster.mesh_shapes(max(max_axes, len(names)))
-    if not names or (set(names) <= set(NAMES) and not wishes.more):  # of searched meshes, those that have the axes
+    if not names or (
+        set(names) <= set(NAMES) and not wishes.has_more_axes
+    ):  # of searched meshes, those that have the axes
         found = [LogicalMesh(tuple(s), NAMES[: len(s)]) for s in shapes if len(s) >= len(names)]
         if found:
             return tuple(found)
     wider = next(name for name in (*NAMES, "searched") if name not in names)
     found = [
         LogicalMesh(order, some)
-        for some in (names, (wider, *names)) if some is names or wishes.more
+        for some in (names, (wider, *names)) if some is names or wishes.has_more_axes
         for shape in shapes for order in _orders(tuple(shape), len(some))
         if given is None or len(given) < len(some) or order == given
     ]  # fmt: skip
@@ -196,7 +198,7 @@ def limits(
             (named if number in own else found)[group] = tuple(completions(wish, shape, mesh))
     operations = None
     if isinstance(rest, Textbook):
-        taken = {a for p in wishes.given for axes in wishes.leaves[p].dims for a in axes or ()}
+        taken = {a for p in wishes.given_paths for axes in wishes.leaves[p].dims for a in axes or ()}
         free = tuple(a for a in mesh.axis_names if a not in taken)
         found |= _textbook(step, rest, mesh, free or mesh.axis_names, own)
         if free and not pins:
@@ -224,7 +226,7 @@ def _check(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh, name: str) -> 
 
 
 def _forbidden(step: GroupedStep, names: Collection[str]) -> tuple[dict[int, frozenset[int]], frozenset[int]]:
-    """Returns `whole` and `ungathered` of `Constraints` if some of `STRATEGIES` are forbidden."""
+    """Returns `whole_factors` and `ungathered_values` of `Constraints` if some of `STRATEGIES` are forbidden."""
     assert set(names) <= set(STRATEGIES)
     traced, grouping = step.traced, step.grouping
     read = kinds.parameter_of(traced).keys()
@@ -263,7 +265,7 @@ def _textbook(step: GroupedStep, method: Textbook, mesh: LogicalMesh, axes: Axes
     count, stage, tensor = mesh.product(axes), textbook.zero_stage(method), isinstance(method, TensorParallel)
     shapes = [values[v].shape for v in traced.graph.block.inputs]
     batch = [shape for shape, a in zip(shapes, traced.arguments, strict=False) if a.role == "batch" and shape]
-    may_be_whole = not traced.batch_named and any(shape[0] % count == 0 for shape in batch)
+    may_be_whole = not traced.has_named_batch and any(shape[0] % count == 0 for shape in batch)
     cut_by_loops = _stacked(grouping)
     in_blocks = textbook.parameters_of_products(step, count) if tensor else set()
 
@@ -292,7 +294,7 @@ def _textbook(step: GroupedStep, method: Textbook, mesh: LogicalMesh, axes: Axes
                     f"divide over {count} devices; use a batch that is a multiple of {count}, or method='auto'."
                 )
             out[group] = whole if shape[0] % count else (Layout((axes, *whole[0].dims[1:])),)
-        elif argument.stays:
+        elif argument.is_resident:
             sharded = stage == 3 or (stage and kinds.state_kinds(traced).get(number) == "optimizer")
             out[group] = (sharded and blocks(group, shape)) or whole
     if isinstance(method, DataParallel):

@@ -61,7 +61,7 @@ class _Block:
         self.block, self.rules, self.values, self.found, self.apart = block, rules, values, found, apart
         self.producers, self.uses = flow.producers(block.ops), flow.uses(block)
 
-    def within(self, body: Block) -> _Block:
+    def nested_block(self, body: Block) -> _Block:
         return _Block(body, self.rules, self.values, self.found)
 
     def visit(self) -> None:
@@ -70,12 +70,12 @@ class _Block:
                 self.scan(ScanView(op))
             elif op.bodies:
                 for body in op.bodies:
-                    self.within(body).visit()
+                    self.nested_block(body).visit()
             elif op.name in primitives.ADDITIONS and op.key in self.rules:
                 self.addition(op)
 
     def scan(self, view: ScanView) -> None:
-        inside, held = self.within(view.body), self.found.values
+        inside, held = self.nested_block(view.body), self.found.values
         sums = [
             (view.carries[number], adds)
             for number, (adds, _) in view.additions.items()

@@ -284,7 +284,9 @@ def price_constraints(
     notes = []
     for name, (ops, leaves) in said.items():
         left = {path: wish for path, wish in wishes.leaves.items() if path not in leaves}
-        limit = replace(limits.limits(step, method, found.mesh, replace(wishes, leaves=left), pins), ignored=ops)
+        limit = replace(
+            limits.limits(step, method, found.mesh, replace(wishes, leaves=left), pins), ignored_constraints=ops
+        )
         space = strategies.build(step, MeshCost(cluster, found.mesh), budget=budget, constraints=limit)
         solution = solve.solve(space.program)
         if solution.status == "optimal":
@@ -301,7 +303,7 @@ def constraints_of(traced: Traced, wishes: Wishes) -> dict[str, tuple[frozenset[
         if op.name == CONSTRAINT and any(axes is not None for axes in op.params["dims"]):
             ops.setdefault(f"{op.params['why']} at {_jax.source_line(op.source)}", set()).add(op.index)
     for path, wish in wishes.leaves.items():
-        if path not in wishes.given:
+        if path not in wishes.given_paths:
             leaves.setdefault(wish.why, set()).add(path)
     names = dict.fromkeys((*ops, *leaves))
     return {name: (frozenset(ops.get(name, ())), frozenset(leaves.get(name, ()))) for name in names}

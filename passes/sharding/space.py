@@ -111,8 +111,8 @@ class Resharding:
     """A transfer of the integer program: `count` identical values, each moved `trips` times."""
 
     value: int
-    produced: tuple[Layout, ...]
-    wanted: tuple[Layout, ...]
+    produced_layouts: tuple[Layout, ...]
+    wanted_layouts: tuple[Layout, ...]
     count: int
     trips: int
 
@@ -128,7 +128,7 @@ class Space:
       late_from: program point from which a use counts as late (see `build`); None if uses are not split.
       buffer_values: for each of the program's buffers, the value that it holds.
       shares: as of `Tables`.
-      moved: op index -> what the operation reads and writes on one device.
+      traffic: op index -> what the operation reads and writes on one device.
     """
 
     mesh: LogicalMesh
@@ -139,7 +139,7 @@ class Space:
     late_from: int | None
     buffer_values: tuple[int, ...]
     shares: Mapping[tuple[int, int], float]
-    moved: Mapping[int, Moved]
+    traffic: Mapping[int, Moved]
 
 
 def layout_of(dims: Dims, strategy: Strategy, partial: Axes = ()) -> Layout:

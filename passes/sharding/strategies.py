@@ -59,7 +59,7 @@ def classes(grouping: Grouping, constraints: Constraints = UNCONSTRAINED) -> Ite
         parts: dict[object, list[int]] = {}
         for member in members:
             fixed = operations and operations.key(grouping.groups[member])
-            key = constraints.layouts.get(member), constraints.whole.get(member), fixed
+            key = constraints.layouts.get(member), constraints.whole_factors.get(member), fixed
             parts.setdefault(key, []).append(member)
         yield from (tuple(part) for part in parts.values())
 
@@ -88,7 +88,7 @@ class _Builder:
         self.cost, self.mesh = cost, cost.mesh
         self.several_axes = sum(size > 1 for size in cost.mesh.shape) > 1
         self.constraints, self.operations = constraints, constraints.operations
-        self.known = step.on(cost)
+        self.known = step.cache_for(cost)
 
     def space(self, budget: float | None, regather: bool) -> Space:
         tables = self.step.tables(tuple(classes(self.grouping, self.constraints)), regather)
@@ -105,7 +105,7 @@ class _Builder:
         )
         return Space(
             self.mesh, program, tuple(nodes), tables.node_of, tuple(move.resharding for move in moves),
-            tables.late_from, held, tables.shares, self.step.moved,
+            tables.late_from, held, tables.shares, self.step.traffic,
         )  # fmt: skip
 
     # -- strategies -----------------------------------------------------------------------------------------------
@@ -121,25 +121,27 @@ class _Builder:
         elif group.kind == "heavy":
             found = self.heavy_strategies(group)
         else:
-            free = self.known.once(
+            free = self.known.get_or_make(
                 ("free", group.kind, self.factors(group)),
                 lambda: self.arrays(self.free_strategies(group), factors),
             )
             limit = self.constraints.layouts.get(group.index)
             if limit is None and self.operations is None:
                 return free
-            found = self.limited(group, free.strategies, limit)
+            found = self.limit_strategies(group, free.strategies, limit)
         return self.arrays(found, factors)
 
     def arrays(self, strategies: Iterable[Strategy], factors: int) -> Choices:
         """Returns the strategies of a group of this many factors as arrays, one for all groups that have the same."""
         some = tuple(strategies)
-        return self.known.once(("choices", factors, some), lambda: Choices(some, factors, self.mesh))
+        return self.known.get_or_make(("choices", factors, some), lambda: Choices(some, factors, self.mesh))
 
-    def limited(self, group: Group, free: Sequence[Strategy], limit: Sequence[Layout] | None) -> Sequence[Strategy]:
+    def limit_strategies(
+        self, group: Group, free: Sequence[Strategy], limit: Sequence[Layout] | None
+    ) -> Sequence[Strategy]:
         """Those of the strategies of a group without an operation to ask that layouts, or else a method, allow."""
         if limit is None:
-            return self.operations.kept(group, free) if self.operations and group.index else free
+            return self.operations.filter_strategies(group, free) if self.operations and group.index else free
         dims = self.grouping.homes[self.step.homes_of[group.index][0]].dims
         found = [s for s in free if layout_of(dims, s) in limit]
         known = {layout_of(dims, s) for s in found}  # a user may also ask for axes in another order
@@ -147,7 +149,7 @@ class _Builder:
 
     def factors(self, group: Group) -> tuple[Factor, ...]:
         """Returns the factors of a group; those that must not be cut are marked so."""
-        whole = self.constraints.whole.get(group.index, ())
+        whole = self.constraints.whole_factors.get(group.index, ())
         return tuple([Factor(f.size, "replicate") if i in whole else f for i, f in enumerate(group.factors)])
 
     def heavy_strategies(self, group: Group) -> Sequence[Strategy]:
@@ -160,13 +162,13 @@ class _Builder:
         op, factors, operations = self.op(group), self.factors(group), self.operations
         if op.name == CONSTRAINT:
             return self.constrained_strategies(group)
-        found: Sequence[Strategy] = self.known.once(
+        found: Sequence[Strategy] = self.known.get_or_make(
             ("assigned", op.key, factors),
             lambda: tuple([Strategy(a) for a in assignments(factors, self.mesh) if self.form(group, a) is not None]),
         )
         fills = self.several_axes or not (examples := self.step.examples) or group.index in examples
         if operations is not None:
-            found, fills = operations.kept(group, found), operations.fills(group)
+            found, fills = operations.filter_strategies(group, found), operations.fills(group)
         return _busiest(found) if fills and op.name in PRODUCTS else found
 
     def constrained_strategies(self, group: Group) -> list[Strategy]:
@@ -175,7 +177,7 @@ class _Builder:
         (value,) = op.results
         shape, dims = self.values[value].shape, self.grouping.homes[value].dims
         wish = Wish(op.params["dims"], op.params["why"])
-        if op.index in self.constraints.ignored or space.fits(wish, shape, self.mesh) is not None:
+        if op.index in self.constraints.ignored_constraints or space.fits(wish, shape, self.mesh) is not None:
             return self.free_strategies(group)
         found = dict.fromkeys(space.completions(wish, shape, self.mesh))
         return [space.strategy_of(dims, layout, len(group.factors)) for layout in found]
@@ -208,9 +210,9 @@ class _Builder:
             moved = any(not isinstance(a, Lit) and layout != layout_of(dims, plain) for a, layout, dims in operands)
             return None if moved else form
 
-        return self.known.once(("form", op.key, axes), plain_form)
+        return self.known.get_or_make(("form", op.key, axes), plain_form)
 
-    def produced(self, value: int, choices: Choices) -> Reached:
+    def produced_layouts(self, value: int, choices: Choices) -> Reached:
         """Returns the layouts in which a value may be made, by the strategies of its group."""
         home = self.grouping.homes[value]
         group = self.grouping.groups[home.group]
@@ -218,12 +220,12 @@ class _Builder:
             return choices.layouts(home.dims, group.kind == "linear")
         op = self.op(group)
         own = (op.key, op.results.index(value)) if value in op.results else (home.group, home.slot)
-        return self.known.once(
+        return self.known.get_or_make(
             ("made", own, choices),
-            lambda: space.classify([self.made(value, group, s) for s in choices.strategies], self.mesh),
+            lambda: space.classify([self.made_layout(value, group, s) for s in choices.strategies], self.mesh),
         )
 
-    def made(self, value: int, group: Group, strategy: Strategy) -> Layout:
+    def made_layout(self, value: int, group: Group, strategy: Strategy) -> Layout:
         """Returns the layout in which a heavy group makes a value."""
         op = self.op(group)
         if value in op.results:
@@ -236,22 +238,22 @@ class _Builder:
 
     def node(self, members: tuple[int, ...], choices: Choices) -> Node:
         """Returns the node of some tied groups."""
-        return self.known.once(("node", members, choices), lambda: self.priced(members, choices))
+        return self.known.get_or_make(("node", members, choices), lambda: self.price(members, choices))
 
-    def priced(self, members: tuple[int, ...], choices: Choices) -> Node:
+    def price(self, members: tuple[int, ...], choices: Choices) -> Node:
         group = self.grouping.groups[members[0]]
         terms, collectives = np.zeros((2, 3, len(choices.strategies)))
         if group.kind == "fixed":
-            terms[:, 0], collectives[:, 0] = self.opaque(group)
+            terms[:, 0], collectives[:, 0] = self.opaque_costs(group)
         # A group that only says where a value lies takes no time.
         elif not (group.kind == "heavy" and self.op(group).name == CONSTRAINT):
-            terms = group_terms(self.step, self.cost, group, choices, members[len(members) // 2], self.produced)
+            terms = group_terms(self.step, self.cost, group, choices, members[len(members) // 2], self.produced_layouts)
             terms *= group.trips
             if group.kind == "heavy":
                 collectives = np.array([self.collectives(self.form(group, s.axes)) for s in choices.strategies]).T
         return Node(group.index, group.trips, members, choices.strategies, terms, collectives)
 
-    def opaque(self, group: Group) -> np.ndarray:
+    def opaque_costs(self, group: Group) -> np.ndarray:
         """[2, 3] as of `Computing.terms` and `collectives`, of the operations that no rule describes."""
         trips = {demand.op: demand.trips for demand in self.grouping.demands if demand.group == group.index}
         terms, collectives = np.zeros((2, 3))
@@ -259,7 +261,7 @@ class _Builder:
             op = self.grouping.ops[number]
             rule = self.rules[op.key]
             if rule.source == "opaque":
-                runs, moved = trips.get(number, 1), self.step.moved[number]
+                runs, moved = trips.get(number, 1), self.step.traffic[number]
                 terms[1] += runs * self.cost.compute(0.0, moved.bytes, working_dtype(op, self.values))
                 terms[2] += runs * moved.starts * self.cost.cluster.kernel_start
                 collectives += runs * self.collectives(local_form(op, rule, (), self.values, self.mesh))
@@ -280,7 +282,7 @@ class _Builder:
         tensor = self.operations if isinstance(self.operations, OverFeatures) else None
         for passage in tables.passages:
             first, count, trips = passage.values[0], len(passage.values), passage.demands[0].trips
-            made = self.produced(first, choices[passage.src])
+            made = self.produced_layouts(first, choices[passage.src])
             nodes = [tables.node_of[demand.group] for demand in passage.demands]
             asked = [choices[n].layouts(d.dims, True) for n, d in zip(nodes, passage.demands, strict=True)]
             shape, nbytes = self.values[first].shape, self.values[first].nbytes
@@ -298,11 +300,11 @@ class _Builder:
                 ends.setdefault((node, klass.tobytes()), klass)
             wanted = tuple([layout for layout, _ in goals])
             case = shape, nbytes, made.layouts, wanted
-            known = self.known.once(("moves", *case), lambda case=case: moves(self.cost, *case))
+            known = self.known.get_or_make(("moves", *case), lambda case=case: moves(self.cost, *case))
             matrix = known.joint * tables.shares.get((first, passage.phase), 1.0) + known.alpha + known.beta * nbytes
-            if not self.constraints.ungathered.isdisjoint(passage.values):
+            if not self.constraints.ungathered_values.isdisjoint(passage.values):
                 matrix = np.where(find_gathers(made.layouts, wanted), math.inf, matrix)
-            refused = tensor and tensor.refused(passage.values, made.layouts, [*goals])
+            refused = tensor and tensor.forbidden_moves(passage.values, made.layouts, [*goals])
             if refused is not None:
                 matrix = np.where(refused, math.inf, matrix)
             if matrix.any():
@@ -319,9 +321,9 @@ class _Builder:
         """Alike buffers that live equally long are one, of their bytes together."""
         rows: list[tuple[int, ...]] = []  # first point, last point, owner, transfer, copy, value
         size: list[np.ndarray] = []
-        small = self.step.smallest
-        for value, node, first, last, count in tables.kept.tolist():
-            made = self.produced(value, choices[node])
+        small = self.step.min_bytes
+        for value, node, first, last, count in tables.live_values.tolist():
+            made = self.produced_layouts(value, choices[node])
             rows.append((first, last, node, -1, -1, value))
             size.append((self.values[value].nbytes * count / made.blocks)[made.klass])
         for number, (move, _, passage, costs) in enumerate(moves):

@@ -75,8 +75,8 @@ class Tables:
       members: the groups of each node. node_of: group -> node.
       late_from: program point from which state is served again; None if it is not.
       passages: every transfer.
-      kept: [n, 5] alike values that take memory where they are made: one of them, its node, its first and its last
-        point, and the number of values of equal span.
+      live_values: [n, 5] alike values that take memory where they are made: one of them, its node, its first and its
+        last point, and the number of values of equal span.
       points: how many program points are left; intervals are in their numbers.
       shares: (value, phase) of each transfer that the compiler combines with others -> its share of their latency.
     """
@@ -85,7 +85,7 @@ class Tables:
     node_of: tuple[int, ...]
     late_from: int | None
     passages: tuple[Passage, ...]
-    kept: np.ndarray
+    live_values: np.ndarray
     points: int
     shares: Mapping[tuple[int, int], float]
 
@@ -96,23 +96,23 @@ class GroupedStep:
 
     Attributes:
       repeats: the parts that the program runs in.
-      known: a cache of tables that are the same on all meshes, and of those of each mesh.
+      cache: a cache of tables that are the same on all meshes, and of those of each mesh.
     """
 
     traced: Traced
     grouping: Grouping
     rules: Mapping[Any, Rule]
     repeats: Repeats = NO_REPEATS
-    known: Memo = field(default_factory=Memo, init=False)
+    cache: Memo = field(default_factory=Memo, init=False)
 
-    def on(self, cost: MeshCost) -> Memo:
+    def cache_for(self, cost: MeshCost) -> Memo:
         """Returns the cache of the programs on one mesh, for every method.
 
         A search builds several programs on a mesh: of each textbook method, of all strategies, and with state gathered
         again. They differ in which strategies the groups have, and in which consumers are served when. The definition,
         the cost and the layouts of a group's strategy are the same in all of them, and are computed once.
         """
-        return self.known.once(("mesh", cost), Memo)
+        return self.cache.get_or_make(("mesh", cost), Memo)
 
     def tables(self, members: Sequence[tuple[int, ...]], regather: bool) -> Tables:
         """Returns the tables where these groups are tied."""
@@ -121,7 +121,7 @@ class GroupedStep:
             for group in groups:
                 node_of[group] = node
         tying = tuple(node_of), regather
-        return self.known.once(("tables", *tying), lambda: _tables(self, tuple(members), *tying))
+        return self.cache.get_or_make(("tables", *tying), lambda: _tables(self, tuple(members), *tying))
 
     @cached_property
     def roles(self) -> dict[int, str]:
@@ -161,21 +161,21 @@ class GroupedStep:
         return tuple([op for op in self.traced.graph.ops() if op.primitive.name == CONSTRAINT])
 
     @cached_property
-    def moved(self) -> dict[int, traffic.Moved]:
+    def traffic(self) -> dict[int, traffic.Moved]:
         """Reads and writes of operations on one device, by op index, without those that compilers fuse away."""
         return traffic.memory_traffic(self.traced.graph.block, self.traced.graph.values)
 
     @cached_property
-    def smallest(self) -> float:
+    def min_bytes(self) -> float:
         """Bytes below which a value is left out of the memory constraint."""
         return _SMALL * sum(self.traced.graph.values[v].nbytes for v in self.traced.graph.block.inputs)
 
     @cached_property
-    def living(self) -> tuple[tuple[int, int, int], ...]:
+    def live_ranges(self) -> tuple[tuple[int, int, int], ...]:
         """(value, first point, last point) of everything that takes memory worth counting."""
         found: list[tuple[int, int, int]] = []
-        values, defined = self.traced.graph.values, self.grouping.defined
-        inputs, end, small = set(self.traced.graph.block.inputs), self.grouping.points - 1, self.smallest
+        values, defined = self.traced.graph.values, self.grouping.definition_points
+        inputs, end, small = set(self.traced.graph.block.inputs), self.grouping.points - 1, self.min_bytes
         for value, home in self.grouping.homes.items():
             group = self.grouping.groups[home.group]
             if values[value].nbytes < small:
@@ -194,17 +194,21 @@ class GroupedStep:
     @cached_property
     def peak(self) -> float:
         """Bytes of all that lives at once at most, were nothing sharded: layouts leave an equal part on each device."""
-        values, living = self.traced.graph.values, np.array(self.living, dtype=int).reshape(-1, 3)
+        values, living = self.traced.graph.values, np.array(self.live_ranges, dtype=int).reshape(-1, 3)
         whole = np.array([float(values[value].nbytes) for value in living[:, 0]])
         return float(timeline(self.grouping.points + 1, living[:, 1], living[:, 2], whole).max(initial=0.0))
 
     @cached_property
-    def fullest(self) -> int:
+    def fullest_point(self) -> int:
         """The program point of the derivative at which most bytes of intermediate values live, were nothing sharded.
 
         Of all points where no operation is marked as the derivative's.
         """
-        values, inputs, defined = self.traced.graph.values, set(self.traced.graph.block.inputs), self.grouping.defined
+        values, inputs, defined = (
+            self.traced.graph.values,
+            set(self.traced.graph.block.inputs),
+            self.grouping.definition_points,
+        )
         made = [v for v in self.uses if v in defined and v not in inputs]
         last = np.array([max(demand.position for demand in self.uses[v]) for v in made], dtype=int)
         sizes = np.array([float(values[v].nbytes) for v in made])
@@ -245,15 +249,15 @@ def _tables(
 ) -> Tables:
     """Returns the tables of one tying."""
     values, homes, copies = step.traced.graph.values, step.grouping.homes, kinds.copy_kinds(step.traced, step.kinds)
-    late_from = step.fullest if regather else None
+    late_from = step.fullest_point if regather else None
     found = _edges(step, node_of, late_from)
     rows: list[tuple[int, int, int, int, int]] = []  # transfer or -1, type, start, end, value
     types: dict[object, int] = {}
-    for value, start, end in step.living:
+    for value, start, end in step.live_ranges:
         key = (node_of[homes[value].group], homes[value].dims, values[value].nbytes, step.kinds.get(value))
         rows.append((-1, types.setdefault(key, len(types)), start, end, value))
     for number, same in enumerate(found.values()):
-        for value, demands in same if values[same[0][0]].nbytes >= step.smallest else ():
+        for value, demands in same if values[same[0][0]].nbytes >= step.min_bytes else ():
             places = [d.position for d in demands]
             kind = types.setdefault((number, copies.get(value)), len(types))
             rows.append((number, kind, min(places), max(places), value))

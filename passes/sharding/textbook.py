@@ -50,7 +50,7 @@ class Operations:
         """Groups of one colour and equal keys are allowed the same."""
         raise NotImplementedError
 
-    def kept(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
+    def filter_strategies(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
         """Returns those of a group's strategies that are allowed, of all that it could have."""
         raise NotImplementedError
 
@@ -73,7 +73,7 @@ class _Textbook(Operations):
     axes: frozenset[str]
     examples: Mapping[int, Mapping[int, int]]
 
-    def cut(self, strategy: Strategy) -> set[int]:
+    def cut_factors(self, strategy: Strategy) -> set[int]:
         """Returns the factors that axes of the method cut."""
         return {f for f, axes in enumerate(strategy.axes) if self.axes.intersection(axes)}
 
@@ -81,9 +81,9 @@ class _Textbook(Operations):
         """Returns whether every axis of the method cuts some factor."""
         return self.axes.issubset(a for axes in strategy.axes for a in axes)
 
-    def unused(self, found: Sequence[Strategy]) -> list[Strategy]:
+    def select_uncut(self, found: Sequence[Strategy]) -> list[Strategy]:
         """Returns the strategies that cut nothing over the method's axes; all if there is none."""
-        return [s for s in found if not self.cut(s)] or list(found)
+        return [s for s in found if not self.cut_factors(s)] or list(found)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,13 +102,13 @@ class OverExamples(_Textbook):
         """As of `Operations`."""
         return tuple(sorted(self.examples.get(group.index, {}).items())), group.index in self.ports
 
-    def kept(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
+    def filter_strategies(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
         """As of `Operations`."""
         summed = [s for s in found if not self.axes.intersection(s.partial)]
         counts = self.examples.get(group.index)
         if counts:
-            return [s for s in summed if self.uses_all(s) and self._by_examples(s, counts)] or self.unused(found)
-        whole = self.unused(found)
+            return [s for s in summed if self.uses_all(s) and self._by_examples(s, counts)] or self.select_uncut(found)
+        whole = self.select_uncut(found)
         blocks = [s for s in summed if any(self.axes.issubset(axes) for axes in s.axes)]
         if group.index in self.ports:
             return blocks or whole
@@ -121,7 +121,7 @@ class OverExamples(_Textbook):
 
     def _by_examples(self, strategy: Strategy, counts: Mapping[int, int]) -> bool:
         """Returns whether the axes of the method cut into whole examples."""
-        return all(counts.get(f, 1) % self.mesh.product(strategy.axes[f]) == 0 for f in self.cut(strategy))
+        return all(counts.get(f, 1) % self.mesh.product(strategy.axes[f]) == 0 for f in self.cut_factors(strategy))
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,16 +131,16 @@ class OverFeatures(_Textbook):
     Attributes:
       features: group -> the factors that hang together with dims of parameters.
       readers: group -> what a product or a gather that reads a parameter is cut along, the first choice first.
-      still: values that do not move: parameters, their other forms, new parameters, and gradients.
-      free: values that move as they must: the user says where they are, or what reads them cannot be cut.
+      unmoved_values: values that do not move: parameters, their other forms, new parameters, and gradients.
+      free_values: values that move as they must: the user says where they are, or what reads them cannot be cut.
       followers: groups of elementwise operations and reductions over examples.
       floats: values that are differentiated.
     """
 
     features: Mapping[int, frozenset[int]]
     readers: Mapping[int, tuple[frozenset[int], ...]]
-    still: frozenset[int]
-    free: frozenset[int]
+    unmoved_values: frozenset[int]
+    free_values: frozenset[int]
     followers: frozenset[int]
     floats: frozenset[int]
 
@@ -149,31 +149,31 @@ class OverFeatures(_Textbook):
         mine = frozenset(self.examples.get(group.index, ()))
         return mine, self.features.get(group.index, frozenset()), self.readers.get(group.index)
 
-    def kept(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
+    def filter_strategies(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
         """As of `Operations`."""
         for along in self.readers.get(group.index, ()):
-            cut = [s for s in found if self.cut(s) <= along and self.uses_all(s)]
+            cut = [s for s in found if self.cut_factors(s) <= along and self.uses_all(s)]
             if cut:
                 return cut
         if group.index in self.readers:
-            return self.unused(found)
+            return self.select_uncut(found)
         along = self.features.get(group.index, frozenset()) - self.examples.get(group.index, {}).keys()
-        return [s for s in found if self.cut(s) <= along] or list(found)
+        return [s for s in found if self.cut_factors(s) <= along] or list(found)
 
     def follows(self, demand: Demand, layout: Layout) -> bool:
         """Returns whether who wants a value in a layout must not take its block of a whole one.
 
         Operations between the products of two pairs are done whole, like what they make.
         """
-        return demand.group in self.followers and demand.value in self.floats and bool(self.axes & layout.used)
+        return demand.group in self.followers and demand.value in self.floats and bool(self.axes & layout.used_axes)
 
-    def refused(
+    def forbidden_moves(
         self, values: Sequence[int], made: Sequence[Layout], wanted: Sequence[tuple[Layout, bool]]
     ) -> np.ndarray | None:
         """[made, wanted] which moves of some values are not allowed; None where all are. With each goal, `follows`."""
-        if not self.free.isdisjoint(values):
+        if not self.free_values.isdisjoint(values):
             return None
-        usual = {"slice"} if not self.still.isdisjoint(values) else {"slice", "all_reduce", "all_gather"}
+        usual = {"slice"} if not self.unmoved_values.isdisjoint(values) else {"slice", "all_reduce", "all_gather"}
         out = np.zeros((len(made), len(wanted)), dtype=bool)
         for j, (dst, follows) in enumerate(wanted):
             allowed = usual - {"slice"} if follows else usual
@@ -225,8 +225,8 @@ def textbook(
         mesh, over, counts,
         features=group_factors(connected.find_connected_factors(grouping, places)),
         readers=_readers(step, read),
-        still=frozenset(read | new | gradients),
-        free=frozenset(free),
+        unmoved_values=frozenset(read | new | gradients),
+        free_values=frozenset(free),
         followers=frozenset(index for index in counts if _follows(grouping, grouping.groups[index])),
         floats=frozenset(value for value, dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)),
     )  # fmt: skip
@@ -324,7 +324,7 @@ def least_state(traced: Traced, method: Textbook, parts: int) -> float:
     stage = 3 if isinstance(method, TensorParallel) else zero_stage(method)
     total = 0.0
     for number, (argument, value) in enumerate(zip(traced.arguments, traced.graph.block.inputs, strict=False)):
-        if argument.stays:
+        if argument.is_resident:
             in_blocks = stage == 3 or (stage and of.get(number) == "optimizer")
             total += values[value].nbytes / (parts if in_blocks else 1)
     return total

@@ -29,14 +29,14 @@ class StagePlan:
     """Chosen stages, with the alternatives that were compared.
 
     Attributes:
-      priced: the step in layers, and their costs.
+      layer_costs: the step in layers, and their costs.
       slices: the stages.
       weighed: what the DP compared.
       bound: no pipeline of the DP's model is faster, in seconds.
       idle_devices: if devices are left over, how many and why.
     """
 
-    priced: LayerCosts
+    layer_costs: LayerCosts
     slices: StageSlices
     weighed: tuple[Weighed, ...]
     bound: float
@@ -65,17 +65,17 @@ def choose(
     """
     shapes, names = method.mesh_shapes, schedules.NAMES
     if method.lengths:  # whose gradients of parameters are not computed apart
-        names = tuple(name for name in names if not schedules.STRATEGIES[name].splits)
+        names = tuple(name for name in names if not schedules.STRATEGIES[name].splits_backward)
     options = SliceOptions(
         budget=budget,
         schedules=names if method.schedule == "auto" else (method.schedule,),
         num_stages=method.num_stages,
         kinds=None if shapes is None else tuple(priced.devices.index(math.prod(shape)) for shape in shapes),
         gap=ROUGH_GAP if rough else GAP,
-        equal=rough,
+        has_equal_submeshes=rough,
     )
     variants = None if method.remat == "auto" else _variants(method.remat)
-    costs = [priced.of(count, variants) for count in counts]
+    costs = [priced.stage_costs(count, variants) for count in counts]
     found = slicing.slice_stages(costs, options)
     best = found.best
     if best is None and method.schedule == "zb-h1":  # the DP has its times for as many micro-batches as stages
@@ -97,7 +97,7 @@ def _cheapest_memory(priced: LayerCosts, best: StageSlices, budget: float) -> St
     """
     stages = tuple(replace(s, variant=VARIANTS.index((0, VARIANTS[s.variant][1]))) for s in best.stages)
     free = replace(best, stages=stages)
-    seconds, size = evaluate(priced.of(best.num_microbatches), free)
+    seconds, size = evaluate(priced.stage_costs(best.num_microbatches), free)
     if max(size) <= budget and seconds <= best.seconds * (1 + GAP):
         return replace(free, seconds=seconds, bytes=size)
     return best

@@ -140,7 +140,9 @@ class _Cut:
         for n in range(len(items) - 1, -1, -1):
             item = items[n]
             readers = [first[r] for r in item.results if r in first]
-            own = max(2, last) if isinstance(item, Reshard) else stage.phases.of(item.op.index, split_weights=True)
+            own = (
+                max(2, last) if isinstance(item, Reshard) else stage.phases.phase_of(item.op.index, split_weights=True)
+            )
             out[n] = min([own, *readers])
             if isinstance(item, Reshard) and (not readers or item.result in sent):
                 out[n] = -1  # an output reads it, and other stages may wait for that: as early as its source
@@ -169,8 +171,8 @@ class _Cut:
         def made(operand: Operand) -> int:
             return 0 if isinstance(operand, Lit) else made_in.get(operand, 0)
 
-        after, ys = self.view.given(self.body.outputs)
-        before = self.view.taken(self.body.inputs).carry
+        after, ys = self.view.split_results(self.body.outputs)
+        before = self.view.split_operands(self.body.inputs).carry
         crossing = [Wire("crossing", port.number) for port in self.stage.outputs if port.kind == "crossing"]
         last = len(self.body.outputs) - len(crossing)
         wires = [*(Wire("piece", i) for i in range(len(after), last)), *crossing]
@@ -183,7 +185,7 @@ class _Cut:
 
     def _remade(self, items: Sequence[Instruction]) -> frozenset[int]:
         """Returns the registers that any segment can make from state and the micro-batch's number, cheaply."""
-        parts = self.view.taken(self.body.inputs)
+        parts = self.view.split_operands(self.body.inputs)
         given = {*parts.consts, *parts.xs} - self._crossing_registers().keys()
         known = set(given)
         for item in items:
@@ -201,7 +203,7 @@ class _Cut:
         self, loop: Loop, kind: Kind, number: int, items: Sequence[Instruction], outputs: Sequence[tuple[Wire, Operand]]
     ) -> Segment:
         """Returns a segment of the loop's body."""
-        parts, operands = self.view.taken(self.body.inputs), self.view.taken(loop.operands)
+        parts, operands = self.view.split_operands(self.body.inputs), self.view.split_operands(loop.operands)
         wire_of: dict[int, Wire | Lit] = {register: Wire("carry", i) for i, register in enumerate(parts.carry)}
         for register, operand in zip((*parts.consts, *parts.xs), (*operands.consts, *operands.xs), strict=True):
             name: WireKind = "slice" if register in parts.xs else "top"
@@ -231,7 +233,7 @@ class _Cut:
         """Returns the segment before the loop: made registers, and the first values of the carries; None if empty."""
         used = {w.number for s in later if s.kind != "update" for w in s.inputs if w.kind in ("top", "slice")}
         carried = {w.number for s in later for w in (*s.inputs, *s.outputs) if w.kind == "carry"}
-        start = self.view.taken(loop.operands).carry
+        start = self.view.split_operands(loop.operands).carry
         first: list[tuple[Wire, Operand]] = [(Wire("carry", i), start[i]) for i in sorted(carried)]
         items = self._needed(used | _registers(o for _, o in first))
         made = {r for item in items for r in item.results}

@@ -71,7 +71,7 @@ class LayerCost:
       table: [2, costs, remats]: of each of `COSTS` with each of `REMAT` the part that does not depend on the size of a
         micro-batch, and the part that scales with it. The first are latency, collectives of what is not made of
         examples, such as gathered parameters, and adding gradients to their sums; and their bytes.
-      shared: the leading dim of what comes from or goes to other layers, the examples of a micro-batch, and into how
+      leading_dim: that of values which come from or go to other layers, the examples of a micro-batch, and into how
         many parts it is cut.
       seconds: of a step, of the fastest choice with memory for nothing; bytes: per device, of that at its peak. Their
         ratio is the unit of prices.
@@ -79,7 +79,7 @@ class LayerCost:
 
     mesh_shape: tuple[int, ...]
     table: np.ndarray
-    shared: tuple[int, int] = (1, 1)
+    leading_dim: tuple[int, int] = (1, 1)
     seconds: float = 0.0
     bytes: float = 0.0
 
@@ -105,7 +105,7 @@ class Layer:
         self._of_choice: dict[tuple[int, LogicalMesh, tuple[Strategy, ...]], LayerCost] = {}
 
     @memoise_method
-    def at(self, cluster: Cluster, method: Sharded, price: int, shape: tuple[int, ...] = ()) -> LayerCost:
+    def cost_at(self, cluster: Cluster, method: Sharded, price: int, shape: tuple[int, ...] = ()) -> LayerCost:
         """Returns the cost at one of `PRICES`, by number.
 
         Args:
@@ -116,13 +116,13 @@ class Layer:
         Raises:
           InfeasibleError: the layer has no choice.
         """
-        search = self._search(cluster, method).on(shape)
-        found = search.at(PRICES[price])
+        search = self._search(cluster, method).restrict_to_shape(shape)
+        found = search.solve_at(PRICES[price])
         key = cluster.num_devices, found.mesh, found.choice  # another price often leads to the same choice
         if key not in self._of_choice:
             decided = DecidedStage(self._graph, self._step.rules, self._step.grouping, found, cluster)
             self._of_choice[key] = MeasuredLayer(lower_stage(decided, split_weights=False)).cost()
-        seconds, size = search.fastest
+        seconds, size = search.fastest_figures
         return replace(self._of_choice[key], seconds=seconds, bytes=size)
 
     @memoise_method
@@ -146,35 +146,35 @@ class MeasuredLayer:
     def __init__(self, planned: PlannedStage) -> None:
         """The planned stage."""
         self.planned, self.prices = planned, planned.prices
-        self.forward, self.backward = (planned.segments.of(kind) for kind in ("forward", "backward"))
+        self.forward, self.backward = (planned.segments.find(kind) for kind in ("forward", "backward"))
 
     def cost(self) -> LayerCost:
         """Returns all of its costs."""
-        planned, held, sizes = self.planned, self.planned.held, self.planned.temporary
+        planned, held, sizes = self.planned, self.planned.held, self.planned.temporary_bytes
         seconds = defaultdict[str, float](float)
         for segment in planned.segments.items:
             seconds[segment.kind] += planned.seconds[segment]
         forward, backward = seconds["forward"], seconds["backward"]
-        steady = min(self.steady(self.forward), forward)
-        adding = min(self.adding() + self.steady(self.backward), backward)
+        steady = min(self.steady_seconds(self.forward), forward)
+        adding = min(self.adding_seconds() + self.steady_seconds(self.backward), backward)
         largest = max(reversed(sizes), key=sizes.__getitem__, default=None)
-        lasting = 0 if largest is None else min(self.temporary_bytes(largest, of=self.lasting), sizes[largest])
-        apart, rows = self.apart(), []
+        lasting = 0 if largest is None else min(self.temporary_bytes(largest, of=self.lasting_values), sizes[largest])
+        apart, rows = self.weight_bytes(), []
         for remat in REMAT:
-            items, kept = self.computed_again(remat)
+            items, kept = self.recomputed_instructions(remat)
             again, again_steady = (forward, steady) if remat == "layer" else self.seconds_of(items)
-            flying = held.entering + (held.saved if remat == "none" else min(kept, held.saved))
-            temporary = self.temporary(items)
+            flying = held.entering_bytes + (held.saved_bytes if remat == "none" else min(kept, held.saved_bytes))
+            temporary = self.max_temporary_bytes(items)
             rows.append([
                 (steady, forward - steady),
                 (adding + again_steady, backward - adding + again - again_steady),
                 (seconds["update"] + seconds["prologue"], 0.0),
-                (held.fixed, 0.0),
+                (held.fixed_bytes, 0.0),
                 (0.0, flying),
                 (0.0, max(flying, apart)),
                 (min(lasting, temporary), temporary - min(lasting, temporary)),
             ])  # fmt: skip
-        return LayerCost(planned.found.mesh.shape, np.array(rows, float).T, self.shared())
+        return LayerCost(planned.mesh_solution.mesh.shape, np.array(rows, float).T, self.leading_dim())
 
     @cached_property
     def view(self) -> ScanView:
@@ -182,7 +182,7 @@ class MeasuredLayer:
         return ScanView(scan_op(self.planned.graph.traced, self.planned.graph.scan))
 
     @cached_property
-    def lasting(self) -> set[int]:
+    def lasting_values(self) -> set[int]:
         """Values of a micro-batch that are as large whatever its size: made of what there is before, or like a sum.
 
         An activation that happens to have the shape of a gradient is taken for one.
@@ -197,7 +197,7 @@ class MeasuredLayer:
                 found.update(v for v in op.results if (values[v].shape, values[v].dtype) in sums)
         return found
 
-    def adding(self) -> float:
+    def adding_seconds(self) -> float:
         """Returns seconds of one run of the backward pass that add gradients to their sums over micro-batches."""
         if self.backward is None:
             return 0.0
@@ -205,12 +205,12 @@ class MeasuredLayer:
         items = [item for item in self.backward.instructions if isinstance(item, Compute) and item.op.index in sums]
         return self.prices.compute(items) / self.planned.num_microbatches
 
-    def steady(self, segment: Segment | None) -> float:
+    def steady_seconds(self, segment: Segment | None) -> float:
         """Returns seconds of one run of a segment's collectives that do not depend on the size of a micro-batch."""
         if segment is None:
             return 0.0
-        waiting = self.planned.communication_seconds[segment] - self.planned.overlap[segment].hidden
-        return min(self.prices.steady(segment.instructions, self.lasting), waiting)
+        waiting = self.planned.communication_seconds[segment] - self.planned.overlap[segment].hidden_seconds
+        return min(self.prices.steady_seconds(segment.instructions, self.lasting_values), waiting)
 
     def seconds_of(self, again: Sequence[Instruction]) -> tuple[float, float]:
         """Seconds of forward instructions for one micro-batch, and the part that does not depend on its size."""
@@ -218,9 +218,9 @@ class MeasuredLayer:
             return 0.0, 0.0
         waiting = sum(cost for _, cost in self.prices.collectives(again))
         seconds = self.prices.compute(again) / self.planned.num_microbatches
-        return seconds + waiting, self.prices.steady(again, self.lasting)
+        return seconds + waiting, self.prices.steady_seconds(again, self.lasting_values)
 
-    def shared(self) -> tuple[int, int]:
+    def leading_dim(self) -> tuple[int, int]:
         """The leading dim of the values that cross, and into how many parts it is cut: of the one in the most parts."""
         segment, found = self.forward, [(1, 1)]
         if segment is None:
@@ -230,10 +230,10 @@ class MeasuredLayer:
                 if wire.kind == "crossing":
                     shape, _, layout = self.planned.segments.type_of(segment, position, output=output)
                     if shape:
-                        found.append((shape[0], self.planned.found.mesh.product(layout.dims[0])))
+                        found.append((shape[0], self.planned.mesh_solution.mesh.product(layout.dims[0])))
         return max(found, key=lambda pair: pair[1])
 
-    def apart(self) -> float:
+    def weight_bytes(self) -> float:
         """Bytes per device that the backward pass of a micro-batch leaves for gradients of parameters, computed apart.
 
         Of what they read, what is made for every micro-batch: activations, and cotangents.
@@ -252,15 +252,15 @@ class MeasuredLayer:
             if isinstance(item, Reshard):
                 late = item.result in read and item.result not in other
             else:
-                late = self.planned.graph.phases.of(item.op.index, split_weights=True) == 2
+                late = self.planned.graph.phases.phase_of(item.op.index, split_weights=True) == 2
             (read if late else other).update(item.reads)
             if not late:
                 held.update(item.results)
         return float(sum(map(self.bytes, read & held)))
 
-    def temporary(self, again: Sequence[Instruction]) -> float:
+    def max_temporary_bytes(self, again: Sequence[Instruction]) -> float:
         """Temporary bytes per device of the largest segment, where the backward pass begins with these instructions."""
-        size = dict(self.planned.temporary)
+        size = dict(self.planned.temporary_bytes)
         if again and self.backward is not None:
             size[self.backward] = self.temporary_bytes(self.backward, again=again)
         return max(size.values(), default=0)
@@ -269,17 +269,19 @@ class MeasuredLayer:
         """As of `temporaries`."""
         return temporaries.temporary_bytes(self.planned.segments, segment, self.planned.cluster.platform, **options)
 
-    def computed_again(self, choice: Choice) -> tuple[tuple[Instruction, ...], float]:
+    def recomputed_instructions(self, choice: Choice) -> tuple[tuple[Instruction, ...], float]:
         """The instructions that a micro-batch's backward pass recomputes, and bytes per device of saved results."""
         if self.forward is None or choice == "none":
             return (), 0.0
         wires = zip(self.forward.outputs, self.forward.reads, strict=True)
-        return self.needed(self.forward.instructions, [o for wire, o in wires if wire.kind == "saved"], choice)
+        return self.needed_instructions(
+            self.forward.instructions, [o for wire, o in wires if wire.kind == "saved"], choice
+        )
 
-    def needed(
+    def needed_instructions(
         self, items: Sequence[Instruction], wanted: Iterable[Operand], choice: Choice
     ) -> tuple[tuple[Instruction, ...], float]:
-        """The instructions that some registers need, and the bytes of results that are saved: see `computed_again`."""
+        """The instructions that some registers need, and the bytes of saved results: see `recomputed_instructions`."""
         needed = {o for o in wanted if not isinstance(o, Lit)}
         found: list[Instruction] = []
         total = 0.0
@@ -290,7 +292,7 @@ class MeasuredLayer:
                 total += sum(map(self.bytes, item.results))
                 continue
             if isinstance(item, Loop) and item.op.name == "scan":
-                inner = [self.needed(body.instructions, body.outputs, choice) for body in item.bodies]
+                inner = [self.needed_instructions(body.instructions, body.outputs, choice) for body in item.bodies]
                 bodies = tuple(replace(body, instructions=o) for body, (o, _) in zip(item.bodies, inner, strict=True))
                 total += item.op.params["length"] * sum(size for _, size in inner)
                 item = replace(item, bodies=bodies)
@@ -300,4 +302,4 @@ class MeasuredLayer:
 
     def bytes(self, register: int) -> int:
         """Of a register, per device."""
-        return bytes_of(self.planned.found.mesh, *self.planned.segments.register_type(register))
+        return bytes_of(self.planned.mesh_solution.mesh, *self.planned.segments.register_type(register))

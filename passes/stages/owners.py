@@ -65,7 +65,7 @@ def ownership(traced: Traced, pinned: Mapping[int, int], count: int) -> Assignme
       count: the number of submeshes.
     """
     anchors = _Anchors(traced, pinned)
-    labels = _Labels(traced, anchors, count).best()
+    labels = _Labels(traced, anchors, count).solve()
     block = traced.graph.block
     owner = dict(pinned)
     for output, argument in traced.state:
@@ -73,7 +73,7 @@ def ownership(traced: Traced, pinned: Mapping[int, int], count: int) -> Assignme
             atom = block.outputs[output]
             maker = anchors.maker.get(atom) if isinstance(atom, int) else None
             owner[argument] = labels.get(maker.index, 0) if maker is not None else 0
-    return Assignment(count, labels, frozenset(anchors.shared), owner=owner, held=frozenset(anchors.held))
+    return Assignment(count, labels, frozenset(anchors.shared), owner=owner, delayed_ops=frozenset(anchors.held))
 
 
 def rounds_of(
@@ -145,12 +145,12 @@ def turns_of(traced: Traced, scan: int, pinned: Mapping[int, int], count: int) -
     stage_of = {place: number for number, place in enumerate(order)}
     last = {submesh: number for number, (_, submesh) in enumerate(order)}
     stage = {index: stage_of[number, found.stage[index]] for index, number in rounds.items()}
-    shared = first_readers(body.ops, found.shared, stage)
+    shared = first_readers(body.ops, found.shared_ops, stage)
     top = {op.index: last[found.stage.get(op.index, 0)] for op in traced.graph.block.ops if op.index != scan}
     assignment = Assignment(
         num_stages=len(order),
         stage={**top, **stage, **shared},
-        shared=frozenset(shared),
+        shared_ops=frozenset(shared),
         home={traced.graph.block.inputs[number]: last[submesh] for number, submesh in found.owner.items()},
     )
     return Turns(assignment, tuple(submesh for _, submesh in order))
@@ -292,24 +292,24 @@ class _Labels:
         """Returns how an edge names an op: by its number, or by its label, negative, if that cannot change."""
         return ~anchors.fixed[index] if index in anchors.fixed else index
 
-    def at(self, node: int, label: Mapping[int, int]) -> int:
+    def label_at(self, node: int, label: Mapping[int, int]) -> int:
         return ~node if node < 0 else label[node]
 
     def energy(self, label: Mapping[int, int]) -> int:
         """Returns the cost of all values that are sent, as of `_Edge.cost`."""
         total = 0
         for edge in self.edges:
-            where = {self.at(reader, label) for reader in edge.readers}
-            total += edge.cost * len(where - {self.at(edge.maker, label)})
+            where = {self.label_at(reader, label) for reader in edge.readers}
+            total += edge.cost * len(where - {self.label_at(edge.maker, label)})
         return total
 
-    def best(self) -> dict[int, int]:
+    def solve(self) -> dict[int, int]:
         """Returns the labelling that no expansion of one submesh makes cheaper."""
         least, idle, submesh = self.energy(self.label), 0, 0
         for _ in range(SWEEPS * self.count if self.movable and self.count > 1 else 0):
             if idle == self.count or least == 0:
                 break
-            moved = {**self.label, **dict.fromkeys(self.expanded(submesh), submesh)}
+            moved = {**self.label, **dict.fromkeys(self.expand(submesh), submesh)}
             energy = self.energy(moved)
             idle = idle + 1 if energy >= least else 0
             if energy < least:
@@ -317,15 +317,15 @@ class _Labels:
             submesh = (submesh + 1) % self.count
         return self.label
 
-    def expanded(self, submesh: int) -> list[int]:
+    def expand(self, submesh: int) -> list[int]:
         """Returns the ops that the cheapest expansion of a submesh moves there."""
         cut = _Cut(self.movable)
         for edge in self.edges:
             maker = self.side(edge.maker, submesh, cut)
-            here = self.at(edge.maker, self.label)
+            here = self.label_at(edge.maker, self.label)
             by_label: dict[int, list[int]] = {}
             for reader in edge.readers:
-                by_label.setdefault(self.at(reader, self.label), []).append(self.side(reader, submesh, cut))
+                by_label.setdefault(self.label_at(reader, self.label), []).append(self.side(reader, submesh, cut))
             for label, readers in by_label.items():
                 if label == submesh:
                     continue
@@ -334,11 +334,11 @@ class _Labels:
                 cut.pay([start], readers, edge.cost)
             if here != submesh:  # paid if any reader is, or goes, there, and the maker does not
                 cut.pay([reader for some in by_label.values() for reader in some], [maker], edge.cost)
-        return cut.solved()
+        return cut.solve()
 
     def side(self, node: int, submesh: int, cut: _Cut) -> int:
         """Returns the vertex of a node: the source where it is on the submesh, the sink where it is fixed elsewhere."""
-        if self.at(node, self.label) == submesh:
+        if self.label_at(node, self.label) == submesh:
             return cut.source
         return cut.sink if node < 0 else cut.vertex[node]
 
@@ -362,19 +362,19 @@ class _Cut:
         """Adds a cost, paid if any of `starts` is on the source's side and not all of `ends` are."""
         if all(start == self.sink for start in starts) or all(end == self.source for end in ends):
             return
-        start, end = (some[0] if len(some) == 1 else self.added() for some in (starts, ends))
+        start, end = (some[0] if len(some) == 1 else self.add_vertex() for some in (starts, ends))
         self.edge(start, end, capacity)
         for one in starts:
             self.edge(one, start, min_cut.UNLIMITED)
         for one in ends:
             self.edge(end, one, min_cut.UNLIMITED)
 
-    def added(self) -> int:
+    def add_vertex(self) -> int:
         """Returns a new vertex."""
         self.count += 1
         return self.count - 1
 
-    def solved(self) -> list[int]:
+    def solve(self) -> list[int]:
         """Returns the ops on the side of the source."""
         reached = min_cut.smallest_side(self.capacity, self.count, min_cut.SOURCE)
         return [index for index, vertex in self.vertex.items() if vertex in reached]

@@ -58,7 +58,7 @@ def limit(memory_bandwidth: float) -> float:
 
 def pack_segments(parts: Segments, most: float) -> Segments:
     """Returns the segments with packs. `most`: bytes per device of a value that is packed (`limit`)."""
-    if parts.of("prologue") is None or not any(segment.kind in _LOOP for segment in parts.items):
+    if parts.find("prologue") is None or not any(segment.kind in _LOOP for segment in parts.items):
         return parts
     groups: dict[tuple[Any, ...], list[Wire]] = {}
     sizes: dict[Wire, int] = {}

@@ -49,16 +49,16 @@ class Held:
     """Bytes per device that a stage holds between its runs.
 
     Attributes:
-      fixed: arguments, and what is computed before the micro-batches.
-      saved: for each micro-batch in flight, what the backward pass reads of the forward pass.
-      entering: for each micro-batch in flight, what comes from the stage before.
-      apart: for each micro-batch in flight, what the weight pass reads of the passes before, if there is one.
+      fixed_bytes: arguments, and what is computed before the micro-batches.
+      saved_bytes: for each micro-batch in flight, what the backward pass reads of the forward pass.
+      entering_bytes: for each micro-batch in flight, what comes from the stage before.
+      weight_bytes: for each micro-batch in flight, what the weight pass reads of the passes before, if there is one.
     """
 
-    fixed: int
-    saved: int
-    entering: int
-    apart: int = 0
+    fixed_bytes: int
+    saved_bytes: int
+    entering_bytes: int
+    weight_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class DecidedStage:
 
     Attributes:
       graph: the stage as a step of its own; its values are numbered densely.
-      rules, grouping, found: what each pass made of it.
+      rules, grouping, mesh_solution: what each pass made of it.
       cluster: the devices of its submesh, as a cluster.
       offers: what it could do at other prices of memory; None if it was not solved at a price.
     """
@@ -75,7 +75,7 @@ class DecidedStage:
     graph: StageGraph
     rules: Mapping[Any, Rule]
     grouping: Grouping
-    found: MeshSolution
+    mesh_solution: MeshSolution
     cluster: Cluster
     offers: LagrangianSearch | None = field(default=None, kw_only=True)
 
@@ -108,8 +108,8 @@ class PlannedStage(DecidedStage):
         """The costs of its instructions."""
         if self.twin is not None:
             return replace(self.twin.prices, traced=self.graph.traced, program=self.program)
-        cost = MeshCost(self.cluster, self.found.mesh)
-        return prices(self.graph.traced, self.grouping, self.rules, cost, self.found, self.program)
+        cost = MeshCost(self.cluster, self.mesh_solution.mesh)
+        return prices(self.graph.traced, self.grouping, self.rules, cost, self.mesh_solution, self.program)
 
     @cached_property
     def seconds(self) -> dict[Segment, float]:
@@ -119,23 +119,23 @@ class PlannedStage(DecidedStage):
         out = {}
         for segment in self.segments.items:
             if segment.kind == "step":  # what its prices add up to, without their rounding
-                return {segment: self.found.solution.objective - self.overlap[segment].hidden}
+                return {segment: self.mesh_solution.solution.objective - self.overlap[segment].hidden_seconds}
             compute = self.prices.compute(segment.instructions)
             if segment is self.segments.items[-1]:
                 compute += self.prices.arguments
-            waiting = self.communication_seconds[segment] - self.overlap[segment].hidden
+            waiting = self.communication_seconds[segment] - self.overlap[segment].hidden_seconds
             out[segment] = compute / self.runs(segment) + waiting
         return out
 
     @cached_property
     def overlap(self) -> dict[Segment, Overlap]:
         """The communication of one run of each segment that hides behind its computing."""
-        if not self.cluster.overlaps:
+        if not self.cluster.has_overlap:
             return dict.fromkeys(self.segments.items, Overlap())
         if self.twin is not None:
             return self._of_twin(self.twin.overlap)
         streams = Overlapping(self.prices)
-        return {segment: streams.of(segment.instructions) for segment in self.segments.items}
+        return {segment: streams.find_overlap(segment.instructions) for segment in self.segments.items}
 
     @cached_property
     def communication_seconds(self) -> dict[Segment, float]:
@@ -145,10 +145,10 @@ class PlannedStage(DecidedStage):
         return {s: sum(cost for _, cost in self.prices.collectives(s.instructions)) for s in self.segments.items}
 
     @cached_property
-    def temporary(self) -> dict[Segment, int]:
+    def temporary_bytes(self) -> dict[Segment, int]:
         """Predicted bytes per device that one run of each segment needs beyond inputs and outputs."""
         if self.twin is not None:
-            return self._of_twin(self.twin.temporary)
+            return self._of_twin(self.twin.temporary_bytes)
         return {s: temporaries.temporary_bytes(self.segments, s, self.cluster.platform) for s in self.segments.items}
 
     @cached_property
@@ -171,7 +171,7 @@ class PlannedStage(DecidedStage):
                 fixed += sum(self.wire_bytes(segment, i, output=True) for i in range(len(segment.outputs)))
         for port, register in zip(self.graph.inputs, self.program.body.inputs, strict=False):
             if port.kind in ("argument", "copy"):
-                fixed += bytes_of(self.found.mesh, *self.segments.register_type(register))
+                fixed += bytes_of(self.mesh_solution.mesh, *self.segments.register_type(register))
         return Held(fixed, saved, entering, apart)
 
     def _of_twin(self, table: Mapping[Segment, T]) -> dict[Segment, T]:
@@ -185,7 +185,7 @@ class PlannedStage(DecidedStage):
     def wire_bytes(self, segment: Segment, position: int, *, output: bool = False) -> int:
         """Returns bytes per device of a segment's input or output."""
         shape, dtype, layout = self.segments.type_of(segment, position, output=output)
-        return bytes_of(self.found.mesh, shape, dtype, layout)
+        return bytes_of(self.mesh_solution.mesh, shape, dtype, layout)
 
 
 def decide(
@@ -221,12 +221,12 @@ def decide(
     if like is not None and _same_rules(like, traced, rules):
         # Equal digests, and values numbered in the same way: the graphs differ in names, and in numbers, alone.
         groups = replace(like.grouping, ops={op.index: op for op in traced.graph.ops()})
-        return DecidedStage(graph, rules, groups, like.found, cluster, offers=like.offers)
+        return DecidedStage(graph, rules, groups, like.mesh_solution, cluster, offers=like.offers)
     step = group_stage(graph, rules, split_weights=split_weights)
     admitted = limits.admissible_meshes(step, cluster, method, wishes, pins)
     offers = search_at_prices(step, cluster, admitted, max_work=STAGE_WORK, gap=GAP)
     offers = offers if unit is None else replace(offers, unit=unit)
-    return DecidedStage(graph, rules, step.grouping, offers.at(price), cluster, offers=offers)
+    return DecidedStage(graph, rules, step.grouping, offers.solve_at(price), cluster, offers=offers)
 
 
 def group_stage(graph: StageGraph, rules: Mapping[Any, Rule], *, split_weights: bool) -> GroupedStep:
@@ -239,7 +239,7 @@ def reprice_stage(stage: DecidedStage, price: float) -> DecidedStage:
     """Returns a solved stage at another price of memory, whose integer programs are there already. As `decide`."""
     assert stage.offers is not None
     offers = stage.offers.reset()
-    return replace(stage, found=offers.at(price), offers=offers)
+    return replace(stage, mesh_solution=offers.solve_at(price), offers=offers)
 
 
 def _same_rules(like: DecidedStage, traced: Traced, rules: Mapping[Any, Rule]) -> bool:
@@ -257,7 +257,7 @@ def lower_stage(stage: DecidedStage, *, split_weights: bool, like: PlannedStage 
     """
     planned = _planned(stage, partial(cutting.cut, split_weights=split_weights), "explicit")
     segments = packing.pack_segments(planned.segments, packing.limit(stage.cluster.memory_bandwidth))
-    is_twin = like is not None and like.found is stage.found and _same_parts(like.segments, segments)
+    is_twin = like is not None and like.mesh_solution is stage.mesh_solution and _same_parts(like.segments, segments)
     return replace(planned, segments=segments, twin=like if is_twin else None)
 
 
@@ -285,7 +285,7 @@ def lower_whole_step(stage: DecidedStage, communication: str) -> PlannedStage:
 
 def overlapped_seconds(step: GroupedStep, cluster: Cluster, found: MeshSolution) -> float:
     """Returns the seconds of a step that is not divided, without communication that hides behind computing."""
-    if not cluster.overlaps:
+    if not cluster.has_overlap:
         return found.solution.objective
     decided = DecidedStage(stage_graph.whole_step_stage(step.traced, -1), step.rules, step.grouping, found, cluster)
     return sum(lower_whole_step(decided, "explicit").seconds.values())
@@ -295,7 +295,7 @@ def _planned(
     stage: DecidedStage, cut: Callable[[StageGraph, LocalProgram], Segments], communication: str
 ) -> PlannedStage:
     """Returns a solved stage, lowered and cut."""
-    graph, rules, groups, found = stage.graph, stage.rules, stage.grouping, stage.found
+    graph, rules, groups, found = stage.graph, stage.rules, stage.grouping, stage.mesh_solution
     program = lower(graph.traced, groups, rules, found.mesh, found.choice, found.space.late_from)
     return PlannedStage(graph, rules, groups, found, stage.cluster, program, cut(graph, program), communication)
 

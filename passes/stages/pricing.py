@@ -3,7 +3,7 @@
 Every distinct layer is planned as a stage of its own on every kind of submesh, by the integer program of one mesh, at
 each of a few prices of memory (`stages.layer_costs`); repeated layers are planned once. A range of layers costs the sum
 over its layers. Seconds and bytes for other numbers of micro-batches are scaled by the size of a micro-batch; where
-that has fewer examples than devices share them, several devices are taken to do the same (`LayerCosts.of`).
+that has fewer examples than devices share them, several devices are taken to do the same (`LayerCosts.stage_costs`).
 
 A stage has one logical mesh, and each layer is planned on the one that suits it best. Where those of a kind of submesh
 and a price disagree, a range costs the least of the sums over its layers on each of their meshes (`FORMS`).
@@ -52,9 +52,9 @@ class LayerCosts:
       cluster: all devices.
       devices: the numbers of devices of each kind of submesh.
       layers: those of the step; identical ones are one.
-      known: the costs of layers.
+      known_costs: the costs of layers.
       scale: of what depends on the size of a micro-batch, if layers were planned at another one.
-      beyond: by the number of a layer and that of devices, bytes per device by which a stage with it exceeds
+      excess_bytes: by the number of a layer and that of devices, bytes per device by which a stage with it exceeds
         its costs, as planned stages have shown.
       num_stages: if it is given.
     """
@@ -63,15 +63,15 @@ class LayerCosts:
     cluster: Cluster
     devices: tuple[int, ...]
     layers: tuple[Layer, ...]
-    known: Mapping[Key, LayerCost]
+    known_costs: Mapping[Key, LayerCost]
     scale: float = 1.0
-    beyond: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    excess_bytes: Mapping[tuple[int, int], float] = field(default_factory=dict)
     num_stages: int | None = None
 
     @property
     def num_ops(self) -> int:
         """The operations of the layers whose costs are known, once for each cost."""
-        return sum(layer.num_ops for layer, *_ in self.known)
+        return sum(layer.num_ops for layer, *_ in self.known_costs)
 
     @cached_property
     def shapes(self) -> Mapping[tuple[int, int], tuple[Shape, ...]]:
@@ -80,7 +80,7 @@ class LayerCosts:
         They are those that suit some layers best, by the seconds of those, most first. Where there are fewer, the last
         stands for others.
         """
-        return _shapes(self.layers, self.known)
+        return _shapes(self.layers, self.known_costs)
 
     @cached_property
     def tables(self) -> tuple[np.ndarray, np.ndarray]:
@@ -99,7 +99,7 @@ class LayerCosts:
         for form, number, kind, price in np.ndindex(self._each):
             layer, shapes = self.layers[number], self.shapes.get((kind, price), ())
             shape = shapes[min(form, len(shapes) - 1)] if shapes else ()
-            found.append(self.known.get((layer, kind, price, shape)) or self.known[layer, kind, price, ()])
+            found.append(self.known_costs.get((layer, kind, price, shape)) or self.known_costs[layer, kind, price, ()])
         return found
 
     @property
@@ -122,7 +122,7 @@ class LayerCosts:
     def seconds(self) -> np.ndarray:
         """[forms, layers, kinds, variants] of a step: both passes of all micro-batches, and the update."""
         steady, scaled = self.tables
-        passes = (scaled[0] * self.scale + scaled[1] * self.scale) * self.repeated(1.0) + steady[0] + steady[1]
+        passes = (scaled[0] * self.scale + scaled[1] * self.scale) * self.num_repeats(1.0) + steady[0] + steady[1]
         return passes * self.num_microbatches + steady[2]
 
     def mesh_of(self, stage: StageChoice, kind: int) -> tuple[int, ...] | None:
@@ -139,22 +139,22 @@ class LayerCosts:
         """
         price = VARIANTS[stage.variant][0]
         keys = [(layer, stage.kind, price, ()) for layer in self.layers[stage.first : stage.stop]]
-        found = [self.known[key] for key in keys if key in self.known]
+        found = [self.known_costs[key] for key in keys if key in self.known_costs]
         size = sum(cost.bytes for cost in found)
         return sum(cost.seconds for cost in found) / size if size else None
 
-    def rescaled(self, step: Divisible) -> LayerCosts:
+    def rescale(self, step: Divisible) -> LayerCosts:
         """Returns the same costs of the step in another number of micro-batches, scaled; it has the same layers."""
         scale = self.scale * self.num_microbatches / step.accumulated.num_microbatches
         return replace(self, step=step, scale=scale)
 
-    def repeated(self, scale: float) -> np.ndarray:
+    def num_repeats(self, scale: float) -> np.ndarray:
         """[forms, layers, kinds, variants] how many devices do the same with micro-batches of another size.
 
         A layer that was planned with 16 examples on 8 devices cuts them into 8 parts of 2; of 4 examples there are 4
         parts, each on 2 devices.
         """
-        shared = np.array([cost.shared for cost in self._costs]).reshape(*self._each, 2)
+        shared = np.array([cost.leading_dim for cost in self._costs]).reshape(*self._each, 2)
         examples, parts = np.moveaxis(shared, -1, 0).repeat(len(REMAT), axis=-1)
         leading = np.maximum(np.rint(examples * self.scale * scale), 1.0).astype(np.int64)
         return parts / np.gcd(parts, leading)
@@ -168,7 +168,7 @@ class LayerCosts:
         }
         return replace(self, cluster=replace(self.cluster, dispatch=Dispatch(), **free))
 
-    def of(self, count: int, variants: Sequence[int] | None = None) -> StageCosts:
+    def stage_costs(self, count: int, variants: Sequence[int] | None = None) -> StageCosts:
         """Returns the costs for a number of micro-batches, scaled by the size of a micro-batch where they depend on it.
 
         Adding a gradient to its sum takes as long whatever the size, as does gathering a parameter: what more
@@ -178,7 +178,7 @@ class LayerCosts:
           variants: those that a stage may have; None for all.
         """
         scale = self.num_microbatches / count
-        shared = scale * self.repeated(scale)
+        shared = scale * self.num_repeats(scale)
         steady, scaled = self.tables
         tables = scaled * self.scale * shared + steady
         if variants is not None:
@@ -186,7 +186,7 @@ class LayerCosts:
         layers = self.step.layering.layers
         crossing = np.array([0.0, *(layer.bytes_out for layer in layers)]) * scale
         crossing[len(layers)] = 0.0
-        for (layer, devices), size in self.beyond.items():
+        for (layer, devices), size in self.excess_bytes.items():
             if layer < len(layers) and devices in self.devices:
                 tables[COSTS.index("temporary_bytes"), :, layer, self.devices.index(devices)] += size
         boundary, slowest = np.zeros((2, len(layers) + 1, len(self.devices), len(self.devices)))
@@ -247,7 +247,7 @@ def price_layers(
     known: dict[Key, LayerCost] = {}
 
     def price(layer: Layer, kind: int, price: int, shape: tuple[int, ...]) -> None:
-        known[layer, kind, price, shape] = layer.at(cluster.part(sizes[kind]), methods[kind], price, shape)
+        known[layer, kind, price, shape] = layer.cost_at(cluster.part(sizes[kind]), methods[kind], price, shape)
 
     everything = list(itertools.product(distinct, range(len(sizes)), range(len(layer_costs.PRICES))))
     for n, key in enumerate(everything):

@@ -123,9 +123,9 @@ class Segments:
     def carry_registers(self) -> tuple[int, ...]:
         """The loop body's registers of its carries."""
         loops = [i for i in self.program.body.instructions if isinstance(i, Loop) and i.op.index == self.stage.scan]
-        return ScanView(loops[0].op).taken(loops[0].bodies[0].inputs).carry
+        return ScanView(loops[0].op).split_operands(loops[0].bodies[0].inputs).carry
 
-    def of(self, kind: Kind, number: int = 0) -> Segment | None:
+    def find(self, kind: Kind, number: int = 0) -> Segment | None:
         """Returns the segment of a kind, of one slice of the sequence; there is at most one."""
         return next((s for s in self.items if s.kind == kind and s.round == number), None)
 

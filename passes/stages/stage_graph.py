@@ -43,7 +43,7 @@ class StageGraph:
       late_rounds: for each late result, by value number, the round that makes it.
       arrivals: for each late argument, by value number, the round that makes it elsewhere.
       phases: of its body ops, by `Op.index` in this graph.
-      apart: whether the iterations of its scan run apart, as those of a pipeline do: each hands on its own results.
+      runs_apart: whether the iterations of its scan run apart, as in a pipeline, where each hands on its own results.
     """
 
     traced: Traced
@@ -55,12 +55,12 @@ class StageGraph:
     late_rounds: Mapping[int, int] = field(default_factory=dict)
     arrivals: Mapping[int, int] = field(default_factory=dict)
     phases: Phases = field(default_factory=Phases)
-    apart: bool = False
+    runs_apart: bool = False
 
     @property
     def apart_results(self) -> frozenset[int]:
         """The stacked results of its scan whose parts are made one by one."""
-        scans = [op for op in self.traced.graph.block.ops if self.apart and op.index == self.scan]
+        scans = [op for op in self.traced.graph.block.ops if self.runs_apart and op.index == self.scan]
         return frozenset(result for op in scans for _, result in ScanView(op).ys)
 
 
@@ -104,7 +104,7 @@ def repeats(stage: StageGraph, *, split_weights: bool = False) -> Repeats:
     parts: dict[int, frozenset[int]] = {}
     read_in: dict[int, frozenset[int]] = {}
     for op in reversed(body.ops):
-        own = stage.phases.of(op.index, split_weights=split_weights)
+        own = stage.phases.phase_of(op.index, split_weights=split_weights)
         readers = frozenset[int]().union(*(read_in[v] for v in op.results if v in read_in))
         parts[op.index] = readers if op.index in cheap and readers else frozenset((min([own, *readers]),))
         for value in op.reads:

@@ -81,10 +81,10 @@ class _Step:
         self.view = ScanView(self.scan)
         self.body = self.view.body
         self.stages = assignment.stage
-        self.shared = assignment.shared
+        self.shared = assignment.shared_ops
         self.made_by = producers(self.body.ops)
         self.place = {op.index: place for place, op in enumerate(self.body.ops)}
-        self.own = _by_stage(assignment, (op for op in self.body.ops if op.index not in assignment.shared))
+        self.own = _by_stage(assignment, (op for op in self.body.ops if op.index not in assignment.shared_ops))
         self.carry_of = {v: i for i, v in enumerate(self.view.inputs.carry)}
         self.outer = dict(zip(self.body.inputs, self.scan.operands, strict=True))
         self.argument = {v: i for i, v in enumerate(self.block.inputs[: len(traced.arguments)])}
@@ -163,7 +163,7 @@ class _Step:
 
     def _place_rounds(self) -> None:
         """The round of every op after the scan: one more than that of a value from another stage."""
-        held, outputs = self.assignment.held, set(values_in(self.block.outputs))
+        held, outputs = self.assignment.delayed_ops, set(values_in(self.block.outputs))
         self.round_of = rounds_of(
             self.after, self.stages, lambda op: op.index in held and outputs.isdisjoint(op.results),
             self.owner_of_result,
@@ -190,7 +190,7 @@ class _Step:
                     "before the step and pass the result as an argument"
                 )
 
-    def read_by(self, stage: int) -> list[Atom]:
+    def atoms_read_by(self, stage: int) -> list[Atom]:
         """Returns the atoms of the top block that a stage's body and update read, results of other stages excluded."""
         used = dict.fromkeys(value for op in self.body_ops[stage] for value in op.reads)
         atoms = [self.outer[value] for value in used if value in self.outer]
@@ -205,7 +205,7 @@ class _Step:
     def _place_outputs(self) -> None:
         """The stage of every flat result, and the owner of every argument that has one."""
         stages = range(self.assignment.num_stages)
-        self.reached = [dict.fromkeys(self._reach(self.read_by(stage))[1]) for stage in stages]
+        self.reached = [dict.fromkeys(self._reach(self.atoms_read_by(stage))[1]) for stage in stages]
         new_value = {argument: output for output, argument in self.traced.state}
         readers = {value: [s for s, inputs in enumerate(self.reached) if value in inputs] for value in self.argument}
         replaces, fixed = dict(self.traced.state), self.assignment.owner
@@ -272,7 +272,7 @@ class _Stage:
         step, number = self.step, self.number
         outputs = self._outputs()
         finals = [step.block.outputs[i] for i in outputs]
-        whole, read = step._reach([*step.read_by(number), *(a for a in finals if a not in step.late)])
+        whole, read = step._reach([*step.atoms_read_by(number), *(a for a in finals if a not in step.late)])
         step.run_once(whole, number)
         inputs = self._arguments(read)
         scan, stacks_in, stacks_out = self._scan()
@@ -301,7 +301,7 @@ class _Stage:
             late_rounds=late_rounds,
             arrivals=arrivals,
             phases=replace(phases, number={place[i]: phase for i, phase in phases.number.items() if i in place}),
-            apart=True,
+            runs_apart=True,
         )
 
     def _traced(
@@ -320,9 +320,9 @@ class _Stage:
             outputs=tuple(_described(whole.outputs, port) for _, port in results),
             state=tuple(sorted((where[o], position[a]) for o, a in whole.state if o in where and a in position)),
             notes=(),
-            batch_named=False,
-            through=(),
-            placed=(),
+            has_named_batch=False,
+            returned_arguments=(),
+            placements=(),
         )
         return traced, place
 
@@ -356,17 +356,20 @@ class _Stage:
         if not ops and not owned:
             return [], {}, {}
         ys = [(atom, result) for atom, result in view.ys if result in owned]
-        ops = sorted(ops, key=lambda op: step.assignment.phases.of(op.index, split_weights=False))
+        ops = sorted(ops, key=lambda op: step.assignment.phases.phase_of(op.index, split_weights=False))
         used = dict.fromkeys(values_in([*(a for op in ops for a in op.operands), *(atom for atom, _ in ys)]))
         place = {value: i for i, value in enumerate(used)}  # in this order, so that identical layers are equal
         every = view.carries
         carries = [every[i] for i in held]
-        carries = [c if c.end in owned else c._replace(end=self.rewriter.fresh(c.input)) for c in carries]
+        carries = [c if c.end in owned else c._replace(end=self.rewriter.new_value(c.input)) for c in carries]
         stacks_in, stacks_out = (
-            {value: self.rewriter.shaped(value, (view.length, *step.graph.values[value].shape)) for value in values}
+            {
+                value: self.rewriter.new_value_of_shape(value, (view.length, *step.graph.values[value].shape))
+                for value in values
+            }
             for values in (step.crossing_in[number], step.crossing_out[number])
         )
-        scan = view.rebuilt(
+        scan = view.rebuild(
             ops,
             sorted((pair for pair in view.consts if pair[1] in used), key=lambda pair: place[pair[1]]),
             carries,

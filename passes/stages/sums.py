@@ -31,7 +31,7 @@ def split_sums(traced: Traced, scan: int, assignment: Assignment) -> tuple[Trace
     """Returns the step with `assignment.split_sums` carried out, and the assignment extended by the added ops."""
     if not assignment.split_sums:
         return traced, assignment
-    return _Splitter(traced, scan, assignment).result()
+    return _Splitter(traced, scan, assignment).build()
 
 
 class _Splitter:
@@ -48,20 +48,20 @@ class _Splitter:
         self.before: list[Op] = []
         self.after: list[Op] = []
 
-    def result(self) -> tuple[Traced, Assignment]:
+    def build(self) -> tuple[Traced, Assignment]:
         view, assignment = ScanView(self.scan), self.assignment
-        self.body = [op for op in view.body.ops if op.index not in assignment.dissolved]
+        self.body = [op for op in view.body.ops if op.index not in assignment.dissolved_additions]
         carries, added = view.carries, list[Carried]()
         for number, summands in assignment.split_sums:
             carries[number], *others = self.split(carries[number], summands)
             added += others
-        scan = view.rebuilt(self.body, view.consts, [*carries, *added], view.xs, view.ys)
+        scan = view.rebuild(self.body, view.consts, [*carries, *added], view.xs, view.ys)
         scan = replace(scan, key=self.scan.key)
         block = replace_op(self.traced.graph.block, self.scan, [*self.before, scan, *self.after])
         graph = replace(self.traced.graph, values=tuple(self.rewriter.values), block=block)
         phases = replace(assignment.phases, number=self.phases)
         return replace(self.traced, graph=graph), replace(
-            assignment, stage=self.stage, split_sums=(), dissolved=frozenset(), phases=phases
+            assignment, stage=self.stage, split_sums=(), dissolved_additions=frozenset(), phases=phases
         )
 
     def split(self, whole: Carried, summands: Sequence[tuple[int, int]]) -> list[Carried]:
@@ -73,14 +73,14 @@ class _Splitter:
             by_stage.setdefault(stage, []).append(value)
         parts: list[Carried] = []
         for stage, values in by_stage.items():
-            held = self.rewriter.fresh(whole.output) if parts else whole.input
+            held = self.rewriter.new_value(whole.output) if parts else whole.input
             sources = [self.made_by[v].index for v in values if v in self.made_by]
             contribution = values[0]
             for value in values[1:]:
                 contribution = self.add(template, contribution, value, stage, sources)
             total = self.add(template, held, contribution, stage, sources)
             start = self.zeros(whole.end) if parts else whole.start
-            parts.append(Carried(start, held, total, self.rewriter.fresh(whole.end)))
+            parts.append(Carried(start, held, total, self.rewriter.new_value(whole.end)))
         self.join(template, whole.end, [part.end for part in parts])
         return parts
 
@@ -92,7 +92,7 @@ class _Splitter:
 
     def add(self, template: Op, left: int, right: int, stage: int, sources: Sequence[int]) -> int:
         """Appends an addition to the body; it runs as soon as its operands are made."""
-        op = self.addition(template, left, right, self.rewriter.fresh(template.results[0]), stage)
+        op = self.addition(template, left, right, self.rewriter.new_value(template.results[0]), stage)
         self.body.append(op)
         phases = [self.phases.get(index, 0) for index in sources]
         if self.assignment.phases.num_slices == 1 and min(phases, default=0) < 2:
@@ -106,7 +106,7 @@ class _Splitter:
         aval = self.rewriter.values[value].aval
         zero = Lit(np.zeros((), aval.dtype), ShapedArray((), aval.dtype))
         params = {"shape": tuple(aval.shape), "broadcast_dimensions": (), "sharding": None}
-        result = self.rewriter.fresh(value)
+        result = self.rewriter.new_value(value)
         self.before.append(self.rewriter.op(jax.lax.broadcast_in_dim_p, params, [zero], [result], self.scan.source))
         return result
 
@@ -115,6 +115,6 @@ class _Splitter:
         stages = [self.stage[op.index] for op in self.readers.get(total, ()) if op.index in self.assignment.stage]
         left = parts[0]
         for number, part in enumerate(parts[1:], start=2):
-            result = total if number == len(parts) else self.rewriter.fresh(total)
+            result = total if number == len(parts) else self.rewriter.new_value(total)
             self.after.append(self.addition(template, left, part, result, stages[0] if stages else 0))
             left = result

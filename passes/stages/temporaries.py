@@ -211,14 +211,14 @@ class _Sizes:
         made = {r for instruction in instructions for r in instruction.results}
         sizes = {r: self.bytes(r) for r in {r for i in instructions for r in i.reads} | made | outputs}
         if not self.on_cpu:
-            items = self.added(items, instructions, kept)
-        joined = self.joined(items, sizes, packs)
+            items = self.merge_additions(items, instructions, kept)
+        joined = self.join_packs(items, sizes, packs)
         given = {buffer for buffer, (_, is_given) in zip(joined, packs, strict=True) if is_given}
         outputs = outputs | set(joined)
         if self.widens:
             first = dict(zip(joined, (registers[0] for registers, _ in packs), strict=True))
             wide = {r for r in outputs - kept - given if self.is_half(first.get(r, r))}
-            outputs = outputs - wide | self.narrowed(items, sizes, wide)
+            outputs = outputs - wide | self.narrow_outputs(items, sizes, wide)
         lives = fusion.lifetimes(items, sizes, outputs)
         for buffer in given & lives.keys():  # what is joined is copied there
             lives[buffer] = lives[buffer][0], lives[buffer][0]
@@ -228,10 +228,10 @@ class _Sizes:
                     lives[register] = (0 if self.on_cpu else lives.get(register, (n, n))[0]), n
         free = kept | (given if self.on_cpu else set())
         inner = np.zeros(2 * len(items) + 2)
-        inner[1 : 2 * len(instructions) : 2] = [self.inside(instruction, made) for instruction in instructions]
+        inner[1 : 2 * len(instructions) : 2] = [self.inner_bytes(instruction, made) for instruction in instructions]
         return _fullest(*_slots(items, lives, sizes, free, in_place=not self.on_cpu), inner)
 
-    def joined(
+    def join_packs(
         self, items: list[Item], sizes: dict[int, int], packs: Sequence[tuple[tuple[int, ...], bool]]
     ) -> list[int]:
         """Returns the buffers that packs are joined in, numbered below all registers; adds the items that join them."""
@@ -243,7 +243,7 @@ class _Sizes:
             items.append(Item("library" if self.on_cpu else "loop", registers, (buffer,), elements))
         return buffers
 
-    def narrowed(self, items: list[Item], sizes: dict[int, int], wide: set[int]) -> set[int]:
+    def narrow_outputs(self, items: list[Item], sizes: dict[int, int], wide: set[int]) -> set[int]:
         """Returns the half-precision buffers of outputs in float32; adds the items that convert them at the end."""
         least = min([0, *sizes])
         numbers = range(least - len(wide), least)
@@ -252,7 +252,7 @@ class _Sizes:
             sizes[number] = sizes[register] // 2
         return set(numbers)
 
-    def added(self, items: Sequence[Item], instructions: Sequence[Instruction], kept: set[int]) -> list[Item]:
+    def merge_additions(self, items: Sequence[Item], instructions: Sequence[Instruction], kept: set[int]) -> list[Item]:
         """Returns the items, those products that are added to a sum whose buffer is given with the addition in them.
 
         Products of GPUs write alpha a b + beta c over c, converted or turned on the way.
@@ -280,7 +280,7 @@ class _Sizes:
                 out[end] = Item("view", (), (), 0)
         return out
 
-    def inside(self, instruction: Instruction, made: Collection[int]) -> float:
+    def inner_bytes(self, instruction: Instruction, made: Collection[int]) -> float:
         """Returns the bytes that an instruction needs for itself while it runs.
 
         Args:
@@ -310,7 +310,7 @@ class _Sizes:
 
     def item(self, instruction: Instruction) -> Item:
         """Returns an instruction, for the rule of fusion: blocks in place of whole values."""
-        return self.known.once((instruction, self.on_cpu), lambda: self._item(instruction))
+        return self.known.get_or_make((instruction, self.on_cpu), lambda: self._item(instruction))
 
     def _item(self, instruction: Instruction) -> Item:
         operands, results = instruction.reads, instruction.results
@@ -318,11 +318,13 @@ class _Sizes:
             return Item("control", operands, results, 0)
         if isinstance(instruction, Reshard):
             moves = any(step.kind != "slice" for step in instruction.steps)
-            return Item("library" if moves else "loop", operands, results, self.elements(results[0]), partly=not moves)
+            return Item(
+                "library" if moves else "loop", operands, results, self.elements(results[0]), reads_part=not moves
+            )
         if not isinstance(instruction, Compute):
             return Item("library", operands, results, 0)
         found = item_of(instruction.op, self.values)
-        # What products accumulate in place is said by `added`.
+        # What products accumulate in place is said by `merge_additions`.
         kind = "library" if found.kind == "product" or (found.kind == "reduce" and self.on_cpu) else found.kind
         through = operands if kind == "reduce" else results
         update = found.update
@@ -331,4 +333,4 @@ class _Sizes:
             written = instruction.operands[place]
             update = (-1, 0) if isinstance(written, Lit) else (written, update[1])
         elements = max([self.elements(r) for r in through], default=0)
-        return Item(kind, operands, results, elements, found.partly, found.row, update, found.expensive)
+        return Item(kind, operands, results, elements, found.reads_part, found.row, update, found.is_expensive)

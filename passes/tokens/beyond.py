@@ -63,10 +63,10 @@ class Beyond:
     column: int
     first: np.ndarray
     value: float
-    exact: bool = True
+    is_exact: bool = True
 
     @property
-    def negative(self) -> bool:
+    def is_negative_infinity(self) -> bool:
         """Whether it is as good as minus infinity."""
         return self.value <= NEGATIVE
 
@@ -89,7 +89,7 @@ def derive_knowledge(ops: Iterable[Op], rules: Mapping[object, Rule], statics: S
     def of(atom: Atom) -> tuple[Beyond, ...]:
         if isinstance(atom, Lit) or atom in found:
             return () if isinstance(atom, Lit) else found[atom]
-        array = statics.of(atom)
+        array = statics.array_of(atom)
         if array is None:
             return ()
         if id(array) not in masks:
@@ -135,12 +135,12 @@ def _moved(beyond: Beyond, rule: Rule) -> Beyond | None:
     """Returns the same of the result of an operation that reorders or names dims."""
     dims = {dim: i for i, dim in enumerate(rule.results[0]) if dim}
     row, column = (dims.get(rule.operands[0][dim]) for dim in (beyond.row, beyond.column))
-    return None if row is None or column is None else Beyond(row, column, beyond.first, beyond.value, beyond.exact)
+    return None if row is None or column is None else Beyond(row, column, beyond.first, beyond.value, beyond.is_exact)
 
 
 def _number(atom: Atom, statics: Statics) -> float | None:
     """Returns the number that a static atom holds everywhere, if it is one."""
-    array = statics.of(atom)
+    array = statics.array_of(atom)
     return float(array.reshape(())) if array is not None and array.size == 1 and array.dtype.kind in "bif" else None
 
 
@@ -154,7 +154,7 @@ def _computed(
     """
     held = [next((b for b in some if (b.row, b.column) == pair), None) for some in operands]
     given = [
-        (b.value, b.exact) if b else (None if n is None else (n, True)) for b, n in zip(held, numbers, strict=True)
+        (b.value, b.is_exact) if b else (None if n is None else (n, True)) for b, n in zip(held, numbers, strict=True)
     ]
     for exactly in (True, False):
         known = [i for i, g in enumerate(given) if g is not None and (g[1] or not exactly)]

@@ -115,7 +115,7 @@ class _Expansion(Pieces):
         phase: dict[int, int] = {}
         for own, op in reversed(self.ops):
             due = min((until[v] for v in op.results if v in until), default=own)
-            phase[op.index] = max(own, due) if self.owner[op.index] in self.body.computed_again else own
+            phase[op.index] = max(own, due) if self.owner[op.index] in self.body.recomputed_ops else own
             for value in values_in(op.operands):
                 until[value] = min(until.get(value, last), phase[op.index])
         return phase
@@ -124,7 +124,7 @@ class _Expansion(Pieces):
         match role.kind:
             case "whole" | "free":
                 operands = list(map(self._fetch, op.operands))
-                results = self._again(op, operands, list(map(self.rw.fresh, op.results)))
+                results = self._again(op, operands, list(map(self.rw.new_value, op.results)))
                 self.whole.update(zip(op.results, results, strict=True))
             case "pieces":
                 for piece in range(self.slices):
@@ -160,12 +160,12 @@ class _Expansion(Pieces):
                 for factor in factors:
                     a, b = extents.get(factor, (0, rule.factors[factor].size))
                     shape[dim] = shape[dim] // rule.factors[factor].size * (b - a)
-            results.append(self.rw.shaped(value, tuple(shape)))
+            results.append(self.rw.new_value_of_shape(value, tuple(shape)))
         return self._again(op, operands, results, params_for(op, operands, results, self.rw.values))
 
     def _operand(self, atom: Atom, rule: Rule, dims: Sequence[Sequence[int]], extents: Ranges) -> Atom:
         """Returns the part of an operand that one piece of an operation takes."""
-        state, others = self.found.of.get(atom), set(range(len(dims)))
+        state, others = self.found.by_atom.get(atom), set(range(len(dims)))
         if state is None or atom in self.whole:
             got = self._fetch(atom)
         else:
@@ -186,7 +186,7 @@ class _Expansion(Pieces):
     def _emit_sum(self, op: Op, role: Role) -> None:
         """Writes the sum over slices, in the order of the phases; of "spread", a sum for each slice on its own."""
         (value,) = op.results
-        state, total = self.found.of.get(value), None
+        state, total = self.found.by_atom.get(value), None
         for piece in sorted(range(self.slices), reverse=op.index not in self.forward):
             extents = self.ranges(op, role, piece)
             if extents is None:
@@ -198,8 +198,8 @@ class _Expansion(Pieces):
                 continue
             assert state is not None
             reach = extents[role.column][1] if role.column in extents else state.size
-            for target, own in self.over(state, (0, reach)):
-                first, stop = self.held(state, target)
+            for target, own in self.pieces_of(state, (0, reach)):
+                first, stop = self.rows_of(state, target)
                 given = self._cut(part, state.dim, (own[0] + first, own[1] + first))
                 missing = stop - first - own[1]  # to some rows of this piece, and zeros to the rest
                 if missing or own[0]:
@@ -218,7 +218,7 @@ class _Expansion(Pieces):
     def _begin(self, op: Op, piece: int) -> None:
         """Sets the phase of a piece of an operation for all operations that are written from here on."""
         if (
-            op.index in self.body.computed_again
+            op.index in self.body.recomputed_ops
         ):  # as soon as the backward pass begins: it waits for its readers in the end
             self._now = self.slices
         else:
@@ -227,7 +227,7 @@ class _Expansion(Pieces):
     def _turns(self, op: Op, state: State, *, reverse: bool = False) -> Iterator[tuple[int, Range]]:
         """Yields the pieces of an operation that have rows, with these, in the order in which they are written."""
         for piece in sorted(range(self.slices), reverse=reverse):
-            rows = self.held(state, piece)
+            rows = self.rows_of(state, piece)
             if rows[0] < rows[1]:
                 self._begin(op, piece)
                 yield piece, rows
@@ -237,7 +237,7 @@ class _Expansion(Pieces):
         return right if left is None else self._made(COMBINED.get(op.name, lax.add_p).bind, [left, right])
 
     def _zeros(self, value: int, state: State, piece: int) -> Atom | None:
-        first, stop = self.held(state, piece)
+        first, stop = self.rows_of(state, piece)
         shape = _with(self._shape(value), state.dim, stop - first)
         return self._made(jnp.zeros, [], shape, self.rw.values[value].dtype) if first < stop else None
 
@@ -251,7 +251,7 @@ class _Expansion(Pieces):
     def _emit_shift(self, op: Op) -> None:
         start = 0
         for value in op.results:  # of "split" several
-            state = self.found.of[value]
+            state = self.found.by_atom[value]
             sizes = [size_along(self._shape(a), state.dim) for a in op.operands]
             moves = shift_of(op, state.dim, sizes)
             for piece, (first, stop) in self._turns(op, state):
@@ -263,12 +263,12 @@ class _Expansion(Pieces):
         parts: list[Atom] = []
         before = 0
         for atom, move, size in zip(op.operands, moves, sizes, strict=False):
-            a = max(-((move.to - rows[0]) // move.apart), -(move.start // move.every), 0)
-            b = min(-((move.to - rows[1]) // move.apart), -((move.start - size) // move.every))
+            a = max(-((move.target - rows[0]) // move.target_stride), -(move.start // move.stride), 0)
+            b = min(-((move.target - rows[1]) // move.target_stride), -((move.start - size) // move.stride))
             if a < b:
-                before = move.to + move.apart * a - rows[0]
-                first = move.start + move.every * a
-                parts.append(self._rows(atom, state, (first, first + move.every * (b - a - 1) + 1)))
+                before = move.target + move.target_stride * a - rows[0]
+                first = move.start + move.stride * a
+                parts.append(self._rows(atom, state, (first, first + move.stride * (b - a - 1) + 1)))
         if op.name == "pad":
             return self._pad(op, state, rows, before, parts)
         return self._slice(op, state, parts[0]) if op.name == "slice" else self._join(parts, state)
@@ -297,14 +297,14 @@ class _Expansion(Pieces):
 
     def _emit_window(self, op: Op) -> None:
         (value,), (image, kernel) = op.results, op.operands
-        made = self.found.of.get(value)
-        leading = self.found.of[values_in([kernel])[0]] if made is None else made
-        (image_state,) = [self.found.of[a] for a in values_in([image])]
+        made = self.found.by_atom.get(value)
+        leading = self.found.by_atom[values_in([kernel])[0]] if made is None else made
+        (image_state,) = [self.found.by_atom[a] for a in values_in([image])]
         form = window(op, image_state.dim, self._shape(kernel), self._shape(value), summed=made is None)
         assert form is not None
         parts: list[Atom] = []
         for piece, rows in self._turns(op, leading, reverse=op.index not in self.forward):
-            taken, around = form.taken(rows, image_state.size)
+            taken, around = form.take_rows(rows, image_state.size)
             if taken[0] == taken[1]:
                 if made is not None:
                     self.pieces[value][piece] = self._zeros(value, made, piece)
@@ -313,7 +313,7 @@ class _Expansion(Pieces):
             operands += [self._rows(kernel, leading, rows) if made is None else self._fetch(kernel)]
             shape = self._shape(value) if made is None else _with(self._shape(value), form.out_dim, rows[1] - rows[0])
             params = {**op.params, "padding": _with(op.params["padding"], form.spatial, around)}
-            (part,) = self._again(op, operands, [self.rw.shaped(value, shape)], params)
+            (part,) = self._again(op, operands, [self.rw.new_value_of_shape(value, shape)], params)
             if made is None:
                 parts.append(part)
             else:
@@ -323,12 +323,12 @@ class _Expansion(Pieces):
 
     def _emit_running(self, op: Op) -> None:
         (value,) = op.results
-        reverse, dim = op.params["reverse"], self.found.of[value].dim
+        reverse, dim = op.params["reverse"], self.found.by_atom[value].dim
         joins = {"cumsum": lax.add, "cumprod": lax.mul, "cummax": lax.max, "cummin": lax.min}
         before: Atom | None = None
-        for piece, rows in self._turns(op, self.found.of[value], reverse=reverse):
+        for piece, rows in self._turns(op, self.found.by_atom[value], reverse=reverse):
             held = self._fetch(op.operands[0], rows)
-            result: Atom = self._again(op, [held], [self.rw.shaped(value, self._shape(held))])[0]
+            result: Atom = self._again(op, [held], [self.rw.new_value_of_shape(value, self._shape(held))])[0]
             if before is not None:
                 size = self._shape(before)[dim]
                 edge = self._cut(before, dim, (0, 1) if reverse else (size - 1, size))
@@ -337,18 +337,18 @@ class _Expansion(Pieces):
 
     def _emit_loop(self, op: Op) -> None:
         view = ScanView(op)
-        parts, given = view.taken(op.operands), view.given(op.results)
+        parts, given = view.split_operands(op.operands), view.split_results(op.results)
         consts, carry = list(map(self._fetch, parts.consts)), list(map(self._fetch, parts.carry))
-        states = [self.found.of[v] for v in given.ys]
-        states += [s for a in parts.xs if (s := self.found.of.get(a)) is not None and not s.free]
+        states = [self.found.by_atom[v] for v in given.ys]
+        states += [s for a in parts.xs if (s := self.found.by_atom.get(a)) is not None and not s.is_free]
         state = State(0, view.length, states[0].offset if states else 0)
         for piece, rows in self._turns(op, state, reverse=op.params["reverse"]):
             count = rows[1] - rows[0]
             xs = [self._rows(a, state, rows) for a in parts.xs]
-            results = [*map(self.rw.fresh, given.carry)]
-            results += [self.rw.shaped(v, (count, *self._shape(v)[1:])) for v in given.ys]
+            results = [*map(self.rw.new_value, given.carry)]
+            results += [self.rw.new_value_of_shape(v, (count, *self._shape(v)[1:])) for v in given.ys]
             self._again(op, [*consts, *carry, *xs], results, {**op.params, "length": count})
-            carry, ys = map(list, view.given(results))
+            carry, ys = map(list, view.split_results(results))
             for value, y in zip(given.ys, ys, strict=True):
                 self.pieces[value][piece] = y
         self.whole.update(zip(given.carry, carry, strict=True))

@@ -76,7 +76,7 @@ class Sample:
 
     Attributes:
       part: of the batch, such as 1/2 for two micro-batches.
-      seconds: forward and backward. sent: of transfers behind the stage, both ways.
+      seconds: forward and backward. transfer_seconds: of transfers behind the stage, both ways.
     """
 
     stage: int
@@ -84,7 +84,7 @@ class Sample:
     length: int
     context: int
     seconds: float
-    sent: float = 0.0
+    transfer_seconds: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ def fit_latency(known: Sequence[Sample]) -> Latency:
     for stage, some in of_stage.items():
         weights = np.array([1 / max(slowest[s.part, s.length, s.context], 1e-12) for s in some])
         columns = np.array([_terms(s.part, np.array(s.length), np.array(s.context)) for s in some])
-        planned = np.array([(s.seconds, s.sent) for s in some]).T
+        planned = np.array([(s.seconds, s.transfer_seconds) for s in some]).T
         scale = columns.max(0)  # of one size: tokens squared are many
         for number, seconds in enumerate(planned):
             out[number, stage] = optimize.nnls(columns / scale * weights[:, None], seconds * weights)[0] / scale

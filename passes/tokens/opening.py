@@ -153,7 +153,7 @@ class _Unrolling:
             operands = [*view.operands.consts, *carry, *(rows[number] for rows in taken)]
             ops, outputs = self.rewriter.inline(view.body, dict(zip(view.body.inputs, operands, strict=True)))
             self.out += ops
-            carry, given[number] = view.given(outputs)
+            carry, given[number] = view.split_results(outputs)
         self.names.update((v, rename_atom(a, self.names)) for v, a in zip(view.results.carry, carry, strict=True))
         for value, *rows in zip(view.results.ys, *(given[number] for number in order), strict=True):
             self.rows[value], self.makers[value] = rows, op
@@ -163,7 +163,10 @@ class _Unrolling:
         """Returns the rows of a stack that the iterations of a loop take."""
         shape = self.rewriter.values[stack].shape
         for number in range(shape[0]) if stack not in self.rows else ():
-            cut, row = rows_of(self.rewriter, stack, number, number + 1, source), self.rewriter.shaped(stack, shape[1:])
+            cut, row = (
+                rows_of(self.rewriter, stack, number, number + 1, source),
+                self.rewriter.new_value_of_shape(stack, shape[1:]),
+            )
             self.out += (cut, self.rewriter.op(lax.squeeze_p, {"dimensions": (0,)}, cut.results, [row], source))
             self.cuts.update((op.index, stack) for op in self.out[-2:])
             self.rows.setdefault(stack, []).append(row)
@@ -177,7 +180,7 @@ class _Unrolling:
                 continue
             shape, first = (1, *self.rewriter.values[stack].shape[1:]), len(self.out)
             params = {"shape": shape, "broadcast_dimensions": tuple(range(1, len(shape))), "sharding": None}
-            made = [self.rewriter.shaped(stack, shape) for _ in self.rows[stack]]
+            made = [self.rewriter.new_value_of_shape(stack, shape) for _ in self.rows[stack]]
             for row, part in zip(self.rows[stack], made, strict=True):
                 self.out.append(self.rewriter.op(lax.broadcast_in_dim_p, params, [row], [part], loop.source))
             self.out.append(self.rewriter.op(lax.concatenate_p, {"dimension": 0}, made, [stack], loop.source))

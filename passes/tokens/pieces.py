@@ -3,7 +3,7 @@
 Rows follow from the lengths of the slices. Columns are found backwards, from the readers of a matrix of attention: a
 sum, or a product that sums over keys, needs them up to the last that is not known to add nothing (`beyond`), a maximum
 up to the last that is not as good as minus infinity; the makers of the matrix need to make no more. Where one number is
-known to be behind, nothing needs to make it, whoever reads it (`behind`).
+known to be behind, nothing needs to make it, whoever reads it (`find_beyond`).
 
 While a step is written (`Pieces`), an operation belongs to the phase and the operation that are set (`_now`, `_owner`),
 or to the latest phase of its operands. A cut or a join is made once for each phase: values that one phase makes and
@@ -54,7 +54,7 @@ class Extents:
         for op in reversed(body.block.ops):
             self._demand(op)
 
-    def held(self, state: State, piece: int) -> Range:
+    def rows_of(self, state: State, piece: int) -> Range:
         """Returns the rows of a piece. The first and the last also take what lies before and behind all tokens."""
         first = 0 if piece == 0 else self._row(state, self.bounds[piece])
         stop = state.size if piece == self.slices - 1 else self._row(state, self.bounds[piece + 1])
@@ -64,17 +64,17 @@ class Extents:
         """Returns the first row of a token or of a later one."""
         return min(max(-((state.offset - token) // state.stride), 0), state.size)
 
-    def over(self, state: State, rows: Range) -> Iterator[tuple[int, Range]]:
+    def pieces_of(self, state: State, rows: Range) -> Iterator[tuple[int, Range]]:
         """Yields the pieces that some rows are in, and which of each piece's own rows these are."""
         for piece in range(self.slices):
-            first, stop = self.held(state, piece)
+            first, stop = self.rows_of(state, piece)
             a, b = max(first, rows[0]), min(stop, rows[1])
             if a < b:
                 yield piece, (a - first, b - first)
 
     def ranges(self, op: Op, role: Role, piece: int) -> Ranges | None:
         """Returns the range of each factor that one piece of an operation takes; None where it has no rows."""
-        rows = self.held(self._leading(op, role), piece)
+        rows = self.rows_of(self._leading(op, role), piece)
         if rows[0] == rows[1]:
             return None
         if role.rows is None:  # a single row
@@ -87,13 +87,13 @@ class Extents:
     def _operands(self, op: Op) -> Iterator[tuple[int, Sequence[Sequence[int]], State]]:
         """Yields the operands that have the sequence, with the factors of their dims."""
         for atom, dims in zip(op.operands, self.rules[op.key].operands, strict=True):
-            if isinstance(atom, int) and atom in self.found.of:
-                yield atom, dims, self.found.of[atom]
+            if isinstance(atom, int) and atom in self.found.by_atom:
+                yield atom, dims, self.found.by_atom[atom]
 
     def _leading(self, op: Op, role: Role) -> State:
         """Returns the state that says which rows a piece has."""
         if role.kind == "pieces":
-            return self.found.of[op.results[0]]
+            return self.found.by_atom[op.results[0]]
         rule = self.rules[op.key]
         return next(state for _, dims, state in self._operands(op) if row_factor(rule, dims, state) == role.rows)
 
@@ -104,8 +104,8 @@ class Extents:
             for b in self.known.get(atom, ()):
                 if (b.row, b.column) != (state.dim, state.column) or dims[b.column] != (factor,):
                     continue
-                is_nothing = b.exact and b.value == 0 and op.name in ("dot_general", "reduce_sum")
-                if b.negative if op.name == "reduce_max" else is_nothing:
+                is_nothing = b.is_exact and b.value == 0 and op.name in ("dot_general", "reduce_sum")
+                if b.is_negative_infinity if op.name == "reduce_max" else is_nothing:
                     least = min(least, int(b.first[rows[0] : rows[1]].max()))
         return max(least, 1)
 
@@ -113,27 +113,27 @@ class Extents:
 
     def _want(self, value: int, rows: Range | None = None, columns: int | None = None) -> None:
         """Notes that some rows of a value are read as far as a column; None stands for all."""
-        state = self.found.of.get(value)
-        if state is None or state.free or state.column is None:
+        state = self.found.by_atom.get(value)
+        if state is None or state.is_free or state.column is None:
             return
         needs = self.need.setdefault(value, [0] * self.slices)
         width = self.values[value].shape[state.column] if columns is None else columns
-        holds = self.behind(value)
-        for piece, _ in self.over(state, (0, state.size) if rows is None else rows):
-            known = width if holds is None else int(holds.first[slice(*self.held(state, piece))].max())
+        holds = self.find_beyond(value)
+        for piece, _ in self.pieces_of(state, (0, state.size) if rows is None else rows):
+            known = width if holds is None else int(holds.first[slice(*self.rows_of(state, piece))].max())
             needs[piece] = max(needs[piece], min(width, max(known, 1)))
 
-    def behind(self, value: int) -> Beyond | None:
+    def find_beyond(self, value: int) -> Beyond | None:
         """Returns the number that a matrix of attention is known to hold behind some column of each row."""
-        state = self.found.of[value]
-        of = (b for b in self.known.get(value, ()) if (b.row, b.column) == (state.dim, state.column) and b.exact)
+        state = self.found.by_atom[value]
+        of = (b for b in self.known.get(value, ()) if (b.row, b.column) == (state.dim, state.column) and b.is_exact)
         return next(of, None)
 
     def _demand(self, op: Op) -> None:
         """Notes the columns of its operands that an operation needs."""
         role = self.found.roles[op.index]
         for value in op.results:
-            state = self.found.of.get(value)
+            state = self.found.by_atom.get(value)
             if state is not None and state.column is not None:
                 self.need.setdefault(value, [0] * self.slices)
         if role.kind in ("pieces", "sum", "spread"):
@@ -213,14 +213,14 @@ class Pieces(Extents):
 
     def _fetch(self, atom: Atom, rows: Range | None = None, columns: int | None = None) -> Atom:
         """Returns some rows and the first columns of a value in pieces, joined; of another one, all of it."""
-        state = self.found.of.get(atom)
+        state = self.found.by_atom.get(atom)
         if isinstance(atom, Lit) or atom in self.whole or state is None:
             return atom if isinstance(atom, Lit) else self.whole[atom]
         rows = (0, state.size) if rows is None else rows
         key = ("fetch", self._now, atom, rows, columns)
         if key not in self._memo:
             parts: list[Atom] = []
-            for piece, own in self.over(state, rows):
+            for piece, own in self.pieces_of(state, rows):
                 held = self.pieces[atom][piece]
                 assert held is not None
                 part = self._cut(held, state.dim, own, state.outer, state.inner)
@@ -236,7 +236,7 @@ class Pieces(Extents):
         made = self._shape(part)[column]
         if width <= made:
             return self._cut(part, column, (0, width))
-        holds = self.behind(value)
+        holds = self.find_beyond(value)
         assert holds is not None, "columns that somebody reads are made, or known"
         return self._made(pad_rows, [part], column, 0, width - made, holds.value)
 

@@ -45,7 +45,7 @@ def slice_sequence(step: Divided, lengths: Sequence[int]) -> Divided:
       OptionError: the step has no sequence of this many tokens; a token of it depends on later ones, and on which
         operation that depends.
     """
-    layers, phases = _Slicer(step.layering, tuple(lengths)).sliced()
+    layers, phases = _Slicer(step.layering, tuple(lengths)).slice()
     accumulated = replace(step.accumulated, traced=layers.traced, scan=layers.scan)
     return replace(
         step,
@@ -70,11 +70,11 @@ class _Opened:
     """The loop's body with attention, and loops perhaps, in operations.
 
     Attributes:
-      free: indices of the ops that need no activation.
+      free_ops: indices of the ops that need no activation.
     """
 
     body: states.Body
-    free: frozenset[int]
+    free_ops: frozenset[int]
 
 
 class _Slicer:
@@ -120,16 +120,16 @@ class _Slicer:
                 )
             flat, rows = opening.unroll_scans(self.rewriter, opened.body.block, {op.index for op in loops})
             whole = {value for _, value in self.view.consts}
-            whole |= {v for op in opened.body.block.ops if op.index in opened.free for v in op.results}
-            free = opened.free | {index for index, stack in rows.items() if stack in whole}
+            whole |= {v for op in opened.body.block.ops if op.index in opened.free_ops for v in op.results}
+            free = opened.free_ops | {index for index, stack in rows.items() if stack in whole}
             opened = self._opened(flat, free)
             found = self._states(opened.body, sequence)
         return opened, found
 
-    def sliced(self) -> tuple[Layering, Mapping[int, int]]:
+    def slice(self) -> tuple[Layering, Mapping[int, int]]:
         """Returns the layers of the new step; and of each op of its body, by index, the phase."""
         reasons: list[str] = []
-        whole = self._opened(self.layers.body, self.layers.free)
+        whole = self._opened(self.layers.body, self.layers.free_ops)
         for sequence in self._candidates():
             opened, found = self._without_loops(whole, sequence)
             tokens = _tokens(found)
@@ -137,7 +137,7 @@ class _Slicer:
             forward = [op for op in opened.body.block.ops if op.index in opened.body.forward]
             products = [op for op in forward if op.name in _PRODUCTS]
             if all(found.roles[op.index].kind == "whole" for op in products):  # then slices are of no use
-                read = [op for op in products if not found.of.keys().isdisjoint(op.operands)]
+                read = [op for op in products if not found.by_atom.keys().isdisjoint(op.operands)]
                 reasons += [_waits(op, found.roles[op.index].reason or "it takes the whole sequence") for op in read]
                 continue
             lengths = self.lengths if fits else (tokens // 2, tokens - tokens // 2)
@@ -176,8 +176,8 @@ class _Slicer:
         outer = Block(self.graph.block.inputs, tuple(self.early), ())
         early = frozenset(op.index for op in self.early)
         above = states.states(states.Body(outer, self.rules, self.values, {}, early), sequence)
-        inner = {v: above.of[a].dim for a, v in self.view.consts if a in above.of}
-        inner |= {v: above.of[a].dim - 1 for a, v in self.view.xs if a in above.of and above.of[a].dim}
+        inner = {v: above.by_atom[a].dim for a, v in self.view.consts if a in above.by_atom}
+        inner |= {v: above.by_atom[a].dim - 1 for a, v in self.view.xs if a in above.by_atom and above.by_atom[a].dim}
         return states.states(body, inner)
 
     # -- the new step ---------------------------------------------------------------------------------------------
@@ -196,10 +196,10 @@ class _Slicer:
         def parts_of(ops: Sequence[int]) -> tuple[int, ...]:
             return tuple(place[i] for op in ops for i in parts[op] if i in forward)
 
-        cuts = opened.free - layers.free  # what an iteration takes of stacked parameters
-        free = {i for op in layers.free for i in parts[op]}
+        cuts = opened.free_ops - layers.free_ops  # what an iteration takes of stacked parameters
+        free = {i for op in layers.free_ops for i in parts[op]}
         free |= {i for i, owner in made.owner.items() if owner in cuts}
-        free |= {op.index for op in self.graph.block.ops if op.index in layers.free}
+        free |= {op.index for op in self.graph.block.ops if op.index in layers.free_ops}
         free |= self._cuts_of_constants(made.block, free & place.keys())
         layering = replace(
             layers,
@@ -207,7 +207,7 @@ class _Slicer:
             scan=result.scan,
             forward=frozenset(place[i] for i in forward if i in place),
             layers=tuple(replace(layer, ops=parts_of(layer.ops)) for layer in layers.layers),
-            free=frozenset(place[i] for i in free if i in place),
+            free_ops=frozenset(place[i] for i in free if i in place),
         )
         return layering, {place[i]: phase for i, phase in made.phase.items() if i in place}
 
@@ -217,7 +217,7 @@ class _Slicer:
         They are made once for all operations of a phase, and like the values that they cut, wherever they are read.
         """
         held = zip(self.graph.block.inputs, self.traced.arguments, strict=False)
-        of_state = find_dependents(self.early, {value for value, argument in held if argument.stays})
+        of_state = find_dependents(self.early, {value for value, argument in held if argument.is_resident})
         constant = {inner for outer, inner in self.view.consts if outer not in of_state}
         found = set()
         for op in block.ops:
@@ -229,7 +229,7 @@ class _Slicer:
 
 def _tokens(found: states.States) -> int:
     """Returns the length of the sequence: of most values that have it."""
-    sizes = Counter(state.size for state in found.of.values() if not state.free)
+    sizes = Counter(state.size for state in found.by_atom.values() if not state.is_free)
     return sizes.most_common(1)[0][0] if sizes else 0
 
 

@@ -49,7 +49,7 @@ class State:
       dim, size: of the rows; the dim is `outer` times the rows times `inner`, major to minor.
       offset, stride: index x belongs to token stride * x + offset.
       column, column_offset: of the columns of a matrix of attention; None if there are none.
-      free: whether it is there from the start, whole.
+      is_free: whether it is there from the start, whole.
     """
 
     dim: int
@@ -59,7 +59,7 @@ class State:
     inner: int = 1
     column: int | None = None
     column_offset: int = 0
-    free: bool = False
+    is_free: bool = False
     stride: int = 1
 
     @property
@@ -90,7 +90,7 @@ class Role:
 class States:
     """Where every value of a block has the sequence, and how every operation is done, by op index."""
 
-    of: Mapping[Atom, State]
+    by_atom: Mapping[Atom, State]
     roles: Mapping[int, Role]
 
 
@@ -112,7 +112,7 @@ class Body:
     forward: frozenset[int]
 
     @cached_property
-    def computed_again(self) -> frozenset[int]:
+    def recomputed_ops(self) -> frozenset[int]:
         """The backward operations that compute the forward pass again: they read no cotangent."""
         of_cotangents: set[int] = set()
         again = set()
@@ -143,7 +143,7 @@ def states(body: Body, sequence: Mapping[int, int]) -> States:
       sequence: inputs of the block that have the sequence -> its dim.
     """
     walk = _Walk(body)
-    walk.of = {value: State(dim, body.values[value].shape[dim], free=True) for value, dim in sequence.items()}
+    walk.of = {value: State(dim, body.values[value].shape[dim], is_free=True) for value, dim in sequence.items()}
     for op in body.block.ops:
         walk.roles[op.index] = walk.visit(op)
     return States(walk.of, walk.roles)
@@ -154,7 +154,7 @@ def _orientation(ops: Sequence[Op], rules: Mapping[object, Rule], known: Known) 
     out = {value: (b[0].row, b[0].column) for value, b in known.items() if len(b) == 1}
     # A mask is also known the other way around (true, before the diagonal), so what is made of numbers decides.
     for value, some in known.items():
-        chosen = [b for b in some if b.negative or b.value == 0]
+        chosen = [b for b in some if b.is_negative_infinity or b.value == 0]
         if len(chosen) == 1:
             out[value] = (chosen[0].row, chosen[0].column)
     for op in reversed(ops):
@@ -179,7 +179,7 @@ class _Walk:
     """One pass over the operations in program order."""
 
     def __init__(self, body: Body) -> None:
-        self.rules, self.values, self.early = body.rules, body.values, body.forward | body.computed_again
+        self.rules, self.values, self.early = body.rules, body.values, body.forward | body.recomputed_ops
         self.orientation = _orientation(body.block.ops, body.rules, body.known)
         self.of: dict[Atom, State] = {}
         self.roles: dict[int, Role] = {}
@@ -195,7 +195,7 @@ class _Walk:
             return _WHOLE
         if op.index not in self.early:
             self.cotangents.update(op.results)
-        live = [(a, s) for a, s in zip(op.operands, given, strict=True) if s is not None and not s.free]
+        live = [(a, s) for a, s in zip(op.operands, given, strict=True) if s is not None and not s.is_free]
         if op.name == "scan":
             return self._scan(op, given, live)
         rule = self.rules.get(op.key)
@@ -218,12 +218,12 @@ class _Walk:
     # -- by factors -----------------------------------------------------------------------------------------------
 
     def _factors(self, op: Op, rule: Rule, given: _Given) -> Role | None:
-        if all(s is None or s.free for s in given):  # of the batch: here the sequence begins to be cut
-            given = [None if s is None else replace(s, offset=0, free=False, stride=1) for s in given]
+        if all(s is None or s.is_free for s in given):  # of the batch: here the sequence begins to be cut
+            given = [None if s is None else replace(s, offset=0, is_free=False, stride=1) for s in given]
         rows: dict[int, list[tuple[Atom, State]]] = {}
         columns: dict[int, int] = {}
         for atom, dims, state in zip(op.operands, rule.operands, given, strict=True):
-            if state is None or state.free:
+            if state is None or state.is_free:
                 continue
             factor, column = row_factor(rule, dims, state), None
             if state.column is not None:
@@ -306,7 +306,7 @@ class _Walk:
             if found is None and op.name in SHIFTS and len(made) == len(dims):
                 found = State(state.dim, self.values[value].shape[state.dim])
             if found is not None:
-                self.of[value] = replace(found, free=True)
+                self.of[value] = replace(found, is_free=True)
 
     # -- along the rows -------------------------------------------------------------------------------------------
 
@@ -318,20 +318,20 @@ class _Walk:
             return None
         moves = shift_of(op, state.dim, [size_along(shape_of(a, self.values), state.dim) for a in op.operands])
         every = zip(op.operands, given, moves, strict=False)
-        alive = [(a, s, move) for a, s, move in every if s is not None and not s.free]
+        alive = [(a, s, move) for a, s, move in every if s is not None and not s.is_free]
         if any((s.dim, s.outer, s.column) != (state.dim, 1, state.column) for _, s, _ in alive):
             return None
         if op.name == "concatenate" and any(s is not None and s.column is not None for s in given):
             return None
-        if state.column is not None and any((m.every, m.apart) != (1, 1) for _, _, m in alive):
+        if state.column is not None and any((m.stride, m.target_stride) != (1, 1) for _, _, m in alive):
             return None
         several = [one for one in alive if one[1].size > 1]  # of a single row, the stride says nothing
-        stride = max(s.stride * move.every for _, s, move in several or alive)
-        apart = alive[0][2].apart
+        stride = max(s.stride * move.stride for _, s, move in several or alive)
+        apart = alive[0][2].target_stride
         if stride % apart:
             return None
         stride //= apart
-        tokens = [(a, s.offset + s.stride * move.start - stride * move.to, stride) for a, s, move in alive]
+        tokens = [(a, s.offset + s.stride * move.start - stride * move.target, stride) for a, s, move in alive]
         joined, _ = self._joined(op, tokens)
         at = 0
         for value in op.results:  # of "split" several
@@ -359,7 +359,7 @@ class _Walk:
             return None
         shapes = [shape_of(a, self.values) for a in (op.operands[1], op.results[0])]
         found = window(op, state.dim, *shapes, summed=kernel is not None)
-        if found is None or (kernel is not None and (kernel.free or kernel.dim != found.kernel_dim)):
+        if found is None or (kernel is not None and (kernel.is_free or kernel.dim != found.kernel_dim)):
             return None
         if kernel is None:
             last = op.index in self.early or op.operands[0] not in self.cotangents
@@ -369,7 +369,7 @@ class _Walk:
 
     def _running(self, op: Op, given: _Given) -> Role | None:
         (state, *_) = given
-        if state is None or state.free or op.params["axis"] != state.dim or not state.is_plain:
+        if state is None or state.is_free or op.params["axis"] != state.dim or not state.is_plain:
             return None
         self.of[op.results[0]] = state
         return Role("running")
@@ -377,13 +377,13 @@ class _Walk:
     def _scan(self, op: Op, given: _Given, live: _Live) -> Role:
         """Returns a scan whose stacked operands have the sequence along the dim that it runs over."""
         view = ScanView(op)
-        parts = view.taken(given)
+        parts = view.split_operands(given)
         xs = [s for s in parts.xs if s is not None]
         is_along = bool(xs) and all(s.dim == 0 and s.is_plain for s in xs)
-        if not is_along or any(s is not None and not s.free for s in (*parts.consts, *parts.carry)):
+        if not is_along or any(s is not None and not s.is_free for s in (*parts.consts, *parts.carry)):
             return Role("whole", reason=ACROSS if live else "")
         offset, _ = self._joined(op, [(a, s.offset, 1) for a, s in live]) if live else (0, 1)
-        for value in view.given(op.results).ys:
+        for value in view.split_results(op.results).ys:
             self.of[value] = State(0, view.length, offset)
         return Role("loop")
 

@@ -36,7 +36,7 @@ class Window:
     low: int
     reach: int
 
-    def taken(self, rows: tuple[int, int], size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    def take_rows(self, rows: tuple[int, int], size: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Returns rows of the first operand, which has `size`, and the padding before and behind them."""
         first, stop = rows[0] - self.low, rows[1] - self.low + self.reach
         a, b = min(max(first, 0), size), max(min(stop, size), 0)
@@ -67,9 +67,9 @@ class Move:
     """Which row of a result each row of an operand is: row start + every * i is row to + apart * i, for every i."""
 
     start: int = 0
-    every: int = 1
-    to: int = 0
-    apart: int = 1
+    stride: int = 1
+    target: int = 0
+    target_stride: int = 1
 
 
 def shift_of(op: Op, dim: int, sizes: Sequence[int]) -> list[Move]:
@@ -85,10 +85,10 @@ def shift_of(op: Op, dim: int, sizes: Sequence[int]) -> list[Move]:
         return [Move()]
     if op.name == "pad":
         low, _, interior = op.params["padding_config"][dim]
-        return [Move(to=int(low), apart=1 + int(interior))]
+        return [Move(target=int(low), target_stride=1 + int(interior))]
     if op.params["dimension"] != dim:
         return [Move() for _ in sizes]
-    return [Move(to=sum(sizes[:k])) for k in range(len(sizes))]
+    return [Move(target=sum(sizes[:k])) for k in range(len(sizes))]
 
 
 def shifts(op: Op, dim: int, size: int) -> bool:

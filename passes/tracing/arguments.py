@@ -166,4 +166,4 @@ def donated_leaves(traced: Traced, donate: int | str | Sequence[int | str]) -> l
                 f"donate_argnums names argument {one}, which is static or does not exist: the step was called "
                 f"with {count} positional arguments"
             )
-    return sorted(chosen - {argument for _, argument in traced.through})  # the caller gets these back
+    return sorted(chosen - {argument for _, argument in traced.returned_arguments})  # the caller gets these back

@@ -59,7 +59,7 @@ def signature(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def flatten_call(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
     """Returns the flat arguments of a call, NNX objects split, and their structure."""
-    pure: Any = calling.traced(args, kwargs)
+    pure: Any = calling.drop_static(args, kwargs)
     if calling.modules:
         tag = object()
         with pytrees.nnx_update_context(tag):
@@ -79,7 +79,7 @@ def key_text(key: Any) -> str:
 
 def paths(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the path of each leaf of a call."""
-    leaves = pytrees.leaf_paths(calling.traced(args, kwargs))
+    leaves = pytrees.leaf_paths(calling.drop_static(args, kwargs))
     return tuple(path_of(calling, leaf.keys, leaf.inner) for leaf in leaves)
 
 
@@ -141,7 +141,7 @@ def describe_calling(
         static_keywords=static_keywords,
         settings=_jax.trace_context(),
     )
-    traced, all_static = found.traced(args, kwargs), pytrees.has_static_numbers(fun)
+    traced, all_static = found.drop_static(args, kwargs), pytrees.has_static_numbers(fun)
     hidden = pytrees.hide(traced, all_static)
     if hidden is not traced:
         _check_constants(found, traced, all_static)

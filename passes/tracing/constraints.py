@@ -70,7 +70,7 @@ def constrain_results(graph: Graph, given: Mapping[int, Given], paths: Sequence[
 
 def _constraint(rewriter: Rewriter, params: Mapping[str, Any], value: int, maker: Op) -> Op:
     """Returns the constraint on a value that an operation makes."""
-    return rewriter.op(_jax.CONSTRAINT, params, [value], [rewriter.fresh(value)], maker.source, ctx=maker.ctx)
+    return rewriter.op(_jax.CONSTRAINT, params, [value], [rewriter.new_value(value)], maker.source, ctx=maker.ctx)
 
 
 class _Constrainer:

@@ -43,12 +43,12 @@ class Evidence:
         found = flow.reach(flow.values_in([self._outputs[output]]), lambda value: self._carriers.get(value, ()))
         return frozenset(self._numbers[value] for value in found if value in self._numbers)
 
-    def handed(self, output: int) -> int | None:
+    def returned_argument(self, output: int) -> int | None:
         """Returns the argument, or the constant behind them, that an output is as it came; None if it is none."""
         atom = self._outputs[output]
         return self._numbers.get(atom) if isinstance(atom, int) else None
 
-    def learnt(self, output: int) -> bool:
+    def is_learnt(self, output: int) -> bool:
         """Returns whether an output depends on a reverse pass."""
         return self._outputs[output] in self._learnt
 
@@ -82,7 +82,7 @@ class Evidence:
             yield from _weights_of(op, held)
             if op.name == "scan":
                 view = ScanView(op)
-                inner = zip(view.inputs.consts, view.taken(held).consts, strict=True)
+                inner = zip(view.inputs.consts, view.split_operands(held).consts, strict=True)
                 yield from self._read_as_weights(view.body, {value: have for value, have in inner if have})
             elif op.name in primitives.ELEMENTWISE or op.name in ("transpose", "broadcast_in_dim"):
                 number, dim = known[0]

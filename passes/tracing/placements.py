@@ -59,7 +59,7 @@ def read_annotations(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, A
     assert traced.calling is not None
     meta = sys.modules.get("flax.core.meta")
     boxes = () if meta is None else meta.Partitioned
-    leaves = pytrees.walk_leaves(traced.calling.traced(args, kwargs), lambda value: isinstance(value, boxes))
+    leaves = pytrees.walk_leaves(traced.calling.drop_static(args, kwargs), lambda value: isinstance(value, boxes))
     out = []
     for number, (_, leaf, holder) in enumerate(leaves):
         rank = len(getattr(leaf, "shape", ()))
@@ -172,9 +172,9 @@ def argument_placements(
     """
     calling = traced.calling
     assert calling is not None
-    given: dict[int, tuple[Any, str]] = {i: (one, "out_shardings") for i, one in traced.placed}
+    given: dict[int, tuple[Any, str]] = {i: (one, "out_shardings") for i, one in traced.placements}
     if in_shardings is not None:
-        positional, _ = calling.traced(args, kwargs)
+        positional, _ = calling.drop_static(args, kwargs)
         for number, one in enumerate(spread("in_shardings", in_shardings, positional)):
             if one is None:
                 continue

@@ -41,9 +41,9 @@ def _indexes(op: Op) -> bool:
 class _Fields(NamedTuple):
     """Names of the dimension-number fields that gathers and scatters have in common, for one of the two."""
 
-    indexed: str
-    single: str
-    rows: str
+    index_dims: str
+    single_dims: str
+    batching_dims: str
 
 
 _GATHER = _Fields("start_index_map", "collapsed_slice_dims", "start_indices_batching_dims")
@@ -81,12 +81,12 @@ class _Rows:
         if isinstance(operand, Lit) or isinstance(indices, Lit):
             return [op]
         names, numbers = _GATHER if op.name == "gather" else _SCATTER, op.params["dimension_numbers"]
-        indexed, single = getattr(numbers, names.indexed), getattr(numbers, names.single)
+        indexed, single = getattr(numbers, names.index_dims), getattr(numbers, names.single_dims)
         sizes, shape, parts = self.values[operand].shape, self.values[indices].shape, self._components(indices)
-        pairs = dict(zip(numbers.operand_batching_dims, getattr(numbers, names.rows), strict=True))
+        pairs = dict(zip(numbers.operand_batching_dims, getattr(numbers, names.batching_dims), strict=True))
         kept = []
         for component, (dim, part) in enumerate(zip(indexed, parts, strict=False)):
-            row = _position_in(self.statics.of(part))
+            row = _position_in(self.statics.array_of(part))
             is_free = row is not None and row < len(shape) - 1 and row not in pairs.values()
             if row is not None and is_free and dim in single and shape[row] == sizes[dim]:
                 pairs[dim] = row
@@ -97,9 +97,9 @@ class _Rows:
         ops: list[Op] = []
         rest = self._joined(op, indices, kept, parts, ops)
         fields = {
-            names.indexed: tuple(indexed[component] for component in kept),
-            names.single: tuple(dim for dim in single if dim not in pairs),
-            names.rows: tuple(pairs[dim] for dim in sorted(pairs)),
+            names.index_dims: tuple(indexed[component] for component in kept),
+            names.single_dims: tuple(dim for dim in single if dim not in pairs),
+            names.batching_dims: tuple(pairs[dim] for dim in sorted(pairs)),
             "operand_batching_dims": tuple(sorted(pairs)),
         }
         params = {**op.params, "dimension_numbers": numbers._replace(**fields), "indices_are_sorted": False}
@@ -121,7 +121,7 @@ class _Rows:
         (*rows, _), dtype = self.values[indices].shape, self.values[indices].dtype
 
         def emit(primitive: Any, size: int, operands: list[Atom], **params: Any) -> Atom:
-            result = self.rewriter.shaped(indices, (*rows, size))
+            result = self.rewriter.new_value_of_shape(indices, (*rows, size))
             ops.append(self.rewriter.op(primitive, params, operands, [result], op.source, op.index, op.ctx))
             return result
 

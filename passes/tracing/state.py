@@ -108,7 +108,11 @@ class Matcher:
         found = {path: i for i, path in enumerate(self._inputs.paths) if self._inputs.modules[i]}
         for number, path in enumerate(self._outputs.paths):
             argument = found.get(path) if self._outputs.modules[number] else None
-            if argument is not None and self._same(number, argument) and self._evidence.handed(number) != argument:
+            if (
+                argument is not None
+                and self._same(number, argument)
+                and self._evidence.returned_argument(number) != argument
+            ):
                 self.pairs[number] = argument
         self._taken.update(found.values())
 
@@ -193,7 +197,9 @@ class Matcher:
         Pytrees that are handed through count, if any other result is an update. None if a result has several origins.
         """
         sources = [{k for k, tree in enumerate(arguments) if self._carried(r.leaves, tree.leaves)} for r in results]
-        handed = [not r.is_bare and all(self._evidence.handed(n) is not None for n in r.leaves) for r in results]
+        handed = [
+            not r.is_bare and all(self._evidence.returned_argument(n) is not None for n in r.leaves) for r in results
+        ]
         rows = [k for k, found in enumerate(sources) if found and (updates[k] or handed[k])]
         places = sorted({place for k in rows for place in sources[k]})
         one_each = len(places) == len(rows) == sum(len(sources[k]) for k in rows)
@@ -212,7 +218,7 @@ class Matcher:
         carried = [n for n in changed if self._carried([n], argument.leaves)]
         if not carried and not is_bare and result.key == argument.key:
             carried = [n for n in changed if self._carried([n], alike)]
-        learnt = any(map(evidence.learnt, carried))
+        learnt = any(map(evidence.is_learnt, carried))
         if not self._known.isdisjoint(argument.leaves) and not learnt:
             return 0
         if not is_bare:
@@ -227,14 +233,14 @@ class Matcher:
     def _doubt(self, result: Tree, arguments: list[Tree]) -> None:
         """Notes that a result has the kind of some arguments and is not their new value; a gradient tells weights."""
         if result.is_bare:
-            if self._evidence.learnt(result.start) and result.depth <= 1:
+            if self._evidence.is_learnt(result.start) and result.depth <= 1:
                 alike = [tree for tree in arguments if self._may_update(result, tree) and not self._is_last_array(tree)]
                 self.differentiated.update(tree.start for tree in alike)
             return
-        if not arguments or all(self._evidence.handed(n) is not None for n in result.leaves):
+        if not arguments or all(self._evidence.returned_argument(n) is not None for n in result.leaves):
             return
         argument, kind = arguments[0], "other values"
-        if any(map(self._evidence.learnt, result.leaves)):
+        if any(map(self._evidence.is_learnt, result.leaves)):
             kind = "gradients"
             self.differentiated.update(argument.leaves)
         name = format_path(common_path(self._outputs, result)) or "the result"
@@ -265,7 +271,9 @@ class Matcher:
 
     def _changed(self, result: Tree, argument: Tree) -> list[int]:
         """Returns the leaves of a result that are not those of an argument as they came."""
-        return [n for n, i in zip(result.leaves, argument.leaves, strict=True) if self._evidence.handed(n) != i]
+        return [
+            n for n, i in zip(result.leaves, argument.leaves, strict=True) if self._evidence.returned_argument(n) != i
+        ]
 
     def _carried(self, numbers: Iterable[int], leaves: Container[int]) -> bool:
         """Returns whether some outputs are carried from any of some leaves."""

@@ -88,7 +88,7 @@ class Statics:
         atom = self.resolve(atom)
         return isinstance(atom, Lit) or atom in self._makers or atom in self.constants
 
-    def of(self, atom: Atom) -> np.ndarray | None:
+    def array_of(self, atom: Atom) -> np.ndarray | None:
         """The array, of the rank of the value, with size one along dims where it is constant; None if not static.
 
         Arrays that several layers compute alike, such as their masks, are computed once, and are one array. The array
@@ -191,7 +191,7 @@ def _repeated_inputs(op: Op) -> list[tuple[Sequence[Atom], Sequence[int]]]:
     cond, body = op.bodies
     view = WhileView(op)
     (asking, asked), (constant, carried) = view.cond(cond.inputs), view.body(body.inputs)
-    taken = view.taken(op.operands)
+    taken = view.split_operands(op.operands)
     kept = [n for n, value in enumerate(carried) if body.outputs[n] == value]
     start = [taken.carry[n] for n in kept]
     repeated = [(start, [inputs[n] for n in kept]) for inputs in (asked, carried)]

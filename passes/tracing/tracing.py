@@ -77,7 +77,7 @@ def trace(
       TracingError: the step uses the value of a traced array in Python, or an axis that is not defined in it.
     """
     calling = calls.describe_calling(fun, args, kwargs, static_argnums, static_argnames)
-    run = _Run(fun, calling, calling.traced(args, kwargs), shapes)
+    run = _Run(fun, calling, calling.drop_static(args, kwargs), shapes)
     with attention.as_one_operation(platform):
         jaxpr = run.jaxpr()
     graph = constrain_scopes(conversion.graph_of(jaxpr, platform=platform, annotations=annotations), constrain)
@@ -88,10 +88,10 @@ def trace(
     state = frozenset(matched.pairs.values())
     if batch_leaves is None and state:
         _refuse_all_state(inputs, state)
-    handed = {n: evidence.handed(n) for n in range(len(graph.block.outputs)) if n not in matched.pairs}
+    handed = {n: evidence.returned_argument(n) for n in range(len(graph.block.outputs)) if n not in matched.pairs}
     through = {n: i for n, i in handed.items() if i is not None and i < len(inputs.paths) and i not in state}
     batch = _batch_of(run, evidence, matched, batch_leaves, known, frozenset(through.values()))
-    return replace(_assembled(run, graph, matched, batch, through, out_shardings), batch_named=batch_leaves is not None)
+    return _assembled(run, graph, matched, batch, through, out_shardings, has_named_batch=batch_leaves is not None)
 
 
 def _batch_of(
@@ -101,7 +101,7 @@ def _batch_of(
     """Returns the batch of a traced step; `returned` are the arguments that are results as they came."""
     inputs, state = run.inputs, frozenset(matched.pairs.values())
     weights = frozenset(known).union(matched.differentiated, (i for i, own in enumerate(inputs.modules) if own))
-    results = {shape[0] for n, (shape, _) in enumerate(run.outputs.types) if shape and not evidence.learnt(n)}
+    results = {shape[0] for n, (shape, _) in enumerate(run.outputs.types) if shape and not evidence.is_learnt(n)}
     return find_batch(inputs, named, state, weights, returned, evidence.weights, results)
 
 
@@ -131,8 +131,9 @@ def trace_under(context: Any, trace: Callable[..., Traced]) -> Callable[..., Tra
 
 
 def _assembled(
-    run: _Run, graph: Graph, matched: Matcher, batch: Batch, through: Mapping[int, int], out_shardings: Any
-) -> Traced:
+    run: _Run, graph: Graph, matched: Matcher, batch: Batch, through: Mapping[int, int], out_shardings: Any, *,
+    has_named_batch: bool,
+) -> Traced:  # fmt: skip
     """Returns the traced step from its parts."""
     placed = run.spread("out_shardings", out_shardings)
     inputs, outputs, pairs = run.inputs, run.outputs, matched.pairs
@@ -155,8 +156,9 @@ def _assembled(
         notes=(batch.note, *matched.notes),
         calling=run.calling,
         name=getattr(run.fun, "__name__", "step"),
-        through=tuple(through.items()),
-        placed=tuple((argument, placed[n]) for n, argument in stays.items() if placed[n] is not None),
+        has_named_batch=has_named_batch,
+        returned_arguments=tuple(through.items()),
+        placements=tuple((argument, placed[n]) for n, argument in stays.items() if placed[n] is not None),
     )
 
 

@@ -51,7 +51,7 @@ class _Counter:
 
     def read(self, atom: Atom) -> Any:
         """Returns the integer or boolean that an atom holds; None if it is not known, or another value."""
-        array = self.statics.of(atom)
+        array = self.statics.array_of(atom)
         return None if array is None or array.shape or array.dtype.kind not in "iub" else array[()]
 
     def _op(self, op: Op) -> Op:
@@ -67,7 +67,7 @@ class _Counter:
             return op
         length, ends = found
         self.statics.constants.update((op.results[n], np.asarray(end)) for n, end in ends.items())
-        _, consts, carry = view.taken(op.operands)
+        _, consts, carry = view.split_operands(op.operands)
         counts = {"num_consts": len(consts), "num_carry": len(carry)}
         params = {"length": length, "reverse": False, "unroll": 1, **counts}
         operands, bodies = (*consts, *carry), (op.bodies[1],)
@@ -77,7 +77,7 @@ class _Counter:
         """Returns the iterations, and the final value of each known carry by its number; None if not known."""
         cond, body = view.op.bodies
         asked, carried = view.cond(cond.inputs)[1], view.body(body.inputs)[1]
-        start = enumerate(map(self.read, view.taken(view.op.operands).carry))
+        start = enumerate(map(self.read, view.split_operands(view.op.operands).carry))
         state = {n: scalar for n, scalar in start if scalar is not None}
         if (linear := self._linear(view, state)) is not None:
             return linear

@@ -48,7 +48,7 @@ class Failures:
         with self._lock:
             self._errors.setdefault((name, microbatch), error)
 
-    def noted(self, name: str, microbatch: int) -> bool:
+    def has_error(self, name: str, microbatch: int) -> bool:
         """Returns whether a callback of this run raised."""
         return (name, microbatch) in self._errors
 
@@ -121,7 +121,7 @@ def lower_failure_check(name: str, mesh: Mesh, results: Sequence[Any], failures:
     flag = jax.ShapeDtypeStruct((1,), np.int32)
 
     def look(microbatch: Any) -> Any:
-        return np.full(1, failures.noted(name, int(microbatch)), np.int32)
+        return np.full(1, failures.has_error(name, int(microbatch)), np.int32)
 
     def throw(microbatch: Any, noted: Any) -> Any:
         if noted.any():

@@ -156,7 +156,7 @@ class _Search:
         """Returns the difference of an instruction from the same on one device, or None."""
         if isinstance(item, Reshard):
             source, result = item.source, item.result
-            wrong = error(self.whole(result, found[result]), self.alone(source, found[source]))
+            wrong = error(self.unshard(result, found[result]), self.fetch(source, found[source]))
             if wrong <= self.limit:
                 return None
             kinds = ", ".join(f"{step.kind} over {'+'.join(step.axes)}" for step in item.steps)
@@ -165,11 +165,11 @@ class _Search:
         if isinstance(item, Outside) or item.op.has_effects:
             return None
         op = item.op
-        operands = [o.value if isinstance(o, Lit) else self.alone(o, found[o]) for o in item.operands]
+        operands = [o.value if isinstance(o, Lit) else self.fetch(o, found[o]) for o in item.operands]
         results = self.apply(op, operands)
         wrong = 0.0
         for number, (register, written) in enumerate(zip(item.results, results, strict=True)):
-            planned = self.whole(register, found[register])
+            planned = self.unshard(register, found[register])
             one = error(planned, written)
             if self.limit < one < np.inf and op.name in _SUMS:
                 one = error(planned, written, self.bound(op, operands, number))
@@ -211,8 +211,8 @@ class _Search:
         if item.op.name != "scan":
             return whole
         view, body = ScanView(item.op), item.bodies[0]
-        registers = view.taken(item.operands)
-        inputs = view.taken(body.inputs)
+        registers = view.split_operands(item.operands)
+        inputs = view.split_operands(body.inputs)
 
         def array(operand: int | Lit, register: int) -> Any:
             if not isinstance(operand, Lit):
@@ -230,29 +230,29 @@ class _Search:
             for operand, register in zip(registers.xs, inputs.xs, strict=True):
                 partial = isinstance(operand, int) and bool(self.program.registers[operand].partial)
                 stacked = array(operand, register)
-                raw[register] = self.placed(register, stacked[:, iteration] if partial else stacked[iteration])
+                raw[register] = self.place(register, stacked[:, iteration] if partial else stacked[iteration])
             difference = self.body(body, raw)
             if difference is not None:
                 return replace(difference, iteration=(iteration, *difference.iteration))
-            outputs = view.given(body.outputs).carry
+            outputs = view.split_results(body.outputs).carry
             wanted = [o for o in outputs if isinstance(o, int)]
             made = dict(zip(wanted, self.run(body, len(body.instructions), wanted, raw), strict=True))
             carry = [array(o, r) if isinstance(o, Lit) else made[o] for o, r in zip(outputs, inputs.carry, strict=True)]
         return whole if view.length > ITERATIONS and whole.error > _COARSE else None
 
-    def placed(self, register: int, array: Any) -> Any:
+    def place(self, register: int, array: Any) -> Any:
         """Returns an array as the register has it; of a partial sum, with a leading dim for its summands."""
         layout = self.program.registers[register]
         dims = (layout.partial, *layout.dims) if layout.partial else layout.dims
         return jax.device_put(array, NamedSharding(self.mesh, spec_of(Layout(dims))))
 
-    def whole(self, register: int, raw: Any) -> Any:
+    def unshard(self, register: int, raw: Any) -> Any:
         """Returns the value of a register on its devices; of a partial sum, the sum."""
         return raw.sum(0) if self.program.registers[register].partial else raw
 
-    def alone(self, register: int, raw: Any) -> Any:
+    def fetch(self, register: int, raw: Any) -> Any:
         """Returns the value of a register on one device."""
-        return jax.device_put(self.whole(register, raw), self.mesh.devices.flat[0])
+        return jax.device_put(self.unshard(register, raw), self.mesh.devices.flat[0])
 
 
 def first_difference(
@@ -264,5 +264,5 @@ def first_difference(
       leaves: its flat arguments and constants, whole.
     """
     search = _Search(program, traced, mesh, limit, {})
-    raw = {r: search.placed(r, leaf) for r, leaf in zip(program.body.inputs, leaves, strict=True)}
+    raw = {r: search.place(r, leaf) for r, leaf in zip(program.body.inputs, leaves, strict=True)}
     return search.body(program.body, raw)

@@ -35,7 +35,7 @@ class TimelineRecorder:
     def __init__(self, program: Program, items: Sequence[Any], sharding_of: Callable[[int], NamedSharding]) -> None:
         """Compiles the functions that it dispatches in addition. `items` are those of the dispatch loop."""
         self._program, self._items = program, [item.source for item in items]
-        consumed = {b for item in self._items if isinstance(item, Run) for b in program.consumed(item)}
+        consumed = {b for item in self._items if isinstance(item, Run) for b in program.consumed_buffers(item)}
         self._waited: list[int | None] = []  # of each item, the buffer whose readiness is its end
         self._peeks: dict[int, Any] = {}
         for item in items:
@@ -84,7 +84,8 @@ class TimelineRecorder:
                 continue
             track = self._track(item)
             transfer = None if isinstance(item, Run) else self._program.transfers[item.transfer]
-            read, made = (item.inputs, item.outputs) if transfer is None else (transfer.sent, transfer.received)
+            ends = (transfer.sent_buffers, transfer.received_buffers) if transfer else (item.inputs, item.outputs)
+            read, made = ends
             start = max([self._dispatched[number], free.get(track, 0.0), *(ready.get(b, 0.0) for b in read)])
             end = free[track] = max(start, self._ends[number].result())
             ready.update(dict.fromkeys(made, end))

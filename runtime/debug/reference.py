@@ -235,7 +235,7 @@ def _exchanged(stage: PlannedStage, known: dict[tuple[str, int], Any]) -> bool:
 
 def _micro_batches(view: ScanView, operands: Sequence[Any], wanted: Sequence[int]) -> tuple[list[Any], dict[int, Any]]:
     """Returns the results of the loop over micro-batches, and some values of its body, stacked."""
-    consts, start, xs = view.taken(operands)
+    consts, start, xs = view.split_operands(operands)
     made = set(wanted) & {v for op in view.body.ops for v in op.results}
 
     def step(carry: Any, xs: Any) -> tuple[Any, Any]:
@@ -246,7 +246,7 @@ def _micro_batches(view: ScanView, operands: Sequence[Any], wanted: Sequence[int
                 env[value] = array
             return array
 
-        out = view.given(evaluation.evaluate_block(view.body, [*consts, *carry, *xs], place))
+        out = view.split_results(evaluation.evaluate_block(view.body, [*consts, *carry, *xs], place))
         return out.carry, (out.ys, env)
 
     carry, (ys, stacked) = jax.lax.scan(step, start, xs, length=view.length, reverse=view.op.params["reverse"])

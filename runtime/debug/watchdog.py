@@ -83,7 +83,7 @@ class Watchdog:
         self._stopped.set()
         self._thread.join(timeout=5.0)
 
-    def now(self) -> str:
+    def describe(self) -> str:
         """Returns a description of the current activities of this process."""
         current = list(self._activities.values())
         if current:
@@ -119,7 +119,7 @@ class Watchdog:
         board = Board("stalled")
         seen, since, reported = "", time.monotonic(), 0.0
         while not self._stopped.wait(self._interval):
-            now = self.now()
+            now = self.describe()
             seconds = time.monotonic() - since
             if now != seen:
                 if reported:

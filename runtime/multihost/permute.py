@@ -46,17 +46,17 @@ class TransferSpec:
 
     Attributes:
       shape, dtype: of the global array, which is not an array of random keys.
-      given, taken: the shape of a block at the source, and at the destination.
+      source_block, destination_block: the shape of a block at the source, and at the destination.
       rounds: the permutations.
-      landing: the sharding at the destination.
+      landing_sharding: the sharding at the destination.
     """
 
     shape: tuple[int, ...]
     dtype: Any
-    given: tuple[int, ...]
-    taken: tuple[int, ...]
+    source_block: tuple[int, ...]
+    destination_block: tuple[int, ...]
     rounds: tuple[Round, ...]
-    landing: NamedSharding
+    landing_sharding: NamedSharding
 
 
 class UnionProgram:
@@ -122,12 +122,12 @@ class PermuteTransfer:
           sources: the devices of all arrays, in the order of their sharding.
           union: these and the devices of the destination, in one order for all processes.
         """
-        self._union = UnionProgram(union, sources, [(spec.given, spec.dtype) for spec in specs])
-        goals = local_devices(np.array(specs[0].landing.mesh.devices).flat)
+        self._union = UnionProgram(union, sources, [(spec.source_block, spec.dtype) for spec in specs])
+        goals = local_devices(np.array(specs[0].landing_sharding.mesh.devices).flat)
         self.lands_here = bool(goals)
         self._takes = [self._union.here.index(device) for device in goals]
-        self._landed = [(spec.shape, spec.dtype, spec.landing) for spec in specs]
-        mesh, landed = self._union.mesh, [self._union.type_of(spec.taken, spec.dtype) for spec in specs]
+        self._landed = [(spec.shape, spec.dtype, spec.landing_sharding) for spec in specs]
+        mesh, landed = self._union.mesh, [self._union.type_of(spec.destination_block, spec.dtype) for spec in specs]
 
         def move(*blocks: Any) -> list[Any]:
             permute = functools.partial(_permute, size=mesh.size)
@@ -187,17 +187,21 @@ def _permute(spec: TransferSpec, block: Any, size: int) -> Any:
     out = None
     for one in spec.rounds:
         piece = block
-        if one.shape != spec.given:
-            piece = lax.dynamic_slice(block, starts({h.source: h.taken for h in one.hops}, len(spec.given)), one.shape)
+        if one.shape != spec.source_block:
+            piece = lax.dynamic_slice(
+                block, starts({h.source: h.source_start for h in one.hops}, len(spec.source_block)), one.shape
+            )
         piece = lax.ppermute(piece, _AXIS, one.pairs)
-        if one.shape == spec.taken:  # whole blocks: each receiver gets one, in this round or in another
+        if one.shape == spec.destination_block:  # whole blocks: each receiver gets one, in this round or in another
             out = piece if out is None else select({h.destination for h in one.hops}, piece, out)
             continue
-        old = jnp.zeros(spec.taken, block.dtype) if out is None else out
-        new = lax.dynamic_update_slice(old, piece, starts({h.destination: h.put for h in one.hops}, len(spec.taken)))
+        old = jnp.zeros(spec.destination_block, block.dtype) if out is None else out
+        new = lax.dynamic_update_slice(
+            old, piece, starts({h.destination: h.destination_start for h in one.hops}, len(spec.destination_block))
+        )
         receive = {hop.destination for hop in one.hops}
         out = new if receive == receivers else select(receive, new, old)
-    return jnp.zeros(spec.taken, block.dtype) if out is None else out
+    return jnp.zeros(spec.destination_block, block.dtype) if out is None else out
 
 
 def spec_between(
@@ -267,7 +271,7 @@ class CrossProcessTransfer(PermuteTransfer):
             parts = [
                 Part(numbers.index(p.source), numbers.index(p.destination), (*p.ranges, *whole)) for p in plan.pieces
             ]
-            ends = NamedSharding(start, spec_of(plan.src)), NamedSharding(end, spec_of(plan.landing))
+            ends = NamedSharding(start, spec_of(plan.src)), NamedSharding(end, spec_of(plan.landing_layout))
             dtype = np.dtype(np.uint32) if integers else plan.dtype
             specs.append(spec_between((*plan.shape, *integers), dtype, *ends, union, parts))
         super().__init__(specs, list(start.devices.flat), union)

@@ -32,7 +32,7 @@ TRUE = dataclasses.replace(
 )  # fmt: skip
 LENGTHS = ((2, 128, 4, 64), (1, 512, 4, 64))
 PASSES = [Sample("attention", sizes, dtype="bf16", kind=kind) for sizes in LENGTHS for kind in samples.PASSES]
-USUAL = Grid.of("cpu")
+USUAL = Grid.from_platform("cpu")
 GRID = Grid((*USUAL.work, *PASSES, Sample("sustained", (512, 512, 512), dtype="bf16")), USUAL.payloads)
 
 
@@ -136,7 +136,7 @@ def uncalibrated(monkeypatch: pytest.MonkeyPatch) -> None:
 def calibration(cluster: Cluster) -> Calibration:
     cases = tuple(measured(0.1))
     fits, found = fitting.fit_cluster(cluster, cases)
-    return Calibration.now(found, fits, cases, len(cases), 1.5)
+    return Calibration.create(found, fits, cases, len(cases), 1.5)
 
 
 def stored(path: Path, cluster: Cluster = ASSUMED) -> Calibration:
@@ -149,8 +149,8 @@ def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "new" / "calibration.json"
     made = stored(path)
     assert Calibration.load(path) == made
-    assert Cluster.calibrated(path) == made.cluster
-    assert Cluster.named(str(path)).fingerprint == made.cluster.fingerprint != ASSUMED.fingerprint
+    assert Cluster.load(path) == made.cluster
+    assert Cluster.from_name(str(path)).fingerprint == made.cluster.fingerprint != ASSUMED.fingerprint
     data = json.loads(path.read_text())
     assert (data["version"], data["device"], data["jax"]) == (2, "x", jax.__version__)
     assert f"JAX {jax.__version__}" in made.cluster.source
@@ -182,10 +182,10 @@ def test_a_damaged_file_is_named_with_the_remedy(tmp_path: Path, change, message
 
 def test_a_file_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"absent\.json.*alpa-lite calibrate"):
-        Cluster.named(str(tmp_path / "absent.json"))
+        Cluster.from_name(str(tmp_path / "absent.json"))
     (tmp_path / "text.json").write_text("no JSON")
     with pytest.raises(OptionError, match=r"text\.json.*damaged"):
-        Cluster.calibrated(tmp_path / "text.json")
+        Cluster.load(tmp_path / "text.json")
     with pytest.raises(OptionError, match="cannot be written"):
         stored(tmp_path / "text.json" / "inside.json")
 
@@ -239,7 +239,7 @@ SMALL = Grid((*PRODUCTS, Sample("elementwise", (2**16,)), Sample("kernel", (64,)
 def test_the_command_measures_writes_and_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two devices, with few sizes and one timing of each."""
     assert len(jax.devices()) == 8  # before the command could set another number
-    monkeypatch.setattr(Grid, "of", lambda platform: SMALL)
+    monkeypatch.setattr(Grid, "from_platform", lambda platform: SMALL)
     monkeypatch.setattr(measuring, "ONE", 5e-4)
     monkeypatch.setattr(measuring, "ROUNDS", 2)
     path = tmp_path / "here.json"
@@ -249,7 +249,7 @@ def test_the_command_measures_writes_and_prints(tmp_path: Path, monkeypatch: pyt
     assert found.wanted == len(list(samples.cases(SMALL, Cluster.local(jax.devices()[:2])))) == 17
     assert f"{len(found.samples)} of 17 measurements" in result.stdout and str(path) in result.stdout
     assert "all_reduce over 2" in result.stdout and "median error" in result.stdout
-    cluster = Cluster.calibrated(path)
+    cluster = Cluster.load(path)
     assert cluster.num_devices == 2 and cluster.measured and cluster.source.startswith("measured on")
     taken = {sample.sizes: sample.seconds for sample in found.samples if sample.figure == "product"}
     assert taken[256, 256, 256] > taken.get((8, 8, 8), 0.0)  # which is left out where it is lost in noise

@@ -55,7 +55,7 @@ def main() -> None:
                 Executable.results = wrong_here
             wrong = alpa_lite.check(step, state, batch)
             Executable.results = planned
-            worker.say("wrong:", sum(not leaf.ok for leaf in wrong.leaves), "leaves,", wrong.unchecked)
+            worker.say("wrong:", sum(not leaf.ok for leaf in wrong.leaves), "leaves,", wrong.unchecked_reason)
             worker.say("traced", sorted({event.kind for event in events}), "on", sorted({e.mesh for e in events}))
     step = alpa_lite.parallelize(calling, method=method, num_microbatches=2, allow_inexact=True)
     worker.train(step, calling, (params, batch))

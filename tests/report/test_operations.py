@@ -82,9 +82,9 @@ def test_memory_of_a_pipeline_follows_its_microbatches():
 
 
 def test_alternatives_are_explained_with_the_bound():
-    plan = planned(alpa_lite.Sharded()).weighed()
+    plan = planned(alpa_lite.Sharded()).with_alternatives()
     decision = max(plan.decisions, key=lambda d: d.seconds)  # of a product, whose group a transpose may name
-    chosen = decision.chosen
+    chosen = decision.chosen_alternative
     assert chosen is not None
     starts = CLUSTER.kernel_start * decision.count
     assert chosen.compute_seconds == pytest.approx(max(chosen.flops_seconds, chosen.bytes_seconds) + starts)

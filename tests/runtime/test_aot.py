@@ -73,7 +73,7 @@ def test_every_executable_is_lowered_as_it_would_run(pipeline: bool) -> None:
     options = make_options({"method": method, "num_microbatches": 2 if pipeline else "auto"})
     found = compile_step(step, args, {}, options, Cluster.preset("cpu"))
     described = list(aot.compile_for_devices(found.staged, found.plan, jax.devices()))
-    here = load.load(found.staged, found.plan).compiled()
+    here = load.load(found.staged, found.plan).compiled_executables()
     assert len(described) == len(here) == len(found.staged.program.executables)
     for one, other in zip(described, here, strict=True):
         a, b = one.memory_analysis(), other.memory_analysis()

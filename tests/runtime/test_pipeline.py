@@ -178,7 +178,11 @@ def check_dependencies(program: programs.Program, events: Sequence[Event]) -> No
             case Run() as item:
                 event, read, wrote = next(pending), item.inputs, item.outputs
             case Send(transfer=number):
-                event, read, wrote = next(pending), program.transfers[number].sent, program.transfers[number].received
+                event, read, wrote = (
+                    next(pending),
+                    program.transfers[number].sent_buffers,
+                    program.transfers[number].received_buffers,
+                )
             case _:
                 continue
         assert event.start >= max((made.get(b, 0.0) for b in read), default=0.0)
@@ -225,19 +229,22 @@ def test_modules_are_not_updated_by_a_trace():
 def test_compiled_stages_communicate_as_planned_and_their_temporaries_are_shown():
     args = arguments(layers=2)
     plan = verified().plan(*args)
-    made: Any = verified().planned(args, {})[1]
+    made: Any = verified().prepare_call(args, {})[1]
     executables = made._program.executables
     several = sum(made._program.submeshes[e.mesh].mesh.size > 1 for e in executables)
     assert any(f"{several} stage executables have the planned collectives" in line for line in plan.verification)
     for mesh in range(2):
-        memories = zip((one.memory_analysis() for one in made.compiled()), executables, strict=True)
+        memories = zip((one.memory_analysis() for one in made.compiled_executables()), executables, strict=True)
         most = units.exact_bytes(max(memory.temp_size_in_bytes for memory, e in memories if e.mesh == mesh))
         assert any(f"submesh {mesh} at most {most} of temporaries" in line for line in plan.verification)
 
 
 def test_a_compiled_stage_that_communicates_otherwise_is_named():
     args = arguments(layers=2)
-    made, found = verified().planned(args, {})[1].compiled(), verified().planned(args, {})[0].staged
+    made, found = (
+        verified().prepare_call(args, {})[1].compiled_executables(),
+        verified().prepare_call(args, {})[0].staged,
+    )
     names = [executable.name for executable in found.program.executables]
     update, forward = names.index("stage 1 update"), names.index("stage 1 forward")
     assert made[update].as_text().count("all-reduce") != made[forward].as_text().count("all-reduce")
@@ -253,7 +260,7 @@ def test_a_compiled_stage_that_communicates_otherwise_is_named():
 def test_a_failing_instruction_is_named_with_its_lines():
     run = driven("interleaved-1f1b").executable()
     state, batch = run.place(*arguments())
-    run.compiled()
+    run.compiled_executables()
     texts = [programs.describe(run._program, item.source) for item in run._items]
     number = next(n for n, text in enumerate(texts) if "stage 1 forward" in text)
 

@@ -126,12 +126,12 @@ def test_every_device_throws_the_first_note_once():
     failures = Failures()
     failures.note("forward", 3, ExecutionError("the first"))
     failures.note("forward", 3, ExecutionError("a later one"))
-    assert not failures.noted("forward", 2)
+    assert not failures.has_error("forward", 2)
     for _ in range(3):
-        assert failures.noted("forward", 3)
+        assert failures.has_error("forward", 3)
         with pytest.raises(ExecutionError, match="the first"):
             failures.throw("forward", 3, 3)
-    assert not failures.noted("forward", 3)
+    assert not failures.has_error("forward", 3)
 
 
 INTERRUPTED = """

@@ -191,7 +191,7 @@ def test_every_leaf_is_written_over_itself():
     args = ({"w": jnp.ones((8, 8))}, {"m": jnp.ones((8, 8)) * 2}, np.ones(8, np.float32))
     for donate in ("auto", (0, 1)):
         run = executable(fun, *args, donate=donate, batch_argnums=2)
-        assert [run._traced.arguments[i].path for i in run._buffers.program.executables[0].donated] == [
+        assert [run._traced.arguments[i].path for i in run._buffers.program.executables[0].donated_inputs] == [
             "moments['m']",
             "params['w']",
         ], donate
@@ -277,7 +277,7 @@ def test_a_sharded_constant_without_elements():
 def test_one_compilation_has_text_and_memory_and_runs(caplog):
     run = executable(step, make_state(), make_batch(), state=fsdp)
     with jax.log_compiles(), caplog.at_level("WARNING"):
-        (text,), memory = run.hlo(), run.compiled()[0].memory_analysis()
+        (text,), memory = run.hlo(), run.compiled_executables()[0].memory_analysis()
         outcome(run, make_state(), make_batch())
     assert "HloModule jit_step" in text and "input_output_alias" in text
     assert memory.argument_size_in_bytes > 0 and memory.alias_size_in_bytes > 0

@@ -142,7 +142,7 @@ def test_uneven_pieces_and_a_gather_behind_a_slow_uplink():
     move_all([plan_transfer((6, 6), F32, Layout(ROWS), source, dst, destination, CLUSTER) for dst in both])
     source, destination = submesh((4,), "s"), submesh((4,), "d", last=True)
     plan = plan_transfer((512, 512), F32, Layout(ROWS), source, replicated_layout(2), destination, CLUSTER)
-    assert plan.landing.used == {"d0"} and plan.bytes == 4 * 512 * 512
+    assert plan.landing_layout.used_axes == {"d0"} and plan.bytes == 4 * 512 * 512
     move_all([plan])
 
 
@@ -213,7 +213,7 @@ def test_an_equal_put_does_not_wait(have, src, want, dst):
     source, destination = submesh(have, "s"), submesh(want, "d", last=True)
     array = transfers._Array((8, 8), F32, Layout(src), source, Layout(dst), destination)
     plan = transfers._plan(array, Layout(dst), CLUSTER)
-    assert plan.equal
+    assert plan.is_equal
     assert_moves_without_waiting(plan)
 
 

@@ -64,14 +64,14 @@ def test_it_says_which_step_and_that_nothing_runs(caplog: pytest.LogCaptureFixtu
     step = parallel(train, "zero")
     state, _ = step(initial(), examples(16))
     with caplog.at_level(logging.WARNING, watchdog.__name__), alpa_lite.Watchdog(report_after=0.1) as one:
-        assert one.now() == "before its first step"
+        assert one.describe() == "before its first step"
         state, loss = step(state, examples(16))
         jax.block_until_ready((state, loss))
-        assert one.now() == "between steps, after step 1 of train"
+        assert one.describe() == "between steps, after step 1 of train"
         step(state, examples(16))
         wait_for(lambda: "This process: between steps, after step 2 of train" in caplog.text)
         with one.activity("saving"):
-            assert one.now() == "saving"
+            assert one.describe() == "saving"
     assert not watchdog.active
     count = len(caplog.messages)
     time.sleep(0.15)
@@ -107,7 +107,7 @@ def test_it_names_the_instruction_of_a_pipeline_that_does_not_go_on() -> None:
         caller.start()
         try:
             standing = rf"step 1 of step, instruction \d+ of \d+, run stage {stage} forward, micro-batch 1\b"
-            wait_for(lambda: re.match(standing, one.now()))
+            wait_for(lambda: re.match(standing, one.describe()))
         finally:
             go_on.set()
             caller.join()

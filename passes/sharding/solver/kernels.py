@@ -43,8 +43,8 @@ class Parts(NamedTuple):
       part: [parts, 10] for the source and for the consumer the node, how many classes it has, where its messages begin,
         and where the classes of its strategies begin; where the cells begin among those of all parts, and in the
         problem, -1 if they are divided.
-      divided: [n, 7] of each edge whose cells are divided among several consumers where they begin in the problem, how
-        many rows and columns there are, the range of its parts, and that of its loops.
+      divided_edges: [n, 7] of each edge whose cells are divided among several consumers where they begin in the
+        problem, how many rows and columns there are, the range of its parts, and that of its loops.
       loop: [loops, 4] of each consumer that is the source itself the node, where the classes of its rows and of its
         columns begin, and where what its strategies pay begins.
       classes: of all strategies of all ends.
@@ -53,7 +53,7 @@ class Parts(NamedTuple):
     node: np.ndarray
     end: np.ndarray
     part: np.ndarray
-    divided: np.ndarray
+    divided_edges: np.ndarray
     loop: np.ndarray
     classes: np.ndarray
 
@@ -63,7 +63,7 @@ class State(NamedTuple):
 
     Attributes:
       edges: [cells of the problem]. cost, cells, messages: of strategies, parts' cells and messages.
-      paid: what the strategies of the loops pay.
+      loop_costs: what the strategies of the loops pay.
       room: to work in.
     """
 
@@ -71,7 +71,7 @@ class State(NamedTuple):
     cost: np.ndarray
     cells: np.ndarray
     messages: np.ndarray
-    paid: np.ndarray
+    loop_costs: np.ndarray
     room: np.ndarray
 
 
@@ -206,7 +206,7 @@ def ascend(parts: Parts, state: State, times: int, direction: int) -> None:
                 message = parts.part[k, ROW + end]
                 for c in range(message, message + parts.part[k, HIGH + end]):
                     messages[c] = found[c] - (share * least[c] if leads else 0.0) if least[c] < INF else -INF
-        for e in range(len(parts.divided) if direction < 0 else 0):
+        for e in range(len(parts.divided_edges) if direction < 0 else 0):
             _divide(parts, state, e)
 
 
@@ -219,7 +219,7 @@ def _divide(parts: Parts, state: State, e: int) -> None:
     rest.
     """
     edges, cost, cells, messages, paid, room = state
-    at, high, wide, k0, k1, l0, l1 = parts.divided[e]
+    at, high, wide, k0, k1, l0, l1 = parts.divided_edges[e]
     spare, need, wants, pays = room[2], room[3], room[4], room[5]
     for c in range(high * wide):
         need[c] = wants[c] = 0.0
@@ -294,8 +294,8 @@ class Edges(NamedTuple):
     """The structure of a problem for descent and consistency.
 
     Attributes:
-      node: [nodes + 1, 2] where its strategies, and its edges in `touching`, begin.
-      touching: edges.
+      node: [nodes + 1, 2] where its strategies, and its edges in `node_edges`, begin.
+      node_edges: edges.
       edge: [edges + 1, 5] the source, where the cells begin, how many columns there are, where the classes of the
         source's strategies begin, and where its consumers begin.
       consumer: [consumers, 2] the node, and where the classes of its strategies begin.
@@ -303,7 +303,7 @@ class Edges(NamedTuple):
     """
 
     node: np.ndarray
-    touching: np.ndarray
+    node_edges: np.ndarray
     edge: np.ndarray
     consumer: np.ndarray
     classes: np.ndarray
@@ -375,7 +375,7 @@ def descend(
         for s in range(size):
             total[s] = min(cost[first + s], large)
         for t in range(edges.node[i, 1], edges.node[i + 1, 1]):
-            _reply(edges, cells, large, choice, edges.touching[t], i, total, wanted)
+            _reply(edges, cells, large, choice, edges.node_edges[t], i, total, wanted)
         best, now = 0, total[choice[i]]
         for s in range(size):
             best = s if total[s] < total[best] else best
@@ -383,7 +383,7 @@ def descend(
             continue
         choice[i] = best
         for t in range(edges.node[i, 1], edges.node[i + 1, 1]):
-            e = edges.touching[t]
+            e = edges.node_edges[t]
             for c in range(edges.edge[e, 4] - 1, edges.edge[e + 1, 4]):
                 j = edges.edge[e, 0] if c < edges.edge[e, 4] else edges.consumer[c, 0]
                 if j != i and not queued[j]:

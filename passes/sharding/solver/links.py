@@ -52,7 +52,7 @@ class Links:
         lines, edge = self.classes[self.at[:-1] + choice[self.node]], self.edge[self.edges :]
         return np.unique(self.cell[edge] + lines[edge] * self.shape[edge, 1] + lines[self.edges :])
 
-    def distinct(self) -> tuple[Links, np.ndarray]:
+    def merge_equal(self) -> tuple[Links, np.ndarray]:
         """Returns the links without consumers that equal one before them at their edge, and a mask of the ends left."""
         stay, seen = np.ones(len(self.edge), dtype=bool), set[tuple[int, bytes]]()
         key = self.edge * (self.nodes + 1) + self.node
@@ -78,7 +78,7 @@ class Links:
         )  # fmt: skip
         return kernels.Edges(
             node=np.stack([self.first, np.searchsorted(node, np.arange(self.nodes + 1))], axis=1),
-            touching=touching,
+            node_edges=touching,
             edge=np.stack(columns, axis=1),
             consumer=np.stack([self.node[self.edges :], consumers], axis=1),
             classes=self.classes,
@@ -104,7 +104,7 @@ class Links:
             node=np.stack([self.first, np.searchsorted(nodes.ravel()[end], np.arange(self.nodes + 1))], axis=1),
             end=end,
             part=np.column_stack([nodes, shape, ends, klass, offsets(shape.prod(1))[:-1], origin]),
-            divided=np.column_stack([self.cell[e], self.shape[e], *bounds]),
+            divided_edges=np.column_stack([self.cell[e], self.shape[e], *bounds]),
             loop=np.column_stack([self.node[of_loop], self.at[own_edge], self.at[of_loop], paid[:-1]]),
             classes=self.classes,
         )
@@ -123,16 +123,16 @@ class MessageLayout(NamedTuple):
 
     Attributes:
       parts: see there. cells: [parts' cells] the cell of the problem. length: [parts] how many messages there are.
-      used: [messages] whether a strategy is in the class. times: [parts] how many parts join the same nodes.
-      paid: how many strategies the loops have. room: how many numbers message passing needs to work in.
+      is_used: [messages] whether a strategy is in the class. times: [parts] how many parts join the same nodes.
+      num_loop_costs: how many strategies the loops have. room: how many numbers message passing needs to work in.
     """
 
     parts: kernels.Parts
     cells: np.ndarray
     length: np.ndarray
-    used: np.ndarray
+    is_used: np.ndarray
     times: np.ndarray
-    paid: int
+    num_loop_costs: int
     room: int
 
 

@@ -217,7 +217,7 @@ class PeakSearch:
         restriction = make_consistent(forget_seconds(self.problem))
         self.peak_bound = float(restriction.problem.base.max(initial=0.0))
         while (dual := self._price_peak(restriction, STEPS, enough)) is not None:
-            if restriction.problem.settled or math.isinf(self.peak):
+            if restriction.problem.is_settled or math.isinf(self.peak):
                 break
             self._charge(SWEEPS * work.sweep_work(restriction.problem.links))
             try:
@@ -251,7 +251,7 @@ class PeakSearch:
         """The rest of `find`, by linear and integer programs over ever more program points."""
         problem = restriction.problem
         cheapest = np.zeros(problem.links.nodes, dtype=int)
-        if problem.settled:
+        if problem.is_settled:
             self._offer_peak(restriction.lift(cheapest))
             self.peak_bound = max(self.peak_bound, self.peak)
             return
@@ -311,7 +311,7 @@ class PeakSearch:
         problem, (strategies, cells) = restriction.problem, slack
         cost = np.where(strategies > limit - bound, np.inf, problem.cost)
         cells = np.where(cells > limit - bound, np.inf, problem.cells)
-        rest = restriction.further(replace(problem, cost=cost, cells=cells))
+        rest = restriction.restrict_further(replace(problem, cost=cost, cells=cells))
         return rest, rest.problem.size <= share * problem.size
 
     def _build(self, problem: Problem) -> LinearProgram:

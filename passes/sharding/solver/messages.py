@@ -33,16 +33,16 @@ class Ascent:
     def __init__(self, problem: Problem, messages: np.ndarray | None = None) -> None:
         """Args: messages: where to begin, as of `messages` for a problem of the same structure."""
         self._layout = layout = problem.links.message_layout
-        self.messages = np.zeros(len(layout.used)) if messages is None else messages.copy()
+        self.messages = np.zeros(len(layout.is_used)) if messages is None else messages.copy()
         self.messages[np.isneginf(self.messages)] = 0.0
-        self.messages[~layout.used] = -np.inf
+        self.messages[~layout.is_used] = -np.inf
         self._room = np.empty((6, layout.room))
         self.reprice(problem)
 
     def reprice(self, problem: Problem) -> None:
         """Begin the bound again for a problem that differs in costs alone, with the messages as they are."""
         self.problem, self.bound, layout = problem, -np.inf, self._layout
-        cells, paid = problem.cells[layout.cells], np.zeros(layout.paid)
+        cells, paid = problem.cells[layout.cells], np.zeros(layout.num_loop_costs)
         self._state = kernels.State(problem.cells, problem.cost.copy(), cells, self.messages, paid, self._room)
         kernels.ascend(layout.parts, self._state, 0, -1)
 

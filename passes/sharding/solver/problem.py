@@ -109,7 +109,7 @@ class Problem:
         return len(self.cost) + int((np.diff(self.links.cell) * self.links.counts).sum())
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether nothing is left to choose."""
         return len(self.cost) == self.links.nodes
 
@@ -204,7 +204,7 @@ def _links(transfers: Sequence[Transfer], first: np.ndarray) -> tuple[Links, np.
     assert ((classes >= 0) & (classes < np.repeat(shape[edge, side], sizes))).all(), (
         "a class that a transfer does not have"
     )
-    links, _ = Links(first, shape, edge, node, classes).distinct()
+    links, _ = Links(first, shape, edge, node, classes).merge_equal()
     return links, cells, np.where(is_edge, np.cumsum(is_edge, dtype=np.int64) - 1, -1)
 
 

@@ -35,22 +35,22 @@ SCALE = 1e4  # the solver's tolerances are absolute, 1e-7 to 1e-6: this many uni
 class LinearProgram:
     """The arrays of the program. Variables: all x, node by node, then all z and w.
 
-    cost: [n] seconds. equal: equality rows; those of the nodes are first, and are one, the others zero. at_most: rows
-    that are at most zero. payer: [entries] the variable that pays for each, or -1. sole_payer: [cells] the z that alone
-    stands for each, or -1.
+    cost: [n] seconds. equalities: equality rows; those of the nodes are first, and are one, the others zero. at_most:
+    rows that are at most zero. payer: [entries] the variable that pays for each, or -1. sole_payer: [cells] the z that
+    alone stands for each, or -1.
     """
 
     problem: Problem
     cost: np.ndarray
-    equal: sparse.csr_array
+    equalities: sparse.csr_array
     at_most: sparse.csr_array
     payer: np.ndarray
     sole_payer: np.ndarray
 
     @property
-    def equal_to(self) -> np.ndarray:
+    def equality_values(self) -> np.ndarray:
         """The value of each equality row."""
-        return (np.arange(len(self.equal.indptr) - 1) < self.problem.links.nodes) * 1.0
+        return (np.arange(len(self.equalities.indptr) - 1) < self.problem.links.nodes) * 1.0
 
     @property
     def inequalities(self) -> int:
@@ -60,12 +60,12 @@ class LinearProgram:
     @property
     def integer_work(self) -> int:
         """The least work of solving it with integer variables: that of its root node."""
-        return INTEGER_WORK * (self.equal.nnz + self.at_most.nnz) * self.height
+        return INTEGER_WORK * (self.equalities.nnz + self.at_most.nnz) * self.height
 
     @property
     def height(self) -> int:
         """How many rows there are, those of memory aside."""
-        return len(self.equal.indptr) - 1 + self.inequalities
+        return len(self.equalities.indptr) - 1 + self.inequalities
 
     @property
     def integers(self) -> int:
@@ -228,13 +228,13 @@ def solve_relaxation(program: LinearProgram, points: Sequence[int], unit: float)
         program.cost * scale,
         A_ub=sparse.csr_array(sparse.vstack([program.at_most, rows])),
         b_ub=np.append(np.zeros(program.inequalities), limits),
-        A_eq=program.equal,
-        b_eq=program.equal_to,
+        A_eq=program.equalities,
+        b_eq=program.equality_values,
         bounds=bounds,
         method="highs-ds",  # the interior point method is no faster at these sizes, and its threads wait spinning
         options={"disp": False},
     )
-    work = (program.equal.nnz + program.at_most.nnz + rows.nnz) * max(int(result.nit), 1)
+    work = (program.equalities.nnz + program.at_most.nnz + rows.nnz) * max(int(result.nit), 1)
     if result.status == 2:
         return Relaxed(None, np.inf, work=work)
     if result.status != 0:
@@ -283,7 +283,7 @@ def _own_rows(program: LinearProgram, others: int = 0) -> list[_Rows]:
         shape = len(rows.indptr) - 1, len(program.cost) + others
         return sparse.csr_array((rows.data, rows.indices, rows.indptr), shape=shape)
 
-    equal: _Rows = wider(program.equal), program.equal_to, program.equal_to
+    equal: _Rows = wider(program.equalities), program.equality_values, program.equality_values
     return [equal, (wider(program.at_most), -np.inf, 0.0)] if program.inequalities else [equal]
 
 

@@ -49,7 +49,7 @@ class Restriction:
         place = np.minimum(np.searchsorted(self.strategies, wanted), len(self.strategies) - 1)
         return place - links.first[:-1] if (self.strategies[place] == wanted).all() else None
 
-    def further(self, problem: Problem) -> Restriction:
+    def restrict_further(self, problem: Problem) -> Restriction:
         """Returns the consistent part of `problem`, which is this restriction's with more of it forbidden.
 
         Raises:
@@ -101,7 +101,7 @@ def _left(links: Links, keep: np.ndarray) -> _Left:
     number = np.cumsum(used) - 1
     classes = number[links.class_line[kept]] - np.repeat(line[links.side], np.diff(first)[links.node])
     shape, lines = np.diff(line).reshape(-1, 2), np.flatnonzero(used)
-    smaller, stay = Links(first, shape, links.edge, links.node, classes).distinct()
+    smaller, stay = Links(first, shape, links.edge, links.node, classes).merge_equal()
 
     each = np.arange(links.edges)
     before = lines - np.repeat(links.line[:-1], np.diff(line))  # the row or column of its edge that each line was

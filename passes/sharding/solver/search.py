@@ -49,7 +49,7 @@ class Search(PeakSearch):
     starts: list[Sequence[int] | np.ndarray] = field(default_factory=list)  # choices that are tried first
 
     @property
-    def closed(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether choice and bound have met, within the gap."""
         return self.choice is not None and self._is_close(self.objective, self.bound)
 
@@ -62,7 +62,7 @@ class Search(PeakSearch):
                 self._solve_free()
             else:
                 self._raise_bound(free)
-            if self.problem.budget is not None and not self.closed:
+            if self.problem.budget is not None and not self.is_closed:
                 self._solve_within()
         except Contradiction:
             self._raise_bound(math.inf)
@@ -73,7 +73,7 @@ class Search(PeakSearch):
         """Ignore memory: the optimum without a budget, else the bound, and the optimum if it fits."""
         restriction, best, fits = make_consistent(forget_memory(self.problem)), math.inf, False
         messages, whole = self.messages, True
-        while not restriction.problem.settled:
+        while not restriction.problem.is_settled:
             problem = restriction.problem
             ascent, waited = Ascent(problem, messages), 0
             for turn in range(ROUNDS):
@@ -92,14 +92,14 @@ class Search(PeakSearch):
                 waited = waited + 1 if best - ascent.bound > STALLED * before else 0
                 if self._is_close(best, ascent.bound) or waited == PATIENCE:
                     break
-            if self.closed or (self._is_close(best, ascent.bound) and not fits):
+            if self.is_closed or (self._is_close(best, ascent.bound) and not fits):
                 return
             slack = ascent.slack()
             restriction, smaller = self._forbid(restriction, ascent.bound, slack, best * (1 + ROUNDING), 0.5)
             messages, whole = ascent.messages[restriction.messages], False
             if not smaller:
                 break
-        if fits or self.problem.budget is None or restriction.problem.settled:
+        if fits or self.problem.budget is None or restriction.problem.is_settled:
             self._finish(restriction)
 
     def _solve_within(self) -> None:
@@ -117,7 +117,7 @@ class Search(PeakSearch):
                 return
             if search.choice is not None:
                 self._offer(search.choice)
-        while not restriction.problem.settled:
+        while not restriction.problem.is_settled:
             problem = restriction.problem
             dual = MemoryDual(problem, price, messages)
             if self.choice is not None:
@@ -125,20 +125,20 @@ class Search(PeakSearch):
             for i in range(STEPS):
                 self._offer(restriction.lift(self._step(dual, i)))
                 self._raise_bound(dual.bound)
-                if self.closed or dual.finished:
+                if self.is_closed or dual.finished:
                     break
             price = dual.price
             self._bisect_price(restriction, price, dual)
             if self.choice is not None and not self.points:  # begin the memory rows where the best choice is fullest
                 self.points = find_peaks(self.problem.bytes(self.choice), 0.98 * (self.problem.budget or 0.0))
-            if self.closed or math.isinf(self.objective):
+            if self.is_closed or math.isinf(self.objective):
                 break
             self._charge(SWEEPS * work.sweep_work(problem.links))
             restriction, smaller = self._forbid(restriction, *dual.slack(SWEEPS), self._limit())
             messages = None if dual.messages is None else dual.messages[restriction.messages]
             if not smaller:
                 break
-        if not self.closed:
+        if not self.is_closed:
             self._finish(restriction)
 
     def _offer(self, choice: np.ndarray) -> bool:
@@ -171,7 +171,7 @@ class Search(PeakSearch):
         """Steps 3 and 4: relax, round, forbid, again while that helps, then branch."""
         while True:
             problem = restriction.problem
-            if problem.settled:
+            if problem.is_settled:
                 choice = np.zeros(problem.links.nodes, dtype=int)
                 fits = self._offer(restriction.lift(choice))
                 self._raise_bound(problem.seconds(choice) if fits or problem.budget is None else math.inf)
@@ -189,13 +189,13 @@ class Search(PeakSearch):
                 self._offer(restriction.lift(start))
                 self._offer(restriction.lift(descend(forget_memory(problem), start)))
             self._polish(restriction, relaxed.price)
-            if self.closed:
+            if self.is_closed:
                 return
             smaller = False
             if relaxed.reduced_cost is not None and math.isfinite(self.objective):
                 slack = program.slack(relaxed.reduced_cost)
                 restriction, smaller = self._forbid(restriction, relaxed.bound, slack, self._limit())
-            if not smaller and not restriction.problem.settled:
+            if not smaller and not restriction.problem.is_settled:
                 self._branch(restriction)
                 return
 
@@ -225,7 +225,7 @@ class Search(PeakSearch):
             self._charge(2 * work.sweep_work(restriction.problem.links) + work.choice_work(restriction.problem.links))
             fits = self._offer(restriction.lift(dual.answer(factor * price, 2)))
             low, high = (low, factor) if fits else (factor, high)
-            if self.closed or high < 1.02 * low:
+            if self.is_closed or high < 1.02 * low:
                 return
         self._polish(restriction, price)
 
@@ -233,7 +233,7 @@ class Search(PeakSearch):
         """Offer the results of descent from the best choice, at lower and lower prices of memory."""
         for factor in POLISH if price is not None and price.any() else (0.0,):
             start = None if self.choice is None else restriction.lower(self.choice)
-            if start is None or self.closed:
+            if start is None or self.is_closed:
                 return
             problem = restriction.problem
             self._charge(work.choice_work(problem.links))
@@ -256,7 +256,7 @@ class Search(PeakSearch):
             if answer.x is None:
                 return
             choice = program.round(answer.x)
-            if self._offer(restriction.lift(choice)) or self.closed or problem.budget is None:
+            if self._offer(restriction.lift(choice)) or self.is_closed or problem.budget is None:
                 return
             live = problem.bytes(choice)
             new = [t for t in find_peaks(live, allowance(problem.budget)) if t not in points]

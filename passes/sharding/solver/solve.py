@@ -94,7 +94,7 @@ class SolverState:
             self.messages = search.messages
             if search.choice is not None:
                 self.choices = [search.choice, *self.choices][:CHOICES]
-        return search.solution("infeasible" if search.choice is None else "optimal" if search.closed else "feasible")
+        return search.solution("infeasible" if search.choice is None else "optimal" if search.is_closed else "feasible")
 
     @cached_property
     def _ascent(self) -> tuple[Restriction, Ascent] | None:
@@ -116,7 +116,7 @@ class SolverState:
         self.messages = ascent.messages
 
     @property
-    def fits(self) -> bool:
+    def is_within_budget(self) -> bool:
         """Whether the choice that the bound suggests stays within the budget."""
         if self._ascent is None:
             return False

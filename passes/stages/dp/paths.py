@@ -45,14 +45,14 @@ class Minimum:
       seconds, path: the best path below the cutoff; inf and None if there is none.
       bound: no path is faster.
       by_stages: the fastest path that was met with each number of stages, with its seconds.
-      finished: whether the search came to its end.
+      is_finished: whether the search came to its end.
     """
 
     seconds: float
     path: Path | None
     bound: float
     by_stages: dict[int, tuple[float, Path]] = field(default_factory=dict)
-    finished: bool = True
+    is_finished: bool = True
 
 
 def minimise(problem: PathProblem, cutoff: float = math.inf, gap: float = 0.0) -> Minimum:
@@ -75,7 +75,7 @@ def minimise(problem: PathProblem, cutoff: float = math.inf, gap: float = 0.0) -
     while heap and heap[0][0] < _below(best, gap) and not (math.isfinite(best) and evaluated >= MAX_THRESHOLDS):
         _, _, box = heapq.heappop(heap)
         evaluated += 1
-        total, found, feasible = search.shortest(box, _below(best, gap))
+        total, found, feasible = search.find_shortest(box, _below(best, gap))
         if found is None:
             continue
         excess, update = search.peaks(found)
@@ -101,7 +101,7 @@ def least_bytes(problem: PathProblem, limit: float = math.inf) -> tuple[float, P
     Where the count depends on S, every S is tried.
     """
     search = ShortestPaths(problem, memory=False)
-    if not search.least_of(search.fewest, np.maximum) < limit:
+    if not search.least_of(search.min_in_flight, np.maximum) < limit:
         return math.inf, None
     lowest, highest = problem.stages
     ranges = [(lowest, highest)] if problem.exact_count else [(s, s) for s in range(lowest, highest + 1)]
@@ -120,7 +120,7 @@ def least_bytes_together(problem: PathProblem, meshes: int, virtual: int) -> flo
     holds the most of any, which is no less than their mean.
     """
     search = ShortestPaths(problem, memory=False)
-    return search.least_of(search.fewest / virtual, np.add) / meshes
+    return search.least_of(search.min_in_flight / virtual, np.add) / meshes
 
 
 def _below(best: float, gap: float) -> float:
@@ -135,12 +135,12 @@ def _split(box: Box, search: ShortestPaths, excess: float, update: float, stages
         parts = [(first, stages - 1), (stages, last)] if first < stages else [(first, first), (first + 1, last)]
         return [Box(box.low, box.high, part) for part in parts if part[0] <= part[1]]
     boxes = []
-    below_a, below_b = search.before(0, excess), search.before(1, update)
+    below_a, below_b = search.largest_below(0, excess), search.largest_below(1, update)
     if below_a >= low_a:
-        middle = search.at_most(0, (low_a + below_a) / 2)
+        middle = search.largest_at_most(0, (low_a + below_a) / 2)
         if low_a <= middle < below_a:
             boxes.append(Box((low_a, low_b), (middle, high_b), box.stages))
-            low_a = search.after(0, middle)
+            low_a = search.least_above(0, middle)
         boxes.append(Box((low_a, low_b), (below_a, high_b), box.stages))
     if below_b >= low_b:
         boxes.append(Box((max(excess, box.low[0]), low_b), (high_a, below_b), box.stages))

@@ -96,9 +96,9 @@ class StageCosts:
         """L."""
         return self.forward.shape[0]
 
-    def flying(self, schedule: str) -> np.ndarray:
+    def flight_bytes(self, schedule: str) -> np.ndarray:
         """Returns bytes per device of a micro-batch in flight under a schedule."""
-        return self.split_bytes if STRATEGIES[schedule].splits else self.inflight_bytes
+        return self.split_bytes if STRATEGIES[schedule].splits_backward else self.inflight_bytes
 
     def cut_seconds(self, layer: int, before: int, after: int) -> tuple[float, float]:
         """Returns one transfer over the cut before `layer`, between stages of two kinds: the mean, and the slowest."""

@@ -33,7 +33,7 @@ class PathProblem:
       latency, excess, update, fixed, each: float [G, V].
       num_nodes: the last node is the end.
       sources: the nodes where a path may start.
-      devices: D; where `fewer` is true, paths may use fewer.
+      devices: D; where `allows_fewer` is true, paths may use fewer.
       budget: bytes per device.
       count: of (stages left, least number of stages): the micro-batches in flight. Does not fall as the second
         rises.
@@ -54,7 +54,7 @@ class PathProblem:
     num_nodes: int
     sources: tuple[int, ...]
     devices: int
-    fewer: bool
+    allows_fewer: bool
     budget: float
     count: Callable[[int, int], int]
     stages: tuple[int, int]
@@ -128,17 +128,17 @@ class ShortestPaths:
         """Drops the choices through which every path takes `limit` seconds or more."""
         self.alive = self.alive & (self.least < limit)
 
-    def before(self, which: int, value: float) -> float:
+    def largest_below(self, which: int, value: float) -> float:
         """Returns the largest excess (0) or update (1) below `value`; -inf if there is none."""
         at = int(np.searchsorted(self.values[which], value, "left")) - 1
         return float(self.values[which][at]) if at >= 0 else -math.inf
 
-    def at_most(self, which: int, value: float) -> float:
+    def largest_at_most(self, which: int, value: float) -> float:
         """Returns the largest excess (0) or update (1) that is not above `value`; -inf if there is none."""
         at = int(np.searchsorted(self.values[which], value, "right")) - 1
         return float(self.values[which][at]) if at >= 0 else -math.inf
 
-    def after(self, which: int, value: float) -> float:
+    def least_above(self, which: int, value: float) -> float:
         """Returns the least excess (0) or update (1) above `value`; inf if there is none."""
         at = int(np.searchsorted(self.values[which], value, "right"))
         return float(self.values[which][at]) if at < len(self.values[which]) else math.inf
@@ -148,7 +148,7 @@ class ShortestPaths:
         p = self.problem
         return max(float(p.excess[c]) for c in path), max(float(p.update[c]) for c in path)
 
-    def shortest(self, box: Box, limit: float) -> tuple[float, Path | None, bool]:
+    def find_shortest(self, box: Box, limit: float) -> tuple[float, Path | None, bool]:
         """Least sum of latencies in a box, its path, whether memory allows it; (inf, None, True) if it is of no use."""
         p = self.problem
         allowed = self.alive & (p.excess <= box.high[0]) & (p.update <= box.high[1])
@@ -204,7 +204,7 @@ class ShortestPaths:
     def _end(self, combine: np.ufunc) -> np.ndarray:
         """Returns the cost of reaching the end with d devices left."""
         done = 0.0 if combine is np.add else -np.inf
-        return np.where((self.columns == 0) | self.problem.fewer, done, np.inf)
+        return np.where((self.columns == 0) | self.problem.allows_fewer, done, np.inf)
 
     def _forward(self, weights: np.ndarray) -> np.ndarray:
         """[node, D + d]: the least sum of weights from a source to a node with d devices used."""
@@ -251,7 +251,7 @@ class ShortestPaths:
         return sources[int(table[list(sources), -1].argmin())]
 
     @property
-    def fewest(self) -> int:
+    def min_in_flight(self) -> int:
         """The micro-batches that any stage has in flight at least."""
         p = self.problem
         return min(p.count(left, p.stages[0]) for left in range(1, p.stages[1] + 1))

@@ -130,7 +130,8 @@ class SliceOptions:
       kinds: the kind of submesh of each stage, first to last; None to search them.
       gap: stop within this fraction of the optimum; 0 for the optimum itself.
       allowed: the kinds of submesh to search; None for all.
-      equal: whether only pipelines of equal submeshes on all devices are searched, which takes a fraction of the time.
+      has_equal_submeshes: whether only pipelines of equal submeshes on all devices are searched, which takes a fraction
+        of the time.
     """
 
     budget: float
@@ -139,4 +140,4 @@ class SliceOptions:
     kinds: tuple[int, ...] | None = None
     gap: float = 0.0
     allowed: tuple[int, ...] | None = None
-    equal: bool = False
+    has_equal_submeshes: bool = False

@@ -86,7 +86,7 @@ def slice_stages(costs: Sequence[StageCosts], options: SliceOptions) -> StageSli
     """
     equal = [task for c in costs for task in tasks_of(c, options, equal=True)]
     first, bound, weighed = _fastest(equal, options, fewer=False) if equal else (None, math.inf, ())
-    if options.equal and equal:
+    if options.has_equal_submeshes and equal:
         infeasible = explain_infeasible(costs, equal, options, fewer=True) if first is None else None
         return StageSlicing(first, None, bound, infeasible, weighed)
     if first is not None and options.allowed is None and costs[0].total_devices > LARGE:
@@ -185,12 +185,12 @@ def _weighed(task: Task, problem: PathProblem | None, found: Minimum) -> list[We
     key = task.costs.num_microbatches, task.schedule, task.virtual
     if problem is None or not found.by_stages:
         reason = "infeasible" if math.isinf(found.bound) else "cutoff"
-        status = reason if found.finished else "not searched"
+        status = reason if found.is_finished else "not searched"
         return [Weighed(*key, task.meshes or None, None, None, found.bound, status)]
     rows = []
     for _, path in found.by_stages.values():
         slices = pipeline_of(task, problem, path)
-        status = "optimal" if path == found.path and found.finished else "met"
+        status = "optimal" if path == found.path and found.is_finished else "met"
         rows.append(Weighed(*key, slices.num_meshes, slices.seconds, max(slices.bytes), found.bound, status))
     return rows
 

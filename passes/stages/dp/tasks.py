@@ -48,7 +48,7 @@ def tasks_of(costs: StageCosts, options: SliceOptions, *, equal: bool = False) -
     tasks = []
     for name in options.schedules:
         virtual = VIRTUAL if name == "interleaved-1f1b" else 1
-        top = min(highest, count) if STRATEGIES[name].splits else highest
+        top = min(highest, count) if STRATEGIES[name].splits_backward else highest
         if virtual == 1 and not equal:
             tasks += [Task(costs, name)] if lowest <= top else []
             continue
@@ -109,7 +109,7 @@ def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
     def in_flight(left: int, total: int) -> int:
         if task.virtual > 1:
             return strategy.in_flight(task.meshes, count, (chunks - left) % task.meshes, task.virtual)
-        return strategy.in_flight(max(total, left) if strategy.splits else left, count, 0)
+        return strategy.in_flight(max(total, left) if strategy.splits_backward else left, count, 0)
 
     problem = PathProblem(
         tail=tail,
@@ -120,15 +120,15 @@ def problem_of(task: Task, options: SliceOptions, fewer: bool) -> PathProblem:
         excess=excess,
         update=of(c.update),
         fixed=of(c.fixed_bytes) + buffers[:, None],
-        each=of(c.flying(task.schedule)),
+        each=of(c.flight_bytes(task.schedule)),
         num_nodes=layers * kinds + 1,
         sources=tuple(allowed),
         devices=c.total_devices // unit,
-        fewer=fewer,
+        allows_fewer=fewer,
         budget=options.budget,
         count=in_flight,
-        stages=(least, min(most, count) if strategy.splits else most),
-        exact_count=not strategy.splits,
+        stages=(least, min(most, count) if strategy.splits_backward else most),
+        exact_count=not strategy.splits_backward,
         kinds=options.kinds,
     )
     if not task.meshes:
@@ -209,7 +209,7 @@ def evaluate(costs: StageCosts, slices: StageSlices) -> tuple[float, tuple[float
         latency, excess = terms(strategy, costs, lambda values, at=at: values[at], cut, slices.virtual, stage.kind)
         found.append((float(latency), float(excess), float(costs.update[at])))
         fixed[stage.mesh].append(float(costs.fixed_bytes[at]) + costs.buffer_bytes(stage.first, stage.stop))
-        each[stage.mesh].append(float(costs.flying(slices.schedule)[at]))
+        each[stage.mesh].append(float(costs.flight_bytes(slices.schedule)[at]))
     counts = [strategy.in_flight(meshes, count, mesh, slices.virtual) for mesh in range(meshes)]
     total = sum(t[0] for t in found) + max(t[1] for t in found) + max(t[2] for t in found)
     return total, tuple(sum(f) + n * max(e) for f, e, n in zip(fixed, each, counts, strict=True))
@@ -228,7 +228,7 @@ def terms(
     possible = np.isfinite(forward + backward + 2 * mean)
     others, own, started = costs.num_microbatches * virtual - 1, 0.0, 0.0
     if costs.hosts is not None:  # seconds of starting one micro-batch's tasks: of one stage, and of its process
-        runs = costs.hosts.period(3 if strategy.splits else 2)
+        runs = costs.hosts.period(3 if strategy.splits_backward else 2)
         own, started = (runs / np.array(costs.hosts.stages))[kind], runs[kind]
     with np.errstate(invalid="ignore"):  # 0 * inf and inf - inf where there is no such stage
         latency = np.maximum(strategy.latency(forward, backward, mean), own) / virtual

@@ -158,7 +158,7 @@ def compiled(name):
     module = lowered.compiler_ir("stablehlo")
     text = lowered.compile().as_text()
     assert text is not None
-    return module, text, shardy_report(module, MESH).inside, redundant_collectives(module, MESH)
+    return module, text, shardy_report(module, MESH).region_collectives, redundant_collectives(module, MESH)
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -177,7 +177,7 @@ def test_what_is_sent_in_twice_the_width_stands_for_nothing_else():
     check_shardy(module, MESH, planned)
     report = compare_hlo(text, MESH, planned, redundancy)
     report.raise_if_bad()
-    assert sum(c.count for c in planned) == 3 and sum(c.count for c in report.found) == 2
+    assert sum(c.count for c in planned) == 3 and sum(c.count for c in report.collectives) == 2
     assert {r.name for r in report.rewrites} == {"dtype promoted", "merged duplicates"}
     twice = [*planned, *(c for c in planned if c.bytes == 2048)]
     assert not compare_hlo(text, MESH, twice, redundancy).ok

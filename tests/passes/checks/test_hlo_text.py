@@ -74,12 +74,12 @@ UNREADABLE = [
 @pytest.mark.parametrize("line", UNREADABLE)
 @pytest.mark.parametrize("text", [GPU, TPU], ids=["gpu", "tpu"])
 def test_a_line_that_may_communicate_and_cannot_be_read_is_reported(text, line):
-    assert read_hlo(text, MESH).unread == ()
+    assert read_hlo(text, MESH).unread_lines == ()
     head, tail = text.rsplit("  ROOT ", 1)
     read = read_hlo(f"{head}  {line}\n  ROOT {tail}", MESH)
     assert read.collectives == parsed(text)
-    assert read.unread == (f"main: {line}",)
-    assert read_hlo(f"  {line}\n", MESH).unread == (f": {line}",)
+    assert read.unread_lines == (f"main: {line}",)
+    assert read_hlo(f"  {line}\n", MESH).unread_lines == (f": {line}",)
 
 
 def test_lines_that_cannot_communicate_may_be_unreadable():
@@ -91,9 +91,9 @@ def test_lines_that_cannot_communicate_may_be_unreadable():
 
 def test_collectives_that_the_entry_is_not_seen_to_reach_are_reported():
     text = TPU.replace("true_computation=%yes", "when_true=%yes").replace("to_apply=%yes", "target=%yes")
-    assert read_hlo(text, MESH).unread == ()  # it is a branch of the other conditional
+    assert read_hlo(text, MESH).unread_lines == ()  # it is a branch of the other conditional
     read = read_hlo(TPU.replace("kind=kCustom, calls=%fused", "kind=kCustom, runs=%fused"), MESH)
-    assert read.unread == ("fused, which the entry is not seen to reach: summed (all_reduce)",)
+    assert read.unread_lines == ("fused, which the entry is not seen to reach: summed (all_reduce)",)
     assert ("all_reduce", ("d",)) not in {(c.kind, c.axes) for c in read.collectives}
 
 

@@ -39,7 +39,7 @@ def redundancy(fun):
     arg = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(ABSTRACT, P("d")))
     module = jax.jit(step).trace(arg).lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo")
     found = redundant_collectives(module, MESH)
-    return {reason: dict(counts) for reason, counts in found.lost.items()}
+    return {reason: dict(counts) for reason, counts in found.removals.items()}
 
 
 def expect(**found):
@@ -141,8 +141,8 @@ def test_memory_is_per_device_and_counts_donation_once():
     plain = verification.memory_of(compiled(), predicted=block * 2 + 4096)
     donated = verification.memory_of(compiled(donate_argnums=0))
     assert plain is not None and donated is not None
-    assert (plain.arguments, plain.outputs, plain.aliased) == (block + 4096, block, 0)
-    assert (donated.arguments, donated.outputs, donated.aliased) == (block + 4096, block, block)
+    assert (plain.arguments, plain.outputs, plain.aliases) == (block + 4096, block, 0)
+    assert (donated.arguments, donated.outputs, donated.aliases) == (block + 4096, block, block)
     assert plain.peak - donated.peak == block
     assert donated.ratio is None
     assert plain.ratio == pytest.approx((block * 2 + 4096) / (block * 2 + 4096 + plain.temporaries))

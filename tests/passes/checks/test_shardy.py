@@ -67,9 +67,9 @@ def test_a_step_written_in_one_region_communicates_exactly_as_planned(step):
     before = str(step)
     report = check_shardy(step, MESH, PLANNED)
     assert str(step) == before
-    assert report.outside == () and report.unknown_loops == ()
-    assert sum(x.bytes * x.count for x in report.inside) == sum(x.bytes for x in PLANNED)
-    assert all("test_shardy.py:" in x.where for x in report.inside)
+    assert report.inserted_collectives == () and report.unknown_loops == ()
+    assert sum(x.bytes * x.count for x in report.region_collectives) == sum(x.bytes for x in PLANNED)
+    assert all("test_shardy.py:" in x.where for x in report.region_collectives)
     joined = [*PLANNED[:2], c("reduce_scatter", ("data",), 16 * 32 * 4, 2)]
     check_shardy(step, MESH, joined)
     check_shardy(step, LogicalMesh((16, 8, 1), ("data", "model", "one")), [*joined, c("all_reduce", ("one",), 64)])
@@ -113,7 +113,7 @@ def test_what_shardy_inserts_outside_regions_is_caught():
     module = lower(fun, *(aval(s, p) for s, p in zip(shapes, SPECS, strict=True)))
     with pytest.raises(VerificationError, match=r"outside the written regions: 1 x all_gather over \(data, model\)"):
         check_shardy(module, MESH, PLANNED)
-    found = {(x.kind, x.axes, x.bytes) for x in shardy_report(module, MESH).outside}
+    found = {(x.kind, x.axes, x.bytes) for x in shardy_report(module, MESH).inserted_collectives}
     assert found == {("all_gather", ("data", "model"), 32 * 128 * 4), ("all_reduce", ("data", "model"), 4)}
 
 
@@ -130,7 +130,9 @@ def test_every_operand_and_every_result_of_a_region_is_looked_at():
 
     def moved(body, takes, gives, out, *avals):
         module = lower(lambda *xs: out(*region(body, takes, gives)(*xs)), *avals)
-        return Counter((x.kind, x.axes) for x in shardy_report(module, MESH).outside for _ in range(x.count))
+        return Counter(
+            (x.kind, x.axes) for x in shardy_report(module, MESH).inserted_collectives for _ in range(x.count)
+        )
 
     def as_columns(x):
         return lax.with_sharding_constraint(x, NamedSharding(ABSTRACT, columns))
@@ -195,8 +197,8 @@ def test_a_region_that_leaves_an_axis_automatic_is_still_partitioned():
     step = region(fun, (P("data"), P()), P(), axis_names={"data"})
     module = lower(step, aval((64, 32), P("data", "model")), aval((32, 8), P("model")))
     report = shardy_report(module, MESH)
-    assert [(x.kind, x.axes) for x in report.inside] == [("all_reduce", ("data",))]
-    assert [(x.kind, x.axes, x.bytes) for x in report.outside] == [("all_reduce", ("model",), 4 * 8 * 4)]
+    assert [(x.kind, x.axes) for x in report.region_collectives] == [("all_reduce", ("data",))]
+    assert [(x.kind, x.axes, x.bytes) for x in report.inserted_collectives] == [("all_reduce", ("model",), 4 * 8 * 4)]
 
 
 def test_a_plan_left_to_the_compiler_lists_what_shardy_inserts():
@@ -244,7 +246,7 @@ func.func public @main(%x: tensor<64x32xcomplex<f32>> {sdy.sharding = #sdy.shard
 def test_parts_of_axes_and_complex_items():
     item = 64 * 32 * 8
     with mlir.make_ir_context() as context:
-        outside = shardy_report(ir.Module.parse(PARTS, context), MESH).outside
+        outside = shardy_report(ir.Module.parse(PARTS, context), MESH).inserted_collectives
     assert [(x.kind, x.axes, x.bytes) for x in outside] == [
         ("all_gather", ("data:(1)4",), item // 8),
         ("collective_permute", ("model", "data:(2)8"), item // 8),

@@ -57,9 +57,9 @@ def sent(layers: Layering, assignment: Assignment) -> dict[tuple[int, int], list
     defined = {value: op for op in layers.body.ops for value in op.results}
     found: dict[tuple[int, int], set[int]] = {}
     for op in layers.body.ops:
-        for value in () if op.index in assignment.dissolved | assignment.shared else op.reads:
+        for value in () if op.index in assignment.dissolved_additions | assignment.shared_ops else op.reads:
             made = defined.get(value)
-            if made is not None and made.index not in assignment.shared:
+            if made is not None and made.index not in assignment.shared_ops:
                 ends = assignment.stage[made.index], assignment.stage[op.index]
                 if ends[0] != ends[1]:
                     found.setdefault(ends, set()).add(value)
@@ -242,7 +242,7 @@ def test_shared_masks_and_casts_run_on_every_stage():
     layers = layers_of_loss(loss_fn, [normal(i, 16, 16) for i in range(3)], {"x": normal(5, 8, 16)})
     assert len(layers.layers) >= 4
     assignment = assign(layers, even(layers, 4))
-    shared = [op.name for op in layers.body.ops if op.index in assignment.shared]
+    shared = [op.name for op in layers.body.ops if op.index in assignment.shared_ops]
     assert "gt" in shared
     assert shared.count("convert_element_type") == 2  # of the mask, and of the weights that two stages use
     for (source, target), crossing in sent(layers, assignment).items():

@@ -69,7 +69,7 @@ def test_only_layer_boundaries_are_read_back():
     _, again = gpt_again()
     values = again.traced.graph.values
     made = {v: op for op in again.body.ops for v in op.results}
-    shapes = sorted(values[v].shape for v in read_back(again) if made[v].index not in again.free)
+    shapes = sorted(values[v].shape for v in read_back(again) if made[v].index not in again.free_ops)
     # The residual stream before each block, and before the last norm: what enters the embedding is no activation.
     assert shapes == [(4, 8, 32)] * 5
     assert sum(op.name == "optimization_barrier" for op in again.body.ops) == 5

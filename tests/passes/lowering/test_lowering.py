@@ -125,7 +125,7 @@ def test_state_used_late_is_gathered_again_behind_a_barrier():
         check_collectives(traced, program)
         check_results(fun(*jax.tree.leaves(args)), deep_step, args)
     assert "optimization_barrier" not in texts[0]
-    late = [i for i in again[1].body.instructions if isinstance(i, Reshard) and i.late]
+    late = [i for i in again[1].body.instructions if isinstance(i, Reshard) and i.is_late]
     assert texts[1].count("optimization_barrier") == len(late)
     assert [step.kind for i in late for step in i.steps].count("all_gather") == 2
 
@@ -186,10 +186,10 @@ def test_a_shared_program_computes_and_communicates_what_it_would_without(method
     for module in (whole, short):
         report = shardy.check_shardy(module, program_of(compiled).mesh, compiled.plan.collectives)
         total: Counter[Any] = Counter()
-        for c in report.inside:
+        for c in report.region_collectives:
             total[c.kind, c.axes, c.bytes] += c.count
         totals.append(total)
-        assert not report.outside
+        assert not report.inserted_collectives
     assert totals[0] == totals[1]
     assert max(totals[0].values()) >= LAYERS
     written = [str(module).count(" stablehlo.dot_general") for module in (whole, short)]

@@ -67,7 +67,7 @@ def test_parameters_are_gathered_ahead_of_their_use():
     first = kinds["all_gather"] / (2 * LAYERS - 1)
     assert stage.hidden_seconds == pytest.approx(kinds["all_gather"] - first, rel=0.05)
     (found,) = staged.stages[0].overlap.values()
-    assert found.ahead == 2 * WIDTH**2
+    assert found.prefetched_bytes == 2 * WIDTH**2
     assert any(f"holds up to {32:.1f} MiB more" in note for note in plan.notes)
 
 
@@ -88,7 +88,7 @@ def test_all_plans_are_compared_by_what_hides():
         best = compiled(alpa_lite.Auto(), overlap)[0].step_seconds
         assert all(best <= compiled(method, overlap)[0].step_seconds * (1 + 1e-6) for method in textbook)
     plan, _ = compiled(alpa_lite.Sharded(), True)
-    compared = {row.name: row.step_seconds for row in plan.compared().comparisons}
+    compared = {row.name: row.step_seconds for row in plan.with_baselines().comparisons}
     for name, method in zip(("data parallel", "FSDP (ZeRO-3)"), textbook, strict=False):
         assert compared[name] == pytest.approx(compiled(method, True)[0].step_seconds, rel=1e-3)
     assert compiled(alpa_lite.Auto(), True)[0].step_seconds < compiled(alpa_lite.Auto(), False)[0].step_seconds

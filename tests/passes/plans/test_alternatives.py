@@ -64,8 +64,8 @@ def test_bound_and_plan_enclose_the_best_with_a_strategy(seed: int) -> None:
         assert row[0].strategy == solution.choice[i]
         assert len({w.strategy for w in row}) == len(row)
         for w in row:
-            assert w.fastest[i] == w.strategy and w.fitting is w.fastest
-            assert w.bound <= best[i, w.strategy] + 1e-9 <= problem.seconds(w.fastest) + 2e-9
+            assert w.fastest_choice[i] == w.strategy and w.fitting_choice is w.fastest_choice
+            assert w.bound <= best[i, w.strategy] + 1e-9 <= problem.seconds(w.fastest_choice) + 2e-9
 
 
 @settings(max_examples=20, deadline=None)
@@ -80,12 +80,12 @@ def test_within_a_budget_plans_fit_and_bounds_hold(seed: int) -> None:
     for i, row in enumerate(rows):
         for w in row:
             assert w.bound <= best.get((i, w.strategy), math.inf) + 1e-9
-            for choice in (w.fitting, w.fastest):
+            for choice in (w.fitting_choice, w.fastest_choice):
                 if choice is not None:
                     assert choice[i] == w.strategy
                     assert math.isfinite(problem.seconds(choice))
-            if w.fitting is not None:
-                assert problem.fits(w.fitting)
+            if w.fitting_choice is not None:
+                assert problem.fits(w.fitting_choice)
 
 
 def _chain(seconds: list[list[float]], move: float) -> Problem:
@@ -100,7 +100,7 @@ def test_neighbours_adapt_to_what_is_forced() -> None:
     problem = _chain([[0.0, 1.0], [0.0, 1.0], [0.0, 1.0]], 2.0)
     rows = alternatives.weigh(problem, (0, 0, 0), [1, 1, 1])
     other = rows[1][1]
-    assert other.fastest.tolist() == [1, 1, 1]
+    assert other.fastest_choice.tolist() == [1, 1, 1]
     assert other.bound == 3.0
 
 
@@ -128,21 +128,21 @@ def test_alternatives_are_weighed_when_somebody_asks_and_a_file_has_them() -> No
     assert not _has_alternatives(plan)
     decided = next(decision.paths[0] for decision in plan.stages[0].decisions if decision.paths)
     assert "no alternatives" not in plan.explain(decided)
-    assert _has_alternatives(plan) and plan.weighed() is plan
-    assert before == plan and not _has_alternatives(before.weighed())
+    assert _has_alternatives(plan) and plan.with_alternatives() is plan
+    assert before == plan and not _has_alternatives(before.with_alternatives())
     read = Plan.from_json(plan.to_json())
     assert _has_alternatives(read) and read.stages == plan.stages
     assert [d.alternatives for d in read.stages[0].decisions] == [d.alternatives for d in plan.stages[0].decisions]
 
 
 def test_every_stage_has_those_of_its_own_decisions() -> None:
-    plan = _planned(Pipeline(num_stages=2)).weighed()
+    plan = _planned(Pipeline(num_stages=2)).with_alternatives()
     assert len(plan.stages) == 2
     for stage in plan.stages:
         assert stage.decisions
         for decision in stage.decisions:
-            assert decision.chosen is not None
-            assert decision.chosen.step.seconds == pytest.approx(stage.solver.objective)
+            assert decision.chosen_alternative is not None
+            assert decision.chosen_alternative.step.seconds == pytest.approx(stage.solver.objective)
 
 
 BATCH = 65536
@@ -166,7 +166,7 @@ def _compared():
     found = mesh_program.solve_meshes(programs, budget)
     assert found is not None
     plan = alpa_lite.make_plan(*_stepped(BATCH), cluster=CLUSTER, method=method, num_microbatches=1, verify="off")
-    return found, plan.weighed()
+    return found, plan.with_alternatives()
 
 
 @functools.cache
@@ -177,15 +177,19 @@ def _steps():
     stage = DecidedStage(stage_graph.whole_step_stage(step.traced, -1), step.rules, step.grouping, found, CLUSTER)
     outcomes = Outcomes(stage, problem)
     rows = alternatives.weigh(problem, choice, [3] * len(choice))
-    return problem, choice, [(outcomes.of(weighed.fastest), weighed.fastest) for row in rows for weighed in row]
+    return (
+        problem,
+        choice,
+        [(outcomes.outcome_of(weighed.fastest_choice), weighed.fastest_choice) for row in rows for weighed in row],
+    )
 
 
 def test_the_chosen_step_is_the_plan() -> None:
     _, plan = _compared()
     for decision in plan.stages[0].decisions:
-        assert decision.chosen is not None
-        step = decision.chosen.step
-        assert decision.chosen.fits
+        assert decision.chosen_alternative is not None
+        step = decision.chosen_alternative.step
+        assert decision.chosen_alternative.fits
         assert step.seconds == pytest.approx(plan.step_seconds)
         assert step.compute_seconds == pytest.approx(plan.stages[0].compute_seconds)
         assert step.bytes_sent == sum(c.bytes * c.count for c in plan.collectives)

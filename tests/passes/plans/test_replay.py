@@ -40,7 +40,7 @@ def planned(cluster: Cluster = H100, **options: Any) -> Plan:
 def replayed(plan: Plan, fun=step, cluster: Cluster = H100) -> MeshSolution:
     replay.check_devices(plan, cluster)
     graph = stage_graph.whole_step_stage(tracing.trace(fun, ARGUMENTS, {}), -1)
-    return replay.replay(graph, cluster, plan.stages[0], "explicit").found
+    return replay.replay(graph, cluster, plan.stages[0], "explicit").mesh_solution
 
 
 def test_arguments_of_a_stage_may_be_recorded_in_another_order():

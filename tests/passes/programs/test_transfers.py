@@ -68,7 +68,7 @@ def edges(draw):
 def covers(plan: transfers.TransferPlan) -> None:
     """Asserts that the pieces of each destination fill its block of the landing, each element once."""
     held = dict(zip(plan.src_mesh.devices, blocks(plan.shape, plan.src, plan.src_mesh.mesh), strict=True))
-    needs = blocks(plan.shape, plan.landing, plan.dst_mesh.mesh)
+    needs = blocks(plan.shape, plan.landing_layout, plan.dst_mesh.mesh)
     assert {piece.destination for piece in plan.pieces} == set(plan.dst_mesh.devices)
     for device, need in zip(plan.dst_mesh.devices, needs, strict=True):
         filled = np.zeros(plan.shape, np.int8)
@@ -92,13 +92,15 @@ def test_pieces_fill_every_block_once(edge):
     covers(plan)
     assert plan.bytes == sum(piece.bytes for piece in plan.pieces if piece.source != piece.destination)
     assert plan.seconds >= 0 and math.isfinite(plan.seconds)
-    assert (plan.landing == plan.dst) == (plan.steps == ())
+    assert (plan.landing_layout == plan.dst) == (plan.steps == ())
     if plan.steps:
-        assert plan.steps[0].before == plan.landing and plan.steps[-1].after == plan.dst
+        assert plan.steps[0].source == plan.landing_layout and plan.steps[-1].target == plan.dst
         for step in plan.steps:
-            local_shape(plan.shape, step.after, plan.dst_mesh.mesh)
-    if plan.equal:
-        assert blocks(plan.shape, plan.src, plan.src_mesh.mesh) == blocks(plan.shape, plan.landing, plan.dst_mesh.mesh)
+            local_shape(plan.shape, step.target, plan.dst_mesh.mesh)
+    if plan.is_equal:
+        assert blocks(plan.shape, plan.src, plan.src_mesh.mesh) == blocks(
+            plan.shape, plan.landing_layout, plan.dst_mesh.mesh
+        )
 
 
 @given(edges())
@@ -141,19 +143,19 @@ def planned(shape, src, dst, *, source=SOURCE, target=TARGET, cluster=None):
 )
 def test_slow_uplinks_are_crossed_once_and_gathered_behind(src, size):
     plan = planned((1024, 1024), src, replicated_layout(2), source=submesh(size, "x", 0))
-    assert plan.landing.used == {"y"} and plan.bytes == 4 * 2**20
+    assert plan.landing_layout.used_axes == {"y"} and plan.bytes == 4 * 2**20
     assert [step.kind for step in plan.steps] == ["all_gather"]
 
 
 def test_small_arrays_are_sent_whole():
     """A gather costs its latency: below some size, sending more bytes is cheaper."""
     plan = planned((8,), replicated_layout(1), replicated_layout(1), cluster=two_nodes(1e11, latency=1e-6))
-    assert plan.landing == plan.dst and plan.equal and plan.bytes == 8 * 32
+    assert plan.landing_layout == plan.dst and plan.is_equal and plan.bytes == 8 * 32
 
 
 def test_many_small_messages_become_whole_blocks_and_an_all_to_all():
     plan = planned((64, 64), ROWS, NEW_COLUMNS, cluster=two_nodes(1e11))
-    assert plan.landing == NEW_ROWS and plan.equal and len(plan.pieces) == 8
+    assert plan.landing_layout == NEW_ROWS and plan.is_equal and len(plan.pieces) == 8
     assert [step.kind for step in plan.steps] == ["all_to_all"]
 
 
@@ -269,8 +271,10 @@ def test_all_arrives(source, goal):
         assert len(set(senders)) == len(senders) and len(set(receivers)) == len(receivers)
         for hop in one.hops:
             block = whole[tuple(slice(*span) for span in have[hop.source])]
-            taken = tuple(slice(start, start + size) for start, size in zip(hop.taken, one.shape, strict=True))
-            put = tuple(slice(start, start + size) for start, size in zip(hop.put, one.shape, strict=True))
+            taken = tuple(slice(start, start + size) for start, size in zip(hop.source_start, one.shape, strict=True))
+            put = tuple(
+                slice(start, start + size) for start, size in zip(hop.destination_start, one.shape, strict=True)
+            )
             got[hop.destination][put] = block[taken]
     for device, block in need.items():
         assert np.array_equal(got[device], whole[tuple(slice(*span) for span in block)])

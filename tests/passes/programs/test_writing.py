@@ -65,7 +65,7 @@ def test_lists_follow_the_schedule_and_leak_nothing(schedule: Schedule, kind: st
     for mesh, items in enumerate(program.lists):
         runs = [(program.executables[item.executable], item.microbatch) for item in items if isinstance(item, Run)]
         tasks = [Task(e.kind, e.stage, m) for e, m in runs if e.kind in SECONDS]  # type: ignore[arg-type]
-        assert tasks == [t for t in schedule.tasks[mesh] if pipeline.stages[t.stage].of(t.kind) is not None]
+        assert tasks == [t for t in schedule.tasks[mesh] if pipeline.stages[t.stage].find(t.kind) is not None]
         kinds = [e.kind for e, _ in runs]
         assert kinds == sorted(kinds, key=lambda k: {"prologue": 0, "update": 2}.get(k, 1))
         for position, item in enumerate(items):
@@ -73,7 +73,7 @@ def test_lists_follow_the_schedule_and_leak_nothing(schedule: Schedule, kind: st
                 isinstance(item, Receive) and program.transfers[item.transfer].microbatch >= 0
             ):  # right before its reader
                 run = next(i for i in items[position:] if isinstance(i, Run))
-                assert set(program.transfers[item.transfer].received) & set(run.inputs)
+                assert set(program.transfers[item.transfer].received_buffers) & set(run.inputs)
     neighbours = Counter((t.source, t.destination) for t in program.transfers if t.microbatch >= 0)
     if kind == "tied" and schedule.num_stages == 2:  # its state and its gradient are sent once
         assert sum(t.microbatch < 0 for t in program.transfers) == 2
@@ -148,14 +148,14 @@ def test_equals_the_simulation_of_the_schedule(
     assert {dataclasses.replace(e, bytes=0) for e in kept} == set(expected.events)
     assert len(kept) == len(expected.events)
     assert found.seconds == expected.seconds
-    assert found.busy == expected.busy
+    assert found.busy_seconds == expected.busy_seconds
 
 
 def test_prologue_and_update_take_their_time() -> None:
     program = toy(schedules.schedule("gpipe", 2, 3), prologue=10.0, update=5.0)
     timeline = simulation.simulate(program)
     assert timeline.seconds == 10 + (3 + 1) * 3 + 5
-    assert timeline.idle == (3.0, 3.0)
+    assert timeline.idle_seconds == (3.0, 3.0)
     assert timeline.idle_fraction == (3 / 27, 3 / 27)
     update = next(e for e in timeline.events if e.kind == "update" and e.mesh == 0)
     assert (update.name, update.start, update.end, update.microbatch) == ("stage 0 update", 22.0, 27.0, -1)
@@ -176,7 +176,7 @@ def test_transfers_overlap_with_runs_and_say_what_they_carry() -> None:
 
 def test_a_transfer_of_an_argument_is_named() -> None:
     program = toy(schedules.schedule("gpipe", 2, 1), transfer=1.0)
-    sent = dataclasses.replace(program.transfers[0], sent=program.inputs[0])
+    sent = dataclasses.replace(program.transfers[0], sent_buffers=program.inputs[0])
     changed = dataclasses.replace(program, transfers=(sent, *program.transfers[1:]))
     event = next(e for e in simulation.simulate(changed).events if e.kind == "transfer" and e.mesh == 0)
     assert (event.name, event.stage) == ("arguments 0", -1)

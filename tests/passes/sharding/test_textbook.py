@@ -72,7 +72,7 @@ def test_what_is_compiled(name):
     """On CPU equal gathers are merged, and plans there count on one of each."""
     args = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), arguments(16, 64, 128))
     run = alpa_lite.parallelize(step, method=METHODS[name])
-    executable: Any = run.planned(args, {})[1]
+    executable: Any = run.prepare_call(args, {})[1]
     (text,) = executable.hlo()
     found = collections.Counter(op.kind for op in read_hlo(text, LogicalMesh((8,), ("x",))).collectives)
     wanted = {"data": {"all_reduce": 3}, "tensor": {"all_reduce": 1}}.get(name)

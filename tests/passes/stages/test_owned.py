@@ -188,7 +188,7 @@ def test_expansions_find_what_trying_everything_finds() -> None:
             labels.energy({**labels.label, **dict(zip(labels.movable, choice, strict=True))})
             for choice in itertools.product((0, 1), repeat=len(labels.movable))
         )
-        assert labels.energy(labels.best()) == best
+        assert labels.energy(labels.solve()) == best
 
 
 def test_scalars_and_keys_bind_nothing() -> None:

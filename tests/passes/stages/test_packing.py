@@ -49,7 +49,7 @@ def driven(schedule: str) -> pipeline_driver.Driven:
 
 
 def unpacked(stage: Segments) -> Segments:
-    return cutting.cut(stage.stage, stage.program, split_weights=stage.of("weight") is not None)
+    return cutting.cut(stage.stage, stage.program, split_weights=stage.find("weight") is not None)
 
 
 SLOW = ("gpipe", "eager-1f1b", "interleaved-1f1b", "zb-h1")
@@ -64,7 +64,7 @@ def test_the_step_computes_the_same_with_fewer_arguments_in_the_bytes_of_the_pla
         packs, without = stage.segments.packs, unpacked(stage.segments)
         assert packs and max(max(pack.sizes) * pack.dtype.itemsize for pack in packs) <= ROWS * SMALL
         for kind in ("forward", "backward"):
-            segment, before = stage.segments.of(kind), without.of(kind)
+            segment, before = stage.segments.find(kind), without.find(kind)
             assert segment is not None and before is not None
             few = packing.slots(stage.segments, segment)
             assert len(few) <= len(packing.slots(without, before)) - packing.FEWEST + 1

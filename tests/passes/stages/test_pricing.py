@@ -31,10 +31,10 @@ from tests.helpers import two_machines
 def test_devices_that_micro_batches_are_too_small_for_do_the_same(microbatches: int, devices: float) -> None:
     """16 examples in 8 parts at 100 micro-batches: 4 examples have 4 parts, each on two devices."""
     layer, nothing = object(), SimpleNamespace()
-    cost = replace(cost_of((8,), 1.0), shared=(16, 8))
+    cost = replace(cost_of((8,), 1.0), leading_dim=(16, 8))
     known = {(layer, 0, price, ()): cost for price in range(len(PRICES))}
     priced: Any = LayerCosts
-    found = priced(nothing, nothing, (8,), (layer,), known).repeated(100 / microbatches)
+    found = priced(nothing, nothing, (8,), (layer,), known).num_repeats(100 / microbatches)
     assert found.tolist() == [[[[devices] * len(pricing.VARIANTS)]]]
 
 
@@ -66,12 +66,12 @@ def test_adding_gradients_takes_as_long_whatever_the_size_of_a_micro_batch() -> 
     """Priced with micro-batches of 4,096 examples, or of 1,024, where it is a tenth of the backward pass."""
     few, many = priced(2), priced(8)
     assert len(few.layers) == len(many.layers)
-    scaled, exact = few.of(8), many.of(8)
+    scaled, exact = few.stage_costs(8), many.stage_costs(8)
     for name in ("forward", "backward"):
         one, other = ([getattr(costs, name)[n, n + 1, 0, 0] for n in range(4)] for costs in (scaled, exact))
         assert one == pytest.approx(other, rel=0.06)
-    assert few.of(2).backward[0, 4, 0, 0] < 0.95 * 4 * exact.backward[0, 4, 0, 0]
-    assert few.rescaled(many.step).of(8).backward[0, 4, 0, 0] == pytest.approx(scaled.backward[0, 4, 0, 0])
+    assert few.stage_costs(2).backward[0, 4, 0, 0] < 0.95 * 4 * exact.backward[0, 4, 0, 0]
+    assert few.rescale(many.step).stage_costs(8).backward[0, 4, 0, 0] == pytest.approx(scaled.backward[0, 4, 0, 0])
 
 
 def cost_of(
@@ -108,17 +108,17 @@ def test_a_stage_costs_what_its_layers_do_on_one_mesh() -> None:
     """On 2 x 2 layers a take 3 s and b 7 s, on 4 all take 4 s: all three together are faster on 4."""
     found, a, b = two_meshes()
     on_others = {(b, 0, 0, (2, 2)): cost_of((2, 2), 7.0), (a, 0, 0, (4,)): cost_of((4,), 4.0)}
-    found = replace(found, known={**found.known, **on_others})
+    found = replace(found, known_costs={**found.known_costs, **on_others})
     meshes = [found.mesh_of(StageChoice(first, stop, 0, 0, 0), 0) for first, stop in ((0, 3), (1, 2), (0, 1))]
     assert meshes == [(4,), (4,), (2, 2)]
-    costs = found.of(4)
+    costs = found.stage_costs(4)
     assert costs.forward[0, 3, 0, 0] == 12.0 and costs.backward[0, 3, 0, 0] == 24.0
     assert costs.forward[0, 1, 0, 0] == 3.0 and costs.forward[1, 2, 0, 0] == 4.0
 
 
 def test_what_does_not_depend_on_the_size_of_a_micro_batch_is_not_scaled() -> None:
     """With 4 micro-batches 1 of 3 s forward and 6 s backward, 2 of 8 temporary bytes; with 8 there are as many."""
-    costs = two_meshes(steady=1.0, adding=1.0, temporary=8.0, lasting=2.0)[0].of(8)
+    costs = two_meshes(steady=1.0, adding=1.0, temporary=8.0, lasting=2.0)[0].stage_costs(8)
     assert costs.forward[0, 1, 0, 0] == pytest.approx(2.0) and costs.backward[0, 1, 0, 0] == pytest.approx(3.5)
     assert costs.fixed_bytes[0, 1, 0, 0] == pytest.approx(5.0)
 
@@ -128,10 +128,10 @@ def test_the_gradient_of_a_layer_is_not_scaled_where_it_has_bytes_of_its_own() -
 
     def least(microbatches: int, platform: str = "cuda") -> tuple[float, float]:
         costs = priced(microbatches, platform)
-        return costs.known[costs.layers[1], 0, 0, ()].parts("temporary_bytes")
+        return costs.known_costs[costs.layers[1], 0, 0, ()].parts("temporary_bytes")
 
     assert least(2)[0] == least(16)[0] == 0
-    scaled, exact = (priced(count, "cpu").of(16).fixed_bytes[1, 2, 0, 0] for count in (2, 16))
+    scaled, exact = (priced(count, "cpu").stage_costs(16).fixed_bytes[1, 2, 0, 0] for count in (2, 16))
     assert scaled == pytest.approx(exact, rel=0.01)
     (few, more), (many, less) = least(2, "cpu"), least(16, "cpu")
     assert few == many == 1024 * 1024 * 4
@@ -148,8 +148,8 @@ def test_a_process_starts_the_tasks_of_its_stages_and_of_their_cuts() -> None:
 
 def test_stages_with_a_layer_that_exceeds_its_cost_need_more() -> None:
     """10 bytes more than the costs say with layer 1 on 4 devices, and none for any other."""
-    found = replace(two_meshes()[0], beyond={(1, 4): 10.0, (2, 2): 5.0, (9, 4): 7.0})
-    fixed = found.of(4).fixed_bytes[..., 0, 0]
+    found = replace(two_meshes()[0], excess_bytes={(1, 4): 10.0, (2, 2): 5.0, (9, 4): 7.0})
+    fixed = found.stage_costs(4).fixed_bytes[..., 0, 0]
     assert fixed[0, 2] == fixed[1, 2] == fixed[0, 3] == 10.0 and fixed[0, 1] == fixed[2, 3] == 0.0
 
 
@@ -157,7 +157,7 @@ def test_variants_that_are_not_allowed_are_no_stages() -> None:
     """And cost nothing else."""
     found, _, _ = two_meshes(saved=8.0, kept=2.0, again=1.0)
     assert pricing.VARIANTS[:4] == ((0, "none"), (0, "layer"), (0, "selective"), (1, "none"))
-    whole, some = found.of(8), found.of(8, (1, 2))
+    whole, some = found.stage_costs(8), found.stage_costs(8, (1, 2))
     assert np.isinf(some.forward[0, 1, 0]).tolist() == [v not in (1, 2) for v in range(len(pricing.VARIANTS))]
     for name in ("forward", "backward", "update", "fixed_bytes", "inflight_bytes"):
         assert np.array_equal(getattr(some, name)[..., 1:3], getattr(whole, name)[..., 1:3])
@@ -182,7 +182,7 @@ def frugal(microbatches: int) -> tuple[PlannedStage, LayerCost]:
 
 def waiting(planned: PlannedStage, kind: Literal["forward", "backward"]) -> tuple[list[str], float, float]:
     """The collectives of a segment, their seconds, and those of their latency."""
-    segment = planned.segments.of(kind)
+    segment = planned.segments.find(kind)
     assert segment is not None
     found = planned.prices.collectives(segment.instructions)
     latency = sum(alpha for _, alpha, _ in planned.prices.links(segment.instructions))
@@ -211,12 +211,12 @@ def test_of_moving_activations_latency_alone_does_not_depend_on_their_size() -> 
 
 def test_a_layer_costs_more_on_a_mesh_that_suits_it_less() -> None:
     layer = Layer(graph_of(2))
-    best = layer.at(DEVICES, Sharded(), 0)
-    other = layer.at(DEVICES, Sharded(), 0, (4,))
+    best = layer.cost_at(DEVICES, Sharded(), 0)
+    other = layer.cost_at(DEVICES, Sharded(), 0, (4,))
     assert best.mesh_shape == (2, 2) and other.mesh_shape == (4,)
     seconds = [2 * cost.passes + cost.parts("update")[0] for cost in (best, other)]
     assert seconds[0] < seconds[1]
-    assert layer.at(DEVICES, Sharded(), 0, (5,)).table is best.table  # no mesh of the devices
+    assert layer.cost_at(DEVICES, Sharded(), 0, (5,)).table is best.table  # no mesh of the devices
 
 
 @sgd
@@ -243,5 +243,5 @@ def test_temporary_bytes_of_computing_again_are_those_of_the_planned_stage(choic
     (found, held), (most, saved) = (
         [sum(cost.parts(name, remat)) for name in ("temporary_bytes", "inflight_bytes")] for remat in (choice, "none")
     )
-    assert found == pytest.approx(max(again.temporary.values()), rel=0.15)
+    assert found == pytest.approx(max(again.temporary_bytes.values()), rel=0.15)
     assert found < 0.4 * (most + saved - held)

@@ -48,7 +48,7 @@ def test_a_mask_is_made_again_and_not_saved() -> None:
         makers = {v: op.name for op in stage.stage.traced.graph.ops() for v in op.results}
         saved = {w.number for s in stage.items for w in s.outputs if w.kind == "saved"}
         assert "gt" not in {makers.get(stage.value_of[register]) for register in saved}
-        backward = stage.of("backward")
+        backward = stage.find("backward")
         assert backward is not None
         assert "gt" in {item.op.name for item in backward.instructions if not isinstance(item, Reshard)}
 
@@ -57,7 +57,7 @@ def test_values_are_made_again_right_before_they_are_read() -> None:
     """A gathered weight that waited from the start of a pass would be in memory with those of all other layers."""
     places = []
     for stage in stages_of("plain", "1f1b"):
-        forward, backward = stage.of("forward"), stage.of("backward")
+        forward, backward = stage.find("forward"), stage.find("backward")
         assert forward is not None and backward is not None
         items, before = backward.instructions, set(map(id, forward.instructions))
         for place, item in enumerate(items):
@@ -121,7 +121,7 @@ def test_operations_and_what_crosses_have_one_stage(kind: str, stages: int) -> N
     bodies = [scan_op(one.traced, one.scan).bodies[0].ops for one in cut.graphs]
     made = Counter(v for ops in bodies for op in ops for v in op.results)
     for op in scan_op(traced, cut.accumulated.scan).bodies[0].ops:
-        assert op.index in assignment.shared or all(made[value] == 1 for value in op.results), op.name
+        assert op.index in assignment.shared_ops or all(made[value] == 1 for value in op.results), op.name
     updates = [op for one in cut.graphs for op in one.traced.graph.block.ops if op.index in one.rounds]
     assert set(Counter(v for op in updates for v in op.results).values()) <= {1}
     for name in ("crossing", "late"):
@@ -159,13 +159,13 @@ def language_pipeline(tokens: tuple[int, ...], schedule: str = "1f1b") -> pipeli
 
 def gathers_paid(stage: PlannedStage) -> int:
     """The gathers within the loop for which the integer program pays, of one micro-batch."""
-    space, choice = stage.found.space, stage.found.solution.choice
+    space, choice = stage.mesh_solution.space, stage.mesh_solution.solution.choice
     count = 0
     for move, transfer in zip(space.moves, space.program.transfers, strict=True):
         if move.trips == MICROBATCHES:
-            made = move.produced[transfer.src_class[choice[transfer.src]]]
+            made = move.produced_layouts[transfer.src_class[choice[transfer.src]]]
             for wanted in {int(klass[choice[node]]) for node, klass in transfer.consumers}:
-                steps = reshard_steps(made, move.wanted[wanted]) or ()
+                steps = reshard_steps(made, move.wanted_layouts[wanted]) or ()
                 count += move.count * sum(step.kind == "all_gather" for step in steps)
     return count
 
@@ -186,7 +186,7 @@ def gathers_planned(stage: PlannedStage) -> list[int]:
 def test_the_program_pays_for_what_every_segment_communicates(tokens: tuple[int, ...], schedule: str) -> None:
     several = 0
     for stage in language_pipeline(tokens, schedule).stages:
-        found, every = stage.found, gathers_planned(stage)
+        found, every = stage.mesh_solution, gathers_planned(stage)
         paid = found.solution.objective - found.compute_seconds
         seconds = sum(stage.communication_seconds[s] * stage.runs(s) for s in stage.segments.items)
         assert seconds == pytest.approx(paid, rel=1e-9)
@@ -199,7 +199,7 @@ def test_the_program_pays_for_what_every_segment_communicates(tokens: tuple[int,
 @pytest.mark.usefixtures("compiled_quickly")
 def test_compiled_slices_gather_as_often_as_the_program_pays_for() -> None:
     run = language_pipeline((6, 6))
-    program, made = run.pipeline.program, run.executable().compiled()
+    program, made = run.pipeline.program, run.executable().compiled_executables()
     paid = [gathers_paid(stage) for stage in run.stages]
     found = [0] * len(paid)
     for executable, one in zip(program.executables, made, strict=True):

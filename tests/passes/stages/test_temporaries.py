@@ -74,8 +74,8 @@ def reports(step, arguments, cluster=None) -> list[Found]:
     executables = list(aot.compile_for_devices(done.staged, done.plan, devices))
     out = []
     for found in compiled_reports(done.plan, done.staged, executables, "cpu"):
-        assert found.memory is not None and found.memory.predicted is not None
-        out.append(Found(found.name, found.submesh, found.memory, found.memory.predicted))
+        assert found.memory is not None and found.memory.predicted_bytes is not None
+        out.append(Found(found.name, found.submesh, found.memory, found.memory.predicted_bytes))
     return out
 
 
@@ -138,7 +138,7 @@ def test_an_update_writes_every_leaf_over_itself(turned):
     updates = [one.memory for one in reports(adam_step(loss, turned), arguments) if "update" in one.name]
     assert len(updates) == 2
     for memory in updates:
-        assert memory.aliased >= 9 * 4 * WIDTH * WIDTH
+        assert memory.aliases >= 9 * 4 * WIDTH * WIDTH
         assert memory.temporaries < 1000
 
 
@@ -156,7 +156,7 @@ def test_what_a_late_round_makes_of_state_waits_for_it():
     found = {one.name: one.memory for one in reports(adam_step(loss), arguments)}
     (late,) = [memory for name, memory in found.items() if name.endswith("update 1")]
     leaf = 512 * WIDTH * 4
-    assert late.aliased == 3 * leaf and late.temporaries < 1000
+    assert late.aliases == 3 * leaf and late.temporaries < 1000
     assert late.arguments < 5 * leaf + 1000  # parameters, two moments, two gradients
     # Of its three layers, not of the embedding:
     assert found["stage 0 update"].outputs < 3 * 3 * WIDTH * WIDTH * 4 + 1000
@@ -166,7 +166,7 @@ def temporary(step, arguments, platform):
     """Predicted bytes of the segments of the first stage, by kind."""
     cluster = dataclasses.replace(Cluster.preset("h100").part(2), platform=platform)
     stage = compiled(step, arguments, cluster).staged.stages[0]
-    return {segment.kind: size for segment, size in stage.temporary.items()}
+    return {segment.kind: size for segment, size in stage.temporary_bytes.items()}
 
 
 def test_products_of_gpus_are_added_to_sums_where_these_are():

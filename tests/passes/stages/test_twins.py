@@ -50,7 +50,7 @@ def test_a_twin_costs_what_the_stage_itself_would(graphs: tuple[Any, Any]) -> No
     second = decided(graphs[1], like=first)
     shared, alone = lowered(second, like=first), lowered(second)
     assert shared.twin is first and alone.twin is None
-    for name in ("seconds", "communication_seconds", "temporary", "overlap"):
+    for name in ("seconds", "communication_seconds", "temporary_bytes", "overlap"):
         one, other = ([getattr(stage, name)[s] for s in stage.segments.items] for stage in (shared, alone))
         assert one == other and (any(one) or name == "overlap")
     assert shared.held == alone.held
@@ -100,13 +100,13 @@ def test_a_stage_at_another_price_of_memory_is_what_it_would_be_solved_anew(grap
     """A unit of memory that is a hundred times larger makes price 1 a price of 100."""
     first, anew = decided(graphs[0]), decided(graphs[0], price=100.0)
     again = planning.reprice_stage(first, 100.0)
-    one, other = again.found.solution, anew.found.solution
+    one, other = again.mesh_solution.solution, anew.mesh_solution.solution
     assert (one.choice, one.objective, one.peak) == (other.choice, other.objective, other.peak)
-    assert one.peak < first.found.solution.peak and first.offers is not None
+    assert one.peak < first.mesh_solution.solution.peak and first.offers is not None
     twin = decided(graphs[1], price=100.0, like=again)
-    assert twin.found is again.found and twin.graph is not again.graph
+    assert twin.mesh_solution is again.mesh_solution and twin.graph is not again.graph
     unit = decided(graphs[0], price=1.0, unit=100.0 * first.offers.unit)
-    assert unit.found.choice == anew.found.choice
+    assert unit.mesh_solution.choice == anew.mesh_solution.choice
 
 
 def chain(*functions: Callable[[Any], Any]) -> pipeline_driver.Staged:

@@ -51,7 +51,7 @@ def test_nnx_objects_are_state_with_the_paths_of_nnx_state():
         for name, node in (("model", model), ("optimizer", optimizer))
         for path, _ in jax.tree_util.tree_flatten_with_path(nnx.state(node))[0]
     ]
-    handed = [traced.arguments[argument].path for _, argument in traced.through]
+    handed = [traced.arguments[argument].path for _, argument in traced.returned_arguments]
     assert handed == ["model['layers'][1]['rngs']['key'].value"]  # read, and not updated
     expected = [path for path in expected if path not in handed]
     assert by_role(traced, "state") == expected

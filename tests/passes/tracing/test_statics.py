@@ -22,7 +22,7 @@ def folded(fun: Callable[[], Any]) -> Any:
     """The first result of a function, as it is known without running it."""
     graph = graph_of(jax.make_jaxpr(fun)())
     constants = zip(graph.block.inputs, graph.constants, strict=True)
-    return Statics(graph.block.ops, graph.values, dict(constants)).of(graph.block.outputs[0])
+    return Statics(graph.block.ops, graph.values, dict(constants)).array_of(graph.block.outputs[0])
 
 
 VALUES = {
@@ -61,8 +61,8 @@ def test_an_array_is_the_same_object_in_each_call() -> None:
     graph = graph_of(jax.make_jaxpr(lambda x: (lax.cond(x > 0, lambda y: y * big, lambda y: y + big, 2),))(1.0))
     statics = Statics(graph.block.ops, graph.values, dict(zip(graph.block.inputs[1:], graph.constants, strict=True)))
     inner = [value for op in graph.block.ops for body in op.bodies for value in body.inputs]
-    known = [atom for atom in (*graph.block.inputs, *inner) if statics.of(atom) is not None]
-    assert len(known) > 2 and all(statics.of(atom) is statics.of(atom) for atom in known)
+    known = [atom for atom in (*graph.block.inputs, *inner) if statics.array_of(atom) is not None]
+    assert len(known) > 2 and all(statics.array_of(atom) is statics.array_of(atom) for atom in known)
 
 
 def test_inputs_of_bodies_are_known_where_every_run_has_the_same() -> None:
@@ -74,7 +74,7 @@ def test_inputs_of_bodies_are_known_where_every_run_has_the_same() -> None:
     graph = graph_of(jax.make_jaxpr(loops)(jnp.zeros(4, jnp.int32)))
     statics = Statics(graph.block.ops, graph.values, {})
     *_, last = [op for op in graph.block.ops if op.name == "scan"]
-    constants, carry, scanned = map(statics.of, last.bodies[0].inputs)
+    constants, carry, scanned = map(statics.array_of, last.bodies[0].inputs)
     assert constants is not None and tuple(constants) == (0, 1, 2, 3)
     assert scanned is not None and tuple(scanned) == (0, 2, 4, 6)
     assert carry is None

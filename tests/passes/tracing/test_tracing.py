@@ -42,9 +42,9 @@ def assert_traced(fun, *args, **kwargs):
         assert values[after].shape == before.shape and values[after].dtype == before.dtype
     assert [o.role == "state" for o in traced.outputs] == [i in dict(traced.state) for i in range(len(traced.outputs))]
     assert traced.calling is not None
-    leaves = jax.tree.leaves(traced.calling.traced(args, kwargs))
+    leaves = jax.tree.leaves(traced.calling.drop_static(args, kwargs))
     found = list(jax.jit(partial(evaluate, traced.graph))(leaves))
-    for place, argument in traced.through:
+    for place, argument in traced.returned_arguments:
         found.insert(place, leaves[argument])
     assert_equal(found, jax.tree.leaves(jax.jit(fun)(*args, **kwargs)))
     return traced

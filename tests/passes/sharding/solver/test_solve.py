@@ -203,9 +203,9 @@ def test_what_a_bound_suggests_fits_only_where_something_does(seed):
     peaks = [peak for _, peak, _ in brute_force(graph)]
     for budget, known in ((max(peaks), True), (min(peaks) - 1.0, False)):
         bound = solve.SolverState(with_budget(graph, budget))
-        assert bound.fits is known
+        assert bound.is_within_budget is known
         bound.improve()
-        assert bound.fits is known
+        assert bound.is_within_budget is known
 
 
 @settings(max_examples=60, deadline=None)
