@@ -357,7 +357,9 @@ def _entries(key: Any, value: Any) -> Iterator[tuple[str, PartitionSpec]]:
         try:
             re.compile(key.removeprefix(REGEX))
         except re.error as error:
-            raise OptionError(f"Manual specs key {key!r} is not a regular expression: {error}") from error
+            raise OptionError(
+                f"Manual specs key {key!r} is not a regular expression ({error}); write one for re.compile"
+            ) from error
     if isinstance(value, PartitionSpec):
         yield key, value
         return
@@ -378,6 +380,6 @@ def check_spec(option: str, key: str, spec: Any, names: tuple[str, ...] | None =
     used = [axis for axes in dims_of(spec) for axis in axes or ()]
     for axis in used:
         if names is not None and axis not in names:
-            raise OptionError(f"{option}[{key!r}]={spec}: no axis is named {axis!r}; axis_names={names}")
+            raise OptionError(f"{option}[{key!r}]={spec}: no axis is named {axis!r}; use those of axis_names={names}")
     if len(set(used)) != len(used):
-        raise OptionError(f"{option}[{key!r}]={spec}: an axis may shard one dim only")
+        raise OptionError(f"{option}[{key!r}]={spec}: an axis may shard one dim only; use it once")

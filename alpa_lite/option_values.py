@@ -76,7 +76,7 @@ def strategies(option: str, value: Any) -> tuple[str, ...] | None:
     for name in items:
         if name not in STRATEGIES:
             known = "; ".join(f"{name!r}: {what}" for name, what in STRATEGIES.items())
-            raise OptionError(f"{option}={value!r}: there is no strategy {name!r}; there are {known}")
+            raise OptionError(f"{option}={value!r}: there is no strategy {name!r}; use {known}")
     return items
 
 

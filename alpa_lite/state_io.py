@@ -171,7 +171,8 @@ def init_sharded(birth: ShardedInit, call: PlannedCall, room: float) -> tuple[An
         raise OptionError(
             "init: nothing that the initialisation makes has the path, shape and dtype of an argument of the step: it "
             f"makes {', '.join(f'{kind[1]}{list(kind[0])}' for _, _, kind in made[:3])}, and the step takes "
-            f"{', '.join(f'{format_path(path)} {kind[1]}{list(kind[0])}' for path, kind, _ in leaves[:3])}"
+            f"{', '.join(f'{format_path(path)} {kind[1]}{list(kind[0])}' for path, kind, _ in leaves[:3])}; "
+            "return the state as the step takes it"
         )
     return birth.run(shardings, room)
 

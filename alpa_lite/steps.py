@@ -97,12 +97,12 @@ def attribute(name: str, what: str) -> Any:
         if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
             raise  # the module is there, and something that it imports is not
         raise OptionError(
-            f"{what} {name!r}: there is no module {error.name!r} in {here} or among the installed ones"
+            f"{what} {name!r}: there is no module {error.name!r} in {here} or among the installed ones; check its name"
         ) from error
     for part in path.split("."):
         if not hasattr(found, part):
             close = difflib.get_close_matches(part, dir(found), 3)
-            hint = f"; did you mean {', '.join(close)}?" if close else ""
+            hint = f"; did you mean {', '.join(close)}?" if close else "; check its name"
             raise OptionError(f"{what} {name!r}: {module_name} has no attribute {path!r}{hint}")
         found = getattr(found, part)
     return found

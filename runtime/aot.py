@@ -171,7 +171,9 @@ def _cuda_devices(target: Target) -> list[Any]:
     try:
         config = Path(target.kind).read_text(encoding="utf-8")
     except OSError as error:
-        raise OptionError(f"--target {target}: {target.kind!r} cannot be read: {error.strerror}") from error
+        raise OptionError(
+            f"--target {target}: {target.kind!r} cannot be read: {error.strerror}; give XLA's text of the GPU"
+        ) from error
     names = ["jax_cuda12_plugin", "jax_cuda13_plugin"]
     if importlib.util.find_spec("jax_plugins") is not None:
         names += ["jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"]
@@ -191,8 +193,11 @@ def _described(target: Target, platform: str, name: str, more: dict[str, Any]) -
     except Exception as error:
         raise OptionError(
             f"--target {target}: the {platform} compiler that is installed here cannot describe it: "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}; give another target"
         ) from error
     if len(devices) != target.num_devices:
-        raise PlanError(f"--target {target}: this compiler describes {len(devices)} devices, not {target.num_devices}")
+        raise PlanError(
+            f"--target {target}: this compiler describes {len(devices)} devices, not {target.num_devices}; give a "
+            f"target of {len(devices)}"
+        )
     return devices

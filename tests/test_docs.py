@@ -285,8 +285,27 @@ def test_methods_and_fields_are_named_by_verbs_or_nouns(name: str) -> None:
                 assert not BARE.fullmatch(field) or is_known, f"{node.name}.{field}"
 
 
-REMEDIES = re.compile(
-    r"\b(allow|ask|call|check|choose|convert|count|end|give|install|leave|let|list|look|make|name|need|pass|place|plan|"
-    r"recompute|remove|rename|restore|return|save|set|start|take|use|write|must|try)\b|pip install|only a name",
+CALLERS = [
+    "OptionError",
+    "SignatureError",
+    "RuleError",
+    "TracingError",
+    "CheckpointError",
+    "MicrobatchError",
+    "ProcessError",
+]
+REMEDY = re.compile(
+    r"\b(allow|call|change|check|choose|close|convert|count|end|give|install|leave|let|list|look|make|must|name|needs?|"
+    r"pass|place|plan|recompute|remove|rename|restore|return|run|save|set|start|take|try|use|write)\b|remedy|hint",
     re.IGNORECASE,
 )
+"""Verbs of remedies, and names of variables that hold one."""
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_errors_for_callers_say_what_to_do(name: str) -> None:
+    for node in ast.walk(ast.parse(KNOWN[name].read_text())):
+        match node:
+            case ast.Raise(exc=ast.Call(func=ast.Name(id=error), args=[ast.JoinedStr() | ast.Constant() as text, *_])):
+                message = ast.unparse(text)
+                assert error not in CALLERS or REMEDY.search(message), message

@@ -47,4 +47,6 @@ def write(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         json_codec.write_json(Path(path), {"format": FORMAT, "version": VERSION, **data})
     except OSError as error:
-        raise OptionError(f"the calibration {str(path)!r} cannot be written: {error.strerror}") from error
+        raise OptionError(
+            f"the calibration {str(path)!r} cannot be written: {error.strerror}; give another path"
+        ) from error

@@ -70,7 +70,7 @@ def calibrate(
     """
     found = list(jax.devices()[:devices] if devices is None or isinstance(devices, int) else devices)
     if any(device.process_index != jax.process_index() for device in found):
-        raise OptionError("calibrate: the devices belong to several processes; calibrate those of one node")
+        raise OptionError("calibrate: the devices belong to several processes; run it in one process, on one node")
     started = time.perf_counter()
     cluster = Cluster.local(found, calibration=None)
     grid = Grid.from_platform(cluster.platform) if grid is None else grid

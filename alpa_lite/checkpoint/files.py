@@ -55,7 +55,9 @@ class Metadata:
         try:
             json.dumps(user)
         except (TypeError, ValueError) as error:
-            raise CheckpointError(f"metadata= is stored as JSON, which cannot hold it: {error}") from error
+            raise CheckpointError(
+                f"metadata= is stored as JSON, which cannot hold it: {error}; give numbers, strings, lists and dicts"
+            ) from error
         planned = {} if plan is None else {"plan": plan.to_json(), "fingerprint": plan.fingerprint}
         return Metadata(step, jax=jax.__version__, alpa_lite=__version__, user=user, **planned)
 
@@ -88,7 +90,7 @@ def read_metadata(folder: epath.Path) -> Metadata:
             return Metadata(user=data)
         return json_codec.decode_fields(Metadata, {**vars(Metadata()), **data})
     except json_codec.DecodeError as error:
-        raise CheckpointError(f"{METADATA} is damaged: {error}") from error
+        raise CheckpointError(f"{METADATA} is damaged: {error}; restore another checkpoint") from error
 
 
 def resolve_path(path: Any) -> epath.Path:

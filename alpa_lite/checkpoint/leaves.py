@@ -103,7 +103,9 @@ def to_storable(leaves: Leaves) -> tuple[Leaves, dict[str, Any]]:
     values, keys, empty = [], {}, {}
     for path, value in zip(leaves.paths, leaves.values, strict=True):
         if not isinstance(value, (jax.Array, np.ndarray, np.number, np.bool_, str, *SCALARS)):
-            raise CheckpointError(f"{path} is a {type(value).__name__}; a checkpoint holds arrays, numbers and strings")
+            raise CheckpointError(
+                f"{path} is a {type(value).__name__}; a checkpoint holds arrays, numbers and strings: leave it out"
+            )
         if isinstance(value, jax.Array) and value.is_deleted():
             raise CheckpointError(f"{path} was donated to an earlier call, or deleted; save what the call returned")
         if kind := key_kind(value):
@@ -139,7 +141,9 @@ class Template:
             if own.paths != leaves.paths:
                 odd = sorted({*own.paths} ^ {*leaves.paths})
                 listed = "; ".join(units.first(odd, MAX_LISTED_LEAVES))
-                raise CheckpointError(f"shardings= has other leaves than like=: {listed}")
+                raise CheckpointError(
+                    f"shardings= has other leaves than like=: {listed}; give one for each leaf of like="
+                )
             given = own.values
         self._types = dict(zip(leaves.paths, map(_requested_type, leaves.values, given), strict=True))
 
@@ -157,7 +161,9 @@ class Template:
         empty = {path: jax.ShapeDtypeStruct(shape, dtype) for path, (shape, dtype) in metadata.empty.items()}
         if differences := self._differences({**stored, **empty}, metadata.keys):
             listed = "; ".join(units.first(differences, MAX_LISTED_LEAVES))
-            raise OtherModelError(f"{folder} holds the state of another model: {listed}")
+            raise OtherModelError(
+                f"{folder} holds the state of another model: {listed}; give the state, or shapes, of the saved model"
+            )
         args = [_restore_args(self._types[path]) for path in stored]
         values: Sequence[Any] = [None] * len(args)
         if any(args):

@@ -83,10 +83,10 @@ def restore(
         manager = CheckpointManager(folder, verify=verify, timeout=timeout)
         return manager.restore(like, step=step, shardings=shardings).state
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a checkpoint: there is no such folder")
+        raise CheckpointError(f"{folder} is not a checkpoint: there is no such folder; give one that save wrote")
     found = _read(folder, Template(like, shardings), verify, timeout)
     if isinstance(found, str):
-        raise CheckpointError(f"{folder} is damaged: {found}")
+        raise CheckpointError(f"{folder} is damaged: {found}; restore another checkpoint")
     return found[0]
 
 
@@ -162,8 +162,9 @@ class CheckpointManager:
         Raises:
           CheckpointError: there is none, or it is damaged.
         """
-        if step not in _list_steps(self.folder):
-            raise CheckpointError(f"{self.folder} has no checkpoint of step {step}")
+        known = _list_steps(self.folder)
+        if step not in known:
+            raise CheckpointError(f"{self.folder} has no checkpoint of step {step}; {_step_remedy(known)}")
         return read_metadata(self.folder / str(step))
 
     def restore(self, like: Any, *, step: int | None = None, shardings: Any = None) -> Restored:
@@ -179,7 +180,7 @@ class CheckpointManager:
         self.wait()
         known = self.steps()
         if step is not None and step not in known:
-            raise CheckpointError(f"{self.folder} has no checkpoint of step {step}; it has {known or 'none'}")
+            raise CheckpointError(f"{self.folder} has no checkpoint of step {step}; {_step_remedy(known)}")
         template, damaged = Template(like, shardings), ""
         for number in reversed(known) if step is None else [step]:
             found = _read(self.folder / str(number), template, self._verify, self._timeout)
@@ -188,7 +189,10 @@ class CheckpointManager:
             logger.warning("checkpoint %s is skipped, since it is damaged: %s", self.folder / str(number), found)
             self._damaged.add(number)
             damaged += f"; {number}: {found}"
-        raise CheckpointError(f"{self.folder} has no checkpoint{' that is not damaged' * bool(damaged)}{damaged}")
+        raise CheckpointError(
+            f"{self.folder} has no checkpoint{' that is not damaged' * bool(damaged)}{damaged}; save one first, "
+            "or give another folder"
+        )
 
     def close(self) -> None:
         """Waits for the save under way."""
@@ -250,5 +254,10 @@ def _read(folder: epath.Path, template: Template, verify: bool, timeout: float) 
             return str(damage)
     failed = collective.gather("read", read, first)
     if failed and verify and (folder / files.CHECKSUMS).exists():
-        raise CheckpointError(f"{folder} could not be read, though its checksums are right: {failed}")
+        raise CheckpointError(f"{folder} could not be read, though its checksums are right: {failed}; try again")
     return failed or (found[0], found[1])
+
+
+def _step_remedy(steps: list[int]) -> str:
+    """Returns the remedy for a step without a checkpoint."""
+    return f"give one of {', '.join(map(str, steps))}" if steps else "save one first"

@@ -96,7 +96,7 @@ class Save:
             files.remove(self._folder)
             (self._folder / files.STATE).mkdir(parents=True)
         except OSError as error:
-            raise CheckpointError(f"{self._folder} cannot be made: {error}") from error
+            raise CheckpointError(f"{self._folder} cannot be made: {error}; give another folder") from error
 
     def _finish(self, writing: concurrent.futures.Future[Any]) -> None:
         """Waits for the files of all processes; process 0 commits them."""

@@ -58,7 +58,7 @@ def local_cluster(devices: int | None, calibration: Literal["auto"] | None = "au
     found = jax.devices()
     if devices is not None and len(found) < devices:
         raise OptionError(
-            f"--devices {devices}: there are {len(found)} {found[0].platform} devices here; ask for fewer"
+            f"--devices {devices}: there are {len(found)} {found[0].platform} devices here; give at most as many"
         )
     if devices is None and found[0].platform == "cpu":
         devices = min(VIRTUAL_DEVICES, len(found))
@@ -71,7 +71,7 @@ def report_unwritable(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise OptionError(f"{option} {str(path)!r} cannot be written: {error.strerror}") from error
+        raise OptionError(f"{option} {str(path)!r} cannot be written: {error.strerror}; give another path") from error
 
 
 def write(plan: Any, output: Path | None, simulate: Path | None, terminal: Console) -> None:

@@ -102,13 +102,15 @@ def load_step(
     if ":" in name:
         for option, value in (("--batch", batch), ("--set", settings)):
             if value:
-                raise OptionError(f"{option} is for models; {name!r} has the arguments that --args names")
+                raise OptionError(f"{option} is for models; leave it out: {name!r} has the arguments that --args names")
         return NamedStep(name, args=args or "", kwargs=kwargs or "")
     for option, value in (("--args", args), ("--kwargs", kwargs)):
         if value:
-            raise OptionError(f"{option} is for steps of your own, package.module:function; {name!r} is a model")
+            raise OptionError(
+                f"{option} is for steps of your own, package.module:function; leave it out of {name!r}, a model"
+            )
     if batch is None:
-        raise OptionError(f"--batch is missing: how many examples one step of {name!r} takes")
+        raise OptionError(f"--batch is missing: give the number of examples in one step of {name!r}")
     return NamedStep(name, size, batch, settings_of(settings))
 
 

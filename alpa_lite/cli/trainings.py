@@ -85,7 +85,7 @@ def train(
 ) -> None:
     """Train a model on the devices of this machine; prints the plan, then the loss."""
     if context.args and not text:  # `--text a b` leaves b unparsed
-        raise OptionError(f"unexpected argument {context.args[0]!r}; text files follow --text")
+        raise OptionError(f"unexpected argument {context.args[0]!r}; write text files after --text")
     files = None if text is None else [*text, *map(Path, context.args)]
     chosen, cluster = options.method_of(method, stages, schedule), base.local_cluster(devices)
     work = _work(model, size, batch, files, settings, seed)
@@ -149,7 +149,7 @@ def _work(
     except (ValueError, TypeError, OSError) as error:
         raise OptionError(str(error)) from error
     if text is not None:
-        raise OptionError("--text is for language models; leave it out for this one")
+        raise OptionError(f"--text {str(text[0])!r} is for language models; leave it out for {model!r}")
     return _Work(step, state, example, itertools.repeat(example), f"{title}, one random batch of {batch}, repeated")
 
 

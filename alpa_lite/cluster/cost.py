@@ -195,7 +195,7 @@ class MeshCost:
             raise ValueError(f"collective kind {kind!r}: use one of {', '.join(get_args(CollectiveKind))}")
         unknown = [axis for axis in axes if axis not in self.mesh.axis_names]
         if unknown:
-            raise ValueError(f"axes {axes}: the mesh has axes {self.mesh.axis_names}")
+            raise ValueError(f"axes={axes}: the mesh has the axes {self.mesh.axis_names}; give some of these")
         rungs = self._rungs(frozenset(axes))
         if kind == "slice" or not rungs:
             return 0.0, 0.0

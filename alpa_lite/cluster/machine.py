@@ -293,7 +293,9 @@ class Cluster:
           OptionError: for more devices than there are.
         """
         if not 1 <= num_devices <= self.num_devices:
-            raise OptionError(f"num_devices={num_devices}: the cluster has {self.num_devices}")
+            raise OptionError(
+                f"num_devices={num_devices}: the cluster has {self.num_devices}; give 1 to {self.num_devices}"
+            )
         nodes, *inner = topology.fit_sizes((self.nodes, *(self.topology or (self.devices_per_node,))), num_devices)
         is_torus = bool(self.topology)
         card = inner[-1] if is_torus and self.card_link is not None else math.gcd(self.devices_per_card, inner[-1])

@@ -63,7 +63,9 @@ def slice_arguments(key: str, nodes: int, shape: Sequence[int] | None) -> dict[s
     default, largest, wrap = fields.pop("default"), fields.pop("largest"), fields.pop("wrap")
     dims = tuple(default if shape is None else shape)
     if len(dims) != len(default) or not all(isinstance(d, int) and 1 <= d <= largest for d in dims):
-        raise OptionError(f"topology={shape!r}: {key} slices have {len(default)} dims of 1 to {largest} chips")
+        raise OptionError(
+            f"topology={shape!r}: {key} slices have {len(default)} dims of 1 to {largest} chips; give such as {default}"
+        )
     (bandwidth, latency), cores, chips = fields.pop("host_network"), fields.pop("cores", 1), math.prod(dims)
     inner = (cores,) if cores > 1 else ()
     return fields | {

@@ -145,7 +145,10 @@ def divide_again(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> D
         except (MicrobatchError, OptionError) as error:
             refusals.append(error)
     else:
-        raise MicrobatchError(f"the batch divides into no number of micro-batches that the plan allows: {refusals[0]}")
+        raise MicrobatchError(
+            f"the batch divides into no number of micro-batches from 1 to {plan.num_microbatches}, as the plan of the "
+            f"first call needs it: {refusals[0]}; use a batch of the planned size"
+        )
     division = divide_as_plan(run, loop, schedule, plan)
     why = f"the state is kept where the plan for {plan.num_microbatches} micro-batches of another shape has it"
     firsts = [plan.division.first_devices[mesh] for mesh in plan.division.submeshes]
@@ -167,8 +170,7 @@ def _pins(graph: StageGraph, stage: Stage, first_device: int, why: str) -> Pins:
         if argument.path not in planned:
             raise PlanError(
                 f"{format_path(argument.path)} belongs to another stage than in the plan that the step is divided as; "
-                "plan "
-                "again without state_from="
+                "plan again without state_from="
             )
         found[number] = pin_of(stage, first_device, planned[argument.path], why)
     return Pins(found)

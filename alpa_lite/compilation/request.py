@@ -122,7 +122,7 @@ class PlanRequest:
             if isinstance(self.method, Pipeline):
                 raise OptionError(
                     f"method={self.method.describe()}: {next(iter(self.pins.arguments.values())).why}, on one mesh; "
-                    "leave method or like out"
+                    "leave method or state_from out"
                 )
             return False
         return isinstance(self.base, Pipeline) or (

@@ -99,8 +99,8 @@ def parse(
         for name in names:
             if name not in found.names():
                 raise RuleError(
-                    f"register_rule({who}): {argument} names {name!r}, which the rule {text!r} does not have; its "
-                    f"names are {', '.join(found.names())}"
+                    f"register_rule({who}): {argument} names {name!r}, which the rule {text!r} does not have; use "
+                    f"its names, {', '.join(found.names())}"
                 )
     for name, word in how.items():
         if word not in ("sum", "max", "min"):
@@ -129,8 +129,8 @@ def _tensor(part: str, text: str, who: str) -> Tensor:
         match = _TOKEN.match(part, position)
         if match is None:
             raise RuleError(
-                f"register_rule({who}): {part[position:].strip()!r} in the rule {text!r} cannot be read; dims are "
-                "names with blanks between them, (a b) for a dim of two, _ for one that is whole, ... for leading dims"
+                f"register_rule({who}): {part[position:].strip()!r} in the rule {text!r} cannot be read; write dims "
+                "as names with blanks between them, (a b) for a dim of two, _ for a whole one, ... for leading dims"
             )
         token, position = match[1], match.end()
         if token == "(" and inside is None:
@@ -139,15 +139,17 @@ def _tensor(part: str, text: str, who: str) -> Tensor:
             dims.append(tuple(inside))
             inside = None
         elif token in "()" or (inside is not None and token in (ELLIPSIS, "_", "1")):
-            raise RuleError(f"register_rule({who}): the brackets in {part.strip()!r} of the rule {text!r} do not match")
+            raise RuleError(
+                f"register_rule({who}): the brackets in {part.strip()!r} of the rule {text!r} do not match; close each"
+            )
         elif inside is not None:
             inside.append(token)
         else:
             dims.append(() if token in ("_", "1") else (token,))
     named = _names(tuple(dims))
     if inside is not None or len(named) != len(set(named)):
-        what = "a bracket is open" if inside is not None else "a name is there twice: dims of one tensor are different"
-        raise RuleError(f"register_rule({who}): in {part.strip()!r} of the rule {text!r} {what}")
+        remedy = "a bracket is open; close it" if inside is not None else "a name occurs twice; use a name for each dim"
+        raise RuleError(f"register_rule({who}): in {part.strip()!r} of the rule {text!r} {remedy}")
     if (ELLIPSIS,) in dims[1:]:
         raise RuleError(f"register_rule({who}): in {part.strip()!r} of the rule {text!r} '...' must come first")
     return tuple(dims)

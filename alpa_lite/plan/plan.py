@@ -120,7 +120,9 @@ class Plan(PlanRecord):
           PlanError: the plan has no pipeline, so there is nothing to lay out in time.
         """
         if not self.is_pipelined:
-            raise PlanError("the plan has one mesh and no pipeline, so there are no tasks to simulate")
+            raise PlanError(
+                "the plan has one mesh and no pipeline, so there are no tasks to simulate; plan with Pipeline()"
+            )
         timeline.write(path, self.division.timeline)
 
     def shardings(self, tree: Any, devices: Sequence[Any] | None = None) -> Any:
@@ -182,7 +184,7 @@ class Plan(PlanRecord):
         try:
             data = json_codec.read_json(Path(path))
         except OSError as error:
-            raise PlanError(f"{source} cannot be read: {error.strerror}.") from error
+            raise PlanError(f"{source} cannot be read: {error.strerror}; give a file that Plan.save wrote.") from error
         except json_codec.DecodeError as error:
             raise PlanError(f"{source} is not valid JSON ({error}); it may be cut short: plan again.") from error
         return Plan.from_json(data, source)

@@ -208,7 +208,8 @@ class Collective:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise ProcessError(
-                        f"the coordination service, which process 0 holds, does not answer: {str(error)[:300]}"
+                        f"the coordination service, which process 0 holds, does not answer: {str(error)[:300]}; "
+                        "look for the error of process 0"
                     ) from error
             if time.monotonic() >= until:
                 return None

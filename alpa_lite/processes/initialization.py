@@ -78,7 +78,7 @@ def initialize(
         )
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit():
-        raise OptionError(f"coordinator_address={address!r} is not HOST:PORT")
+        raise OptionError(f"coordinator_address={address!r} is not HOST:PORT; write it as 10.0.0.1:8476")
     until = time.monotonic() + timeout
     if number == 0:
         _check_free(address, int(port))

@@ -98,7 +98,10 @@ def resolve_command(command: Sequence[str]) -> list[str]:
             raise OptionError(f"the script {first!r} does not exist; name a Python file, or -m and a module")
         return [sys.executable, "-u", *command]
     if shutil.which(first) is None:
-        raise OptionError(f"{first!r} is not a Python file, and no program of that name is found")
+        raise OptionError(
+            f"{first!r} is not a Python file, and no program of that name is on the PATH; name a script, or -m "
+            "and a module"
+        )
     return list(command)
 
 

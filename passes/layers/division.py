@@ -125,7 +125,9 @@ def recompute_layers(step: Divisible, remat: Remat) -> Accumulated:
     if remat.first is not None:
         first, total = remat.first
         if total != len(step.layering.layers):
-            raise OptionError(f"{remat}: the step has {len(step.layering.layers)} layers")
+            raise OptionError(
+                f"remat={remat}: the step has {len(step.layering.layers)} layers; recompute some of these"
+            )
         cuts, choices = [first], [remat.choice, "none"]
         step.layering.check(cuts)
     layers, cuts = _coarse(step, cuts, split_arguments=False)

@@ -59,7 +59,7 @@ def cut_into_layers(traced: Traced, scan: int, rules: Mapping[object, Rule], *, 
     parts = split(traced, scan, rules)
     values = traced.graph.values
     if not parts.forward:
-        raise OptionError(f"scan={scan} has no forward operation, so there is nothing to cut into layers")
+        raise OptionError(f"scan={scan} has no forward operation to cut into layers; pass the scan over micro-batches")
     order = _ordered(scan_op(traced, scan).bodies[0].ops, parts)
     crossing = [*cuts.crossing_activation_bytes(order, parts.free_ops, values).tolist(), 0]
     prices = [cuts.price(op, rules, values) for op in order]

@@ -237,7 +237,9 @@ def _accumulate_independently(
         loop = IndependentLoop(traced, small, argument_dims(traced, cut.dims), parts, update)
         graph, scan = loop.graph()
     except (TraceMismatch, WithoutLoop) as error:
-        raise MicrobatchError(f"{refusal}; nor can each micro-batch be computed independently: {error}") from error
+        raise MicrobatchError(
+            f"{refusal}; nor can each micro-batch be computed independently: {error}; use num_microbatches=1"
+        ) from error
     notes = (messages.cut_note(traced, parts, cut), *loop.notes(), f"the reason: {refusal}")
     return Accumulated(replace(traced, graph=graph), scan, parts, notes)
 

@@ -151,5 +151,8 @@ def _solve_at(state: SolverState, price: float, max_work: int, gap: float) -> So
     priced = price_memory(state.problem, np.full(points, price / max(points, 1)))
     found = state.solve(priced, gap=gap, max_work=max_work)
     if found.status == "infeasible":
-        raise InfeasibleError("no sharding was found: no strategies of the operations go together")
+        raise InfeasibleError(
+            "no sharding was found: no strategies of the operations are compatible; remove constraints, or use "
+            "another method"
+        )
     return found

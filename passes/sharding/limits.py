@@ -222,7 +222,7 @@ def _check(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh, name: str) -> 
     """Raises OptionError where a wish does not fit a value."""
     wrong = fits(wish, shape, mesh)
     if wrong is not None:
-        raise OptionError(f"{wish.why} does not fit {name} of shape {shape}: {wrong}.")
+        raise OptionError(f"{wish.why} does not fit {name} of shape {shape}: {wrong}; change or remove it.")
 
 
 def _forbidden(step: GroupedStep, names: Collection[str]) -> tuple[dict[int, frozenset[int]], frozenset[int]]:

@@ -154,7 +154,8 @@ class _Step:
                 if made is not None and made.index not in self.shared:
                     raise PlanError(
                         f"carry {i} of the scan over micro-batches (made by {made.name}) is read by stages "
-                        f"{holders}; a value that is carried from one micro-batch to the next must stay on one stage"
+                        f"{holders}; a value that is carried from one micro-batch to the next must stay on one stage; "
+                        "use one mesh (Sharded())"
                     )
             if not holders and isinstance(atom, int) and atom in self.made_by:
                 made = self.made_by[atom]

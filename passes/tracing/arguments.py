@@ -133,7 +133,7 @@ def find_named_leaves(
     if unknown:
         raise SignatureError(
             f"{kind}_argnums or {kind}_argnames name {', '.join(unknown)}, but the traced arguments are "
-            f"{', '.join(trees)}"
+            f"{', '.join(trees)}; name some of these"
         )
     return frozenset(i for name in names for i in trees[name].leaves)
 
@@ -164,6 +164,6 @@ def donated_leaves(traced: Traced, donate: int | str | Sequence[int | str]) -> l
         else:
             raise OptionError(
                 f"donate_argnums names argument {one}, which is static or does not exist: the step was called "
-                f"with {count} positional arguments"
+                f"with {count} positional arguments; count those that are not static from 0"
             )
     return sorted(chosen - {argument for _, argument in traced.returned_arguments})  # the caller gets these back

@@ -125,7 +125,8 @@ def describe_calling(
     for name in keywords if parameters and not is_open else ():
         if name not in known:
             raise SignatureError(
-                f"static_argnames names {name!r}, but the step has the parameters {', '.join(parameters)}"
+                f"static_argnames names {name!r}, but the step has the parameters {', '.join(parameters)}; "
+                "name some of these"
             )
     static_positions = {i: args[i] for i in sorted(numbers)}
     static_keywords = {name: kwargs[name] for name in sorted(kwargs) if name in keywords}
@@ -204,7 +205,8 @@ def position_of(number: int, count: int, option: str) -> int:
     """
     if not -count <= number < count:
         raise SignatureError(
-            f"{option} names argument {number}, but the step was called with {count} positional arguments"
+            f"{option} names argument {number}, but the step was called with {count} positional arguments; count these "
+            "from 0, or name a parameter"
         )
     return number % count
 

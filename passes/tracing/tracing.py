@@ -257,8 +257,7 @@ def _spec(leaf: Any, path: str, shape: tuple[int, ...] | None) -> jax.ShapeDtype
     except TypeError as error:
         raise SignatureError(
             f"{format_path(path)} is an array of {leaf.dtype}, which JAX does not compute with; convert it, or leave "
-            "it out "
-            "of the arguments"
+            "it out of the arguments"
         ) from error
     return jax.ShapeDtypeStruct(own if shape is None else shape, dtype, weak_type=weak)
 
