@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 MARGIN = 0.01
 """The share of its seconds that a plan of a less simple kind must save: the gap of the whole search."""
 
-EFFORTS: Mapping[str, int] = {"quick": 3_000_000_000, "normal": 20_000_000_000, "thorough": 180_000_000_000}
+EFFORTS: Mapping[str, int] = {"quick": 3_000_000_000, "normal": 22_000_000_000, "thorough": 180_000_000_000}
 """Cells that a search may visit, by `effort`: about 3, 20 and 180 CPU seconds of a core of 2026."""
 
 ANALYSIS_PER_OP = 40_000  # tracing micro-batches, factors and groups, for each operation
