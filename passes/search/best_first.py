@@ -103,6 +103,11 @@ def cutoff_of(incumbent: FoundPlan | None, kind: Kind) -> float:
     return incumbent.seconds * (1 - (1e-9 if simpler else MARGIN))  # that little is rounding
 
 
+def _place(candidate: Candidate) -> tuple[float, tuple[Any, ...], Candidate]:
+    """Returns the place of a candidate in the heap; estimates that differ by rounding are equal, and keys decide."""
+    return float(f"{candidate.estimate()[1]:.9g}"), candidate.key, candidate
+
+
 def search(
     roots: Sequence[Candidate], allowed: int, *, effort: str = "",
     progress: Callable[[int, int], None] = lambda work, allowed: None,
@@ -119,15 +124,15 @@ def search(
     incumbent: FoundPlan | None = None
     bound, work, expanded, pruned, truncated = math.inf, 0, 0, 0, False
     estimated, unreached = list[str](), list[str]()
-    heap = [(root.estimate()[1], root.key, root) for root in roots]
+    heap = [_place(root) for root in roots]
     heapq.heapify(heap)
     while heap:
-        priority, key, candidate = heapq.heappop(heap)
+        priority, _, candidate = heapq.heappop(heap)
         least, current = candidate.estimate()
         cutoff = cutoff_of(incumbent, candidate.kind)
         is_bounded = least >= cutoff or math.isinf(least)
-        if current > priority and not is_bounded:
-            heapq.heappush(heap, (current, key, candidate))
+        if current > priority * (1 + 1e-8) and not is_bounded:
+            heapq.heappush(heap, _place(candidate))
             continue
         if is_bounded:
             pruned += 1
@@ -148,7 +153,7 @@ def search(
                 if plan.seconds < cutoff_of(incumbent, plan.kind):
                     incumbent = plan
             for part in found.candidates:
-                heapq.heappush(heap, (part.estimate()[1], part.key, part))
+                heapq.heappush(heap, _place(part))
         bound = min(bound, least)
     bound = min(bound, math.inf if incumbent is None else incumbent.seconds)
     return incumbent, SearchSummary(
