@@ -43,10 +43,15 @@ def measure(case: str) -> Row:
 # -- drawing ----------------------------------------------------------------------------------------------------------
 
 
+def _kind_of(name: str) -> str:
+    """Returns the kind of a case of planning, by which its mark is coloured."""
+    return next((kind for kind in planning.KINDS if kind in planning.CASES[name].tags), "own")
+
+
 def against_baselines(rows: Rows) -> Row:
     """Predicted seconds of Auto over those of the best textbook plan."""
     values = [
-        (row["plan"]["step_seconds"] / best[1], planning.CASES[name].of, f"{name}, {best[0]}")
+        (row["plan"]["step_seconds"] / best[1], _kind_of(name), f"{name}, {best[0]}")
         for name, row in rows.items()
         if name in planning.CASES and planning.CASES[name].method == "Auto()" and "plan" in row
         and (best := planning.best_textbook(row))
@@ -58,7 +63,7 @@ def against_baselines(rows: Rows) -> Row:
 def planning_seconds(rows: Rows) -> Row:
     """CPU seconds of planning."""
     values = [
-        (row["cpu_seconds"], planning.CASES[name].of, name)
+        (row["cpu_seconds"], _kind_of(name), name)
         for name, row in rows.items()
         if name in planning.CASES and "cpu_seconds" in row
     ]
