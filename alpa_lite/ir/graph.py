@@ -126,6 +126,11 @@ class Graph:
         """Yields every op, nested ones before the op that carries them."""
         yield from walk(self.block)
 
+    @property
+    def num_ops(self) -> int:
+        """The number of ops, nested ones included."""
+        return sum(1 for _ in self.ops())
+
 
 def walk(block: Block) -> Iterator[Op]:
     """Yields every op of a block, nested ones before the op that carries them."""

@@ -14,8 +14,8 @@ Monotonicity. No expansion sees the budget: a larger one visits a superset of th
 incumbent's seconds never rise. Until a plan fits, there is no budget.
 
 Work. One unit is one cell of a cost matrix that message passing visits, a nanosecond or so. The constants that convert
-other work were measured once, as means over 34 searches in CPU seconds of one core, and need not be accurate: they move
-the end of a search, never its order.
+other work were read off the CPU seconds of logged searches on one core, from which single ones differ by up to 3 times.
+They need not be accurate: they move the end of a search, never its order.
 
 Source: best-first branch and bound (Land and Doig, 1960). An estimate orders, and not the bound as in A*: the least
 bubble of a pipeline is nearly none, and by bounds alone every pipeline would precede every plan of one mesh.

@@ -117,7 +117,7 @@ class AnalyzedStep:
     @cached_property
     def num_ops(self) -> int:
         """The operations of the loop's step."""
-        return sum(1 for _ in self.loop.traced.graph.ops())
+        return self.loop.traced.graph.num_ops
 
 
 @dataclass(frozen=True, eq=False)

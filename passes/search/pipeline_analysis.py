@@ -93,7 +93,7 @@ class PipelineAnalyses:
 
     def __post_init__(self) -> None:
         one, step = self.one_mesh, self.step
-        self.num_ops = sum(1 for _ in step.traced.graph.ops())
+        self.num_ops = step.traced.graph.num_ops
         self.products = one.products if one else costs.products_bound(step.traced, step.rules, self.request.cluster)
 
     @property

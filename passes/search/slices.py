@@ -94,7 +94,7 @@ class SliceSearch:
         if (count, lengths) in self.refusals or self.tokens not in (0, tokens):
             return Expansion()
         self.refusals[count, lengths] = ""
-        work = STAGE_PER_OP * sum(1 for _ in whole.traced.graph.ops()) * len(lengths) // 2
+        work = STAGE_PER_OP * whole.traced.graph.num_ops * len(lengths) // 2
         plans: list[FoundPlan] = []
         try:
             suited = own.rescale(self.chosen, count)

@@ -101,7 +101,7 @@ class Layer:
         """`wishes`: what the user says of arguments."""
         rules = factors.rules_of(graph.traced.graph.ops(), graph.traced.graph.values)
         self._graph, self._wishes, self._step = graph, wishes, group_stage(graph, rules, split_weights=False)
-        self.num_ops = sum(1 for _ in graph.traced.graph.ops())
+        self.num_ops = graph.traced.graph.num_ops
         self._of_choice: dict[tuple[int, LogicalMesh, tuple[Strategy, ...]], LayerCost] = {}
 
     @memoise_method

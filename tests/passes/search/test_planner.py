@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,12 @@ import alpa_lite
 import gallery
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.layers.rematerialisation import Remat
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.search.best_first import MARGIN, Candidate, Expansion, FoundPlan, Kind, cutoff_of, search
-from alpa_lite.passes.search.configs import ExecutionConfig, next_feasible_microbatches
+from alpa_lite.passes.search.configs import ExecutionConfig, Family, Record, next_feasible_microbatches
+from alpa_lite.passes.search.one_mesh import OneMeshSearch
 from alpa_lite.passes.search.pipeline_analysis import PipelineAnalyses
 from gallery.steps import mlp
 from tests.helpers import two_machines
@@ -254,6 +257,34 @@ def test_the_order_of_the_roots_does_not_matter(some: tuple[Tree, ...], random) 
     random.shuffle(mixed)
     (one, found), (other, again) = search(roots, 7), search(mixed, 7)
     assert (one and one.value, found.bound, found.work) == (other and other.value, again.bound, again.work)
+
+
+def test_keys_order_candidates_whose_estimates_differ_by_rounding() -> None:
+    """Sums in another order differ in the last digits, and equal plans are to be the simpler ones."""
+    simple, other = Tree((0,), 1.0 + 1e-12, ()), Tree((1,), 1.0, ())
+    for roots in ([simple.candidate, other.candidate], [other.candidate, simple.candidate]):
+        incumbent, _ = search(roots, 10**9)
+        assert incumbent is not None and incumbent.value == (0,)
+
+
+def test_estimates_prune_only_what_their_slack_leaves_above_the_cutoff() -> None:
+    known, high = Tree((0,), 10.0, ()), Tree((1,), 9.0, ())
+    for slack, best in ((1.0, 10.0), (0.8, 9.0)):
+        late = replace(high.candidate, estimate=lambda: (8.0, 11.0), slack=slack)
+        incumbent, found = search([known.candidate, late], 10**9)
+        assert incumbent is not None and incumbent.seconds == best
+        assert found.bound == 8.0 if slack == 1.0 else found.bound <= 9.0
+
+
+def test_a_configuration_is_bounded_by_meshes_of_which_nothing_is_known() -> None:
+    one = object.__new__(OneMeshSearch)
+    one.own = family = Family("one mesh", 0.0)
+    one.products, one.speedup, one.records = 1.0, 1.0, defaultdict(dict)
+    record = one.records[family][ExecutionConfig()] = Record(family, ExecutionConfig(), None, meshes=2, peak=2.0)
+    record.bounds[LogicalMesh((8,), ("x",))] = 5.0
+    assert one.least(record) == 2.0
+    record.bounds[LogicalMesh((4, 2), ("x", "y"))] = 3.0
+    assert one.least(record) == 3.0
 
 
 def test_a_plan_of_another_kind_must_save_the_gap_of_the_search() -> None:
