@@ -22,7 +22,7 @@ from alpa_lite.ir.layout import Layout, LogicalMesh
 from alpa_lite.ir.program import Executable as Stage
 from alpa_lite.ir.program import Program, Run, Submesh, buffer
 from alpa_lite.passes.lowering.program import Instruction
-from alpa_lite.passes.tracing.arguments import donated_leaves
+from alpa_lite.passes.tracing.leaves import donated_leaves
 from alpa_lite.runtime.buffers import ProgramBuffers
 from alpa_lite.runtime.compile import Call, picker
 from alpa_lite.runtime.step import Donate, Executable, LoadOptions

@@ -183,9 +183,9 @@ class Executable(abc.ABC):
             self._returned = frozenset(map(id, (out, *out) if isinstance(out, tuple | list) else (out,)))
             return out
         with pytrees.nnx_update_context(self):
-            pure = pytrees.split_arguments(pure, self)  # held until the end: freeing it now costs more
+            pure = pytrees.split(pure, self)  # held until the end: freeing it now costs more
             out = self._results(self._flat(pure))
-            return pytrees.merge_results(self._traced.out_tree.unflatten(out), self)
+            return pytrees.merge(self._traced.out_tree.unflatten(out), self, is_inner=False)[1]
 
     def place(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the arguments as arrays where the plan reads them first, in buffers of their own.

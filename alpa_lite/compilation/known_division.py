@@ -32,7 +32,7 @@ from alpa_lite.passes.programs.staged import Staged, Verdict, add_notes, donate_
 from alpa_lite.passes.search.configs import Analyses, ExecutionConfig
 from alpa_lite.passes.stages import planning, stage_graph
 from alpa_lite.passes.stages.stage_graph import StageGraph
-from alpa_lite.passes.tracing.arguments import donated_leaves
+from alpa_lite.passes.tracing.leaves import donated_leaves
 from alpa_lite.plan.pins import Pin, Pins, pin_of
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Stage

@@ -60,11 +60,7 @@ def signature(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 def flatten_call(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
     """Returns the flat arguments of a call, NNX objects split, and their structure."""
     pure: Any = calling.drop_static(args, kwargs)
-    if calling.modules:
-        tag = object()
-        with pytrees.nnx_update_context(tag):
-            pure = pytrees.split_arguments(pure, tag)
-    return jax.tree_util.tree_flatten(pure)
+    return jax.tree_util.tree_flatten(pytrees.split(pure) if calling.modules else pure)
 
 
 def leaves_with_paths(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -83,7 +79,7 @@ def paths(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
     return tuple(path_of(calling, leaf.keys, leaf.inner) for leaf in leaves)
 
 
-def path_of(calling: Calling, keys: tuple[Any, ...], inner: str) -> str:
+def path_of(calling: Calling, keys: Sequence[Any], inner: str = "") -> str:
     """Returns the path of a leaf of the traced (args, kwargs), which begins with the parameter's name."""
     group, first, *rest = keys
     root = calling.roots()[first.idx] if group.idx == 0 else first.key
@@ -112,15 +108,12 @@ def describe_calling(
     positional = [name for name, p in parameters.items() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     others = next((name for name, p in parameters.items() if p.kind is p.VAR_POSITIONAL), "args")
     names = (*positional[: len(args)], *(f"{others}[{i}]" for i in range(len(args) - len(positional))))
-    numbers: set[int] = set()
     keywords = set(as_tuple(static_argnames))
     for number in as_tuple(static_argnums):
-        if len(args) <= number < len(positional):
-            keywords.add(positional[number])
-        else:
-            numbers.add(position_of(number, len(args), "static_argnums"))
-    numbers |= {i for i, name in enumerate(names) if name in keywords}
-    keywords |= {names[i] for i in numbers}
+        is_left_out = len(args) <= number < len(positional)
+        named = positional if is_left_out else names
+        keywords.add(named[number if is_left_out else position_of(number, len(args), "static_argnums")])
+    numbers = {i for i, name in enumerate(names) if name in keywords}
     known = {*parameters, *kwargs, *names}
     for name in keywords if parameters and not is_open else ():
         if name not in known:
@@ -130,10 +123,8 @@ def describe_calling(
             )
     static_positions = {i: args[i] for i in sorted(numbers)}
     static_keywords = {name: kwargs[name] for name in sorted(kwargs) if name in keywords}
-    _check_hashable(
-        [*((names[i], value) for i, value in static_positions.items()), *static_keywords.items()],
-        "the static argument {} is not hashable ({}); pass a hashable value, or make it dynamic",
-    )
+    named = [*((names[i], value) for i, value in static_positions.items()), *static_keywords.items()]
+    _check_hashable(named, "the static argument {} is not hashable ({}); pass a hashable value, or make it dynamic")
     found = Calling(
         names=names,
         dynamic=tuple(i for i in range(len(args)) if i not in numbers),
@@ -142,12 +133,27 @@ def describe_calling(
         static_keywords=static_keywords,
         settings=_jax.trace_context(),
     )
-    traced, all_static = found.drop_static(args, kwargs), pytrees.has_static_numbers(fun)
-    hidden = pytrees.hide(traced, all_static)
+    return _hide_constants(found, found.drop_static(args, kwargs), pytrees.has_static_numbers(fun))
+
+
+def _hide_constants(calling: Calling, traced: Any, numbers: bool) -> Calling:
+    """Returns the form of a call with some traced arguments, leaves that are no arrays, and perhaps numbers, constants.
+
+    Raises:
+      SignatureError: a constant is not hashable.
+    """
+    hidden = pytrees.hide(traced, numbers)
     if hidden is not traced:
-        _check_constants(found, traced, all_static)
-        found = replace(found, hide=functools.partial(pytrees.hide, numbers=all_static))
-    return replace(found, modules=pytrees.has_nnx_object(hidden))
+        leaves, _ = jax.tree_util.tree_flatten_with_path(traced, is_leaf=pytrees.is_nnx_object)
+        constants = [
+            (format_path(path_of(calling, path)), leaf)
+            for path, leaf in leaves
+            if not pytrees.is_nnx_object(leaf) and pytrees.is_constant(leaf, numbers)
+        ]
+        text = "{} is a {}, neither an array nor hashable; convert it to arrays, or leave it out of the arguments"
+        _check_hashable(constants, text)
+        calling = replace(calling, hide=functools.partial(pytrees.hide, numbers=numbers))
+    return replace(calling, modules=pytrees.has_nnx_object(hidden))
 
 
 def _check_hashable(named: Iterable[tuple[str, Any]], text: str) -> None:
@@ -157,17 +163,6 @@ def _check_hashable(named: Iterable[tuple[str, Any]], text: str) -> None:
             hash(value)
         except TypeError as error:
             raise SignatureError(text.format(name, type(value).__name__)) from error
-
-
-def _check_constants(calling: Calling, traced: Any, numbers: bool) -> None:
-    """Raises SignatureError for a leaf that is neither an array nor hashable."""
-    stops = pytrees.is_nnx_object
-    leaves, _ = jax.tree_util.tree_flatten_with_path(traced, is_leaf=stops)
-    constants = [one for one in leaves if not stops(one[1]) and pytrees.is_constant(one[1], numbers)]
-    _check_hashable(
-        ((format_path(path_of(calling, path, "")), leaf) for path, leaf in constants),
-        "{} is a {}, neither an array nor hashable; convert it to arrays, or leave it out of the arguments",
-    )
 
 
 def leaf_type(leaf: Any) -> LeafType:

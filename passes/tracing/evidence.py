@@ -19,7 +19,7 @@ table that is looked up in, a kernel, or gives the dim that a product sums over 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 
 from alpa_lite import _jax
@@ -27,6 +27,9 @@ from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, walk
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.ir.remembered import memoise_method
+
+Row = tuple[int, int]
+"""An argument, and the dim of a value that is its dim 0."""
 
 
 class Evidence:
@@ -72,20 +75,19 @@ class Evidence:
         rows = {value: (number, 0) for value, number in self._numbers.items() if self._shape(value)}
         return frozenset(self._read_as_weights(self._graph.block, rows))
 
-    def _read_as_weights(self, block: Block, rows: dict[int, tuple[int, int]]) -> Iterator[int]:
-        """The arguments that a block reads as weights; `rows`: value -> (argument, the dim that is its dim 0)."""
+    def _read_as_weights(self, block: Block, rows: dict[int, Row]) -> Iterator[int]:
+        """The arguments that a block reads as weights; `rows`: of its values."""
         for op in block.ops:
             held = [rows.get(atom) if isinstance(atom, int) else None for atom in op.operands]
-            known = [have for have in held if have]
-            if not known or _jax.is_reverse(op.source):
+            known = next(filter(None, held), None)
+            if known is None or _jax.is_reverse(op.source):
                 continue
             yield from _weights_of(op, held)
             if op.name == "scan":
-                view = ScanView(op)
-                inner = zip(view.inputs.consts, view.split_operands(held).consts, strict=True)
-                yield from self._read_as_weights(view.body, {value: have for value, have in inner if have})
+                consts = zip(ScanView(op).inputs.consts, held, strict=False)
+                yield from self._read_as_weights(op.bodies[0], {value: have for value, have in consts if have})
             elif op.name in primitives.ELEMENTWISE or op.name in ("transpose", "broadcast_in_dim"):
-                number, dim = known[0]
+                number, dim = known
                 if op.name == "transpose":
                     dim = list(op.params["permutation"]).index(dim)
                 elif op.name == "broadcast_in_dim":
@@ -99,25 +101,24 @@ class Evidence:
         return flow.find_dependents(block.ops, [value for op in marked for value in op.results])
 
     @cached_property
-    def _carriers(self) -> dict[int, tuple[int, ...]]:
-        """Value -> the values that it keeps something of: those of operations, and of bodies what they run on."""
-        found: dict[int, list[Atom]] = {}
+    def _carriers(self) -> Mapping[int, Sequence[int]]:
+        """Value -> the values that it keeps something of."""
+        found: dict[int, list[int]] = {}
         for op in self._graph.ops():
-            if not _jax.is_reverse(op.source):
-                for value, atom in _runs(op) if op.bodies else self._kept(op):
-                    found.setdefault(value, []).append(atom)
-        return {value: flow.values_in(atoms) for value, atoms in found.items()}
+            for value, atom in () if _jax.is_reverse(op.source) else self._kept(op):
+                found.setdefault(value, []).extend(flow.values_in([atom]))
+        return found
 
     def _kept(self, op: Op) -> Iterable[tuple[int, Atom]]:
-        """Returns the results of an operation without bodies, with the operands that they keep something of."""
-        if op.name in primitives.PAIRWISE:
-            return zip(op.results, op.operands, strict=True)
+        """Returns the results of an operation, and the inputs of its bodies, with all that they keep something of."""
+        pairs = itertools.product(op.results, op.operands)
+        if op.bodies:
+            return _runs(op)
+        if op.name in primitives.PAIRWISE or op.name in primitives.SCATTERS:
+            return zip(op.results, op.operands, strict=False)  # a scatter has one result
         if op.name in primitives.REARRANGED:
-            return itertools.product(op.results, op.operands)
-        if op.name in primitives.SCATTERS:
-            return zip(op.results, op.operands[:1], strict=True)
+            return pairs
         if op.name in primitives.ELEMENTWISE or op.name in primitives.KERNELS:
-            pairs = itertools.product(op.results, op.operands)
             return [(result, atom) for result, atom in pairs if self._shape(result) == self._shape(atom)]
         return ()
 
@@ -142,7 +143,7 @@ def _runs(op: Op) -> Iterator[tuple[int, Atom]]:
         yield from zip(op.results, body.outputs, strict=True)
 
 
-def _weights_of(op: Op, held: Sequence[tuple[int, int] | None]) -> Iterator[int]:
+def _weights_of(op: Op, held: Sequence[Row | None]) -> Iterator[int]:
     """Yields the arguments that an operation reads as weights, from the rows that its operands are."""
     if op.name == "dot_general":
         contracted, _ = op.params["dimension_numbers"]

@@ -76,23 +76,19 @@ def hide(tree: Any, numbers: bool = False) -> Any:
     if all(map(_is_array, jax.tree_util.tree_leaves(tree))):
         return tree
 
-    def plain(leaf: Any, numbers: bool) -> Any:
-        return leaf if _is_hidden(leaf) or not is_constant(leaf, numbers) else _Constant(leaf)
+    def hide_within(part: Any, numbers: bool, stops: Callable[[Any], bool]) -> Any:
+        leaves, treedef = jax.tree_util.tree_flatten(part, is_leaf=stops)
+        new = [hidden(leaf, numbers) for leaf in leaves]
+        return part if all(map(operator.is_, new, leaves)) else treedef.unflatten(new)
 
-    def hidden(value: Any) -> Any:
+    def hidden(value: Any, numbers: bool) -> Any:
         if _is_module(value) or is_nnx_state(value):
-            static = numbers or _is_module(value)
-            return _replaced(value, lambda leaf: plain(leaf, static), _is_hidden)
-        return value if is_nnx_object(value) else plain(value, numbers)
+            return hide_within(value, numbers or _is_module(value), _is_hidden)
+        if _is_hidden(value) or is_nnx_object(value) or not is_constant(value, numbers):
+            return value
+        return _Constant(value)
 
-    return _replaced(tree, hidden, lambda value: _is_object_or_state(value) or _is_module(value) or _is_hidden(value))
-
-
-def _replaced(tree: Any, function: Callable[[Any], Any], stops: Callable[[Any], bool]) -> Any:
-    """Returns the pytree with other leaves, `stops` saying which of its nodes are some; as it is if none changes."""
-    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=stops)
-    new = list(map(function, leaves))
-    return tree if all(map(operator.is_, new, leaves)) else treedef.unflatten(new)
+    return hide_within(tree, numbers, lambda x: _is_object_or_state(x) or _is_module(x) or _is_hidden(x))
 
 
 def _is_hidden(value: Any) -> bool:
@@ -105,16 +101,14 @@ def _is_array(leaf: Any) -> bool:
 
 def is_constant(leaf: Any, numbers: bool) -> bool:
     """Returns whether a leaf is not an array."""
-    if _is_array(leaf):
-        return False
-    if isinstance(leaf, _NUMBERS):
-        return numbers
+    if _is_array(leaf) or isinstance(leaf, _NUMBERS):
+        return numbers and not _is_array(leaf)
     try:
         jax.typeof(leaf)
     except TypeError:
         return True
     except OverflowError:  # an integer with more bits than its dtype
-        return False
+        pass
     return False
 
 
@@ -148,25 +142,25 @@ def nnx_update_context(tag: Any) -> AbstractContextManager[Any]:
     return nnx.update_context(tag)
 
 
-def split_arguments(tree: Any, tag: Any) -> Any:
+def split(tree: Any, tag: Any = None) -> Any:
     """Step 1: the pytree with every NNX object replaced by its structure (static) and its arrays. Changes nothing."""
     return hide(_split(tree, tag))
-
-
-def merge_arguments(pure: Any, tag: Any) -> Any:
-    """Step 2: the pytree with NNX objects again, copies of the caller's."""
-    return _merge(pure, tag, is_inner=True)
 
 
 def split_results(arguments: Any, out: Any, tag: Any) -> tuple[Any, Any]:
     """Step 3: the NNX objects among the arguments as the step left them (all else None), and its result, both split."""
     kept = jax.tree_util.tree_map(lambda x: x if is_nnx_object(x) else None, arguments, is_leaf=_is_object_or_state)
-    return hide(_split((kept, out), tag))
+    return split((kept, out), tag)
 
 
-def merge_results(pure: tuple[Any, Any], tag: Any) -> Any:
-    """Step 4: writes what the step left into the caller's objects, and returns its result."""
-    return _merge(pure, tag, is_inner=False)[1]
+def merge(pure: Any, tag: Any = None, *, is_inner: bool | None = None) -> Any:
+    """Steps 2 (inner) and 4: the pytree with NNX objects again: copies of the caller's, or these, updated."""
+    from flax import nnx
+
+    def merged(context: Any, path: Any, prefix: Any, leaf: Any) -> Any:
+        return context.unflatten(leaf.graphdef, *leaf.states)
+
+    return nnx.extract.from_tree(pure, merge_fn=merged, ctxtag=tag, is_inner=is_inner)
 
 
 def replace_arrays(tree: Any, function: Callable[[list[Any]], list[Any]]) -> Any:
@@ -194,7 +188,7 @@ def flatten_nnx(tree: Any, with_constants: bool = False) -> tuple[list[Any], Any
 def unflatten_nnx(treedef: Any, leaves: Sequence[Any]) -> Any:
     """Returns the pytree of some leaves, with new NNX objects where `flatten_nnx` met some."""
     tree = jax.tree_util.tree_unflatten(treedef, leaves)
-    return _merge(tree) if "flax.nnx" in sys.modules else tree
+    return merge(tree) if "flax.nnx" in sys.modules else tree
 
 
 @dataclass(frozen=True)
@@ -213,7 +207,7 @@ class LeafPath:
 
 
 def leaf_paths(tree: Any, with_constants: bool = False) -> list[LeafPath]:
-    """Returns the paths of the leaves of `flattened(tree, with_constants)`, in their order."""
+    """Returns the paths of the leaves of `flatten_nnx(tree, with_constants)`, in their order."""
     return [path for path, _, _ in walk_leaves(tree if with_constants else hide(tree))]
 
 
@@ -228,8 +222,11 @@ def walk_leaves(tree: Any, is_box: Callable[[Any], bool] = lambda _: False) -> I
     with contextlib.nullcontext() if nnx is None else nnx.split_context() as context:
         for path, item in _flat_with_paths(tree, lambda value: _is_object_or_state(value) or is_box(value)):
             if nnx is not None and is_nnx_object(item):
-                for inner, value, raw in _variables(nnx, context, item):
-                    for deeper, leaf in _flat_with_paths(raw):
+                _, state = context.flatten(item)
+                for keys, value in zip(state.paths, state.leaves, strict=True):
+                    is_variable = isinstance(value, nnx.Variable)
+                    inner = "".join(f"[{key!r}]" for key in keys) + ".value" * is_variable
+                    for deeper, leaf in _flat_with_paths(value.get_raw_value() if is_variable else value):
                         yield LeafPath(path, inner + jax.tree_util.keystr(deeper), True), leaf, value
             elif is_nnx_state(item):
                 for keys, value in _flat_with_paths(item, is_nnx_object):
@@ -238,17 +235,6 @@ def walk_leaves(tree: Any, is_box: Callable[[Any], bool] = lambda _: False) -> I
             else:
                 for keys, leaf in _flat_with_paths(item):
                     yield LeafPath((*path, *keys)), leaf, item
-
-
-def _variables(nnx: Any, context: Any, node: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the path of each variable or array of an NNX object, itself, and the pytree that it holds."""
-    _, state = context.flatten(node)
-    for keys, value in zip(state.paths, state.leaves, strict=True):
-        path = "".join(f"[{key!r}]" for key in keys)
-        if isinstance(value, nnx.Variable):
-            yield f"{path}.value", value, value.get_raw_value()
-        else:
-            yield path, value, value
 
 
 def _flat_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
@@ -284,12 +270,3 @@ def _split(tree: Any, tag: Any = None) -> Any:
     if any(map(is_nnx_state, leaves)):
         tree = treedef.unflatten([_State(leaf) if is_nnx_state(leaf) else leaf for leaf in leaves])
     return nnx.extract.to_tree(tree, split_fn=split, ctxtag=tag)
-
-
-def _merge(pure: Any, tag: Any = None, is_inner: bool | None = None) -> Any:
-    from flax import nnx
-
-    def merge(context: Any, path: Any, prefix: Any, leaf: Any) -> Any:
-        return context.unflatten(leaf.graphdef, *leaf.states)
-
-    return nnx.extract.from_tree(pure, merge_fn=merge, ctxtag=tag, is_inner=is_inner)

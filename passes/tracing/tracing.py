@@ -1,13 +1,13 @@
 """From a Python training step to a `Traced` program. Nothing is executed.
 
 JAX traces the step once, on the shapes and dtypes of its arguments; `conversion` turns the jaxpr into a `Graph`;
-`state` says which leaves are state, `batches` which are the batch. NNX objects among the arguments are split into
-arrays and rebuilt inside (`pytrees`).
+`roles` says which leaves are state, and which are the batch. NNX objects among the arguments are split into arrays and
+rebuilt inside (`pytrees`).
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -21,15 +21,14 @@ from jax.sharding import AxisType
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError, SignatureError, TracingError
 from alpa_lite.ir.calling import Calling
-from alpa_lite.ir.graph import Argument, Graph, Traced
+from alpa_lite.ir.graph import Argument, Traced
 from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.tracing import attention, calls, conversion, equations, pytrees
-from alpa_lite.passes.tracing.arguments import Argnums, Flat, LeafKind, Tree, find_named_leaves, is_batch_like
-from alpa_lite.passes.tracing.batches import Batch, find_batch
 from alpa_lite.passes.tracing.constraints import constrain_results, constrain_scopes
 from alpa_lite.passes.tracing.evidence import Evidence
+from alpa_lite.passes.tracing.leaves import Argnums, Leaf, Part, find_named_leaves
 from alpa_lite.passes.tracing.placements import spread
-from alpa_lite.passes.tracing.state import Matcher, match_state
+from alpa_lite.passes.tracing.roles import GivenRoles, find_roles
 
 
 def trace(
@@ -81,28 +80,29 @@ def trace(
     with attention.as_one_operation(platform):
         jaxpr = run.jaxpr()
     graph = constrain_scopes(conversion.graph_of(jaxpr, platform=platform, annotations=annotations), constrain)
-    inputs, evidence = run.inputs, Evidence(graph)
-    batch_leaves = find_named_leaves(calling, inputs, "batch", batch_argnums, batch_argnames)
-    state_leaves = find_named_leaves(calling, inputs, "state", state_argnums, state_argnames)
-    matched = match_state(inputs, run.outputs, evidence, batch=batch_leaves, known=frozenset(known), named=state_leaves)
-    state = frozenset(matched.pairs.values())
-    if batch_leaves is None and state:
-        _refuse_all_state(inputs, state)
-    handed = {n: evidence.returned_argument(n) for n in range(len(graph.block.outputs)) if n not in matched.pairs}
-    through = {n: i for n, i in handed.items() if i is not None and i < len(inputs.paths) and i not in state}
-    batch = _batch_of(run, evidence, matched, batch_leaves, known, frozenset(through.values()))
-    return _assembled(run, graph, matched, batch, through, out_shardings, has_named_batch=batch_leaves is not None)
-
-
-def _batch_of(
-    run: _Run, evidence: Evidence, matched: Matcher, named: frozenset[int] | None, known: Collection[int],
-    returned: frozenset[int],
-) -> Batch:  # fmt: skip
-    """Returns the batch of a traced step; `returned` are the arguments that are results as they came."""
-    inputs, state = run.inputs, frozenset(matched.pairs.values())
-    weights = frozenset(known).union(matched.differentiated, (i for i, own in enumerate(inputs.modules) if own))
-    results = {shape[0] for n, (shape, _) in enumerate(run.outputs.types) if shape and not evidence.is_learnt(n)}
-    return find_batch(inputs, named, state, weights, returned, evidence.weights, results)
+    batch = find_named_leaves(calling, run.inputs, "batch", batch_argnums, batch_argnames)
+    state = find_named_leaves(calling, run.inputs, "state", state_argnums, state_argnames)
+    roles = find_roles(run.inputs, run.outputs, Evidence(graph), GivenRoles(state, batch, frozenset(known)))
+    placed, leaves, stays = run.spread(out_shardings), run.outputs.leaves, {**roles.state, **roles.returned}
+    paths = [leaf.path for leaf in leaves.values()]
+    graph = constrain_results(graph, {n: one for n, one in enumerate(placed) if n not in stays}, paths)
+    left = [n for n in leaves if n not in roles.returned]
+    block = replace(graph.block, outputs=tuple(graph.block.outputs[n] for n in left))
+    arguments = zip(run.inputs.leaves.values(), roles.arguments, strict=True)
+    return Traced(
+        graph=replace(graph, block=block),
+        arguments=tuple(Argument(leaf.path, role, leaf.weak) for leaf, role in arguments),
+        outputs=tuple(Argument(paths[n], "state" if n in roles.state else "other", leaves[n].weak) for n in left),
+        state=tuple((i, roles.state[n]) for i, n in enumerate(left) if n in roles.state),
+        in_tree=run.in_tree,
+        out_tree=run.out_tree,
+        notes=roles.notes,
+        calling=calling,
+        name=getattr(fun, "__name__", "step"),
+        has_named_batch=batch is not None,
+        returned_arguments=tuple(roles.returned.items()),
+        placements=tuple((argument, placed[n]) for n, argument in stays.items() if placed[n] is not None),
+    )
 
 
 def trace_under(context: Any, trace: Callable[..., Traced]) -> Callable[..., Traced]:
@@ -130,148 +130,85 @@ def trace_under(context: Any, trace: Callable[..., Traced]) -> Callable[..., Tra
     return traced
 
 
-def _assembled(
-    run: _Run, graph: Graph, matched: Matcher, batch: Batch, through: Mapping[int, int], out_shardings: Any, *,
-    has_named_batch: bool,
-) -> Traced:  # fmt: skip
-    """Returns the traced step from its parts."""
-    placed = run.spread("out_shardings", out_shardings)
-    inputs, outputs, pairs = run.inputs, run.outputs, matched.pairs
-    state, stays = frozenset(pairs.values()), {**pairs, **through}
-    graph = constrain_results(graph, {n: one for n, one in enumerate(placed) if n not in stays}, outputs.paths)
-    left = [n for n in range(len(outputs.paths)) if n not in through]
-    block = replace(graph.block, outputs=tuple(graph.block.outputs[n] for n in left))
-    return Traced(
-        graph=replace(graph, block=block),
-        arguments=tuple(
-            Argument(path, "state" if i in state else batch.role(inputs, i), weak)
-            for i, (path, weak) in enumerate(zip(inputs.paths, run.weak_inputs, strict=True))
-        ),
-        outputs=tuple(
-            Argument(outputs.paths[n], "state" if n in pairs else "other", run.weak_outputs[n]) for n in left
-        ),
-        state=tuple((i, pairs[n]) for i, n in enumerate(left) if n in pairs),
-        in_tree=run.in_tree,
-        out_tree=run.out_tree,
-        notes=(batch.note, *matched.notes),
-        calling=run.calling,
-        name=getattr(run.fun, "__name__", "step"),
-        has_named_batch=has_named_batch,
-        returned_arguments=tuple(through.items()),
-        placements=tuple((argument, placed[n]) for n, argument in stays.items() if placed[n] is not None),
-    )
-
-
 class _Run:
     """One tracing: the step as a function of flat leaves, and its pytrees, which are known afterwards."""
 
     def __init__(
         self, fun: Callable[..., Any], calling: Calling, arguments: Any, shapes: Mapping[int, tuple[int, ...]]
     ) -> None:
-        self.fun, self.calling, self._arguments, self._shapes = fun, calling, arguments, shapes
+        self._fun, self._calling, self._arguments, self._shapes = fun, calling, arguments, shapes
         self.in_tree: Any = None
         self.out_tree: Any = None
-        self.inputs: Flat
-        self.outputs: Flat
-        self.result: Any = None
-        self.weak_inputs: list[bool] = []
-        self.weak_outputs: list[bool] = []
+        self.inputs: Part
+        self.outputs: Part
+        self._result: Any = None
+        self._rows: list[tuple[str, tuple[str, ...], bool]] = []  # path, keys and `in_object` of each result
 
     def jaxpr(self) -> Any:
         """Returns the closed jaxpr of the step."""
-        if not self.calling.modules:
-            return self._jaxpr_of(self._arguments)
-        with pytrees.nnx_update_context(self):
-            return self._jaxpr_of(pytrees.split_arguments(self._arguments, self))
+        calling, pure = self._calling, self._arguments
+        with pytrees.nnx_update_context(self) if calling.modules else contextlib.nullcontext():
+            if calling.modules:
+                pure = pytrees.split(pure, self)
+            leaves, self.in_tree = jax.tree_util.tree_flatten(pure)
+            paths = pytrees.leaf_paths(self._arguments)
+            rows = [self._input(n, *pair) for n, pair in enumerate(zip(paths, leaves, strict=True))]
+            self.inputs = Part((), dict(enumerate(rows)))
+            try:
+                jaxpr = jax.jit(self._on_leaves).trace(*map(Leaf.to_spec, rows)).jaxpr
+            except tuple(_CONCRETE) as error:
+                raise TracingError(_concrete_message(error)) from error
+            except NameError as error:
+                if (axis := _jax.unbound_axis(error)) is None:
+                    raise
+                raise TracingError(
+                    f"the step uses the axis {axis!r} at {_user_line(error)}, which jax.pmap, jax.vmap or "
+                    "jax.shard_map around it would define. Leave pmean, psum and all_gather of it out: the step sees "
+                    "the whole batch, so that a mean over examples is one over all devices"
+                ) from error
+        results = zip(self._rows, map(_jax.spec_of, jaxpr.out_avals), strict=True)
+        rows = [Leaf(path, keys, spec.shape, spec.dtype, spec.weak_type, own) for (path, keys, own), spec in results]
+        self.outputs = Part((), dict(enumerate(rows)))
+        return equations.without_references(self._fun, jaxpr)
 
-    def _jaxpr_of(self, pure: Any) -> Any:
-        leaves, self.in_tree = jax.tree_util.tree_flatten(pure)
-        found = pytrees.leaf_paths(self._arguments)
-        paths = [calls.path_of(self.calling, path.keys, path.inner) for path in found]
-        specs = [_spec(leaf, paths[i], self._shapes.get(i)) for i, leaf in enumerate(leaves)]
-        whole = [tree for group in self.in_tree.children() for tree in group.children()]
-        starts = itertools.accumulate((tree.num_leaves for tree in whole), initial=0)
-        trees = tuple(map(Tree, whole, starts, self.calling.roots()))
-        self.inputs = _flat(trees, found, 2, paths, [(tuple(spec.shape), spec.dtype) for spec in specs])
+    def _input(self, number: int, path: pytrees.LeafPath, leaf: Any) -> Leaf:
+        """Returns the row of an argument, whose placement does not matter to the program."""
+        text = calls.path_of(self._calling, path.keys, path.inner)
+        if isinstance(leaf, jax.Ref):
+            raise SignatureError(f"{format_path(text)} is a mutable reference (jax.Ref); {equations.REFERENCE_REMEDY}")
         try:
-            traced = jax.jit(self._on_leaves).trace(*specs)
-        except tuple(_CONCRETE) as error:
-            raise TracingError(_concrete_message(error)) from error
-        except NameError as error:
-            if (axis := _jax.unbound_axis(error)) is None:
-                raise
-            raise TracingError(
-                f"the step uses the axis {axis!r} at {_user_line(error)}, which jax.pmap, jax.vmap or jax.shard_map "
-                "around it would define. Leave pmean, psum and all_gather of it out: the step sees the whole batch, so "
-                "that a mean over examples is one over all devices"
+            shape, dtype, weak = calls.leaf_type(leaf)
+        except TypeError as error:
+            raise SignatureError(
+                f"{format_path(text)} is an array of {leaf.dtype}, which JAX does not compute with; convert it, or "
+                "leave it out of the arguments"
             ) from error
-        avals = traced.jaxpr.in_avals, traced.jaxpr.out_avals
-        self.weak_inputs, self.weak_outputs = ([_jax.spec_of(aval).weak_type for aval in some] for some in avals)
-        types = tuple((tuple(aval.shape), aval.dtype) for aval in traced.jaxpr.out_avals)
-        self.outputs = replace(self.outputs, types=types)
-        return equations.without_references(self.fun, traced.jaxpr)
+        keys = calls.path_of(self._calling, path.keys[:2]), *map(calls.key_text, path.keys[2:])
+        return Leaf(text, keys, self._shapes.get(number, shape), dtype, weak, path.module)
 
     def _on_leaves(self, *leaves: Any) -> list[Any]:
         """Returns the step on flat leaves. With NNX objects its result is (their arrays after the call, result)."""
-        args, modules = jax.tree_util.tree_unflatten(self.in_tree, leaves), self.calling.modules
-        if modules:
-            args = pytrees.merge_arguments(args, self)
-        out = self.calling.call(self.fun, *args)
-        self.result = out = pytrees.hide(out, pytrees.has_static_numbers(self.fun))
-        paths = pytrees.leaf_paths((args if modules else (), out))
-        found = [path for path in paths if path.module or path.keys[0].idx == 1]  # plain arguments do not come back
-        pure = pytrees.split_results(args, out, self) if modules else out
+        args, has_objects = jax.tree_util.tree_unflatten(self.in_tree, leaves), self._calling.modules
+        if has_objects:
+            args = pytrees.merge(args, self, is_inner=True)
+        out = self._calling.call(self._fun, *args)
+        self._result = out = pytrees.hide(out, pytrees.has_static_numbers(self._fun))
+        self._rows = []
+        for path in pytrees.leaf_paths((args if has_objects else (), out)):
+            side, *keys = path.keys
+            if side.idx == 1:
+                text = f"result{jax.tree_util.keystr(tuple(keys))}{path.inner}"
+                self._rows.append((text, ("result", *map(calls.key_text, keys)), path.module))
+            elif path.module:  # plain arguments do not come back
+                self._rows.append((calls.path_of(self._calling, keys, path.inner), (), True))
+        pure = pytrees.split_results(args, out, self) if has_objects else out
         results, self.out_tree = jax.tree_util.tree_flatten(pure)
-        assert len(found) == len(results), (len(found), len(results))
-        own = jax.tree_util.treedef_children(self.out_tree)[1] if modules else self.out_tree
-        texts = [
-            f"result{jax.tree_util.keystr(path.keys[1:])}{path.inner}"
-            if path.keys[0].idx == 1
-            else calls.path_of(self.calling, path.keys[1:], path.inner)
-            for path in found
-        ]
-        self.outputs = _flat((Tree(own, len(results) - own.num_leaves),), found, 1, texts)
         return results
 
-    def spread(self, option: str, prefix: Any) -> list[Any]:
-        """Returns for each flat result the value that a pytree prefix of the result gives it; None without one."""
-        found = [] if prefix is None else spread(option, prefix, self.result)
-        return [None] * (len(self.outputs.paths) - len(found)) + found
-
-
-def _flat(
-    trees: tuple[Tree, ...], found: Sequence[pytrees.LeafPath], depth: int, paths: Sequence[str],
-    types: Sequence[LeafKind] = (),
-) -> Flat:  # fmt: skip
-    """Returns the leaves of some trees; `depth` is the number of JAX's keys that lead to a tree."""
-    keys = tuple(tuple(map(calls.key_text, path.keys[depth:])) for path in found)
-    return Flat(trees, tuple(paths), tuple(types), tuple(path.module for path in found), keys)
-
-
-def _spec(leaf: Any, path: str, shape: tuple[int, ...] | None) -> jax.ShapeDtypeStruct:
-    """Shape (or a given one), dtype and weak type of a leaf; its placement does not matter to the program."""
-    if isinstance(leaf, jax.Ref):
-        raise SignatureError(f"{format_path(path)} is a mutable reference (jax.Ref); {equations.REFERENCE_REMEDY}")
-    try:
-        own, dtype, weak = calls.leaf_type(leaf)
-    except TypeError as error:
-        raise SignatureError(
-            f"{format_path(path)} is an array of {leaf.dtype}, which JAX does not compute with; convert it, or leave "
-            "it out of the arguments"
-        ) from error
-    return jax.ShapeDtypeStruct(own if shape is None else shape, dtype, weak_type=weak)
-
-
-def _refuse_all_state(inputs: Flat, state: frozenset[int]) -> None:
-    """Several arguments that all come back leave no batch: more likely one of them is the batch."""
-    arrays = [tree for tree in inputs.trees if any(is_batch_like(inputs.types[i]) for i in tree.leaves)]
-    plain = [tree for tree in arrays if not all(inputs.modules[i] for i in tree.leaves)]
-    if plain and len(arrays) > 1 and all(state.issuperset(tree.leaves) for tree in plain):
-        names = ", ".join(tree.key for tree in arrays)
-        raise SignatureError(
-            f"every argument ({names}) comes back with the same structure, shapes and dtypes, so none can be "
-            "recognised as the batch. Name the batch with batch_argnums=(i,), or give batch_argnums=() if there is none"
-        )
+    def spread(self, out_shardings: Any) -> list[Any]:
+        """Returns for each flat result the sharding that the option gives it; None without one."""
+        found = [] if out_shardings is None else spread("out_shardings", out_shardings, self._result)
+        return [None] * (len(self.outputs.leaves) - len(found)) + found
 
 
 _CONCRETE = {
