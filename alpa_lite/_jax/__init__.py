@@ -17,7 +17,7 @@ from alpa_lite._jax.equations import (
 )
 from alpa_lite._jax.jaxprs import (
     CALLBACKS, CONSTRAINT, constraints_of, creates_references, derivative, empty_stack, has_ordered_effects,
-    inner_jaxprs, is_computed_again, is_constraint, is_empty_constraint, is_jaxpr, is_literal, is_reverse,
+    inner_jaxprs, is_computed_again, is_jaxpr, is_literal, is_reverse,
     join_name_stacks,
     manual_axes, mark_rematerialised, observable_effects, open_jaxpr, optimization_barrier_primitive, places_result,
     scan_counts, scopes, source_line, spec_dims, unbound_axis,

@@ -108,16 +108,22 @@ def expansion(eqn: Any) -> Any:
     that has been differentiated is what its user gave to solve with. A reshape that takes dims in another order
     transposes first, as gradients of convolutions in groups do.
     """
-    if eqn.primitive.name == "call_hi_primitive":
-        return retrace(eqn, functools.partial(eqn.primitive.to_lojax, **eqn.params))
-    if eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].out_avals[0].shape:
-        return retrace(eqn, functools.partial(_one_condition, eqn.params))
-    if eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None:
-        return retrace(eqn, functools.partial(_transposed_first, eqn.params))
-    if eqn.primitive.name == "while" and eqn.params["cond_jaxpr"].effects:
-        return retrace(eqn, functools.partial(_condition_in_body, eqn.params))
-    if eqn.primitive.name == "custom_linear_solve":
-        return retrace(eqn, functools.partial(_solved, eqn.params))
+    params = eqn.params
+    match eqn.primitive.name:
+        case "call_hi_primitive":
+            return retrace(eqn, functools.partial(eqn.primitive.to_lojax, **params))
+        case "while" if params["cond_jaxpr"].out_avals[0].shape:
+            return retrace(eqn, functools.partial(_one_condition, params))
+        case "while" if params["cond_jaxpr"].effects:
+            return retrace(eqn, functools.partial(_condition_in_body, params))
+        case "reshape" if (order := params["dimensions"]) is not None:
+            return retrace(eqn, lambda x: jax.lax.reshape(jax.lax.transpose(x, order), params["new_sizes"]))
+        case "custom_linear_solve":  # operands: the constants of four functions, of which one solves; right-hand sides
+            lengths = params["const_lengths"]
+            first = lengths.matvec + lengths.vecmat
+            last, rest = first + lengths.solve, first + lengths.solve + lengths.transpose_solve
+            solve = _extend_core.jaxpr_as_fun(params["jaxprs"].solve)
+            return retrace(eqn, lambda *operands: solve(*operands[first:last], *operands[rest:]))
     return None
 
 
@@ -134,19 +140,6 @@ def retrace(eqn: Any, function: Callable[..., Any]) -> Any:
 def spec_of(aval: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and weak type of an abstract value, to trace with."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
-
-
-def _solved(params: Mapping[str, Any], *operands: Any) -> Any:
-    """Solves a linear system. Operands: the constants of four functions, of which one solves, and right-hand sides."""
-    lengths, jaxprs = params["const_lengths"], params["jaxprs"]
-    first = lengths.matvec + lengths.vecmat
-    rest = first + lengths.solve + lengths.transpose_solve
-    return _extend_core.jaxpr_as_fun(jaxprs.solve)(*operands[first : first + lengths.solve], *operands[rest:])
-
-
-def _transposed_first(params: Mapping[str, Any], x: Any) -> Any:
-    """Returns a reshape that takes the dims in another order, as two operations."""
-    return jax.lax.reshape(jax.lax.transpose(x, params["dimensions"]), params["new_sizes"])
 
 
 def _loop_parts(params: Mapping[str, Any], operands: Sequence[Any]) -> tuple[Any, Any, Sequence[Any]]:

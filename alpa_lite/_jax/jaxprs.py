@@ -193,59 +193,32 @@ CONSTRAINT.def_abstract_eval(lambda x, **_: x)
 _mlir.register_lowering(CONSTRAINT, lambda _, x, **__: [x])
 
 
-def is_empty_constraint(eqn: Any) -> bool:
-    """Returns whether an equation that places its operands constrains none: it does not request replication.
-
-    These are constraints over a mesh of one device, which libraries with logical axes write on one device, and the
-    `reshard` over `Auto` axes that JAX inserts where a value with the mesh of the context meets one without. (A user's
-    `reshard` can name no `Auto` axis.)
-    """
-    shardings = _shardings_of(eqn)
-    inserted = eqn.primitive.name == "reshard"
-    return bool(shardings) and all(
-        _is_constraint(one) and (one.mesh.size == 1 or (inserted and set(one.mesh.axis_types) == {AxisType.Auto}))
-        for one in shardings
-    )
-
-
-def is_constraint(eqn: Any) -> bool:
-    """Returns whether an equation places all its operands on the mesh of a sharding, and does nothing else."""
-    shardings = _shardings_of(eqn)
-    return bool(shardings) and all(map(_is_constraint, shardings))
-
-
-def constraints_of(eqn: Any) -> list[dict[str, Any] | None]:
+def constraints_of(eqn: Any, annotations: bool) -> list[dict[str, Any] | None]:
     """For each operand of an equation the parameters of the `CONSTRAINT` that it means; None where it means none.
 
-    These are `with_sharding_constraint`, and `device_put` and `reshard` to a sharding of named axes. A memory
-    space other than the device's own does not constrain the sharding.
+    These are `with_sharding_constraint`, and `device_put` and `reshard` to a sharding of named axes. A memory space
+    other than the device's own does not constrain the sharding. Nothing is constrained, and there are no parameters, if
+    `annotations` are ignored, over a mesh of one device, which libraries with logical axes write on one device, and by
+    the `reshard` over `Auto` axes that JAX inserts where a value with the mesh of the context meets one without. (A
+    user's `reshard` can name no `Auto` axis.)
     """
+    name = eqn.primitive.name
+    parameter = {"sharding_constraint": "sharding", "device_put": "devices", "reshard": "dst_sharding"}.get(name)
+    shardings = () if parameter is None else eqn.params[parameter]
     found: list[dict[str, Any] | None] = []
-    for sharding, var in zip(_shardings_of(eqn), eqn.invars, strict=False):
-        if not _is_constraint(sharding):
+    for sharding, var in zip(shardings if name == "device_put" else [shardings], eqn.invars, strict=False):
+        if not isinstance(sharding, NamedSharding) or sharding.memory_kind not in (None, "device"):
             found.append(None)
             continue
         mesh = sharding.mesh
-        dims = spec_dims(sharding.spec, len(var.aval.shape))
-        mesh = tuple(mesh.axis_sizes), tuple(mesh.axis_names)
-        found.append({"dims": dims, "mesh": mesh, "why": eqn.primitive.name})
+        is_inserted = name == "reshard" and set(mesh.axis_types) == {AxisType.Auto}
+        params = {
+            "dims": spec_dims(sharding.spec, len(var.aval.shape)),
+            "mesh": (tuple(mesh.axis_sizes), tuple(mesh.axis_names)),
+            "why": name,
+        }
+        found.append(params if annotations and mesh.size > 1 and not is_inserted else {})
     return found
-
-
-def _shardings_of(eqn: Any) -> list[Any]:
-    """Returns the shardings that an equation gives its operands."""
-    match eqn.primitive.name:
-        case "sharding_constraint":
-            return [eqn.params["sharding"]]
-        case "device_put":
-            return list(eqn.params["devices"])
-        case "reshard":
-            return [eqn.params["dst_sharding"]]
-    return []
-
-
-def _is_constraint(sharding: Any) -> bool:
-    return isinstance(sharding, NamedSharding) and sharding.memory_kind in (None, "device")
 
 
 def spec_dims(spec: Any, rank: int) -> tuple[tuple[str, ...] | None, ...]:

@@ -27,7 +27,7 @@ survive.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,8 +41,7 @@ from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir import flow, primitives, pruning
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.tracing import equations
-from alpa_lite.passes.tracing.rows import batch_rows
-from alpa_lite.passes.tracing.trip_counts import count_loops
+from alpa_lite.passes.tracing.trip_counts import use_known_values
 
 CALL_BODY = {
     "jit": "jaxpr",
@@ -89,7 +88,7 @@ def graph_of(
     outputs = builder.inline(opened, consts, inputs)
     block = Block((*inputs, *builder.constant_numbers), tuple(builder.frames[0].ops), tuple(outputs))
     graph = Graph(tuple(builder.values), block, tuple(builder.constants), builder.keys)
-    return pruning.prune(batch_rows(count_loops(graph)), keep_inputs=len(inputs))
+    return pruning.prune(use_known_values(graph), keep_inputs=len(inputs))
 
 
 @dataclass(eq=False)
@@ -118,13 +117,11 @@ class _Builder:
         self.constant_numbers: list[int] = []
         self.keys = keys
         self.frames = [_Frame(Lit(np.int32(0), TOKEN))]  # the top block, and the bodies being built within it
-        self._platform, self._fold_empty = platform, fold_empty
-        self._ignored = _jax.is_empty_constraint if annotations else _jax.is_constraint
-        self._constant_atoms: dict[int, Atom] = {}
+        self._platform, self._annotations, self._fold_empty = platform, annotations, fold_empty
+        self._constant_atoms: dict[int, tuple[Atom, Any]] = {}  # by the `id` of the constant, which is kept
         self._by_aval: dict[int, Value] = {}
         self._zeros: set[int] = set()
-        self._heads: dict[int, tuple[str, bool]] = {}  # (start of its key, whether it has effects) of an equation
-        self._expansions: list[Any] = []  # kept: what is known of an equation is known by its id
+        self._heads: dict[tuple[int, int], tuple[str, Any]] = {}  # start of a key, by `id`s; and the parameters
         self._stacks: dict[tuple[int, int], tuple[Any, Any, Any]] = {}  # joined; by the `id`s of what follows it
         self._indices = itertools.count()
 
@@ -139,7 +136,7 @@ class _Builder:
 
     def constant(self, const: Any) -> Atom:
         """Returns the atom of a closed-over array, as seen from the block being built: a literal for a scalar."""
-        atom = self._constant_atoms.get(id(const))
+        atom, _ = self._constant_atoms.get(id(const), (None, None))
         if atom is None:
             aval = jax.typeof(const)
             if equations.is_plain_scalar(const, aval):
@@ -148,7 +145,7 @@ class _Builder:
                 atom = self.value(aval)
                 self.constant_numbers.append(atom)
                 self.constants.append(const)
-            self._constant_atoms[id(const)] = atom
+            self._constant_atoms[id(const)] = atom, const
         return self._seen_from_here(atom) if isinstance(atom, int) else atom
 
     def _seen_from_here(self, constant: int) -> int:
@@ -160,26 +157,28 @@ class _Builder:
             inputs[constant] = self.value(self.values[constant].aval)
         return inputs[constant]
 
+    def _atom(self, var: Any, env: Mapping[Any, Atom]) -> Atom:
+        """Returns the atom of a variable or a literal of a jaxpr."""
+        if not _jax.is_literal(var):
+            return env[var]
+        return self.constant(var.val) if np.size(var.val) > _SMALL_LITERAL else Lit(var.val, var.aval)
+
     def inline(self, jaxpr: Any, consts: Sequence[Any] = (), inputs: Sequence[Atom] = ()) -> list[Atom]:
         """Appends the ops of a jaxpr with some constants to the block being built, and returns its outputs."""
         env: dict[Any, Atom] = dict(zip(jaxpr.constvars, map(self.constant, consts), strict=True))
         env.update(zip(jaxpr.invars, inputs, strict=True))
         for eqn in jaxpr.eqns:
-            operands = [self._literal(atom) if _jax.is_literal(atom) else env[atom] for atom in eqn.invars]
+            operands = [self._atom(var, env) for var in eqn.invars]
             for i in equations.unread_indices(eqn):
                 (operands[i],) = self._zeros_like(eqn.invars[i])
             results = self._replacement(eqn, operands)
-            if results is None:
-                results = self._append(eqn, operands)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [self._literal(atom) if _jax.is_literal(atom) else env[atom] for atom in jaxpr.outvars]
+            env.update(zip(eqn.outvars, self._append(eqn, operands) if results is None else results, strict=True))
+        return [self._atom(var, env) for var in jaxpr.outvars]
 
     def _replacement(self, eqn: Any, operands: list[Atom]) -> Sequence[Atom] | None:
         """The results of an equation for which other operations, or its operands, stand; None if it becomes one op."""
         name, params = eqn.primitive.name, eqn.params
-        expansion = equations.expansion(eqn, graph_of)
-        if expansion is not None:
-            self._expansions.append(expansion)
+        if (expansion := equations.expansion(eqn, graph_of)) is not None:
             results = self._inlined(expansion, eqn, operands)
             if name == "while" and params["cond_jaxpr"].out_avals[0].shape:
                 ops = self.frames[-1].ops
@@ -190,18 +189,16 @@ class _Builder:
             return self._call(eqn, operands)
         if name == "cond" and (branch := self._branch(params)) is not None:
             return self._inlined(branch, eqn, operands[1:])
-        if name in primitives.PLACEMENT and self._ignored(eqn):
-            return operands
-        if name in primitives.PLACEMENT and any(constraints := _jax.constraints_of(eqn)):
-            return self._constraints(eqn, operands, constraints)
+        constraints = _jax.constraints_of(eqn, self._annotations) if name in primitives.PLACEMENT else []
+        if any(one is not None for one in constraints):
+            return [
+                self._add(eqn, _jax.CONSTRAINT, one, [atom], [var.aval])[0] if one and isinstance(atom, int) else atom
+                for atom, one, var in zip(operands, constraints, eqn.outvars, strict=True)
+            ]
         if self._fold_empty and equations.is_empty(eqn):
             return self._empty(eqn.outvars)
-        if (same := equations.find_same_operand(eqn, operands)) is not None:
-            return [same]
-        if (addend := equations.nonzero_addend(eqn, operands, self._zeros)) is not None:
-            return [addend]
-        if equations.is_zero(eqn, operands):
-            return self._zeros_like(eqn.outvars[0])
+        if (same := equations.simplify(eqn, operands, self._zeros)) is not None:
+            return self._zeros_like(eqn.outvars[0]) if same is equations.ZERO else [same]
         if name == "scan" and params["length"] == 0 and equations.are_arrays(eqn.outvars):
             consts, carry = _jax.scan_counts(params)  # no compiler keeps a loop that never runs
             return [*operands[consts : consts + carry], *self._empty(eqn.outvars[carry:])]
@@ -224,16 +221,18 @@ class _Builder:
     def _zeros_like(self, variable: Any) -> list[Atom]:
         return self.inline(equations.zeros(tuple(variable.aval.shape), variable.aval.dtype))
 
-    def _literal(self, literal: Any) -> Atom:
-        if np.size(literal.val) > _SMALL_LITERAL:
-            return self.constant(literal.val)
-        return Lit(literal.val, literal.aval)
-
     def _call(self, eqn: Any, operands: list[Atom]) -> Sequence[Atom]:
         name, params = eqn.primitive.name, eqn.params
-        if name in primitives.CHECKPOINT and params["differentiated"]:
-            operands = self._barrier(eqn, operands)
         scope = "checkpoint" if name in primitives.CHECKPOINT else f"jit({params['name']})" if name == "jit" else None
+        if name in primitives.CHECKPOINT and params["differentiated"]:
+            prevent = params["prevent_cse"]
+            prevent = (prevent,) * len(operands) if isinstance(prevent, bool) else prevent
+            held = [i for i, operand in enumerate(operands) if prevent[i] and isinstance(operand, int)]
+            if held:
+                before, avals = [operands[i] for i in held], [eqn.invars[i].aval for i in held]
+                after = self._add(eqn, _jax.optimization_barrier_primitive(), {}, before, avals)
+                behind = dict(zip(held, after, strict=True))
+                operands = [behind.get(i, operand) for i, operand in enumerate(operands)]
         return self._inlined(params[CALL_BODY[name]], eqn, operands, scope)
 
     def _inlined(self, jaxpr: Any, eqn: Any, operands: list[Atom], scope: str | None = None) -> list[Atom]:
@@ -244,87 +243,64 @@ class _Builder:
         frame.stack = outer
         return results
 
-    def _constraints(self, eqn: Any, operands: list[Atom], constraints: Sequence[dict[str, Any] | None]) -> list[Atom]:
-        """Returns the operands, each behind its constraint of the equation, if it has one."""
-        out = list(operands)
-        for i, params in enumerate(constraints):
-            if params is not None and isinstance(operands[i], int):
-                (out[i],) = self._emit(eqn, _jax.CONSTRAINT, params, [operands[i]], [eqn.outvars[i]])
-        return out
-
-    def _barrier(self, eqn: Any, operands: list[Atom]) -> list[Atom]:
-        """Returns the operands of a rematerialised body behind a barrier."""
-        prevent = eqn.params["prevent_cse"]
-        prevent = (prevent,) * len(operands) if isinstance(prevent, bool) else prevent
-        held = [i for i, operand in enumerate(operands) if prevent[i] and isinstance(operand, int)]
-        if not held:
-            return operands
-        variables, before = [eqn.invars[i] for i in held], [operands[i] for i in held]
-        after = self._emit(eqn, _jax.optimization_barrier_primitive(), {}, before, variables)
-        behind = dict(zip(held, after, strict=True))
-        return [behind.get(i, operand) for i, operand in enumerate(operands)]
-
     def _append(self, eqn: Any, operands: list[Atom]) -> list[int]:
-        """Appends the op of one equation that is not a call, and returns its results."""
+        """Appends the op of one equation that is not a call, and returns its results.
+
+        An ordered one takes the token of the one before as its first operand, and gives its own as its first result.
+        """
         primitive, params, name = eqn.primitive, eqn.params, eqn.primitive.name
         bodies: tuple[Block, ...] = ()
         is_ordered = _jax.has_ordered_effects(eqn)
-        results = [self.value(var.aval) for var in eqn.outvars]
         if name in primitives.CONTROL:
             params, operands, bodies = self._control(name, params, operands, is_ordered)
         elif is_ordered:
-            primitive, params = self._ordered(eqn)
-            operands = [self.frames[-1].token, *operands]
+            found = _jax.order_callback(primitive, params, TOKEN)
+            if found is None:
+                line = _jax.source_line(eqn.source_info)
+                raise TracingError(
+                    f"an ordered callback within {name}{f' at {line}' if line else ''} cannot keep its order on "
+                    "several devices; use ordered=False, or call it outside"
+                )
+            (primitive, params), operands = found, [self.frames[-1].token, *operands]
         elif name == "concatenate":  # with nothing, such as the part of a head that is not rotated
             dim = params["dimension"]
             operands = [a for a, var in zip(operands, eqn.invars, strict=True) if var.aval.shape[dim]]
+        avals = [TOKEN] * is_ordered + [var.aval for var in eqn.outvars]
+        results = self._add(eqn, primitive, params, operands, avals, bodies)
         if is_ordered:
-            self.frames[-1].token = token = self.value(TOKEN)
-            results = [token, *results]
-        if id(eqn) not in self._heads:
-            head = self.keys.head(primitive, params, structured=bool(bodies))
-            self._heads[id(eqn)] = head, _jax.observable_effects(eqn)
-        self._add(eqn, primitive, params, operands, results, bodies, self._heads[id(eqn)])
-        if flow.makes_zeros(self.frames[-1].ops[-1]):
-            self._zeros.update(results)
-        return results[is_ordered:]
-
-    def _emit(
-        self, eqn: Any, primitive: Any, params: dict[str, Any], operands: Sequence[Atom], variables: Sequence[Any]
-    ) -> list[int]:
-        """Appends an op with results like some variables, in the place of an equation, and returns the results."""
-        results = [self.value(var.aval) for var in variables]
-        self._add(eqn, primitive, params, operands, results, (), (self.keys.head(primitive, params), False))
+            self.frames[-1].token, *results = results
         return results
 
     def _add(
-        self, eqn: Any, primitive: Any, params: Any, operands: Sequence[Atom], results: Sequence[int],
-        bodies: tuple[Block, ...], head: tuple[str, bool],
-    ) -> None:  # fmt: skip
-        """Appends an op to the block being built, in the place of an equation; `head` is as in `_heads`."""
-        frame, source = self.frames[-1], eqn.source_info
-        key, has_effects = head
-        if not bodies:
-            key = self.keys.key(key, [atom if isinstance(atom, Lit) else self.values[atom] for atom in operands])
+        self, eqn: Any, primitive: Any, params: Any, operands: Sequence[Atom], avals: Sequence[Any],
+        bodies: tuple[Block, ...] | None = None,
+    ) -> list[int]:  # fmt: skip
+        """Appends an op to the block being built, in the place of an equation, and returns its results.
+
+        Args:
+          bodies: None for an op that has none of the effects of the equation.
+        """
+        frame, source, key = self.frames[-1], eqn.source_info, None
+        results = [self.value(aval) for aval in avals]
+        if not bodies:  # the key of an op with bodies is written when it is pruned
+            parts = id(primitive), id(params)
+            if parts not in self._heads:
+                self._heads[parts] = self.keys.head(primitive, params), params
+            described = [atom if isinstance(atom, Lit) else self.values[atom] for atom in operands]
+            key = self.keys.key(self._heads[parts][0], described)
         if frame.stack.stack:
             ids = id(frame.stack), id(source.name_stack)
             if ids not in self._stacks:
                 joined = _jax.join_name_stacks(frame.stack, source.name_stack)
                 self._stacks[ids] = joined, frame.stack, source.name_stack
             source = source.replace(name_stack=self._stacks[ids][0])
-        values = tuple(operands), tuple(results)
-        frame.ops.append(Op(next(self._indices), primitive, params, *values, bodies, source, key, eqn.ctx, has_effects))
-
-    def _ordered(self, eqn: Any) -> tuple[Any, dict[str, Any]]:
-        """Primitive and parameters of an ordered callback with a token."""
-        found = _jax.order_callback(eqn.primitive, eqn.params, TOKEN)
-        if found is None:
-            line = _jax.source_line(eqn.source_info)
-            raise TracingError(
-                f"an ordered callback within {eqn.primitive.name}{f' at {line}' if line else ''} cannot keep its order "
-                "on several devices; use ordered=False, or call it outside"
-            )
-        return found
+        has_effects = bodies is not None and _jax.observable_effects(eqn)
+        values, index = (tuple(operands), tuple(results)), next(self._indices)
+        op = Op(index, primitive, params, *values, bodies or (), source, key, eqn.ctx, has_effects)
+        frame.ops.append(op)
+        if flow.makes_zeros(op):
+            self._zeros.update(results)
+        return results
 
     def _control(
         self, name: str, params: Any, operands: list[Atom], is_ordered: bool

@@ -20,27 +20,30 @@ from jax.core import Tracer
 
 from alpa_lite import _jax
 from alpa_lite.errors import TracingError
-from alpa_lite.ir.graph import Atom, Graph
+from alpa_lite.ir.graph import Atom, Graph, Lit
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.tracing import manual_regions
 
 _CLAMPING = (lax.GatherScatterMode.CLIP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+_REDUCTIONS = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
 
 
 def expansion(eqn: Any, convert: Callable[[Any], Graph]) -> Any:
-    """The jaxpr of simpler operations that an equation stands for, or None; `convert` gives the graph of a jaxpr."""
+    """The jaxpr of simpler operations that an equation stands for, or None; `convert` gives the graph of a jaxpr.
+
+    A collective over dims is how `jax.vmap` writes a reduction.
+    """
+    name, params = eqn.primitive.name, eqn.params
     if manual_regions.has_global_form(eqn):
-        return _jax.retrace(eqn, manual_regions.global_form(eqn, convert(eqn.params["jaxpr"])))
-    summed = manual_regions.reduction_function(eqn)
-    return _jax.expansion(eqn) if summed is None else _jax.retrace(eqn, summed)
+        return _jax.retrace(eqn, manual_regions.global_form(eqn, convert(params["jaxpr"])))
+    if name in _REDUCTIONS and all(isinstance(axis, int) for axis in params["axes"]):
+        return _jax.retrace(eqn, lambda *xs: [_REDUCTIONS[name](x, params["axes"]) for x in xs])
+    return _jax.expansion(eqn)
 
 
 def holds_kernel(jaxpr: Any) -> bool:
     """Returns whether a jaxpr or one within it calls a function that is one operation."""
-    return any(
-        eqn.primitive.name in primitives.KERNELS or any(map(holds_kernel, _jax.inner_jaxprs(eqn.params)))
-        for eqn in _jax.open_jaxpr(jaxpr)[0].eqns
-    )
+    return any(eqn.primitive.name in primitives.KERNELS for eqn in manual_regions.walk_equations(jaxpr))
 
 
 def is_plain_scalar(const: Any, aval: Any) -> bool:
@@ -50,49 +53,40 @@ def is_plain_scalar(const: Any, aval: Any) -> bool:
     return not getattr(aval, "weak_type", False) and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
-def find_same_operand(eqn: Any, operands: Sequence[Atom]) -> Atom | None:
-    """Returns the operand that an operation returns as it is, whatever the others are; None of any other operation.
+ZERO = Lit(0, None)
+"""The result of `simplify` that stands for zeros."""
+
+
+def simplify(eqn: Any, operands: Sequence[Atom], zeros: Set[int]) -> Atom | None:
+    """Returns the operand that an operation returns as it is, or `ZERO`; None of any other operation.
 
     No compiler keeps it, nor what nothing else reads: such as which of its branches a `switch` under `vmap` takes for
     each element, by which JAX chooses between an operand of the branches and the same again; or where an update without
-    elements is written. JAX writes a conversion of a dtype to itself where a value stops being weak.
-    """
-    name = eqn.primitive.name
-    if name == "stop_gradient":
-        return operands[0]
-    if name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
-        return None if _jax.places_result(eqn) else operands[0]
-    if name == "select_n" and len(set(operands[1:])) == 1:
-        return operands[1]
-    updates = 1 if name == "dynamic_update_slice" else 2 if name in primitives.SCATTERS else None
-    if updates is not None and 0 in eqn.invars[updates].aval.shape:
-        return operands[0]
-    return None
+    elements is written; or the other factor of an integer zero. JAX writes a conversion of a dtype to itself where a
+    value stops being weak.
 
-
-def nonzero_addend(eqn: Any, operands: Sequence[Atom], zeros: Set[int]) -> Atom | None:
-    """Returns the operand to which an addition adds zeros, as XLA simplifies it; None if it adds something else.
-
-    Sums of gradients that a Python loop accumulates begin with zeros. Without them such a sum consists of partial sums
-    alone, and one reduction after the loop is enough.
+    Sums of gradients that a Python loop accumulates begin with zeros, which XLA does not add, either. Without them such
+    a sum consists of partial sums alone, and one reduction after the loop is enough.
 
     Args:
       zeros: the values that are known to be zero.
     """
-    if eqn.primitive.name not in primitives.ADDS:
-        return None
-    result = eqn.outvars[0].aval.strip_weak_type()
-    for atom, other, var in ((operands[0], operands[1], eqn.invars[0]), (operands[1], operands[0], eqn.invars[1])):
-        if (flow.is_literal_zero(other) or other in zeros) and var.aval.strip_weak_type() == result:
-            return atom
-    return None
-
-
-def is_zero(eqn: Any, operands: Sequence[Atom]) -> bool:
-    """Returns whether an equation multiplies integers by zero: no compiler keeps what makes the other factor."""
-    if eqn.primitive.name != "mul" or not np.issubdtype(eqn.outvars[0].aval.dtype, np.integer):
-        return False
-    return any(map(flow.is_literal_zero, operands))
+    name, inputs, out = eqn.primitive.name, [var.aval for var in eqn.invars], eqn.outvars
+    if name == "stop_gradient":
+        return operands[0]
+    if name == "convert_element_type" and inputs[0].dtype == out[0].aval.dtype and not _jax.places_result(eqn):
+        return operands[0]
+    if name == "select_n" and len(set(operands[1:])) == 1:
+        return operands[1]
+    if name in primitives.ADDS:
+        for n, other in enumerate(operands[::-1]):
+            is_zero = flow.is_literal_zero(other) or other in zeros
+            if is_zero and inputs[n].strip_weak_type() == out[0].aval.strip_weak_type():
+                return operands[n]
+    if name == "mul" and np.issubdtype(out[0].aval.dtype, np.integer) and any(map(flow.is_literal_zero, operands)):
+        return ZERO
+    updates = 1 if name == "dynamic_update_slice" else 2 if name in primitives.SCATTERS else None
+    return operands[0] if updates is not None and 0 in inputs[updates].shape else None
 
 
 def is_empty(eqn: Any) -> bool:
@@ -106,7 +100,7 @@ def are_arrays(variables: Sequence[Any]) -> bool:
     return all(isinstance(getattr(var.aval, "dtype", None), np.dtype) for var in variables)
 
 
-def unread_indices(eqn: Any) -> tuple[int, ...]:
+def unread_indices(eqn: Any) -> list[int]:
     """Returns the positions of the operands of an equation that are indices which can only mean 0.
 
     A slice of all of a dim begins at 0 whatever its index says, since `dynamic_slice` and `dynamic_update_slice` clamp,
@@ -114,26 +108,20 @@ def unread_indices(eqn: Any) -> tuple[int, ...]:
     Compilers drop such indices with all that computes them; so a plan must not bring them anywhere.
     """
     name, params = eqn.primitive.name, eqn.params
-    if name == "gather":
-        whole = eqn.invars[0].aval.shape
-        taken = params["dimension_numbers"].start_index_map
-        free = params["mode"] in _CLAMPING and all(params["slice_sizes"][d] == whole[d] for d in taken)
-        return (1,) if free else ()
-    if name == "dynamic_slice":
-        return _whole(1, eqn.invars[0].aval.shape, params["slice_sizes"])
-    if name == "dynamic_update_slice":
-        return _whole(2, eqn.invars[0].aval.shape, eqn.invars[1].aval.shape)
-    return ()
+    if name not in ("gather", "dynamic_slice", "dynamic_update_slice"):
+        return []
+    whole, first = eqn.invars[0].aval.shape, 2 if name == "dynamic_update_slice" else 1
+    sizes = eqn.invars[1].aval.shape if name == "dynamic_update_slice" else params["slice_sizes"]
+    if name != "gather":
+        return [first + dim for dim, size in enumerate(whole) if size == sizes[dim]]
+    taken = params["dimension_numbers"].start_index_map
+    return [1] if params["mode"] in _CLAMPING and all(sizes[dim] == whole[dim] for dim in taken) else []
 
 
 @functools.cache
 def zeros(shape: tuple[int, ...], dtype: Any) -> Any:
     """Returns the jaxpr that makes zeros, which any device has."""
     return jax.make_jaxpr(lambda: lax.full(shape, 0, dtype))().jaxpr
-
-
-def _whole(first: int, shape: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(first + i for i, (size, part) in enumerate(zip(shape, sizes, strict=True)) if size == part)
 
 
 REFERENCE_REMEDY = "pass its value, ref[...], as an argument, return the new value, and write it back after the call"
@@ -152,20 +140,16 @@ def without_references(fun: Callable[..., Any], jaxpr: Any) -> Any:
     opened, consts = _jax.open_jaxpr(jaxpr)
     for var, const in zip(opened.constvars, consts, strict=True):
         if isinstance(const, jax.Ref):
-            raise TracingError(_refusal(fun, const, next((e for e in opened.eqns if var in e.invars), None)))
+            reader = next((eqn for eqn in opened.eqns if var in eqn.invars), None)
+            line = "" if reader is None else _jax.source_line(reader.source_info)
+            raise TracingError(
+                f"the step uses the mutable reference {_variable_of(fun, const)} ({const.dtype}{list(const.shape)})"
+                f"{f' at {line}' if line else ''}, which was created outside of it; {REFERENCE_REMEDY}"
+            )
     return _jax.discharge_references(jaxpr) if _jax.creates_references(jaxpr) else jaxpr
 
 
-def _refusal(fun: Callable[..., Any], ref: Any, reader: Any) -> str:
-    line = _jax.source_line(reader.source_info) if reader is not None else ""
-    where = f" at {line}" if line else ""
-    return (
-        f"the step uses the mutable reference {_name(fun, ref)} ({ref.dtype}{list(ref.shape)}){where}, which was "
-        f"created outside of it; {REFERENCE_REMEDY}"
-    )
-
-
-def _name(fun: Callable[..., Any], ref: Any) -> str:
+def _variable_of(fun: Callable[..., Any], ref: Any) -> str:
     """Returns the variable of a function that holds a reference."""
     try:
         found = inspect.getclosurevars(inspect.unwrap(fun))

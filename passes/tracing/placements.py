@@ -62,10 +62,12 @@ def read_annotations(traced: Traced, args: Sequence[Any], kwargs: Mapping[str, A
     leaves = pytrees.walk_leaves(traced.calling.drop_static(args, kwargs), lambda value: isinstance(value, boxes))
     out = []
     for number, (_, leaf, holder) in enumerate(leaves):
-        rank = len(getattr(leaf, "shape", ()))
+        rank, sharding, own = len(getattr(leaf, "shape", ())), getattr(leaf, "sharding", None), None
+        if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
+            why = f"an array that arrives as {sharding.spec}"
+            own = _annotation(number, rank, (why, sharding.spec, sharding.mesh), array=True)
         spec = _box(holder) if isinstance(holder, boxes) else _variable(holder)
-        own = _array(number, rank, getattr(leaf, "sharding", None))
-        found = own if spec is None else _annotation(number, rank, *spec) or own
+        found = (None if spec is None else _annotation(number, rank, spec)) or own
         if found is not None and found.mesh is None and own is not None:
             found = replace(found, mesh=own.mesh, array=True)
         if found is not None:
@@ -114,22 +116,15 @@ def _variable(value: Any) -> Spec | None:
     return None
 
 
-def _annotation(number: int, rank: int, why: str, spec: Any, mesh: Any) -> Annotation | None:
-    """Returns an annotation as dims, if it shards anything."""
+def _annotation(number: int, rank: int, found: Spec, *, array: bool = False) -> Annotation | None:
+    """Returns an annotation as dims, if it shards anything; an array is not cut along axes of size one."""
+    why, spec, mesh = found
     if spec is None or len(spec) > rank:
         return Annotation(number, None, None, False, why)
-    dims = _jax.spec_dims(spec, rank)
-    named = None if mesh is None or mesh.empty else logical_mesh(mesh)
-    return Annotation(number, dims, named, False, why) if any(dims) else None
-
-
-def _array(number: int, rank: int, sharding: Any) -> Annotation | None:
-    """Returns how an array is cut into blocks."""
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-        return None
-    mesh = logical_mesh(sharding.mesh)
-    dims = tuple(tuple(a for a in axes or () if mesh.axis_size(a) > 1) for axes in _jax.spec_dims(sharding.spec, rank))
-    return Annotation(number, dims, mesh, True, f"an array that arrives as {sharding.spec}") if any(dims) else None
+    dims, named = _jax.spec_dims(spec, rank), None if mesh is None or mesh.empty else logical_mesh(mesh)
+    if array and named is not None:
+        dims = tuple(tuple(axis for axis in axes or () if named.axis_size(axis) > 1) for axes in dims)
+    return Annotation(number, dims, named, array, why) if any(dims) else None
 
 
 Given = NamedSharding | PartitionSpec | None
@@ -142,12 +137,13 @@ def spread(option: str, prefix: Any, tree: Any) -> list[Given]:
       OptionError: it is none.
     """
     found: list[Given] = []
-
-    def add(sharding: Given, part: Any) -> None:
-        found.extend([sharding] * len(pytrees.flatten_nnx(part)[0]))
-
     try:
-        jax.tree_util.tree_map(add, prefix, tree, is_leaf=is_sharding)
+        jax.tree_util.tree_map(
+            lambda sharding, part: found.extend([sharding] * len(pytrees.flatten_nnx(part)[0])),
+            prefix,
+            tree,
+            is_leaf=is_sharding,
+        )
     except ValueError as error:
         reason = textwrap.shorten(str(error).splitlines()[0], 120, placeholder=" ...")
         raise OptionError(
@@ -188,25 +184,19 @@ def argument_placements(
             given[number] = one, "in_shardings"
     wishes, mesh = {}, None
     for number, (one, option) in given.items():
-        path = traced.arguments[number].path
+        path, text = traced.arguments[number].path, f"{option}={spec_text(one)}"
         rank = len(traced.graph.values[traced.graph.block.inputs[number]].shape)
-        wishes[path] = Wish(spec_dims(option, one, rank, path), f"{option}={spec_text(one)}")
-        mesh = _one_mesh(option, one, mesh, num_devices)
+        wishes[path] = Wish(spec_dims(option, one, rank, path), text)
+        own = logical_mesh(one.mesh) if isinstance(one, NamedSharding) else None
+        if own is not None and own.size != num_devices:
+            raise OptionError(
+                f"{text} is on a mesh of {own.size} devices, and the plan is for {num_devices}; give a mesh of all "
+                "devices, or cluster="
+            )
+        if None not in (own, mesh) and own != mesh:
+            raise OptionError(f"{text} is on another mesh than the shardings before it; give one mesh")
+        mesh = own or mesh
     return wishes, mesh
-
-
-def _one_mesh(option: str, one: Given, known: LogicalMesh | None, num_devices: int) -> LogicalMesh | None:
-    if not isinstance(one, NamedSharding):
-        return known
-    mesh = logical_mesh(one.mesh)
-    if mesh.size != num_devices:
-        raise OptionError(
-            f"{option}={spec_text(one)} is on a mesh of {mesh.size} devices, and the plan is for {num_devices}; give a "
-            "mesh of all devices, or cluster="
-        )
-    if known not in (None, mesh):
-        raise OptionError(f"{option}={spec_text(one)} is on another mesh than the shardings before it; give one mesh")
-    return mesh
 
 
 def spec_dims(option: str, one: NamedSharding | PartitionSpec, rank: int, path: str) -> Any:

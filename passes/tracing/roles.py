@@ -41,7 +41,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Container, Hashable, Iterable, Sequence, Set
-from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -52,23 +51,8 @@ from alpa_lite.passes.tracing.evidence import Evidence
 from alpa_lite.passes.tracing.leaves import Part
 
 
-@dataclass(frozen=True)
-class GivenRoles:
-    """Arguments whose roles are known before the step is read.
-
-    Attributes:
-      state, batch: the leaves that the user named, or None.
-      known: leaves that are state of another step.
-    """
-
-    state: frozenset[int] | None
-    batch: frozenset[int] | None
-    known: frozenset[int]
-
-
-@dataclass(frozen=True)
 class Roles:
-    """The roles of all leaves.
+    """The roles of all leaves (the module's docstring gives the rules).
 
     Attributes:
       arguments: the role of each argument, as `Argument.role` has it.
@@ -77,88 +61,78 @@ class Roles:
       notes: for the plan.
     """
 
-    arguments: tuple[str, ...]
-    state: dict[int, int]
-    returned: dict[int, int]
-    notes: tuple[str, ...]
+    def __init__(
+        self, inputs: Part, outputs: Part, evidence: Evidence, *, state: frozenset[int] | None,
+        batch: frozenset[int] | None, known: frozenset[int],
+    ) -> None:  # fmt: skip
+        """Finds the roles of a step's arguments.
 
+        Args:
+          inputs, outputs: the leaves of the arguments, and of the result.
+          evidence: of the graph.
+          state, batch: the leaves that the user named, or None.
+          known: leaves that are state of another step.
 
-def find_roles(inputs: Part, outputs: Part, evidence: Evidence, given: GivenRoles) -> Roles:
-    """Finds the roles of a step's arguments (the module's docstring gives the rules).
-
-    Args:
-      inputs, outputs: the leaves of the arguments, and of the result.
-      evidence: of the graph.
-      given: the roles that are known.
-
-    Raises:
-      SignatureError: an argument that is named as state does not come back, or every argument comes back.
-    """
-    matcher = _Matcher(inputs, outputs, evidence, given)
-    matcher.match_all()
-    pairs, state = matcher.pairs, frozenset(matcher.pairs.values())
-    if given.batch is None and state:
-        _refuse_all_state(inputs, state)
-    handed = {n: evidence.returned_argument(n) for n in outputs.leaves if n not in pairs}
-    returned = {n: i for n, i in handed.items() if i in inputs.leaves and i not in state}
-    objects = {i for i, leaf in inputs.leaves.items() if leaf.in_object}
-    if given.batch is not None:
-        units = [part for part in inputs.children if part.first in given.batch and part.leading]
-        batch, note = _batch_of(units, "named by batch_argnums or batch_argnames")
-    else:
-        taken = state | given.known | matcher.differentiated | objects
-        units = _data(inputs.largest_without(taken), set(returned.values()), evidence.weights, bool(state))
-        leaves = outputs.leaves.items()
-        results = {leaf.shape[0] for n, leaf in leaves if leaf.shape and not evidence.is_learnt(n) and not state}
-        batch, note = _batch_of(_most_shared(units, results), "the step neither returns nor updates {}")
-    data = {i for unit in units for i in unit.leaves}
-    roles = (
-        "state" if i in state else "batch" if i in batch
-        else "frozen" if leaf.is_batch_like and i not in data else "other"
-        for i, leaf in inputs.leaves.items()
-    )  # fmt: skip
-    return Roles(tuple(roles), pairs, returned, (note, *matcher.notes))
-
-
-class _Matcher:
-    """Which outputs are the new values of which arguments.
-
-    Attributes:
-      pairs: {output: argument}, as far as found.
-      notes: for the plan.
-      differentiated: the arguments whose gradients are among the outputs: weights, no batch.
-    """
-
-    def __init__(self, inputs: Part, outputs: Part, evidence: Evidence, given: GivenRoles) -> None:
-        self.pairs: dict[int, int] = {}
+        Raises:
+          SignatureError: an argument that is named as state does not come back, or every argument comes back.
+        """
+        self.state: dict[int, int] = {}
         self.notes: list[str] = []
-        self.differentiated: set[int] = set()
         self._inputs, self._outputs, self._evidence = inputs, outputs, evidence
-        self._named, self._batch_known = given.state, given.batch is not None or given.state is not None
-        self._known = given.known if given.state is None else frozenset()
+        self._named, self._batch_known = state is not None, batch is not None or state is not None
+        self._known = frozenset() if self._named else known
         self._weak = False  # whether the place of an argument that is one array may tell
-        self._taken = set(given.batch or ())
-        if given.state is not None:
-            self._taken |= inputs.leaves.keys() - given.state
+        self._differentiated: set[int] = set()  # the arguments whose gradients are among the outputs: no batch
+        self._taken = set(batch or ()).union(() if state is None else inputs.leaves.keys() - state)
         # State of another step is not expected among the results: `generate(params, cache)` returns (cache, token).
         own = [part for part in inputs.children if not self._known.issuperset(part.leaves)]
         results = [part for part in outputs.parts if len(part.keys) == 2] or outputs.children
         self._places = {argument.first: result.leaves for argument, result in zip(own, results, strict=False)}
+        self._find_state(state or frozenset())
+        back = frozenset(self.state.values())
+        if batch is None and back:
+            _refuse_all_state(inputs, back)
+        handed = {n: evidence.returned_argument(n) for n in outputs.leaves if n not in self.state}
+        self.returned = {n: i for n, i in handed.items() if i in inputs.leaves and i not in back}
+        units, leaves = self._find_batch(batch, known)
+        data = {i for unit in units for i in unit.leaves}
+        self.arguments = [
+            "state" if i in back else "batch" if i in leaves
+            else "frozen" if leaf.is_batch_like and i not in data else "other"
+            for i, leaf in inputs.leaves.items()
+        ]  # fmt: skip
 
-    def match_all(self) -> None:
+    def _find_state(self, named: Set[int]) -> None:
         """Pairs NNX objects, then pytrees, then arrays; of these one is left for the batch if none is named."""
         self._match_objects()
         self._match(part for part in self._inputs.children if not part.is_bare)
-        if not self.pairs:
+        if not self.state:
             self._match(part for part in self._inputs.parts if len(part.keys) > 1 and not part.is_bare)
-        self._weak = self._batch_known or not self.pairs
+        self._weak = self._batch_known or not self.state
         self._match(part for part in self._inputs.children if part.is_bare)
         for part in self._inputs.children:
-            if part.first in (self._named or ()) and set(self.pairs.values()).isdisjoint(part.leaves):
+            if part.first in named and set(self.state.values()).isdisjoint(part.leaves):
                 raise SignatureError(
                     f"state_argnums or state_argnames name {part.key}, but no result has its structure, shapes and "
                     "dtypes; return its new value, or leave it out"
                 )
+
+    def _find_batch(self, named: Set[int] | None, known: Set[int]) -> tuple[Sequence[Part], Set[int]]:
+        """Returns the data among the arguments, and the leaves of the batch; notes which it is."""
+        state, why = frozenset(self.state.values()), "named by batch_argnums or batch_argnames"
+        if named is not None:
+            units = chosen = [part for part in self._inputs.children if part.first in named and part.leading]
+        else:
+            taken = state | known | self._differentiated
+            taken |= {i for i, leaf in self._inputs.leaves.items() if leaf.in_object}
+            parts, handed = self._inputs.largest_without(taken), set(self.returned.values())
+            units = _data(parts, handed, self._evidence.weights, has_state=bool(state))
+            outputs = () if state else self._outputs.leaves.items()
+            results = {leaf.shape[0] for n, leaf in outputs if leaf.shape and not self._evidence.is_learnt(n)}
+            chosen, why = _most_shared(units, results), "the step neither returns nor updates {}"
+        batch, note = _batch_of(chosen, why)
+        self.notes.insert(0, note)
+        return units, batch
 
     def _match_objects(self) -> None:
         """Pairs the leaves of NNX objects, by path."""
@@ -167,7 +141,7 @@ class _Matcher:
             argument = found.get(leaf.path) if leaf.in_object else None
             is_changed = argument is not None and self._evidence.returned_argument(n) != argument
             if argument is not None and is_changed and self._same(n, argument):
-                self.pairs[n] = argument
+                self.state[n] = argument
         self._taken.update(found.values())
 
     def _match(self, candidates: Iterable[Part]) -> None:
@@ -175,19 +149,21 @@ class _Matcher:
         arguments, results_of = _by_structure(candidates), _by_structure(self._outputs.parts)
         for one in sorted(arguments, key=lambda one: arguments[one][0].size, reverse=True):
             free = list(filter(self._is_free, arguments[one]))
-            left = [part for part in results_of.get(one, ()) if self.pairs.keys().isdisjoint(part.leaves)]
+            left = [part for part in results_of.get(one, ()) if self.state.keys().isdisjoint(part.leaves)]
             for result, argument in self._assigned(left, free):
                 if not self._is_last_array(argument):
                     self._take(result, argument)
             for result in left:
-                if self.pairs.keys().isdisjoint(result.leaves):
+                if self.state.keys().isdisjoint(result.leaves):
                     self._doubt(result, [part for part in free if self._is_free(part) and self._fits(result, part)])
 
     def _is_last_array(self, argument: Part) -> bool:
         """Returns whether an argument that is one array is the only one that may be the batch."""
         if not argument.is_bare or self._batch_known:
             return False
-        return [part.first for part in self._inputs.children if self._is_free(part) and part.leading] == [argument.first]
+        return [part.first for part in self._inputs.children if self._is_free(part) and part.leading] == [
+            argument.first
+        ]
 
     def _assigned(self, results: list[Part], arguments: list[Part]) -> list[tuple[Part, Part]]:
         """Returns the pairs among results and arguments of one structure, as the module's docstring says."""
@@ -207,7 +183,7 @@ class _Matcher:
         chosen = zip(*linear_sum_assignment(scores, maximize=True), strict=True)
         pairs = [(results[r], arguments[p]) for r, p in chosen if weights[r, p]]
         pairs.sort(key=lambda pair: pair[1].first)
-        return [pair for pair in pairs if self._named is not None or self._changed(*pair)]
+        return [pair for pair in pairs if self._named or self._changed(*pair)]
 
     def _permutation(
         self, results: list[Part], arguments: list[Part], updates: Sequence[bool]
@@ -219,7 +195,7 @@ class _Matcher:
         sources = [{k for k, part in enumerate(arguments) if self._carried(r.leaves, part.leaves)} for r in results]
         rows = [
             k for k, result in enumerate(results)
-            if sources[k] and (updates[k] or not result.is_bare and self._is_handed_through(result))
+            if sources[k] and (updates[k] or (not result.is_bare and self._is_handed_through(result)))
         ]  # fmt: skip
         places = sorted({place for k in rows for place in sources[k]})
         one_each = len(places) == len(rows) == sum(len(sources[k]) for k in rows)
@@ -241,10 +217,10 @@ class _Matcher:
         if not self._known.isdisjoint(argument.leaves) and not learnt:
             return 0
         if not argument.is_bare:
-            return max(len(carried), self._named is not None)
+            return max(len(carried), self._named)
         leaf = argument.leaves[argument.first]
         counts = leaf.is_key or (not leaf.shape and np.issubdtype(leaf.dtype, np.integer))
-        if counts or self._named is not None or result.key == argument.key:
+        if counts or self._named or result.key == argument.key:
             return 1 + len(carried)
         is_placed = bool(leaf.shape) and result.first in self._places.get(argument.first, ())
         return int(self._weak and bool(carried) and (learnt or is_placed))
@@ -255,12 +231,12 @@ class _Matcher:
         if result.is_bare:
             if is_learnt and len(result.keys) <= 2:
                 alike = [part for part in arguments if self._may_update(result, part) and not self._is_last_array(part)]
-                self.differentiated.update(part.first for part in alike)
+                self._differentiated.update(part.first for part in alike)
             return
         if not arguments or self._is_handed_through(result):
             return
         if is_learnt:
-            self.differentiated.update(arguments[0].leaves)
+            self._differentiated.update(arguments[0].leaves)
         note = (
             f"{result.name} has the structure of {arguments[0].name} but holds "
             f"{'gradients' if is_learnt else 'other values'}, no update of it: it is not taken as new state; "
@@ -273,14 +249,14 @@ class _Matcher:
         self._taken.update(argument.leaves)
         for (number, after), (i, before) in zip(result.leaves.items(), argument.leaves.items(), strict=True):
             if self._same(number, i):
-                self.pairs[number] = i
+                self.state[number] = i
             else:
                 name = format_path(before.path)
                 self.notes.append(f"{name} is {before} but comes back as {after}: it is not kept as state")
 
     def _may_update(self, result: Part, argument: Part) -> bool:
         """Returns whether one array may be the new value of another, by its type and its dependences."""
-        is_changed = self._named is not None or bool(self._changed(result, argument))
+        is_changed = self._named or bool(self._changed(result, argument))
         return is_changed and self._evidence.depends(result.first, argument.first)
 
     def _changed(self, result: Part, argument: Part) -> list[int]:
@@ -327,7 +303,7 @@ def _refuse_all_state(inputs: Part, state: frozenset[int]) -> None:
         )
 
 
-def _data(parts: Iterable[Part], handed: Set[int], weights: Set[int], has_state: bool) -> list[Part]:
+def _data(parts: Iterable[Part], handed: Set[int], weights: Set[int], *, has_state: bool) -> list[Part]:
     """Returns the data among the parts that are not state.
 
     Args:

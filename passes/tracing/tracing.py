@@ -21,14 +21,14 @@ from jax.sharding import AxisType
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError, SignatureError, TracingError
 from alpa_lite.ir.calling import Calling
-from alpa_lite.ir.graph import Argument, Traced
+from alpa_lite.ir.graph import Argument, Graph, Traced
 from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.tracing import attention, calls, conversion, equations, pytrees
 from alpa_lite.passes.tracing.constraints import constrain_results, constrain_scopes
 from alpa_lite.passes.tracing.evidence import Evidence
 from alpa_lite.passes.tracing.leaves import Argnums, Leaf, Part, find_named_leaves
 from alpa_lite.passes.tracing.placements import spread
-from alpa_lite.passes.tracing.roles import GivenRoles, find_roles
+from alpa_lite.passes.tracing.roles import Roles
 
 
 def trace(
@@ -82,27 +82,8 @@ def trace(
     graph = constrain_scopes(conversion.graph_of(jaxpr, platform=platform, annotations=annotations), constrain)
     batch = find_named_leaves(calling, run.inputs, "batch", batch_argnums, batch_argnames)
     state = find_named_leaves(calling, run.inputs, "state", state_argnums, state_argnames)
-    roles = find_roles(run.inputs, run.outputs, Evidence(graph), GivenRoles(state, batch, frozenset(known)))
-    placed, leaves, stays = run.spread(out_shardings), run.outputs.leaves, {**roles.state, **roles.returned}
-    paths = [leaf.path for leaf in leaves.values()]
-    graph = constrain_results(graph, {n: one for n, one in enumerate(placed) if n not in stays}, paths)
-    left = [n for n in leaves if n not in roles.returned]
-    block = replace(graph.block, outputs=tuple(graph.block.outputs[n] for n in left))
-    arguments = zip(run.inputs.leaves.values(), roles.arguments, strict=True)
-    return Traced(
-        graph=replace(graph, block=block),
-        arguments=tuple(Argument(leaf.path, role, leaf.weak) for leaf, role in arguments),
-        outputs=tuple(Argument(paths[n], "state" if n in roles.state else "other", leaves[n].weak) for n in left),
-        state=tuple((i, roles.state[n]) for i, n in enumerate(left) if n in roles.state),
-        in_tree=run.in_tree,
-        out_tree=run.out_tree,
-        notes=roles.notes,
-        calling=calling,
-        name=getattr(fun, "__name__", "step"),
-        has_named_batch=batch is not None,
-        returned_arguments=tuple(roles.returned.items()),
-        placements=tuple((argument, placed[n]) for n, argument in stays.items() if placed[n] is not None),
-    )
+    roles = Roles(run.inputs, run.outputs, Evidence(graph), state=state, batch=batch, known=frozenset(known))
+    return replace(_assembled(run, graph, roles, out_shardings), has_named_batch=batch is not None)
 
 
 def trace_under(context: Any, trace: Callable[..., Traced]) -> Callable[..., Traced]:
@@ -130,13 +111,35 @@ def trace_under(context: Any, trace: Callable[..., Traced]) -> Callable[..., Tra
     return traced
 
 
+def _assembled(run: _Run, graph: Graph, roles: Roles, out_shardings: Any) -> Traced:
+    """Returns the traced step from its parts, without the results that are arguments as they came."""
+    leaves, stays, placed = run.outputs.leaves, {**roles.state, **roles.returned}, run.spread(out_shardings)
+    paths, left = [leaf.path for leaf in leaves.values()], [n for n in leaves if n not in roles.returned]
+    graph = constrain_results(graph, {n: one for n, one in enumerate(placed) if n not in stays}, paths)
+    block = replace(graph.block, outputs=tuple(graph.block.outputs[n] for n in left))
+    arguments = zip(run.inputs.leaves.values(), roles.arguments, strict=True)
+    return Traced(
+        graph=replace(graph, block=block),
+        arguments=tuple(Argument(leaf.path, role, leaf.weak) for leaf, role in arguments),
+        outputs=tuple(Argument(paths[n], "state" if n in roles.state else "other", leaves[n].weak) for n in left),
+        state=tuple((i, roles.state[n]) for i, n in enumerate(left) if n in roles.state),
+        in_tree=run.in_tree,
+        out_tree=run.out_tree,
+        notes=tuple(roles.notes),
+        calling=run.calling,
+        name=getattr(run.fun, "__name__", "step"),
+        returned_arguments=tuple(roles.returned.items()),
+        placements=tuple((argument, placed[n]) for n, argument in stays.items() if placed[n] is not None),
+    )
+
+
 class _Run:
     """One tracing: the step as a function of flat leaves, and its pytrees, which are known afterwards."""
 
     def __init__(
         self, fun: Callable[..., Any], calling: Calling, arguments: Any, shapes: Mapping[int, tuple[int, ...]]
     ) -> None:
-        self._fun, self._calling, self._arguments, self._shapes = fun, calling, arguments, shapes
+        self.fun, self.calling, self._arguments, self._shapes = fun, calling, arguments, shapes
         self.in_tree: Any = None
         self.out_tree: Any = None
         self.inputs: Part
@@ -146,7 +149,7 @@ class _Run:
 
     def jaxpr(self) -> Any:
         """Returns the closed jaxpr of the step."""
-        calling, pure = self._calling, self._arguments
+        calling, pure = self.calling, self._arguments
         with pytrees.nnx_update_context(self) if calling.modules else contextlib.nullcontext():
             if calling.modules:
                 pure = pytrees.split(pure, self)
@@ -169,11 +172,11 @@ class _Run:
         results = zip(self._rows, map(_jax.spec_of, jaxpr.out_avals), strict=True)
         rows = [Leaf(path, keys, spec.shape, spec.dtype, spec.weak_type, own) for (path, keys, own), spec in results]
         self.outputs = Part((), dict(enumerate(rows)))
-        return equations.without_references(self._fun, jaxpr)
+        return equations.without_references(self.fun, jaxpr)
 
     def _input(self, number: int, path: pytrees.LeafPath, leaf: Any) -> Leaf:
         """Returns the row of an argument, whose placement does not matter to the program."""
-        text = calls.path_of(self._calling, path.keys, path.inner)
+        text = calls.path_of(self.calling, path.keys, path.inner)
         if isinstance(leaf, jax.Ref):
             raise SignatureError(f"{format_path(text)} is a mutable reference (jax.Ref); {equations.REFERENCE_REMEDY}")
         try:
@@ -183,16 +186,16 @@ class _Run:
                 f"{format_path(text)} is an array of {leaf.dtype}, which JAX does not compute with; convert it, or "
                 "leave it out of the arguments"
             ) from error
-        keys = calls.path_of(self._calling, path.keys[:2]), *map(calls.key_text, path.keys[2:])
+        keys = calls.path_of(self.calling, path.keys[:2]), *map(calls.key_text, path.keys[2:])
         return Leaf(text, keys, self._shapes.get(number, shape), dtype, weak, path.module)
 
     def _on_leaves(self, *leaves: Any) -> list[Any]:
         """Returns the step on flat leaves. With NNX objects its result is (their arrays after the call, result)."""
-        args, has_objects = jax.tree_util.tree_unflatten(self.in_tree, leaves), self._calling.modules
+        args, has_objects = jax.tree_util.tree_unflatten(self.in_tree, leaves), self.calling.modules
         if has_objects:
             args = pytrees.merge(args, self, is_inner=True)
-        out = self._calling.call(self._fun, *args)
-        self._result = out = pytrees.hide(out, pytrees.has_static_numbers(self._fun))
+        out = self.calling.call(self.fun, *args)
+        self._result = out = pytrees.hide(out, pytrees.has_static_numbers(self.fun))
         self._rows = []
         for path in pytrees.leaf_paths((args if has_objects else (), out)):
             side, *keys = path.keys
@@ -200,7 +203,7 @@ class _Run:
                 text = f"result{jax.tree_util.keystr(tuple(keys))}{path.inner}"
                 self._rows.append((text, ("result", *map(calls.key_text, keys)), path.module))
             elif path.module:  # plain arguments do not come back
-                self._rows.append((calls.path_of(self._calling, keys, path.inner), (), True))
+                self._rows.append((calls.path_of(self.calling, keys, path.inner), (), True))
         pure = pytrees.split_results(args, out, self) if has_objects else out
         results, self.out_tree = jax.tree_util.tree_flatten(pure)
         return results

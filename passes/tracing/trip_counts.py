@@ -1,11 +1,13 @@
-"""Loops whose number of iterations is known become scans: a `while` that integers known at tracing decide.
+"""Operations of another form that values known at tracing allow: loops that are counted, and rows as batch dims.
 
-Known are scalar integers and booleans that follow from literals alone, also through loops that do not change them. A
-loop is counted if scalar arithmetic on known carries decides its condition before each iteration. One counter that is
-compared with a known number and stepped by another has a closed form, whichever way it counts; any other form is run in
-NumPy, for at most `MAX_SIMULATED_TRIPS` iterations. A counted loop becomes a scan of that length, which every later
-pass prices, divides and verifies by its length; one without an iteration is removed. All that stays a `while` has an
-unknown trip count, and is counted once: in plans, and where lowered programs are read (`evaluation.UNKNOWN_TRIPS`).
+Loops whose number of iterations is known become scans: a `while` that integers known at tracing decide. A loop is
+counted if scalar arithmetic on known carries decides its condition before each iteration. One counter that is compared
+with a known number and stepped by another has a closed form, whichever way it counts; any other form is run in NumPy,
+for at most `MAX_SIMULATED_TRIPS` iterations. A counted loop becomes a scan of that length, which every later pass
+prices, divides and verifies by its length; one without an iteration is removed. All that stays a `while` has an unknown
+trip count, and is counted once: in plans, and where lowered programs are read (`evaluation.UNKNOWN_TRIPS`).
+
+Rows are those of `rows`.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import numpy as np
 from jax.extend.core.primitives import scan_p
 
 from alpa_lite.ir.graph import Atom, Block, Graph, Op
-from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
-from alpa_lite.passes.ir.rewriting import rename_atom, rename_op
+from alpa_lite.passes.ir.rewriting import Rewriter, rename_atom, rename_op
+from alpa_lite.passes.tracing.rows import INDEXING, batch_rows
 from alpa_lite.passes.tracing.statics import FOLDED, Statics, fold_constant
 
 MAX_SIMULATED_TRIPS = 1_000
@@ -28,66 +31,74 @@ _MAX_LENGTH = 2**31 - 1  # of a scan, whose own counter has 32 bits
 _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
 
 
-def count_loops(graph: Graph) -> Graph:
-    """Returns the same program, with a scan for each `while` of known trip count; it is still to be pruned."""
-    return replace(graph, block=_Counter(graph).block(graph.block))
+def use_known_values(graph: Graph) -> Graph:
+    """Returns the same program, with a scan for each `while` of known trip count, and rows as batch dims.
+
+    It is still to be pruned.
+    """
+    walk = _Walk(graph)
+    block = walk.block(graph.block)
+    return replace(graph, values=tuple(walk.values), block=block)
 
 
-class _Counter:
+class _Walk:
     """Walks a graph in program order, and learns the final counters of loops."""
 
     def __init__(self, graph: Graph) -> None:
-        self.values, self.statics = graph.values, Statics((), graph.values, {})
+        self._rewriter, self._makers = Rewriter(graph), dict[int, Op]()
+        self.values = self._rewriter.values
+        constants = zip(graph.block.inputs[-len(graph.constants) :], graph.constants, strict=False)
+        self._statics = Statics((), self.values, dict(constants))
 
     def block(self, block: Block) -> Block:
-        ops, names = [], dict[int, Atom]()
+        """Returns the block with its operations in other forms."""
+        ops, names = list[Op](), dict[int, Atom]()
         for op in block.ops:
-            op = self._op(rename_op(op, names))
+            op = rename_op(op, names)
+            self._statics.add(op)
+            if op.bodies:
+                op = self._counted(replace(op, bodies=tuple(map(self.block, op.bodies))))
             if op.name == "scan" and not ScanView(op).length and not ScanView(op).ys:
                 names.update((carry.end, carry.start) for carry in ScanView(op).carries)
-            else:
-                ops.append(op)
+                continue
+            ops += batch_rows(op, self._rewriter, self._statics, self._makers) if op.name in INDEXING else [op]
+            self._makers.update((value, op) for value in op.results)
         return Block(block.inputs, tuple(ops), tuple(rename_atom(a, names) for a in block.outputs))
 
-    def read(self, atom: Atom) -> Any:
+    def _read(self, atom: Atom) -> Any:
         """Returns the integer or boolean that an atom holds; None if it is not known, or another value."""
-        array = self.statics.array_of(atom)
+        array = self._statics.array_of(atom)
         return None if array is None or array.shape or array.dtype.kind not in "iub" else array[()]
 
-    def _op(self, op: Op) -> Op:
-        self.statics.add(op)
-        if not op.bodies:
-            return op
-        op = replace(op, bodies=tuple(map(self.block, op.bodies)))
+    def _counted(self, op: Op) -> Op:
+        """Returns a `while` of known trip count as a scan, and any other operation as it is."""
         if op.name != "while" or any(inner.has_effects for inner in op.bodies[0].ops):
             return op
         view = WhileView(op)
-        found = self._trips(view)
+        start = enumerate(map(self._read, view.split_operands(op.operands).carry))
+        state = {n: scalar for n, scalar in start if scalar is not None}
+        found = self._linear(view, state) or self._simulated(view, state)
         if found is None:
             return op
         length, ends = found
-        self.statics.constants.update((op.results[n], np.asarray(end)) for n, end in ends.items())
+        self._statics.constants.update((op.results[n], np.asarray(end)) for n, end in ends.items())
         _, consts, carry = view.split_operands(op.operands)
         counts = {"num_consts": len(consts), "num_carry": len(carry)}
         params = {"length": length, "reverse": False, "unroll": 1, **counts}
-        operands, bodies = (*consts, *carry), (op.bodies[1],)
-        return replace(op, primitive=scan_p, params=params, operands=operands, bodies=bodies, key=None)
+        return replace(op, primitive=scan_p, params=params, operands=(*consts, *carry), bodies=op.bodies[1:], key=None)
 
-    def _trips(self, view: WhileView) -> tuple[int, dict[int, Any]] | None:
-        """Returns the iterations, and the final value of each known carry by its number; None if not known."""
+    def _simulated(self, view: WhileView, state: Mapping[int, Any]) -> tuple[int, dict[int, Any]] | None:
+        """Returns the iterations, and the final value of each known carry by its number; None if not known.
+
+        `state`: the known carries at the start.
+        """
         cond, body = view.op.bodies
         asked, carried = view.cond(cond.inputs)[1], view.body(body.inputs)[1]
-        start = enumerate(map(self.read, view.split_operands(view.op.operands).carry))
-        state = {n: scalar for n, scalar in start if scalar is not None}
-        if (linear := self._linear(view, state)) is not None:
-            return linear
         tests, steps = ([op for op in block.ops if self._is_scalar(op)] for block in (cond, body))
         for trips in range(MAX_SIMULATED_TRIPS + 1):
             running = self._run(tests, {asked[n]: scalar for n, scalar in state.items()})(cond.outputs[0])
-            if running is None:
-                return None
-            if not running:
-                return trips, state
+            if running is None or not running:
+                return None if running is None else (trips, dict(state))
             after = self._run(steps, {carried[n]: scalar for n, scalar in state.items()})
             ends = ((n, after(body.outputs[n])) for n in state)
             state = {n: scalar for n, scalar in ends if scalar is not None}
@@ -98,7 +109,7 @@ class _Counter:
 
         def read(atom: Atom) -> Any:
             known = scalars.get(atom) if isinstance(atom, int) else None
-            return self.read(atom) if known is None else known
+            return self._read(atom) if known is None else known
 
         for op in ops:
             operands = list(map(read, op.operands))
@@ -108,29 +119,27 @@ class _Counter:
 
     def _is_scalar(self, op: Op) -> bool:
         """Returns whether an operation makes one integer or boolean."""
-        if op.name not in FOLDED or self.values[op.results[0]].shape:
-            return False
-        dtype = self.values[op.results[0]].dtype
-        return isinstance(dtype, np.dtype) and dtype.kind in "iub"
+        made = self.values[op.results[0]] if op.name in FOLDED else None
+        return made is not None and not made.shape and isinstance(made.dtype, np.dtype) and made.dtype.kind in "iub"
 
     def _linear(self, view: WhileView, state: Mapping[int, Any]) -> tuple[int, dict[int, Any]] | None:
-        """As `_trips`, of one counter to which a known number is added until a comparison with another ends it."""
+        """As `_simulated`, of one counter to which a known number is added until a comparison with another ends it."""
         cond, body = view.op.bodies
         asked, carried = view.cond(cond.inputs)[1], view.body(body.inputs)[1]
-        compare = _maker(cond, cond.outputs[0])
+        compare, makers = flow.producers(cond.ops).get(cond.outputs[0]), flow.producers(body.ops)
         if compare is None or compare.name not in _FLIPPED:
             return None
         (left, right), kind = compare.operands, compare.name
         if right in asked:
             left, right, kind = right, left, _FLIPPED[kind]
-        limit, n = self.read(right), asked.index(left) if left in asked else -1
-        step = _maker(body, body.outputs[n]) if n in state else None
+        limit, n = self._read(right), asked.index(left) if left in asked else -1
+        step = makers.get(body.outputs[n]) if n in state else None
         if limit is None or step is None or step.name not in primitives.ADDITIONS:
             return None
         first, second = step.operands
         if second == carried[n] and step.name != "sub":
             first, second = second, first
-        by = self.read(second)
+        by = self._read(second)
         if by is None or first != carried[n]:
             return None
         by = -int(by) if step.name == "sub" else int(by)
@@ -140,10 +149,6 @@ class _Counter:
             return None
         end, info = start + trips * by, np.iinfo(dtype)
         return (trips, {n: dtype.type(end)}) if info.min <= end <= info.max else None
-
-
-def _maker(block: Block, atom: Atom) -> Op | None:
-    return next((op for op in block.ops if atom in op.results), None)
 
 
 def _linear_trips(kind: str, start: int, step: int, limit: int) -> int | None:
