@@ -219,7 +219,8 @@ def walk_leaves(tree: Any, is_box: Callable[[Any], bool] = lambda _: False) -> I
       is_box: whether a part of the pytree is a box.
     """
     nnx = sys.modules.get("flax.nnx")
-    with contextlib.nullcontext() if nnx is None else nnx.split_context() as context:
+    manager: Any = contextlib.nullcontext() if nnx is None else nnx.split_context()
+    with manager as context:
         for path, item in _flat_with_paths(tree, lambda value: _is_object_or_state(value) or is_box(value)):
             if nnx is not None and is_nnx_object(item):
                 _, state = context.flatten(item)

@@ -93,7 +93,7 @@ class Roles:
         if batch is None and back:
             _refuse_all_state(inputs, back)
         handed = {n: evidence.returned_argument(n) for n in outputs.leaves if n not in self.state}
-        self.returned = {n: i for n, i in handed.items() if i in inputs.leaves and i not in back}
+        self.returned = {n: i for n, i in handed.items() if i is not None and i in inputs.leaves.keys() - back}
         units, leaves = self._find_batch(batch, known)
         data = {i for unit in units for i in unit.leaves}
         self.arguments = [

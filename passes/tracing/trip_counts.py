@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core.primitives import scan_p
 
 from alpa_lite.ir.graph import Atom, Block, Graph, Op
-from alpa_lite.passes.ir import flow, primitives
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import Rewriter, rename_atom, rename_op
 from alpa_lite.passes.tracing.rows import INDEXING, batch_rows
@@ -126,14 +126,14 @@ class _Walk:
         """As `_simulated`, of one counter to which a known number is added until a comparison with another ends it."""
         cond, body = view.op.bodies
         asked, carried = view.cond(cond.inputs)[1], view.body(body.inputs)[1]
-        compare, makers = flow.producers(cond.ops).get(cond.outputs[0]), flow.producers(body.ops)
+        compare = _maker(cond, cond.outputs[0])
         if compare is None or compare.name not in _FLIPPED:
             return None
         (left, right), kind = compare.operands, compare.name
         if right in asked:
             left, right, kind = right, left, _FLIPPED[kind]
         limit, n = self._read(right), asked.index(left) if left in asked else -1
-        step = makers.get(body.outputs[n]) if n in state else None
+        step = _maker(body, body.outputs[n]) if n in state else None
         if limit is None or step is None or step.name not in primitives.ADDITIONS:
             return None
         first, second = step.operands
@@ -149,6 +149,10 @@ class _Walk:
             return None
         end, info = start + trips * by, np.iinfo(dtype)
         return (trips, {n: dtype.type(end)}) if info.min <= end <= info.max else None
+
+
+def _maker(block: Block, atom: Atom) -> Op | None:
+    return next((op for op in block.ops if atom in op.results), None)
 
 
 def _linear_trips(kind: str, start: int, step: int, limit: int) -> int | None:
