@@ -27,7 +27,7 @@ from alpa_lite.passes.search import pipeline_analysis, pipelines
 from alpa_lite.passes.stages.layer_costs import COSTS, MeasuredLayer
 from gallery.batches import f32, normal
 from gallery.steps import layers, sgd
-from tests import comparing
+from tests import comparing, invariants
 from tests.helpers import local
 
 FIXED = {
@@ -209,12 +209,21 @@ PIPELINE_LAPS = ("tracing", "factors", "micro-batches", "layers", "costs", "slic
 
 
 @pytest.mark.parametrize(("method", "parts", "laps"), [(Sharded(), 1, LAPS), (Pipeline(2), 2, PIPELINE_LAPS)])
-def test_every_pass_is_timed_dumped_and_checked(method, parts, laps, tmp_path) -> None:
+def test_every_pass_is_timed_and_dumped_and_keeps_its_invariants(method, parts, laps, tmp_path, monkeypatch) -> None:
+    run, checked = runner.Passes.__call__, set()
+
+    def run_checked(passes, name, *args, **kwargs):
+        value = run(passes, name, *args, **kwargs)
+        invariants.check(value)
+        checked.add(name)
+        return value
+
+    monkeypatch.setattr(runner.Passes, "__call__", run_checked)
     args = shapes_of(layers=4, width=64, batch=16)
-    with runner.check_values():
-        plan = make_plan(
-            step, *args, cluster=cluster(1, 2), method=method, num_microbatches=parts, dump_dir=tmp_path
-        )  # fmt: skip
+    plan = make_plan(
+        step, *args, cluster=cluster(1, 2), method=method, num_microbatches=parts, dump_dir=tmp_path
+    )  # fmt: skip
+    assert checked == set(laps)
     assert set(plan.planning_seconds) == set(laps)
     assert all(seconds > 0 for seconds in plan.planning_seconds.values())
     files = sorted(tmp_path.iterdir())

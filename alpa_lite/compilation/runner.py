@@ -1,20 +1,16 @@
-"""Runs passes: times each, shows it while it works, dumps its value and, in tests, checks it."""
+"""Runs passes: times each, shows it while it works, and dumps its value."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
-from alpa_lite.passes.checks import values
 from alpa_lite.report import dump, progress
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_checking: ContextVar[bool] = ContextVar("checking", default=False)
 
 
 class Passes:
@@ -40,8 +36,6 @@ class Passes:
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
         self._write(name, value)
-        if _checking.get():
-            values.check(value)
         return value
 
     def count(self, what: str, done: int, total: int, lasting: bool = False) -> None:
@@ -54,13 +48,3 @@ def passes(name: str, dump_dir: Any) -> Iterator[Passes]:
     """A runner for the step of that name; shows its progress, and writes values into `dump_dir`, if that is given."""
     with progress.show_progress(f"planning {name}") as show, dump.stages(dump_dir) as write:
         yield Passes(show, write)
-
-
-@contextlib.contextmanager
-def check_values() -> Iterator[None]:
-    """Within it, every value that a pass makes is checked by the invariants of its type."""
-    token = _checking.set(True)
-    try:
-        yield
-    finally:
-        _checking.reset(token)

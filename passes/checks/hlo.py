@@ -1,10 +1,10 @@
 """Comparison of the collectives of a compiled program with the planned ones, up to known rewrites of compilers.
 
-Collectives are identified by (kind, axes, bytes), and counted by their executions per step. Those that are planned and
-found as they are, or differ in kind or width by a rule below, are paired at once, so that as few as possible are left
-(`checks.matching`). Each other rule, in order, explains a part of the missing ones or pairs it with extra ones; those
-that no rule explains are differences, and the comparison fails. The rules, with the compilers that were seen to apply
-them (CPU: JAX 0.10.2 and 0.12; TPU: libtpu 0.0.42 and 0.0.50; GPU: JAX's CUDA plugin 0.12.0.1):
+Collectives are identified by (kind, axes, bytes), and counted by their executions per step. Changes of kind and width
+leave the axes and the number of items as they are, so that planned and found collectives of equal axes and items are
+paired, those with the least changes first. Each other rule, in order, explains a part of the missing ones or pairs it
+with extra ones; those that no rule explains are differences, and the comparison fails. The rules, with the compilers
+that were seen to apply them (CPU: JAX 0.10.2 and 0.12; TPU: libtpu 0.0.42 and 0.0.50; GPU: JAX's CUDA plugin 0.12.0.1):
 
     combined                several operands in one op: equal logically, listed only                      CPU, TPU
     split all-to-all        one piece per device in a tuple: equal logically, listed only                 CPU
@@ -32,20 +32,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 from alpa_lite.errors import VerificationError
 from alpa_lite.ir.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks import slices
 from alpa_lite.passes.checks.hlo_text import HloCollective, item_bits, read_hlo
-from alpa_lite.passes.checks.matching import pair_executions
-from alpa_lite.passes.checks.redundancy import REASONS, Redundancy
+from alpa_lite.passes.checks.redundancy import REASONS, Redundancy, Sent
 from alpa_lite.passes.checks.shardy import Key, describe, totals
 from alpa_lite.plan.records import Collective
 
-_Planned = tuple[Key, int | None]
-"""Planned executions whose items have a width in bits; None if the lowered module does not say."""
 _Found = tuple[Key, str, bool]
 """Found executions by dtype, and whether the metadata names them after the primitive of their kind: a compiler that
 changes the kind makes an op of its own."""
@@ -61,17 +58,11 @@ _PRIMITIVES = {
     "reduce_scatter": ("reduce_scatter",),
 }
 _KIND_CHANGES = {
-    "reduce_scatter": ("all_reduce", "reduce-scatter as all-reduce", 25.0),
-    "all_gather": ("all_reduce", "all-gather as all-reduce", 26.0),
-    "all_reduce": ("reduce_scatter", "all-reduce as reduce-scatter", 27.0),
+    ("reduce_scatter", "all_reduce"): "reduce-scatter as all-reduce",
+    ("all_gather", "all_reduce"): "all-gather as all-reduce",
+    ("all_reduce", "reduce_scatter"): "all-reduce as reduce-scatter",
 }
-"""Planned kind -> found kind, name of the change, and its cost: more than that of any change of width."""
-_SCALES = (
-    ("", 1, 1), ("dtype promoted", 2, 1), ("dtype narrowed", 1, 2), ("dtype promoted", 4, 1), ("dtype narrowed", 1, 4)
-)  # fmt: skip
-"""Changes of width: the name, and numerator and denominator of the bytes."""
-_OTHER_WIDTH = 50.0
-"""The cost of pairing payloads of equal bytes whose items differ in width; more than that of any change."""
+"""Planned and found kind -> name of the change."""
 
 
 @dataclass(frozen=True)
@@ -138,10 +129,11 @@ def compare_hlo(text: str, mesh: LogicalMesh, planned: Sequence[Collective], red
     read = read_hlo(text, part)
     match = _Match(totals(planned, part), read.collectives, slices.restrict_to_slices(redundancy, part))
     match.pair()
-    match.pair_joined()
     match.pair_packed()
     crossing = slices.collectives_across_slices(planned, mesh, part)
-    match.pair_in_two_levels(totals((c for c in crossing if c.kind == "all_reduce"), part))
+    sums = totals((c for c in crossing if c.kind == "all_reduce"), part)
+    match.pair_joined({axes for _, axes, _ in sums})
+    match.take_gathers(sums)
     match.explain_missing()
     rewrites, differences = [*_listed(read.collectives, text), *match.rewrites], match.differences()
     if crossing or read.transfers:
@@ -176,9 +168,15 @@ def _listed(found: Sequence[HloCollective], text: str) -> list[Rewrite]:
 class _Match:
     """The planned collectives not yet found, the found ones not yet planned, and the rules that pair them."""
 
-    def __init__(self, missing: Counter[Key], found: Sequence[HloCollective], redundancy: Redundancy) -> None:
-        self.missing, self.found = missing, found
-        self.lost_by, self.item_bits = redundancy.removals, redundancy.item_bits
+    def __init__(self, planned: Counter[Key], found: Sequence[HloCollective], redundancy: Redundancy) -> None:
+        self.found, self.lost_by = found, redundancy.removals
+        self.missing: Counter[Sent] = Counter()
+        unknown = planned.copy()
+        for sent, n in redundancy.written.items():
+            if (known := min(n, unknown[sent[:3]])) > 0:
+                self.missing[sent] = known
+                unknown[sent[:3]] -= known
+        self.missing.update({(*key, 0): n for key, n in unknown.items() if n})
         self.extra: Counter[_Found] = Counter()
         operands = Counter((c.kind, c.op) for c in found)
         for c in found:
@@ -188,76 +186,63 @@ class _Match:
         self.rewrites: list[Rewrite] = []
 
     def pair(self) -> None:
-        """Pairs planned collectives with found ones, with as few changes of kind and width as can be."""
-        planned = {(key, bits): n for key, count in self.missing.items() for bits, n in self._by_width(key, count)}
-        changes = self._changes(planned)
-        costs = {pair: cost for pair, (cost, _) in changes.items()}
-        lost = sum(self.lost_by.values(), Counter[Key]())
-        for pair, n in pair_executions(planned, self.extra, costs, {one: one[0] for one in planned}, lost).items():
-            (key, _), (at, dtype, _) = pair
-            self._take(key, pair[1], n)
-            if name := changes[pair][1]:
-                self._note(name, n, key, f" as {at[2]} bytes of {dtype}" if at[2] != key[2] else "")
+        """Pairs planned collectives with found ones of as many items, those with the least changes first.
 
-    def _changes(self, planned: Iterable[_Planned]) -> dict[tuple[_Planned, _Found], tuple[float, str]]:
-        """Planned and found collective -> the cost of changing one into the other, and its name; "" for equal ones."""
-        out: dict[tuple[_Planned, _Found], tuple[float, str]] = {}
-        there: dict[Key, list[_Found]] = defaultdict(list)
-        for found in self.extra:
-            there[found[0]].append(found)
-        for key, bits in planned:
-            kind, axes, size = key
-            changed = [_KIND_CHANGES[kind]] if kind in _KIND_CHANGES else []
-            for other, change, price in ((kind, "", 0.0), *changed):
-                for scale, up, down in _SCALES:
-                    name = ", ".join(filter(None, (change, scale)))
-                    if size * up % down or (name and key not in self.item_bits):
-                        continue
-                    for found in there.get((other, axes, size * up // down), ()):
-                        _, dtype, native = found
-                        if (change and native) or not self._width(key, bits, dtype, up, down):
-                            continue
-                        # An equal payload that is named otherwise, or has other items, is rather a changed one.
-                        strange = not name and bits not in (None, item_bits(dtype))
-                        cost = price + 5.0 * up * down + 0.1 * (not native) + _OTHER_WIDTH * strange
-                        out[(key, bits), found] = cost, name
+        Executions that a compiler may leave out are set aside before, as many as there are fewer found than planned.
+        """
+        kept = self.missing - self._left_out()
+        pairs = ((_change(sent, found), sent, found) for sent in kept for found in self.extra)
+        for (*_, name), sent, found in sorted(pair for pair in pairs if pair[0]):
+            if n := self._take(sent, found, kept[sent]):
+                kept[sent] -= n
+                at, dtype, _ = found
+                if name:
+                    self._note(name, n, sent, f" as {at[2]} bytes of {dtype}" if at[2] != sent[2] else "")
+
+    def _left_out(self) -> Counter[Sent]:
+        """Returns executions that may be lost, of axes and items of which fewer are found: of what is found least."""
+        lost = sum(self.lost_by.values(), Counter[Sent]())
+        fewer: Counter[tuple[Axes, int]] = Counter()
+        exact: Counter[Sent] = Counter()
+        for sent, n in self.missing.items():
+            fewer[_items(sent)] += n
+        for (key, dtype, _), n in self.extra.items():
+            fewer[_items((*key, item_bits(dtype)))] -= n
+            exact[*key, item_bits(dtype)] += n
+        out: Counter[Sent] = Counter()
+        for sent, n in sorted(self.missing.items(), key=lambda one: exact[one[0]] - one[1]):
+            out[sent] = max(0, min(n, lost[sent], fewer[_items(sent)]))
+            fewer[_items(sent)] -= out[sent]
         return out
-
-    def _by_width(self, key: Key, n: int) -> list[tuple[int | None, int]]:
-        """Returns the planned executions of a key by the width of their items."""
-        known = self.item_bits.get(key, Counter[int]())
-        return list(known.items()) if known.total() == n else [(None, n)]
-
-    def pair_joined(self) -> None:
-        """Pairs all missing all-reduces over some axes with extra ones of the same bytes in all, which are fewer."""
-        for axes in dict.fromkeys(key[1] for key in self._open("all_reduce")):
-            keys = [key for key in self._open("all_reduce") if key[1] == axes]
-            there = {at: n for at, n in self.extra.items() if n > 0 and at[0][:2] == ("all_reduce", axes)}
-            wanted = sum(key[2] * self.missing[key] for key in keys)
-            fewer = 0 < sum(there.values()) < sum(self.missing[key] for key in keys)
-            if fewer and wanted == sum(at[0][2] * n for at, n in there.items()):
-                for key in keys:
-                    self._explain("joined", key)
-                self.extra.subtract(there)
 
     def pair_packed(self) -> None:
         """Pairs small missing collectives with all-reduces of one tile of 128 words."""
-        for key in self._open("all_reduce") + self._open("all_gather"):
-            if key[2] < _TILE:
-                at = "all_reduce", key[1], _TILE
-                if n := sum(self._take(key, (at, "u32", native)) for native in (False, True)):
-                    self._note("packed into a tile", n, key, f" as an all-reduce of {_TILE} bytes of u32")
+        for sent in {**self._open("all_reduce"), **self._open("all_gather")}:
+            if sent[2] < _TILE:
+                at = "all_reduce", sent[1], _TILE
+                if n := sum(self._take(sent, (at, "u32", native)) for native in (False, True)):
+                    self._note("packed into a tile", n, sent, f" as an all-reduce of {_TILE} bytes of u32")
 
-    def pair_in_two_levels(self, crossing: Counter[Key]) -> None:
-        """Pairs the remaining all-reduces over several slices with the parts of them that run within one."""
-        for axes in dict.fromkeys(axes for _, axes, _ in crossing):
-            keys = [key for key in self._open("all_reduce") if key[1] == axes]
-            whole = sum(key[2] * self.missing[key] for key in keys)
-            tiled = {("all_reduce", axes, -(-whole // tile) * tile) for tile in (_TILE, _TILES) if whole}
-            for found in sorted(found for found, n in self.extra.items() if n > 0 and found[0] in tiled)[:1]:
-                self.extra[found] -= 1
-                for key in keys:
-                    self._explain("packed into tiles", key, f", {found[0][2]} bytes together")
+    def pair_joined(self, crossing: Container[Axes]) -> None:
+        """Pairs all missing all-reduces over some axes with fewer extra ones of as many bytes in all.
+
+        Over axes that cross slices one is enough that has their bytes rounded up to whole tiles.
+        """
+        for axes in dict.fromkeys(sent[1] for sent in self._open("all_reduce")):
+            missing = self._open("all_reduce", axes)
+            there = {at: n for at, n in self.extra.items() if n > 0 and at[0][:2] == ("all_reduce", axes)}
+            whole = sum(sent[2] * n for sent, n in missing.items())
+            tiled = {-(-whole // tile) * tile for tile in (_TILE, _TILES) if axes in crossing}
+            name, more = "joined", ""
+            if whole != sum(at[0][2] * n for at, n in there.items()) or sum(there.values()) >= sum(missing.values()):
+                there = dict.fromkeys(sorted(at for at in there if at[0][2] in tiled)[:1], 1)
+                name, more = "packed into tiles", f", {sum(at[0][2] for at in there)} bytes together"
+            self.extra.subtract(there)
+            for sent, n in missing.items() if there else ():
+                self._explain(name, sent, n, more)
+
+    def take_gathers(self, crossing: Counter[Key]) -> None:
+        """Takes the all-gathers within a slice that end all-reduces over several."""
         for (_, axes, size), most in crossing.items():
             for found, n in self.extra.items():
                 if found[0] == ("all_gather", axes, size):
@@ -267,17 +252,19 @@ class _Match:
 
     def explain_missing(self) -> None:
         """Explains missing collectives without a counterpart: the program runs fewer collectives than planned."""
-        for key in [key for key, n in self.missing.items() if n > 0 and key[2] == 0]:
-            self._explain("removed empty", key)
+        for sent, n in self.missing.items():
+            if sent[2] == 0:
+                self._explain("removed empty", sent, n)
         for name in REASONS:
-            for key, n in self.missing.items():
-                if (lost := min(n, self.lost_by[name][key])) > 0:
-                    self.missing[key] -= lost
-                    self._note(name, lost, key)
+            for sent, n in self.missing.items():
+                self._explain(name, sent, min(n, self.lost_by[name][sent]))
 
     def differences(self) -> list[str]:
         """Returns one message for each collective that remains on either side."""
-        out = [f"planned but not found: {n} x {describe(key)}" for key, n in sorted(self.missing.items()) if n > 0]
+        missing: Counter[Key] = Counter()
+        for sent, n in self.missing.items():
+            missing[sent[:3]] += n
+        out = [f"planned but not found: {n} x {describe(key)}" for key, n in sorted(missing.items()) if n > 0]
         for (key, dtype, _), n in sorted(self.extra.items()):
             if n > 0:
                 at = [c.where or c.op for c in self.found if (c.kind, c.axes, c.bytes, c.dtype) == (*key, dtype)]
@@ -285,29 +272,48 @@ class _Match:
                 out.append(f"found but not planned: {n} x {describe(key)} of {dtype} at {places}")
         return out
 
-    def _open(self, kind: str) -> list[Key]:
+    def _open(self, kind: str, axes: Axes | None = None) -> dict[Sent, int]:
         """Missing collectives of a kind that the lowered module really has."""
-        return [k for k, n in self.missing.items() if n > 0 and k[0] == kind and k in self.item_bits]
+        return {s: n for s, n in self.missing.items() if n > 0 and s[0] == kind and s[3] and axes in (None, s[1])}
 
-    def _width(self, key: Key, bits: int | None, dtype: str, up: int, down: int) -> bool:
-        """Returns whether `dtype` can result from the planned items if a compiler changes their width by up / down."""
-        if up == down:
-            return True
-        if not dtype.startswith(_WIDE if up > down else _NARROW):
-            return False
-        widths = self.item_bits[key] if bits is None else (bits,)
-        return any(width * up == item_bits(dtype) * down for width in widths)
-
-    def _take(self, key: Key, found: _Found, most: float = float("inf")) -> int:
-        n = max(0, int(min(self.missing[key], self.extra[found], most)))
-        self.missing[key] -= n
+    def _take(self, sent: Sent, found: _Found, most: float = float("inf")) -> int:
+        n = max(0, int(min(self.missing[sent], self.extra[found], most)))
+        self.missing[sent] -= n
         self.extra[found] -= n
         return n
 
-    def _explain(self, name: str, key: Key, more: str = "") -> None:
-        """Takes all that is missing of a collective as explained by a rewrite."""
-        n, self.missing[key] = self.missing[key], 0
-        self._note(name, n, key, more)
+    def _explain(self, name: str, sent: Sent, n: int, more: str = "") -> None:
+        """Takes missing executions of a collective as explained by a rewrite."""
+        if n > 0:
+            self.missing[sent] -= n
+            self._note(name, n, sent, more)
 
-    def _note(self, name: str, n: int, key: Key, more: str = "") -> None:
-        self.rewrites.append(Rewrite(name, n, describe(key) + more))
+    def _note(self, name: str, n: int, sent: Sent, more: str = "") -> None:
+        self.rewrites.append(Rewrite(name, n, describe(sent[:3]) + more))
+
+
+def _items(sent: Sent) -> tuple[Axes, int]:
+    """Returns the axes and the number of items of a collective, which changes of kind and width leave as they are."""
+    _, axes, size, bits = sent
+    return axes, 8 * size // bits if bits else -1
+
+
+def _change(sent: Sent, found: _Found) -> tuple[int, bool, bool, str] | None:
+    """Returns a key to order the change by that makes a planned collective a found one, its name last; None if none.
+
+    Payloads of equal bytes are one and the same whatever their items are, but rather a changed one of as many items.
+    """
+    kind, axes, size, bits = sent
+    (other, over, received), dtype, native = found
+    width, scale = item_bits(dtype), ""
+    if axes != over:
+        return None
+    if _items(sent) == _items((*found[0], width)) and (
+        kind == other or ((kind, other) in _KIND_CHANGES and not native)
+    ):
+        if width != bits:
+            scale = "dtype promoted" if width > bits else "dtype narrowed"
+        if not scale or dtype.startswith(_WIDE if width > bits else _NARROW):
+            names = [name for name in (_KIND_CHANGES.get((kind, other)), scale) if name]
+            return len(names) + (kind != other), not native, dtype.startswith(_WIDE), ", ".join(names)
+    return (9, not native, True, "") if (kind, size) == (other, received) else None

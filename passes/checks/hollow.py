@@ -28,7 +28,9 @@ def hollow_regions(module: Any) -> None:
     Regions that neither take nor return a value, as of a callback on nothing, are dropped: there is nothing that Shardy
     could communicate for them, and it refuses them.
     """
-    meshes = {symbol(op): axes_of(op.attributes["mesh"]) for op in operations(module) if op.name == "sdy.mesh"}
+    meshes = {
+        symbol(op): axes_of(op.attributes["mesh"]) for op in operations(module.regions[0]) if op.name == "sdy.mesh"
+    }
     functions = functions_of(module)
     called: set[str] = set()
     stack = [op for op in functions.values() if is_public(op)]

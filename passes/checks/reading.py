@@ -30,9 +30,9 @@ def names(attributes: Any) -> list[str]:
     return [one.name for one in attributes]
 
 
-def operations(module: Any) -> list[Any]:
-    """Returns the operations of a module, or of a region of one block."""
-    return [view.operation for view in module.regions[0].blocks[0].operations]
+def operations(region: Any) -> list[Any]:
+    """Returns the operations of a region of one block."""
+    return [view.operation for view in region.blocks[0].operations]
 
 
 def symbol(op: Any) -> str:
@@ -42,7 +42,7 @@ def symbol(op: Any) -> str:
 
 def functions_of(module: Any) -> dict[str, Any]:
     """Returns the functions of a module by name."""
-    return {symbol(op): op for op in operations(module) if op.name == "func.func"}
+    return {symbol(op): op for op in operations(module.regions[0]) if op.name == "func.func"}
 
 
 def is_public(function: Any) -> bool:

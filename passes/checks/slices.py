@@ -19,21 +19,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
 
 from alpa_lite.ir.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks.hlo_text import HloCollective
-from alpa_lite.passes.checks.redundancy import Redundancy
+from alpa_lite.passes.checks.redundancy import Redundancy, Sent
 from alpa_lite.passes.checks.replica_groups import normal_axes
-from alpa_lite.passes.checks.shardy import Key
 from alpa_lite.plan.records import Collective
 
 SUMS = ("all_reduce", "reduce_scatter")
 """Kinds whose transfers carry a device's part of the sum over its slice, not a block of its own."""
 
 _PARTITIONS = re.compile(r"^HloModule [^\n]*\bnum_partitions=(\d+)")
-_Value = TypeVar("_Value", int, Counter[int])
 
 
 def part_of(text: str, mesh: LogicalMesh) -> LogicalMesh:
@@ -57,16 +54,15 @@ def part_of(text: str, mesh: LogicalMesh) -> LogicalMesh:
 
 def restrict_to_slices(redundancy: Redundancy, part: LogicalMesh) -> Redundancy:
     """Returns the same with every collective over the axes that it has within a slice."""
-    lost = {reason: Counter(_joined(counts, part, int.__add__)) for reason, counts in redundancy.removals.items()}
-    return Redundancy(lost, _joined(redundancy.item_bits, part, Counter.__add__))
 
+    def within(counts: Counter[Sent]) -> Counter[Sent]:
+        out: Counter[Sent] = Counter()
+        for (kind, axes, size, bits), n in counts.items():
+            out[kind, normal_axes(axes, part), size, bits] += n
+        return out
 
-def _joined(counts: Mapping[Key, _Value], part: LogicalMesh, add: Callable[[Any, Any], Any]) -> dict[Key, _Value]:
-    out: dict[Key, _Value] = {}
-    for (kind, axes, size), value in counts.items():
-        key = kind, normal_axes(axes, part), size
-        out[key] = add(out[key], value) if key in out else value
-    return out
+    removals = {reason: within(counts) for reason, counts in redundancy.removals.items()}
+    return Redundancy(removals, within(redundancy.written))
 
 
 def collectives_across_slices(planned: Iterable[Collective], mesh: LogicalMesh, part: LogicalMesh) -> list[Collective]:
