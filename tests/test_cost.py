@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from alpa_lite.cluster import Cluster, Curve, Link, trust
 from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.cluster.presets import DATA
 from alpa_lite.errors import OptionError
 from alpa_lite.ir.layout import LogicalMesh
 from tests.plans import gpt_plan
@@ -211,7 +212,7 @@ def test_measured_collectives_ascend(points):
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-def agreements() -> dict[str, trust.Agreement]:
+def agreements() -> dict[str, dict[str, object]]:
     """The figures of each device, from the results of `python -m benchmarks.published`."""
     from benchmarks import published
 
@@ -223,31 +224,31 @@ def agreements() -> dict[str, trust.Agreement]:
             ratio = published.measured_seconds(row) / found[row["name"]]["seconds"]
             by.setdefault(Cluster.preset(row["preset"]).device, []).append((ratio, bool(row["fitted"])))
     return {
-        device: trust.Agreement(
-            len(each),
-            (sum(abs(r - 1) <= 0.15 for r, _ in each), sum(abs(r - 1) <= 0.3 for r, _ in each)),
-            round(min(each)[0], 2),
-            round(max(each)[0], 2),
-            sum(fitted for _, fitted in each),
-        )
+        device: {
+            "rows": len(each),
+            "within": [sum(abs(r - 1) <= 0.15 for r, _ in each), sum(abs(r - 1) <= 0.3 for r, _ in each)],
+            "least": round(min(each)[0], 2),
+            "greatest": round(max(each)[0], 2),
+            "fitted": sum(fitted for _, fitted in each),
+        }
         for device, each in by.items()
     }
 
 
 def test_published_steps_agree_as_the_results_say_and_as_they_must():
     """At least 80 % within 15 % for the large table, and no device whose steps are mostly wrong."""
-    assert dict(trust.PUBLISHED) == agreements()
-    for found in trust.PUBLISHED.values():
-        assert found.within[1] >= 0.7 * found.rows
+    published = DATA["published"]
+    assert published == agreements()
+    for found in published.values():
+        assert found["within"][1] >= 0.7 * found["rows"]
     for device in ("H100-SXM", "A100-SXM-80GB"):
-        found = trust.PUBLISHED[device]
-        assert found.within[0] >= 0.8 * found.rows
+        assert published[device]["within"][0] >= 0.8 * published[device]["rows"]
 
 
 def test_rates_that_were_measured_elsewhere_or_here_or_given_are_told_apart():
     for name in Cluster.preset_names():
         cluster = Cluster.preset(name)
-        assert cluster.device in trust.MEASURED
+        assert cluster.device in DATA["measured"]
         assert "measured elsewhere" in trust.origin(cluster)
     preset = Cluster.preset("h100")
     assert "not compared" not in trust.agreement(preset)

@@ -30,6 +30,7 @@ Those that merge, reassociate, hoist or remove lose communication. Each must be 
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Container, Sequence
@@ -191,13 +192,13 @@ class _Match:
         Executions that a compiler may leave out are set aside before, as many as there are fewer found than planned.
         """
         kept = self.missing - self._left_out()
-        pairs = ((_change(sent, found), sent, found) for sent in kept for found in self.extra)
-        for (*_, name), sent, found in sorted(pair for pair in pairs if pair[0]):
+        pairs = itertools.product(kept, self.extra)
+        for change, sent, found in sorted((c, sent, found) for sent, found in pairs if (c := _change(sent, found))):
             if n := self._take(sent, found, kept[sent]):
                 kept[sent] -= n
                 at, dtype, _ = found
-                if name:
-                    self._note(name, n, sent, f" as {at[2]} bytes of {dtype}" if at[2] != sent[2] else "")
+                if change[-1]:
+                    self._note(change[-1], n, sent, f" as {at[2]} bytes of {dtype}" if at[2] != sent[2] else "")
 
     def _left_out(self) -> Counter[Sent]:
         """Returns executions that may be lost, of axes and items of which fewer are found: of what is found least."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,11 +170,11 @@ def _simplify(op: Any) -> bool:
     if (same := _equal_operands(op)) is not None:
         _replace(op, same)
     elif _only_reshapes(op):
-        value, kind, made = op.operands[0], op.results[0].type, maker(op.operands[0])
-        again = made is not None and made.name == "stablehlo.reshape"
-        if op.name == "stablehlo.reshape" and not again:
+        value, kind = op.operands[0], op.results[0].type
+        while (made := maker(value)) is not None and made.name == "stablehlo.reshape":
+            value = made.operands[0]
+        if op.name == "stablehlo.reshape" and value == op.operands[0]:
             return False
-        value = made.operands[0] if again else value
         _replace(op, [value] if value.type == kind else _create("stablehlo.reshape", op, [kind], [value], {}))
     else:
         return False
@@ -253,15 +253,16 @@ def _foldable(module: Any, opaque: Opaque) -> tuple[Counter[Sent], Counter[Sent]
     return constant, reassociated
 
 
-def _is_constant(op: Any, constants: Set[Any]) -> bool:
+def _is_constant(op: Any, constants: set[Any]) -> bool:
     """Whether everything that an operation depends on is a constant; what has no elements is one, such as padding."""
     operands = list(op.operands)
-    if op.name == "stablehlo.remainder" and _fill_value(operands[1]) == 1:  # of a float it need not be zero
-        return isinstance(ir.RankedTensorType(op.results[0].type).element_type, ir.IntegerType)
+    if op.name == "stablehlo.remainder" and isinstance(op.results[0].type.element_type, ir.IntegerType):
+        return _fill_value(operands[1]) == 1 or constants.issuperset(operands)  # of a float it need not be zero
     if not operands:
         return op.name in ("stablehlo.constant", "stablehlo.iota")
-    empty = (v for v in operands if isinstance(v.type, ir.RankedTensorType) and 0 in v.type.shape)
-    return op.name not in _NOT_CONSTANT and constants.union(empty).issuperset(operands)
+    if op.name in _NOT_CONSTANT:
+        return False
+    return all(v in constants or (isinstance(v.type, ir.RankedTensorType) and 0 in v.type.shape) for v in operands)
 
 
 def _fill_value(value: Any) -> float | None:

@@ -31,6 +31,7 @@ from alpa_lite.passes.local.types import (
     apply_in_bytes,
     bind,
     block_number,
+    extreme_value,
     offset,
     sharded_dims,
 )
@@ -146,10 +147,7 @@ def cumulative_form(s: Setting) -> LocalForm | None:
 def _identity(name: str, dtype: Any) -> Any:
     if name in ("cumsum", "cumprod"):
         return np.asarray(name == "cumprod", dtype)
-    highest = name == "cummin"
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return np.asarray(np.inf if highest else -np.inf, dtype)
-    return np.asarray(jnp.iinfo(dtype).max if highest else jnp.iinfo(dtype).min, dtype)
+    return extreme_value(dtype, highest=name == "cummin")
 
 
 _REDUCE = {

@@ -161,6 +161,13 @@ def offset(axes: Axes, block: int, dtype: Any = jnp.int32) -> jax.Array:
     return block_number(axes).astype(dtype) * jnp.asarray(block, dtype)
 
 
+def extreme_value(dtype: Any, *, highest: bool) -> Any:
+    """Returns the number that is no less (or no greater) than any other: what a minimum (a maximum) starts from."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.asarray(np.inf if highest else -np.inf, dtype)
+    return np.asarray(jnp.iinfo(dtype).max if highest else jnp.iinfo(dtype).min, dtype)
+
+
 _CARRIERS = {"int2": "int8", "int4": "int8", "uint2": "uint8", "uint4": "uint8", "float4_e2m1fn": "float8_e4m3fn"}
 """The type of a byte that holds items of fewer bits exactly."""
 

@@ -10,7 +10,7 @@ the halo is the padding itself, zero for a convolution, the neutral element for 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from alpa_lite.passes.local.types import (
     Setting,
     bind,
     block_number,
+    extreme_value,
     permute_blocks,
     sharded_dims,
     sort_axes,
@@ -93,24 +94,53 @@ def _exchange(x: jax.Array, halo: _Halo, mesh: LogicalMesh, border: Any) -> jax.
     return lax.slice_in_dim(whole, first, last, axis=halo.dim)
 
 
-def convolution(s: Setting) -> LocalForm | None:
-    """`conv_general_dilated`: batch, features, groups, and spatial dims with halos."""
-    p = s.op.params
-    lhs, rhs, out = p["dimension_numbers"]
-    halos, padding = [], list(p["padding"])
-    for i, (dim, out_dim) in enumerate(zip(lhs[2:], out[2:], strict=True)):
-        if not s.is_special(0, dim):  # unsharded, or windows that lie apart: the same parameters hold on the blocks
+def _find_halos(
+    s: Setting, dims: Iterable[tuple[int, int]], windows: Sequence[int], spread: Sequence[int], dilation: Sequence[int]
+) -> tuple[list[_Halo], tuple[tuple[int, int], ...]] | None:
+    """Returns the halos that are needed, and the padding that is left; None where blocks and windows do not fit.
+
+    Args:
+      dims: of operand and result, for each window dim.
+      windows, spread, dilation: likewise sizes, and dilations of the operand and of the window.
+    """
+    halos, padding = [], [tuple(pair) for pair in s.op.params["padding"]]
+    for i, pair in enumerate(dims):
+        if not s.is_special(0, pair[0]):  # unsharded, or windows that lie apart: the same parameters hold on the blocks
             continue
-        if p["lhs_dilation"][i] != 1:
-            return None
-        window = s.operand_shape(1)[rhs[2 + i]]
-        halo = _halo(s, (dim, out_dim), window, p["window_strides"][i], padding[i][0], p["rhs_dilation"][i])
+        stride, low = s.op.params["window_strides"][i], padding[i][0]
+        halo = _halo(s, pair, windows[i], stride, low, dilation[i]) if spread[i] == 1 else None
         if halo is None:
             return None
         if halo.is_needed:
             halos.append(halo)
             padding[i] = (0, 0)
-    changes: dict[str, Any] = {"padding": tuple(padding)}
+    return halos, tuple(padding)
+
+
+def _with_halos(s: Setting, halos: Sequence[_Halo], border: Any, changes: dict[str, Any]) -> LocalForm:
+    """Returns the form that fetches halos before it binds the operation on the larger block."""
+    if not halos:
+        return s.bind(**changes)
+    params = s.params(**changes)
+
+    def run(x: jax.Array, *others: jax.Array) -> list:
+        for halo in halos:
+            x = _exchange(x, halo, s.mesh, border)
+        return bind(s.op, [x, *others], params)
+
+    return s.form(run, *_halo_collectives(s, halos))
+
+
+def convolution(s: Setting) -> LocalForm | None:
+    """`conv_general_dilated`: batch, features, groups, and spatial dims with halos."""
+    p = s.op.params
+    lhs, rhs, out = p["dimension_numbers"]
+    windows = [s.operand_shape(1)[dim] for dim in rhs[2:]]
+    found = _find_halos(s, zip(lhs[2:], out[2:], strict=True), windows, p["lhs_dilation"], p["rhs_dilation"])
+    if found is None:
+        return None
+    halos, padding = found
+    changes: dict[str, Any] = {"padding": padding}
     if p["feature_group_count"] > 1:
         changes["feature_group_count"] = s.local_operand(0)[lhs[1]] // s.local_operand(1)[rhs[1]]
     if p["batch_group_count"] > 1:
@@ -119,60 +149,29 @@ def convolution(s: Setting) -> LocalForm | None:
         if groups % parts or s.operands[1].dims[rhs[0]][: len(axes)] != axes:
             return None
         changes["batch_group_count"] = groups // parts
-    if not halos:
-        return s.bind(**changes)
-    params = s.params(**changes)
-
-    def run(x: jax.Array, kernel: jax.Array) -> list:
-        for halo in halos:
-            x = _exchange(x, halo, s.mesh, None)  # what a permutation sends nobody is zero
-        return bind(s.op, [x, kernel], params)
-
-    return s.form(run, *_halo_collectives(s, halos))
+    return _with_halos(s, halos, None, changes)  # what a permutation sends nobody is zero
 
 
 def reduce_window(s: Setting) -> LocalForm | None:
     """`reduce_window_sum`, `_max`, `_min`, and the general one where only dims of trivial windows are sharded."""
     p = s.op.params
-    halos, padding = [], [tuple(pair) for pair in p["padding"]]
-    for dim in range(len(s.operand_shape(0))):
-        if not s.is_special(0, dim):
-            continue
-        if p["base_dilation"][dim] != 1:
-            return None
-        window, stride = p["window_dimensions"][dim], p["window_strides"][dim]
-        halo = _halo(s, (dim, dim), window, stride, padding[dim][0], p["window_dilation"][dim])
-        if halo is None:
-            return None
-        if halo.is_needed:
-            halos.append(halo)
-            padding[dim] = (0, 0)
-    if not halos:
-        return s.bind(padding=tuple(padding))
-    params = s.params(padding=tuple(padding))
-    border = _neutral(s.op.name, s.result_dtype())
-    if border is None:
+    dims = ((dim, dim) for dim in range(len(s.operand_shape(0))))
+    found = _find_halos(s, dims, p["window_dimensions"], p["base_dilation"], p["window_dilation"])
+    if found is None:
         return None
-
-    def run(x: jax.Array) -> list:
-        for halo in halos:
-            x = _exchange(x, halo, s.mesh, border)
-        return bind(s.op, [x], params)
-
-    return s.form(run, *_halo_collectives(s, halos))
+    halos, padding = found
+    border = _neutral(s.op.name, s.result_dtype())
+    return None if halos and border is None else _with_halos(s, halos, border, {"padding": padding})
 
 
 def _neutral(name: str, dtype: Any) -> Any:
     if name == "reduce_window_sum":
         return np.zeros((), dtype)
-    if name not in ("reduce_window_max", "reduce_window_min") or not jnp.issubdtype(dtype, jnp.number):
+    if name not in ("reduce_window_max", "reduce_window_min") or not (
+        jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    ):
         return None
-    low = name == "reduce_window_max"
-    if jnp.issubdtype(dtype, jnp.floating):
-        return np.asarray(-np.inf if low else np.inf, dtype)
-    if jnp.issubdtype(dtype, jnp.integer):
-        return np.asarray(jnp.iinfo(dtype).min if low else jnp.iinfo(dtype).max, dtype)
-    return None
+    return extreme_value(dtype, highest=name == "reduce_window_min")
 
 
 def select_and_scatter_add(s: Setting) -> LocalForm | None:

@@ -132,19 +132,17 @@ class _Layouts:
         return f"{' x '.join(map(str, operands))} -> {placed}" if operands else str(placed), size
 
 
-Parts = tuple[float, float, float, float, float]
-"""Compute seconds, communication seconds, latency seconds, seconds that grow with the batch, bytes sent."""
-
-
 class Outcomes:
-    """The outcomes of choices of a stage that differ little from the chosen one."""
+    """The outcomes of choices of a stage that differ little from the chosen one.
+
+    Each strategy of a node and each resharding of a value has *parts*, whose sums are those of the step: seconds of
+    computing, of communication, of latency, seconds that grow with the batch, and bytes sent.
+    """
 
     def __init__(self, stage: DecidedStage, problem: Problem) -> None:
         self._stage, self._space, self._problem = stage, stage.mesh_solution.space, problem
-        self._choice, self._cost = (
-            np.array(stage.mesh_solution.solution.choice),
-            MeshCost(stage.cluster, stage.mesh_solution.mesh),
-        )
+        self._choice = np.array(stage.mesh_solution.solution.choice)
+        self._cost = MeshCost(stage.cluster, stage.mesh_solution.mesh)
         traced, homes = stage.graph.traced, stage.grouping.homes
         inputs = zip(traced.arguments, traced.graph.block.inputs, strict=False)
         batch = [homes[v] for a, v in inputs if a.role == "batch" and traced.graph.values[v].shape]
@@ -152,17 +150,22 @@ class Outcomes:
         growing = find_connected_factors(stage.grouping, places, leading_part)
         self._growing = {(self._space.node_of[g], f) for g, f in growing}
         self._touching = transfers_of_nodes(self._space)
-        self._before = [self._transfer(t, self._choice) for t in range(len(self._space.moves))]
-        self._total = _sum([*(self._node(i, s) for i, s in enumerate(self._choice.tolist())), *self._before])
+        self._nodes = [self._parts_of_node(i) for i in range(len(self._space.nodes))]
+        self._before = [self._parts_of_transfer(t, self._choice) for t in range(len(self._space.moves))]
+        self._total = _sum([*(parts[:, s] for parts, s in zip(self._nodes, self._choice, strict=True)), *self._before])
 
     def outcome_of(self, choice: np.ndarray) -> Outcome:
         """Returns the outcome of another choice."""
         changed = np.flatnonzero(choice != self._choice).tolist()
         edges = {t for i in changed for t in self._touching[i]}
-        new = [*(self._node(i, int(choice[i])) for i in changed), *(self._transfer(t, choice) for t in edges)]
-        old = [*(self._node(i, int(self._choice[i])) for i in changed), *(self._before[t] for t in edges)]
-        difference = zip(self._total, _sum(new), _sum(old), strict=True)
-        compute, communication, latency, batch, sent = (max(a + b - c, 0.0) for a, b, c in difference)
+        new, old = (
+            _sum([*(self._nodes[i][:, of[i]] for i in changed), *parts])
+            for of, parts in (
+                (choice, [self._parts_of_transfer(t, choice) for t in edges]),
+                (self._choice, [self._before[t] for t in edges]),
+            )
+        )
+        compute, communication, latency, batch, sent = np.maximum(self._total + new - old, 0.0).tolist()
         return Outcome(
             compute_seconds=compute,
             communication_seconds=communication,
@@ -173,25 +176,22 @@ class Outcomes:
             changed=len(changed),
         )
 
-    @memoise_method
-    def _node(self, i: int, s: int) -> Parts:
-        """Returns the parts of one node under a strategy."""
+    def _parts_of_node(self, i: int) -> np.ndarray:
+        """[5, strategies] the parts of a node."""
         node = self._space.nodes[i]
         count = len(node.members)
-        compute, communication = float(node.compute[s]) * count, float(node.communication[s]) * count
-        latency, sent = (float(one) * (node.trips * count) for one in node.collectives[1:, s])
-        grows = any((i, f) in self._growing for f in range(len(node.strategies[s].axes)))
-        starts = float(node.terms[2, s]) * count
-        return compute, communication, latency, compute - starts + communication - latency if grows else 0.0, sent
+        compute, communication, starts = node.compute * count, node.communication * count, node.terms[2] * count
+        latency, sent = node.collectives[1:] * (node.trips * count)
+        grows = any((i, f) in self._growing for f in range(len(node.strategies[0].axes)))
+        return np.stack([compute, communication, latency, (compute - starts + communication - latency) * grows, sent])
 
-    def _transfer(self, t: int, choice: np.ndarray) -> Parts:
-        """Returns the parts of one transfer."""
+    def _parts_of_transfer(self, t: int, choice: np.ndarray) -> np.ndarray:
         transfer = self._space.program.transfers[t]
         p = int(transfer.src_class[choice[transfer.src]])
         return _sum([self._pair(t, p, q) for q in {int(klass[choice[node]]) for node, klass in transfer.consumers}])
 
     @memoise_method
-    def _pair(self, t: int, p: int, q: int) -> Parts:
+    def _pair(self, t: int, p: int, q: int) -> np.ndarray:
         """Returns the parts of resharding a value from its produced layout p to the wanted layout q."""
         move, seconds = self._space.moves[t], float(self._space.program.transfers[t].cost[p, q])
         times, mesh = move.count * move.trips, self._cost.mesh
@@ -204,11 +204,9 @@ class Outcomes:
                 sent += payload * times
                 bandwidth += self._cost.coefficients(step.kind, step.axes, payload)[1] * payload * times
         home = self._stage.grouping.homes[move.value]
-        node = self._space.node_of[home.group]
-        grows = any((node, f) in self._growing for dim in home.dims for f in dim)
-        return 0.0, seconds, seconds - bandwidth, bandwidth if grows else 0.0, sent
+        grows = any((self._space.node_of[home.group], f) in self._growing for dim in home.dims for f in dim)
+        return np.array([0.0, seconds, seconds - bandwidth, bandwidth * grows, sent])
 
 
-def _sum(parts: Sequence[Parts]) -> Parts:
-    compute, communication, latency, batch, sent = map(sum, zip((0.0,) * 5, *parts, strict=True))
-    return compute, communication, latency, batch, sent
+def _sum(parts: Sequence[np.ndarray]) -> np.ndarray:
+    return sum(parts, np.zeros(5))
