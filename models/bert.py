@@ -10,6 +10,7 @@ The denominator is the number of masked tokens, so it depends on the batch's dat
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,8 @@ import numpy as np
 import optax
 from flax import nnx
 
-from .attention import FeedForward, SelfAttention, Stack, TransformerConfig, make_embedding, transformer_flops
 from .spec import Field, ModelSpec
+from .transformer import Block, Stack, TransformerConfig, make_embedding
 
 
 @dataclass(frozen=True)
@@ -36,22 +37,8 @@ class BertConfig(TransformerConfig):
     ffn_factor: int = 4
     segments: int = 2
 
-
-class Block(nnx.Module):
-    """One layer: attention and feed-forward, the sum with the input normalised."""
-
-    def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
-        """Draws the parameters from `rngs`."""
-        hidden, dtype = config.hidden, config.dtype
-        self.attention = SelfAttention(hidden, config.heads, causal=False, dtype=dtype, rngs=rngs)
-        self.attention_norm = nnx.LayerNorm(hidden, dtype=dtype, rngs=rngs)
-        self.ffn = FeedForward(hidden, config.ffn_factor * hidden, dtype=dtype, rngs=rngs)
-        self.ffn_norm = nnx.LayerNorm(hidden, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """(batch, sequence, hidden) to the same."""
-        x = self.attention_norm(x + self.attention(x))
-        return self.ffn_norm(x + self.ffn(x))
+    causal: ClassVar[bool] = False
+    norm_first: ClassVar[bool] = False
 
 
 class Bert(nnx.Module):
@@ -92,17 +79,10 @@ def fields(config: BertConfig, batch: int) -> dict[str, Field]:
     return {"tokens": tokens, "segments": segments, "targets": tokens, "weights": Field(shape, np.float32, 2)}
 
 
-def flops(config: BertConfig, batch: int) -> float:
-    """6·N·D with the head for masked tokens at every position, plus attention scores."""
-    layers = config.layers * (4 + 2 * config.ffn_factor) * config.hidden**2
-    products = layers + config.hidden**2 + config.vocab * config.hidden
-    return transformer_flops(config, batch, products)
-
-
 SIZES = {
     "tiny": BertConfig(vocab=256, seq=64, hidden=128, layers=2, heads=8, dtype=jnp.float32),
     "base": BertConfig(),
     "large": BertConfig(hidden=1024, layers=24, heads=16),
 }
 
-SPEC = ModelSpec("bert", SIZES, Bert, loss_fn, fields, flops)
+SPEC = ModelSpec("bert", SIZES, Bert, loss_fn, fields)

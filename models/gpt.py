@@ -1,7 +1,6 @@
 """GPT: a decoder with layer norm before each block, as in GPT-2 and GPT-3.
 
-    x = E[tokens] + P[positions]
-    x = x + Attention(LN(x));  x = x + FeedForward(LN(x))      for each layer
+    x = E[tokens] + P[positions], then `transformer`'s layers
     loss = mean over tokens of -log softmax(LN(x) Eᵀ)[target]
 
 Sizes: "tiny" for tests; "small" is GPT-2's 12 x 768; "350M" to "39B" are the family of the Alpa paper (Zheng et al.,
@@ -10,18 +9,12 @@ Sizes: "tiny" for tests; "small" is GPT-2's 12 x 768; "350M" to "39B" are the fa
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
-from flax import nnx
 
-from .attention import Block, Stack, TransformerConfig, make_embedding, transformer_flops
-from .spec import Field, ModelSpec
+from .spec import ModelSpec
+from .transformer import Decoder, TransformerConfig, fields, loss_fn
 
 
 @dataclass(frozen=True)
@@ -30,9 +23,7 @@ class GPTConfig(TransformerConfig):
 
     Attributes:
       vocab, seq: rows of the token embedding, and tokens in a sequence.
-      ffn_factor: the feed-forward's inner size over `hidden`.
-      tied: whether the output projection is the token embedding.
-      dropout: probability of dropping an element of a block's output; 0 for none.
+      ffn_factor, tied, dropout: as in `TransformerConfig`.
     """
 
     vocab: int = 51200
@@ -40,47 +31,6 @@ class GPTConfig(TransformerConfig):
     ffn_factor: int = 4
     tied: bool = True
     dropout: float = 0.0
-
-
-class GPT(nnx.Module):
-    """The whole decoder."""
-
-    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        """Draws the parameters from `rngs`."""
-        dtype = config.dtype
-        self.tokens = make_embedding(config.vocab, config, rngs)
-        self.positions = make_embedding(config.seq, config, rngs)
-        block = functools.partial(Block, causal=True, dropout=config.dropout)
-        self.blocks = Stack(block, config.layers, config, rngs=rngs)
-        self.norm = nnx.LayerNorm(config.hidden, dtype=dtype, rngs=rngs)
-        self.head = (
-            None if config.tied else nnx.Linear(config.hidden, config.vocab, use_bias=False, dtype=dtype, rngs=rngs)
-        )
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Returns tokens (batch, sequence) int32 to float32 logits (batch, sequence, vocab)."""
-        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
-        x = self.norm(self.blocks(x))
-        logits = self.tokens.attend(x) if self.head is None else self.head(x)
-        return logits.astype(jnp.float32)
-
-
-def loss_fn(model: Any, batch: dict[str, jax.Array]) -> jax.Array:
-    """Returns the mean negative log-likelihood of the targets, in nats a token."""
-    logits = model(batch["inputs"])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
-
-
-def fields(config: Any, batch: int) -> dict[str, Field]:
-    """Returns tokens and the tokens that follow them."""
-    tokens = Field((batch, config.seq), np.int32, config.vocab)
-    return {"inputs": tokens, "targets": tokens}
-
-
-def flops(config: GPTConfig, batch: int) -> float:
-    """72·B·S·H²·L·(1 + S/(6H)) + 6·B·S·H·V where the feed-forward factor is 4."""
-    products = config.layers * (4 + 2 * config.ffn_factor) * config.hidden**2 + config.vocab * config.hidden
-    return transformer_flops(config, batch, products)
 
 
 SIZES = {
@@ -96,4 +46,4 @@ SIZES = {
     "175B": GPTConfig(seq=2048, hidden=12288, layers=96, heads=96),
 }
 
-SPEC = ModelSpec("gpt", SIZES, GPT, loss_fn, fields, flops)
+SPEC = ModelSpec("gpt", SIZES, Decoder, loss_fn, fields)

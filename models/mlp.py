@@ -60,15 +60,10 @@ def fields(config: MLPConfig, batch: int) -> dict[str, Field]:
     return {"inputs": Field((batch, config.inputs)), "targets": Field((batch, config.outputs))}
 
 
-def flops(config: MLPConfig, batch: int) -> float:
-    """6 times the weights times the examples."""
-    return 6.0 * batch * sum(a * b for a, b in pairwise(config.widths))
-
-
 SIZES = {
     "tiny": MLPConfig(inputs=32, hidden=64, outputs=16, layers=3),
     "base": MLPConfig(),
     "wide": MLPConfig(inputs=8192, hidden=32768, outputs=8192),
 }
 
-SPEC = ModelSpec("mlp", SIZES, MLP, loss_fn, fields, flops)
+SPEC = ModelSpec("mlp", SIZES, MLP, loss_fn, fields)

@@ -15,15 +15,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from .attention import FeedForward, SelfAttention, Stack, TransformerConfig, make_embedding, transformer_flops
-from .gpt import fields
 from .spec import ModelSpec
+from .transformer import Block, Decoder, TransformerConfig, fields, make_attention, make_norm
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
         """Draws the parameters from `rngs`."""
-        hidden, inner, experts = config.hidden, config.ffn_factor * config.hidden, config.experts
+        hidden, inner, experts = config.hidden, config.inner, config.experts
         init = nnx.initializers.lecun_normal(batch_axis=0)
         self.config = config
         self.gate = nnx.Linear(hidden, experts, use_bias=False, rngs=rngs)
@@ -111,43 +111,33 @@ class Pair(nnx.Module):
 
     def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
         """Draws the parameters from `rngs`."""
-        hidden, dtype = config.hidden, config.dtype
-        self.norms = nnx.List([nnx.LayerNorm(hidden, dtype=dtype, rngs=rngs) for _ in range(4)])
-        self.attentions = nnx.List(
-            [SelfAttention(hidden, config.heads, causal=True, dtype=dtype, rngs=rngs) for _ in range(2)]
-        )
-        self.ffn = FeedForward(hidden, config.ffn_factor * hidden, dtype=dtype, rngs=rngs)
+        self.dense = Block(config, rngs=rngs)
+        self.attention_norm = make_norm(config, rngs)
+        self.attention = make_attention(config, rngs)
+        self.experts_norm = make_norm(config, rngs)
         self.experts = Experts(config, rngs=rngs)
 
     def __call__(self, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """(batch, sequence, hidden) and the sum of auxiliary losses to the same."""
-        x, auxiliary = carry
-        x = x + self.attentions[0](self.norms[0](x))
-        x = x + self.ffn(self.norms[1](x))
-        x = x + self.attentions[1](self.norms[2](x))
-        y, more = self.experts(self.norms[3](x))
+        x, auxiliary = self.dense(carry[0]), carry[1]
+        x = x + self.attention(self.attention_norm(x))
+        y, more = self.experts(self.experts_norm(x))
         return x + y, auxiliary + more
 
 
-class MoE(nnx.Module):
+class MoE(Decoder):
     """The whole decoder."""
 
     def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
         """Draws the parameters from `rngs`."""
         if config.layers % 2:
             raise ValueError(f"layers={config.layers} must be even: every second layer has experts")
-        self.config = config
-        self.tokens = make_embedding(config.vocab, config, rngs)
-        self.positions = make_embedding(config.seq, config, rngs)
-        self.pairs = Stack(Pair, config.layers // 2, config, rngs=rngs)
-        self.norm = nnx.LayerNorm(config.hidden, dtype=config.dtype, rngs=rngs)
+        super().__init__(config, rngs=rngs, layer=Pair, length=config.layers // 2)
 
-    def __call__(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, tokens: jax.Array) -> Any:
         """Tokens (batch, sequence) int32 to float32 logits (batch, sequence, vocab), and the mean auxiliary loss."""
-        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
-        x, auxiliary = self.pairs((x, jnp.zeros(())))
-        logits = self.tokens.attend(self.norm(x)).astype(jnp.float32)
-        return logits, auxiliary / (self.config.layers // 2)
+        x, auxiliary = self.blocks((self.embed(tokens), jnp.zeros(())))
+        return self.logits(x), auxiliary / self.blocks.length
 
 
 def loss_fn(model: MoE, batch: dict[str, jax.Array]) -> jax.Array:
@@ -155,14 +145,6 @@ def loss_fn(model: MoE, batch: dict[str, jax.Array]) -> jax.Array:
     logits, auxiliary = model(batch["inputs"])
     likelihood = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
     return likelihood + model.config.balance * auxiliary
-
-
-def flops(config: MoEConfig, batch: int) -> float:
-    """6·N·D where N counts `top_k` experts, and the gate; dispatch and combination are not counted."""
-    ffn = 2 * config.ffn_factor * config.hidden**2
-    pair = 8 * config.hidden**2 + (1 + config.top_k) * ffn + config.hidden * config.experts
-    products = config.layers // 2 * pair + config.vocab * config.hidden
-    return transformer_flops(config, batch, products)
 
 
 SIZES = {
@@ -178,4 +160,4 @@ SIZES = {
     "70B": MoEConfig(hidden=2048, layers=32, experts=64),
 }
 
-SPEC = ModelSpec("moe", SIZES, MoE, loss_fn, fields, flops)
+SPEC = ModelSpec("moe", SIZES, MoE, loss_fn, fields)

@@ -17,6 +17,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from alpa_lite.ir.flops import jaxpr_flops
+
 Batch = dict[str, Any]
 Loss = Callable[[Any, Batch], jax.Array]
 Optimizer = str | optax.GradientTransformation
@@ -57,7 +59,6 @@ class ModelSpec:
       model: `(config, *, rngs) -> nnx.Module`.
       loss: `(model, batch) -> float32 scalar`.
       fields: `(config, batch_size) -> {name: Field}`, the arrays of a batch.
-      step_flops: `(config, batch_size) -> FLOPs` of one training step; see `flops`.
     """
 
     name: str
@@ -65,7 +66,6 @@ class ModelSpec:
     model: Callable[..., nnx.Module]
     loss: Loss
     fields: Callable[[Any, int], dict[str, Field]]
-    step_flops: Callable[[Any, int], float]
 
     def config(self, size: str, **overrides: Any) -> Any:
         """Returns the configuration of `size`, with some of its attributes replaced.
@@ -139,10 +139,14 @@ class ModelSpec:
         """Returns FLOPs of one training step, for model FLOPs utilisation.
 
         A multiplication and an addition are two FLOPs; the backward pass costs twice the forward pass. Only matrix
-        products and convolutions count: for a language model 6·N·D with N the parameters that multiply and D the
-        tokens, plus 12·layers·batch·seq²·hidden for attention scores, causal or not. Recomputation is not counted.
+        products and convolutions of the forward pass count, three times: for a language model 6·N·D with N the
+        parameters that multiply and D the tokens, plus 12·layers·batch·seq²·hidden for attention scores, causal or not.
         """
-        return self.step_flops(self.config(size, **overrides), batch)
+        config = self.config(size, **overrides)
+        graphdef, state = nnx.split(self._shapes(config))
+        fields = {name: field.abstract() for name, field in self.fields(config, batch).items()}
+        loss = jax.make_jaxpr(lambda state, batch: self.loss(nnx.merge(graphdef, state), batch))(state, fields)
+        return 3.0 * jaxpr_flops(loss, products_only=True)
 
     def _shapes(self, config: Any) -> nnx.Module:
         """Returns the module with shapes in place of arrays."""

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from .attention import SelfAttention
 from .spec import Field, ModelSpec
+from .transformer import SelfAttention
 
 STEPS = 1000
 Channels = tuple[tuple[int, int], ...]
@@ -60,30 +60,6 @@ class UNetConfig:
         return down, up
 
 
-class ResidualBlock(nnx.Module):
-    """Two convolutions, with the embedded time added between."""
-
-    def __init__(self, inputs: int, outputs: int, config: UNetConfig, *, rngs: nnx.Rngs):
-        """Draws the parameters from `rngs`."""
-        dtype, groups = config.dtype, config.groups
-        self.norm_in = nnx.GroupNorm(inputs, num_groups=groups, dtype=dtype, rngs=rngs)
-        self.conv_in = nnx.Conv(inputs, outputs, (3, 3), dtype=dtype, rngs=rngs)
-        self.time = nnx.Linear(4 * config.channels, outputs, dtype=dtype, rngs=rngs)
-        self.norm_out = nnx.GroupNorm(outputs, num_groups=groups, dtype=dtype, rngs=rngs)
-        self.dropout = nnx.Dropout(config.dropout, rngs=rngs) if config.dropout else None
-        self.conv_out = nnx.Conv(outputs, outputs, (3, 3), dtype=dtype, rngs=rngs)
-        self.project = None if inputs == outputs else nnx.Linear(inputs, outputs, dtype=dtype, rngs=rngs)
-
-    def __call__(self, x: jax.Array, time: jax.Array) -> jax.Array:
-        """(batch, height, width, inputs) and (batch, 4 channels) to (batch, height, width, outputs)."""
-        y = self.conv_in(nnx.silu(self.norm_in(x)))
-        y = y + self.time(nnx.silu(time))[:, None, None]
-        y = nnx.silu(self.norm_out(y))
-        if self.dropout is not None:
-            y = self.dropout(y)
-        return self.conv_out(y) + (x if self.project is None else self.project(x))
-
-
 class PixelAttention(nnx.Module):
     """Self-attention with one head over all pixels, added to the input."""
 
@@ -98,19 +74,30 @@ class PixelAttention(nnx.Module):
         return x + self.attention(y).reshape(x.shape)
 
 
-class Level(nnx.Module):
-    """The blocks of one resolution, each followed by attention if the level has it."""
+class ResidualBlock(nnx.Module):
+    """Two convolutions, with the embedded time added between; followed by attention where a level has it."""
 
-    def __init__(self, row: Channels, height: int, config: UNetConfig, *, rngs: nnx.Rngs):
+    def __init__(self, inputs: int, outputs: int, config: UNetConfig, *, attend: bool, rngs: nnx.Rngs):
         """Draws the parameters from `rngs`."""
-        self.blocks = nnx.List([ResidualBlock(*pair, config, rngs=rngs) for pair in row])
-        attend = height in config.attention
-        self.attentions = nnx.List([PixelAttention(out, config, rngs=rngs) for _, out in row] if attend else [])
+        dtype, groups = config.dtype, config.groups
+        self.norm_in = nnx.GroupNorm(inputs, num_groups=groups, dtype=dtype, rngs=rngs)
+        self.conv_in = nnx.Conv(inputs, outputs, (3, 3), dtype=dtype, rngs=rngs)
+        self.time = nnx.Linear(4 * config.channels, outputs, dtype=dtype, rngs=rngs)
+        self.norm_out = nnx.GroupNorm(outputs, num_groups=groups, dtype=dtype, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs) if config.dropout else None
+        self.conv_out = nnx.Conv(outputs, outputs, (3, 3), dtype=dtype, rngs=rngs)
+        self.project = None if inputs == outputs else nnx.Linear(inputs, outputs, dtype=dtype, rngs=rngs)
+        self.attention = PixelAttention(outputs, config, rngs=rngs) if attend else None
 
-    def run(self, index: int, x: jax.Array, time: jax.Array) -> jax.Array:
-        """Block `index` and its attention."""
-        x = self.blocks[index](x, time)
-        return self.attentions[index](x) if len(self.attentions) else x
+    def __call__(self, x: jax.Array, time: jax.Array) -> jax.Array:
+        """(batch, height, width, inputs) and (batch, 4 channels) to (batch, height, width, outputs)."""
+        y = self.conv_in(nnx.silu(self.norm_in(x)))
+        y = y + self.time(nnx.silu(time))[:, None, None]
+        y = nnx.silu(self.norm_out(y))
+        if self.dropout is not None:
+            y = self.dropout(y)
+        y = self.conv_out(y) + (x if self.project is None else self.project(x))
+        return y if self.attention is None else self.attention(y)
 
 
 class UNet(nnx.Module):
@@ -118,23 +105,29 @@ class UNet(nnx.Module):
 
     def __init__(self, config: UNetConfig, *, rngs: nnx.Rngs):
         """Draws the parameters from `rngs`."""
-        dtype, time = config.dtype, 4 * config.channels
+        time = 4 * config.channels
         down, up = config.levels()
         heights = [config.image >> level for level in range(len(down))]
         middle, last = down[-1][-1][1], up[-1][-1][1]
-        conv = functools.partial(nnx.Conv, kernel_size=(3, 3), dtype=dtype, rngs=rngs)
+        conv = functools.partial(nnx.Conv, kernel_size=(3, 3), dtype=config.dtype, rngs=rngs)
+        linear = functools.partial(nnx.Linear, dtype=config.dtype, rngs=rngs)
+        block = functools.partial(ResidualBlock, config=config, rngs=rngs)
+
+        def levels(rows: list[Channels], heights: list[int]) -> nnx.List:
+            pairs = zip(rows, heights, strict=True)
+            return nnx.List(
+                [nnx.List([block(*pair, attend=h in config.attention) for pair in row]) for row, h in pairs]
+            )
+
         self.config = config
-        self.time_in = nnx.Linear(config.channels, time, dtype=dtype, rngs=rngs)
-        self.time_out = nnx.Linear(time, time, dtype=dtype, rngs=rngs)
+        self.time_in, self.time_out = linear(config.channels, time), linear(time, time)
         self.conv_in = conv(3, config.channels)
-        self.down = nnx.List([Level(row, h, config, rngs=rngs) for row, h in zip(down, heights, strict=True)])
+        self.down = levels(down, heights)
         self.shrink = nnx.List([conv(row[-1][1], row[-1][1], strides=(2, 2)) for row in down[:-1]])
-        self.middle_in = ResidualBlock(middle, middle, config, rngs=rngs)
-        self.middle_attention = PixelAttention(middle, config, rngs=rngs)
-        self.middle_out = ResidualBlock(middle, middle, config, rngs=rngs)
-        self.up = nnx.List([Level(row, h, config, rngs=rngs) for row, h in zip(up, heights[::-1], strict=True)])
+        self.middle = nnx.List([block(middle, middle, attend=attend) for attend in (True, False)])
+        self.up = levels(up, heights[::-1])
         self.grow = nnx.List([conv(row[-1][1], row[-1][1]) for row in up[:-1]])
-        self.norm = nnx.GroupNorm(last, config.groups, dtype=dtype, rngs=rngs)
+        self.norm = nnx.GroupNorm(last, config.groups, dtype=config.dtype, rngs=rngs)
         self.conv_out = conv(last, 3)
 
     def __call__(self, x: jax.Array, step: jax.Array) -> jax.Array:
@@ -142,17 +135,18 @@ class UNet(nnx.Module):
         time = self.time_out(nnx.silu(self.time_in(embed_time(step, self.config.channels))))
         x = self.conv_in(x)
         skips = [x]
-        for number, level in enumerate(self.down):
-            for index in range(len(level.blocks)):
-                x = level.run(index, x, time)
+        for number, blocks in enumerate(self.down):
+            for block in blocks:
+                x = block(x, time)
                 skips.append(x)
             if number < len(self.shrink):
                 x = self.shrink[number](x)
                 skips.append(x)
-        x = self.middle_out(self.middle_attention(self.middle_in(x, time)), time)
-        for number, level in enumerate(self.up):
-            for index in range(len(level.blocks)):
-                x = level.run(index, jnp.concatenate([x, skips.pop()], axis=-1), time)
+        for block in self.middle:
+            x = block(x, time)
+        for number, blocks in enumerate(self.up):
+            for block in blocks:
+                x = block(jnp.concatenate([x, skips.pop()], axis=-1), time)
             if number < len(self.grow):
                 x = self.grow[number](jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2))
         return self.conv_out(nnx.silu(self.norm(x))).astype(jnp.float32)
@@ -179,37 +173,10 @@ def fields(config: UNetConfig, batch: int) -> dict[str, Field]:
     return {"images": images, "noise": images, "step": Field((batch,), np.int32, STEPS)}
 
 
-def flops(config: UNetConfig, batch: int) -> float:
-    """6 times the weights of each convolution times its pixels, plus attention's two products."""
-    down, up = config.levels()
-    heights = [config.image >> level for level in range(len(down))]
-    middle, time = down[-1][-1][1], 4 * config.channels
-    total = config.channels * time + time**2
-    total += 27 * (config.channels + config.channels * config.factors[0]) * config.image**2
-    for rows, sizes in ((down, heights), (up, heights[::-1])):
-        for number, (row, height) in enumerate(zip(rows, sizes, strict=True)):
-            for inputs, outputs in row:
-                total += _block_products(inputs, outputs, height, time)
-                total += _attention_products(outputs, height) if height in config.attention else 0
-            if number < len(rows) - 1:
-                total += 9 * row[-1][1] ** 2 * sizes[number + 1] ** 2
-    total += 2 * _block_products(middle, middle, heights[-1], time) + _attention_products(middle, heights[-1])
-    return 6.0 * batch * total
-
-
-def _block_products(inputs: int, outputs: int, height: int, time: int) -> int:
-    project = inputs * outputs if inputs != outputs else 0
-    return (9 * inputs * outputs + 9 * outputs**2 + project) * height**2 + time * outputs
-
-
-def _attention_products(channels: int, height: int) -> int:
-    return 4 * channels**2 * height**2 + 2 * channels * height**4
-
-
 SIZES = {
     "tiny": UNetConfig(image=16, channels=16, factors=(1, 2), blocks=1, attention=(8,), groups=8, dropout=0.0),
     "cifar10": UNetConfig(),
     "lsun": UNetConfig(image=256, factors=(1, 1, 2, 2, 4, 4), dropout=0.0),
 }
 
-SPEC = ModelSpec("unet", SIZES, UNet, loss_fn, fields, flops)
+SPEC = ModelSpec("unet", SIZES, UNet, loss_fn, fields)

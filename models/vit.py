@@ -7,15 +7,15 @@ loss = mean over images of -log softmax(W LN(x)[0])[label]
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from .attention import Block, Stack, TransformerConfig, transformer_flops
 from .spec import ModelSpec
+from .transformer import Block, Stack, TransformerConfig, make_norm
 from .wide_resnet import fields, loss_fn
 
 
@@ -34,6 +34,8 @@ class ViTConfig(TransformerConfig):
     ffn_factor: int = 4
     classes: int = 1000
 
+    causal: ClassVar[bool] = False
+
     @property
     def seq(self) -> int:
         """Patches, and the class token."""
@@ -51,8 +53,8 @@ class ViT(nnx.Module):
         self.patches = nnx.Conv(3, hidden, size, size, padding="VALID", dtype=dtype, rngs=rngs)
         self.first = nnx.Param(jnp.zeros((1, 1, hidden)))
         self.positions = nnx.Param(0.02 * jax.random.normal(rngs.params(), (1, config.seq, hidden)))
-        self.blocks = Stack(functools.partial(Block, causal=False), config.layers, config, rngs=rngs)
-        self.norm = nnx.LayerNorm(hidden, dtype=dtype, rngs=rngs)
+        self.blocks = Stack(Block, config.layers, config, rngs=rngs)
+        self.norm = make_norm(config, rngs)
         self.head = nnx.Linear(hidden, config.classes, dtype=dtype, rngs=rngs)
 
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -64,14 +66,6 @@ class ViT(nnx.Module):
         return self.head(self.norm(self.blocks(x))[:, 0]).astype(jnp.float32)
 
 
-def flops(config: ViTConfig, batch: int) -> float:
-    """6·N·D over patches and class token, plus attention scores; the head once an image."""
-    products = config.layers * (4 + 2 * config.ffn_factor) * config.hidden**2
-    body = transformer_flops(config, batch, products)
-    patches = 3 * config.patch**2 * config.hidden * (config.seq - 1)
-    return body + 6.0 * batch * (patches + config.hidden * config.classes)
-
-
 SIZES = {
     "tiny": ViTConfig(image=32, patch=8, hidden=64, layers=2, heads=8, classes=16, dtype=jnp.float32),
     "B/16": ViTConfig(),
@@ -79,4 +73,4 @@ SIZES = {
     "H/14": ViTConfig(patch=14, hidden=1280, layers=32, heads=16),
 }
 
-SPEC = ModelSpec("vit", SIZES, ViT, loss_fn, fields, flops)
+SPEC = ModelSpec("vit", SIZES, ViT, loss_fn, fields)

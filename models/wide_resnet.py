@@ -112,23 +112,6 @@ def fields(config: Any, batch: int) -> dict[str, Field]:
     return {"images": images, "labels": Field((batch,), np.int32, config.classes)}
 
 
-def flops(config: WideResNetConfig, batch: int) -> float:
-    """6 times the weights of each convolution times the positions where it is applied."""
-    size = -(-config.image // 2)
-    total = 3 * config.filters * 49 * size**2
-    size = -(-size // 2)
-    channels = config.filters
-    for channels, filters, stride in config.bottlenecks():
-        wide = config.width * filters
-        total += channels * filters * size**2
-        size = -(-size // stride)
-        total += (9 * filters * wide + wide * 4 * filters) * size**2
-        if stride > 1 or channels != 4 * filters:
-            total += channels * 4 * filters * size**2
-        channels = 4 * filters
-    return 6.0 * batch * (total + channels * config.classes)
-
-
 SIZES = {
     "tiny": WideResNetConfig(image=32, blocks=(1, 1), filters=16, classes=16),
     "250M": WideResNetConfig(filters=160),
@@ -140,4 +123,4 @@ SIZES = {
     "13B": WideResNetConfig(blocks=(3, 4, 23, 3), filters=320, width=16),
 }
 
-SPEC = ModelSpec("wide_resnet", SIZES, WideResNet, loss_fn, fields, flops)
+SPEC = ModelSpec("wide_resnet", SIZES, WideResNet, loss_fn, fields)

@@ -14,8 +14,8 @@ from typing import Any
 from alpa_lite import _jax
 
 
-def jaxpr_flops(jaxpr: Any) -> float:
-    """Returns FLOPs of a jaxpr. Operations that no output needs do not count."""
+def jaxpr_flops(jaxpr: Any, products_only: bool = False) -> float:
+    """Returns FLOPs of a jaxpr, or those of its products alone. Operations that no output needs do not count."""
     opened, _ = _jax.open_jaxpr(jaxpr)
     needed = {id(v) for v in opened.outvars}
     writes = {id(v) for v in (*opened.invars, *opened.constvars) if type(v.aval).__name__ == "AbstractRef"}
@@ -23,11 +23,11 @@ def jaxpr_flops(jaxpr: Any) -> float:
     for eqn in reversed(opened.eqns):
         if eqn.effects or writes or not needed.isdisjoint(id(v) for v in eqn.outvars):
             needed.update(id(v) for v in eqn.invars)
-            total += _of_equation(eqn)
+            total += _of_equation(eqn, products_only)
     return total
 
 
-def _of_equation(eqn: Any) -> float:
+def _of_equation(eqn: Any, products_only: bool) -> float:
     name, params = eqn.primitive.name, eqn.params
     made = float(max((math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars), default=1))
     if name == "dot_general":
@@ -38,9 +38,9 @@ def _of_equation(eqn: Any) -> float:
         return 2.0 * made * math.prod(kernel) / max(1, kernel[params["dimension_numbers"].rhs_spec[0]])
     if name == "pallas_call":
         return pallas_flops(params)
-    inner = [jaxpr_flops(x) for x in _jax.inner_jaxprs(params)]
+    inner = [jaxpr_flops(x, products_only) for x in _jax.inner_jaxprs(params)]
     if not inner:
-        return made
+        return 0.0 if products_only else made
     if name == "cond":
         return max(inner)
     return sum(inner) * (params["length"] if name == "scan" else 1)
