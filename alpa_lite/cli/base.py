@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from alpa_lite.cli import options
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import AlpaLiteError, OptionError
 
@@ -23,7 +24,10 @@ Command = TypeVar("Command", bound=Callable[..., None])
 
 
 def clean(command: Command) -> Command:
-    """Prints errors that the user can mend as one red message, with exit code 2; other errors keep their traceback."""
+    """Describes the parameters of a command (`options.PARAMETERS`), and words its errors.
+
+    Errors that the user can mend are printed as one red message, with exit code 2; others keep their traceback.
+    """
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -33,6 +37,7 @@ def clean(command: Command) -> Command:
             Console(stderr=True, highlight=False).print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
             raise typer.Exit(2) from None
 
+    run.__signature__ = options.described(command)  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]
 
 

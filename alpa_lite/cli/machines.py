@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from alpa_lite.calibration import fitting, measuring
-from alpa_lite.cli import base, options, tables
+from alpa_lite.cli import base, tables
 from alpa_lite.cluster import CALIBRATION
 from alpa_lite.processes import local_launch
 from alpa_lite.report import progress
@@ -19,22 +18,7 @@ def clusters() -> None:
     base.console().print(tables.clusters())
 
 
-def calibrate(
-    devices: options.Devices = None,
-    seconds: Annotated[
-        float, typer.Option(min=1.0, help="About how long it may take; what there is no time for is not measured.")
-    ] = 60.0,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="Write what was found to this file.",
-            show_default="~/.cache/alpa_lite/calibration-DEVICE-NUMBER.json",
-        ),
-    ] = None,
-) -> None:
+def calibrate(devices: int | None = None, seconds: float = 60.0, output: Path | None = None) -> None:
     """Measure the devices of this machine: products, memory, collectives, the start of tasks; fit the cost model.
 
     Plans use the file by ALPA_LITE_CALIBRATION=FILE, by Cluster.load(FILE), or by cluster=FILE. Nothing else
@@ -51,24 +35,9 @@ def calibrate(
 
 
 def launch(
-    script: Annotated[
-        list[str],
-        typer.Argument(metavar="SCRIPT ARGS...", help="A Python file, -m and a module, or a program, with arguments."),
-    ],
-    processes: Annotated[int, typer.Option("-n", "--processes", min=1, help="Number of processes.")] = 2,
-    devices_per_process: Annotated[
-        int, typer.Option(min=1, help="Virtual CPU devices of each process, or its share of the accelerators.")
-    ] = 1,
-    platform: Annotated[
-        str | None, typer.Option(help="The platform that JAX shall use, such as cpu.", show_default="what JAX finds")
-    ] = None,
-    port: Annotated[
-        int | None, typer.Option(min=1, max=65535, help="Port of the coordinator.", show_default="a free one")
-    ] = None,
-    grace: Annotated[
-        float, typer.Option(min=0.0, help="Seconds to end in, after a signal or the failure of another process.")
-    ] = 10.0,
-) -> None:
+    script: list[str], processes: int = 2, devices_per_process: int = 1, platform: str | None = None,
+    port: int | None = None, grace: float = 10.0,
+) -> None:  # fmt: skip
     """Run a script in several processes on this machine, for development; a cluster's scheduler does it elsewhere.
 
     The script calls jax.distributed.initialize() or alpa_lite.initialize(), which find the other processes. Each line

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -13,52 +13,18 @@ from alpa_lite.api import make_plan
 from alpa_lite.cli import base, options, tables
 from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
-from alpa_lite.options import summary
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import summary as brief
 from alpa_lite.report import text
 
 
 def plan(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="STEP",
-            help="A model (gpt, mlp, ...), or a step of your own as package.module:function, with --args.",
-            show_default=False,
-        ),
-    ],
-    cluster: Annotated[
-        str,
-        typer.Option(
-            help="A name that `alpa-lite clusters` lists, local, or a file of `alpa-lite calibrate`.",
-            show_default=False,
-        ),
-    ],
-    batch: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of a model, the number of examples in the batch of one step.", show_default=False),
-    ] = None,
-    size: options.Size = "small",
-    args: options.Arguments = None,
-    kwargs: options.Keywords = None,
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Number of nodes, or of TPU slices.", show_default="the machine's")
-    ] = None,
-    topology: Annotated[
-        str | None, typer.Option(metavar="AxBxC", help="Shape of a TPU slice, such as 4x4x4.", show_default=False)
-    ] = None,
-    output: options.Output = None,
-    method: options.MethodName = "auto",
-    stages: options.Stages = None,
-    microbatches: options.Microbatches = None,
-    schedule: options.ScheduleName = None,
-    memory: options.Memory = None,
-    settings: options.Settings = None,
-    simulate: options.Simulate = None,
-    option: options.Option = None,
-    dump: Annotated[Path | None, typer.Option(help=summary("dump_dir"))] = None,
-) -> None:
+    model: str, cluster: str, batch: int | None = None, size: str = "small", args: str | None = None,
+    kwargs: str | None = None, nodes: int | None = None, topology: str | None = None, output: Path | None = None,
+    method: str = "auto", stages: int | None = None, microbatches: int | None = None, schedule: str | None = None,
+    memory: float | None = None, settings: list[str] | None = None, simulate: Path | None = None,
+    option: list[str] | None = None, dump: Path | None = None,
+) -> None:  # fmt: skip
     """Plan a model, or any train step, for a cluster that need not be attached; nothing is executed.
 
     A step of your own is looked for in the current directory first:
@@ -99,13 +65,7 @@ def _with_own_options(step: Any, given: dict[str, Any]) -> dict[str, Any]:
     return own | {name: value for name, value in given.items() if value not in (None, usual.get(name))}
 
 
-def show(
-    file: options.PlanFile,
-    full: Annotated[bool, typer.Option("--full", help="Print everything: shardings, collectives, checks.")] = False,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write it as one page for a browser instead.")
-    ] = None,
-) -> None:
+def show(file: Path, full: bool = False, html: Path | None = None) -> None:
     """Print a plan: what was chosen, what it yields, and how other methods would do; with --full everything."""
     found = Plan.load(file)
     if html is None:
@@ -117,32 +77,10 @@ def show(
 
 
 def verify(
-    file: options.PlanFile,
-    step: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[STEP]",
-            help="The step that was planned, as for `alpa-lite plan`; a file of `alpa-lite plan -o` names its own.",
-            show_default=False,
-        ),
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help="The machine to compile for: v5e:2x4, or cuda:FILE with XLA's description of a GPU.",
-            show_default="the plan's own cluster",
-        ),
-    ] = None,
-    size: options.Size = "small",
-    batch: Annotated[int | None, typer.Option(min=1, help="As for `alpa-lite plan`.", show_default=False)] = None,
-    settings: options.Settings = None,
-    args: options.Arguments = None,
-    kwargs: options.Keywords = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write what was found as JSON; - prints it.")
-    ] = None,
-    time_limit: Annotated[float, typer.Option(min=1.0, help="Seconds for planning again and compiling.")] = 600.0,
-) -> None:
+    file: Path, step: str | None = None, target: str | None = None, size: str = "small", batch: int | None = None,
+    settings: list[str] | None = None, args: str | None = None, kwargs: str | None = None,
+    json_file: Path | None = None, time_limit: float = 600.0,
+) -> None:  # fmt: skip
     """Compile a plan with the compiler of its target, without the hardware, and compare.
 
     Prints the collectives and the memory of the compiled program and of the plan. Ends with exit code 1 if the program
@@ -171,21 +109,11 @@ def verify(
         raise typer.Exit(1)
 
 
-def explain(
-    file: options.PlanFile,
-    path: Annotated[
-        str,
-        typer.Argument(
-            help="An argument's path or its last keys (layers/3/ffn/up/kernel, ffn/up/kernel), an operation, "
-            "or a source line.",
-            show_default=False,
-        ),
-    ],
-) -> None:
+def explain(file: Path, path: str) -> None:
     """Explain the sharding of an argument or operation, and which changes would make another choice win."""
     base.console().print(Plan.load(file).explain(path))
 
 
-def diff(before: options.PlanFile, after: options.PlanFile) -> None:
+def diff(before: Path, after: Path) -> None:
     """Compare two plans: mesh, shardings, collectives, memory, times."""
     base.console().print(Plan.load(before).diff(Plan.load(after)))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -27,15 +27,9 @@ _LINES = 20  # of losses, whatever the number of steps
 
 
 def demo(
-    devices: options.Devices = None,
-    steps: Annotated[
-        int, typer.Option(min=1, help="Number of training steps on one mesh; the pipeline takes half as many.")
-    ] = 120,
-    stages: options.Stages = 2,
-    microbatches: options.Microbatches = 8,
-    schedule: options.ScheduleName = None,
-    trace: options.Trace = None,
-) -> None:
+    devices: int | None = None, steps: int = 120, stages: int | None = 2, microbatches: int | None = 8,
+    schedule: str | None = None, trace: Path | None = None,
+) -> None:  # fmt: skip
     """Train a tiny GPT on the sources of Python's standard library, first as planned by `auto`, then as a pipeline.
 
     Without an accelerator it runs on 8 virtual CPU devices. The pipeline continues from the state of the first plan.
@@ -59,30 +53,12 @@ def demo(
 
 
 def train(
-    context: typer.Context,
-    model: options.Model,
-    size: options.Size = "tiny",
-    devices: options.Devices = None,
-    batch: options.Batch = 32,
-    steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 200,
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE...", help="Text files to train on.", show_default="Python's standard library"),
-    ] = None,
-    method: options.MethodName = "auto",
-    stages: options.Stages = None,
-    microbatches: options.Microbatches = None,
-    schedule: options.ScheduleName = None,
-    memory: options.Memory = None,
-    settings: options.Settings = None,
-    plan: Annotated[
-        Path | None, typer.Option(help="Run this plan file instead of solving.", exists=True, dir_okay=False)
-    ] = None,
-    output: options.Output = None,
-    simulate: options.Simulate = None,
-    trace: options.Trace = None,
-    seed: options.Seed = 0,
-) -> None:
+    context: typer.Context, model: str, size: str = "tiny", devices: int | None = None, batch: int = 32,
+    steps: int = 200, text: list[Path] | None = None, method: str = "auto", stages: int | None = None,
+    microbatches: int | None = None, schedule: str | None = None, memory: float | None = None,
+    settings: list[str] | None = None, plan: Path | None = None, output: Path | None = None,
+    simulate: Path | None = None, trace: Path | None = None, seed: int = 0,
+) -> None:  # fmt: skip
     """Train a model on the devices of this machine; prints the plan, then the loss."""
     if context.args and not text:  # `--text a b` leaves b unparsed
         raise OptionError(f"unexpected argument {context.args[0]!r}; write text files after --text")
