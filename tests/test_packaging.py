@@ -66,7 +66,7 @@ def test_wheel_and_sdist_hold_every_module(tmp_path):
 
     assert {name for name in direct if name.endswith(".py")} == modules()
     assert direct == by_way_of_sdist
-    data = ("py.typed", "report/page.html", "cluster/presets.toml", "cluster/nvlink.toml")
+    data = ("py.typed", "report/page.html", "report/prose.txt", "cluster/presets.toml", "cluster/nvlink.toml")
     assert {f"alpa_lite/{name}" for name in data} <= direct
     tops = {name.split("/")[0] for name in direct}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"alpa_lite"}

@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from alpa_lite.calibration.fitting import Calibration, Fit
+from alpa_lite.calibration.fitting import Calibration
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir import units
-from alpa_lite.report import console, grouping
+from alpa_lite.report import console, grouping, prose
 from alpa_lite.report.tables import Block, Column, Section, Table
 
 _MAX_LINES = 20
@@ -53,30 +53,12 @@ def calibration(found: Calibration) -> Group:
     )
     columns = (
         Column("figure", attrgetter("name")),
-        Column("found", _parameters),
+        Column("found", lambda fit: prose.sentence("fit", fit.parameters)),
         Column("samples", attrgetter("count"), str),
         Column("median error", attrgetter("error"), _SHARE),
         Column("worst error", attrgetter("worst"), _SHARE),
     )
     return console.render([head, Section("fits", "Fits", (Table.from_items(columns, found.fits),))])
-
-
-def _parameters(fit: Fit) -> str:
-    """Returns the parameters of a fit in words."""
-    values = fit.parameters
-    if "first" in values:
-        return f"{units.seconds(values['first'])} for little, {values['bytes/s'] / 1e9:.3g} GB/s for much"
-    if "start" in values:
-        return f"{units.seconds(values['start'])} a kernel"
-    if "share" in values:
-        return f"{100 * values['share']:.0f} % of the rate by themselves"
-    if "forward" in values or "backward" in values:
-        return ", ".join(f"{name} {100 * share:.0f} % of the peak" for name, share in values.items())
-    if "bytes/s" in values:
-        return f"{values['bytes/s'] / 1e9:.3g} GB/s"
-    if "FLOP/s" in values:
-        return f"{values['FLOP/s'] / 1e9:,.0f} GFLOP/s, tile {values['tile']:.0f}"
-    return f"{units.seconds(values['task'])} a task + {units.seconds(values['device'])} a device"
 
 
 def verification(found: Mapping[str, Any]) -> Group:
@@ -86,12 +68,13 @@ def verification(found: Mapping[str, Any]) -> Group:
     head.append(
         f" ({found['target']}, {found['compiler']}, JAX {found['jax']}) in {units.seconds(seconds)}", style="not bold"
     )
+    worst = max(found["memory"], key=lambda row: row["compiler"], default=None)
     parts: dict[str, Sequence[Block]] = {
         "Collectives of one run of each executable": [_collectives(found["collectives"])],
         "Compiler rewrites": units.first(found["rewrites"], _MAX_LINES),
         "Differences": units.first(found["differences"], _MAX_LINES),
         "Memory per device": [_memory(found["memory"])] if found["memory"] else [],
-        "Verdict": _verdict(found),
+        "Verdict": prose.lines("compiled_as_planned", found, worst),
     }
     return console.render([head, *(Section("", heading, tuple(body)) for heading, body in parts.items() if body)])
 
@@ -121,21 +104,3 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
     sizes = [Column(name, itemgetter(name), units.nbytes) for name in names]
     executable = Column("executable", itemgetter("executable"))
     return Table.from_items((executable, *sizes[:2], Column("ratio", ratio, str), *sizes[2:]), rows)
-
-
-def _verdict(found: Mapping[str, Any]) -> list[str]:
-    """In words: whether the program communicates as planned, and whether the memory was predicted."""
-    rewritten = ", apart from the listed rewrites" if found["rewrites"] else ""
-    says = "The compiled program does not communicate as planned: see the differences."
-    if found["communicates"]:
-        says = f"The compiled program has the planned collectives{rewritten}."
-    if not found["memory"]:
-        return [says, "The compiler says nothing about memory."]
-    worst = max(found["memory"], key=lambda row: row["compiler"])
-    part, end = ("temporaries of ", ".") if found["fits"] is None else ("", ": more than 15 % apart.")
-    return [
-        says,
-        f"Memory: the plan predicts {units.exact_bytes(worst['predicted'])} and the compiler needs "
-        f"{units.exact_bytes(worst['compiler'])} for {part}{worst['executable']}"
-        f"{', within 15 %.' if found['fits'] else end}",
-    ]

@@ -16,9 +16,10 @@ These are predictions to first order: neither step adapts further on the way, an
 from __future__ import annotations
 
 from alpa_lite.ir import units
-from alpa_lite.plan.decisions import Alternative, Outcome, Solver
+from alpa_lite.plan.decisions import Alternative, Outcome
 from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.plan.records import Stage
+from alpa_lite.report import prose
 
 _SAME = 1e-6  # share of the step by which two plans may differ and count as equally fast
 _REACH = 1e3  # factors of link speed and batch beyond which nobody can go
@@ -32,66 +33,26 @@ def verdict(plan: Plan, stage: Stage, examples: int | None, other: Alternative, 
       examples: in the batch, if that is known.
       other, chosen: alternatives of one decision.
     """
-    step = stage.solver.objective
-    delta = other.step.seconds - chosen.step.seconds
-    if not other.fits:
-        return f"{_too_large(plan, other.step, chosen)}."
-    parts = [_difference(stage.solver, other, chosen, delta)]
-    changes = []
-    if delta > _SAME * step:
-        changes = [*_links(other.step, chosen.step), *_batch(examples, other.step, chosen.step)]
-    changes += _memory(plan, other, chosen)
-    if changes:
-        parts.append("would win " + ", or ".join(changes))
-    elif delta > _SAME * step:
-        parts.append("no change of batch size, link speed or memory alone would make it faster")
-    return "; ".join(parts) + "."
-
-
-def _difference(solver: Solver, other: Alternative, chosen: Alternative, delta: float) -> str:
-    """Returns the seconds that the step with `other` takes more, and their cause."""
-    step = solver.objective
-    if abs(delta) <= _SAME * step:
-        return "the step takes equally long: either choice will do"
-    if delta < 0:
-        gap = solver.objective - solver.bound
-        reason = f"within the solver's gap of {units.seconds(gap)}" if -delta <= gap else "this plan is not the fastest"
-        return f"the step takes {units.seconds(-delta)} less: {reason}"
-    more = f"{units.seconds(delta)} ({_share(delta, step)}) slower per step"
+    whole, delta = stage.solver.objective, other.step.seconds - chosen.step.seconds
     compute = other.step.compute_seconds - chosen.step.compute_seconds
-    causes = [
-        f"{units.seconds(abs(value))} {'more' if value > 0 else 'less'} {name}"
-        for name, value in (("compute", compute), ("communication", delta - compute))
-        if abs(value) > 0.01 * delta
-    ]
-    if len(causes) > 1:
-        more += f" ({', '.join(causes)})"
-    elif abs(compute) > 0.5 * delta:
-        more += ", from compute"
-    else:
-        sent = other.step.bytes_sent - chosen.step.bytes_sent
-        more += ", from communication"
-        more += f" ({units.nbytes(abs(sent))} {'more' if sent > 0 else 'less'} sent)" if sent else ""
-    least = other.bound_seconds - chosen.step.seconds
-    if least > _SAME * step and least < 0.9 * delta:
-        more += f"; at least {units.seconds(least)} slower in any plan"
-    return more
+    causes = [("compute", compute), ("communication", delta - compute)]
+    slower, least = delta > _SAME * whole, other.bound_seconds - chosen.step.seconds
+    changes = [*_links(other.step, chosen.step), *_batch(examples, other.step, chosen.step)] if slower else []
+    found = {
+        "delta": delta, "share": _share(delta, whole), "equal": abs(delta) <= _SAME * whole, "slower": slower,
+        "gap": whole - stage.solver.bound, "compute": compute, "sent": other.step.bytes_sent - chosen.step.bytes_sent,
+        "causes": [(name, value) for name, value in causes if abs(value) > 0.01 * delta],
+        "least": least if _SAME * whole < least < 0.9 * delta else 0.0,
+        "roomy_delta": other.step.seconds - (chosen.roomy or chosen.step).seconds,
+        "changes": [*changes, *_memory(plan, other, chosen)],
+    }  # fmt: skip
+    return prose.sentence("verdict", plan, other, found)
 
 
 def _share(part: float, whole: float) -> str:
     """Returns a small share of the step in percent, with two digits."""
     share = 100 * part / whole if whole > 0 else 0.0
     return "under 0.01 %" if share < 0.01 else f"{share:.2g} %" if share < 100 else f"{share:,.0f} %"
-
-
-def _too_large(plan: Plan, step: Outcome, chosen: Alternative) -> str:
-    """Returns the best known step of an alternative with which no plan was found that fits."""
-    delta = step.seconds - (chosen.roomy or chosen.step).seconds
-    pace = f"{units.seconds(abs(delta))} {'slower' if delta > 0 else 'faster'} per step than the chosen one"
-    head = f"no plan found with this choice fits {units.nbytes(plan.memory_per_device)} per device"
-    return f"{head}; the fastest needs {units.nbytes(step.bytes_per_device)} and is {pace}" + (
-        ": with that memory it would win" if delta < 0 else ": more memory would not make it win"
-    )
 
 
 def _links(other: Outcome, chosen: Outcome) -> list[str]:

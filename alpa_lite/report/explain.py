@@ -21,7 +21,7 @@ from alpa_lite.plan.decisions import Alternative, Decision, Replicated
 from alpa_lite.plan.figures import Spending
 from alpa_lite.plan.records import Leaf, Stage
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.report import break_even, console, grouping, operations, stages
+from alpa_lite.report import break_even, console, grouping, operations, prose, stages
 from alpa_lite.report.sections import type_text
 from alpa_lite.report.tables import Column, Nested, Section, Table
 
@@ -305,24 +305,16 @@ def _described(subject: _Subject) -> tuple[str, list[str]]:
     """Returns the sharding of a subject in a few words; and its type and bytes, or its place and seconds, in lines."""
     leaf, stage, record = subject.leaf, subject.stage, subject.record
     if leaf:
-        size = f"{units.nbytes(leaf.bytes)} whole, {units.nbytes(stage.bytes_per_device(leaf))} per device"
         spec = units.spec(leaf.spec)
-        return spec, [f"argument ({leaf.role}) {type_text(leaf)}: {spec}; {size}"]
+        return spec, prose.lines("argument", leaf, type_text(leaf), spec, stage.bytes_per_device(leaf))
     if isinstance(record, Decision):
-        sharded = [(n, axes) for n, axes in zip(record.factors, record.strategy, strict=True) if axes]
-        text = ", ".join(f"{size:,} over {units.axes(axes)}" for size, axes in sharded)
-        short = f"factor of size {text}" if text else "nothing sharded"
-        short = record.chosen_alternative.layout if record.chosen_alternative else short
+        sharded = [(n, units.axes(axes)) for n, axes in zip(record.factors, record.strategy, strict=True) if axes]
+        chosen = record.chosen_alternative
+        short = chosen.layout if chosen else prose.sentence("factors", sharded)
         return short, [f"operation at {record.where}: {short}"]
     if isinstance(record, Spending):
-        total = units.seconds(record.total)
-        share = units.percent(record.total, stage.compute_seconds + stage.communication_seconds)
-        number = f"all {record.count:,}" if record.count > 1 else "all"
-        return f"{total} a step, bound by {record.bound}; the method fixed its sharding", [
-            f"operations at {record.where}: {total} per step",
-            f"{share} of the computing and the collectives of the stage, {number} of this name at this place together",
-            operations.terms_text(record.terms),
-        ]
+        whole = stage.compute_seconds + stage.communication_seconds
+        short, *lines = prose.lines("operations", record, whole, operations.terms_text(record.terms))
+        return short, lines
     assert record is not None
-    size = f"{units.nbytes(record.bytes)}, {units.seconds(record.seconds)} per step"
-    return "not distributed", [f"not distributed: {record.reason}; at {record.where}; {size}"]
+    return "not distributed", prose.lines("replicated", record)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from alpa_lite.ir import units
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.report import stages, summary, text
+from alpa_lite.report import prose, stages, summary, text
 from alpa_lite.report.tables import Bar, Blocks, Branch, Curve, Grid, Legend, Nested, Section, Sentence, Table
 
 MAX_CELL_BYTES = 100_000
@@ -71,10 +71,7 @@ def _cards(plan: Plan) -> list[tuple[str, str]]:
 
 @functools.cache
 def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("alpa_lite.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
-    )  # fmt: skip
+    environment = prose.environment()
     kinds = (str, Sentence, Table, Grid, Legend, Text, Branch, Nested, Bar, Blocks, Curve)
     environment.tests |= {kind.__name__.lower(): lambda value, kind=kind: isinstance(value, kind) for kind in kinds}
     return environment.get_template("page.html")

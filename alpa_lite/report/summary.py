@@ -23,13 +23,11 @@ from alpa_lite.ir import units
 from alpa_lite.plan.figures import AxisUse, Comparison
 from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.plan.records import Stage
-from alpa_lite.report import console, grouping, operations, stages, text
+from alpa_lite.report import console, grouping, operations, prose, stages, text
 from alpa_lite.report.tables import Block, Column, Row, Section, Sentence, Table
 
 _MORE = "more: plan.details(), plan.explain(path), plan.activations(), plan.to_html(file)"
 _MAX_NOTES = 3
-_MAX_OPERATIONS = 3
-_MAX_SETS = 2
 _MAX_LAPS = 3  # of planning, in the log
 _ALL = 0.98  # the share from which on something counts as all
 _SOME = 0.02  # the share below which something is left out
@@ -61,14 +59,7 @@ def sections(plan: Plan) -> Iterator[Section]:
 
 def line(plan: Plan) -> str:
     """Returns a plan in a line: its `repr`."""
-    mesh = f"mesh {stages.meshes(plan)}"
-    if plan.is_pipelined:
-        mesh = f"{plan.num_stages} stages, {plan.schedule} with {plan.num_microbatches} micro-batches"
-    elif plan.num_microbatches > 1:
-        mesh += f", {plan.num_microbatches} micro-batches"
-    costs = f"step {units.seconds(plan.step_seconds)}, {units.nbytes(stages.peak(plan))} per device"
-    machine = f"{plan.cluster.num_devices} {plan.cluster.device}"
-    return f"<Plan {plan.method!r} for {machine}: {mesh}, {costs}, {plan.fingerprint[:12]}>"
+    return prose.sentence("in_a_line", plan, stages.meshes(plan), stages.peak(plan))
 
 
 def planned_message(name: str, plan: Plan, why: str) -> str:
@@ -78,20 +69,15 @@ def planned_message(name: str, plan: Plan, why: str) -> str:
       name: of the step.
       why: why it was planned now, such as "its first call".
     """
-    words = " ".join("; ".join(sentence.parts) for sentence in choice_lines(plan)).rstrip(".")
+    choice = " ".join("; ".join(sentence.parts) for sentence in choice_lines(plan)).rstrip(".")
     laps = plan.planning_seconds
-    longest = [f"{lap} {units.seconds(laps[lap])}" for lap in heapq.nlargest(_MAX_LAPS, laps, laps.__getitem__)]
-    laps_text = f" ({', '.join(longest)})" if longest else ""
-    return (
-        f"planned {name} for {plan.cluster.num_devices} {plan.cluster.device} ({why}): {words}; predicted "
-        f"{units.seconds(plan.step_seconds)} a step and {units.nbytes(stages.peak(plan))} of "
-        f"{units.nbytes(plan.memory_per_device)} per device; in {units.seconds(sum(laps.values()))}{laps_text}"
-    )
+    longest = [(lap, laps[lap]) for lap in heapq.nlargest(_MAX_LAPS, laps, laps.__getitem__)]
+    return prose.sentence("planned", name, plan, why, choice, stages.peak(plan), list(laps.values()), longest)
 
 
 def compiled_message(name: str, executables: int, seconds: float) -> str:
     """Describes a compilation for the log."""
-    return f"compiled {name}: {units.count_of(executables, 'executable')} in {units.seconds(seconds)}"
+    return prose.sentence("compiled", name, executables, seconds)
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -102,30 +88,14 @@ def choice_lines(plan: Plan) -> Iterator[Sentence]:
 
     Those that go on with the stages of the line before are indented.
     """
-    lines = [(_division(plan), 0)]
+    remat = [kind for kind in dict.fromkeys(plan.division.remat) if kind != "none"]
+    lines = [(tuple(prose.lines("division", plan, stages.sizes(plan), remat)), 0)]
     found = stages.numbers_by_value(map(_stage, plan.stages))
     for (work, *state), numbers in found.items():
         where = f"{stages.name_stages(numbers)}: " if len(found) > 1 else ""
         lines += [((where + work[0], *work[1:]), 0), *((line, len(where)) for line in state)]
     lines.append((_replicated(plan), 0))
     return (Sentence("", parts, ";", indent) for parts, indent in lines if parts)
-
-
-def _division(plan: Plan) -> tuple[str, ...]:
-    """Returns the schedule of a pipeline, or the micro-batches of one mesh; and the recomputation."""
-    count, meshes, tokens = plan.num_microbatches, stages.sizes(plan), plan.division.token_slices
-    parts = [f"{count} micro-batches, one after another"] if count > 1 else []
-    if plan.is_pipelined:
-        alike = len(set(meshes)) == 1
-        sizes = str(meshes[0]) if alike else ", ".join(map(str, meshes))
-        where = f" in {len(meshes)} submeshes" if plan.division.virtual > 1 else ""
-        slices = f" in slices of {', '.join(map(str, tokens))} tokens" if tokens else ""
-        parts = [
-            f"pipeline of {plan.num_stages} stages{where} on {sizes} device{'s' * (sizes != '1')}{' each' * alike}, "
-            f"{plan.schedule} with {units.count_of(count, 'micro-batch')}{slices}"
-        ]
-    kinds = [kind for kind in dict.fromkeys(plan.division.remat) if kind != "none"]
-    return *parts, *([f"recomputes {', '.join(kinds)}"] if kinds else [])
 
 
 def _stage(stage: Stage) -> tuple[tuple[str, ...], ...]:
@@ -216,71 +186,16 @@ def budget(plan: Plan) -> str:
 
 
 def _predicted(plan: Plan) -> Table:
-    spent, solver = stages.seconds_by_use(plan), plan.solver
-    parts = [("compute", spent.compute), ("communication", spent.waiting_seconds), ("idle", spent.idle)]
-    shares = [f"{name} {units.percent(s, plan.step_seconds)}" for name, s in parts if s > 5e-4 * plan.step_seconds]
-    fullest = max(stages.memory(plan), key=lambda use: use.peak)
-    virtual = plan.cluster.platform == "cpu" and plan.cluster.devices_per_node > 1
-    solved = "the stages, by sums over layers" if solver.model == "layers" else "the sharding of every operation"
-    found = "" if solver.status in ("replayed", "fixed") else f", {text.gap(solver)}: {solved}"
-    used = (
-        f"{100 * utilisation(plan):.3g} % of the peak = {units.flops(plan.products.flops)}FLOP of products / "
-        f"({units.seconds(plan.step_seconds)} x {plan.num_devices} devices x {units.flops(plan.products.peak)}FLOP/s)"
-    )
-    facts = {
-        "step": [f"{units.seconds(plan.step_seconds)}: {', '.join(shares)}", stages.overlapped_share(plan)],
-        "throughput": [", ".join(f"{rate} {name}/s" for name, rate in rates(plan).items())],
-        "utilisation": [used] if plan.products.flops else [],
-        "memory": [
-            f"{units.nbytes(fullest.peak)} per device, {budget(plan)}",
-            ", ".join(f"{name} {units.nbytes(size)}" for name, size in fullest.kinds),
-        ],
-        **_operations(plan),
-        "rates": [
-            trust.origin(plan.cluster),
-            trust.agreement(plan.cluster),
-            "the CPU devices of a node are virtual: they share its cores" if virtual else "",
-        ],
-        "solver": [f"{solver.status}{found}"],
-        "search": _search(plan),
-    }
-    lines = {name: [line for line in lines if line] for name, lines in facts.items()}
-    rows = ((name * (not number), line) for name, own in lines.items() for number, line in enumerate(own))
+    spent = stages.seconds_by_use(plan)
+    seconds = [("compute", spent.compute), ("communication", spent.waiting_seconds), ("idle", spent.idle)]
+    ranked = operations.rank_operations(plan)
+    found = prose.parts(
+        "predicted", plan, seconds, stages.overlapped_share(plan), rates(plan), utilisation(plan),
+        max(stages.memory(plan), key=lambda use: use.peak), budget(plan), ranked,
+        list(map(operations.line_text, ranked)), operations.bounds_text(ranked), trust,
+    )  # fmt: skip
+    rows = [(name * (n == 0 or found[n - 1][0] != name), line) for n, (name, line) in enumerate(found)]
     return Table.from_items((Column(), Column(wide=True)), rows)
-
-
-def _search(plan: Plan) -> list[str]:
-    """Returns the work of the search, the gap that it leaves, and the sets of plans that it left out."""
-    found = plan.search
-    if found is None or not found.expanded:
-        return []
-    gap = found.gap(plan.step_seconds)
-    share = units.percent(found.work, found.allowed)
-    lines = [
-        f"{found.expanded} sets of plans expanded, {found.pruned} pruned; {share} of effort={found.effort!r}; "
-        f"no plan takes less than {units.seconds(found.bound)} (gap {units.percent(gap, 1.0)})"
-    ]
-    if found.estimated:
-        lines.append(
-            f"not expanded, since estimated to be no faster: {'; '.join(units.first(found.estimated, _MAX_SETS))}; to "
-            "plan one, ask for it: method=Pipeline(num_stages=...) or Sharded(mesh_shape=...), and num_microbatches=..."
-        )
-    if found.unreached:
-        more = "" if found.effort == "thorough" else "; effort='thorough' searches further"
-        lines.append(f"not reached within the budget: {'; '.join(units.first(found.unreached, _MAX_SETS))}{more}")
-    return lines
-
-
-def _operations(plan: Plan) -> dict[str, list[str]]:
-    """Returns the resources that bound the operations, and the heaviest of these."""
-    rows = operations.rank_operations(plan)
-    whole = sum(row.total for row in rows)
-    heaviest = [
-        f"{row.operation}{f' {units.times(row.count)}' if row.count > 1 else ''}: {units.seconds(row.total)}, "
-        f"{units.percent(row.total, whole)} ({row.bound}), {operations.line_text(row)}"
-        for row in rows[:_MAX_OPERATIONS]
-    ]
-    return {"bound by": [operations.bounds_text(rows)], "heaviest": heaviest}
 
 
 # -- other methods -----------------------------------------------------------------------------------------------------
@@ -314,8 +229,7 @@ def _cost_of_annotations(plan: Plan) -> list[Block]:
     if "annotations" not in plan.ingredients or seconds >= plan.step_seconds:
         return []
     share = units.percent(plan.step_seconds - seconds, seconds)
-    slower = f"shardings in the code make it {share} slower than {name}"
-    return [Sentence("", (slower, "ignore_annotations=True plans without them"), ";")]
+    return [Sentence("", tuple(parts), ";") for parts in prose.parts("annotated", share, name)]
 
 
 def explain_rejection(plan: Plan, row: Comparison) -> str:

@@ -9,9 +9,9 @@ from rich.console import Group
 from rich.text import Text
 
 from alpa_lite.ir import units
-from alpa_lite.plan.decisions import Candidate, Solver
+from alpa_lite.plan.decisions import Candidate
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.report import console, operations, sections, stages
+from alpa_lite.report import console, operations, prose, sections, stages
 from alpa_lite.report.tables import Block, Column, Legend, Section, Sentence, Table
 
 _MAX_REPLICATED = 10
@@ -50,7 +50,7 @@ def details(plan: Plan) -> Iterator[Section]:
         yield Section("activations", heading, (operations.activation_table(plan),), only="page")
     if plan.candidates:
         yield Section("candidates", "Plans compared", (_candidates(plan),))
-    yield Section("solver", "Solver", tuple(_solver(plan)))
+    yield Section("solver", "Solver", tuple(Sentence(head, tuple(rest)) for head, *rest in prose.parts("solver", plan)))
     remarks = (("Checked", plan.verification), ("Compiler rewrites", plan.rewrites), ("Notes", plan.notes))
     for heading, lines in remarks:
         if lines:
@@ -67,17 +67,7 @@ def header(plan: Plan) -> tuple[Block, ...]:
 
 def facts(plan: Plan) -> Sentence:
     """Devices, stages, micro-batches and schedule."""
-    whole = plan.cluster.num_devices
-    used = f"{plan.num_devices} of {whole}" if plan.num_devices < whole else f"{plan.num_devices}"
-    parts = [f"mesh {stages.meshes(plan)}"] if len(plan.stages) == 1 else []
-    submeshes = f" on {len(plan.division.first_devices)} submeshes" if plan.division.virtual > 1 else ""
-    parts.append(f"{units.count_of(plan.num_stages, 'stage')}{submeshes}")
-    parts.append(units.count_of(plan.num_microbatches, "micro-batch"))
-    if plan.division.token_slices:
-        parts.append(f"{len(plan.division.token_slices)} slices of the sequence")
-    if plan.schedule != "none":
-        parts.append(f"schedule {plan.schedule}")
-    return Sentence("", (f"{used} device{'s' * (whole != 1)}", *parts, f"fingerprint {plan.fingerprint[:12]}"))
+    return Sentence("", tuple(prose.lines("facts", plan, stages.meshes(plan))))
 
 
 _REPLICATED = (
@@ -122,31 +112,3 @@ def _status(candidate: Candidate, best: float) -> str:
     if seconds < best * (1 - units.EQUAL):
         return f"{pace} in a rough estimate, not priced itself"
     return f"{pace} when its search stopped" if status == "met" else pace
-
-
-def gap(solver: Solver) -> str:
-    """Returns the distance of the choice from the best one, such as "gap 0.4 %"."""
-    return "no gap" if solver.gap == 0 else "gap < 0.01 %" if solver.gap < 1e-4 else f"gap {100 * solver.gap:.2g} %"
-
-
-def _solver(plan: Plan) -> Iterator[Sentence]:
-    solver = plan.solver
-    costs = [f"objective {units.seconds(solver.objective)}", f"lower bound {units.seconds(solver.bound)}", gap(solver)]
-    work = f"{solver.work:.1e} cells visited"
-    if solver.status == "replayed":
-        costs, effort = costs[:1], "nothing was searched"
-    elif solver.status == "fixed":
-        effort = "nothing to solve"
-    elif solver.variables:
-        effort = f"{solver.variables:,} variables, {work}"
-    elif solver.model == "layers":
-        effort = f"{work}; the stages needed no integer program"
-    else:
-        effort = f"{'proven' if solver.status == 'optimal' else 'bounded'} by dual bounds, {work} (no LP needed)"
-    yield Sentence(f"{solver.status}:", (*costs, effort))
-    if solver.model == "layers":
-        step = f"the simulated step takes {units.seconds(plan.step_seconds)} and is not comparable with the bound"
-        yield Sentence("objective and bound are sums over layers, by which stages are chosen;", (step,))
-    if plan.planning_seconds:
-        parts = (f"{name} {units.seconds(value)}" for name, value in plan.planning_seconds.items())
-        yield Sentence(f"planned in {units.seconds(sum(plan.planning_seconds.values()))}:", tuple(parts))

@@ -1,0 +1,48 @@
+"""The sentences of reports: words are in `prose.txt`, a template with a macro for each, figures come from plans."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jinja2
+
+from alpa_lite.ir import units
+
+_FILTERS = (
+    repr, units.seconds, units.nbytes, units.exact_bytes, units.percent, units.times, units.flops, units.count_of,
+    units.digits, units.factor,
+)  # fmt: skip
+
+
+@functools.cache
+def environment() -> jinja2.Environment:
+    """The templates of this folder; those of pages are escaped. Units are filters there."""
+    found = jinja2.Environment(
+        loader=jinja2.PackageLoader("alpa_lite.report", "."), autoescape=jinja2.select_autoescape(["html"]),
+        trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
+    )  # fmt: skip
+    found.filters |= {one.__name__: one for one in _FILTERS} | {"first_of": units.first}
+    return found
+
+
+@functools.cache
+def _macros() -> Any:
+    return environment().get_template("prose.txt").module
+
+
+def lines(macro: str, *values: Any) -> list[str]:
+    """Returns the lines that a macro writes about some values."""
+    written = getattr(_macros(), macro)(*values).splitlines()
+    return [text for line in written if (text := " ".join(line.split()))]
+
+
+def sentence(macro: str, *values: Any) -> str:
+    """Returns what a macro writes in one line."""
+    return " ".join(lines(macro, *values))
+
+
+def parts(macro: str, *values: Any) -> list[list[str]]:
+    """Returns the lines that a macro writes, each in its parts; those without a text behind the first are left out."""
+    found = ([part.strip() for part in line.split("|")] for line in lines(macro, *values))
+    return [line for line in found if len(line) > 1 and line[1]]
