@@ -37,7 +37,6 @@ from alpa_lite.passes.stages import planning
 from alpa_lite.passes.stages.owners import is_small
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.stages.stage_graph import StageGraph
-from alpa_lite.passes.stages.staging import find_moved_arguments
 from alpa_lite.plan.pins import Pin, Pins, places
 from alpa_lite.plan.plan import Plan
 
@@ -70,29 +69,19 @@ class DividedStep:
     copy_notes: tuple[str, ...] = ()
 
 
-def cut_as_plan(run: Passes, step: Step, request: PlanRequest, plan: Plan, count: int) -> tuple[Accumulated, Schedule]:
-    """Returns the step in `count` micro-batches, and the schedule of a plan for them.
+def divide_as_plan(run: Passes, step: Step, request: PlanRequest, plan: Plan, count: int) -> DividedStep:
+    """Returns a step over `count` micro-batches in the stages of a plan.
 
     Raises:
       MicrobatchError, OptionError: the batch does not divide into them, or the schedule does not exist for them.
+      PlanError: the step has other layers.
     """
     division = plan.division
     schedule = schedules.schedule(
         plan.schedule, len(division.first_devices), count, virtual=division.virtual,
         slices=len(division.token_slices) or 1,
     )  # fmt: skip
-    return run(
-        "micro-batches", microbatches.accumulate, step.traced, step.rules, count, **request.inexact_options
-    ), schedule
-
-
-def divide_as_plan(run: Passes, loop: Accumulated, schedule: Schedule, plan: Plan) -> DividedStep:
-    """Returns a step over micro-batches in the stages of a plan.
-
-    Raises:
-      PlanError: the step has other layers.
-    """
-    division = plan.division
+    loop = run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **request.inexact_options)
     layers = run("layers", find_layers, loop, max_layers=division.max_layers)
     replay.check_layers(plan, len(layers.layering.layers))
     choices: list[Choice] = [remat.choice for remat in replay.remat_of(plan)]
@@ -169,9 +158,7 @@ def partition_by_placement(run: Passes, step: Step, request: PlanRequest) -> Sta
     pins = pins_of_leaves(step.traced, request.pins)
     step, request, moved_whole = cut_stacked_leaves(run, step, replace(request, pins=pins))
     given = request.num_microbatches
-    if given is not None and given > 1:
-        return _solve(run, request, _divide(run, step, request, given))
-    division = _divide(run, step, request, 1)
+    division = _divide(run, step, request, given or 1)
     for line in (*moved_whole, *division.copy_notes):
         logger.warning("%s: %s", step.traced.name, line)
     staged = _solve(run, request, division)
@@ -282,9 +269,13 @@ def _divide(run: Passes, step: Step, request: PlanRequest, count: int) -> Divide
         turns = run("stages", stages.turns_of, loop.traced, loop.scan, pinned, len(found))
         assignment, submeshes = turns.assignment, turns.submeshes
     graphs = run("stages", stages.stage_graphs, loop.traced, loop.scan, assignment)
-    copied = copies(step.traced, graphs, request.pins) if count == 1 else ()
-    for graph, submesh in zip(graphs, submeshes, strict=True) if count > 1 else ():
-        _check_in_place(graph, submesh, pinned, loop)
+    moved = _find_moved_leaves(graphs, submeshes, pinned)
+    if moved and count > 1:
+        raise PlanError(
+            f"num_microbatches={count}: {format_path(loop.traced.arguments[moved[0][0]].path)} would be "
+            "copied to another submesh; use num_microbatches=1"
+        )
+    copied = tuple(_copy_note(step.traced, *leaf) for leaf in moved)
     loop = replace(loop, notes=(reason(request.pins), *copied, *loop.notes))
     pins = [
         Pins({
@@ -303,16 +294,17 @@ def _divide(run: Passes, step: Step, request: PlanRequest, count: int) -> Divide
     )  # fmt: skip
 
 
-def _check_in_place(graph: StageGraph, submesh: int, pinned: Mapping[int, int], loop: Accumulated) -> None:
-    """Raises PlanError if a stage on a submesh reads a large leaf of another one."""
-    for port, value in zip(graph.inputs, graph.traced.graph.block.inputs, strict=False):
-        is_leaf = port.kind in ("argument", "copy") and not is_small(graph.traced.graph.values[value])
-        if is_leaf and pinned.get(port.number, submesh) != submesh:
-            raise PlanError(
-                f"num_microbatches={loop.num_microbatches}: {format_path(loop.traced.arguments[port.number].path)} "
-                "would be "
-                "copied to another submesh; use num_microbatches=1"
-            )
+def _find_moved_leaves(
+    graphs: Sequence[StageGraph], submeshes: Sequence[int], pinned: Mapping[int, int]
+) -> list[tuple[int, list[int], StageGraph]]:
+    """Returns large leaves that other submeshes read than the one that has them: these, and the first stage of them."""
+    found: dict[int, tuple[list[int], StageGraph]] = {}
+    for graph, submesh in zip(graphs, submeshes, strict=True):
+        for port, value in zip(graph.inputs, graph.traced.graph.block.inputs, strict=False):
+            is_leaf = port.kind in ("argument", "copy") and not is_small(graph.traced.graph.values[value])
+            if is_leaf and pinned.get(port.number, submesh) != submesh:
+                found.setdefault(port.number, ([], graph))[0].append(submesh)
+    return [(number, *found[number]) for number in sorted(found)]
 
 
 def _solve(run: Passes, request: PlanRequest, division: DividedStep) -> Staged:
@@ -364,24 +356,16 @@ def _of_mesh(pins: Pins, mesh: LogicalMesh, first: int) -> str:
     return f"{count} on devices {first} to {first + mesh.size - 1} as a mesh of {shape}"
 
 
-def copies(traced: Traced, graphs: Sequence[StageGraph], pins: Pins) -> tuple[str, ...]:
-    """Returns a plan's notes on leaves that another submesh reads, too: they are copied to it in each call."""
-    lines = []
-    for number, where in find_moved_arguments(graphs).items():
-        leaf = traced.graph.block.inputs[number]
-        value = traced.graph.values[leaf]
-        if number in pins.arguments and not is_small(value):
-            reader = next((op for op in graphs[where[0]].traced.graph.block.ops if leaf in op.reads), None)
-            what = (
-                "a result"
-                if reader is None
-                else f"{reader.name} at {_jax.describe_location(reader.source) or 'an unknown line'}"
-            )
-            lines.append(
-                f"{format_path(traced.arguments[number].path)} stays in place, and is copied in each call to submesh "
-                f"{', '.join(map(str, where))} ({units.nbytes(value.nbytes * len(where))}): {what} needs it there"
-            )
-    return tuple(lines)
+def _copy_note(traced: Traced, number: int, where: Sequence[int], graph: StageGraph) -> str:
+    """Returns a plan's note on a leaf that other submeshes read, too: it is copied to them in each call."""
+    leaf = traced.graph.block.inputs[number]
+    reader = next((op for op in graph.traced.graph.block.ops if leaf in op.reads), None)
+    place = "" if reader is None else _jax.describe_location(reader.source) or "an unknown line"
+    return (
+        f"{format_path(traced.arguments[number].path)} stays in place, and is copied in each call to submesh "
+        f"{', '.join(map(str, where))} ({units.nbytes(traced.graph.values[leaf].nbytes * len(where))}): "
+        f"{'a result' if reader is None else f'{reader.name} at {place}'} needs it there"
+    )
 
 
 def reason(pins: Pins) -> str:

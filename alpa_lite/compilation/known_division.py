@@ -13,7 +13,6 @@ from dataclasses import replace
 from alpa_lite.compilation import plan_cache
 from alpa_lite.compilation.division import (
     DividedStep,
-    cut_as_plan,
     divide_as_plan,
     partition_by_placement,
     plan_stages,
@@ -56,7 +55,7 @@ def replay_plan(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> St
         return run("programs", programs.stage_whole_step, loop, planned, verdict, str(remat))
     if plan.division.owned:
         return replay_partition(run, step, request, plan)
-    division = divide_as_plan(run, *cut_as_plan(run, step, request, plan, plan.num_microbatches), plan)
+    division = divide_as_plan(run, step, request, plan, plan.num_microbatches)
     return plan_stages(run, request, division, plan, verdict=verdict)
 
 
@@ -140,7 +139,7 @@ def divide_again(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> D
     refusals: list[Exception] = []
     for count in range(request.num_microbatches or plan.num_microbatches, 0, -1):
         try:
-            loop, schedule = cut_as_plan(run, step, request, plan, count)
+            division = divide_as_plan(run, step, request, plan, count)
             break
         except (MicrobatchError, OptionError) as error:
             refusals.append(error)
@@ -149,7 +148,6 @@ def divide_again(run: Passes, step: Step, request: PlanRequest, plan: Plan) -> D
             f"the batch divides into no number of micro-batches from 1 to {plan.num_microbatches}, as the plan of the "
             f"first call needs it: {refusals[0]}; use a batch of the planned size"
         )
-    division = divide_as_plan(run, loop, schedule, plan)
     why = f"the state is kept where the plan for {plan.num_microbatches} micro-batches of another shape has it"
     firsts = [plan.division.first_devices[mesh] for mesh in plan.division.submeshes]
     stages = zip(division.graphs, plan.stages, firsts, strict=True)

@@ -60,16 +60,6 @@ def stage_graphs(traced: Traced, scan: int, assignment: Assignment) -> tuple[Sta
     return tuple(_Stage(step, number).build() for number in range(assignment.num_stages))
 
 
-def find_moved_arguments(graphs: Sequence[StageGraph]) -> dict[int, tuple[int, ...]]:
-    """Argument number -> the stages that get a copy of it in each call, for arguments that others own."""
-    found: dict[int, list[int]] = {}
-    for number, graph in enumerate(graphs):
-        for port in graph.inputs:
-            if port.kind == "copy":
-                found.setdefault(port.number, []).append(number)
-    return {number: tuple(where) for number, where in sorted(found.items())}
-
-
 class _Step:
     """Facts of the whole step, collected before any stage is built."""
 

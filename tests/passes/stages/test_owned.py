@@ -19,7 +19,7 @@ from alpa_lite.ir.graph import Traced
 from alpa_lite.passes.stages import owners
 from alpa_lite.passes.stages.owners import ownership
 from alpa_lite.passes.stages.stage_graph import StageGraph
-from alpa_lite.passes.stages.staging import find_moved_arguments, stage_graphs
+from alpa_lite.passes.stages.staging import stage_graphs
 from alpa_lite.passes.tracing import tracing
 
 
@@ -35,6 +35,12 @@ def divided(traced: Traced, pinned: dict[int, int], count: int = 2) -> tuple[Sta
         assert all(state[argument] in results for argument in own & state.keys())
     _walk(traced, parts)
     return parts
+
+
+def moved(parts: Sequence[StageGraph]) -> dict[int, tuple[int, ...]]:
+    """Argument -> the parts that get a copy of it in each call."""
+    copies = sorted((port.number, n) for n, part in enumerate(parts) for port in part.inputs if port.kind == "copy")
+    return {number: tuple(n for argument, n in copies if argument == number) for number, _ in copies}
 
 
 def _walk(traced: Traced, parts: Sequence[StageGraph]) -> None:
@@ -140,7 +146,7 @@ def test_the_fewest_bytes_cross_and_no_state(fun: Any, arguments: Any, batch: st
     traced = trace(fun, *arguments, batch=batch)
     parts = divided(traced, dict(enumerate(places)))
     assert Counter(sent(parts)) == crossing
-    assert find_moved_arguments(parts) == {}
+    assert moved(parts) == {}
 
 
 def test_a_loop_over_leaves_of_several_submeshes_pulls_the_fewest_bytes() -> None:
@@ -148,8 +154,8 @@ def test_a_loop_over_leaves_of_several_submeshes_pulls_the_fewest_bytes() -> Non
         return jax.lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ p["a"] + x * p["b"]), x).sum(), n + 1
 
     traced = trace(fun, {"a": jnp.ones((WIDTH, WIDTH)), "b": jnp.ones((WIDTH,))}, X, 0, batch="x")
-    assert find_moved_arguments(divided(traced, {0: 0, 1: 1})) == {1: (0,)}
-    assert find_moved_arguments(divided(traced, {0: 1, 1: 0})) == {1: (1,)}
+    assert moved(divided(traced, {0: 0, 1: 1})) == {1: (0,)}
+    assert moved(divided(traced, {0: 1, 1: 0})) == {1: (1,)}
 
 
 def test_new_state_that_is_made_elsewhere_is_sent_home() -> None:
@@ -164,10 +170,10 @@ def test_new_state_that_is_made_elsewhere_is_sent_home() -> None:
 
     leaves = {"a": jnp.ones(4), "b": jnp.ones(4)}
     traced = trace(swap, leaves, state="p")
-    assert find_moved_arguments(divided(traced, {0: 0, 1: 1})) == {0: (1,), 1: (0,)}
+    assert moved(divided(traced, {0: 0, 1: 1})) == {0: (1,), 1: (0,)}
     traced = trace(sort, leaves, state="p")
     parts = divided(traced, {0: 0, 1: 1})
-    assert len(sent(parts)) == 1 and len(find_moved_arguments(parts)) == 1
+    assert len(sent(parts)) == 1 and len(moved(parts)) == 1
 
 
 def test_expansions_find_what_trying_everything_finds() -> None:
