@@ -21,13 +21,13 @@ from jax import lax
 
 from alpa_lite.ir.graph import Atom, Block, Bounds, Op
 from alpa_lite.ir.strategy import Rule
-from alpa_lite.passes.blockwise.parts import COMBINED, params_for, rows_of
+from alpa_lite.passes.blockwise.functions import COMBINED, params_for, rows_of
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import producers, values_in
-from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.ir.loops import Given, ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter
 
-InPieces = tuple[Bounds, tuple[int, ...]]
+InPieces = tuple[Bounds, tuple[Any, ...]]
 """Where the pieces of a stacked value begin, with the end of the last, and the pieces."""
 
 
@@ -42,7 +42,7 @@ class StackWalk:
       asked_for: those that are read in pieces.
       pieces: values that are made in pieces, or read in pieces. joined: those of them that exist whole too.
       concatenated: those of these that are made of their pieces.
-      spans, ranges: as `Cut.pieces` and `Cut.ranges`.
+      ranges: index of a piece of an op -> (index of the op, first iteration, end).
     """
 
     def __init__(
@@ -60,7 +60,6 @@ class StackWalk:
         self.asked_for: dict[int, InPieces] = {}
         self.concatenated: dict[int, InPieces] = {}
         self.joined: set[int] = set()
-        self.spans: dict[int, tuple[int, int, int]] = {}
         self.ranges: dict[int, tuple[int, int, int]] = {}
 
     # -- operations -----------------------------------------------------------------------------------------------
@@ -73,7 +72,8 @@ class StackWalk:
     def walk(self, op: Op) -> None:
         """Appends an op, in pieces if it reads pieces and can be split."""
         if op.name == "scan" and (bounds := self.bounds_of(op)):
-            return self.cut(op, bounds)
+            self.cut(op, bounds)
+            return
         bounds = next((self.pieces[v][0] for v in op.reads if v in self.pieces and v not in self.joined), None)
         if bounds is not None and (self.split(op, bounds) or self.reduce_pieces(op, bounds)):
             return
@@ -93,10 +93,10 @@ class StackWalk:
         if isinstance(atom, int) and atom in self.pieces and atom not in self.joined:
             self.joined.add(atom)
             _, parts = self.concatenated[atom] = self.pieces[atom]
-            self.out.append(self.rewriter.op(lax.concatenate_p, {"dimension": 0}, parts, [atom], source))
+            self.concatenate(parts, atom, source)
         return atom
 
-    def parts(self, value: int, bounds: Bounds, source: Any) -> tuple[int, ...]:
+    def parts(self, value: int, bounds: Bounds, source: Any) -> tuple[Any, ...]:
         """A value in pieces: as made, by the operation that makes it done in pieces, as they come in, or by slices."""
         if value in self.pieces and self.pieces[value][0] == bounds:
             return self.pieces[value][1]
@@ -111,8 +111,7 @@ class StackWalk:
             parts = tuple(self.new_value(value, high - low) for low, high in spans)
             self.asked_for[value] = bounds, parts
         else:
-            self.out += (rows := [rows_of(self.rewriter, value, low, high, source) for low, high in spans])
-            parts = tuple(op.results[0] for op in rows)
+            parts = tuple([self.take(value, low, high, source) for low, high in spans])
         self.pieces[value] = bounds, parts
         self.joined.add(value)
         return parts
@@ -121,28 +120,32 @@ class StackWalk:
         """Returns a new value like another, but for the size of dim 0."""
         return self.rewriter.new_value_of_shape(value, (size, *self.rewriter.values[value].shape[1:]))
 
+    def take(self, value: int, low: int, high: int, source: Any) -> Any:
+        """Returns the piece of a whole stack that some iterations have."""
+        self.out.append(rows_of(self.rewriter, value, low, high, source))
+        return self.out[-1].results[0]
+
+    def concatenate(self, parts: Sequence[Any], stack: int, source: Any) -> None:
+        """Makes a stack of its pieces."""
+        self.out.append(self.rewriter.op(lax.concatenate_p, {"dimension": 0}, parts, [stack], source))
+
     # -- splitting ------------------------------------------------------------------------------------------------
 
     def split(self, op: Op, bounds: Bounds) -> bool:
         """Does an op in pieces where its dim 0 is parallel; whether it could."""
         if not self.is_parallel(op, bounds[-1]):
             return False
-        operands: list[list[Atom]] = []
+        operands: list[Sequence[Atom]] = []
         for atom, dims in zip(op.operands, self.rules[op.key].operands, strict=True):
             if isinstance(atom, int) and dims and dims[0] == self.rules[op.key].results[0][0]:
-                operands.append(list(self.parts(atom, bounds, op.source)))
+                operands.append(self.parts(atom, bounds, op.source))
             else:
                 operands.append([self.join_pieces(atom, op.source)] * (len(bounds) - 1))
-        results: list[list[int]] = [[] for _ in op.results]
-        for number, (low, high) in enumerate(itertools.pairwise(bounds)):
-            made = [self.new_value(value, high - low) for value in op.results]
-            some = [column[number] for column in operands]
-            params = params_for(op, some, made, self.rewriter.values)
-            self.out.append(self.rewriter.op(op.primitive, params, some, made, op.source, op.index, op.ctx))
-            self.ranges[self.out[-1].index] = op.index, low, high
-            for column, value in zip(results, made, strict=True):
-                column.append(value)
-        self.pieces.update((v, (bounds, tuple(c))) for v, c in zip(op.results, results, strict=True))
+        results: list[list[int]] = []
+        for span, some in zip(itertools.pairwise(bounds), zip(*operands, strict=True), strict=True):
+            results.append([self.new_value(value, span[1] - span[0]) for value in op.results])
+            self._write_piece(op, span, some, results[-1])
+        self.pieces.update((v, (bounds, c)) for v, c in zip(op.results, zip(*results, strict=True), strict=True))
         return True
 
     def is_parallel(self, op: Op, length: int) -> bool:
@@ -164,49 +167,59 @@ class StackWalk:
         """Does a reduction of dim 0 in pieces, and combines them; whether it could."""
         if op.name not in COMBINED or op.key not in self.rules or 0 not in op.params["axes"]:
             return False
-        (value,) = op.reads
+        (value,), (result,) = op.reads, op.results
         total: int | None = None
-        parts = self.parts(value, bounds, op.source)
-        for number, part in enumerate(parts):
-            is_last = number == len(parts) - 1
-            made = op.results[0] if is_last and total is None else self.rewriter.new_value(op.results[0])
-            self.out.append(self.rewriter.op(op.primitive, op.params, [part], [made], op.source, op.index))
-            self.ranges[self.out[-1].index] = op.index, bounds[number], bounds[number + 1]
-            if total is None:
-                total = made
-                continue
-            summed = op.results[0] if is_last else self.rewriter.new_value(op.results[0])
-            self.out.append(self.rewriter.op(COMBINED[op.name], {}, [total, made], [summed], op.source))
-            total = summed
+        for part, span in zip(self.parts(value, bounds, op.source), itertools.pairwise(bounds), strict=True):
+            is_last = span[1] == bounds[-1]
+            made = result if is_last and total is None else self.rewriter.new_value(result)
+            self._write_piece(op, span, [part], [made])
+            if total is not None:
+                summed = result if is_last else self.rewriter.new_value(result)
+                self.out.append(self.rewriter.op(COMBINED[op.name], {}, [total, made], [summed], op.source))
+                made = summed
+            total = made
         return True
 
-    def cut(self, op: Op, bounds: Bounds) -> None:
-        """One scan as several: the carry goes from one to the next."""
-        consts, carry, xs = ScanView(op).operands
-        finals, ys = ScanView(op).results
-        scanned: list[Sequence[Atom]] = []
-        for atom in xs:
-            is_value = isinstance(atom, int)
-            scanned.append(self.parts(atom, bounds, op.source) if is_value else (atom,) * (len(bounds) - 1))
+    def _write_piece(self, op: Op, span: tuple[int, int], operands: Sequence[Atom], results: Sequence[int]) -> None:
+        params = params_for(op, operands, results, self.rewriter.values)
+        self.out.append(self.rewriter.op(op.primitive, params, operands, results, op.source, op.index, op.ctx))
+        self.ranges[self.out[-1].index] = op.index, *span
+
+    # -- scans ----------------------------------------------------------------------------------------------------
+
+    def cut(self, op: Op, bounds: Bounds) -> Sequence[Atom]:
+        """Writes one scan as several, whose carry goes from one to the next; returns what it is in the end."""
+        view, spans = ScanView(op), list(itertools.pairwise(bounds))
+        consts, carry, xs = view.operands
+        scanned = [
+            self.parts(atom, bounds, op.source) if isinstance(atom, int) else (atom,) * len(spans) for atom in xs
+        ]
         for atom in (*consts, *carry):
             self.join_pieces(atom, op.source)
-        spans = list(enumerate(itertools.pairwise(bounds)))
-        stacked: list[tuple[int, ...]] = []
-        for place, (number, (low, high)) in enumerate(reversed(spans) if op.params["reverse"] else spans):
-            carried = finals if place == len(spans) - 1 else tuple(map(self.rewriter.new_value, finals))
-            stacked.append(tuple(self.new_value(v, high - low) for v in ys))
-            piece = replace(
-                op,
-                index=self.rewriter.index(op.index),
-                params=dict(op.params, length=high - low, unroll=min(op.params["unroll"], high - low)),
-                operands=(*consts, *carry, *(parts[number] for parts in scanned)),
-                results=(*carried, *stacked[-1]),
-                bodies=op.bodies if place == 0 else (self.rewriter.copy_block(op.bodies[0]),),
-                key=None,
-            )
-            self.spans[piece.index] = op.index, low, high
-            self.out.append(piece)
-            carry = carried
-        if op.params["reverse"]:
-            stacked.reverse()
-        self.pieces.update((v, (bounds, column)) for v, column in zip(ys, zip(*stacked, strict=True), strict=True))
+        stacked: dict[int, Sequence[Any]] = {}
+        order = sorted(range(len(spans)), reverse=op.params["reverse"])
+        for number in order:
+            operands = [*consts, *carry, *(parts[number] for parts in scanned)]
+            carry, stacked[number] = self.iterate(op, *spans[number], operands)
+        columns = zip(*(stacked[number] for number in range(len(spans))), strict=True)
+        self.pieces.update((v, (bounds, column)) for v, column in zip(view.results.ys, columns, strict=True))
+        return carry
+
+    def iterate(self, op: Op, low: int, high: int, operands: Sequence[Atom]) -> Given[Any]:
+        """Writes some iterations of a scan; returns the carry behind them, and their pieces of the stacked results."""
+        view, ends = ScanView(op), [low == 0, high == ScanView(op).length]
+        is_first, is_last = reversed(ends) if op.params["reverse"] else ends
+        carry = view.results.carry if is_last else tuple(map(self.rewriter.new_value, view.results.carry))
+        stacked = tuple(self.new_value(v, high - low) for v in view.results.ys)
+        piece = replace(
+            op,
+            index=self.rewriter.index(op.index),
+            params=dict(op.params, length=high - low, unroll=min(op.params["unroll"], high - low)),
+            operands=tuple(operands),
+            results=(*carry, *stacked),
+            bodies=op.bodies if is_first else (self.rewriter.copy_block(view.body),),
+            key=None,
+        )
+        self.ranges[piece.index] = op.index, low, high
+        self.out.append(piece)
+        return Given(carry, stacked)

@@ -18,11 +18,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from alpa_lite.errors import OptionError
-from alpa_lite.ir.graph import Argument, Atom, Block, Bounds, Pieces, Stacked, Traced
+from alpa_lite.ir.graph import Argument, Atom, Block, Bounds, Op, Pieces, Stacked, Traced
 from alpa_lite.ir.strategy import Rule
-from alpa_lite.passes.blockwise.parts import rows_of
+from alpa_lite.passes.blockwise.functions import rows_of
 from alpa_lite.passes.blockwise.stacks import InPieces, StackWalk
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.flow import uses
@@ -36,7 +37,7 @@ class Cut(Rewritten):
 
     Attributes:
       pieces: index of a piece of a scan -> (index of its scan before, first iteration, end).
-      ranges: the same for operations on what is stacked, which are done in pieces too.
+      ranges: of these, and of operations on what is stacked, which are done in pieces too.
     """
 
     pieces: Mapping[int, tuple[int, int, int]]
@@ -44,10 +45,8 @@ class Cut(Rewritten):
 
     def part(self, index: int) -> tuple[int, int]:
         """(index before the cutting, first iteration) of an op; -1 for the index of a new op."""
-        if index in self.pieces or index in self.ranges:
-            before, start, _ = self.pieces.get(index) or self.ranges[index]
-            return before, start
-        return self.origin.get(index, -1), 0
+        before, start, _ = self.ranges.get(index, (self.origin.get(index, -1), 0, 0))
+        return before, start
 
 
 def cut_scans(
@@ -99,12 +98,11 @@ def cut_scans(
     block = Block(traced.graph.block.inputs, tuple(top.out), tuple(outputs))
     leaves = None
     if split_arguments:
-        block, leaves = _with_pieces(traced, top, block)
+        block, leaves = _split_arguments(traced, top, block)
     done = rewriter.step(traced, block, scan)
     place = rewriter.place
-    pieces, ranges = (
-        {place[i]: span for i, span in spans.items() if i in place} for spans in (body.spans, top.ranges | body.ranges)
-    )
+    ranges = {place[i]: span for i, span in (top.ranges | body.ranges).items() if i in place}
+    pieces = {i: span for i, span in ranges.items() if span[0] in inside}
     step = done.traced if leaves is None else _applied(leaves, done.traced)
     return Cut(step, done.scan, done.origin, done.copies, pieces, ranges)
 
@@ -130,19 +128,8 @@ def cut_stacked_arguments(traced: Traced, bounds: Mapping[int, Bounds], rules: M
     walk.run()
     outputs = tuple(walk.join_pieces(atom, source) for atom in block.outputs)
     inputs = tuple(whole.get(value, value) for value in block.inputs)
-    block, leaves = _with_pieces(traced, walk, Block(inputs, tuple(walk.out), outputs))
+    block, leaves = _split_arguments(traced, walk, Block(inputs, tuple(walk.out), outputs))
     return _applied(leaves, replace(traced, graph=rewriter.finish(block)))
-
-
-def _with_pieces(traced: Traced, walk: StackWalk, block: Block) -> tuple[Block, Stacked]:
-    """Returns the new top block with arguments and results in pieces; those that stay whole are sliced first."""
-    block, leaves, whole = _split_arguments(traced, block, walk.asked_for, walk.concatenated)
-    walk.out = []
-    for value in whole:
-        bounds, parts = walk.asked_for[value]
-        for part, (low, high) in zip(parts, itertools.pairwise(bounds), strict=True):
-            walk.out.append(rows_of(walk.rewriter, value, low, high, block.ops[0].source, part))
-    return replace(block, ops=(*walk.out, *block.ops)), leaves
 
 
 def _micro_batches(top: StackWalk, body: StackWalk, view: ScanView) -> None:
@@ -192,47 +179,44 @@ def _applied(stacked: Stacked, traced: Traced) -> Traced:
     )
 
 
-def _split_arguments(
-    traced: Traced, block: Block, asked_for: Mapping[int, InPieces], joined: Mapping[int, InPieces]
-) -> tuple[Block, Stacked, list[int]]:
-    """Returns the top block with arguments and results in pieces, where that is all that it needs of them.
+def _split_arguments(traced: Traced, walk: StackWalk, block: Block) -> tuple[Block, Stacked]:
+    """Returns the top block with arguments and results in pieces, where that is all that it needs of them, and which.
+
+    Arguments that stay whole although pieces of them are read are sliced first.
 
     Args:
+      walk: over the top block.
       block: its new top block. Nothing makes the pieces of arguments that it reads.
-      asked_for: argument -> the pieces that are read of it.
-      joined: the pieces of values that are concatenations.
-
-    Returns:
-      The block and its leaves; and the arguments that stay whole although pieces of them are read.
     """
     used = uses(pruning.live_block(block))  # what is dead may still mention whole leaves
-    count = len(traced.arguments)
     new_value = {argument: output for output, argument in traced.state}
     inputs: list[int] = []
+    outputs: list[Atom] = []
+    slices: list[Op] = []
     taken: dict[int, InPieces] = {}  # output -> its parts
-    arguments: list[Pieces] = []
-    whole: list[int] = []
-    for number, value in enumerate(block.inputs[:count]):
+    arguments = []
+    for number, value in enumerate(block.inputs[: len(traced.arguments)]):
         output = new_value.get(number)
         atom = None if output is None else block.outputs[output]
-        made = (asked_for if atom == value else joined).get(atom) if isinstance(atom, int) else None
-        bounds, parts = asked_for.get(value, ((), ()))
+        made = (walk.asked_for if atom == value else walk.concatenated).get(atom) if isinstance(atom, int) else None
+        bounds, parts = walk.asked_for.get(value, ((), ()))
         fits = parts and used[value] == (atom == value) and all(used[part] for part in parts)
         if not fits or (output is not None and (made is None or made[0] != bounds)):
-            whole += [value] if parts else []
+            for part, (low, high) in zip(parts, itertools.pairwise(bounds), strict=True):
+                slices.append(rows_of(walk.rewriter, value, low, high, block.ops[0].source, part))
             bounds, parts = (), (value,)
         elif output is not None and made is not None:
             taken[output] = made
-        arguments.append(Pieces(tuple(range(len(inputs), len(inputs) + len(parts))), bounds))
-        inputs += parts
-    outputs: list[Atom] = []
-    results: list[Pieces] = []
-    for number, atom in enumerate(block.outputs):
-        bounds, atoms = taken.get(number, ((), (atom,)))
-        results.append(Pieces(tuple(range(len(outputs), len(outputs) + len(atoms))), bounds))
-        outputs += atoms
-    block = Block((*inputs, *block.inputs[count:]), block.ops, tuple(outputs))
-    return block, Stacked(tuple(arguments), tuple(results)), whole
+        arguments.append(_append(inputs, bounds, parts))
+    results = [_append(outputs, *taken.get(number, ((), (atom,)))) for number, atom in enumerate(block.outputs)]
+    inputs += block.inputs[len(traced.arguments) :]
+    return Block(tuple(inputs), (*slices, *block.ops), tuple(outputs)), Stacked(tuple(arguments), tuple(results))
+
+
+def _append(leaves: list[Any], bounds: Bounds, parts: Sequence[Any]) -> Pieces:
+    """Appends the pieces of a leaf, or the whole, to those before it; returns where they are."""
+    leaves += parts
+    return Pieces(tuple(range(len(leaves) - len(parts), len(leaves))), bounds)
 
 
 def _parts(leaves: Sequence[Argument], pieces: Sequence[Pieces]) -> tuple[Argument, ...]:

@@ -18,25 +18,23 @@ Source: the schedule of TeraPipe (Li et al., ICML 2021), here found in the step'
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from alpa_lite.ir.graph import Atom, Block, Lit, Op
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.blockwise import FunctionWriter
-from alpa_lite.passes.blockwise.parts import COMBINED, params_for
+from alpa_lite.passes.blockwise.functions import COMBINED, params_for
 from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.loops import ScanView
-from alpa_lite.passes.tokens.pieces import Pieces, Range, Ranges, pad_rows
+from alpa_lite.passes.tokens.pieces import Pieces, Ranges, pad_rows
 from alpa_lite.passes.tokens.states import Body, Role, State, States, row_factor
-from alpa_lite.passes.tokens.windows import Move, shift_of, size_along, window
+from alpa_lite.passes.tokens.windows import Range
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,9 +133,9 @@ class _Expansion(Pieces):
             case "sum" | "spread":
                 self._emit_sum(op, role)
             case "shift":
-                self._emit_shift(op)
+                self._emit_shift(op, role)
             case "window":
-                self._emit_window(op)
+                self._emit_window(op, role)
             case "running":
                 self._emit_running(op)
             case "loop":
@@ -246,66 +244,49 @@ class _Expansion(Pieces):
             return self._cut(self._fetch(atom), state.dim, rows)
         return self._fetch(atom, rows)
 
-    # -- shifts ---------------------------------------------------------------------------------------------------
-
-    def _emit_shift(self, op: Op) -> None:
+    def _emit_shift(self, op: Op, role: Role) -> None:
         start = 0
         for value in op.results:  # of "split" several
             state = self.found.by_atom[value]
-            sizes = [size_along(self._shape(a), state.dim) for a in op.operands]
-            moves = shift_of(op, state.dim, sizes)
-            for piece, (first, stop) in self._turns(op, state):
-                self.pieces[value][piece] = self._shifted(op, state, (start + first, start + stop), moves, sizes)
+            for piece, rows in self._turns(op, state):
+                moved = start + rows[0], start + rows[1]
+                self.pieces[value][piece] = self._shifted(op, role, state, moved)
             start += state.size
 
-    def _shifted(self, op: Op, state: State, rows: Range, moves: Sequence[Move], sizes: Sequence[int]) -> Atom:
-        """Returns one piece: the rows that it takes of each operand, moved."""
-        parts: list[Atom] = []
-        before = 0
-        for atom, move, size in zip(op.operands, moves, sizes, strict=False):
-            a = max(-((move.target - rows[0]) // move.target_stride), -(move.start // move.stride), 0)
-            b = min(-((move.target - rows[1]) // move.target_stride), -((move.start - size) // move.stride))
-            if a < b:
-                before = move.target + move.target_stride * a - rows[0]
-                first = move.start + move.stride * a
-                parts.append(self._rows(atom, state, (first, first + move.stride * (b - a - 1) + 1)))
+    def _shifted(self, op: Op, role: Role, state: State, rows: Range) -> Atom:
+        """Returns one piece: the rows that it takes of each operand, with padding around them or other dims cut."""
+        parts, around, dim = list[Atom](), (0, 0), state.dim
+        for atom, move in zip(op.operands, role.moves, strict=False):
+            taken, padding = move.take_rows(rows, self._shape(atom)[dim])
+            if taken[0] < taken[1]:
+                parts.append(self._rows(atom, state, taken))
+                around = padding
+        if op.name == "pad" and not parts:  # nothing but padding
+            filler, shape = self._fetch(op.operands[1]), _with(self._shape(op.results[0]), dim, rows[1] - rows[0])
+            return self._made(jnp.broadcast_to, [filler], shape=shape)
         if op.name == "pad":
-            return self._pad(op, state, rows, before, parts)
-        return self._slice(op, state, parts[0]) if op.name == "slice" else self._join(parts, state)
-
-    def _slice(self, op: Op, state: State, part: Atom) -> Atom:
-        """Returns the cuts of other dims than the rows."""
-        starts, strides = _with(op.params["start_indices"], state.dim, 0), op.params["strides"]
-        limits = _with(op.params["limit_indices"], state.dim, self._shape(part)[state.dim])
-        if limits == self._shape(part) and not any(starts) and strides is None:
-            return part
+            config = tuple(map(tuple, op.params["padding_config"]))
+            config = _with(config, dim, (*around, config[dim][2]))
+            return self._made(lax.pad, [parts[0], self._fetch(op.operands[1])], padding_config=config)
+        if op.name != "slice":
+            return self._join(parts, state)
+        limits = _with(op.params["limit_indices"], dim, self._shape(parts[0])[dim])
+        starts, strides = _with(op.params["start_indices"], dim, 0), op.params["strides"]
+        if limits == self._shape(parts[0]) and not any(starts) and strides is None:
+            return parts[0]
         strides = strides and tuple(strides)
-        return self._made(lax.slice, [part], start_indices=starts, limit_indices=limits, strides=strides)
+        return self._made(lax.slice, parts, start_indices=starts, limit_indices=limits, strides=strides)
 
-    def _pad(self, op: Op, state: State, rows: Range, before: int, parts: Sequence[Atom]) -> Atom:
-        """Padding around one part, or alone. `before`: rows of the piece before those of the part."""
-        filler, count = self._fetch(op.operands[1]), rows[1] - rows[0]
-        if not parts:  # nothing but padding
-            return self._made(jnp.broadcast_to, [filler], shape=_with(self._shape(op.results[0]), state.dim, count))
-        config = tuple(map(tuple, op.params["padding_config"]))
-        interior = config[state.dim][2]
-        given = (1 + interior) * (self._shape(parts[0])[state.dim] - 1) + 1
-        config = _with(config, state.dim, (before, count - before - given, interior))
-        return self._made(lax.pad, [parts[0], filler], padding_config=config)
-
-    # -- convolutions, running sums, loops ------------------------------------------------------------------------
-
-    def _emit_window(self, op: Op) -> None:
-        (value,), (image, kernel) = op.results, op.operands
-        made = self.found.by_atom.get(value)
-        leading = self.found.by_atom[values_in([kernel])[0]] if made is None else made
-        (image_state,) = [self.found.by_atom[a] for a in values_in([image])]
-        form = window(op, image_state.dim, self._shape(kernel), self._shape(value), summed=made is None)
+    def _emit_window(self, op: Op, role: Role) -> None:
+        """Writes a convolution along the rows, or the gradient of its kernel, a sum over slices."""
+        (value,), (image, kernel), form = op.results, op.operands, role.window
         assert form is not None
-        parts: list[Atom] = []
+        made = self.found.by_atom.get(value)
+        image_state, leading = self.found.by_atom[image], self.found.by_atom[kernel] if made is None else made
+        total: Atom | None = None
         for piece, rows in self._turns(op, leading, reverse=op.index not in self.forward):
-            taken, around = form.take_rows(rows, image_state.size)
-            if taken[0] == taken[1]:
+            taken, around = form.move.take_rows(rows, image_state.size)
+            if taken[0] >= taken[1]:
                 if made is not None:
                     self.pieces[value][piece] = self._zeros(value, made, piece)
                 continue
@@ -315,25 +296,24 @@ class _Expansion(Pieces):
             params = {**op.params, "padding": _with(op.params["padding"], form.spatial, around)}
             (part,) = self._again(op, operands, [self.rw.new_value_of_shape(value, shape)], params)
             if made is None:
-                parts.append(part)
+                self.whole[value] = total = self._combined(op, total, part)
             else:
                 self.pieces[value][piece] = part
-        if made is None:
-            self.whole[value] = functools.reduce(functools.partial(self._combined, op), parts)
 
     def _emit_running(self, op: Op) -> None:
-        (value,) = op.results
-        reverse, dim = op.params["reverse"], self.found.by_atom[value].dim
-        joins = {"cumsum": lax.add, "cumprod": lax.mul, "cummax": lax.max, "cummin": lax.min}
-        before: Atom | None = None
-        for piece, rows in self._turns(op, self.found.by_atom[value], reverse=reverse):
-            held = self._fetch(op.operands[0], rows)
-            result: Atom = self._again(op, [held], [self.rw.new_value_of_shape(value, self._shape(held))])[0]
+        """Writes a cumulative operation: a slice goes on from the last row of the one before it, which it reads too."""
+        (value,), reverse = op.results, op.params["reverse"]
+        state, before = self.found.by_atom[value], None
+        for piece, rows in self._turns(op, state, reverse=reverse):
+            held, count = self._fetch(op.operands[0], rows), rows[1] - rows[0]
+            own = (0, count)
             if before is not None:
-                size = self._shape(before)[dim]
-                edge = self._cut(before, dim, (0, 1) if reverse else (size - 1, size))
-                result = self._made(_going_on, [result, edge], joins.get(op.name, jnp.logaddexp))
-            self.pieces[value][piece] = before = result
+                size = self._shape(before)[state.dim]
+                edge = self._cut(before, state.dim, (0, 1) if reverse else (size - 1, size))
+                held = self._join([held, edge] if reverse else [edge, held], state)
+                own = own if reverse else (1, count + 1)
+            (result,) = self._again(op, [held], [self.rw.new_value_of_shape(value, self._shape(held))])
+            self.pieces[value][piece] = before = self._cut(result, state.dim, own)
 
     def _emit_loop(self, op: Op) -> None:
         view = ScanView(op)
@@ -357,8 +337,3 @@ class _Expansion(Pieces):
 def _with(items: Sequence[Any], number: int, item: Any) -> tuple[Any, ...]:
     """Returns some items, one of which is replaced."""
     return (*items[:number], item, *items[number + 1 :])
-
-
-def _going_on(join: Callable[[Any, Any], Any], x: jax.Array, edge: jax.Array) -> jax.Array:
-    """Running values of a slice that goes on where another one ended."""
-    return join(x, jnp.broadcast_to(edge, x.shape))

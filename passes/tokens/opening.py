@@ -14,7 +14,7 @@ which is then put together once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -23,13 +23,14 @@ from jax import lax
 from jax.core import eval_jaxpr
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Atom, Block, Graph, Op
+from alpa_lite.ir.graph import Atom, Block, Bounds, Graph, Op
 from alpa_lite.ir.kernels import KERNEL
 from alpa_lite.passes.blockwise import FunctionWriter
-from alpa_lite.passes.blockwise.parts import rows_of
+from alpa_lite.passes.blockwise.functions import rows_of
+from alpa_lite.passes.blockwise.stacks import StackWalk
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import values_in
-from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.ir.loops import Given, ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter, rename_atom, rename_block, rename_op
 from alpa_lite.passes.tracing import conversion
 
@@ -106,82 +107,61 @@ def unroll_scans(rewriter: FunctionWriter, block: Block, loops: Set[int]) -> tup
     Returns:
       The block; and, by the index of an op that takes an iteration's row out of a stack, the stack.
     """
-    return _Unrolling(rewriter, loops).block(block)
+    walk = _Unrolling(rewriter, block, loops)
+    walk.run()
+    for value in values_in(block.outputs):
+        walk.join_pieces(value, None)
+    return rename_block(Block(block.inputs, tuple(walk.out), block.outputs), walk.names), walk.taken
 
 
-class _Unrolling:
-    """The writing out of loops.
+class _Unrolling(StackWalk):
+    """The writing out of loops: a walk in which each piece is the row of one iteration.
 
     Attributes:
-      rows: stack -> what each iteration takes of it, or gives to it.
-      makers: stack that exists in rows alone -> the loop that makes it.
-      cuts: index of an op that takes a row -> the stack.
-      names: what a value that a loop ended with is called.
+      taken: index of an op that takes a row -> the stack.
+      names: of the values that a loop ended with.
     """
 
-    def __init__(self, rewriter: FunctionWriter, loops: Set[int]) -> None:
-        self.rewriter, self.loops = rewriter, loops
-        self.out: list[Op] = []
-        self.rows: dict[int, list[Atom]] = {}
-        self.makers: dict[int, Op] = {}
-        self.cuts: dict[int, int] = {}
+    rewriter: FunctionWriter
+
+    def __init__(self, rewriter: FunctionWriter, block: Block, loops: Set[int]) -> None:
+        cuts = {op.index: tuple(range(ScanView(op).length + 1)) for op in block.ops if op.index in loops}
+        super().__init__(rewriter, {}, block, cuts)  # without rules everything but loops is done whole
+        self.taken: dict[int, int] = {}
         self.names: dict[int, Atom] = {}
 
-    def block(self, block: Block) -> tuple[Block, Mapping[int, int]]:
-        """Returns the new block, and the stacks whose rows are taken."""
-        for op in block.ops:
-            if op.name == "scan" and (
-                op.index in self.loops or not self.rows.keys().isdisjoint(ScanView(op).operands.xs)
-            ):
-                self.unroll(op)
-                continue
-            self.put_together(op.reads)
-            self.out.append(op)
-        self.put_together(values_in(block.outputs))
-        return rename_block(Block(block.inputs, tuple(self.out), block.outputs), self.names), self.cuts
-
-    def unroll(self, op: Op) -> None:
-        """Writes a loop out."""
+    def cut(self, op: Op, bounds: Bounds) -> Sequence[Atom]:
+        """Writes a loop out; returns what it carries in the end."""
         view = ScanView(op)
-        self.put_together(values_in((*view.operands.consts, *view.operands.carry)))
+        for atom in (*view.operands.consts, *view.operands.carry):
+            self.join_pieces(atom, op.source)
         first = len(self.out)
-        taken = [self.rows_of(value, op.source) for value in values_in(view.operands.xs)]
-        carry: Sequence[Atom] = view.operands.carry
-        given: dict[int, Sequence[Any]] = {}
-        order = range(view.length)
-        for number in reversed(order) if op.params["reverse"] else order:
-            operands = [*view.operands.consts, *carry, *(rows[number] for rows in taken)]
-            ops, outputs = self.rewriter.inline(view.body, dict(zip(view.body.inputs, operands, strict=True)))
-            self.out += ops
-            carry, given[number] = view.split_results(outputs)
+        carry = super().cut(op, bounds)
         self.names.update((v, rename_atom(a, self.names)) for v, a in zip(view.results.carry, carry, strict=True))
-        for value, *rows in zip(view.results.ys, *(given[number] for number in order), strict=True):
-            self.rows[value], self.makers[value] = rows, op
         self.rewriter.attribute(self.out[first:], op.index)
+        return carry
 
-    def rows_of(self, stack: int, source: Any) -> list[Atom]:
-        """Returns the rows of a stack that the iterations of a loop take."""
-        shape = self.rewriter.values[stack].shape
-        for number in range(shape[0]) if stack not in self.rows else ():
-            cut, row = (
-                rows_of(self.rewriter, stack, number, number + 1, source),
-                self.rewriter.new_value_of_shape(stack, shape[1:]),
-            )
-            self.out += (cut, self.rewriter.op(lax.squeeze_p, {"dimensions": (0,)}, cut.results, [row], source))
-            self.cuts.update((op.index, stack) for op in self.out[-2:])
-            self.rows.setdefault(stack, []).append(row)
-        return self.rows[stack]
+    def iterate(self, op: Op, low: int, high: int, operands: Sequence[Atom]) -> Given[Atom]:
+        """Writes one iteration; returns what it carries on, and its rows of the stacked results."""
+        view = ScanView(op)
+        ops, outputs = self.rewriter.inline(view.body, dict(zip(view.body.inputs, operands, strict=True)))
+        self.out += ops
+        return view.split_results(outputs)
 
-    def put_together(self, values: Iterable[int]) -> None:
-        """Makes those values that exist in rows alone."""
-        for stack in values:
-            loop = self.makers.pop(stack, None)
-            if loop is None:
-                continue
-            shape, first = (1, *self.rewriter.values[stack].shape[1:]), len(self.out)
-            params = {"shape": shape, "broadcast_dimensions": tuple(range(1, len(shape))), "sharding": None}
-            made = [self.rewriter.new_value_of_shape(stack, shape) for _ in self.rows[stack]]
-            for row, part in zip(self.rows[stack], made, strict=True):
-                self.out.append(self.rewriter.op(lax.broadcast_in_dim_p, params, [row], [part], loop.source))
-            self.out.append(self.rewriter.op(lax.concatenate_p, {"dimension": 0}, made, [stack], loop.source))
-            self.rewriter.attribute(self.out[first:], loop.index)
+    def take(self, value: int, low: int, high: int, source: Any) -> Atom:
+        """Returns one row of a stack."""
+        row = self.rewriter.new_value_of_shape(value, self.rewriter.values[value].shape[1:])
+        cut = rows_of(self.rewriter, value, low, high, source)
+        self.out += (cut, self.rewriter.op(lax.squeeze_p, {"dimensions": (0,)}, cut.results, [row], source))
+        self.taken.update((op.index, value) for op in self.out[-2:])
+        return row
+
+    def concatenate(self, parts: Sequence[Atom], stack: int, source: Any) -> None:
+        """Makes a stack of its rows, as a part of the loop that they are from."""
+        loop, first, shape = self.defined[stack], len(self.out), (1, *self.rewriter.values[stack].shape[1:])
+        params = {"shape": shape, "broadcast_dimensions": tuple(range(1, len(shape))), "sharding": None}
+        rows = [self.rewriter.new_value_of_shape(stack, shape) for _ in parts]
+        for part, row in zip(parts, rows, strict=True):
+            self.out.append(self.rewriter.op(lax.broadcast_in_dim_p, params, [part], [row], loop.source))
+        super().concatenate(rows, stack, loop.source)
+        self.rewriter.attribute(self.out[first:], loop.index)

@@ -28,9 +28,7 @@ from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.rewriting import shape_of
 from alpa_lite.passes.tokens.beyond import Beyond
 from alpa_lite.passes.tokens.states import Body, Role, State, States, row_factor
-
-Range = tuple[int, int]
-"""Indices from the first to before the second."""
+from alpa_lite.passes.tokens.windows import Range
 
 Ranges = Mapping[int | None, Range]
 """By factor; a dim without one has no range."""

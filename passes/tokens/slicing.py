@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError
@@ -65,18 +65,6 @@ def first_dim(traced: Traced, num_microbatches: int) -> int:
     return 0 if num_microbatches == 1 and max(ranks, default=0) == 1 else 1
 
 
-@dataclass(frozen=True, eq=False)
-class _Opened:
-    """The loop's body with attention, and loops perhaps, in operations.
-
-    Attributes:
-      free_ops: indices of the ops that need no activation.
-    """
-
-    body: states.Body
-    free_ops: frozenset[int]
-
-
 class _Slicer:
     """The tables of one step."""
 
@@ -93,24 +81,24 @@ class _Slicer:
         inputs = self.graph.block.inputs
         self.constants = dict(zip(inputs[len(self.traced.arguments) :], self.graph.constants, strict=True))
 
-    def _opened(self, block: Block, free: frozenset[int]) -> _Opened:
-        """Returns a body with its rules and knowledge."""
+    def _body_of(self, block: Block, free_ops: frozenset[int]) -> states.Body:
+        """Returns a body in operations that slices cut, with its rules and knowledge."""
         block = opening.replace_by_operations(self.rewriter, block)
         forward = frozenset(op.index for op in block.ops if self.rewriter.origin(op.index) in self.layers.forward)
         new = [op for op in (*self.early, *walk(block)) if op.key not in self.rules]
         self.rules.update(factors.rules_of(new, self.values))
         ops = [*self.early, replace_body(self.scan, block)]
         known = beyond.derive_knowledge([*ops, *block.ops], self.rules, Statics(ops, self.values, self.constants))
-        return _Opened(states.Body(block, self.rules, self.values, known, forward), free)
+        return states.Body(block, self.rules, self.values, known, forward, free_ops)
 
-    def _without_loops(self, opened: _Opened, sequence: Mapping[int, int]) -> tuple[_Opened, states.States]:
+    def _without_loops(self, body: states.Body, sequence: Mapping[int, int]) -> tuple[states.Body, states.States]:
         """Returns the body once loops that do not run along the sequence are written out, and its states.
 
         Raises:
           OptionError: they would become too many operations.
         """
-        found = self._states(opened.body, sequence)
-        while loops := [op for op in opened.body.block.ops if found.roles[op.index].reason == states.ACROSS]:
+        found = self._states(body, sequence)
+        while loops := [op for op in body.block.ops if found.roles[op.index].reason == states.ACROSS]:
             count = sum(map(opening.operations, loops))
             if count > opening.MOST:
                 raise OptionError(
@@ -118,34 +106,32 @@ class _Slicer:
                     f"sequence, and loops like it would be {count:,} operations once written out, of at most "
                     f"{opening.MOST:,}; leave token_slices out"
                 )
-            flat, rows = opening.unroll_scans(self.rewriter, opened.body.block, {op.index for op in loops})
+            flat, rows = opening.unroll_scans(self.rewriter, body.block, {op.index for op in loops})
             whole = {value for _, value in self.view.consts}
-            whole |= {v for op in opened.body.block.ops if op.index in opened.free_ops for v in op.results}
-            free = opened.free_ops | {index for index, stack in rows.items() if stack in whole}
-            opened = self._opened(flat, free)
-            found = self._states(opened.body, sequence)
-        return opened, found
+            whole |= {v for op in body.block.ops if op.index in body.free_ops for v in op.results}
+            body = self._body_of(flat, body.free_ops | {index for index, stack in rows.items() if stack in whole})
+            found = self._states(body, sequence)
+        return body, found
 
     def slice(self) -> tuple[Layering, Mapping[int, int]]:
         """Returns the layers of the new step; and of each op of its body, by index, the phase."""
         reasons: list[str] = []
-        whole = self._opened(self.layers.body, self.layers.free_ops)
+        whole = self._body_of(self.layers.body, self.layers.free_ops)
         for sequence in self._candidates():
-            opened, found = self._without_loops(whole, sequence)
+            body, found = self._without_loops(whole, sequence)
             tokens = _tokens(found)
             fits = tokens == sum(self.lengths)
-            forward = [op for op in opened.body.block.ops if op.index in opened.body.forward]
-            products = [op for op in forward if op.name in _PRODUCTS]
+            products = [op for op in body.block.ops if op.index in body.forward and op.name in _PRODUCTS]
             if all(found.roles[op.index].kind == "whole" for op in products):  # then slices are of no use
                 read = [op for op in products if not found.by_atom.keys().isdisjoint(op.operands)]
                 reasons += [_waits(op, found.roles[op.index].reason or "it takes the whole sequence") for op in read]
                 continue
             lengths = self.lengths if fits else (tokens // 2, tokens - tokens // 2)
-            made = expansion.expand(self.rewriter, opened.body, found, lengths)
+            made = expansion.expand(self.rewriter, body, found, lengths)
             if any(late.op.name in _PRODUCTS for late in made.late):
                 reasons.append(_waits(made.late[0].op, made.late[0].reason))
             elif fits:
-                return self._step(opened, made)
+                return self._step(body.free_ops - self.layers.free_ops, made)
             elif tokens:
                 reasons.append(f"the sequence has {tokens} tokens, and {list(self.lengths)} are {sum(self.lengths)}")
         reasons.sort(key=lambda reason: "waits for" not in reason)
@@ -182,7 +168,8 @@ class _Slicer:
 
     # -- the new step ---------------------------------------------------------------------------------------------
 
-    def _step(self, opened: _Opened, made: expansion.Expanded) -> tuple[Layering, Mapping[int, int]]:
+    def _step(self, cuts: Set[int], made: expansion.Expanded) -> tuple[Layering, Mapping[int, int]]:
+        """Returns the layers and phases of the new step; `cuts`: ops that take a row of a stacked parameter."""
         layers, slices, rewriter = self.layers, len(self.lengths), self.rewriter
         scan = replace_body(self.scan, made.block)
         result = rewriter.step(self.traced, replace_op(self.graph.block, self.scan, [scan]), self.scan.index)
@@ -196,7 +183,6 @@ class _Slicer:
         def parts_of(ops: Sequence[int]) -> tuple[int, ...]:
             return tuple(place[i] for op in ops for i in parts[op] if i in forward)
 
-        cuts = opened.free_ops - layers.free_ops  # what an iteration takes of stacked parameters
         free = {i for op in layers.free_ops for i in parts[op]}
         free |= {i for i, owner in made.owner.items() if owner in cuts}
         free |= {op.index for op in self.graph.block.ops if op.index in layers.free_ops}

@@ -36,7 +36,7 @@ from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import shape_of
 from alpa_lite.passes.tokens.beyond import Known
-from alpa_lite.passes.tokens.windows import SHIFTS, shift_of, shifts, size_along, window
+from alpa_lite.passes.tokens.windows import SHIFTS, Move, Window, shift_of, window
 
 Kind = Literal["pieces", "sum", "spread", "shift", "window", "running", "loop", "free", "whole"]
 
@@ -76,6 +76,7 @@ class Role:
       rows, column: the factors of the rows, and of the result's columns (of "spread": the result's rows); a single row
         has none.
       columns: the factors of the columns of operands.
+      moves: of "shift": the rows of each operand in the result. window: of "window".
       reason: of "whole" where an operand is in pieces: what stands in the way.
     """
 
@@ -83,6 +84,8 @@ class Role:
     rows: int | None = None
     column: int | None = None
     columns: tuple[int, ...] = ()
+    moves: tuple[Move, ...] = ()
+    window: Window | None = None
     reason: str = ""
 
 
@@ -102,7 +105,7 @@ class Body:
       rules: `Op.key` -> its rule.
       values: of the graph.
       known: of `beyond`.
-      forward: indices of the forward operations.
+      forward: indices of the forward operations. free_ops: of those that need no activation.
     """
 
     block: Block
@@ -110,6 +113,7 @@ class Body:
     values: Sequence[Value]
     known: Known
     forward: frozenset[int]
+    free_ops: frozenset[int] = frozenset()
 
     @cached_property
     def recomputed_ops(self) -> frozenset[int]:
@@ -260,8 +264,8 @@ class _Walk:
         if others and any(s.stride != 1 for some in rows.values() for _, s in some):
             return None
         offset, stride = self._joined(op, [(a, s.offset, s.stride) for a, s in rows[factor]])
-        found: Role | None = None
         made: list[tuple[int, State]] = []
+        column: int | None = None
         for value, dims in zip(op.results, rule.results, strict=True):
             state = self._made(rule, dims, factor, offset)
             if state is None:
@@ -273,9 +277,8 @@ class _Walk:
             elif any(f in dim for f in others for dim in dims):
                 return None
             made.append((value, state))
-            found = Role("pieces", factor, column, tuple(columns))
         self.of.update(made)
-        return found
+        return Role("pieces", factor, column, tuple(columns))
 
     def _made(self, rule: Rule, dims: Sequence[Sequence[int]], factor: int, offset: int) -> State | None:
         """Returns the state of a tensor whose rows are a factor."""
@@ -313,21 +316,20 @@ class _Walk:
     def _shift(self, op: Op, given: _Given, live: _Live) -> Role | None:
         """`slice`, `pad` and `concatenate` that change the rows."""
         state = live[0][1]
-        size = state.outer * state.size * state.inner
-        if not shifts(op, state.dim, size) or (state.outer, state.inner) != (1, 1):
+        moves = shift_of(op, state.dim, [shape_of(a, self.values) for a in op.operands])
+        if not moves or (state.outer, state.inner) != (1, 1):
             return None
-        moves = shift_of(op, state.dim, [size_along(shape_of(a, self.values), state.dim) for a in op.operands])
         every = zip(op.operands, given, moves, strict=False)
         alive = [(a, s, move) for a, s, move in every if s is not None and not s.is_free]
         if any((s.dim, s.outer, s.column) != (state.dim, 1, state.column) for _, s, _ in alive):
             return None
         if op.name == "concatenate" and any(s is not None and s.column is not None for s in given):
             return None
-        if state.column is not None and any((m.stride, m.target_stride) != (1, 1) for _, _, m in alive):
+        if state.column is not None and any((m.stride, m.apart) != (1, 1) for _, _, m in alive):
             return None
         several = [one for one in alive if one[1].size > 1]  # of a single row, the stride says nothing
         stride = max(s.stride * move.stride for _, s, move in several or alive)
-        apart = alive[0][2].target_stride
+        apart = alive[0][2].apart
         if stride % apart:
             return None
         stride //= apart
@@ -338,7 +340,7 @@ class _Walk:
             size = self.values[value].shape[state.dim]
             self.of[value] = replace(state, size=size, offset=joined + stride * at, stride=stride)
             at += size
-        return Role("shift")
+        return Role("shift", moves=moves)
 
     def _single(self, op: Op, live: _Live) -> Role | None:
         """Returns an elementwise operation on at most one row, which no factor stands for."""
@@ -363,9 +365,9 @@ class _Walk:
             return None
         if kernel is None:
             last = op.index in self.early or op.operands[0] not in self.cotangents
-            offset = state.offset - found.low + (found.reach if last else 0)
+            offset = state.offset - found.move.target + (found.move.reach if last else 0)
             self.of[op.results[0]] = State(found.out_dim, shapes[1][found.out_dim], offset)
-        return Role("window")
+        return Role("window", window=found)
 
     def _running(self, op: Op, given: _Given) -> Role | None:
         (state, *_) = given

@@ -18,29 +18,46 @@ from alpa_lite.ir.graph import Op
 
 SHIFTS = frozenset({"slice", "pad", "concatenate", "split"})
 
+Range = tuple[int, int]
+"""Indices from the first to before the second."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """Which rows a result takes of an operand: row start + stride * i is row target + apart * i of it, for every i.
+
+    Of a convolution, the result also takes as many rows behind that one as `reach`: (K - 1) d.
+    """
+
+    start: int = 0
+    stride: int = 1
+    target: int = 0
+    apart: int = 1
+    reach: int = 0
+
+    def take_rows(self, rows: Range, size: int) -> tuple[Range, Range]:
+        """Returns rows of the operand, which has `size`, and the padding around them; an empty range for none."""
+        low = max(-((self.target - rows[0]) // self.apart), -(self.start // self.stride), 0)
+        stop = min(self.reach - (self.target - rows[1]) // self.apart, -((self.start - size) // self.stride))
+        before = self.target + self.apart * low - rows[0]
+        behind = rows[1] - rows[0] + self.reach - before - self.apart * (stop - low - 1) - 1
+        return (self.start + self.stride * low, self.start + self.stride * (stop - 1) + 1), (before, behind)
+
 
 @dataclass(frozen=True)
 class Window:
-    """The rows of the first operand that rows of the result, or of the second operand, take.
+    """A convolution along the rows.
 
     Attributes:
-      dim: of the rows in the first operand. kernel_dim, out_dim: of the same spatial dim in the others.
+      kernel_dim, out_dim: the dim of the rows in the second operand and in the result.
       spatial: its number among the spatial dims.
-      low: p. reach: (K - 1) d.
+      move: the rows of the first operand that rows of the result, or of the second operand, take.
     """
 
-    dim: int
     kernel_dim: int
     out_dim: int
     spatial: int
-    low: int
-    reach: int
-
-    def take_rows(self, rows: tuple[int, int], size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Returns rows of the first operand, which has `size`, and the padding before and behind them."""
-        first, stop = rows[0] - self.low, rows[1] - self.low + self.reach
-        a, b = min(max(first, 0), size), max(min(stop, size), 0)
-        return (a, max(a, b)), (min(a, stop) - first, stop - max(b, first))
+    move: Move
 
 
 def window(op: Op, dim: int, kernel: tuple[int, ...], out: tuple[int, ...], *, summed: bool) -> Window | None:
@@ -59,49 +76,25 @@ def window(op: Op, dim: int, kernel: tuple[int, ...], out: tuple[int, ...], *, s
     if op.params["lhs_dilation"][spatial] != 1 or (dilation if summed else stride) != 1:
         return None
     reach = (out[out_dim] - 1) * stride if summed else (kernel[kernel_dim] - 1) * dilation
-    return Window(dim, kernel_dim, out_dim, spatial, int(op.params["padding"][spatial][0]), int(reach))
+    move = Move(target=int(op.params["padding"][spatial][0]), reach=int(reach))
+    return Window(kernel_dim, out_dim, spatial, move)
 
 
-@dataclass(frozen=True)
-class Move:
-    """Which row of a result each row of an operand is: row start + every * i is row to + apart * i, for every i."""
-
-    start: int = 0
-    stride: int = 1
-    target: int = 0
-    target_stride: int = 1
-
-
-def shift_of(op: Op, dim: int, sizes: Sequence[int]) -> list[Move]:
-    """Returns the move of each operand of one of `SHIFTS`.
+def shift_of(op: Op, dim: int, shapes: Sequence[tuple[int, ...]]) -> tuple[Move, ...]:
+    """Returns the move of each operand of one of `SHIFTS` along a dim; none if it leaves the rows as they are.
 
     Args:
-      sizes: of the operands along `dim`.
+      shapes: of the operands.
     """
-    if op.name == "slice":
-        strides = op.params["strides"]
-        return [Move(int(op.params["start_indices"][dim]), 1 if strides is None else int(strides[dim]))]
+    params = op.params
+    if op.name == "concatenate":
+        sizes = [shape[dim] for shape in shapes]
+        return tuple(Move(target=sum(sizes[:k])) for k in range(len(sizes))) if params["dimension"] == dim else ()
     if op.name == "split":
-        return [Move()]
+        return (Move(),) if params["axis"] == dim else ()
     if op.name == "pad":
-        low, _, interior = op.params["padding_config"][dim]
-        return [Move(target=int(low), target_stride=1 + int(interior))]
-    if op.params["dimension"] != dim:
-        return [Move() for _ in sizes]
-    return [Move(target=sum(sizes[:k])) for k in range(len(sizes))]
-
-
-def shifts(op: Op, dim: int, size: int) -> bool:
-    """Returns whether a slice, padding or concatenation changes the elements of a dim of some size."""
-    if op.name in ("concatenate", "split"):
-        return op.params["dimension" if op.name == "concatenate" else "axis"] == dim
-    if op.name == "pad":
-        return tuple(op.params["padding_config"][dim]) != (0, 0, 0)
-    strides = op.params["strides"]
-    whole = (op.params["start_indices"][dim], op.params["limit_indices"][dim]) == (0, size)
-    return not whole or (strides is not None and strides[dim] != 1)
-
-
-def size_along(shape: tuple[int, ...], dim: int) -> int:
-    """Returns the size of a dim; a scalar, such as the number of a padding, has one row."""
-    return shape[dim] if dim < len(shape) else 1
+        low, high, interior = map(int, params["padding_config"][dim])
+        return (Move(target=low, apart=1 + interior),) if (low, high, interior) != (0, 0, 0) else ()
+    start, stride = int(params["start_indices"][dim]), int(params["strides"][dim]) if params["strides"] else 1
+    is_whole = (start, params["limit_indices"][dim], stride) == (0, shapes[0][dim], 1)
+    return () if is_whole else (Move(start, stride),)
