@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,24 @@ class FunctionWriter(Rewriter):
             if op.name == "axis_index" and number is not None:
                 names[op.results[0]] = number()
         return self.inline(graph.block, names, graph.values, source)
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        operands: Sequence[Atom],
+        *static: Hashable,
+        into: list[Op],
+        source: Any = None,
+        number: Callable[[], Atom] | None = None,
+    ) -> Atom:
+        """Appends the operations of `function(*static, *operands)` to some others, and returns its one result.
+
+        `source` and `number` are as for `write`.
+        """
+        run, kind = functools.partial(function, *static), (function, static)
+        made, (result,) = self.write(run, operands, kind=kind, source=source, number=number)
+        into.extend(made)
+        return result
 
     def _traced(self, run: Callable[..., Any], operands: Sequence[Atom], kind: Hashable) -> Graph:
         """Returns the graph of a function, of which literals are no inputs."""

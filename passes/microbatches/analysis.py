@@ -16,12 +16,13 @@ before it do not depend on it, so that the cost of all of them does not depend o
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, walk
+from alpa_lite.ir.graph import Atom, Graph, Lit, Op
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.microbatches.states import (
@@ -50,27 +51,13 @@ class Refused(Exception):
         self.op, self.failure, self.roots = op, failure, roots
 
 
-class Ahead(NamedTuple):
-    """An operation on the batch that is computed before the loop; why, if it has no exact form in it."""
-
-    op: Op
-    cause: Failure | None
-
-
-class After(NamedTuple):
-    """A value after the loop: why it is there, if an operation on its way has no exact form; dims with examples."""
-
-    cause: Failure | None
-    examples: frozenset[int]
-
-
 class Analysis:
     """The analysis of one graph.
 
     Attributes:
       states: of its values, with the roles of its operations.
       ahead: operations that are computed for the whole batch before the loop, by index.
-      after: the values after the loop.
+      examples: the dims that hold examples of each value after the loop that has any.
     """
 
     def __init__(
@@ -97,8 +84,8 @@ class Analysis:
         """
         self.graph, self.parts = graph, parts
         self.states = StepStates(graph, rules, parts, batch, bound)
-        self.ahead: dict[int, Ahead] = {}
-        self.after: dict[int, After] = {}
+        self.ahead: dict[int, Op] = {}
+        self.examples: dict[int, frozenset[int]] = {}
         self._transfer = Transfer(self.states)
         self._uses = flow.uses(graph.block)
         self._visit_all(may_be_local)
@@ -133,7 +120,7 @@ class Analysis:
 
     def _visit_all(self, may_be_local: bool) -> None:
         ops = self.graph.block.ops
-        positions: dict[int, int] = {}  # index of an operation, nested or not -> number at the top
+        indices = [op.index for op in ops]  # those of nested operations are smaller
         number = 0
         while number < len(ops):
             try:
@@ -143,9 +130,7 @@ class Analysis:
                 new = refused.roots - self.local_reductions
                 if not (new and may_be_local):
                     raise
-                if not positions:
-                    positions = {op.index: n for n, top in enumerate(ops) for op in walk(Block((), (top,), ()))}
-                number = min(positions[index] for index in new)
+                number = bisect.bisect_left(indices, min(new))
                 self._transfer.local |= new
 
     def _visit(self, op: Op) -> None:
@@ -153,33 +138,32 @@ class Analysis:
         for by_op in (states.roles, states.failures, self.ahead):  # of an earlier visit
             by_op.pop(op.index, None)
         for value in op.results:
-            self.after.pop(value, None)
+            self.examples.pop(value, None)
         given = states.read(op)
         if op.name == "optimization_barrier":
             states.barrier(op, given)
             pairs = zip(op.operands, op.results, strict=True)
-            self.after.update((v, self.after[a]) for a, v in pairs if isinstance(a, int) and a in self.after)
+            self.examples.update((v, self.examples[a]) for a, v in pairs if isinstance(a, int) and a in self.examples)
             return
         if AFTER in given:
             given = self._sink(op, given)
         if AFTER in given:
-            self._put_after(op, None)
+            self._put_after(op)
             return
-        found, failure = None, None
+        found = None
         try:
             found = self._transfer.classify(op, given)
         except Failure as error:
-            failure = error.with_traceback(None)
+            states.failures[op.index] = error.with_traceback(None)
         if states.is_free(op) and (found is None or (PARTIAL in found.results and not op.has_effects)):
-            self.ahead[op.index] = Ahead(op, failure)
+            self.ahead[op.index] = op
             found = self._compute_ahead(op, given)
-        if found is None:
-            if self.parts > 1 or not any(s.kind in ("sliced", "local") for s in given):
-                self._put_after(op, failure)
-                return
+        if found is None and self.parts == 1 and any(s.kind in ("sliced", "local") for s in given):
+            del states.failures[op.index]
             found = Role("copy", given, (LOCAL,) * len(op.results))
-        if PARTIAL in given and not op.bodies and found.kind == "copy" and not self._stays(op, given, found):
-            self._put_after(op, None)
+        is_sum = found is not None and PARTIAL in given and not op.bodies and found.kind == "copy"
+        if found is None or (is_sum and not self._stays(op, given, found)):
+            self._put_after(op)
             return
         states.decide(op, role_with_inner_results(found) if found.kind in _CONTROL else found)
 
@@ -199,22 +183,33 @@ class Analysis:
 
     # -- after the loop -------------------------------------------------------------------------------------------
 
-    def _put_after(self, op: Op, failure: Failure | None) -> None:
+    def _put_after(self, op: Op) -> None:
         """Puts an operation after the loop; refused if it is heavy and works on single examples."""
-        examples, cause = self._operand_examples(op), failure
-        for value in op.reads:
-            cause = cause or (self.after[value].cause if value in self.after else None)
-        if cause is None and examples:
-            cause = Failure(op, "it uses single examples together with a sum over all of them")
-        rule = self.states.rules.get(op.key)
+        states, examples = self.states, self._operand_examples(op)
+        if examples and self._cause(op) is None:
+            states.failures[op.index] = Failure(op, "it uses single examples together with a sum over all of them")
+        rule = states.rules.get(op.key)
         is_opaque = not op.bodies and rule is not None and rule.source == "opaque" and not op.has_effects
         if examples and (is_intensive(op) or is_opaque):
-            raise Refused(op, cause, self.states.roots([*op.reads, *(failure.sums if failure is not None else ())]))
-        if failure is not None:
-            self.states.failures[op.index] = failure
+            sums = states.failures[op.index].sums if op.index in states.failures else ()
+            raise Refused(op, self._cause(op), states.roots([*op.reads, *sums]))
         for i, value in enumerate(op.results):
-            self.states.state[value] = AFTER
-            self.after[value] = After(cause, self._result_examples(op, examples, i) if examples else frozenset())
+            states.state[value] = AFTER
+            if examples and (dims := self._result_examples(op, examples, i)):
+                self.examples[value] = dims
+
+    def _cause(self, op: Op) -> Failure | None:
+        """Returns why the first operation on the way to one after the loop has no exact form in it, if any has none."""
+        failures, producers, state = self.states.failures, self.states.producers, self.states.state
+
+        def made_of(value: int) -> list[int]:
+            maker, number = producers[value]
+            atoms = [maker.operands[number]] if maker.name == "optimization_barrier" else maker.operands
+            return [v for v in reversed(flow.values_in(atoms)) if state[v] == AFTER]
+
+        found = flow.reach([v for v in reversed(op.reads) if state[v] == AFTER], made_of)
+        indices = (op.index, *(producers[v][0].index for v in found))
+        return next((failures[index] for index in indices if index in failures), None)
 
     def _operand_examples(self, op: Op) -> dict[int, frozenset[int]]:
         """Returns the dims that hold examples of each operand that has any, by its number."""
@@ -223,8 +218,8 @@ class Analysis:
             state = self.states.state_of(atom)
             if state.kind == "sliced":
                 found[i] = frozenset({state.dim})
-            elif isinstance(atom, int) and atom in self.after and self.after[atom].examples:
-                found[i] = self.after[atom].examples
+            elif atom in self.examples:
+                found[i] = self.examples[atom]
         return found
 
     def _result_examples(self, op: Op, examples: Mapping[int, frozenset[int]], result: int) -> frozenset[int]:

@@ -8,7 +8,6 @@ one of its scanned inputs; where a value that is the same for all micro-batches 
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
@@ -125,14 +124,14 @@ class Scope:
 
     def _as_partial(self, value: int, base: State) -> Atom:
         """Returns a value as a sum of summands: in one micro-batch alone, or, of a local one, the terms of a mean."""
-        parts, found = self.builder.parts, self.fetch(value, base)
+        parts, found, source = self.builder.parts, self.fetch(value, base), self.source(value)
         if base != LOCAL:
-            return found if is_zero(value, self.states.producers) else self._only_in(0, found, self.source(value))
+            return found if is_zero(value, self.states.producers) else self._only_in(0, found, source)
         if parts == 1:
             return found
         if not jnp.issubdtype(self.builder.values[value].dtype, jnp.inexact):
-            return self._only_in(parts - 1, found, self.source(value))
-        return self.trace(pair_with_number, [found], self.source(value), lax.div, parts)
+            return self._only_in(parts - 1, found, source)
+        return self.trace(pair_with_number, [found], source, lax.div, parts)
 
     def _only_in(self, number: int, atom: Atom, source: Any = None) -> Atom:
         """Returns the value in one micro-batch, zeros in the others."""
@@ -191,38 +190,9 @@ class Scope:
             raise PositionDependent
         return False
 
-    def append(
-        self,
-        run: Callable[..., Any],
-        operands: Sequence[Atom],
-        *,
-        kind: Hashable = None,
-        source: Any = None,
-        once: bool = False,
-    ) -> list[Atom]:
-        """Appends the operations that `run` does on arrays like `operands`, and returns its results.
-
-        Args:
-          kind, source: as for `FunctionWriter.write`.
-          once: `run` reads the number of its block to do something in one micro-batch, whichever that is.
-
-        Raises:
-          PositionDependent: `run` reads the number of its block, and the examples of a micro-batch are not a block.
-        """
-
-        def number() -> int:
-            if self.builder.strided and not once:
-                raise PositionDependent
-            return self.counter
-
-        made, results = self.builder.write(run, operands, kind=kind, source=source, number=number)
-        self.ops.extend(made)
-        return results
-
     def trace(self, function: Callable[..., Any], operands: Sequence[Atom], source: Any, *static: Hashable) -> Atom:
         """Returns the one result of `function(*static, *operands)`, in operations under a source line."""
-        run = functools.partial(function, *static)
-        return self.append(run, operands, kind=(function, static), source=source)[0]
+        return self.builder.call(function, operands, *static, into=self.ops, source=source, number=lambda: self.counter)
 
     def source(self, value: int) -> Any:
         """Returns the source line of a value; None of an argument."""
@@ -280,11 +250,18 @@ class Scope:
         assert form is not None
         operands = self.fetch_all(op.operands, role.operands)
         # The operand that a scatter adds to is taken in one micro-batch alone, whatever examples that has.
-        once = op.name in primitives.SCATTER_ADDITIONS and role.operands[0].kind != "sliced"
+        is_anywhere = op.name in primitives.SCATTER_ADDITIONS and role.operands[0].kind != "sliced"
+
+        def number() -> int:
+            if self.builder.strided and not is_anywhere:  # the examples of a micro-batch are not a block
+                raise PositionDependent
+            return self.counter
+
         kind = source = None
         if op.name in primitives.DRAWS:  # many operations, the same in every layer, perhaps under another source
             kind, source = ("draw", op.key, op.ctx, form.operands, form.results), op.source
-        found = self.append(form.run, operands, kind=kind, source=source, once=once)
+        made, found = self.builder.write(form.run, operands, kind=kind, source=source, number=number)
+        self.ops += made
         for value, state, atom in zip(op.results, role.results, found, strict=True):
             if role.scale and state == LOCAL and self.builder.parts > 1:
                 atom = self.trace(pair_with_number, [atom], op.source, lax.mul, self.builder.parts)

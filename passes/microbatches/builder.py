@@ -11,15 +11,13 @@ value an example are put back in their order. A draw of random numbers for the b
 that takes the batch apart do, and so do prints; then micro-batches are blocks of consecutive examples.
 
 How that is known. Of a dim of n elements that is cut, each of E examples has n/E consecutive ones. An operation keeps
-that where the sharded factor of its rule consists of whole examples; its role says otherwise (`Role.is_consecutive`).
-So does a local form that reads the number of its block, which is found when it is traced (`Builder`).
+that where the sharded factor of its rule consists of whole examples (`check_independent_of_position`). Local forms that
+read the number of their block do not, which is found when they are traced (`Builder`).
 """
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +27,7 @@ from jax import lax
 
 from alpa_lite.ir.graph import Block, Op
 from alpa_lite.passes.blockwise import FunctionWriter
-from alpa_lite.passes.microbatches.states import AXIS, State, StepStates, sliced_state
+from alpa_lite.passes.microbatches.states import AXIS, Role, State, StepStates, sliced_state
 
 
 class PositionDependent(Exception):
@@ -44,10 +42,21 @@ def check_independent_of_position(states: StepStates, block: Block | None = None
             continue
         pairs = [*zip(op.operands, role.operands, strict=True), *zip(op.results, role.results, strict=True)]
         cut = [state.segment_sizes(states.shape(atom)[state.dim]) for atom, state in pairs if state.kind == "sliced"]
-        if role.is_consecutive or any(size % states.examples for sizes in cut for size in sizes):
+        has_parts = any(size % states.examples for sizes in cut for size in sizes)
+        if op.has_effects or has_parts or not _has_whole_examples(states, op, role):
             raise PositionDependent
         for body in op.bodies if role.inner else ():
             check_independent_of_position(states, body)
+
+
+def _has_whole_examples(states: StepStates, op: Op, role: Role) -> bool:
+    """Whether each element of the factor that is cut belongs to one example, which is computed by itself."""
+    if role.form is None:
+        return True
+    rule = states.rules[op.key]
+    cut = (dims[s.dim] for dims, s in zip(rule.operands, role.operands, strict=True) if s.kind == "sliced")
+    factors = [rule.factors[dim[0]] for dim in cut if dim]
+    return all(f.kind in ("parallel", "sum") and f.size % states.examples == 0 for f in factors)
 
 
 class Cuts:
@@ -59,26 +68,23 @@ class Cuts:
 
     def cut(self, state: State, x: Any) -> Any:
         """Returns the micro-batches of an array, stacked along a new leading dim."""
-        dim = state.dim
+        dim, shape = state.dim, x.shape
         if state.segments:
-            pieces = lax.split(x, state.segments, dim)
-            return lax.concatenate([self.cut(sliced_state(dim), piece) for piece in pieces], dim + 1)
+            return _by_segment(self.cut, state, x, dim, dim + 1)
         split, axis = self._split(x, dim), dim + self.strided
         if axis:
             split = lax.transpose(split, (axis, *(d for d in range(split.ndim) if d != axis)))
-        return _merge(split, dim + 1, 2) if self.strided else split
+        return lax.reshape(split, (self.parts, *shape[:dim], shape[dim] // self.parts, *shape[dim + 1 :]))
 
     def take(self, state: State, number: Any, x: Any) -> Any:
         """Returns the micro-batch of an array with a number."""
-        dim = state.dim
+        dim, size = state.dim, x.shape[state.dim] // self.parts
         if state.segments:
-            pieces = lax.split(x, state.segments, dim)
-            return lax.concatenate([self.take(sliced_state(dim), number, piece) for piece in pieces], dim)
-        if self.strided:
-            split = self._split(x, dim)
-            return _merge(lax.dynamic_index_in_dim(split, number, dim + 1, keepdims=False), dim, 2)
-        size = x.shape[dim] // self.parts
-        return lax.dynamic_slice_in_dim(x, lax.mul(number, np.int32(size)), size, dim)
+            return _by_segment(lambda one, piece: self.take(one, number, piece), state, x, dim, dim)
+        if not self.strided:
+            return lax.dynamic_slice_in_dim(x, lax.mul(number, np.int32(size)), size, dim)
+        taken = lax.dynamic_index_in_dim(self._split(x, dim), number, dim + 1, keepdims=False)
+        return lax.reshape(taken, (*x.shape[:dim], size, *x.shape[dim + 1 :]))
 
     def join(self, state: State, x: Any) -> Any:
         """Returns the inverse of `cut`."""
@@ -86,15 +92,15 @@ class Cuts:
         if self.parts == 1:
             return lax.squeeze(x, (0,))  # of any kind, a number without dims as well
         if state.segments:
-            pieces = lax.split(x, [n // self.parts for n in state.segments], dim + 1)
-            return lax.concatenate([self.join(sliced_state(dim), piece) for piece in pieces], dim)
+            return _by_segment(self.join, state, x, dim + 1, dim)
+        _, *before, size = x.shape[: dim + 2]
+        behind, axis = x.shape[dim + 2 :], dim + self.strided
         if self.strided:
             examples = self.examples // self.parts
-            x = lax.reshape(x, (*x.shape[: dim + 1], examples, x.shape[dim + 1] // examples, *x.shape[dim + 2 :]))
-        axis = dim + self.strided
+            x = lax.reshape(x, (self.parts, *before, examples, size // examples, *behind))
         if axis:
             x = lax.transpose(x, (*range(1, axis + 1), 0, *range(axis + 1, x.ndim)))
-        return _merge(x, dim, 2 + self.strided)
+        return lax.reshape(x, (*before, self.parts * size, *behind))
 
     def _split(self, x: Any, dim: int) -> Any:
         """A dim as (micro-batches, elements), or as (examples of each, micro-batches, elements of an example)."""
@@ -106,9 +112,10 @@ class Cuts:
         return lax.reshape(x, (*x.shape[:dim], *sizes, *x.shape[dim + 1 :]))
 
 
-def _merge(x: Any, dim: int, count: int) -> Any:
-    """Returns an array with `count` dims merged."""
-    return lax.reshape(x, (*x.shape[:dim], math.prod(x.shape[dim : dim + count]), *x.shape[dim + count :]))
+def _by_segment(run: Callable[[State, Any], Any], state: State, x: Any, dim: int, made: int) -> Any:
+    """Returns what `run` makes of each segment of a dim, joined along the dim that it then is."""
+    pieces = lax.split(x, state.segment_sizes(x.shape[dim]), dim)
+    return lax.concatenate([run(sliced_state(state.dim), piece) for piece in pieces], made)
 
 
 class Builder(FunctionWriter):
@@ -126,12 +133,6 @@ class Builder(FunctionWriter):
             return self.new_value(value)
         shape, dim = self.values[value].shape, state.dim
         return self.new_value_of_shape(value, (*shape[:dim], shape[dim] // self.parts, *shape[dim + 1 :]))
-
-    def prepare(self, function: Callable[..., Any], operands: Sequence[int], *static: Hashable, into: list[Op]) -> Any:
-        """Returns the one result of `function(*static, *operands)`, in operations outside of the loop."""
-        made, (result,) = self.write(functools.partial(function, *static), operands, kind=(function, static))
-        into.extend(made)
-        return result
 
 
 def pair_with_number(function: Callable[..., jax.Array], number: int, x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ their value numbers. The scan's results are
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,7 +96,7 @@ class _Loop(Scope):
     @functools.cached_property
     def counter(self) -> int:
         """The number of the micro-batch, an int32 scalar."""
-        return self.scanned_input(self.builder.prepare(lax.iota, [], np.int32, self.builder.parts, into=self.prepared))
+        return self.scanned_input(self._prepare(lax.iota, [], np.int32, self.builder.parts))
 
     def port(self, value: int, want: State) -> Atom | None:
         states = self.states
@@ -107,11 +107,13 @@ class _Loop(Scope):
         if want.kind == "sliced" and (states.is_outside(value) or states.state[value] == WHOLE):
             found = self._local_block(value, want) if states.state[value] == WHOLE else None
             if found is None:  # its micro-batches, stacked along a new leading dim
-                found = self.scanned_input(
-                    self.builder.prepare(self.builder.cuts.cut, [value], want, into=self.prepared)
-                )
+                found = self.scanned_input(self._prepare(self.builder.cuts.cut, [value], want))
             return found
         return None
+
+    def _prepare(self, function: Callable[..., Any], operands: Sequence[int], *static: Hashable) -> Any:
+        """Returns the one result of `function(*static, *operands)`, in operations before the loop."""
+        return self.builder.call(function, operands, *static, into=self.prepared)
 
     # -- before and after -----------------------------------------------------------------------------------------
 
@@ -192,16 +194,16 @@ class _Loop(Scope):
         for value, carry in carries:
             dtype, end = values[value].dtype, carry.end
             is_wide = values[end].dtype != dtype
-            self.names[value] = self.builder.prepare(_converted, [end], dtype, into=post) if is_wide else end
+            self.names[value] = self.builder.call(_converted, [end], dtype, into=post) if is_wide else end
         for value, state, _, result in stacked:
-            self.names[value] = self.builder.prepare(self.builder.cuts.join, [result], state, into=post)
+            self.names[value] = self.builder.call(self.builder.cuts.join, [result], state, into=post)
         return scan, post
 
     def _carry(self, value: int, state: State) -> Carried:
         """Returns a carry for an exported value."""
         shape, dtype = self.builder.values[value].shape, self.builder.values[value].dtype
         wide = dtype if state == INNER else accumulator_dtype(dtype)
-        init = self.builder.prepare(_zeros, [], shape, wide, into=self.prepared)
+        init = self._prepare(_zeros, [], shape, wide)
         if state == LOCAL and dtype == np.bool_:
             raise MicrobatchError(
                 f"num_microbatches={self.builder.parts}: a result is a truth value of the whole batch, which no "

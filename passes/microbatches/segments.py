@@ -71,7 +71,8 @@ def segmented_role(
     wanted, results, changes = found
     if any(want != given and given.kind not in ("whole", "inner") for want, given in zip(wanted, states, strict=True)):
         return None
-    if any(size % parts for state in (*wanted, *results) for size in state.segments):
+    pairs = zip((*wanted, *results), (*shapes, *case.results), strict=True)
+    if any(n % parts for s, shape in pairs if s.segments for n in s.segment_sizes(shape[s.dim])):
         return None
     return Role("form", tuple(wanted), tuple(results), params={**op.params, **changes})
 

@@ -46,7 +46,7 @@ class State(NamedTuple):
 
     Attributes:
       dim: of a sliced value, the dim that is cut.
-      segments: the sizes of the segments of that dim, if it has several (`segments`).
+      segments: the sizes of the segments of that dim, if it has several (`segments`), without common divisors.
     """
 
     kind: Literal["whole", "inner", "sliced", "partial", "local", "after"]
@@ -55,7 +55,8 @@ class State(NamedTuple):
 
     def segment_sizes(self, size: int) -> tuple[int, ...]:
         """Returns the segments of a dim of some size that is sliced so."""
-        return self.segments or (size,)
+        unit = size // max(sum(self.segments), 1)
+        return tuple(n * unit for n in self.segments) or (size,)
 
     def shift(self, by: int) -> State:
         """Returns the state with its dim moved, as stacking or unstacking a leading dim does."""
@@ -66,8 +67,9 @@ WHOLE, INNER, PARTIAL, LOCAL, AFTER = (State(kind) for kind in ("whole", "inner"
 
 
 def sliced_state(dim: int, segments: Sequence[int] = ()) -> State:
-    """Returns the state of a value of which micro-batch t has block t of `dim`."""
-    return State("sliced", dim, tuple(segments) if len(segments) > 1 else ())
+    """Returns the state of a value of which micro-batch t has block t of `dim`, or of each of its segments."""
+    unit = math.gcd(*segments) or 1
+    return State("sliced", dim, tuple(n // unit for n in segments) if len(segments) > 1 else ())
 
 
 def accumulator_dtype(dtype: Any) -> Any:
@@ -125,7 +127,6 @@ class Role:
       params: of the operation in a micro-batch, where they are others.
       inner: for control flow, the states that the outputs of its last body are wanted in.
       scale: whether partial results are multiplied by the number of micro-batches, and thereby become local.
-      is_consecutive: whether a micro-batch must have consecutive examples.
     """
 
     kind: Literal["whole", "form", "copy", "barrier", "scan", "map", "while", "cond"]
@@ -135,7 +136,6 @@ class Role:
     params: Mapping[str, Any] | None = None
     inner: tuple[State, ...] = ()
     scale: bool = False
-    is_consecutive: bool = False
 
 
 class Failure(Exception):
@@ -228,7 +228,7 @@ class StepStates:
       state: value -> state.
       roles: op index -> role; operations that come after the loop have none.
       bound: the values that floating-point state, or something carried, reaches; the others are *free*.
-      failures: op index -> why an operation that comes after the loop has no exact form in it.
+      failures: op index -> why an operation that comes before or after the loop has no exact form in it.
       producers: value -> (its op, result number).
     """
 

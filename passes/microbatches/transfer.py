@@ -9,7 +9,6 @@ Control flow is analysed through its bodies; the states of carried values are th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -67,20 +66,16 @@ class Transfer:
           Failure: it has no exact form.
         """
         key = op.key, states
-        found = None if op.index in self.local else self._known.get(key)
-        if found is None:
-            found = self._classify(op, states)
-            if self._is_common(op, states, found):
-                self._known[key] = found
+        if op.index not in self.local and key in self._known:
+            return self._known[key]
+        found = self._classify(op, states)
+        is_common = found.kind in ("whole", "copy")
+        if found.kind == "form" and found.form is not None:
+            is_common = found.form.own is None and found.operands == states and not found.scale
+            is_common = is_common and op.name not in _OWN_FORMS
+        if is_common:
+            self._known[key] = found
         return found
-
-    def _is_common(self, op: Op, states: tuple[State, ...], role: Role) -> bool:
-        """Returns whether a role is that of every operation with the key of this one on operands in these states."""
-        if role.kind == "form":
-            bound = role.form is not None and role.form.own is None
-            is_common = role.operands == states and not role.scale
-            return bound and is_common and op.name not in _OWN_FORMS
-        return role.kind in ("whole", "copy")
 
     def _classify(self, op: Op, states: tuple[State, ...]) -> Role:
         kinds = {s.kind for s in states}
@@ -116,7 +111,8 @@ class Transfer:
             found = segmented_role(op, states, self.values, self.parts, self._segments)
             for value, one in zip(op.results, () if found is None else found.results, strict=False):
                 if one.segments:
-                    self._segments[self.values[value].shape[one.dim]] = one.segments
+                    size = self.values[value].shape[one.dim]
+                    self._segments[size] = one.segment_sizes(size)
         if found is None:
             raise Failure(op, rule.reason or "it works across the examples of the batch")
         return found
@@ -143,48 +139,28 @@ class Transfer:
         scale = op.index in self.local and PARTIAL in results
         if scale:
             results = tuple(LOCAL if s == PARTIAL else s for s in results)
-        consecutive = op.has_effects or not self._has_whole_examples(op, states)
-        return Role("form", tuple(wanted), results, form, scale=scale, is_consecutive=consecutive)
-
-    def _has_whole_examples(self, op: Op, states: Sequence[State]) -> bool:
-        """Whether each element of the factor that is cut belongs to one example, which is computed by itself."""
-        rule = self.rules[op.key]
-        cut = (dims[s.dim] for dims, s in zip(rule.operands, states, strict=True) if s.kind == "sliced")
-        factors = [rule.factors[dim[0]] for dim in cut if dim]
-        return all(f.kind in ("parallel", "sum") and f.size % self.states.examples == 0 for f in factors)
+        return Role("form", tuple(wanted), results, form, scale=scale)
 
     def _in_segments(
         self, op: Op, states: Sequence[State], form: LocalForm, wanted: Sequence[State], results: Sequence[State]
     ) -> tuple[list[State], tuple[State, ...]] | None:
         """The states of operands and results if the factor that is cut consists of segments; None if they cannot be."""
         rule = self.rules[op.key]
-        kept: set[tuple[int, ...]] = set()
-
-        def sizes(dims: Sequence[Sequence[int]], state: State) -> tuple[int, int]:
-            """Of the factor that is cut, and of the dim that holds it."""
-            factors = dims[state.dim]
-            return rule.factors[factors[0]].size, math.prod(rule.factors[f].size for f in factors)
-
+        segments, sizes = set[tuple[int, ...]](), set[int]()
         for dims, want, given in zip(rule.operands, wanted, states, strict=True):
-            if want.kind != "sliced" or given.kind in ("whole", "inner"):
-                continue
-            size, whole = sizes(dims, want)
-            if given.kind != "sliced" or any(n * size % whole for n in given.segments):
-                return None
-            kept.add(tuple(n * size // whole for n in given.segments))
-        if len(kept) != 1 or () in kept or any(n % self.parts for one in kept for n in one):
+            if want.kind == "sliced" and given.kind not in ("whole", "inner"):
+                segments.add(given.segments)
+                sizes.add(rule.factors[dims[want.dim][0]].size)
+        kept, *others = segments
+        if others or any(size * n % (sum(kept) * self.parts) for size in sizes for n in kept):
             return None
-        (segments,) = kept
         if form.own is not None and self._is_positional(op, form):
             return None
 
-        def cut(dims: Sequence[Sequence[int]], state: State) -> State:
-            if state.kind != "sliced":
-                return state
-            size, whole = sizes(dims, state)
-            return state._replace(segments=tuple(n * whole // size for n in segments))
+        def cut(state: State) -> State:
+            return state._replace(segments=kept) if state.kind == "sliced" else state
 
-        return list(map(cut, rule.operands, wanted)), tuple(map(cut, rule.results, results))
+        return list(map(cut, wanted)), tuple(map(cut, results))
 
     def _is_positional(self, op: Op, form: LocalForm) -> bool:
         """Returns whether a form computes with the number of its block."""
@@ -242,7 +218,7 @@ class Transfer:
         xs = [s.shift(-1) for s in stacked]
         carry, ys = self._fixed_point(op, start, lambda carry: self._body(view.body, [*consts, *carry, *xs]))
         results, operands = (*carry, *(s.shift(1) for s in ys)), (*consts, *carry, *stacked)
-        return Role("scan", operands, results, inner=(*carry, *ys), is_consecutive=op.has_effects)
+        return Role("scan", operands, results, inner=(*carry, *ys))
 
     def _map(self, view: ScanView, states: Sequence[State]) -> Role:
         """A scan over the examples: a micro-batch scans over its own, if all carried values are sums over examples."""
@@ -266,7 +242,7 @@ class Transfer:
         operands = (*consts, *carried, *[sliced_state(0)] * len(xs))
         others = {name: value for name, value in op.params.items() if name != "jaxpr"}
         params = {**others, "length": view.length // self.parts}
-        return Role("map", operands, results, params=params, is_consecutive=op.has_effects)
+        return Role("map", operands, results, params=params)
 
     def _while(self, op: Op, states: Sequence[State]) -> Role:
         cond, body = op.bodies
@@ -289,7 +265,7 @@ class Transfer:
 
         carry = tuple(self._fixed_point(op, start, run)[0])
         operands = (*cond_consts, *body_consts, *carry)
-        return Role("while", operands, carry, inner=carry, is_consecutive=op.has_effects)
+        return Role("while", operands, carry, inner=carry)
 
     def _cond(self, op: Op, states: Sequence[State]) -> Role:
         if states[0].kind in ("sliced", "partial"):
@@ -302,7 +278,7 @@ class Transfer:
                 raise Failure(op, "its branches differ in how their results depend on the batch")
             results = _decided_by(states[0], [s for s in joined if s is not None])
         assert results is not None
-        return Role("cond", tuple(states), tuple(results), inner=tuple(results), is_consecutive=op.has_effects)
+        return Role("cond", tuple(states), tuple(results), inner=tuple(results))
 
 
 def role_with_inner_results(role: Role) -> Role:
