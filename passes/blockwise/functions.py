@@ -76,12 +76,13 @@ class FunctionWriter(Rewriter):
         into: list[Op],
         source: Any = None,
         number: Callable[[], Atom] | None = None,
-    ) -> Atom:
-        """Appends the operations of `function(*static, *operands)` to some others, and returns its one result.
+        **named: Hashable,
+    ) -> Any:
+        """Appends the operations of `function(*static, *operands, **named)` to some others; returns its one result.
 
         `source` and `number` are as for `write`.
         """
-        run, kind = functools.partial(function, *static), (function, static)
+        run, kind = functools.partial(function, *static, **named), (function, static, *named.items())
         made, (result,) = self.write(run, operands, kind=kind, source=source, number=number)
         into.extend(made)
         return result

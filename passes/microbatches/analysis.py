@@ -218,7 +218,7 @@ class Analysis:
             state = self.states.state_of(atom)
             if state.kind == "sliced":
                 found[i] = frozenset({state.dim})
-            elif atom in self.examples:
+            elif isinstance(atom, int) and atom in self.examples:
                 found[i] = self.examples[atom]
         return found
 

@@ -190,9 +190,11 @@ class Scope:
             raise PositionDependent
         return False
 
-    def trace(self, function: Callable[..., Any], operands: Sequence[Atom], source: Any, *static: Hashable) -> Atom:
-        """Returns the one result of `function(*static, *operands)`, in operations under a source line."""
-        return self.builder.call(function, operands, *static, into=self.ops, source=source, number=lambda: self.counter)
+    def trace(
+        self, function: Callable[..., Any], operands: Sequence[Atom], source: Any, *static: Hashable, **named: Any
+    ) -> Atom:
+        """Returns the one result of `function(*static, *operands, **named)`, in operations under a source line."""
+        return self.builder.call(function, operands, *static, into=self.ops, source=source, **named)
 
     def source(self, value: int) -> Any:
         """Returns the source line of a value; None of an argument."""

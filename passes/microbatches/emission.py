@@ -20,7 +20,6 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -190,20 +189,20 @@ class _Loop(Scope):
         results = (*(carry.end for _, carry in carries), *(result for *_, result in stacked))
         index, source = self.builder.index(), self._scan_source()
         scan = Op(index, primitives.scan_p, params, operands, results, (self.block(free),), source, None)
-        post: list[Op] = []
+        post, call = list[Op](), self.builder.call
         for value, carry in carries:
             dtype, end = values[value].dtype, carry.end
             is_wide = values[end].dtype != dtype
-            self.names[value] = self.builder.call(_converted, [end], dtype, into=post) if is_wide else end
+            self.names[value] = call(lax.convert_element_type, [end], into=post, new_dtype=dtype) if is_wide else end
         for value, state, _, result in stacked:
-            self.names[value] = self.builder.call(self.builder.cuts.join, [result], state, into=post)
+            self.names[value] = call(self.builder.cuts.join, [result], state, into=post)
         return scan, post
 
     def _carry(self, value: int, state: State) -> Carried:
         """Returns a carry for an exported value."""
         shape, dtype = self.builder.values[value].shape, self.builder.values[value].dtype
         wide = dtype if state == INNER else accumulator_dtype(dtype)
-        init = self._prepare(_zeros, [], shape, wide)
+        init = self._prepare(lax.full, [], shape, 0, wide)
         if state == LOCAL and dtype == np.bool_:
             raise MicrobatchError(
                 f"num_microbatches={self.builder.parts}: a result is a truth value of the whole batch, which no "
@@ -215,7 +214,7 @@ class _Loop(Scope):
             return Carried(init, start, self.fetch(value, state), end)
         summand, source = self.fetch(value, PARTIAL), self.source(value)
         if wide != dtype:
-            summand = self.trace(_converted, [summand], source, wide)
+            summand = self.trace(lax.convert_element_type, [summand], source, new_dtype=wide)
         return Carried(init, start, self.trace(lax.add, [start, summand], source), end)
 
     def _scan_source(self) -> Any:
@@ -236,11 +235,3 @@ def _part(op: Op, wanted: set[int]) -> Op | None:
     return replace(
         op, operands=tuple(op.operands[i] for i in kept), results=tuple(op.results[i] for i in kept), key=None
     )
-
-
-def _converted(dtype: Any, x: jax.Array) -> jax.Array:
-    return lax.convert_element_type(x, dtype)
-
-
-def _zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    return lax.full(shape, 0, dtype)

@@ -35,7 +35,6 @@ from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import find_dependents, values_in
 from alpa_lite.passes.ir.rewriting import Rewriter, rename_atom, rename_op
 from alpa_lite.passes.microbatches.aggregates import Aggregates, Tag
-from alpa_lite.passes.microbatches.emission import emit
 from alpa_lite.passes.microbatches.messages import notes_on_leaves
 from alpa_lite.passes.microbatches.states import AFTER, LOCAL, PARTIAL, WHOLE, Role, State, StepStates, sliced_state
 
@@ -204,20 +203,10 @@ class IndependentLoop:
             self.before, {v for op in self.before if op.name in primitives.DRAWS for v in op.results}
         )
         used = sorted(random.intersection(v for op in self.inside for v in op.reads).difference(of_batch))
-        dims = {
-            v: self.pair.one_grown_dim(v, "random numbers are drawn for pairs of examples of the batch") for v in used
-        }
-        return {value: dim for value, dim in dims.items() if dim is not None}
+        refusal = "random numbers are drawn for pairs of examples of the batch"
+        return {value: dim for value in used if (dim := self.pair.one_grown_dim(value, refusal)) is not None}
 
     # -- the step -------------------------------------------------------------------------------------------------
-
-    def graph(self) -> tuple[Graph, int]:
-        """Returns the new step, and the index of its scan.
-
-        Raises:
-          WithoutLoop: nothing that the step returns depends on its batch.
-        """
-        return emit(self.states)
 
     def _states(self) -> StepStates:
         """Both traces as one graph, with the states of its values.
@@ -227,26 +216,26 @@ class IndependentLoop:
         """
         big, small = self.pair.big, self.pair.small
         rewriter, count = Rewriter(big), len(self.arguments)
-        copied = rewriter.copy_block(small.block, small.values)
-        copy = {op.index: new for op, new in zip(small.block.ops, copied.ops, strict=True)}
-        own = dict(zip(small.block.inputs, (*big.block.inputs[:count], *copied.inputs[count:]), strict=True))
+        own = {v: rewriter.new_value(small.values[v]) for v in small.block.inputs[count:]}
+        constants = tuple(own.values())
+        own |= dict(zip(small.block.inputs, big.block.inputs[:count], strict=False))
+        copies, _ = rewriter.inline(small.block, own, small.values)
+        copy = {op.index: new for op, new in zip(small.block.ops, copies, strict=True)}
         own |= {v: new for op in small.block.ops for v, new in zip(op.results, copy[op.index].results, strict=True)}
-        arguments = dict(zip(copied.inputs, big.block.inputs[:count], strict=False))
         drawn = {own[v]: self.pair.big_value[v] for v in self.draws}
         joined = {v for v, state in self.combined.items() if state.kind == "sliced"}
         for value in joined:
             rewriter.values[own[value]] = big.values[self.pair.big_value[value]]
-        before = [*self._twins(self.before), *(rename_op(copy[op.index], arguments) for op in self.before)]
-        inside = [rename_op(copy[op.index], {**arguments, **drawn}) for op in self.inside]
+        before = [*self._twins(self.before), *(copy[op.index] for op in self.before)]
+        inside = [rename_op(copy[op.index], drawn) for op in self.inside]
         whole = {self.pair.big_value[v]: own[v] for v in self.exports}
-        after = [rename_op(copy[op.index], arguments) for op in self.updates]
-        after += [rename_op(op, whole) for op in self._twins(self.after)]
+        after = [copy[op.index] for op in self.updates] + [rename_op(op, whole) for op in self._twins(self.after)]
         made = {v for v in self.exports if v not in joined} | {v for op in self.updates for v in op.results}
         outputs = [
             own[a] if isinstance(a, int) and a in made and not self.pair.grown_dims(a) else rename_atom(b, whole)
             for a, b in zip(small.block.outputs, big.block.outputs, strict=True)
         ]
-        block = Block((*big.block.inputs, *copied.inputs[count:]), (*before, *inside, *after), tuple(outputs))
+        block = Block((*big.block.inputs, *constants), (*before, *inside, *after), tuple(outputs))
         graph = Graph(tuple(rewriter.values), block, (*big.constants, *small.constants), rewriter.keys)
         states = StepStates(graph, {}, self.parts, {big.block.inputs[i]: dim for i, dim in self.dims.items()}, ())
         for op in before:

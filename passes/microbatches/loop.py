@@ -235,7 +235,7 @@ def _accumulate_independently(
     update = {op.index for op in small.graph.block.ops if states.is_update(op)}
     try:
         loop = IndependentLoop(traced, small, argument_dims(traced, cut.dims), parts, update)
-        graph, scan = loop.graph()
+        graph, scan = emit(loop.states)
     except (TraceMismatch, WithoutLoop) as error:
         raise MicrobatchError(
             f"{refusal}; nor can each micro-batch be computed independently: {error}; use num_microbatches=1"

@@ -1,26 +1,21 @@
-"""Which slices of the sequence a pipeline should have: proposals, by a model of the seconds of a slice.
+"""Lengths of slices of the sequence: proposals, by a model of the seconds of a slice.
 
-Problem. S stages run m micro-batches, each in slices of n tokens in all. Both m and the lengths are free: fewer
+Problem. S stages run B micro-batches, each in slices of L tokens in all. Both B and the lengths are free: fewer
 micro-batches in more slices are an alternative to more micro-batches, since a slice computes attention to the tokens
 before it in one piece, and waits for dispatching and latencies more often, while smaller micro-batches do the same.
 
-Answer. For each m the lengths with the least
+Answer. For each B the lengths with the least
 
-    T = sum_i t_i + (S' - 1) max_i (t_i + c_i),     t, c = max over stages of t_s(1/m, l, c), of transfers both ways
-                                                    S' = sum_s T_s / max_s T_s
+    T = B sum_i t_i + (K - 1) max_i p_i,     t, c = max over stages of t_s(1/B, l, c), of transfers both ways
+                                             p = t + c,     K = sum_s T_s / max_s T_s
 
-where T_s is what stage s takes for whole sequences in its model, so that S' = S where all stages take equally long. The
-transfer of a slice hides behind the next one unless it takes longer; in passing all stages it is waited for. A slice
-takes a process at least the seconds that it spends on dispatching it to all of its stages. Lengths are multiples of a
-number of tokens that suits the hardware; the last slice has what is left.
+where T_s is what stage s takes for whole sequences in its model, so that K = S where all stages take equally long: the
+first slice passes all stages, and the slowest one sets the pace of the rest. The transfer of a slice hides behind the
+next one unless it takes longer; in passing all stages it is waited for. A slice takes a process at least the seconds
+that it spends on dispatching it to all of its stages. Lengths are multiples of a number of tokens that suits the
+hardware; the last slice has what is left.
 
-Method (`cut`). As in every pipeline whose stages take as long as one another, the first slice passes all K stages and
-the slowest one sets the pace of the rest. B sequences whose slices of l tokens behind c others take t(l, c) take
-
-    T = B sum_i t_i + (K - 1) max_i p_i,     over slices of L tokens in all,
-
-where p_i = t_i, or what a slice takes to pass a stage if that is more: of sending, only the last slice's is waited for.
-With no slice above m, the least sum splits over prefixes of the sequence,
+Method (`cut`). With no p above m, the least sum splits over prefixes of the sequence,
 
     F_m(e) = min over l of F_m(e - l) + t(l, e - l), where p <= m,      F_m(0) = 0
 
@@ -30,10 +25,9 @@ falls as m grows: between two values a < m <= z nothing is less than B F_z(L) + 
 interval that holds nothing below the best so far is not searched further. The result is exact whatever t is: t need not
 grow with l or c.
 
-The seconds of slices. Lengths depend on the seconds of slices that nobody has planned yet. Given planned pipelines of
-the same stages in a few slices (`Sample`), predict the seconds of any slice.
-
-Model. A slice of l tokens behind c others, of a part r of the batch, takes on one stage, forward and backward,
+Model (`fit_latency`). Lengths depend on the seconds of slices that nobody has planned yet; these are predicted from
+planned pipelines of the same stages in a few slices (`Sample`). A slice of l tokens behind c others, of a part r of the
+batch, takes on one stage, forward and backward,
 
     t(r, l, c) = a + r (b l + d (c + l) + e l (c + l)),        a, b, d, e >= 0
 
@@ -197,10 +191,7 @@ def propose_slices(
         equal = [tuple(map(len, np.array_split(np.arange(size), n))) for n in (len(best), 1 << len(best).bit_length())]
         for parts in dict.fromkeys((best, *equal)):
             if len(parts) > 1 and min(parts) >= max(shortest, 1):
-                at = np.cumsum([0, *parts[:-1]])
-                taken, longest = table[np.array(parts) - 1, at].sum(), paced[np.array(parts) - 1, at].max()
-                seconds = float(count * taken + (stages - 1) * longest)
-                out.append(Proposal(count, _lengths(parts, step, tokens), seconds))
+                out.append(Proposal(count, _lengths(parts, step, tokens), _seconds(parts, table, count, stages, paced)))
     return tuple(sorted(out, key=lambda one: one.seconds))
 
 
@@ -247,66 +238,58 @@ def cut(seconds: np.ndarray, count: int, stages: float, passing: np.ndarray) -> 
     Raises:
       OptionError: no slices that are allowed add up to the sequence.
     """
-    rows = _ends(seconds, passing)
+    ends = [(np.arange(end + 1), end - np.arange(end + 1)) for end in range(len(seconds))]
+    rows = [(seconds[at], passing[at]) for at in ends]
     values = np.unique(np.concatenate([paced for _, paced in rows]))
     values = values[np.isfinite(values)]
-    known: dict[int, float] = {}
-
-    def ask(places: list[int]) -> None:
-        new = sorted(set(places) - known.keys())
+    sums: dict[int, float] = {}  # value -> B F(L)
+    best, lengths = np.inf, ()
+    intervals = [(-1, len(values) - 1)] if len(values) else []  # values after the first of the two, up to the second
+    while intervals:
+        new = sorted({high for _, high in intervals} - sums.keys())
         for first in range(0, len(new), _AT_ONCE):
             some = new[first : first + _AT_ONCE]
-            known.update(zip(some, (count * _prefixes(rows, values[some])[:, -1]).tolist(), strict=True))
-
-    last = len(values) - 1
-    if last >= 0:
-        ask([last])
-    if not np.isfinite(known.get(last, np.inf)):
-        raise OptionError("seconds: no slices that are allowed add up to the sequence; give those of other lengths")
-    best, at = known[last] + (stages - 1) * values[last], last
-    intervals = [(-1, last)]  # values after the first of the two, up to the second
-    while intervals:
-        kept = [
-            (low, high, (low + high) // 2)
+            prefixes, last = _prefixes(rows, values[some])
+            for number, place in enumerate(some):
+                sums[place] = count * float(prefixes[number, -1])
+                if sums[place] + (stages - 1) * values[place] < best:
+                    best, lengths = sums[place] + (stages - 1) * values[place], _split(last[number])
+        halves = [
+            (low, (low + high) // 2, high)
             for low, high in intervals
-            if high - low > 1 and known[high] + (stages - 1) * values[low + 1] < best
+            if high - low > 1 and sums[high] + (stages - 1) * values[low + 1] < best
         ]
-        ask([middle for _, _, middle in kept])
-        intervals = []
-        for low, high, middle in kept:
-            if (found := known[middle] + (stages - 1) * values[middle]) < best:
-                best, at = found, middle
-            intervals += [(low, middle), (middle, high)]
-    lengths = _cut_at(rows, values[at])
-    ends = np.cumsum(lengths).tolist()
-    taken, paced = np.array([[row[n - 1] for row in rows[end - 1]] for n, end in zip(lengths, ends, strict=True)]).T
-    return TokenSlices(tuple(lengths), float(count * taken.sum() + (stages - 1) * paced.max()))
+        intervals = [pair for low, middle, high in halves for pair in ((low, middle), (middle, high))]
+    if not lengths:
+        raise OptionError("seconds: no slices that are allowed add up to the sequence; give those of other lengths")
+    return TokenSlices(lengths, _seconds(lengths, seconds, count, stages, passing))
 
 
-Rows = list[tuple[np.ndarray, np.ndarray]]
-"""[i] t and p of slices of 1 ... i + 1 steps that end behind step i."""
+def _seconds(lengths: Sequence[int], seconds: np.ndarray, count: int, stages: float, passing: np.ndarray) -> float:
+    """Returns T of some slices."""
+    at = np.array(lengths) - 1, np.cumsum([0, *lengths[:-1]])
+    return float(count * seconds[at].sum() + (stages - 1) * passing[at].max())
 
 
-def _ends(seconds: np.ndarray, passing: np.ndarray) -> Rows:
-    """Returns the rows of tables by length and context."""
-    at = [(np.arange(end + 1), end - np.arange(end + 1)) for end in range(len(seconds))]
-    return [(seconds[i], passing[i]) for i in at]
+def _prefixes(rows: Sequence[tuple[np.ndarray, np.ndarray]], limits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """[limits, n + 1] F of each prefix of the sequence, and the last slice of it, less one step.
 
-
-def _prefixes(rows: Rows, limits: np.ndarray) -> np.ndarray:
-    """[limits, n + 1] F of each prefix of the sequence."""
+    Args:
+      rows: [i] t and p of slices of 1 ... i + 1 steps that end behind step i.
+    """
     out = np.zeros((len(limits), len(rows) + 1))
+    last = np.zeros(out.shape, int)
     for end, (seconds, paced) in enumerate(rows):
-        before = out[:, end::-1] + seconds  # the shortest slice follows the longest prefix
-        out[:, end + 1] = np.where(paced <= limits[:, None], before, np.inf).min(1)
-    return out
+        sums = np.where(paced <= limits[:, None], out[:, end::-1] + seconds, np.inf)  # the shortest slice comes first
+        last[:, end + 1] = sums.argmin(1)
+        out[:, end + 1] = np.take_along_axis(sums, last[:, end + 1, None], 1)[:, 0]
+    return out, last
 
 
-def _cut_at(rows: Rows, limit: float) -> list[int]:
+def _split(last: np.ndarray) -> tuple[int, ...]:
     """Returns the slices behind F(L), in steps."""
-    prefix, lengths, end = _prefixes(rows, np.array([limit]))[0], [], len(rows)
+    lengths, end = [], len(last) - 1
     while end:
-        seconds, paced = rows[end - 1]
-        lengths.append(int(np.where(paced <= limit, prefix[end - 1 :: -1] + seconds, np.inf).argmin()) + 1)
+        lengths.append(int(last[end]) + 1)
         end -= lengths[-1]
-    return lengths[::-1]
+    return tuple(lengths[::-1])

@@ -12,7 +12,6 @@ another one reads would have to be kept between them.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -189,8 +188,8 @@ class Pieces(Extents):
 
     def _made(self, function: Callable[..., Any], operands: Sequence[Atom], *static: Hashable, **named: Any) -> Atom:
         """Returns the result of `function(*static, *operands, **named)`, in operations of its own."""
-        run, kind = functools.partial(function, *static, **named), (function, static, *named.items())
-        ops, (result,) = self.rw.write(run, operands, kind=kind, source=self._source)
+        ops = list[Op]()
+        result = self.rw.call(function, operands, *static, into=ops, source=self._source, **named)
         for op in ops:
             self._add(op)
         return result
