@@ -6,7 +6,7 @@ Every function takes operations, or a block, in program order; none looks into b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from alpa_lite.ir.graph import Atom, Block, Lit, Op
 
 T = TypeVar("T", bound=Hashable)
+LabelT = TypeVar("LabelT")
 ItemT = TypeVar("ItemT", bound=Any)  # has `reads` and `results`: an op, or an instruction
 
 
@@ -111,3 +112,35 @@ def reach(start: Iterable[T], following: Callable[[T], Iterable[T]]) -> dict[T, 
 def find_needed(values: Iterable[int], makers: Mapping[int, Op]) -> dict[int, None]:
     """Returns these values, and all that the ops of `makers` read to make them."""
     return reach(values, lambda value: makers[value].reads if value in makers else ())
+
+
+def label_by_operands(
+    items: Iterable[ItemT], choose: Callable[[ItemT, list[LabelT]], LabelT], given: Mapping[int, LabelT]
+) -> list[LabelT]:
+    """Returns a label of each item: `choose` has the item, and the labels of those of its operands that have one.
+
+    Args:
+      given: labels of values that no item makes.
+    """
+    known, found = dict(given), list[LabelT]()
+    for item in items:
+        found.append(choose(item, [known[value] for value in item.reads if value in known]))
+        known |= dict.fromkeys(item.results, found[-1])
+    return found
+
+
+def label_by_readers(
+    items: Sequence[ItemT], choose: Callable[[ItemT, Set[T]], Set[T]]
+) -> tuple[list[Set[T]], dict[int, set[T]]]:
+    """Returns labels of each item: `choose` has the item, and the labels of all items that read its results.
+
+    Returns:
+      The labels of each item; and value -> the labels of the items that read it.
+    """
+    read_by: dict[int, set[T]] = {}
+    found: list[Set[T]] = []
+    for item in reversed(items):
+        found.append(choose(item, set[T]().union(*(read_by[value] for value in item.results if value in read_by))))
+        for value in item.reads:
+            read_by.setdefault(value, set()).update(found[-1])
+    return found[::-1], read_by

@@ -24,14 +24,13 @@ operations are; operations on scalars of several stages run on the lowest of the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 
 from scipy.cluster.hierarchy import DisjointSet
 
-from alpa_lite.ir.graph import Op, Value
+from alpa_lite.ir.graph import Atom, Op, Value
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import producers, users, values_in
+from alpa_lite.passes.ir.flow import label_by_readers, producers, users, values_in
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.layers.types import Assignment, Layering, Phases
 
@@ -60,42 +59,39 @@ class _Assigner:
     """The tables that one assignment fills."""
 
     def __init__(self, layering: Layering, cuts: Sequence[int]) -> None:
-        self.layering = layering
-        self.stages = len(cuts) + 1
-        self.scan = layering.scan_op
-        self.body = layering.body
-        self.outputs = frozenset(v for v in self.body.outputs if isinstance(v, int))
+        self.layering, self.stages, self.free = layering, len(cuts) + 1, layering.free_ops
+        self.scan, self.body, self.view = layering.scan_op, layering.body, ScanView(layering.scan_op)
+        self.outputs = frozenset(values_in(self.body.outputs))
         self.values: Sequence[Value] = layering.traced.graph.values
         top = layering.traced.graph.block.ops
         at = top.index(self.scan)
         self.before, self.after = top[:at], top[at + 1 :]
         self.defined = producers((*self.body.ops, *top))
         self.users = users((*self.body.ops, *self.before, *self.after))
-        self.inner: dict[int, list[int]] = {}  # operand of the scan -> inputs of its body
-        for outer, inner in zip(self.scan.operands, self.body.inputs, strict=True):
-            if isinstance(outer, int):
-                self.inner.setdefault(outer, []).append(inner)
         self.stage = layering.stage_of(cuts)
         self.shared: set[int] = set()
+        self.forward = [op for op in self.body.ops if op.index in layering.forward]
         self.backward = [op for op in self.body.ops if op.index not in layering.forward]
-        self.view = ScanView(self.scan)
         self.sums = self.view.accumulators
         self.adding = {op.index: (number, value) for number, (op, value) in self.sums.items()}
+        # Value -> the ops of the body that read it and are not free, directly or through free ones.
+        _, self.bound = label_by_readers(
+            self.body.ops, lambda op, found: found if op.index in self.free else {op.index}
+        )
         self.available: dict[int, tuple[int, ...]] = {}
         self.dissolved: set[int] = set()
         self.split_sums: list[tuple[int, tuple[tuple[int, int], ...]]] = []
 
     def place_body(self) -> None:
         """Places the body's ops."""
-        forward = [op for op in self.body.ops if op.index in self.layering.forward]
-        self.follow_users(forward, forward)
+        self.follow_users(self.forward, self.forward)
         self.find_available()
         self.assign_backward()
         owners = self.owners()
         self.split()
         self.sink(owners)
         self.follow_users(self.backward, self.body.ops)
-        self.follow_users(forward, self.body.ops)
+        self.follow_users(self.forward, self.body.ops)
 
     def users_of(self, op: Op) -> list[Op]:
         """Returns the ops that read the results of an op."""
@@ -122,17 +118,6 @@ class _Assigner:
 
     # -- the forward pass -----------------------------------------------------------------------------------------
 
-    @cached_property
-    def bound(self) -> Mapping[int, set[int]]:
-        """Value -> the ops of the body that read it and are not free, directly or through free ones."""
-        found: dict[int, set[int]] = {}
-        for op in reversed(self.body.ops):
-            free = op.index in self.layering.free_ops
-            own = set[int]().union(*(found.get(v, ()) for v in op.results)) if free else {op.index}
-            for value in op.reads:
-                found.setdefault(value, set()).update(own)
-        return found
-
     def stages_of_readers(self, values: Iterable[int], among: Container[int]) -> set[int]:
         """Returns the stages of those ops, among some, that read any of some values: see `bound`."""
         readers = {index for value in values for index in self.bound.get(value, ())}
@@ -142,12 +127,9 @@ class _Assigner:
         """Free ops run where those of `users` are that read them: shared if on several stages."""
         among = {op.index for op in users}
         for op in ops:
-            if op.index in self.layering.free_ops:
+            if op.index in self.free:
                 found = self.stages_of_readers(op.results, among)
-                if found:
-                    self.stage[op.index] = min(found)
-                elif op.index not in self.stage:
-                    self.stage[op.index] = self.stages - 1
+                self.stage[op.index] = min(found, default=self.stage.get(op.index, self.stages - 1))
                 if len(found) > 1:
                     self.shared.add(op.index)
 
@@ -156,28 +138,26 @@ class _Assigner:
 
         Of the batch, masks are made wherever they are used: these users do not draw the gradient products of others.
         """
-        forward = {op.index for op in self.body.ops if op.index in self.layering.forward}
-        for value in self.view.inputs.consts:
-            self.available[value] = tuple(sorted(self.stages_of_readers([value], forward)))
+        forward = self.layering.forward
+        where = {value: self.stages_of_readers([value], forward) for value in self.view.inputs.consts}
         for value in self.view.inputs.xs:
-            heavy = {u.index for u in self.users.get(value, ()) if u.index in forward - self.layering.free_ops}
-            self.available[value] = tuple(sorted(self.stages_of_readers([value], heavy or forward)))
-        for op in self.body.ops:
-            for value in op.results if op.index in forward else ():
-                where = self.stages_of_readers([value], forward)
-                if op.index not in self.layering.free_ops:
-                    where.add(self.stage[op.index])
-                elif not where:  # only the backward pass reads what is made of these parameters
-                    where = {s for v in op.reads for s in self.available.get(v, ())}
-                self.available[value] = tuple(sorted(where))
-        self.available = {value: where for value, where in self.available.items() if where}
+            heavy = {user.index for user in self.users.get(value, ())} & forward - self.free
+            where[value] = self.stages_of_readers([value], heavy or forward)
+        for op in self.forward:
+            for value in op.results:
+                where[value] = self.stages_of_readers([value], forward)
+                if op.index not in self.free:
+                    where[value].add(self.stage[op.index])
+                elif not where[value]:  # only the backward pass reads what is made of these parameters
+                    where[value] = set[int]().union(*(where[v] for v in op.reads if v in where))
+        self.available = {value: tuple(sorted(some)) for value, some in where.items() if some}
 
     # -- the backward pass ----------------------------------------------------------------------------------------
 
     def assign_backward(self) -> None:
         """Each backward op: the highest stage, no higher than its cotangents, that has the forward values it reads."""
         for op in self.backward:
-            if op.index in self.layering.free_ops:
+            if op.index in self.free:
                 continue
             kept = [self.available[v] for v in op.reads if v in self.available]
             made = [self.stage_of_maker(v) for v in op.reads if v not in self.available]
@@ -246,7 +226,7 @@ class _Assigner:
             if index in self.stage and index not in self.layering.forward and number in owners:
                 self.stage[index] = min(self.stage[index], owners[number])
         for op in reversed(self.backward):
-            if op.index in self.layering.free_ops or op.index in self.adding or op.index in self.dissolved:
+            if op.index in self.free or op.index in self.adding or op.index in self.dissolved:
                 continue
             users = [u.index for u in self.users_of(op) if u.index in self.stage and u.index not in self.dissolved]
             if not users or not self.outputs.isdisjoint(op.results):
@@ -271,19 +251,13 @@ class _Assigner:
 
     def rise(self, before: Mapping[int, int]) -> None:
         """Takes back moves that would send the gradient of one parameter at every micro-batch: it is added up here."""
-        # op -> the only sum that its results reach, -1 for the only way out; none of several
-        alone: dict[int, int] = {}
-        several: set[int] = set()
-        placed = {op.index for op in self.backward}
-        for op in reversed(self.backward):
-            users = [u.index for u in self.users_of(op)]
-            found = {alone.get(u, -1) for u in users if u in alone or u not in placed}
-            if op.index in self.adding:
-                alone[op.index] = self.adding[op.index][0]
-            elif len(found) > 1 or not several.isdisjoint(users):
-                several.add(op.index)
-            elif found:
-                (alone[op.index],) = found
+
+        def choose(op: Op, sums: Set[int]) -> Set[int]:
+            """The sums that the results of an op reach; of several no more than that they are."""
+            return {self.adding[op.index][0]} if op.index in self.adding else sums if len(sums) < 2 else {-1, -2}
+
+        found, _ = label_by_readers(self.backward, choose)
+        alone = {op.index for op, sums in zip(self.backward, found, strict=True) if len(sums) == 1}
         for op in self.backward:
             if self.stage.get(op.index) == before.get(op.index):
                 continue
@@ -297,7 +271,7 @@ class _Assigner:
         total = 0
         for value in dict.fromkeys(op.reads):
             made = self.defined.get(value)
-            if value in self.available or made is None or made.index in self.layering.free_ops:
+            if value in self.available or made is None or made.index in self.free:
                 continue
             others = (u for u in self.users[value] if u is not op and u.index in self.stage)
             if self.stage[made.index] != stage and all(self.stage[u.index] != stage for u in others):
@@ -345,26 +319,26 @@ class _Assigner:
             for value in op.reads:
                 if value not in home and value not in self.defined:
                     home[value] = self.stage[op.index]
+        inner: dict[Atom, list[int]] = {}  # operand of the scan -> inputs of its body
+        for outer, value in zip(self.scan.operands, self.body.inputs, strict=True):
+            inner.setdefault(outer, []).append(value)
         runs: dict[int, set[int]] = {}
         for op in reversed(self.before):
             found = self.stages_of_users(op).union(*(runs.get(user.index, ()) for user in self.users_of(op)))
-            for inner in (i for value in op.results for i in self.inner.get(value, ())):
-                for user in self.users.get(inner, ()):
-                    several = self.stages_of_readers(user.results, self.stage) if user.index in self.shared else set()
-                    found |= several | {self.stage[user.index]}
+            for user in (u for v in op.results for i in inner.get(v, ()) for u in self.users.get(i, ())):
+                found |= self.stages_of_readers(user.results, self.stage) if user.index in self.shared else set()
+                found.add(self.stage[user.index])
             self.place(op, min(found, default=0), home)
-            runs[op.index] = found if op.index in self.layering.free_ops else {self.stage[op.index]}
+            runs[op.index] = found if op.index in self.free else {self.stage[op.index]}
             if len(runs[op.index]) > 1:
                 self.shared.add(op.index)
             for value in op.reads:
                 if value not in self.defined:
                     home[value] = min(home.get(value, self.stages), self.stage[op.index])
-        inner = dict(zip(self.scan.operands, self.body.inputs, strict=True))
-        inputs = self.layering.traced.graph.block.inputs
-        for value in inputs:
+        for value in (inputs := self.layering.traced.graph.block.inputs):
             if value not in home:
-                users = self.users.get(inner.get(value, -1), ())
-                home[value] = min((self.stage[u.index] for u in users if u.index in self.stage), default=0)
+                readers = [u.index for i in inner.get(value, ()) for u in self.users.get(i, ())]
+                home[value] = min((self.stage[i] for i in readers if i in self.stage), default=0)
         return {value: home[value] for value in inputs}
 
     def place(self, op: Op, stage: int, home: dict[int, int]) -> None:

@@ -15,14 +15,13 @@ in flight would cost memory for nothing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from alpa_lite.errors import PlanError
 from alpa_lite.ir.graph import Lit
 from alpa_lite.ir.program import Kind
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import before_readers, reach
+from alpa_lite.passes.ir.flow import before_readers, label_by_operands, label_by_readers, reach
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.lowering.program import (
     Body,
@@ -37,9 +36,6 @@ from alpa_lite.passes.lowering.program import (
 )
 from alpa_lite.passes.stages.segments import Segment, Segments, Wire, WireKind
 from alpa_lite.passes.stages.stage_graph import StageGraph
-
-LATE = primitives.ELEMENTWISE | primitives.RESHAPES
-"""Operations that cost nothing more in the round that reads them: a compiler computes them within what reads them."""
 
 
 def cut(stage: StageGraph, program: LocalProgram, *, split_weights: bool) -> Segments:
@@ -117,45 +113,37 @@ class _Cut:
         slices = self.stage.phases.num_slices
         count = 2 * slices if slices > 1 else 3 if self.split else 2
         phases = self._phases(items, count - 1)
-        made_in = {r: phases[n] for n, item in enumerate(items) for r in item.results}
-        ends = self._ends(made_in)
+        ends = self._ends({r: min(some) for item, some in zip(items, phases, strict=True) for r in item.results})
         segments: list[Segment] = []
-        for phase, (own, wanted) in enumerate(_parts(items, phases, ends, count, self._remade(items))):
+        for phase, (own, wanted) in enumerate(_parts(items, phases, ends, count)):
             outputs = [(wire, operand) for wire, operand, p in ends if p == phase]
             outputs += [(Wire("saved", r), r) for r in wanted]
             if outputs or own:
                 segments.append(self._segment(loop, *_named(phase, slices), own, outputs))
         return segments
 
-    def _phases(self, items: Sequence[Instruction], last: int) -> list[int]:
+    def _phases(self, items: Sequence[Instruction], last: int) -> list[Set[int]]:
         """0 forward, 1 backward, 2 weight for each instruction: not later than the first that reads its results.
 
-        In slices of the sequence: 0 to `last`.
+        In slices of the sequence: 0 to `last`. An instruction whose results are made again has several.
         """
-        stage = self.stage
+        stage, again, most = self.stage, self._remade(items), max(2, last)
         crossing = sum(port.kind == "crossing" for port in stage.outputs)
         sent = set(self.body.outputs[len(self.body.outputs) - crossing :])
-        first: dict[int, int] = {}
-        out = [0] * len(items)
-        for n in range(len(items) - 1, -1, -1):
-            item = items[n]
-            readers = [first[r] for r in item.results if r in first]
-            own = (
-                max(2, last) if isinstance(item, Reshard) else stage.phases.phase_of(item.op.index, split_weights=True)
-            )
-            out[n] = min([own, *readers])
-            if isinstance(item, Reshard) and (not readers or item.result in sent):
-                out[n] = -1  # an output reads it, and other stages may wait for that: as early as its source
-                continue
-            for register in item.reads:
-                first[register] = min(first.get(register, max(2, last)), out[n])
+
+        def choose(item: Instruction, readers: Set[int]) -> Set[int]:
+            resharded = isinstance(item, Reshard)
+            if resharded and (not readers or item.result in sent):
+                return set()  # an output reads it, and other stages may wait for that: as early as its source
+            own = most if resharded else stage.phases.phase_of(item.op.index, split_weights=True)
+            return (readers if again.issuperset(item.results) else set()) | {min([own, *readers])}
+
+        phases, _ = label_by_readers(items, choose)
         made: dict[int, int] = {}
         for n, item in enumerate(items):
-            if out[n] < 0:
-                out[n] = made.get(item.source, 0) if isinstance(item, Reshard) else 0
-            out[n] = min(out[n], last)
-            made.update(dict.fromkeys(item.results, out[n]))
-        return out
+            phases[n] = {min(phase, last) for phase in phases[n] or {made.get(item.reads[0], 0)}}
+            made |= dict.fromkeys(item.results, min(phases[n]))
+        return phases
 
     def _ends(self, made_in: Mapping[int, int]) -> list[tuple[Wire, Operand, int]]:
         """Returns the outputs of the body: wire, register or literal, and the phase that gives it out.
@@ -256,11 +244,8 @@ class _Cut:
         pairs = enumerate(zip(stage.outputs, self.program.body.outputs, strict=True))
         results = [(n, port, operand) for n, (port, operand) in pairs if port.kind != "crossing"]
         ends = _registers(operand for _, _, operand in results)
-        before_loop = self._prologue_made()
-        late = self._wanted(ends)
-        needed = self._needed(read_before(late) | ends)
-        items = [item for item in needed if not before_loop.issuperset(item.results)] + late
-        rounds = self._rounds(items, ends)
+        items = self._wanted(ends)
+        rounds = self._rounds(items)
         made_in = {r: rounds[n] for n, item in enumerate(items) for r in item.results}
         arriving = {r: made for r, made in self._arriving().items() if r in ends}  # returned as they come
         last = max([0, *rounds, *stage.late_rounds.values(), *arriving.values()])
@@ -272,7 +257,7 @@ class _Cut:
             else:
                 due.append((Wire("top", operand), operand, made_in.get(operand, given)))
         segments = []
-        for current, (own, wanted) in enumerate(_parts(items, rounds, due, last + 1)):
+        for current, (own, wanted) in enumerate(_parts(items, [{n} for n in rounds], due, last + 1)):
             outputs: dict[Wire, Operand] = {Wire("top", r): r for r in wanted}
             outputs |= {wire: operand for wire, operand, when in due if when == current}
             new = {wire: self._replaced[o] for wire, o in outputs.items() if o in self._replaced}
@@ -292,10 +277,14 @@ class _Cut:
         return {register: replaced for register, replaced in pairs if not isinstance(register, Lit)}
 
     def _wanted(self, ends: set[int]) -> list[Instruction]:
-        """The instructions after the loop that some results need: not those that lay out whole stacks of crossings."""
-        wanted = set(ends)
+        """The instructions after the loop that some results need, and of those before it what the prologue does not do.
+
+        What lays out whole stacks of crossings is not among them.
+        """
+        operands = _registers(self.loop.operands) if self.loop is not None else ()
+        prologue, wanted = set(self._needed(operands)), set(ends)
         found: list[Instruction] = []
-        for item in reversed(self.late):
+        for item in reversed([*(item for item in self.early if item not in prologue), *self.late]):
             effects = not isinstance(item, Reshard) and item.op.has_effects
             if effects or not wanted.isdisjoint(item.results):
                 found.append(item)
@@ -310,80 +299,43 @@ class _Cut:
         i = results.index(register)
         return Wire("carry" if i < self.view.num_carry else "pieces", i)
 
-    def _prologue_made(self) -> set[int]:
-        """Returns the registers that the prologue makes in any case."""
-        if self.loop is None:
-            return set()
-        return {r for item in self._needed(_registers(self.loop.operands)) for r in item.results}
-
-    def _rounds(self, items: Sequence[Instruction], ends: set[int]) -> list[int]:
+    def _rounds(self, items: Sequence[Instruction]) -> list[int]:
         """Returns the round of each instruction: its op's, and not before what it reads."""
-        made = self._arriving()
-        out: list[int] = []
-        for item in items:
-            own = 0 if isinstance(item, Reshard) else self.stage.rounds.get(item.op.index, 0)
-            current = max([own, *(made[r] for r in item.reads if r in made)])
-            out.append(current)
-            made.update(dict.fromkeys(item.results, current))
-        return self._late(items, ends, out)
 
-    def _late(self, items: Sequence[Instruction], ends: set[int], rounds: Sequence[int]) -> list[int]:
-        """Returns the rounds, with values of state and gradients that only a later round reads made in that round.
+        def choose(item: Instruction, known: list[int]) -> int:
+            return max([0 if isinstance(item, Reshard) else self.stage.rounds.get(item.op.index, 0), *known])
 
-        They would be held from one round to the other, in addition to their operands or in place of them.
-        """
-        out = list(rounds)
-        there = {*self.program.body.inputs, *(self.loop.results[: self.view.num_carry] if self.loop else ())}
-        free = []
-        for item in items:
-            cheap = isinstance(item, Compute) and item.op.name in LATE and not item.op.has_effects
-            free.append(cheap and there.issuperset(item.reads) and ends.isdisjoint(item.results))
-            there.update(item.results if free[-1] else ())
-        first: dict[int, int] = {}
-        for n in range(len(items) - 1, -1, -1):
-            if free[n]:
-                out[n] = min((first[r] for r in items[n].results if r in first), default=out[n])
-            for r in items[n].reads:
-                first[r] = min(out[n], first.get(r, out[n]))
-        return out
+        return label_by_operands(items, choose, self._arriving())
 
     def _arriving(self) -> dict[int, int]:
         """For each register with a value that another stage makes late, the first round that can read it."""
         ports = zip(self.program.body.inputs, self.stage.inputs, strict=False)
-        return {register: 1 + self.stage.arrivals[port.number] for register, port in ports if port.kind == "late"}
+        return {register: 1 + self.stage.late_rounds[port.number] for register, port in ports if port.kind == "late"}
 
 
 def _parts(
     items: Sequence[Instruction],
-    numbers: Sequence[int],
+    numbers: Sequence[Set[int]],
     ends: Sequence[tuple[Wire, Operand, int]],
     count: int,
-    cheap: AbstractSet[int] = frozenset(),
 ) -> list[tuple[list[Instruction], list[int]]]:
     """Returns the instructions of each part of a straight line, and the registers that it makes for later parts.
 
     Args:
-      numbers: the part of each instruction.
+      numbers: the parts that run each instruction: the first, and others that make its results for themselves.
       ends: what is given out, by which part.
-      cheap: registers that each part that reads them makes for itself.
     """
-    made_in = {r: number for number, item in zip(numbers, items, strict=True) for r in item.results}
-    maker = {r: item for item in items for r in item.results}
+    pairs = list(zip(items, numbers, strict=True))
+    made_in = {r: min(some) for item, some in pairs for r in item.results}
     wanted: list[set[int]] = [set() for _ in range(count)]
     chosen: list[list[Instruction]] = []
     for part in range(count):
-
-        def elsewhere(registers: Iterable[int], part: int = part) -> list[int]:
-            return [r for r in registers if made_in.get(r, part) != part]
-
-        own = [item for number, item in zip(numbers, items, strict=True) if number == part]
-        needed = elsewhere(read_before(own) | _registers(operand for _, operand, end in ends if end == part))
-        reached = reach(needed, lambda r: elsewhere(maker[r].reads) if r in cheap else ())
-        for register in reached.keys() - cheap:
+        own = [item for item, some in pairs if part in some]
+        read = read_before(own) | _registers(operand for _, operand, end in ends if end == part)
+        for register in made_in.keys() & read - {r for item in own for r in item.results}:
             wanted[made_in[register]].add(register)
-        again = {maker[r] for r in reached if r in cheap}  # gathered weights, which need memory until they are read
-        both = [item for n, item in zip(numbers, items, strict=True) if n == part or item in again]
-        chosen.append(before_readers(both, again))
+        again = {item for item, some in pairs if part in some - {min(some)}}
+        chosen.append(before_readers(own, again))  # gathered weights, which need memory until they are read
     return list(zip(chosen, map(sorted, wanted), strict=True))
 
 

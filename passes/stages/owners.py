@@ -38,15 +38,16 @@ Source: Boykov, Veksler, Zabih, "Fast approximate energy minimization via graph 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
 from alpa_lite.ir.graph import Atom, Block, Op, Traced, Value
 from alpa_lite.passes.ir import min_cut, primitives
-from alpa_lite.passes.ir.flow import producers, users
+from alpa_lite.passes.ir.flow import label_by_operands, label_by_readers, producers, users
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import rename_atom, rename_op
 from alpa_lite.passes.layers.types import Assignment
@@ -65,7 +66,7 @@ def ownership(traced: Traced, pinned: Mapping[int, int], count: int) -> Assignme
       count: the number of submeshes.
     """
     anchors = _Anchors(traced, pinned)
-    labels = _Labels(traced, anchors, count).solve()
+    labels = {index: label for index, label in _Labels(traced, anchors, count).solve().items() if index >= 0}
     block = traced.graph.block
     owner = dict(pinned)
     for output, argument in traced.state:
@@ -90,29 +91,30 @@ def rounds_of(
       given: values that are there in round 0, with their submeshes.
     """
     own = [op for op in ops if op.index in label]
-    readers, places = users(own), dict(given)
-    made, rounds = dict.fromkeys(given, 0), dict[int, int]()
-    for op in own:
+
+    def earliest(op: Op, known: list[tuple[int, int]]) -> tuple[int, int]:
         here = label[op.index]
-        rounds[op.index] = max((made[v] + (places[v] != here) for v in op.reads if v in made), default=0)
-        made |= dict.fromkeys(op.results, rounds[op.index])
-        places |= dict.fromkeys(op.results, here)
-    for op in reversed(own):
-        after = [user.index for value in op.results for user in readers.get(value, ())]
-        if can_wait(op) and {label[i] for i in after} == {label[op.index]}:
-            rounds[op.index] = min(rounds[i] for i in after)
-    return rounds
+        return max((number + (place != here) for number, place in known), default=0), here
+
+    found = label_by_operands(own, earliest, {value: (0, place) for value, place in given.items()})
+    rounds = {op.index: number for op, (number, _) in zip(own, found, strict=True)}
+
+    def latest(op: Op, readers: Set[tuple[int, int]]) -> Set[tuple[int, int]]:
+        here = label[op.index]
+        waits = can_wait(op) and {place for _, place in readers} == {here}
+        return {min(readers) if waits else (rounds[op.index], here)}
+
+    late, _ = label_by_readers(own, latest)
+    return {op.index: number for op, ((number, _),) in zip(own, late, strict=True)}
 
 
 def first_readers(ops: Sequence[Op], shared: Container[int], number: Mapping[int, int]) -> dict[int, int]:
     """For each shared op the lowest number of those that read it, directly or through other shared ops; 0 for none."""
-    readers = users(ops)
-    lowest: dict[int, int] = {}
-    for op in reversed(ops):
-        if op.index in shared:
-            some = [user.index for value in op.results for user in readers.get(value, ())]
-            lowest[op.index] = min((lowest.get(i, number.get(i, 0)) for i in some), default=0)
-    return lowest
+    found, _ = label_by_readers(
+        ops,
+        lambda op, readers: {min(readers, default=0) if op.index in shared else number.get(op.index, 0)},
+    )
+    return {op.index: lowest for op, (lowest,) in zip(ops, found, strict=True) if op.index in shared}
 
 
 @dataclass(frozen=True)
@@ -221,7 +223,8 @@ class _Anchors:
                 weight[leaves[value]] = weight.get(leaves[value], 0) + max(1, self.values[value].nbytes)
             self.fixed[op.index] = max(weight, key=lambda submesh: (weight[submesh], submesh))
             only = all(v in leaves or v in self.free for v in op.reads) and not op.bodies
-            if only and self.is_as_large(op, found) and op.name not in primitives.EXPENSIVE_TO_REPEAT:
+            size, made = ([math.prod(self.values[v].shape) for v in some] for some in (found, op.results))
+            if only and max(size) == sum(made) and op.name not in primitives.EXPENSIVE_TO_REPEAT:  # as large as a leaf
                 leaves.update(dict.fromkeys(op.results, self.fixed[op.index]))
                 self.held.add(op.index)
         for output, argument in self.traced.state:
@@ -231,77 +234,44 @@ class _Anchors:
                 if index not in self.shared:
                     self.fixed.setdefault(index, self.place[value])
 
-    def is_as_large(self, op: Op, found: Sequence[int]) -> bool:
-        """Returns whether an op makes as many elements as it reads of a leaf."""
-        size = max(math.prod(self.values[v].shape) for v in found)
-        return sum(math.prod(self.values[v].shape) for v in op.results) == size
-
 
 def is_small(value: Value) -> bool:
     """Returns whether a value is a scalar or one random key, which costs nothing to send."""
     return math.prod(value.shape) <= 1 or (value.shape == (2,) and value.dtype == np.uint32)
 
 
-@dataclass(frozen=True)
-class _Edge:
-    """A value: what it costs to send it, its maker and its readers: ops by number, or their fixed label as ~label."""
+class _Edge(NamedTuple):
+    """A value: what it costs to send it, its maker and its readers: ops by index, or a leaf's submesh as ~submesh."""
 
     cost: int
     maker: int
-    readers: tuple[int, ...]
+    readers: Sequence[int]
 
 
 class _Labels:
-    """The labelling of the ops that are not shared."""
+    """The labelling of the ops that are not shared, in which the label of ~submesh is that submesh."""
 
     def __init__(self, traced: Traced, anchors: _Anchors, count: int) -> None:
-        self.count = count
-        self.label: dict[int, int] = {}
-        block, place = traced.graph.block, anchors.place
-        for op in block.ops:
-            if op.index in anchors.shared:
-                continue
-            from_ops = [anchors.maker[v].index for v in op.reads if v in anchors.maker]
-            found = [self.label[i] for i in from_ops if i in self.label] + [place[v] for v in op.reads if v in place]
+        self.count, self.label, values = count, {~submesh: submesh for submesh in range(count)}, traced.graph.values
+        ops = [op for op in traced.graph.block.ops if op.index not in anchors.shared]
+        maker = {value: op.index for op in ops for value in op.results}
+        maker |= {value: ~submesh for value, submesh in anchors.place.items()}
+        for op in ops:
+            found = [self.label[maker[value]] for value in op.reads if value in maker]
             self.label[op.index] = anchors.fixed.get(op.index, max(found, default=0))
-        self.movable = [index for index in self.label if index not in anchors.fixed]
-        self.edges = self.edges_of(traced, anchors)
-
-    def edges_of(self, traced: Traced, anchors: _Anchors) -> list[_Edge]:
-        readers: dict[int, list[int]] = {}
-        for op in traced.graph.block.ops:
-            for value in dict.fromkeys(op.reads) if op.index in self.label else ():
-                readers.setdefault(value, []).append(self.node(op.index, anchors))
-        values = traced.graph.values
-        total = sum(max(1, values[v].nbytes) * len(some) for v, some in readers.items())
-        unit = max(1.0, 2.0 * total / _CAPACITY)
-        edges = []
-        for value, some in readers.items():
-            if value in anchors.place:
-                maker = ~anchors.place[value]
-            elif value in anchors.source:
-                maker = self.node(anchors.source[value], anchors)
-            elif value in anchors.maker and anchors.maker[value].index in self.label:
-                maker = self.node(anchors.maker[value].index, anchors)
-            else:
-                continue  # shared, or an argument that lies nowhere
-            edges.append(_Edge(max(1, round(values[value].nbytes / unit)), maker, tuple(dict.fromkeys(some))))
-        return edges
-
-    def node(self, index: int, anchors: _Anchors) -> int:
-        """Returns how an edge names an op: by its number, or by its label, negative, if that cannot change."""
-        return ~anchors.fixed[index] if index in anchors.fixed else index
-
-    def label_at(self, node: int, label: Mapping[int, int]) -> int:
-        return ~node if node < 0 else label[node]
+        self.movable = [op.index for op in ops if op.index not in anchors.fixed]
+        maker |= anchors.source
+        readers = users(ops)
+        unit = max(1.0, 2.0 * sum(max(1, values[v].nbytes) * len(some) for v, some in readers.items()) / _CAPACITY)
+        self.edges = [  # what is shared, and arguments that lie nowhere, have no maker
+            _Edge(max(1, round(values[value].nbytes / unit)), maker[value], [op.index for op in some])
+            for value, some in readers.items()
+            if value in maker
+        ]
 
     def energy(self, label: Mapping[int, int]) -> int:
         """Returns the cost of all values that are sent, as of `_Edge.cost`."""
-        total = 0
-        for edge in self.edges:
-            where = {self.label_at(reader, label) for reader in edge.readers}
-            total += edge.cost * len(where - {self.label_at(edge.maker, label)})
-        return total
+        return sum(e.cost * len({label[reader] for reader in e.readers} - {label[e.maker]}) for e in self.edges)
 
     def solve(self) -> dict[int, int]:
         """Returns the labelling that no expansion of one submesh makes cheaper."""
@@ -320,27 +290,22 @@ class _Labels:
     def expand(self, submesh: int) -> list[int]:
         """Returns the ops that the cheapest expansion of a submesh moves there."""
         cut = _Cut(self.movable)
-        for edge in self.edges:
-            maker = self.side(edge.maker, submesh, cut)
-            here = self.label_at(edge.maker, self.label)
-            by_label: dict[int, list[int]] = {}
-            for reader in edge.readers:
-                by_label.setdefault(self.label_at(reader, self.label), []).append(self.side(reader, submesh, cut))
-            for label, readers in by_label.items():
-                if label == submesh:
-                    continue
-                # Paid if a reader stays and the maker is elsewhere: it leaves, or it was never there.
-                start = maker if here == label else cut.source
-                cut.pay([start], readers, edge.cost)
-            if here != submesh:  # paid if any reader is, or goes, there, and the maker does not
-                cut.pay([reader for some in by_label.values() for reader in some], [maker], edge.cost)
-        return cut.solve()
 
-    def side(self, node: int, submesh: int, cut: _Cut) -> int:
-        """Returns the vertex of a node: the source where it is on the submesh, the sink where it is fixed elsewhere."""
-        if self.label_at(node, self.label) == submesh:
-            return cut.source
-        return cut.sink if node < 0 else cut.vertex[node]
+        def side(node: int) -> int:
+            """The vertex of a node: the source where it is on the submesh, the sink where it is fixed elsewhere."""
+            return cut.source if self.label[node] == submesh else cut.vertex.get(node, cut.sink)
+
+        for cost, maker, readers in self.edges:
+            here, start = self.label[maker], side(maker)
+            by_label: dict[int, set[int]] = {}
+            for reader in readers:
+                by_label.setdefault(self.label[reader], set()).add(side(reader))
+            for label, some in by_label.items():
+                if label != submesh:  # paid if a reader stays and the maker is elsewhere: it leaves, or was never there
+                    cut.pay([start if here == label else cut.source], some, cost)
+            if here != submesh:  # paid if any reader is, or goes, there, and the maker does not
+                cut.pay(set[int]().union(*by_label.values()), [start], cost)
+        return cut.solve()
 
 
 class _Cut:
@@ -358,21 +323,20 @@ class _Cut:
         if start != end and start != self.sink and end != self.source:
             self.capacity[start, end] = min(min_cut.UNLIMITED, self.capacity.get((start, end), 0) + capacity)
 
-    def pay(self, starts: Sequence[int], ends: Sequence[int], capacity: int) -> None:
+    def pay(self, starts: Collection[int], ends: Collection[int], capacity: int) -> None:
         """Adds a cost, paid if any of `starts` is on the source's side and not all of `ends` are."""
         if all(start == self.sink for start in starts) or all(end == self.source for end in ends):
             return
-        start, end = (some[0] if len(some) == 1 else self.add_vertex() for some in (starts, ends))
+        vertices = []
+        for some in (starts, ends):
+            self.count += len(some) > 1
+            vertices.append(self.count - 1 if len(some) > 1 else next(iter(some)))
+        start, end = vertices
         self.edge(start, end, capacity)
         for one in starts:
             self.edge(one, start, min_cut.UNLIMITED)
         for one in ends:
             self.edge(end, one, min_cut.UNLIMITED)
-
-    def add_vertex(self) -> int:
-        """Returns a new vertex."""
-        self.count += 1
-        return self.count - 1
 
     def solve(self) -> list[int]:
         """Returns the ops on the side of the source."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,7 @@ ArrayType = tuple[tuple[int, ...], Any, Layout]
 WireKind = Literal["top", "slice", "number", "carry", "crossing", "saved", "piece", "pieces", "literal"]
 
 
-@dataclass(frozen=True)
-class Wire:
+class Wire(NamedTuple):
     """A value between segments, or between a segment and the step.
 
     kind / number:

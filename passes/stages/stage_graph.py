@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
-from alpa_lite.ir.graph import Traced
-from alpa_lite.passes.ir import primitives
+from alpa_lite.ir.graph import Op, Traced
+from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.layers.types import Phases
 from alpa_lite.passes.sharding.tables import NO_REPEATS, Repeats
@@ -39,9 +39,8 @@ class StageGraph:
       scan: `Op.index` of its scan over micro-batches, or -1 where nothing of the body is its own.
       inputs, outputs: one for each argument (constants excluded), and each result.
       constants: for each of the graph's constants its number in the whole step.
-      rounds: for each top-level op after the scan, by `Op.index`, its round.
-      late_rounds: for each late result, by value number, the round that makes it.
-      arrivals: for each late argument, by value number, the round that makes it elsewhere.
+      rounds: for each op of the top block but the scan, by `Op.index`, the round of the update in which it can run.
+      late_rounds: for each late argument and result, by value number, the round that makes it.
       phases: of its body ops, by `Op.index` in this graph.
       runs_apart: whether the iterations of its scan run apart, as in a pipeline, where each hands on its own results.
     """
@@ -53,7 +52,6 @@ class StageGraph:
     constants: tuple[int, ...]
     rounds: Mapping[int, int] = field(default_factory=dict)
     late_rounds: Mapping[int, int] = field(default_factory=dict)
-    arrivals: Mapping[int, int] = field(default_factory=dict)
     phases: Phases = field(default_factory=Phases)
     runs_apart: bool = False
 
@@ -101,12 +99,10 @@ def repeats(stage: StageGraph, *, split_weights: bool = False) -> Repeats:
         if op.name in primitives.CHEAP_TO_REPEAT and values.issuperset(op.reads):
             values.update(op.results)
             cheap.add(op.index)
-    parts: dict[int, frozenset[int]] = {}
-    read_in: dict[int, frozenset[int]] = {}
-    for op in reversed(body.ops):
+
+    def choose(op: Op, readers: Set[int]) -> Set[int]:
         own = stage.phases.phase_of(op.index, split_weights=split_weights)
-        readers = frozenset[int]().union(*(read_in[v] for v in op.results if v in read_in))
-        parts[op.index] = readers if op.index in cheap and readers else frozenset((min([own, *readers]),))
-        for value in op.reads:
-            read_in[value] = read_in.get(value, frozenset()) | parts[op.index]
-    return Repeats(parts, frozenset(values))
+        return readers if op.index in cheap and readers else {min([own, *readers])}
+
+    parts, _ = flow.label_by_readers(body.ops, choose)
+    return Repeats({op.index: frozenset(some) for op, some in zip(body.ops, parts, strict=True)}, frozenset(values))

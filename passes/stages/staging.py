@@ -30,7 +30,15 @@ from dataclasses import replace
 from alpa_lite import _jax
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.ir.graph import Argument, Atom, Block, Graph, Op, Traced
-from alpa_lite.passes.ir.flow import before_readers, find_dependents, producers, reach, values_in
+from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir.flow import (
+    before_readers,
+    find_dependents,
+    label_by_operands,
+    producers,
+    reach,
+    values_in,
+)
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.pruning import number_ops
 from alpa_lite.passes.ir.rewriting import Rewriter
@@ -39,6 +47,9 @@ from alpa_lite.passes.stages import ordering
 from alpa_lite.passes.stages.owners import first_readers, rounds_of
 from alpa_lite.passes.stages.stage_graph import Port, StageGraph
 from alpa_lite.passes.stages.sums import split_sums
+
+_IN_PASSING = primitives.ELEMENTWISE | primitives.RESHAPES
+"""Operations that cost nothing more in the round that reads them: a compiler computes them within what reads them."""
 
 _NO_SCAN = Op(-1, None, {"length": 1, "num_consts": 0, "num_carry": 0}, (), (), (Block((), (), ()),), None, None)
 """The loop of a step without one: it takes, does and gives nothing."""
@@ -153,10 +164,18 @@ class _Step:
             self.owner_of_result[value] = holders[0] if holders else 0
 
     def _place_rounds(self) -> None:
-        """The round of every op after the scan: one more than that of a value from another stage."""
+        """The round of every op after the scan: one more than that of a value from another stage.
+
+        What is made of state and sums in passing waits for the round that reads it: it would be held from one round to
+        the other, in addition to its operands or in place of them.
+        """
         held, outputs = self.assignment.delayed_ops, set(values_in(self.block.outputs))
+        cheap = label_by_operands(
+            self.after, lambda op, known: op.name in _IN_PASSING and not op.has_effects and all(known), {}
+        )
+        late = {op.index for op, is_cheap in zip(self.after, cheap, strict=True) if is_cheap or op.index in held}
         self.round_of = rounds_of(
-            self.after, self.stages, lambda op: op.index in held and outputs.isdisjoint(op.results),
+            self.after, self.stages, lambda op: op.index in late and outputs.isdisjoint(op.results),
             self.owner_of_result,
         )  # fmt: skip
         made = [(value, op.index) for op in self.after for value in op.results]
@@ -275,12 +294,8 @@ class _Stage:
         ops, rounds = [*whole, *scan, *step.update[number]], step.round_of
         if not step.has_loop:
             ops = before_readers(ops, set(whole))
-            rounds = rounds | first_readers(ops, {op.index for op in whole}, rounds)
+        rounds = rounds | first_readers(ops, {op.index for op in whole}, rounds)
         traced, place = self._traced(ops, inputs, results, [v for v in read if v in step.constants])
-        arrivals, late_rounds = (
-            {port.number: step.value_round[port.number] for port in ports if port.kind == "late"}
-            for ports in (inputs.values(), (port for _, port in results))
-        )
         phases = step.assignment.phases
         return StageGraph(
             traced=traced,
@@ -289,8 +304,7 @@ class _Stage:
             outputs=tuple(port for _, port in results),
             constants=tuple(step.constants[v] for v in read if v in step.constants),
             rounds={place[op.index]: rounds[op.index] for op in ops if op.index in rounds},
-            late_rounds=late_rounds,
-            arrivals=arrivals,
+            late_rounds={v: step.value_round[v] for v in (*step.late_in[number], *step.late_out[number])},
             phases=replace(phases, number={place[i]: phase for i, phase in phases.number.items() if i in place}),
             runs_apart=True,
         )

@@ -45,9 +45,10 @@ def moved(parts: Sequence[StageGraph]) -> dict[int, tuple[int, ...]]:
 
 def _walk(traced: Traced, parts: Sequence[StageGraph]) -> None:
     """Runs the rounds of all parts with sets of values in place of arrays."""
-    held = [set(part.traced.graph.block.inputs) - part.arrivals.keys() for part in parts]
+    arrivals = [{p.number: part.late_rounds[p.number] for p in part.inputs if p.kind == "late"} for part in parts]
+    held = [set(part.traced.graph.block.inputs) - late.keys() for part, late in zip(parts, arrivals, strict=True)]
     made: set[int] = set()
-    last = max([0, *(r for part in parts for r in (*part.rounds.values(), *part.arrivals.values()))])
+    last = max([0, *(r for part in parts for r in (*part.rounds.values(), *part.late_rounds.values()))])
     for current in range(last + 1):
         for part, have in zip(parts, held, strict=True):
             for op in part.traced.graph.block.ops:
@@ -55,9 +56,10 @@ def _walk(traced: Traced, parts: Sequence[StageGraph]) -> None:
                     assert have.issuperset(op.reads)
                     have.update(op.results)
         for part, have in zip(parts, held, strict=True):
-            made |= {v for v, when in part.late_rounds.items() if when == current and v in have}
-        for part, have in zip(parts, held, strict=True):
-            arrived = {v for v, when in part.arrivals.items() if when == current}
+            given = {port.number for port in part.outputs if port.kind == "late"}
+            made |= {v for v, when in part.late_rounds.items() if when == current and v in have & given}
+        for late, have in zip(arrivals, held, strict=True):
+            arrived = {v for v, when in late.items() if when == current}
             assert arrived <= made
             have |= arrived
     returned: list[int] = []

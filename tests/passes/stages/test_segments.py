@@ -122,7 +122,7 @@ def test_operations_and_what_crosses_have_one_stage(kind: str, stages: int) -> N
     made = Counter(v for ops in bodies for op in ops for v in op.results)
     for op in scan_op(traced, cut.accumulated.scan).bodies[0].ops:
         assert op.index in assignment.shared_ops or all(made[value] == 1 for value in op.results), op.name
-    updates = [op for one in cut.graphs for op in one.traced.graph.block.ops if op.index in one.rounds]
+    updates = [op for one in cut.graphs for op in one.traced.graph.block.ops if op.index > one.scan]
     assert set(Counter(v for op in updates for v in op.results).values()) <= {1}
     for name in ("crossing", "late"):
         given = Counter(p.number for one in cut.graphs for p in one.outputs if p.kind == name)
