@@ -12,7 +12,6 @@ from alpa_lite.ir.layout import Layout
 from alpa_lite.ir.program import Buffer, Executable, Submesh, buffer
 from alpa_lite.ir.schedules import Schedule
 from alpa_lite.passes.ir.remembered import memoise_method
-from alpa_lite.passes.stages.packing import Slot, slots
 from alpa_lite.passes.stages.segments import ArrayType, Segment, Segments, Wire
 
 TransferSeconds = Callable[[Buffer, Submesh, Submesh, Layout], float]
@@ -90,18 +89,21 @@ class Calls:
         found: dict[Wire, dict[int, tuple[SegmentKey, int]]] = defaultdict(dict)
         for number, parts in enumerate(self.stages):
             for segment in parts.items:
-                for wire, binds in zip(segment.inputs, segment.binds, strict=True):
+                for wire, registers in segment.inputs.items():
                     if wire.kind == "crossing":
-                        found[wire].setdefault(number, ((number, segment.kind, segment.round), binds[0]))
+                        found[wire].setdefault(number, ((number, segment.kind, segment.round), registers[0]))
         return found
 
     def _call(self, stage: int, position: int) -> Call:
         """Returns a segment with its inputs and outputs."""
         parts, mesh = self.stages[stage], self.mesh_of[stage]
         segment = parts.items[position]
-        reads = [_wire(slot) for slot in slots(parts, segment)]
-        given = slots(parts, segment, output=True)
-        writes = [(_wire(slot), self.template(mesh, slot.kind), _name(slot)) for slot in given]
+        # A slice of a register is read from the register's buffer.
+        reads = [wire._replace(kind="top") if wire.kind == "slice" else wire for wire in segment.inputs]
+        writes = [
+            (wire, self.template(mesh, parts.type_of(wire, operands)), _name(parts, wire))
+            for wire, operands in segment.outputs.items()
+        ]
         sums = {wire for wire, _, _ in writes if wire.kind == "carry" and segment.kind != "update"}
         sliced = self.schedule.num_slices > 1 and segment.kind in ("forward", "backward")
         part = f" {segment.round}" if segment.round or sliced else ""
@@ -138,15 +140,10 @@ class Calls:
         return wanted, self.transfer_seconds(sent, self.submeshes[mesh], self.submeshes[wanted.mesh], wanted.layout)
 
 
-def _wire(slot: Slot) -> Wire:
-    """Returns the wire of an array; a slice of a register is read from the register's."""
-    return Wire("top", slot.wire.number) if slot.wire.kind == "slice" else slot.wire
-
-
-def _name(slot: Slot) -> str:
-    if slot.pack is not None:
-        return f"{len(slot.pack.members)} packed: {slot.wire.kind}"
-    return f"{slot.wire.kind} {slot.wire.number}"
+def _name(parts: Segments, wire: Wire) -> str:
+    if wire in parts.packs:
+        return f"{len(parts.packs[wire].members)} packed: {wire.kind}"
+    return f"{wire.kind} {wire.number}"
 
 
 def mesh_of(schedule: Schedule) -> tuple[int, ...]:

@@ -71,9 +71,8 @@ def _segment_of(
     preset: Sequence[tuple[int, Lit]] = (),
 ) -> Segment:
     """A segment by its wires: each input with the registers that it sets, each output with the operand on it."""
-    wires, reading = tuple(zip(*outputs, strict=True)) or ((), ())
-    binds = tuple(map(tuple, inputs.values()))
-    return Segment(kind, number, tuple(inputs), binds, tuple(preset), wires, reading, tuple(instructions))
+    taken, given = {wire: tuple(some) for wire, some in inputs.items()}, {wire: (operand,) for wire, operand in outputs}
+    return Segment(kind, number, taken, given, tuple(instructions), tuple(preset))
 
 
 def _registers(operands: Iterable[Operand]) -> set[int]:

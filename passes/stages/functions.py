@@ -1,13 +1,13 @@
 """The segments of a stage as functions of global arrays: what is compiled, and what is verified.
 
-A segment runs inside one `jax.shard_map`, on local blocks. Arrays come in and go out by the segment's slots
-(`packing`): a pack is cut into its members' blocks first, and joined from them last.
+A segment runs inside one `jax.shard_map`, on local blocks. A pack (`packing`) is cut into its members' blocks first,
+and joined from them last.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,46 +18,48 @@ from alpa_lite.ir.graph import Lit
 from alpa_lite.ir.layout import local_shape
 from alpa_lite.passes.lowering.emission import AnyMesh, run_region
 from alpa_lite.passes.lowering.program import Body, spec_of
-from alpa_lite.passes.stages.packing import Slot, slots
-from alpa_lite.passes.stages.segments import ArrayType, Segment, Segments
+from alpa_lite.passes.stages.segments import ArrayType, Segment, Segments, Wire
 
 
 def types_of(parts: Segments, segment: Segment, count: int) -> tuple[list[ArrayType], list[ArrayType]]:
     """Returns the types of the arrays that the function of a segment takes, and of those that it returns."""
-    taken = [slot for slot in slots(parts, segment) for _ in range(_arrays(slot, count))]
-    return [slot.kind for slot in taken], [slot.kind for slot in slots(parts, segment, output=True)]
+    taken = [item for item in segment.inputs.items() for _ in range(_arrays(item[0], count))]
+    return [parts.type_of(*item) for item in taken], [parts.type_of(*item) for item in segment.outputs.items()]
 
 
 def function_of(
     parts: Segments, segment: Segment, mesh: AnyMesh, count: int, *, shared: bool = False
 ) -> Callable[..., list[Any]]:
-    """Returns the segment as a function of flat global arrays: one for each slot, `count` for one of "pieces".
+    """Returns the segment as a function of flat global arrays: one for each wire, `count` for one of "pieces".
 
     `shared` is that of `lowering.emission.emit`.
     """
     program, traced = parts.program, parts.stage.traced
-    entries, exits = slots(parts, segment), slots(parts, segment, output=True)
 
     def blocks(*arrays: Any) -> list[Any]:
-        found = _apart(parts, segment, entries, arrays, count)
-        number = next((found[i] for i, wire in enumerate(segment.inputs) if wire.kind == "number"), None)
+        number = next((array for wire, array in zip(segment.inputs, arrays, strict=False) if wire.kind == "number"), 0)
         registers: dict[int, Any] = {register: literal.value for register, literal in segment.preset}
-        for i, (wire, binds) in enumerate(zip(segment.inputs, segment.binds, strict=True)):
-            if wire.kind == "number":
-                continue
-            for register in binds:
+        rest = iter(arrays)
+        for wire, binds in segment.inputs.items():
+            taken = list(itertools.islice(rest, _arrays(wire, count)))
+            for register, block in _bound(parts, wire, binds, taken[0]):
                 partial = bool(program.registers[register].partial)
                 if wire.kind == "pieces":
-                    block = jnp.stack([a[0] if partial else a for a in found[i]])
-                else:
-                    block = found[i][0] if partial else found[i]
-                    if wire.kind == "slice":
-                        block = lax.dynamic_index_in_dim(block, number, 0, keepdims=False)
+                    block = jnp.stack([a[0] if partial else a for a in taken])
+                elif partial:
+                    block = block[0]
+                if wire.kind == "slice":
+                    block = lax.dynamic_index_in_dim(block, number, 0, keepdims=False)
                 registers[register] = block
-        body = Body(tuple(registers), segment.instructions, segment.reads)
-        outputs = run_region(body, list(registers.values()), program, traced, shared=shared)
-        shaped = [_shaped(block, parts, segment, position) for position, block in enumerate(outputs)]
-        return [_together(slot, [shaped[i] for i in slot.positions]) for slot in exits]
+        reads = tuple(operand for operands in segment.outputs.values() for operand in operands)
+        body = Body(tuple(registers), segment.instructions, reads)
+        outputs = iter(run_region(body, list(registers.values()), program, traced, shared=shared))
+        given = []
+        for wire, operands in segment.outputs.items():
+            some = zip(parts.members(wire), operands, itertools.islice(outputs, len(operands)), strict=True)
+            shaped = [_shaped(parts, *one) for one in some]
+            given.append(jnp.concatenate([jnp.ravel(block) for block in shaped]) if wire in parts.packs else shaped[0])
+        return given
 
     taken, given = types_of(parts, segment, count)
     specs_in = tuple(spec_of(layout) for _, _, layout in taken)
@@ -65,41 +67,26 @@ def function_of(
     return jax.shard_map(blocks, mesh=mesh, in_specs=specs_in, out_specs=specs_out, check_vma=False)
 
 
-def _arrays(slot: Slot, count: int) -> int:
-    return count if slot.wire.kind == "pieces" else 1
+def _arrays(wire: Wire, count: int) -> int:
+    return count if wire.kind == "pieces" else 1
 
 
-def _apart(
-    parts: Segments, segment: Segment, entries: Sequence[Slot], arrays: Sequence[Any], count: int
-) -> dict[int, Any]:
-    """Returns the block of each input of a segment; of "pieces" a list."""
-    found: dict[int, Any] = {}
-    rest = iter(arrays)
-    for slot in entries:
-        taken = list(itertools.islice(rest, _arrays(slot, count)))
-        if slot.pack is None:
-            (position,) = slot.positions
-            found[position] = taken if slot.wire.kind == "pieces" else taken[0]
-            continue
-        starts = dict(zip(slot.pack.members, itertools.accumulate(slot.pack.sizes, initial=0), strict=False))
-        sizes = dict(zip(slot.pack.members, slot.pack.sizes, strict=True))
-        for position in slot.positions:
-            wire = segment.inputs[position]
-            shape, _, layout = parts.type_of(segment, position)
-            block = lax.slice_in_dim(taken[0], starts[wire], starts[wire] + sizes[wire])
-            found[position] = block.reshape(local_shape(shape, layout, parts.program.mesh))
-    return found
+def _bound(parts: Segments, wire: Wire, binds: Sequence[int], array: Any) -> Iterator[tuple[int, Any]]:
+    """Yields the registers that an array sets, with their blocks: of a pack, a part for each."""
+    if wire not in parts.packs:
+        yield from ((register, array) for register in binds)
+        return
+    pack = parts.packs[wire]
+    for register, member, end, size in zip(
+        binds, pack.members, itertools.accumulate(pack.sizes), pack.sizes, strict=True
+    ):
+        shape, _, layout = parts.type_of(member, (register,))
+        block = lax.slice_in_dim(array, end - size, end)
+        yield register, block.reshape(local_shape(shape, layout, parts.program.mesh))
 
 
-def _together(slot: Slot, blocks: Sequence[Any]) -> Any:
-    if slot.pack is None:
-        return blocks[0]
-    return jnp.concatenate([jnp.ravel(block) for block in blocks])
-
-
-def _shaped(block: Any, parts: Segments, segment: Segment, position: int) -> Any:
+def _shaped(parts: Segments, wire: Wire, operand: Any, block: Any) -> Any:
     """Returns the block of an output: a literal as an array, a summand with its leading dim."""
-    operand, wire = segment.reads[position], segment.outputs[position]
     if isinstance(operand, Lit):
         block = jnp.asarray(operand.value, operand.aval.dtype)
     register = parts.carry_registers[wire.number] if wire.kind == "carry" else operand

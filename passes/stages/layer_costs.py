@@ -225,12 +225,11 @@ class MeasuredLayer:
         segment, found = self.forward, [(1, 1)]
         if segment is None:
             return 1, 1
-        for output, wires in ((False, segment.inputs), (True, segment.outputs)):
-            for position, wire in enumerate(wires):
-                if wire.kind == "crossing":
-                    shape, _, layout = self.planned.segments.type_of(segment, position, output=output)
-                    if shape:
-                        found.append((shape[0], self.planned.mesh_solution.mesh.product(layout.dims[0])))
+        for wire, operands in (*segment.inputs.items(), *segment.outputs.items()):
+            if wire.kind == "crossing":
+                shape, _, layout = self.planned.segments.type_of(wire, operands)
+                if shape:
+                    found.append((shape[0], self.planned.mesh_solution.mesh.product(layout.dims[0])))
         return max(found, key=lambda pair: pair[1])
 
     def weight_bytes(self) -> float:
@@ -242,7 +241,7 @@ class MeasuredLayer:
             return 0.0
         held = {
             register
-            for wire, bound in zip(self.backward.inputs, self.backward.binds, strict=True)
+            for wire, bound in self.backward.inputs.items()
             for register in bound
             if wire.kind in ("saved", "crossing")
         }
@@ -273,10 +272,8 @@ class MeasuredLayer:
         """The instructions that a micro-batch's backward pass recomputes, and bytes per device of saved results."""
         if self.forward is None or choice == "none":
             return (), 0.0
-        wires = zip(self.forward.outputs, self.forward.reads, strict=True)
-        return self.needed_instructions(
-            self.forward.instructions, [o for wire, o in wires if wire.kind == "saved"], choice
-        )
+        saved = [o for wire, operands in self.forward.outputs.items() if wire.kind == "saved" for o in operands]
+        return self.needed_instructions(self.forward.instructions, saved, choice)
 
     def needed_instructions(
         self, items: Sequence[Instruction], wanted: Iterable[Operand], choice: Choice

@@ -156,22 +156,23 @@ class PlannedStage(DecidedStage):
         """Bytes of the buffers between runs."""
         if self.twin is not None:
             return self.twin.held
-        fixed = saved = entering = apart = 0
+        mesh, fixed, saved, entering, apart = self.mesh_solution.mesh, 0, 0, 0, 0
         seen: set[Wire] = set()  # of what one slice of the sequence saves, several may read
         for segment in self.segments.items:
-            for i, wire in enumerate(segment.inputs):
+            for wire, registers in segment.inputs.items():
+                size = bytes_of(mesh, *self.segments.type_of(wire, registers))
                 if segment.kind == "backward" and wire.kind == "saved" and wire not in seen:
                     seen.add(wire)
-                    saved += self.wire_bytes(segment, i)
+                    saved += size
                 if segment.kind == "weight" and wire.kind in ("saved", "crossing"):
-                    apart += self.wire_bytes(segment, i)
+                    apart += size
                 if segment.kind == "forward" and wire.kind == "crossing":
-                    entering += self.wire_bytes(segment, i)
+                    entering += size
             if segment.kind == "prologue":
-                fixed += sum(self.wire_bytes(segment, i, output=True) for i in range(len(segment.outputs)))
+                fixed += sum(bytes_of(mesh, *self.segments.type_of(*one)) for one in segment.outputs.items())
         for port, register in zip(self.graph.inputs, self.program.body.inputs, strict=False):
             if port.kind in ("argument", "copy"):
-                fixed += bytes_of(self.mesh_solution.mesh, *self.segments.register_type(register))
+                fixed += bytes_of(mesh, *self.segments.register_type(register))
         return Held(fixed, saved, entering, apart)
 
     def _of_twin(self, table: Mapping[Segment, T]) -> dict[Segment, T]:
@@ -181,11 +182,6 @@ class PlannedStage(DecidedStage):
     def runs(self, segment: Segment) -> int:
         """Returns how often a step runs a segment."""
         return self.num_microbatches if segment.kind in ("forward", "backward", "weight") else 1
-
-    def wire_bytes(self, segment: Segment, position: int, *, output: bool = False) -> int:
-        """Returns bytes per device of a segment's input or output."""
-        shape, dtype, layout = self.segments.type_of(segment, position, output=output)
-        return bytes_of(self.mesh_solution.mesh, shape, dtype, layout)
 
 
 def decide(
@@ -269,8 +265,8 @@ def _same_parts(before: Segments, after: Segments) -> bool:
 
     def parts(segments: Segments) -> list[tuple[Any, ...]]:
         return [
-            (s.kind, s.round, s.binds, [w.kind for w in s.inputs], [w.kind for w in s.outputs],
-             [-1 if isinstance(operand, Lit) else operand for operand in s.reads],
+            (s.kind, s.round, list(s.inputs.values()), [w.kind for w in s.inputs], [w.kind for w in s.outputs],
+             [-1 if isinstance(operand, Lit) else operand for some in s.outputs.values() for operand in some],
              [(item.reads, item.results) for item in s.instructions])
             for s in segments.items
         ]  # fmt: skip

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -46,21 +46,19 @@ class Segment:
 
     Attributes:
       kind, round: what it is; the round counts those of the update, and slices of the sequence forward and backward.
-      inputs, outputs: wires. For "pieces" the function takes one array for each micro-batch.
-      binds: for each input, the registers that it sets.
-      preset: registers that hold literals.
-      reads: for each output, the register or literal.
+      inputs: the arrays that it takes, with the registers that each sets: of a pack, that of each member. For "pieces"
+        the function takes one array for each micro-batch.
+      outputs: the arrays that it gives, with the register or literal on each: of a pack, that of each member.
       instructions: what it does.
+      preset: registers that hold literals.
     """
 
     kind: Kind
     round: int
-    inputs: tuple[Wire, ...]
-    binds: tuple[tuple[int, ...], ...]
-    preset: tuple[tuple[int, Lit], ...]
-    outputs: tuple[Wire, ...]
-    reads: tuple[Operand, ...]
+    inputs: Mapping[Wire, tuple[int, ...]]
+    outputs: Mapping[Wire, tuple[Operand, ...]]
     instructions: tuple[Instruction, ...]
+    preset: tuple[tuple[int, Lit], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,18 +66,14 @@ class Pack:
     """Small values of one dtype that go between segments in one buffer: on each device its blocks, end to end.
 
     Attributes:
-      wire: of the buffer: the kind of its members, and a negative number.
       members: what it holds.
       sizes: elements of each member's block.
       dtype: of all.
-      readers: the kinds of segments that read the members here; others read them where they were before.
     """
 
-    wire: Wire
     members: tuple[Wire, ...]
     sizes: tuple[int, ...]
     dtype: Any
-    readers: frozenset[Kind]
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,14 +84,14 @@ class Segments:
       stage, program: what was cut.
       items: in the order prologue, forward, backward, weight, update rounds; kinds that have nothing to do are absent.
       finals: for each result of the stage's graph, its top register or literal; None for crossing ones.
-      packs: see `packing`.
+      packs: by wire, which has the kind of the members and a negative number; see `packing`.
     """
 
     stage: StageGraph
     program: LocalProgram
     items: tuple[Segment, ...]
     finals: tuple[Operand | None, ...]
-    packs: tuple[Pack, ...] = ()
+    packs: Mapping[Wire, Pack] = field(default_factory=dict)
 
     @functools.cached_property
     def value_of(self) -> Mapping[int, int]:
@@ -128,17 +122,26 @@ class Segments:
         """Returns the segment of a kind, of one slice of the sequence; there is at most one."""
         return next((s for s in self.items if s.kind == kind and s.round == number), None)
 
-    def type_of(self, segment: Segment, position: int, *, output: bool = False) -> ArrayType:
-        """Shape, dtype and layout of the global array on a wire; a partial sum has a leading dim for its summands."""
-        wire = (segment.outputs if output else segment.inputs)[position]
+    def members(self, wire: Wire) -> tuple[Wire, ...]:
+        """Returns the values on a wire: those of a pack, or itself."""
+        return self.packs[wire].members if wire in self.packs else (wire,)
+
+    def type_of(self, wire: Wire, operands: Sequence[Operand]) -> ArrayType:
+        """Shape, dtype and layout of the global array on a wire; a partial sum has a leading dim for its summands.
+
+        Args:
+          operands: what a segment that takes or gives it has on it.
+        """
+        if wire in self.packs:
+            pack, mesh = self.packs[wire], self.program.mesh
+            axes = tuple(name for name in mesh.axis_names if mesh.axis_size(name) > 1)
+            return (mesh.size * sum(pack.sizes),), pack.dtype, Layout((axes,))
         if wire.kind == "number":
             return (), np.dtype("int32"), Layout(())
         if wire.kind == "carry":
-            operand = self.carry_registers[wire.number]
-        elif output:
-            operand = segment.reads[position]
+            operand: Operand = self.carry_registers[wire.number]
         else:
-            operand = wire.number if wire.kind in ("top", "slice") else segment.binds[position][0]
+            operand = wire.number if wire.kind in ("top", "slice") else operands[0]
         if isinstance(operand, Lit):
             return tuple(operand.aval.shape), operand.aval.dtype, Layout(((),) * len(operand.aval.shape))
         return self.register_type(operand, stacked=wire.kind == "pieces")

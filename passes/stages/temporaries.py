@@ -48,22 +48,15 @@ def temporary_bytes(
       of: the values whose bytes are counted; None for all.
       again: instructions that are done first, whose results are no inputs then.
     """
-    given = set(segment.inputs)
-    outputs = [(r, w) for r, w in zip(segment.reads, segment.outputs, strict=True) if not isinstance(r, Lit)]
-    packs = [(tuple(r for r, w in outputs if w in pack.members), pack.members[0] in given) for pack in segments.packs]
-    packs = [pack for pack in packs if pack[0]]
+    outputs = {w: tuple(o for o in some if not isinstance(o, Lit)) for w, some in segment.outputs.items()}
+    packs = [(some, wire in segment.inputs) for wire, some in outputs.items() if wire in segments.packs]
     members = {register for pack, _ in packs for register in pack}
-    kept = {register for register, wire in outputs if wire in given and register not in members}
-    sizes = _Sizes(segments, platform, of)
-    instructions = (*again, *segment.instructions)
-    return int(sizes.peak(instructions, {r for r, _ in outputs} - members, kept, packs, _copied(segments, segment)))
-
-
-def _copied(segments: Segments, segment: Segment) -> set[int]:
-    """The registers of inputs that are part of a pack or of the whole batch: some readers want them copied out."""
-    members = {w for pack in segments.packs if segment.kind in pack.readers for w in pack.members}
-    parts = [b for w, b in zip(segment.inputs, segment.binds, strict=True) if w in members or w.kind == "slice"]
-    return {register for registers in parts for register in registers}
+    ends = {register for some in outputs.values() for register in some} - members
+    kept = {register for wire, some in outputs.items() if wire in segment.inputs for register in some} - members
+    # Inputs that are part of a pack or of the whole batch: some readers want them copied out.
+    parts = [some for wire, some in segment.inputs.items() if wire in segments.packs or wire.kind == "slice"]
+    apart = {register for some in parts for register in some}
+    return int(_Sizes(segments, platform, of).peak((*again, *segment.instructions), ends, kept, packs, apart))
 
 
 def _turned(op: Op, ranks: Sequence[int]) -> set[int]:

@@ -61,13 +61,12 @@ SLOW = ("gpipe", "eager-1f1b", "interleaved-1f1b", "zb-h1")
 def test_the_step_computes_the_same_with_fewer_arguments_in_the_bytes_of_the_plan(schedule: str) -> None:
     found = driven(schedule)
     for stage in found.stages:
-        packs, without = stage.segments.packs, unpacked(stage.segments)
+        packs, without = stage.segments.packs.values(), unpacked(stage.segments)
         assert packs and max(max(pack.sizes) * pack.dtype.itemsize for pack in packs) <= ROWS * SMALL
         for kind in ("forward", "backward"):
             segment, before = stage.segments.find(kind), without.find(kind)
             assert segment is not None and before is not None
-            few = packing.slots(stage.segments, segment)
-            assert len(few) <= len(packing.slots(without, before)) - packing.FEWEST + 1
+            assert len(segment.inputs) <= len(before.inputs) - packing.FEWEST + 1
     executable = found.executable()
     pipeline_driver.compare_steps(executable, step, arguments(schedule))
     if schedule in ("1f1b", "zb-h1"):
@@ -80,8 +79,8 @@ def test_nothing_larger_than_the_limit_is_packed(most: float, kinds: set[str]) -
     """The smallest blocks are halves of a bias."""
     for stage in driven("1f1b").stages:
         packs = packing.pack_segments(unpacked(stage.segments), most).packs
-        assert {pack.wire.kind for pack in packs} == kinds
-        sums = [pack for pack in packs if pack.wire.kind == "carry"]
+        assert {wire.kind for wire in packs} == kinds
+        sums = [pack for wire, pack in packs.items() if wire.kind == "carry"]
         assert sum(len(pack.members) for pack in sums) == (3 * LAYERS // 2 if kinds else 0)
 
 
@@ -109,7 +108,7 @@ def test_random_keys_and_other_dtypes_stay_apart(monkeypatch: pytest.MonkeyPatch
     keys = [jax.random.key(i) for i in range(8)]
     args = {"params": params, "keys": keys}, arguments()[1]
     found = pipeline_driver.drive(mixed, args, devices=(1, 1), microbatches=2)
-    tops = [p for stage in found.stages for p in stage.segments.packs if p.wire.kind == "top"]
+    tops = [pack for stage in found.stages for wire, pack in stage.segments.packs.items() if wire.kind == "top"]
     assert {p.dtype.name for p in tops} >= {"bfloat16", "float32"}
     assert not any(jnp.issubdtype(p.dtype, jax.dtypes.prng_key) for p in tops)
     monkeypatch.setattr(packing, "FEWEST", 1000)
