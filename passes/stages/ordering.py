@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from alpa_lite.ir.graph import Op
-from alpa_lite.passes.ir.flow import append_behind_makers, before_readers, find_computable, users
+from alpa_lite.ir.graph import Atom, Op
+from alpa_lite.passes.ir.flow import append_behind_makers, before_readers, find_computable, users, values_in
 
 
 def body(ops: Sequence[Op], copies: AbstractSet[int], lasting: Iterable[int]) -> list[Op]:
@@ -71,14 +71,14 @@ def update(ops: Sequence[Op], rounds: Mapping[int, int], sums: Sequence[int]) ->
     return sorted(ops, key=lambda op: keys[op.index])
 
 
-def order_needed_ops(values: Iterable[int], makers: Mapping[int, Op]) -> tuple[list[Op], list[int]]:
-    """Returns the ops that make some values, in the order in which they are needed, and their inputs that no op makes.
+def order_needed_ops(atoms: Iterable[Atom], makers: Mapping[int, Op]) -> tuple[list[Op], list[int]]:
+    """Returns the ops that make some atoms, in the order in which they are needed, and their inputs that no op makes.
 
     Each op is behind the makers of its operands.
     """
     out: dict[Op, None] = {}
     inputs: dict[int, None] = {}
-    for value in values:
+    for value in values_in(atoms):
         if value in makers:
             added = append_behind_makers(out, makers[value], makers)
             inputs |= dict.fromkeys(read for op in added for read in op.reads if read not in makers)

@@ -30,15 +30,8 @@ from dataclasses import replace
 from alpa_lite import _jax
 from alpa_lite.errors import InfeasibleError, PlanError
 from alpa_lite.ir.graph import Argument, Atom, Block, Graph, Op, Traced
-from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import (
-    before_readers,
-    find_dependents,
-    label_by_operands,
-    producers,
-    reach,
-    values_in,
-)
+from alpa_lite.passes.ir import flow, primitives
+from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.pruning import number_ops
 from alpa_lite.passes.ir.rewriting import Rewriter
@@ -84,8 +77,6 @@ class _Step:
         self.stages = assignment.stage
         self.shared = assignment.shared_ops
         self.made_by = producers(self.body.ops)
-        self.place = {op.index: place for place, op in enumerate(self.body.ops)}
-        self.own = _by_stage(assignment, (op for op in self.body.ops if op.index not in assignment.shared_ops))
         self.carry_of = {v: i for i, v in enumerate(self.view.inputs.carry)}
         self.outer = dict(zip(self.body.inputs, self.scan.operands, strict=True))
         self.argument = {v: i for i, v in enumerate(self.block.inputs[: len(traced.arguments)])}
@@ -108,16 +99,15 @@ class _Step:
             begun = {op for op in self.block.ops[self.block.ops.index(self.scan) + 1 :] if op.has_effects}
         else:
             begun = {op for op in others if op.index not in self.shared}
-        self.late = find_dependents(others, [*self.scan.results, *(value for op in begun for value in op.results)])
+        self.late = flow.find_dependents(others, [*self.scan.results, *(value for op in begun for value in op.results)])
         after = {op for op in others if op in begun or not self.late.isdisjoint(op.reads)}
         self.after = [op for op in others if op in after]
         self.early = [op for op in others if op not in after]
         self.before = producers(self.early)
-        self.update = _by_stage(self.assignment, self.after)
 
     def body_needs(self, stage: int) -> tuple[list[Op], set[int]]:
         """The body ops of a stage, shared ones that it reads included, in order; and the carries that it holds."""
-        own = self.own[stage]
+        own = [op for op in self.body.ops if op.index not in self.shared and self.stages.get(op.index) == stage]
         outputs = self.view.outputs.carry
 
         def demanded(value: int) -> tuple[int, ...]:
@@ -126,12 +116,12 @@ class _Step:
             op = self.made_by.get(value)
             return op.reads if op is not None and op.index in self.shared else ()
 
-        reached = reach((value for op in own for value in op.reads), demanded)
+        reached = flow.reach((value for op in own for value in op.reads), demanded)
         carries = {i for op in own for value in op.results for i in self.carried_as.get(value, ())}
         carries |= {self.carry_of[value] for value in reached if value in self.carry_of}
-        makers = {op.index: op for op in map(self.made_by.get, reached) if op is not None and op.index in self.shared}
-        ops = sorted([*own, *makers.values()], key=lambda op: self.place[op.index])
-        return ordering.body(ops, makers.keys(), self.view.inputs.consts), carries
+        copies = {self.made_by[value].index for value in reached if value in self.made_by} & self.shared
+        run = copies.union(op.index for op in own)
+        return ordering.body([op for op in self.body.ops if op.index in run], copies, self.view.inputs.consts), carries
 
     def _place_carries(self) -> None:
         """Decides who holds each carry and returns each result of the scan."""
@@ -170,7 +160,7 @@ class _Step:
         the other, in addition to its operands or in place of them.
         """
         held, outputs = self.assignment.delayed_ops, set(values_in(self.block.outputs))
-        cheap = label_by_operands(
+        cheap = flow.label_by_operands(
             self.after, lambda op, known: op.name in _IN_PASSING and not op.has_effects and all(known), {}
         )
         late = {op.index for op, is_cheap in zip(self.after, cheap, strict=True) if is_cheap or op.index in held}
@@ -181,13 +171,10 @@ class _Step:
         made = [(value, op.index) for op in self.after for value in op.results]
         self.stage_of = self.owner_of_result | {value: self.stages[index] for value, index in made}
         self.value_round = dict.fromkeys(self.scan.results, 0) | {value: self.round_of[index] for value, index in made}
-        for stage, ops in enumerate(self.update):
-            sums = [self.view.results.carry[i] for i in self.carries[stage]]
-            self.update[stage] = ordering.update(ops, self.round_of, sums)
-
-    def _reach(self, atoms: Iterable[Atom]) -> tuple[list[Op], list[int]]:
-        """The ops before the scan that some atoms need, in order, and the inputs of the block that those read."""
-        return ordering.order_needed_ops(values_in(atoms), self.before)
+        self.update: list[list[Op]] = []
+        for stage, carries in enumerate(self.carries):
+            ops = [op for op in self.after if self.stages.get(op.index) == stage]
+            self.update.append(ordering.update(ops, self.round_of, [self.view.results.carry[i] for i in carries]))
 
     def run_once(self, ops: Iterable[Op], stage: int) -> None:
         """Notes that a stage runs some ops before its scan; raises InfeasibleError if another runs one with effects."""
@@ -215,7 +202,8 @@ class _Step:
     def _place_outputs(self) -> None:
         """The stage of every flat result, and the owner of every argument that has one."""
         stages = range(self.assignment.num_stages)
-        self.reached = [dict.fromkeys(self._reach(self.atoms_read_by(stage))[1]) for stage in stages]
+        needed = [ordering.order_needed_ops(self.atoms_read_by(stage), self.before) for stage in stages]
+        self.reached = [dict.fromkeys(inputs) for _, inputs in needed]
         new_value = {argument: output for output, argument in self.traced.state}
         readers = {value: [s for s, inputs in enumerate(self.reached) if value in inputs] for value in self.argument}
         replaces, fixed = dict(self.traced.state), self.assignment.owner
@@ -229,7 +217,7 @@ class _Step:
             elif argument >= 0:
                 self.output_stage.append(self.assignment.home.get(self.block.inputs[argument], 0))
             else:
-                arguments = [(v, self.argument.get(v, -1)) for v in self._reach([atom])[1]]
+                arguments = [(v, self.argument.get(v, -1)) for v in ordering.order_needed_ops([atom], self.before)[1]]
                 first = [fixed[a] for _, a in arguments if a in fixed]
                 first += [readers[v][0] for v, a in arguments if a in new_value and a not in fixed and readers[v]]
                 self.output_stage.append(min(first, default=0))
@@ -262,15 +250,6 @@ def _exchanged(reads: Sequence[Iterable[int]], home: Mapping[int, int]) -> tuple
     return taken, list(map(list, given))
 
 
-def _by_stage(assignment: Assignment, ops: Iterable[Op]) -> list[list[Op]]:
-    """Returns the operations of each stage; those of none are left out."""
-    found: list[list[Op]] = [[] for _ in range(assignment.num_stages)]
-    for op in ops:
-        if op.index in assignment.stage:
-            found[assignment.stage[op.index]].append(op)
-    return found
-
-
 class _Stage:
     """Builds the graph of one stage."""
 
@@ -282,7 +261,8 @@ class _Stage:
         step, number = self.step, self.number
         outputs = self._outputs()
         finals = [step.block.outputs[i] for i in outputs]
-        whole, read = step._reach([*step.atoms_read_by(number), *(a for a in finals if a not in step.late)])
+        needed = [*step.atoms_read_by(number), *(atom for atom in finals if atom not in step.late)]
+        whole, read = ordering.order_needed_ops(needed, step.before)
         step.run_once(whole, number)
         inputs = self._arguments(read)
         scan, stacks_in, stacks_out = self._scan()
@@ -293,7 +273,7 @@ class _Stage:
         results += [(v, Port("late", v)) for v in step.late_out[number]]
         ops, rounds = [*whole, *scan, *step.update[number]], step.round_of
         if not step.has_loop:
-            ops = before_readers(ops, set(whole))
+            ops = flow.before_readers(ops, set(whole))
         rounds = rounds | first_readers(ops, {op.index for op in whole}, rounds)
         traced, place = self._traced(ops, inputs, results, [v for v in read if v in step.constants])
         phases = step.assignment.phases
