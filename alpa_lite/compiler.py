@@ -37,7 +37,7 @@ from alpa_lite.passes.tracing.manual_regions import check_regions
 from alpa_lite.passes.tracing.placements import argument_placements
 from alpa_lite.plan.pins import NO_PINS, Pins
 from alpa_lite.plan.plan import Plan
-from alpa_lite.processes.effects import reduced_gc, run_in_large_stack_chunk
+from alpa_lite.processes.effects import reduced_gc
 from alpa_lite.processes.plan_broadcast import PlanBroadcast
 from alpa_lite.report.summary import planned_message
 
@@ -64,7 +64,6 @@ class Compiled:
         return self.staged.traced
 
 
-@run_in_large_stack_chunk
 @reduced_gc
 def compile_step(
     fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options, cluster: Cluster,
@@ -177,7 +176,6 @@ def tracer(
     return lambda *args, **kwargs: reduce_residuals(under_mesh(*args, **kwargs))
 
 
-@run_in_large_stack_chunk
 def trace_again(
     compiled: Compiled, fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], options: Options
 ) -> Traced:

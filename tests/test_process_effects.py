@@ -1,10 +1,7 @@
-"""What planning does to its process: rare garbage collection, which is undone, and stack frames in one piece."""
+"""What planning does to its process: rare garbage collection, which is undone."""
 
 import contextlib
 import gc
-import inspect
-import resource
-import sys
 import weakref
 from collections.abc import Iterator
 
@@ -12,7 +9,7 @@ import pytest
 
 from alpa_lite.errors import OptionError
 from alpa_lite.processes import effects
-from alpa_lite.processes.effects import reduced_gc, run_in_large_stack_chunk
+from alpa_lite.processes.effects import reduced_gc
 
 FOUND = (700, 10, 10)
 
@@ -67,54 +64,11 @@ def test_garbage_of_several_plans_is_freed():
 
 
 def test_effects_on_planning_can_be_declined(monkeypatch: pytest.MonkeyPatch):
-    words = run_in_large_stack_chunk(lambda: sys._getframe(1).f_code.co_stacksize)
-    for given in ("gc", "exit, gc", "all", "exit", "stack", ""):
+    for given in ("gc", "exit, gc", "all", "exit", ""):
         monkeypatch.setenv(effects.DECLINE_VARIABLE, given)
         with reduced_gc:
             assert (gc.get_threshold() == FOUND) == ("gc" in given or given == "all")
-        assert (words() < 2**16) == (given in ("stack", "all"))
     monkeypatch.setenv(effects.DECLINE_VARIABLE, "garbage")
     with pytest.raises(OptionError, match=r"ALPA_LITE_DECLINE='garbage': give some of gc, "), reduced_gc:
         pass
     assert gc.get_threshold() == FOUND
-
-
-# -- stack frames
-
-DEPTHS, CALLS = range(0, 400, 2), 200
-
-
-def leaf(value: int) -> int:
-    return value
-
-
-def faults(depth: int) -> int:
-    """Pages that the operating system hands out while a function is called `CALLS` times, so deep."""
-    if depth:
-        return faults(depth - 1)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(CALLS):
-        leaf(1)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-
-@pytest.mark.skipif(sys.implementation.name != "cpython", reason="the chunks are CPython's")
-def test_no_depth_asks_for_a_page_with_every_call():
-    deep = run_in_large_stack_chunk(faults)
-    assert max(deep(depth) for depth in DEPTHS) < CALLS // 4
-
-
-def test_it_is_the_same_function():
-    def divided(number: float, *, by: float = 2.0) -> float:
-        """A quotient."""
-        return number / by
-
-    wide = run_in_large_stack_chunk(divided)
-    assert wide(3.0) == 1.5
-    assert wide(3.0, by=3.0) == 1.0
-    assert inspect.signature(wide) == inspect.signature(divided)
-    assert (wide.__name__, wide.__doc__) == ("divided", "A quotient.")
-    with pytest.raises(ZeroDivisionError):
-        wide(1.0, by=0.0)
-    first, second = run_in_large_stack_chunk(lambda: 1), run_in_large_stack_chunk(lambda: 2)
-    assert (first(), second(), first()) == (1, 2, 1)

@@ -1,49 +1,31 @@
 """The effects of the library on the process that uses it, and how a program declines them.
 
-`docs/guide/process-effects.md` describes each of `EFFECTS`, with what it was measured to be worth. Planning has two of
-them. It makes millions of small objects that live until its end, which Python's cycle collector would traverse again
-and again: `reduced_gc` has it run rarely. And it calls functions at many depths: since 3.11 CPython keeps their frames
-in chunks of 16 KiB, asks the operating system for a chunk where the next frame does not fit the last one, and returns
-it when that frame is left (`push_chunk`, `_PyThreadState_PopFrame` in its `Python/pystate.c`). A function that is
-called at the end of a chunk, again and again, pays 10 us a call for that instead of 0.1; which function this is depends
-on how deep the caller is. `run_in_large_stack_chunk` has planning run in one large chunk.
+`docs/guide/process-effects.md` describes each of `EFFECTS`, with what it was measured to be worth. Planning has one of
+them: it makes millions of small objects that live until its end, which Python's cycle collector would traverse again
+and again, so `reduced_gc` has it run rarely.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
 import sys
 import threading
 import time
-import types
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
 
 from alpa_lite.errors import OptionError
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 DECLINE_VARIABLE = "ALPA_LITE_DECLINE"
 """The environment variable that names declined effects, separated by commas; `all` declines all of them."""
 
-EFFECTS = ("gc", "jax", "stack", "excepthook", "atexit", "exit")
+EFFECTS = ("gc", "jax", "excepthook", "atexit", "exit")
 
 MAX_YOUNG_OBJECTS = 10_000_000
 """New objects until the next collection, while something is planned: about a GiB that cycles may hold."""
 
 MIN_COLLECTIONS = 100
 """Collections until surviving objects are traversed again, which takes as long as all of them together."""
-
-FRAME_WORDS = 2**16 + 1
-"""Words of the frame, just over half of a chunk of 1 MiB. The pages are not touched, so that they take no memory.
-
-A chunk is as large as its first frame needs, rounded up to a power of two. The half MiB that is left is enough for
-frames as deep as Python's own limit of 1,000 calls, with 60 words each.
-"""
 
 
 def is_allowed(effect: str) -> bool:
@@ -105,22 +87,3 @@ class ReducedGc(contextlib.ContextDecorator):
 
 reduced_gc = ReducedGc()
 """The one of this process."""
-
-
-def run_in_large_stack_chunk(function: Callable[P, R]) -> Callable[P, R]:
-    """Returns the same function, with half a MiB in one chunk for its frame and those of all that it calls.
-
-    For functions that take milliseconds: a call takes some 10 us longer.
-    """
-
-    def wide(*args: P.args, **kwargs: P.kwargs) -> R:
-        return function(*args, **kwargs)
-
-    code = wide.__code__.replace(co_stacksize=FRAME_WORDS)
-    patched = types.FunctionType(code, wide.__globals__, wide.__name__, None, wide.__closure__)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        return (patched if is_allowed("stack") else function)(*args, **kwargs)
-
-    return call
