@@ -177,7 +177,7 @@ class ParallelStep(Generic[P, R]):
         # Other threads may call the step, too: what is `_current` by now is not asked again.
         self._current = current = entry.executable()
         if monitor.is_running:
-            monitor.call_log.record_program(call, self._first, entry.digest)
+            monitor.call_log.record_new_arguments(call, self._first, entry.digest)
         return current(*args, **kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PlannedCall:

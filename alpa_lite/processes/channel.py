@@ -6,9 +6,9 @@ namespaces (`alpa_lite/...`), the time-outs and how errors travel:
 - a `Collective` is an operation that every process takes part in: `broadcast` and `gather`, in rounds;
 - a `Board` holds one value of each process under a topic: `post` and `poll`, whenever a process likes.
 
-Nothing here runs on devices: a step may be running there, and a collective of another program between its own could
-wait for ever. A text is compressed and split into parts that the service accepts in one message (gRPC refuses more than
-4 MB). Readers wait in short turns, so that an interrupt is noticed.
+Nothing here runs on devices: a collective of another program between those of a step could wait for ever. A text is
+compressed and split into parts that the service accepts in one message (gRPC refuses more than 4 MB). Readers wait in
+short turns, so that an interrupt is noticed.
 """
 
 from __future__ import annotations

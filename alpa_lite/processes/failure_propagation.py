@@ -1,11 +1,10 @@
 """Terminates processes that would otherwise hang in a collective after another process failed.
 
 JAX's runtime detects a process that is lost, not one that raised alone, left its program, or runs another program than
-the others, which then wait for it in C++, where no exception reaches them. So every process posts its failures and its
-call log (`divergence`), and a thread of every process polls them. After a failure of another process this one ends
-within `GRACE_SECONDS`, with an error of its own or with exit code 1, and its last line of the log names the process and
-the error. An exception in a call of a step ends no process that raises in the same call: the user may catch it in all.
-`docs/processes.md` describes each kind of failure, and `processes.effects` how a program declines the consequences.
+the others. So every process posts its failures and its call log (`divergence`), and a thread of every process polls
+them. After a failure of another process this one ends within `GRACE_SECONDS`, with an error of its own or with exit
+code 1, and its last line of the log names the process and the error. `docs/processes.md` describes each kind of
+failure, and `processes.effects` how a program declines the consequences.
 """
 
 from __future__ import annotations
@@ -43,19 +42,12 @@ _MAX_CHARACTERS = 1000
 
 
 class Failure(NamedTuple):
-    """A reason for other processes to end.
+    """A reason for other processes to end."""
 
-    Attributes:
-      process: the index of the process that failed.
-      text: the error, in a line.
-      call: the number of the call of a step that it was in.
-      ends: whether the process does not go on.
-    """
-
-    process: int
-    text: str
-    call: int
-    ends: bool
+    process: int  # that failed
+    text: str  # the error, in a line
+    call: int  # the number of the call of a step that it was in
+    ends: bool  # whether the process does not go on
 
     def forces_end(self, own: int, begun: int, raised: Collection[int]) -> bool:
         """Whether process `own`, which has begun this many calls of steps and raised in some, cannot go on after it."""

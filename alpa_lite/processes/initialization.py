@@ -1,12 +1,11 @@
 """Joins the processes of a job: `jax.distributed.initialize`, with errors that name the address, and in time.
 
 Without it, stock JAX (0.10.2 and 0.12, measured) ends process 0 with a segmentation fault or "Failed to start RPC
-server" where the coordinator's port is in use, and aborts a process that cannot reach the coordinator from C++ after
-the whole time with "DEADLINE_EXCEEDED ... RegisterTask", which names neither the address nor who is missing.
+server" where the coordinator's port is in use, and aborts a process that cannot reach the coordinator after the whole
+time with "DEADLINE_EXCEEDED ... RegisterTask", which names neither the address nor who is missing.
 
-A process that its launcher started as one of several, and that has not joined the others, has its own devices alone,
-trains by itself, and overwrites the files of the others. Nothing fails; so `check_joined` reads the variables that
-launchers set for their processes.
+A process that its launcher started as one of several, and that has not joined the others, trains by itself, and
+overwrites the files of the others. So `check_joined` reads the variables that launchers set for their processes.
 """
 
 from __future__ import annotations

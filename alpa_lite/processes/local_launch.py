@@ -1,8 +1,7 @@
 """Launches the processes of a script on this machine, as a cluster's scheduler would: for development only.
 
-`alpa-lite launch -n 4 --devices-per-process 2 -- train.py` tries a script for many machines on one. The processes find
-each other through `jax.distributed`, which reads the variables that SLURM sets for its tasks (`SLURM_NTASKS`,
-`SLURM_PROCID`, ...) and `JAX_COORDINATOR_ADDRESS`. Each process gets these, so that a plain
+`alpa-lite launch -n 4 --devices-per-process 2 -- train.py` tries a script for many machines on one. Each process gets
+the variables that SLURM sets for its tasks and `JAX_COORDINATOR_ADDRESS`, so that a plain
 `jax.distributed.initialize()` works in the script, here as there.
 
 All processes are ended when one fails, when the launcher gets SIGINT or SIGTERM (which it forwards first), and when the

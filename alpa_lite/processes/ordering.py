@@ -1,14 +1,10 @@
-"""The order in which processes enter joint tasks, so that no process waits for ever.
+"""The order in which processes enter joint tasks, so that no process waits for ever (`docs/processes.md`, "One order").
 
 A *rendezvous* is a task of a pipeline in which devices of several processes take part: a run on a submesh that spans
-processes, or a transfer between submeshes of different processes. Every device works on its tasks in the order in which
-its process issues them, and at a rendezvous it waits for all others that take part. So a step ends if and only if there
-is one total order of all rendezvous that every process keeps: of those that are left, nothing keeps anyone from the
-first. `issue_order` is such an order: a function of the program, whose digests `plan_broadcast` compares, and of the
-owners of its devices.
-
-At a transfer both ends wait. Early in the order, the receiver waits for the sender with work at hand; late, the sender
-waits. `issue_order` starts a transfer when its receiver wants it, and sooner where all would wait.
+processes, or a transfer between processes. A step ends if and only if there is one total order of all rendezvous that
+every process keeps. `issue_order` is such an order: a function of the program, whose digests `plan_broadcast` compares,
+and of the owners of its devices. At a transfer both ends wait: early in the order the receiver, with work at hand, late
+the sender. `issue_order` starts it when its receiver wants it, and sooner where all would wait.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Process 0 plans, and all processes take its plan, once they know that they run the same step.
+"""Process 0 plans, and all processes take its plan, once they know that they run the same step (`docs/processes.md`).
 
 Three rounds of one `channel.Collective`:
 
@@ -6,9 +6,8 @@ Three rounds of one `channel.Collective`:
 2. `plan`: process 0 plans, or finds the plan in its cache, and broadcasts it; the others replay it, without solving.
 3. `program`: process 0 compares the digests of the programs that the processes have written from the plan.
 
-An error of any process, in any round, is raised by all. Waiting for a process is bounded; waiting for the plan is not:
-planning takes what it takes, and a process 0 that has died takes the store with it, which is an error. A process that
-goes on without planning, since its arguments have not changed, is noticed by the call log (`divergence`).
+An error of any process, in any round, is raised by all. Waiting for a process is bounded; waiting for the plan is not.
+A process that goes on without planning, as its arguments have not changed, is noticed by the call log (`divergence`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def begin(log: CallLog, step: int | None = None, program: str = "") -> ProgramPo
     call = log.begin_call()
     log.record_new_arguments(call)
     if step is not None:
-        log.record_program(call, step, program)
+        log.record_new_arguments(call, step, program)
     return call
 
 
@@ -69,7 +69,7 @@ def test_another_program_in_the_same_call_is_named_at_the_second_comparison():
     assert mismatch() is None  # it has not come to that call
     call = begin(here)
     assert mismatch() is None  # what it runs there is not known yet
-    here.record_program(call, 1, "train, 8")
+    here.record_new_arguments(call, 1, "train, 8")
     assert mismatch() is None
     for log in (here, there):
         log.begin_call()
