@@ -7,9 +7,8 @@ A *target* is a kind of machine and its size. PJRT plugins describe its devices 
     v5p:4x4x4*2        two slices
     cuda:h100.txtpb    GPUs of the kind that an XLA `GpuTargetConfigProto` describes, by JAX's CUDA plugin
 
-libtpu is made for the machines that it drives. Away from them it has to be told not to ask the metadata server of a
-cloud (`TPU_SKIP_MDS_QUERY`), of which kind the machine is, and that it shares nothing with other processes that have
-loaded it (`ALLOW_MULTIPLE_LIBTPU_LOAD`: its lock file is about devices). It reads these variables when it is loaded.
+Away from the machines that it drives, libtpu has to be told by variables, which it reads when it is loaded, not to ask
+the metadata server of a cloud, of which kind the machine is, and that it shares nothing with other processes.
 """
 
 from __future__ import annotations
@@ -47,19 +46,12 @@ _TPU_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Target:
-    """A machine to compile for.
+    """A machine to compile for."""
 
-    Attributes:
-      platform: "tpu" or "cuda".
-      kind: the generation of the TPU, or the file that describes the GPU.
-      shape: the devices along each dim of the slice; of GPUs the nodes, and the GPUs of each.
-      slices: TPU slices joined by a network; 1 of GPUs.
-    """
-
-    platform: str
-    kind: str
-    shape: tuple[int, ...]
-    slices: int = 1
+    platform: str  # "tpu" or "cuda"
+    kind: str  # the generation of the TPU, or the file that describes the GPU
+    shape: tuple[int, ...]  # the devices along each dim of the slice; of GPUs the nodes, and the GPUs of each
+    slices: int = 1  # of TPUs, joined by a network
 
     @property
     def num_devices(self) -> int:

@@ -52,23 +52,16 @@ def weak_flags(leaves: Sequence[Any]) -> tuple[bool, ...]:
 class Slot:
     """An argument of the user's step, or a part of a stacked one, in one of the buffers that it is read from.
 
-    Attributes:
-      argument: its number.
-      part: the number of the part, and `rows` where it is in dim 0; None of an argument that is whole.
-      buffer: the number of the buffer.
-      sharding: of the buffer.
-      is_donated: whether a run overwrites the buffer.
-      last: of the last call, the leaf and the array that stands for it, if the leaf cannot change: a call with the same
-        leaf takes the same array.
+    A call with the leaf of the `last` one takes the same array, if the leaf cannot change.
     """
 
     argument: int
-    part: int | None
-    rows: slice | None
+    part: int | None  # its number; None of an argument that is whole
+    rows: slice | None  # of the part, in dim 0
     buffer: int
     sharding: NamedSharding
-    is_donated: bool
-    last: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
+    is_donated: bool  # whether a run overwrites the buffer
+    last: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None  # of the last call the leaf, and its array
 
 
 class ArgumentBinder:
@@ -113,33 +106,33 @@ class ArgumentBinder:
 
     def bind(
         self, buffers: list[Any], leaves: Sequence[Any], may_overwrite: Callable[[Any], bool],
-        is_shared: Callable[[Any], bool] | None = None,
+        may_share: Callable[[Any], bool] | None = None,
     ) -> bool:  # fmt: skip
         """Fills the buffers. Puts and copies what is not placed as planned; logs if it has to move state.
 
         Args:
-          is_shared: whether an argument shares memory with those in place, whose buffers are filled; None if all are
-            to be.
+          may_share: whether an argument may share memory with those in place, whose buffers are filled; None if all
+            are to be.
 
         Returns:
-          Whether no argument does. The last call's do not, and are not looked at again.
+          Whether none may. Those of the last call do not, and are not looked at again.
 
         Raises:
           NewSignature: a leaf has another shape or dtype.
         """
-        if is_shared is None:
+        if may_share is None:
             self._check(leaves)
             self._warn_if_resharded(leaves)
         for n in self._unread:
             self._check_leaf(n, leaves[n])
         missing: dict[Callable[..., Any], list[tuple[Slot, Any]]] = {_put: [], placement.copies: []}
-        for slot in self._slots if is_shared is None else self._rest:
+        for slot in self._slots if may_share is None else self._rest:
             leaf, last = leaves[slot.argument], slot.last
             array = last[1]() if last is not None and last[0]() is leaf else None
             if array is None:
-                if is_shared is not None:
+                if may_share is not None:
                     self._check_leaf(slot.argument, leaf)
-                    if is_shared(leaf):
+                    if may_share(leaf):
                         return False
                 given = self._given(slot, leaf)
                 if not slot.is_donated:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -73,6 +74,10 @@ class ProgramBuffers:
         """Returns the submesh, the layout and the type of a buffer."""
         one = self.program.buffers[number]
         return one.mesh, one.layout, one.shape, one.dtype
+
+    def is_key(self, number: int) -> bool:
+        """Returns whether a buffer holds random keys."""
+        return jnp.issubdtype(self.program.buffers[number].dtype, jax.dtypes.extended)
 
     def sharding(self, number: int) -> NamedSharding:
         """Returns the sharding of a buffer. Compiled programs replicate what has no elements."""

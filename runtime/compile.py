@@ -26,7 +26,6 @@ from alpa_lite import _jax
 from alpa_lite.processes import effects
 from alpa_lite.report import progress, summary
 from alpa_lite.runtime.debug import callbacks
-from alpa_lite.runtime.multihost import backpressure
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +50,23 @@ def persistent_cache(devices: Iterable[Any]) -> contextlib.AbstractContextManage
     return _jax.write_executables()
 
 
+def wait_if_joint(call: Callable[..., Any], devices: Iterable[Any]) -> Callable[..., Any]:
+    """Returns a compiled program that waits for its results if CPU devices of several processes run it together.
+
+    On CPUs, XLA launches programs from the threads that also run them, as many as there are devices. If it runs ahead,
+    programs of two processes can wait for threads that wait for them (`docs/processes.md`). Each process launches its
+    programs in one order of all: so the first of those that are not done has been launched wherever it has to be.
+    Accelerators queue programs on streams.
+
+    Args:
+      devices: of the program, of all processes.
+    """
+    users = list(devices)
+    if users[0].platform != "cpu" or len({device.process_index for device in users}) == 1:
+        return call
+    return lambda *arrays: jax.block_until_ready(call(*arrays))
+
+
 def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """Returns a function that takes these items of a list, as a tuple."""
     if len(numbers) > 1:
@@ -62,20 +78,16 @@ def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]
 class FlatFunction:
     """A function of flat arrays on one mesh, to be compiled.
 
-    Attributes:
-      name: of the executable.
-      inputs, results: types, with shardings on the mesh.
-      donated_inputs: the numbers of the inputs that are donated, in the order of the results that replace them.
-      failures: where errors of the user's functions that it calls on the host are noted on several devices: then the
-        number of the micro-batch, an int32, is one more input at the end. None if it calls none.
+    If it calls functions of the user's on the host, their `failures` on several devices are noted, and the number of
+    the micro-batch, an int32, is one more input at the end.
     """
 
     name: str
     function: Callable[..., Any]
     mesh: Mesh
-    inputs: Sequence[jax.ShapeDtypeStruct]
+    inputs: Sequence[jax.ShapeDtypeStruct]  # with shardings on the mesh, as results
     results: Sequence[jax.ShapeDtypeStruct]
-    donated_inputs: Sequence[int]
+    donated_inputs: Sequence[int]  # in the order of the results that replace them
     failures: callbacks.Failures | None
 
     @property
@@ -114,17 +126,12 @@ class FlatFunction:
         """Returns the executable, and how it is called."""
         devices = list(self.mesh.devices.flat)
         compiled = compile_lowered(self.lower(), devices, options)
-        call = backpressure.throttle(compiled, devices)
+        call = wait_if_joint(compiled, devices)
         if self.failures is None or self.mesh.size == 1:
             return compiled, call
         lowered = callbacks.lower_failure_check(self.name, self.mesh, self.results, self.failures)
         check = compile_lowered(lowered, devices)
         return compiled, lambda donated, kept: check(kept[-1], *call(donated, kept))[1:]
-
-
-def bind_number(call: Call, number: jax.Array) -> Call:
-    """Returns the call of a function that has failures, for the micro-batch of this number."""
-    return lambda donated, kept: call(donated, (*kept, number))
 
 
 def compile_all(

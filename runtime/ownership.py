@@ -1,20 +1,17 @@
-"""Donation tracking: a step may overwrite the arrays that it made for its caller, and no others.
+"""Donation tracking: a step may overwrite the arrays that it made for its caller, and no others (`docs/runtime.md`).
 
-A donated buffer is overwritten by the new state, so it must be the step's own: an array that a call returned as state,
-or that `place` or `init` made to be given away. Any other array is copied, however it is placed: another reference to
-it may be used again. One `Owned` serves all executables of a step, and the steps that share its state.
+A donated buffer must be the step's own: an array that a call returned as state, or that `place` or `init` made to be
+given away. Any other array is copied. One `Owned` serves all executables of a step, and the steps that share its state.
 
 In the ordinary loop the state is, leaf for leaf, what the last call returned. Only this is remembered by strong
-references (`Owned.last`), so that a call costs one comparison of identities; it is forgotten when its last leaf is
-garbage, so that a state that the user has dropped is not kept alive. When a call is given anything else, what the last
-call returned becomes one of the arrays that are known weakly, by id.
+references (`Owned.last`), and forgotten when its last leaf is garbage, so that a state that the user has dropped is not
+kept alive. When a call is given anything else, it becomes some of the arrays that are known weakly, by id.
 
 *Aliases.* The same buffer may reach a step twice: an array as state and as a reference (a target network), twice in
 one pytree, or as a view of the state, such as one of its shards. JAX 0.10 ends the process where a donated buffer is
 another argument too, JAX 0.12 raises. So such state is copied, the copy is donated, and the array is its holder's from
 then on. Arrays that a step made have buffers of their own, and only arrays that are committed to devices can be views
-of them: a call looks at those of these that the last call was not given, and compares addresses where the blocks have
-the same type. Memory that NumPy or DLPack has imported needs no look: XLA does not overwrite it.
+of them. Memory that NumPy or DLPack has imported needs no look: XLA does not overwrite it.
 
 A *deleted* array that is given again is an error (`errors.DonatedError`), before anything runs: JAX 0.10 ends the
 process where an executable on several devices is given one, and a pipeline that met one would have donated others.
@@ -54,11 +51,12 @@ class Owned:
         """Records the state that a call of an owner returned: its last leaf and the others."""
         self.last = weakref.ref(canary, self._forget), others, owner
 
-    def owner_of(self, state: Sequence[Any]) -> Any:
-        """Returns the owner of the last state that was recorded, if this is it, leaf for leaf; else None."""
+    def is_last(self, state: Sequence[Any], owner: object) -> bool:
+        """Returns whether this is, leaf for leaf, the state that was recorded last, by this owner."""
         last = self.last
-        is_last = last is not None and last[0]() is state[-1] and all(map(operator.is_, last[1], state))
-        return last[2] if last is not None and is_last else None
+        if last is None or last[2] is not owner or last[0]() is not state[-1]:
+            return False
+        return all(map(operator.is_, last[1], state))
 
     def add(self, arrays: Iterable[Any]) -> None:
         """Records arrays that were made to be given to the step. Only a `jax.Array` has a buffer to overwrite."""
@@ -84,10 +82,10 @@ class Owned:
           ours: whether an array may be overwritten if it is given once.
         """
         arrays = {id(leaf): leaf for leaf in leaves if isinstance(leaf, jax.Array)}
-        foreign = {_view_type(leaf) for leaf in arrays.values() if not self.has(leaf)} - {None}
+        foreign = {view_type(leaf) for leaf in arrays.values() if not self.has(leaf)} - {None}
         holders: defaultdict[Any, set[int]] = defaultdict(set)
         for i, array in arrays.items():
-            if foreign and _view_type(array) in foreign:
+            if foreign and view_type(array) in foreign:
                 for buffer in _buffers(array):
                     holders[buffer].add(i)
         shared = {i for i, count in Counter(map(id, leaves)).items() if count > 1}
@@ -101,43 +99,20 @@ class Owned:
             self.last = None
 
 
-class StateViews:
-    """Finds arguments that share a buffer with the state that the last call returned, which is donated."""
-
-    def __init__(self, state: Iterable[tuple[int, int | None, Any, Any]], owned: Owned) -> None:
-        """Args:
-        state: for each donated array the leaf of the state that it is, its part of a stacked one, its sharding, and its
-          abstract value.
-        owned: the arrays that the step made.
-        """
-        self._owned = owned
-        self._places: defaultdict[Any, list[tuple[int, int | None]]] = defaultdict(list)  # by the type of the blocks
-        for leaf, part, sharding, aval in state:
-            block, dtype = sharding.shard_shape(aval.shape), aval.dtype
-            if jnp.issubdtype(dtype, jax.dtypes.extended):
-                block, dtype = (*block, *_jax.key_kind(dtype)[1]), np.dtype(np.uint32)
-            self._places[block, dtype].append((leaf, part))
-
-    def include(self, leaf: Any, state: Sequence[Any]) -> bool:
-        """Returns whether an argument is one of the leaves of the state, or has a buffer of one."""
-        if not isinstance(leaf, jax.Array):
-            return False
-        if isinstance(leaf, _jax.LazyArray) and any(leaf is one for one in state):
-            return True
-        places = self._places.get(_view_type(leaf), ())
-        rivals = [state[n] if part is None else state[n].parts[part] for n, part in places]
-        if any(leaf is rival for rival in rivals):
-            return True
-        may_share = rivals and not self._owned.has(leaf)  # those that the step made have buffers of their own
-        return bool(may_share) and not set(_buffers(leaf)).isdisjoint(b for rival in rivals for b in _buffers(rival))
+def block_type(sharding: Any, aval: Any) -> tuple[tuple[int, ...], Any]:
+    """Returns the shape and the dtype of an array's blocks; of random keys, those of their integers."""
+    block, dtype = sharding.shard_shape(aval.shape), aval.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return (*block, *_jax.key_kind(dtype)[1]), np.dtype(np.uint32)
+    return block, dtype
 
 
-def _view_type(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
+def view_type(leaf: Any) -> tuple[tuple[int, ...], Any] | None:
     """Shape and dtype of an array's blocks; None for a leaf that shares no buffer with an array that a step made."""
     plain = _plain(leaf) if isinstance(leaf, jax.Array) else None
     if plain is None or not plain.committed or not plain.size:
         return None
-    return plain.sharding.shard_shape(plain.shape), plain.dtype
+    return block_type(plain.sharding, plain)
 
 
 def _buffers(array: Any) -> list[tuple[Any, int]]:

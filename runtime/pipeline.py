@@ -1,21 +1,15 @@
 """The back-end for pipelines: one controller issues the instructions of all submeshes, in an order that keeps each
 list's own.
 
-A program has a list of instructions for each submesh. A call must not search in them: it walks one list of *items*, in
-which every instruction has its executable or its transfer and the numbers of its buffers. A receive is in no list: the
-send has issued the whole transfer. Everything is dispatched without waiting: JAX starts a stage's executable when its
-inputs are there, so that stages run side by side although one thread issues them. Buffers are dropped, or donated,
-exactly where the program says.
+A call walks one list of *items*, in which every instruction has its executable or its transfer and the numbers of its
+buffers. A receive is in no list: the send has issued the whole transfer. Everything is dispatched without waiting.
+Buffers are dropped, or donated, exactly where the program says. In a multi-process run each process compiles and lists
+what its own devices take part in, in the one order of the program (`processes.ordering`).
 
-*Several processes.* Each compiles and lists what its own devices take part in, and no more: runs on submeshes that it
-has devices of, and transfers that begin or end on one. All keep the one order of the program, so that none waits for
-ever for the others (`processes.ordering`).
-
-*Errors.* The errors that a compiled executable can raise on a CPU come from the user's callbacks, and name their place
-themselves (`callbacks`). Other failures are given the instruction that met them, and the lines that its executable was
-made from: it has a name of ours and no line of the user's code. Work that was dispatched before goes on in either case,
-and is waited for: its errors would otherwise come up later, where nobody expects them. In a multi-process run no
-process waits: what another sends may never come, for it may wait for this one.
+*Errors.* Errors of the user's callbacks name their place themselves (`callbacks`). Other failures are given the
+instruction that met them, and the lines that its executable was made from. Work that was dispatched before goes on in
+either case, and is waited for: its errors would otherwise come up later, where nobody expects them. In a multi-process
+run no process waits: what another sends may never come, for it may wait for this one.
 
 *Interrupts.* A run that was dispatched cannot be called back. An interrupt waits for what is under way, then goes on;
 arrays that were donated before are gone, and all others can be used.
@@ -56,9 +50,6 @@ from alpa_lite.runtime.transfer import Transfer
 Watch = Callable[[int, Sequence[Any]], None]
 """Called after each item of the dispatch loop with its number and all buffers."""
 
-Mover = Callable[[Sequence[Any]], Sequence[Any]]
-"""From arrays on one submesh to arrays on another."""
-
 _DISPATCHING = threading.Lock()
 """Held while a pipeline's executables are started, so that all devices get those of two threads in the same order.
 
@@ -68,39 +59,24 @@ Where devices get them in different orders, each waits in a collective for devic
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """Calls an executable.
-
-    Attributes:
-      source: the instruction.
-      call: the executable.
-      pick_donated, pick_kept: take its groups of arrays from all buffers.
-      donated_buffers: the buffers that it consumes.
-      outputs: the buffers that it defines.
-    """
+    """Calls an executable."""
 
     source: Run
     call: Call
-    pick_donated: Callable[[Sequence[Any]], Sequence[Any]]
+    pick_donated: Callable[[Sequence[Any]], Sequence[Any]]  # takes its group of arrays from all buffers
     pick_kept: Callable[[Sequence[Any]], Sequence[Any]]
-    donated_buffers: tuple[int, ...]
-    outputs: tuple[int, ...]
+    donated_buffers: tuple[int, ...]  # that it consumes
+    outputs: tuple[int, ...]  # buffers that it defines
 
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """Issues a transfer from one submesh to another.
-
-    Attributes:
-      source: the instruction.
-      call: moves arrays.
-      sent_buffers: the buffers that it reads; none where this process has no device of the sender.
-      outputs: the buffers that it defines; none where this process has no device of the receiver.
-    """
+    """Issues a transfer from one submesh to another."""
 
     source: Send
-    call: Mover
-    sent_buffers: tuple[int, ...]
-    outputs: tuple[int, ...]
+    call: Callable[[Sequence[Any]], Sequence[Any]]  # from arrays on one submesh to arrays on another
+    sent_buffers: tuple[int, ...]  # none where this process has no device of the sender
+    outputs: tuple[int, ...]  # none where this process has no device of the receiver
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +113,9 @@ class PipelineExecutable(Executable):
         self._remote = RemoteOutputs(traced, buffers)
         # No executable makes these results, so that none decides whether their dtype is weak.
         self._unlabelled = [*buffers.unmade, *self._remote.broadcast_results]
-        super().__init__(traced, buffers, options)
+        super().__init__(traced, buffers, options, self._emit_part)
+
+    takes_uncommitted = False
 
     def trace(self, *args: Any, **kwargs: Any) -> Timeline:
         """Runs the step once on copies of the arguments, and returns when everything of it ran. Results are dropped.
@@ -152,7 +130,7 @@ class PipelineExecutable(Executable):
 
     # -- the back-end -----------------------------------------------------------------------------------------
 
-    def _emit(self, number: int) -> tuple[Callable[..., Sequence[Any]], Sequence[StageInstruction]]:
+    def _emit_part(self, number: int) -> tuple[Callable[..., Sequence[Any]], Sequence[StageInstruction]]:
         """Returns the part of a stage that an executable computes."""
         stage, position = self._written.functions[number]
         parts, mesh = self._written.stages[stage], self._buffers.meshes[self._program.executables[number].mesh]
@@ -256,7 +234,7 @@ class PipelineExecutable(Executable):
         devices = self._buffers.devices
         processes = [device.process_index for device in devices]
         order: Any = program.order if len(set(processes)) == 1 else ordering.issue_order(program, processes)
-        movers: dict[Any, Mover] = {}
+        movers: dict[Any, Transfer | CrossProcessTransfer] = {}
         out: list[Item] = []
         for mesh, position in order:
             item: Instruction = program.lists[mesh][position]
@@ -265,7 +243,7 @@ class PipelineExecutable(Executable):
                     kept = [b for n, b in enumerate(item.inputs) if n not in program.executables[number].donated_inputs]
                     call, donated = calls[number], program.consumed_buffers(item)
                     if number in numbered:
-                        call = self._bound(call, mesh, item.microbatch)
+                        call = self._bind_number(call, mesh, item.microbatch)
                     out.append(Launch(item, call, picker(donated), picker(kept), donated, item.outputs))
                 case Send(transfer=number):
                     transfer = program.transfers[number]

@@ -1,16 +1,14 @@
 """Arrays where the plan reads them: copies in buffers that nobody else holds, and frozen weights that stay.
 
-A step that donates its state overwrites the state's buffers, so these must not be the caller's. `jax.device_put` does
-not promise that: even with `may_alias=False` it shares memory with NumPy arrays, with a replica on the same device, and
-with a block of a replicated array (measured on CPU, JAX 0.10.2 and 0.12). The outputs of an executable that donates
-nothing are always fresh. So an array is put first and copied then, a group of arrays at a time: the first copy of a
-group is dropped before the next group is put, and only a fraction of the state is ever held twice.
+State that a step overwrites must not be in the caller's buffers. `jax.device_put` does not promise that: even with
+`may_alias=False` it shares memory with NumPy arrays, with a replica on the same device, and with a block of a
+replicated array (measured on CPU, JAX 0.10.2 and 0.12). The outputs of an executable that donates nothing are always
+fresh. So arrays are put first and copied then, a group at a time, and only a fraction of the state is ever held twice.
 
-*Frozen weights*, which steps read and do not return, are placed once. Where they are not as the plan reads them (on the
-host, on one device), the first call copies them to the mesh, and the copy is found again by the identity of the
-caller's array, for as long as that array lives. Copies are shared by the executables of a step, and by the steps that
-share its state. That works for arrays that cannot change, which are those of JAX. A NumPy array is copied at every
-call, with a warning once it comes again: even if it is read-only, other views of its memory may be written.
+*Frozen weights*, which steps read and do not return, are placed once. The first call copies them to the mesh, and the
+copy is found again by the identity of the caller's array, for as long as that array lives, by all executables of a step
+and the steps that share its state. A NumPy array, which can change, is copied at every call, with a warning once it
+comes again: even if it is read-only, other views of its memory may be written.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _GROUPS = 8
 """The number of groups, about, in which state is placed: each costs a small compilation, and its share of memory."""
-_ALIGNMENT = 64  # bytes; of XLA's CPU buffers
 
 
 def as_array(leaf: Any) -> Any:
@@ -46,20 +43,10 @@ def as_array(leaf: Any) -> Any:
 def snapshot(leaves: Sequence[Any]) -> Sequence[Any]:
     """Returns the leaves with copies of NumPy arrays, which their holder may write as soon as the call returns.
 
-    JAX reads them later: it copies to several devices while the step runs, and on CPUs an executable reads the memory
-    itself if it is aligned. So copies are aligned, which makes them the only ones there.
+    JAX reads them later: it copies to several devices while the step runs, and on CPUs an executable may read the
+    memory itself.
     """
-    return [_aligned(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-
-
-def _aligned(array: np.ndarray) -> np.ndarray:
-    if array.dtype.hasobject or not array.dtype.itemsize:  # JAX refuses these
-        return array
-    memory = np.empty(array.nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    out = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    out[...] = array
-    return out
+    return [np.array(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
 
 
 def is_placed(leaf: Any, sharding: NamedSharding, *, own_mesh: bool = True) -> bool:

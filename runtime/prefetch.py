@@ -1,10 +1,10 @@
 """Prefetches batches to the devices, in one process or in several.
 
-In a multi-process run each process may have the whole global batch, of which its devices take their shards, or only the
-rows that its devices read (`rows`), in that order. In neither case is anything communicated: `jax.device_put` of a host
-array would compare it over all processes, by a collective, which in a thread of its own could come before that of a
-step in one process and after it in another. `jax.make_array_from_process_local_data` takes parts by rows as this does,
-but where processes share out other dims (a sequence, say) it expects less of those than a loader has.
+In a multi-process run each process may have the whole global batch, or only the rows that its devices read (`rows`), in
+that order. In neither case is anything communicated: `jax.device_put` of a host array would compare it over all
+processes, by a collective, which in a thread of its own could come before that of a step in one process and after it in
+another. `jax.make_array_from_process_local_data` expects less rows than a loader has where processes share out other
+dims, such as a sequence.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
 """Initialises state directly in its planned shardings: no device or host holds it unsharded.
 
-The initialisation is traced once, and its results are made some at a time, on the mesh of each: all devices for a plan
-on one mesh, a submesh for each group of stages of a pipeline. Operations that these results do not need are left out.
+The initialisation is traced once, and its results are made some at a time, on the mesh of each. Operations that these
+results do not need are left out.
 
-*Bit for bit.* A program that makes a block of a random array computes the same random bits (threefry), but not the same
-numbers: the CPU compiler vectorises other loops, and some elements of a normal distribution differ in the last bit
-(measured on JAX 0.12: 14 of 512). Generators that are not counter-based (`rbg`) make other bits. So a group of results
-is computed whole, by every device of its mesh, as the unsharded program computes it, and each device keeps its block.
-Groups have an eighth of the bytes of all, or one result: that is what a device holds beyond its blocks. Only a result
-that has no room is computed in blocks.
+*Bit for bit.* A program that makes a block of a random array computes the same random bits (threefry), but not always
+the same numbers: the CPU compiler vectorises other loops (measured on JAX 0.12: 14 of 512 normal numbers differ in the
+last bit). Generators that are not counter-based (`rbg`) make other bits. So a group of results, an eighth of the bytes
+of all, is computed whole by every device of its mesh, and each device keeps its block. Only a result that has no room
+is computed in blocks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The front-end of every planned step, on one mesh or on the submeshes of a pipeline.
 
-A call flattens the user's arguments, compares the signature, gives every buffer of the program its array, has the
-back-end run the program, and returns the results as the user's pytree. Back-ends are `single.SingleExecutable`, one
-executable, and `pipeline.PipelineExecutable`, which walks a list of instructions. docs/runtime.md follows one call.
+A call flattens the user's arguments, compares the signature, gives every buffer of the program its array, runs the
+program, and returns the results as the user's pytree. `Executable` runs a program of one executable by itself, and
+`pipeline.PipelineExecutable` walks a list of instructions. docs/runtime.md follows one call.
 
 A call makes sure of these:
 
@@ -21,7 +21,6 @@ arguments that are new can share their buffers.
 
 from __future__ import annotations
 
-import abc
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,10 +38,10 @@ from alpa_lite.passes.tracing import calls, pytrees
 from alpa_lite.runtime import ownership, placement
 from alpa_lite.runtime.binding import ArgumentBinder, NewSignature, weak_flags
 from alpa_lite.runtime.buffers import ProgramBuffers
-from alpa_lite.runtime.compile import Call, FlatFunction, bind_number, compile_all, picker
+from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker
 from alpa_lite.runtime.debug import callbacks, nans
 from alpa_lite.runtime.multihost import global_array
-from alpa_lite.runtime.ownership import Owned, StateViews
+from alpa_lite.runtime.ownership import Owned
 from alpa_lite.runtime.placement import DeviceCopies
 from alpa_lite.runtime.stacked import StackedLeaf, leaves_of, pieces
 
@@ -52,55 +51,35 @@ Donate = str | int | Sequence[int | str]
 
 @dataclass(frozen=True, eq=False)
 class LoadOptions:
-    """Options of loading a step onto devices.
+    """Options of loading a step onto devices."""
 
-    Attributes:
-      donate: "auto", or the positions of the arguments to donate; () for none. The program of a pipeline has it.
-      devices: in the order of the cluster; None for the first of `jax.devices()`.
-      owned: the arrays that the step may overwrite, shared by its executables.
-      copies: of frozen weights, shared likewise.
-      settings: of JAX, under which the step is called (`_jax.trace_context`); None if they are not compared.
-      compiler_options: for XLA.
-    """
-
-    donate: Donate = "auto"
-    devices: Sequence[Any] | None = None
-    owned: Owned = field(default_factory=Owned)
-    copies: DeviceCopies = field(default_factory=DeviceCopies)
-    settings: tuple[Any, ...] | None = None
+    donate: Donate = "auto"  # of a step on one mesh; the program of a pipeline has it
+    devices: Sequence[Any] | None = None  # in the order of the cluster; None for the first of `jax.devices()`
+    owned: Owned = field(default_factory=Owned)  # the arrays that the step may overwrite, shared by its executables
+    copies: DeviceCopies = field(default_factory=DeviceCopies)  # of frozen weights, shared likewise
+    settings: tuple[Any, ...] | None = None  # of JAX, under which it is called; None if they are not compared
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(eq=False)
-class WeakPattern:
-    """The results of a call that have a weak dtype, as `jit` would give it.
+Emit = Callable[[int], tuple[Callable[..., Sequence[Any]], Iterable[Instruction]]]
+"""From the number of an executable to its function of global arrays, and the instructions that it is made from."""
 
-    Attributes:
-      executable: of the call.
-      results: a flag for each.
-      next_patterns: those of the next call on the state that such a call returns, by the flags of other arguments.
+
+class Executable:
+    """A planned step on devices: here on one mesh, with its arguments, constants and results as buffers in this order.
+
+    Call it like the user's function. NNX objects among the arguments are updated in place, as by `nnx.jit`.
     """
 
-    executable: Executable
-    results: tuple[bool, ...]
-    next_patterns: dict[tuple[bool, ...], WeakPattern] = field(default_factory=dict)
-
-
-class Executable(abc.ABC):
-    """A planned step on devices. Call it like the user's function.
-
-    NNX objects among the arguments are updated in place, as by `nnx.jit`.
-    """
-
-    takes_uncommitted = False
+    takes_uncommitted = True
     """Whether executables themselves put arrays that are on no certain device (`ArgumentBinder`)."""
 
-    def __init__(self, traced: Traced, buffers: ProgramBuffers, options: LoadOptions) -> None:
+    def __init__(self, traced: Traced, buffers: ProgramBuffers, options: LoadOptions, emit: Emit) -> None:
         """Compiles nothing; the first call does, or `compiled_executables`. Arguments of `traced` are the program's."""
         assert traced.calling is not None
         self._traced, self._calling, self._buffers, self._options = traced, traced.calling, buffers, options
-        self._owned = options.owned
-        self._may_overwrite = self._owned.has if options.donate == "auto" else _anything
+        self._emit, self._owned = emit, options.owned
+        self._may_overwrite = self._owned.has if options.donate == "auto" else lambda _: True
         self._compiling, self._compiled = threading.Lock(), ()
         self._returned: frozenset[int] = frozenset()  # ids of the objects that the last call returned
         self._failures = callbacks.Failures()
@@ -117,7 +96,7 @@ class Executable(abc.ABC):
         returned = [(a, result_of[new_value[n[0]]]) for a, n in enumerate(parts) if n[0] in new_value]
         state = [
             (a, r) for a, r in returned if buffers.in_place.keys() >= set(parts[a])
-            and not (leaves.arguments[a].bounds and _is_key(buffers, buffers.in_place[parts[a][0]]))  # joined at once
+            and not (leaves.arguments[a].bounds and buffers.is_key(buffers.in_place[parts[a][0]]))  # joined at once
         ]  # fmt: skip
         # Non-addressable state comes back as the same arrays, which live as long as this: one of the others comes last.
         state.sort(key=lambda pair: global_array.is_addressable(buffers.sharding(buffers.in_place[parts[pair[0]][0]])))
@@ -129,42 +108,46 @@ class Executable(abc.ABC):
             traced, buffers, position, options.copies, takes_uncommitted=self.takes_uncommitted
         )
         self._in_place = [(slot.argument, slot.part, slot.buffer) for slot in self._binder.in_place]
-        donated = [
-            (position[a], part, buffers.sharding(b), buffers.program.buffers[b]) for a, part, b in self._in_place
-        ]
-        self._views = StateViews(donated, self._owned)
+        self._state_blocks = {
+            ownership.block_type(buffers.sharding(b), buffers.program.buffers[b]) for *_, b in self._in_place
+        }
         self._planned_weak = tuple(traced.outputs[numbers[0]].weak for numbers, _ in self._results_of)
-        self._accepted: dict[tuple[bool, ...], WeakPattern] = {}
+        self._accepted: dict[tuple[bool, ...], tuple[bool, ...]] = {}  # weak dtypes: of arguments -> of results
         self.accept([argument.weak for argument in self._binder.arguments], self._planned_weak)
 
     # -- the back-end -----------------------------------------------------------------------------------------
 
-    @abc.abstractmethod
-    def _emit(self, number: int) -> tuple[Callable[..., Sequence[Any]], Iterable[Instruction]]:
-        """Returns an executable as a function of global arrays, and the instructions that it is made from."""
-
-    @abc.abstractmethod
     def _load(self, calls: Mapping[int, Call], numbered: Collection[int]) -> None:
-        """Takes the calls of executables; those that are `numbered` need the number of the micro-batch (`_bound`)."""
+        """Takes the calls of executables, and copies the constants.
 
-    @abc.abstractmethod
+        Args:
+          numbered: the executables whose callbacks need the number of the micro-batch (`_bind_number`).
+        """
+        donated = self._buffers.program.executables[0].donated_inputs
+        kept = [n for n in self._buffers.runs[0].inputs if n not in set(donated)]
+        self._pick_donated, self._pick_kept = picker(donated), picker(kept)
+        self._call = self._bind_number(calls[0], 0, -1) if numbered else calls[0]
+        self._constants = list(self._buffers.constants(self._traced).values())
+
     def _start(self, leaves: Sequence[Any] | None) -> list[Any]:
         """Returns all buffers at the start of a step: constants, and the state of a call that is in place, if it is."""
+        return [*(leaves or [None] * len(self._traced.arguments)), *self._constants]
 
-    @abc.abstractmethod
     def _execute(self, buffers: list[Any]) -> list[Any]:
         """Runs the program: the flat results, each in buffers of its own. Holds no buffer that the program ends."""
+        return list(self._call(self._pick_donated(buffers), self._pick_kept(buffers)))
 
     def _output_shardings(self) -> list[NamedSharding]:
         """Returns the shardings of the results of the program."""
         return list(map(self._buffers.sharding, self._buffers.program.outputs))
 
-    def _bound(self, call: Call, mesh: int, microbatch: int) -> Call:
-        """The call of a function with callbacks for a micro-batch, whose number is made an array of the submesh."""
+    def _bind_number(self, call: Call, mesh: int, microbatch: int) -> Call:
+        """Returns the call of a function with callbacks for a micro-batch, whose number is an array of the submesh."""
         key = mesh, microbatch
         if key not in self._numbers:
             (self._numbers[key],) = global_array.put([np.int32(microbatch)], [self._buffers.sharding_on(mesh)])
-        return bind_number(call, self._numbers[key])
+        number = self._numbers[key]
+        return lambda donated, kept: call(donated, (*kept, number))
 
     # -- the user's side --------------------------------------------------------------------------------------
 
@@ -246,7 +229,7 @@ class Executable(abc.ABC):
 
     def accept(self, arguments: Sequence[bool], results: Sequence[bool]) -> None:
         """Accepts calls whose flat arguments have weak dtypes like this, too, since tracing makes the same program."""
-        self._accepted[tuple(arguments)] = WeakPattern(self, tuple(results))
+        self._accepted[tuple(arguments)] = tuple(results)
 
     # -- a call -----------------------------------------------------------------------------------------------
 
@@ -276,7 +259,7 @@ class Executable(abc.ABC):
     def _results(self, leaves: list[Any]) -> list[Any]:
         """The flat results of the user's step: the outputs, and the caller's own arrays where it hands them through."""
         through = [(place, leaves[argument]) for place, argument in self._traced.returned_arguments]
-        results = self._run_checked(leaves) if _jax.checks_values() else self._run(leaves)
+        results = self._run_checked(leaves) if _jax.checked_values() else self._run(leaves)
         for place, leaf in through:
             results.insert(place, placement.as_array(leaf))
         return results
@@ -298,38 +281,31 @@ class Executable(abc.ABC):
         """
         if not self._compiled:
             self.compiled_executables()
-        pattern, is_last = self._look(leaves)
+        weak, is_last = self._look(leaves)
         buffers = self._bind(leaves, is_last=is_last)
         leaves.clear()
-        outputs = self._joined(self._execute(buffers), pattern.results)
+        outputs = self._joined(self._execute(buffers), weak)
         if self._has_state:
             *others, last = self._pick_returned(outputs)
-            self._owned.remember(last, others, pattern)
+            self._owned.remember(last, others, self)
         elif self._donates:
             self._owned.add(self._pick_returned(outputs))
         return outputs
 
-    def _look(self, leaves: Sequence[Any]) -> tuple[WeakPattern, bool]:
-        """Returns the weak dtypes of a call, and whether its state is, leaf for leaf, that of the last call's results.
+    def _look(self, leaves: Sequence[Any]) -> tuple[Sequence[bool], bool]:
+        """Returns the weak dtypes of the results, and whether the state is, leaf for leaf, that of the last call.
 
         Raises:
           NewSignature: the weak dtypes of the arguments are not those of an accepted call.
           DonatedError: an argument was donated or deleted.
         """
-        state, rest = self._pick_state(leaves), self._pick_rest(leaves)
-        owner = self._owned.owner_of(state) if state else None
-        last = owner if isinstance(owner, WeakPattern) and owner.executable is self else None
-        flags = weak_flags(rest)
-        pattern = None if last is None else last.next_patterns.get(flags)
-        if pattern is None:
-            pattern = self._accepted.get(weak_flags(leaves))
-            if pattern is None:
-                raise NewSignature("whether a dtype is weak")
-            if last is not None:
-                last.next_patterns[flags] = pattern
-        if ownership.any_deleted(state) or ownership.any_deleted(rest):
+        weak = self._accepted.get(weak_flags(leaves))
+        if weak is None:
+            raise NewSignature("whether a dtype is weak")
+        state = self._pick_state(leaves)
+        if ownership.any_deleted(state) or ownership.any_deleted(self._pick_rest(leaves)):
             raise ownership.deleted_error(leaves, self._binder.arguments, self._traced.name)
-        return pattern, last is not None or not (state or self._donates)
+        return weak, self._owned.is_last(state, self) if state else not self._donates
 
     def _bind(self, leaves: Sequence[Any], *, is_last: bool) -> list[Any]:
         """Returns all buffers at the start of a step. Takes the leaves that are placed, and copies what it will donate.
@@ -338,13 +314,22 @@ class Executable(abc.ABC):
           NewSignature: a leaf has another shape or dtype.
         """
         if is_last:
-            buffers, state = self._start(leaves), self._pick_state(leaves)
-            if self._binder.bind(buffers, leaves, self._may_overwrite, lambda leaf: self._views.include(leaf, state)):
+            buffers = self._start(leaves)
+            if self._binder.bind(buffers, leaves, self._may_overwrite, self._may_share):
                 return buffers
         self._owned.flush()
         buffers = self._start(None)
         self._binder.bind(buffers, leaves, self._owned.find_overwritable(leaves, self._may_overwrite))
         return buffers
+
+    def _may_share(self, leaf: Any) -> bool:
+        """Returns whether an argument may be state that is in place, or a view of it, judged by the type of its blocks.
+
+        Arrays that the step made, and has not just returned, have buffers of their own.
+        """
+        if self._owned.has(leaf):
+            return False
+        return isinstance(leaf, _jax.LazyArray) or ownership.view_type(leaf) in self._state_blocks
 
     def _joined(self, outputs: list[Any], weak: Sequence[bool]) -> list[Any]:
         """Returns the flat results of the user's step, with weak dtypes like these."""
@@ -389,12 +374,3 @@ class Executable(abc.ABC):
         is_located = self._buffers.program.schedule != "none" or mesh.size > 1
         failures = self._failures if is_located and callbacks.has_callback(instructions) else None
         return FlatFunction(executable.name, function, mesh, inputs, results, executable.donated_inputs, failures)
-
-
-def _is_key(buffers: ProgramBuffers, number: int) -> bool:
-    return jnp.issubdtype(buffers.program.buffers[number].dtype, jax.dtypes.extended)
-
-
-def _anything(_: Any) -> bool:
-    """Allows every array to be overwritten, if the user has named the arguments to donate."""
-    return True

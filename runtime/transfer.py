@@ -1,8 +1,6 @@
-"""Arrays from one submesh to another, as planned, without the host and without waiting.
+"""Arrays from one submesh to another, as planned, without the host and without waiting (`docs/transfers.md`).
 
-`jax.device_put` of an array to another mesh is asynchronous only if both shardings cut it into the same blocks, one for
-each of equally many devices; otherwise JAX gathers the array on the host and waits for it. So blocks move singly, and
-the work on them is done by small functions on one device each, which start without waiting too:
+Blocks move singly, and the work on them is done by small functions on one device each, which start without waiting too:
 
 1. *cut*: where a device sends parts of its blocks, one function for each such device makes all the pieces;
 2. *put*: one `jax.device_put` takes every piece, and every array that can go whole, to its device;
@@ -10,9 +8,9 @@ the work on them is done by small functions on one device each, which start with
 4. *assemble*: the blocks are made global arrays in the layouts in which they landed;
 5. *reshard*: one function on the destination's submesh takes all arrays on from there.
 
-Steps that a transfer has no use for are left out: the best case is the put alone. All functions are compiled when the
-transfer is made. A block that stays on its device, and is not resharded after, is copied by the cut: `device_put` would
-share its memory, which the receiver may donate.
+Steps that a transfer has no use for are left out. All functions are compiled when the transfer is made. A block that
+stays on its device, and is not resharded after, is copied by the cut: `device_put` would share its memory, which the
+receiver may donate.
 """
 
 from __future__ import annotations
@@ -32,9 +30,8 @@ from alpa_lite.passes.local.types import apply_in_bytes
 from alpa_lite.passes.lowering.emission import change_layout
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan, blocks
-from alpa_lite.runtime.compile import compile_lowered
+from alpa_lite.runtime.compile import compile_lowered, wait_if_joint
 from alpa_lite.runtime.meshes import lower_region, submesh_of
-from alpa_lite.runtime.multihost import backpressure
 
 Part = tuple[int, Any, Ranges, Ranges]
 """A part of a block: the number of the block that has it, the dtype, the ranges of that block and those of the part."""
@@ -198,7 +195,7 @@ def compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Callable[[list
         for layouts in ([plan.landing_layout for plan in plans], [plan.dst for plan in plans])
     )  # fmt: skip
     devices = list(mesh.devices.flat)
-    call = backpressure.throttle(compile_lowered(lower_region(local, mesh, landed, wanted), devices), devices)
+    call = wait_if_joint(compile_lowered(lower_region(local, mesh, landed, wanted), devices), devices)
 
     def reshard(arrays: list[Any]) -> list[Any]:
         out = list(arrays)

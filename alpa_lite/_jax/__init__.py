@@ -26,7 +26,7 @@ from alpa_lite._jax.kernels import (
     WIDENS_HALVES, PallasGrid, attention_given_to, pallas_grid, pallas_name, pallas_on_blocks, sdy_rule,
 )
 from alpa_lite._jax.settings import (
-    carry_settings, checked_values, checks_values, context_mesh, coordination_client, job_of, name_settings,
+    carry_settings, checked_values, context_mesh, coordination_client, job_of, name_settings,
     settings_text, trace_context, trace_under_mesh, skip_value_checks, clear_mesh_context, write_executables,
     is_x64_in_all_threads,
 )

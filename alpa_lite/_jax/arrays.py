@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,20 +58,17 @@ class LazyArray(jax.Array):
             self.made = array_with_weak_type(self.make_array(), self.weak_type)
         return self.made
 
-    aval: Any = property(lambda self: self._known_aval)
-    shape: Any = property(lambda self: self._known_aval.shape)
-    dtype: Any = property(lambda self: self._known_aval.dtype)
-    ndim: Any = property(lambda self: self._known_aval.ndim)
-    size: Any = property(lambda self: self._known_aval.size)
-    itemsize: Any = property(lambda self: self._known_aval.dtype.itemsize)
-    nbytes: Any = property(lambda self: self._known_aval.size * self._known_aval.dtype.itemsize)
-    weak_type: Any = property(lambda self: self._known_aval.weak_type)
-    sharding: Any = property(lambda self: self._known_sharding)
+    aval: Any = property(operator.attrgetter("_known_aval"))
+    shape, dtype, ndim, size, weak_type = (
+        property(operator.attrgetter(f"_known_aval.{name}")) for name in ("shape", "dtype", "ndim", "size", "weak_type")
+    )
+    itemsize: Any = property(lambda self: self.dtype.itemsize)
+    nbytes: Any = property(lambda self: self.size * self.dtype.itemsize)
+    sharding: Any = property(operator.attrgetter("_known_sharding"))
     format: Any = property(lambda self: Format(None, self._known_sharding))
-    committed: Any = property(lambda self: True)
-    _committed: Any = property(lambda self: True)
-    is_fully_addressable: Any = property(lambda self: self._known_sharding.is_fully_addressable)
-    is_fully_replicated: Any = property(lambda self: self._known_sharding.is_fully_replicated)
+    committed = _committed = property(lambda self: True)
+    is_fully_addressable: Any = property(operator.attrgetter("_known_sharding.is_fully_addressable"))
+    is_fully_replicated: Any = property(operator.attrgetter("_known_sharding.is_fully_replicated"))
     __array_priority__ = 100
 
     def __len__(self) -> int:

@@ -101,11 +101,6 @@ def checked_values() -> tuple[str, ...]:
     return ("nan",) * bool(jax.config.jax_debug_nans) + ("inf",) * bool(jax.config.jax_debug_infs)
 
 
-def checks_values() -> bool:
-    """Returns whether JAX looks for invalid values in results."""
-    return jax.config.jax_debug_nans or jax.config.jax_debug_infs
-
-
 @contextlib.contextmanager
 def skip_value_checks() -> Iterator[None]:
     """Within it, JAX does not look at results."""

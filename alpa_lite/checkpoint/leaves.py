@@ -1,14 +1,13 @@
 """Leaves of a user's pytree: as Orbax stores them, and restored into a template of the same leaves by any plan.
 
-Orbax stores ordinary pytrees as they are: dicts, lists, tuples, NamedTuples, dataclasses, empty nodes and None. An NNX
-object is stored as the nested dict of its arrays, as `nnx.to_pure_dict(nnx.state(object))` names them; an array that
-several objects share belongs to the first. Typed random keys are stored as their integers. Arrays without elements,
-which Orbax does not store, are None there. The metadata has the types of both.
+Orbax stores ordinary pytrees as they are. An NNX object is stored as the nested dict of its arrays, as
+`nnx.to_pure_dict(nnx.state(object))` names them; an array that several objects share belongs to the first. Typed random
+keys are stored as their integers. Arrays without elements, which Orbax does not store, are None there. The metadata has
+the types of both.
 
-A leaf is identified by its path, "opt_state/0/mu/dense/kernel", whatever its containers, so that a checkpoint may be
-restored into other containers with the same names. The types of all leaves are compared before anything is read. A
-Python number and a scalar array of the same kind match: train states begin with `step=0` and have an array of it after
-the first step. Each process reads the blocks of its own devices alone.
+A leaf is identified by its path, "opt_state/0/mu/dense/kernel", whatever its containers. The types of all leaves are
+compared before anything is read. A Python number and a scalar array of the same kind match: train states begin with
+`step=0` and have an array of it after the first step. Each process reads the blocks of its own devices alone.
 """
 
 from __future__ import annotations

@@ -5,14 +5,8 @@
     process 0, in a thread                   merges the stores of all, writes metadata and checksums, and commits
 
 An error of one process is an error on all, and leaves nothing behind. Orbax's own barriers cannot do that: they carry
-no error, and most are collectives on devices, without a time limit.
-
-`ArrayHandler` is Orbax's handler of `jax.Array`, extended to arrays that only some processes hold. Each distinct block
-of an array is written once: of the devices that hold it, a hash of the array's name and the block's index chooses one,
-so that replicated arrays are spread over devices and processes. An array on a submesh is written by the processes of
-that submesh alone. Orbax's own handler refuses arrays whose devices all belong to one of several processes, and arrays
-of which a process has no block; it reads all that is written here. Chunks have at most `CHUNK_BYTES`: a reader reads
-whole chunks, and without that limit, an array that was saved by one device would be read whole by every process.
+no error, and most are collectives on devices, without a time limit. `docs/checkpoints.md` says which process writes
+which block of an array (`ArrayHandler`), and why in chunks.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """Errors of users' callbacks: they name the executable and the micro-batch, and no device waits for one that failed.
 
-Problem. JAX makes text of an exception that a callback raises, and shows it where the results are waited for, be it in
-the dispatch loop or in the user's own `block_until_ready` after it. The text knows neither stage nor micro-batch. And
-if one device raises while others wait for it in a collective, they wait until the backend ends the process.
+JAX makes text of an exception that a callback raises, which knows neither stage nor micro-batch, and shows it where the
+results are waited for. And if one device raises while others wait for it in a collective, they wait until the backend
+ends the process.
 
-Answer. Every callback is wrapped when its executable is traced. The wrapper gets the number of the micro-batch (-1 on
-one mesh) as one more operand, and what it raises names the executable, that number and the source line. On one device
-it raises at once. On several, it notes the failure and returns zeros, so that all devices go on. A second executable
-takes all results of the first and gives them back: it starts on a device when the first has ended there, prints and
-unread results included. In it, the devices tell each other whether there is a note, and all raise or none: a device
-that failed alone would be missing in the collectives of every later executable.
+So every callback is wrapped when its executable is traced. The wrapper gets the number of the micro-batch (-1 on one
+mesh) as one more operand, and what it raises names the executable, that number and the source line. On one device it
+raises at once. On several, it notes the failure and returns zeros, so that all devices go on. A second executable takes
+all results of the first and gives them back. In it, the devices tell each other whether there is a note, and all raise
+or none: a device that failed alone would be missing in the collectives of every later executable.
 """
 
 from __future__ import annotations

@@ -50,23 +50,14 @@ _SUMS = primitives.LINEAR_IN_EACH | primitives.LINEAR_IN_ALL | primitives.ADDITI
 
 @dataclass(frozen=True)
 class Difference:
-    """An operation whose planned result is not that of the operation as written.
+    """An operation whose planned result is not that of the operation as written."""
 
-    Attributes:
-      operation: the primitive, or the collectives of a change of layout.
-      where: source line and name scope.
-      layouts: of operands and results, as text.
-      error: relative, of the largest result.
-      stage: the pipeline stage, -1 on one mesh.
-      iteration: of the loops around it, outermost first.
-    """
-
-    operation: str
-    where: str
-    layouts: str
-    error: float
-    stage: int = -1
-    iteration: tuple[int, ...] = ()
+    operation: str  # the primitive, or the collectives of a change of layout
+    where: str  # source line and name scope
+    layouts: str  # of operands and results
+    error: float  # relative, of the largest result
+    stage: int = -1  # of the pipeline; -1 on one mesh
+    iteration: tuple[int, ...] = ()  # of the loops around it, outermost first
 
     def __str__(self) -> str:
         stage = f"stage {self.stage}: " if self.stage >= 0 else ""

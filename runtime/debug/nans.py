@@ -1,10 +1,8 @@
 """`jax_debug_nans` and `jax_debug_infs` for planned steps: the source line and the operation that made the value.
 
-JAX looks at the results of each executable and, under `jax.jit`, runs the user's function again without compiling it.
-It cannot for ours, which it did not make from that function, and of a pipeline it would look at what stages give to
-each other. So the results of the step are looked at here, and the traced step is evaluated one operation at a time
-(`passes.ir.invalid`), on the arguments of the call. They must still be there: with one of these settings, a step works
-on copies of its arguments, so that it holds its state twice, and nothing that the caller has is donated.
+JAX cannot run the user's function again for executables that it did not make from it. So the results of the step are
+looked at here, and the traced step is evaluated one operation at a time (`passes.ir.invalid`), on the arguments of the
+call. They must still be there: with one of these settings, a step works on copies of its arguments.
 """
 
 from __future__ import annotations

@@ -62,23 +62,20 @@ class ReferenceRun:
             max((float(jnp.finfo(d).eps) for d in dtypes if jnp.issubdtype(d, jnp.floating)), default=0.0)
             for dtypes in result_dtypes(self._traced)
         ]
-        others = {unit: self.run(_disturbed(self.leaves, unit)) for unit in set(units)}
-        return [
-            error(others[unit][n], result) for n, (unit, result) in enumerate(zip(units, self.results, strict=True))
-        ]
+        others = {unit: self.run(self._disturbed_leaves(unit)) for unit in set(units)}
+        return [error(others[unit][n], self.results[n]) for n, unit in enumerate(units)]
 
-
-def _disturbed(leaves: Sequence[jax.Array], unit: float) -> list[jax.Array]:
-    """Returns the leaves with their floats changed by a relative error."""
-    rng = np.random.default_rng(0)
-    changed = []
-    for leaf in leaves:
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
-            signs = jnp.asarray(1 + unit * rng.choice((-1.0, 1.0), leaf.shape), jnp.float32)
-            wide = leaf.dtype if leaf.dtype.itemsize > 4 else jnp.float32
-            leaf = (leaf.astype(wide) * signs).astype(leaf.dtype)
-        changed.append(leaf)
-    return changed
+    def _disturbed_leaves(self, unit: float) -> list[jax.Array]:
+        """Returns the arguments with their floats changed by a relative error."""
+        rng = np.random.default_rng(0)
+        changed = []
+        for leaf in self.leaves:
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                signs = jnp.asarray(1 + unit * rng.choice((-1.0, 1.0), leaf.shape), jnp.float32)
+                wide = leaf.dtype if leaf.dtype.itemsize > 4 else jnp.float32
+                leaf = (leaf.astype(wide) * signs).astype(leaf.dtype)
+            changed.append(leaf)
+        return changed
 
 
 def _alone(leaf: Any) -> Any:
@@ -144,27 +141,24 @@ def first_difference(staged: Staged, leaves: Sequence[Any], limit: float) -> Dif
         raise NotComparable("the values between operations are in several processes; check with the same plan in one")
     if staged.stages[0].communication != "explicit":
         raise NotComparable("communication='compiler' leaves the operations to it")
-    if staged.program.schedule == "none":
-        (stage,) = staged.stages
-        return _of_stage(stage, leaves, mesh_of(stage.program.mesh), limit)
-    known = _values(staged, pieces(staged.traced, leaves))
+    is_pipelined = staged.program.schedule != "none"
+    known = _values(staged, pieces(staged.traced, leaves)) if is_pipelined else {}
     for number, stage in enumerate(staged.stages):
-        mesh = submesh_of(staged.program.submeshes[staged.written.mesh_of[number]], jax.devices())
-        ports = [(_kind(port), port.number) for port in stage.graph.inputs]
-        for port in ports:
-            if port not in known:
-                raise NotComparable(f"stage {number} reads a value that the step as written does not have ({port[0]})")
-        found = _of_stage(stage, [known[port] for port in ports], mesh, limit)
-        if found is not None:
-            return replace(found, stage=number)
+        mesh, inputs = mesh_of(stage.program.mesh), list(leaves)
+        if is_pipelined:
+            mesh = submesh_of(staged.program.submeshes[staged.written.mesh_of[number]], jax.devices())
+            ports = [(_kind(port), port.number) for port in stage.graph.inputs]
+            if missing := next((kind for kind, n in ports if (kind, n) not in known), None):
+                raise NotComparable(f"stage {number} reads a value that the step as written does not have ({missing})")
+            inputs = [known[port] for port in ports]
+        if mesh.size > 1:  # else it runs as it is written
+            traced = stage.graph.traced
+            found = first_divergence.first_difference(
+                stage.program, traced, mesh, [*inputs, *traced.graph.constants], limit
+            )
+            if found is not None:
+                return replace(found, stage=number if is_pipelined else -1)
     return None
-
-
-def _of_stage(stage: PlannedStage, leaves: Sequence[Any], mesh: Any, limit: float) -> Difference | None:
-    traced = stage.graph.traced
-    if mesh.size == 1:
-        return None  # it runs as it is written
-    return first_divergence.first_difference(stage.program, traced, mesh, [*leaves, *traced.graph.constants], limit)
 
 
 def _kind(port: Port) -> str:
@@ -175,27 +169,28 @@ def _kind(port: Port) -> str:
 def _values(staged: Staged, leaves: Sequence[Any]) -> dict[tuple[str, int], Any]:
     """(port kind, number) -> value, on one device: arguments, values of the loop stacked over micro-batches, and values
     of the update."""
-    traced = staged.traced
-    ports = [port for stage in staged.stages for port in stage.graph.inputs]
-    inside = sorted({port.number for port in ports if port.kind == "crossing"})
-    late = {port.number for port in ports if port.kind == "late"}
+    graph, ports = staged.traced.graph, [port for stage in staged.stages for port in stage.graph.inputs]
+    wanted = {(port.kind, port.number) for port in ports}
+    (op,) = (op for op in graph.block.ops if op.index == staged.loop.scan)
 
-    def run(leaves: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any]]:
-        env: dict[int, Any] = dict(zip(traced.graph.block.inputs, [*leaves, *traced.graph.constants], strict=True))
-        crossing: dict[int, Any] = {}
-        for op in traced.graph.block.ops:
-            operands = [a.value if isinstance(a, Lit) else env[a] for a in op.operands]
-            if op.index == staged.loop.scan:
-                results, crossing = _micro_batches(ScanView(op), operands, inside)
-            else:
-                results = evaluation.bind(op, operands)
-            env.update(zip(op.results, results, strict=True))
-        return {v: env[v] for v in late if v in env}, crossing
+    def run(leaves: Sequence[Any]) -> dict[tuple[str, int], Any]:
+        found: dict[tuple[str, int], Any] = {}
 
-    updates, crossing = jax.jit(run)(leaves)
-    found = {("argument", i): leaf for i, leaf in enumerate(leaves)}
-    found |= {("late", v): value for v, value in updates.items()}
-    found |= {("crossing", v): value for v, value in crossing.items()}
+        def loop(*operands: Any) -> list[Any]:
+            inside = [number for kind, number in sorted(wanted) if kind == "crossing"]
+            results, stacked = _micro_batches(ScanView(op), operands, inside)
+            found.update({("crossing", number): value for number, value in stacked.items()})
+            return results
+
+        def keep(value: int, array: Any) -> Any:
+            if ("late", value) in wanted:
+                found["late", value] = array
+            return array
+
+        evaluation.evaluate(graph, leaves, place=keep, own={staged.loop.scan: loop})
+        return found
+
+    found = {("argument", i): leaf for i, leaf in enumerate(leaves)} | jax.jit(run)(leaves)
     while any(_exchanged(stage, found) for stage in staged.stages):
         pass
     return found

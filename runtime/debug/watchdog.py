@@ -1,8 +1,8 @@
 """Reports where a job stands that makes no progress: what each process waits for, in which step and instruction.
 
-JAX's own runtime detects processes that are *lost*: after `heartbeat_timeout_seconds` without a heartbeat of one (100 s
-by default) every other process is ended from C++, by a message that names it. It cannot detect processes that live and
-make no progress: one that waits for its data while the others wait for it in a collective, or a deadlock. This can:
+JAX's own runtime ends the others of processes that are *lost*, after `heartbeat_timeout_seconds`. It cannot detect
+processes that live and make no progress: one that waits for its data while the others wait for it in a collective, or a
+deadlock. This can:
 
     with alpa_lite.Watchdog(report_after=300, end_after=1800):
         for batch in step.prefetch(loader):
@@ -10,9 +10,8 @@ make no progress: one that waits for its data while the others wait for it in a 
 
 A thread of it polls, about once a second, the activity of the process: the step that was called last, and of a pipeline
 the first instruction that was started and is not done. If that has not changed for `report_after` seconds, the thread
-posts it for the other processes (`processes.channel`), and logs it with what those that stand still have posted.
-Nothing is sent while the job makes progress. A process that has posted nothing is named, too: it is lost, or busy with
-something that the others do not wait for.
+posts it for the other processes (`processes.channel`), and logs it with what those that stand still have posted. A
+process that has posted nothing is lost, or busy with something that the others do not wait for.
 
 Trackers hold weak references to the arrays of a step, and small arrays alone: nothing large lives longer for them.
 """
@@ -105,15 +104,13 @@ class Watchdog:
     def activity(self, name: str) -> Iterator[Activity]:
         """Records an activity of this thread that may take long, for as long as its body runs."""
         thread = threading.get_ident()
-        outer, activity = self._activities.get(thread), Activity(name)
-        self._activities[thread] = activity
+        outer = {thread: self._activities[thread]} if thread in self._activities else {}
+        self._activities[thread] = activity = Activity(name)
         try:
             yield activity
         finally:
-            if outer is None:
-                del self._activities[thread]
-            else:
-                self._activities[thread] = outer
+            del self._activities[thread]
+            self._activities |= outer
 
     def _watch(self) -> None:
         board = Board("stalled")
@@ -158,16 +155,20 @@ class Watchdog:
 
 
 class Activity:
-    """An activity of a thread.
+    """An activity of a thread; of a step that is a pipeline, with the instructions that it issues.
 
-    Attributes:
-      tracker: of the instructions of a step that is a pipeline.
+    Whether an instruction is done is known from its arrays, as long as they exist. Most are dropped, or donated to what
+    reads them, long before devices get to them: then the instruction is known to be between two others. Small arrays
+    are kept until they are computed.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.tracker: InstructionTracker | None = None
         self._results: list[weakref.ref[Any]] = []
+        self._name_instruction: Callable[[int], str] = str
+        self._outputs: Sequence[Sequence[int]] = ()  # the buffers that each instruction makes
+        self._arrays: list[list[weakref.ref[Any]]] = []  # of each that was started
+        self._kept: list[Any] = []
 
     def record_results(self, results: Any) -> None:
         """Records the results of a step, which devices may still compute."""
@@ -177,50 +178,31 @@ class Activity:
         """Returns whether devices still compute its results."""
         return any(map(_is_pending, self._results))
 
-    def describe(self) -> str:
-        """Returns its name, and the instruction that it is at."""
-        return self.name if self.tracker is None else f"{self.name}, {self.tracker.describe()}"
-
-
-class InstructionTracker:
-    """Tracks a list of instructions while it is issued: called after each with its number and all buffers.
-
-    Whether an instruction is done is known from its arrays, as long as they exist. Most are dropped, or donated to what
-    reads them, while the list is issued, long before devices get to them: then the instruction is known to be between
-    two others. Small arrays are kept until they are computed.
-    """
-
-    def __init__(self, describe: Callable[[int], str], outputs: Sequence[Sequence[int]]) -> None:
-        """Args:
-        describe: an instruction in words.
-        outputs: the buffers that each instruction makes.
-        """
-        self._describe, self._outputs = describe, outputs
-        self._arrays: list[list[weakref.ref[Any]]] = []
-        self._kept: list[Any] = []
-
-    def __call__(self, number: int, env: Sequence[Any]) -> None:
+    def record_instruction(self, number: int, env: Sequence[Any]) -> None:
         """Records that an instruction was started; `env` holds all buffers."""
         arrays = [env[i] for i in self._outputs[number] if env[i] is not None]
         self._arrays.append(list(map(weakref.ref, arrays)))
         self._kept += [array for array in arrays if array.nbytes <= MAX_KEPT_BYTES]
 
     def describe(self) -> str:
-        """Returns the first instruction that is started and not done, as exactly as is known; or the one starting."""
+        """Returns its name, and the first instruction that is started and not done, as exactly as is known."""
+        if not self._outputs:
+            return self.name
         self._kept = [array for array in self._kept if _is_pending(weakref.ref(array))]
         issued, done = len(self._arrays), -1
         for number in range(issued):
             pending = [state for state in map(_is_pending, self._arrays[number]) if state is not None]
             if any(pending):
                 between = sum(bool(self._outputs[n]) for n in range(done + 1, number))
-                since = f", or one of the {between} since {self._name(done)}" if done >= 0 else ", or one before"
-                return self._name(number) + (since if between else "")
+                since = f", or one of the {between} since {self._instruction(done)}" if done >= 0 else ", or one before"
+                return f"{self.name}, {self._instruction(number)}{since if between else ''}"
             if pending:
                 done = number
-        return f"starting {self._name(issued)}" if issued < len(self._outputs) else "all instructions done"
+        is_issuing = issued < len(self._outputs)
+        return f"{self.name}, " + (f"starting {self._instruction(issued)}" if is_issuing else "all instructions done")
 
-    def _name(self, number: int) -> str:
-        return f"instruction {number + 1} of {len(self._outputs)}, {self._describe(number)}"
+    def _instruction(self, number: int) -> str:
+        return f"instruction {number + 1} of {len(self._outputs)}, {self._name_instruction(number)}"
 
 
 @contextlib.contextmanager
@@ -230,13 +212,19 @@ def activity(name: str) -> Iterator[None]:
         yield
 
 
-def track_instructions(describe: Callable[[int], str], outputs: Sequence[Sequence[int]]) -> InstructionTracker:
-    """Returns a tracker of the instructions that this thread is about to issue in the step that it calls."""
-    tracker = InstructionTracker(describe, outputs)
-    current = active[-1]._activities.get(threading.get_ident())
-    if current is not None:
-        current.tracker = tracker
-    return tracker
+def track_instructions(name: Callable[[int], str], outputs: Sequence[Sequence[int]]) -> Callable[..., None]:
+    """Tracks the instructions that this thread is about to issue in the step that it calls.
+
+    Args:
+      name: an instruction in words.
+      outputs: the buffers that each instruction makes.
+
+    Returns:
+      A function to call after each, with its number and all buffers.
+    """
+    activity = active[-1]._activities.get(threading.get_ident()) or Activity("")
+    activity._name_instruction, activity._outputs = name, outputs
+    return activity.record_instruction
 
 
 def _is_pending(reference: weakref.ref[Any]) -> bool | None:

@@ -1,11 +1,9 @@
 """Arrays of a multi-process run, of which a process has some blocks, or none.
 
-Every process holds every leaf of the state as a `jax.Array`, but of a leaf on devices of others only shape, dtype and
-sharding: a *non-addressable* array, without a block. Its values cannot be read here, and nothing stands in for them.
-
-A value that a process has by itself (of NumPy, or on devices of its own) is the whole value, which every process has
-alike: each takes the blocks of its devices from it. An array over devices of other processes, or on a mesh of a plan,
-is one *global* array; if it has to move, every process that is concerned moves its part (`multihost.permute`).
+Of a leaf on devices of other processes, a process holds a `jax.Array` with shape, dtype and sharding alone: a
+*non-addressable* array. A value that a process has by itself (of NumPy, or on devices of its own) is the whole value,
+which every process has alike. An array over devices of other processes, or on a mesh of a plan, is one *global* array;
+if it has to move, every process that is concerned moves its part (`multihost.permute`).
 """
 
 from __future__ import annotations
@@ -100,21 +98,12 @@ def _move(leaf: jax.Array, sharding: NamedSharding) -> Any:
             return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
     elif have.device_set == sharding.device_set:
         if is_addressable(sharding):
-            return _reshard(leaf, sharding)
+            return jax.device_put(leaf, sharding)
     elif is_addressable(have) or is_addressable(sharding):
         (moved,) = _transfer(leaf.shape, leaf.dtype, have, sharding)([leaf])
         if moved is not None:
             return moved
     return make_non_addressable(leaf.shape, leaf.dtype, sharding)
-
-
-@_jax.clear_mesh_context()
-def _reshard(leaf: jax.Array, sharding: NamedSharding) -> Any:
-    return jax.jit(_identity, out_shardings=sharding)(leaf)  # one function: it is compiled once for each sharding
-
-
-def _identity(leaf: jax.Array) -> jax.Array:
-    return leaf
 
 
 @functools.lru_cache(maxsize=1000)

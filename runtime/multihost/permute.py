@@ -1,14 +1,10 @@
-"""Transfers between devices of several processes: `ppermute` over all devices that take part.
+"""Transfers between devices of several processes: `ppermute` over all devices that take part (`docs/processes.md`).
 
-`jax.device_put` between meshes of different processes needs a side channel that backends may lack; a permutation over
-the union of both meshes is an ordinary program. All processes with devices at either end enter it, and no others, in
-the one order of the plan (`processes.ordering`).
-
-Every device of the union gives a block and gets one, since all run one program: a device that sends nothing gives a
-block of zeros, which is made once and kept; what a device gets that receives nothing is dropped at once. The pieces
-travel in rounds (`programs.rounds`). An array of the union is a list of blocks along dim 0, so that arrays of either
-end become arrays of the union, and back, without a copy. (An array without dims has no such dim: it is called
-replicated, which nobody relies on.)
+Every device of the union gives a block and gets one: a device that sends nothing gives a block of zeros, which is made
+once and kept; a block of a device that receives nothing is dropped at once. The pieces travel in rounds
+(`programs.rounds`). An array of the union is a list of blocks along dim 0, so that arrays of either end become arrays
+of the union, and back, without a copy. (An array without dims has no such dim: it is called replicated, which nobody
+relies on.)
 """
 
 from __future__ import annotations
@@ -31,9 +27,8 @@ from alpa_lite.passes.local.types import apply_in_bytes
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.rounds import Part, Round, rounds
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan
-from alpa_lite.runtime.compile import compile_lowered
+from alpa_lite.runtime.compile import compile_lowered, wait_if_joint
 from alpa_lite.runtime.meshes import lower_region, submesh_of
-from alpa_lite.runtime.multihost import backpressure
 from alpa_lite.runtime.transfer import compile_reshard
 
 _AXIS = "union"
@@ -42,18 +37,11 @@ _known_zeros: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionar
 
 @dataclass(frozen=True)
 class TransferSpec:
-    """The route of one array.
-
-    Attributes:
-      shape, dtype: of the global array, which is not an array of random keys.
-      source_block, destination_block: the shape of a block at the source, and at the destination.
-      rounds: the permutations.
-      landing_sharding: the sharding at the destination.
-    """
+    """The route of one global array, which is not an array of random keys."""
 
     shape: tuple[int, ...]
     dtype: Any
-    source_block: tuple[int, ...]
+    source_block: tuple[int, ...]  # the shape of a block at the source
     destination_block: tuple[int, ...]
     rounds: tuple[Round, ...]
     landing_sharding: NamedSharding
@@ -136,7 +124,7 @@ class PermuteTransfer:
             ]
 
         compiled = compile_lowered(lower_region(move, mesh, self._union.given, landed), union)
-        self._call = backpressure.throttle(compiled, union, unread=True)
+        self._call = wait_if_joint(compiled, union)
 
     def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays at the destination; None for each in a process that has no device there.
@@ -181,26 +169,22 @@ def _permute(spec: TransferSpec, block: Any, size: int) -> Any:
         mine = of_this_device(of, (0,) * rank, np.int32)
         return [mine[dim] for dim in range(rank)]
 
-    def select(devices: set[int], new: Any, old: Any) -> Any:
+    def select(devices: Iterable[int], new: Any, old: Any) -> Any:
         return jnp.where(of_this_device(dict.fromkeys(devices, True), False, np.bool_), new, old)
 
     out = None
     for one in spec.rounds:
         piece = block
         if one.shape != spec.source_block:
-            piece = lax.dynamic_slice(
-                block, starts({h.source: h.source_start for h in one.hops}, len(spec.source_block)), one.shape
-            )
+            places = {hop.source: hop.source_start for hop in one.hops}
+            piece = lax.dynamic_slice(block, starts(places, block.ndim), one.shape)
         piece = lax.ppermute(piece, _AXIS, one.pairs)
-        if one.shape == spec.destination_block:  # whole blocks: each receiver gets one, in this round or in another
-            out = piece if out is None else select({h.destination for h in one.hops}, piece, out)
-            continue
         old = jnp.zeros(spec.destination_block, block.dtype) if out is None else out
-        new = lax.dynamic_update_slice(
-            old, piece, starts({h.destination: h.destination_start for h in one.hops}, len(spec.destination_block))
-        )
-        receive = {hop.destination for hop in one.hops}
-        out = new if receive == receivers else select(receive, new, old)
+        places = {hop.destination: hop.destination_start for hop in one.hops}
+        is_whole = one.shape == spec.destination_block  # each receiver gets one such block, in this round or in another
+        new = piece if is_whole else lax.dynamic_update_slice(old, piece, starts(places, old.ndim))
+        is_first = is_whole and out is None
+        out = new if is_first or places.keys() == receivers else select(places.keys(), new, old)
     return jnp.zeros(spec.destination_block, block.dtype) if out is None else out
 
 

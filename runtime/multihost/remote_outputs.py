@@ -1,9 +1,9 @@
 """Results of a pipeline that other processes have: placeholders, and broadcast of small ones such as losses.
 
-A result on submeshes of other processes is a *non-addressable* array (`global_array`): shape, dtype and sharding. State
-comes back as the same one at every call, so that passing it on costs a comparison of identities. Results that are not
-state, are replicated on their submesh and take at most `MAX_BROADCAST_BYTES` are broadcast to all processes at the end
-of the step, by one program over the devices of that submesh and one of each other process.
+State on submeshes of other processes comes back as the same *non-addressable* array (`global_array`) at every call, so
+that passing it on costs a comparison of identities. Results that are not state, are replicated on their submesh and
+take at most `MAX_BROADCAST_BYTES` are broadcast to all processes at the end of the step, by one program over the
+devices of that submesh and one of each other process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from alpa_lite.ir.graph import Traced
 from alpa_lite.runtime.buffers import ProgramBuffers
 from alpa_lite.runtime.compile import compile_lowered
 from alpa_lite.runtime.meshes import lower_region
-from alpa_lite.runtime.multihost import backpressure, global_array
+from alpa_lite.runtime.multihost import global_array
 from alpa_lite.runtime.multihost.permute import UnionProgram
 
 MAX_BROADCAST_BYTES = 1024
@@ -56,7 +56,6 @@ class RemoteOutputs:
             if {device.process_index for device in own} != everyone:
                 types = [program.buffers[program.outputs[n]][2:4] for n in outputs]
                 self._broadcasts.append(Broadcast(outputs, types, own, devices))
-        self._here = [n for n in range(len(program.outputs)) if n not in self._absent]
 
     def shardings(self, results: list[NamedSharding]) -> list[NamedSharding]:
         """Returns the shardings of results, from those of their buffers."""
@@ -74,8 +73,6 @@ class RemoteOutputs:
         """Returns the results of a step, with placeholders for non-addressable ones and with those broadcast."""
         for n, absent in self._absent.items():
             outputs[n] = absent
-        if self._broadcasts:
-            backpressure.drain(outputs[n] for n in self._here)
         for one in self._broadcasts:
             for n, array in zip(one.outputs, one([outputs[n] for n in one.outputs]), strict=True):
                 outputs[n] = array

@@ -23,15 +23,15 @@ from alpa_lite.passes.tracing.tracing import trace
 from alpa_lite.plan.pins import layout_of_spec
 from alpa_lite.runtime.binding import NewSignature
 from alpa_lite.runtime.jit_fallback import jit_fallback
-from alpa_lite.runtime.single import SingleExecutable
-from alpa_lite.runtime.step import LoadOptions
+from alpa_lite.runtime.load import load_on_mesh
+from alpa_lite.runtime.step import Executable, LoadOptions
 from tests.comparing import assert_close
 
 OPTIMIZER = optax.adam(1e-2)
 MOMENTUM = optax.sgd(0.1, momentum=0.9)  # unlike Adam it does not blow up gradients that are zero but for rounding
 
 
-def whole(traced, shape, inputs, outputs, donate: Any = "auto") -> SingleExecutable:
+def whole(traced, shape, inputs, outputs, donate: Any = "auto") -> Executable:
     """The step on a mesh, from specs of its arguments, perhaps of its constants, and of its results."""
     block, values = traced.graph.block, traced.graph.values
     specs = [*inputs, *[P()] * (len(block.inputs) - len(inputs))]
@@ -41,14 +41,12 @@ def whole(traced, shape, inputs, outputs, donate: Any = "auto") -> SingleExecuta
     )
     mesh = LogicalMesh(shape, ("a", "b")[: len(shape)])
     options = LoadOptions(donate=donate)
-    return SingleExecutable(
-        traced, mesh, (taken, given), lambda _: lambda *leaves: evaluate_block(block, leaves), options=options
+    return load_on_mesh(
+        traced, mesh, [*taken, *given], lambda _: lambda *leaves: evaluate_block(block, leaves), options
     )
 
 
-def executable(
-    fun, *args, shape=(8,), state=None, donate: Any = "auto", batch_argnums: Any = "auto"
-) -> SingleExecutable:
+def executable(fun, *args, shape=(8,), state=None, donate: Any = "auto", batch_argnums: Any = "auto") -> Executable:
     """State sharded by `state(shape of the leaf)`, batch by its leading dim, the rest replicated."""
     traced = trace(fun, args, {}, batch_argnums=batch_argnums)
     values, inputs = traced.graph.values, traced.graph.block.inputs
@@ -57,6 +55,12 @@ def executable(
     new_value = dict(traced.state)
     outputs = [arguments[new_value[i]] if i in new_value else P() for i in range(len(traced.outputs))]
     return whole(traced, shape, arguments, outputs, donate)
+
+
+def mesh_of(run: Executable) -> Mesh:
+    """The mesh of a step on one mesh."""
+    (mesh,) = run._buffers.meshes
+    return mesh
 
 
 def fsdp(dims):
@@ -102,7 +106,7 @@ def outcome(run, state, *rest):
 
 
 @functools.cache
-def adam(shape=(8,)) -> SingleExecutable:
+def adam(shape=(8,)) -> Executable:
     """`step` with sharded state."""
     return executable(step, make_state(), make_batch(), shape=shape, state=fsdp)
 
@@ -123,7 +127,7 @@ def test_placed_state_is_donated_without_copies(shape):
 @pytest.mark.parametrize("kind", ["numpy", "committed", "replicated", "sharded", "half placed", "one leaf replaced"])
 def test_a_callers_arrays_are_never_deleted(shape, kind):
     run = adam(shape)
-    mesh = Mesh(run.mesh.devices, ("z",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(mesh_of(run).devices, ("z",), axis_types=(AxisType.Auto,))
     start = make_state()
     if kind == "numpy":
         start = jax.tree.map(np.array, start)
@@ -156,7 +160,7 @@ def test_batches_of_every_placement_are_taken(batch):
         "uncommitted": lambda: jax.tree.map(jnp.asarray, make_batch()),
         "committed": lambda: jax.device_put(make_batch(), jax.devices()[1]),
         "placed": lambda: adam().place(make_state(), make_batch())[1],
-        "replicated": lambda: jax.device_put(make_batch(), NamedSharding(adam().mesh, P())),
+        "replicated": lambda: jax.device_put(make_batch(), NamedSharding(mesh_of(adam()), P())),
     }[batch]()
     assert_close(outcome(adam(), make_state(), data), outcome(jax.jit(step), make_state(), make_batch()))
     assert batch in ("numpy", "float64") or not any(deleted(data))
@@ -318,7 +322,7 @@ def nnx_arrays(nodes):
 
 
 @functools.cache
-def module() -> SingleExecutable:
+def module() -> Executable:
     return executable(nnx_step, *make_nnx(), make_batch(), state=fsdp)
 
 
@@ -333,7 +337,7 @@ def test_nnx_objects_are_updated_in_place_and_their_state_is_donated():
             np.testing.assert_allclose(run(*nodes, make_batch()), expected, rtol=1e-5)
         assert {leaf.is_deleted() for leaf in before} == {number > 0}
     assert ours[0].tied is tied is ours[0].layers[0] and tied.kernel is kernel
-    assert not any(deleted(first)) and kernel[...].sharding == NamedSharding(module().mesh, P("a"))
+    assert not any(deleted(first)) and kernel[...].sharding == NamedSharding(mesh_of(module()), P("a"))
     for nodes in (ours, off):
         for a, b in zip(nnx_arrays(nodes), nnx_arrays(theirs), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
@@ -348,7 +352,7 @@ def test_nnx_objects_are_placed_as_new_ones():
     model, optimizer = make_nnx()
     placed, placed_optimizer, _ = module().place(model, optimizer, make_batch())
     assert placed is not model and placed.tied is placed.layers[0]
-    assert placed.tied.kernel[...].sharding == NamedSharding(module().mesh, P("a"))
+    assert placed.tied.kernel[...].sharding == NamedSharding(mesh_of(module()), P("a"))
     assert nnx.graphdef(placed) == nnx.graphdef(model)
     module()(placed, placed_optimizer, make_batch())
     assert not model.tied.kernel[...].is_deleted()
