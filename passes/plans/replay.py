@@ -8,8 +8,7 @@ names rather than completed by guessing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from alpa_lite.cluster import Cluster
@@ -23,13 +22,11 @@ from alpa_lite.passes import factors
 from alpa_lite.passes.layers.rematerialisation import Remat
 from alpa_lite.passes.plans.writing import ingredients
 from alpa_lite.passes.sharding import grouping, strategies
-from alpa_lite.passes.sharding.groups import Group, Grouping
-from alpa_lite.passes.sharding.limits import Constraints
+from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver.solve import evaluate
-from alpa_lite.passes.sharding.space import Strategy
+from alpa_lite.passes.sharding.space import Constraints, Limit, Strategy
 from alpa_lite.passes.sharding.tables import GroupedStep
-from alpa_lite.passes.sharding.textbook import Operations
 from alpa_lite.passes.stages import stage_graph
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.stages.pricing import REMAT
@@ -58,18 +55,18 @@ def replay(
     mesh = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names))
     here = ingredients(traced, groups, cluster, mesh, communication)
     _check_arguments(traced, stage, here)
-    recorded = _recorded(groups, stage, mesh)
-    fixed = Constraints(_argument_layouts(traced, groups, stage), recorded)
+    recorded, left = _recorded(groups, stage, mesh)
+    fixed = Constraints(_argument_layouts(traced, groups, stage), left)
     regather = stage.ingredients.get("state gathered anew for late uses") == "True"
     step = GroupedStep(traced, groups, rules, stage_graph.repeats(graph, split_weights=split_weights))
     space = strategies.build(step, MeshCost(cluster, mesh), constraints=fixed, regather=regather)
     choice, missing = [], []
     for node in space.nodes:
         group = groups.groups[node.group]
-        wanted = recorded.recorded_strategy(group)
+        wanted = recorded.get(node.group)
         if wanted in node.strategies:
             choice.append(node.strategies.index(wanted))
-        elif len(node.strategies) == 1 and node.group not in recorded.fixed_strategies:
+        elif len(node.strategies) == 1 and left.get(node.group, Limit()).fixed[0] < 0:
             choice.append(0)
         else:
             missing.append(group.name)
@@ -142,56 +139,28 @@ def _check_arguments(traced: Traced, stage: Stage, here: Mapping[str, str]) -> N
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Recorded(Operations):
-    """The operations' strategies that a plan records.
+def _recorded(groups: Grouping, stage: Stage, mesh: LogicalMesh) -> tuple[dict[int, Strategy], dict[int, Limit]]:
+    """Returns the recorded strategy of each group that has one, and what these leave to groups.
 
-    Attributes:
-      fixed_strategies: group -> the number and the strategy that the method fixed.
-      decided_strategies: key -> the strategy that was chosen among several.
-      axes: the mesh axes of more than one device.
+    What was fixed is not a decision; what was both had alternatives.
     """
-
-    fixed_strategies: Mapping[int, tuple[int, Strategy]]
-    decided_strategies: Mapping[str, Strategy]
-    axes: frozenset[str]
-
-    def recorded_strategy(self, group: Group) -> Strategy | None:
-        """Returns the recorded strategy of a group; None if there is none."""
-        return (
-            self.fixed_strategies[group.index][1]
-            if group.index in self.fixed_strategies
-            else self.decided_strategies.get(group.color)
-        )
-
-    def key(self, group: Group) -> int:
-        """As of `Operations`."""
-        return self.fixed_strategies[group.index][0] if group.index in self.fixed_strategies else -1
-
-    def filter_strategies(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
-        """As of `Operations`: what was fixed is not a decision; what was both had alternatives."""
-        wanted = self.recorded_strategy(group)
-        decision = group.index not in self.fixed_strategies or self.decided_strategies.get(group.color) == wanted
-        if wanted is None or decision:
-            return list(found)
-        # A method may fix what is left out where there is a choice, such as to leave axes of a cube idle.
-        free = group.kind in ("light", "linear") and len(wanted.axes) == len(group.factors)
-        return [wanted] if wanted in found or free else list(found)
-
-    def fills(self, group: Group) -> bool:
-        """As of `Operations`."""
-        wanted = self.recorded_strategy(group)
-        return wanted is not None and self.axes == {axis for axes in wanted.axes for axis in axes}
-
-
-def _recorded(groups: Grouping, stage: Stage, mesh: LogicalMesh) -> _Recorded:
     fixed: dict[int, tuple[int, Strategy]] = {}
     for number, one in enumerate(stage.fixed):
         members = groups.classes.get(one.key, ())
         chosen = [members[i] for i in one.members if i < len(members)] if one.members else members
         fixed.update(dict.fromkeys(chosen, (number, Strategy(one.strategy, one.partial))))
     decided = {d.key: Strategy(d.strategy, d.partial) for d in stage.decisions if not d.paths}
-    return _Recorded(fixed, decided, frozenset(axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1))
+    several = {axis for axis in mesh.axis_names if mesh.axis_size(axis) > 1}
+    recorded, limits = {}, {}
+    for group in groups.groups:
+        own = decided.get(group.color)
+        number, wanted = fixed.get(group.index, (-1, own))
+        if wanted is None:
+            continue
+        recorded[group.index] = wanted
+        fills = several == {axis for axes in wanted.axes for axis in axes}
+        limits[group.index] = Limit(fills=fills, fixed=(number, None if wanted == own else wanted))
+    return recorded, limits
 
 
 def _differences(stage: Stage, here: Mapping[str, str]) -> str:

@@ -368,12 +368,6 @@ def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, .
     return table
 
 
-def find_gathers(produced: Sequence[Layout], wanted: Sequence[Layout]) -> np.ndarray:
-    """[P, Q] whether getting from one layout to the other gathers blocks."""
-    steps = [[reshard_steps(src, dst) or () for dst in wanted] for src in produced]
-    return np.array([[any(step.kind == "all_gather" for step in some) for some in row] for row in steps])
-
-
 def divides(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> bool:
     """Returns whether every dim divides over the devices that shard it."""
     return all(size % mesh.product(axes) == 0 for size, axes in zip(shape, layout.dims, strict=True))

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from alpa_lite.cluster import Cluster
@@ -37,37 +36,13 @@ from alpa_lite.ir.paths import format_path
 from alpa_lite.methods import NAMES, STRATEGIES, DataParallel, Manual, Sharded, TensorParallel
 from alpa_lite.passes.sharding import connected, kinds, textbook
 from alpa_lite.passes.sharding.groups import Grouping, factors_in
-from alpa_lite.passes.sharding.space import completions, describe_mesh, fits
+from alpa_lite.passes.sharding.space import Constraints, completions, describe_mesh, fits
 from alpa_lite.passes.sharding.tables import GroupedStep
-from alpa_lite.passes.sharding.textbook import Operations, OverExamples, Textbook
+from alpa_lite.passes.sharding.textbook import Textbook
 from alpa_lite.plan.pins import NO_PINS, NO_WISHES, Pins, Wish, Wishes
 
 Layouts = dict[int, tuple[Layout, ...]]
 """Group -> the layouts that it may have."""
-
-
-@dataclass(frozen=True, eq=False)
-class Constraints:
-    """All that the integer program of one mesh must respect; the rest is free.
-
-    Attributes:
-      layouts: of groups that are not free.
-      operations: the constraints on operations; None if they are free.
-      gathers_again: whether parameters are gathered for the backward pass again, regardless of memory.
-      whole_factors: group -> those of its factors that must not be cut.
-      ungathered_values: values that must not be gathered.
-      ignored_constraints: operations of `ir.primitives.CONSTRAINT` that are not applied.
-    """
-
-    layouts: Mapping[int, tuple[Layout, ...]] = field(default_factory=dict)
-    operations: Operations | None = None
-    gathers_again: bool = False
-    whole_factors: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    ungathered_values: frozenset[int] = frozenset()
-    ignored_constraints: frozenset[int] = frozenset()
-
-
-UNCONSTRAINED = Constraints()
 
 
 def base(method: Any) -> Any:
@@ -196,23 +171,23 @@ def limits(
             continue
         if group := grouping.leaves[number]:
             (named if number in own else found)[group] = tuple(completions(wish, shape, mesh))
-    operations = None
+    operations, moves = {}, None
     if isinstance(rest, Textbook):
         taken = {a for p in wishes.given_paths for axes in wishes.leaves[p].dims for a in axes or ()}
         free = tuple(a for a in mesh.axis_names if a not in taken)
         found |= _textbook(step, rest, mesh, free or mesh.axis_names, own)
         if free and not pins:
-            operations = textbook.textbook(step, rest, mesh, free, own)
+            operations, moves = textbook.limit_operations(step, rest, mesh, free, own)
             count = mesh.product(free)
-            if isinstance(operations, OverExamples) and textbook.share_in_pieces(step, count) > _MOST:
+            if operations and moves is None and textbook.share_in_pieces(step, count) > _MOST:
                 raise MicrobatchError(
                     f"most of the step works on fewer examples at a time than divide over {count} devices, or on a "
                     "number that does not: use a smaller num_microbatches, a larger batch, or method='auto'."
                 )
     pinned = {grouping.leaves[number]: (pin.layout,) for number, pin in pins.arguments.items()}
     layouts = found | named | {group: layouts for group, layouts in pinned.items() if group}
-    again = operations is not None and textbook.zero_stage(rest) == 3
-    return Constraints(layouts, operations, again, *_forbidden(step, wishes.forbidden))
+    again = bool(operations) and textbook.zero_stage(rest) == 3
+    return Constraints(layouts, operations, moves, again, *_forbidden(step, wishes.forbidden))
 
 
 _MOST = 0.5  # of the work of products

@@ -209,11 +209,10 @@ def has_all_plans_of(step: GroupedStep, cluster: Cluster, method: Method) -> boo
       OptionError: the method cannot be applied.
     """
     grouping, ((_, constraints),) = step.grouping, limits.admissible_meshes(step, cluster, method)
-    if constraints.operations is not None:
-        groups = [grouping.groups[index] for index in step.examples]
-        products = [group for group in groups if group.kind == "heavy" and grouping.ops[group.ops[0]].name in PRODUCTS]
-        if not all(map(constraints.operations.fills, products)):
-            return False
+    groups = [grouping.groups[index] for index in step.examples if index in constraints.limits]
+    products = [group for group in groups if group.kind == "heavy" and grouping.ops[group.ops[0]].name in PRODUCTS]
+    if not all(constraints.limits[group.index].fills for group in products):
+        return False
     return sum(1 for _ in strategies.classes(grouping, constraints)) == len(grouping.classes)
 
 

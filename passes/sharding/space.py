@@ -1,16 +1,17 @@
-"""The nouns of the integer program of one mesh: strategies, nodes, reshardings, assignments of axes, and wishes met."""
+"""The nouns of the integer program of one mesh: strategies, nodes, reshardings, assignments of axes, constraints."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
-from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
+from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, reshard_steps
 from alpa_lite.ir.strategy import Factor, StrategyGraph
 from alpa_lite.passes.costs.traffic import Moved
 from alpa_lite.passes.ir.remembered import memoise_method
@@ -194,6 +195,125 @@ def assignments(
             for place in usable:
                 if len(out[place]) == 2:
                     yield tuple(a[::-1] if i == place else a for i, a in enumerate(out))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The strategies that a method leaves to a group. Groups of one colour and of equal limits are tied.
+
+    Attributes:
+      axes: of the mesh: those that the method is about; strategies of the others are free.
+      examples: (factor, by how many examples it runs).
+      features: the factors that may be cut, if they hold no examples; None where examples are cut.
+      readers: of what reads a parameter, the factors that it is cut along over all axes, the first choice first.
+      blocks: whether blocks along one factor over all axes are allowed in addition to uncut tensors, or are preferred.
+      fills: whether only the strategies with the fewest idle axes count, if the group is a product.
+      fixed: the number and the only strategy of a group that a plan records.
+    """
+
+    axes: frozenset[str] = frozenset()
+    examples: tuple[tuple[int, int], ...] = ()
+    features: frozenset[int] | None = None
+    readers: tuple[frozenset[int], ...] | None = None
+    blocks: Literal["", "also", "instead"] = ""
+    fills: bool = False
+    fixed: tuple[int, Strategy | None] = (-1, None)
+
+    def select(self, group: Group, found: Sequence[Strategy], mesh: LogicalMesh) -> list[Strategy]:
+        """Returns those of a group's strategies that are left, of all that it could have.
+
+        Those that cut nothing over the axes are left where no others are; all, if there are none of these either.
+        """
+        if self.fixed[1] is not None:
+            # A method may fix what is left out where there is a choice, such as to leave axes of a cube idle.
+            free = group.kind in ("light", "linear") and len(self.fixed[1].axes) == len(group.factors)
+            return [self.fixed[1]] if free or self.fixed[1] in found else list(found)
+        if not self.axes:
+            return list(found)
+        cuts = [{f for f, axes in enumerate(s.axes) if self.axes.intersection(axes)} for s in found]
+        filling = [self.axes.issubset(itertools.chain(*s.axes)) for s in found]
+        uncut = [s for s, cut in zip(found, cuts, strict=True) if not cut] or list(found)
+        if self.features is not None:
+            for along in self.readers or ():
+                chosen = [s for s, cut, fills in zip(found, cuts, filling, strict=True) if fills and cut <= along]
+                if chosen:
+                    return chosen
+            free_factors = self.features.difference(f for f, _ in self.examples)
+            within = [s for s, cut in zip(found, cuts, strict=True) if cut <= free_factors]
+            return uncut if self.readers is not None else within or uncut
+        summed = [self.axes.isdisjoint(s.partial) for s in found]
+        if self.examples:
+            counts = dict(self.examples)
+            rows = zip(found, cuts, filling, summed, strict=True)
+            return [
+                s for s, cut, fills, whole in rows
+                if fills and whole and all(counts.get(f, 1) % mesh.product(s.axes[f]) == 0 for f in cut)
+            ] or uncut  # fmt: skip
+        blocks = [s for s, whole in zip(found, summed, strict=True) if whole and any(map(self.axes.issubset, s.axes))]
+        if self.blocks == "instead":
+            return blocks or uncut
+        return [*uncut, *blocks] if self.blocks else uncut
+
+
+@dataclass(frozen=True, eq=False)
+class MoveLimits:
+    """Reshardings that a method forbids over its axes.
+
+    Attributes:
+      unmoved: values that may only be cut. free: values that move as they must.
+      whole: (group, value) where the group must not take its block of a value that is whole.
+    """
+
+    axes: frozenset[str]
+    unmoved: frozenset[int]
+    free: frozenset[int]
+    whole: frozenset[tuple[int, int]]
+
+    def forbidden_kinds(self, values: Sequence[int]) -> frozenset[str]:
+        """Returns the kinds of steps by which some values must not be moved."""
+        if not self.free.isdisjoint(values):
+            return frozenset()
+        exchanges = frozenset({"reduce_scatter", "all_to_all", "collective_permute"})
+        return exchanges if self.unmoved.isdisjoint(values) else exchanges | {"all_reduce", "all_gather"}
+
+
+@dataclass(frozen=True, eq=False)
+class Constraints:
+    """All that the integer program of one mesh must respect; the rest is free.
+
+    Attributes:
+      layouts: of groups that are not free.
+      limits: of the strategies of groups, by a method or a recorded plan. moves: of reshardings.
+      gathers_again: whether parameters are gathered for the backward pass again, regardless of memory.
+      whole_factors: group -> those of its factors that must not be cut.
+      ungathered_values: values that must not be gathered.
+      ignored_constraints: operations of `ir.primitives.CONSTRAINT` that are not applied.
+    """
+
+    layouts: Mapping[int, tuple[Layout, ...]] = field(default_factory=dict)
+    limits: Mapping[int, Limit] = field(default_factory=dict)
+    moves: MoveLimits | None = None
+    gathers_again: bool = False
+    whole_factors: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    ungathered_values: frozenset[int] = frozenset()
+    ignored_constraints: frozenset[int] = frozenset()
+
+    def refuses(self, values: Sequence[int], src: Layout, dst: Layout, whole: bool) -> bool:
+        """Returns whether some values must not get from one layout to another.
+
+        `whole`: whether they must not be cut, too, for a use that is among `MoveLimits.whole`.
+        """
+        steps = reshard_steps(src, dst) or () if src != dst else ()
+        if not self.ungathered_values.isdisjoint(values) and any(step.kind == "all_gather" for step in steps):
+            return True
+        if self.moves is None:
+            return False
+        kinds = self.moves.forbidden_kinds(values)
+        kinds = kinds | {"slice"} if kinds and whole else kinds
+        return any(step.kind in kinds and self.moves.axes.intersection(step.axes) for step in steps)
+
+
+UNCONSTRAINED = Constraints()
 
 
 def fits(wish: Wish, shape: tuple[int, ...], mesh: LogicalMesh) -> str | None:

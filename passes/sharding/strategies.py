@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +22,21 @@ from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.sharding import space
-from alpa_lite.passes.sharding.costs import Moves, divides, find_gathers, group_terms, moves
+from alpa_lite.passes.sharding.costs import Moves, divides, group_terms, moves
 from alpa_lite.passes.sharding.groups import Group, Grouping
-from alpa_lite.passes.sharding.limits import UNCONSTRAINED, Constraints
-from alpa_lite.passes.sharding.space import Choices, Node, Reached, Resharding, Space, Strategy, assignments, layout_of
+from alpa_lite.passes.sharding.space import (
+    UNCONSTRAINED,
+    Choices,
+    Constraints,
+    Node,
+    Reached,
+    Resharding,
+    Space,
+    Strategy,
+    assignments,
+    layout_of,
+)
 from alpa_lite.passes.sharding.tables import GroupedStep, Passage, Tables
-from alpa_lite.passes.sharding.textbook import OverFeatures
 from alpa_lite.plan.pins import Wish
 
 
@@ -54,14 +63,12 @@ MERGING = frozenset({"cpu"})
 
 def classes(grouping: Grouping, constraints: Constraints = UNCONSTRAINED) -> Iterator[tuple[int, ...]]:
     """Tied groups; those that are constrained differently are told apart."""
-    operations = constraints.operations
+    tables = constraints.layouts, constraints.whole_factors, constraints.limits
     for members in grouping.classes.values():
         parts: dict[object, list[int]] = {}
         for member in members:
-            fixed = operations and operations.key(grouping.groups[member])
-            key = constraints.layouts.get(member), constraints.whole_factors.get(member), fixed
-            parts.setdefault(key, []).append(member)
-        yield from (tuple(part) for part in parts.values())
+            parts.setdefault(tuple([table.get(member) for table in tables]), []).append(member)
+        yield from map(tuple, parts.values())
 
 
 def _busiest(found: Sequence[Strategy]) -> list[Strategy]:
@@ -87,8 +94,7 @@ class _Builder:
         self.values: tuple[Value, ...] = step.traced.graph.values
         self.cost, self.mesh = cost, cost.mesh
         self.several_axes = sum(size > 1 for size in cost.mesh.shape) > 1
-        self.constraints, self.operations = constraints, constraints.operations
-        self.known = step.cache_for(cost)
+        self.constraints, self.known = constraints, step.cache_for(cost)
 
     def space(self, budget: float | None, regather: bool) -> Space:
         tables = self.step.tables(tuple(classes(self.grouping, self.constraints)), regather)
@@ -111,65 +117,55 @@ class _Builder:
     # -- strategies -----------------------------------------------------------------------------------------------
 
     def choices(self, group: Group) -> Choices:
-        """Returns the strategies of a group.
+        """Returns the strategies of a group that constraints leave as arrays, one for all groups that have the same.
 
-        Groups of one kind and equal factors share them unless an operation decides.
+        Products leave the fewest axes idle, since other strategies repeat the same work. On one axis, products of the
+        whole step that hold no examples, such as those of small weights, may do so, as those of textbook methods may.
         """
-        factors = len(group.factors)
-        if any(not isinstance(self.values[v].dtype, np.dtype) for v in self.step.homes_of.get(group.index, ())):
-            found: Sequence[Strategy] = [Strategy(((),) * factors)]  # collectives do not take random keys
-        elif group.kind == "heavy":
-            found = self.heavy_strategies(group)
+        index, limit = group.index, self.constraints.limits.get(group.index)
+        name = self.op(group).name if group.kind == "heavy" else ""
+        if any(not isinstance(self.values[v].dtype, np.dtype) for v in self.step.homes_of.get(index, ())):
+            found: Sequence[Strategy] = [Strategy(((),) * len(group.factors))]  # collectives do not take random keys
+        elif name == CONSTRAINT:
+            found = self.constrained_strategies(group)
         else:
-            free = self.known.get_or_make(
-                ("free", group.kind, self.factors(group)),
-                lambda: self.arrays(self.free_strategies(group), factors),
-            )
-            limit = self.constraints.layouts.get(group.index)
-            if limit is None and self.operations is None:
-                return free
-            found = self.limit_strategies(group, free.strategies, limit)
-        return self.arrays(found, factors)
-
-    def arrays(self, strategies: Iterable[Strategy], factors: int) -> Choices:
-        """Returns the strategies of a group of this many factors as arrays, one for all groups that have the same."""
-        some = tuple(strategies)
-        return self.known.get_or_make(("choices", factors, some), lambda: Choices(some, factors, self.mesh))
-
-    def limit_strategies(
-        self, group: Group, free: Sequence[Strategy], limit: Sequence[Layout] | None
-    ) -> Sequence[Strategy]:
-        """Those of the strategies of a group without an operation to ask that layouts, or else a method, allow."""
-        if limit is None:
-            return self.operations.filter_strategies(group, free) if self.operations and group.index else free
-        dims = self.grouping.homes[self.step.homes_of[group.index][0]].dims
-        found = [s for s in free if layout_of(dims, s) in limit]
-        known = {layout_of(dims, s) for s in found}  # a user may also ask for axes in another order
-        return found + [space.strategy_of(dims, layout, len(group.factors)) for layout in limit if layout not in known]
+            found = self.every_strategy(group)
+            if index in self.constraints.layouts and not name:
+                found = self.strategies_of_layouts(group, found, self.constraints.layouts[index])
+            elif limit is not None:
+                found = limit.select(group, found, self.mesh)
+            fills = self.several_axes or not (examples := self.step.examples) or index in examples
+            if name in PRODUCTS and (fills if limit is None else limit.fills):
+                found = _busiest(found)
+        some = len(group.factors), tuple(found)
+        return self.known.get_or_make(("choices", *some), lambda: Choices(some[1], some[0], self.mesh))
 
     def factors(self, group: Group) -> tuple[Factor, ...]:
         """Returns the factors of a group; those that must not be cut are marked so."""
         whole = self.constraints.whole_factors.get(group.index, ())
         return tuple([Factor(f.size, "replicate") if i in whole else f for i, f in enumerate(group.factors)])
 
-    def heavy_strategies(self, group: Group) -> Sequence[Strategy]:
-        """Returns the assignments that have a local form; for products, those that leave the fewest axes idle.
+    def every_strategy(self, group: Group) -> Sequence[Strategy]:
+        """Returns all strategies of a group: of a heavy one those that have a local form.
 
-        The others repeat the same work. On one axis, products of the whole step that hold no examples, such as those of
-        small weights, may do so, as those of textbook methods may. A user's constraint on a value leaves the strategies
-        that meet it.
+        Groups of one kind and equal factors share them unless an operation decides.
         """
-        op, factors, operations = self.op(group), self.factors(group), self.operations
-        if op.name == CONSTRAINT:
-            return self.constrained_strategies(group)
-        found: Sequence[Strategy] = self.known.get_or_make(
-            ("assigned", op.key, factors),
+        factors = self.factors(group)
+        if group.kind != "heavy":
+            return self.known.get_or_make(("free", group.kind, factors), lambda: self.free_strategies(group, factors))
+        return self.known.get_or_make(
+            ("assigned", self.op(group).key, factors),
             lambda: tuple([Strategy(a) for a in assignments(factors, self.mesh) if self.form(group, a) is not None]),
         )
-        fills = self.several_axes or not (examples := self.step.examples) or group.index in examples
-        if operations is not None:
-            found, fills = operations.filter_strategies(group, found), operations.fills(group)
-        return _busiest(found) if fills and op.name in PRODUCTS else found
+
+    def strategies_of_layouts(
+        self, group: Group, free: Sequence[Strategy], layouts: Sequence[Layout]
+    ) -> Sequence[Strategy]:
+        """Returns the strategies of a group that give its first value one of some layouts."""
+        dims = self.grouping.homes[self.step.homes_of[group.index][0]].dims
+        found = [s for s in free if layout_of(dims, s) in layouts]
+        known = {layout_of(dims, s) for s in found}  # a user may also ask for axes in another order
+        return found + [space.strategy_of(dims, la, len(group.factors)) for la in layouts if la not in known]
 
     def constrained_strategies(self, group: Group) -> list[Strategy]:
         """Returns the strategies that meet the user's constraint on a value; all where this mesh cannot meet it."""
@@ -178,13 +174,12 @@ class _Builder:
         shape, dims = self.values[value].shape, self.grouping.homes[value].dims
         wish = Wish(op.params["dims"], op.params["why"])
         if op.index in self.constraints.ignored_constraints or space.fits(wish, shape, self.mesh) is not None:
-            return self.free_strategies(group)
+            return self.free_strategies(group, self.factors(group))
         found = dict.fromkeys(space.completions(wish, shape, self.mesh))
         return [space.strategy_of(dims, layout, len(group.factors)) for layout in found]
 
-    def free_strategies(self, group: Group) -> list[Strategy]:
+    def free_strategies(self, group: Group, factors: Sequence[Factor]) -> list[Strategy]:
         """Returns the strategies of leaves, light and linear groups, which have no operation of their own to ask."""
-        factors = self.factors(group)
         if group.kind == "linear":
             every = list(assignments(factors, self.mesh))
             axes = [a for a in self.mesh.axis_names if self.mesh.axis_size(a) > 1]
@@ -279,7 +274,7 @@ class _Builder:
 
     def transfers(self, tables: Tables, choices: Sequence[Choices]) -> Iterator[_Move]:
         """Yields the transfers of the program that cost anything."""
-        tensor = self.operations if isinstance(self.operations, OverFeatures) else None
+        constraints, limits = self.constraints, self.constraints.moves
         for passage in tables.passages:
             first, count, trips = passage.values[0], len(passage.values), passage.demands[0].trips
             made = self.produced_layouts(first, choices[passage.src])
@@ -292,20 +287,16 @@ class _Builder:
             ends: dict[tuple[int, bytes], np.ndarray] = {}
             goals: dict[tuple[Layout, bool], int] = {}
             for node, demand, some in zip(nodes, passage.demands, asked, strict=True):
-                numbers = []
-                for layout in some.layouts:
-                    follows = tensor is not None and tensor.follows(demand, layout)
-                    numbers.append(goals.setdefault((layout, follows), len(goals)))
-                klass = np.array(numbers)[some.klass]
+                uncut = limits.axes if limits and (demand.group, demand.value) in limits.whole else frozenset()
+                wanting = [(layout, not uncut.isdisjoint(layout.used_axes)) for layout in some.layouts]
+                klass = np.array([goals.setdefault(goal, len(goals)) for goal in wanting])[some.klass]
                 ends.setdefault((node, klass.tobytes()), klass)
             wanted = tuple([layout for layout, _ in goals])
             case = shape, nbytes, made.layouts, wanted
             known = self.known.get_or_make(("moves", *case), lambda case=case: moves(self.cost, *case))
             matrix = known.joint * tables.shares.get((first, passage.phase), 1.0) + known.alpha + known.beta * nbytes
-            if not self.constraints.ungathered_values.isdisjoint(passage.values):
-                matrix = np.where(find_gathers(made.layouts, wanted), math.inf, matrix)
-            refused = tensor and tensor.forbidden_moves(passage.values, made.layouts, [*goals])
-            if refused is not None:
+            if limits or not constraints.ungathered_values.isdisjoint(passage.values):
+                refused = [[constraints.refuses(passage.values, src, *goal) for goal in goals] for src in made.layouts]
                 matrix = np.where(refused, math.inf, matrix)
             if matrix.any():
                 move = Resharding(first, made.layouts, wanted, count, trips)

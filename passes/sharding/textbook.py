@@ -24,163 +24,20 @@ softmax is gathered before or after) are decided by the cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 
 import jax.numpy as jnp
-import numpy as np
 
 from alpa_lite.ir.graph import Traced
-from alpa_lite.ir.layout import Layout, LogicalMesh, reshard_steps
+from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.methods import DataParallel, TensorParallel, Zero
 from alpa_lite.passes.ir.primitives import DECIDING, PRODUCTS, UNFUSED
 from alpa_lite.passes.sharding import connected, kinds
 from alpa_lite.passes.sharding.groups import Demand, Group, Grouping, factors_in
-from alpa_lite.passes.sharding.space import Strategy
+from alpa_lite.passes.sharding.space import Limit, MoveLimits
 from alpa_lite.passes.sharding.tables import GroupedStep
 
 Textbook = DataParallel | Zero | TensorParallel
-
-
-@dataclass(frozen=True, eq=False)
-class Operations:
-    """The strategies that a method allows for operations."""
-
-    def key(self, group: Group) -> Hashable:
-        """Groups of one colour and equal keys are allowed the same."""
-        raise NotImplementedError
-
-    def filter_strategies(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
-        """Returns those of a group's strategies that are allowed, of all that it could have."""
-        raise NotImplementedError
-
-    def fills(self, group: Group) -> bool:
-        """Returns whether only the kept strategies with the fewest idle axes count, if the group is a product."""
-        del group
-        return False
-
-
-@dataclass(frozen=True, eq=False)
-class _Textbook(Operations):
-    """Common parts of the two families of textbook methods.
-
-    Attributes:
-      mesh, axes: the mesh, and those of its axes that the method is about; strategies of the others are free.
-      examples: as of `connected.examples`.
-    """
-
-    mesh: LogicalMesh
-    axes: frozenset[str]
-    examples: Mapping[int, Mapping[int, int]]
-
-    def cut_factors(self, strategy: Strategy) -> set[int]:
-        """Returns the factors that axes of the method cut."""
-        return {f for f, axes in enumerate(strategy.axes) if self.axes.intersection(axes)}
-
-    def uses_all(self, strategy: Strategy) -> bool:
-        """Returns whether every axis of the method cuts some factor."""
-        return self.axes.issubset(a for axes in strategy.axes for a in axes)
-
-    def select_uncut(self, found: Sequence[Strategy]) -> list[Strategy]:
-        """Returns the strategies that cut nothing over the method's axes; all if there is none."""
-        return [s for s in found if not self.cut_factors(s)] or list(found)
-
-
-@dataclass(frozen=True, eq=False)
-class OverExamples(_Textbook):
-    """DataParallel and Zero.
-
-    Attributes:
-      stage: of ZeRO; 0 for DataParallel.
-      ports: the groups of parameters within loops, which stage 3 holds in blocks.
-    """
-
-    stage: int = 0
-    ports: frozenset[int] = frozenset()
-
-    def key(self, group: Group) -> Hashable:
-        """As of `Operations`."""
-        return tuple(sorted(self.examples.get(group.index, {}).items())), group.index in self.ports
-
-    def filter_strategies(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
-        """As of `Operations`."""
-        summed = [s for s in found if not self.axes.intersection(s.partial)]
-        counts = self.examples.get(group.index)
-        if counts:
-            return [s for s in summed if self.uses_all(s) and self._by_examples(s, counts)] or self.select_uncut(found)
-        whole = self.select_uncut(found)
-        blocks = [s for s in summed if any(self.axes.issubset(axes) for axes in s.axes)]
-        if group.index in self.ports:
-            return blocks or whole
-        adds_up = group.kind == "linear" and group.trips > 1
-        return whole if not self.stage or (self.stage == 1 and adds_up) else [*whole, *blocks]
-
-    def fills(self, group: Group) -> bool:
-        """As of `Operations`."""
-        return group.index in self.examples
-
-    def _by_examples(self, strategy: Strategy, counts: Mapping[int, int]) -> bool:
-        """Returns whether the axes of the method cut into whole examples."""
-        return all(counts.get(f, 1) % self.mesh.product(strategy.axes[f]) == 0 for f in self.cut_factors(strategy))
-
-
-@dataclass(frozen=True, eq=False)
-class OverFeatures(_Textbook):
-    """TensorParallel.
-
-    Attributes:
-      features: group -> the factors that hang together with dims of parameters.
-      readers: group -> what a product or a gather that reads a parameter is cut along, the first choice first.
-      unmoved_values: values that do not move: parameters, their other forms, new parameters, and gradients.
-      free_values: values that move as they must: the user says where they are, or what reads them cannot be cut.
-      followers: groups of elementwise operations and reductions over examples.
-      floats: values that are differentiated.
-    """
-
-    features: Mapping[int, frozenset[int]]
-    readers: Mapping[int, tuple[frozenset[int], ...]]
-    unmoved_values: frozenset[int]
-    free_values: frozenset[int]
-    followers: frozenset[int]
-    floats: frozenset[int]
-
-    def key(self, group: Group) -> Hashable:
-        """As of `Operations`."""
-        mine = frozenset(self.examples.get(group.index, ()))
-        return mine, self.features.get(group.index, frozenset()), self.readers.get(group.index)
-
-    def filter_strategies(self, group: Group, found: Sequence[Strategy]) -> list[Strategy]:
-        """As of `Operations`."""
-        for along in self.readers.get(group.index, ()):
-            cut = [s for s in found if self.cut_factors(s) <= along and self.uses_all(s)]
-            if cut:
-                return cut
-        if group.index in self.readers:
-            return self.select_uncut(found)
-        along = self.features.get(group.index, frozenset()) - self.examples.get(group.index, {}).keys()
-        return [s for s in found if self.cut_factors(s) <= along] or list(found)
-
-    def follows(self, demand: Demand, layout: Layout) -> bool:
-        """Returns whether who wants a value in a layout must not take its block of a whole one.
-
-        Operations between the products of two pairs are done whole, like what they make.
-        """
-        return demand.group in self.followers and demand.value in self.floats and bool(self.axes & layout.used_axes)
-
-    def forbidden_moves(
-        self, values: Sequence[int], made: Sequence[Layout], wanted: Sequence[tuple[Layout, bool]]
-    ) -> np.ndarray | None:
-        """[made, wanted] which moves of some values are not allowed; None where all are. With each goal, `follows`."""
-        if not self.free_values.isdisjoint(values):
-            return None
-        usual = {"slice"} if not self.unmoved_values.isdisjoint(values) else {"slice", "all_reduce", "all_gather"}
-        out = np.zeros((len(made), len(wanted)), dtype=bool)
-        for j, (dst, follows) in enumerate(wanted):
-            allowed = usual - {"slice"} if follows else usual
-            for i, src in enumerate(made):
-                steps = () if src == dst else reshard_steps(src, dst) or ()
-                out[i, j] = any(step.kind not in allowed and self.axes.intersection(step.axes) for step in steps)
-        return out
 
 
 def zero_stage(method: Textbook) -> int:
@@ -188,27 +45,51 @@ def zero_stage(method: Textbook) -> int:
     return method.stage if isinstance(method, Zero) else 0
 
 
-def textbook(
+def limit_operations(
     step: GroupedStep, method: Textbook, mesh: LogicalMesh, axes: Sequence[str], named: frozenset[int] = frozenset()
-) -> Operations | None:
-    """Returns the strategies that a method allows for operations; None where all are free: no batch, or one device.
+) -> tuple[dict[int, Limit], MoveLimits | None]:
+    """Returns the strategies of each group and the moves of values that a method allows; nothing where all are free.
+
+    All are free without a batch, and on one device.
 
     Args:
       axes: of the mesh: those that the method is about.
       named: arguments, by number, that the user constrains.
     """
-    traced, grouping, counts = step.traced, step.grouping, step.examples
     over = frozenset(axis for axis in axes if mesh.axis_size(axis) > 1)
-    if not counts or not over:
-        return None
-    block = traced.graph.block
-    forms = kinds.forms(traced)
-    if not isinstance(method, TensorParallel):
-        stage = zero_stage(method)
-        ports = {grouping.homes[v].group for v in forms if v in grouping.homes} if stage == 3 else set()
-        leaves = {g for g in ports if grouping.groups[g].kind == "leaf"} - {0}
-        return OverExamples(mesh, over, counts, stage, frozenset(leaves))
-    read = kinds.parameters(traced) | forms
+    if not step.examples or not over:
+        return {}, None
+    if isinstance(method, TensorParallel):
+        return _over_features(step, over, mesh.product(tuple(over)), named)
+    return _over_examples(step, over, zero_stage(method)), None
+
+
+def _over_examples(step: GroupedStep, over: frozenset[str], stage: int) -> dict[int, Limit]:
+    """Returns the limits of DataParallel and Zero; stage 3 has parameters within loops in blocks."""
+    grouping = step.grouping
+    held = {grouping.homes[v].group for v in kinds.forms(step.traced) if stage == 3 and v in grouping.homes}
+    out = {}
+    for group in grouping.groups[1:]:
+        examples = tuple(sorted(step.examples.get(group.index, {}).items()))
+        adds_up = group.kind == "linear" and group.trips > 1
+        blocks = "also" if stage and not (stage == 1 and adds_up) else ""
+        if group.index in held and group.kind == "leaf":
+            blocks = "instead"
+        out[group.index] = Limit(over, examples, blocks=blocks, fills=bool(examples))
+    return out
+
+
+def _over_features(
+    step: GroupedStep, over: frozenset[str], parts: int, named: frozenset[int]
+) -> tuple[dict[int, Limit], MoveLimits]:
+    """Returns the limits of TensorParallel: what groups are cut along, and what does not move.
+
+    Operations between the products of two pairs are done whole, like what they make: they do not take their blocks of
+    whole values.
+    """
+    traced, grouping, block = step.traced, step.grouping, step.traced.graph.block
+    parameters = kinds.parameters(traced)
+    read = parameters | kinds.forms(traced)
     new = {a for out, _ in traced.state if isinstance(a := block.outputs[out], int) and step.kinds.get(a) == "params"}
     gradients = {value for value, kind in step.kinds.items() if kind == "gradients"}
     if _updates_read_whole_values(step, read):
@@ -216,20 +97,23 @@ def textbook(
     free = {block.inputs[number] for number in named}
     for op in step.constraints:
         free.update(a for a in (*op.operands, *op.results) if isinstance(a, int))
-    parts = mesh.product(tuple(over))
     free |= {demand.value for demand in _reading(step, read) if not _divides(step, demand, parts)}
-    homes = [grouping.homes[v] for v in kinds.parameters(traced)]
+    homes = [grouping.homes[v] for v in parameters]
     places = [(home.group, f) for home in homes if home.group for f in factors_in(home.dims)]
-    dtypes = enumerate(value.dtype for value in traced.graph.values)
-    return OverFeatures(
-        mesh, over, counts,
-        features=group_factors(connected.find_connected_factors(grouping, places)),
-        readers=_readers(step, read),
-        unmoved_values=frozenset(read | new | gradients),
-        free_values=frozenset(free),
-        followers=frozenset(index for index in counts if _follows(grouping, grouping.groups[index])),
-        floats=frozenset(value for value, dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)),
-    )  # fmt: skip
+    features, readers = group_factors(connected.find_connected_factors(grouping, places)), _readers(step, read)
+    limits = {
+        g: Limit(
+            over,
+            tuple((f, 1) for f in sorted(step.examples.get(g, ()))),
+            features.get(g, frozenset()),
+            readers.get(g),
+        )
+        for g in range(1, len(grouping.groups))
+    }
+    floats = {v for v, value in enumerate(traced.graph.values) if jnp.issubdtype(value.dtype, jnp.inexact)}
+    following = {index for index in step.examples if _follows(grouping, grouping.groups[index])}
+    uncut = frozenset((d.group, d.value) for d in grouping.demands if d.group in following and d.value in floats)
+    return limits, MoveLimits(over, frozenset(read | new | gradients), frozenset(free), uncut)
 
 
 def _follows(grouping: Grouping, group: Group) -> bool:

@@ -16,7 +16,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks.hlo_text import read_hlo
-from alpa_lite.passes.sharding import limits, mesh_program, strategies
+from alpa_lite.passes.sharding import limits, mesh_program, space, strategies
 from gallery.batches import f32, normal
 from gallery.steps import sgd
 from tests import comparing
@@ -129,8 +129,7 @@ def test_the_search_has_every_strategy_of_data_parallelism_on_one_axis(fun: Any,
     assert within == (name != "tensor")
     ((mesh, constraints),) = limits.admissible_meshes(grouped, H100, method)
     free, own = (
-        strategies.build(grouped, MeshCost(H100, mesh), constraints=some)
-        for some in (limits.UNCONSTRAINED, constraints)
+        strategies.build(grouped, MeshCost(H100, mesh), constraints=some) for some in (space.UNCONSTRAINED, constraints)
     )
     if not within:
         return
