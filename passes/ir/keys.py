@@ -81,20 +81,16 @@ class Keys:
           weak: whether it counts which conversions make weak types.
         """
 
-        def text(op: Op) -> str:
-            if weak:
-                return op.key if numbers else key_without_position(op, values)
-            head = self.head(op.primitive, op.params, structured=True) if op.bodies else op.key
-            return _WEAK.sub("", head) + ",".join(self.block(body, values, weak=False) for body in op.bodies)
-
         def wired(op: Op) -> tuple[str, Sequence[Any], Sequence[Any]]:
-            if numbers or not _has_numbers(op):
-                return text(op), op.operands, op.results
-            return (
-                self.without_numbers(op, values),
-                [None if isinstance(a, Lit) else a for a in op.operands],
-                op.results,
-            )
+            text, operands = op.key, op.operands
+            if not weak:
+                head = self.head(op.primitive, op.params, structured=True) if op.bodies else op.key
+                text = _WEAK.sub("", head) + ",".join(self.block(body, values, weak=False) for body in op.bodies)
+            elif not numbers and op.name in _NUMBERED and any(isinstance(a, Lit) for a in op.operands):
+                text, operands = self.without_numbers(op, values), [None if isinstance(a, Lit) else a for a in operands]
+            elif not numbers:
+                text = key_without_position(op, values)
+            return text, operands, op.results
 
         types = [",".join([self.type_of(values(value)) for value in block.inputs])]
         return self._digest_of(types, block.inputs, map(wired, block.ops), block.outputs)
@@ -115,22 +111,17 @@ class Keys:
         """
         local: dict[Any, int] = {}
 
-        def name(atom: Any) -> str:
-            if isinstance(atom, Lit):
-                return self._operand(atom)
-            return "L" if atom is None else f"%{local[atom]}"
+        def names(atoms: Iterable[Any]) -> str:
+            return ",".join(
+                ["L" if a is None else self._operand(a) if isinstance(a, Lit) else f"%{local[a]}" for a in atoms]
+            )
 
-        def define(values: Iterable[Any]) -> None:
-            for value in values:
-                local[value] = len(local)
-
-        define(inputs)
         lines = list(head)
-        for text, operands, results in ops:
-            lines.append(f"{text}:{','.join([name(atom) for atom in operands])}")
-            define(results)
-        lines.append(",".join([name(atom) for atom in outputs]))
-        return _digest("\n".join(lines).encode())
+        for text, operands, results in (("", (), inputs), *ops):
+            lines += [f"{text}:{names(operands)}"] if text else []
+            for value in results:
+                local[value] = len(local)
+        return _digest("\n".join([*lines, names(outputs)]).encode())
 
     def without_numbers(self, op: Op, values: Callable[[int], Value]) -> str:
         """Returns the key of an operation without the numbers that it has as literals."""
@@ -269,11 +260,6 @@ def key_without_position(op: Op, values: Callable[[int], Value]) -> str:
 
 _NUMBERED = primitives.ELEMENTWISE | {"dynamic_slice"}
 """Operations of which it does not matter how they are computed which number a literal is."""
-
-
-def _has_numbers(op: Op) -> bool:
-    """Returns whether an operation has literals that change its results, but not the computation of them."""
-    return op.name in _NUMBERED and any(isinstance(a, Lit) for a in op.operands)
 
 
 def _differ(one: Any, other: Any) -> bool:

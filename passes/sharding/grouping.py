@@ -103,7 +103,7 @@ class _Builder:
             self.clock += 1
             depth = self.clock
             if self.known.get_or_make(("outside", op.key), lambda op=op: needs_outside(op)):
-                self.member(op, self.form(op, groups.opaque_rule(op, self.values)), 0, (), trips)
+                self.fix(op, trips)
             elif op.name in REGIONS:
                 REGIONS[op.name](self, op, trips)
             else:
@@ -115,9 +115,10 @@ class _Builder:
     def scan(self, op: Op, trips: int) -> None:
         view = ScanView(op)
         inner = trips * max(1, view.length)
-        kinds = ["const"] * view.num_consts + ["carry"] * view.num_carry + ["xs"] * len(view.inputs.xs)
-        for atom, value, kind in zip(op.operands, view.body.inputs, kinds, strict=True):
-            self.port(atom, value, trips, kind, times=inner, stacked=kind == "xs")
+        carry = [(one.start, one.input) for one in view.carries]
+        for kind, pairs in (("const", view.consts), ("carry", carry), ("xs", view.xs)):
+            for atom, value in pairs:
+                self.port(atom, value, trips, kind, times=inner, stacked=kind == "xs")
         self.body(view.body, inner)
         self.clock += 1
         for one in view.carries:
@@ -138,7 +139,7 @@ class _Builder:
             self.port(atom, value, trips, "const")
         for atom, value, seen in zip(init, carried, asked, strict=True):
             port = self.port(atom, value, trips, "carry")
-            self.enter(seen, port, self.homes[value].dims)
+            self.adopt(seen, port, self.homes[value].dims)
         self.body(cond, trips)
         self.want(cond.outputs[0], 0, (), trips)
         self.body(body, trips)
@@ -154,7 +155,7 @@ class _Builder:
             first = op.bodies[0].inputs[i]
             port = self.port(atom, first, trips, "operand")
             for branch in op.bodies[1:]:
-                self.enter(branch.inputs[i], port, self.homes[first].dims)
+                self.adopt(branch.inputs[i], port, self.homes[first].dims)
         for branch in op.bodies:
             self.body(branch, trips)
         self.clock += 1
@@ -181,13 +182,8 @@ class _Builder:
 
     def leaf(self, value: int, trips: int, name: str) -> int:
         index, dims = self.new_leaf(self.values[value].shape, trips, name, value in self.linear.values)
-        self.enter(value, index, dims, "leaf")
+        self.adopt(value, index, dims, "leaf")
         return index
-
-    def enter(self, value: int, index: int, dims: Dims, likeness: str = "") -> None:
-        """Adopts an input of a block."""
-        self.adopt(value, index, dims, likeness)
-        self.defined[value] = self.depth[value] = self.clock
 
     def port(self, atom: Atom, value: int, trips: int, name: str, *, times: int = 0, stacked: bool = False) -> int:
         """Returns a leaf for `value`, an input of a nested body that runs `times` times, wanted from `atom` outside."""
@@ -197,9 +193,11 @@ class _Builder:
         return index
 
     def adopt(self, value: int, index: int, dims: Dims, likeness: str = "") -> None:
+        """Gives a value its home, and defines it here."""
         draft = self.drafts[index]
-        dims = dims if index else ((),) * len(dims)
+        dims = dims if index else ((),) * len(self.values[value].shape)
         self.homes[value] = Home(index, dims, draft.values, likeness or f"slot {draft.values}")
+        self.defined[value] = self.depth[value] = self.clock
         draft.values += 1
 
     def want(
@@ -226,19 +224,18 @@ class _Builder:
 
     # -- straight-line operations ---------------------------------------------------------------------------------
 
-    def form(self, op: Op, rule: Rule) -> Form:
-        """Returns the properties that an operation's key determines; `rule` is always the same for a key."""
-        return self.known.get_or_make(("form", op.key), lambda: groups.form_of(op, rule, self.values))
+    def form(self, op: Op) -> Form:
+        """Returns the properties that an operation's key determines."""
+        return self.known.get_or_make(("form", op.key), lambda: groups.form_of(op, self.rules[op.key], self.values))
 
     def place_op(self, op: Op, trips: int) -> int:
         """Places an operation without a region; returns its depth."""
-        form = self.form(op, self.rules[op.key])
-        rule, operands = form.rule, [atom for atom in op.operands if isinstance(atom, int)]
-        lazy = form.lazy == "as operands" and all(atom in self.lazy for atom in operands)
+        form = self.form(op)
+        rule, lazy = form.rule, form.lazy == "as operands" and all(atom in self.lazy for atom in op.reads)
         if op.name == "optimization_barrier":
             self.barrier(op)
         elif rule.source == "opaque" or not (rule.factors or op.index in self.linear.ops or flow.makes_zeros(op)):
-            self.member(op, form, 0, (), trips)
+            self.fix(op, trips)
         elif lazy or form.lazy == "always":
             self.lazy.update({value: (op.index, i) for i, value in enumerate(op.results)})
         elif op.index in self.linear.ops:
@@ -247,13 +244,13 @@ class _Builder:
             self.place_light(op, form, trips)
         else:
             self.start_group("heavy", op, form, trips)
-        return 1 + max([self.depth.get(atom, 0) for atom in operands], default=0)
+        return 1 + max([self.depth.get(atom, 0) for atom in op.reads], default=0)
 
     def barrier(self, op: Op) -> None:
         """Each result stays in its operand's home: a barrier moves nothing."""
         for atom, result in zip(op.operands, op.results, strict=True):
             if isinstance(atom, Lit):
-                self.adopt(result, 0, ((),) * len(self.values[result].shape))
+                self.adopt(result, 0, ())
             elif atom in self.lazy:
                 self.lazy[result] = self.lazy[atom]
             else:
@@ -289,32 +286,37 @@ class _Builder:
         else:
             self.member(op, form, index, factors, trips)
 
+    def fix(self, op: Op, trips: int) -> None:
+        """Makes an op a member of the fixed group: it takes and gives whole values."""
+        for k, atom in enumerate(op.operands):
+            self.want(atom, 0, (), trips, op.index, k)
+        for value in op.results:
+            self.adopt(value, 0, ())
+        self.drafts[0].ops.append(op.index)
+        self.drafts[0].op_factors.append(())
+
     def member(self, op: Op, form: Form, index: int, factors: tuple[int, ...], trips: int) -> None:
         """Makes an op a member of a group: its demands, the homes of its results, and the group's signature."""
-        draft, homes, key = self.drafts[index], self.homes, form.key
-        own = factors if index else None
-        operands, results = self.known.get_or_make(("placed", op.key, own), lambda: form.placed_dims(own))
-        inside = draft.kind in ("light", "leaf")
+        draft = self.drafts[index]
+        operands, results = self.known.get_or_make(("placed", op.key, factors), lambda: form.placed_dims(factors))
         refs: list[Any] = []
         likes: list[Any] = []
         wanted: list[int] = []
-        for k, atom in enumerate(op.operands):
+        for k, (atom, dims) in enumerate(zip(op.operands, operands, strict=True)):
             if isinstance(atom, Lit):
                 refs.append("lit")
                 likes.append("lit")
                 continue
-            dims = operands[k]
-            if inside:
-                home = homes.get(atom)
-                if home is not None and home.group == index and home.dims == dims:
-                    refs.append(home.slot)
-                    likes.append(home.likeness)
-                    continue
+            home = self.homes.get(atom) if draft.kind in ("light", "leaf") else None
+            if home is not None and home.group == index and home.dims == dims:
+                refs.append(home.slot)
+                likes.append(home.likeness)
+                continue
             lazy = self.lazy_signature(atom)
             refs.append(("want", draft.wants + len(wanted), dims, lazy))
             likes.append(("want", dims, lazy))
             wanted.append(k)
-        likeness = self.digests[key, tuple(likes), factors]
+        likeness = self.digests[form.key, tuple(likes), factors]
         for k in wanted:
             place = "" if op.name in primitives.JOINING else f" {k}"
             self.want(op.operands[k], index, operands[k], trips, op.index, k, likeness + place)
@@ -322,10 +324,9 @@ class _Builder:
             self.adopt(value, index, results[k], f"{likeness} {k}")
         draft.ops.append(op.index)
         draft.op_factors.append(factors)
-        if index:
-            draft.signature.append((key, tuple(refs), factors))
-            if len(draft.ops) == 1 and draft.kind == "light":
-                draft.name = op.name
+        draft.signature.append((form.key, tuple(refs), factors))
+        if len(draft.ops) == 1 and draft.kind == "light":
+            draft.name = op.name
 
     @memoise_method
     def lazy_signature(self, atom: int) -> Any:

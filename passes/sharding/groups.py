@@ -173,12 +173,10 @@ class Form:
     lazy: Literal["", "always", "as operands"]
     whole_operands: tuple[int, ...]
 
-    def placed_dims(self, factors: tuple[int, ...] | None) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
-        """The dims of operands and of results by the factors of a group that those of the rule are, if of any."""
+    def placed_dims(self, factors: tuple[int, ...]) -> tuple[tuple[Dims, ...], tuple[Dims, ...]]:
+        """The dims of operands and of results by the factors of a group that those of the rule are."""
 
         def placed(tensors: Sequence[Dims]) -> tuple[Dims, ...]:
-            if factors is None:
-                return tuple(((),) * len(dims) for dims in tensors)
             return tuple(tuple(tuple(factors[f] for f in dim) for dim in dims) for dims in tensors)
 
         return placed(self.rule.operands), placed(self.rule.results)
@@ -190,30 +188,20 @@ class Form:
         return tuple(of[f] for f in range(count)) if len(of) == count else None
 
 
-def opaque_rule(op: Op, values: Sequence[Value]) -> Rule:
-    """Returns the rule of an operation that takes and gives whole values."""
-    operands = tuple(() if isinstance(a, Lit) else ((),) * len(values[a].shape) for a in op.operands)
-    return Rule((), operands, tuple(((),) * len(values[v].shape) for v in op.results), "opaque")
-
-
 def form_of(op: Op, rule: Rule, values: Sequence[Value]) -> Form:
     """Returns the properties that an operation and its rule determine."""
     light = is_light(rule, op)
     lazy: Literal["", "always", "as operands"] = ""
     if len(op.results) == 1 and all(len(dim) <= 1 for dims in (*rule.operands, *rule.results) for dim in dims):
-        tensors = any(not isinstance(atom, Lit) for atom in op.operands)
-        lazy = "always" if is_lazy_source(op, values) else "as operands" if light and tensors else ""
+        source = op.operands[0] if op.name == "broadcast_in_dim" else None
+        grows = isinstance(source, int) and values[op.results[0]].nbytes > values[source].nbytes
+        if op.name == "iota" or isinstance(source, Lit) or grows:  # a large value out of nothing, or of a small one
+            lazy = "always"
+        elif light and op.reads:
+            lazy = "as operands"
     every = factors_in(*rule.results)
     whole = tuple(k for k, dims in enumerate(rule.operands) if every <= factors_in(dims))
     return Form(rule, keys.key_without_position(op, values.__getitem__), light, lazy, whole)
-
-
-def is_lazy_source(op: Op, values: Sequence[Value]) -> bool:
-    """Returns whether an operation makes a large value out of nothing, or out of a small one."""
-    if op.name == "broadcast_in_dim":
-        source = op.operands[0]
-        return isinstance(source, Lit) or values[op.results[0]].nbytes > values[source].nbytes
-    return op.name == "iota"
 
 
 def keeps_dims(rule: Rule) -> bool:

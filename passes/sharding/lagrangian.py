@@ -24,7 +24,6 @@ import numpy as np
 from alpa_lite.cluster import Cluster
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import InfeasibleError
-from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.strategy import Solution
 from alpa_lite.passes.sharding import strategies
 from alpa_lite.passes.sharding.limits import Admitted
@@ -70,15 +69,10 @@ class LagrangianSearch:
     max_work: int
     gap: float
 
-    @property
-    def meshes(self) -> tuple[LogicalMesh, ...]:
-        """Those of the programs."""
-        return tuple(program.space.mesh for program in self.programs)
-
     def reset(self) -> LagrangianSearch:
         """The same programs, of which nothing is known but rough solutions: what is found depends on a price alone."""
-        spaces = [program.space for program in self.programs]
-        return replace(_solve_roughly(spaces, self.max_work, self.gap), unit=self.unit)
+        again = _solve_roughly([program.space for program in self.programs], self.max_work, self.gap)
+        return replace(again, unit=self.unit)
 
     @property
     def fastest_figures(self) -> tuple[float, float]:
@@ -97,13 +91,12 @@ class LagrangianSearch:
         Mesh shapes that are much slower with memory for nothing are not tried at a price.
         """
         fastest = min(program.rough_solution.objective for program in self.programs)
-        is_known = [
-            not price and (one.rough_solution.gap <= self.gap or one.rough_solution.bound >= fastest)
-            for one in self.programs
-        ]
-        solutions = {one: one.rough_solution for one, known in zip(self.programs, is_known, strict=True) if known}
+        solutions: dict[MeshAtPrices, Solution] = {}
         for one in self.programs:
-            if one not in solutions and one.rough_solution.objective <= MAX_SLOWDOWN * fastest:
+            rough = one.rough_solution
+            if not price and (rough.gap <= self.gap or rough.bound >= fastest):
+                solutions[one] = rough
+            elif rough.objective <= MAX_SLOWDOWN * fastest:
                 solutions[one] = _solve_at(one.state, price * self.unit, self.max_work, self.gap / max(1.0, price))
         best = min(solutions, key=lambda one: solutions[one].objective)
         least, peak = best.figures(solutions[best].choice)

@@ -19,6 +19,7 @@ from alpa_lite.ir.layout import Axes, Layout
 from alpa_lite.ir.strategy import Buffers, Factor, StrategyGraph, Transfer
 from alpa_lite.passes.costs.flops import working_dtype
 from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS
+from alpa_lite.passes.ir.remembered import Memo
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.sharding import space
@@ -94,7 +95,7 @@ class _Builder:
         self.values: tuple[Value, ...] = step.traced.graph.values
         self.cost, self.mesh = cost, cost.mesh
         self.several_axes = sum(size > 1 for size in cost.mesh.shape) > 1
-        self.constraints, self.known = constraints, step.cache_for(cost)
+        self.constraints, self.known = constraints, step.cache.get_or_make(("mesh", cost), Memo)
 
     def space(self, budget: float | None, regather: bool) -> Space:
         tables = self.step.tables(tuple(classes(self.grouping, self.constraints)), regather)

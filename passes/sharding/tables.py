@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from alpa_lite import _jax
-from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.graph import Op, Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.costs import traffic
@@ -96,7 +95,9 @@ class GroupedStep:
 
     Attributes:
       repeats: the parts that the program runs in.
-      cache: a cache of tables that are the same on all meshes, and of those of each mesh.
+      cache: a cache of tables that are the same on all meshes, and of those of each mesh. A search builds several
+        programs on a mesh: of each textbook method, of all strategies, and with state gathered again. They differ in
+        which strategies the groups have, and in which consumers are served when.
     """
 
     traced: Traced
@@ -104,15 +105,6 @@ class GroupedStep:
     rules: Mapping[Any, Rule]
     repeats: Repeats = NO_REPEATS
     cache: Memo = field(default_factory=Memo, init=False)
-
-    def cache_for(self, cost: MeshCost) -> Memo:
-        """Returns the cache of the programs on one mesh, for every method.
-
-        A search builds several programs on a mesh: of each textbook method, of all strategies, and with state gathered
-        again. They differ in which strategies the groups have, and in which consumers are served when. The definition,
-        the cost and the layouts of a group's strategy are the same in all of them, and are computed once.
-        """
-        return self.cache.get_or_make(("mesh", cost), Memo)
 
     def tables(self, members: Sequence[tuple[int, ...]], regather: bool) -> Tables:
         """Returns the tables where these groups are tied."""
