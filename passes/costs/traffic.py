@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from alpa_lite.ir.graph import Block, Lit, Op, Value
+from alpa_lite.ir.graph import Block, Lit, Value
 from alpa_lite.passes.costs.fusion import traffic
 from alpa_lite.passes.costs.items import Item, item_of
 from alpa_lite.passes.ir.primitives import COLLECTIVES
@@ -39,7 +39,12 @@ def memory_traffic(block: Block, values: Sequence[Value]) -> dict[int, Moved]:
     blocks = [block]
     while blocks:
         here = blocks.pop()
-        items = [_item_like(op, values, alike) for op in here.ops]
+        items = []
+        for op in here.ops:  # operations of one key differ in their values alone
+            known = alike.get(op.key)
+            if known is None or known.kind == "update":  # which says what it writes by its value
+                alike[op.key] = known = item_of(op, values)
+            items.append(replace(known, operands=op.reads, results=op.results))
         found = traffic(items, sizes, [a for a in here.outputs if not isinstance(a, Lit)])
         each = zip(here.ops, items, found.reads, found.writes, strict=True)
         for number, (op, item, reads, writes) in enumerate(each):
@@ -51,15 +56,6 @@ def memory_traffic(block: Block, values: Sequence[Value]) -> dict[int, Moved]:
                 int(number in found.starts and op.name not in COLLECTIVES),
             )
     return out
-
-
-def _item_like(op: Op, values: Sequence[Value], alike: dict[object, Item]) -> Item:
-    """`item_of`, by an item of an operation of the same key, which differs in its values alone; notes it."""
-    known = alike.get(op.key)
-    if known is None or known.kind == "update":  # which says what it writes by its value
-        known = alike[op.key] = item_of(op, values)
-        return known
-    return replace(known, operands=op.reads, results=op.results)
 
 
 def moved_bytes(block: Block, values: Sequence[Value]) -> float:

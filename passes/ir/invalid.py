@@ -8,12 +8,13 @@ followed inside: a scan iteration by iteration, up to the first one that returns
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alpa_lite.ir.graph import Block, Graph, Lit, Op
+from alpa_lite.ir.graph import Block, Graph, Op
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 
@@ -53,27 +54,21 @@ def _in_block(block: Block, inputs: Sequence[Any], invalid: Invalid) -> Origin |
 
     The origin's argument is an input of the block, its output one of the block.
     """
-    env: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
-    bad = {value for value, array in env.items() if invalid(array)}
+    bad = {value for value, array in zip(block.inputs, inputs, strict=True) if invalid(array)}
     origins: dict[int, Origin] = {}
 
-    def read(atom: int | Lit) -> Any:
-        return atom.value if isinstance(atom, Lit) else env[atom]
-
-    last = evaluation.find_last_uses(block)
-    for op in block.ops:
-        operands = [read(atom) for atom in op.operands]
+    def bind(op: Op, *operands: Any) -> list[Any]:
         results = evaluation.bind(op, operands)
         made = [value for value, result in zip(op.results, results, strict=True) if invalid(result)]
-        given = next((atom for atom in op.operands if isinstance(atom, int) and atom in bad), None)
         if made:
+            given = next((atom for atom in op.reads if atom in bad), None)
             known = origins.get(given) if given is not None else _inside(op, operands, invalid)
             number = block.inputs.index(given) if given in block.inputs else -1  # -1 where `known` says more
             origins.update(dict.fromkeys(made, known or Origin(None, number, -1)))
             bad.update(made)
-        env.update(zip(op.results, results, strict=True))
-        for value in last.get(op.index, ()):
-            del env[value]
+        return results
+
+    evaluation.evaluate_block(block, inputs, own={op.index: functools.partial(bind, op) for op in block.ops})
     for number, atom in enumerate(block.outputs):
         if isinstance(atom, int) and atom in bad:
             known = origins.get(atom) or Origin(None, block.inputs.index(atom), -1)

@@ -28,7 +28,6 @@ from alpa_lite.passes.local.types import LocalForm, apply_in_bytes, block_number
 from alpa_lite.passes.lowering.program import (
     Body,
     Compute,
-    Instruction,
     LocalProgram,
     Loop,
     Operand,
@@ -52,26 +51,10 @@ def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh, *, shared: bool =
     With `shared`, equal runs of instructions (`lowering.runs`) are calls of one function, in the bodies of loops, too:
     the same instructions, traced and lowered once for all layers, under the names and source lines of the first.
     """
-    items = program.body.instructions
+    items, layouts = program.body.instructions, program.registers
     parts = [(outside, tuple(part)) for outside, part in itertools.groupby(items, lambda i: isinstance(i, Outside))]
     emitter = _Emitter(traced, program.mesh, shared)
-
-    def region(part: tuple[Instruction, ...], later: Sequence[Instruction], registers: dict[int, Any]) -> None:
-        """Runs instructions as one region, which returns the values that are read after it."""
-        written = {register for item in part for register in item.results}
-        read = {register for item in later for register in item.reads}.union(
-            o for o in program.body.outputs if not isinstance(o, Lit)
-        )
-        wanted = tuple(sorted(read & written))
-        body = Body(tuple(sorted(read_before(part) & registers.keys())), part, wanted)
-        run: Callable[..., list[Any]] = functools.partial(_region, emitter, body, program.registers)
-        specs = tuple(_crossing_spec(program.registers[r]) for r in body.inputs)
-        arrays = [registers[r] for r in body.inputs]
-        if arrays and all(a.size == 0 and isinstance(a.dtype, np.dtype) for a in arrays):
-            run, specs, arrays = _on_empty(run, arrays, specs, mesh), (), []
-        outputs = [_crossing_spec(program.registers[r]) for r in wanted]
-        run = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=outputs, check_vma=False)
-        registers.update(zip(wanted, run(*arrays), strict=True))
+    kept = {o for o in program.body.outputs if not isinstance(o, Lit)}
 
     def fun(*leaves: Any) -> list[Any]:
         registers: dict[int, Any] = dict(zip(program.body.inputs, leaves, strict=True))
@@ -79,23 +62,41 @@ def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh, *, shared: bool =
         for outside, part in parts:
             position += len(part)
             if not outside:
-                region(part, items[position:], registers)
+                read_later = kept.union(*(item.reads for item in items[position:]))
+                wanted = tuple(sorted(read_later.intersection(r for item in part for r in item.results)))
+                body = Body(tuple(sorted(read_before(part) & registers.keys())), part, wanted)
+                registers.update(zip(wanted, _run_region(emitter, body, layouts, registers, mesh), strict=True))
                 continue
             for item in part:
                 assert isinstance(item, Outside)
-                operands = [_read(o, registers) for o in item.operands]
-                registers.update(zip(item.results, evaluation.bind(item.op, operands), strict=True))
-        return [_read(o, registers) for o in program.body.outputs]
+                results = evaluation.bind(item.op, _read_all(item.operands, registers))
+                registers.update(zip(item.results, results, strict=True))
+        return _read_all(program.body.outputs, registers)
 
     return fun
 
 
-def _on_empty(
-    region: Callable[..., list[Any]], arrays: Sequence[Any], specs: Sequence[PartitionSpec], mesh: AnyMesh
-) -> Callable[[], list[Any]]:
-    """A region that takes arrays without elements, taking none: XLA refuses one whose operands are all constants."""
-    shapes = [NamedSharding(mesh, spec).shard_shape(a.shape) for a, spec in zip(arrays, specs, strict=True)]
-    return lambda: region(*(lax.full(shape, 0, a.dtype) for a, shape in zip(arrays, shapes, strict=True)))
+def _run_region(
+    emitter: _Emitter, body: Body, layouts: Sequence[Layout], registers: Mapping[int, Any], mesh: AnyMesh
+) -> list[Any]:
+    """Runs a body as one region on global arrays; returns the values that are read after it.
+
+    XLA refuses a region whose operands are all constants: of arrays without elements alone, a region takes none.
+    """
+    arrays, specs = [registers[r] for r in body.inputs], [_crossing_spec(layouts[r]) for r in body.inputs]
+
+    def run(*blocks: Any) -> list[Any]:
+        inputs = [b[0] if layouts[r].partial else b for r, b in zip(body.inputs, blocks, strict=True)]
+        outputs = zip(body.outputs, emitter.run(body, inputs), strict=True)
+        return [b[None] if isinstance(r, int) and layouts[r].partial else b for r, b in outputs]
+
+    outputs = [_crossing_spec(layouts[r]) for r in body.outputs if not isinstance(r, Lit)]
+    place = functools.partial(jax.shard_map, mesh=mesh, out_specs=outputs, check_vma=False)
+    if arrays and all(a.size == 0 and isinstance(a.dtype, np.dtype) for a in arrays):
+        shapes = [NamedSharding(mesh, spec).shard_shape(a.shape) for a, spec in zip(arrays, specs, strict=True)]
+        empty = [(shape, a.dtype) for a, shape in zip(arrays, shapes, strict=True)]
+        return place(lambda: run(*(lax.full(shape, 0, dtype) for shape, dtype in empty)), in_specs=())()
+    return place(run, in_specs=tuple(specs))(*arrays)
 
 
 def _crossing_spec(layout: Layout) -> PartitionSpec:
@@ -202,13 +203,6 @@ def run_region(
     return _Emitter(traced, program.mesh, shared).run(body, inputs)
 
 
-def _region(emitter: _Emitter, body: Body, layouts: Sequence[Layout], *blocks: Any) -> list[Any]:
-    """Runs the instructions of one region on the blocks of a device."""
-    inputs = [b[0] if layouts[r].partial else b for r, b in zip(body.inputs, blocks, strict=True)]
-    outputs = zip(body.outputs, emitter.run(body, inputs), strict=True)
-    return [b[None] if isinstance(r, int) and layouts[r].partial else b for r, b in outputs]
-
-
 @dataclass(frozen=True, eq=False)
 class _Emitter:
     """Executes instructions of a program inside `shard_map`; `shares_functions` is `shared` of `emit`."""
@@ -217,14 +211,17 @@ class _Emitter:
     mesh: LogicalMesh
     shares_functions: bool
 
-    def run(self, body: Body, inputs: Sequence[Any], outer: Mapping[int, Any] = MappingProxyType({})) -> list[Any]:
-        """Executes a body that may read registers of `outer`."""
+    def run(
+        self, body: Body, inputs: Sequence[Any], outer: Mapping[int, Any] = MappingProxyType({}), *,
+        is_function: bool = False,
+    ) -> list[Any]:  # fmt: skip
+        """Executes a body that may read registers of `outer`; with `is_function` it is one of the functions shared."""
         registers = {**outer, **dict(zip(body.inputs, inputs, strict=True))}
-        if self.shares_functions:
+        if self.shares_functions and not is_function:
             self._call(body, registers)
         else:
             self._execute(body, registers)
-        return [_read(o, registers) for o in body.outputs]
+        return _read_all(body.outputs, registers)
 
     def _call(self, body: Body, registers: dict[int, Any]) -> None:
         """Executes the instructions of a body, equal runs as calls of one function."""
@@ -233,10 +230,10 @@ class _Emitter:
         for run in runs_of(body.instructions, wanted, self.traced):
             call = functions.get(run.key)
             if call is None:
-                call = functools.partial(_call, self, run.body)
+                call = functools.partial(self.run, run.body, is_function=True)
                 if run.key is not None:
                     call = functions[run.key] = jax.jit(call)
-            registers.update(zip(run.outputs, call(*[registers[r] for r in run.body.inputs]), strict=True))
+            registers.update(zip(run.outputs, call([registers[r] for r in run.body.inputs]), strict=True))
 
     def _execute(self, body: Body, registers: dict[int, Any]) -> None:
         """Executes the instructions of a body one by one."""
@@ -247,13 +244,10 @@ class _Emitter:
                     if item.op.name in primitives.EXTREMA:
                         for register in tied.intersection(item.reads):
                             registers[register] = _jax.materialise(registers[register])
-                    results = item.form.run(*(_read(o, registers) for o in item.operands))
+                    results = item.form.run(*_read_all(item.operands, registers))
                 case Reshard():
-                    with (
-                        _jax.equation_scope(item.used_by.source)
-                        if item.used_by is not None
-                        else contextlib.nullcontext()
-                    ):
+                    user = item.used_by
+                    with contextlib.nullcontext() if user is None else _jax.equation_scope(user.source):
                         block = registers[item.source]
                         if item.is_late:
                             block = lax.optimization_barrier(block)
@@ -274,18 +268,12 @@ class _Emitter:
         def function(body: Body) -> Callable[[Sequence[Any]], list[Any]]:
             return lambda inputs: _strong(self.run(body, inputs, registers))
 
-        operands = _strong([_read(o, registers) for o in item.operands])
+        operands = _strong(_read_all(item.operands, registers))
         return evaluation.control_flow(item.op, operands, [function(body) for body in item.bodies])
 
 
-def _call(emitter: _Emitter, body: Body, *blocks: Any) -> list[Any]:
-    registers = dict(zip(body.inputs, blocks, strict=True))
-    emitter._execute(body, registers)
-    return [_read(o, registers) for o in body.outputs]
-
-
-def _read(operand: Operand, registers: Mapping[int, Any]) -> Any:
-    return operand.value if isinstance(operand, Lit) else registers[operand]
+def _read_all(operands: Sequence[Operand], registers: Mapping[int, Any]) -> list[Any]:
+    return [o.value if isinstance(o, Lit) else registers[o] for o in operands]
 
 
 def _strong(blocks: Sequence[Any]) -> list[Any]:

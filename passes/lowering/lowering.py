@@ -73,23 +73,19 @@ class _Lowering:
         self.user: Op | None = None
 
     def program(self) -> LocalProgram:
-        block = self.traced.graph.block
+        block, choice = self.traced.graph.block, self.choice
         registers = tuple(self.home(value) for value in block.inputs)
         inputs = tuple(self.registers[r] for r in registers)
         self.block(block)
         self.clock, self.user = self.grouping.points, None
-        layouts = tuple(map(self.outer_layout, block.outputs, self.grouping.outputs))
+        layouts = tuple(
+            self.whole_layout(atom) if isinstance(atom, Lit) or place is None else layout_of(place[1], choice[place[0]])
+            for atom, place in zip(block.outputs, self.grouping.outputs, strict=True)
+        )
         outputs = self.fetch_all(block.outputs, layouts)
         return LocalProgram(
             self.mesh, Body(registers, tuple(self.out), outputs), inputs, layouts, tuple(self.registers)
         )
-
-    def outer_layout(self, atom: Atom, place: Any) -> Layout:
-        """Returns the layout of an output of the step."""
-        if isinstance(atom, Lit) or place is None:
-            return self.whole_layout(atom)
-        group, dims = place
-        return layout_of(dims, self.choice[group])
 
     # -- values ---------------------------------------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class Overlapping:
 
     def find_overlap(self, items: Sequence[Instruction]) -> Overlap:
         """Returns the communication that hides in one run of some instructions."""
-        streams = _Streams()
+        streams, prices = _Streams(), self._prices
         serial, inner = 0.0, Overlap()
         for item in self._issued(items):
             at = streams.wait_for(item.reads)
@@ -82,14 +82,18 @@ class Overlapping:
                 sent = runs * sum(self._sending(body.instructions) for body in item.bodies)
             serial += computing + sent
             kind = self._hidden_kind(item)
-            if isinstance(item, Reshard) and kind == "gradient":
-                streams.join(item, at, *self._terms(item), self._size(item))
-                inner += Overlap(hideable_seconds=sent)
-            elif isinstance(item, Reshard) and kind == "gather":
-                streams.run(item, at, sent, "links")
-                inner += Overlap(hideable_seconds=sent, prefetched_bytes=self._size(item))
-            else:
+            if kind is None or not isinstance(item, Reshard):
                 streams.run(item, at, computing + sent, "computing", *(("links",) if sent else ()))
+                continue
+            value, layout = prices.traced.graph.values[item.value], item.steps[-1].target
+            size = value.nbytes // block_count(layout, prices.program.mesh)
+            inner += Overlap(hideable_seconds=sent, prefetched_bytes=size if kind == "gather" else 0)
+            if kind == "gather":
+                streams.run(item, at, sent, "links")
+                continue
+            links = list(prices.links((item,)))
+            latency = sum(prices.cost.coefficients(c.kind, c.axes, c.bytes)[0] for (c, *_), *_ in links)
+            streams.join(item, at, latency, sum(moving for *_, moving in links), size)
         return inner + Overlap(hidden_seconds=max(0.0, serial - streams.end()))
 
     def _issued(self, items: Sequence[Instruction]) -> list[Instruction]:
@@ -121,9 +125,8 @@ class Overlapping:
         A gradient is a result of a reverse pass that only the update of the state reads.
         """
         hides = self._prices.cost.cluster.hidden_kinds
-        if not isinstance(item, Reshard) or not {step.kind for step in item.steps} - {"slice"} <= hides:
-            return None
-        if not self._sending((item,)):
+        hideable = isinstance(item, Reshard) and {step.kind for step in item.steps} - {"slice"} <= hides
+        if not hideable or not self._sending((item,)):
             return None
         if self._hiding.is_gradient(item.value):
             return "gradient"
@@ -144,18 +147,6 @@ class Overlapping:
 
     def _sending(self, items: Sequence[Instruction]) -> float:
         return sum(seconds for _, seconds in self._prices.collectives(items))
-
-    def _terms(self, item: Reshard) -> tuple[float, float]:
-        """Returns seconds of the whole latency, and of the bytes."""
-        found = [
-            (self._prices.cost.coefficients(c.kind, c.axes, c.bytes), c) for c, _ in self._prices.collectives((item,))
-        ]
-        return sum(alpha for (alpha, _), _ in found), sum(beta * c.bytes for (_, beta), c in found)
-
-    def _size(self, item: Reshard) -> int:
-        """Returns bytes per device of the result of a resharding."""
-        value, layout = self._prices.traced.graph.values[item.value], item.steps[-1].target
-        return value.nbytes // block_count(layout, self._prices.program.mesh)
 
 
 @dataclass

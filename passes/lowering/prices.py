@@ -18,14 +18,14 @@ does a second time (`stages.segments` makes cheap values again rather than keep 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from alpa_lite.cluster.cost import MeshCost
-from alpa_lite.ir.graph import Op, Traced
+from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.costs.flops import flops_of, working_dtype
-from alpa_lite.passes.lowering.program import Body, Communicated, Compute, Instruction, LocalProgram, Loop, collectives
+from alpa_lite.passes.lowering.program import Communicated, Compute, Instruction, LocalProgram, Loop, collectives
 from alpa_lite.passes.sharding.costs import attention_efficiency, combinable_kinds
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
@@ -86,9 +86,22 @@ class Prices:
                     total += sum(self.compute(body.instructions) for body in bodies)
         return total
 
+    def links(self, items: Iterable[Instruction]) -> Iterator[tuple[Communicated, float, float]]:
+        """Yields each collective of one run of some instructions, its seconds of latency, and those on the links.
+
+        They are those of all its executions together. One that the compiler combines with others pays its share of one
+        latency.
+        """
+        for communicated in collectives(self.program, self.traced, items):
+            found, move, _ = communicated
+            alpha, beta = self.cost.coefficients(found.kind, found.axes, found.bytes)
+            joins = move is not None and found.kind in combinable_kinds(self.cost)
+            share = self.shares.get(move, 1.0) if joins else 1.0
+            yield communicated, alpha * share * found.count, beta * found.bytes * found.count
+
     def collectives(self, items: Iterable[Instruction]) -> list[tuple[Collective, float]]:
         """Returns the collectives of one run of some instructions, and the seconds of all executions of each."""
-        return [(found, sum(self.waiting_seconds(found, move))) for found, move, _ in self._communicated(items)]
+        return [(found, latency + moving) for (found, *_), latency, moving in self.links(items)]
 
     def steady_seconds(self, items: Iterable[Instruction], values: Container[int]) -> float:
         """Of `collectives`, seconds that do not depend on the size of most values: latency, and where some values move.
@@ -97,32 +110,9 @@ class Prices:
           values: these, by number.
         """
         total = 0.0
-        for found, move, _ in self._communicated(items):
-            latency, moving = self.waiting_seconds(found, move)
+        for (_, move, _), latency, moving in self.links(items):
             total += latency + (moving if move is not None and move[0] in values else 0.0)
         return total
-
-    def links(self, items: Iterable[Instruction]) -> Iterator[tuple[Op | None, float, float]]:
-        """Yields the op that waits for each of `collectives` (None: an output), its seconds of latency and on links."""
-        for found, move, op in self._communicated(items):
-            yield op, *self.waiting_seconds(found, move)
-
-    def _communicated(self, items: Iterable[Instruction]) -> Iterator[Communicated]:
-        return collectives(replace(self.program, body=Body((), tuple(items), ())), self.traced)
-
-    def waiting_seconds(self, collective: Collective, move: tuple[int, int] | None) -> tuple[float, float]:
-        """Seconds of a collective, those of its latency and those of its bytes on the links, all executions together.
-
-        One that the compiler combines with others pays its share of one latency.
-
-        Args:
-          move: (value, phase) of the resharding that it belongs to; None where an operation issues it.
-        """
-        alpha, beta = self.cost.coefficients(collective.kind, collective.axes, collective.bytes)
-        share = 1.0
-        if move is not None and collective.kind in combinable_kinds(self.cost):
-            share = self.shares.get(move, 1.0)
-        return alpha * share * collective.count, beta * collective.bytes * collective.count
 
 
 def prices(

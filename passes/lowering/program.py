@@ -7,13 +7,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Lit, Op, Traced, Value
+from alpa_lite.ir.graph import Lit, Op, Traced
 from alpa_lite.ir.layout import Layout, LogicalMesh, Step
 from alpa_lite.passes.ir.loops import body_runs
 from alpa_lite.passes.local.types import LocalForm, sort_axes
@@ -131,13 +131,17 @@ Communicated = tuple[Collective, tuple[int, int] | None, Op | None]
 operation that waits for it or issues it, None for an output of the step."""
 
 
-def collectives(program: LocalProgram, traced: Traced) -> Iterator[Communicated]:
-    """Returns every logical collective of a local program, loop trip counts multiplied in, in program order."""
-    return _collectives(program.body, 1, program.mesh, traced.graph.values)
+def collectives(
+    program: LocalProgram, traced: Traced, items: Iterable[Instruction] | None = None, trips: int = 1
+) -> Iterator[Communicated]:
+    """Yields every logical collective of a local program, loop trip counts multiplied in, in program order.
 
-
-def _collectives(body: Body, trips: int, mesh: LogicalMesh, values: Sequence[Value]) -> Iterator[Communicated]:
-    for item in body.instructions:
+    Args:
+      items: instructions of the program, by default all of them.
+      trips: how often they run.
+    """
+    mesh, values = program.mesh, traced.graph.values
+    for item in program.body.instructions if items is None else items:
         match item:
             case Reshard(value=value, steps=steps, used_by=op, is_late=late):
                 for step in steps:
@@ -151,7 +155,7 @@ def _collectives(body: Body, trips: int, mesh: LogicalMesh, values: Sequence[Val
                     yield Collective(c.kind, axes, c.bytes, trips, 0, source_line_of(op)), None, op
             case Loop(op=op, bodies=bodies):
                 for inner in bodies:
-                    yield from _collectives(inner, trips * body_runs(op), mesh, values)
+                    yield from collectives(program, traced, inner.instructions, trips * body_runs(op))
 
 
 def computes(items: Iterable[Instruction]) -> Iterator[Compute]:

@@ -82,7 +82,7 @@ def operation_seconds(planned: PlannedStage) -> tuple[Spending, ...]:
             if own.seconds:
                 spend(item.op, own, flops=own.flops, bytes=own.bytes, starts=own.starts, count=own.runs)
         runs = planned.runs(segment)
-        for op, latency, links in planned.prices.links(segment.instructions):
+        for (*_, op), latency, links in planned.prices.links(segment.instructions):
             if op is not None:
                 spend(op, prices.get(op.index, FREE), links=links * runs, latency=latency * runs)
             else:
