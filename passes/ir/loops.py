@@ -195,6 +195,55 @@ class WhileView:
         return tuple(items[:count]), tuple(items[count:])
 
 
+class Port(NamedTuple):
+    """A value on the border of an op with bodies.
+
+    Attributes:
+      role: const, carry, xs or ys of a loop; operand or result of a branch.
+      operand: the atom that is given; None if none is.
+      inputs: the body inputs that it is, of a loop first that of its body.
+      outputs: the body outputs that it becomes, one of each branch.
+      result: that it is at the end; None if it is none.
+    """
+
+    role: str
+    operand: Atom | None
+    inputs: tuple[int, ...]
+    outputs: tuple[Atom, ...]
+    result: int | None
+
+
+def ports(op: Op) -> list[Port]:
+    """Returns the border of a scan, while or cond: in the order of operands, the index of a cond left out, then ys.
+
+    Nothing but the condition of a while comes out of a body beside them.
+    """
+    if op.name == "scan":
+        view = ScanView(op)
+        return [
+            *(Port("const", atom, (value,), (), None) for atom, value in view.consts),
+            *(Port("carry", one.start, (one.input,), (one.output,), one.end) for one in view.carries),
+            *(Port("xs", atom, (value,), (), None) for atom, value in view.xs),
+            *(Port("ys", None, (), (atom,), result) for atom, result in view.ys),
+        ]
+    if op.name == "while":
+        loop, (cond, body) = WhileView(op), op.bodies
+        cond_consts, body_consts, start = loop.split_operands(op.operands)
+        (cond_inputs, seen), (body_inputs, carried) = loop.cond(cond.inputs), loop.body(body.inputs)
+        consts = zip((*cond_consts, *body_consts), (*cond_inputs, *body_inputs), strict=True)
+        carries = zip(start, zip(carried, seen, strict=True), body.outputs, op.results, strict=True)
+        return [
+            *(Port("const", atom, (value,), (), None) for atom, value in consts),
+            *(Port("carry", atom, inputs, (output,), result) for atom, inputs, output, result in carries),
+        ]
+    inputs = zip(*(body.inputs for body in op.bodies), strict=True)
+    outputs = zip(*(body.outputs for body in op.bodies), strict=True)
+    return [
+        *(Port("operand", atom, values, (), None) for atom, values in zip(op.operands[1:], inputs, strict=True)),
+        *(Port("result", None, (), atoms, result) for atoms, result in zip(outputs, op.results, strict=True)),
+    ]
+
+
 def body_runs(op: Op) -> int:
     """Runs of each body for one run of an op: a scan's length; one of loops of unknown trip count, and of branches."""
     return ScanView(op).length if op.name == "scan" else 1

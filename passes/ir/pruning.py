@@ -21,8 +21,9 @@ from typing import Any
 
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
+from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.keys import Keys
-from alpa_lite.passes.ir.loops import ScanView, WhileView
+from alpa_lite.passes.ir.loops import ScanView, ports
 
 
 def prune(graph: Graph, *, keep_inputs: int | None = None) -> Graph:
@@ -93,17 +94,35 @@ def _live_ops(ops: Sequence[Op], outputs: Sequence[Atom]) -> tuple[tuple[Op, ...
     return tuple(reversed(kept)), live
 
 
-def _scan(op: Op, used: list[bool]) -> Op:
-    """Removes carries, stacked results, constants and scanned inputs that are not read."""
-    op, used = _once(op, used)
-    view = ScanView(op)
-    used_carry, ys = view.split_results(used)
-    carry, live = _carried(view.body, view.inputs.carry, used_carry, ys)
-    consts, _, xs = view.split_operands([value in live for value in view.body.inputs])
-    inputs, outputs = (*consts, *carry, *xs), (*carry, *ys)
-    params = dict(op.params, num_consts=sum(consts), num_carry=sum(carry))
-    bodies = (_body(view.body, inputs, outputs),)
-    return _changed(op, inputs, outputs, params=params, bodies=bodies)
+def _region(op: Op, used: list[bool]) -> Op:
+    """Removes what nothing live reads on the border of a scan, while or cond; a live carry is the least fixed point."""
+    op, used = _once(op, used) if op.name == "scan" else (op, used)
+    border, is_used = ports(op), dict(zip(op.results, used, strict=True))
+    live = [port.result is not None and is_used[port.result] for port in border]
+    conditions = op.bodies[: op.name == "while"]
+    while True:
+        mask = [alive for alive, port in zip(live, border, strict=True) if port.result is not None]
+        outputs = [body.outputs if body in conditions else _select(body.outputs, mask) for body in op.bodies]
+        found = [_live_ops(body.ops, kept) for body, kept in zip(op.bodies, outputs, strict=True)]
+        read = set[Atom]().union(*(values for _, values in found))
+        grown = [alive or not read.isdisjoint(port.inputs) for alive, port in zip(live, border, strict=True)]
+        if grown == live:
+            break
+        live = grown
+    inputs = {value for alive, port in zip(live, border, strict=True) if alive for value in port.inputs}
+    bodies = [
+        Block(tuple(v for v in body.inputs if v in inputs), ops, kept)
+        for body, (ops, _), kept in zip(op.bodies, found, outputs, strict=True)
+    ]
+    taken = [alive for alive, port in zip(live, border, strict=True) if port.operand is not None]
+    carries = sum(alive for alive, port in zip(live, border, strict=True) if port.role == "carry")
+    params = op.params
+    if op.name == "scan":
+        params = {**params, "num_consts": sum(taken[: ScanView(op).num_consts]), "num_carry": carries}
+    elif op.name == "while":
+        cond_nconsts, body_nconsts = (len(body.inputs) - carries for body in bodies)
+        params = {**params, "cond_nconsts": cond_nconsts, "body_nconsts": body_nconsts}
+    return _changed(op, [True, *taken] if op.name == "cond" else taken, mask, params=params, bodies=tuple(bodies))
 
 
 def _once(op: Op, used: list[bool]) -> tuple[Op, list[bool]]:
@@ -124,31 +143,6 @@ def _once(op: Op, used: list[bool]) -> tuple[Op, list[bool]]:
     return once, list(_select(used, kept))
 
 
-def _while(op: Op, used: list[bool]) -> Op:
-    """Removes carries that neither the condition nor a live carry reads, and unused constants."""
-    cond, body = op.bodies
-    view = WhileView(op)
-    cond_ops, cond_live = _live_ops(cond.ops, cond.outputs)
-    cond_consts, seen = view.cond([value in cond_live for value in cond.inputs])
-    wanted = [returned or asked for returned, asked in zip(used, seen, strict=True)]
-    carry, live = _carried(body, view.body(body.inputs)[1], wanted, [])
-    body_consts, _ = view.body([value in live for value in body.inputs])
-    params = dict(op.params, cond_nconsts=sum(cond_consts), body_nconsts=sum(body_consts))
-    kept = Block(_select(cond.inputs, (*cond_consts, *carry)), cond_ops, cond.outputs)
-    bodies = (kept, _body(body, (*body_consts, *carry), carry))
-    return _changed(op, (*cond_consts, *body_consts, *carry), carry, params=params, bodies=bodies)
-
-
-def _cond(op: Op, used: list[bool]) -> Op:
-    """Removes results that nobody reads, and operands that no branch then reads."""
-    inputs = [False] * (len(op.operands) - 1)
-    for branch in op.bodies:
-        _, live = _live_ops(branch.ops, _select(branch.outputs, used))
-        inputs = [needed or value in live for needed, value in zip(inputs, branch.inputs, strict=True)]
-    bodies = tuple(_body(branch, inputs, used) for branch in op.bodies)
-    return _changed(op, (True, *inputs), used, bodies=bodies)
-
-
 def _barrier(op: Op, used: list[bool]) -> Op:
     return op if all(used) else _changed(op, used, used)
 
@@ -159,30 +153,10 @@ def _callback(op: Op, used: list[bool]) -> Op:
 
 
 _RULES = {
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
+    **dict.fromkeys(primitives.CONTROL, _region),
     "optimization_barrier": _barrier,
     "io_callback": _callback,
 }
-
-
-def _carried(
-    body: Block, carries: Sequence[int], wanted: Sequence[bool], others: Sequence[bool]
-) -> tuple[list[bool], set[Atom]]:
-    """Returns the live carries (least fixed point above `wanted`), and all that the body then reads."""
-    carry = list(wanted)
-    while True:
-        _, live = _live_ops(body.ops, _select(body.outputs, [*carry, *others]))
-        grown = [alive or value in live for alive, value in zip(carry, carries, strict=True)]
-        if grown == carry:
-            return carry, live
-        carry = grown
-
-
-def _body(body: Block, inputs: Sequence[bool], outputs: Sequence[bool]) -> Block:
-    kept = _select(body.outputs, outputs)
-    return Block(_select(body.inputs, inputs), _live_ops(body.ops, kept)[0], kept)
 
 
 def _select(items: Sequence[Any], mask: Sequence[bool]) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 from alpa_lite.ir.graph import Atom, Block, Lit, Op, Traced
 from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, replicated_layout, reshard_steps
 from alpa_lite.ir.strategy import Rule
-from alpa_lite.passes.ir.loops import ScanView, WhileView
+from alpa_lite.passes.ir.loops import ports
 from alpa_lite.passes.ir.remembered import Memo
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.local.forms import local_form
@@ -241,25 +241,20 @@ class _Lowering:
 
     def lower_control_flow(self, op: Op) -> None:
         """Lowers a loop or branches: operands, bodies and results are in the layouts of their homes."""
-        home = self.home_layout
-        nested: list[tuple[Block, list[Layout]]]
-        if op.name == "scan":
-            view = ScanView(op)
-            layouts = [home(v) for v in (*view.inputs.consts, *view.inputs.carry)]
-            layouts += [Layout(((), *la.dims), la.partial) for la in map(home, view.inputs.xs)]  # stacks of slices
-            carry, ys = view.results
-            nested = [(view.body, [*map(home, carry), *(home(v, skip=1) for v in ys)])]
-        elif op.name == "while":
-            cond, body = op.bodies
-            loop = WhileView(op)
-            layouts = [home(v) for v in (*loop.cond(cond.inputs)[0], *body.inputs)]
-            nested = [(cond, [replicated_layout(0)]), (body, [home(v) for v in loop.body(body.inputs)[1]])]
-        else:
-            layouts = [replicated_layout(0), *map(home, op.bodies[0].inputs)]
-            nested = [(branch, [*map(home, op.results)]) for branch in op.bodies]
+        border, scalar = ports(op), replicated_layout(0)
+        layouts = [scalar] if op.name == "cond" else []
+        for port in border:
+            if port.operand is not None:
+                own = self.home_layout(port.inputs[0])
+                layouts.append(Layout(((), *own.dims), own.partial) if port.role == "xs" else own)  # a stack of slices
+        wanted = [self.home_layout(p.result, int(p.role == "ys")) for p in border if p.result is not None]
         operands = self.fetch_all(op.operands, layouts)
-        bodies = tuple(self.lower_body(block, wanted) for block, wanted in nested)
-        self.out.append(Loop(op, operands, bodies, self.define_all(op.results, map(home, op.results))))
+        conditions = 1 if op.name == "while" else 0
+        bodies = [self.lower_body(body, [scalar]) for body in op.bodies[:conditions]]
+        bodies += [self.lower_body(body, wanted) for body in op.bodies[conditions:]]
+        self.out.append(
+            Loop(op, operands, tuple(bodies), self.define_all(op.results, map(self.home_layout, op.results)))
+        )
 
     def lower_body(self, block: Block, wanted: Sequence[Layout]) -> Body:
         saved, self.out = self.out, []

@@ -32,7 +32,7 @@ from typing import Any
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, keys, primitives
-from alpa_lite.passes.ir.loops import ScanView, WhileView
+from alpa_lite.passes.ir.loops import body_runs, ports
 from alpa_lite.passes.ir.remembered import Memo, memoise_method
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.sharding import groups
@@ -79,7 +79,7 @@ class _Builder:
     def top(self, traced: Traced) -> None:
         block = self.graph.block
         self.leaves = tuple(
-            self.leaf(value, 1, traced.arguments[i].role if i < len(traced.arguments) else "constant")
+            self.leaf(value, 1, traced.arguments[i].role if i < len(traced.arguments) else "constant")[0]
             for i, value in enumerate(block.inputs)
         )
         self.body(block, 1)
@@ -104,66 +104,42 @@ class _Builder:
             depth = self.clock
             if self.known.get_or_make(("outside", op.key), lambda op=op: needs_outside(op)):
                 self.fix(op, trips)
-            elif op.name in REGIONS:
-                REGIONS[op.name](self, op, trips)
+            elif op.name in primitives.CONTROL:
+                self.region(op, trips)
             else:
                 depth = self.place_op(op, trips)
             self.positions[op.index] = self.clock
             for value in op.results:
                 self.defined[value], self.depth[value] = self.clock, depth
 
-    def scan(self, op: Op, trips: int) -> None:
-        view = ScanView(op)
-        inner = trips * max(1, view.length)
-        carry = [(one.start, one.input) for one in view.carries]
-        for kind, pairs in (("const", view.consts), ("carry", carry), ("xs", view.xs)):
-            for atom, value in pairs:
-                self.port(atom, value, trips, kind, times=inner, stacked=kind == "xs")
-        self.body(view.body, inner)
+    def region(self, op: Op, trips: int) -> None:
+        """Gives each value on the border of a scan, while or cond one home, inside and out."""
+        border, inner = ports(op), trips * max(1, body_runs(op))
+        if op.name == "cond":
+            self.want(op.operands[0], 0, (), trips)
+        for port in border:
+            if port.operand is not None:
+                index, dims = self.leaf(port.inputs[0], inner, port.role)
+                self.want(port.operand, index, ((), *dims) if port.role == "xs" else dims, trips)
+                for value in port.inputs[1:]:
+                    self.adopt(value, index, dims)
+        for body in op.bodies:
+            self.body(body, inner)
+            if op.name == "while" and body is op.bodies[0]:
+                self.want(body.outputs[0], 0, (), trips)
         self.clock += 1
-        for one in view.carries:
-            home = self.homes[one.input]
-            self.want(one.output, home.group, home.dims, inner)
-            self.adopt(one.end, home.group, home.dims)
-        for atom, result in view.ys:
-            port, dims = self.new_leaf(self.values[result].shape[1:], inner, "ys", result in self.linear.values)
-            self.want(atom, port, dims, inner)
-            self.adopt(result, port, ((), *dims))
-
-    def while_loop(self, op: Op, trips: int) -> None:
-        cond, body = op.bodies
-        view = WhileView(op)
-        cond_consts, body_consts, init = view.split_operands(op.operands)
-        (cond_inputs, asked), (body_inputs, carried) = view.cond(cond.inputs), view.body(body.inputs)
-        for atom, value in zip((*cond_consts, *body_consts), (*cond_inputs, *body_inputs), strict=True):
-            self.port(atom, value, trips, "const")
-        for atom, value, seen in zip(init, carried, asked, strict=True):
-            port = self.port(atom, value, trips, "carry")
-            self.adopt(seen, port, self.homes[value].dims)
-        self.body(cond, trips)
-        self.want(cond.outputs[0], 0, (), trips)
-        self.body(body, trips)
-        self.clock += 1
-        for atom, value, result in zip(body.outputs, carried, op.results, strict=True):
-            home = self.homes[value]
-            self.want(atom, home.group, home.dims, trips)
-            self.adopt(result, home.group, home.dims)
-
-    def cond(self, op: Op, trips: int) -> None:
-        self.want(op.operands[0], 0, (), trips)
-        for i, atom in enumerate(op.operands[1:]):
-            first = op.bodies[0].inputs[i]
-            port = self.port(atom, first, trips, "operand")
-            for branch in op.bodies[1:]:
-                self.adopt(branch.inputs[i], port, self.homes[first].dims)
-        for branch in op.bodies:
-            self.body(branch, trips)
-        self.clock += 1
-        for i, result in enumerate(op.results):
-            port, dims = self.new_leaf(self.values[result].shape, trips, "result")
-            self.adopt(result, port, dims)
-            for branch in op.bodies:
-                self.want(branch.outputs[i], port, dims, trips)
+        for port in border:
+            if port.result is None:
+                continue
+            stacked = port.role == "ys"
+            if port.inputs:
+                index, dims = self.homes[port.inputs[0]].group, self.homes[port.inputs[0]].dims
+            else:
+                shape = self.values[port.result].shape[stacked:]
+                index, dims = self.new_leaf(shape, inner, port.role, port.result in self.linear.values)
+            for atom in port.outputs:
+                self.want(atom, index, dims, inner)
+            self.adopt(port.result, index, ((), *dims) if stacked else dims)
 
     # -- leaves and ports -----------------------------------------------------------------------------------------
 
@@ -180,17 +156,11 @@ class _Builder:
         self.drafts.append(draft)
         return len(self.drafts) - 1, dims
 
-    def leaf(self, value: int, trips: int, name: str) -> int:
+    def leaf(self, value: int, trips: int, name: str) -> tuple[int, Dims]:
+        """Gives an input of a block a group of its own; returns that, and its dims."""
         index, dims = self.new_leaf(self.values[value].shape, trips, name, value in self.linear.values)
         self.adopt(value, index, dims, "leaf")
-        return index
-
-    def port(self, atom: Atom, value: int, trips: int, name: str, *, times: int = 0, stacked: bool = False) -> int:
-        """Returns a leaf for `value`, an input of a nested body that runs `times` times, wanted from `atom` outside."""
-        index = self.leaf(value, times or trips, name)
-        dims = self.homes[value].dims
-        self.want(atom, index, ((), *dims) if stacked else dims, trips)
-        return index
+        return index, dims
 
     def adopt(self, value: int, index: int, dims: Dims, likeness: str = "") -> None:
         """Gives a value its home, and defines it here."""
@@ -353,6 +323,3 @@ class _Builder:
             found, self.homes, self.lazy, tuple(self.demands), self.positions, self.defined, self.clock + 1,
             self.ops, {c: tuple(m) for c, m in classes.items()}, self.leaves, tuple(self.outputs),
         )  # fmt: skip
-
-
-REGIONS = {"scan": _Builder.scan, "while": _Builder.while_loop, "cond": _Builder.cond}

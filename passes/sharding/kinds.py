@@ -31,7 +31,7 @@ from alpa_lite.ir.graph import Atom, Block, Lit, Op, Traced, walk
 from alpa_lite.ir.strategy import StrategyGraph
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import users, values_in
-from alpa_lite.passes.ir.loops import Carried, ScanView
+from alpa_lite.passes.ir.loops import Carried, ScanView, ports
 from alpa_lite.passes.ir.remembered import memoise_by_identity
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.space import Space
@@ -168,11 +168,8 @@ def origins(block: Block, start: Iterable[int]) -> dict[int, int]:
     def visit(block: Block) -> None:
         for op in block.ops:
             pairs: Iterable[tuple[Atom, int]] = ()
-            if op.name == "scan":
-                view = ScanView(op)
-                pairs = (*view.consts, *view.xs)
-            elif op.name == "cond":
-                pairs = [pair for body in op.bodies for pair in zip(op.operands[1:], body.inputs, strict=True)]
+            if op.name in ("scan", "cond"):
+                pairs = [(p.operand, v) for p in ports(op) if p.operand is not None and not p.outputs for v in p.inputs]
             elif op.name == "optimization_barrier":  # one of rematerialisation holds all that a layer reads
                 pairs = zip(op.operands, op.results, strict=True)
             elif op.name in _COPIES and len(op.results) == 1:
