@@ -95,7 +95,7 @@ def _live_ops(ops: Sequence[Op], outputs: Sequence[Atom]) -> tuple[tuple[Op, ...
 
 
 def _region(op: Op, used: list[bool]) -> Op:
-    """Removes what nothing live reads on the border of a scan, while or cond; a live carry is the least fixed point."""
+    """Removes dead values from the border of a scan, while or cond; live carries are the least fixed point."""
     op, used = _once(op, used) if op.name == "scan" else (op, used)
     border, is_used = ports(op), dict(zip(op.results, used, strict=True))
     live = [port.result is not None and is_used[port.result] for port in border]

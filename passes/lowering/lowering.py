@@ -249,12 +249,11 @@ class _Lowering:
                 layouts.append(Layout(((), *own.dims), own.partial) if port.role == "xs" else own)  # a stack of slices
         wanted = [self.home_layout(p.result, int(p.role == "ys")) for p in border if p.result is not None]
         operands = self.fetch_all(op.operands, layouts)
-        conditions = 1 if op.name == "while" else 0
-        bodies = [self.lower_body(body, [scalar]) for body in op.bodies[:conditions]]
-        bodies += [self.lower_body(body, wanted) for body in op.bodies[conditions:]]
-        self.out.append(
-            Loop(op, operands, tuple(bodies), self.define_all(op.results, map(self.home_layout, op.results)))
-        )
+        outputs = [wanted] * len(op.bodies)
+        if op.name == "while":
+            outputs[0] = [scalar]
+        bodies = tuple(self.lower_body(*body) for body in zip(op.bodies, outputs, strict=True))
+        self.out.append(Loop(op, operands, bodies, self.define_all(op.results, map(self.home_layout, op.results))))
 
     def lower_body(self, block: Block, wanted: Sequence[Layout]) -> Body:
         saved, self.out = self.out, []

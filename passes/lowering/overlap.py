@@ -125,8 +125,9 @@ class Overlapping:
         A gradient is a result of a reverse pass that only the update of the state reads.
         """
         hides = self._prices.cost.cluster.hidden_kinds
-        hideable = isinstance(item, Reshard) and {step.kind for step in item.steps} - {"slice"} <= hides
-        if not hideable or not self._sending((item,)):
+        if not isinstance(item, Reshard) or not {step.kind for step in item.steps} - {"slice"} <= hides:
+            return None
+        if not self._sending((item,)):
             return None
         if self._hiding.is_gradient(item.value):
             return "gradient"

@@ -95,8 +95,8 @@ class Prices:
         for communicated in collectives(self.program, self.traced, items):
             found, move, _ = communicated
             alpha, beta = self.cost.coefficients(found.kind, found.axes, found.bytes)
-            joins = move is not None and found.kind in combinable_kinds(self.cost)
-            share = self.shares.get(move, 1.0) if joins else 1.0
+            joins = found.kind in combinable_kinds(self.cost)
+            share = self.shares.get(move, 1.0) if move is not None and joins else 1.0
             yield communicated, alpha * share * found.count, beta * found.bytes * found.count
 
     def collectives(self, items: Iterable[Instruction]) -> list[tuple[Collective, float]]:

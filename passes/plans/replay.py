@@ -66,7 +66,7 @@ def replay(
         wanted = recorded.get(node.group)
         if wanted in node.strategies:
             choice.append(node.strategies.index(wanted))
-        elif len(node.strategies) == 1 and left.get(node.group, Limit()).fixed[0] < 0:
+        elif len(node.strategies) == 1 and left.get(node.group, Limit()).record[0] < 0:
             choice.append(0)
         else:
             missing.append(group.name)
@@ -140,9 +140,9 @@ def _check_arguments(traced: Traced, stage: Stage, here: Mapping[str, str]) -> N
 
 
 def _recorded(groups: Grouping, stage: Stage, mesh: LogicalMesh) -> tuple[dict[int, Strategy], dict[int, Limit]]:
-    """Returns the recorded strategy of each group that has one, and what these leave to groups.
+    """Returns the recorded strategy of each group that has one, and the limits that these are.
 
-    What was fixed is not a decision; what was both had alternatives.
+    A fixed strategy is not a decision; one that was both had alternatives.
     """
     fixed: dict[int, tuple[int, Strategy]] = {}
     for number, one in enumerate(stage.fixed):
@@ -159,7 +159,7 @@ def _recorded(groups: Grouping, stage: Stage, mesh: LogicalMesh) -> tuple[dict[i
             continue
         recorded[group.index] = wanted
         fills = several == {axis for axes in wanted.axes for axis in axes}
-        limits[group.index] = Limit(fills=fills, fixed=(number, None if wanted == own else wanted))
+        limits[group.index] = Limit(fills=fills, record=(number, None if wanted == own else wanted))
     return recorded, limits
 
 

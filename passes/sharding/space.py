@@ -208,7 +208,7 @@ class Limit:
       readers: of what reads a parameter, the factors that it is cut along over all axes, the first choice first.
       blocks: whether blocks along one factor over all axes are allowed in addition to uncut tensors, or are preferred.
       fills: whether only the strategies with the fewest idle axes count, if the group is a product.
-      fixed: the number and the only strategy of a group that a plan records.
+      record: the number and the only strategy of a group that a plan records.
     """
 
     axes: frozenset[str] = frozenset()
@@ -217,17 +217,17 @@ class Limit:
     readers: tuple[frozenset[int], ...] | None = None
     blocks: Literal["", "also", "instead"] = ""
     fills: bool = False
-    fixed: tuple[int, Strategy | None] = (-1, None)
+    record: tuple[int, Strategy | None] = (-1, None)
 
     def select(self, group: Group, found: Sequence[Strategy], mesh: LogicalMesh) -> list[Strategy]:
         """Returns those of a group's strategies that are left, of all that it could have.
 
         Those that cut nothing over the axes are left where no others are; all, if there are none of these either.
         """
-        if self.fixed[1] is not None:
+        if self.record[1] is not None:
             # A method may fix what is left out where there is a choice, such as to leave axes of a cube idle.
-            free = group.kind in ("light", "linear") and len(self.fixed[1].axes) == len(group.factors)
-            return [self.fixed[1]] if free or self.fixed[1] in found else list(found)
+            free = group.kind in ("light", "linear") and len(self.record[1].axes) == len(group.factors)
+            return [self.record[1]] if free or self.record[1] in found else list(found)
         if not self.axes:
             return list(found)
         cuts = [{f for f, axes in enumerate(s.axes) if self.axes.intersection(axes)} for s in found]
@@ -260,21 +260,21 @@ class MoveLimits:
     """Reshardings that a method forbids over its axes.
 
     Attributes:
-      unmoved: values that may only be cut. free: values that move as they must.
-      whole: (group, value) where the group must not take its block of a value that is whole.
+      unmoved_values: those that may only be cut. free_values: those that move as they must.
+      whole_uses: (group, value) where the group must not take its block of a value that is whole.
     """
 
     axes: frozenset[str]
-    unmoved: frozenset[int]
-    free: frozenset[int]
-    whole: frozenset[tuple[int, int]]
+    unmoved_values: frozenset[int]
+    free_values: frozenset[int]
+    whole_uses: frozenset[tuple[int, int]]
 
     def forbidden_kinds(self, values: Sequence[int]) -> frozenset[str]:
         """Returns the kinds of steps by which some values must not be moved."""
-        if not self.free.isdisjoint(values):
+        if not self.free_values.isdisjoint(values):
             return frozenset()
         exchanges = frozenset({"reduce_scatter", "all_to_all", "collective_permute"})
-        return exchanges if self.unmoved.isdisjoint(values) else exchanges | {"all_reduce", "all_gather"}
+        return exchanges if self.unmoved_values.isdisjoint(values) else exchanges | {"all_reduce", "all_gather"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -301,7 +301,7 @@ class Constraints:
     def refuses(self, values: Sequence[int], src: Layout, dst: Layout, whole: bool) -> bool:
         """Returns whether some values must not get from one layout to another.
 
-        `whole`: whether they must not be cut, too, for a use that is among `MoveLimits.whole`.
+        `whole`: whether they must not be cut, too, for a use that is among `MoveLimits.whole_uses`.
         """
         steps = reshard_steps(src, dst) or () if src != dst else ()
         if not self.ungathered_values.isdisjoint(values) and any(step.kind == "all_gather" for step in steps):

@@ -288,7 +288,7 @@ class _Builder:
             ends: dict[tuple[int, bytes], np.ndarray] = {}
             goals: dict[tuple[Layout, bool], int] = {}
             for node, demand, some in zip(nodes, passage.demands, asked, strict=True):
-                uncut = limits.axes if limits and (demand.group, demand.value) in limits.whole else frozenset()
+                uncut = limits.axes if limits and (demand.group, demand.value) in limits.whole_uses else frozenset()
                 wanting = [(layout, not uncut.isdisjoint(layout.used_axes)) for layout in some.layouts]
                 klass = np.array([goals.setdefault(goal, len(goals)) for goal in wanting])[some.klass]
                 ends.setdefault((node, klass.tobytes()), klass)
