@@ -35,18 +35,3 @@ def read(path: str | os.PathLike[str], make: Callable[[Any], Read]) -> Read:
     except (ValueError, KeyError, TypeError, AttributeError, OptionError) as error:
         what = f"{type(error).__name__}: {error}"
         raise OptionError(f"the calibration {str(path)!r} is damaged: {what}; {REMEDY}") from error
-
-
-def write(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
-    """Writes data, and the folder of the file if there is none.
-
-    Raises:
-      OptionError: it cannot be written.
-    """
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        json_codec.write_json(Path(path), {"format": FORMAT, "version": VERSION, **data})
-    except OSError as error:
-        raise OptionError(
-            f"the calibration {str(path)!r} cannot be written: {error.strerror}; give another path"
-        ) from error

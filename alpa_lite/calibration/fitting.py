@@ -28,6 +28,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.optimize import isotonic_regression, nnls
@@ -36,6 +37,7 @@ from alpa_lite.calibration import files
 from alpa_lite.calibration.samples import PASSES, Sample
 from alpa_lite.cluster import Cluster, Curve, Dispatch, Link
 from alpa_lite.cluster.cost import MeshCost
+from alpa_lite.errors import OptionError
 from alpa_lite.ir import json_codec
 from alpa_lite.ir.layout import LogicalMesh
 
@@ -75,8 +77,8 @@ class Fit:
         return cls(name, parameters, float(np.median(each)), float(each.max()), len(each))
 
 
-Fitted = tuple[list[Fit], Cluster]
-"""The fits of some samples, and the cluster with their parameters."""
+Fitted = tuple[list[Fit], dict[str, Any]]
+"""The fits of some samples, and fields of the cluster with their parameters."""
 
 
 def fit_cluster(cluster: Cluster, samples: Sequence[Sample], missing: int = 0) -> tuple[tuple[Fit, ...], Cluster]:
@@ -93,7 +95,8 @@ def fit_cluster(cluster: Cluster, samples: Sequence[Sample], missing: int = 0) -
     said: list[str] = []
     for figure, (label, fit) in _FITTERS.items():
         if figure in by:
-            found, cluster = fit(cluster, by[figure])
+            found, fields = fit(cluster, by[figure])
+            cluster = dataclasses.replace(cluster, **fields)
             fits += found
             dtypes = sorted({sample.dtype for sample in by[figure]})
             said.append(label.format(dtypes=", ".join(dtypes), count=len(found)))
@@ -105,14 +108,13 @@ def fit_cluster(cluster: Cluster, samples: Sequence[Sample], missing: int = 0) -
 def _memory(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     rates = [2 * sample.sizes[0] / sample.seconds for sample in samples]
     rate = 2 * sum(sample.sizes[0] for sample in samples) / sum(sample.seconds for sample in samples)
-    cluster = dataclasses.replace(cluster, memory_bandwidth=rate, memory_efficiency=1.0)
-    return [Fit.from_samples("memory", {"bytes/s": rate}, rate, rates)], cluster
+    fit = Fit.from_samples("memory", {"bytes/s": rate}, rate, rates)
+    return [fit], {"memory_bandwidth": rate, "memory_efficiency": 1.0}
 
 
 def _kernels(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     start = samples[0].seconds
-    cluster = dataclasses.replace(cluster, kernel_start=start, kernel_start_alone=start)
-    return [Fit("kernel", {"start": start}, 0.0, 0.0, 1)], cluster
+    return [Fit("kernel", {"start": start}, 0.0, 0.0, 1)], {"kernel_start": start, "kernel_start_alone": start}
 
 
 def _sustained(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
@@ -120,8 +122,7 @@ def _sustained(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     cost = _one(cluster)
     shares = [min(1.0, _product(cost, sample) / sample.seconds) for sample in samples]
     share = float(np.median(shares))
-    cluster = dataclasses.replace(cluster, sustained_efficiency=share)
-    return [Fit.from_samples("sustained", {"share": share}, share, shares)], cluster
+    return [Fit.from_samples("sustained", {"share": share}, share, shares)], {"sustained_efficiency": share}
 
 
 def _attention(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
@@ -140,10 +141,10 @@ def _attention(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
             shares.setdefault(sample.kind, []).append(min(1.0, work / own / cluster.peak(sample.dtype)))
     found = {kind: float(np.median(each)) for kind, each in shares.items()}
     each = [share / found[kind] for kind, own in shares.items() for share in own]
+    known = dict(cluster.attention_efficiency or ())
     if set(found) == set(PASSES):
-        known = dict(cluster.attention_efficiency or ()) | {"cudnn": (found["forward"], found["backward"])}
-        cluster = dataclasses.replace(cluster, attention_efficiency=known)
-    return [Fit.from_samples("attention", found, 1.0, each)], cluster
+        known["cudnn"] = found["forward"], found["backward"]
+    return [Fit.from_samples("attention", found, 1.0, each)], {"attention_efficiency": known}
 
 
 def _products(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
@@ -161,13 +162,13 @@ def _products(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     largest = max(rate / cluster.peak(dtype) for dtype, rate in zip(dtypes, rates, strict=True))
     share = largest if largest <= 1 and cluster.platform != "cpu" else LARGEST
     peaks |= {dtype: rate / share for dtype, rate in zip(dtypes, rates, strict=True)}
-    cluster = dataclasses.replace(cluster, tile=tile, peak_flops=peaks, matmul_efficiency=share)
-    cost = _one(cluster)
+    fields = {"tile": tile, "peak_flops": peaks, "matmul_efficiency": share}
+    cost = _one(dataclasses.replace(cluster, **fields))
     out = []
     for dtype, rate, group in zip(dtypes, rates, groups, strict=True):
         predicted, measured = [_product(cost, sample) for sample in group], [sample.seconds for sample in group]
         out.append(Fit.from_samples(f"products in {dtype}", {"FLOP/s": rate, "tile": tile}, predicted, measured))
-    return out, cluster
+    return out, fields
 
 
 def _rate(cluster: Cluster, samples: Sequence[Sample]) -> tuple[float, float]:
@@ -216,11 +217,12 @@ def _collectives(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
         found = {"first": curve.points[0][1], "bytes/s": curve.points[-1][0] / curve.points[-1][1]}
         fits.append(Fit.from_samples(f"{kind} over {size}", found, predict_left_out(curve, payloads, seconds), seconds))
     near = [curve for curve in curves if curve.kind == "collective_permute" and len(curve.group) == 1]
-    if near:
-        latency, per_byte = affine(*zip(*min(near, key=lambda curve: curve.group).points, strict=True))
+    fields: dict[str, Any] = {"collectives": tuple(curves)}
+    for curve in sorted(near, key=lambda curve: curve.group)[:1]:
+        latency, per_byte = affine(*zip(*curve.points, strict=True))
         if per_byte > 0:
-            cluster = dataclasses.replace(cluster, node_link=Link(1 / per_byte, latency / 2))
-    return fits, dataclasses.replace(cluster, collectives=tuple(curves))
+            fields["node_link"] = Link(1 / per_byte, latency / 2)
+    return fits, fields
 
 
 def curve_of(kind: str, group: tuple[int, ...], payloads: Sequence[float], seconds: Sequence[float]) -> Curve:
@@ -247,7 +249,7 @@ def _dispatch(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     fit = Fit.from_samples(
         "dispatch", {"task": task, "device": device}, [found.seconds(count) for count in devices], seconds
     )
-    return [fit], dataclasses.replace(cluster, dispatch=found)
+    return [fit], {"dispatch": found}
 
 
 _FITTERS: dict[str, tuple[str, Callable[[Cluster, Sequence[Sample]], Fitted]]] = {
@@ -298,7 +300,13 @@ class Calibration:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the file, and its folder if there is none. Raises OptionError if it cannot be written."""
-        files.write(path, {"device": self.cluster.device, **json_codec.encode_fields(self)})
+        head = {"format": files.FORMAT, "version": files.VERSION, "device": self.cluster.device}
+        try:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            json_codec.write_json(Path(path), {**head, **json_codec.encode_fields(self)})
+        except OSError as error:
+            why = f"cannot be written: {error.strerror}; give another path"
+            raise OptionError(f"the calibration {str(path)!r} {why}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:

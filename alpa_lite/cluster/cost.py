@@ -213,16 +213,13 @@ class MeshCost:
         if kind == "collective_permute":
             worst = rungs[-1]
             return launch + worst.step, max(1 / worst.bandwidth, worst.exchange)
-        if kind == "all_to_all":
-            for rung in rungs:
-                # `exchange` is for a group of this rung alone, of whose payload (size - 1) / size leaves the device.
-                share = inside * rung.size / total
-                beta += rung.exchange * share
-                inside *= rung.size
-            return launch + steps + alpha, beta
         times = 2 if kind == "all_reduce" else 1
         for rung in rungs:
-            beta += times * (rung.size - 1) / rung.size / (rung.bandwidth * inside)
+            if kind == "all_to_all":
+                # `exchange` is for a group of this rung alone, of whose payload (size - 1) / size leaves the device.
+                beta += rung.exchange * (inside * rung.size / total)
+            else:
+                beta += times * (rung.size - 1) / rung.size / (rung.bandwidth * inside)
             inside *= rung.size
         return launch + times * steps + alpha, beta
 
@@ -270,15 +267,10 @@ class MeshCost:
         pieces = [
             p for name, axis in zip(self.mesh.axis_names, self._pieces, strict=True) if name in axes for p in axis
         ]
-        rungs = []
-        torus = [(self._levels[i], [p for p in pieces if p.level == i]) for i in sorted({p.level for p in pieces})]
-        dims = [(level, held) for level, held in torus if level.is_torus]
-        if dims:
-            rungs.append(_torus(dims))
-        for level, held in reversed(torus):
-            if not level.is_torus:
-                rungs.append(_switch(level, math.prod(p.size for p in held)))
-        return rungs
+        held = [(self._levels[i], [p for p in pieces if p.level == i]) for i in sorted({p.level for p in pieces})]
+        dims = [(level, parts) for level, parts in held if level.is_torus]
+        switches = [(level, math.prod(p.size for p in parts)) for level, parts in held[::-1] if not level.is_torus]
+        return [*([_torus(dims)] if dims else []), *(_switch(*one) for one in switches)]
 
 
 def _switch(level: Level, size: int) -> _Rung:

@@ -151,19 +151,15 @@ def _listed(found: Sequence[HloCollective], text: str) -> list[Rewrite]:
     operands: dict[tuple[str, str], list[HloCollective]] = defaultdict(list)
     for c in found:
         operands[c.kind, c.op].append(c)
-    combined: Counter[tuple[str, int]] = Counter()
+    notes: Counter[tuple[str, str]] = Counter()
     for (kind, _), members in operands.items():
         if (size := len(members)) > 1:
-            combined[f"{kind} over ({', '.join(members[0].axes)}), {size} in one", size] += members[0].count
+            notes["combined", f"{kind} over ({', '.join(members[0].axes)}), {size} in one"] += size * members[0].count
     pieces = {m[1] for m in re.finditer(r"^\s+(?:ROOT )?%?([\w.\-]+) = \(.*?\) all-to-all\(", text, re.MULTILINE)}
-    split: Counter[Axes] = Counter()
     for c in found:
         if c.kind == "all_to_all" and c.op in pieces:
-            split[c.axes] += c.count
-    return [
-        *(Rewrite("combined", n * size, detail) for (detail, size), n in combined.items()),
-        *(Rewrite("split all-to-all", n, f"all_to_all over ({', '.join(axes)})") for axes, n in split.items()),
-    ]
+            notes["split all-to-all", f"all_to_all over ({', '.join(c.axes)})"] += c.count
+    return [Rewrite(name, n, detail) for (name, detail), n in notes.items()]
 
 
 class _Match:

@@ -40,13 +40,7 @@ _ITEM_BITS = {
     "s64": 64, "u64": 64, "f16": 16, "bf16": 16, "f32": 32, "f64": 64, "c64": 64, "c128": 128, "f4e2m1fn": 4,
 }  # fmt: skip
 
-KINDS = {
-    "all-reduce": "all_reduce",
-    "all-gather": "all_gather",
-    "reduce-scatter": "reduce_scatter",
-    "all-to-all": "all_to_all",
-    "collective-permute": "collective_permute",
-}
+_KNOWN = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _WORDS = re.compile(r"\ball-|collective-|reduce-scatter")
 _OTHER = re.compile(rf"send|recv|.*(?:{_WORDS.pattern})")
 _CALLERS = ("conditional", "fusion", "call", "async", "custom-call")
@@ -69,6 +63,7 @@ _GROUPS = re.compile(
     r"\breplica_groups=(\{\{.*?\}\}|\{\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
     r"|mesh\[[^\]]*\](?:, device_ids=\(.*?\)(?= \{))? \{[^}]*\})"
 )
+_INTEGER = re.compile(r"= [su]\d+\[\]\S* constant\((\d+)\)")
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _PAIRS = re.compile(r"\bsource_target_pairs=(\{\{.*?\}\}|\{\})")
 
@@ -117,13 +112,19 @@ class HloText:
 
 @dataclass
 class _Computation:
-    """Collectives of one computation, before trip counts, and the computations that it calls."""
+    """Collectives of one computation, before trip counts, and the computations that it calls.
+
+    Attributes:
+      calls: name, executions, and executions beyond these; the name of the condition of a loop in place of its trips.
+      bounds: integer constants.
+      is_upward: whether something is compared by <.
+    """
 
     collectives: list[HloCollective] = field(default_factory=list)
-    calls: list[tuple[str, int]] = field(default_factory=list)  # name, executions
-    loops: list[tuple[str, str]] = field(default_factory=list)  # (condition, body) without a known trip count
+    calls: list[tuple[str, int | str, int]] = field(default_factory=list)
     fusions: list[str] = field(default_factory=list)
-    lines: list[str] = field(default_factory=list)  # compares and integer constants, kept for trip counts
+    bounds: set[int] = field(default_factory=set)
+    is_upward: bool = False
     unread_lines: list[str] = field(default_factory=list)
 
 
@@ -184,18 +185,24 @@ def _instruction(line: str, into: _Computation, mesh: LogicalMesh) -> bool:
         return False
     code, printed = opcode[1], line[named.end() : type_end]
     base = code.removesuffix("-start")
-    if base in KINDS:
+    if base in _KNOWN:
         into.collectives += _collective(line, named[2], printed, code, mesh)
         return bool(_payload(printed, code))
     if code == "while":
-        _loop(line, into)
+        parts, trips = dict(_LOOP.findall(line)), _TRIPS.search(line)
+        condition = parts.get("condition", "")
+        count = int(trips[1]) if trips else condition
+        counts = ((1, 0), (1, 0)) if is_unknown_loop(line) else ((count, 0), (count, 1))
+        into.calls += [(name, *n) for name, n in zip((parts.get("body", ""), condition), counts, strict=True)]
     elif base in _CALLERS:
         names = _CALLS.findall(line)
         into.fusions += names if base == "fusion" else []
         names += [name.strip(" %") for listed in _CALLED.findall(line) for name in listed.split(",")]
-        into.calls += [(name, 1) for name in names]
-    elif code in ("compare", "constant"):
-        into.lines.append(line)
+        into.calls += [(name, 1, 0) for name in names]
+    elif code == "compare":
+        into.is_upward |= "direction=LT" in line
+    elif code == "constant":
+        into.bounds.update(int(n) for n in _INTEGER.findall(line))
     elif code == "send" and (transfer := _TRANSFER.search(line)) is not None:
         (dtype, size), *_ = _payload(printed, code)
         into.collectives.append(HloCollective(transfer[1].lower(), (), size, 1, dtype, named[2], ""))
@@ -204,36 +211,21 @@ def _instruction(line: str, into: _Computation, mesh: LogicalMesh) -> bool:
     return True
 
 
-def _loop(line: str, into: _Computation) -> None:
-    parts = dict(_LOOP.findall(line))
-    trips = _TRIPS.search(line)
-    if "body" not in parts:
-        return
-    if is_unknown_loop(line):
-        into.calls += [(name, 1) for name in parts.values()]
-    elif trips is not None:
-        into.calls += _counted(parts["body"], parts.get("condition", ""), int(trips[1]))
-    else:
-        into.loops.append((parts.get("condition", ""), parts["body"]))
-
-
 def _collective(line: str, op: str, printed: str, code: str, mesh: LogicalMesh) -> Iterator[HloCollective]:
     """Yields one entry per logical operand of the instruction."""
     base = code.removesuffix("-start")
-    kind = KINDS.get(base, base)
+    kind = base.replace("-", "_") if base in _KNOWN else base
     groups = _GROUPS.search(line)
-    width = 1
+    text, width = groups[1] if groups else "", 1
     if (pairs := _PAIRS.search(line)) is not None:
         axes = axes_from_pairs(pairs[1], mesh)
     else:
-        text = groups[1] if groups else ""
-        axes = axes_from_text(text, mesh)
-        rows = parse_groups(text, mesh.size)
+        axes, rows = axes_from_text(text, mesh), parse_groups(text, mesh.size)
         width = 1 if rows is None else rows.shape[1]
-    if not axes and kind in KINDS.values():
+    if not axes and base in _KNOWN:
         return
     shapes = _payload(printed, code)
-    if base not in KINDS:  # of an op that we do not know, the first member is what it moves; the rest is bookkeeping
+    if base not in _KNOWN:  # of an op that we do not know, the first member is what it moves; the rest is bookkeeping
         shapes = shapes[:1]
     if kind == "all_to_all" and len(shapes) == width:  # one piece per member of the group
         shapes = [(shapes[0][0], sum(n for _, n in shapes))]
@@ -288,11 +280,11 @@ def _executions(computations: dict[str, _Computation], entry: str) -> dict[str, 
     """Returns executions per step of every computation that the entry reaches."""
     calls: dict[str, list[tuple[str, int]]] = {}
     for name, computation in computations.items():
-        found = list(computation.calls)
-        for condition, body in computation.loops:
-            trips = _trips(computations, condition)
-            found += [(body, 1), (condition, 1)] if trips is None else _counted(body, condition, trips)
-        calls[name] = [call for call in found if call[0] in computations]
+        calls[name] = []
+        for callee, times, more in computation.calls:
+            trips = _trips(computations, times) if isinstance(times, str) else times
+            if callee in computations:
+                calls[name].append((callee, 1 if trips is None else trips + more))
     sorter = graphlib.TopologicalSorter({name: [callee for callee, _ in found] for name, found in calls.items()})
     try:
         order = [*sorter.static_order()][::-1]  # callers before callees
@@ -305,20 +297,12 @@ def _executions(computations: dict[str, _Computation], entry: str) -> dict[str, 
     return times
 
 
-def _counted(body: str, condition: str, trips: int) -> list[tuple[str, int]]:
-    """Returns the calls of a loop."""
-    return [(body, trips), (condition, trips + 1)]
-
-
 def _trips(computations: dict[str, _Computation], condition: str) -> int | None:
     """Returns the trip count of a loop that carries none: the one integer that its condition compares with, else None.
 
     This takes the counter to start at zero and to step by one, as every loop that JAX writes with a known count does.
     """
-    if condition not in computations:
-        return None
-    names = [condition, *computations[condition].fusions]
-    lines = [line for name in names if name in computations for line in computations[name].lines]
-    bounds = {m[1] for line in lines for m in [re.search(r"= [su]\d+\[\]\S* constant\((\d+)\)", line)] if m}
-    less = any("direction=LT" in line for line in lines)
-    return int(bounds.pop()) if less and len(bounds) == 1 else None
+    names = [condition, *computations[condition].fusions] if condition in computations else []
+    parts = [computations[name] for name in names if name in computations]
+    bounds = {bound for part in parts for bound in part.bounds}
+    return bounds.pop() if len(bounds) == 1 and any(part.is_upward for part in parts) else None

@@ -8,9 +8,9 @@ A kernel runs once for each point of its grid, on the blocks that index maps say
 - the kernel never asks for its number or for how many there are (`program_id`, `num_programs`).
 
 A device that has a share of the steps then calls the same kernel with a shorter grid on its blocks of the arrays
-(`local.pallas`). Batch and heads of attention kernels are such dims, and the columns of grouped products. An array's
-dim is (steps, block), of which the block stays whole. Nothing is carried in scratch memory from one step of g to the
-next, since that would have to begin at a step whose number the kernel asks for.
+(`local.registered`). Batch and heads of attention kernels are such dims, and the columns of grouped products. The dim
+of an array is (steps, block), of which the block stays whole. Nothing is carried in scratch memory from one step of g
+to the next, since that would have to begin at a step whose number the kernel asks for.
 
 Anything else, such as the length of causal attention, has no rule; `alpa_lite.register_rule` on the function that calls
 the kernel says more.

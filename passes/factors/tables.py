@@ -14,7 +14,7 @@ from alpa_lite.passes.factors.attention import cudnn
 from alpa_lite.passes.factors.base import Call, Dim, Dims, Rules, shape
 from alpa_lite.passes.factors.indexing import INDEXING
 from alpa_lite.passes.factors.pallas import pallas
-from alpa_lite.passes.factors.partitioning import custom_partitioning_rule
+from alpa_lite.passes.factors.registered import custom_partitioning_rule
 from alpa_lite.passes.factors.windows import WINDOWS
 from alpa_lite.passes.ir import primitives
 

@@ -28,7 +28,7 @@ from alpa_lite.ir.graph import Op, Value
 from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
 from alpa_lite.ir.strategy import Factor, Rule
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.local import effects, indexing, pallas, partitioning, random, reductions, registered, windows
+from alpa_lite.passes.local import effects, indexing, random, reductions, registered, windows
 from alpa_lite.passes.local.types import LocalForm, Setting
 
 
@@ -217,8 +217,8 @@ FORMS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
     **dict.fromkeys(primitives.MATRIX_ALGEBRA | primitives.VECTOR_ALGEBRA, Setting.bind),
     **dict.fromkeys(_PLAIN.split(), Setting.bind),
     **dict.fromkeys(primitives.CUDNN, Setting.bind),
-    "custom_partitioning": partitioning.form,
-    "pallas_call": pallas.kernel,
+    "custom_partitioning": registered.custom_partitioning,
+    "pallas_call": registered.pallas,
     **_IDENTITY,
     primitives.CONSTRAINT: Setting.bind,
     "argmax": reductions.arg_extremum,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -16,16 +16,13 @@ from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.plan.decisions import Decision, Fixed
 
-Moved = Sequence[tuple[int, np.ndarray]]
-"""Of each node that had a choice, its number and the seconds of its transfers under each of its strategies."""
 
-
-def decisions_of(stage: DecidedStage, moved: Moved) -> tuple[Decision, ...]:
-    """The decisions of a stage, without alternatives, in the order of `moved`: `transfer_seconds` of its solution."""
+def decisions_of(stage: DecidedStage) -> tuple[Decision, ...]:
+    """The decisions of a stage, without alternatives, in the order of `transfer_seconds` of its solution."""
     traced, grouping, found = stage.graph.traced, stage.grouping, stage.mesh_solution
     paths = {g: a.path for g, a in zip(grouping.leaves, traced.arguments, strict=False) if g}
     out = []
-    for number, seconds in moved:
+    for number, seconds in transfer_seconds(found):
         node, chosen = found.space.nodes[number], found.solution.choice[number]
         group, strategy, count = grouping.groups[node.group], node.strategies[chosen], len(node.members)
         own, sizes = tuple(paths[m] for m in node.members if m in paths), tuple(f.size for f in group.factors)
@@ -47,8 +44,11 @@ def transfers_of_nodes(space: Space) -> list[list[int]]:
     return out
 
 
-def transfer_seconds(found: MeshSolution) -> Moved:
-    """As of `Moved`, where the strategies of a node's neighbours are those that were chosen."""
+def transfer_seconds(found: MeshSolution) -> list[tuple[int, np.ndarray]]:
+    """Of each node that had a choice, its number and the seconds of its transfers under each of its strategies.
+
+    The strategies of its neighbours are those that were chosen.
+    """
     space, choice, near = found.space, found.solution.choice, transfers_of_nodes(found.space)
     out = []
     for number, node in enumerate(space.nodes):

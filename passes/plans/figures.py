@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -57,24 +56,14 @@ def operation_seconds(planned: PlannedStage) -> tuple[Spending, ...]:
 
     Reads of the arguments, and collectives of results, belong to no operation and come last.
     """
-    found: defaultdict[tuple[str, str, bool], dict[str, Any]] = defaultdict(dict)
-    places: dict[tuple[Any, str], str] = {}  # reading a traceback costs more than everything else here
-    scopes: dict[int, str] = {}  # name stacks without their numbers by `id`: operations of a scope share one
+    found: defaultdict[tuple[str, str, bool], Counter[str]] = defaultdict(Counter)
+    results: Counter[str] = Counter()
     prices = planned.prices.operations
 
-    arguments = Spending("arguments of the step", "read", bytes=planned.prices.arguments)
-    results = Spending("results of the step", "collective")
-
-    def spend(op: Op, price: Price, **sums: float) -> None:
-        stack = op.source.name_stack
-        if id(stack) not in scopes:
-            scopes[id(stack)] = _unnumbered(str(stack))
-        source = op.source.traceback, scopes[id(stack)]
-        if source not in places:
-            line = _jax.source_line(op.source)
-            places[source] = line + _unnumbered(_jax.describe_location(op.source).removeprefix(line))
-        total = found[places[source], op.name, price.flops > price.bytes]
-        total.update({name: total.get(name, 0) + amount for name, amount in sums.items()})
+    def spend(op: Op, price: Price, **sums: Any) -> None:
+        line = _jax.source_line(op.source)
+        scope = re.sub(r"\d+", "#", _jax.describe_location(op.source).removeprefix(line))
+        found[line + scope, op.name, price.flops > price.bytes].update(sums)
 
     for segment in planned.segments.items:
         for item in computes(segment.instructions):
@@ -83,16 +72,15 @@ def operation_seconds(planned: PlannedStage) -> tuple[Spending, ...]:
                 spend(item.op, own, flops=own.flops, bytes=own.bytes, starts=own.starts, count=own.runs)
         runs = planned.runs(segment)
         for (*_, op), latency, links in planned.prices.links(segment.instructions):
-            if op is not None:
-                spend(op, prices.get(op.index, FREE), links=links * runs, latency=latency * runs)
+            sums: Any = {"links": links * runs, "latency": latency * runs}
+            if op is None:
+                results.update(sums)
             else:
-                results = replace(results, links=results.links + links * runs, latency=results.latency + latency * runs)
+                spend(op, prices.get(op.index, FREE), **sums)
     rows = [Spending(place, name, **sums) for (place, name, _), sums in found.items()]
-    return (*rows, *(row for row in (arguments, results) if row.total))
-
-
-def _unnumbered(scope: str) -> str:
-    return re.sub(r"\d+", "#", scope)
+    rows.append(Spending("arguments of the step", "read", bytes=planned.prices.arguments))
+    rows.append(Spending("results of the step", "collective", **results))
+    return (*rows[:-2], *(row for row in rows[-2:] if row.total))
 
 
 def examples(traced: Traced) -> int:

@@ -186,6 +186,7 @@ class Outcomes:
         return np.stack([compute, communication, latency, (compute - starts + communication - latency) * grows, sent])
 
     def _parts_of_transfer(self, t: int, choice: np.ndarray) -> np.ndarray:
+        """Returns the parts of moving a value to all that use it."""
         transfer = self._space.program.transfers[t]
         p = int(transfer.src_class[choice[transfer.src]])
         return _sum([self._pair(t, p, q) for q in {int(klass[choice[node]]) for node, klass in transfer.consumers}])

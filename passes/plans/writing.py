@@ -22,8 +22,9 @@ from alpa_lite.ir.program import Program
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import lowering
 from alpa_lite.passes.local.effects import needs_outside
-from alpa_lite.passes.plans import figures, scores
-from alpa_lite.passes.plans.decisions import Moved, decisions_of, fixed_strategies, transfer_seconds
+from alpa_lite.passes.plans import figures
+from alpa_lite.passes.plans.decisions import decisions_of, fixed_strategies
+from alpa_lite.passes.plans.notes import plan_notes
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding import tables
 from alpa_lite.passes.sharding.groups import Grouping
@@ -47,14 +48,9 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annot
       annotated: whether the step, its arguments or the context say of themselves where values are placed.
     """
     program, step = staged.program, staged.seconds
-    solutions = {
-        id(planned.mesh_solution.solution): planned.mesh_solution for planned in staged.stages
-    }  # identical stages share one
-    moved = {key: transfer_seconds(found) for key, found in solutions.items()}
+    solutions = {id(found): found for found in (one.mesh_solution.solution for one in staged.stages)}  # twins share one
     own = [collectives_of(planned, number) for number, planned in enumerate(staged.stages)]
-    stages = [
-        _stage(staged, n, own[n], moved[id(planned.mesh_solution.solution)]) for n, planned in enumerate(staged.stages)
-    ]
+    stages = [_stage(staged, number, priced) for number, priced in enumerate(own)]
     listed = [*itertools.chain(*own), *_transfers(program)]
     parts = _whole_ingredients(staged, stages, cluster) | ({"annotations": "heeded"} if annotated else {})
     verdict = staged.verdict
@@ -77,51 +73,17 @@ def write(staged: Staged, cluster: Cluster, *, method: str, budget: float, annot
             verdict.seconds,
             bound,
             (verdict.seconds - bound) / verdict.seconds if verdict.seconds else 0.0,
-            sum(found.solution.work for found in solutions.values()),
+            sum(found.work for found in solutions.values()),
             max(stage.solver.variables for stage in stages),
             verdict.model,
         ),
         division=staged.division,
         candidates=verdict.candidates,
-        notes=_notes(staged, cluster),
+        notes=plan_notes(staged, cluster),
         ingredients=parts,
         products=figures.products(staged.stages, cluster),
         comparisons=verdict.others,
     )
-
-
-def _notes(staged: Staged, cluster: Cluster) -> tuple[str, ...]:
-    """Returns the notes of a plan, each once."""
-    measured = f"prices measured on the devices: {', '.join(cluster.measured)}"
-    notes = (
-        *staged.traced.notes,
-        *staged.loop.notes,
-        staged.division.idle_devices,
-        f"{measured}; all other prices are those of the preset" if cluster.measured else "",
-        *_overlapped(staged.stages, cluster),
-        *scores.notes(staged.stages, cluster, staged.seconds, len(staged.program.submeshes)),
-    )
-    return tuple(dict.fromkeys(filter(None, notes)))
-
-
-def _overlapped(stages: Sequence[PlannedStage], cluster: Cluster) -> list[str]:
-    """Returns notes on overlap with computing: its collectives, scheduler and memory; none where overlap is off."""
-    if not cluster.overlap:
-        return []
-    if not cluster.has_overlap:
-        return [f"overlap: nothing overlaps on {cluster.platform}, whose compiler runs each collective to its end"]
-    ahead = max((found.prefetched_bytes for stage in stages for found in stage.overlap.values()), default=0)
-    kinds = ", ".join(kind.replace("_", "-") for kind in sorted(cluster.hidden_kinds))
-    options = ", ".join(f"{name}={value}" for name, value in cluster.compiler_options.items())
-    scheduler = f"XLA, which is asked by {options}," if options else "XLA, by itself on this platform,"
-    notes = [
-        f"overlap: {kinds} of gradients and parameters hide behind computing as far as two streams allow "
-        f"(passes/lowering/overlap.py) and {scheduler} schedules them so",
-        "overlap: the objective and alternatives of the solver are at full prices, of which nothing hides",
-    ]
-    if ahead:
-        notes.append(f"overlap: a gather ahead of its use holds up to {units.nbytes(ahead)} more per device")
-    return notes
 
 
 def collectives_of(planned: PlannedStage, number: int) -> list[tuple[Collective, float]]:
@@ -134,13 +96,8 @@ def collectives_of(planned: PlannedStage, number: int) -> list[tuple[Collective,
     return out
 
 
-def _stage(staged: Staged, number: int, own: Sequence[tuple[Collective, float]], moved: Moved) -> Stage:
-    """Returns a stage of the plan.
-
-    Args:
-      own: its collectives and their seconds.
-      moved: as for `decisions_of`.
-    """
+def _stage(staged: Staged, number: int, own: Sequence[tuple[Collective, float]]) -> Stage:
+    """Returns a stage of the plan, given its collectives and their seconds."""
     planned = staged.stages[number]
     graph, groups, rules, found = planned.graph, planned.grouping, planned.rules, planned.mesh_solution
     traced, solution, segments = graph.traced, found.solution, planned.segments.items
@@ -171,7 +128,7 @@ def _stage(staged: Staged, number: int, own: Sequence[tuple[Collective, float]],
         ),
         received=received,
         sent=sent,
-        decisions=decisions_of(planned, moved),
+        decisions=decisions_of(planned),
         fixed=fixed_strategies(groups, found, len(traced.arguments)),
         replicated=_replicated(traced, groups, rules, MeshCost(planned.cluster, found.mesh)),
         ingredients=parts,
