@@ -16,10 +16,10 @@ from alpa_lite._jax.equations import (
     discharge_references,
 )
 from alpa_lite._jax.jaxprs import (
-    CALLBACKS, CONSTRAINT, constraints_of, creates_references, derivative, empty_stack, has_ordered_effects,
-    inner_jaxprs, is_computed_again, is_jaxpr, is_literal, is_reverse,
+    CALLBACKS, CONSTRAINT, constraints_of, derivative, empty_stack, has_ordered_effects,
+    inner_jaxprs, is_computed_again, is_jaxpr, is_literal, is_reverse, is_user_file,
     join_name_stacks,
-    manual_axes, mark_rematerialised, observable_effects, open_jaxpr, optimization_barrier_primitive, places_result,
+    mark_rematerialised, observable_effects, open_jaxpr, optimization_barrier_primitive, places_result,
     scan_counts, scopes, source_line, spec_dims, unbound_axis,
 )
 from alpa_lite._jax.kernels import (

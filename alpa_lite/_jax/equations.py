@@ -13,6 +13,7 @@ import jax
 import jax.extend.core as _extend_core
 import jax.numpy as jnp
 from jax._src import callback as _callback
+from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import source_info_util as _source_info_util
 from jax._src.compute_on import extend_compute_type as _extend_compute_type
@@ -27,11 +28,11 @@ from alpa_lite._jax.jaxprs import CALLBACKS, source_line
 
 
 def discharge_references(jaxpr: Any) -> Any:
-    """Returns a closed jaxpr whose mutable references are values, threaded through its control flow.
+    """Returns a closed jaxpr whose mutable references (`jax.new_ref`) are values, threaded through its control flow.
 
-    The pass is private.
+    The effect of creating one, and the pass, are private.
     """
-    return _discharge.discharge_state(jaxpr)
+    return _discharge.discharge_state(jaxpr) if _core.internal_mutable_array_effect in jaxpr.effects else jaxpr
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,9 +113,7 @@ def expansion(eqn: Any) -> Any:
     match eqn.primitive.name:
         case "call_hi_primitive":
             return retrace(eqn, functools.partial(eqn.primitive.to_lojax, **params))
-        case "while" if params["cond_jaxpr"].out_avals[0].shape:
-            return retrace(eqn, functools.partial(_one_condition, params))
-        case "while" if params["cond_jaxpr"].effects:
+        case "while" if params["cond_jaxpr"].out_avals[0].shape or params["cond_jaxpr"].effects:
             return retrace(eqn, functools.partial(_condition_in_body, params))
         case "reshape" if (order := params["dimensions"]) is not None:
             return retrace(eqn, lambda x: jax.lax.reshape(jax.lax.transpose(x, order), params["new_sizes"]))
@@ -142,43 +141,28 @@ def spec_of(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
-def _loop_parts(params: Mapping[str, Any], operands: Sequence[Any]) -> tuple[Any, Any, Sequence[Any]]:
-    """Returns the condition and the body of a loop as functions of the carried values, and the first carried values."""
+def _condition_in_body(params: Mapping[str, Any], *operands: Any) -> Any:
+    """Returns a loop that carries whether it goes on, which is evaluated before it and at the end of each iteration.
+
+    An array of conditions has the first dims of all that is carried.
+    """
     first = params["cond_nconsts"]
     last = first + params["body_nconsts"]
     condition, body = (_extend_core.jaxpr_as_fun(params[name]) for name in ("cond_jaxpr", "body_jaxpr"))
-    read, held = operands[:first], operands[first:last]
-    return functools.partial(condition, *read), functools.partial(body, *held), operands[last:]
-
-
-def _one_condition(params: Mapping[str, Any], *operands: Any) -> Any:
-    """A loop with an array of conditions, its dims the first ones of all that is carried, as a loop with one."""
-    conditions, body, carried = _loop_parts(params, operands)
+    condition, body = functools.partial(condition, *operands[:first]), functools.partial(body, *operands[first:last])
 
     def step(state: Sequence[Any]) -> Sequence[Any]:
-        (going,) = conditions(*state)
-
-        def chosen(new: Any, old: Any) -> Any:
-            return jax.lax.select(jax.lax.broadcast_in_dim(going, new.shape, range(going.ndim)), new, old)
-
-        return tuple(map(chosen, body(*state), state))
-
-    def going_on(state: Sequence[Any]) -> Any:
-        (going,) = conditions(*state)
-        return jax.lax.reduce_or(going, axes=tuple(range(going.ndim)))
-
-    return jax.lax.while_loop(going_on, step, tuple(carried))
-
-
-def _condition_in_body(params: Mapping[str, Any], *operands: Any) -> Any:
-    """Returns a loop that carries whether it goes on, which is evaluated before it and at the end of each iteration."""
-    condition, body, carried = _loop_parts(params, operands)
-
-    def step(state: Sequence[Any]) -> Sequence[Any]:
-        new = body(*state[1:])
+        (going, *old), new = state, body(*state[1:])
+        if going.ndim:
+            masks = [jax.lax.broadcast_in_dim(going, one.shape, range(going.ndim)) for one in old]
+            new = list(map(jax.lax.select, masks, new, old))
         return (*condition(*new), *new)
 
-    return jax.lax.while_loop(lambda state: state[0], step, (*condition(*carried), *carried))[1:]
+    def going_on(state: Sequence[Any]) -> Any:
+        going, *_ = state
+        return jax.lax.reduce_or(going, axes=tuple(range(going.ndim))) if going.ndim else going
+
+    return jax.lax.while_loop(going_on, step, (*condition(*operands[last:]), *operands[last:]))[1:]
 
 
 def emit(primitive: Any, params: Mapping[str, Any], source: Any, ctx: Any, operands: Sequence[Any]) -> list[Any]:

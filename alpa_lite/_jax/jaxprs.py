@@ -43,11 +43,6 @@ def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
                 yield open_jaxpr(item)[0]
 
 
-def creates_references(jaxpr: Any) -> bool:
-    """Returns whether a program creates mutable references (`jax.new_ref`), which is a private effect."""
-    return _core.internal_mutable_array_effect in jaxpr.effects
-
-
 def places_result(eqn: Any) -> bool:
     """Returns whether an equation says where its result is placed.
 
@@ -79,11 +74,6 @@ def observable_effects(eqn: Any) -> bool:
 def has_ordered_effects(eqn: Any) -> bool:
     """Returns whether JAX runs the effects of an equation in program order. Which effects are ordered is private."""
     return any(map(_effects.ordered_effects.contains, eqn.effects))
-
-
-def manual_axes(params: Mapping[str, Any]) -> frozenset[str]:
-    """Returns the axes of a user's `shard_map` over which its body sees one device's block."""
-    return params["newly_manual_axes"]
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -120,6 +110,14 @@ _INSTALLED = re.compile(rf"(?!{_PACKAGE}).*[/\\](site|dist)-packages[/\\]")
 _FRAMEWORK = re.compile(
     rf"(?!{_PACKAGE}).*[/\\](site|dist)-packages[/\\](jax|jaxlib|flax|haiku|equinox|optax|chex)[/\\]"
 )
+
+
+_STANDARD = re.compile(rf"<|{re.escape(os.path.dirname(os.__file__))}[/\\](?!(site|dist)-packages)")
+
+
+def is_user_file(name: str) -> bool:
+    """Returns whether a file is neither of this package, nor of a framework, nor of the standard library."""
+    return not any(known.match(name) for known in (_OURS, _FRAMEWORK, _STANDARD))
 
 
 def source_line(source: Any) -> str:

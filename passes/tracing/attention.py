@@ -67,27 +67,18 @@ def call_as_kernel(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls JAX's function of attention, `fun`, as one operation, or as it is with other arguments than expected."""
     try:
         given = inspect.signature(fun).bind(*args, **kwargs).arguments
-    except TypeError:
-        return fun(*args, **kwargs)
-    arrays = {n: x for n, x in given.items() if isinstance(x, jax.Array | np.ndarray) and n in _OPERANDS}
-    static = {n: x for n, x in given.items() if n not in arrays}
-    if (
-        any(n not in _STATIC and x is not None for n, x in static.items())
-        or not {"query", "key", "value"} <= arrays.keys()
-    ):
-        return fun(*args, **kwargs)
-    names = tuple(n for n in _OPERANDS if n in arrays)
-    function = _Attention(fun, names, tuple(sorted(static.items())))
-    placed = static.get("is_causal") or static.get("local_window_size") is not None or "q_seqlen" in arrays
-    results = [_QUERY, _QUERY[:-1]] if static.get("return_residual") else [_QUERY]
-    rule = Notation(
-        tuple(_OPERANDS[n] for n in names), tuple(results), (), ("d", "s", "t") if placed else ("d", "s"), NAME
-    )
-    operands = [arrays[n] for n in names]
-    shapes = [tuple(x.shape) for x in operands]
-    try:
+        arrays = {n: given[n] for n in _OPERANDS if isinstance(given.get(n), jax.Array | np.ndarray)}
+        static = {n: x for n, x in given.items() if n not in arrays}
+        placed = static.get("is_causal") or static.get("local_window_size") is not None or "q_seqlen" in arrays
+        results = [_QUERY, _QUERY[:-1]] if static.get("return_residual") else [_QUERY]
+        shapes, own = [tuple(x.shape) for x in arrays.values()], ("d", "s", "t") if placed else ("d", "s")
+        rule = Notation(tuple(_OPERANDS[n] for n in arrays), tuple(results), (), own, NAME)
+        is_known = all(n in _STATIC or x is None for n, x in static.items())
+        if not is_known or not {"query", "key", "value"} <= arrays.keys():
+            return fun(*args, **kwargs)
         rule = notation.expand_rule(rule, shapes, [shapes[0][: len(r)] for r in results], NAME)
-    except RuleError:
+    except (TypeError, RuleError):
         return fun(*args, **kwargs)
-    outs = kernels.call(Kernel(function, rule, NAME, trusted=True), operands)
+    function = _Attention(fun, tuple(arrays), tuple(sorted(static.items())))
+    outs = kernels.call(Kernel(function, rule, NAME, trusted=True), list(arrays.values()))
     return tuple(outs) if static.get("return_residual") else outs[0]

@@ -65,7 +65,8 @@ def flatten_call(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any
 
 def leaves_with_paths(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Returns the stored path and the leaf of each flat argument of a call, NNX objects split."""
-    return list(zip(paths(calling, args, kwargs), flatten_call(calling, args, kwargs)[0], strict=True))
+    found = pytrees.walk_leaves(calling.drop_static(args, kwargs))
+    return [(path_of(calling, path.keys, path.inner), leaf) for path, leaf, _ in found]
 
 
 def key_text(key: Any) -> str:
@@ -75,8 +76,7 @@ def key_text(key: Any) -> str:
 
 def paths(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the path of each leaf of a call."""
-    leaves = pytrees.leaf_paths(calling.drop_static(args, kwargs))
-    return tuple(path_of(calling, leaf.keys, leaf.inner) for leaf in leaves)
+    return tuple(path for path, _ in leaves_with_paths(calling, args, kwargs))
 
 
 def path_of(calling: Calling, keys: Sequence[Any], inner: str = "") -> str:

@@ -56,14 +56,13 @@ def constrain_results(graph: Graph, given: Mapping[int, Given], paths: Sequence[
     ops, outputs = list(graph.block.ops), list(graph.block.outputs)
     for number, one in given.items():
         value = outputs[number]
-        if one is None or not isinstance(value, int):
+        if one is None or not isinstance(value, int) or value not in makers:
             continue
         dims = spec_dims("out_shardings", one, len(graph.values[value].shape), paths[number])
         mesh = (tuple(one.mesh.axis_sizes), tuple(one.mesh.axis_names)) if isinstance(one, NamedSharding) else None
         params = {"dims": dims, "mesh": mesh, "why": f"out_shardings={spec_text(one)}"}
-        if value in makers:
-            ops.append(_constraint(rewriter, params, value, makers[value]))
-            (outputs[number],) = ops[-1].results
+        ops.append(_constraint(rewriter, params, value, makers[value]))
+        (outputs[number],) = ops[-1].results
     block = replace(graph.block, ops=tuple(ops), outputs=tuple(outputs))
     return renumber(replace(graph, values=tuple(rewriter.values), block=block))
 
@@ -119,11 +118,11 @@ class _Constrainer:
         inside = [s[: len(scope)] == scope for s in scopes]
         forward = [(op, within) for op, within in zip(block.ops, inside, strict=True) if _is_forward(op)]
         read = {value for op, within in forward if not within for value in op.reads}
+        made = [value for op, within in forward if within for value in reversed(op.results)]
+        made = [value for value in made if len(self.rewriter.values[value].shape) >= max(rank, 1)]
         for values in (read, *map(flow.values_in, (block.outputs[:first], block.outputs))):
-            for op, within in reversed(forward):
-                for value in op.results:
-                    if within and value in values and len(self.rewriter.values[value].shape) >= max(rank, 1):
-                        return [value]
+            if output := [value for value in made if value in values]:
+                return output[-1:]
         return []
 
 

@@ -40,8 +40,9 @@ from alpa_lite.errors import TracingError
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.passes.ir import flow, primitives, pruning
 from alpa_lite.passes.ir.keys import Keys
+from alpa_lite.passes.ir.rewriting import rename_block
 from alpa_lite.passes.tracing import equations
-from alpa_lite.passes.tracing.trip_counts import use_known_values
+from alpa_lite.passes.tracing.known_values import use_known_values
 
 CALL_BODY = {
     "jit": "jaxpr",
@@ -86,8 +87,8 @@ def graph_of(
     opened, consts = _jax.open_jaxpr(jaxpr)
     inputs = [builder.value(var.aval) for var in opened.invars]
     outputs = builder.inline(opened, consts, inputs)
-    block = Block((*inputs, *builder.constant_numbers), tuple(builder.frames[0].ops), tuple(outputs))
-    graph = Graph(tuple(builder.values), block, tuple(builder.constants), builder.keys)
+    block = Block((*inputs, *builder.constants), tuple(builder.frames[0].ops), tuple(outputs))
+    graph = Graph(tuple(builder.values), block, tuple(builder.constants.values()), builder.keys)
     return pruning.prune(use_known_values(graph), keep_inputs=len(inputs))
 
 
@@ -98,13 +99,11 @@ class _Frame:
     Attributes:
       token: that of its last callback.
       ops: so far.
-      constants: the constants of the graph that it uses -> its inputs for them.
       stack: the name stack of the calls that are being inlined.
     """
 
     token: Atom
     ops: list[Op] = field(default_factory=list)
-    constants: dict[int, int] = field(default_factory=dict)
     stack: Any = field(default_factory=_jax.empty_stack)
 
 
@@ -113,8 +112,7 @@ class _Builder:
 
     def __init__(self, keys: Keys, platform: str, annotations: bool, fold_empty: bool) -> None:
         self.values: list[Value] = []
-        self.constants: list[Any] = []
-        self.constant_numbers: list[int] = []
+        self.constants: dict[int, Any] = {}  # by value number
         self.keys = keys
         self.frames = [_Frame(Lit(np.int32(0), TOKEN))]  # the top block, and the bodies being built within it
         self._platform, self._annotations, self._fold_empty = platform, annotations, fold_empty
@@ -135,7 +133,7 @@ class _Builder:
         return len(self.values) - 1
 
     def constant(self, const: Any) -> Atom:
-        """Returns the atom of a closed-over array, as seen from the block being built: a literal for a scalar."""
+        """Returns the atom of a closed-over array: a literal for a scalar."""
         atom, _ = self._constant_atoms.get(id(const), (None, None))
         if atom is None:
             aval = jax.typeof(const)
@@ -143,19 +141,9 @@ class _Builder:
                 atom = Lit(np.asarray(const), aval)
             else:
                 atom = self.value(aval)
-                self.constant_numbers.append(atom)
-                self.constants.append(const)
+                self.constants[atom] = const
             self._constant_atoms[id(const)] = atom, const
-        return self._seen_from_here(atom) if isinstance(atom, int) else atom
-
-    def _seen_from_here(self, constant: int) -> int:
-        """Returns the number of one of the graph's constants in the innermost body, which takes it in as an input."""
-        if len(self.frames) == 1:
-            return constant
-        inputs = self.frames[-1].constants
-        if constant not in inputs:
-            inputs[constant] = self.value(self.values[constant].aval)
-        return inputs[constant]
+        return atom
 
     def _atom(self, var: Any, env: Mapping[Any, Atom]) -> Atom:
         """Returns the atom of a variable or a literal of a jaxpr."""
@@ -335,9 +323,9 @@ class _Builder:
           is_condition: whether they give none, since a condition has no effects (`_jax.expansion`).
 
         Returns:
-          The blocks, and those constants as seen from the block that holds the op.
+          The blocks, and those constants.
         """
-        parts = []
+        blocks = []
         for closed in jaxprs:
             jaxpr, consts = _jax.open_jaxpr(closed)
             inputs = [self.value(var.aval) for var in jaxpr.invars]
@@ -348,10 +336,10 @@ class _Builder:
             if is_ordered:
                 inputs = [*inputs[:before], token, *inputs[before:]]
                 outputs = outputs if is_condition else [frame.token, *outputs]
-            parts.append((frame, inputs, outputs))
-        used = list(dict.fromkeys(constant for frame, *_ in parts for constant in frame.constants))
-        blocks = []
-        for frame, inputs, outputs in parts:
-            taken = [frame.constants[c] if c in frame.constants else self.value(self.values[c].aval) for c in used]
-            blocks.append(Block((*taken, *inputs), tuple(frame.ops), tuple(outputs)))
-        return tuple(blocks), [self._seen_from_here(constant) for constant in used]
+            blocks.append(Block(tuple(inputs), tuple(frame.ops), tuple(outputs)))
+        read = (atom for b in blocks for atoms in (*(op.operands for op in b.ops), b.outputs) for atom in atoms)
+        used = [value for value in dict.fromkeys(flow.values_in(read)) if value in self.constants]
+        for i, block in enumerate(blocks if used else ()):
+            names = {constant: self.value(self.values[constant].aval) for constant in used}
+            blocks[i] = replace(rename_block(block, names), inputs=(*names.values(), *block.inputs))
+        return tuple(blocks), used

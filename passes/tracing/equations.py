@@ -146,7 +146,7 @@ def without_references(fun: Callable[..., Any], jaxpr: Any) -> Any:
                 f"the step uses the mutable reference {_variable_of(fun, const)} ({const.dtype}{list(const.shape)})"
                 f"{f' at {line}' if line else ''}, which was created outside of it; {REFERENCE_REMEDY}"
             )
-    return _jax.discharge_references(jaxpr) if _jax.creates_references(jaxpr) else jaxpr
+    return _jax.discharge_references(jaxpr)
 
 
 def _variable_of(fun: Callable[..., Any], ref: Any) -> str:

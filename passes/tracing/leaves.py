@@ -86,7 +86,7 @@ class Part:
                 found.setdefault(leaf.keys[:end], {})[number] = leaf
         return list(itertools.starmap(Part, found.items()))
 
-    @property
+    @cached_property
     def children(self) -> list[Part]:
         """The parts right below this one; of the table the arguments."""
         return [part for part in self.parts if len(part.keys) == len(self.keys) + 1]

@@ -80,7 +80,7 @@ Dims = Sequence[Sequence[str]]
 def global_form(eqn: Any, graph: Graph) -> Callable[..., list[Any]]:
     """Returns the function of whole arrays that a region computes; `graph`: of its body."""
     params, block = eqn.params, _without_mesh(graph.block)
-    mesh, manual = params["mesh"], _jax.manual_axes(params)
+    mesh, manual = params["mesh"], params["newly_manual_axes"]
     sizes = {axis: size for axis, size in zip(mesh.axis_names, mesh.axis_sizes, strict=True) if axis in manual}
 
     def dims_of(specs: Sequence[Any], variables: Sequence[Any]) -> list[Dims]:

@@ -109,9 +109,10 @@ def _variable(value: Any) -> Spec | None:
             spmd = sys.modules.get("flax.core.spmd")
             context = spmd.get_logical_axis_rules() if spmd is not None else ()
             rules = {**dict(context or ()), **dict(metadata.get("sharding_rules") or ())}  # logical name -> mesh axes
-            named = [tuple(e) if isinstance(e, tuple | list) else (e,) for e in spec]
-            axes = [tuple(rules.get(n, n) for n in names) for names in named]
-            entries = [a if isinstance(e, tuple | list) else a[0] for e, a in zip(spec, axes, strict=True)]
+            entries = [
+                tuple(rules.get(name, name) for name in e) if isinstance(e, tuple | list) else rules.get(e, e)
+                for e in spec
+            ]
             return f"nnx.Variable {name}={tuple(spec)}", PartitionSpec(*entries), metadata.get("mesh")
     return None
 

@@ -82,7 +82,7 @@ def hide(tree: Any, numbers: bool = False) -> Any:
         return part if all(map(operator.is_, new, leaves)) else treedef.unflatten(new)
 
     def hidden(value: Any, numbers: bool) -> Any:
-        if _is_module(value) or is_nnx_state(value):
+        if _is_module(value) or _is_nnx_state(value):
             return hide_within(value, numbers or _is_module(value), _is_hidden)
         if _is_hidden(value) or is_nnx_object(value) or not is_constant(value, numbers):
             return value
@@ -118,9 +118,13 @@ def is_nnx_object(value: Any) -> bool:
     return nnx is not None and nnx.graphlib.is_graph_node(value)
 
 
-def is_nnx_state(value: Any) -> bool:
+def _is_nnx_state(value: Any) -> bool:
     """Returns whether a value is an `nnx.State`, whose variables are values, as in `jax.jit`: not updated in place."""
     return isinstance(value, getattr(sys.modules.get("flax.nnx"), "State", ()))
+
+
+def _is_object_or_state(value: Any) -> bool:
+    return is_nnx_object(value) or _is_nnx_state(value)
 
 
 def _is_module(value: Any) -> bool:
@@ -229,7 +233,7 @@ def walk_leaves(tree: Any, is_box: Callable[[Any], bool] = lambda _: False) -> I
                     inner = "".join(f"[{key!r}]" for key in keys) + ".value" * is_variable
                     for deeper, leaf in _flat_with_paths(value.get_raw_value() if is_variable else value):
                         yield LeafPath(path, inner + jax.tree_util.keystr(deeper), True), leaf, value
-            elif is_nnx_state(item):
+            elif _is_nnx_state(item):
                 for keys, value in _flat_with_paths(item, is_nnx_object):
                     for inner, leaf in _flat_with_paths(value):
                         yield LeafPath((*path, *keys), jax.tree_util.keystr(inner)), leaf, value
@@ -240,10 +244,6 @@ def walk_leaves(tree: Any, is_box: Callable[[Any], bool] = lambda _: False) -> I
 
 def _flat_with_paths(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[tuple[Any, ...], Any]]:
     return jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
-
-
-def _is_object_or_state(value: Any) -> bool:
-    return is_nnx_object(value) or is_nnx_state(value)
 
 
 class _State:
@@ -268,6 +268,6 @@ def _split(tree: Any, tag: Any = None) -> Any:
         return nnx.extract.NodeStates.from_split(*context.flatten(node, with_paths=False))
 
     leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_is_object_or_state)
-    if any(map(is_nnx_state, leaves)):
-        tree = treedef.unflatten([_State(leaf) if is_nnx_state(leaf) else leaf for leaf in leaves])
+    if any(map(_is_nnx_state, leaves)):
+        tree = treedef.unflatten([_State(leaf) if _is_nnx_state(leaf) else leaf for leaf in leaves])
     return nnx.extract.to_tree(tree, split_fn=split, ctxtag=tag)

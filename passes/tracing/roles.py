@@ -40,7 +40,7 @@ first: that a result has); where none is shared, each is a batch of its own size
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Container, Hashable, Iterable, Sequence, Set
+from collections.abc import Callable, Collection, Container, Hashable, Iterable, Sequence, Set
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
@@ -138,10 +138,9 @@ class Roles:
         """Pairs the leaves of NNX objects, by path."""
         found = {leaf.path: i for i, leaf in self._inputs.leaves.items() if leaf.in_object}
         for n, leaf in self._outputs.leaves.items():
-            argument = found.get(leaf.path) if leaf.in_object else None
-            is_changed = argument is not None and self._evidence.returned_argument(n) != argument
-            if argument is not None and is_changed and self._same(n, argument):
-                self.state[n] = argument
+            i = found.get(leaf.path) if leaf.in_object else None
+            if i is not None and self._evidence.returned_argument(n) != i and self._same(n, i):
+                self.state[n] = i
         self._taken.update(found.values())
 
     def _match(self, candidates: Iterable[Part]) -> None:
@@ -159,47 +158,34 @@ class Roles:
 
     def _is_last_array(self, argument: Part) -> bool:
         """Returns whether an argument that is one array is the only one that may be the batch."""
-        if not argument.is_bare or self._batch_known:
-            return False
-        return [part.first for part in self._inputs.children if self._is_free(part) and part.leading] == [
-            argument.first
-        ]
+        arrays = [part for part in self._inputs.children if self._is_free(part) and part.leading]
+        return argument.is_bare and not self._batch_known and arrays == [argument]
 
     def _assigned(self, results: list[Part], arguments: list[Part]) -> list[tuple[Part, Part]]:
         """Returns the pairs among results and arguments of one structure, as the module's docstring says."""
         if not results or not arguments:
             return []
+
+        def matrix(criterion: Callable[[Part, Part], float]) -> np.ndarray:
+            return np.array([[criterion(result, argument) for argument in arguments] for result in results], float)
+
         alike = {leaf for part in arguments for leaf in part.leaves}
-        weights = np.array([[self._weight(result, part, alike) for part in arguments] for result in results], float)
-        order = np.eye(*weights.shape)
-        rows, places = self._permutation(results, arguments, [best > 0 for best in weights.max(axis=1)])
-        weights[rows], order[rows], order[rows, places] = 0, 0, 1  # where values come from does not count for these
-        weights[np.ix_(rows, places)] = [[self._fits(results[r], arguments[p]) for p in places] for r in rows]
-        keys = np.array([[result.key == argument.key for argument in arguments] for result in results])
-        types = np.array([[all(map(self._same, r.leaves, a.leaves)) for a in arguments] for r in results])
+        weights, order = matrix(lambda r, a: self._weight(r, a, alike)), np.eye(len(results), len(arguments))
+        carried, updates = matrix(lambda r, a: self._carried(r.leaves, a.leaves)) > 0, weights.any(axis=1)
+        # Results that are updates of one argument each, and each of another. Pytrees that are handed through count.
+        handed = [not result.is_bare and self._is_handed_through(result) for result in results]
+        rows = np.flatnonzero(carried.any(axis=1) & (updates | handed))
+        places = np.flatnonzero(carried[rows].any(axis=0))
+        if updates[rows].any() and len(rows) == len(places) == carried[rows].sum():
+            weights[rows], order[rows], order[rows, places] = 0, 0, 1  # where values come from does not count for these
+            weights[np.ix_(rows, places)] = matrix(self._fits)[np.ix_(rows, places)]
+        types = matrix(lambda r, a: all(map(self._same, r.leaves, a.leaves)))
         scores = order
-        for criterion in (weights, keys, weights > 0, types):  # each decides before those ahead of it
-            scores = (scores + (scores.max(axis=1).sum() + 1) * criterion) * (weights > 0)
+        for criterion in (weights, matrix(lambda r, a: r.key == a.key), weights > 0, types):
+            scores = (scores + (scores.max(axis=1).sum() + 1) * criterion) * (weights > 0)  # decides before the last
         chosen = zip(*linear_sum_assignment(scores, maximize=True), strict=True)
-        pairs = [(results[r], arguments[p]) for r, p in chosen if weights[r, p]]
-        pairs.sort(key=lambda pair: pair[1].first)
-        return [pair for pair in pairs if self._named or self._changed(*pair)]
-
-    def _permutation(
-        self, results: list[Part], arguments: list[Part], updates: Sequence[bool]
-    ) -> tuple[list[int], list[int]]:
-        """The results that are updates of one argument each, and each of another, and these arguments, in order.
-
-        Pytrees that are handed through count, if any other result is an update. None if a result has several origins.
-        """
-        sources = [{k for k, part in enumerate(arguments) if self._carried(r.leaves, part.leaves)} for r in results]
-        rows = [
-            k for k, result in enumerate(results)
-            if sources[k] and (updates[k] or (not result.is_bare and self._is_handed_through(result)))
-        ]  # fmt: skip
-        places = sorted({place for k in rows for place in sources[k]})
-        one_each = len(places) == len(rows) == sum(len(sources[k]) for k in rows)
-        return (rows, places) if one_each and any(updates[k] for k in rows) else ([], [])
+        pairs = [(results[r], arguments[a]) for r, a in chosen if weights[r, a]]
+        return sorted((p for p in pairs if self._named or self._changed(*p)), key=lambda pair: pair[1].first)
 
     def _weight(self, result: Part, argument: Part, alike: set[int]) -> int:
         """How much speaks for a result as the new value of an argument: leaves that are carried; 0 if it is not.

@@ -8,7 +8,6 @@ rebuilt inside (`pytrees`).
 from __future__ import annotations
 
 import contextlib
-import os
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -222,9 +221,6 @@ _CONCRETE = {
     jax.errors.ConcretizationTypeError: "the value of a traced array",
 }
 """The errors of steps that read values in Python, each with a description of the read."""
-_NOT_THE_USER = tuple(
-    os.path.dirname(os.path.realpath(path)) + os.sep for path in (jax.__file__, __file__, os.__file__) if path
-)
 
 
 def _concrete_message(error: BaseException) -> str:
@@ -238,12 +234,6 @@ def _concrete_message(error: BaseException) -> str:
 
 def _user_line(error: BaseException) -> str:
     """Returns the innermost line that is neither JAX's, nor Flax's, nor ours, nor the standard library's."""
-    found = "an unknown line"
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        path = os.path.realpath(code.co_filename)
-        library = path.startswith(_NOT_THE_USER) and "site-packages" not in path
-        packaged = any(f"site-packages{os.sep}{name}{os.sep}" in path for name in ("jax", "jaxlib", "flax", "optax"))
-        if not library and not packaged and not code.co_filename.startswith("<"):
-            found = f"{code.co_filename}:{line} (in {code.co_name})"
-    return found
+    frames = traceback.walk_tb(error.__traceback__)
+    found = [(frame.f_code, line) for frame, line in frames if _jax.is_user_file(frame.f_code.co_filename)]
+    return f"{found[-1][0].co_filename}:{found[-1][1]} (in {found[-1][0].co_name})" if found else "an unknown line"

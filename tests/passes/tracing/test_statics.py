@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 from alpa_lite.passes.tracing.conversion import graph_of
+from alpa_lite.passes.tracing.known_values import MAX_SIMULATED_TRIPS
 from alpa_lite.passes.tracing.statics import FOLDED, NUMPY, Statics
-from alpa_lite.passes.tracing.trip_counts import MAX_SIMULATED_TRIPS
 
 SIGNED, OTHER = np.arange(-6, 6, dtype=np.int32).reshape(3, 4), np.int32(-4)
 
