@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -87,34 +87,28 @@ def graph_of(
     opened, consts = _jax.open_jaxpr(jaxpr)
     inputs = [builder.value(var.aval) for var in opened.invars]
     outputs = builder.inline(opened, consts, inputs)
-    block = Block((*inputs, *builder.constants), tuple(builder.frames[0].ops), tuple(outputs))
+    block = Block((*inputs, *builder.constants), tuple(builder.ops), tuple(outputs))
     graph = Graph(tuple(builder.values), block, tuple(builder.constants.values()), builder.keys)
     return pruning.prune(use_known_values(graph), keep_inputs=len(inputs))
 
 
-@dataclass(eq=False)
-class _Frame:
-    """A block that is being built.
+class _Builder:
+    """The tables that one conversion fills.
 
     Attributes:
-      token: that of its last callback.
-      ops: so far.
+      values: of the graph.
+      constants: value number -> array.
+      ops: of the block that is being built.
+      token: of the last callback in it.
       stack: the name stack of the calls that are being inlined.
     """
 
-    token: Atom
-    ops: list[Op] = field(default_factory=list)
-    stack: Any = field(default_factory=_jax.empty_stack)
-
-
-class _Builder:
-    """The tables that one conversion fills."""
-
     def __init__(self, keys: Keys, platform: str, annotations: bool, fold_empty: bool) -> None:
         self.values: list[Value] = []
-        self.constants: dict[int, Any] = {}  # by value number
-        self.keys = keys
-        self.frames = [_Frame(Lit(np.int32(0), TOKEN))]  # the top block, and the bodies being built within it
+        self.constants: dict[int, Any] = {}
+        self.ops: list[Op] = []
+        self.token: Atom = Lit(np.int32(0), TOKEN)
+        self.stack, self.keys = _jax.empty_stack(), keys
         self._platform, self._annotations, self._fold_empty = platform, annotations, fold_empty
         self._constant_atoms: dict[int, tuple[Atom, Any]] = {}  # by the `id` of the constant, which is kept
         self._by_aval: dict[int, Value] = {}
@@ -169,9 +163,8 @@ class _Builder:
         if (expansion := equations.expansion(eqn, graph_of)) is not None:
             results = self._inlined(expansion, eqn, operands)
             if name == "while" and params["cond_jaxpr"].out_avals[0].shape:
-                ops = self.frames[-1].ops
-                assert ops[-1].name == "while"
-                ops[-1] = replace(ops[-1], params={**ops[-1].params, ELEMENTWISE: True})
+                assert self.ops[-1].name == "while"
+                self.ops[-1] = replace(self.ops[-1], params={**self.ops[-1].params, ELEMENTWISE: True})
             return results
         if name in CALL_BODY and CALL_BODY[name] in params:
             return self._call(eqn, operands)
@@ -225,10 +218,9 @@ class _Builder:
 
     def _inlined(self, jaxpr: Any, eqn: Any, operands: list[Atom], scope: str | None = None) -> list[Atom]:
         """Returns the results of an equation for which a jaxpr with constants stands, under its name and a scope."""
-        frame = self.frames[-1]
-        outer, frame.stack = frame.stack, _jax.join_name_stacks(frame.stack, eqn.source_info.name_stack, scope)
+        outer, self.stack = self.stack, _jax.join_name_stacks(self.stack, eqn.source_info.name_stack, scope)
         results = self.inline(*_jax.open_jaxpr(jaxpr), operands)
-        frame.stack = outer
+        self.stack = outer
         return results
 
     def _append(self, eqn: Any, operands: list[Atom]) -> list[int]:
@@ -249,14 +241,14 @@ class _Builder:
                     f"an ordered callback within {name}{f' at {line}' if line else ''} cannot keep its order on "
                     "several devices; use ordered=False, or call it outside"
                 )
-            (primitive, params), operands = found, [self.frames[-1].token, *operands]
+            (primitive, params), operands = found, [self.token, *operands]
         elif name == "concatenate":  # with nothing, such as the part of a head that is not rotated
             dim = params["dimension"]
             operands = [a for a, var in zip(operands, eqn.invars, strict=True) if var.aval.shape[dim]]
         avals = [TOKEN] * is_ordered + [var.aval for var in eqn.outvars]
         results = self._add(eqn, primitive, params, operands, avals, bodies)
         if is_ordered:
-            self.frames[-1].token, *results = results
+            self.token, *results = results
         return results
 
     def _add(
@@ -268,7 +260,7 @@ class _Builder:
         Args:
           bodies: None for an op that has none of the effects of the equation.
         """
-        frame, source, key = self.frames[-1], eqn.source_info, None
+        source, key = eqn.source_info, None
         results = [self.value(aval) for aval in avals]
         if not bodies:  # the key of an op with bodies is written when it is pruned
             parts = id(primitive), id(params)
@@ -276,16 +268,16 @@ class _Builder:
                 self._heads[parts] = self.keys.head(primitive, params), params
             described = [atom if isinstance(atom, Lit) else self.values[atom] for atom in operands]
             key = self.keys.key(self._heads[parts][0], described)
-        if frame.stack.stack:
-            ids = id(frame.stack), id(source.name_stack)
+        if self.stack.stack:
+            ids = id(self.stack), id(source.name_stack)
             if ids not in self._stacks:
-                joined = _jax.join_name_stacks(frame.stack, source.name_stack)
-                self._stacks[ids] = joined, frame.stack, source.name_stack
+                joined = _jax.join_name_stacks(self.stack, source.name_stack)
+                self._stacks[ids] = joined, self.stack, source.name_stack
             source = source.replace(name_stack=self._stacks[ids][0])
         has_effects = bodies is not None and _jax.observable_effects(eqn)
         values, index = (tuple(operands), tuple(results)), next(self._indices)
         op = Op(index, primitive, params, *values, bodies or (), source, key, eqn.ctx, has_effects)
-        frame.ops.append(op)
+        self.ops.append(op)
         if flow.makes_zeros(op):
             self._zeros.update(results)
         return results
@@ -294,7 +286,7 @@ class _Builder:
         self, name: str, params: Any, operands: list[Atom], is_ordered: bool
     ) -> tuple[dict[str, Any], list[Atom], tuple[Block, ...]]:
         """Returns the parameters, operands and bodies of a loop or a condition; an ordered one carries a token."""
-        tokens = [self.frames[-1].token] * is_ordered
+        tokens = [self.token] * is_ordered
         if name == "scan":
             consts, carry = _jax.scan_counts(params)
             bodies, hoisted = self._bodies([params["jaxpr"]], consts, is_ordered)
@@ -325,20 +317,21 @@ class _Builder:
         Returns:
           The blocks, and those constants.
         """
-        blocks = []
+        blocks: list[Block] = []
         for closed in jaxprs:
             jaxpr, consts = _jax.open_jaxpr(closed)
             inputs = [self.value(var.aval) for var in jaxpr.invars]
-            token = self.value(TOKEN)
-            self.frames.append(_Frame(token))
+            outer, token = (self.ops, self.token, self.stack), self.value(TOKEN)
+            self.ops, self.token, self.stack = [], token, _jax.empty_stack()
             outputs = self.inline(jaxpr, consts, inputs)
-            frame = self.frames.pop()
             if is_ordered:
                 inputs = [*inputs[:before], token, *inputs[before:]]
-                outputs = outputs if is_condition else [frame.token, *outputs]
-            blocks.append(Block(tuple(inputs), tuple(frame.ops), tuple(outputs)))
-        read = (atom for b in blocks for atoms in (*(op.operands for op in b.ops), b.outputs) for atom in atoms)
-        used = [value for value in dict.fromkeys(flow.values_in(read)) if value in self.constants]
+                outputs = outputs if is_condition else [self.token, *outputs]
+            blocks.append(Block(tuple(inputs), tuple(self.ops), tuple(outputs)))
+            self.ops, self.token, self.stack = outer
+        read = (atom for b in blocks for op in b.ops for atom in op.operands)
+        read = flow.values_in([*read, *(atom for b in blocks for atom in b.outputs)])
+        used = [value for value in dict.fromkeys(read) if value in self.constants]
         for i, block in enumerate(blocks if used else ()):
             names = {constant: self.value(self.values[constant].aval) for constant in used}
             blocks[i] = replace(rename_block(block, names), inputs=(*names.values(), *block.inputs))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -132,19 +132,20 @@ def _assembled(run: _Run, graph: Graph, roles: Roles, out_shardings: Any) -> Tra
     )
 
 
+@dataclass(eq=False)
 class _Run:
     """One tracing: the step as a function of flat leaves, and its pytrees, which are known afterwards."""
 
-    def __init__(
-        self, fun: Callable[..., Any], calling: Calling, arguments: Any, shapes: Mapping[int, tuple[int, ...]]
-    ) -> None:
-        self.fun, self.calling, self._arguments, self._shapes = fun, calling, arguments, shapes
-        self.in_tree: Any = None
-        self.out_tree: Any = None
-        self.inputs: Part
-        self.outputs: Part
-        self._result: Any = None
-        self._rows: list[tuple[str, tuple[str, ...], bool]] = []  # path, keys and `in_object` of each result
+    fun: Callable[..., Any]
+    calling: Calling
+    _arguments: Any
+    _shapes: Mapping[int, tuple[int, ...]]
+    inputs: Part = field(init=False)
+    outputs: Part = field(init=False)
+    in_tree: Any = None
+    out_tree: Any = None
+    _result: Any = None
+    _rows: Sequence[tuple[str, tuple[str, ...], bool]] = ()  # path, keys and `in_object` of each result
 
     def jaxpr(self) -> Any:
         """Returns the closed jaxpr of the step."""
@@ -195,14 +196,14 @@ class _Run:
             args = pytrees.merge(args, self, is_inner=True)
         out = self.calling.call(self.fun, *args)
         self._result = out = pytrees.hide(out, pytrees.has_static_numbers(self.fun))
-        self._rows = []
+        self._rows = rows = list[tuple[str, tuple[str, ...], bool]]()
         for path in pytrees.leaf_paths((args if has_objects else (), out)):
             side, *keys = path.keys
             if side.idx == 1:
                 text = f"result{jax.tree_util.keystr(tuple(keys))}{path.inner}"
-                self._rows.append((text, ("result", *map(calls.key_text, keys)), path.module))
+                rows.append((text, ("result", *map(calls.key_text, keys)), path.module))
             elif path.module:  # plain arguments do not come back
-                self._rows.append((calls.path_of(self.calling, keys, path.inner), (), True))
+                rows.append((calls.path_of(self.calling, keys, path.inner), (), True))
         pure = pytrees.split_results(args, out, self) if has_objects else out
         results, self.out_tree = jax.tree_util.tree_flatten(pure)
         return results
