@@ -25,10 +25,10 @@ from alpa_lite.errors import OptionError
 from alpa_lite.ir.paths import format_path
 from alpa_lite.options import Off
 from alpa_lite.processes.channel import Collective
+from alpa_lite.report import prose
 from alpa_lite.runtime.debug import reference
 from alpa_lite.runtime.debug.first_divergence import Difference
 
-_MOST_LEAVES = 12
 _ENLARGED = 30.0
 """How much more than a change of the arguments in their last place may change a leaf, rounding within the step may."""
 
@@ -80,23 +80,7 @@ class Checked:
         return self.ok
 
     def __str__(self) -> str:
-        worst = sorted(self.leaves, key=lambda leaf: -leaf.error)
-        wrong = [leaf for leaf in worst if not leaf.ok]
-        if not wrong:
-            said = f"; the largest error is {worst[0].error:.2g}, in {worst[0].path}" if worst else ""
-            return f"equal: all {len(self.leaves)} leaves{said}"
-        lines = [f"{len(wrong)} of {len(self.leaves)} leaves differ"]
-        for leaf in wrong[:_MOST_LEAVES]:
-            shape = ",".join(map(str, leaf.shape))
-            lines.append(f"  {leaf.path}  {leaf.dtype}[{shape}]  error {leaf.error:.2g}, of {leaf.tolerance:.2g}")
-        if len(wrong) > _MOST_LEAVES:
-            lines.append(f"  and {len(wrong) - _MOST_LEAVES} more")
-        if self.difference is not None:
-            return "\n".join([*lines, f"first to differ: {self.difference}"])
-        if self.unchecked_reason:
-            return "\n".join([*lines, f"operations were not compared: {self.unchecked_reason}"])
-        explained = "no operation differs on the inputs that it gets: operations enlarge the rounding of those before"
-        return "\n".join([*lines, explained])
+        return "\n".join(prose.text("checked", self, sorted(self.leaves, key=lambda leaf: -leaf.error)))
 
 
 def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: Any) -> Checked:

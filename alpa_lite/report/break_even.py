@@ -15,7 +15,6 @@ These are predictions to first order: neither step adapts further on the way, an
 
 from __future__ import annotations
 
-from alpa_lite.ir import units
 from alpa_lite.plan.decisions import Alternative, Outcome
 from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.plan.records import Stage
@@ -37,14 +36,17 @@ def verdict(plan: Plan, stage: Stage, examples: int | None, other: Alternative, 
     compute = other.step.compute_seconds - chosen.step.compute_seconds
     causes = [("compute", compute), ("communication", delta - compute)]
     slower, least = delta > _SAME * whole, other.bound_seconds - chosen.step.seconds
-    changes = [*_links(other.step, chosen.step), *_batch(examples, other.step, chosen.step)] if slower else []
+    low, high = other.step.bytes_per_device, chosen.step.bytes_per_device
+    best = (chosen.roomy or chosen.step).seconds  # with more memory the chosen strategy, too, may be in a faster plan
+    less = 0.0 if other.roomy is None else best - other.roomy.seconds
     found = {
         "delta": delta, "share": _share(delta, whole), "equal": abs(delta) <= _SAME * whole, "slower": slower,
         "gap": whole - stage.solver.bound, "compute": compute, "sent": other.step.bytes_sent - chosen.step.bytes_sent,
         "causes": [(name, value) for name, value in causes if abs(value) > 0.01 * delta],
         "least": least if _SAME * whole < least < 0.9 * delta else 0.0,
-        "roomy_delta": other.step.seconds - (chosen.roomy or chosen.step).seconds,
-        "changes": [*changes, *_memory(plan, other, chosen)],
+        "roomy_delta": other.step.seconds - best, "links": _links(other.step, chosen.step) if slower else 0.0,
+        "batch": _batch(other.step, chosen.step) if slower else 0.0, "examples": examples,
+        "between": (low, high) if low < 0.999 * high else None, "less": less if less > best * _SAME else 0.0,
     }  # fmt: skip
     return prose.sentence("verdict", plan, other, found)
 
@@ -55,39 +57,18 @@ def _share(part: float, whole: float) -> str:
     return "under 0.01 %" if share < 0.01 else f"{share:.2g} %" if share < 100 else f"{share:,.0f} %"
 
 
-def _links(other: Outcome, chosen: Outcome) -> list[str]:
-    """Returns the link speed from which, or below which, `other` is faster; nothing if that is out of reach."""
+def _links(other: Outcome, chosen: Outcome) -> float:
+    """Returns the link speed from which, or below which, `other` is faster; 0 if that is out of reach."""
     spent = [step.communication_seconds - step.latency_seconds for step in (other, chosen)]
-    at = _ratio(spent[0] - spent[1], (chosen.seconds - spent[1]) - (other.seconds - spent[0]))
-    return [f"with links {'more' if at > 1 else 'less'} than {units.factor(at)} as fast"] if at else []
+    return _ratio(spent[0] - spent[1], (chosen.seconds - spent[1]) - (other.seconds - spent[0]))
 
 
-def _batch(now: int | None, other: Outcome, chosen: Outcome) -> list[str]:
-    """Returns the batch from which, or below which, `other` is faster; nothing if that is out of reach."""
+def _batch(other: Outcome, chosen: Outcome) -> float:
+    """Returns the batch from which, or below which, `other` is faster; 0 if that is out of reach."""
     fixed = [step.seconds - step.batch_seconds for step in (other, chosen)]
-    at = _ratio(fixed[0] - fixed[1], chosen.batch_seconds - other.batch_seconds)
-    if not at:
-        return []
-    named = "" if now is None else f" ({'above' if at > 1 else 'below'} {units.digits(at * now)} examples)"
-    return [f"with a batch {'more' if at > 1 else 'less'} than {units.factor(at)} as large{named}"]
+    return _ratio(fixed[0] - fixed[1], chosen.batch_seconds - other.batch_seconds)
 
 
 def _ratio(above: float, below: float) -> float:
     """Returns above / below if the lines cross within a factor of a thousand of the present value; 0 otherwise."""
     return above / below if below and 1 / _REACH <= above / below <= _REACH else 0.0
-
-
-def _memory(plan: Plan, other: Alternative, chosen: Alternative) -> list[str]:
-    """Returns the memory budgets under which `other` is faster than the plan, or fits where the plan does not."""
-    out = []
-    low, high = other.step.bytes_per_device, chosen.step.bytes_per_device
-    if low < 0.999 * high:
-        texts = units.nbytes(low), units.nbytes(high)
-        if texts[0] == texts[1]:
-            texts = units.exact_bytes(low), units.exact_bytes(high)
-        out.append(f"if a device could hold {texts[0]} but not {texts[1]}")
-    best = (chosen.roomy or chosen.step).seconds  # with more memory the chosen strategy, too, may be in a faster plan
-    if other.roomy is not None and other.roomy.seconds < best * (1 - _SAME):
-        less = units.seconds(best - other.roomy.seconds)
-        out.append(f"with {units.nbytes(other.roomy.bytes_per_device)} per device, by {less} per step")
-    return out

@@ -19,7 +19,7 @@ from operator import attrgetter
 from alpa_lite.ir import units
 from alpa_lite.plan.figures import Held, Spending
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.report import grouping, stages
+from alpa_lite.report import grouping, prose, stages
 from alpa_lite.report.tables import Bar, Column, Nested, Part, Table
 
 _LISTED = 10
@@ -218,14 +218,12 @@ def activations(plan: Plan) -> str:
     block. Layers that differ in numbers alone are one line. Lines are in the order of their texts, not of the program,
     so that two plans of one step differ where their activations do.
     """
-    parts = []
+    lines = []
     for number, stage in enumerate(plan.stages):
-        size, count = sum(row.bytes * row.count for row in stage.held), sum(row.count for row in stage.held)
-        of = f"stage {number}: " if len(plan.stages) > 1 else ""
-        each = " of each micro-batch" if plan.num_microbatches > 1 else ""
-        parts.append(f"{of}{count} activations{each} wait for the backward pass, {size:,} bytes per device")
-        parts += [f"  {line}" for line in sorted(map(_activation_line, _joined(stage.held)))]
-    return "\n".join(parts)
+        size = sum(row.bytes * row.count for row in stage.held)
+        head, *rows = prose.lines("activations", plan, number, stage.held, _joined(stage.held), size)
+        lines += [head, *(f"  {row}" for row in sorted(rows))]
+    return "\n".join(lines)
 
 
 def activation_table(plan: Plan) -> Table:
@@ -253,9 +251,3 @@ def _joined(rows: Iterable[Held]) -> list[Held]:
         replace(same[0], where=f"{Place.parse(same[0].where).source} {scope}", count=sum(row.count for row in same))
         for scope, same in grouping.group_by_numbers(rows, key)
     ]
-
-
-def _activation_line(row: Held) -> str:
-    times = f" {units.times(row.count)}" if row.count > 1 else ""
-    kind = units.type_name(row.dtype, row.shape)
-    return f"{row.where} | {row.operation}{times} | {kind} {units.spec(row.spec)} | {row.bytes:,} bytes".strip()

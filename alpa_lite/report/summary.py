@@ -31,10 +31,6 @@ _MAX_NOTES = 3
 _MAX_LAPS = 3  # of planning, in the log
 _ALL = 0.98  # the share from which on something counts as all
 _SOME = 0.02  # the share below which something is left out
-_KINDS = {
-    "data": "data parallel", "tensor": "tensor parallel", "sequence": "sequence parallel",
-    "space": "spatially parallel", "expert": "expert parallel",
-}  # fmt: skip
 
 
 def render_summary(plan: Plan) -> Group:
@@ -112,31 +108,13 @@ def _stage(stage: Stage) -> tuple[tuple[str, ...], ...]:
 
 def _products(axis: AxisUse) -> str:
     """A name, such as "data parallel", or "data parallel (71 % of the products' FLOPs) and tensor parallel (28 %)"."""
-    shares = [(_KINDS[name], share) for name, share in axis.products.items() if share >= _SOME]
-    if not shares:
-        return "nothing of the products divided"
-    if len(shares) == 1 and shares[0][1] >= _ALL:
-        return shares[0][0]
-    of = (" of the products' FLOPs", *[""] * len(shares))
-    return " and ".join(f"{name} ({units.percent(s, 1)}{more})" for (name, s), more in zip(shares, of, strict=False))
+    return prose.sentence("products", [(name, share) for name, share in axis.products.items() if share >= _SOME], _ALL)
 
 
 def _state(axes: Iterable[AxisUse]) -> tuple[str, ...]:
     """The sharding of the state: FSDP where parameters are over an axis that is data parallel, ZeRO for moments."""
-
-    def placement(axis: AxisUse) -> tuple[str, str]:
-        """Returns the sharding over an axis, and the share of the bytes that has it."""
-        data = axis.products.get("data", 0.0) >= 0.5
-        if axis.params >= _SOME:
-            name, share = "FSDP of parameters" if data else "parameters sharded", axis.params
-        elif axis.optimizer >= _SOME:
-            name, share = f"parameters replicated, optimizer state sharded{' (ZeRO)' * data}", axis.optimizer
-        else:
-            name, share = "parameters replicated", 1.0
-        return name, "" if share >= _ALL else f" ({100 * share:.0f} % of the bytes)"
-
-    found = grouping.group_by_key(axes, placement).items()
-    return tuple(f"{name} over {' '.join(axis.name for axis in same)}{part}" for (name, part), same in found)
+    found = grouping.group_by_key(axes, lambda axis: tuple(prose.lines("state", axis, _SOME, _ALL))).items()
+    return tuple(" ".join([name, "over", *(axis.name for axis in same), *part]) for (name, *part), same in found)
 
 
 def _replicated(plan: Plan) -> tuple[str, ...]:

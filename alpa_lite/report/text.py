@@ -9,7 +9,6 @@ from rich.console import Group
 from rich.text import Text
 
 from alpa_lite.ir import units
-from alpa_lite.plan.decisions import Candidate
 from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.report import console, operations, prose, sections, stages
 from alpa_lite.report.tables import Block, Column, Legend, Section, Sentence, Table
@@ -89,26 +88,9 @@ def _candidates(plan: Plan) -> Table:
         Column("mesh" if plan.solver.model == "step" else "stages", lambda row: units.shape(row.mesh_shape)),
         Column("step", attrgetter("step_seconds"), units.seconds),
         Column("memory", attrgetter("bytes_per_device"), units.nbytes),
-        Column("", lambda row: _status(row, best)),
+        Column("", lambda row: prose.sentence("status", row, best)),
     )
     return Table.from_items(
         columns, dict.fromkeys(order), _MAX_CANDIDATES, "and {} more",
         style=lambda row: "bold" if row.status == "chosen" else "",
     )  # fmt: skip
-
-
-def _status(candidate: Candidate, best: float) -> str:
-    """Returns the status, and by how much the candidate is slower, or faster, if that is known.
-
-    A pipeline that the stage search met may be estimated faster than the one that was planned: it was priced at costs
-    that are scaled from another number of micro-batches, which the chosen one, priced itself, turned out to exceed.
-    """
-    status, seconds = candidate.status, candidate.step_seconds
-    if status in ("chosen", "cutoff", "infeasible") or seconds is None or best <= 0:
-        return {"cutoff": "not finished: cannot be faster", "optimal": "slower", "met": "not faster"}.get(
-            status, status
-        )
-    pace = units.pace(seconds, best)
-    if seconds < best * (1 - units.EQUAL):
-        return f"{pace} in a rough estimate, not priced itself"
-    return f"{pace} when its search stopped" if status == "met" else pace

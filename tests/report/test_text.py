@@ -13,7 +13,7 @@ from alpa_lite.ir import units
 from alpa_lite.plan.decisions import Candidate
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Leaf
-from alpa_lite.report import console, grouping, sections, stages, text
+from alpa_lite.report import console, grouping, prose, sections, stages
 from tests.plans import gpt_plan, pipeline_plan
 
 
@@ -30,7 +30,7 @@ def test_estimates_below_the_chosen_plan_are_not_called_slower() -> None:
         (1.5, "optimal", "slower by 50 %"), (None, "cutoff", "not finished: cannot be faster"),
     ):  # fmt: skip
         seconds = None if factor is None else factor * 0.05
-        assert text._status(Candidate("a", (4,), seconds, 1, status), 0.05) == said
+        assert prose.sentence("status", Candidate("a", (4,), seconds, 1, status), 0.05) == said
 
 
 def test_small_leaves_are_folded_and_nothing_is_lost() -> None:
