@@ -320,37 +320,31 @@ def explain_miss(new: Signature, paths: Sequence[str], planned: Mapping[Signatur
 
 
 def _differences(old: Signature, paths: Sequence[str], new: Signature, new_paths: Sequence[str]) -> list[str]:
-    found = _form_differences(old, new)
-    settings = _jax.name_settings(old.settings)
-    for name, value in _jax.name_settings(new.settings).items():
-        if name not in settings:
-            found.append(f"{name} is a new setting of JAX")
-        elif value != settings[name]:
-            found.append(f"{name} is {value}, planned was {settings[name]}")
-    before, after = dict(zip(paths, old.types, strict=False)), dict(zip(new_paths, new.types, strict=False))
-    for path in [*after, *(path for path in before if path not in after)]:
-        if path not in before:
-            found.append(f"{format_path(path)} is new")
-        elif path not in after:
-            found.append(f"{format_path(path)} is missing")
-        elif before[path] != after[path]:
-            found.append(f"{format_path(path)} is {_text(after[path])}, planned was {_text(before[path])}")
+    found = [f"{_called(new)}, planned was {_called(old)}"] if old.form[:2] != new.form[:2] else []
+    kinds = zip(_facts(old, paths), _facts(new, new_paths), _ADDED, _REMOVED, strict=True)
+    for before, after, added, removed in kinds:
+        for name, (label, text, value) in after.items():
+            if name not in before:
+                found.append(f"{name} {added}")
+            elif value != before[name][2]:
+                found.append(f"{label} is {text}, planned was {before[name][1]}")
+        found += [f"{name} {removed}" for name in before if removed and name not in after]
     return found or ["the containers of the arguments have other types or other static fields"]
 
 
-def _form_differences(old: Signature, new: Signature) -> list[str]:
-    out = []
-    if old.form[:2] != new.form[:2]:
-        out.append(f"{_called(new)}, planned was {_called(old)}")
-    before = {place: value for place, _, value in old.form[2]}
-    for place, _, value in new.form[2]:
-        if place in before and (type(before[place]), before[place]) != (type(value), value):
-            which = f"static argument {place}" if isinstance(place, int) else f"the static argument {place}"
-            out.append(f"{which} is {value!r}, planned was {before[place]!r}")
-        elif place not in before:
-            out.append(f"{place} is static")
-    given = {place for place, _, _ in new.form[2]}
-    return out + [f"{place} is not static any more" for place in before if place not in given]
+_ADDED = "is static", "is a new setting of JAX", "is new"
+_REMOVED = "is not static any more", "", "is missing"
+
+
+def _facts(signature: Signature, paths: Sequence[str]) -> tuple[dict[Any, tuple[str, str, Any]], ...]:
+    """Returns the label, the text and the value of each static argument, each setting of JAX, and each leaf."""
+    static = {
+        place: (f"{'the ' * isinstance(place, str)}static argument {place}", repr(value), (type(value), value))
+        for place, _, value in signature.form[2]
+    }
+    settings = {name: (name, str(value), value) for name, value in _jax.name_settings(signature.settings).items()}
+    leaves = zip(map(format_path, paths), signature.types, strict=False)
+    return static, settings, {path: (path, _text(kind), kind) for path, kind in leaves}
 
 
 def _called(signature: Signature) -> str:
