@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from alpa_lite.ir import graph, program, schedules
+from alpa_lite.ir import graph, program
 from alpa_lite.ir.graph import Lit, Traced
 from alpa_lite.ir.schedules import Schedule
 from alpa_lite.passes.layers.division import Divided, Divisible
@@ -16,6 +16,7 @@ from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.stages.planning import DecidedStage, PlannedStage
 from alpa_lite.passes.stages.stage_graph import StageGraph
+from tests import scheduling
 
 
 def check(value: Any) -> None:
@@ -44,7 +45,7 @@ def check(value: Any) -> None:
         case LocalProgram():
             _local(value)
         case Schedule():
-            schedules.check(value)
+            scheduling.check(value)
         case Staged():
             program.check(value.program)
             division = value.division

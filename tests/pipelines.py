@@ -7,6 +7,7 @@ import numpy as np
 from alpa_lite.ir import program, schedules
 from alpa_lite.ir.layout import Layout, LogicalMesh
 from alpa_lite.ir.schedules import Schedule, Task
+from tests import scheduling
 
 FLOAT = np.dtype("float32")
 
@@ -31,7 +32,7 @@ class Toy:
         inputs = [self.define("parameter", stage) for stage in stages]
         for stage in stages:
             self.run("prologue", stage, -1, [], [], ["sum"])
-        for _, task in schedules.walk(schedule):
+        for _, task in scheduling.walk(schedule):
             self.task(task)
         for stage in stages:
             self.run("update", stage, -1, [], ["parameter", "sum"], ["parameter"])

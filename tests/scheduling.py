@@ -1,9 +1,11 @@
-"""A schedule with given seconds for its tasks as a timeline: an oracle for simulated programs and the stage search."""
+"""Oracles for schedules: all their tasks in an order, and with given seconds for them as a timeline."""
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from alpa_lite.ir.schedules import Schedule, Task, walk
+from alpa_lite.errors import PlanError
+from alpa_lite.ir.schedules import Schedule, Task, TaskKind
 from alpa_lite.ir.timeline import Event, Timeline
 
 
@@ -92,3 +94,74 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
                 held -= 1
         peaks.append(peak)
     return tuple(peaks)
+
+
+def check(schedule: Schedule) -> None:
+    """Raises PlanError unless every task is there once, on its submesh, and no list waits forever."""
+    kinds: tuple[TaskKind, ...] = (
+        ("forward", "backward", "weight") if schedule.splits_backward else ("forward", "backward")
+    )
+    stages, microbatches, slices = map(
+        range, (schedule.num_stages, schedule.num_microbatches, schedule.num_slices)
+    )  # fmt: skip
+    wanted = {Task(k, s, m, i) for k in kinds for s in stages for m in microbatches for i in slices}
+    found: set[Task] = set()
+    for mesh, tasks in enumerate(schedule.tasks):
+        for task in tasks:
+            if task not in wanted or schedule.mesh(task.stage) != mesh:
+                raise PlanError(f"schedule {schedule.name!r}: {task} does not belong on submesh {mesh}")
+            if task in found:
+                raise PlanError(f"schedule {schedule.name!r}: {task} occurs twice")
+            found.add(task)
+    if found != wanted:
+        missing = min(wanted - found, key=lambda task: (task.stage, task.microbatch, task.slice))
+        raise PlanError(f"schedule {schedule.name!r}: {len(wanted - found)} tasks are missing, such as {missing}")
+    for _ in walk(schedule):
+        pass
+
+
+def walk(schedule: Schedule) -> Iterator[tuple[int, Task]]:
+    """All tasks as (submesh, task), each after the tasks that it needs, every submesh in its own order, in turns.
+
+    Raises:
+      PlanError: the lists wait for each other.
+    """
+    total, last = sum(map(len, schedule.tasks)), schedule.num_stages - 1
+    positions = [0] * schedule.num_meshes
+    done: set[Task] = set()
+    waiting: dict[Task, int] = {}
+    ready = deque(range(schedule.num_meshes))
+    while ready:
+        mesh = ready.popleft()
+        tasks = schedule.tasks[mesh]
+        if positions[mesh] == len(tasks):
+            continue
+        task = tasks[positions[mesh]]
+        missing = next((need for need in _needs(task, last, schedule.num_slices) if need not in done), None)
+        if missing is not None:
+            waiting[missing] = mesh
+            continue
+        positions[mesh] += 1
+        total -= 1
+        yield mesh, task
+        done.add(task)
+        ready.append(mesh)
+        if task in waiting:
+            ready.append(waiting.pop(task))
+    if total:
+        stuck = ((mesh, schedule.tasks[mesh], at) for mesh, at in enumerate(positions))
+        where = ", ".join(f"submesh {mesh} at {tasks[at]}" for mesh, tasks, at in stuck if at < len(tasks))
+        raise PlanError(f"the lists of schedule {schedule.name!r} wait for each other: {where}")
+
+
+def _needs(task: Task, last: int, slices: int) -> list[Task]:
+    """Returns the tasks that `task` needs; `last` is the last stage."""
+    kind, stage = task.kind, task.stage
+    if kind == "weight":
+        return [replace(task, kind="backward")]
+    if kind == "forward":
+        before = [replace(task, stage=stage - 1)] if stage else []
+        return [*before, replace(task, slice=task.slice - 1)] if task.slice else before
+    behind = task.slice + 1
+    own = replace(task, slice=behind) if behind < slices else replace(task, kind="forward")
+    return [own, replace(task, stage=stage + 1)] if stage < last else [own]

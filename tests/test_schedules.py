@@ -39,7 +39,7 @@ def holds(name: str, virtual: int, meshes: int, microbatches: int) -> None:
     """A schedule is complete, holds as much and idles as long as published."""
     made = schedules.schedule(name, meshes, microbatches, virtual=virtual)
     assert (made.num_stages, made.virtual, len(made.tasks)) == (meshes * virtual, virtual, meshes)
-    schedules.check(made)
+    scheduling.check(made)
     formula = tuple(schedules.STRATEGIES[name].in_flight(meshes, microbatches, m, virtual) for m in range(meshes))
     assert scheduling.in_flight(made) == formula
     timeline = scheduling.simulate(made, **UNIFORM)
@@ -160,13 +160,13 @@ def test_lists_by_hand() -> None:
 @pytest.mark.parametrize("name", schedules.NAMES)
 def test_one_mesh_and_one_microbatch(name: str) -> None:
     made = schedules.schedule(name, 1, 1)
-    schedules.check(made)
+    scheduling.check(made)
     assert scheduling.in_flight(made) == (1,)
     timeline = scheduling.simulate(made, forward=1.0, backward=2.0, weight=0.5, transfer=9.0)
     assert timeline.seconds == 3.5
     assert timeline.idle_fraction == (0.0,)
     if name != "interleaved-1f1b":
-        schedules.check(schedules.schedule(name, 5, 1))
+        scheduling.check(schedules.schedule(name, 5, 1))
 
 
 def test_gradients_are_summed_in_one_order() -> None:
@@ -217,7 +217,7 @@ def test_slices_of_the_sequence(name: str, virtual: int) -> None:
     for meshes, microbatches, slices in ((1, 2, 3), (2, 2, 4), (3, 6, 2), (4, 4, 8), (2, 1, 3)):
         if exists(name, meshes, microbatches):
             made = schedules.schedule(name, meshes, microbatches, virtual=virtual, slices=slices)
-            schedules.check(made)
+            scheduling.check(made)
             timeline = scheduling.simulate(made, **UNIFORM)
             assert timeline.idle_seconds == (bubble((name, virtual, meshes, microbatches)),) * meshes
             names = {(e.stage, e.name) for e in timeline.events}
@@ -228,11 +228,11 @@ def test_check_finds_slices_in_the_wrong_order() -> None:
     made = schedules.schedule("gpipe", 2, 1, slices=3)
     tasks = made.tasks[1]
     with pytest.raises(PlanError, match=r"missing, such as .*slice=0"):
-        schedules.check(changed(made, 1, tasks[:-1]))
+        scheduling.check(changed(made, 1, tasks[:-1]))
     with pytest.raises(PlanError, match="wait for each other"):
-        schedules.check(changed(made, 1, (*tasks[:3], *reversed(tasks[3:]))))
+        scheduling.check(changed(made, 1, (*tasks[:3], *reversed(tasks[3:]))))
     with pytest.raises(PlanError, match="wait for each other"):
-        schedules.check(changed(made, 1, (tasks[1], tasks[0], *tasks[2:])))
+        scheduling.check(changed(made, 1, (tasks[1], tasks[0], *tasks[2:])))
 
 
 def changed(made: Schedule, mesh: int, tasks: tuple[Task, ...]) -> Schedule:
@@ -243,14 +243,14 @@ def test_check_finds_what_is_wrong() -> None:
     made = schedules.schedule("1f1b", 2, 3)
     first = made.tasks[0]
     with pytest.raises(PlanError, match=r"missing, such as Task.kind='backward', stage=0, microbatch=2"):
-        schedules.check(changed(made, 0, first[:-1]))
+        scheduling.check(changed(made, 0, first[:-1]))
     with pytest.raises(PlanError, match="occurs twice"):
-        schedules.check(changed(made, 0, (*first, first[0])))
+        scheduling.check(changed(made, 0, (*first, first[0])))
     with pytest.raises(PlanError, match="does not belong on submesh 0"):
-        schedules.check(changed(made, 0, made.tasks[1]))
+        scheduling.check(changed(made, 0, made.tasks[1]))
     late = changed(made, 0, (*first[1:], first[0]))
     with pytest.raises(PlanError, match=r"wait for each other: submesh 0 at .*submesh 1 at "):
-        schedules.check(late)
+        scheduling.check(late)
     with pytest.raises(PlanError, match="wait for each other"):
         scheduling.simulate(late, forward=1.0, backward=1.0)
 
