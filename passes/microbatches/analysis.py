@@ -33,7 +33,6 @@ from alpa_lite.passes.microbatches.states import (
     Failure,
     Role,
     State,
-    StepStates,
     is_intensive,
     linear_operands,
     sliced_state,
@@ -51,13 +50,12 @@ class Refused(Exception):
         self.op, self.failure, self.roots = op, failure, roots
 
 
-class Analysis:
-    """The analysis of one graph.
+class Analysis(Transfer):
+    """The states and roles of one graph.
 
     Attributes:
-      states: of its values, with the roles of its operations.
       ahead: operations that are computed for the whole batch before the loop, by index.
-      examples: the dims that hold examples of each value after the loop that has any.
+      example_dims: the dims that hold examples of each value after the loop that has any.
     """
 
     def __init__(
@@ -82,25 +80,18 @@ class Analysis:
         Raises:
           Refused: the step has no exact form, or, where reductions may be local, that does not help.
         """
-        self.graph, self.parts = graph, parts
-        self.states = StepStates(graph, rules, parts, batch, bound)
+        super().__init__(graph, rules, parts, batch, bound)
         self.ahead: dict[int, Op] = {}
-        self.examples: dict[int, frozenset[int]] = {}
-        self._transfer = Transfer(self.states)
+        self.example_dims: dict[int, frozenset[int]] = {}
         self._uses = flow.uses(graph.block)
         self._visit_all(may_be_local)
 
     @property
-    def local_reductions(self) -> frozenset[int]:
-        """The reductions (op indices) that are taken within the micro-batch."""
-        return self._transfer.local
-
-    @property
     def work(self) -> int:
         """Elements that heavy operations inside of the loop read and write in all: to compare choices of the batch."""
-        roles = self.states.roles
+        roles = self.roles
         return sum(
-            int(np.prod(self.states.shape(a), dtype=np.int64))
+            int(np.prod(self.shape(a), dtype=np.int64))
             for op in self.graph.block.ops
             if is_intensive(op) and op.index in roles and roles[op.index].kind not in ("whole", "copy")
             for a in (*op.operands, *op.results)
@@ -109,7 +100,7 @@ class Analysis:
     @property
     def has_loop(self) -> bool:
         """Whether an operation that the outputs are made of is in the loop."""
-        block, roles = self.graph.block, self.states.roles
+        block, roles = self.graph.block, self.roles
         makers = flow.producers(block.ops)
         kinds = {v: roles[op.index].kind if op.index in roles else "after" for v, op in makers.items()}
         outside = {v for v, kind in kinds.items() if kind in ("after", "barrier")}
@@ -131,19 +122,20 @@ class Analysis:
                 if not (new and may_be_local):
                     raise
                 number = bisect.bisect_left(indices, min(new))
-                self._transfer.local |= new
+                self.local_reductions |= new
 
     def _visit(self, op: Op) -> None:
-        states = self.states
-        for by_op in (states.roles, states.failures, self.ahead):  # of an earlier visit
+        for by_op in (self.roles, self.failures, self.ahead):  # of an earlier visit
             by_op.pop(op.index, None)
         for value in op.results:
-            self.examples.pop(value, None)
-        given = states.read(op)
+            self.example_dims.pop(value, None)
+        given = self.read(op)
         if op.name == "optimization_barrier":
-            states.barrier(op, given)
+            self.decide(op, Role("barrier", given, given))
             pairs = zip(op.operands, op.results, strict=True)
-            self.examples.update((v, self.examples[a]) for a, v in pairs if isinstance(a, int) and a in self.examples)
+            self.example_dims.update(
+                (v, self.example_dims[a]) for a, v in pairs if isinstance(a, int) and a in self.example_dims
+            )
             return
         if AFTER in given:
             given = self._sink(op, given)
@@ -152,29 +144,29 @@ class Analysis:
             return
         found = None
         try:
-            found = self._transfer.classify(op, given)
+            found = self.classify(op, given)
         except Failure as error:
-            states.failures[op.index] = error.with_traceback(None)
-        if states.is_free(op) and (found is None or (PARTIAL in found.results and not op.has_effects)):
+            self.failures[op.index] = error.with_traceback(None)
+        if self.is_free(op) and (found is None or (PARTIAL in found.results and not op.has_effects)):
             self.ahead[op.index] = op
             found = self._compute_ahead(op, given)
         if found is None and self.parts == 1 and any(s.kind in ("sliced", "local") for s in given):
-            del states.failures[op.index]
+            del self.failures[op.index]
             found = Role("copy", given, (LOCAL,) * len(op.results))
         is_sum = found is not None and PARTIAL in given and not op.bodies and found.kind == "copy"
         if found is None or (is_sum and not self._stays(op, given, found)):
             self._put_after(op)
             return
-        states.decide(op, role_with_inner_results(found) if found.kind in _CONTROL else found)
+        self.decide(op, role_with_inner_results(found) if found.kind in _CONTROL else found)
 
     def _compute_ahead(self, op: Op, given: Sequence[State]) -> Role:
         """Computed before the loop; results that still hold single examples are cut: their readers are in the loop."""
-        values, examples = self.states.values, self._operand_examples(op)
+        values, examples = self.values, self._operand_examples(op)
         cut = []
         for i, value in enumerate(op.results):
             dims, shape = self._result_examples(op, examples, i), values[value].shape
             if op.name == "gather" and given[0].kind == "sliced":
-                size = self.states.shape(op.operands[0])[given[0].dim]
+                size = self.shape(op.operands[0])[given[0].dim]
                 window = op.params["dimension_numbers"].offset_dims
                 dims = frozenset(d for d, n in enumerate(shape) if n == size and d not in window)
             fits = [d for d in sorted(dims) if shape[d] % self.parts == 0]
@@ -185,51 +177,48 @@ class Analysis:
 
     def _put_after(self, op: Op) -> None:
         """Puts an operation after the loop; refused if it is heavy and works on single examples."""
-        states, examples = self.states, self._operand_examples(op)
+        examples = self._operand_examples(op)
         if examples and self._cause(op) is None:
-            states.failures[op.index] = Failure(op, "it uses single examples together with a sum over all of them")
-        rule = states.rules.get(op.key)
+            self.failures[op.index] = Failure(op, "it uses single examples together with a sum over all of them")
+        rule = self.rules.get(op.key)
         is_opaque = not op.bodies and rule is not None and rule.source == "opaque" and not op.has_effects
         if examples and (is_intensive(op) or is_opaque):
-            sums = states.failures[op.index].sums if op.index in states.failures else ()
-            raise Refused(op, self._cause(op), states.roots([*op.reads, *sums]))
+            sums = self.failures[op.index].sums if op.index in self.failures else ()
+            raise Refused(op, self._cause(op), self.roots([*op.reads, *sums]))
         for i, value in enumerate(op.results):
-            states.state[value] = AFTER
+            self.state[value] = AFTER
             if examples and (dims := self._result_examples(op, examples, i)):
-                self.examples[value] = dims
+                self.example_dims[value] = dims
 
     def _cause(self, op: Op) -> Failure | None:
         """Returns why the first operation on the way to one after the loop has no exact form in it, if any has none."""
-        failures, producers, state = self.states.failures, self.states.producers, self.states.state
 
-        def made_of(value: int) -> list[int]:
-            maker, number = producers[value]
-            atoms = [maker.operands[number]] if maker.name == "optimization_barrier" else maker.operands
-            return [v for v in reversed(flow.values_in(atoms)) if state[v] == AFTER]
+        def after(values: Sequence[int]) -> list[int]:
+            return [v for v in reversed(values) if self.state[v] == AFTER]
 
-        found = flow.reach([v for v in reversed(op.reads) if state[v] == AFTER], made_of)
-        indices = (op.index, *(producers[v][0].index for v in found))
-        return next((failures[index] for index in indices if index in failures), None)
+        found = flow.reach(after(op.reads), lambda value: after(self.made_of(value)))
+        indices = (op.index, *(self.producers[v][0].index for v in found))
+        return next((self.failures[index] for index in indices if index in self.failures), None)
 
     def _operand_examples(self, op: Op) -> dict[int, frozenset[int]]:
         """Returns the dims that hold examples of each operand that has any, by its number."""
         found = {}
         for i, atom in enumerate(op.operands):
-            state = self.states.state_of(atom)
+            state = self.state_of(atom)
             if state.kind == "sliced":
                 found[i] = frozenset({state.dim})
-            elif isinstance(atom, int) and atom in self.examples:
-                found[i] = self.examples[atom]
+            elif isinstance(atom, int) and atom in self.example_dims:
+                found[i] = self.example_dims[atom]
         return found
 
     def _result_examples(self, op: Op, examples: Mapping[int, frozenset[int]], result: int) -> frozenset[int]:
-        rule, shape = self.states.rules.get(op.key), self.states.values[op.results[result]].shape
+        rule, shape = self.rules.get(op.key), self.values[op.results[result]].shape
         if rule is None or rule.source == "opaque":
             return frozenset(range(len(shape)))
         factors = {f for i, dims in examples.items() for d in dims for f in rule.operands[i][d]}
         unnamed = any(not rule.operands[i][d] for i, dims in examples.items() for d in dims)
         named = {d for d, fs in enumerate(rule.results[result]) if factors & set(fs)}
-        sizes = {self.states.shape(op.operands[i])[d] for i, dims in examples.items() for d in dims}
+        sizes = {self.shape(op.operands[i])[d] for i, dims in examples.items() for d in dims}
         alike = {d for d, n in enumerate(shape) if n in sizes and n > 1}
         return frozenset(named | (alike if unnamed else set()))
 
@@ -243,7 +232,7 @@ class Analysis:
         """
         if any(s.kind in ("local", "inner") for s in given):
             return True
-        values = self.states.values
+        values = self.values
         summed = [a for a, s in zip(op.operands, role.operands, strict=True) if s == PARTIAL]
         before = sum(values[a].nbytes for a in summed if not isinstance(a, Lit))
         joins = op.name in primitives.ADDITIONS and len(summed) == 2 and all(s == PARTIAL for s in given)
@@ -260,17 +249,17 @@ class Analysis:
         if any(chain is None for chain in chains):
             return given
         for inner in (one for chain in chains for one in reversed(chain or ())):
-            self.states.decide(inner, Role("copy", (PARTIAL,), (PARTIAL,)))
+            self.decide(inner, Role("copy", (PARTIAL,), (PARTIAL,)))
         return (PARTIAL,) * len(given)
 
     def _chain(self, atom: Atom) -> list[Op] | None:
         """Returns the linear operations between a value and a sum, all read once; None if there is no such chain."""
         chain: list[Op] = []
-        while isinstance(atom, int) and self._is_read_once(atom) and self.states.state[atom] in (PARTIAL, AFTER):
-            if self.states.state[atom] == PARTIAL:
+        while isinstance(atom, int) and self._is_read_once(atom) and self.state[atom] in (PARTIAL, AFTER):
+            if self.state[atom] == PARTIAL:
                 return chain
-            op, _ = self.states.producers[atom]
-            if op.name not in primitives.LINEAR_CHAIN or linear_operands(op, [True], self.states.values) is None:
+            op, _ = self.producers[atom]
+            if op.name not in primitives.LINEAR_CHAIN or linear_operands(op, [True], self.values) is None:
                 return None
             chain.append(op)
             atom = op.operands[0]

@@ -142,7 +142,7 @@ class Scope:
         op, result = self.states.producers[value]
         if op.name == "optimization_barrier":
             return self.fetch(op.operands[result], want)
-        self._emit_copy(op, self.states.whole_role(op))
+        self._emit_copy(op, Role.outside(op))
         return self.env[value, WHOLE]
 
     def _block(self, value: int, want: State, base: State) -> Atom:
@@ -184,9 +184,9 @@ class Scope:
             return dim not in op.params["broadcast_dimensions"]
         if op.name in primitives.ELEMENTWISE:
             return True
-        makers = self.states.producers
-        made_of = reach([op], lambda o: [makers[v][0] for v in o.reads if v in makers])
-        if any(o.name in primitives.DRAWS for o in made_of):
+        producers = self.states.producers
+        made_of = reach(op.reads, self.states.made_of)
+        if any(o.name in primitives.DRAWS for o in (op, *(producers[v][0] for v in made_of if v in producers))):
             raise PositionDependent
         return False
 
@@ -210,7 +210,7 @@ class Scope:
         match role.kind:
             case "whole":
                 if op.has_effects and self.parent is not None:  # it must run even if it is not read
-                    self._emit_copy(op, self.states.whole_role(op))
+                    self._emit_copy(op, Role.outside(op))
             case "form":
                 self._emit_form(op, role)
             case "copy" | "map":

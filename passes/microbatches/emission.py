@@ -156,14 +156,7 @@ class _Loop(Scope):
 
     def _made_of(self, values: Iterable[int]) -> set[int]:
         """Returns those of some values that operations make, and all that these are made of."""
-        producers = self.states.producers
-
-        def operands(value: int) -> Sequence[int]:
-            op, result = producers[value]
-            atoms = [op.operands[result]] if op.name == "optimization_barrier" else op.operands
-            return [v for v in values_in(atoms) if v in producers]
-
-        return set(reach([v for v in values if v in producers], operands))
+        return set(reach(values, self.states.made_of)) & self.states.producers.keys()
 
     # -- results --------------------------------------------------------------------------------------------------
 

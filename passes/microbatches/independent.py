@@ -239,7 +239,7 @@ class IndependentLoop:
         graph = Graph(tuple(rewriter.values), block, (*big.constants, *small.constants), rewriter.keys)
         states = StepStates(graph, {}, self.parts, {big.block.inputs[i]: dim for i, dim in self.dims.items()}, ())
         for op in before:
-            states.decide(op, states.whole_role(op))
+            states.decide(op, Role.outside(op))
         exported = {own[v]: state for v, state in self.combined.items()}
         draws = {self.pair.big_value[v]: sliced_state(dim) for v, dim in self.draws.items()}
         for op, new in zip(self.inside, inside, strict=True):

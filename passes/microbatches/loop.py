@@ -143,10 +143,10 @@ def _accumulate_exactly(traced: Traced, analysis: Analysis, cut: Cut, strided: b
     parts, is_strided = analysis.parts, strided and not analysis.local_reductions
     try:
         try:
-            graph, scan = emit(analysis.states, strided=is_strided)
+            graph, scan = emit(analysis, strided=is_strided)
         except PositionDependent:
             is_strided = False
-            graph, scan = emit(analysis.states)
+            graph, scan = emit(analysis)
     except WithoutLoop as error:
         raise messages.empty_loop_error(analysis, error) from error
     notes = [messages.cut_note(traced, parts, cut), *messages.notes_on_analysis(traced, analysis)]
@@ -186,7 +186,7 @@ def _analyse_whole_batch(traced: Traced, rules: Rules) -> StepStates:
             with contextlib.suppress(MicrobatchError):
                 analysis = _analyse(traced, rules, 1, cut, False)
                 if is_work_in_loop(analysis):
-                    return analysis.states
+                    return analysis
     scalars = {v for argument, v in inputs_of(traced) if argument.role == "batch" and v not in dims}
     return assign_whole_batch(traced.graph, rules, dims, bound_inputs(traced), scalars)
 

@@ -49,7 +49,7 @@ def refusal(refused: Refused, parts: int, allow_inexact: bool, graph: Graph) -> 
 
 def empty_loop_error(analysis: Analysis, error: Exception) -> MicrobatchError:
     """The error for a step of which nothing is in the loop: all its readers of the batch come before or after it."""
-    failures = analysis.states.failures
+    failures = analysis.failures
     failure = next((failures[i] for i in sorted(failures, key=lambda i: i not in analysis.ahead)), None)
     if failure is not None:
         return refusal(Refused(failure.op, failure, frozenset()), analysis.parts, True, analysis.graph)
@@ -109,7 +109,7 @@ def notes_on_analysis(traced: Traced, analysis: Analysis) -> list[str]:
             for op in graph.block.ops
             if any(o.index in analysis.local_reductions for o in walk(Block((), (op,), ())))
         ]
-        notes += notes_on_leaves(traced.outputs, analysis.states, own)
+        notes += notes_on_leaves(traced.outputs, analysis, own)
     return notes
 
 

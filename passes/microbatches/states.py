@@ -137,6 +137,11 @@ class Role:
     inner: tuple[State, ...] = ()
     scale: bool = False
 
+    @staticmethod
+    def outside(op: Op) -> Role:
+        """Returns the role of an operation that stays outside of the loop."""
+        return Role("whole", (WHOLE,) * len(op.operands), (WHOLE,) * len(op.results))
+
 
 class Failure(Exception):
     """The reason why an operation has no exact form in a micro-batch.
@@ -288,11 +293,18 @@ class StepStates:
         self.roles[op.index] = role
         self.state.update(zip(op.results, role.results, strict=True))
 
+    def made_of(self, value: int) -> Sequence[int]:
+        """Returns the values that the operation of a value makes it of."""
+        if value not in self.producers:
+            return ()
+        op, number = self.producers[value]
+        return flow.values_in([op.operands[number]]) if op.name == "optimization_barrier" else op.reads
+
     def roots(self, values: Iterable[int]) -> frozenset[int]:
         """Returns the reductions (op indices) whose sums some values are made of."""
         found: set[int] = set()
 
-        def made_of(value: int) -> Sequence[int]:
+        def summed(value: int) -> Sequence[int]:
             if value in self._outer:
                 return flow.values_in([atom for atom in [self._outer[value]] if atom is not None])
             if value not in self.producers or self.state[value] not in (PARTIAL, AFTER):
@@ -306,19 +318,10 @@ class StepStates:
                 return ()
             if op.bodies:
                 return flow.values_in(body.outputs[number] for body in op.bodies[op.name == "while" :])
-            return flow.values_in([op.operands[number]]) if role.kind == "barrier" else op.reads
+            return self.made_of(value)
 
-        flow.reach(values, made_of)
+        flow.reach(values, summed)
         return frozenset(found)
-
-    def whole_role(self, op: Op) -> Role:
-        """Returns the role of an operation that stays outside of the loop."""
-        return Role("whole", (WHOLE,) * len(op.operands), (WHOLE,) * len(op.results))
-
-    def barrier(self, op: Op, states: tuple[State, ...]) -> None:
-        """Notes an `optimization_barrier`: each result is another name of its operand."""
-        self.roles[op.index] = Role("barrier", states, states)
-        self.state.update(zip(op.results, states, strict=True))
 
     def is_update(self, op: Op) -> bool:
         """Returns whether an operation comes after the loop."""

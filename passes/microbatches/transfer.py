@@ -9,13 +9,14 @@ Control flow is analysed through its bodies; the states of carried values are th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 
-from alpa_lite.ir.graph import Block, Lit, Op
+from alpa_lite.ir.graph import Block, Graph, Lit, Op
+from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.types import LocalForm
@@ -44,16 +45,18 @@ _OWN_FORMS = primitives.SCATTERS | primitives.DRAWS | {"gather"}
 """Operations whose form depends on more than their key, such as on how JAX draws."""
 
 
-class Transfer:
-    """The transfer functions of one graph.
+class Transfer(StepStates):
+    """The states of one graph, with their transfer functions.
 
     Attributes:
-      local: the reductions (op indices) that are taken within the micro-batch.
+      local_reductions: those (op indices) that are taken within the micro-batch.
     """
 
-    def __init__(self, states: StepStates) -> None:
-        self.states, self.values, self.rules, self.parts = states, states.values, states.rules, states.parts
-        self.local = frozenset[int]()
+    def __init__(
+        self, graph: Graph, rules: Mapping[Any, Rule], parts: int, batch: Mapping[int, int], bound: Collection[int]
+    ) -> None:
+        super().__init__(graph, rules, parts, batch, bound)
+        self.local_reductions = frozenset[int]()
         self._segments: dict[int, tuple[int, ...]] = {}  # size of a dim -> the segments that it had last
         self._known: dict[tuple[Any, tuple[State, ...]], Role] = {}
 
@@ -66,7 +69,7 @@ class Transfer:
           Failure: it has no exact form.
         """
         key = op.key, states
-        if op.index not in self.local and key in self._known:
+        if op.index not in self.local_reductions and key in self._known:
             return self._known[key]
         found = self._classify(op, states)
         is_common = found.kind in ("whole", "copy")
@@ -80,7 +83,7 @@ class Transfer:
     def _classify(self, op: Op, states: tuple[State, ...]) -> Role:
         kinds = {s.kind for s in states}
         if kinds <= {"whole"}:
-            return self.states.whole_role(op)
+            return Role.outside(op)
         if op.has_effects and self.parts > 1 and not (op.bodies and kinds & {"sliced", "partial"}):
             raise Failure(find_effect(op), ONCE)
         if kinds <= {"whole", "inner", "local"}:
@@ -105,7 +108,7 @@ class Transfer:
         number, state = next((i, s) for i, s in enumerate(states) if s.kind == "sliced")
         rule = self.rules[op.key]
         factors = rule.operands[number][state.dim]
-        form = self.states.form(op, factors[0]) if factors else None
+        form = self.form(op, factors[0]) if factors else None
         found = None if form is None else self._fit(op, states, form)
         if found is None and self.parts > 1:
             found = segmented_role(op, states, self.values, self.parts, self._segments)
@@ -125,7 +128,7 @@ class Transfer:
             if given.kind in ("inner", "local") and want == WHOLE:
                 want = given
             same = (want.kind, want.dim) == (given.kind, given.dim)
-            if not same and not (self.parts == 1 and given == LOCAL) and not self.states.can_block(atom, want.dim):
+            if not same and not (self.parts == 1 and given == LOCAL) and not self.can_block(atom, want.dim):
                 return None
             wanted.append(want)
         results = tuple(state_of(layout) for layout in form.results)
@@ -136,7 +139,7 @@ class Transfer:
             wanted, results = found
         if WHOLE in results:
             return None
-        scale = op.index in self.local and PARTIAL in results
+        scale = op.index in self.local_reductions and PARTIAL in results
         if scale:
             results = tuple(LOCAL if s == PARTIAL else s for s in results)
         return Role("form", tuple(wanted), results, form, scale=scale)
@@ -177,25 +180,24 @@ class Transfer:
 
     def _body(self, block: Block, given: Sequence[State]) -> list[State]:
         """Analyses a nested body, whose inputs are in the given states."""
-        states = self.states
-        states.state.update(zip(block.inputs, given, strict=True))
+        self.state.update(zip(block.inputs, given, strict=True))
         for op in block.ops:
-            inner, free = states.read(op), states.is_free(op)
+            inner, free = self.read(op), self.is_free(op)
             if op.name == "optimization_barrier":
-                states.barrier(op, inner)
+                self.decide(op, Role("barrier", inner, inner))
                 continue
             try:
                 found = self.classify(op, inner)
             except Failure:
                 if not free:
                     raise
-                found = states.whole_role(op)
+                found = Role.outside(op)
             if free and PARTIAL in found.results:
-                found = states.whole_role(op)
+                found = Role.outside(op)
             if found.kind == "whole" and op.has_effects and self.parts > 1:
                 raise Failure(find_effect(op), ONCE)
-            states.decide(op, found)
-        return [states.state_of(a) for a in block.outputs]
+            self.decide(op, found)
+        return [self.state_of(a) for a in block.outputs]
 
     def _fixed_point(
         self, op: Op, start: Sequence[State], run: Callable[[list[State]], list[State]]
@@ -256,7 +258,7 @@ class Transfer:
             (predicate,) = self._body(cond, [*cond_consts, *carry])
             if any_of is not None:  # examples do not see how long others run: a micro-batch ends with its own
                 one = LOCAL if predicate.kind == "sliced" else predicate
-                self.states.decide(any_of, Role("copy", (predicate,), (one,)))
+                self.decide(any_of, Role("copy", (predicate,), (one,)))
                 predicate = one
             if predicate.kind in ("sliced", "partial"):
                 raise Failure(op, "its length depends on the examples of the batch", op.reads)

@@ -33,7 +33,7 @@ def has_reverse_pass(graph: Graph) -> bool:
 
 def is_work_in_loop(analysis: Analysis) -> bool:
     """Returns whether most of the heavy operations of a step are in the loop."""
-    roles = analysis.states.roles
+    roles = analysis.roles
     heavy = [op for op in analysis.graph.block.ops if is_intensive(op)]
     whole = [op for op in heavy if op.index not in roles or roles[op.index].kind == "whole"]
     return 2 * len(whole) <= len(heavy)
@@ -58,15 +58,16 @@ def assign_whole_batch(
     for op in block.ops:
         given = states.read(op)
         if op.name == "optimization_barrier":
-            late = tuple([WHOLE if state == WHOLE else AFTER for state in given])
-            states.barrier(op, late if op.index in update else given)
+            if op.index in update:
+                given = tuple([WHOLE if state == WHOLE else AFTER for state in given])
+            states.decide(op, Role("barrier", given, given))
         elif op.index in update:
             states.state.update(dict.fromkeys(op.results, AFTER))
         elif op.index in passes or op.index in draws:
             results = tuple(PARTIAL if v in returned and _is_sum(graph, op, v) else LOCAL for v in op.results)
             states.decide(op, Role("copy", given, results))
         else:
-            states.decide(op, states.whole_role(op))
+            states.decide(op, Role.outside(op))
     return states
 
 
