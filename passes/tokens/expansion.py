@@ -27,13 +27,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from alpa_lite.ir.graph import Atom, Block, Lit, Op
-from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.blockwise import FunctionWriter
 from alpa_lite.passes.blockwise.functions import COMBINED, params_for
 from alpa_lite.passes.ir.flow import producers, values_in
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.tokens.pieces import Pieces, Ranges, pad_rows
-from alpa_lite.passes.tokens.states import Body, Role, State, States, row_factor
+from alpa_lite.passes.tokens.states import Body, Role, State, States
 from alpa_lite.passes.tokens.windows import Range
 
 
@@ -125,11 +124,9 @@ class _Expansion(Pieces):
                 results = self._again(op, operands, list(map(self.rw.new_value, op.results)))
                 self.whole.update(zip(op.results, results, strict=True))
             case "pieces":
-                for piece in range(self.slices):
-                    extents = self.ranges(op, role, piece)
-                    if extents is not None:
-                        for value, part in zip(op.results, self._emit_piece(op, piece, extents), strict=True):
-                            self.pieces[value][piece] = part
+                for piece, extents in self.ranges(op, role).items():
+                    for value, part in zip(op.results, self._emit_piece(op, piece, extents), strict=True):
+                        self.pieces[value][piece] = part
             case "sum" | "spread":
                 self._emit_sum(op, role)
             case "shift":
@@ -148,7 +145,7 @@ class _Expansion(Pieces):
         self._begin(op, piece)
         rule = self.rules[op.key]
         pairs = zip(op.operands, rule.operands, strict=True)
-        operands = [self._operand(atom, rule, dims, extents) for atom, dims in pairs]
+        operands = [self._operand(op, atom, dims, extents) for atom, dims in pairs]
         if first is not None:
             operands[0] = first
         results = []
@@ -161,16 +158,13 @@ class _Expansion(Pieces):
             results.append(self.rw.new_value_of_shape(value, tuple(shape)))
         return self._again(op, operands, results, params_for(op, operands, results, self.rw.values))
 
-    def _operand(self, atom: Atom, rule: Rule, dims: Sequence[Sequence[int]], extents: Ranges) -> Atom:
+    def _operand(self, op: Op, atom: Atom, dims: Sequence[Sequence[int]], extents: Ranges) -> Atom:
         """Returns the part of an operand that one piece of an operation takes."""
-        state, others = self.found.by_atom.get(atom), set(range(len(dims)))
+        rule, state, others = self.rules[op.key], self.found.by_atom.get(atom), set(range(len(dims)))
         if state is None or atom in self.whole:
             got = self._fetch(atom)
         else:
-            factor = row_factor(rule, dims, state)
-            column = None if state.column is None else next(iter(dims[state.column]), None)
-            reach = extents.get(column)
-            got = self._fetch(atom, extents.get(factor), None if reach is None else reach[1])
+            got = self._fetch(atom, *self.reach(op, dims, state, extents))
             others -= {state.dim, state.column}
         for dim in sorted(others):
             outer = 1
@@ -183,44 +177,36 @@ class _Expansion(Pieces):
 
     def _emit_sum(self, op: Op, role: Role) -> None:
         """Writes the sum over slices, in the order of the phases; of "spread", a sum for each slice on its own."""
-        (value,) = op.results
-        state, total = self.found.by_atom.get(value), None
-        for piece in sorted(range(self.slices), reverse=op.index not in self.forward):
-            extents = self.ranges(op, role, piece)
-            if extents is None:
-                continue
-            is_scatter = op.name == "scatter-add"
+        (value,), is_scatter = op.results, op.name == "scatter-add"
+        for piece, extents in sorted(self.ranges(op, role).items(), reverse=op.index not in self.forward):
+            total = self.whole.get(value)
             (part,) = self._emit_piece(op, piece, extents, total if is_scatter else None)
-            if role.kind == "sum":
-                total = part if is_scatter else self._combined(op, total, part)
-                continue
-            assert state is not None
-            reach = extents[role.column][1] if role.column in extents else state.size
-            for target, own in self.pieces_of(state, (0, reach)):
-                first, stop = self.rows_of(state, target)
-                given = self._cut(part, state.dim, (own[0] + first, own[1] + first))
-                missing = stop - first - own[1]  # to some rows of this piece, and zeros to the rest
-                if missing or own[0]:
-                    given = self._made(pad_rows, [given], state.dim, own[0], missing, 0)
-                self.pieces[value][target] = self._combined(op, self.pieces[value][target], given)
-        if role.kind == "sum":
-            assert total is not None
-            self.whole[value] = total
-            return
-        assert state is not None
-        for piece, held in enumerate(self.pieces[value]):
-            self.pieces[value][piece] = self._zeros(value, state, piece) if held is None else held
+            if role.kind == "spread":
+                self._spread(op, value, part)
+            else:
+                self.whole[value] = part if is_scatter else self._combined(op, total, part)
+        for piece, held in enumerate(self.pieces[value]) if role.kind == "spread" else ():
+            if held is None:
+                self.pieces[value][piece] = self._zeros(value, self.found.by_atom[value], piece)
+
+    def _spread(self, op: Op, value: int, part: Atom) -> None:
+        """Adds the first rows of a value to its pieces."""
+        state, held = self.found.by_atom[value], self.pieces[value]
+        for piece, own in self.pieces_of(state, (0, self._shape(part)[state.dim] // state.inner)):
+            first, stop = self.rows_of(state, piece)
+            given = self._cut(part, state.dim, (own[0] + first, own[1] + first))
+            missing = stop - first - own[1]  # to some rows of this piece, and zeros to the rest
+            if missing or own[0]:
+                given = self._made(pad_rows, [given], state.dim, own[0], missing, 0)
+            held[piece] = self._combined(op, held[piece], given)
 
     # -- along the sequence ---------------------------------------------------------------------------------------
 
     def _begin(self, op: Op, piece: int) -> None:
         """Sets the phase of a piece of an operation for all operations that are written from here on."""
-        if (
-            op.index in self.body.recomputed_ops
-        ):  # as soon as the backward pass begins: it waits for its readers in the end
+        self._now = piece if op.index in self.forward else 2 * self.slices - 1 - piece
+        if op.index in self.body.recomputed_ops:  # when the backward pass begins: it waits for its readers in the end
             self._now = self.slices
-        else:
-            self._now = piece if op.index in self.forward else 2 * self.slices - 1 - piece
 
     def _turns(self, op: Op, state: State, *, reverse: bool = False) -> Iterator[tuple[int, Range]]:
         """Yields the pieces of an operation that have rows, with these, in the order in which they are written."""

@@ -69,23 +69,31 @@ class Extents:
             if a < b:
                 yield piece, (a - first, b - first)
 
-    def ranges(self, op: Op, role: Role, piece: int) -> Ranges | None:
-        """Returns the range of each factor that one piece of an operation takes; None where it has no rows."""
-        rows = self.rows_of(self._leading(op, role), piece)
-        if rows[0] == rows[1]:
-            return None
-        if role.rows is None:  # a single row
-            return {}
-        seen: dict[int | None, Range] = {factor: (0, self._seen(op, factor, rows)) for factor in role.columns}
-        if role.column is not None and role.kind == "pieces":
-            seen[role.column] = (0, self.need[op.results[0]][piece])
-        return {**seen, role.rows: rows}
+    def ranges(self, op: Op, role: Role) -> dict[int, Ranges]:
+        """Returns the range of each factor that every piece of an operation takes; those without rows are left out."""
+        found: dict[int, Ranges] = {}
+        for piece in range(self.slices):
+            rows = self.rows_of(self._leading(op, role), piece)
+            if rows[0] == rows[1]:
+                continue
+            seen: dict[int | None, Range] = {factor: (0, self._seen(op, factor, rows)) for factor in role.columns}
+            if role.column is not None and role.kind == "pieces":
+                seen[role.column] = (0, self.need[op.results[0]][piece])
+            found[piece] = {} if role.rows is None else {**seen, role.rows: rows}  # a single row has no factor
+        return found
 
     def _operands(self, op: Op) -> Iterator[tuple[int, Sequence[Sequence[int]], State]]:
         """Yields the operands that have the sequence, with the factors of their dims."""
         for atom, dims in zip(op.operands, self.rules[op.key].operands, strict=True):
             if isinstance(atom, int) and atom in self.found.by_atom:
                 yield atom, dims, self.found.by_atom[atom]
+
+    def reach(
+        self, op: Op, dims: Sequence[Sequence[int]], state: State, extents: Ranges
+    ) -> tuple[Range | None, int | None]:
+        """Returns the rows of an operand that a piece takes, and up to which column; None for all."""
+        column = None if state.column is None else next(iter(dims[state.column]), None)
+        return extents.get(row_factor(self.rules[op.key], dims, state)), extents.get(column, (0, None))[1]
 
     def _leading(self, op: Op, role: Role) -> State:
         """Returns the state that says which rows a piece has."""
@@ -134,15 +142,10 @@ class Extents:
             if state is not None and state.column is not None:
                 self.need.setdefault(value, [0] * self.slices)
         if role.kind in ("pieces", "sum", "spread"):
-            rule = self.rules[op.key]
-            pieces = [extents for piece in range(self.slices) if (extents := self.ranges(op, role, piece)) is not None]
+            pieces = self.ranges(op, role).values()
             for atom, dims, state in self._operands(op):
-                if state.column is None:
-                    continue
-                factor, column = row_factor(rule, dims, state), next(iter(dims[state.column]), None)
-                for extents in pieces:
-                    reach = extents.get(column)
-                    self._want(atom, extents.get(factor), None if reach is None else reach[1])
+                for extents in pieces if state.column is not None else ():
+                    self._want(atom, *self.reach(op, dims, state, extents))
         else:
             columns = max(self.need.get(op.results[0], [0])) or None if role.kind == "shift" else None
             for atom in op.reads:
