@@ -17,13 +17,12 @@ before it do not depend on it, so that the cost of all of them does not depend o
 from __future__ import annotations
 
 import bisect
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from alpa_lite.ir.graph import Atom, Graph, Lit, Op
-from alpa_lite.ir.strategy import Rule
+from alpa_lite.ir.graph import Atom, Lit, Op
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.microbatches.states import (
     AFTER,
@@ -50,41 +49,24 @@ class Refused(Exception):
         self.op, self.failure, self.roots = op, failure, roots
 
 
+@dataclass(eq=False)
 class Analysis(Transfer):
-    """The states and roles of one graph.
+    """The states and roles of one graph; making one raises `Refused` if the step has no exact form.
 
     Attributes:
+      may_be_local: whether reductions may be taken within the micro-batch; it is refused where that does not help.
       ahead: operations that are computed for the whole batch before the loop, by index.
       example_dims: the dims that hold examples of each value after the loop that has any.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        rules: Mapping[Any, Rule],
-        parts: int,
-        batch: Mapping[int, int],
-        bound: Collection[int],
-        *,
-        may_be_local: bool = False,
-    ):
-        """Visits the operations until their states are stable.
+    may_be_local: bool = False
+    ahead: dict[int, Op] = field(default_factory=dict, init=False)
+    example_dims: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
 
-        Args:
-          graph, rules: of the step.
-          parts: the number of micro-batches.
-          batch: input -> the dim that is cut.
-          bound: inputs that are floating-point state, or weights.
-          may_be_local: whether reductions may be taken within the micro-batch.
-
-        Raises:
-          Refused: the step has no exact form, or, where reductions may be local, that does not help.
-        """
-        super().__init__(graph, rules, parts, batch, bound)
-        self.ahead: dict[int, Op] = {}
-        self.example_dims: dict[int, frozenset[int]] = {}
-        self._uses = flow.uses(graph.block)
-        self._visit_all(may_be_local)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._uses = flow.uses(self.graph.block)
+        self._visit_all()
 
     @property
     def work(self) -> int:
@@ -109,7 +91,8 @@ class Analysis(Transfer):
 
     # -- the fixed point ------------------------------------------------------------------------------------------
 
-    def _visit_all(self, may_be_local: bool) -> None:
+    def _visit_all(self) -> None:
+        """Visits the operations until their states are stable."""
         ops = self.graph.block.ops
         indices = [op.index for op in ops]  # those of nested operations are smaller
         number = 0
@@ -119,7 +102,7 @@ class Analysis(Transfer):
                 number += 1
             except Refused as refused:
                 new = refused.roots - self.local_reductions
-                if not (new and may_be_local):
+                if not (new and self.may_be_local):
                     raise
                 number = bisect.bisect_left(indices, min(new))
                 self.local_reductions |= new

@@ -253,11 +253,11 @@ def _is_better(new: Analysis, old: Analysis) -> bool:
 
 def _analyse(traced: Traced, rules: Rules, parts: int, cut: Cut, allow_inexact: bool) -> Analysis:
     """Returns the analysis of a step, with reductions within the micro-batch where needed and allowed."""
-    may_be_local, inputs = allow_inexact or parts == 1, traced.graph.block.inputs
+    may_be_local = allow_inexact or parts == 1
     try:
-        found = Analysis(traced.graph, rules, parts, cut.dims, bound_inputs(traced), may_be_local=may_be_local)
+        found = Analysis(traced.graph, rules, parts, cut.dims, bound_inputs(traced), may_be_local)
         if not found.has_loop:  # nothing may be read ahead of the loop
-            found = Analysis(traced.graph, rules, parts, cut.dims, inputs, may_be_local=may_be_local)
+            found = Analysis(traced.graph, rules, parts, cut.dims, traced.graph.block.inputs, may_be_local)
         return found
     except Refused as refused:
         raise messages.refusal(refused, parts, allow_inexact, traced.graph) from None

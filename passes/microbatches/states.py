@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax.numpy as jnp
@@ -222,35 +222,42 @@ def outer_operands(op: Op) -> list[list[Atom | None]]:
     return [list(op.operands[1:]) for _ in op.bodies]
 
 
+@dataclass(eq=False)
 class StepStates:
     """The states and roles of one graph, as far as they are known, and its local forms over the axis of time.
 
     Attributes:
-      graph, values, rules: of the step.
+      graph, rules: of the step.
       parts: the number of micro-batches.
-      examples: the number of examples of the batch; of several batches, what the numbers of their examples have in
-        common. Where a dim consists of whole examples, each has as many consecutive elements as any other (`builder`).
+      batch: input -> the dim that is cut.
+      bound: the values that floating-point state, or something carried, reaches; the others are *free*. Given are the
+        inputs that are such state, or weights.
       state: value -> state.
       roles: op index -> role; operations that come after the loop have none.
-      bound: the values that floating-point state, or something carried, reaches; the others are *free*.
       failures: op index -> why an operation that comes before or after the loop has no exact form in it.
       producers: value -> (its op, result number).
+      examples: the number of examples of the batch; of several batches, what the numbers of their examples have in
+        common. Where a dim consists of whole examples, each has as many consecutive elements as any other (`builder`).
     """
 
-    def __init__(
-        self, graph: Graph, rules: Mapping[Any, Rule], parts: int, batch: Mapping[int, int], bound: Collection[int]
-    ) -> None:
-        """`batch`: input -> the dim that is cut; `bound`: inputs that are floating-point state, or weights."""
-        self.graph, self.values, self.rules, self.parts = graph, graph.values, rules, parts
+    graph: Graph
+    rules: Mapping[Any, Rule]
+    parts: int
+    batch: Mapping[int, int]
+    bound: Collection[int]
+    roles: dict[int, Role] = field(default_factory=dict, init=False)
+    failures: dict[int, Failure] = field(default_factory=dict, init=False)
+    _outer: dict[int, Atom | None] = field(default_factory=dict, init=False)  # input of a body -> operand
+    _forms: dict[tuple[int, int], LocalForm | None] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        graph, batch = self.graph, self.batch
+        self.values, self.bound = graph.values, set(self.bound)
         self.examples = math.gcd(*(self.values[v].shape[dim] for v, dim in batch.items())) or 1
         self.state = {v: sliced_state(batch[v]) if v in batch else WHOLE for v in graph.block.inputs}
-        self.roles: dict[int, Role] = {}
-        self.bound, self.failures = set(bound), dict[int, Failure]()
-        self._outer: dict[int, Atom | None] = {}  # input of a body -> operand
-        self._bind(graph.block)
+        self._bind(graph.block, self.bound)
         self.producers = {value: (op, i) for op in graph.ops() for i, value in enumerate(op.results)}
-        self._mesh = LogicalMesh((parts,), (AXIS,))
-        self._forms: dict[tuple[int, int], LocalForm | None] = {}
+        self._mesh = LogicalMesh((self.parts,), (AXIS,))
 
     def state_of(self, atom: Atom) -> State:
         """Returns the state of an operand; literals are whole."""
@@ -267,19 +274,19 @@ class StepStates:
 
     def is_free(self, op: Op) -> bool:
         """Returns whether nothing that an operation reads depends on floating-point state."""
-        return self.bound.isdisjoint(op.reads)
+        return not any(value in self.bound for value in op.reads)
 
-    def _bind(self, block: Block) -> None:
+    def _bind(self, block: Block, bound: set[int]) -> None:
         """Adds to `bound` the values that the operations of a block make of it."""
         for op in block.ops:
             for body, atoms in zip(op.bodies, outer_operands(op), strict=True):
                 self._outer.update(zip(body.inputs, atoms, strict=True))
-                self.bound.update(v for v in body.inputs if self._outer[v] is None or self._outer[v] in self.bound)
-                self._bind(body)
+                bound.update(v for v in body.inputs if self._outer[v] is None or self._outer[v] in bound)
+                self._bind(body, bound)
             if op.name == "optimization_barrier":
-                self.bound.update(v for a, v in zip(op.operands, op.results, strict=True) if a in self.bound)
-            elif not self.is_free(op):
-                self.bound.update(op.results)
+                bound.update(v for a, v in zip(op.operands, op.results, strict=True) if a in bound)
+            elif not bound.isdisjoint(op.reads):
+                bound.update(op.results)
 
     def is_outside(self, value: int) -> bool:
         """Returns whether a value is computed before the loop, or is an argument."""

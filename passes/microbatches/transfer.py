@@ -9,14 +9,13 @@ Control flow is analysed through its bodies; the states of carried values are th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
-from alpa_lite.ir.graph import Block, Graph, Lit, Op
-from alpa_lite.ir.strategy import Rule
+from alpa_lite.ir.graph import Block, Lit, Op
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.types import LocalForm
@@ -45,6 +44,7 @@ _OWN_FORMS = primitives.SCATTERS | primitives.DRAWS | {"gather"}
 """Operations whose form depends on more than their key, such as on how JAX draws."""
 
 
+@dataclass(eq=False)
 class Transfer(StepStates):
     """The states of one graph, with their transfer functions.
 
@@ -52,13 +52,11 @@ class Transfer(StepStates):
       local_reductions: those (op indices) that are taken within the micro-batch.
     """
 
-    def __init__(
-        self, graph: Graph, rules: Mapping[Any, Rule], parts: int, batch: Mapping[int, int], bound: Collection[int]
-    ) -> None:
-        super().__init__(graph, rules, parts, batch, bound)
-        self.local_reductions = frozenset[int]()
-        self._segments: dict[int, tuple[int, ...]] = {}  # size of a dim -> the segments that it had last
-        self._known: dict[tuple[Any, tuple[State, ...]], Role] = {}
+    local_reductions: frozenset[int] = field(default=frozenset(), init=False)
+    _segments: dict[int, tuple[int, ...]] = field(
+        default_factory=dict, init=False
+    )  # size of a dim -> those it had last
+    _known: dict[tuple[Any, tuple[State, ...]], Role] = field(default_factory=dict, init=False)
 
     def classify(self, op: Op, states: tuple[State, ...]) -> Role:
         """Returns the role of an operation on operands in these states, none of them `after`.
