@@ -188,7 +188,7 @@ class StackWalk:
     # -- scans ----------------------------------------------------------------------------------------------------
 
     def cut(self, op: Op, bounds: Bounds) -> Sequence[Atom]:
-        """Writes one scan as several, whose carry goes from one to the next; returns what it is in the end."""
+        """Writes one scan as several, whose carry goes from one to the next; returns that of the last."""
         view, spans = ScanView(op), list(itertools.pairwise(bounds))
         consts, carry, xs = view.operands
         scanned = [

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from alpa_lite.ir.graph import Atom, Block, Lit, Op, Value
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
-from alpa_lite.passes.microbatches.states import fixed_point, is_zero, linear_operands
+from alpa_lite.passes.microbatches.lattice import fixed_point
+from alpa_lite.passes.microbatches.states import is_zero, linear_operands
 
 SUMMATIONS = primitives.LINEAR_IN_EACH - {"mul"} | primitives.SCATTER_ADDITIONS | {"reduce_sum"}
 """Operations that add up terms of single examples where a dim of examples is not among the dims of the result."""

@@ -24,18 +24,8 @@ import numpy as np
 
 from alpa_lite.ir.graph import Atom, Lit, Op
 from alpa_lite.passes.ir import flow, primitives
-from alpa_lite.passes.microbatches.states import (
-    AFTER,
-    LOCAL,
-    PARTIAL,
-    WHOLE,
-    Failure,
-    Role,
-    State,
-    is_intensive,
-    linear_operands,
-    sliced_state,
-)
+from alpa_lite.passes.microbatches.lattice import AFTER, LOCAL, PARTIAL, WHOLE, State, sliced_state
+from alpa_lite.passes.microbatches.states import Failure, Role, is_intensive, linear_operands
 from alpa_lite.passes.microbatches.transfer import Transfer, role_with_inner_results
 
 _CONTROL = ("scan", "map", "while", "cond")
@@ -55,12 +45,12 @@ class Analysis(Transfer):
 
     Attributes:
       may_be_local: whether reductions may be taken within the micro-batch; it is refused where that does not help.
-      ahead: operations that are computed for the whole batch before the loop, by index.
+      ops_ahead: those that are computed for the whole batch before the loop, by index.
       example_dims: the dims that hold examples of each value after the loop that has any.
     """
 
     may_be_local: bool = False
-    ahead: dict[int, Op] = field(default_factory=dict, init=False)
+    ops_ahead: dict[int, Op] = field(default_factory=dict, init=False)
     example_dims: dict[int, frozenset[int]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -108,7 +98,7 @@ class Analysis(Transfer):
                 self.local_reductions |= new
 
     def _visit(self, op: Op) -> None:
-        for by_op in (self.roles, self.failures, self.ahead):  # of an earlier visit
+        for by_op in (self.roles, self.failures, self.ops_ahead):  # of an earlier visit
             by_op.pop(op.index, None)
         for value in op.results:
             self.example_dims.pop(value, None)
@@ -131,7 +121,7 @@ class Analysis(Transfer):
         except Failure as error:
             self.failures[op.index] = error.with_traceback(None)
         if self.is_free(op) and (found is None or (PARTIAL in found.results and not op.has_effects)):
-            self.ahead[op.index] = op
+            self.ops_ahead[op.index] = op
             found = self._compute_ahead(op, given)
         if found is None and self.parts == 1 and any(s.kind in ("sliced", "local") for s in given):
             del self.failures[op.index]

@@ -23,18 +23,8 @@ from alpa_lite.passes.ir.keys import CONTROL_FLOW_JAXPRS
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import rename_block
 from alpa_lite.passes.microbatches.builder import Builder, PositionDependent, pair_with_number, select_microbatch
-from alpa_lite.passes.microbatches.states import (
-    AFTER,
-    INNER,
-    LOCAL,
-    PARTIAL,
-    WHOLE,
-    Role,
-    State,
-    is_zero,
-    outer_operands,
-    state_of,
-)
+from alpa_lite.passes.microbatches.lattice import AFTER, INNER, LOCAL, PARTIAL, WHOLE, State, state_of
+from alpa_lite.passes.microbatches.states import Role, is_zero, outer_operands
 
 
 class Scope:
@@ -142,7 +132,7 @@ class Scope:
         op, result = self.states.producers[value]
         if op.name == "optimization_barrier":
             return self.fetch(op.operands[result], want)
-        self._emit_copy(op, Role.outside(op))
+        self._emit_copy(op, Role.for_whole_batch(op))
         return self.env[value, WHOLE]
 
     def _block(self, value: int, want: State, base: State) -> Atom:
@@ -210,7 +200,7 @@ class Scope:
         match role.kind:
             case "whole":
                 if op.has_effects and self.parent is not None:  # it must run even if it is not read
-                    self._emit_copy(op, Role.outside(op))
+                    self._emit_copy(op, Role.for_whole_batch(op))
             case "form":
                 self._emit_form(op, role)
             case "copy" | "map":

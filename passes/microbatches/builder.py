@@ -27,7 +27,8 @@ from jax import lax
 
 from alpa_lite.ir.graph import Block, Op
 from alpa_lite.passes.blockwise import FunctionWriter
-from alpa_lite.passes.microbatches.states import AXIS, Role, State, StepStates, sliced_state
+from alpa_lite.passes.microbatches.lattice import AXIS, State, sliced_state
+from alpa_lite.passes.microbatches.states import Role, StepStates
 
 
 class PositionDependent(Exception):
@@ -113,7 +114,7 @@ class Cuts:
 
 
 def _by_segment(run: Callable[[State, Any], Any], state: State, x: Any, dim: int, made: int) -> Any:
-    """Returns what `run` makes of each segment of a dim, joined along the dim that it then is."""
+    """Runs a function on each segment of a dim; returns the results joined along dim `made`."""
     pieces = lax.split(x, state.segment_sizes(x.shape[dim]), dim)
     return lax.concatenate([run(sliced_state(state.dim), piece) for piece in pieces], made)
 

@@ -34,16 +34,8 @@ from alpa_lite.passes.ir.loops import Carried
 from alpa_lite.passes.ir.rewriting import rename_atom, rename_op, shape_of
 from alpa_lite.passes.microbatches.blocks import Scope
 from alpa_lite.passes.microbatches.builder import Builder, check_independent_of_position
-from alpa_lite.passes.microbatches.states import (
-    AFTER,
-    INNER,
-    LOCAL,
-    PARTIAL,
-    WHOLE,
-    State,
-    StepStates,
-    accumulator_dtype,
-)
+from alpa_lite.passes.microbatches.lattice import AFTER, INNER, LOCAL, PARTIAL, WHOLE, State
+from alpa_lite.passes.microbatches.states import StepStates
 
 
 class WithoutLoop(Exception):
@@ -194,7 +186,7 @@ class _Loop(Scope):
     def _carry(self, value: int, state: State) -> Carried:
         """Returns a carry for an exported value."""
         shape, dtype = self.builder.values[value].shape, self.builder.values[value].dtype
-        wide = dtype if state == INNER else accumulator_dtype(dtype)
+        wide = dtype if state == INNER else _accumulator_dtype(dtype)
         init = self._prepare(lax.full, [], shape, 0, wide)
         if state == LOCAL and dtype == np.bool_:
             raise MicrobatchError(
@@ -216,6 +208,14 @@ class _Loop(Scope):
             if op.source is not None:
                 return op.source.replace(name_stack=_jax.empty_stack())
         raise WithoutLoop
+
+
+def _accumulator_dtype(dtype: Any) -> Any:
+    """Returns the dtype in which a sum over micro-batches is carried.
+
+    It is float32 for 16-bit floats: with b micro-batches a 16-bit running sum loses up to b/2 units in the last place.
+    """
+    return np.dtype(np.float32) if dtype in (jnp.bfloat16, np.float16) else dtype
 
 
 def _part(op: Op, wanted: set[int]) -> Op | None:

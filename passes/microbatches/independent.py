@@ -35,8 +35,9 @@ from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import find_dependents, values_in
 from alpa_lite.passes.ir.rewriting import Rewriter, rename_atom, rename_op
 from alpa_lite.passes.microbatches.aggregates import Aggregates, Tag
+from alpa_lite.passes.microbatches.lattice import AFTER, LOCAL, PARTIAL, WHOLE, State, sliced_state
 from alpa_lite.passes.microbatches.messages import notes_on_leaves
-from alpa_lite.passes.microbatches.states import AFTER, LOCAL, PARTIAL, WHOLE, Role, State, StepStates, sliced_state
+from alpa_lite.passes.microbatches.states import Role, StepStates
 
 
 class TraceMismatch(Exception):
@@ -239,7 +240,7 @@ class IndependentLoop:
         graph = Graph(tuple(rewriter.values), block, (*big.constants, *small.constants), rewriter.keys)
         states = StepStates(graph, {}, self.parts, {big.block.inputs[i]: dim for i, dim in self.dims.items()}, ())
         for op in before:
-            states.decide(op, Role.outside(op))
+            states.decide(op, Role.for_whole_batch(op))
         exported = {own[v]: state for v, state in self.combined.items()}
         draws = {self.pair.big_value[v]: sliced_state(dim) for v, dim in self.draws.items()}
         for op, new in zip(self.inside, inside, strict=True):

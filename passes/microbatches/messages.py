@@ -13,7 +13,8 @@ from alpa_lite.ir.paths import format_path, tokens
 from alpa_lite.passes.ir import flow
 from alpa_lite.passes.microbatches.analysis import Analysis, Refused
 from alpa_lite.passes.microbatches.batch import Cut, argument_dims
-from alpa_lite.passes.microbatches.states import AFTER, StepStates
+from alpa_lite.passes.microbatches.lattice import AFTER
+from alpa_lite.passes.microbatches.states import StepStates
 from alpa_lite.passes.microbatches.transfer import ONCE
 
 AVERAGED = "averaged over micro-batches"
@@ -50,7 +51,7 @@ def refusal(refused: Refused, parts: int, allow_inexact: bool, graph: Graph) -> 
 def empty_loop_error(analysis: Analysis, error: Exception) -> MicrobatchError:
     """The error for a step of which nothing is in the loop: all its readers of the batch come before or after it."""
     failures = analysis.failures
-    failure = next((failures[i] for i in sorted(failures, key=lambda i: i not in analysis.ahead)), None)
+    failure = next((failures[i] for i in sorted(failures, key=lambda i: i not in analysis.ops_ahead)), None)
     if failure is not None:
         return refusal(Refused(failure.op, failure, frozenset()), analysis.parts, True, analysis.graph)
     return MicrobatchError(f"num_microbatches={analysis.parts}: {error}; use num_microbatches=1")
@@ -98,7 +99,7 @@ def cut_note(traced: Traced, parts: int, cut: Cut) -> str:
 def notes_on_analysis(traced: Traced, analysis: Analysis) -> list[str]:
     """Notes on the operations that are computed for the whole batch, and on inexact ones."""
     graph = traced.graph
-    ahead = dict.fromkeys(name_op(op, graph) for op in analysis.ahead.values())
+    ahead = dict.fromkeys(name_op(op, graph) for op in analysis.ops_ahead.values())
     notes = [f"computed once for the whole batch, before the micro-batches: {name}" for name in ahead]
     if analysis.local_reductions:
         ops = {op.index: op for op in graph.ops()}

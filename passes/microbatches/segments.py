@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from alpa_lite.ir.graph import Lit, Op, Value
-from alpa_lite.passes.microbatches.states import WHOLE, Role, State, sliced_state
+from alpa_lite.passes.microbatches.lattice import WHOLE, State, sliced_state
+from alpa_lite.passes.microbatches.states import Role
 
 Segments = tuple[int, ...]
 _Found = tuple[list[State], list[State], dict[str, Any]]

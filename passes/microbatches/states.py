@@ -1,14 +1,4 @@
-"""States of values over micro-batches: the lattice of the data-flow analysis (`transfer`, `analysis`), and its result.
-
-Micro-batching shards the batch over *time*: a mesh with one axis of `parts` positions, of which position t is the
-t-th iteration of a loop. Each value is then in one of these states.
-
-    whole     the same in every micro-batch, and computed outside of the loop
-    inner     the same in every micro-batch, and computed inside of it (a result of control flow that is inside)
-    sliced    micro-batch t has block t of dim `dim`
-    partial   the value is the sum over micro-batches of their terms
-    local     belongs to one micro-batch alone and stands for the value of the whole batch (inexact)
-    after     known only after all micro-batches
+"""The result of the data-flow analysis: the states of all values of a step, and the roles of its operations.
 
 A partial value may go through an operation that is linear in it: sum_t L(x_t) = L(sum_t x_t). `linear_operands` says
 which operands have to be summands for that; the others must be equal in all micro-batches.
@@ -17,100 +7,21 @@ which operands have to be summands for that; the others must be equal in all mic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal
 
 import jax.numpy as jnp
-import numpy as np
 
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
-from alpa_lite.ir.layout import Axes, Layout, LogicalMesh
+from alpa_lite.ir.layout import Axes, LogicalMesh
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.ir.rewriting import shape_of
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
-
-T = TypeVar("T")
-
-AXIS = "microbatch"
-"""The name of the axis of time."""
-
-
-class State(NamedTuple):
-    """How a value depends on the micro-batch.
-
-    A tuple, since tables are looked up by it for each operand of each operation.
-
-    Attributes:
-      dim: of a sliced value, the dim that is cut.
-      segments: the sizes of the segments of that dim, if it has several (`segments`), without common divisors.
-    """
-
-    kind: Literal["whole", "inner", "sliced", "partial", "local", "after"]
-    dim: int = -1
-    segments: tuple[int, ...] = ()
-
-    def segment_sizes(self, size: int) -> tuple[int, ...]:
-        """Returns the segments of a dim of some size that is sliced so."""
-        unit = size // max(sum(self.segments), 1)
-        return tuple(n * unit for n in self.segments) or (size,)
-
-    def shift(self, by: int) -> State:
-        """Returns the state with its dim moved, as stacking or unstacking a leading dim does."""
-        return self._replace(dim=self.dim + by) if self.kind == "sliced" else self
-
-
-WHOLE, INNER, PARTIAL, LOCAL, AFTER = (State(kind) for kind in ("whole", "inner", "partial", "local", "after"))
-
-
-def sliced_state(dim: int, segments: Sequence[int] = ()) -> State:
-    """Returns the state of a value of which micro-batch t has block t of `dim`, or of each of its segments."""
-    unit = math.gcd(*segments) or 1
-    return State("sliced", dim, tuple(n // unit for n in segments) if len(segments) > 1 else ())
-
-
-def accumulator_dtype(dtype: Any) -> Any:
-    """Returns the dtype in which a sum over micro-batches is carried.
-
-    It is float32 for 16-bit floats: with b micro-batches a 16-bit running sum loses up to b/2 units in the last place.
-    """
-    return np.dtype(np.float32) if dtype in (jnp.bfloat16, np.float16) else dtype
-
-
-def fixed_point(
-    start: Sequence[T], run: Callable[[list[T]], list[T]], join: Callable[[T, T], T]
-) -> tuple[list[T], list[T]]:
-    """Returns the least states of carried values that the body of a loop keeps, and those of its other outputs."""
-    carry = list(start)
-    while True:
-        outputs = run(carry)
-        joined = list(map(join, carry, outputs))
-        if joined == carry:
-            return carry, outputs[len(carry) :]
-        carry = joined
-
-
-def state_of(layout: Layout) -> State:
-    """Returns the state that a layout on the axis of time means."""
-    if layout.partial:
-        return PARTIAL
-    return next((sliced_state(dim) for dim, axes in enumerate(layout.dims) if axes), WHOLE)
-
-
-def join(first: State, second: State) -> State | None:
-    """Returns the least state that covers both: of a value that is sometimes in one and sometimes in the other."""
-    if first == second:
-        return first
-    kinds = {first.kind, second.kind}
-    if kinds <= {"whole", "inner"}:
-        return INNER
-    for one, other in ((first, second), (second, first)):
-        if one.kind in ("whole", "inner") and other.kind in ("sliced", "partial", "local"):
-            return other
-    return PARTIAL if kinds == {"local", "partial"} else None
+from alpa_lite.passes.microbatches.lattice import AFTER, AXIS, LOCAL, PARTIAL, WHOLE, State, sliced_state, state_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,7 +49,7 @@ class Role:
     scale: bool = False
 
     @staticmethod
-    def outside(op: Op) -> Role:
+    def for_whole_batch(op: Op) -> Role:
         """Returns the role of an operation that stays outside of the loop."""
         return Role("whole", (WHOLE,) * len(op.operands), (WHOLE,) * len(op.results))
 

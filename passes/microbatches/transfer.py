@@ -19,23 +19,20 @@ from alpa_lite.ir.graph import Block, Lit, Op
 from alpa_lite.passes.ir import flow, primitives
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 from alpa_lite.passes.local.types import LocalForm
-from alpa_lite.passes.microbatches.segments import segmented_role
-from alpa_lite.passes.microbatches.states import (
+from alpa_lite.passes.microbatches.lattice import (
     AXIS,
     INNER,
     LOCAL,
     PARTIAL,
     WHOLE,
-    Failure,
-    Role,
     State,
-    StepStates,
     fixed_point,
     join,
-    linear_operands,
     sliced_state,
     state_of,
 )
+from alpa_lite.passes.microbatches.segments import segmented_role
+from alpa_lite.passes.microbatches.states import Failure, Role, StepStates, linear_operands
 from alpa_lite.passes.tracing.conversion import ELEMENTWISE
 
 ONCE = "its effect happens once, for the whole batch"
@@ -81,7 +78,7 @@ class Transfer(StepStates):
     def _classify(self, op: Op, states: tuple[State, ...]) -> Role:
         kinds = {s.kind for s in states}
         if kinds <= {"whole"}:
-            return Role.outside(op)
+            return Role.for_whole_batch(op)
         if op.has_effects and self.parts > 1 and not (op.bodies and kinds & {"sliced", "partial"}):
             raise Failure(find_effect(op), ONCE)
         if kinds <= {"whole", "inner", "local"}:
@@ -189,9 +186,9 @@ class Transfer(StepStates):
             except Failure:
                 if not free:
                     raise
-                found = Role.outside(op)
+                found = Role.for_whole_batch(op)
             if free and PARTIAL in found.results:
-                found = Role.outside(op)
+                found = Role.for_whole_batch(op)
             if found.kind == "whole" and op.has_effects and self.parts > 1:
                 raise Failure(find_effect(op), ONCE)
             self.decide(op, found)

@@ -23,7 +23,8 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import find_dependents, producers, reach, values_in
 from alpa_lite.passes.microbatches.analysis import Analysis
-from alpa_lite.passes.microbatches.states import AFTER, LOCAL, PARTIAL, WHOLE, Role, StepStates, is_intensive
+from alpa_lite.passes.microbatches.lattice import AFTER, LOCAL, PARTIAL, WHOLE
+from alpa_lite.passes.microbatches.states import Role, StepStates, is_intensive
 
 
 def has_reverse_pass(graph: Graph) -> bool:
@@ -67,7 +68,7 @@ def assign_whole_batch(
             results = tuple(PARTIAL if v in returned and _is_sum(graph, op, v) else LOCAL for v in op.results)
             states.decide(op, Role("copy", given, results))
         else:
-            states.decide(op, Role.outside(op))
+            states.decide(op, Role.for_whole_batch(op))
     return states
 
 

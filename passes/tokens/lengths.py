@@ -212,21 +212,8 @@ _AT_ONCE = 64
 """Values of m that are tried together: their rows of F fit a cache."""
 
 
-@dataclass(frozen=True)
-class TokenSlices:
-    """A cutting of each sequence.
-
-    Attributes:
-      lengths: of the slices in steps, first to last.
-      seconds: T, predicted.
-    """
-
-    lengths: tuple[int, ...]
-    seconds: float
-
-
-def cut(seconds: np.ndarray, count: int, stages: float, passing: np.ndarray) -> TokenSlices:
-    """Returns the fastest cutting.
+def cut(seconds: np.ndarray, count: int, stages: float, passing: np.ndarray) -> Proposal:
+    """Returns the fastest slices, in steps, and T.
 
     Args:
       seconds: [n, n] of a slice of i + 1 steps behind j others, where the sequence has n; those longer than the
@@ -262,7 +249,7 @@ def cut(seconds: np.ndarray, count: int, stages: float, passing: np.ndarray) -> 
         intervals = [pair for low, middle, high in halves for pair in ((low, middle), (middle, high))]
     if not lengths:
         raise OptionError("seconds: no slices that are allowed add up to the sequence; give those of other lengths")
-    return TokenSlices(lengths, _seconds(lengths, seconds, count, stages, passing))
+    return Proposal(count, lengths, _seconds(lengths, seconds, count, stages, passing))
 
 
 def _seconds(lengths: Sequence[int], seconds: np.ndarray, count: int, stages: float, passing: np.ndarray) -> float:

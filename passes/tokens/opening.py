@@ -131,7 +131,7 @@ class _Unrolling(StackWalk):
         self.names: dict[int, Atom] = {}
 
     def cut(self, op: Op, bounds: Bounds) -> Sequence[Atom]:
-        """Writes a loop out; returns what it carries in the end."""
+        """Writes a loop out; returns the carry of its last iteration."""
         view = ScanView(op)
         for atom in (*view.operands.consts, *view.operands.carry):
             self.join_pieces(atom, op.source)
@@ -142,7 +142,7 @@ class _Unrolling(StackWalk):
         return carry
 
     def iterate(self, op: Op, low: int, high: int, operands: Sequence[Atom]) -> Given[Atom]:
-        """Writes one iteration; returns what it carries on, and its rows of the stacked results."""
+        """Writes one iteration; returns its carry, and its rows of the stacked results."""
         view = ScanView(op)
         ops, outputs = self.rewriter.inline(view.body, dict(zip(view.body.inputs, operands, strict=True)))
         self.out += ops

@@ -55,16 +55,6 @@ def slice_sequence(step: Divided, lengths: Sequence[int]) -> Divided:
     )
 
 
-def first_dim(traced: Traced, num_microbatches: int) -> int:
-    """The first dim of a batch's arguments that may be the sequence: 0 where the batch is one example without a dim.
-
-    Every argument then has one dim at most, and there is one micro-batch.
-    """
-    arguments = zip(traced.graph.block.inputs, traced.arguments, strict=False)
-    ranks = [len(traced.graph.values[value].shape) for value, argument in arguments if argument.role == "batch"]
-    return 0 if num_microbatches == 1 and max(ranks, default=0) == 1 else 1
-
-
 class _Slicer:
     """The tables of one step."""
 
@@ -141,11 +131,14 @@ class _Slicer:
     # -- where the sequence is ------------------------------------------------------------------------------------
 
     def _candidates(self) -> Iterator[dict[int, int]]:
-        """Yields dims of the batch's arguments that may be the sequence, those of all arguments together first."""
+        """Yields dims of the batch's arguments that may be the sequence, those of all arguments together first.
+
+        That may be dim 0 where the batch is one example without a dim.
+        """
         arguments = list(zip(self.graph.block.inputs, self.traced.arguments, strict=False))
         shapes = {v: self.values[v].shape for v, argument in arguments if argument.role == "batch"}
         total = sum(self.lengths)
-        first = first_dim(self.traced, self.scan.params["length"])
+        first = 0 if self.view.length == 1 and max(map(len, shapes.values()), default=0) == 1 else 1
         fits = {v: [d for d, n in enumerate(s) if d >= first and n in (total, total + 1)] for v, s in shapes.items()}
         every = {v: dims[0] for v, dims in fits.items() if dims}
         if every:
@@ -161,10 +154,10 @@ class _Slicer:
         """Of a body, given the dims of the step's arguments."""
         outer = Block(self.graph.block.inputs, tuple(self.early), ())
         early = frozenset(op.index for op in self.early)
-        above = states.states(states.Body(outer, self.rules, self.values, {}, early), sequence)
+        above = states.States(states.Body(outer, self.rules, self.values, {}, early), sequence)
         inner = {v: above.by_atom[a].dim for a, v in self.view.consts if a in above.by_atom}
         inner |= {v: above.by_atom[a].dim - 1 for a, v in self.view.xs if a in above.by_atom and above.by_atom[a].dim}
-        return states.states(body, inner)
+        return states.States(body, inner)
 
     # -- the new step ---------------------------------------------------------------------------------------------
 

@@ -90,14 +90,6 @@ class Role:
 
 
 @dataclass(frozen=True, eq=False)
-class States:
-    """Where every value of a block has the sequence, and how every operation is done, by op index."""
-
-    by_atom: Mapping[Atom, State]
-    roles: Mapping[int, Role]
-
-
-@dataclass(frozen=True, eq=False)
 class Body:
     """A block that is cut along the sequence, with facts of its operations.
 
@@ -140,19 +132,6 @@ ACROSS = "a loop that does not run along the sequence"
 """The reason of loops over layers and the like, which have to be written out to be cut (`opening`)."""
 
 
-def states(body: Body, sequence: Mapping[int, int]) -> States:
-    """States and roles.
-
-    Args:
-      sequence: inputs of the block that have the sequence -> its dim.
-    """
-    walk = _Walk(body)
-    walk.of = {value: State(dim, body.values[value].shape[dim], is_free=True) for value, dim in sequence.items()}
-    for op in body.block.ops:
-        walk.roles[op.index] = walk.visit(op)
-    return States(walk.of, walk.roles)
-
-
 def _orientation(ops: Sequence[Op], rules: Mapping[object, Rule], known: Known) -> dict[int, tuple[int, int]]:
     """Returns the dims of rows and columns of values, where known of a value or of a result that it leads to."""
     out = {value: (b[0].row, b[0].column) for value, b in known.items() if len(b) == 1}
@@ -179,23 +158,33 @@ _Live = Sequence[tuple[Atom, State]]
 """The operands that have the sequence and are not there from the start."""
 
 
-class _Walk:
-    """One pass over the operations in program order."""
+class States:
+    """Where every value of a block has the sequence, and how every operation is done: one pass in program order.
 
-    def __init__(self, body: Body) -> None:
+    Attributes:
+      by_atom: the states of values that have the sequence.
+      roles: of operations, by index.
+    """
+
+    def __init__(self, body: Body, sequence: Mapping[int, int]) -> None:
+        """`sequence`: inputs of the block that have the sequence -> its dim."""
         self.rules, self.values, self.early = body.rules, body.values, body.forward | body.recomputed_ops
         self.orientation = _orientation(body.block.ops, body.rules, body.known)
-        self.of: dict[Atom, State] = {}
+        self.by_atom: dict[Atom, State] = {
+            value: State(dim, body.values[value].shape[dim], is_free=True) for value, dim in sequence.items()
+        }
         self.roles: dict[int, Role] = {}
         self.cotangents: set[int] = set()  # what nothing makes before the backward pass of its slice
+        for op in body.block.ops:
+            self.roles[op.index] = self._visit(op)
 
-    def visit(self, op: Op) -> Role:
+    def _visit(self, op: Op) -> Role:
         """Returns the role of one operation; the states of its results are filled in."""
-        given = list(map(self.of.get, op.operands))
+        given = list(map(self.by_atom.get, op.operands))
         if not any(given):
             return _WHOLE
         if op.name in primitives.PAIRWISE:  # before the loop; within, `opening` has removed them
-            self.of.update((r, s) for r, s in zip(op.results, given, strict=True) if s is not None)
+            self.by_atom.update((r, s) for r, s in zip(op.results, given, strict=True) if s is not None)
             return _WHOLE
         if op.index not in self.early:
             self.cotangents.update(op.results)
@@ -253,7 +242,7 @@ class _Walk:
                 state = self._made(rule, made, column, offset)
                 if op.name not in ("dot_general", "reduce_sum") or state is None or state.outer != 1:
                     return None
-                self.of[op.results[0]] = state
+                self.by_atom[op.results[0]] = state
                 return Role("spread", factor, column, tuple(columns))
         return Role("sum", factor, None, tuple(columns))
 
@@ -277,7 +266,7 @@ class _Walk:
             elif any(f in dim for f in others for dim in dims):
                 return None
             made.append((value, state))
-        self.of.update(made)
+        self.by_atom.update(made)
         return Role("pieces", factor, column, tuple(columns))
 
     def _made(self, rule: Rule, dims: Sequence[Sequence[int]], factor: int, offset: int) -> State | None:
@@ -309,7 +298,7 @@ class _Walk:
             if found is None and op.name in SHIFTS and len(made) == len(dims):
                 found = State(state.dim, self.values[value].shape[state.dim])
             if found is not None:
-                self.of[value] = replace(found, is_free=True)
+                self.by_atom[value] = replace(found, is_free=True)
 
     # -- along the rows -------------------------------------------------------------------------------------------
 
@@ -325,11 +314,11 @@ class _Walk:
             return None
         if op.name == "concatenate" and any(s is not None and s.column is not None for s in given):
             return None
-        if state.column is not None and any((m.stride, m.apart) != (1, 1) for _, _, m in alive):
+        if state.column is not None and any((m.stride, m.target_stride) != (1, 1) for _, _, m in alive):
             return None
         several = [one for one in alive if one[1].size > 1]  # of a single row, the stride says nothing
         stride = max(s.stride * move.stride for _, s, move in several or alive)
-        apart = alive[0][2].apart
+        apart = alive[0][2].target_stride
         if stride % apart:
             return None
         stride //= apart
@@ -338,7 +327,7 @@ class _Walk:
         at = 0
         for value in op.results:  # of "split" several
             size = self.values[value].shape[state.dim]
-            self.of[value] = replace(state, size=size, offset=joined + stride * at, stride=stride)
+            self.by_atom[value] = replace(state, size=size, offset=joined + stride * at, stride=stride)
             at += size
         return Role("shift", moves=moves)
 
@@ -351,7 +340,7 @@ class _Walk:
             return None
         offset, _ = self._joined(op, [(a, s.offset, 1) for a, s in live])
         stride = max(s.stride for _, s in live)
-        self.of.update((v, replace(state, offset=offset, stride=stride)) for v in op.results)
+        self.by_atom.update((v, replace(state, offset=offset, stride=stride)) for v in op.results)
         return Role("pieces")
 
     def _window(self, op: Op, given: _Given, live: _Live) -> Role | None:
@@ -366,14 +355,14 @@ class _Walk:
         if kernel is None:
             last = op.index in self.early or op.operands[0] not in self.cotangents
             offset = state.offset - found.move.target + (found.move.reach if last else 0)
-            self.of[op.results[0]] = State(found.out_dim, shapes[1][found.out_dim], offset)
+            self.by_atom[op.results[0]] = State(found.out_dim, shapes[1][found.out_dim], offset)
         return Role("window", window=found)
 
     def _running(self, op: Op, given: _Given) -> Role | None:
         (state, *_) = given
         if state is None or state.is_free or op.params["axis"] != state.dim or not state.is_plain:
             return None
-        self.of[op.results[0]] = state
+        self.by_atom[op.results[0]] = state
         return Role("running")
 
     def _scan(self, op: Op, given: _Given, live: _Live) -> Role:
@@ -386,7 +375,7 @@ class _Walk:
             return Role("whole", reason=ACROSS if live else "")
         offset, _ = self._joined(op, [(a, s.offset, 1) for a, s in live]) if live else (0, 1)
         for value in view.split_results(op.results).ys:
-            self.of[value] = State(0, view.length, offset)
+            self.by_atom[value] = State(0, view.length, offset)
         return Role("loop")
 
 

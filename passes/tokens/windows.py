@@ -24,7 +24,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Move:
-    """Which rows a result takes of an operand: row start + stride * i is row target + apart * i of it, for every i.
+    """Which rows a result takes of an operand: row start + stride * i is row target + target_stride * i of it, for every i.
 
     Of a convolution, the result also takes as many rows behind that one as `reach`: (K - 1) d.
     """
@@ -32,15 +32,15 @@ class Move:
     start: int = 0
     stride: int = 1
     target: int = 0
-    apart: int = 1
+    target_stride: int = 1
     reach: int = 0
 
     def take_rows(self, rows: Range, size: int) -> tuple[Range, Range]:
         """Returns rows of the operand, which has `size`, and the padding around them; an empty range for none."""
-        low = max(-((self.target - rows[0]) // self.apart), -(self.start // self.stride), 0)
-        stop = min(self.reach - (self.target - rows[1]) // self.apart, -((self.start - size) // self.stride))
-        before = self.target + self.apart * low - rows[0]
-        behind = rows[1] - rows[0] + self.reach - before - self.apart * (stop - low - 1) - 1
+        low = max(-((self.target - rows[0]) // self.target_stride), -(self.start // self.stride), 0)
+        stop = min(self.reach - (self.target - rows[1]) // self.target_stride, -((self.start - size) // self.stride))
+        before = self.target + self.target_stride * low - rows[0]
+        behind = rows[1] - rows[0] + self.reach - before - self.target_stride * (stop - low - 1) - 1
         return (self.start + self.stride * low, self.start + self.stride * (stop - 1) + 1), (before, behind)
 
 
@@ -94,7 +94,7 @@ def shift_of(op: Op, dim: int, shapes: Sequence[tuple[int, ...]]) -> tuple[Move,
         return (Move(),) if params["axis"] == dim else ()
     if op.name == "pad":
         low, high, interior = map(int, params["padding_config"][dim])
-        return (Move(target=low, apart=1 + interior),) if (low, high, interior) != (0, 0, 0) else ()
+        return (Move(target=low, target_stride=1 + interior),) if (low, high, interior) != (0, 0, 0) else ()
     start, stride = int(params["start_indices"][dim]), int(params["strides"][dim]) if params["strides"] else 1
     is_whole = (start, params["limit_indices"][dim], stride) == (0, shapes[0][dim], 1)
     return () if is_whole else (Move(start, stride),)

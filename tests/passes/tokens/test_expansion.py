@@ -44,7 +44,7 @@ def expanded(step: Any, args: Any, lengths: tuple[int, ...]) -> tuple[Expanded, 
     known = beyond.derive_knowledge(block.ops, rules, Statics(block.ops, rewriter.values, constants))
     batch = {v: 1 for v, a in zip(block.inputs, traced.arguments, strict=False) if a.role == "batch"}
     body = states.Body(block, rules, rewriter.values, known, forward)
-    made = expansion.expand(rewriter, body, states.states(body, batch), lengths)
+    made = expansion.expand(rewriter, body, states.States(body, batch), lengths)
     sliced, leaves = rewriter.finish(made.block), jax.tree.leaves(args)
     return made, *([f(*leaves) for f in (jax.jit(lambda *x, g=g: evaluate(g, x)) for g in (graph, sliced))])
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from alpa_lite.errors import OptionError
 from alpa_lite.passes.tokens import lengths as choice
-from alpa_lite.passes.tokens.lengths import Sample, TokenSlices, cut
+from alpa_lite.passes.tokens.lengths import Proposal, Sample, cut
 
 
 def compositions(total: int) -> Iterator[tuple[int, ...]]:
@@ -46,7 +46,7 @@ def test_no_cutting_is_faster(times, more, count, stages):
 def test_what_is_not_allowed_is_not_taken():
     times = np.ones((4, 4))
     times[2:] = np.inf
-    assert cut(times, 1, 1, times) == TokenSlices((2, 2), 2.0)
+    assert cut(times, 1, 1, times) == Proposal(1, (2, 2), 2.0)
     with pytest.raises(OptionError, match="no slices that are allowed"):
         cut(np.full((4, 4), np.inf), 1, 4, np.full((4, 4), np.inf))
 
