@@ -20,11 +20,11 @@ from alpa_lite.ir.graph import Atom, Block, Lit, Op
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import reach, values_in
 from alpa_lite.passes.ir.keys import CONTROL_FLOW_JAXPRS
-from alpa_lite.passes.ir.loops import ScanView, WhileView
+from alpa_lite.passes.ir.loops import ScanView, WhileView, ports
 from alpa_lite.passes.ir.rewriting import rename_block
 from alpa_lite.passes.microbatches.builder import Builder, PositionDependent, pair_with_number, select_microbatch
 from alpa_lite.passes.microbatches.lattice import AFTER, INNER, LOCAL, PARTIAL, WHOLE, State, state_of
-from alpa_lite.passes.microbatches.states import Role, is_zero, outer_operands
+from alpa_lite.passes.microbatches.states import Role, is_zero
 
 
 class Scope:
@@ -302,9 +302,8 @@ class Nested(Scope):
 
     def __init__(self, parent: Scope, op: Op, number: int, role: Role) -> None:
         super().__init__(parent.builder, parent)
-        body, atoms = op.bodies[number], outer_operands(op)[number]
-        scanned = ScanView(op).inputs.xs if op.name == "scan" else ()
-        self._ports = {v: (a, v in scanned) for v, a in zip(body.inputs, atoms, strict=True) if a is not None}
+        body = op.bodies[number]
+        self._ports = {v: port for port in ports(op) if port.role != "carry" for v in port.inputs}
         wanted: Sequence[State] = role.inner
         held = [v for v in body.inputs if v not in self._ports]
         if op.name == "while" and number == 0:
@@ -320,7 +319,7 @@ class Nested(Scope):
         """Returns the value of the enclosing block, or an iteration's part of it if that is scanned."""
         if value not in self._ports:
             return None
-        atom, is_scanned = self._ports[value]
-        assert self.parent is not None
-        outer = self.parent.fetch(atom, want.shift(1) if is_scanned else want)
+        operand, is_scanned = self._ports[value].operand, self._ports[value].role == "xs"
+        assert self.parent is not None and operand is not None
+        outer = self.parent.fetch(operand, want.shift(1) if is_scanned else want)
         return self.scanned_input(outer) if is_scanned and isinstance(outer, int) else outer

@@ -17,7 +17,7 @@ from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Value
 from alpa_lite.ir.layout import Axes, LogicalMesh
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, primitives
-from alpa_lite.passes.ir.loops import ScanView, WhileView
+from alpa_lite.passes.ir.loops import ports
 from alpa_lite.passes.ir.rewriting import shape_of
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
@@ -122,17 +122,6 @@ def is_intensive(op: Op) -> bool:
     )
 
 
-def outer_operands(op: Op) -> list[list[Atom | None]]:
-    """For each body of control flow, the operand that each of its inputs is; None for carried ones."""
-    if op.name == "scan":
-        consts, carry, xs = ScanView(op).operands
-        return [[*consts, *[None] * len(carry), *xs]]
-    if op.name == "while":
-        *consts, carry = WhileView(op).split_operands(op.operands)
-        return [[*some, *[None] * len(carry)] for some in consts]
-    return [list(op.operands[1:]) for _ in op.bodies]
-
-
 @dataclass(eq=False)
 class StepStates:
     """The states and roles of one graph, as far as they are known, and its local forms over the axis of time.
@@ -190,9 +179,11 @@ class StepStates:
     def _bind(self, block: Block, bound: set[int]) -> None:
         """Adds to `bound` the values that the operations of a block make of it."""
         for op in block.ops:
-            for body, atoms in zip(op.bodies, outer_operands(op), strict=True):
-                self._outer.update(zip(body.inputs, atoms, strict=True))
-                bound.update(v for v in body.inputs if self._outer[v] is None or self._outer[v] in bound)
+            for port in ports(op) if op.bodies else ():
+                outer = None if port.role == "carry" else port.operand
+                self._outer.update(dict.fromkeys(port.inputs, outer))
+                bound.update(port.inputs if outer is None or outer in bound else ())
+            for body in op.bodies:
                 self._bind(body, bound)
             if op.name == "optimization_barrier":
                 bound.update(v for a, v in zip(op.operands, op.results, strict=True) if a in bound)

@@ -24,7 +24,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Move:
-    """Which rows a result takes of an operand: row start + stride * i is row target + target_stride * i of it, for every i.
+    """The rows that a result takes of an operand: row start + stride * i is its row target + target_stride * i.
 
     Of a convolution, the result also takes as many rows behind that one as `reach`: (K - 1) d.
     """
