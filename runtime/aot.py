@@ -106,7 +106,22 @@ def devices_of(target: Target) -> list[Any]:
     Raises:
       OptionError: its compiler is not installed, or does not know such a machine; names what to install.
     """
-    return _tpu_devices(target) if target.platform == "tpu" else _cuda_devices(target)
+    from jax.experimental import topologies
+
+    name, options = _tpu_topology(target) if target.platform == "tpu" else _cuda_topology(target)
+    try:
+        devices = list(topologies.get_topology_desc(name, target.platform, **options).devices)
+    except Exception as error:
+        raise OptionError(
+            f"--target {target}: the {target.platform} compiler that is installed here cannot describe it: "
+            f"{type(error).__name__}: {error}; give another target"
+        ) from error
+    if len(devices) != target.num_devices:
+        raise PlanError(
+            f"--target {target}: this compiler describes {len(devices)} devices, not {target.num_devices}; give a "
+            f"target of {len(devices)}"
+        )
+    return devices
 
 
 def compile_for_devices(staged: Staged, plan: Plan, devices: Sequence[Any]) -> Iterator[Any]:
@@ -144,7 +159,8 @@ def compiler_version(target: Target) -> str:
     return f"the {target.platform} plugin that the environment names"
 
 
-def _tpu_devices(target: Target) -> list[Any]:
+def _tpu_topology(target: Target) -> tuple[str, dict[str, Any]]:
+    """Returns the name of a topology of libtpu, and its options."""
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise OptionError(
             f"--target {target}: the TPU compiler is not installed; pip install 'alpa-lite[tpu-verify]', which is the "
@@ -156,10 +172,11 @@ def _tpu_devices(target: Target) -> list[Any]:
     more: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
     if target.kind == "v4":  # the two cores of a chip as one device, as JAX has them where there are such chips
         more["chip_config_name"] = "megacore"
-    return _described(target, "tpu", f"{_LIBTPU_NAMES.get(target.kind, target.kind)}:{shape}", more)
+    return f"{_LIBTPU_NAMES.get(target.kind, target.kind)}:{shape}", more
 
 
-def _cuda_devices(target: Target) -> list[Any]:
+def _cuda_topology(target: Target) -> tuple[str, dict[str, Any]]:
+    """Returns the name of a topology of JAX's CUDA plugin, and its options."""
     try:
         config = Path(target.kind).read_text(encoding="utf-8")
     except OSError as error:
@@ -173,23 +190,4 @@ def _cuda_devices(target: Target) -> list[Any]:
         raise OptionError(
             f"--target {target}: JAX's CUDA plugin is not installed; pip install 'alpa-lite[cuda-verify]'"
         )
-    shape = "1x" + "x".join(map(str, target.shape))
-    return _described(target, "cuda", "", {"target_config": config, "topology": shape})
-
-
-def _described(target: Target, platform: str, name: str, more: dict[str, Any]) -> list[Any]:
-    from jax.experimental import topologies
-
-    try:
-        devices = list(topologies.get_topology_desc(name, platform, **more).devices)
-    except Exception as error:
-        raise OptionError(
-            f"--target {target}: the {platform} compiler that is installed here cannot describe it: "
-            f"{type(error).__name__}: {error}; give another target"
-        ) from error
-    if len(devices) != target.num_devices:
-        raise PlanError(
-            f"--target {target}: this compiler describes {len(devices)} devices, not {target.num_devices}; give a "
-            f"target of {len(devices)}"
-        )
-    return devices
+    return "", {"target_config": config, "topology": "1x" + "x".join(map(str, target.shape))}

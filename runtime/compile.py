@@ -14,6 +14,7 @@ import contextlib
 import logging
 import operator
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,12 @@ logger = logging.getLogger(__name__)
 
 Call = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 """An executable, from the donated and the kept arrays to the results."""
+
+MAX_LAUNCHES_AHEAD = 8
+"""Launches of programs with several devices of this process, and of those of one device, between two waits."""
+
+_launched: Counter[Any] = Counter()
+_last: dict[Any, Any] = {}  # by queue, the results of the last program
 
 
 def compile_lowered(
@@ -50,21 +57,45 @@ def persistent_cache(devices: Iterable[Any]) -> contextlib.AbstractContextManage
     return _jax.write_executables()
 
 
-def wait_if_joint(call: Callable[..., Any], devices: Iterable[Any]) -> Callable[..., Any]:
-    """Returns a compiled program that waits for its results if CPU devices of several processes run it together.
+def throttle(call: Callable[..., Any], devices: Iterable[Any]) -> Callable[..., Any]:
+    """Returns a compiled program that waits for its results at each `MAX_LAUNCHES_AHEAD`th launch on these devices.
 
-    On CPUs, XLA launches programs from the threads that also run them, as many as there are devices. If it runs ahead,
-    programs of two processes can wait for threads that wait for them (`docs/processes.md`). Each process launches its
+    XLA admits 32 programs to a CPU device. The launch of one more waits on a thread of those that run the programs: if
+    one process computes what another sends, that may never end (`docs/processes.md`). Each process launches its
     programs in one order of all: so the first of those that are not done has been launched wherever it has to be.
-    Accelerators queue programs on streams.
+    Programs of several devices of a process run one after the other, whichever devices these are; so do programs that
+    have one device here, for each device. Accelerators queue programs on streams.
 
     Args:
       devices: of the program, of all processes.
+
+    Returns:
+      `call` itself, except on CPU devices in a multi-process run.
     """
-    users = list(devices)
-    if users[0].platform != "cpu" or len({device.process_index for device in users}) == 1:
+    here = [one for one in devices if one.platform == "cpu" and one.process_index == jax.process_index()]
+    if jax.process_count() == 1 or not here:
         return call
-    return lambda *arrays: jax.block_until_ready(call(*arrays))
+    queue, is_alone = here[0] if len(here) == 1 else None, jax.local_device_count() == 1
+
+    def launch(*arrays: Any) -> Any:
+        results = call(*arrays)
+        _launched[queue] += 1
+        if not is_alone:
+            _last[queue] = results
+        return results if _launched[queue] % MAX_LAUNCHES_AHEAD else jax.block_until_ready(results)
+
+    return launch
+
+
+def drain() -> None:
+    """Waits for the programs that were launched on CPU devices in a multi-process run, if there are several here.
+
+    A program that has one device here starts beside those of several. If it waits for another process, it holds a
+    thread that an earlier one may need: JAX 0.10 hung so, with a loss that was broadcast before a backward pass.
+    """
+    last = [x for results in _last.values() for x in jax.tree.leaves(results)]
+    _last.clear()
+    jax.block_until_ready([x for x in last if not x.is_deleted()])  # else a later program has taken it
 
 
 def picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
@@ -126,7 +157,7 @@ class FlatFunction:
         """Returns the executable, and how it is called."""
         devices = list(self.mesh.devices.flat)
         compiled = compile_lowered(self.lower(), devices, options)
-        call = wait_if_joint(compiled, devices)
+        call = throttle(compiled, devices)
         if self.failures is None or self.mesh.size == 1:
             return compiled, call
         lowered = callbacks.lower_failure_check(self.name, self.mesh, self.results, self.failures)

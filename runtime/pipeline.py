@@ -216,7 +216,8 @@ class PipelineExecutable(Executable):
         if callbacks.MARKER in text:  # of a callback, in the last line of the trace that JAX made of it
             return ExecutionError(text.rsplit(callbacks.MARKER, 1)[1].strip())
         operations = self._emit(item.source.executable)[1] if isinstance(item.source, Run) else ()
-        found = list(dict.fromkeys(filter(None, map(_line_of, operations))))
+        ops = [getattr(one, "op", None) or getattr(one, "used_by", None) for one in operations]
+        found = list(dict.fromkeys(filter(None, (_jax.source_line(op.source) for op in ops if op is not None))))
         lines = f" (made from {' to '.join(dict.fromkeys((found[0], found[-1])))})" if found else ""
         where = describe(self._program, item.source)
         return ExecutionError(f"{where}{lines} failed: {type(error).__name__}: {text}")
@@ -260,8 +261,3 @@ class PipelineExecutable(Executable):
                 case Run() | Receive() | Free():
                     pass  # of another process; the whole transfer is issued where it is sent
         return out
-
-
-def _line_of(instruction: Any) -> str:
-    op = getattr(instruction, "op", None) or getattr(instruction, "used_by", None)
-    return _jax.source_line(op.source) if op is not None else ""

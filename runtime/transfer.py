@@ -30,7 +30,7 @@ from alpa_lite.passes.local.types import apply_in_bytes
 from alpa_lite.passes.lowering.emission import change_layout
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan, blocks
-from alpa_lite.runtime.compile import compile_lowered, wait_if_joint
+from alpa_lite.runtime.compile import compile_lowered, throttle
 from alpa_lite.runtime.meshes import lower_region, submesh_of
 
 Part = tuple[int, Any, Ranges, Ranges]
@@ -195,7 +195,7 @@ def compile_reshard(plans: Sequence[TransferPlan], mesh: Mesh) -> Callable[[list
         for layouts in ([plan.landing_layout for plan in plans], [plan.dst for plan in plans])
     )  # fmt: skip
     devices = list(mesh.devices.flat)
-    call = wait_if_joint(compile_lowered(lower_region(local, mesh, landed, wanted), devices), devices)
+    call = throttle(compile_lowered(lower_region(local, mesh, landed, wanted), devices), devices)
 
     def reshard(arrays: list[Any]) -> list[Any]:
         out = list(arrays)

@@ -6,13 +6,11 @@ import contextlib
 import functools
 import os
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax._src import clusters as _clusters
-from jax._src import compilation_cache as _compilation_cache
 from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import distributed as _distributed
@@ -118,25 +116,21 @@ def write_executables() -> Iterator[None]:
     JAX leaves writing to process 0, which has no program for the devices of others alone; and on CPUs, where the key of
     a program depends on the process, no other process can use the entries of process 0. There is no option for it.
     """
+    state = _distributed.global_state
+
+    def write(*args: Any) -> None:
+        own, state.process_id = state.process_id, 0
+        try:
+            original(*args)
+        finally:
+            state.process_id = own
+
     with _writing:
-        original = _compiler._cache_write
-        _compiler._cache_write = _write_executable
+        original, _compiler._cache_write = _compiler._cache_write, write
         try:
             yield
         finally:
             _compiler._cache_write = original
-
-
-def _write_executable(
-    key: str, seconds: float, name: str, backend: Any, executable: Any, host_callbacks: Sequence[Any] = ()
-) -> None:
-    """JAX's own `_cache_write` but for the number of the process. Up to 0.10 it is given the callbacks of the host."""
-    if host_callbacks or seconds < jax.config.jax_persistent_cache_min_compile_time_secs:
-        return
-    try:
-        _compilation_cache.put_executable_and_time(key, name, executable, backend, int(seconds))
-    except Exception as error:  # a full or read-only disk must not end a job that can go on
-        warnings.warn(f"the compiled program {name!r} cannot be kept: {type(error).__name__}: {error}", stacklevel=2)
 
 
 def job_of(

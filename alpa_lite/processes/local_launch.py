@@ -12,6 +12,7 @@ group of its own, so that its descendants are ended with it, except in the last 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import shutil
@@ -147,6 +148,7 @@ class _ProcessGroup:
 
     def __init__(self, grace: float, echo: Callable[..., None]) -> None:
         self._grace, self._echo, self._echo_lock = grace, echo, threading.Lock()
+        self._report = functools.partial(echo, err=True)
         self._all: list[subprocess.Popen[bytes]] = []
         self._running: dict[int, subprocess.Popen[bytes]] = {}  # by number; not reaped, so that the id stays theirs
         self._printers: list[threading.Thread] = []
@@ -232,9 +234,6 @@ class _ProcessGroup:
                 text = line.decode(errors="replace").rstrip("\n")
                 with self._echo_lock:
                     self._echo(f"{prefix}{text}", err=err)
-
-    def _report(self, line: str) -> None:
-        self._echo(line, err=True)
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:

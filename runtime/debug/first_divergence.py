@@ -11,6 +11,7 @@ by their largest result.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -74,20 +75,19 @@ def error(planned: Any, written: Any, scale: float | None = None) -> float:
     if jnp.issubdtype(written.dtype, jax.dtypes.prng_key):
         planned, written = jax.random.key_data(planned), jax.random.key_data(written)
     whole = np.asarray(written)
+    pairs = ((np.asarray(shard.data), whole[shard.index]) for shard in planned.addressable_shards)
+    if not jnp.issubdtype(whole.dtype, jnp.inexact):
+        return 0.0 if all(itertools.starmap(np.array_equal, pairs)) else np.inf
     wide = np.complex128 if np.issubdtype(whole.dtype, np.complexfloating) else np.float64
     worst = 0.0
-    for shard in planned.addressable_shards:
-        mine, other = np.asarray(shard.data), whole[shard.index]
-        if not jnp.issubdtype(whole.dtype, jnp.inexact):
-            worst = max(worst, 0.0 if np.array_equal(mine, other) else np.inf)
-            continue
+    for mine, other in pairs:
         mine, other = mine.astype(wide), other.astype(wide)
         finite = np.isfinite(mine) & np.isfinite(other)
         if not np.array_equal(mine[~finite], other[~finite], equal_nan=True):
             return np.inf
         worst = max(worst, float(np.max(np.abs(mine - other), where=finite, initial=0.0)))
-    if worst in (0.0, np.inf):
-        return worst
+    if not worst:
+        return 0.0
     if scale is None:
         values = np.abs(whole.astype(wide))
         scale = float(np.max(values, where=np.isfinite(values), initial=0.0))

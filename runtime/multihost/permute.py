@@ -27,7 +27,7 @@ from alpa_lite.passes.local.types import apply_in_bytes
 from alpa_lite.passes.lowering.program import spec_of
 from alpa_lite.passes.programs.rounds import Part, Round, rounds
 from alpa_lite.passes.programs.transfers import Ranges, TransferPlan
-from alpa_lite.runtime.compile import compile_lowered, wait_if_joint
+from alpa_lite.runtime.compile import compile_lowered, throttle
 from alpa_lite.runtime.meshes import lower_region, submesh_of
 from alpa_lite.runtime.transfer import compile_reshard
 
@@ -124,7 +124,7 @@ class PermuteTransfer:
             ]
 
         compiled = compile_lowered(lower_region(move, mesh, self._union.given, landed), union)
-        self._call = wait_if_joint(compiled, union)
+        self._call = throttle(compiled, union)
 
     def __call__(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """Returns the arrays at the destination; None for each in a process that has no device there.

@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Traced
 from alpa_lite.runtime.buffers import ProgramBuffers
-from alpa_lite.runtime.compile import compile_lowered
+from alpa_lite.runtime.compile import compile_lowered, drain
 from alpa_lite.runtime.meshes import lower_region
 from alpa_lite.runtime.multihost import global_array
 from alpa_lite.runtime.multihost.permute import UnionProgram
@@ -73,6 +73,8 @@ class RemoteOutputs:
         """Returns the results of a step, with placeholders for non-addressable ones and with those broadcast."""
         for n, absent in self._absent.items():
             outputs[n] = absent
+        if self._broadcasts:
+            drain()
         for one in self._broadcasts:
             for n, array in zip(one.outputs, one([outputs[n] for n in one.outputs]), strict=True):
                 outputs[n] = array
