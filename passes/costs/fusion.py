@@ -45,30 +45,39 @@ _MANY, _NEAR = 32, 8
 _FAR = 4096
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """The memory reads and writes of each item.
-
-    Attributes:
-      reads: for each item, operand -> how often it is read there, by all kernels together; of parts their share.
-      writes: for each item, the results that it writes.
-      starts: the items that start a kernel: one of each that several are merged into.
-    """
-
-    reads: tuple[Mapping[int, float], ...]
-    writes: tuple[tuple[int, ...], ...]
-    starts: frozenset[int]
-
-
-def traffic(items: Sequence[Item], nbytes: Sizes, outputs: Iterable[int]) -> Traffic:
+def traffic(
+    items: Sequence[Item], nbytes: Sizes, outputs: Iterable[int]
+) -> tuple[list[dict[int, float]], list[tuple[int, ...]], set[int]]:
     """Returns which values items read from memory and write to it.
 
     Args:
       items: in program order.
       nbytes: of each value.
       outputs: values that leave the program.
+
+    Returns:
+      For each item, operand -> how often it is read there, by all kernels together; of parts their share. For each
+      item, the results that it writes. The items that start a kernel: one of each that several are merged into.
     """
-    return _Fusion(items, nbytes, frozenset(outputs)).traffic()
+    fusion = _Fusion(items, nbytes, frozenset(outputs))
+    items, kernels = fusion.items, fusion.kernels()
+    reads: list[dict[int, float]] = [{} for _ in items]
+    starts: set[int] = set()
+    for group in fusion.merge(kernels):
+        roots = [kernels[k].root for k in group]
+        if items[roots[0]].kind not in ("control", "accumulation"):
+            starts.add(roots[0])
+        own = {v for root in roots if fusion.loops[root] for v in items[root].results}
+        together: dict[tuple[int, int], tuple[int, int, float]] = {}
+        for k in group:
+            for key, read in kernels[k].reads.items():
+                together.setdefault(key, read)
+        for (v, _), (item, operand, share) in together.items():
+            if v not in own:
+                reads[item][operand] = reads[item].get(operand, 0.0) + share
+    silent = ("view", "barrier", "control", "accumulation")
+    made = [() if item.kind in silent else item.results for item in items]
+    return reads, [tuple([v for v in results if v in fusion.stored]) for results in made], starts
 
 
 def lifetimes(items: Sequence[Item], nbytes: Sizes, outputs: Iterable[int]) -> dict[int, tuple[float, float]]:
@@ -282,33 +291,6 @@ class _Fusion:
             for v in item.results:
                 least[v] = min(nbytes[v], own)
         return found
-
-    def traffic(self) -> Traffic:
-        kernels = self.kernels()
-        reads: dict[int, dict[int, float]] = {}
-        starts: set[int] = set()
-        for group in self.merge(kernels):
-            root = kernels[group[0]].root
-            if self.items[root].kind not in ("control", "accumulation"):
-                starts.add(root)
-            own: set[int] = set()
-            together = kernels[group[0]].reads
-            if len(group) > 1:
-                roots = [kernels[k].root for k in group]
-                own.update(v for root in roots if self.loops[root] for v in self.items[root].results)
-                together = dict(together)
-                for k in group[1:]:
-                    for key, read in kernels[k].reads.items():
-                        together.setdefault(key, read)
-            for (v, _), (item, operand, share) in together.items():
-                if v not in own:
-                    mine = reads.setdefault(item, {})
-                    mine[operand] = mine.get(operand, 0.0) + share
-        stored, nothing, silent = self.stored, {}, ("view", "barrier", "control", "accumulation")
-        made = [() if item.kind in silent else item.results for item in self.items]
-        writes = tuple([tuple([v for v in results if v in stored]) for results in made])
-        every = tuple([reads.get(n, nothing) for n in range(len(self.items))])
-        return Traffic(every, writes, frozenset(starts))
 
     def kernels(self) -> list[_Kernel]:
         """Returns every kernel before any are merged, in program order."""

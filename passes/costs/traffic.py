@@ -45,15 +45,15 @@ def memory_traffic(block: Block, values: Sequence[Value]) -> dict[int, Moved]:
             if known is None or known.kind == "update":  # which says what it writes by its value
                 alike[op.key] = known = item_of(op, values)
             items.append(replace(known, operands=op.reads, results=op.results))
-        found = traffic(items, sizes, [a for a in here.outputs if not isinstance(a, Lit)])
-        each = zip(here.ops, items, found.reads, found.writes, strict=True)
+        read, written, starts = traffic(items, sizes, [a for a in here.outputs if not isinstance(a, Lit)])
+        each = zip(here.ops, items, read, written, strict=True)
         for number, (op, item, reads, writes) in enumerate(each):
             blocks.extend(op.bodies)
             left = dict(reads)  # an operand that comes twice is read once
             out[op.index] = Moved(
                 tuple([0.0 if isinstance(a, Lit) else sizes[a] * left.pop(a, 0.0) for a in op.operands]),
                 tuple([item.written_bytes(v, sizes) if v in writes else 0.0 for v in op.results]),
-                int(number in found.starts and op.name not in COLLECTIVES),
+                int(number in starts and op.name not in COLLECTIVES),
             )
     return out
 

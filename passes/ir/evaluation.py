@@ -95,7 +95,16 @@ def control_flow(op: Op, operands: Sequence[Any], bodies: Sequence[Callable[[Seq
     """Emits a scan, while or cond whose bodies are given as functions from a list of inputs to a list of outputs."""
     match op.name:
         case "scan":
-            return _scan(op, operands, bodies[0])
+            view = ScanView(op)
+            consts, start, xs = view.split_operands(operands)
+
+            def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+                out = view.split_results(bodies[0]([*consts, *carry, *xs]))
+                return out.carry, out.ys
+
+            options = {name: op.params[name] for name in ("reverse", "unroll")}
+            carry, ys = lax.scan(step, start, xs, length=view.length, **options)
+            return [*carry, *ys]
         case "while":
             cond_consts, body_consts, start = WhileView(op).split_operands(operands)
             with jax.named_scope(UNKNOWN_TRIPS):
@@ -112,25 +121,6 @@ def control_flow(op: Op, operands: Sequence[Any], bodies: Sequence[Callable[[Seq
                 return list(lax.platform_dependent(*operands[1:], **{"default": None, **named}))
             return list(lax.switch(operands[0], branches, *operands[1:]))
     raise AssertionError(f"op {op.name} has bodies")
-
-
-def _scan(op: Op, operands: Sequence[Any], body: Callable[[Sequence[Any]], list[Any]]) -> list[Any]:
-    view = ScanView(op)
-    consts, start, xs = view.split_operands(operands)
-
-    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
-        out = view.split_results(body([*consts, *carry, *xs]))
-        return out.carry, out.ys
-
-    carry, ys = lax.scan(
-        step,
-        start,
-        xs,
-        length=view.length,
-        reverse=op.params["reverse"],
-        unroll=op.params["unroll"],
-    )
-    return [*carry, *ys]
 
 
 def find_last_uses(block: Block) -> dict[int, list[int]]:

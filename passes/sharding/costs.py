@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ from alpa_lite.passes.costs.attention import attention_of
 from alpa_lite.passes.costs.flops import flops_of, working_dtype
 from alpa_lite.passes.ir.primitives import PRODUCTS
 from alpa_lite.passes.sharding.groups import Dims, Group, factors_in
-from alpa_lite.passes.sharding.space import Choices, Reached, Space, block_count
+from alpa_lite.passes.sharding.space import Choices, Node, Reached, Space, block_count
 from alpa_lite.passes.sharding.tables import GroupedStep
 
 
@@ -168,12 +168,10 @@ def seconds_at_peak(step: GroupedStep, cost: MeshCost, space: Space) -> float:
       space: of a mesh, whose groups have been priced.
     """
     total = 0.0
-    for node in space.nodes:
-        work: _Work | None = step.cache.get(("work", node.group, node.members[len(node.members) // 2]))
-        if work is not None:
-            runs = step.grouping.groups[node.group].trips * len(node.members)
-            computed = cost.compute(work.flops, work.bytes, work.dtype, work.efficiency)
-            total += runs * (computed / cost.cluster.num_devices + work.starts * cost.cluster.kernel_start)
+    for node, work in _priced(step, space):
+        computed = cost.compute(work.flops, work.bytes, work.dtype, work.efficiency) / cost.cluster.num_devices
+        runs = step.grouping.groups[node.group].trips * len(node.members)
+        total += runs * (computed + work.starts * cost.cluster.kernel_start)
     return total
 
 
@@ -187,14 +185,19 @@ def divided_bound(step: GroupedStep, cost: MeshCost, space: Space) -> float:
       space: of any mesh of the devices, whose groups have been priced.
     """
     total = 0.0
-    for node in space.nodes:
-        if ("work", node.group, node.members[len(node.members) // 2]) in step.cache:
-            for member in map(step.grouping.groups.__getitem__, node.members):
-                if not any(_jax.is_computed_again(step.grouping.ops[number].source) for number in member.ops):
-                    work = _work_of(step, member, cost.cluster)
-                    computed = cost.compute(work.flops, work.bytes, work.dtype, work.efficiency)
-                    total += member.trips * (computed + work.starts * cost.cluster.kernel_start)
+    for member in (step.grouping.groups[member] for node, _ in _priced(step, space) for member in node.members):
+        if not any(_jax.is_computed_again(step.grouping.ops[number].source) for number in member.ops):
+            work = _work_of(step, member, cost.cluster)
+            computed = cost.compute(work.flops, work.bytes, work.dtype, work.efficiency)
+            total += member.trips * (computed + work.starts * cost.cluster.kernel_start)
     return total / cost.cluster.num_devices
+
+
+def _priced(step: GroupedStep, space: Space) -> Iterator[tuple[Node, _Work]]:
+    """Yields the nodes that do work, with that of a typical group."""
+    for node in space.nodes:
+        if work := step.cache.get(("work", node.group, node.members[len(node.members) // 2])):
+            yield node, work
 
 
 def products_bound(traced: Traced, rules: Mapping[Any, Rule], cluster: Cluster) -> float:
@@ -260,23 +263,16 @@ def _steps(mesh: LogicalMesh, changes: tuple[tuple[Axes, Axes], ...]) -> tuple[t
     return tuple(steps)
 
 
-@dataclass(frozen=True, eq=False)
-class _Changes:
-    """How layouts of P and of Q differ.
-
-    Attributes:
-      steps: all that any change takes, each as of `_steps`. kind: [P, Q] the number of a change's steps among them.
-      unchanged_blocks: [P, Q] into how many blocks the dims that do not change cut the tensor.
-    """
-
-    steps: tuple[tuple[tuple[str, Axes, int], ...] | None, ...]
-    kind: np.ndarray
-    unchanged_blocks: np.ndarray
-
-
 @functools.lru_cache(maxsize=1024)
-def _changes(mesh: LogicalMesh, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]) -> _Changes:
-    """Returns the changes from some layouts to others."""
+def _changes(
+    mesh: LogicalMesh, produced: tuple[Layout, ...], wanted: tuple[Layout, ...]
+) -> tuple[tuple[tuple[tuple[str, Axes, int], ...] | None, ...], np.ndarray, np.ndarray]:
+    """Returns how P layouts differ from Q others.
+
+    Returns:
+      All steps that any change takes, each as of `_steps`; [P, Q] the number of a change's steps among them; [P, Q]
+      into how many blocks the dims that do not change cut the tensor.
+    """
     every = (axes for layout in (*produced, *wanted) for axes in (*layout.dims, layout.partial))
     orders = {axes: n for n, axes in enumerate(dict.fromkeys(every))}
     parts = np.array([mesh.product(axes) for axes in orders])
@@ -304,7 +300,7 @@ def _changes(mesh: LogicalMesh, produced: tuple[Layout, ...], wanted: tuple[Layo
         differ = [pair for pair in zip(src.dims, dst.dims, strict=True) if pair[0] != pair[1]]
         found = _steps(mesh, ((src.partial, dst.partial), *differ))
         kinds.append(steps.setdefault(found, len(steps)))
-    return _Changes(tuple(steps), np.array(kinds)[number.reshape(unchanged.shape)], unchanged)
+    return tuple(steps), np.array(kinds)[number.reshape(unchanged.shape)], unchanged
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,15 +341,15 @@ def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, .
     Args:
       nbytes: of the tensor, where collectives have been measured by size, else 0.
     """
-    changes, joins = _changes(cost.mesh, produced, wanted), combinable_kinds(cost)
-    kind, size = changes.kind, len(changes.steps)
+    (every, kind, unchanged), joins = _changes(cost.mesh, produced, wanted), combinable_kinds(cost)
+    size = len(every)
     if nbytes:  # what is sent depends on the dims that do not change, too
-        cuts, cut = np.unique(changes.unchanged_blocks, return_inverse=True)
+        cuts, cut = np.unique(unchanged, return_inverse=True)
         kind = kind + size * cut.reshape(kind.shape)
     kinds, kind = np.unique(kind, return_inverse=True)
     found = np.zeros((3, len(kinds)))
     for n, number in enumerate(kinds.tolist()):
-        steps = changes.steps[number % size]
+        steps = every[number % size]
         if steps is None:
             found[1, n] = math.inf
             continue
@@ -362,8 +358,8 @@ def _pairs(cost: MeshCost, produced: tuple[Layout, ...], wanted: tuple[Layout, .
             alpha, beta = cost.coefficients(name, axes, own / blocks)
             found[int(name not in joins), n] += alpha
             found[2, n] += beta / blocks
-    table = found[:, kind.reshape(changes.unchanged_blocks.shape)]
-    table[2] /= changes.unchanged_blocks
+    table = found[:, kind.reshape(unchanged.shape)]
+    table[2] /= unchanged
     table.flags.writeable = False
     return table
 

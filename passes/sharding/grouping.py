@@ -70,7 +70,7 @@ class _Builder:
         self.followers: dict[int, int] = {}
         self.outputs: list[tuple[int, Dims] | None] = []
         self.clock = 0
-        self.linear = find_linear(graph.block, rules, graph.values, apart)
+        self.linear_ops, self.sum_holders = find_linear(graph.block, rules, graph.values, apart)
         self.digests = Digests()
         self.known = Memo()
 
@@ -136,7 +136,7 @@ class _Builder:
                 index, dims = self.homes[port.inputs[0]].group, self.homes[port.inputs[0]].dims
             else:
                 shape = self.values[port.result].shape[stacked:]
-                index, dims = self.new_leaf(shape, inner, port.role, port.result in self.linear.values)
+                index, dims = self.new_leaf(shape, inner, port.role, port.result in self.sum_holders)
             for atom in port.outputs:
                 self.want(atom, index, dims, inner)
             self.adopt(port.result, index, ((), *dims) if stacked else dims)
@@ -158,7 +158,7 @@ class _Builder:
 
     def leaf(self, value: int, trips: int, name: str) -> tuple[int, Dims]:
         """Gives an input of a block a group of its own; returns that, and its dims."""
-        index, dims = self.new_leaf(self.values[value].shape, trips, name, value in self.linear.values)
+        index, dims = self.new_leaf(self.values[value].shape, trips, name, value in self.sum_holders)
         self.adopt(value, index, dims, "leaf")
         return index, dims
 
@@ -204,11 +204,11 @@ class _Builder:
         rule, lazy = form.rule, form.lazy == "as operands" and all(atom in self.lazy for atom in op.reads)
         if op.name == "optimization_barrier":
             self.barrier(op)
-        elif rule.source == "opaque" or not (rule.factors or op.index in self.linear.ops or flow.makes_zeros(op)):
+        elif rule.source == "opaque" or not (rule.factors or op.index in self.linear_ops or flow.makes_zeros(op)):
             self.fix(op, trips)
         elif lazy or form.lazy == "always":
             self.lazy.update({value: (op.index, i) for i, value in enumerate(op.results)})
-        elif op.index in self.linear.ops:
+        elif op.index in self.linear_ops:
             self.start_group("linear", op, form, trips)
         elif form.is_light:
             self.place_light(op, form, trips)

@@ -16,7 +16,6 @@ choice; here is found out where it has one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from typing import Any
 
 from alpa_lite.ir.graph import Atom, Block, Lit, Op, Value
@@ -29,40 +28,33 @@ from alpa_lite.passes.sharding.groups import keeps_dims
 _LINEAR_UNARY = primitives.LINEAR_CHAIN | {"reduce_sum"}
 
 
-@dataclass(eq=False)
-class Linear:
-    """Where partial sums may be.
-
-    Attributes:
-      ops: the operations, by index, that they may travel through.
-      values: carries of scans, as inputs of the body, and results of scans that they may be held in.
-    """
-
-    ops: set[int] = field(default_factory=set)
-    values: set[int] = field(default_factory=set)
-
-
 def find_linear(
     block: Block, rules: Mapping[Any, Rule], values: Sequence[Value], apart: Set[int] = frozenset()
-) -> Linear:  # fmt: skip
-    """Finds where partial sums may be in a block and the bodies inside it, but for the stacked results in `apart`."""
-    found = Linear()
-    _Block(block, rules, values, found, apart).visit()
-    return found
+) -> tuple[set[int], set[int]]:  # fmt: skip
+    """Finds where partial sums may be in a block and the bodies inside it, but for the stacked results in `apart`.
+
+    Returns:
+      The operations, by index, that they may travel through; and the values that they may be held in: carries of scans,
+      as inputs of the body, and results of scans.
+    """
+    walk = _Block(block, rules, values, (set(), set()), apart)
+    walk.visit()
+    return walk.ops, walk.held
 
 
 class _Block:
     """A walk over one block in program order, the bodies of its loops first."""
 
     def __init__(
-        self, block: Block, rules: Mapping[Any, Rule], values: Sequence[Value], found: Linear,
+        self, block: Block, rules: Mapping[Any, Rule], values: Sequence[Value], found: tuple[set[int], set[int]],
         apart: Set[int] = frozenset(),
     ) -> None:  # fmt: skip
-        self.block, self.rules, self.values, self.found, self.apart = block, rules, values, found, apart
+        self.block, self.rules, self.values, self.apart = block, rules, values, apart
+        self.ops, self.held = found
         self.producers, self.uses = flow.producers(block.ops), flow.uses(block)
 
     def nested_block(self, body: Block) -> _Block:
-        return _Block(body, self.rules, self.values, self.found)
+        return _Block(body, self.rules, self.values, (self.ops, self.held))
 
     def visit(self) -> None:
         for op in self.block.ops:
@@ -75,7 +67,7 @@ class _Block:
                 self.addition(op)
 
     def scan(self, view: ScanView) -> None:
-        inside, held = self.nested_block(view.body), self.found.values
+        inside, held = self.nested_block(view.body), self.held
         sums = [
             (view.carries[number], adds)
             for number, (adds, _) in view.additions.items()
@@ -86,7 +78,7 @@ class _Block:
         slices = {carried.input: own for carried in scanned if (own := inside.slice_of_sum(carried)) is not None}
         held.update(slices, slices.values())
         inside.visit()
-        held.update(carried.end for carried, adds in sums if adds.index in self.found.ops)
+        held.update(carried.end for carried, adds in sums if adds.index in self.ops)
         held.update(carried.end for carried in scanned if carried.input in slices and carried.output in held)
         for atom, result in view.ys if view.length > 1 else ():  # a stack of one is reduced once in any case
             path = inside.chain(atom)
@@ -95,7 +87,7 @@ class _Block:
             (source,) = flow.values_in(path[-1].operands if path else (atom,))
             if inside.uses[source] == 1 and result not in self.apart:
                 held.add(result)
-                self.found.ops.update(op.index for op in path)
+                self.ops.update(op.index for op in path)
 
     def slice_of_sum(self, carried: Carried) -> int | None:
         """The slice of a carry in a scan of its body that adds to each slice and does nothing else with the carry."""
@@ -118,22 +110,22 @@ class _Block:
         return start in self.producers and flow.makes_zeros(self.producers[start])
 
     def addition(self, op: Op) -> None:
-        if not self.rules[op.key].factors and not any(a in self.found.values for a in op.operands):
+        if not self.rules[op.key].factors and not any(a in self.held for a in op.operands):
             return  # a scalar that no loop adds up
         shape = self.values[op.results[0]].shape
         if any(isinstance(a, Lit) or self.values[a].shape != shape for a in op.operands):
             return
         paths = [self.chain(a) for a in op.operands]
         if all(path is not None for path in paths):
-            self.found.ops.add(op.index)
-            self.found.ops.update(each.index for path in paths for each in path or ())
+            self.ops.add(op.index)
+            self.ops.update(each.index for path in paths for each in path or ())
 
     def chain(self, atom: Atom) -> list[Op] | None:
         """The linear unary operations from a possible partial sum to `atom`, the last first; None without one."""
         path: list[Op] = []
         while not isinstance(atom, Lit):
             op = self.producers.get(atom)
-            if atom in self.found.values or (op is not None and op.index in self.found.ops):
+            if atom in self.held or (op is not None and op.index in self.ops):
                 return path
             if op is None or op.bodies or op.key not in self.rules:
                 return None

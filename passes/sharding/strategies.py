@@ -215,20 +215,15 @@ class _Builder:
         if group.kind != "heavy":
             return choices.layouts(home.dims, group.kind == "linear")
         op = self.op(group)
-        own = (op.key, op.results.index(value)) if value in op.results else (home.group, home.slot)
-        return self.known.get_or_make(
-            ("made", own, choices),
-            lambda: space.classify([self.made_layout(value, group, s) for s in choices.strategies], self.mesh),
-        )
+        number = op.results.index(value) if value in op.results else -1
 
-    def made_layout(self, value: int, group: Group, strategy: Strategy) -> Layout:
-        """Returns the layout in which a heavy group makes a value."""
-        op = self.op(group)
-        if value in op.results:
-            form = self.form(group, strategy.axes)
-            assert form is not None
-            return form.results[op.results.index(value)]
-        return space.produced_layout(group, self.grouping.homes[value].dims, strategy, self.mesh)
+        def made(strategy: Strategy) -> Layout:
+            form = self.form(group, strategy.axes) if number >= 0 else None
+            return form.results[number] if form else space.produced_layout(group, home.dims, strategy, self.mesh)
+
+        own = (op.key, number) if number >= 0 else (home.group, home.slot)
+        found = "made", own, choices
+        return self.known.get_or_make(found, lambda: space.classify([*map(made, choices.strategies)], self.mesh))
 
     # -- nodes ----------------------------------------------------------------------------------------------------
 

@@ -97,10 +97,18 @@ def _over_features(
     free = {block.inputs[number] for number in named}
     for op in step.constraints:
         free.update(a for a in (*op.operands, *op.results) if isinstance(a, int))
-    free |= {demand.value for demand in _reading(step, read) if not _divides(step, demand, parts)}
+    along: dict[int, set[int]] = {}
+    for demand, factors, divides in _reading(step, read, parts):
+        along.setdefault(demand.group, set()).update(factors)
+        free.update(() if divides else [demand.value])
+    readers = {}
+    for group, some in along.items():  # of a gather first what it looks up, if that is anything
+        op = grouping.ops[grouping.groups[group].ops[0]]
+        looked = some - factors_in(grouping.homes[op.results[0]].dims) if op.name == "gather" else set()
+        readers[group] = tuple(frozenset(one) for one in (looked, some) if one)
     homes = [grouping.homes[v] for v in parameters]
     places = [(home.group, f) for home in homes if home.group for f in factors_in(home.dims)]
-    features, readers = group_factors(connected.find_connected_factors(grouping, places)), _readers(step, read)
+    features = group_factors(connected.find_connected_factors(grouping, places))
     limits = {
         g: Limit(
             over,
@@ -111,15 +119,10 @@ def _over_features(
         for g in range(1, len(grouping.groups))
     }
     floats = {v for v, value in enumerate(traced.graph.values) if jnp.issubdtype(value.dtype, jnp.inexact)}
-    following = {index for index in step.examples if _follows(grouping, grouping.groups[index])}
+    ops = {g: grouping.ops[grouping.groups[g].ops[0]].name for g in step.examples if grouping.groups[g].kind == "heavy"}
+    following = {g for g in step.examples if g not in ops or ops[g] in UNFUSED - DECIDING - {"fft"}}
     uncut = frozenset((d.group, d.value) for d in grouping.demands if d.group in following and d.value in floats)
     return limits, MoveLimits(over, frozenset(read | new | gradients), frozenset(free), uncut)
-
-
-def _follows(grouping: Grouping, group: Group) -> bool:
-    """Returns whether a group is elementwise, a reduction, or a value that a loop carries."""
-    name = grouping.ops[group.ops[0]].name if group.kind == "heavy" else ""
-    return not name or (name in UNFUSED - DECIDING and name != "fft")
 
 
 def parameters_of_products(step: GroupedStep, parts: int) -> set[int]:
@@ -130,36 +133,32 @@ def parameters_of_products(step: GroupedStep, parts: int) -> set[int]:
     traced, values, inputs = step.traced, step.traced.graph.values, step.traced.graph.block.inputs
     origins = kinds.parameter_of(traced)
     found = set()
-    for demand in _reading(step, origins.keys()):
+    for demand, _, divides in _reading(step, origins.keys(), parts):
         shape, whole = values[demand.value].shape, values[origins[demand.value]].shape
-        if sorted(shape) in (sorted(whole), sorted(whole[1:])) and _divides(step, demand, parts):
+        if divides and sorted(shape) in (sorted(whole), sorted(whole[1:])):
             found.add(origins[demand.value])
     return {number for number in range(len(traced.arguments)) if inputs[number] in found}
 
 
-def _reading(step: GroupedStep, read: Collection[int]) -> Iterator[Demand]:
-    """Yields how products and gathers over examples read parameters."""
-    for demand in step.grouping.demands:
-        if demand.group in step.examples and reads_weights(step.grouping, demand, read):
-            yield demand
+def _reading(step: GroupedStep, read: Collection[int], parts: int) -> Iterator[tuple[Demand, set[int], bool]]:
+    """Yields how products and gathers over examples read parameters.
+
+    With each its factors that hold no examples, and whether one of them divides into `parts`: 2 groups of channels do
+    not into 8.
+    """
+    grouping = step.grouping
+    for demand in grouping.demands:
+        if demand.group in step.examples and reads_weights(grouping, demand, read):
+            features = factors_in(demand.dims) - step.examples[demand.group].keys()
+            is_gather, mine = grouping.ops[demand.op].name == "gather", grouping.groups[demand.group].factors
+            able = [mine[f] for f in features if is_gather or mine[f].kind in ("parallel", "sum")]
+            yield demand, features, any(factor.size % parts == 0 for factor in able)
 
 
 def reads_weights(grouping: Grouping, demand: Demand, weights: Collection[int]) -> bool:
     """Returns whether a product or a gather wants one of some values."""
     reads = demand.value in weights and demand.op >= 0
     return reads and grouping.ops[demand.op].name in PRODUCTS | {"gather"}
-
-
-def _features_of(step: GroupedStep, demand: Demand) -> set[int]:
-    """Returns the factors that a demand is made of and that hold no examples."""
-    return factors_in(demand.dims) - step.examples[demand.group].keys()
-
-
-def _divides(step: GroupedStep, demand: Demand, parts: int) -> bool:
-    """Whether the reader of a parameter divides along a dim of it into `parts`: 2 groups of channels do not into 8."""
-    factors, is_gather = step.grouping.groups[demand.group].factors, step.grouping.ops[demand.op].name == "gather"
-    mine = [factors[f] for f in _features_of(step, demand)]
-    return any((is_gather or f.kind in ("parallel", "sum")) and f.size % parts == 0 for f in mine)
 
 
 def _updates_read_whole_values(step: GroupedStep, read: Collection[int]) -> bool:
@@ -183,23 +182,6 @@ def group_factors(places: Collection[connected.Place]) -> dict[int, frozenset[in
     for group, factor in places:
         found.setdefault(group, set()).add(factor)
     return {group: frozenset(some) for group, some in found.items()}
-
-
-def _readers(step: GroupedStep, read: Collection[int]) -> dict[int, tuple[frozenset[int], ...]]:
-    """Returns by group the factors along which products and gathers over examples that read a parameter are cut.
-
-    For a gather, the factors that it looks up are the first choice, if there are any.
-    """
-    grouping = step.grouping
-    dims: dict[int, set[int]] = {}
-    for demand in _reading(step, read):
-        dims.setdefault(demand.group, set()).update(_features_of(step, demand))
-    out: dict[int, tuple[frozenset[int], ...]] = {}
-    for group, some in dims.items():
-        op = grouping.ops[grouping.groups[group].ops[0]]
-        looked = some - factors_in(grouping.homes[op.results[0]].dims) if op.name == "gather" else set()
-        out[group] = tuple(frozenset(one) for one in (looked, some) if one)
-    return out
 
 
 def least_state(traced: Traced, method: Textbook, parts: int) -> float:

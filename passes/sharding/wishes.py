@@ -87,11 +87,16 @@ def collect_wishes(
     names = method.names if isinstance(method, Manual) else ()
     notes: list[str] = []
     mesh, why = None, ""
+
+    def admits(mesh: LogicalMesh) -> bool:
+        other = isinstance(method, Manual | Sharded) and method.mesh_shape not in (None, mesh.shape)
+        return not other and isinstance(method, Auto | Sharded | Manual) and set(names) <= set(mesh.axis_names)
+
     first = {} if placed_on is None else {placed_on: _SHARDINGS}
     for candidate, source in (first | _meshes(traced, said, context)).items():
         if candidate.size != num_devices:
             notes.append(f"{source} has a mesh of {candidate.size} devices, and the plan {num_devices}: not applied")
-        elif mesh is None and (source != _ARRAYS or _admits(method, candidate, names)):
+        elif mesh is None and (source != _ARRAYS or admits(candidate)):
             mesh, why = candidate, source
         elif candidate != mesh:
             notes.append(
@@ -148,12 +153,6 @@ def _meshes(traced: Traced, said: Sequence[Annotation], context: Any) -> dict[Lo
     return found
 
 
-def _admits(method: Method, mesh: LogicalMesh, names: Sequence[str]) -> bool:
-    """Returns whether a method can be planned on the mesh of some arrays."""
-    other = isinstance(method, Manual | Sharded) and method.mesh_shape not in (None, mesh.shape)
-    return not other and isinstance(method, Auto | Sharded | Manual) and set(names) <= set(mesh.axis_names)
-
-
 def _followers(traced: Traced, named: Mapping[str, Wish]) -> dict[str, Wish]:
     """Returns the same with the state that follows a named parameter."""
     shapes = _shapes(traced)
@@ -167,18 +166,13 @@ def _followers(traced: Traced, named: Mapping[str, Wish]) -> dict[str, Wish]:
         if kinds[path] == "params" or path in named or not shapes[path]:
             continue
         like = ends.get((shapes[path], tokens(path)[-1]), [])
-        common = {one: _common_end(one, path) for one in like}
+        pairs = {one: zip(tokens(one)[::-1], tokens(path)[::-1], strict=False) for one in like}
+        common = {one: len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs[one])]) for one in like}
         best = [one for one in like if common[one] == max(common.values())]
         wishes = {named.get(one) for one in best}
         if len(wishes) == 1 and (wish := wishes.pop()) is not None:
             out[path] = Wish(wish.dims, f"{wish.why}, which it follows as state of {format_path(best[0])},")
     return out
-
-
-def _common_end(one: str, other: str) -> int:
-    """Returns how many keys two paths have in common at their ends."""
-    pairs = zip(reversed(tokens(one)), reversed(tokens(other)), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _shapes(traced: Traced) -> dict[str, tuple[int, ...]]:
