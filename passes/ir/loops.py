@@ -46,31 +46,30 @@ class Carried(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, eq=False)
 class ScanView:
-    """A scan by its parts."""
+    """A scan by its parts.
 
-    op: Op
+    Attributes:
+      op, body: the scan, and the block of one iteration.
+      num_consts, num_carry: the numbers of constants and of carried values. length: that of iterations.
+      operands, inputs, outputs, results: those of the scan and of its body, by role.
+      consts, xs: (operand, body input) of each constant, and of each value that is scanned over.
+      carries: the carried values.
+      ys: (body output, result) of each stacked result.
+    """
 
-    @property
-    def body(self) -> Block:
-        """The block of one iteration."""
-        return self.op.bodies[0]
-
-    @property
-    def num_consts(self) -> int:
-        """The number of constants."""
-        return self.op.params["num_consts"]
-
-    @property
-    def num_carry(self) -> int:
-        """The number of carried values."""
-        return self.op.params["num_carry"]
-
-    @property
-    def length(self) -> int:
-        """The number of iterations."""
-        return int(self.op.params["length"])
+    def __init__(self, op: Op) -> None:
+        self.op, self.body = op, op.bodies[0]
+        self.num_consts: int = op.params["num_consts"]
+        self.num_carry: int = op.params["num_carry"]
+        self.length = int(op.params["length"])
+        self.operands, self.inputs = self.split_operands(op.operands), self.split_operands(self.body.inputs)
+        self.outputs, self.results = self.split_results(self.body.outputs), self.split_results(op.results)
+        self.consts = tuple(zip(self.operands.consts, self.inputs.consts, strict=True))
+        self.xs = tuple(zip(self.operands.xs, self.inputs.xs, strict=True))
+        self.ys = tuple(zip(self.outputs.ys, self.results.ys, strict=True))
+        carries = zip(self.operands.carry, self.inputs.carry, self.outputs.carry, self.results.carry, strict=True)
+        self.carries = tuple(map(Carried._make, carries))
 
     def split_operands(self, items: Sequence[T]) -> Taken[T]:
         """Returns a sequence that is parallel to the operands, in parts."""
@@ -80,47 +79,6 @@ class ScanView:
     def split_results(self, items: Sequence[T]) -> Given[T]:
         """Returns a sequence that is parallel to the results, in parts."""
         return Given(tuple(items[: self.num_carry]), tuple(items[self.num_carry :]))
-
-    @cached_property
-    def operands(self) -> Taken[Atom]:
-        """The operands in parts."""
-        return self.split_operands(self.op.operands)
-
-    @cached_property
-    def inputs(self) -> Taken[int]:
-        """The body's inputs in parts."""
-        return self.split_operands(self.body.inputs)
-
-    @cached_property
-    def outputs(self) -> Given[Atom]:
-        """The body's outputs in parts."""
-        return self.split_results(self.body.outputs)
-
-    @cached_property
-    def results(self) -> Given[int]:
-        """The results in parts."""
-        return self.split_results(self.op.results)
-
-    @property
-    def consts(self) -> list[tuple[Atom, int]]:
-        """(operand, body input) of each constant."""
-        return list(zip(self.operands.consts, self.inputs.consts, strict=True))
-
-    @property
-    def carries(self) -> list[Carried]:
-        """The carried values."""
-        parts = self.operands.carry, self.inputs.carry, self.outputs.carry, self.results.carry
-        return list(map(Carried._make, zip(*parts, strict=True)))
-
-    @property
-    def xs(self) -> list[tuple[Atom, int]]:
-        """(operand, body input) of each value that is scanned over."""
-        return list(zip(self.operands.xs, self.inputs.xs, strict=True))
-
-    @property
-    def ys(self) -> list[tuple[Atom, int]]:
-        """(body output, result) of each stacked result."""
-        return list(zip(self.outputs.ys, self.results.ys, strict=True))
 
     @cached_property
     def accumulators(self) -> Mapping[int, tuple[Op, int]]:
@@ -246,7 +204,7 @@ def ports(op: Op) -> list[Port]:
 
 def body_runs(op: Op) -> int:
     """Runs of each body for one run of an op: a scan's length; one of loops of unknown trip count, and of branches."""
-    return ScanView(op).length if op.name == "scan" else 1
+    return int(op.params["length"]) if op.name == "scan" else 1
 
 
 def scan_op(traced: Traced, scan: int) -> Op:

@@ -152,11 +152,7 @@ def _callback(op: Op, used: list[bool]) -> Op:
     return op if all(used) else _changed(op, None, used, params=_jax.keep_callback_results(op.params, kept))
 
 
-_RULES = {
-    **dict.fromkeys(primitives.CONTROL, _region),
-    "optimization_barrier": _barrier,
-    "io_callback": _callback,
-}
+_RULES = {**dict.fromkeys(primitives.CONTROL, _region), "optimization_barrier": _barrier, "io_callback": _callback}
 
 
 def _select(items: Sequence[Any], mask: Sequence[bool]) -> tuple[Any, ...]:

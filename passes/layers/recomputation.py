@@ -131,7 +131,7 @@ def repeat_in_backward(
     """
     ys = [pair for pair in before.ys if pair[1] not in gone]
     stacks = {atom: stack for atom, stack in ys if isinstance(atom, int)}
-    consts, xs = after.consts, [pair for pair in after.xs if pair[0] not in gone]
+    consts, xs = [*after.consts], [pair for pair in after.xs if pair[0] not in gone]
     operands, invariants = ({own: atom for atom, own in pairs} for pairs in (before.xs, before.consts))
 
     def enter(value: int) -> int:

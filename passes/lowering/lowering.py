@@ -22,16 +22,7 @@ from alpa_lite.passes.ir.remembered import Memo
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
-from alpa_lite.passes.lowering.program import (
-    Body,
-    Compute,
-    Instruction,
-    LocalProgram,
-    Loop,
-    Operand,
-    Outside,
-    Reshard,
-)
+from alpa_lite.passes.lowering.program import Body, Compute, Instruction, LocalProgram, Loop, Operand, Outside, Reshard
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.kinds import find_regathered
 from alpa_lite.passes.sharding.space import Strategy, layout_of

@@ -84,9 +84,8 @@ def meshes(cluster: Cluster, method: Any, max_axes: int = 3, wishes: Wishes = NO
         shapes = ((count,),)
     else:
         shapes = cluster.mesh_shapes(max(max_axes, len(names)))
-    if not names or (
-        set(names) <= set(NAMES) and not wishes.has_more_axes
-    ):  # of searched meshes, those that have the axes
+    # Of searched meshes, those that have the axes.
+    if not names or (set(names) <= set(NAMES) and not wishes.has_more_axes):
         found = [LogicalMesh(tuple(s), NAMES[: len(s)]) for s in shapes if len(s) >= len(names)]
         if found:
             return tuple(found)

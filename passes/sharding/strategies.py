@@ -25,18 +25,7 @@ from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.sharding import space
 from alpa_lite.passes.sharding.costs import Moves, divides, group_terms, moves
 from alpa_lite.passes.sharding.groups import Group, Grouping
-from alpa_lite.passes.sharding.space import (
-    UNCONSTRAINED,
-    Choices,
-    Constraints,
-    Node,
-    Reached,
-    Resharding,
-    Space,
-    Strategy,
-    assignments,
-    layout_of,
-)
+from alpa_lite.passes.sharding.space import UNCONSTRAINED, Choices, Constraints, Node, Space, Strategy, layout_of
 from alpa_lite.passes.sharding.tables import GroupedStep, Passage, Tables
 from alpa_lite.plan.pins import Wish
 
@@ -81,7 +70,7 @@ def _busiest(found: Sequence[Strategy]) -> list[Strategy]:
 class _Move(NamedTuple):
     """A transfer of the program: its resharding, its passage, and the costs of its pairs."""
 
-    resharding: Resharding
+    resharding: space.Resharding
     transfer: Transfer
     passage: Passage
     costs: Moves
@@ -154,9 +143,10 @@ class _Builder:
         factors = self.factors(group)
         if group.kind != "heavy":
             return self.known.get_or_make(("free", group.kind, factors), lambda: self.free_strategies(group, factors))
+        every = space.assignments(factors, self.mesh)
         return self.known.get_or_make(
             ("assigned", self.op(group).key, factors),
-            lambda: tuple([Strategy(a) for a in assignments(factors, self.mesh) if self.form(group, a) is not None]),
+            lambda: tuple([Strategy(axes) for axes in every if self.form(group, axes) is not None]),
         )
 
     def strategies_of_layouts(
@@ -182,13 +172,13 @@ class _Builder:
     def free_strategies(self, group: Group, factors: Sequence[Factor]) -> list[Strategy]:
         """Returns the strategies of leaves, light and linear groups, which have no operation of their own to ask."""
         if group.kind == "linear":
-            every = list(assignments(factors, self.mesh))
+            every = list(space.assignments(factors, self.mesh))
             axes = [a for a in self.mesh.axis_names if self.mesh.axis_size(a) > 1]
             sums = [some for size in range(len(axes) + 1) for some in itertools.combinations(axes, size)]
             return [Strategy(a, some) for some in sums for a in every if set(some).isdisjoint(itertools.chain(*a))]
         cube = sum(size > 1 for size in self.mesh.shape) > 2
         few = len(factors) <= 2
-        found = [Strategy(axes) for axes in assignments(factors, self.mesh, orders=cube and few)]
+        found = [Strategy(axes) for axes in space.assignments(factors, self.mesh, orders=cube and few)]
         return _busiest(found) if cube and group.kind == "light" and not few else found
 
     def op(self, group: Group) -> Op:
@@ -208,7 +198,7 @@ class _Builder:
 
         return self.known.get_or_make(("form", op.key, axes), plain_form)
 
-    def produced_layouts(self, value: int, choices: Choices) -> Reached:
+    def produced_layouts(self, value: int, choices: Choices) -> space.Reached:
         """Returns the layouts in which a value may be made, by the strategies of its group."""
         home = self.grouping.homes[value]
         group = self.grouping.groups[home.group]
@@ -295,7 +285,7 @@ class _Builder:
                 refused = [[constraints.refuses(passage.values, src, *goal) for goal in goals] for src in made.layouts]
                 matrix = np.where(refused, math.inf, matrix)
             if matrix.any():
-                move = Resharding(first, made.layouts, wanted, count, trips)
+                move = space.Resharding(first, made.layouts, wanted, count, trips)
                 consumers = tuple([(n, k) for (n, _), k in ends.items()])
                 transfer = Transfer(passage.src, made.klass, consumers, matrix * (count * trips), f"value {first}")
                 yield _Move(move, transfer, passage, known)

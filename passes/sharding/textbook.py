@@ -111,10 +111,7 @@ def _over_features(
     features = group_factors(connected.find_connected_factors(grouping, places))
     limits = {
         g: Limit(
-            over,
-            tuple((f, 1) for f in sorted(step.examples.get(g, ()))),
-            features.get(g, frozenset()),
-            readers.get(g),
+            over, tuple((f, 1) for f in sorted(step.examples.get(g, ()))), features.get(g, frozenset()), readers.get(g)
         )
         for g in range(1, len(grouping.groups))
     }

@@ -87,16 +87,11 @@ def collect_wishes(
     names = method.names if isinstance(method, Manual) else ()
     notes: list[str] = []
     mesh, why = None, ""
-
-    def admits(mesh: LogicalMesh) -> bool:
-        other = isinstance(method, Manual | Sharded) and method.mesh_shape not in (None, mesh.shape)
-        return not other and isinstance(method, Auto | Sharded | Manual) and set(names) <= set(mesh.axis_names)
-
     first = {} if placed_on is None else {placed_on: _SHARDINGS}
     for candidate, source in (first | _meshes(traced, said, context)).items():
         if candidate.size != num_devices:
             notes.append(f"{source} has a mesh of {candidate.size} devices, and the plan {num_devices}: not applied")
-        elif mesh is None and (source != _ARRAYS or admits(candidate)):
+        elif mesh is None and (source != _ARRAYS or _admits(method, candidate, names)):
             mesh, why = candidate, source
         elif candidate != mesh:
             notes.append(
@@ -151,6 +146,12 @@ def _meshes(traced: Traced, said: Sequence[Annotation], context: Any) -> dict[Lo
         if one.mesh is not None:
             found.setdefault(one.mesh, _ARRAYS if one.array else one.why)
     return found
+
+
+def _admits(method: Method, mesh: LogicalMesh, names: Sequence[str]) -> bool:
+    """Returns whether a method can be planned on the mesh of some arrays."""
+    other = isinstance(method, Manual | Sharded) and method.mesh_shape not in (None, mesh.shape)
+    return not other and isinstance(method, Auto | Sharded | Manual) and set(names) <= set(mesh.axis_names)
 
 
 def _followers(traced: Traced, named: Mapping[str, Wish]) -> dict[str, Wish]:

@@ -51,7 +51,7 @@ class _Splitter:
     def build(self) -> tuple[Traced, Assignment]:
         view, assignment = ScanView(self.scan), self.assignment
         self.body = [op for op in view.body.ops if op.index not in assignment.dissolved_additions]
-        carries, added = view.carries, list[Carried]()
+        carries, added = [*view.carries], list[Carried]()
         for number, summands in assignment.split_sums:
             carries[number], *others = self.split(carries[number], summands)
             added += others
