@@ -183,16 +183,15 @@ def _collective(kind: str, mesh: LogicalMesh, axes: Axes, elements: int) -> tupl
     def then(x: Any, out: Any) -> Any:
         return x.at[0].set(out.reshape(-1)[0] * _TINY)
 
-    if kind == "all_reduce":
-        return lambda x: then(x, jax.lax.psum(x, axes)), rounded
-    if kind == "all_gather":
-        return lambda x: then(x, jax.lax.all_gather(x, axes, tiled=True)), rounded // size
-    if kind == "reduce_scatter":
-        return lambda x: then(x, jax.lax.psum_scatter(x, axes, tiled=True)), rounded
-    if kind == "all_to_all":
-        return lambda x: jax.lax.all_to_all(x, axes, 0, 0, tiled=True), rounded
     ring = [(i, (i + 1) % size) for i in range(size)]
-    return lambda x: jax.lax.ppermute(x, axes, ring), rounded
+    rounds: dict[str, Callable[[Any], Any]] = {
+        "all_reduce": lambda x: then(x, jax.lax.psum(x, axes)),
+        "all_gather": lambda x: then(x, jax.lax.all_gather(x, axes, tiled=True)),
+        "reduce_scatter": lambda x: then(x, jax.lax.psum_scatter(x, axes, tiled=True)),
+        "all_to_all": lambda x: jax.lax.all_to_all(x, axes, 0, 0, tiled=True),
+        "collective_permute": lambda x: jax.lax.ppermute(x, axes, ring),
+    }
+    return rounds[kind], rounded // size if kind == "all_gather" else rounded
 
 
 def _loop(

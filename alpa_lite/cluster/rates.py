@@ -6,6 +6,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -102,19 +103,15 @@ def make(kind: type[T], value: Any) -> T:
 def attention_shares(given: Any) -> tuple[tuple[str, tuple[float, float]], ...]:
     """`Cluster.attention_efficiency` as pairs."""
     items = given.items() if isinstance(given, Mapping) else given
-    try:
-        pairs: list[tuple[str, tuple[float, ...]]] = [
-            (str(name), (float(x), float(x)) if isinstance(x, int | float) else tuple(map(float, x)))
-            for name, x in items
-        ]
-    except (TypeError, ValueError):
-        pairs = [("", ())]
+    pairs: list[tuple[str, Any]] = [("", ())]  # which is refused
+    with suppress(TypeError, ValueError):
+        pairs = [(str(name), (float(x),) * 2 if isinstance(x, int | float) else (*map(float, x),)) for name, x in items]
     if not all(len(shares) == 2 and all(0 < share <= 1 for share in shares) for _, shares in pairs):
         raise OptionError(
             f"Cluster attention_efficiency={given!r}: give kernel -> (forward, backward), fractions of the peak above "
             "0, at most 1"
         )
-    return tuple(sorted((name, (shares[0], shares[-1])) for name, shares in pairs))
+    return tuple(sorted(pairs))
 
 
 def _ascends(curve: Curve) -> bool:

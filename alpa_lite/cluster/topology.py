@@ -13,7 +13,6 @@ and so do permutations of equal torus dims. `mesh_shapes` lists one shape of eac
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -137,20 +136,14 @@ def _factorizations(count: int, rank: int) -> Iterator[tuple[int, ...]]:
 
 
 def _class_of(axes: tuple[tuple[Piece, ...], ...], levels: tuple[Level, ...]) -> object:
-    """A key, equal for equivalent meshes: the pieces, up to the order of axes and renaming of equal torus dims."""
-    torus = [i for i, level in enumerate(levels) if level.is_torus]
+    """A key, equal for equivalent meshes: the pieces of equal levels, up to the order of axes."""
 
-    def key(rename: dict[int, int]) -> object:
-        named = (
-            tuple(
-                sorted(Piece(rename.get(p.level, p.level), p.size, p.stride if p.level in rename else 0) for p in axis)
-            )
-            for axis in axes
-        )
-        return tuple(sorted(named))
+    def key(piece: Piece) -> tuple[object, ...]:
+        level = levels[piece.level]
+        where = levels.index(level) if level.is_torus else piece.level  # the first of equal torus dims
+        return where, piece.size, piece.stride if level.is_torus else 0
 
-    renamings = (dict(zip(torus, order, strict=True)) for order in itertools.permutations(torus))
-    return min(key(r) for r in renamings if all(levels[a] == levels[b] for a, b in r.items()))  # type: ignore[type-var]
+    return tuple(sorted(tuple(sorted(map(key, axis))) for axis in axes))
 
 
 def _is_aligned(shape: tuple[int, ...], levels: tuple[Level, ...]) -> bool:

@@ -105,13 +105,12 @@ class HloReport:
         """Whether the program communicates as planned."""
         return not self.differences
 
-    def raise_if_bad(self) -> None:
-        """Raises VerificationError with every difference, and the rewrites that were recognised."""
+    def raise_if_bad(self, name: str = "") -> None:
+        """Raises VerificationError with every difference of an executable, and the rewrites that were recognised."""
         if self.differences:
-            known = "".join(f"\n  recognised {rewrite}" for rewrite in self.rewrites)
-            raise VerificationError(
-                "the compiled program does not communicate as planned:\n  " + "\n  ".join(self.differences) + known
-            )
+            lines = (*self.differences, *(f"recognised {rewrite}" for rewrite in self.rewrites))
+            what = f"{name}: the" if name else "the"
+            raise VerificationError("\n  ".join([f"{what} compiled program does not communicate as planned:", *lines]))
 
 
 def compare_hlo(text: str, mesh: LogicalMesh, planned: Sequence[Collective], redundancy: Redundancy) -> HloReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -12,10 +11,13 @@ from alpa_lite.ir.layout import Axes
 from alpa_lite.passes.checks.reading import (
     axes_of,
     callee,
+    create,
+    create_opaque,
     functions_of,
     is_public,
     names,
     operations,
+    replace_values,
     sharding_of,
     symbol,
     terminator,
@@ -95,39 +97,21 @@ def _hollow_region(op: Any) -> None:
     returned = [value for value in op.results if _is_returned(value)]
     results = [each for each in zip(op.results, given, made, strict=True) if each[0] not in returned]
     if returned:
-        with ir.InsertionPoint(op):
-            _replace(returned, _opaque([value.type for value in returned], []))
+        replace_values(returned, create_opaque("region", op, [v.type for v in returned], [], effects=True).results)
     for i in range(max(len(operands), len(results))):
         ins, outs = operands[i : i + 1], results[i : i + 1]
-        part = ir.Operation.create(
-            "sdy.manual_computation",
-            results=[value.type for value, _, _ in outs],
-            operands=[value for value, _, _ in ins],
-            attributes={
-                "in_shardings": sdy.TensorShardingPerValueAttr.get([sharding for _, sharding, _ in ins]),
-                "out_shardings": sdy.TensorShardingPerValueAttr.get([sharding for _, sharding, _ in outs]),
-                "manual_axes": op.attributes["manual_axes"],
-            },
-            regions=1,
-            ip=ir.InsertionPoint(op),
-        )
+        attributes = {
+            "in_shardings": sdy.TensorShardingPerValueAttr.get([sharding for _, sharding, _ in ins]),
+            "out_shardings": sdy.TensorShardingPerValueAttr.get([sharding for _, sharding, _ in outs]),
+            "manual_axes": op.attributes["manual_axes"],
+        }
+        types, taken = [value.type for value, _, _ in outs], [value for value, _, _ in ins]
+        part = create("sdy.manual_computation", op, types, taken, attributes, regions=1)
         body = part.regions[0].blocks.append(*[kind for _, _, kind in ins])
-        with ir.InsertionPoint(body):
-            opaque = _opaque([kind for _, _, kind in outs], list(body.arguments))
-            ir.Operation.create("sdy.return", operands=list(opaque.results))
-        _replace([value for value, _, _ in outs], part)
+        opaque = create_opaque("region", body, [kind for _, _, kind in outs], body.arguments, effects=True)
+        create("sdy.return", body, [], opaque.results, {})
+        replace_values([value for value, _, _ in outs], part.results)
     op.erase()
-
-
-def _opaque(results: Sequence[Any], operands: Sequence[Any]) -> Any:
-    """Returns an operation that nothing is known of; `results` are types."""
-    attributes = {"call_target_name": ir.StringAttr.get("region"), "has_side_effect": ir.BoolAttr.get(True)}
-    return ir.Operation.create("stablehlo.custom_call", results=results, operands=operands, attributes=attributes)
-
-
-def _replace(values: Sequence[Any], op: Any) -> None:
-    for old, new in zip(values, op.results, strict=True):
-        old.replace_all_uses_with(new)
 
 
 def _comes_in(value: Any, sharding: Any) -> bool:

@@ -1,9 +1,10 @@
-"""Reads lowered modules: their functions, constants, trip counts, types and shardings."""
+"""Reads lowered modules: their functions, constants, trip counts, types and shardings; and replaces operations."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend.mlir import ir
@@ -172,3 +173,24 @@ def nbytes(kind: Any) -> int:
     """Returns bytes of a tensor type, 0 for any other type."""
     bits = item_bits(kind)
     return math.prod(kind.shape) * bits // 8 if bits else 0
+
+
+def create(
+    name: str, at: Any, results: Sequence[Any], operands: Iterable[Any], attributes: Any, regions: int = 0
+) -> Any:
+    """Returns a new operation before another one, or at the end of a block; `results` are types."""
+    place = ir.InsertionPoint(at)
+    operands = list(operands)
+    return ir.Operation.create(name, results, operands, attributes, regions=regions, ip=place)
+
+
+def create_opaque(target: str, at: Any, results: Sequence[Any], operands: Iterable[Any], *, effects: bool) -> Any:
+    """Returns a new operation that nothing is known of but whether it has side effects."""
+    attributes = {"call_target_name": ir.StringAttr.get(target), "has_side_effect": ir.BoolAttr.get(effects)}
+    return create("stablehlo.custom_call", at, results, operands, attributes)
+
+
+def replace_values(old: Iterable[Any], new: Iterable[Any]) -> None:
+    """Makes everything that reads some values read others."""
+    for before, after in zip(list(old), list(new), strict=True):
+        before.replace_all_uses_with(after)

@@ -32,11 +32,14 @@ from alpa_lite import _jax
 from alpa_lite.ir.layout import Axes, LogicalMesh
 from alpa_lite.passes.checks.reading import (
     callee,
+    create,
+    create_opaque,
     functions_of,
     is_public,
     item_bits,
     maker,
     operations,
+    replace_values,
     terminator,
     trip_count,
 )
@@ -106,8 +109,7 @@ def _inline_calls(module: Any) -> None:
     while calls := [op for op, _ in _walk(module) if op.name == "func.call"]:
         for call in calls:
             copy = functions[callee(call)].clone().operation
-            for argument, operand in zip(copy.regions[0].blocks[0].arguments, call.operands, strict=True):
-                argument.replace_all_uses_with(operand)
+            replace_values(copy.regions[0].blocks[0].arguments, call.operands)
             *ops, end = operations(copy.regions[0])
             for op in ops:
                 op.move_before(call)
@@ -129,8 +131,8 @@ def _make_opaque(module: Any, mesh: LogicalMesh) -> Opaque:
             name = numbers.setdefault(same, f"{_COLLECTIVE}{len(numbers)}")
             found = zip(read_collective(op, mesh), op.operands, strict=False)
             opaque[name] = [(c.kind, c.axes, c.bytes, item_bits(value.type)) for c, value in found]
-            attributes = {"call_target_name": ir.StringAttr.get(name), "has_side_effect": ir.BoolAttr.get(False)}
-            _replace(op, _create("stablehlo.custom_call", op, [r.type for r in op.results], op.operands, attributes))
+            made = create_opaque(name, op, [r.type for r in op.results], op.operands, effects=False)
+            _replace(op, made.results)
     return opaque
 
 
@@ -175,7 +177,7 @@ def _simplify(op: Any) -> bool:
             value = made.operands[0]
         if op.name == "stablehlo.reshape" and value == op.operands[0]:
             return False
-        _replace(op, [value] if value.type == kind else _create("stablehlo.reshape", op, [kind], [value], {}))
+        _replace(op, [value] if value.type == kind else create("stablehlo.reshape", op, [kind], [value], {}).results)
     else:
         return False
     return True
@@ -289,14 +291,7 @@ def _operands(op: Any) -> Iterator[Any]:
             yield from _operands(inner)
 
 
-def _create(name: str, before: Any, types: Sequence[Any], operands: Iterable[Any], attributes: Any) -> Sequence[Any]:
-    """Puts an operation before another one, and returns its results."""
-    at = ir.InsertionPoint(before)
-    return ir.Operation.create(name, results=types, operands=list(operands), attributes=attributes, ip=at).results
-
-
 def _replace(op: Any, values: Iterable[Any]) -> None:
     """Removes an operation whose results are these values."""
-    for old, new in zip(op.results, list(values), strict=True):
-        old.replace_all_uses_with(new)
+    replace_values(op.results, values)
     op.erase()

@@ -130,15 +130,12 @@ def _mesh_groups(text: str, num_devices: int) -> np.ndarray | None:
             return None
         numbers = [int(n) for n in _INT.findall(sub)]
         cuts[name] = (numbers[0], numbers[1]) if len(numbers) == 2 else None
-    shape: list[int] = []
+    parts: list[tuple[str, int]] = []
     for name, size in sizes.items():
         before, length = cuts.get(name) or (1, size)
-        shape += [before, length, size // (before * length)]
-    if math.prod(shape) != devices.size:
-        return None
-    inside = [3 * list(sizes).index(name) + 1 for name in cuts]
-    order = [i for i in range(len(shape)) if i not in inside] + inside
-    return devices.reshape(shape).transpose(order).reshape(-1, math.prod(shape[i] for i in inside))
+        parts += [(f"{name}:", before), (name, length), (f":{name}", size // (before * length))]
+    names, shape = zip(*parts, strict=True)
+    return devices[groups_of_axes(tuple(cuts), LogicalMesh(shape, names))] if math.prod(shape) == devices.size else None
 
 
 def _rows(text: str, width: int | None) -> np.ndarray | None:

@@ -19,7 +19,6 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
 from alpa_lite.cluster.cost import MeshCost
-from alpa_lite.errors import VerificationError
 from alpa_lite.ir import units
 from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks.hlo import HloReport, compare_hlo
@@ -229,31 +228,24 @@ def verify_compiled(plan: P, staged: Staged, compiled: Sequence[Any]) -> P:
       VerificationError: an executable communicates what neither its stage's plan nor a known rewrite explains. With
         communication left to the compiler, differences are listed instead.
     """
-    program = staged.program
-    compiler = staged.stages[0].communication == "compiler"
-    lines, rewrites = list(plan.verification), []
-    largest: dict[int, tuple[float, str]] = {}
-    checked = 0
-    for found in compiled_reports(plan, staged, compiled, plan.cluster.platform):
-        if found.hlo is not None and compiler:
-            lines += [f"compiled, differs from the partitioner: {line}" for line in found.hlo.differences]
-        elif found.hlo is not None:
-            try:
-                found.hlo.raise_if_bad()
-            except VerificationError as error:
-                raise VerificationError(f"{found.name}: {error}") from None
-            checked += 1
-        if found.hlo is not None:
-            rewrites += [f"{found.name}: {rewrite}" for rewrite in found.hlo.rewrites]
-        if (text := _in_words(found)) is not None:
-            largest[found.submesh] = max(largest.get(found.submesh, (-1, "")), (found.bytes, text))
-    if checked:
-        what = "the step has" if len(program.executables) == 1 else f"{checked} stage executables have"
+    reports = list(compiled_reports(plan, staged, compiled, plan.cluster.platform))
+    compared = [(one.name, one.hlo) for one in reports if one.hlo is not None]
+    lines = list(plan.verification)
+    if staged.stages[0].communication == "compiler":
+        lines += [f"compiled, differs from the partitioner: {line}" for _, hlo in compared for line in hlo.differences]
+    elif compared:
+        for name, hlo in compared:
+            hlo.raise_if_bad(name)
+        one = len(staged.program.executables) == 1
+        what = "the step has" if one else f"{len(compared)} stage executables have"
         lines.append(f"compiled: {what} the planned collectives, apart from the listed rewrites")
-    several = len(program.submeshes) > 1
-    for where, (_, text) in sorted(largest.items()):
-        lines.append(f"compiled: on submesh {where} at most {text}" if several else f"compiled: {text}")
-    return replace(plan, verification=tuple(lines), rewrites=tuple(rewrites))
+    several = len(staged.program.submeshes) > 1
+    for submesh in sorted({one.submesh for one in reports}):
+        texts = [(one.bytes, text) for one in reports if one.submesh == submesh and (text := _in_words(one))]
+        if texts:
+            lines.append(f"compiled: {f'on submesh {submesh} at most ' if several else ''}{max(texts)[1]}")
+    rewrites = tuple(f"{name}: {rewrite}" for name, hlo in compared for rewrite in hlo.rewrites)
+    return replace(plan, verification=tuple(lines), rewrites=rewrites)
 
 
 def _in_words(found: CompiledReport) -> str | None:

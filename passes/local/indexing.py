@@ -58,31 +58,38 @@ def gather(s: Setting) -> LocalForm | None:
 
     def run(operand: jax.Array, indices: jax.Array) -> list:
         indices = _signed(indices, max(shape))
-        keep: Any = True
-        everywhere: Any = True  # the row lies inside of every looked-up dim
-        first: Any = True  # this device answers for rows that lie outside
-        for component, dim in looked_up:
-            axes, block = s.operands[0].dims[dim], local[dim]
-            index = indices[..., component]
-            inside = (index >= 0) & (index < shape[dim])
-            if not fills:
-                index = jnp.clip(index, 0, shape[dim] - 1)
-            index = index - offset(axes, block, index.dtype)
-            mine = (index >= 0) & (index < block)
-            index = jnp.clip(index, 0, block - 1)
-            if fills:
-                index = jnp.where(inside, index, block)
-                everywhere = everywhere & inside
-            keep = keep & mine
-            first = first & (block_number(axes) == 0)
-            indices = indices.at[..., component].set(index)
+        inside, bounded = _split_rows(indices, [(component, shape[dim]) for component, dim in looked_up])
+        blocks = [(component, local[dim]) for component, dim in looked_up]
+        keep, own = _split_rows(_shift(s, indices if fills else bounded, looked_up), blocks)
         if fills:
-            keep = jnp.where(everywhere, keep, first)
-        (out,) = bind(s.op, [operand, indices], params)
+            first: Any = True  # this device answers for rows that are outside of the array
+            for component, dim in looked_up:
+                first = first & (block_number(s.operands[0].dims[dim]) == 0)
+                own = own.at[..., component].set(jnp.where(inside, own[..., component], local[dim]))
+            keep = jnp.where(inside, keep, first)
+        (out,) = bind(s.op, [operand, own], params)
         keep = lax.broadcast_in_dim(keep, result, batch_dims)
         return [jnp.where(keep, out, jnp.zeros((), dtype))]
 
     return s.form(run)
+
+
+def _shift(s: Setting, indices: jax.Array, looked_up: Sequence[tuple[int, int]]) -> jax.Array:
+    """Returns indices relative to this device's block; `looked_up` holds (component of the index, operand dim)."""
+    starts: list[Any] = [jnp.zeros((), indices.dtype)] * indices.shape[-1]
+    for component, dim in looked_up:
+        starts[component] = offset(s.operands[0].dims[dim], s.local_operand(0)[dim], indices.dtype)
+    return indices - jnp.stack(starts)
+
+
+def _split_rows(indices: jax.Array, sizes: Sequence[tuple[int, int]]) -> tuple[jax.Array, jax.Array]:
+    """Which rows of indices are within some sizes, by component, and the indices with these components clipped."""
+    inside = jnp.ones(indices.shape[:-1], bool)
+    for component, size in sizes:
+        index = indices[..., component]
+        inside &= (index >= 0) & (index < size)
+        indices = indices.at[..., component].set(jnp.clip(index, 0, size - 1))
+    return inside, indices
 
 
 def scatter(s: Setting) -> LocalForm | None:
@@ -129,37 +136,21 @@ def scatter(s: Setting) -> LocalForm | None:
             if clips:
                 highest = [shape[d] - window_sizes[d] for d in numbers.scatter_dims_to_operand_dims]
                 indices = jnp.clip(indices, 0, np.asarray(highest, indices.dtype))
-            starts: list[Any] = [jnp.zeros((), indices.dtype)] * indices.shape[-1]
-            for component, dim in looked_up:
-                starts[component] = offset(s.operands[0].dims[dim], local[dim], indices.dtype)
-            indices = indices - jnp.stack(starts)
+            indices = _shift(s, indices, looked_up)
             if adds:
-                indices, updates = _keep_own(indices, updates, [(c, local[d]) for c, d in looked_up], numbers)
+                # A scatter to an index out of bounds would do, were it not for XLA's CPU compiler: it turns a scatter
+                # of one window into slices, and joins these with the slice that made the block as if no index were out
+                # of bounds (seen on JAX 0.10.2).
+                own, indices = _split_rows(indices, [(component, local[dim]) for component, dim in looked_up])
+                rest = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
+                mask = lax.broadcast_in_dim(own, updates.shape, rest)
+                updates = jnp.where(mask, updates, jnp.zeros((), updates.dtype))
             else:
                 operand, indices = _with_bin(operand, indices, looked_up)
         (out,) = bind(s.op, [operand, indices, updates], params)
         return [lax.slice(out, (0,) * out.ndim, local) if out.shape != local else out]
 
     return s.form(run)
-
-
-def _keep_own(
-    indices: jax.Array, updates: jax.Array, looked_up: Sequence[tuple[int, int]], numbers: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Returns indices within the block, and updates that are zero where they belong to another block.
-
-    `looked_up` holds (component of the index, size of the block). A scatter to an index out of bounds would do, were it
-    not for XLA's CPU compiler: it turns a scatter of one window into slices, and joins these with the slice that made
-    the block as if no index were out of bounds (seen on JAX 0.10.2).
-    """
-    own = jnp.ones(indices.shape[:-1], bool)
-    for component, size in looked_up:
-        index = indices[..., component]
-        own &= (index >= 0) & (index < size)
-        indices = indices.at[..., component].set(jnp.clip(index, 0, size - 1))
-    rest = [d for d in range(updates.ndim) if d not in numbers.update_window_dims]
-    mask = lax.broadcast_in_dim(own, updates.shape, rest)
-    return indices, jnp.where(mask, updates, jnp.zeros((), updates.dtype))
 
 
 def _with_bin(

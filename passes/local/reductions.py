@@ -41,6 +41,10 @@ def _reduced_axes(s: Setting, dims: tuple[int, ...]) -> Axes:
     return tuple(axis for d in dims for axis in s.operands[0].dims[d])
 
 
+def _gather(x: jax.Array, axes: Axes, dim: int = 0, *, tiled: bool = False) -> jax.Array:
+    return apply_in_bytes(lambda x: lax.all_gather(x, axes, axis=dim, tiled=tiled), x)
+
+
 def extremum(s: Setting) -> LocalForm | None:
     """`reduce_max` and `reduce_min`."""
     axes = _reduced_axes(s, s.op.params["axes"])
@@ -91,7 +95,7 @@ def reduce_again(s: Setting) -> LocalForm | None:
     params = s.params()
 
     def run(x: jax.Array) -> list:
-        parts = apply_in_bytes(lambda x: lax.all_gather(x, axes, axis=0), bind(s.op, [x], params)[0])
+        parts = _gather(bind(s.op, [x], params)[0], axes)
         return bind(s.op, [parts], {**params, "axes": (0,)})
 
     return s.form(run, LocalCollective("all_gather", axes, s.mesh.product(axes) * s.result_bytes()))
@@ -107,11 +111,11 @@ def arg_extremum(s: Setting) -> LocalForm | None:
 
     def run(x: jax.Array) -> list:
         if block == 1:
-            values = apply_in_bytes(lambda x: lax.all_gather(x, axes, axis=0), lax.squeeze(x, (dim,)))
+            values = _gather(lax.squeeze(x, (dim,)), axes)
             return list(bind(s.op, [values], {**s.op.params, "axes": (0,)}))
         (index,) = bind(s.op, [x])
         value = jnp.take_along_axis(x, lax.expand_dims(index, (dim,)), axis=dim, mode="promise_in_bounds")
-        values = apply_in_bytes(lambda x: lax.all_gather(x, axes, axis=0), lax.squeeze(value, (dim,)))
+        values = _gather(lax.squeeze(value, (dim,)), axes)
         (best,) = bind(s.op, [values], {**s.op.params, "axes": (0,)})
         indices = lax.all_gather(index + offset(axes, block, index.dtype), axes, axis=0)
         return [jnp.take_along_axis(indices, best[None], axis=0, mode="promise_in_bounds")[0]]
@@ -133,7 +137,7 @@ def cumulative_form(s: Setting) -> LocalForm | None:
         (running,) = bind(s.op, [x])
         at = 0 if reverse else running.shape[dim] - 1
         last = lax.slice_in_dim(running, at, at + 1, axis=dim)
-        totals = apply_in_bytes(lambda x: lax.all_gather(x, axes, axis=dim, tiled=True), last)
+        totals = _gather(last, axes, dim, tiled=True)
         number = lax.broadcasted_iota(np.int32, totals.shape, dim)
         mine = block_number(axes)
         earlier = number > mine if reverse else number < mine
