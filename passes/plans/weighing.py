@@ -210,4 +210,4 @@ class Outcomes:
 
 
 def _sum(parts: Sequence[np.ndarray]) -> np.ndarray:
-    return sum(parts, np.zeros(5))
+    return np.array([sum(column) for column in zip([0.0] * 5, *(one.tolist() for one in parts), strict=True)])
