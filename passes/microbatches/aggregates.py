@@ -10,13 +10,14 @@ walk in program order gives each value a `Tag`.
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
-from alpa_lite.ir.graph import Atom, Block, Lit, Op, Value
+from alpa_lite.ir.graph import Atom, Lit, Op, Value
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.loops import ScanView, WhileView
+from alpa_lite.passes.ir.loops import ScanView, ports
 from alpa_lite.passes.microbatches.lattice import fixed_point
 from alpa_lite.passes.microbatches.states import is_zero, linear_operands
 
@@ -72,7 +73,7 @@ class Aggregates:
                 self.once[op.index] = [i for i, tag in enumerate(given) if tag == Tag.CONSTANT]
                 found = [Tag.SUM]
             elif op.bodies:
-                found = {"scan": self._scan, "while": self._while, "cond": self._cond}[op.name](op, given)
+                found = self._control(op)
             else:
                 found = [self._result(op, given, value) for value in op.results]
             self.tags.update(zip(op.results, found, strict=True))
@@ -98,44 +99,30 @@ class Aggregates:
         is_integer = jnp.issubdtype(self._values[value].dtype, jnp.integer)
         return is_integer and op.name == "reduce_sum" and any(map(self._holds, op.reads)) and not self._holds(value)
 
-    # -- control flow -------------------------------------------------------------------------------------------------
+    def _control(self, op: Op) -> list[Tag]:
+        """Returns the tags of the results of control flow; those of carried values are a fixed point."""
+        border = ports(op)
+        given = [(port, self.tag_of(port.operand)) for port in border if port.operand is not None]
+        carries = [port for port in border if port.role == "carry"]
 
-    def _block(self, block: Block, given: Sequence[Tag]) -> list[Tag]:
-        self.tags.update(zip(block.inputs, given, strict=True))
-        self.tag(block.ops)
-        return [self.tag_of(atom) for atom in block.outputs]
+        def run(held: Sequence[Tag]) -> list[Tag]:
+            for port, tag in (*given, *zip(carries, held, strict=True)):
+                self.tags.update(dict.fromkeys(port.inputs, tag))
+            for body in op.bodies:
+                self.tag(body.ops)
+            return [functools.reduce(_join, map(self.tag_of, port.outputs)) for port in border if port.outputs]
 
-    def _repeat(self, body: Block, consts: Sequence[Tag], carry: Sequence[Tag], xs: Sequence[Tag]) -> list[Tag]:
-        """Returns the tags of the final carry of a loop, and of its stacked results: a fixed point."""
-        held, ys = fixed_point(carry, lambda held: self._block(body, [*consts, *held, *xs]), _join)
-        return [*held, *ys]
-
-    def _scan(self, op: Op, given: Sequence[Tag]) -> list[Tag]:
-        view = ScanView(op)
-        consts, carry, xs = view.split_operands(given)
-        if not self._loops_over(op):
-            return self._repeat(view.body, consts, carry, xs)
-        found = self._repeat(view.body, consts, carry, xs)
-        for number, start in enumerate(carry):
-            added = self.tag_of(view.additions[number][1]) if number in view.additions else Tag.OTHER
-            is_sum = start in (Tag.ZERO, Tag.SUM) and added == Tag.EXAMPLES
-            found[number] = Tag.SUM if is_sum else start if found[number] == start in _UNREACHED else Tag.OTHER
-        return found
-
-    def _while(self, op: Op, given: Sequence[Tag]) -> list[Tag]:
-        cond_consts, body_consts, carry = WhileView(op).split_operands(given)
-        found = self._repeat(op.bodies[1], body_consts, carry, ())
-        (goes_on,) = self._block(op.bodies[0], [*cond_consts, *found])
-        return found if goes_on in _UNREACHED else [Tag.OTHER] * len(found)
-
-    def _cond(self, op: Op, given: Sequence[Tag]) -> list[Tag]:
-        branches = [self._block(branch, given[1:]) for branch in op.bodies]
-        if given[0] not in _UNREACHED:
+        start = [tag for port, tag in given if port.role == "carry"]
+        carry, others = fixed_point(start, run, _join)
+        decides = op.operands[:1] if op.name == "cond" else op.bodies[0].outputs if op.name == "while" else ()
+        if not _UNREACHED.issuperset(map(self.tag_of, decides)):
             return [Tag.OTHER] * len(op.results)
-        first, *others = branches
-        for other in others:
-            first = list(map(_join, first, other))
-        return first
+        for number, before in enumerate(start if op.name == "scan" and self._loops_over(op) else ()):
+            additions = ScanView(op).additions
+            added = self.tag_of(additions[number][1]) if number in additions else Tag.OTHER
+            is_sum = before in (Tag.ZERO, Tag.SUM) and added == Tag.EXAMPLES
+            carry[number] = Tag.SUM if is_sum else before if carry[number] == before in _UNREACHED else Tag.OTHER
+        return [*carry, *others]
 
 
 def _join(first: Tag, second: Tag) -> Tag:

@@ -214,13 +214,9 @@ class Scope:
         """Emits the part of a barrier whose values are in the loop."""
         outside = (AFTER,) if self.parent is not None else (AFTER, WHOLE)
         kept = [i for i, s in enumerate(role.results) if s not in outside and not isinstance(op.operands[i], Lit)]
-        if not kept:
-            return
-        operands = [self.fetch(op.operands[i], role.operands[i]) for i in kept]
-        results = [self.builder.new_part(op.results[i], role.results[i]) for i in kept]
-        self.ops.append(self.builder.copy(op, operands, results))
-        for i, result in zip(kept, results, strict=True):
-            self.define(op.results[i], role.results[i], result)
+        if kept:
+            states = tuple(role.results[i] for i in kept)
+            self._emit_copy(part_of_barrier(op, kept), Role("barrier", states, states))
 
     def _define(self, op: Op, role: Role) -> list[int]:
         results = [self.builder.new_part(value, state) for value, state in zip(op.results, role.results, strict=True)]
@@ -323,3 +319,11 @@ class Nested(Scope):
         assert self.parent is not None and operand is not None
         outer = self.parent.fetch(operand, want.shift(1) if is_scanned else want)
         return self.scanned_input(outer) if is_scanned and isinstance(outer, int) else outer
+
+
+def part_of_barrier(op: Op, kept: Sequence[int]) -> Op:
+    """Returns the part of an `optimization_barrier` that has some of its values, by their numbers."""
+    if len(kept) == len(op.results):
+        return op
+    operands, results = (tuple(values[i] for i in kept) for values in (op.operands, op.results))
+    return replace(op, operands=operands, results=results, key=None)

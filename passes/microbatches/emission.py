@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from alpa_lite.ir.graph import Atom, Block, Graph, Op, Value
 from alpa_lite.passes.ir.flow import reach, values_in
 from alpa_lite.passes.ir.loops import Carried
 from alpa_lite.passes.ir.rewriting import rename_atom, rename_op, shape_of
-from alpa_lite.passes.microbatches.blocks import Scope
+from alpa_lite.passes.microbatches.blocks import Scope, part_of_barrier
 from alpa_lite.passes.microbatches.builder import Builder, check_independent_of_position
 from alpa_lite.passes.microbatches.lattice import AFTER, INNER, LOCAL, PARTIAL, WHOLE, State
 from alpa_lite.passes.microbatches.states import StepStates
@@ -220,11 +219,5 @@ def _accumulator_dtype(dtype: Any) -> Any:
 
 def _part(op: Op, wanted: set[int]) -> Op | None:
     """Returns an operation that makes wanted values; of a barrier only the part that makes them."""
-    if wanted.isdisjoint(op.results):
-        return None
     kept = [i for i, value in enumerate(op.results) if value in wanted]
-    if op.name != "optimization_barrier" or len(kept) == len(op.results):
-        return op
-    return replace(
-        op, operands=tuple(op.operands[i] for i in kept), results=tuple(op.results[i] for i in kept), key=None
-    )
+    return None if not kept else part_of_barrier(op, kept) if op.name == "optimization_barrier" else op
