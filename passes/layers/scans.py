@@ -96,15 +96,13 @@ def cut_scans(
             top.walk(op)
     outputs = [top.join_pieces(atom, outer.source) for atom in traced.graph.block.outputs]
     block = Block(traced.graph.block.inputs, tuple(top.out), tuple(outputs))
-    leaves = None
     if split_arguments:
-        block, leaves = _split_arguments(traced, top, block)
+        traced, block = _split_arguments(traced, top, block)
     done = rewriter.step(traced, block, scan)
     place = rewriter.place
     ranges = {place[i]: span for i, span in (top.ranges | body.ranges).items() if i in place}
     pieces = {i: span for i, span in ranges.items() if span[0] in inside}
-    step = done.traced if leaves is None else _applied(leaves, done.traced)
-    return Cut(step, done.scan, done.origin, done.copies, pieces, ranges)
+    return Cut(done.traced, done.scan, done.origin, done.copies, pieces, ranges)
 
 
 def cut_stacked_arguments(traced: Traced, bounds: Mapping[int, Bounds], rules: Mapping[object, Rule]) -> Traced:
@@ -128,8 +126,8 @@ def cut_stacked_arguments(traced: Traced, bounds: Mapping[int, Bounds], rules: M
     walk.run()
     outputs = tuple(walk.join_pieces(atom, source) for atom in block.outputs)
     inputs = tuple(whole.get(value, value) for value in block.inputs)
-    block, leaves = _split_arguments(traced, walk, Block(inputs, tuple(walk.out), outputs))
-    return _applied(leaves, replace(traced, graph=rewriter.finish(block)))
+    traced, block = _split_arguments(traced, walk, Block(inputs, tuple(walk.out), outputs))
+    return replace(traced, graph=rewriter.finish(block))
 
 
 def _micro_batches(top: StackWalk, body: StackWalk, view: ScanView) -> None:
@@ -162,25 +160,8 @@ def _micro_batches(top: StackWalk, body: StackWalk, view: ScanView) -> None:
     top.out.append(view.rebuild(body.out, consts, carries, xs, ys))
 
 
-def _applied(stacked: Stacked, traced: Traced) -> Traced:
-    """Returns the user's step with arguments and results in pieces; its graph has them already."""
-    new_value = {argument: output for output, argument in traced.state}
-    state = [
-        pair
-        for argument, output in new_value.items()
-        for pair in zip(stacked.results[output].numbers, stacked.arguments[argument].numbers, strict=True)
-    ]
-    return replace(
-        traced,
-        arguments=_parts(traced.arguments, stacked.arguments),
-        outputs=_parts(traced.outputs, stacked.results),
-        state=tuple(sorted(state)),
-        stacked=stacked,
-    )
-
-
-def _split_arguments(traced: Traced, walk: StackWalk, block: Block) -> tuple[Block, Stacked]:
-    """Returns the top block with arguments and results in pieces, where that is all that it needs of them, and which.
+def _split_arguments(traced: Traced, walk: StackWalk, block: Block) -> tuple[Traced, Block]:
+    """Returns the user's step and its top block with arguments and results in pieces, where no more is needed of them.
 
     Arguments that stay whole although pieces of them are read are sliced first.
 
@@ -209,8 +190,16 @@ def _split_arguments(traced: Traced, walk: StackWalk, block: Block) -> tuple[Blo
             taken[output] = made
         arguments.append(_append(inputs, bounds, parts))
     results = [_append(outputs, *taken.get(number, ((), (atom,)))) for number, atom in enumerate(block.outputs)]
-    inputs += block.inputs[len(traced.arguments) :]
-    return Block(tuple(inputs), (*slices, *block.ops), tuple(outputs)), Stacked(tuple(arguments), tuple(results))
+    pairs = [zip(results[new].numbers, arguments[old].numbers, strict=True) for old, new in new_value.items()]
+    inputs += block.inputs[len(arguments) :]
+    traced = replace(
+        traced,
+        arguments=_parts(traced.arguments, arguments),
+        outputs=_parts(traced.outputs, results),
+        state=tuple(sorted(itertools.chain.from_iterable(pairs))),
+        stacked=Stacked(tuple(arguments), tuple(results)),
+    )
+    return traced, Block(tuple(inputs), (*slices, *block.ops), tuple(outputs))
 
 
 def _append(leaves: list[Any], bounds: Bounds, parts: Sequence[Any]) -> Pieces:
