@@ -23,7 +23,7 @@ from alpa_lite.passes.ir.keys import CONTROL_FLOW_JAXPRS
 from alpa_lite.passes.ir.loops import ScanView, WhileView, ports
 from alpa_lite.passes.ir.rewriting import rename_block
 from alpa_lite.passes.microbatches.builder import Builder, PositionDependent, pair_with_number, select_microbatch
-from alpa_lite.passes.microbatches.lattice import AFTER, INNER, LOCAL, PARTIAL, WHOLE, State, state_of
+from alpa_lite.passes.microbatches.lattice import AFTER, LOCAL, PARTIAL, WHOLE, State, state_of
 from alpa_lite.passes.microbatches.states import Role, is_zero
 
 
@@ -153,14 +153,9 @@ class Scope:
         form = None if want.segments else self.states.block_form(value, want.dim)
         if form is None or (self.builder.strided and not self._is_everywhere(op, want.dim)):
             return None
-        wanted = []
-        for atom, layout in zip(op.operands, form.operands, strict=True):
-            state, given = state_of(layout), self.states.state_of(atom)
-            if state == WHOLE and given in (INNER, LOCAL):
-                state = given
-            if state.kind == "sliced" and given != state and not self.states.can_block(atom, state.dim):
-                return None
-            wanted.append(state)
+        wanted = self.states.states_for(op, form, self.states.read(op))
+        if wanted is None:
+            return None
         results = tuple(map(state_of, form.results))
         self._emit_form(op, Role("form", tuple(wanted), results, form))
         return self.env[value, want]

@@ -271,6 +271,18 @@ class StepStates:
         form = self.block_form(atom, dim)
         if form is None:
             return False
-        wanted = map(state_of, form.operands)
-        operands = self.producers[atom][0].operands
-        return all(w == WHOLE or self.can_block(a, w.dim) for a, w in zip(operands, wanted, strict=True))
+        op = self.producers[atom][0]
+        return self.states_for(op, form, self.read(op)) is not None
+
+    def states_for(self, op: Op, form: LocalForm, given: Sequence[State]) -> list[State] | None:
+        """Returns the states in which a form takes operands that are in given ones; None if they cannot be had so."""
+        found = []
+        for atom, layout, state in zip(op.operands, form.operands, given, strict=True):
+            want = state_of(layout)
+            if state.kind in ("inner", "local") and want == WHOLE:
+                want = state
+            is_had = (want.kind, want.dim) == (state.kind, state.dim) or (self.parts == 1 and state == LOCAL)
+            if not is_had and not self.can_block(atom, want.dim):
+                return None
+            found.append(want)
+        return found

@@ -117,15 +117,9 @@ class Transfer(StepStates):
 
     def _fit(self, op: Op, states: Sequence[State], form: LocalForm) -> Role | None:
         """Returns the role for a form, if the operands can be had as it wants them."""
-        wanted = []
-        for atom, layout, given in zip(op.operands, form.operands, states, strict=True):
-            want = state_of(layout)
-            if given.kind in ("inner", "local") and want == WHOLE:
-                want = given
-            same = (want.kind, want.dim) == (given.kind, given.dim)
-            if not same and not (self.parts == 1 and given == LOCAL) and not self.can_block(atom, want.dim):
-                return None
-            wanted.append(want)
+        wanted = self.states_for(op, form, states)
+        if wanted is None:
+            return None
         results = tuple(state_of(layout) for layout in form.results)
         if any(state.segments for state in states):
             found = self._in_segments(op, states, form, wanted, results)
