@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from alpa_lite.ir.graph import Atom, Lit, Op
 from alpa_lite.passes.ir import flow, primitives
-from alpa_lite.passes.microbatches.lattice import AFTER, LOCAL, PARTIAL, WHOLE, State, sliced_state
+from alpa_lite.passes.microbatches.lattice import AFTER, INNER, LOCAL, PARTIAL, WHOLE, State, sliced_state
 from alpa_lite.passes.microbatches.states import Failure, Role, is_intensive, linear_operands
-from alpa_lite.passes.microbatches.transfer import Transfer, role_with_inner_results
-
-_CONTROL = ("scan", "map", "while", "cond")
+from alpa_lite.passes.microbatches.transfer import Transfer
 
 
 class Refused(Exception):
@@ -130,7 +128,9 @@ class Analysis(Transfer):
         if found is None or (is_sum and not self._stays(op, given, found)):
             self._put_after(op)
             return
-        self.decide(op, role_with_inner_results(found) if found.kind in _CONTROL else found)
+        if found.kind in ("map", "control"):  # its whole results are computed in the loop
+            found = replace(found, results=tuple(INNER if s == WHOLE else s for s in found.results))
+        self.decide(op, found)
 
     def _compute_ahead(self, op: Op, given: Sequence[State]) -> Role:
         """Computed before the loop; results that still hold single examples are cut: their readers are in the loop."""

@@ -30,7 +30,7 @@ class Role:
 
     Attributes:
       kind: "whole": it stays outside of the loop; "form": its local form; "copy": the operation itself, on values that
-        are not sliced or on summands that it is linear in; "barrier"; "scan", "while", "cond": itself, on other bodies;
+        are not sliced or on summands that it is linear in; "barrier"; "control": loops and branches with other bodies;
         "map": a scan over the examples, itself over fewer.
       operands: the state in which each operand is wanted.
       results: the state of each result.
@@ -40,7 +40,7 @@ class Role:
       scale: whether partial results are multiplied by the number of micro-batches, and thereby become local.
     """
 
-    kind: Literal["whole", "form", "copy", "barrier", "scan", "map", "while", "cond"]
+    kind: Literal["whole", "form", "copy", "barrier", "map", "control"]
     operands: tuple[State, ...]
     results: tuple[State, ...]
     form: LocalForm | None = None

@@ -10,7 +10,7 @@ Control flow is analysed through its bodies; the states of carried values are th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -209,7 +209,7 @@ class Transfer(StepStates):
         xs = [s.shift(-1) for s in stacked]
         carry, ys = self._fixed_point(op, start, lambda carry: self._body(view.body, [*consts, *carry, *xs]))
         results, operands = (*carry, *(s.shift(1) for s in ys)), (*consts, *carry, *stacked)
-        return Role("scan", operands, results, inner=(*carry, *ys))
+        return Role("control", operands, results, inner=(*carry, *ys))
 
     def _map(self, view: ScanView, states: Sequence[State]) -> Role:
         """A scan over the examples: a micro-batch scans over its own, if all carried values are sums over examples."""
@@ -256,7 +256,7 @@ class Transfer(StepStates):
 
         carry = tuple(self._fixed_point(op, start, run)[0])
         operands = (*cond_consts, *body_consts, *carry)
-        return Role("while", operands, carry, inner=carry)
+        return Role("control", operands, carry, inner=carry)
 
     def _cond(self, op: Op, states: Sequence[State]) -> Role:
         if states[0].kind in ("sliced", "partial"):
@@ -269,12 +269,7 @@ class Transfer(StepStates):
                 raise Failure(op, "its branches differ in how their results depend on the batch")
             results = _decided_by(states[0], [s for s in joined if s is not None])
         assert results is not None
-        return Role("cond", tuple(states), tuple(results), inner=tuple(results))
-
-
-def role_with_inner_results(role: Role) -> Role:
-    """Returns the role of control flow in the loop: its whole results are computed inside of it."""
-    return replace(role, results=tuple(INNER if s == WHOLE else s for s in role.results))
+        return Role("control", tuple(states), tuple(results), inner=tuple(results))
 
 
 def find_effect(op: Op) -> Op:
