@@ -21,7 +21,6 @@ from alpa_lite.errors import OptionError
 from alpa_lite.ir.graph import Op, Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import factors
-from alpa_lite.passes.ir.flow import producers
 from alpa_lite.passes.ir.loops import ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewritten
 from alpa_lite.passes.layers import assignment as layering_stages
@@ -181,7 +180,9 @@ def rematerialise_stages(layers: Layering, cuts: Sequence[int], remat: Sequence[
     Returns:
       The same layers of the new step.
     """
-    choice_of: dict[int, Choice] = {index: remat[stage] for index, stage in layers.stage_of(cuts).items()}
+    stage_of = layers.stage_of(cuts)
+    choices = {n: remat[stage_of[layer.ops[0]]] for n, layer in enumerate(layers.layers) if layer.ops}
+    choice_of = {index: choice for n, choice in choices.items() for index in layers.layers[n].ops}
     wanted: dict[int, Choice] = {
         op.index: choice_of[op.index]
         for op in layers.body.ops
@@ -191,21 +192,9 @@ def rematerialise_stages(layers: Layering, cuts: Sequence[int], remat: Sequence[
         result = rematerialisation.rematerialise_scans(layers.traced, layers.scan, wanted)
         layers = _carried_over(layers, result)
         wanted = {new: wanted[before] for new, before in result.origin.items() if before in wanted}
-    stage_of = layering_stages.stages(layers, cuts)
-    saved = rematerialisation.choices(layers)
-    made = producers(op for op in layers.body.ops if op.index in layers.forward)
-    own = layers.stage_of(cuts)
-    again = {number for number, choice in enumerate(remat) if choice != "none"}
-    kept = {
-        v for op in layers.body.ops for v in op.reads
-        if v in made and stage_of.get(made[v].index) != stage_of.get(op.index)
-    }  # fmt: skip
-    kept |= {v for number in again for v in saved[remat[number]] if own.get(made[v].index) == number}
-    kept |= {v for v, op in made.items() if op.index in wanted}
-    kept -= {v for v in kept if made[v].index in layers.free_ops}
-    backward = [op.index for op in layers.body.ops if op.index not in layers.forward and stage_of[op.index] in again]
-    numbers = [n for n, layer in enumerate(layers.layers) if not again.isdisjoint(map(own.__getitem__, layer.ops))]
-    return _carried_over(layers, rematerialisation.rematerialise(layers, numbers, backward, kept, stage_of))
+    again = {n: choice for n, choice in choices.items() if choice != "none"}
+    places = layering_stages.stages(layers, cuts)
+    return _carried_over(layers, rematerialisation.rematerialise(layers, again, kept=wanted, stages=places))
 
 
 def _carried_over(layers: Layering, result: Rewritten) -> Layering:

@@ -82,45 +82,39 @@ NOTHING = Remat()
 
 def rematerialise(
     layers: Layering,
-    again: Collection[int],
-    backward: Collection[int],
-    saved: Collection[int],
+    remat: Mapping[int, Choice],
+    *,
+    kept: Collection[int] = (),
     stages: Mapping[int, int] | None = None,
 ) -> Rewritten:
-    """Makes backward operations read only saved values, and values that no layer that is computed again makes.
+    """Makes backward operations read only what is saved of the layers that are computed again.
 
     Args:
-      again: the numbers of these layers; there is one barrier for each. Those of their ops that need no activation can
-        run on any stage: each has its own copies.
-      backward: the ops of the body, by index, that are to read only saved values.
-      saved: values of the body. Those that these layers do not make (parameters, values of other stages) are implied.
-      stages: the stage of each op of the layers and of `backward`, by index; None for one stage.
+      remat: the numbers of these layers, with their choices; there is one barrier for each. Those of their ops that
+        need no activation can run on any stage: each has its own copies.
+      kept: the forward ops, by index, whose results are saved in any case.
+      stages: the stage of each op of the body, by index, which saves what others read of it; the backward ops of other
+        stages than those of these layers stay as they are. None for one stage.
 
     Returns:
       The step. Copies are marked as backward operations in their name stacks, as `jax.checkpoint` marks its own.
       Forward operations whose results are no longer read are gone.
     """
-    rewriter, block = Rewriter(layers.traced.graph), layers.traced.graph.block
-    body = _Body(rewriter, layers, again, backward, saved, stages or {}).block()
-    scan = layers.scan_op
-    return rewriter.step(layers.traced, replace_op(block, scan, [replace_body(scan, body)]), layers.scan)
-
-
-def choices(layering: Layering) -> Mapping[Choice, frozenset[int]]:
-    """Returns the values to save for each choice, as `rematerialise` takes them with the layers of `layering`."""
-    layer_of = {index: number for number, layer in enumerate(layering.layers) for index in layer.ops}
-    forward = [op for op in layering.body.ops if op.index in layering.forward]
-    made = producers(forward)
-    crossing = {
-        value
-        for op in forward
-        for value in op.reads
-        if value in made
-        and made[value].index not in layering.free_ops
-        and layer_of[made[value].index] != layer_of[op.index]
-    }
-    kept = {value for op in forward if is_kept(op) for value in op.results}
-    return {"none": frozenset(made), "selective": frozenset(crossing | kept), "layer": frozenset(crossing)}
+    rewriter, ops, stages = Rewriter(layers.traced.graph), layers.body.ops, stages or {}
+    layer_of = {index: number for number, layer in enumerate(layers.layers) for index in layer.ops}
+    made = producers(op for op in ops if op.index in layers.forward and op.index not in layers.free_ops)
+    saved = {v for v, op in made.items() if op.index in kept}
+    saved |= {v for v, op in made.items() if remat.get(layer_of[op.index]) == "selective" and is_kept(op)}
+    for op in ops:
+        for maker in (made[v] for v in op.reads if v in made):
+            apart = op.index in layers.forward and layer_of[op.index] != layer_of[maker.index]
+            if apart or stages.get(op.index) != stages.get(maker.index):
+                saved.update(set(maker.results).intersection(op.reads))
+    again = {stages.get(index) for number in remat for index in layers.layers[number].ops}
+    backward = [op.index for op in ops if op.index not in layers.forward and stages.get(op.index) in again]
+    body = _Body(rewriter, layers, remat, backward, saved, stages).block()
+    block = replace_op(layers.traced.graph.block, layers.scan_op, [replace_body(layers.scan_op, body)])
+    return rewriter.step(layers.traced, block, layers.scan)
 
 
 def is_kept(op: Op) -> bool:

@@ -159,12 +159,18 @@ class MeasuredLayer:
         adding = min(self.adding_seconds() + self.steady_seconds(self.backward), backward)
         largest = max(reversed(sizes), key=sizes.__getitem__, default=None)
         lasting = 0 if largest is None else min(self.temporary_bytes(largest, of=self.lasting_values), sizes[largest])
+        passed = self.forward.instructions if self.forward is not None else ()
+        outputs = self.forward.outputs.items() if self.forward is not None else ()
+        saved = [o for wire, operands in outputs if wire.kind == "saved" for o in operands]
         apart, rows = self.weight_bytes(), []
         for remat in REMAT:
-            items, kept = self.recomputed_instructions(remat)
+            items, kept = self.needed_instructions(passed, saved if remat != "none" else (), remat)
             again, again_steady = (forward, steady) if remat == "layer" else self.seconds_of(items)
             flying = held.entering_bytes + (held.saved_bytes if remat == "none" else min(kept, held.saved_bytes))
-            temporary = self.max_temporary_bytes(items)
+            own = dict(sizes)
+            if items and self.backward is not None:
+                own[self.backward] = self.temporary_bytes(self.backward, again=items)
+            temporary = max(own.values(), default=0)
             rows.append([
                 (steady, forward - steady),
                 (adding + again_steady, backward - adding + again - again_steady),
@@ -257,28 +263,14 @@ class MeasuredLayer:
                 held.update(item.results)
         return float(sum(map(self.bytes, read & held)))
 
-    def max_temporary_bytes(self, again: Sequence[Instruction]) -> float:
-        """Temporary bytes per device of the largest segment, where the backward pass begins with these instructions."""
-        size = dict(self.planned.temporary_bytes)
-        if again and self.backward is not None:
-            size[self.backward] = self.temporary_bytes(self.backward, again=again)
-        return max(size.values(), default=0)
-
     def temporary_bytes(self, segment: Segment, **options: Any) -> int:
         """As of `temporaries`."""
         return temporaries.temporary_bytes(self.planned.segments, segment, self.planned.cluster.platform, **options)
 
-    def recomputed_instructions(self, choice: Choice) -> tuple[tuple[Instruction, ...], float]:
-        """The instructions that a micro-batch's backward pass recomputes, and bytes per device of saved results."""
-        if self.forward is None or choice == "none":
-            return (), 0.0
-        saved = [o for wire, operands in self.forward.outputs.items() if wire.kind == "saved" for o in operands]
-        return self.needed_instructions(self.forward.instructions, saved, choice)
-
     def needed_instructions(
         self, items: Sequence[Instruction], wanted: Iterable[Operand], choice: Choice
     ) -> tuple[tuple[Instruction, ...], float]:
-        """The instructions that some registers need, and the bytes of saved results: see `recomputed_instructions`."""
+        """The instructions that the backward pass recomputes to have some registers, and bytes of saved results."""
         needed = {o for o in wanted if not isinstance(o, Lit)}
         found: list[Instruction] = []
         total = 0.0

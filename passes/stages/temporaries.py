@@ -19,7 +19,8 @@ The CPU compiler of JAX 0.10 also computes half-precision values in float32, and
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +31,7 @@ from alpa_lite.passes.costs import fusion
 from alpa_lite.passes.costs.items import Item, item_of
 from alpa_lite.passes.ir.primitives import ADDS, PRODUCTS
 from alpa_lite.passes.ir.remembered import Memo, memoise_by_identity
-from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Loop, Operand, Reshard
+from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Loop, Reshard
 from alpa_lite.passes.sharding.space import block_count
 from alpa_lite.passes.stages.segments import Segment, Segments
 
@@ -143,10 +144,8 @@ def _placed(values: Sequence[int], rooms: Sequence[int]) -> int:
     return placed
 
 
-@memoise_by_identity
-def _known_items(_: Segments) -> Memo:
-    """Items by instruction: a run is weighed with several contents and for several values."""
-    return Memo()
+_known_items: Callable[[Segments], Memo] = memoise_by_identity(lambda _: Memo())
+"""Items by instruction: a run is weighed with several contents and for several values."""
 
 
 class _Sizes:
@@ -162,25 +161,19 @@ class _Sizes:
         self.on_cpu = platform == "cpu"
         self.widens = self.on_cpu and _jax.WIDENS_HALVES
 
+    def value(self, register: int) -> Value:
+        """Returns the whole value that a register holds a block of."""
+        return self.values[self.value_of[register]]
+
     def bytes(self, register: int) -> int:
         """That are counted."""
-        return self.size(register) if self.of is None or self.value_of[register] in self.of else 0
-
-    def size(self, register: int) -> int:
-        layout = self.registers[register]
-        size = self.values[self.value_of[register]].nbytes // block_count(layout, self.mesh)
-        return 2 * size if self.widens and self.is_half(register) else size
-
-    def is_half(self, register: int) -> bool:
-        """Returns whether a register holds floats of two bytes."""
-        return self.values[self.value_of[register]].dtype in _HALVES
-
-    def shape(self, operand: Operand) -> tuple[int, ...]:
-        """Of the whole value."""
-        return operand.aval.shape if isinstance(operand, Lit) else self.values[self.value_of[operand]].shape
+        if self.of is not None and self.value_of[register] not in self.of:
+            return 0
+        size = self.value(register).nbytes // block_count(self.registers[register], self.mesh)
+        return 2 * size if self.widens and self.value(register).dtype in _HALVES else size
 
     def elements(self, register: int) -> int:
-        value = self.values[self.value_of[register]]
+        value = self.value(register)
         return value.nbytes // block_count(self.registers[register], self.mesh) // max(1, value.itemsize)
 
     def peak(
@@ -200,7 +193,7 @@ class _Sizes:
           apart: registers that are given as a part of something, and are copied out of it where more than loops read
             them: from the first such instruction, or on CPUs from the start, to the last.
         """
-        items = [self.item(instruction) for instruction in instructions]
+        items = [self.known.get_or_make((one, self.on_cpu), partial(self.item, one)) for one in instructions]
         made = {r for instruction in instructions for r in instruction.results}
         sizes = {r: self.bytes(r) for r in {r for i in instructions for r in i.reads} | made | outputs}
         if not self.on_cpu:
@@ -210,7 +203,7 @@ class _Sizes:
         outputs = outputs | set(joined)
         if self.widens:
             first = dict(zip(joined, (registers[0] for registers, _ in packs), strict=True))
-            wide = {r for r in outputs - kept - given if self.is_half(first.get(r, r))}
+            wide = {r for r in outputs - kept - given if self.value(first.get(r, r)).dtype in _HALVES}
             outputs = outputs - wide | self.narrow_outputs(items, sizes, wide)
         lives = fusion.lifetimes(items, sizes, outputs)
         for buffer in given & lives.keys():  # what is joined is copied there
@@ -286,12 +279,13 @@ class _Sizes:
         op = instruction.op
         if op.name == "select_and_scatter_add":
             source, operand = (0 if isinstance(o, Lit) else self.elements(o) for o in instruction.operands[:2])
-            rank = len(self.shape(instruction.results[0]))
+            rank = len(self.value(instruction.results[0]).shape)
             return 4.0 * ((rank + 1) * operand + 2 * rank * source)  # indices, and the operand with its border
         if op.name in PRODUCTS:
             atoms = (*instruction.operands, *instruction.results)
-            turned = [atoms[n] for n in _turned(op, [len(self.shape(atom)) for atom in atoms])]
-            wide = [o for o in instruction.reads if self.widens and o not in made and self.is_half(o)]
+            ranks = [len(o.aval.shape if isinstance(o, Lit) else self.value(o).shape) for o in atoms]
+            turned = [atoms[n] for n in _turned(op, ranks)]
+            wide = [o for o in instruction.reads if self.widens and o not in made and self.value(o).dtype in _HALVES]
             return float(sum(self.bytes(atom) for atom in (*turned, *wide) if not isinstance(atom, Lit)))
         return 0.0
 
@@ -303,9 +297,6 @@ class _Sizes:
 
     def item(self, instruction: Instruction) -> Item:
         """Returns an instruction, for the rule of fusion: blocks in place of whole values."""
-        return self.known.get_or_make((instruction, self.on_cpu), lambda: self._item(instruction))
-
-    def _item(self, instruction: Instruction) -> Item:
         operands, results = instruction.reads, instruction.results
         if isinstance(instruction, Loop):
             return Item("control", operands, results, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import pytest
 
 from alpa_lite.passes.ir.rewriting import Rewritten
 from alpa_lite.passes.layers.assignment import assign
-from alpa_lite.passes.layers.rematerialisation import choices, rematerialise
+from alpa_lite.passes.layers.rematerialisation import Choice, rematerialise
 from alpa_lite.passes.layers.types import Layering
 from gallery.batches import normal
 from tests.passes import microbatched
@@ -20,15 +20,14 @@ from tests.passes.layers.test_layering import GPT, SGD, gpt, layered, layers_of
 from tests.passes.numerics import assert_same
 
 
-def rewritten(layers: Layering, saved: frozenset[int]) -> Rewritten:
-    backward = [op.index for op in layers.body.ops if op.index not in layers.forward]
-    return rematerialise(layers, range(len(layers.layers)), backward, saved)
+def rewritten(layers: Layering, choice: Choice) -> Rewritten:
+    return rematerialise(layers, dict.fromkeys(range(len(layers.layers)) if choice != "none" else (), choice))
 
 
 @functools.cache
 def gpt_again() -> tuple[Rewritten, Layering]:
     """The GPT of `gpt`, of which only layer boundaries are saved."""
-    result = rewritten(gpt(), choices(gpt())["layer"])
+    result = rewritten(gpt(), "layer")
     return result, layered(result.traced, max_layers=6)
 
 
@@ -54,8 +53,8 @@ def test_saving_less_computes_the_same(name: str, options: Mapping[str, Any]):
     step, *arguments = microbatched.zoo(name, 2, batch=4, tx=SGD, **options)
     layers = layers_of(step, *arguments)
     kept = {}
-    for choice, values in choices(layers).items():
-        result = rewritten(layers, values)
+    for choice in get_args(Choice):
+        result = rewritten(layers, choice)
         again = layered(result.traced)
         kept[choice] = sum(again.traced.graph.values[v].nbytes for v in read_back(again))
         assert bool(result.copies) == (choice != "none") and not result.copies & again.forward
@@ -95,7 +94,7 @@ def test_random_draws_are_the_same():
     batch = {"x": normal(7, 8, 16), "key": jnp.arange(16, dtype=jnp.uint32).reshape(8, 2)}
     step, state = microbatched.step_of(loss_fn, [normal(i, 16, 16) for i in range(3)], 2, SGD)
     layers = layers_of(step, state, batch)
-    result = rewritten(layers, frozenset())
+    result = rewritten(layers, "layer")
     assert "random_bits" in {op.name for op in layered(result.traced).body.ops if op.index in result.copies}
     assert_same(layers.traced, result.traced, (state, batch))
 
@@ -103,6 +102,5 @@ def test_random_draws_are_the_same():
 def test_part_of_the_model_may_be_rematerialised():
     layers = gpt()
     assignment = assign(layers, [3])
-    backward = [index for index in assignment.phases.number if assignment.stage[index] == 0]
-    result = rematerialise(layers, range(3), backward, choices(layers)["layer"])
+    result = rematerialise(layers, dict.fromkeys(range(3), "layer"), stages=assignment.stage)
     assert {assignment.stage[result.origin[index]] for index in result.copies} == {0}
