@@ -29,7 +29,7 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -235,13 +235,7 @@ def _plan(array: _Array, landing: Layout, cluster: Cluster) -> TransferPlan:
     pairs = list(zip(array.src_mesh.devices, array.dst_mesh.devices, strict=False))
     equal = have == need and all(source != destination for source, destination in pairs)
     loads = Loads(cluster)
-    if equal:
-        size = itemsize(array.dtype)
-        pieces = [Piece(s, d, block, _volume(block) * size) for (s, d), block in zip(pairs, need, strict=True)]
-        for piece in pieces:
-            loads.add(piece.source, piece.destination, piece.bytes)
-    else:
-        pieces = _pieces(array, need, loads)
+    pieces = _pieces(array, need, loads, {d: s for s, d in pairs} if equal else {})
     steps = reshard_steps(landing, array.dst)
     assert steps is not None, (landing, array.dst)
     sent = sum(piece.bytes for piece in pieces if piece.source != piece.destination)
@@ -258,8 +252,8 @@ def _plan(array: _Array, landing: Layout, cluster: Cluster) -> TransferPlan:
     )
 
 
-def _pieces(array: _Array, need: Sequence[Ranges], loads: Loads) -> list[Piece]:
-    """Returns every piece, with the sender that keeps the links evenly busy."""
+def _pieces(array: _Array, need: Sequence[Ranges], loads: Loads, senders: Mapping[int, int]) -> list[Piece]:
+    """Returns every piece, with its destination's sender, or if none are given, that which keeps links evenly busy."""
     size = itemsize(array.dtype)
     sizes = local_shape(array.shape, array.src, array.src_mesh.mesh)
     holders: dict[tuple[int, ...], list[int]] = {}
@@ -273,7 +267,7 @@ def _pieces(array: _Array, need: Sequence[Ranges], loads: Loads) -> list[Piece]:
                 for (low, high), number, n in zip(block, numbers, sizes, strict=True)
             )
             count = _volume(ranges) * size
-            source = loads.sender(holders[numbers], destination, count)
+            source = loads.sender([senders[destination]] if senders else holders[numbers], destination, count)
             loads.add(source, destination, count)
             pieces.append(Piece(source, destination, ranges, count))
     return pieces
@@ -312,9 +306,7 @@ def _reshard_seconds(array: _Array, steps: Sequence[Step], cluster: Cluster) -> 
     )
 
 
-@functools.lru_cache(maxsize=1000)
-def _mesh_cost(cluster: Cluster, mesh: LogicalMesh) -> MeshCost:
-    return MeshCost(cluster, mesh)
+_mesh_cost = functools.lru_cache(maxsize=1000)(MeshCost)
 
 
 # --- the estimate -----------------------------------------------------------------------------------------------------

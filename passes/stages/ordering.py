@@ -23,7 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from alpa_lite.ir.graph import Atom, Op
-from alpa_lite.passes.ir.flow import append_behind_makers, before_readers, find_computable, users, values_in
+from alpa_lite.passes.ir import flow
+from alpa_lite.passes.ir.flow import label_by_operands
 
 
 def body(ops: Sequence[Op], copies: AbstractSet[int], lasting: Iterable[int]) -> list[Op]:
@@ -33,26 +34,23 @@ def body(ops: Sequence[Op], copies: AbstractSet[int], lasting: Iterable[int]) ->
       copies: those that other stages have, too, by `Op.index`.
       lasting: inputs of the body that are the same for every micro-batch.
     """
-    same = find_computable(ops, lasting)
+    same = flow.find_computable(ops, lasting)
     early = {op for op in ops if op.index in copies or (same.issuperset(op.results) and not op.has_effects)}
-    return _behind(before_readers(ops, early), {op.index for op in early})
+    return _behind(flow.before_readers(ops, early), {op.index for op in early})
 
 
 def _behind(ops: Sequence[Op], early: AbstractSet[int]) -> list[Op]:
     """Returns the ops with those that serve only one result right behind the last op that they read from."""
-    readers, last = users(ops), set[int]()
+    readers, last = flow.users(ops), set[int]()
     for op in reversed(ops):
         others = {other.index for value in op.results for other in readers.get(value, ())}
         if len(others) <= 1 and others <= last and not op.has_effects:
             last.add(op.index)
-    anchor: dict[int, int] = {}  # value -> the place of the last op that it depends on, those of `last` aside
-    keys: dict[int, tuple[int, bool]] = {}
-    for place, op in enumerate(ops):
-        behind = op.index in last and op.index not in early
-        at = max((anchor[value] for value in op.reads if value in anchor), default=-1) if behind else place
-        keys[op.index] = at, behind
-        anchor |= dict.fromkeys(op.results, at)
-    return sorted(ops, key=lambda op: keys[op.index])
+    behind, place = last - early, {op.index: n for n, op in enumerate(ops)}
+    # The place of the last op that an op depends on, those of `behind` aside.
+    at = label_by_operands(ops, lambda op, known: max(known, default=-1) if op.index in behind else place[op.index], {})
+    keys = {op: (anchor, op.index in behind) for op, anchor in zip(ops, at, strict=True)}
+    return sorted(ops, key=keys.__getitem__)
 
 
 def update(ops: Sequence[Op], rounds: Mapping[int, int], sums: Sequence[int]) -> list[Op]:
@@ -63,12 +61,9 @@ def update(ops: Sequence[Op], rounds: Mapping[int, int], sums: Sequence[int]) ->
       sums: the results of the loop over micro-batches, in order.
     """
     number = {value: n for n, value in enumerate(sums)}
-    keys: dict[int, tuple[int, int]] = {}
-    for op in ops:
-        depends = max((number[value] for value in op.reads if value in number), default=-1)
-        keys[op.index] = rounds[op.index], depends
-        number |= dict.fromkeys(op.results, depends)
-    return sorted(ops, key=lambda op: keys[op.index])
+    last = label_by_operands(ops, lambda op, known: max(known, default=-1), number)
+    keys = {op: (rounds[op.index], depends) for op, depends in zip(ops, last, strict=True)}
+    return sorted(ops, key=keys.__getitem__)
 
 
 def order_needed_ops(atoms: Iterable[Atom], makers: Mapping[int, Op]) -> tuple[list[Op], list[int]]:
@@ -78,9 +73,9 @@ def order_needed_ops(atoms: Iterable[Atom], makers: Mapping[int, Op]) -> tuple[l
     """
     out: dict[Op, None] = {}
     inputs: dict[int, None] = {}
-    for value in values_in(atoms):
+    for value in flow.values_in(atoms):
         if value in makers:
-            added = append_behind_makers(out, makers[value], makers)
+            added = flow.append_behind_makers(out, makers[value], makers)
             inputs |= dict.fromkeys(read for op in added for read in op.reads if read not in makers)
         else:
             inputs[value] = None

@@ -67,13 +67,8 @@ def ownership(traced: Traced, pinned: Mapping[int, int], count: int) -> Assignme
     """
     anchors = _Anchors(traced, pinned)
     labels = {index: label for index, label in _Labels(traced, anchors, count).solve().items() if index >= 0}
-    block = traced.graph.block
-    owner = dict(pinned)
-    for output, argument in traced.state:
-        if argument not in owner:
-            atom = block.outputs[output]
-            maker = anchors.maker.get(atom) if isinstance(atom, int) else None
-            owner[argument] = labels.get(maker.index, 0) if maker is not None else 0
+    new_state = {argument: anchors.source.get(traced.graph.block.inputs[argument], -1) for _, argument in traced.state}
+    owner = {argument: labels.get(index, 0) for argument, index in new_state.items()} | dict(pinned)
     return Assignment(count, labels, frozenset(anchors.shared), owner=owner, delayed_ops=frozenset(anchors.held))
 
 
@@ -177,27 +172,28 @@ class _Anchors:
     """Facts known before the assignment: shared ops, and the ops that run where their leaves are placed.
 
     Attributes:
-      maker: value -> the op that makes it.
       place: pinned input of the block -> its submesh.
       fixed: op index -> submesh.
       source: unpinned state -> the index of the op that makes its new value, with which it is.
     """
 
     def __init__(self, traced: Traced, pinned: Mapping[int, int]) -> None:
-        self.traced, self.values = traced, traced.graph.values
-        self.block = traced.graph.block
-        self.maker = producers(self.block.ops)
+        self.block, self.values = traced.graph.block, traced.graph.values
         self.place = {self.block.inputs[number]: submesh for number, submesh in pinned.items()}
         self.shared: set[int] = set()
         self.held: set[int] = set()
         self.fixed: dict[int, int] = {}
-        self.source: dict[int, int] = {}
-        for output, argument in traced.state:
-            atom, value = self.block.outputs[output], self.block.inputs[argument]
-            if value not in self.place and isinstance(atom, int) and atom in self.maker:
-                self.source[value] = self.maker[atom].index
+        maker, pairs = (
+            producers(self.block.ops),
+            [(self.block.inputs[a], self.block.outputs[o]) for o, a in traced.state],
+        )
+        makers = {value: maker[atom].index for value, atom in pairs if isinstance(atom, int) and atom in maker}
+        self.source = {value: index for value, index in makers.items() if value not in self.place}
         self.find_shared()
         self.find_fixed()
+        for value, index in makers.items():
+            if value in self.place and index not in self.shared:
+                self.fixed.setdefault(index, self.place[value])
 
     def find_shared(self) -> None:
         """Finds the cheap ops that depend on the batch and on constants alone."""
@@ -212,7 +208,7 @@ class _Anchors:
         self.free = free
 
     def find_fixed(self) -> None:
-        """Finds the ops that read leaves, or values as large as those, and the makers of the new values of leaves."""
+        """Finds the ops that read leaves, or values as large as those."""
         leaves = {v: where for v, where in self.place.items() if not is_small(self.values[v])}  # and what is as large
         for op in self.block.ops:
             found = [value for value in op.reads if value in leaves]
@@ -227,12 +223,6 @@ class _Anchors:
             if only and max(size) == sum(made) and op.name not in primitives.EXPENSIVE_TO_REPEAT:  # as large as a leaf
                 leaves.update(dict.fromkeys(op.results, self.fixed[op.index]))
                 self.held.add(op.index)
-        for output, argument in self.traced.state:
-            atom, value = self.block.outputs[output], self.block.inputs[argument]
-            if value in self.place and isinstance(atom, int) and atom in self.maker:
-                index = self.maker[atom].index
-                if index not in self.shared:
-                    self.fixed.setdefault(index, self.place[value])
 
 
 def is_small(value: Value) -> bool:
@@ -256,9 +246,10 @@ class _Labels:
         ops = [op for op in traced.graph.block.ops if op.index not in anchors.shared]
         maker = {value: op.index for op in ops for value in op.results}
         maker |= {value: ~submesh for value, submesh in anchors.place.items()}
-        for op in ops:
-            found = [self.label[maker[value]] for value in op.reads if value in maker]
-            self.label[op.index] = anchors.fixed.get(op.index, max(found, default=0))
+        first = label_by_operands(
+            ops, lambda op, known: anchors.fixed.get(op.index, max(known, default=0)), anchors.place
+        )
+        self.label |= {op.index: label for op, label in zip(ops, first, strict=True)}
         self.movable = [op.index for op in ops if op.index not in anchors.fixed]
         maker |= anchors.source
         readers = users(ops)
