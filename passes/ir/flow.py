@@ -61,12 +61,14 @@ def find_dependents(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
     return found
 
 
-def find_computable(ops: Iterable[Op], values: Iterable[int]) -> set[int]:
-    """Returns these values and all results that depend on nothing else."""
+def find_computable(
+    items: Iterable[ItemT], values: Iterable[int], allowed: Callable[[ItemT], bool] = lambda item: True
+) -> set[int]:
+    """Returns these values and all results of allowed items that depend on nothing else."""
     found = set(values)
-    for op in ops:
-        if found.issuperset(op.reads):
-            found.update(op.results)
+    for item in items:
+        if found.issuperset(item.reads) and allowed(item):
+            found.update(item.results)
     return found
 
 

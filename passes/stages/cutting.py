@@ -20,9 +20,9 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from alpa_lite.errors import PlanError
 from alpa_lite.ir.graph import Lit
 from alpa_lite.ir.program import Kind
-from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.flow import before_readers, label_by_operands, label_by_readers, reach
+from alpa_lite.passes.ir.flow import before_readers, find_computable, label_by_operands, label_by_readers, reach
 from alpa_lite.passes.ir.loops import ScanView
+from alpa_lite.passes.ir.primitives import CHEAP_TO_REPEAT
 from alpa_lite.passes.lowering.program import (
     Body,
     Compute,
@@ -99,11 +99,10 @@ class _Cut:
     def segments(self) -> Segments:
         loop = self.loop
         items = [*([] if loop is None else self._body(loop)), *self._update()]
-        prologue = None if loop is None else self._prologue(loop, items)
+        prologue = [] if loop is None else self._prologue(loop, items)
         pairs = zip(self.stage.outputs, self.program.body.outputs, strict=True)
         finals = tuple(None if port.kind == "crossing" else operand for port, operand in pairs)
-        items = items if prologue is None else [prologue, *items]
-        return Segments(self.stage, self.program, tuple(items), finals)
+        return Segments(self.stage, self.program, (*prologue, *items), finals)
 
     # -- the loop's body ------------------------------------------------------------------------------------------
 
@@ -170,16 +169,15 @@ class _Cut:
         ]
         return outputs + [(wire, operand, made(operand)) for wire, operand in zip(wires, ys, strict=True)]
 
-    def _remade(self, items: Sequence[Instruction]) -> frozenset[int]:
+    def _remade(self, items: Sequence[Instruction]) -> set[int]:
         """Returns the registers that any segment can make from state and the micro-batch's number, cheaply."""
         parts = self.view.split_operands(self.body.inputs)
         given = {*parts.consts, *parts.xs} - self._crossing_registers().keys()
-        known = set(given)
-        for item in items:
-            cheap = isinstance(item, Compute) and item.op.name in primitives.CHEAP_TO_REPEAT
-            if (cheap or isinstance(item, Reshard)) and known.issuperset(item.reads):
-                known.update(item.results)
-        return frozenset(known - given)
+
+        def is_cheap(item: Instruction) -> bool:
+            return isinstance(item, Reshard) or (isinstance(item, Compute) and item.op.name in CHEAP_TO_REPEAT)
+
+        return find_computable(items, given, is_cheap) - given
 
     def _crossing_registers(self) -> dict[int, int]:
         """Returns the body's registers for values from other stages, with the values' numbers."""
@@ -216,8 +214,8 @@ class _Cut:
         found = reach(registers, lambda r: maker[r].reads if r in maker else ())
         return [item for item in self.early if not found.keys().isdisjoint(item.results)]
 
-    def _prologue(self, loop: Loop, later: Sequence[Segment]) -> Segment | None:
-        """Returns the segment before the loop: made registers, and the first values of the carries; None if empty."""
+    def _prologue(self, loop: Loop, later: Sequence[Segment]) -> list[Segment]:
+        """Returns the segment before the loop, if any: made registers, and the first values of the carries."""
         used = {w.number for s in later if s.kind != "update" for w in s.inputs if w.kind in ("top", "slice")}
         carried = {w.number for s in later for w in (*s.inputs, *s.outputs) if w.kind == "carry"}
         start = self.view.split_operands(loop.operands).carry
@@ -226,11 +224,8 @@ class _Cut:
         made = {r for item in items for r in item.results}
         updates = {w.number for s in later if s.kind == "update" for w in s.inputs if w.kind == "top"}
         outputs = [*((Wire("top", r), r) for r in sorted((used | updates) & made)), *first]
-        if not outputs:
-            return None
-        taken = _taken(items, outputs)
-        assert set(taken) <= set(self.program.body.inputs)
-        return _segment_of("prologue", 0, {Wire("top", r): (r,) for r in taken}, outputs, items)
+        inputs = {Wire("top", r): (r,) for r in _taken(items, outputs)}
+        return [_segment_of("prologue", 0, inputs, outputs, items)] if outputs else []
 
     def _update(self) -> list[Segment]:
         """Returns the rounds of the update, with the instructions before the loop that only it needs.

@@ -93,16 +93,12 @@ def repeats(stage: StageGraph, *, split_weights: bool = False) -> Repeats:
     ports = sum(port.kind == "crossing" for port in stage.inputs)
     body = view.body
     crossing = set(body.inputs[len(body.inputs) - ports :])
-    values = {*view.inputs.consts, *view.inputs.xs} - crossing
-    cheap = set()
-    for op in body.ops:
-        if op.name in primitives.CHEAP_TO_REPEAT and values.issuperset(op.reads):
-            values.update(op.results)
-            cheap.add(op.index)
+    given = {*view.inputs.consts, *view.inputs.xs} - crossing
+    values = flow.find_computable(body.ops, given, lambda op: op.name in primitives.CHEAP_TO_REPEAT)
 
     def choose(op: Op, readers: Set[int]) -> Set[int]:
         own = stage.phases.phase_of(op.index, split_weights=split_weights)
-        return readers if op.index in cheap and readers else {min([own, *readers])}
+        return readers if readers and values.issuperset(op.results) else {min([own, *readers])}
 
     parts, _ = flow.label_by_readers(body.ops, choose)
     return Repeats({op.index: frozenset(some) for op, some in zip(body.ops, parts, strict=True)}, frozenset(values))
