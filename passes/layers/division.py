@@ -181,8 +181,10 @@ def rematerialise_stages(layers: Layering, cuts: Sequence[int], remat: Sequence[
       The same layers of the new step.
     """
     stage_of = layers.stage_of(cuts)
-    choices = {n: remat[stage_of[layer.ops[0]]] for n, layer in enumerate(layers.layers) if layer.ops}
-    choice_of = {index: choice for n, choice in choices.items() for index in layers.layers[n].ops}
+    choices: dict[int, Choice] = {
+        number: remat[stage_of[layer.ops[0]]] for number, layer in enumerate(layers.layers) if layer.ops
+    }
+    choice_of: dict[int, Choice] = {index: c for number, c in choices.items() for index in layers.layers[number].ops}
     wanted: dict[int, Choice] = {
         op.index: choice_of[op.index]
         for op in layers.body.ops
@@ -192,7 +194,7 @@ def rematerialise_stages(layers: Layering, cuts: Sequence[int], remat: Sequence[
         result = rematerialisation.rematerialise_scans(layers.traced, layers.scan, wanted)
         layers = _carried_over(layers, result)
         wanted = {new: wanted[before] for new, before in result.origin.items() if before in wanted}
-    again = {n: choice for n, choice in choices.items() if choice != "none"}
+    again: dict[int, Choice] = {number: choice for number, choice in choices.items() if choice != "none"}
     places = layering_stages.stages(layers, cuts)
     return _carried_over(layers, rematerialisation.rematerialise(layers, again, kept=wanted, stages=places))
 
