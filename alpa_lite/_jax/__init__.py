@@ -20,7 +20,7 @@ from alpa_lite._jax.jaxprs import (
     inner_jaxprs, is_computed_again, is_jaxpr, is_literal, is_reverse, is_user_file,
     join_name_stacks,
     mark_rematerialised, observable_effects, open_jaxpr, optimization_barrier_primitive, places_result,
-    scan_counts, scopes, source_line, spec_dims, unbound_axis,
+    scan_counts, scopes, source_line, spec_dims, unbound_axis, walk_equations,
 )
 from alpa_lite._jax.kernels import (
     WIDENS_HALVES, PallasGrid, attention_given_to, pallas_grid, pallas_name, pallas_on_blocks, sdy_rule,

@@ -43,6 +43,14 @@ def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
                 yield open_jaxpr(item)[0]
 
 
+def walk_equations(jaxpr: Any) -> Iterator[Any]:
+    """Yields the equations of a jaxpr, and those of the jaxprs within it."""
+    for eqn in open_jaxpr(jaxpr)[0].eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn.params):
+            yield from walk_equations(inner)
+
+
 def places_result(eqn: Any) -> bool:
     """Returns whether an equation says where its result is placed.
 

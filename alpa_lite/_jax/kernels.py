@@ -16,7 +16,7 @@ from jax._src.custom_partitioning_sharding_rule import str_to_sdy_sharding_rule 
 from jax._src.lib import cuda_versions as _cuda_versions
 from jax._src.nn import functions as _nn
 
-from alpa_lite._jax.jaxprs import inner_jaxprs, open_jaxpr
+from alpa_lite._jax.jaxprs import open_jaxpr, walk_equations
 from alpa_lite.errors import OptionError
 
 _attention: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar("attention", default=None)
@@ -99,7 +99,8 @@ def pallas_grid(params: Mapping[str, Any]) -> PallasGrid | None:
         return None
     grid = tuple(size if isinstance(size, int) else 0 for size in mapping.grid)
     numbered = [g for g in range(len(grid)) if g not in tuple(mapping.vmapped_dims)]
-    used = {numbered[axis] for axis in _program_axes(body) if axis < len(numbered)}
+    asking = (eqn for eqn in walk_equations(body) if eqn.primitive.name in ("program_id", "num_programs"))
+    used = {numbered[eqn.params["axis"]] for eqn in asking if eqn.params["axis"] < len(numbered)}
     blocks = []
     for block in mapping.block_mappings:
         index = open_jaxpr(block.index_map_jaxpr)[0]
@@ -143,15 +144,6 @@ def pallas_name(params: Mapping[str, Any]) -> str:
     """Returns the name of a Pallas kernel: that which its caller gave, or that of its function."""
     info = getattr(open_jaxpr(params["jaxpr"])[0], "debug_info", None)
     return str(params.get("name") or getattr(info, "func_name", "") or "")
-
-
-def _program_axes(jaxpr: Any) -> Iterator[int]:
-    """Yields the axes of the grid whose number or size a kernel asks for."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("program_id", "num_programs"):
-            yield eqn.params["axis"]
-        for inner in inner_jaxprs(eqn.params):
-            yield from _program_axes(open_jaxpr(inner)[0])
 
 
 def _block_size(block: Any) -> int | None:

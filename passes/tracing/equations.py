@@ -43,7 +43,7 @@ def expansion(eqn: Any, convert: Callable[[Any], Graph]) -> Any:
 
 def holds_kernel(jaxpr: Any) -> bool:
     """Returns whether a jaxpr or one within it calls a function that is one operation."""
-    return any(eqn.primitive.name in primitives.KERNELS for eqn in manual_regions.walk_equations(jaxpr))
+    return any(eqn.primitive.name in primitives.KERNELS for eqn in _jax.walk_equations(jaxpr))
 
 
 def is_plain_scalar(const: Any, aval: Any) -> bool:

@@ -25,7 +25,7 @@ from functools import cached_property
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, walk
 from alpa_lite.passes.ir import flow, primitives
-from alpa_lite.passes.ir.loops import ScanView, WhileView
+from alpa_lite.passes.ir.loops import ScanView, ports
 from alpa_lite.passes.ir.remembered import memoise_method
 
 Row = tuple[int, int]
@@ -106,10 +106,11 @@ class Evidence:
         found: dict[int, list[int]] = {}
         for op in self._graph.ops():
             for value, atom in () if _jax.is_reverse(op.source) else self._kept(op):
-                found.setdefault(value, []).extend(flow.values_in([atom]))
+                if isinstance(atom, int):
+                    found.setdefault(value, []).append(atom)
         return found
 
-    def _kept(self, op: Op) -> Iterable[tuple[int, Atom]]:
+    def _kept(self, op: Op) -> Iterable[tuple[int, Atom | None]]:
         """Returns the results of an operation, and the inputs of its bodies, with all that they keep something of."""
         pairs = itertools.product(op.results, op.operands)
         if op.bodies:
@@ -126,21 +127,16 @@ class Evidence:
         return tuple(atom.aval.shape) if isinstance(atom, Lit) else self._graph.values[atom].shape
 
 
-def _runs(op: Op) -> Iterator[tuple[int, Atom]]:
+def _runs(op: Op) -> Iterator[tuple[int, Atom | None]]:
     """For an operation with bodies, each result and each input of a body, with the atoms that it is in some run.
 
     A loop that overwrites a carry keeps nothing of its start, if it runs at all.
     """
-    bodies, operands, carried = op.bodies, op.operands[1:], ()
-    if op.name == "scan":
-        operands, carried = op.operands, ScanView(op).inputs.carry
-    elif op.name == "while":
-        view, bodies = WhileView(op), op.bodies[1:]
-        operands, carried = op.operands[op.params["cond_nconsts"] :], view.body(bodies[0].inputs)[1]
-    for body in bodies:
-        yield from zip(body.inputs, operands, strict=True)
-        yield from zip(carried, body.outputs, strict=False)
-        yield from zip(op.results, body.outputs, strict=True)
+    for port in ports(op):
+        for value in port.inputs:
+            yield from ((value, atom) for atom in (port.operand, *port.outputs))
+        if port.result is not None:
+            yield from ((port.result, atom) for atom in port.outputs)
 
 
 def _weights_of(op: Op, held: Sequence[Row | None]) -> Iterator[int]:

@@ -27,12 +27,14 @@ from jax.extend.core.primitives import broadcast_in_dim_p, concatenate_p, scan_p
 
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op
 from alpa_lite.passes.ir import primitives
-from alpa_lite.passes.ir.loops import ScanView, WhileView
+from alpa_lite.passes.ir.loops import Port, ScanView, ports
 from alpa_lite.passes.ir.rewriting import Rewriter, rename_atom, rename_op, shape_of
 from alpa_lite.passes.tracing.statics import FOLDED, Statics, fold_constant
 
 MAX_SIMULATED_TRIPS = 1_000
 _MAX_LENGTH = 2**31 - 1  # of a scan, whose own counter has 32 bits
+Trips = tuple[int, dict[int, Any]] | None
+"""The iterations of a loop, and the final value of each known carry by its number; None if not known."""
 _FLIPPED = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le", "ne": "ne"}
 
 _GATHER = ("start_index_map", "collapsed_slice_dims", "start_indices_batching_dims")
@@ -74,42 +76,38 @@ class _Walk:
             self._makers.update((value, op) for value in op.results)
         return Block(block.inputs, tuple(ops), tuple(rename_atom(a, names) for a in block.outputs))
 
-    def _read(self, atom: Atom) -> Any:
+    def _read(self, atom: Atom | None) -> Any:
         """Returns the integer or boolean that an atom holds; None if it is not known, or another value."""
-        array = self._statics.array_of(atom)
+        array = None if atom is None else self._statics.array_of(atom)
         return None if array is None or array.shape or array.dtype.kind not in "iub" else array[()]
 
     def _counted(self, op: Op) -> Op:
         """Returns a `while` of known trip count as a scan, and any other operation as it is."""
         if op.name != "while" or any(inner.has_effects for inner in op.bodies[0].ops):
             return op
-        view = WhileView(op)
-        start = enumerate(map(self._read, view.split_operands(op.operands).carry))
+        carries = [port for port in ports(op) if port.role == "carry"]
+        start = enumerate(self._read(port.operand) for port in carries)
         state = {n: scalar for n, scalar in start if scalar is not None}
-        found = self._linear(view, state) or self._simulated(view, state)
+        found = self._linear(op, carries, state) or self._simulated(op, carries, state)
         if found is None:
             return op
         length, ends = found
         self._statics.constants.update((op.results[n], np.asarray(end)) for n, end in ends.items())
-        _, consts, carry = view.split_operands(op.operands)
-        counts = {"num_consts": len(consts), "num_carry": len(carry)}
+        operands = op.operands[op.params["cond_nconsts"] :]
+        counts = {"num_consts": op.params["body_nconsts"], "num_carry": len(carries)}
         params = {"length": length, "reverse": False, "unroll": 1, **counts}
-        return replace(op, primitive=scan_p, params=params, operands=(*consts, *carry), bodies=op.bodies[1:], key=None)
+        return replace(op, primitive=scan_p, params=params, operands=operands, bodies=op.bodies[1:], key=None)
 
-    def _simulated(self, view: WhileView, state: Mapping[int, Any]) -> tuple[int, dict[int, Any]] | None:
-        """Returns the iterations, and the final value of each known carry by its number; None if not known.
-
-        `state`: the known carries at the start.
-        """
-        cond, body = view.op.bodies
-        asked, carried = view.cond(cond.inputs)[1], view.body(body.inputs)[1]
-        tests, steps = ([op for op in block.ops if self._is_scalar(op)] for block in (cond, body))
+    def _simulated(self, op: Op, carries: Sequence[Port], state: Mapping[int, Any]) -> Trips:
+        """Runs a loop for its trips; `state`: the known carries at the start."""
+        tests, steps = ([inner for inner in block.ops if self._is_scalar(inner)] for block in op.bodies)
         for trips in range(MAX_SIMULATED_TRIPS + 1):
-            running = self._run(tests, {asked[n]: scalar for n, scalar in state.items()})(cond.outputs[0])
-            if running is None or not running:
-                return None if running is None else (trips, dict(state))
-            after = self._run(steps, {carried[n]: scalar for n, scalar in state.items()})
-            ends = ((n, after(body.outputs[n])) for n in state)
+            running = self._run(tests, {carries[n].inputs[1]: scalar for n, scalar in state.items()})
+            goes_on = running(op.bodies[0].outputs[0])
+            if goes_on is None or not goes_on:
+                return None if goes_on is None else (trips, dict(state))
+            after = self._run(steps, {carries[n].inputs[0]: scalar for n, scalar in state.items()})
+            ends = ((n, after(carries[n].outputs[0])) for n in state)
             state = {n: scalar for n, scalar in ends if scalar is not None}
         return None
 
@@ -131,10 +129,10 @@ class _Walk:
         made = self.values[op.results[0]] if op.name in FOLDED else None
         return made is not None and not made.shape and isinstance(made.dtype, np.dtype) and made.dtype.kind in "iub"
 
-    def _linear(self, view: WhileView, state: Mapping[int, Any]) -> tuple[int, dict[int, Any]] | None:
+    def _linear(self, op: Op, carries: Sequence[Port], state: Mapping[int, Any]) -> Trips:
         """As `_simulated`, of one counter to which a known number is added until a comparison with another ends it."""
-        cond, body = view.op.bodies
-        asked, carried = view.cond(cond.inputs)[1], view.body(body.inputs)[1]
+        cond, body = op.bodies
+        asked: list[Atom] = [port.inputs[1] for port in carries]
         compare = _maker(cond, cond.outputs[0])
         if compare is None or compare.name not in _FLIPPED:
             return None
@@ -142,14 +140,14 @@ class _Walk:
         if right in asked:
             left, right, kind = right, left, _FLIPPED[kind]
         limit, n = self._read(right), asked.index(left) if left in asked else -1
-        step = _maker(body, body.outputs[n]) if n in state else None
+        step = _maker(body, carries[n].outputs[0]) if n in state else None
         if limit is None or step is None or step.name not in primitives.ADDITIONS:
             return None
-        first, second = step.operands
-        if second == carried[n] and step.name != "sub":
+        (first, second), (carried, _) = step.operands, carries[n].inputs
+        if second == carried and step.name != "sub":
             first, second = second, first
         by = self._read(second)
-        if by is None or first != carried[n]:
+        if by is None or first != carried:
             return None
         by = -int(by) if step.name == "sub" else int(by)
         start, dtype = int(state[n]), np.asarray(state[n]).dtype

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,20 +36,12 @@ _KEPT = primitives.KERNELS | primitives.MANUAL | {
 }  # fmt: skip
 
 
-def walk_equations(jaxpr: Any) -> Iterator[Any]:
-    """Yields the equations of a jaxpr, and those of the jaxprs within it."""
-    for eqn in _jax.open_jaxpr(jaxpr)[0].eqns:
-        yield eqn
-        for inner in _jax.inner_jaxprs(eqn.params):
-            yield from walk_equations(inner)
-
-
 def check_regions(graph: Graph, num_devices: int) -> None:
     """Raises OptionError for a region that is run as it is written, if it is written for other devices than all."""
     for op in graph.ops():
         mesh = op.params.get("mesh") if op.name == "shard_map" else None
         if mesh is not None and mesh.size != num_devices:
-            body = walk_equations(op.params["jaxpr"])
+            body = _jax.walk_equations(op.params["jaxpr"])
             kept = next((eqn.primitive.name for eqn in body if not _is_vectorised(eqn)), "its effects")
             raise OptionError(
                 f"the shard_map at {_jax.source_line(op.source)} runs on a mesh of {mesh.size} devices, and the plan "
@@ -62,7 +54,7 @@ def has_global_form(eqn: Any) -> bool:
     """Returns whether an equation is a region that `global_form` can write as operations on whole arrays."""
     if eqn.primitive.name != "shard_map" or _jax.observable_effects(eqn):
         return False
-    return all(map(_is_vectorised, walk_equations(eqn.params["jaxpr"])))
+    return all(map(_is_vectorised, _jax.walk_equations(eqn.params["jaxpr"])))
 
 
 def _is_vectorised(eqn: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.ir.graph import Atom, Lit, Op, Value
-from alpa_lite.passes.ir.loops import ScanView, WhileView
+from alpa_lite.passes.ir.loops import ports
 from alpa_lite.passes.ir.rewriting import shape_of
 
 LARGEST = 1 << 28
@@ -56,7 +56,7 @@ class Statics:
         self._alike: dict[Hashable, np.ndarray | None] = {}
         self._makers: dict[int, Op] = {}
         self._outside: dict[int, Atom] = {}  # input of a body -> its value in each run of the body
-        self._rows: dict[int, Atom] = {}  # stacked result of a scan -> the output of the body
+        self._rows: dict[Atom | None, Atom] = {}  # stacked result of a scan -> the output of the body
         self._add_block(ops)
 
     def _add_block(self, ops: Iterable[Op]) -> None:
@@ -67,15 +67,14 @@ class Statics:
 
     def add(self, op: Op) -> None:
         """Takes in the next operation of the program; those of its bodies come next."""
-        if op.bodies:
-            for atoms, inputs in _repeated_inputs(op):
-                self._outside.update(zip(inputs, atoms, strict=True))
-            if op.name == "scan":
-                view = ScanView(op)
-                self._outside.update((v, self._rows[a]) for a, v in view.xs if isinstance(a, int) and a in self._rows)
-                self._rows.update((result, output) for output, result in view.ys)
-        elif op.name in FOLDED and all(map(self.has, op.operands)):
+        if not op.bodies and op.name in FOLDED and all(map(self.has, op.operands)):
             self._makers[op.results[0]] = op
+        for port in ports(op) if op.bodies else ():
+            operand = self._rows.get(port.operand) if port.role == "xs" else port.operand
+            if port.role == "ys":
+                self._rows[port.result] = port.outputs[0]
+            elif operand is not None and (port.role != "carry" or port.outputs == port.inputs[:1]):  # it never changes
+                self._outside.update(dict.fromkeys(port.inputs, operand))
 
     def resolve(self, atom: Atom) -> Atom:
         """Returns the atom outside of bodies that an input of a body is in each run."""
@@ -178,21 +177,3 @@ def _reshaped(array: np.ndarray, before: tuple[int, ...], after: tuple[int, ...]
     if math.prod(before) > LARGEST:
         return None
     return np.broadcast_to(array, before).reshape(after)
-
-
-def _repeated_inputs(op: Op) -> list[tuple[Sequence[Atom], Sequence[int]]]:
-    """(operands, inputs of a body) that are equal in each of its runs: constants, and carries that never change."""
-    if op.name == "cond":
-        return [(op.operands[1:], body.inputs) for body in op.bodies]
-    if op.name == "scan":
-        scan = ScanView(op)
-        kept = [(c.start, c.input) for c in scan.carries if c.output == c.input]
-        return [(scan.operands.consts, scan.inputs.consts), ([a for a, _ in kept], [v for _, v in kept])]
-    cond, body = op.bodies
-    view = WhileView(op)
-    (asking, asked), (constant, carried) = view.cond(cond.inputs), view.body(body.inputs)
-    taken = view.split_operands(op.operands)
-    kept = [n for n, value in enumerate(carried) if body.outputs[n] == value]
-    start = [taken.carry[n] for n in kept]
-    repeated = [(start, [inputs[n] for n in kept]) for inputs in (asked, carried)]
-    return [(taken.cond_consts, asking), (taken.body_consts, constant), *repeated]
