@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alpa_lite import _jax
@@ -280,6 +280,17 @@ def test_updates_without_elements_are_left_out_with_the_computation_of_their_pla
     graph = graph_for(lambda x, y: write(x, jnp.sum(y)), *args)
     assert graph.block.outputs == graph.block.inputs[:1]
     assert not graph.block.ops
+
+
+@pytest.mark.parametrize("annotations", [True, False])
+def test_each_array_of_one_placement_is_constrained_for_itself(annotations):
+    """One mesh has a single device, over which nothing is constrained; annotations may be ignored."""
+    several, one = (Mesh(np.array(jax.devices()[:n]), ("a",), axis_types=(AxisType.Auto,)) for n in (4, 1))
+    shardings = NamedSharding(several, P("a")), NamedSharding(one, P("a"))
+    placed = jax.jit(lambda *xs: jax.device_put(xs, shardings)).trace(X, X)
+    graph = graph_of(placed.jaxpr, annotations=annotations)
+    assert names_in(graph) == ["user_constraint"] * annotations
+    assert [value in graph.block.inputs for value in graph.block.outputs] == [not annotations, True]
 
 
 def test_keys_are_equal_for_equal_computations_only():
