@@ -46,7 +46,9 @@ BUILD_PER_CELL = 1_500  # building a program, for each cell of its cost matrices
 BUILD_PER_STRATEGY = 15_000  # building a program, for each strategy of its nodes: their layouts and rooflines
 LAYER_PER_OP = 80_000  # a cost of a layer, for each operation of it
 STAGE_DP = 80_000_000  # choosing stages for one number of micro-batches
-STAGE_PER_OP = 120_000  # planning a stage, lowering it and simulating its program, for each operation
+DIVISION_PER_OP = 50_000  # dividing the step into stages that it was not divided into before, for each operation
+STAGE_PER_OP = 100_000  # solving and lowering a stage unlike those before, for each operation of it
+SIMULATION_PER_OP = 20_000  # writing and simulating the program of a pipeline, for each operation
 
 Kind = tuple[int, ...]
 """How complex plans are: in a pipeline, stages; micro-batches; recomputation. Less in nothing is not simpler."""

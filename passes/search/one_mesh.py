@@ -135,6 +135,11 @@ class OneMeshSearch:
         found = min((plan.value.mesh_solution.compute_seconds for plan in self.found), default=min(peaks))
         return min(found, MAX_COMPUTE_RATIO * min(peaks))
 
+    @property
+    def least_microbatches(self) -> int:
+        """The fewest micro-batches that may fit where nothing is recomputed, by all that is known now."""
+        return max((c.microbatches for c in self.records[self.own] if c.remat == NOTHING), default=1)
+
     def open(self, family: Family, config: ExecutionConfig, interval: tuple[int, int] | None = None) -> list[Candidate]:
         """Returns all plans of a configuration, unless they are a candidate already. `interval`: see `Record`."""
         if config in self.records[family]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,7 +31,8 @@ from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches.loop import Accumulated, candidate_numbers
 from alpa_lite.passes.plans.comparing import compared_pipelines
 from alpa_lite.passes.programs.staged import Staged, Verdict, estimated_bytes
-from alpa_lite.passes.search.best_first import FoundPlan
+from alpa_lite.passes.search import best_first
+from alpa_lite.passes.search.best_first import Expansion, FoundPlan
 from alpa_lite.passes.search.configs import MAX_LAYERS
 from alpa_lite.passes.search.one_mesh import OneMeshSearch
 from alpa_lite.passes.sharding import costs
@@ -81,6 +82,7 @@ class PipelineAnalyses:
       solved_stages: one stage of each kind, at some price of memory. A kind are the inputs that identical stages share:
         the digest, the devices, the meshes allowed, and whether weights are apart.
       planned_stages: the first of each kind at each price.
+      work: of everything that was made so far, in cells.
     """
 
     run: Passes
@@ -90,11 +92,22 @@ class PipelineAnalyses:
     layers: dict[str, Layer] = field(default_factory=dict)
     solved_stages: dict[tuple[Any, ...], planning.DecidedStage] = field(default_factory=dict)
     planned_stages: dict[tuple[tuple[Any, ...], float], planning.PlannedStage] = field(default_factory=dict)
+    work: int = 0
 
     def __post_init__(self) -> None:
         one, step = self.one_mesh, self.step
         self.num_ops = step.traced.graph.num_ops
         self.products = one.products if one else costs.products_bound(step.traced, step.rules, self.request.cluster)
+
+    def count_work(self, expand: Callable[[float], Expansion]) -> Callable[[float], Expansion]:
+        """Returns the function that expands a candidate, with the work of everything that it makes."""
+
+        def counted(cutoff: float) -> Expansion:
+            before = self.work
+            found = expand(cutoff)
+            return replace(found, work=found.work + self.work - before)
+
+        return counted
 
     @property
     def bound(self) -> float:
@@ -123,15 +136,20 @@ class PipelineAnalyses:
             return [request.num_microbatches]
         return candidate_numbers(step.traced, step.rules, request.cluster, request.pipeline)
 
-    @property
+    @functools.cached_property
     def reference(self) -> int:
         """The number of micro-batches at which layers are priced first: one in the middle.
 
         Where a batch is cut into more than the powers of two that divide it, the least of these finer numbers: its
         micro-batches are the largest that are a power of two, so that devices can share them.
+
+        At least 2 M where memory asks for M on one mesh: each of S stages, S >= 2, keeps the results of S micro-batches
+        in 1 / S of the layers, on 1 / S of the devices, which is S times as many bytes per device.
         """
         finer = [count for count in self.counts if count & (count - 1)]
-        return finer[0] if finer else self.counts[len(self.counts) // 2]
+        middle = finer[0] if finer else self.counts[len(self.counts) // 2]
+        least = max(middle, 2 * self.one_mesh.least_microbatches if self.one_mesh else 1)
+        return next((count for count in self.counts if count >= least), self.counts[-1])
 
     @memoise_method
     def cut(self, count: int) -> Divisible:
@@ -144,10 +162,12 @@ class PipelineAnalyses:
     def price(self, count: int, kinds: tuple[int, ...]) -> LayerCosts:
         """Returns the costs of layers with a number of micro-batches on some kinds of submeshes."""
         request = self.request
-        return self.run(
+        found = self.run(
             "costs", stages.price_layers, self.cut(count), request.cluster, request.pipeline, kinds, made=self.layers,
             wishes=request.wishes, progress=self.run.count,
         )  # fmt: skip
+        self.work += best_first.LAYER_PER_OP * found.num_ops
+        return found
 
     def rescale(self, chosen: StagePlan, count: int) -> StagePlan | None:
         """Returns the same stages with another number of micro-batches; None if the step has other layers then."""
@@ -169,6 +189,7 @@ class PipelineAnalyses:
           InfeasibleError: even those do not.
         """
         request, room = self.request, self.request.budget
+        self.work += best_first.STAGE_DP
 
         def choose(room: float) -> StagePlan:
             return self.run("slicing", stages.choose, costs, request.pipeline, [count], room, rough=rough)
@@ -213,6 +234,7 @@ class PipelineAnalyses:
                     max_layers=max_layers(request.pipeline), remat=remat, verdict=verdict, token_slices=tuple(tokens),
                     idle_devices=chosen.idle_devices,
                 )  # fmt: skip
+                self.work += best_first.SIMULATION_PER_OP * loop.traced.graph.num_ops
                 over = [sum(pair) - request.budget for pair in staged.bytes]
                 if max(over) <= 0 or attempt == attempts:
                     return staged
@@ -222,7 +244,9 @@ class PipelineAnalyses:
 
     @memoise_method
     def _cut_into_stages(self, *how: Any) -> tuple[Accumulated, tuple[StageGraph, ...]]:
-        return cut_into_stages(self.run, *how)
+        found = cut_into_stages(self.run, *how)
+        self.work += best_first.DIVISION_PER_OP * found[0].traced.graph.num_ops
+        return found
 
     def _solve(
         self, chosen: StagePlan, graphs: Sequence[tuple[StageGraph, str, float]], split: bool
@@ -253,6 +277,7 @@ class PipelineAnalyses:
                 "sharding", planning.decide, graph, request.cluster.part(devices), method, price=price,
                 split_weights=split, wishes=request.wishes, like=like, unit=chosen.layer_costs.unit_of(stage),
             )  # fmt: skip
+            self.work += best_first.STAGE_PER_OP * graph.traced.graph.num_ops * (twin is None)
             self.solved_stages.setdefault(kind, decided)
             planned = run("lowering", planning.lower_stage, decided, split_weights=split, like=twin)
             self.planned_stages.setdefault((kind, price), planned)

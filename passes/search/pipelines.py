@@ -29,7 +29,7 @@ from alpa_lite.compilation.runner import Passes
 from alpa_lite.errors import AlpaLiteError, InfeasibleError, OptionError
 from alpa_lite.ir import units
 from alpa_lite.passes.programs.staged import Staged, add_notes
-from alpa_lite.passes.search.best_first import LAYER_PER_OP, STAGE_DP, STAGE_PER_OP, Candidate, Expansion, FoundPlan
+from alpa_lite.passes.search.best_first import Candidate, Expansion, FoundPlan
 from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.search.one_mesh import LAST, OPTIMISM, OneMeshSearch
 from alpa_lite.passes.search.pipeline_analysis import REFUSALS, PipelineAnalyses, found_plan
@@ -67,7 +67,7 @@ class PipelineSearch:
     @property
     def root(self) -> Candidate:
         """All pipelines, after one mesh."""
-        return Candidate("pipelines", (2, 1, 0), (2, 0), self.estimate, self._expand)
+        return Candidate("pipelines", (2, 1, 0), (2, 0), self.estimate, self.analyses.count_work(self._expand))
 
     def estimate(self) -> tuple[float, float]:
         """Returns the bound in seconds, and the computing of one mesh with the overhead of a pipeline."""
@@ -120,8 +120,7 @@ class PipelineSearch:
         costs = self._tried(lambda: own.price(own.reference, own.kinds) if own.kinds else None)
         if costs is None:
             return Expansion()
-        out = self._estimate_each(costs, own.counts)
-        return Expansion(out, work=LAYER_PER_OP * costs.num_ops + STAGE_DP * len(own.counts))
+        return Expansion(self._estimate_each(costs, own.counts))
 
     def _candidate(
         self, count: int, rank: int, estimate: Callable[[], float], expand: Callable[[float], Expansion],
@@ -131,7 +130,8 @@ class PipelineSearch:
         bound = self.analyses.bound
         return Candidate(
             f"pipelines of {ExecutionConfig(count)}{how}", (2, count, 0), (2, rank, count, next(self._ties)),
-            lambda: (bound, max(bound, estimate())), lambda cutoff: replace(expand(cutoff), bound=bound), slack=slack,
+            lambda: (bound, max(bound, estimate())),
+            self.analyses.count_work(lambda cutoff: replace(expand(cutoff), bound=bound)), slack=slack,
         )  # fmt: skip
 
     def _of_count(self, count: int, costs: LayerCosts, seconds: float) -> Candidate:
@@ -157,28 +157,27 @@ class PipelineSearch:
 
     def _choose(self, count: int, costs: LayerCosts, cutoff: float) -> Expansion:
         """Returns the planned pipeline of the DP's stages, and its slices; if it has other layers, the same anew."""
-        own, parts = self.analyses, Expansion()
+        own = self.analyses
         found = self._tried(own.choose_or_least, costs, count)
-        if found is not None and OPTIMISM * self._expect(found[0].seconds) < cutoff:
-            chosen, room = found
-            suited = chosen if count == costs.num_microbatches else own.rescale(chosen, count)
-            parts = self._plan(suited, room, costs) if suited else self._price(count, chosen)
-        return replace(parts, work=STAGE_DP + parts.work)
+        if found is None or OPTIMISM * self._expect(found[0].seconds) >= cutoff:
+            return Expansion()
+        chosen, room = found
+        suited = chosen if count == costs.num_microbatches else own.rescale(chosen, count)
+        return self._plan(suited, room, costs) if suited else self._price(count, chosen)
 
     def _price(self, count: int, like: StagePlan) -> Expansion:
         """The same, and those of the next fewer and more micro-batches, by the costs of layers at this number.
 
         On submeshes of half to twice as many devices as those of a plan, and on all of them if none fits.
         """
-        own, work, place = self.analyses, 0, self.analyses.counts.index(count)
+        own, place = self.analyses, self.analyses.counts.index(count)
         near = tuple(n for n in own.kinds if any(n <= 2 * other <= 4 * n for other in like.slices.devices))
         for kinds in dict.fromkeys((near, own.kinds)):
             costs = self._tried(own.price, count, kinds)
             found = self._estimate_each(costs, own.counts[max(0, place - 1) : place + 2]) if costs else []
-            work += LAYER_PER_OP * costs.num_ops + STAGE_DP * len(found) if costs else 0
             if found:
-                return Expansion(found, work=work)
-        return Expansion(work=work)
+                return Expansion(found)
+        return Expansion()
 
     def _plan(self, chosen: StagePlan, room: float, costs: LayerCosts) -> Expansion:
         """The planned pipeline of chosen stages, and its slices.
@@ -204,7 +203,7 @@ class PipelineSearch:
 
         seconds = staged.seconds * staged.needed_bytes / budget  # estimated: slower by the share by which it exceeds
         parts.append(self._candidate(count, 3, lambda: seconds, repeat, " with memory more expensive"))
-        return Expansion(parts, work=STAGE_PER_OP * own.num_ops)
+        return Expansion(parts)
 
     def _fits(self, staged: Staged) -> bool:
         """Returns whether a planned pipeline fits; if not, the reason is one of the errors."""
@@ -216,9 +215,9 @@ class PipelineSearch:
 
     def _take(self, staged: Staged | None, chosen: StagePlan, costs: LayerCosts) -> Expansion:
         """Returns a planned pipeline that fits as a plan, its slices, and others at costs of their own."""
-        own, lengths, work = self.analyses, self.analyses.request.pipeline.lengths, STAGE_PER_OP * self.analyses.num_ops
+        own, lengths = self.analyses, self.analyses.request.pipeline.lengths
         if staged is None or not self._fits(staged):
-            return Expansion(work=work)
+            return Expansion()
         self._ratios.append(staged.seconds / chosen.seconds)
         slicings, notes = open_slices(own, chosen, staged)
         staged = add_notes(staged, *notes) if notes else staged
@@ -229,7 +228,7 @@ class PipelineSearch:
         parts = [first for one in slicings for first in one.first_slicings()]
         if chosen.slices.num_microbatches != costs.num_microbatches:
             parts.append(self._of_own_costs(plans[0], chosen))
-        return Expansion(parts, plans, work=work)
+        return Expansion(parts, plans)
 
     def _of_own_costs(self, plan: FoundPlan, chosen: StagePlan) -> Candidate:
         """Returns the pipelines of a planned one's number of micro-batches, by the costs of layers at this number.

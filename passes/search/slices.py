@@ -15,7 +15,7 @@ from alpa_lite.options import Auto
 from alpa_lite.passes import stages
 from alpa_lite.passes.programs import token_samples
 from alpa_lite.passes.programs.staged import Staged, add_notes
-from alpa_lite.passes.search.best_first import STAGE_PER_OP, Candidate, Expansion, FoundPlan
+from alpa_lite.passes.search.best_first import Candidate, Expansion, FoundPlan
 from alpa_lite.passes.search.configs import ExecutionConfig
 from alpa_lite.passes.search.pipeline_analysis import REFUSALS, PipelineAnalyses, found_plan
 from alpa_lite.passes.stages.choosing import StagePlan
@@ -86,7 +86,8 @@ class SliceSearch:
         name = f"slices of {', '.join(map(str, lengths))} tokens, {count} at once"
         estimate = bound, max(bound, (1 - MODEL_ERROR) * proposal.seconds)
         kind, key = (len(self.whole_pipeline.stages), count, 0), (3, count, len(lengths), *lengths)
-        return Candidate(name, kind, key, lambda: estimate, lambda _: self._expand(count, lengths, error))
+        expand = self.analyses.count_work(lambda _: self._expand(count, lengths, error))
+        return Candidate(name, kind, key, lambda: estimate, expand)
 
     def _expand(self, count: int, lengths: tuple[int, ...], error: float) -> Expansion:
         """Returns the planned slicing, and the next proposal. `error`: of the model of seconds that proposed it."""
@@ -94,7 +95,6 @@ class SliceSearch:
         if (count, lengths) in self.refusals or self.tokens not in (0, tokens):
             return Expansion()
         self.refusals[count, lengths] = ""
-        work = STAGE_PER_OP * whole.traced.graph.num_ops * len(lengths) // 2
         plans: list[FoundPlan] = []
         try:
             suited = own.rescale(self.chosen, count)
@@ -115,7 +115,7 @@ class SliceSearch:
                 )
                 plans = [found_plan(add_notes(staged, note))]
                 self.found_plans += plans
-        return Expansion(self._next(), plans, own.bound, work)
+        return Expansion(self._next(), plans, own.bound)
 
 
 def open_slices(

@@ -156,7 +156,7 @@ class MeasuredLayer:
             seconds[segment.kind] += planned.seconds[segment]
         forward, backward = seconds["forward"], seconds["backward"]
         steady = min(self.steady_seconds(self.forward), forward)
-        adding = min(self.adding_seconds() + self.steady_seconds(self.backward), backward)
+        adding = min(self.steady_seconds(self.backward), backward)
         largest = max(reversed(sizes), key=sizes.__getitem__, default=None)
         lasting = 0 if largest is None else min(self.temporary_bytes(largest, of=self.lasting_values), sizes[largest])
         passed = self.forward.instructions if self.forward is not None else ()
@@ -189,34 +189,36 @@ class MeasuredLayer:
 
     @cached_property
     def lasting_values(self) -> set[int]:
-        """Values of a micro-batch that are as large whatever its size: made of what there is before, or like a sum.
+        """Values that are as large whatever the size of a micro-batch: made of what there is before, or like a sum.
 
-        An activation that happens to have the shape of a gradient is taken for one.
+        A gradient may be converted or scaled before it is added. An activation that happens to have the shape of a
+        gradient is taken for one.
         """
         values = self.planned.graph.traced.graph.values
-        found = set(self.view.inputs.consts)
-        sums = {(values[v].shape, values[v].dtype) for v in self.view.inputs.carry if values[v].shape}
+        found = {*self.view.inputs.consts, *self.view.inputs.carry}
+        sums = {values[v].shape for v in self.view.inputs.carry if values[v].shape}
         for op in self.view.body.ops:
-            if found.issuperset(op.reads):
-                found.update(op.results)
-            else:
-                found.update(v for v in op.results if (values[v].shape, values[v].dtype) in sums)
+            is_lasting = found.issuperset(op.reads)
+            found.update(v for v in op.results if is_lasting or values[v].shape in sums)
         return found
 
-    def adding_seconds(self) -> float:
-        """Returns seconds of one run of the backward pass that add gradients to their sums over micro-batches."""
-        if self.backward is None:
-            return 0.0
-        sums = {op.index for op, _ in self.view.accumulators.values()}
-        items = [item for item in self.backward.instructions if isinstance(item, Compute) and item.op.index in sums]
-        return self.prices.compute(items) / self.planned.num_microbatches
+    def is_steady(self, item: Instruction) -> bool:
+        """Returns whether all that an operation reads and writes lasts, but for scalars: as adding to a sum does."""
+        values, lasting = self.planned.graph.traced.graph.values, self.lasting_values
+        moved = (*item.op.reads, *item.op.results) if isinstance(item, Compute) else ()
+        return bool(moved) and all(v in lasting or not values[v].shape for v in moved)
 
     def steady_seconds(self, segment: Segment | None) -> float:
-        """Returns seconds of one run of a segment's collectives that do not depend on the size of a micro-batch."""
+        """Returns seconds of one run of a segment that do not depend on the size of a micro-batch.
+
+        Of collectives, and of operations such as adding gradients to their sums.
+        """
         if segment is None:
             return 0.0
         waiting = self.planned.communication_seconds[segment] - self.planned.overlap[segment].hidden_seconds
-        return min(self.prices.steady_seconds(segment.instructions, self.lasting_values), waiting)
+        waiting = min(self.prices.steady_seconds(segment.instructions, self.lasting_values), waiting)
+        items = [item for item in segment.instructions if self.is_steady(item)]
+        return waiting + self.prices.compute(items) / self.planned.num_microbatches
 
     def seconds_of(self, again: Sequence[Instruction]) -> tuple[float, float]:
         """Seconds of forward instructions for one micro-batch, and the part that does not depend on its size."""

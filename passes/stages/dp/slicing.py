@@ -85,6 +85,8 @@ def slice_stages(costs: Sequence[StageCosts], options: SliceOptions) -> StageSli
       costs: one for each number of micro-batches to try; layers, kinds, variants and devices are equal.
     """
     equal = [task for c in costs for task in tasks_of(c, options, equal=True)]
+    if options.has_equal_submeshes:
+        equal += [task for c in costs for task in tasks_of(c, options) if task.virtual > 1 and can_use_all(task)]
     first, bound, weighed = _fastest(equal, options, fewer=False) if equal else (None, math.inf, ())
     if options.has_equal_submeshes and equal:
         infeasible = explain_infeasible(costs, equal, options, fewer=True) if first is None else None

@@ -110,6 +110,25 @@ def test_planned_pipelines_take_no_less_than_the_bound_which_counts_more_than_pr
     assert all(products < bound <= seconds for products, bound, seconds in found)
 
 
+def test_the_same_stages_are_charged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a pipeline that is built again, only its simulation is charged."""
+    costs: list[tuple[int, int]] = []
+
+    def build(self: PipelineAnalyses, *args: Any, **more: Any) -> Staged:
+        start = self.work
+        whole(self, *args, **more)
+        between = self.work
+        staged = whole(self, *args, **more)
+        costs.append((between - start, self.work - between))
+        return staged
+
+    whole = PipelineAnalyses.build
+    monkeypatch.setattr(PipelineAnalyses, "build", build)
+    step, args = mlp(2048, 2048, 8)
+    alpa_lite.make_plan(step, *args, cluster=two_machines(2**34, 1e9), verify="off")
+    assert costs and all(0 < again < first / 2 for first, again in costs)
+
+
 def test_more_effort_is_never_slower() -> None:
     assert small(effort="quick").step_seconds >= small().step_seconds >= small(effort="thorough").step_seconds
 

@@ -22,7 +22,7 @@ from alpa_lite.passes.stages.layer_costs import PRICES, Layer, LayerCost, Measur
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.pricing import LayerCosts, link_seconds
 from alpa_lite.passes.tracing import tracing
-from gallery.steps import mlp, sgd
+from gallery.steps import mlp, sgd, square_layers
 from tests import pipeline_driver
 from tests.helpers import two_machines
 
@@ -167,15 +167,20 @@ WIDTH, LAYERS, EXAMPLES = 1024, 4, 4096
 DEVICES = Cluster.preset("a100").part(4)
 
 
-def graph_of(microbatches: int) -> Any:
+def halves(params: Any, x: Any) -> Any:
+    """The loss of square layers that compute in half precision."""
+    return square_layers([w.astype(jnp.bfloat16) for w in params], x.astype(jnp.bfloat16)).astype(jnp.float32)
+
+
+def graph_of(microbatches: int, loss: Any = square_layers) -> Any:
     """The second layer."""
-    step, args = mlp(WIDTH, EXAMPLES, LAYERS)
-    return pipeline_driver.staged(step, args, LAYERS, microbatches).graphs[1]
+    _, args = mlp(WIDTH, EXAMPLES, LAYERS)
+    return pipeline_driver.staged(sgd(loss), args, LAYERS, microbatches).graphs[1]
 
 
-def frugal(microbatches: int) -> tuple[PlannedStage, LayerCost]:
+def frugal(microbatches: int, loss: Any = square_layers) -> tuple[PlannedStage, LayerCost]:
     """The layer where memory is very expensive, on a mesh of one axis, and what that costs."""
-    decided = planning.decide(graph_of(microbatches), DEVICES, Sharded((4,)), price=1000.0)
+    decided = planning.decide(graph_of(microbatches, loss), DEVICES, Sharded((4,)), price=1000.0)
     planned = planning.lower_stage(decided, split_weights=False)
     return planned, MeasuredLayer(planned).cost()
 
@@ -197,6 +202,14 @@ def test_gathering_a_parameter_takes_as_long_whatever_the_size_of_a_micro_batch(
     assert kinds == ["all_gather"] and steady == pytest.approx(seconds) and seconds > 2 * latency
     kinds, seconds, _ = waiting(planned, "backward")
     assert kinds == ["all_gather", "reduce_scatter"] and cost.parts("backward")[0] > seconds
+
+
+def test_reducing_a_gradient_that_is_converted_takes_as_long_whatever_the_size_of_a_micro_batch() -> None:
+    """Gradients in half precision are converted before they are added to sums of full precision."""
+    planned, cost = frugal(2, halves)
+    kinds, seconds, _ = waiting(planned, "backward")
+    assert "reduce_scatter" in kinds or "all_reduce" in kinds
+    assert cost.parts("backward")[0] > seconds
 
 
 def test_of_moving_activations_latency_alone_does_not_depend_on_their_size() -> None:

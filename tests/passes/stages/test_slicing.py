@@ -235,6 +235,19 @@ def test_interleaved_against_brute_force(seed, budget, by_kind):
         assert slices.seconds == pytest.approx(exact, rel=1e-9)
 
 
+def test_equal_submeshes_are_also_tried_with_two_stages_on_each():
+    """Of four equal layers, two submeshes are idle for less if each has two stages."""
+    ones = np.ones((4, 5, 2, 1))
+    ones *= np.maximum(np.arange(5) - np.arange(4)[:, None], 0)[:, :, None, None] / np.array((1.0, 2.0))[:, None]
+    costs = StageCosts(
+        2, ones, 2 * ones, 0 * ones, 0 * ones, 0 * ones, by_kinds(np.zeros(5), 2), np.zeros(5), (1, 2), 2, 2,
+        0 * ones, by_kinds(np.zeros(5), 2), None,
+    )  # fmt: skip
+    options = SliceOptions(math.inf, ("1f1b", "interleaved-1f1b"), num_stages=2)
+    rough = slice_stages([costs], replace(options, has_equal_submeshes=True)).best
+    assert rough.virtual == VIRTUAL and rough.seconds == slice_stages([costs], options).best.seconds
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.sampled_from((12.0, 20.0, math.inf)))
 def test_more_devices_are_never_slower(seed, budget):
