@@ -74,7 +74,7 @@ def scatter(call: Call) -> Rule:
 
 
 def dynamic_slice(call: Call) -> Rule:
-    """Dims taken whole are parallel."""
+    """Dims taken whole are parallel; so are those that `tile` does not repeat."""
     new = Rules()
     operand, result = new.match_dims(shape(call.operands[0]), shape(call.results[0]))
     return new.rule([operand, *(new.dims(shape(aval), "replicate") for aval in call.operands[1:])], [result])

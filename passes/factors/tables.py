@@ -163,13 +163,6 @@ def stack_rule(call: Call) -> Rule:
     return new.rule(many, one) if call.name == "stack" else new.rule(one, many)
 
 
-def tile(call: Call) -> Rule:
-    """Returns dims that are not repeated are parallel."""
-    new = Rules()
-    before, after = new.match_dims(shape(call.operands[0]), shape(call.results[0]))
-    return new.rule([before], [after])
-
-
 def pad_rule(call: Call) -> Rule:
     """pad and slice: dims that stay as they are, are parallel; the others share a special factor."""
     before, after = shape(call.operands[0]), shape(call.results[0])
@@ -296,7 +289,7 @@ def _table() -> dict[str, Callable[[Call], Rule]]:
         "reduce": dims_rule("dimensions", "replicate", "gone"),
         "top_k": dims_rule("axis", "special", "whole"),
         "approx_top_k": dims_rule("reduction_dimension", "replicate", "whole"),
-        "tile": tile,
+        "tile": INDEXING["dynamic_slice"],
         "iota": iota,
         "random_bits": key_rule(leading_dims_rule("special")),
         **dict.fromkeys(primitives.CUDNN, cudnn),

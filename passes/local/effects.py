@@ -1,8 +1,8 @@
 """Operations with effects inside the region, where every device runs every operation.
 
-A callback that returns nothing (a print) would run once per device: it runs on the first device only. One that returns
-something and may not be repeated (`io_callback`) runs there too, and the others receive its results as a sum with
-zeros. A pure callback may run everywhere. The order of ordered effects is that of values (`tracing.conversion`).
+A callback that may not be repeated (`io_callback`, a print) would run once per device: it runs on the first device
+only, and the others receive its results, if there are any, as a sum with zeros. A pure callback may run everywhere. The
+order of ordered effects is that of values (`tracing.conversion`).
 
 Some operations cannot be in the region at all, see `needs_outside`.
 """
@@ -19,7 +19,6 @@ from jax import lax
 
 from alpa_lite import _jax
 from alpa_lite.ir.graph import Op
-from alpa_lite.ir.layout import Axes
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.local.types import LocalCollective, LocalForm, Setting, bind, block_number
 
@@ -50,27 +49,9 @@ def _names_memory(device: Any) -> bool:
     return not isinstance(device, jax.sharding.Sharding) or device.memory_kind not in (None, "device")
 
 
-def print_form(s: Setting) -> LocalForm | None:
-    """Returns a callback without results: on the first device only."""
-    axes = _used_axes(s)
-    if not axes:
-        return s.bind()
-    params = s.params()
-
-    def run(*operands: Any) -> list:
-        def call(*operands: Any) -> tuple[()]:
-            bind(s.op, operands, params)
-            return ()
-
-        lax.cond(block_number(axes) == 0, call, lambda *_: (), *operands)
-        return []
-
-    return s.form(run)
-
-
-def io_callback(s: Setting) -> LocalForm | None:
-    """Returns a callback with results that must not be repeated: on the first device, which tells the others."""
-    axes = _used_axes(s)
+def callback_form(s: Setting) -> LocalForm | None:
+    """A callback that must not be repeated: on the first device, which sends its results, if any, to the others."""
+    axes = tuple(axis for axis in s.mesh.axis_names if s.mesh.axis_size(axis) > 1)
     if not axes:
         return s.bind()
     params = s.params()
@@ -78,8 +59,8 @@ def io_callback(s: Setting) -> LocalForm | None:
 
     def run(*operands: Any) -> list:
         def call(*operands: Any) -> list[jax.Array]:
-            outs = bind(s.op, operands, params)
-            return [_carried(jnp.asarray(out)) for out in outs]
+            outs = map(jnp.asarray, bind(s.op, operands, params))
+            return [lax.convert_element_type(x, np.int32) if x.dtype == np.bool_ else x for x in outs]
 
         def skip(*_: Any) -> list[jax.Array]:
             return [jnp.zeros(s.result_shape(i), np.int32 if t == np.bool_ else t) for i, t in enumerate(dtypes)]
@@ -91,11 +72,3 @@ def io_callback(s: Setting) -> LocalForm | None:
         return s.result_bytes(i) * (4 if dtypes[i] == np.bool_ else 1)
 
     return s.form(run, *(LocalCollective("all_reduce", axes, size(i)) for i in range(len(dtypes))))
-
-
-def _carried(x: jax.Array) -> jax.Array:
-    return lax.convert_element_type(x, np.int32) if x.dtype == np.bool_ else x
-
-
-def _used_axes(s: Setting) -> Axes:
-    return tuple(axis for axis in s.mesh.axis_names if s.mesh.axis_size(axis) > 1)

@@ -203,11 +203,7 @@ _PLAIN = """
 
 _IDENTITY = dict.fromkeys(primitives.PLACEMENT - {primitives.CONSTRAINT}, _identity)
 
-_EFFECTS: Mapping[str, Callable[[Setting], LocalForm | None]] = {
-    "debug_callback": effects.print_form,
-    "debug_print": effects.print_form,
-    "io_callback": effects.io_callback,
-}
+_EFFECTS = dict.fromkeys(("debug_callback", "debug_print", "io_callback"), effects.callback_form)
 
 # Where nothing is sharded: all others are bound as they are.
 _ANYWHERE: Mapping[str, Callable[[Setting], LocalForm | None]] = {**_IDENTITY, **_EFFECTS}

@@ -89,10 +89,17 @@ class Setting:
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
 
+    def _operand(self, i: int) -> Any:
+        atom = self.op.operands[i]
+        return atom.aval if isinstance(atom, Lit) else self.values[atom]
+
     def operand_shape(self, i: int) -> tuple[int, ...]:
         """Returns the global shape of operand i."""
-        atom = self.op.operands[i]
-        return tuple(atom.aval.shape) if isinstance(atom, Lit) else self.values[atom].shape
+        return tuple(self._operand(i).shape)
+
+    def operand_dtype(self, i: int) -> Any:
+        """Returns the dtype of operand i."""
+        return self._operand(i).dtype
 
     def result_shape(self, i: int = 0) -> tuple[int, ...]:
         """Returns the global shape of result i."""
@@ -101,11 +108,6 @@ class Setting:
     def result_dtype(self, i: int = 0) -> Any:
         """Returns the dtype of result i."""
         return self.values[self.op.results[i]].dtype
-
-    def operand_dtype(self, i: int) -> Any:
-        """Returns the dtype of operand i."""
-        atom = self.op.operands[i]
-        return atom.aval.dtype if isinstance(atom, Lit) else self.values[atom].dtype
 
     def local_operand(self, i: int) -> tuple[int, ...]:
         """Returns the shape of one device's block of operand i."""

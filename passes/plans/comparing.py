@@ -53,19 +53,19 @@ def compare_with_textbook(
       cluster: all devices.
       budget: bytes per device.
     """
-    grouping, methods = None, [(name, method, cluster) for name, method in TEXTBOOK.items()]
+    grouping, methods = None, dict(TEXTBOOK)
     if staged.program.schedule == "none":
         (stage,) = staged.stages
         traced, rules, grouping = stage.graph.traced, stage.rules, stage.grouping
     elif _ONE_MESH not in [other.name for other in staged.verdict.others]:
-        methods.append((_ONE_MESH, Sharded(), cluster))
+        methods[_ONE_MESH] = Sharded()
 
     def compare(known: tuple[Comparison, ...]) -> tuple[Comparison, ...]:
         if cluster.num_devices == 1:
             return known
         step = GroupedStep(traced, grouping or sharding.group(traced, rules), rules)
-        others = (*methods, ("one device", Sharded((1,)), cluster.part(1)))
-        return (*(_compared(step, budget, *each) for each in others), *known)
+        found = [_compared(step, budget, name, method, cluster) for name, method in methods.items()]
+        return (*found, _compared(step, budget, "one device", Sharded((1,)), cluster.part(1)), *known)
 
     return compare
 
