@@ -181,6 +181,7 @@ class StackWalk:
         return True
 
     def _write_piece(self, op: Op, span: tuple[int, int], operands: Sequence[Atom], results: Sequence[int]) -> None:
+        """Writes an op on pieces of its operands."""
         params = params_for(op, operands, results, self.rewriter.values)
         self.out.append(self.rewriter.op(op.primitive, params, operands, results, op.source, op.index, op.ctx))
         self.ranges[self.out[-1].index] = op.index, *span

@@ -135,6 +135,7 @@ def _micro_batches(top: StackWalk, body: StackWalk, view: ScanView) -> None:
     source = view.op.source
 
     def in_pieces(atom: Atom, bounds: Bounds) -> tuple[int, ...]:
+        """Returns the pieces of a value outside of the loop."""
         assert isinstance(atom, int), "a stacked value is not a literal"
         return top.parts(atom, bounds, source)
 
