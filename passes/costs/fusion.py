@@ -130,7 +130,6 @@ class _Fusion:
 
     Attributes:
       source: result of a view or an accumulation -> the value whose bytes it is.
-      products: result of an accumulation -> the product that it adds.
       sources: for each item the values whose bytes its operands are. operands: those, each once.
       maker: value -> the item that makes it. users: value -> the items that read it.
       inner: reductions that stay within the kernel of what they reduce.
@@ -139,22 +138,12 @@ class _Fusion:
     """
 
     def __init__(self, items: Sequence[Item], nbytes: Sizes, outputs: frozenset[int]):
-        self.items, self.nbytes = items, nbytes
-        self.products: dict[int, int] = {}
-        self.wire()
-        if found := self.accumulations(outputs):
-            self.items = list(items)
-            for n, (product, transpositions, onto) in found.items():
-                (total,) = items[n].results
-                self.products[total] = product
-                self.items[n] = Item("accumulation", (onto,), (total,), items[n].elements)
-                for k in transpositions:
-                    self.items[k] = replace(items[k], kind="view")
-            self.wire()
+        self.items, self.nbytes = list(items), nbytes
+        self.wire({})
+        if products := self.accumulate(outputs):
+            self.wire(products)
         self.inner = self.softmaxes()
-        self.loops = [item.kind == "loop" for item in self.items]
-        for n in self.inner:
-            self.loops[n] = True
+        self.loops = [item.kind == "loop" or n in self.inner for n, item in enumerate(self.items)]
         self.stored = {self.base_of(v) for v in outputs}
         self.store()
         self.assign_kernels()
@@ -163,8 +152,12 @@ class _Fusion:
         """Returns the value whose bytes a value is."""
         return self.source.get(value, value)
 
-    def wire(self) -> None:
-        """Records the producer and the users of each value, and the sources of each operand."""
+    def wire(self, products: Mapping[int, int]) -> None:
+        """Records the producer and the users of each value, and the sources of each operand.
+
+        Args:
+          products: result of an accumulation -> the product that it adds.
+        """
         source: dict[int, int] = {}
         users: dict[int, list[int]] = {}
         self.source, self.users = source, users
@@ -180,29 +173,32 @@ class _Fusion:
                 source.update(zip(item.results, own, strict=False))
                 self.maker.update((v, n) for v in item.results if v not in source)
             elif item.kind == "accumulation":
-                source[item.results[0]] = self.base_of(self.products[item.results[0]])
+                source[item.results[0]] = self.base_of(products[item.results[0]])
             else:
                 self.maker.update(dict.fromkeys(item.results, n))
             if item.kind != "view":
                 for v in operands:
                     users.setdefault(v, []).append(n)
 
-    def accumulations(self, outputs: frozenset[int]) -> dict[int, tuple[int, list[int], int]]:
-        """Addition -> its product, the transpositions of that, and the value that is added to: step 6 of the rule."""
+    def accumulate(self, outputs: frozenset[int]) -> dict[int, int]:
+        """Makes additions of products accumulations: step 6 of the rule. Returns result -> the product that it adds."""
         kept = {self.base_of(v) for v in outputs}
-        found: dict[int, tuple[int, list[int], int]] = {}
-        for n, (item, operands) in enumerate(zip(self.items, self.operands, strict=True)):
+        products: dict[int, int] = {}
+        for n, (item, operands) in enumerate(zip(tuple(self.items), self.operands, strict=True)):
             if item.linear != "addition" or len(operands) != 2:
                 continue
             for v, onto in (operands, operands[::-1]):
                 chain = self.product_before(v, n, kept)
                 maker = self.maker.get(onto)
-                in_memory = maker is None or maker in found or self.items[maker].kind != "loop"
+                in_memory = maker is None or self.items[maker].kind != "loop"
                 alone = onto not in kept and self.users[onto] == [n] and self.nbytes[onto] == self.nbytes[v]
                 if chain and in_memory and alone:
-                    found[n] = *chain, onto
+                    products[item.results[0]], transpositions = chain
+                    self.items[n] = Item("accumulation", (onto,), item.results, item.elements)
+                    for k in transpositions:
+                        self.items[k] = replace(self.items[k], kind="view")
                     break
-        return found
+        return products
 
     def product_before(self, value: int, reader: int, kept: set[int]) -> tuple[int, list[int]] | None:
         """The product that a value is, and the transpositions since; None if more than a reader needs any of them."""

@@ -11,9 +11,10 @@ examples each of them holds, since only the major part of a dim that is made of 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from alpa_lite.ir.graph import Traced
+from alpa_lite.passes.ir.flow import reach
 from alpa_lite.passes.ir.remembered import memoise_by_identity
 from alpa_lite.passes.sharding.groups import Grouping
 
@@ -39,15 +40,14 @@ def leading_part(made: Dim, used: Dim) -> Iterable[tuple[int, int]]:
 
 def find_connected_factors(grouping: Grouping, start: Iterable[Place], pairs: Pairs = itertools.product) -> set[Place]:
     """The factors that hang together with some, those included: by default each with each that its dim passes to."""
-    links, found, waiting = _links(grouping), set[Place](), list(start)
-    while waiting:
-        group, factor = waiting.pop()
-        if (group, factor) not in found:
-            found.add((group, factor))
-            for here, other, there in links.get(group, ()):
-                if factor in here:
-                    waiting += [(other, f) for mine, f in pairs(here, there) if mine == factor]
-    return found
+    links = _links(grouping)
+
+    def following(place: Place) -> Iterator[Place]:
+        for here, other, there in links.get(place[0], ()):
+            if place[1] in here:
+                yield from ((other, factor) for mine, factor in pairs(here, there) if mine == place[1])
+
+    return set(reach(start, following))
 
 
 def batch_factors(traced: Traced, grouping: Grouping) -> list[Place]:
@@ -101,18 +101,11 @@ def _count(dim: Collection[int], counts: Mapping[int, int], sizes: Sequence[int]
 @memoise_by_identity
 def _links(grouping: Grouping) -> Mapping[int, set[tuple[Dim, int, Dim]]]:
     """Group -> (factors of a dim there, another group, factors of that dim there), in both directions."""
-    found: dict[int, set[tuple[Dim, int, Dim]]] = {}
-    seen = set()
-    for demand in grouping.demands:
-        home = grouping.homes.get(demand.value)
-        if home is None or not home.group or not demand.group:
-            continue
-        key = home.group, home.dims, demand.group, demand.dims
-        if key in seen:
-            continue
-        seen.add(key)
-        for made, used in zip(home.dims, demand.dims, strict=True):
+    homes, found = grouping.homes, dict[int, set[tuple[Dim, int, Dim]]]()
+    passing = [(homes[demand.value], demand) for demand in grouping.demands if demand.group and demand.value in homes]
+    for group, dims, other, wanted in {(home.group, home.dims, one.group, one.dims) for home, one in passing}:
+        for made, used in zip(dims, wanted, strict=True) if group else ():
             if made and used:
-                found.setdefault(home.group, set()).add((made, demand.group, used))
-                found.setdefault(demand.group, set()).add((used, home.group, made))
+                found.setdefault(group, set()).add((made, other, used))
+                found.setdefault(other, set()).add((used, group, made))
     return found

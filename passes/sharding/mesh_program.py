@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -296,13 +297,11 @@ def price_constraints(
 
 def constraints_of(traced: Traced, wishes: Wishes) -> dict[str, tuple[frozenset[int], frozenset[str]]]:
     """In words each sharding -> the operations and the paths of arguments that it is said of."""
-    ops: dict[str, set[int]] = {}
-    leaves: dict[str, set[str]] = {}
+    found: defaultdict[str, tuple[set[int], set[str]]] = defaultdict(lambda: (set(), set()))
     for op in traced.graph.ops():
         if op.name == CONSTRAINT and any(axes is not None for axes in op.params["dims"]):
-            ops.setdefault(f"{op.params['why']} at {_jax.source_line(op.source)}", set()).add(op.index)
+            found[f"{op.params['why']} at {_jax.source_line(op.source)}"][0].add(op.index)
     for path, wish in wishes.leaves.items():
         if path not in wishes.given_paths:
-            leaves.setdefault(wish.why, set()).add(path)
-    names = dict.fromkeys((*ops, *leaves))
-    return {name: (frozenset(ops.get(name, ())), frozenset(leaves.get(name, ()))) for name in names}
+            found[wish.why][1].add(path)
+    return {name: (frozenset(ops), frozenset(leaves)) for name, (ops, leaves) in found.items()}

@@ -230,26 +230,25 @@ class Limit:
             return [self.record[1]] if free or self.record[1] in found else list(found)
         if not self.axes:
             return list(found)
-        cuts = [{f for f, axes in enumerate(s.axes) if self.axes.intersection(axes)} for s in found]
-        filling = [self.axes.issubset(itertools.chain(*s.axes)) for s in found]
-        uncut = [s for s, cut in zip(found, cuts, strict=True) if not cut] or list(found)
+
+        def cut_factors(strategy: Strategy) -> set[int]:
+            return {f for f, axes in enumerate(strategy.axes) if self.axes.intersection(axes)}
+
+        uncut = [s for s in found if not cut_factors(s)] or list(found)
+        filling = [s for s in found if self.axes.issubset(itertools.chain(*s.axes))]
         if self.features is not None:
             for along in self.readers or ():
-                chosen = [s for s, cut, fills in zip(found, cuts, filling, strict=True) if fills and cut <= along]
-                if chosen:
+                if chosen := [s for s in filling if cut_factors(s) <= along]:
                     return chosen
-            free_factors = self.features.difference(f for f, _ in self.examples)
-            within = [s for s, cut in zip(found, cuts, strict=True) if cut <= free_factors]
-            return uncut if self.readers is not None else within or uncut
-        summed = [self.axes.isdisjoint(s.partial) for s in found]
+            free = self.features.difference(f for f, _ in self.examples)
+            return uncut if self.readers is not None else [s for s in found if cut_factors(s) <= free] or uncut
         if self.examples:
             counts = dict(self.examples)
-            rows = zip(found, cuts, filling, summed, strict=True)
             return [
-                s for s, cut, fills, whole in rows
-                if fills and whole and all(counts.get(f, 1) % mesh.product(s.axes[f]) == 0 for f in cut)
+                s for s in filling if self.axes.isdisjoint(s.partial)
+                and all(counts.get(f, 1) % mesh.product(s.axes[f]) == 0 for f in cut_factors(s))
             ] or uncut  # fmt: skip
-        blocks = [s for s, whole in zip(found, summed, strict=True) if whole and any(map(self.axes.issubset, s.axes))]
+        blocks = [s for s in found if self.axes.isdisjoint(s.partial) and any(map(self.axes.issubset, s.axes))]
         if self.blocks == "instead":
             return blocks or uncut
         return [*uncut, *blocks] if self.blocks else uncut
@@ -268,13 +267,6 @@ class MoveLimits:
     unmoved_values: frozenset[int]
     free_values: frozenset[int]
     whole_uses: frozenset[tuple[int, int]]
-
-    def forbidden_kinds(self, values: Sequence[int]) -> frozenset[str]:
-        """Returns the kinds of steps by which some values must not be moved."""
-        if not self.free_values.isdisjoint(values):
-            return frozenset()
-        exchanges = frozenset({"reduce_scatter", "all_to_all", "collective_permute"})
-        return exchanges if self.unmoved_values.isdisjoint(values) else exchanges | {"all_reduce", "all_gather"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -303,14 +295,15 @@ class Constraints:
 
         `whole`: whether they must not be cut, too, for a use that is among `MoveLimits.whole_uses`.
         """
-        steps = reshard_steps(src, dst) or () if src != dst else ()
+        steps, limits = reshard_steps(src, dst) or () if src != dst else (), self.moves
         if not self.ungathered_values.isdisjoint(values) and any(step.kind == "all_gather" for step in steps):
             return True
-        if self.moves is None:
+        if limits is None or not limits.free_values.isdisjoint(values):
             return False
-        kinds = self.moves.forbidden_kinds(values)
-        kinds = kinds | {"slice"} if kinds and whole else kinds
-        return any(step.kind in kinds and self.moves.axes.intersection(step.axes) for step in steps)
+        kinds = {"reduce_scatter", "all_to_all", "collective_permute"} | ({"slice"} if whole else set())
+        if not limits.unmoved_values.isdisjoint(values):
+            kinds |= {"all_reduce", "all_gather"}
+        return any(step.kind in kinds and limits.axes.intersection(step.axes) for step in steps)
 
 
 UNCONSTRAINED = Constraints()
