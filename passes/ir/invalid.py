@@ -62,7 +62,11 @@ def _in_block(block: Block, inputs: Sequence[Any], invalid: Invalid) -> Origin |
         made = [value for value, result in zip(op.results, results, strict=True) if invalid(result)]
         if made:
             given = next((atom for atom in op.reads if atom in bad), None)
-            known = origins.get(given) if given is not None else _inside(op, operands, invalid)
+            known = origins.get(given) if given is not None else Origin(op, -1, -1)
+            for iterations, inner, values in _runs(op, operands) if given is None else ():  # the op, or one within it
+                if found := _in_block(inner, values, invalid):
+                    known = Origin(found.op or op, -1, -1, (*iterations, *found.iterations) if found.op else ())
+                    break
             number = block.inputs.index(given) if given in block.inputs else -1  # -1 where `known` says more
             origins.update(dict.fromkeys(made, known or Origin(None, number, -1)))
             bad.update(made)
@@ -74,15 +78,6 @@ def _in_block(block: Block, inputs: Sequence[Any], invalid: Invalid) -> Origin |
             known = origins.get(atom) or Origin(None, block.inputs.index(atom), -1)
             return Origin(known.op, known.argument, number, known.iterations)
     return None
-
-
-def _inside(op: Op, operands: Sequence[Any], invalid: Invalid) -> Origin:
-    """Returns the origin of an invalid result of valid operands: the operation itself, or one within it."""
-    for iterations, block, inputs in _runs(op, operands):
-        found = _in_block(block, inputs, invalid)
-        if found is not None:
-            return Origin(found.op or op, -1, -1, (*iterations, *found.iterations) if found.op else ())
-    return Origin(op, -1, -1)
 
 
 def _runs(op: Op, operands: Sequence[Any]) -> Iterator[tuple[tuple[int, ...], Block, list[Any]]]:

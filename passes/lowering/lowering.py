@@ -164,7 +164,9 @@ class _Lowering:
         for op in block.ops:
             self.clock, self.user = positions[op.index], op
             if self.known.get_or_make(("outside", op.key), lambda op=op: needs_outside(op)):
-                self.lower_outside(op)
+                # Whole values go out of the region, and whole values come back.
+                operands = self.fetch_all(op.operands, map(self.whole_layout, op.operands))
+                self.out.append(Outside(op, operands, self.define_all(op.results, map(self.whole_layout, op.results))))
             elif op.bodies:
                 self.lower_control_flow(op)
             elif op.name == "optimization_barrier":
@@ -181,26 +183,19 @@ class _Lowering:
         strategy = self.choice[group.index]
         rule = self.rules[op.key]
         axes = tuple([strategy.axes[f] for f in factors]) if factors else ((),) * len(rule.factors)
-        form = self.form(op, rule, axes)
+        form = self.known.get(("form", op.key, axes)) or local_form(op, rule, axes, self.values, self.mesh)
         if form is None:
             self.lower_whole(op, strategy)
             return
+        if form.own is None:  # of forms that bind their primitive again there is one a key
+            self.known["form", op.key, axes] = form
+            form = replace(form, op=op)
         if strategy.partial:
             operands, results = (
                 tuple(Layout(la.dims, strategy.partial) for la in side) for side in (form.operands, form.results)
             )
             form = replace(form, operands=operands, results=results)
         self.compute(op, form)
-
-    def form(self, op: Op, rule: Rule, axes: tuple[Axes, ...]) -> LocalForm | None:
-        """Returns the local form of an operation; of those that bind its primitive again there is one a key."""
-        form = self.known.get(("form", op.key, axes))
-        if form is not None:
-            return replace(form, op=op)
-        form = local_form(op, rule, axes, self.values, self.mesh)
-        if form is not None and form.own is None:
-            self.known["form", op.key, axes] = form
-        return form
 
     def lower_whole(self, op: Op, strategy: Strategy) -> None:
         """Runs a follower without a local form in its group's strategy whole on every device, and cuts its results."""
@@ -213,11 +208,6 @@ class _Lowering:
         for value, register in zip(op.results, results, strict=True):
             wanted = layout_of(self.grouping.homes[value].dims, strategy)
             self.reshard(value, register, self.define(value, wanted))
-
-    def lower_outside(self, op: Op) -> None:
-        """Whole values go out of the region, and whole values come back."""
-        operands = self.fetch_all(op.operands, map(self.whole_layout, op.operands))
-        self.out.append(Outside(op, operands, self.define_all(op.results, map(self.whole_layout, op.results))))
 
     def barrier(self, op: Op) -> None:
         """Values pass a barrier in the layout that they have; lazy ones need none."""

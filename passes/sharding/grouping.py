@@ -194,13 +194,9 @@ class _Builder:
 
     # -- straight-line operations ---------------------------------------------------------------------------------
 
-    def form(self, op: Op) -> Form:
-        """Returns the properties that an operation's key determines."""
-        return self.known.get_or_make(("form", op.key), lambda: groups.form_of(op, self.rules[op.key], self.values))
-
     def place_op(self, op: Op, trips: int) -> int:
         """Places an operation without a region; returns its depth."""
-        form = self.form(op)
+        form = self.known.get_or_make(("form", op.key), lambda: groups.form_of(op, self.rules[op.key], self.values))
         rule, lazy = form.rule, form.lazy == "as operands" and all(atom in self.lazy for atom in op.reads)
         if op.name == "optimization_barrier":
             self.barrier(op)
