@@ -289,7 +289,7 @@ def _divide(run: Passes, step: Step, request: PlanRequest, count: int) -> Divide
     return DividedStep(
         loop, graphs, schedules.forwards(submeshes, count), [found[submesh][0].shape for submesh in submeshes],
         [first for _, first in found],
-        {"first_layers": range(num), "num_layers": num, "max_layers": num, "remat": ["none"] * num},
+        {"first_layers": tuple(range(num)), "num_layers": num, "max_layers": num, "remat": ("none",) * num},
         pins, owned=tuple(paths), copy_notes=copied,
     )  # fmt: skip
 

@@ -95,15 +95,11 @@ def _wire(atom: Any, values: Sequence[Value], known: dict[int, int], free: Mappi
 
 def crossing_activation_bytes(order: Sequence[Op], free: frozenset[int], values: Sequence[Value]) -> np.ndarray:
     """C: int64, one for each op but the last: bytes of the activations made up to it and read by a later one."""
-    position = {op.index: i for i, op in enumerate(order)}
     made: dict[int, int] = {}
     last: dict[int, int] = {}
-    for op in order:
-        for value in op.reads:
-            if value in made:
-                last[value] = position[op.index]
-        if op.index not in free:
-            made.update((value, position[op.index]) for value in op.results)
+    for place, op in enumerate(order):
+        last.update((value, place) for value in op.reads if value in made)
+        made.update((value, place) for value in op.results if op.index not in free)
     change = np.zeros(len(order) + 1, np.int64)
     for value, end in last.items():
         change[made[value]] += values[value].nbytes

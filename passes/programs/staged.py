@@ -106,32 +106,25 @@ def stage_pipeline(
     schedule: Schedule,
     cluster: Cluster,
     *,
-    first_layers: Sequence[int],
-    num_layers: int,
-    max_layers: int,
-    remat: Sequence[str],
     verdict: Verdict,
-    **details: Any,
+    **layers: Any,
 ) -> Staged:
     """Returns several stages: the instruction lists of a schedule, simulated; the state is donated.
 
     Args:
-      first_devices, first_layers, num_layers, max_layers, remat, details: see `Division`.
+      first_devices: see `Division`.
+      layers: the fields of `Division` about layers and stages.
     """
     written = write(loop.traced, stages, first_devices, schedule, cluster)
     buffers, temporaries = zip(*_bytes(written, stages, cluster), strict=True)
     division = Division(
         virtual=schedule.virtual,
-        num_layers=num_layers,
-        max_layers=max_layers,
-        first_layers=tuple(first_layers),
         submeshes=written.mesh_of,
         first_devices=tuple(first_devices),
-        remat=tuple(remat),
         buffer_bytes=buffers,
         temporary_bytes=temporaries,
         timeline=simulation.simulate(written.program, cluster=cluster),
-        **details,
+        **layers,
     )
     return Staged(loop, tuple(stages), written, division, verdict)
 
