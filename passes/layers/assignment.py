@@ -286,18 +286,15 @@ class _Assigner:
         """
         layers = len(self.layering.layers)
         layer = self.stage if layers == self.stages else stages(self.layering, range(1, layers))
-        found: set[int] = set()
-        for op in reversed(self.backward):
-            users = [u for u in self.users_of(op) if u.index not in self.dissolved]
-            stays = all(
-                u.index in found and self.stage[u.index] == self.stage[op.index] and layer[u.index] == layer[op.index]
-                for u in users
-            )
-            if op.index not in self.dissolved and (
-                op.index in self.adding or (stays and self.outputs.isdisjoint(op.results))
-            ):
-                found.add(op.index)
-        return frozenset(found)
+
+        def choose(op: Op, readers: Set[tuple[bool, int, int]]) -> Set[tuple[bool, int, int]]:
+            """Whether an op is one of them, its stage and its layer; none of additions that are dissolved."""
+            here = self.stage[op.index], layer[op.index]
+            stays = readers <= {(True, *here)} and self.outputs.isdisjoint(op.results)
+            return set() if op.index in self.dissolved else {(stays or op.index in self.adding, *here)}
+
+        found, _ = label_by_readers(self.backward, choose)
+        return frozenset(op.index for op, some in zip(self.backward, found, strict=True) if any(w for w, *_ in some))
 
     # -- the update ---------------------------------------------------------------------------------------------
 
@@ -305,8 +302,7 @@ class _Assigner:
         """Places the ops of the top block, and finds the home of each of its inputs."""
         home = self.parameter_homes()
         split = {number: [stage for _, stage in parts] for number, parts in self.split_sums}
-        for number, value in enumerate(self.scan.results):
-            out = self.body.outputs[number]
+        for number, (value, out) in enumerate(zip(self.scan.results, self.body.outputs, strict=True)):
             made = [self.stage_of_maker(v) for v in values_in([out])]
             if found := split.get(number) or [stage for stage in made if stage is not None]:
                 home[value] = min(found)
