@@ -19,8 +19,9 @@ from jax._src.nn import functions as _nn
 from alpa_lite._jax.jaxprs import open_jaxpr, walk_equations
 from alpa_lite.errors import OptionError
 
-_attention: contextvars.ContextVar[Callable[..., Any] | None] = contextvars.ContextVar("attention", default=None)
-_planned_platform: contextvars.ContextVar[str] = contextvars.ContextVar("planned_platform", default="")
+_attention: contextvars.ContextVar[tuple[Callable[..., Any] | None, str]] = contextvars.ContextVar(
+    "attention", default=(None, "")
+)
 _SOME_CUDNN = 91300
 """A version of cuDNN that has every form of attention; JAX compares with it and writes it nowhere."""
 
@@ -36,18 +37,17 @@ def attention_given_to(handler: Callable[..., Any], platform: str = "") -> Itera
     if not hasattr(_nn._dot_product_attention_xla, "__wrapped__"):
         _nn._dot_product_attention_xla = _asking(_nn._dot_product_attention_xla)
         _cudnn_attention.check_cudnn_version = _version_of(_cudnn_attention.check_cudnn_version)
-    tokens = _attention.set(handler), _planned_platform.set(platform)
+    token = _attention.set((handler, platform))
     try:
         yield
     finally:
-        _attention.reset(tokens[0])
-        _planned_platform.reset(tokens[1])
+        _attention.reset(token)
 
 
 def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        handler = _attention.get()
+        handler, _ = _attention.get()
         return function(*args, **kwargs) if handler is None else handler(function, *args, **kwargs)
 
     return wrapper
@@ -56,7 +56,7 @@ def _asking(function: Callable[..., Any]) -> Callable[..., Any]:
 def _version_of(function: Callable[[], int]) -> Callable[[], int]:
     @functools.wraps(function)
     def version() -> int:
-        platform = _planned_platform.get()
+        _, platform = _attention.get()
         if platform not in ("", "cuda", "gpu"):
             raise OptionError(
                 'jax.nn.dot_product_attention(implementation="cudnn") runs on NVIDIA GPUs alone, and the plan is for '

@@ -22,6 +22,7 @@ import os
 import time
 import zlib
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -171,13 +172,10 @@ def owned_blocks(array: jax.Array, name: str) -> Iterator[Block]:
             yield Block(shard.index, shard.data)
 
 
-class OwnedArray:
-    """An array as seen by Orbax's handler: its shards are the blocks that this process writes."""
-
-    def __init__(self, array: jax.Array, name: str) -> None:
-        self.shape, self.dtype, self.sharding = array.shape, array.dtype, array.sharding
-        self.ndim, self.size, self.itemsize = array.ndim, array.size, array.itemsize
-        self.addressable_shards = list(owned_blocks(array, name))
+def owned_array(array: jax.Array, name: str) -> Any:
+    """Returns an array as seen by Orbax's handler: its shards are the blocks that this process writes."""
+    fields = {field: getattr(array, field) for field in ("shape", "dtype", "sharding", "ndim", "size", "itemsize")}
+    return SimpleNamespace(**fields, addressable_shards=list(owned_blocks(array, name)))
 
 
 class ArrayHandler(ocp.type_handlers.ArrayHandler):
@@ -192,7 +190,7 @@ class ArrayHandler(ocp.type_handlers.ArrayHandler):
 
     async def serialize(self, values: Sequence[jax.Array], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         """Copies the blocks of this process to the host, and starts to write them in a thread."""
-        arrays = [OwnedArray(value, info.name) for value, info in zip(values, infos, strict=True)]
+        arrays = [owned_array(value, info.name) for value, info in zip(values, infos, strict=True)]
         infos = [info.replace(byte_limiter=None) for info in infos]  # all arrays are written in one transaction
         owned = [(array, info) for array, info in zip(arrays, infos, strict=True) if array.addressable_shards]
         if not owned:

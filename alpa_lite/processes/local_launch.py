@@ -174,8 +174,12 @@ class _ProcessGroup:
         """Waits until all processes have ended. Returns the exit code of the launch."""
         first = 0
         while self._running:
-            for number, code in self._collect_ended():
+            for number, process in [*self._running.items()]:
+                found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if found is None:
+                    continue
                 del self._running[number]
+                code = found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
                 if code == 0:
                     continue
                 how = f"ended with exit code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
@@ -218,15 +222,6 @@ class _ProcessGroup:
         self._kill_at = math.inf if number == signal.SIGKILL else time.monotonic() + self._grace
         for process in self._running.values():
             _signal_group(process, number)
-
-    def _collect_ended(self) -> list[tuple[int, int]]:
-        """Returns number and exit code of those that have ended since; a signal's number is negative."""
-        out = []
-        for number, process in self._running.items():
-            found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if found is not None:
-                out.append((number, found.si_status if found.si_code == os.CLD_EXITED else -found.si_status))
-        return out
 
     def _echo_lines(self, prefix: str, stream: IO[bytes], err: bool) -> None:
         with stream:
