@@ -51,12 +51,12 @@ class Owned:
         """Records the state that a call of an owner returned: its last leaf and the others."""
         self.last = weakref.ref(canary, self._forget), others, owner
 
-    def is_last(self, state: Sequence[Any], owner: object) -> bool:
-        """Returns whether this is, leaf for leaf, the state that was recorded last, by this owner."""
+    def owner_of(self, state: Sequence[Any]) -> Any:
+        """Returns the owner of the last state that was recorded, if this is it, leaf for leaf; else None."""
         last = self.last
-        if last is None or last[2] is not owner or last[0]() is not state[-1]:
-            return False
-        return all(map(operator.is_, last[1], state))
+        if last is None or last[0]() is not state[-1] or not all(map(operator.is_, last[1], state)):
+            return None
+        return last[2]
 
     def add(self, arrays: Iterable[Any]) -> None:
         """Records arrays that were made to be given to the step. Only a `jax.Array` has a buffer to overwrite."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,14 @@ class LoadOptions:
     copies: DeviceCopies = field(default_factory=DeviceCopies)  # of frozen weights, shared likewise
     settings: tuple[Any, ...] | None = None  # of JAX, under which it is called; None if they are not compared
     compiler_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+class WeakPattern(NamedTuple):
+    """The results of a call that have a weak dtype, as `jit` would give it; of these the state that is returned."""
+
+    executable: Executable
+    results: tuple[bool, ...]
+    returned: tuple[bool, ...]
 
 
 Emit = Callable[[int], tuple[Callable[..., Sequence[Any]], Iterable[Instruction]]]
@@ -112,7 +120,7 @@ class Executable:
             ownership.block_type(buffers.sharding(b), buffers.program.buffers[b]) for *_, b in self._in_place
         }
         self._planned_weak = tuple(traced.outputs[numbers[0]].weak for numbers, _ in self._results_of)
-        self._accepted: dict[tuple[bool, ...], tuple[bool, ...]] = {}  # weak dtypes: of arguments -> of results
+        self._accepted: dict[Any, WeakPattern] = {}  # by the weak dtypes of the state, and of other arguments
         self.accept([argument.weak for argument in self._binder.arguments], self._planned_weak)
 
     # -- the back-end -----------------------------------------------------------------------------------------
@@ -229,7 +237,8 @@ class Executable:
 
     def accept(self, arguments: Sequence[bool], results: Sequence[bool]) -> None:
         """Accepts calls whose flat arguments have weak dtypes like this, too, since tracing makes the same program."""
-        self._accepted[tuple(arguments)] = tuple(results)
+        given = tuple(self._pick_state(arguments)), tuple(self._pick_rest(arguments))
+        self._accepted[given] = WeakPattern(self, tuple(results), tuple(self._pick_returned(results)))
 
     # -- a call -----------------------------------------------------------------------------------------------
 
@@ -281,31 +290,33 @@ class Executable:
         """
         if not self._compiled:
             self.compiled_executables()
-        weak, is_last = self._look(leaves)
+        pattern, is_last = self._look(leaves)
         buffers = self._bind(leaves, is_last=is_last)
         leaves.clear()
-        outputs = self._joined(self._execute(buffers), weak)
+        outputs = self._joined(self._execute(buffers), pattern.results)
         if self._has_state:
             *others, last = self._pick_returned(outputs)
-            self._owned.remember(last, others, self)
+            self._owned.remember(last, others, pattern)
         elif self._donates:
             self._owned.add(self._pick_returned(outputs))
         return outputs
 
-    def _look(self, leaves: Sequence[Any]) -> tuple[Sequence[bool], bool]:
-        """Returns the weak dtypes of the results, and whether the state is, leaf for leaf, that of the last call.
+    def _look(self, leaves: Sequence[Any]) -> tuple[WeakPattern, bool]:
+        """Returns the weak dtypes of a call, and whether its state is, leaf for leaf, that of the last call's results.
 
         Raises:
           NewSignature: the weak dtypes of the arguments are not those of an accepted call.
           DonatedError: an argument was donated or deleted.
         """
-        weak = self._accepted.get(weak_flags(leaves))
-        if weak is None:
+        state, rest = self._pick_state(leaves), self._pick_rest(leaves)
+        owner = self._owned.owner_of(state) if state else None
+        last = owner if isinstance(owner, WeakPattern) and owner.executable is self else None
+        pattern = self._accepted.get((weak_flags(state) if last is None else last.returned, weak_flags(rest)))
+        if pattern is None:
             raise NewSignature("whether a dtype is weak")
-        state = self._pick_state(leaves)
-        if ownership.any_deleted(state) or ownership.any_deleted(self._pick_rest(leaves)):
+        if ownership.any_deleted(state) or ownership.any_deleted(rest):
             raise ownership.deleted_error(leaves, self._binder.arguments, self._traced.name)
-        return weak, self._owned.is_last(state, self) if state else not self._donates
+        return pattern, last is not None or not (state or self._donates)
 
     def _bind(self, leaves: Sequence[Any], *, is_last: bool) -> list[Any]:
         """Returns all buffers at the start of a step. Takes the leaves that are placed, and copies what it will donate.
