@@ -294,10 +294,7 @@ class Manual(Method):
             raise OptionError(f"Manual axis_names={names!r}: give one name for each axis of mesh_shape={shape}")
         for key, spec in entries:
             check_spec("Manual specs", key, spec, names)
-        object.__setattr__(self, "specs", entries)
-        object.__setattr__(self, "mesh_shape", shape)
-        object.__setattr__(self, "axis_names", names)
-        object.__setattr__(self, "rest", rest)
+        vars(self).update(specs=entries, mesh_shape=shape, axis_names=names, rest=rest)
         if shape is not None and len(self.names) != len(shape):
             raise OptionError(
                 f"Manual mesh_shape={shape}: the specs name the axes {', '.join(self.names)}; give axis_names, one "

@@ -128,17 +128,21 @@ class PlannedCall:
         shardings, _ = self.executable().shardings
         return [(path, kind_of(x) or ((), ""), one) for path, x, one in zip(paths, flat, shardings, strict=True)]
 
-    def batch(self) -> list[tuple[str, int | str]]:
-        """Name and place of each argument that has the batch, or a part of it."""
+    def batch(self) -> list[int | str]:
+        """The places of the arguments that have the batch, or a part of it: numbers and keywords."""
         roots = {keys(argument.path)[0] for argument in self.step.source.arguments if argument.role == "batch"}
-        places = [*zip(self.calling.names, range(len(self.args)), strict=True), *((n, n) for n in self.kwargs)]
-        return [(name, place) for name, place in places if name in roots]
+        places: list[int | str] = [place for place, name in enumerate(self.calling.names) if name in roots]
+        return [*places, *(name for name in self.kwargs if name in roots)]
 
-    def fill_arguments(
-        self, places: Sequence[int | str], values: Sequence[Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns the arguments of the call with others in some places."""
-        new = dict(zip(places, values, strict=True))
+    def batch_leaves(self) -> list[tuple[Kind, NamedSharding]]:
+        """Kind and sharding of each leaf of the batch."""
+        names = [place if isinstance(place, str) else self.calling.names[place] for place in self.batch()]
+        leaves = self.leaves()
+        return [(kind, sharding) for name in names for path, kind, sharding in leaves if keys(path)[0] == name]
+
+    def with_batch(self, values: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments of the call with another batch."""
+        new = dict(zip(self.batch(), values, strict=True))
         args = tuple(new.get(place, x) for place, x in enumerate(self.args))
         return args, {name: new.get(name, x) for name, x in self.kwargs.items()}
 

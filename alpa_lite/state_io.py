@@ -63,34 +63,26 @@ def place_batch(
       args: the batch; of several processes, each may have the rows of the last one's batch that it reads (`rows_of`).
       planned: the call of some arguments, which is planned if it is new.
     """
-    names, places = zip(*known[0].batch(), strict=True)
     leaves, tree = pytrees.flatten_nnx(args)
     if jax.process_count() == 1:
-        call = planned(*known[0].fill_arguments(places, args))
-        return jax.tree_util.tree_unflatten(tree, placement.copies(leaves, [one for _, one in _batch_of(call, names)]))
+        call = planned(*known[0].with_batch(args))
+        return jax.tree_util.tree_unflatten(tree, placement.copies(leaves, [one for _, one in call.batch_leaves()]))
     kinds = list(map(kind_of, leaves))
-    call = next((call for call in known if kinds == [kind for kind, _ in _batch_of(call, names)]), None)
-    if call is None and _are_parts(kinds, _batch_of(known[0], names)):
+    call = next((call for call in known if kinds == [kind for kind, _ in call.batch_leaves()]), None)
+    if call is None and _are_parts(kinds, known[0].batch_leaves()):
         call = known[0]
-    call = call or planned(*known[0].fill_arguments(places, args))
-    wanted = zip(leaves, _batch_of(call, names), strict=True)
+    call = call or planned(*known[0].with_batch(args))
+    wanted = zip(leaves, call.batch_leaves(), strict=True)
     placed = [prefetch.assemble_leaf(leaf, sharding, *kind) for leaf, (kind, sharding) in wanted]
     return jax.tree_util.tree_unflatten(tree, placed)
 
 
 def rows_of(call: PlannedCall) -> Any:
     """The rows of each array of the batch that devices of this process read; of several arguments, a tuple of these."""
-    names, places = zip(*call.batch(), strict=True)
-    found = [prefetch.rows(sharding, shape) for (shape, _), sharding in _batch_of(call, names)]
-    given = [call.args[place] if isinstance(place, int) else call.kwargs[place] for place in places]
+    found = [prefetch.rows(sharding, shape) for (shape, _), sharding in call.batch_leaves()]
+    given = [call.args[place] if isinstance(place, int) else call.kwargs[place] for place in call.batch()]
     tree = jax.tree.structure(given[0] if len(given) == 1 else tuple(given))
     return jax.tree_util.tree_unflatten(tree, found)
-
-
-def _batch_of(call: PlannedCall, names: Sequence[str]) -> list[tuple[Kind, NamedSharding]]:
-    """Kind and sharding of each leaf of these arguments."""
-    leaves = call.leaves()
-    return [(kind, sharding) for name in names for path, kind, sharding in leaves if keys(path)[0] == name]
 
 
 def _are_parts(kinds: Sequence[Kind | None], batch: Sequence[tuple[Kind, NamedSharding]]) -> bool:
