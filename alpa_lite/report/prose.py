@@ -49,5 +49,4 @@ def sentence(macro: str, *values: Any) -> str:
 
 def parts(macro: str, *values: Any) -> list[list[str]]:
     """Returns the lines that a macro writes, each in its parts; those without a text behind the first are left out."""
-    found = ([part.strip() for part in line.split("|")] for line in lines(macro, *values))
-    return [line for line in found if len(line) > 1 and line[1]]
+    return [line.split(" | ") for line in lines(macro, *values) if " | " in line]

@@ -1,7 +1,9 @@
 """Texts of plans: layers, stages and collectives, how rows are grouped, and how figures are written."""
 
 import dataclasses
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +33,14 @@ def test_estimates_below_the_chosen_plan_are_not_called_slower() -> None:
     ):  # fmt: skip
         seconds = None if factor is None else factor * 0.05
         assert prose.sentence("status", Candidate("a", (4,), seconds, 1, status), 0.05) == said
+
+
+def test_every_sentence_of_the_template_is_said_somewhere() -> None:
+    folder = Path(prose.__file__).parents[1]
+    template = (folder / "report" / "prose.txt").read_text(encoding="utf-8")
+    code = "".join(path.read_text(encoding="utf-8") for path in folder.glob("**/*.py"))
+    for name in re.findall(r"{% macro (\w+)", template):
+        assert f'"{name}"' in code or re.search(rf"(?<!macro ){name}\(", template), name
 
 
 def test_small_leaves_are_folded_and_nothing_is_lost() -> None:
