@@ -15,7 +15,6 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.errors import OptionError
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import summary as brief
-from alpa_lite.report import text
 
 
 def plan(
@@ -69,7 +68,7 @@ def show(file: Path, full: bool = False, html: Path | None = None) -> None:
     """Print a plan: what was chosen, what it yields, and how other methods would do; with --full everything."""
     found = Plan.load(file)
     if html is None:
-        base.console().print(text.render_plan(found) if full else brief.render_summary(found))
+        base.console().print(brief.render_plan(found) if full else brief.render_summary(found))
         return
     with base.report_unwritable("--html", html):
         found.to_html(html)

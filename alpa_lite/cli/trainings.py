@@ -21,7 +21,6 @@ from alpa_lite.errors import OptionError
 from alpa_lite.ir import units
 from alpa_lite.options import Pipeline
 from alpa_lite.report import summary, timeline
-from alpa_lite.report import text as report
 
 _LINES = 20  # of losses, whatever the number of steps
 
@@ -46,7 +45,7 @@ def demo(
     work = _work("gpt", "tiny", 32, seed=1)
     method = Pipeline(stages, schedule or "auto")
     step = parallelize(work.step, method=method, cluster=cluster, num_microbatches=microbatches or "auto")
-    console.print(report.overview(step.plan(work.state, work.example)))
+    console.print(summary.overview(step.plan(work.state, work.example)))
     console.print()
     state, _ = step.place(state, work.example)
     _run(console, step, work, state, max(1, steps // 2), trace)

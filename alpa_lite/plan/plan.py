@@ -24,7 +24,7 @@ from alpa_lite.compilation import placing
 from alpa_lite.errors import PlanError
 from alpa_lite.ir import json_codec
 from alpa_lite.plan.records import PlanRecord
-from alpa_lite.report import console, diff, explain, html, operations, summary, text, timeline
+from alpa_lite.report import console, diff, explain, html, operations, summary, timeline
 
 SCHEMA = 7
 """The version of the plan file. Raised whenever a file of the old version could no longer be read."""
@@ -46,7 +46,7 @@ class Plan(PlanRecord):
 
     def details(self) -> str:
         """Everything: shardings, collectives, memory, what was compared, the solver, checks and notes."""
-        return console.render_plain(text.render_plan(self))
+        return console.render_plain(summary.render_plan(self))
 
     def activations(self) -> str:
         """The activations that wait for the backward pass: place, operation, type, layout and bytes a line, in an

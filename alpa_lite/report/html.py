@@ -1,6 +1,6 @@
 """A plan as one HTML file that loads nothing: the sections of its printout with more columns, pictures and colours.
 
-The content is that of `text` and `summary`; the template `page.html` lays it out.
+The content is that of `summary`; the template `page.html` lays it out.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import jinja2
 from rich.text import Text
 
-from alpa_lite.ir import units
 from alpa_lite.plan.records import PlanRecord as Plan
-from alpa_lite.report import prose, stages, summary, text
+from alpa_lite.report import prose, stages, summary
 from alpa_lite.report.tables import Bar, Blocks, Branch, Curve, Grid, Legend, Nested, Section, Sentence, Table
 
 MAX_CELL_BYTES = 100_000
@@ -44,7 +43,7 @@ def fragment(plan: Plan) -> str:
 
 def _sections(plan: Plan) -> list[tuple[Section, int]]:
     """Returns the sections of a page, each with the number of those before it that have its name."""
-    sections = [part for part in (*summary.sections(plan), *text.details(plan)) if part.only != "terminal"]
+    sections = [part for part in (*summary.sections(plan), *summary.details(plan)) if part.only != "terminal"]
     return [(part, [other.name for other in sections[:n]].count(part.name)) for n, part in enumerate(sections)]
 
 
@@ -53,20 +52,11 @@ def _render(
 ) -> str:
     shown = [(part, f"{part.name}-{n + 1}" if n else part.name) for part, n in sections if n < limit]
     page = _template().render(
-        title=f"Plan {plan.method} for {plan.cluster}", facts=text.facts(plan), cards=_cards(plan), prefix=prefix,
-        sections=shown, hidden=len(sections) - len(shown), whole=whole, limit=limit,
+        plan=plan, facts=summary.facts(plan), rates=summary.rates(plan), utilisation=summary.utilisation(plan),
+        peak=stages.peak(plan), budget=summary.budget(plan), title=f"Plan {plan.method} for {plan.cluster}",
+        prefix=prefix, sections=shown, hidden=len(sections) - len(shown), whole=whole, limit=limit,
     )  # fmt: skip
     return page.strip() + "\n"
-
-
-def _cards(plan: Plan) -> list[tuple[str, str]]:
-    """Returns the figures in large letters, each with its meaning."""
-    cards = [(units.seconds(plan.step_seconds), "predicted step")]
-    cards += [(rate, f"{name} a second") for name, rate in summary.rates(plan).items()]
-    if plan.products.flops:
-        share = f"{100 * summary.utilisation(plan):.3g} %"
-        cards.append((share, "of the peak: utilisation by the step's own products"))
-    return [*cards, (units.nbytes(stages.peak(plan)), f"per device at the peak, {summary.budget(plan)}")]
 
 
 @functools.cache

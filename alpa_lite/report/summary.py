@@ -1,4 +1,6 @@
-"""A plan in brief: `print(plan)` with the choice, its prediction and other methods; its `repr`; messages of the log.
+"""A plan as text of a hundred columns: in brief (`print(plan)`), in full, in a line (its `repr`), and in the log.
+
+In brief it is the choice, its prediction, and other methods.
 
 The choice is in the field's words: data, tensor, sequence and expert parallelism, FSDP, ZeRO, pipelines.
 
@@ -14,6 +16,7 @@ import heapq
 import math
 import textwrap
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 from rich.console import Group
 from rich.text import Text
@@ -23,11 +26,14 @@ from alpa_lite.ir import units
 from alpa_lite.plan.figures import AxisUse, Comparison
 from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.plan.records import Stage
-from alpa_lite.report import console, grouping, operations, prose, stages, text
-from alpa_lite.report.tables import Block, Column, Row, Section, Sentence, Table
+from alpa_lite.report import console, grouping, operations, prose, stages
+from alpa_lite.report import sections as parts
+from alpa_lite.report.tables import Block, Column, Legend, Row, Section, Sentence, Table
 
 _MORE = "more: plan.details(), plan.explain(path), plan.activations(), plan.to_html(file)"
 _MAX_NOTES = 3
+_MAX_REPLICATED = 10
+_MAX_CANDIDATES = 16
 _MAX_LAPS = 3  # of planning, in the log
 _ALL = 0.98  # the share from which on something counts as all
 _SOME = 0.02  # the share below which something is left out
@@ -40,7 +46,7 @@ def render_summary(plan: Plan) -> Group:
     lines = [textwrap.shorten(line, console.WIDTH - 2, placeholder=" ...") for line in remarks]
     lines += [f"and {hidden} more in details()"] if hidden > 0 else []
     notes = [Section("notes", "Notes", tuple(lines))] if remarks else []
-    return console.render((*text.header(plan), *sections(plan), *notes, Text(f"\n{_MORE}", style="dim")))
+    return console.render((*header(plan), *sections(plan), *notes, Text(f"\n{_MORE}", style="dim")))
 
 
 def sections(plan: Plan) -> Iterator[Section]:
@@ -51,6 +57,9 @@ def sections(plan: Plan) -> Iterator[Section]:
         yield Section(
             "compared", "Other methods, at the same prices", (_comparisons(plan), *_cost_of_annotations(plan))
         )
+
+
+# -- in a line ---------------------------------------------------------------------------------------------------------
 
 
 def line(plan: Plan) -> str:
@@ -216,3 +225,85 @@ def explain_rejection(plan: Plan, row: Comparison) -> str:
         return row.reason or "not evaluated"
     over, pace = (row.bytes_per_device or 0) - plan.memory_per_device, units.pace(row.step_seconds, plan.step_seconds)
     return f"does not fit by {units.nbytes(over)}, {pace}" if over > 0 else pace
+
+
+# -- in full -----------------------------------------------------------------------------------------------------------
+
+
+def render_plan(plan: Plan) -> Group:
+    """Returns the plan as a Rich renderable."""
+    return console.render((*header(plan), *details(plan)))
+
+
+def overview(plan: Plan) -> Group:
+    """The beginning of `render_plan`: where the time goes, and the memory; for a pipeline also stages and schedule."""
+    return console.render((*header(plan), *parts.overview(plan)))
+
+
+def details(plan: Plan) -> Iterator[Section]:
+    """Yields all sections of a plan, those of pages too."""
+    yield from parts.overview(plan)
+    if found := operations.modules(plan):
+        note = "Seconds per step of an average device. Open a module for its operations."
+        body = Legend(tuple(operations.COLOURS.items())), operations.module_table(found, plan.step_seconds), note
+        yield Section("modules", "Time by module and operation", body, only="page")
+    yield from parts.placement(plan)
+    if heavy := operations.rank_operations(plan):
+        heading = "Where the time goes: operations and the collectives that they wait for, per device"
+        body = f"bound by {operations.bounds_text(heavy)}", operations.table(heavy)
+        yield Section("operations", heading, body)
+    if rows := stages.replicated_operations(plan):
+        heading = "Not distributed: computed whole on every device, or left to the compiler"
+        yield Section(
+            "replicated", heading, (Table.from_items(_REPLICATED, rows, _MAX_REPLICATED, "smaller operations"),)
+        )
+    if any(stage.held for stage in plan.stages):
+        heading = "Activations that wait for the backward pass"
+        yield Section("activations", heading, (operations.activation_table(plan),), only="page")
+    if plan.candidates:
+        yield Section("candidates", "Plans compared", (_candidates(plan),))
+    yield Section("solver", "Solver", tuple(Sentence(head, tuple(rest)) for head, *rest in prose.parts("solver", plan)))
+    remarks = (("Checked", plan.verification), ("Compiler rewrites", plan.rewrites), ("Notes", plan.notes))
+    for heading, lines in remarks:
+        if lines:
+            yield Section("notes", heading, lines)
+
+
+def header(plan: Plan) -> tuple[Block, ...]:
+    """Returns the first lines of a plan: method and cluster; devices, stages, micro-batches and schedule."""
+    head = Text("Plan ", style="bold")
+    head.append(plan.method, style="bold cyan")
+    head.append(f" for {plan.cluster}", style="default not bold")
+    return head, facts(plan)
+
+
+def facts(plan: Plan) -> Sentence:
+    """Devices, stages, micro-batches and schedule."""
+    return Sentence("", tuple(prose.lines("facts", plan, stages.meshes(plan))))
+
+
+_REPLICATED = (
+    Column("operation", attrgetter("name")),
+    Column("", lambda row: row.count if row.count > 1 else None, units.times, attrgetter("count")),
+    Column("size", attrgetter("bytes"), units.nbytes, lambda row: row.bytes * row.count),
+    Column("time", attrgetter("seconds"), units.seconds, attrgetter("seconds")),
+    Column("reason and place", lambda row: f"{row.reason}; {row.where}", wide=True),
+)
+
+
+def _candidates(plan: Plan) -> Table:
+    """Returns the chosen plan first, then by seconds. Pipelines are compared by the estimates of the stage search."""
+    order = sorted(plan.candidates, key=lambda c: (c.status != "chosen", c.step_seconds is None, c.step_seconds or 0.0))
+    chosen = order[0].step_seconds if order[0].status == "chosen" else None
+    best = plan.step_seconds if chosen is None else chosen
+    columns = (
+        Column("plan", attrgetter("method"), wide=True),
+        Column("mesh" if plan.solver.model == "step" else "stages", lambda row: units.shape(row.mesh_shape)),
+        Column("step", attrgetter("step_seconds"), units.seconds),
+        Column("memory", attrgetter("bytes_per_device"), units.nbytes),
+        Column("", lambda row: prose.sentence("status", row, best)),
+    )
+    return Table.from_items(
+        columns, dict.fromkeys(order), _MAX_CANDIDATES, "and {} more",
+        style=lambda row: "bold" if row.status == "chosen" else "",
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from alpa_lite.ir import schedules
 from alpa_lite.ir.timeline import Event, Timeline
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Collective, Leaf
-from alpa_lite.report import console, summary, text, timeline
+from alpa_lite.report import console, summary, timeline
 from tests.plans import gpt_plan, pipeline_plan, small_plan, with_comparisons
 from tests.report.test_timeline import draw, example
 
@@ -52,10 +52,10 @@ UNEVEN = Event(0, 0.0, 1.0, "forward 0", "forward", 0, 0), Event(0, 2.0, 5.0, "b
 TEXTS: dict[str, Callable[[], str]] = {
     "mesh": lambda: str(with_comparisons(gpt_plan())),
     "mesh, details": lambda: gpt_plan().details(),
-    "mesh, overview": lambda: console.render_plain(text.overview(gpt_plan())),
+    "mesh, overview": lambda: console.render_plain(summary.overview(gpt_plan())),
     "pipeline": lambda: str(pipeline_plan()),
     "pipeline, details": lambda: pipeline_plan().details(),
-    "pipeline, overview": lambda: console.render_plain(text.overview(pipeline_plan())),
+    "pipeline, overview": lambda: console.render_plain(summary.overview(pipeline_plan())),
     "interleaved": lambda: str(interleaved()),
     "interleaved, details": lambda: interleaved().details(),
     "zb-h1, details": lambda: pipeline_plan("zb-h1").details(),
