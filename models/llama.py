@@ -36,7 +36,7 @@ class LlamaConfig(TransformerConfig):
 
     norm: ClassVar = nnx.RMSNorm
     bias: ClassVar[bool] = False
-    gated: ClassVar[bool] = True
+    has_gate: ClassVar[bool] = True
     tied: ClassVar[bool] = False
 
     @property

@@ -136,7 +136,7 @@ class MoE(Decoder):
 
     def __call__(self, tokens: jax.Array) -> Any:
         """Tokens (batch, sequence) int32 to float32 logits (batch, sequence, vocab), and the mean auxiliary loss."""
-        x, auxiliary = self.blocks((self.embed(tokens), jnp.zeros(())))
+        x, auxiliary = self.blocks((self.embed_tokens(tokens), jnp.zeros(())))
         return self.logits(x), auxiliary / self.blocks.length
 
 

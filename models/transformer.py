@@ -34,11 +34,11 @@ class TransformerConfig:
       remat: whether each layer is recomputed in the backward pass.
       dtype: of the computation; parameters are float32.
 
-    What a kind of transformer is made of, some of which its configuration may turn into a size:
+    Parts of a kind of transformer, some of which its configuration may turn into a size:
       ffn_factor: the feed-forward's inner size over `hidden`.
       causal: whether a token sees only itself and what is before it.
-      norm, norm_first: what normalises; the input of each block, or its sum with the output.
-      bias, gated: whether products have biases; whether a silu gates the feed-forward, W₃(silu(W₁x) ⊙ W₂x).
+      norm, norm_first: the normalisation; whether it is of the input of each block, or of its sum with the output.
+      bias, has_gate: whether products have biases; whether a silu gates the feed-forward, W₃(silu(W₁x) ⊙ W₂x).
       kv_heads: heads of keys and values, of which `heads` is a multiple; as many for None.
       rope_theta: the base of the wavelengths of rotary positions; 0 for learned positions.
       dropout: the probability of dropping an element of a block's output.
@@ -57,7 +57,7 @@ class TransformerConfig:
     norm: ClassVar[Callable[..., Any]] = nnx.LayerNorm
     norm_first: ClassVar[bool] = True
     bias: ClassVar[bool] = True
-    gated: ClassVar[bool] = False
+    has_gate: ClassVar[bool] = False
     kv_heads: ClassVar[Any] = None
     rope_theta: ClassVar[Any] = 0.0
     dropout: ClassVar[Any] = 0.0
@@ -144,7 +144,7 @@ class FeedForward(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         """Draws the parameters from `rngs`."""
         linear = functools.partial(nnx.Linear, use_bias=config.bias, dtype=config.dtype, rngs=rngs)
-        self.gate = linear(config.hidden, config.inner) if config.gated else None
+        self.gate = linear(config.hidden, config.inner) if config.has_gate else None
         self.up = linear(config.hidden, config.inner)
         self.down = linear(config.inner, config.hidden)
 
@@ -210,7 +210,7 @@ class Stack(nnx.Module):
 
 
 def make_norm(config: TransformerConfig, rngs: nnx.Rngs) -> Any:
-    """Returns what normalises `hidden` features."""
+    """Returns a normalisation of `hidden` features."""
     return type(config).norm(config.hidden, dtype=config.dtype, rngs=rngs)
 
 
@@ -240,9 +240,9 @@ class Decoder(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Returns tokens (batch, sequence) int32 to float32 logits (batch, sequence, vocab)."""
-        return self.logits(self.blocks(self.embed(tokens)))
+        return self.logits(self.blocks(self.embed_tokens(tokens)))
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
+    def embed_tokens(self, tokens: jax.Array) -> jax.Array:
         """Tokens (batch, sequence) int32 to (batch, sequence, hidden)."""
         x = self.tokens(tokens)
         return x if self.positions is None else x + self.positions(jnp.arange(tokens.shape[1]))

@@ -37,7 +37,7 @@ def clean(command: Command) -> Command:
             Console(stderr=True, highlight=False).print(Text(f"error: {error}", style="bold red"), soft_wrap=True)
             raise typer.Exit(2) from None
 
-    run.__signature__ = options.described(command)  # type: ignore[attr-defined]
+    run.__signature__ = options.describe_parameters(command)  # type: ignore[attr-defined]
     return run  # type: ignore[return-value]
 
 

@@ -104,7 +104,7 @@ PARAMETERS: Mapping[str, Any] = {
 """Parameter -> its description; where a command has one of its own, that is behind the name of the command."""
 
 
-def described(command: Callable[..., None]) -> inspect.Signature:
+def describe_parameters(command: Callable[..., None]) -> inspect.Signature:
     """Returns the signature of a command with the descriptions of its parameters, as Typer reads them."""
     signature = inspect.signature(command, eval_str=True)
     own = {

@@ -43,7 +43,7 @@ def lines(macro: str, *values: Any) -> list[str]:
 
 
 def sentence(macro: str, *values: Any) -> str:
-    """Returns what a macro writes in one line."""
+    """Returns the lines of a macro as one."""
     return " ".join(lines(macro, *values))
 
 
