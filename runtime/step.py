@@ -62,11 +62,11 @@ class LoadOptions:
 
 
 class WeakPattern(NamedTuple):
-    """The results of a call that have a weak dtype, as `jit` would give it; of these the state that is returned."""
+    """The results of a call that have a weak dtype, as `jit` would give it, and of these the new state."""
 
     executable: Executable
     results: tuple[bool, ...]
-    returned: tuple[bool, ...]
+    state: tuple[bool, ...]
 
 
 Emit = Callable[[int], tuple[Callable[..., Sequence[Any]], Iterable[Instruction]]]
@@ -311,7 +311,7 @@ class Executable:
         state, rest = self._pick_state(leaves), self._pick_rest(leaves)
         owner = self._owned.owner_of(state) if state else None
         last = owner if isinstance(owner, WeakPattern) and owner.executable is self else None
-        pattern = self._accepted.get((weak_flags(state) if last is None else last.returned, weak_flags(rest)))
+        pattern = self._accepted.get((weak_flags(state) if last is None else last.state, weak_flags(rest)))
         if pattern is None:
             raise NewSignature("whether a dtype is weak")
         if ownership.any_deleted(state) or ownership.any_deleted(rest):
