@@ -324,6 +324,7 @@ def explain_miss(new: Signature, paths: Sequence[str], planned: Mapping[Signatur
 
 
 def _differences(old: Signature, paths: Sequence[str], new: Signature, new_paths: Sequence[str]) -> list[str]:
+    """Returns each difference of a signature from another, in words."""
     found = [f"{_called(new)}, planned was {_called(old)}"] if old.form[:2] != new.form[:2] else []
     kinds = zip(_facts(old, paths), _facts(new, new_paths), _ADDED, _REMOVED, strict=True)
     for before, after, added, removed in kinds:

@@ -114,6 +114,7 @@ class UNet(nnx.Module):
         block = functools.partial(ResidualBlock, config=config, rngs=rngs)
 
         def levels(rows: list[Channels], heights: list[int]) -> nnx.List:
+            """Returns the blocks of each level."""
             pairs = zip(rows, heights, strict=True)
             return nnx.List(
                 [nnx.List([block(*pair, attend=h in config.attention) for pair in row]) for row, h in pairs]

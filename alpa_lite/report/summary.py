@@ -173,6 +173,7 @@ def budget(plan: Plan) -> str:
 
 
 def _predicted(plan: Plan) -> Table:
+    """Returns the figures of the prediction, each with its name."""
     spent = stages.seconds_by_use(plan)
     seconds = [("compute", spent.compute), ("communication", spent.waiting_seconds), ("idle", spent.idle)]
     ranked = operations.rank_operations(plan)
