@@ -144,10 +144,12 @@ def _once(op: Op, used: list[bool]) -> tuple[Op, list[bool]]:
 
 
 def _barrier(op: Op, used: list[bool]) -> Op:
+    """Returns a barrier without the values that nothing reads after it."""
     return op if all(used) else _changed(op, used, used)
 
 
 def _callback(op: Op, used: list[bool]) -> Op:
+    """Returns a callback without the results that nothing reads."""
     kept = [i for i, is_read in enumerate(used) if is_read]
     return op if all(used) else _changed(op, None, used, params=_jax.keep_callback_results(op.params, kept))
 

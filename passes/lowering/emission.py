@@ -273,6 +273,7 @@ class _Emitter:
 
 
 def _read_all(operands: Sequence[Operand], registers: Mapping[int, Any]) -> list[Any]:
+    """Returns the arrays of some operands."""
     return [o.value if isinstance(o, Lit) else registers[o] for o in operands]
 
 

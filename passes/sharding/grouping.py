@@ -232,6 +232,7 @@ class _Builder:
         self.member(op, form, len(self.drafts) - 1, tuple(range(len(factors))), trips)
 
     def place_light(self, op: Op, form: Form, trips: int) -> None:
+        """Makes an operation follow its main operand, in the group of that or in one that hangs on it."""
         whole = [(k, a) for k in form.whole_operands if isinstance(a := op.operands[k], int) and a not in self.lazy]
         whole = [(k, atom) for k, atom in whole if self.homes[atom].group]
         if not whole:
@@ -307,6 +308,7 @@ class _Builder:
     # -- colours --------------------------------------------------------------------------------------------------
 
     def finish(self) -> Grouping:
+        """Returns the groups, those of equal colour tied."""
         colors = groups.colors_of(self.drafts, self.demands, self.homes)
         found = tuple(
             Group(i, d.kind, tuple(d.factors), tuple(d.ops), tuple(d.op_factors), d.trips, colors[i], d.name)

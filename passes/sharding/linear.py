@@ -110,6 +110,7 @@ class _Block:
         return start in self.producers and flow.makes_zeros(self.producers[start])
 
     def addition(self, op: Op) -> None:
+        """Notes an addition of partial sums, and the operations between these and it."""
         if not self.rules[op.key].factors and not any(a in self.held for a in op.operands):
             return  # a scalar that no loop adds up
         shape = self.values[op.results[0]].shape
