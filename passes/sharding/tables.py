@@ -155,7 +155,7 @@ class GroupedStep:
     @cached_property
     def traffic(self) -> dict[int, traffic.Moved]:
         """Reads and writes of operations on one device, by op index, without those that compilers fuse away."""
-        return traffic.memory_traffic(self.traced.graph.block, self.traced.graph.values)
+        return traffic.memory_traffic(self.traced.graph.block, self.traced.graph.values, self.repeats.parts)
 
     @cached_property
     def min_bytes(self) -> float:

@@ -133,3 +133,24 @@ def test_operands_of_a_chain_live_until_the_chain_ends():
         return (z * 2 + 1) @ x
 
     assert lives(step, f32(N, N)) == [("dot_general", 0, 3), ("add", 3, 4), ("dot_general", 4, 5)]
+
+
+def test_parts_of_a_program_are_compiled_apart() -> None:
+    """A part reads from memory what an earlier one writes there, although one kernel could do both."""
+
+    def step(x: Any, g: Any) -> tuple[Any, Any]:
+        y = jnp.exp(x)
+        return y * 2, y * g
+
+    graph = tracing.trace(step, (f32(N, M), f32(N, M)), {}).graph
+    exp, twice, product = (next(op for op in graph.block.ops if test(op)) for test in (
+        lambda op: op.name == "exp", lambda op: op.name == "mul" and len(op.reads) == 1,
+        lambda op: op.name == "mul" and len(op.reads) == 2,
+    ))  # fmt: skip
+    whole = traffic.memory_traffic(graph.block, graph.values)
+    assert sum(moved.bytes for moved in whole.values()) == 4 * FULL  # two arrays are read, and two are written
+    parts = {exp.index: {0}, twice.index: {0}, product.index: {1}}
+    apart = traffic.memory_traffic(graph.block, graph.values, parts)
+    assert sum(moved.bytes for moved in apart.values()) == 6 * FULL and apart[product.index].reads == (FULL, FULL)
+    again = traffic.memory_traffic(graph.block, graph.values, {**parts, exp.index: {0, 1}})
+    assert sum(again[op.index].bytes for op in (exp, twice)) == 2 * FULL  # each part makes its own
