@@ -27,6 +27,7 @@ from alpa_lite.compilation.runner import Passes, passes
 from alpa_lite.ir.graph import Traced
 from alpa_lite.options import Options
 from alpa_lite.passes import checks, factors, plans, tracing
+from alpa_lite.passes.ir.folding import add_folded
 from alpa_lite.passes.layers.residuals import reduce_residuals
 from alpa_lite.passes.plans import comparing, weighing
 from alpa_lite.passes.programs.staged import Staged, add_notes
@@ -49,14 +50,20 @@ class Compiled:
     """A planned step: the step in planned stages, with its program, and the plan that says so.
 
     Attributes:
+      unfold: returns the step in its stages; of a step that was planned folded, the whole of it.
       source: the step as it was traced, before any pass.
       pins: where its arguments are and stay.
     """
 
-    staged: Staged
+    unfold: Callable[[], Staged]
     plan: Plan
     source: Traced
     pins: Pins = NO_PINS
+
+    @functools.cached_property
+    def staged(self) -> Staged:
+        """The step in its stages."""
+        return self.unfold()
 
     @property
     def traced(self) -> Traced:
@@ -102,6 +109,8 @@ def compile_step(
         )  # fmt: skip
         request = replace(request, wishes=wanted)
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
+        if others.count == 1 and _may_fold(traced, request):
+            step = replace(step, traced=run("folding", add_folded, traced))
         found: list[str] = []
         plan, staged = others.plan(
             step, request, lambda: plan_step(run, step, request, found),
@@ -114,7 +123,33 @@ def compile_step(
     plan = plan.with_deferred(
         comparisons=comparing.compare_with_textbook(step.traced, step.rules, staged, cluster, request.budget)
     )
-    return Compiled(staged, plan, traced, pins)
+
+    unfold = functools.cache(functools.partial(_unfold, name, Step(traced, step.rules), request, plan, staged))
+    return Compiled(unfold, plan, traced, pins)
+
+
+def _unfold(name: str, step: Step, request: PlanRequest, plan: Plan, staged: Staged) -> Staged:
+    """Returns the whole step in the stages of its plan, which is verified again if it was planned folded."""
+    if staged.traced.copies is None:
+        return staged
+    with _jax.clear_mesh_context(), passes(name, None) as run:
+        whole = known_division.rebuild_stages(run, step, request, plan, math.inf)
+        if request.options.verify != "off":
+            run("checks", checks.verify_partitioning, plan, whole)
+        return whole
+
+
+FOLDED_OPERATIONS = 1000
+"""Steps of fewer operations are planned as they are."""
+
+
+def _may_fold(traced: Traced, request: PlanRequest) -> bool:
+    """Returns whether a step may be planned folded: it is long, no argument is constrained, and nothing overlaps."""
+    wishes, options = request.wishes, request.options
+    said = request.pins or wishes.leaves or wishes.forbidden or wishes.mesh or request.like is not None
+    return len(traced.graph.block.ops) >= FOLDED_OPERATIONS and not (
+        said or request.cluster.has_overlap or options.plan is not None or options.communication != "explicit"
+    )
 
 
 def plan_step(run: Passes, step: Step, request: PlanRequest, found: list[str]) -> tuple[Plan, Staged]:

@@ -210,6 +210,8 @@ class Traced:
         where the plan reads it.
       placements: (argument, sharding) of each argument whose new value, or itself as a result, is given one.
       stacked: where leaves of the user's step are several arguments here, which; None where each is one.
+      folded_step: the step planned in its place, with a few copies of its repeated layers; None if there is none.
+      copies: of such a step the copies that it leaves out (`passes.ir.folding.Copies`).
     """
 
     graph: Graph
@@ -225,6 +227,8 @@ class Traced:
     returned_arguments: tuple[tuple[int, int], ...] = ()
     placements: tuple[tuple[int, Any], ...] = ()
     stacked: Stacked | None = None
+    folded_step: Traced | None = None
+    copies: Any = None
 
 
 def check(graph: Graph) -> None:

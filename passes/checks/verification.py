@@ -145,6 +145,8 @@ def verify_partitioning(plan: P, staged: Staged) -> P:
     if known:
         count = sum(c.count for c in plan.collectives if c.kind != "transfer")
         what = "the lowered program" if len(known) == 1 else f"{len(known)} distinct stage executables"
+        copies = staged.traced.copies
+        what += f", in which one copy of a repeated layer stands for {1 + copies.count}" if copies is not None else ""
         unknown = f"; of unknown trip count, counted once: {', '.join(loops)}" if loops else ""
         lines.append(f"Shardy: the {count} planned collectives are in {what}, and no others{unknown}")
     lines += standins.line()

@@ -18,14 +18,23 @@ does a second time (`stages.segments` makes cheap values again rather than keep 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.costs.flops import flops_of, working_dtype
-from alpa_lite.passes.lowering.program import Communicated, Compute, Instruction, LocalProgram, Loop, collectives
+from alpa_lite.passes.ir.folding import copies_of
+from alpa_lite.passes.lowering.program import (
+    Communicated,
+    Compute,
+    Instruction,
+    LocalProgram,
+    Loop,
+    collectives,
+    source_line_of,
+)
 from alpa_lite.passes.sharding.costs import attention_efficiency, combinable_kinds
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
@@ -103,6 +112,18 @@ class Prices:
         """Returns the collectives of one run of some instructions, and the seconds of all executions of each."""
         return [(found, latency + moving) for (found, *_), latency, moving in self.links(items)]
 
+    def listed_collectives(self, items: Iterable[Instruction]) -> list[tuple[Collective, float]]:
+        """Returns the same of the whole step that a folded one stands for, each where it is there, in that order."""
+        copies = self.traced.copies
+        if copies is None:
+            return self.collectives(items)
+        out: list[tuple[tuple[float, int], Collective, float]] = []
+        for (found, move, op), latency, moving in self.links(items):
+            issued = [((one.index, 0), one) for one in copies.all_of(op)] if op is not None else []
+            for order, one in issued if move is None else copies.users(move[0], op):
+                out.append((order, replace(found, where=source_line_of(one)), latency + moving))
+        return [(found, seconds) for _, found, seconds in sorted(out, key=lambda one: one[0])]
+
     def steady_seconds(self, items: Iterable[Instruction], values: Container[int]) -> float:
         """Of `collectives`, seconds that do not depend on the size of most values: latency, and where some values move.
 
@@ -138,10 +159,13 @@ def prices(
     for group, node in zip(grouping.groups, found.space.node_of, strict=True):
         flops, size, starts = (float(term) for term in nodes[node].terms[:, choice[node]])
         if not group.ops:
-            arguments += max(flops, size) + starts
+            arguments += group.copies * (max(flops, size) + starts)
             continue
-        whole = sum(alone[number] for number in group.ops)
-        for number in group.ops:
-            share = alone[number] / whole if whole else 1 / len(group.ops)
-            operations[number] = Price(flops * share, size * share, starts * share, group.trips)
+        counts = [len(copies_of(traced, grouping.ops[number])) for number in group.ops]
+        is_all = group.kind == "fixed"  # the seconds are those of all copies of its operations
+        whole = sum(alone[number] * (n if is_all else 1) for number, n in zip(group.ops, counts, strict=True))
+        every = sum(counts) if is_all else len(group.ops)
+        for number, count in zip(group.ops, counts, strict=True):
+            share = count * (alone[number] / whole if whole else 1 / every)
+            operations[number] = Price(flops * share, size * share, starts * share, group.trips * count)
     return Prices(traced, program, cost, operations, arguments, found.space.shares)

@@ -12,7 +12,6 @@ instruction equals that p places on is cut into pieces of length p. Any cut is c
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +19,9 @@ from typing import Any
 import numpy as np
 
 from alpa_lite.ir.graph import Lit, Traced
+from alpa_lite.passes.ir.repeats import SHORTEST, find_periods, find_stretches
 from alpa_lite.passes.lowering.program import Body, Compute, Instruction, Reshard
 
-SHORTEST = 8  # instructions: a call is itself one
-_PERIODS = 64  # distances that are tried
 _MOST = 0.2  # of what repeats but for a few instructions, the least part between those that is cut out
 
 
@@ -90,9 +88,9 @@ def _cuts(tokens: np.ndarray) -> list[int]:
     """
     cuts = {0, len(tokens)}
     free = np.ones(len(tokens), dtype=bool)
-    periods = _periods(tokens)
+    periods = find_periods(tokens)
     for period in periods:
-        for start, end in _stretches(tokens, period, free):
+        for start, end in find_stretches(tokens, period, free):
             times = (end - start) // period + 1  # the last of the equal pieces begins where the stretch ends
             if times < 2:
                 continue
@@ -100,7 +98,7 @@ def _cuts(tokens: np.ndarray) -> list[int]:
             free[start : start + period * times] = False
     pieces: set[tuple[int, int]] = set()
     for period in periods:
-        for start, end in _stretches(tokens, period, free):
+        for start, end in find_stretches(tokens, period, free):
             those = {(start, end), (start + period, end + period)}
             taken = any(piece not in pieces and not free[slice(*piece)].all() for piece in those)
             if taken or end - start < max(SHORTEST, _MOST * period):
@@ -110,21 +108,3 @@ def _cuts(tokens: np.ndarray) -> list[int]:
                 cuts.update(piece)
                 free[slice(*piece)] = False
     return sorted(cuts)
-
-
-def _stretches(tokens: np.ndarray, period: int, free: np.ndarray) -> list[list[int]]:
-    """Where every instruction equals that `period` places on, both of them not in a piece yet: beginnings and ends."""
-    same = (tokens[:-period] == tokens[period:]) & free[:-period] & free[period:]
-    return np.flatnonzero(np.diff(np.concatenate([[0], same.astype(np.int8), [0]]))).reshape(-1, 2).tolist()
-
-
-def _periods(tokens: np.ndarray) -> list[int]:
-    """The commonest distances between an instruction and the next that equals it, the longest stretches first."""
-    last: dict[int, int] = {}
-    found: Counter[int] = Counter()
-    for i, token in enumerate(tokens.tolist()):
-        if token in last and i - last[token] >= SHORTEST:
-            found[i - last[token]] += 1
-        last[token] = i
-    commonest = [period for period, count in found.most_common(_PERIODS) if count >= period]
-    return sorted(commonest, reverse=True)

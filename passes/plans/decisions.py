@@ -10,6 +10,7 @@ import numpy as np
 from alpa_lite import _jax
 from alpa_lite.ir import registration
 from alpa_lite.ir.graph import Lit, Op, Traced
+from alpa_lite.passes.ir.folding import whole_step
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.space import Space
@@ -20,12 +21,13 @@ from alpa_lite.plan.decisions import Decision, Fixed
 def decisions_of(stage: DecidedStage) -> tuple[Decision, ...]:
     """The decisions of a stage, without alternatives, in the order of `transfer_seconds` of its solution."""
     traced, grouping, found = stage.graph.traced, stage.grouping, stage.mesh_solution
-    paths = {g: a.path for g, a in zip(grouping.leaves, traced.arguments, strict=False) if g}
+    paths = _paths(traced, grouping)
     out = []
     for number, seconds in transfer_seconds(found):
         node, chosen = found.space.nodes[number], found.solution.choice[number]
-        group, strategy, count = grouping.groups[node.group], node.strategies[chosen], len(node.members)
-        own, sizes = tuple(paths[m] for m in node.members if m in paths), tuple(f.size for f in group.factors)
+        group, strategy, count = grouping.groups[node.group], node.strategies[chosen], node.count
+        own = tuple(path for _, path in sorted(pair for m in node.members for pair in paths.get(m, ())))
+        sizes = tuple(f.size for f in group.factors)
         name, where = (own[0], "argument") if own else (f"{group.name} {_shape(sizes)}", "loop or branch value")
         if group.ops and group.index not in paths:
             first = grouping.ops[group.ops[0]]
@@ -33,6 +35,17 @@ def decisions_of(stage: DecidedStage) -> tuple[Decision, ...]:
         total, axes = float((node.compute + node.communication)[chosen] * count + seconds[chosen]), strategy.axes
         out.append(Decision(group.color, name, where, count, sizes, axes, total, (), own, strategy.partial))
     return tuple(out)
+
+
+def _paths(traced: Traced, grouping: Grouping) -> dict[int, list[tuple[int, str]]]:
+    """Group -> number and path of each argument of the whole step that it holds."""
+    whole, copies = whole_step(traced), traced.copies
+    numbers = copies.arguments if copies is not None else range(len(traced.arguments))
+    out: dict[int, list[tuple[int, str]]] = {}
+    for number, (argument, own) in enumerate(zip(whole.arguments, numbers, strict=True)):
+        if group := grouping.leaves[own]:
+            out.setdefault(group, []).append((number, argument.path))
+    return out
 
 
 def transfers_of_nodes(space: Space) -> list[list[int]]:
@@ -74,7 +87,10 @@ def fixed_strategies(grouping: Grouping, found: MeshSolution, arguments: int) ->
     """
     if found.mesh.size == 1:
         return ()
-    place = {group: i for members in grouping.classes.values() for i, group in enumerate(members)}
+    place: dict[int, list[int]] = {}
+    for tied in grouping.classes.values():
+        for i, group in enumerate(grouping.unfold(tied)):
+            place.setdefault(group, []).append(i)
     nodes, leaves = found.space.nodes, set(grouping.leaves[:arguments])
     keys = Counter(grouping.groups[node.group].color for node in nodes)
     out = []
@@ -84,7 +100,7 @@ def fixed_strategies(grouping: Grouping, found: MeshSolution, arguments: int) ->
         if group.kind == "fixed" or (len(node.strategies) > 1 and not several) or not leaves.isdisjoint(node.members):
             continue
         strategy = node.strategies[chosen]
-        members = tuple(place[member] for member in node.members) if several else ()
+        members = tuple(sorted(i for member in node.members for i in place[member])) if several else ()
         out.append(Fixed(group.color, members, strategy.axes, strategy.partial))
     return tuple(out)
 

@@ -16,6 +16,7 @@ from alpa_lite.ir.layout import Layout
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.costs.flops import flops_of
 from alpa_lite.passes.ir import primitives
+from alpa_lite.passes.ir.folding import copies_of, count_uses, users_of
 from alpa_lite.passes.lowering.prices import FREE, Price
 from alpa_lite.passes.lowering.program import Body, Loop, Reshard, computes, spec_of
 from alpa_lite.passes.sharding import kinds
@@ -33,22 +34,23 @@ def products(stages: Iterable[PlannedStage], cluster: Cluster) -> Products:
     flops: dict[str, float] = defaultdict(float)
     for planned in stages:
         values = planned.graph.traced.graph.values
-        for group, op, work in _products(planned.grouping, planned.rules, planned.graph.traced):
+        for _, op, work in _products(planned.grouping, planned.rules, planned.graph.traced):
             first = next((a for a in op.operands if not isinstance(a, Lit)), op.results[0])
             dtype = str(values[first].dtype)
-            flops[dtype] += work * group.trips
+            flops[dtype] += work
     total = sum(flops.values())
     seconds = sum(amount / cluster.peak(dtype) for dtype, amount in flops.items())
     return Products(total, total / seconds if seconds else 0.0)
 
 
 def _products(grouping: Grouping, rules: Mapping[Any, Rule], traced: Traced) -> Iterator[tuple[Group, Op, float]]:
-    """Yields the products of a step with the FLOPs of one execution; without those that are computed again."""
+    """Yields the products of a step with the FLOPs of all executions; without those that are computed again."""
     for group in grouping.groups:
         for number in group.ops:
             op = grouping.ops[number]
             if op.name in primitives.PRODUCTS and not _jax.is_computed_again(op.source):
-                yield group, op, flops_of(op, rules[op.key], traced.graph.values)
+                runs = group.trips * len(copies_of(traced, op))
+                yield group, op, flops_of(op, rules[op.key], traced.graph.values) * runs
 
 
 def operation_seconds(planned: PlannedStage) -> tuple[Spending, ...]:
@@ -70,8 +72,8 @@ def operation_seconds(planned: PlannedStage) -> tuple[Spending, ...]:
             own = prices.get(item.op.index, FREE)
             if own.seconds:
                 spend(item.op, own, flops=own.flops, bytes=own.bytes, starts=own.starts, count=own.runs)
-        runs = planned.runs(segment)
-        for (*_, op), latency, links in planned.prices.links(segment.instructions):
+        for (_, move, op), latency, links in planned.prices.links(segment.instructions):
+            runs = planned.runs(segment) * count_uses(planned.graph.traced, move and move[0], op)
             sums: Any = {"links": links * runs, "latency": latency * runs}
             if op is None:
                 results.update(sums)
@@ -106,7 +108,6 @@ def axis_uses(planned: PlannedStage, examples: int) -> tuple[AxisUse, ...]:
     shares: dict[str, dict[str, float]] = {axis: defaultdict(float) for axis in found.mesh.axis_names}
     total = 0.0
     for group, _, work in _products(grouping, planned.rules, traced):
-        work *= group.trips
         total += work
         for factor, axes in enumerate(found.choice[group.index].axes):
             for axis in axes:
@@ -132,7 +133,8 @@ def _sharded(planned: PlannedStage) -> dict[str, dict[str, float]]:
     held = {**kinds.state_kinds(traced)}
     held |= {i: "params" for i, argument in enumerate(traced.arguments) if argument.role == "frozen"}
     for number, kind in held.items():
-        size = traced.graph.values[traced.graph.block.inputs[number]].nbytes
+        value = traced.graph.block.inputs[number]
+        size = traced.graph.values[value].nbytes * (1 if traced.copies is None else traced.copies.count_values(value))
         sizes[kind] += size
         for axis in planned.program.inputs[number].used_axes:
             out[kind][axis] += size
@@ -187,7 +189,7 @@ def saved_activations(planned: PlannedStage) -> tuple[Held, ...]:
     block, values = traced.graph.block, traced.graph.values
     start = {v for v, a in zip(block.inputs, traced.arguments, strict=False) if a.is_resident}
     weights = kinds.origins(block, start).keys()
-    found: Counter[tuple[Any, ...]] = Counter()
+    found: list[tuple[Any, tuple[Any, ...]]] = []  # order in the step, and what is held
 
     def visit(body: Body) -> None:
         """Counts the registers of a body, and of its loops."""
@@ -202,7 +204,8 @@ def saved_activations(planned: PlannedStage) -> tuple[Held, ...]:
                     name = f"{op.name}, {kind}" if kind else op.name
                     name += f", partial over {'+'.join(layout.partial)}" if layout.partial else ""
                     types = values[value].shape, str(values[value].dtype), spec_of(Layout(layout.dims))
-                    found[_jax.describe_location(op.source), name, *types, size] += 1
+                    for (order, _), one in zip(users_of(traced, value, reader), copies_of(traced, op), strict=True):
+                        found.append((order, (_jax.describe_location(one.source), name, *types, size)))
             elif isinstance(item, Reshard):
                 if item.source in made and item.value not in weights:
                     kind = next((step.kind for step in item.steps if step.kind != "slice"), "")
@@ -214,4 +217,6 @@ def saved_activations(planned: PlannedStage) -> tuple[Held, ...]:
                 visit(inner)
 
     visit(program.body)
-    return tuple(Held(*key, count=count) for key, count in found.items())
+    if traced.copies is not None:
+        found.sort(key=lambda pair: pair[0])
+    return tuple(Held(*key, count=count) for key, count in Counter(key for _, key in found).items())

@@ -9,6 +9,7 @@ names rather than completed by guessing.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from alpa_lite.cluster import Cluster
@@ -51,7 +52,7 @@ def replay(
     """
     traced = graph.traced
     rules: Mapping[Any, Rule] = factors.rules_of(traced.graph.ops(), traced.graph.values)
-    groups = grouping.group(traced, rules, graph.apart_results)
+    groups = grouping.group(replace(traced, folded_step=None), rules, graph.apart_results)
     mesh = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names))
     here = ingredients(traced, groups, cluster, mesh, communication)
     _check_arguments(traced, stage, here)

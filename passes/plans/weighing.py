@@ -85,8 +85,7 @@ def _alternatives(
             step = outcomes.outcome_of(one.fitting_choice)
         layout, size = layouts.describe(node, strategy)
         flops, moving, compute, communication = (
-            float(seconds[chosen] * len(node.members))
-            for seconds in (*node.terms[:2], node.compute, node.communication)
+            float(seconds[chosen] * node.count) for seconds in (*node.terms[:2], node.compute, node.communication)
         )
         out.append(
             Alternative(
@@ -179,7 +178,7 @@ class Outcomes:
     def _parts_of_node(self, i: int) -> np.ndarray:
         """[5, strategies] the parts of a node."""
         node = self._space.nodes[i]
-        count = len(node.members)
+        count = node.count
         compute, communication, starts = node.compute * count, node.communication * count, node.terms[2] * count
         latency, sent = node.collectives[1:] * (node.trips * count)
         grows = any((i, f) in self._growing for f in range(len(node.strategies[0].axes)))

@@ -21,6 +21,7 @@ from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.program import Program
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import lowering
+from alpa_lite.passes.ir.folding import all_copies, whole_step
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.plans import figures
 from alpa_lite.passes.plans.decisions import decisions_of, fixed_strategies
@@ -91,7 +92,7 @@ def collectives_of(planned: PlannedStage, number: int) -> list[tuple[Collective,
     out = []
     for segment in planned.segments.items:
         runs = planned.runs(segment)
-        for found, seconds in planned.prices.collectives(segment.instructions):
+        for found, seconds in planned.prices.listed_collectives(segment.instructions):
             out.append((replace(found, count=found.count * runs, stage=number), seconds * runs))
     return out
 
@@ -159,7 +160,7 @@ def _whole_ingredients(staged: Staged, stages: Sequence[Stage], cluster: Cluster
     program, division = staged.program, staged.division
     divided = zip(division.first_layers, division.submeshes, division.remat, strict=True)
     out = {
-        "arguments": _digest(_signature(staged.traced)),
+        "arguments": _digest(_signature(whole_step(staged.traced))),
         "cluster": cluster.fingerprint,
         "communication": staged.stages[0].communication,
         "micro-batches": str(program.num_microbatches),
@@ -186,10 +187,10 @@ def ingredients(
     traced: Traced, grouping: Grouping, cluster: Cluster, mesh: LogicalMesh, communication: str
 ) -> dict[str, str]:
     """Returns the ingredients of a stage. Two programs are the same if they have the same groups, each as often."""
-    colors = sorted(f"{color} {len(members)}" for color, members in grouping.classes.items())
+    colors = sorted(f"{color} {grouping.count(members)}" for color, members in grouping.classes.items())
     return {
         "program": _digest(colors),
-        "arguments": _digest(_signature(traced)),
+        "arguments": _digest(_signature(whole_step(traced))),
         "devices": f"{cluster.num_devices} x {cluster.device}",
         "mesh": f"{mesh.shape} {mesh.axis_names}",
         "communication": communication,
@@ -210,13 +211,16 @@ def _leaves(
     planned: PlannedStage, ports: Sequence[Port], *, arguments: bool
 ) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
     """Returns the flat arguments or results that the stage keeps, and those that it exchanges with other stages."""
-    traced, program, values = planned.graph.traced, planned.program, planned.graph.traced.graph.values
-    block = traced.graph.block
+    copies, traced, program = planned.graph.traced.copies, whole_step(planned.graph.traced), planned.program
+    block, values = traced.graph.block, traced.graph.values
     records, atoms, layouts = (
         (traced.arguments, block.inputs, program.inputs)
         if arguments
         else (traced.outputs, block.outputs, program.outputs)
     )
+    if copies is not None:
+        own = copies.arguments if arguments else copies.outputs
+        ports, layouts = [ports[n] for n in own], tuple([layouts[n] for n in own])
     kept, exchanged = [], []
     for port, record, atom, layout in zip(ports, records, atoms, layouts, strict=False):
         aval = atom.aval if isinstance(atom, Lit) else values[atom].aval
@@ -243,9 +247,10 @@ def _replicated(
     """Returns operations that no rule describes, identical ones together, the largest first."""
     values = traced.graph.values
     found: dict[tuple[Any, str], list[Op]] = {}
-    for op in (grouping.ops[number] for number in grouping.groups[0].ops):
-        if needs_outside(op) or rules[op.key].source == "opaque":
-            found.setdefault((op.key, _jax.describe_location(op.source)), []).append(op)
+    fixed = (grouping.ops[number] for number in grouping.groups[0].ops)
+    replicated = [op for op in fixed if needs_outside(op) or rules[op.key].source == "opaque"]
+    for op in all_copies(traced, replicated):
+        found.setdefault((op.key, _jax.describe_location(op.source)), []).append(op)
     rows = []
     for (key, where), (*others, op) in found.items():
         tensors = [values[v] for v in (*op.operands, *op.results) if not isinstance(v, Lit)]

@@ -92,6 +92,7 @@ class Staged:
 
 def stage_whole_step(loop: Accumulated, stage: PlannedStage, verdict: Verdict, remat: str = "none") -> Staged:
     """Returns one mesh: the whole step as one stage, run once."""
+    loop = replace(loop, traced=stage.graph.traced)  # the folded step, if that is what was planned
     schedule = Schedule("none", 1, loop.num_microbatches, 1, ((Task("step", 0, -1),),))
     written = write(loop.traced, (stage,), (0,), schedule, stage.cluster)
     timeline, peak = simulation.simulate(written.program, cluster=stage.cluster), int(stage.mesh_solution.solution.peak)

@@ -30,7 +30,7 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.costs.attention import attention_of
 from alpa_lite.passes.costs.flops import flops_of, working_dtype
 from alpa_lite.passes.ir.primitives import PRODUCTS
-from alpa_lite.passes.sharding.groups import Dims, Group, factors_in
+from alpa_lite.passes.sharding.groups import Dims, Group, Grouping, factors_in
 from alpa_lite.passes.sharding.space import Choices, Node, Reached, Space, block_count
 from alpa_lite.passes.sharding.tables import GroupedStep
 
@@ -92,6 +92,12 @@ def group_terms(
     byte = cost.compute(0.0, 1.0, found.dtype)
     starts = np.full(len(moved), found.starts * cost.cluster.kernel_start)
     return np.array([found.flops / choices.parts.prod(1) * rate, moved * byte, starts])
+
+
+def typical_group(grouping: Grouping, members: Sequence[int]) -> int:
+    """Returns the group in the middle of tied ones."""
+    every = grouping.unfold(members)
+    return every[len(every) // 2]
 
 
 def _work_of(step: GroupedStep, group: Group, cluster: Cluster) -> _Work:
@@ -170,7 +176,7 @@ def seconds_at_peak(step: GroupedStep, cost: MeshCost, space: Space) -> float:
     total = 0.0
     for node, work in _priced(step, space):
         computed = cost.compute(work.flops, work.bytes, work.dtype, work.efficiency) / cost.cluster.num_devices
-        runs = step.grouping.groups[node.group].trips * len(node.members)
+        runs = step.grouping.groups[node.group].trips * node.count
         total += runs * (computed + work.starts * cost.cluster.kernel_start)
     return total
 
@@ -189,14 +195,14 @@ def divided_bound(step: GroupedStep, cost: MeshCost, space: Space) -> float:
         if not any(_jax.is_computed_again(step.grouping.ops[number].source) for number in member.ops):
             work = _work_of(step, member, cost.cluster)
             computed = cost.compute(work.flops, work.bytes, work.dtype, work.efficiency)
-            total += member.trips * (computed + work.starts * cost.cluster.kernel_start)
+            total += member.copies * member.trips * (computed + work.starts * cost.cluster.kernel_start)
     return total / cost.cluster.num_devices
 
 
 def _priced(step: GroupedStep, space: Space) -> Iterator[tuple[Node, _Work]]:
     """Yields the nodes that do work, with that of a typical group."""
     for node in space.nodes:
-        if work := step.cache.get(("work", node.group, node.members[len(node.members) // 2])):
+        if work := step.cache.get(("work", node.group, typical_group(step.grouping, node.members))):
             yield node, work
 
 

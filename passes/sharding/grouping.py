@@ -27,11 +27,13 @@ Tying. Groups of equal *colour* share one decision (`sharding.groups`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import replace
 from typing import Any
 
-from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Traced
+from alpa_lite.ir.graph import Atom, Block, Lit, Op, Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, keys, primitives
+from alpa_lite.passes.ir.folding import folded_step
 from alpa_lite.passes.ir.loops import body_runs, ports
 from alpa_lite.passes.ir.remembered import Memo, memoise_method
 from alpa_lite.passes.local.effects import needs_outside
@@ -41,22 +43,35 @@ from alpa_lite.passes.sharding.linear import find_linear
 
 
 def group(traced: Traced, rules: Mapping[Any, Rule], apart: Set[int] = frozenset()) -> Grouping:
-    """Groups the operations of a traced step.
+    """Groups the operations of a traced step, or of the folded step in its place (`ir.folding`).
 
     Args:
       rules: `Op.key` -> the operation's rule.
       apart: stacked results of scans whose iterations run apart, so that these cannot be reduced after the scan.
     """
-    builder = _Builder(traced.graph, rules, apart)
-    builder.top(traced)
-    return builder.finish()
+    short = folded_step(traced)
+    builder = _Builder(short, rules, apart)
+    builder.top(short)
+    found = builder.finish()
+    return found if short is traced or _is_regular(found) else group(replace(traced, folded_step=None), rules, apart)
+
+
+def _is_regular(grouping: Grouping) -> bool:
+    """Returns whether the groups of the layers around those that are left out are like the groups of these."""
+    homes, groups = grouping.homes, grouping.groups
+    for value, others in grouping.traced.copies.around.items():
+        mine = [homes.get(v) for v in (value, *others)]
+        kinds = {home and (home.dims, groups[home.group].color) for home in mine}
+        if len(kinds) > 1 or (len({home.group for home in mine if home and home.group}) not in (0, 3)):
+            return False
+    return True
 
 
 class _Builder:
     """Walks the graph once, in program order, and assigns homes."""
 
-    def __init__(self, graph: Graph, rules: Mapping[Any, Rule], apart: Set[int]) -> None:
-        self.graph = graph
+    def __init__(self, traced: Traced, rules: Mapping[Any, Rule], apart: Set[int]) -> None:
+        self.traced, self.graph = traced, (graph := traced.graph)
         self.values = graph.values
         self.rules = rules
         self.drafts: list[Draft] = [Draft("fixed", [], 1, "fixed")]
@@ -310,14 +325,21 @@ class _Builder:
     def finish(self) -> Grouping:
         """Returns the groups, those of equal colour tied."""
         colors = groups.colors_of(self.drafts, self.demands, self.homes)
+        copies, firsts = self.traced.copies, dict[int, int]()
+        for value, home in self.homes.items():
+            firsts.setdefault(home.group, value)
+        counts = {i: copies.count_values(value) for i, value in firsts.items() if i} if copies is not None else {}
         found = tuple(
-            Group(i, d.kind, tuple(d.factors), tuple(d.ops), tuple(d.op_factors), d.trips, colors[i], d.name)
+            Group(
+                i, d.kind, tuple(d.factors), tuple(d.ops), tuple(d.op_factors), d.trips, colors[i], d.name,
+                counts.get(i, 1),
+            )
             for i, d in enumerate(self.drafts)
-        )
+        )  # fmt: skip
         classes: dict[str, list[int]] = {}
         for g in found:
             classes.setdefault(g.color, []).append(g.index)
         return Grouping(
             found, self.homes, self.lazy, tuple(self.demands), self.positions, self.defined, self.clock + 1,
-            self.ops, {c: tuple(m) for c, m in classes.items()}, self.leaves, tuple(self.outputs),
+            self.ops, {c: tuple(m) for c, m in classes.items()}, self.leaves, tuple(self.outputs), self.traced, firsts,
         )  # fmt: skip

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from alpa_lite.ir.graph import Lit, Op, Value
+from alpa_lite.ir.graph import Lit, Op, Traced, Value
 from alpa_lite.ir.strategy import Factor, Rule
 from alpa_lite.passes.ir import keys, primitives
 
@@ -65,7 +65,12 @@ class Demand:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """One decision. `op_factors[i][f]` is the group's factor for factor f of the rule of `ops[i]`."""
+    """One decision.
+
+    Attributes:
+      op_factors: `op_factors[i][f]` is the group's factor for factor f of the rule of `ops[i]`.
+      copies: how many groups of the whole step it stands for, in a folded one.
+    """
 
     index: int
     kind: GroupKind
@@ -75,6 +80,7 @@ class Group:
     trips: int
     color: str
     name: str
+    copies: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +98,8 @@ class Grouping:
       classes: colour -> the groups that share it, in order.
       leaves: argument or constant number -> group.
       outputs: for each output of the step its group and dims; None for a literal.
+      traced: the step that is grouped: the folded one, if there is one.
+      firsts: group -> the first value that it makes, of those that make any.
     """
 
     groups: tuple[Group, ...]
@@ -105,6 +113,23 @@ class Grouping:
     classes: Mapping[str, tuple[int, ...]]
     leaves: tuple[int, ...]
     outputs: tuple[tuple[int, Dims] | None, ...]
+    traced: Traced
+    firsts: Mapping[int, int]
+
+    def count(self, members: Iterable[int]) -> int:
+        """Returns how many groups of the whole step some groups stand for."""
+        return sum([self.groups[member].copies for member in members])
+
+    def unfold(self, members: Sequence[int]) -> Sequence[int]:
+        """Returns for each group of the whole step that some groups stand for that group, in the whole step's order."""
+        copies = self.traced.copies
+        if copies is None or self.count(members) == len(members):
+            return members
+        every: list[tuple[int, int]] = []
+        for member in members:
+            value = self.firsts[member]
+            every += [(copies.order(one), member) for one in (value, *copies.values.get(value, ()))]
+        return [member for _, member in sorted(every)]
 
 
 @dataclass

@@ -85,7 +85,7 @@ class MeshSolution:
     def compute_seconds(self) -> float:
         """The part of the objective that is not communication."""
         nodes, choice = self.space.nodes, self.solution.choice
-        return float(sum(n.compute[c] * len(n.members) for n, c in zip(nodes, choice, strict=True)))
+        return float(sum(n.compute[c] * n.count for n, c in zip(nodes, choice, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)

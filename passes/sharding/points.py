@@ -18,10 +18,13 @@ type, are those over all points.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from alpa_lite.ir.graph import Traced
+from alpa_lite.passes.sharding.groups import Demand, Grouping
 from alpa_lite.passes.sharding.solver.kernels import compile_lazily
 
 _RUNS = 64  # runs that are tried among corresponding points, which then stay as they are
@@ -142,3 +145,73 @@ def compress_intervals(
     """Returns intervals in numbers of the needed points: (start, end, mask of the intervals that contain any)."""
     first, last = np.searchsorted(points, start), np.searchsorted(points, end, side="right") - 1
     return first, last, first <= last
+
+
+class Life(NamedTuple):
+    """A value that takes memory from one program point to another, and the number of values that do so."""
+
+    value: int
+    start: int
+    end: int
+    count: int
+
+
+class Lifetimes:
+    """The lifetimes of the values of a step, and of those that they stand for in a folded one."""
+
+    def __init__(self, traced: Traced, grouping: Grouping) -> None:
+        self._copies, self._positions, self._points = traced.copies, grouping.positions, grouping.points
+        self._makers = {value: (op.index,) for op in traced.graph.block.ops for value in op.results}
+        if (copies := traced.copies) is not None:
+            points = np.array([self._positions[op.index] for op in traced.graph.block.ops])
+            every = np.arange(len(copies.whole_step.graph.block.ops))
+            before = np.searchsorted(copies.kept_places, every, side="right") - 1
+            # Of each operation of the whole step the program point of the last that is kept up to it, and from it on.
+            self._before = points[np.maximum(before, 0)]
+            self._after = points[np.minimum(np.searchsorted(copies.kept_places, every), len(points) - 1)]
+
+    def of_result(self, value: int, start: int, end: int, users: Sequence[Demand]) -> list[Life]:
+        """As `find`, of the result of an operation."""
+        first = [(op, start) for op in self._makers.get(value, ())]
+        return self.find(value, start, end, first, _uses(users))
+
+    def of_copy(self, value: int, users: Sequence[Demand]) -> list[Life]:
+        """As `find`, of a value in another layout: from its first use to its last."""
+        places, uses = [demand.position for demand in users], _uses(users)
+        return self.find(value, min(places), max(places), uses, uses)
+
+    def find(self, value: int, start: int, end: int, first: Sequence[_Use], last: Sequence[_Use]) -> list[Life]:
+        """The lifetimes of a value and of those that it stands for, which differ in the layer.
+
+        Args:
+          start, end: its own.
+          first: operations with the first of which it begins; an input of the step begins with the step.
+          last: operations with the last of which it ends.
+        """
+        found, copies = [Life(value, start, end, 1)], self._copies
+        if copies is None or value not in copies.values:
+            return found
+        if not first:
+            return [Life(value, start, end, 1 + copies.count)]
+        start_of, end_of = (
+            [
+                np.full(copies.count, position) if places is None else points[places]
+                for op, position in ops
+                for places in (copies.places(op),)
+            ]
+            for points, ops in ((self._after, first), (self._before, last))
+        )
+        begins = np.min(start_of, axis=0)
+        ends = np.max(end_of, axis=0) if end_of else begins
+        size, is_kept = self._points + 1, begins <= ends
+        spans, counts = np.unique(begins[is_kept] * size + ends[is_kept], return_counts=True)
+        triples = zip((spans // size).tolist(), (spans % size).tolist(), counts.tolist(), strict=True)
+        return found + [Life(value, *triple) for triple in triples]
+
+
+_Use = tuple[int, int]
+"""An operation (-1: the end of a block), and the program point of it."""
+
+
+def _uses(demands: Sequence[Demand]) -> list[_Use]:
+    return [(demand.op, demand.position) for demand in demands]

@@ -79,7 +79,7 @@ class Node:
     """The strategies of one class of groups, with seconds of each strategy of one group.
 
     Attributes:
-      trips: how often it runs.
+      trips: how often it runs. count: how many groups of the whole step its members stand for.
       terms: [3, strategies] what its FLOPs take, what its bytes take, and what its kernels take to start.
       collectives: [3, strategies] of those that it issues in one run the seconds, those of latency, and the bytes.
     """
@@ -87,6 +87,7 @@ class Node:
     group: int
     trips: int
     members: tuple[int, ...]
+    count: int
     strategies: tuple[Strategy, ...]
     terms: np.ndarray
     collectives: np.ndarray
@@ -104,7 +105,7 @@ class Node:
     @cached_property
     def seconds(self) -> np.ndarray:
         """[strategies] of all its groups."""
-        return (self.compute + self.communication) * len(self.members)
+        return (self.compute + self.communication) * self.count
 
 
 @dataclass(frozen=True, eq=False)

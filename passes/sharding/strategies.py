@@ -18,12 +18,13 @@ from alpa_lite.ir.graph import Lit, Op, Value
 from alpa_lite.ir.layout import Axes, Layout
 from alpa_lite.ir.strategy import Buffers, Factor, StrategyGraph, Transfer
 from alpa_lite.passes.costs.flops import working_dtype
+from alpa_lite.passes.ir.folding import copies_of
 from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS
 from alpa_lite.passes.ir.remembered import Memo
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
 from alpa_lite.passes.sharding import space
-from alpa_lite.passes.sharding.costs import Moves, divides, group_terms, moves
+from alpa_lite.passes.sharding.costs import Moves, divides, group_terms, moves, typical_group
 from alpa_lite.passes.sharding.groups import Group, Grouping
 from alpa_lite.passes.sharding.space import UNCONSTRAINED, Choices, Constraints, Node, Space, Strategy, layout_of
 from alpa_lite.passes.sharding.tables import GroupedStep, Passage, Tables
@@ -228,21 +229,25 @@ class _Builder:
             terms[:, 0], collectives[:, 0] = self.opaque_costs(group)
         # A group that only says where a value lies takes no time.
         elif not (group.kind == "heavy" and self.op(group).name == CONSTRAINT):
-            terms = group_terms(self.step, self.cost, group, choices, members[len(members) // 2], self.produced_layouts)
+            terms = group_terms(
+                self.step, self.cost, group, choices, typical_group(self.grouping, members), self.produced_layouts
+            )
             terms *= group.trips
             if group.kind == "heavy":
                 collectives = np.array([self.collectives(self.form(group, s.axes)) for s in choices.strategies]).T
-        return Node(group.index, group.trips, members, choices.strategies, terms, collectives)
+        count = self.grouping.count(members)
+        return Node(group.index, group.trips, members, count, choices.strategies, terms, collectives)
 
     def opaque_costs(self, group: Group) -> np.ndarray:
         """[2, 3] as of `Computing.terms` and `collectives`, of the operations that no rule describes."""
         trips = {demand.op: demand.trips for demand in self.grouping.demands if demand.group == group.index}
+        traced = self.step.traced
         terms, collectives = np.zeros((2, 3))
         for number in group.ops:
             op = self.grouping.ops[number]
             rule = self.rules[op.key]
             if rule.source == "opaque":
-                runs, moved = trips.get(number, 1), self.step.traffic[number]
+                runs, moved = trips.get(number, 1) * len(copies_of(traced, op)), self.step.traffic[number]
                 terms[1] += runs * self.cost.compute(0.0, moved.bytes, working_dtype(op, self.values))
                 terms[2] += runs * moved.starts * self.cost.cluster.kernel_start
                 collectives += runs * self.collectives(local_form(op, rule, (), self.values, self.mesh))
@@ -262,7 +267,7 @@ class _Builder:
         """Yields the transfers of the program that cost anything."""
         constraints, limits = self.constraints, self.constraints.moves
         for passage in tables.passages:
-            first, count, trips = passage.values[0], len(passage.values), passage.demands[0].trips
+            first, count, trips = passage.values[0], passage.count, passage.demands[0].trips
             made = self.produced_layouts(first, choices[passage.src])
             nodes = [tables.node_of[demand.group] for demand in passage.demands]
             asked = [choices[n].layouts(d.dims, True) for n, d in zip(nodes, passage.demands, strict=True)]

@@ -20,7 +20,7 @@ from alpa_lite.passes.ir.primitives import CONSTRAINT
 from alpa_lite.passes.ir.remembered import Memo
 from alpa_lite.passes.sharding import connected, kinds
 from alpa_lite.passes.sharding.groups import Demand, Dims, Grouping
-from alpa_lite.passes.sharding.points import compress_intervals, needed_points
+from alpa_lite.passes.sharding.points import Life, Lifetimes, compress_intervals, needed_points
 from alpa_lite.passes.sharding.solver.problem import timeline
 from alpa_lite.passes.sharding.space import Space
 
@@ -52,7 +52,7 @@ class Passage:
     """Alike values on their way from one node to the same consumers: a transfer, before any mesh is known.
 
     Attributes:
-      src: the node that makes them. values: all of them.
+      src: the node that makes them. values: all of them. count: how many of the whole step these stand for.
       phase: the part that lays them out for itself (`Repeats`), or 1 for late uses of state that are served
         again; else 0.
       demands: those on the first of the values.
@@ -61,6 +61,7 @@ class Passage:
 
     src: int
     values: tuple[int, ...]
+    count: int
     phase: int
     demands: tuple[Demand, ...]
     spans: np.ndarray
@@ -105,6 +106,10 @@ class GroupedStep:
     rules: Mapping[Any, Rule]
     repeats: Repeats = NO_REPEATS
     cache: Memo = field(default_factory=Memo, init=False)
+
+    def __post_init__(self) -> None:
+        if self.grouping.traced.copies is not None:
+            self.traced = self.grouping.traced
 
     def tables(self, members: Sequence[tuple[int, ...]], regather: bool) -> Tables:
         """Returns the tables where these groups are tied."""
@@ -160,12 +165,22 @@ class GroupedStep:
     @cached_property
     def min_bytes(self) -> float:
         """Bytes below which a value is left out of the memory constraint."""
-        return _SMALL * sum(self.traced.graph.values[v].nbytes for v in self.traced.graph.block.inputs)
+        values = self.traced.graph.values
+        return _SMALL * sum(self.count(v) * values[v].nbytes for v in self.traced.graph.block.inputs)
+
+    def count(self, value: int) -> int:
+        """Returns how many values of the whole step a value stands for."""
+        return 1 if self.traced.copies is None else self.traced.copies.count_values(value)
 
     @cached_property
-    def live_ranges(self) -> tuple[tuple[int, int, int], ...]:
-        """(value, first point, last point) of everything that takes memory worth counting."""
-        found: list[tuple[int, int, int]] = []
+    def lifetimes(self) -> Lifetimes:
+        """The lifetimes of values."""
+        return Lifetimes(self.traced, self.grouping)
+
+    @cached_property
+    def live_ranges(self) -> tuple[Life, ...]:
+        """Everything that takes memory worth counting."""
+        found: list[Life] = []
         values, defined = self.traced.graph.values, self.grouping.definition_points
         inputs, end, small = set(self.traced.graph.block.inputs), self.grouping.points - 1, self.min_bytes
         for value, home in self.grouping.homes.items():
@@ -173,21 +188,21 @@ class GroupedStep:
             if values[value].nbytes < small:
                 continue
             if value in inputs:
-                found.append((value, 0, end))
+                found += self.lifetimes.find(value, 0, end, (), ())
             elif value in defined and (group.ops or group.kind in ("fixed", "leaf", "linear")):
                 start, uses = defined[value], self.uses.get(value, ())
                 last = max([d.position for d in uses], default=start)
                 if group.kind == "linear" and not group.ops and uses and last > start:
                     last -= 1  # what is added to it is added in place
                 if last - start > _FUSED or any(d.group != home.group for d in uses):
-                    found.append((value, start, last))
+                    found += self.lifetimes.of_result(value, start, last, uses)
         return tuple(found)
 
     @cached_property
     def peak(self) -> float:
         """Bytes of all that lives at once at most, were nothing sharded: layouts leave an equal part on each device."""
-        values, living = self.traced.graph.values, np.array(self.live_ranges, dtype=int).reshape(-1, 3)
-        whole = np.array([float(values[value].nbytes) for value in living[:, 0]])
+        values, living = self.traced.graph.values, np.array(self.live_ranges, dtype=int).reshape(-1, 4)
+        whole = np.array([float(values[value].nbytes * count) for value, count in living[:, [0, 3]].tolist()])
         return float(timeline(self.grouping.points + 1, living[:, 1], living[:, 2], whole).max(initial=0.0))
 
     @cached_property
@@ -201,10 +216,15 @@ class GroupedStep:
             set(self.traced.graph.block.inputs),
             self.grouping.definition_points,
         )
-        made = [v for v in self.uses if v in defined and v not in inputs]
-        last = np.array([max(demand.position for demand in self.uses[v]) for v in made], dtype=int)
-        sizes = np.array([float(values[v].nbytes) for v in made])
-        live = timeline(self.grouping.points + 1, np.array([defined[v] for v in made], dtype=int), last, sizes)
+        made = [(v, uses) for v, uses in self.uses.items() if v in defined and v not in inputs]
+        lives = [
+            life
+            for v, uses in made
+            for life in self.lifetimes.of_result(v, defined[v], max(d.position for d in uses), uses)
+        ]
+        start, last = np.array([life[1:3] for life in lives], dtype=int).reshape(-1, 2).T
+        sizes = np.array([float(values[life.value].nbytes * life.count) for life in lives])
+        live = timeline(self.grouping.points + 1, start, last, sizes)
         marked = [self.grouping.positions[op.index] for op in self.traced.graph.ops() if _jax.derivative(op.source)]
         if marked:
             live[: min(marked)] = live[max(marked) + 1 :] = -1
@@ -243,17 +263,18 @@ def _tables(
     values, homes, copies = step.traced.graph.values, step.grouping.homes, kinds.copy_kinds(step.traced, step.kinds)
     late_from = step.fullest_point if regather else None
     found = _edges(step, node_of, late_from)
-    rows: list[tuple[int, int, int, int, int]] = []  # transfer or -1, type, start, end, value
+    rows: list[tuple[int, ...]] = []  # transfer or -1, type, start, end, value, how many of them
     types: dict[object, int] = {}
-    for value, start, end in step.live_ranges:
+    for value, start, end, count in step.live_ranges:
         key = (node_of[homes[value].group], homes[value].dims, values[value].nbytes, step.kinds.get(value))
-        rows.append((-1, types.setdefault(key, len(types)), start, end, value))
+        rows.append((-1, types.setdefault(key, len(types)), start, end, value, count))
     for number, same in enumerate(found.values()):
         for value, demands in same if values[same[0][0]].nbytes >= step.min_bytes else ():
-            places = [d.position for d in demands]
             kind = types.setdefault((number, copies.get(value)), len(types))
-            rows.append((number, kind, min(places), max(places), value))
-    number, kind, start, end, value = np.array(rows, dtype=np.int64).reshape(-1, 5).T
+            for life in step.lifetimes.of_copy(value, demands):
+                rows.append((number, kind, life.start, life.end, value, life.count))
+    every = np.array(rows, dtype=np.int64).reshape(-1, 6)
+    number, kind, start, end, value = np.repeat(every[:, :5], every[:, 5], axis=0).T
     points = needed_points(start, end, kind, _alike(step.grouping, node_of))
     start, end, live = compress_intervals(points, start, end)
     number, kind, start, end, value = (column[live] for column in (number, kind, start, end, value))
@@ -263,7 +284,14 @@ def _tables(
     own, *moved = np.split(spans, np.searchsorted(number[first], np.arange(len(found))))
     kept = np.insert(own, 1, [node_of[homes[v].group] for v in own[:, 0].tolist()], axis=1)
     passages = [
-        Passage(src=key[0], values=tuple([v for v, _ in same]), phase=key[3], demands=tuple(same[0][1]), spans=some)
+        Passage(
+            src=key[0],
+            values=tuple([v for v, _ in same]),
+            count=sum([step.count(v) for v, _ in same]),
+            phase=key[3],
+            demands=tuple(same[0][1]),
+            spans=some,
+        )
         for (key, same), some in zip(found.items(), moved, strict=True)
     ]
     return Tables(members, node_of, late_from, tuple(passages), kept, len(points), _latency_shares(step, found))
@@ -311,7 +339,8 @@ def _latency_shares(step: GroupedStep, found: _Edges) -> dict[tuple[int, int], f
             if groups <= ends:
                 together[kind] += [(value, key[3]) for value, _ in same]
                 break
-    return {item: 1.0 / len(items) for items in together for item in items}
+    counts = [sum([step.count(value) for value, _ in items]) for items in together]
+    return {item: 1.0 / count for items, count in zip(together, counts, strict=True) for item in items}
 
 
 def _alike(grouping: Grouping, node_of: Sequence[int]) -> np.ndarray:

@@ -115,7 +115,8 @@ def _over_features(
         )
         for g in range(1, len(grouping.groups))
     }
-    floats = {v for v, value in enumerate(traced.graph.values) if jnp.issubdtype(value.dtype, jnp.inexact)}
+    inexact = {dtype for dtype in {value.dtype for value in traced.graph.values} if jnp.issubdtype(dtype, jnp.inexact)}
+    floats = {v for v, value in enumerate(traced.graph.values) if value.dtype in inexact}
     ops = {g: grouping.ops[grouping.groups[g].ops[0]].name for g in step.examples if grouping.groups[g].kind == "heavy"}
     following = {g for g in step.examples if g not in ops or ops[g] in UNFUSED - DECIDING - {"fft"}}
     uncut = frozenset((d.group, d.value) for d in grouping.demands if d.group in following and d.value in floats)
@@ -204,7 +205,7 @@ def share_in_pieces(step: GroupedStep, parts: int) -> float:
     """Returns the share of the work of products over examples whose examples do not divide into this many parts."""
     total = stuck = 0.0
     for group, counts in _products(step):
-        work = math.prod(factor.size for factor in group.factors) * group.trips
+        work = math.prod(factor.size for factor in group.factors) * group.trips * group.copies
         total += work
         stuck += work * all(count % parts for count in counts)
     return stuck / total if total else 0.0

@@ -142,7 +142,7 @@ class PlannedStage(DecidedStage):
         """Seconds of the collectives of one run of each segment, those that hide included."""
         if self.twin is not None:
             return self._of_twin(self.twin.communication_seconds)
-        return {s: sum(cost for _, cost in self.prices.collectives(s.instructions)) for s in self.segments.items}
+        return {s: sum(cost for _, cost in self.prices.listed_collectives(s.instructions)) for s in self.segments.items}
 
     @cached_property
     def temporary_bytes(self) -> dict[Segment, int]:
@@ -276,6 +276,8 @@ def _same_parts(before: Segments, after: Segments) -> bool:
 
 def lower_whole_step(stage: DecidedStage, communication: str) -> PlannedStage:
     """Returns a solved step that is not divided, lowered into one segment."""
+    if stage.grouping.traced.copies is not None:
+        stage = replace(stage, graph=stage_graph.whole_step_stage(stage.grouping.traced, stage.graph.scan))
     return _planned(stage, cutting.cut_whole_step, communication)
 
 
