@@ -305,8 +305,9 @@ class Calibration:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             json_codec.write_json(Path(path), {**head, **json_codec.encode_fields(self)})
         except OSError as error:
-            why = f"cannot be written: {error.strerror}; give another path"
-            raise OptionError(f"the calibration {str(path)!r} {why}") from error
+            raise OptionError(
+                f"the calibration {str(path)!r} cannot be written: {error.strerror}; give another path"
+            ) from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:

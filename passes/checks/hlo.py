@@ -168,7 +168,7 @@ class _Match:
         self.found, self.lost_by = found, redundancy.removals
         self.missing: Counter[Sent] = Counter()
         unknown = planned.copy()
-        for sent, n in redundancy.written.items():
+        for sent, n in redundancy.collectives.items():
             if (known := min(n, unknown[sent[:3]])) > 0:
                 self.missing[sent] = known
                 unknown[sent[:3]] -= known

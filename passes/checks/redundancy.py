@@ -53,7 +53,7 @@ Sent = tuple[str, Axes, int, int]
 """Kind, axes and bytes of a collective, and the bits of an item that it sends; 0 where they are not known."""
 
 Opaque = Mapping[str, Sequence[Sent]]
-"""Name of an opaque collective -> what each of its results is."""
+"""Name of an opaque collective -> the collective that each of its results is of."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +62,11 @@ class Redundancy:
 
     Attributes:
       removals: those that may go, by each of `REASONS`.
-      written: all of them.
+      collectives: all that are written.
     """
 
     removals: Mapping[str, Counter[Sent]]
-    written: Counter[Sent]
+    collectives: Counter[Sent]
 
 
 def redundant_collectives(module: Any, mesh: LogicalMesh) -> Redundancy:

@@ -62,7 +62,7 @@ def restrict_to_slices(redundancy: Redundancy, part: LogicalMesh) -> Redundancy:
         return out
 
     removals = {reason: within(counts) for reason, counts in redundancy.removals.items()}
-    return Redundancy(removals, within(redundancy.written))
+    return Redundancy(removals, within(redundancy.collectives))
 
 
 def collectives_across_slices(planned: Iterable[Collective], mesh: LogicalMesh, part: LogicalMesh) -> list[Collective]:

@@ -87,7 +87,7 @@ def rematerialise(
     kept: Collection[int] = (),
     stages: Mapping[int, int] | None = None,
 ) -> Rewritten:
-    """Makes backward operations read only what is saved of the layers that are computed again.
+    """Makes backward operations read saved values alone, of the layers that are computed again.
 
     Args:
       remat: the numbers of these layers, with their choices; there is one barrier for each. Those of their ops that

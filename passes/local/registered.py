@@ -1,4 +1,4 @@
-"""Local forms of what users wrote: operations with rules of theirs, `custom_partitioning`, and Pallas kernels.
+"""Local forms of programs of users: operations with rules of theirs, `custom_partitioning`, and Pallas kernels.
 
 An operation that a user gave a rule for is the same operation, on blocks. A kernel is the function, called on what a
 device has. Parameters of a registered primitive hold no sizes, so it is bound as it is; those of an FFI call hold the

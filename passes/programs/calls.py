@@ -75,7 +75,7 @@ class Calls:
         return mesh_of(self.schedule)
 
     @cached_property
-    def of(self) -> dict[SegmentKey, Call]:
+    def of_segment(self) -> dict[SegmentKey, Call]:
         """The call of each segment."""
         return {
             (number, segment.kind, segment.round): self._call(number, position)

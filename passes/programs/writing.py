@@ -55,7 +55,7 @@ def build(traced: Traced, calls: Calls, *, donated: Collection[int]) -> Written:
     writer = _Writer(traced, calls)
     program = end_buffers(writer.program(), donated)
     check(program)
-    functions = tuple(calls.of[key].function for key in writer.called)
+    functions = tuple(calls.of_segment[key].function for key in writer.called)
     return Written(program, tuple(calls.stages), calls.mesh_of, functions)
 
 
@@ -96,7 +96,7 @@ class _Writer:
         }
         return Program(
             submeshes=tuple(self.calls.submeshes),
-            executables=tuple(self.calls.of[key].executable for key in self.called),
+            executables=tuple(self.calls.of_segment[key].executable for key in self.called),
             buffers=tuple(self.buffers),
             transfers=tuple(self.transfers),
             lists=tuple(map(tuple, self.lists)),
@@ -188,7 +188,7 @@ class _Writer:
 
     def _run(self, key: SegmentKey, microbatch: int = -1) -> Call | None:
         """Writes one run, if the stage has such a segment, after the receives that it needs."""
-        call = self.calls.of.get(key)
+        call = self.calls.of_segment.get(key)
         if call is None:
             return None
         stage, items = key[0], self.lists[call.executable.mesh]
@@ -222,7 +222,7 @@ class _Writer:
             if positions[mesh] == len(lists[mesh]):
                 return
             task = lists[mesh][positions[mesh]]
-            call = self.calls.of.get((task.stage, task.kind, task.slice))
+            call = self.calls.of_segment.get((task.stage, task.kind, task.slice))
             values = [BufferRef(task.stage, wire, task.microbatch) for wire in (call.received if call else ())]
             missing = next((value for value in values if value not in self.arrivals), None)
             if missing is None:

@@ -273,7 +273,7 @@ class _Cut:
     def _wanted(self, ends: set[int]) -> list[Instruction]:
         """The instructions after the loop that some results need, and of those before it what the prologue does not do.
 
-        What lays out whole stacks of crossings is not among them.
+        Instructions that lay out whole stacks of crossings are not among them.
         """
         operands = _registers(self.loop.operands) if self.loop is not None else ()
         prologue, wanted = set(self._needed(operands)), set(ends)

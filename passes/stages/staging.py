@@ -156,8 +156,8 @@ class _Step:
     def _place_rounds(self) -> None:
         """The round of every op after the scan: one more than that of a value from another stage.
 
-        What is made of state and sums in passing waits for the round that reads it: it would be held from one round to
-        the other, in addition to its operands or in place of them.
+        Values that are made of state and sums in passing wait for the round that reads them: they would be held from
+        one round to the other, in addition to their operands or in place of them.
         """
         held, outputs = self.assignment.delayed_ops, set(values_in(self.block.outputs))
         cheap = flow.label_by_operands(

@@ -132,7 +132,7 @@ class Part:
         return len(self.leaves), sum(len(leaf.keys) - len(self.keys) for leaf in self.leaves.values())
 
     @cached_property
-    def leading(self) -> Counter[int]:
+    def leading_dims(self) -> Counter[int]:
         """The leading dims of its arrays, with the number of arrays that have each."""
         return Counter(leaf.shape[0] for leaf in self.leaves.values() if leaf.is_batch_like)
 

@@ -121,7 +121,7 @@ class Roles:
         """Returns the data among the arguments, and the leaves of the batch; notes which it is."""
         state, why = frozenset(self.state.values()), "named by batch_argnums or batch_argnames"
         if named is not None:
-            units = chosen = [part for part in self._inputs.children if part.first in named and part.leading]
+            units = chosen = [part for part in self._inputs.children if part.first in named and part.leading_dims]
         else:
             taken = state | known | self._differentiated
             taken |= {i for i, leaf in self._inputs.leaves.items() if leaf.in_object}
@@ -158,7 +158,7 @@ class Roles:
 
     def _is_last_array(self, argument: Part) -> bool:
         """Returns whether an argument that is one array is the only one that may be the batch."""
-        arrays = [part for part in self._inputs.children if self._is_free(part) and part.leading]
+        arrays = [part for part in self._inputs.children if self._is_free(part) and part.leading_dims]
         return argument.is_bare and not self._batch_known and arrays == [argument]
 
     def _assigned(self, results: list[Part], arguments: list[Part]) -> list[tuple[Part, Part]]:
@@ -279,7 +279,7 @@ def _by_structure(parts: Iterable[Part]) -> dict[Hashable, list[Part]]:
 
 def _refuse_all_state(inputs: Part, state: frozenset[int]) -> None:
     """Several arguments that all come back leave no batch: more likely one of them is the batch."""
-    arrays = [part for part in inputs.children if part.leading]
+    arrays = [part for part in inputs.children if part.leading_dims]
     plain = [part for part in arrays if not all(leaf.in_object for leaf in part.leaves.values())]
     if plain and len(arrays) > 1 and all(state.issuperset(part.leaves) for part in plain):
         names = ", ".join(part.key for part in arrays)
@@ -296,31 +296,31 @@ def _data(parts: Iterable[Part], handed: Set[int], weights: Set[int], *, has_sta
       handed, weights: the leaves that the step returns as they are, and those that it reads as weights: an argument of
         nothing but the former, or with one of the latter, is not data if any other could be.
     """
-    units = [unit for unit in parts if unit.leading]
+    units = [unit for unit in parts if unit.leading_dims]
     units = [unit for unit in units if not handed >= unit.leaves.keys()] or units
     is_data = [
         weights.isdisjoint(unit.leaves) or (unit.is_bare and has_state) or unit.has_indices for unit in units
     ]  # fmt: skip
     units = [unit for unit, keep in zip(units, is_data, strict=True) if keep] or units
-    uniform = [unit for unit in units if len(unit.leading) == 1 or unit.has_indices]
+    uniform = [unit for unit in units if len(unit.leading_dims) == 1 or unit.has_indices]
     return uniform or (units if has_state else [])
 
 
 def _most_shared(units: Sequence[Part], results: Collection[int]) -> Sequence[Part]:
     """Returns the arguments that have a leading dim of `results`, else that which most share; all if none is."""
-    led = [unit for unit in units if not unit.leading.keys().isdisjoint(results)]
+    led = [unit for unit in units if not unit.leading_dims.keys().isdisjoint(results)]
     if led or not units:
         return led
-    (dim, most), *others = Counter(dim for unit in units for dim in unit.leading).most_common(2)
+    (dim, most), *others = Counter(dim for unit in units for dim in unit.leading_dims).most_common(2)
     alone = most == 1 or (others and others[0][1] == most)
-    return [unit for unit in units if alone or dim in unit.leading]
+    return [unit for unit in units if alone or dim in unit.leading_dims]
 
 
 def _batch_of(units: Sequence[Part], why: str) -> tuple[frozenset[int], str]:
     """Returns the leaves of the batch among those of some arguments, and a note which it is and why."""
     if not units:
         return frozenset(), "no argument was taken as the batch; batch_argnums=(i,) or batch_argnames=(name,) name it"
-    counters = [unit.leading for unit in units]
+    counters = [unit.leading_dims for unit in units]
     if common := set(counters[0]).intersection(*counters[1:]):
         counters = [sum(counters, Counter[int]())] * len(units)  # else each has a size of its own
     sizes = [max(sorted(common or counter), key=counter.__getitem__) for counter in counters]

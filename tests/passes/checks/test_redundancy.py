@@ -39,7 +39,7 @@ def redundancy(fun):
     arg = jax.ShapeDtypeStruct((64, 8), jnp.float32, sharding=NamedSharding(ABSTRACT, P("d")))
     module = jax.jit(step).trace(arg).lower(lowering_platforms=("cpu",)).compiler_ir("stablehlo")
     found = redundant_collectives(module, MESH)
-    assert {bits for *_, bits in found.written} <= {32}
+    assert {bits for *_, bits in found.collectives} <= {32}
     return {reason: {sent[:3]: n for sent, n in counts.items()} for reason, counts in found.removals.items()}
 
 
