@@ -104,7 +104,7 @@ def _walk(module: Any) -> list[tuple[Any, int]]:
 
 
 def _inline_calls(module: Any) -> None:
-    """Replaces calls by the operations of what they call (MLIR's pass does not, in manual regions)."""
+    """Replaces calls by the operations of their functions (MLIR's pass does not, in manual regions)."""
     functions = functions_of(module)
     while calls := [op for op, _ in _walk(module) if op.name == "func.call"]:
         for call in calls:

@@ -271,7 +271,7 @@ class _Cut:
         return {register: replaced for register, replaced in pairs if not isinstance(register, Lit)}
 
     def _wanted(self, ends: set[int]) -> list[Instruction]:
-        """The instructions after the loop that some results need, and of those before it what the prologue does not do.
+        """The instructions after the loop that some results need, and those before it that the prologue leaves out.
 
         Instructions that lay out whole stacks of crossings are not among them.
         """

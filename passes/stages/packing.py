@@ -93,7 +93,7 @@ def _joined(wires: Mapping[Wire, tuple[T, ...]], name: Wire, pack: Pack) -> dict
 
 
 def _internal(parts: Segments) -> dict[Wire, tuple[Sequence[Operand], list[int], list[int]]]:
-    """The wires within the stage, with the operands on them, and the numbers of the segments that make and read them."""
+    """The wires within the stage, with their operands, and the numbers of the segments that make and read them."""
     found: dict[Wire, tuple[Sequence[Operand], list[int], list[int]]] = {}
     for n, segment in enumerate(parts.items):
         for output, wires in ((False, segment.inputs), (True, segment.outputs)):
