@@ -161,7 +161,7 @@ def _merge(module: Any) -> None:
 
 
 def _simplify(op: Any) -> bool:
-    """Replaces what equals an operand of an operation. Returns whether there is anything."""
+    """Replaces values that equal an operand of an operation. Returns whether there is anything."""
     if op.name == "stablehlo.while":
         condition, body = (region.blocks[0] for region in op.regions)
         unchanged = [i for i, v in enumerate(terminator(body).operands) if v == body.arguments[i]]
