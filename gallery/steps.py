@@ -78,6 +78,17 @@ def optimised(loss: Callable[..., Any], tx: optax.GradientTransformation | optax
     return step
 
 
+def by_momentum(loss: Callable[[Any, Any], Any]) -> Step:
+    """A step of descent with momentum, from `({"params", "mu"}, batch)` to the new state and the loss."""
+
+    def step(state, batch):
+        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        mu = jax.tree.map(lambda m, g: 0.9 * m + g, state["mu"], grads)
+        return {"params": updated(state["params"], mu), "mu": mu}, value
+
+    return step
+
+
 # -- small models ----------------------------------------------------------------------------------------------------
 
 
@@ -93,16 +104,38 @@ def square_layers(weights: Any, batch: Any) -> Any:
     return jnp.mean(layers(weights, batch) ** 2)
 
 
+def distance(weights: Any, batch: Any) -> Any:
+    """The mean square of what `layers` make of `batch["x"]`, less `batch["y"]`."""
+    return jnp.mean((layers(weights, batch["x"]) - batch["y"]) ** 2)
+
+
+def residual_layers(weights: Any, x: Any) -> Any:
+    """Products `up` and `down` around a GELU, added to what they are of."""
+    for w in weights:
+        x = x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+    return x
+
+
 def mlp(width: int, batch: int, layers: int) -> Built:
     """A step of gradient descent on square layers, and shapes of its arguments."""
     return sgd(square_layers), ([f32(width, width) for _ in range(layers)], f32(batch, width))
 
 
-def nnx_step(model: Any, optimizer: Any, batch: Any) -> Any:
-    """Updates an NNX model and its optimizer in place, towards ones."""
-    loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(batch) - 1) ** 2))(model)
-    optimizer.update(model, grads)
-    return loss
+def in_place(loss: Callable[[Any, Any], Any]) -> Step:
+    """A step that updates an NNX model and its optimizer in place."""
+
+    def step(model, optimizer, batch):
+        value, grads = nnx.value_and_grad(loss)(model, batch)
+        optimizer.update(model, grads)
+        return value
+
+    return step
+
+
+@in_place
+def nnx_step(model: Any, batch: Any) -> Any:
+    """How far a model's results are from ones."""
+    return jnp.mean((model(batch) - 1) ** 2)
 
 
 class Block(nn.Module):
@@ -220,7 +253,7 @@ def descended(loss: Callable[..., Any], state: Any, optimizer: Any) -> tuple[Any
     """Parameters and memory after a step, and the value of the loss."""
     value, grads = jax.value_and_grad(loss)(state["params"])
     updates, memory = optimizer.update(grads, state["memory"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "memory": memory}, value
+    return {**state, "params": optax.apply_updates(state["params"], updates), "memory": memory}, value
 
 
 def habits(

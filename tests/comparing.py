@@ -117,6 +117,15 @@ def tree_errors(got, want) -> dict[str, float]:
     return relative_errors(a, b, np.sqrt(sum(norm(b[path]) ** 2 for path in arrays)), equal_nan=True)
 
 
+def assert_close_in_norm(got, want, tolerance: float = 1e-5) -> None:
+    """Floats up to the tolerance, as a share of their own norm or of a thousandth of that of all; the rest exactly."""
+    a, b = leaves(got), leaves(want)
+    assert a.keys() == b.keys()
+    total = np.sqrt(sum(norm(x) ** 2 for x in b.values() if np.issubdtype(x.dtype, np.inexact)))
+    wrong = {path: error for path, error in relative_errors(a, b, total).items() if error > tolerance}
+    assert not wrong, wrong
+
+
 def compare(got, want) -> None:
     """Raises AssertionError unless all `errors` are at most 1."""
     wrong = {name: error for name, error in errors(got, want).items() if error > 1}

@@ -18,6 +18,7 @@ from alpa_lite.passes.sharding.solver import solve
 from gallery.batches import normal, shapes
 from gallery.steps import sgd
 from tests.comparing import assert_equal, compare
+from tests.runtime.cases import pointers
 
 WIDTH, HIDDEN, BATCH = 16, 64, 32
 
@@ -112,10 +113,6 @@ def test_a_plan_for_a_cluster_that_is_not_here():
 
 
 # -- placing and donating ---------------------------------------------------------------------------------------------
-
-
-def pointers(tree: Any) -> set[int]:
-    return {shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for shard in x.addressable_shards}
 
 
 def test_place_shards_as_planned_and_never_aliases():

@@ -79,7 +79,7 @@ def control_flow_in_order(state, x):
 
 
 def rate_from_host(state, x):
-    rate = io_callback(lambda: recorded(np.float32(0.1)), jax.ShapeDtypeStruct((), jnp.float32))
+    rate = io_callback(lambda: recorded(np.float32(0.1)), f32())
     loss, grads = gradients(state, x)
     return jax.tree.map(lambda w, g: w - rate * g, state, grads), loss
 
@@ -87,7 +87,7 @@ def rate_from_host(state, x):
 @descent
 def scale_from_host(state, x):
     """All layers read the result."""
-    scale = io_callback(lambda: recorded(np.float32(0.5)), jax.ShapeDtypeStruct((), jnp.float32))
+    scale = io_callback(lambda: recorded(np.float32(0.5)), f32())
     return jnp.square(model([w * scale for w in state], x)).mean()
 
 

@@ -16,7 +16,7 @@ from alpa_lite import DataParallel, Manual, OptionError, Pipeline, Sharded
 from alpa_lite.ir.paths import format_path
 from alpa_lite.methods import STRATEGIES
 from gallery.batches import f32, filled, normal
-from gallery.steps import Net, sgd
+from gallery.steps import Net, by_momentum, sgd
 from tests.comparing import assert_close
 from tests.marks import slow
 
@@ -86,12 +86,9 @@ def test_what_cannot_be_is_an_error(options, parts):
         assert part in str(error.value)
 
 
-def momentum_step(state, batch):
-    value, grads = jax.value_and_grad(
-        lambda params: ((batch + jnp.tanh(batch @ params["a"]) @ params["b"]) ** 2).mean()
-    )(state["params"])
-    mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["mu"], grads)
-    return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu), "mu": mu}, value
+@by_momentum
+def momentum_step(params, batch):
+    return ((batch + jnp.tanh(batch @ params["a"]) @ params["b"]) ** 2).mean()
 
 
 CLUSTER = dataclasses.replace(alpa_lite.Cluster.preset("h100", nodes=1), collectives=())

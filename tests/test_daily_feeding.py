@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import alpa_lite
 from alpa_lite.errors import OptionError
+from gallery.batches import f32
 from gallery.steps import sgd
 from tests import comparing
 from tests.marks import slow
@@ -144,7 +145,7 @@ def test_a_plan_has_shardings_for_any_tree_of_its_leaves() -> None:
     assert found["epoch"].spec == PartitionSpec()
     assert plan.shardings(initial()).opt_state == where.opt_state
     assert plan.shardings(examples(16))["x"].spec == PartitionSpec("x")
-    kernel = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    kernel = f32(16, 32)
     assert plan.shardings({"Dense_0": {"kernel": kernel}})["Dense_0"]["kernel"].spec != PartitionSpec()
 
 

@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 import alpa_lite
 from alpa_lite.errors import OptionError
 from alpa_lite.ir import units
-from gallery.steps import sgd
+from gallery.steps import in_place, sgd
 from tests import comparing
 from tests.marks import slow
 
@@ -297,10 +297,9 @@ def test_frozen_weights_are_placed_once_and_stay(where: str, caplog: Any) -> Non
 # -- NNX --------------------------------------------------------------------------------------------------------------
 
 
-def train_nnx(model: NnxNet, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
-    loss, grads = nnx.value_and_grad(lambda m: distance(m(batch["x"]), batch))(model)
-    optimizer.update(model, grads)
-    return loss
+@in_place
+def train_nnx(model: NnxNet, batch: Any) -> jax.Array:
+    return distance(model(batch["x"]), batch)
 
 
 @pytest.mark.parametrize("method", ["zero", SLOW])

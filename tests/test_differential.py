@@ -22,9 +22,6 @@ from benchmarks.random_steps.prelude import PRELUDE
 from benchmarks.random_steps.program import Builder, Line, Program, Value
 from tests.marks import one_in
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
-
 KEPT = json.loads((Path(__file__).parent / "random_programs.json").read_text())
 """Programs that were planned and run wrongly, and two that were not, by the seeds that once made them."""
 

@@ -5,11 +5,10 @@ import json
 import pytest
 
 from tests import golden_plans
+from tests.marks import slow_but
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in golden_plans.CASES if name not in golden_plans.QUICK]
 
-
-@pytest.mark.parametrize("name", [*golden_plans.QUICK, *SLOW])
+@pytest.mark.parametrize("name", slow_but(golden_plans.QUICK, golden_plans.CASES))
 def test_the_plan_is_the_golden_one(name: str) -> None:
     """On a version of JAX without stored plans this fails: store them with `python -m tests.golden_plans --write`."""
     known = json.loads(golden_plans.stored().read_text())[name]

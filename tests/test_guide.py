@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.marks import slow_but
+
 ROOT = Path(__file__).parents[1]
 GUIDE = ROOT / "docs" / "guide"
 FIRST = GUIDE / "first-model.md"
 FAST = ("donation",)
-PAGES = [
-    page.stem if page.stem in FAST else pytest.param(page.stem, marks=pytest.mark.slow)
-    for page in sorted(GUIDE.glob("*.md"))
-    if "```python" in page.read_text(encoding="utf-8")
-]
+PAGES = [page.stem for page in sorted(GUIDE.glob("*.md")) if "```python" in page.read_text(encoding="utf-8")]
 
 
 def blocks(page: Path) -> list[str]:
@@ -34,7 +32,7 @@ def script(page: Path) -> str:
     return "\n".join(["space = {'__name__': 'page'}", *runs]) + "\n"
 
 
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", slow_but(FAST, PAGES))
 def test_the_blocks_of_a_page_run_in_order(name: str, tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text(script(GUIDE / f"{name}.md"), encoding="utf-8")
     kept = {key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "TMPDIR", "XLA_FLAGS")}

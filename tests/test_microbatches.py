@@ -17,7 +17,6 @@ from gallery.batches import shapes
 from gallery.steps import square_layers
 from tests import comparing
 from tests.marks import slow
-from tests.passes.microbatches.test_loop import compare
 
 H100 = Cluster.preset("h100", nodes=1)
 METHODS = {
@@ -44,7 +43,7 @@ def plan_of(made: gallery.Built, cluster: Cluster | str = H100, **options: Any) 
 
 
 def equals_jit(fun: Any, args: Any, got: Any) -> None:
-    compare(jax.tree.leaves(got), jax.tree.leaves(jax.jit(fun)(*args)))
+    comparing.assert_close_in_norm(jax.tree.leaves(got), jax.tree.leaves(jax.jit(fun)(*args)))
 
 
 # -- what is computed, on eight devices -------------------------------------------------------------------------------
@@ -257,7 +256,7 @@ def test_what_is_allowed_to_be_inexact_is_said():
     step = alpa_lite.parallelize(fun, num_microbatches=4, allow_inexact=True, method=Sharded((8,)), donate_argnums=())
     got, want = jax.tree.leaves(step(*args)), jax.tree.leaves(steps.reference(fun, args, 4))
     del got[2], want[2]  # the loss itself comes after the loop and is that of the whole batch
-    compare(got, want)
+    comparing.assert_close_in_norm(got, want)
     notes = step.plan(*args).notes
     assert any(re.match(r"inexact, computed within each micro-batch: reduce_sum at .*:\d+", note) for note in notes)
 

@@ -21,7 +21,7 @@ import alpa_lite
 import gallery
 from alpa_lite.ir import schedules
 from gallery.batches import normal, rows, tokens
-from gallery.steps import descent, layers, updated
+from gallery.steps import descent, distance, layers, updated
 from tests import comparing, pipeline_driver
 from tests.marks import one_in, slow
 from tests.pipeline_driver import drive
@@ -102,10 +102,6 @@ def weights(count: int) -> list[jax.Array]:
     return [normal(10 + i, SIZE, SIZE) / SIZE**0.5 for i in range(count)]
 
 
-def chain_loss(params: Any, batch: Any) -> jax.Array:
-    return ((layers(params, batch["x"]) - batch["y"]) ** 2).mean()
-
-
 EVERY = [
     Way("chain", stages, microbatches, schedule, 2 if schedule == "interleaved-1f1b" else 1)
     for stages in (2, 3, 4)
@@ -117,7 +113,7 @@ EVERY = [
 
 @functools.cache
 def layers_in_a_chain() -> tuple[Any, Any]:
-    return toy(chain_loss, weights(8))
+    return toy(distance, weights(8))
 
 
 @functools.cache
@@ -210,7 +206,7 @@ def leaves_that_nobody_reads() -> tuple[Any, Any]:
     """A parameter without a gradient, a counter, and a state that comes back twice."""
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        loss, grads = jax.value_and_grad(lambda p: chain_loss(p["own"], batch))(state["params"])
+        loss, grads = jax.value_and_grad(lambda p: distance(p["own"], batch))(state["params"])
         new = {"params": updated(state["params"], grads), "count": state["count"] + 1, "idle": state["idle"]}
         return new, {"loss": loss, "grads": grads, "again": new["params"]["own"][0], "count": new["count"]}
 
@@ -224,7 +220,7 @@ def norms_of_all_stages() -> tuple[Any, Any]:
     tx = optax.chain(optax.clip_by_global_norm(0.05), optax.scale_by_adam(eps=1e-3), optax.scale(-0.01))
 
     def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        loss, grads = jax.value_and_grad(chain_loss)(state["params"], batch)
+        loss, grads = jax.value_and_grad(distance)(state["params"], batch)
         changes, optimizer = tx.update(grads, state["optimizer"], state["params"])
         new = {"params": optax.apply_updates(state["params"], changes), "optimizer": optimizer}
         return new, {"loss": loss, "grads": grads, "norm": optax.tree.norm(grads)}

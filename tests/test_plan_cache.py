@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -21,28 +20,21 @@ from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.plan.plan import Plan
 from alpa_lite.plan.records import Stage
 from gallery.batches import f32
+from gallery.steps import by_momentum, residual_layers
 from tests.helpers import record_calls
 
 H100 = alpa_lite.Cluster.preset("h100", nodes=1)
 WIDTH = 256
 
 
-def loss_of(params: Any, batch: Any) -> Any:
-    h = batch["x"]
-    for layer in params["layers"]:
-        h = h + jnp.tanh(h @ layer["up"]) @ layer["down"]
-    return ((h - batch["y"]) ** 2).mean()
-
-
-def step(state: Any, batch: Any) -> Any:
-    value, grads = jax.value_and_grad(loss_of)(state["params"], batch)
-    momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], grads)
-    return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], momentum), "momentum": momentum}, value
+@by_momentum
+def step(params: Any, batch: Any) -> Any:
+    return ((residual_layers(params["layers"], batch["x"]) - batch["y"]) ** 2).mean()
 
 
 def arguments(batch: int = 1024, width: int = WIDTH, layers: int = 2) -> tuple[Any, Any]:
     params = {"layers": [{"up": f32(width, 4 * width), "down": f32(4 * width, width)} for _ in range(layers)]}
-    return {"params": params, "momentum": params}, {"x": f32(batch, width), "y": f32(batch, width)}
+    return {"params": params, "mu": params}, {"x": f32(batch, width), "y": f32(batch, width)}
 
 
 def planned(directory: Any, fun: Any = step, args: Any = None, **options: Any) -> Plan:

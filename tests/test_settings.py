@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import threading
@@ -82,9 +83,7 @@ PROGRAMS = {f.__name__: f for f in (plain, in_linen, scanned)}
 CASES = slow_one_in(3, slow_but({("plain", "one mesh")}, itertools.product(PROGRAMS, METHODS)))
 
 
-def same(got: Any, want: Any) -> None:
-    """Dtypes and weak types equal, values close."""
-    assert_close(got, want, rtol=2e-5, weak_types=True)
+same = functools.partial(assert_close, rtol=2e-5, weak_types=True)
 
 
 def parallel(step: Any, where: str = "one mesh", **options: Any) -> Any:

@@ -22,6 +22,7 @@ from alpa_lite.passes.tracing import calls, trace
 from alpa_lite.runtime.binding import NewSignature
 from gallery.batches import normal
 from tests.comparing import compare
+from tests.marks import slow
 
 WIDTH, ROWS = 8, 16
 
@@ -66,7 +67,7 @@ METHODS = {
     "eight devices": lambda: {"method": alpa_lite.Zero(stage=3)},
     "pipeline": lambda: {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2},
 }
-SLOW_PIPELINE = ["one device", pytest.param("pipeline", marks=pytest.mark.slow)]
+SLOW_PIPELINE = ["one device", slow("pipeline")]
 
 
 @pytest.fixture

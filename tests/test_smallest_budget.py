@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from gallery.batches import normal as drawn
-from gallery.steps import sgd, square_layers
+from gallery.steps import optimised, sgd, square_layers
 from tests.marks import only, slow
 
 GIVEN = 3521
@@ -53,20 +53,12 @@ def manual(weights: Any, x: Any) -> Any:
 
 
 ADAM = optax.adam(1e-3)
-
-
-def adam(state: Any, x: Any) -> Any:
-    weights, moments = state
-    value, gradients = jax.value_and_grad(square_layers)(weights, x)
-    updates, moments = ADAM.update(gradients, moments)
-    return (optax.apply_updates(weights, updates), moments), value
-
-
-STEPS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[], tuple[Any, Any]]]] = {
+ADAM_WEIGHTS = [normal(32, 32)] * 2
+STEPS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
     "weights": (sgd(square_layers), lambda: ([normal(62, 62) for _ in range(2)], normal(24, 62))),
     "activations": (sgd(square_layers), lambda: ([normal(32, 32) for _ in range(4)], normal(512, 32))),
     "indivisible": (sgd(square_layers), lambda: ([normal(30, 50), normal(50, 30)], normal(18, 30))),
-    "adam": (adam, lambda: (([normal(32, 32)] * 2, ADAM.init([normal(32, 32)] * 2)), normal(64, 32))),
+    "adam": (optimised(square_layers, ADAM), lambda: (ADAM_WEIGHTS, ADAM.init(ADAM_WEIGHTS), normal(64, 32))),
     "embedding": (sgd(embedded), lambda: ({"e": normal(256, 16), "w": normal(16, 16)}, jnp.arange(64) % 256)),
     "rematerialised": (sgd(rematerialised), lambda: ([normal(32, 32) for _ in range(2)], normal(256, 32))),
     "scanned": (sgd(scanned), lambda: (normal(4, 32, 32), normal(128, 32))),

@@ -1,5 +1,6 @@
 """State stacked over layers that a pipeline cuts stays with its stages between calls, and is an array when read."""
 
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import alpa_lite
 from alpa_lite.errors import DonatedError
 from alpa_lite.runtime.stacked import StackedArray, StackedLeaf
-from gallery.steps import sgd
+from gallery.steps import descended, sgd
 from tests.comparing import assert_close
 from tests.marks import slow_but
 from tests.test_settings import X
@@ -26,13 +27,8 @@ def trained(loss_of: Callable[[Any, Any], jax.Array], params: Any, optimizer: An
     """A step and its state, under SGD without momentum unless an optimizer is given."""
     if optimizer is None:
         return sgd(loss_of), params
-
-    def step(state: Any, x: jax.Array) -> Any:
-        loss, grads = jax.value_and_grad(loss_of)(state["params"], x)
-        updates, moments = optimizer.update(grads, state["moments"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "moments": moments}, loss
-
-    return step, {"params": params, "moments": optimizer.init(params)}
+    state = {"params": params, "memory": optimizer.init(params)}
+    return lambda state, x: descended(lambda params: loss_of(params, x), state, optimizer), state
 
 
 def weights(*shape: int) -> jax.Array:
@@ -93,8 +89,7 @@ def compilations() -> Any:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def same(got: Any, want: Any) -> None:
-    assert_close(got, want, rtol=3e-5, weak_types=True)
+same = functools.partial(assert_close, rtol=3e-5, weak_types=True)
 
 
 @pytest.mark.parametrize(("program", "where"), slow_but({("weak", "1f1b")}, itertools.product(PROGRAMS, WAYS)))

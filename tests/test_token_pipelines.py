@@ -37,7 +37,6 @@ def test_activations_alone_travel(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_quickly")
 def test_uneven_slices_on_two_stages():
     step, args = language_model()
     sliced = piped(step, 2, num_stages=2, schedule="1f1b", token_slices=(5, 4, 3))

@@ -18,8 +18,6 @@ from gallery.steps import sgd
 from tests.comparing import assert_close, close_to_jit
 from tests.helpers import FREE_LINKS
 
-pytestmark = pytest.mark.usefixtures("compiled_quickly")
-
 
 def same(step: Any, args: tuple[Any, ...], tolerance: float = 1e-6, **options: Any) -> alpa_lite.Plan:
     """Runs a step planned and plain, compares every leaf, and returns the plan."""

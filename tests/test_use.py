@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 import alpa_lite
 from alpa_lite.errors import InfeasibleError, MicrobatchError, OptionError
 from gallery.batches import normal
-from gallery.steps import descent, layers
+from gallery.steps import descent, distance, layers
 from tests import comparing, pipeline_driver
 from tests.helpers import local
 from tests.marks import slow
@@ -22,11 +22,7 @@ from tests.marks import slow
 WIDTH, ROWS = 16, 8
 
 
-def chain(params: Any, batch: Any) -> jax.Array:
-    return ((layers(params, batch["x"]) - batch["y"]) ** 2).mean()
-
-
-step = descent(chain)
+step = descent(distance)
 
 
 def arguments(rows: int = ROWS) -> tuple[Any, Any]:

@@ -49,6 +49,7 @@ from alpa_lite.runtime.multihost.permute import CrossProcessTransfer
 from alpa_lite.runtime.pipeline import Launch, Move, PipelineExecutable
 from alpa_lite.runtime.transfer import Transfer
 from benchmarks.harness import Benchmark, Row
+from gallery.steps import distance, sgd
 from tests.processes import driver
 
 MICROBATCHES = 8
@@ -72,19 +73,7 @@ PLANS: dict[str, dict[str, Any]] = {
         "method": alpa_lite.Pipeline(schedule="1f1b", submesh_shapes=(2, 2)), "num_microbatches": MICROBATCHES
     },
 }  # fmt: skip
-
-
-def step(state: Any, batch: Any) -> tuple[Any, Any]:
-    """Least squares of a small deep network."""
-
-    def loss_fn(params: Any) -> Any:
-        hidden = batch["x"]
-        for weight in params:
-            hidden = jnp.tanh(hidden @ weight)
-        return jnp.mean((hidden - batch["y"]) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_fn)(state)
-    return [w - 0.1 * g for w, g in zip(state, grads, strict=True)], loss
+step = sgd(distance)
 
 
 def arguments_of(layers: int, width: int) -> tuple[Any, Any]:

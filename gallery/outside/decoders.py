@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gallery.batches import shape
+from gallery.steps import cross_entropy, descended, started
+
 Model = Mapping[str, Any]
 Attend = Callable[[Any, Any, Any], Any]
 
@@ -41,19 +44,15 @@ def step_of(row: Mapping[str, Any], *, scan: bool = True) -> tuple[Callable[...,
                 x = layer(x, w)
         x = norm(x, params["norm"], model["kind"])
         head = cast(params["head"], half) if "head" in params else embed
-        logits = jnp.einsum("btm,vm->btv", x, head).astype(jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+        return cross_entropy(jnp.einsum("btm,vm->btv", x, head), batch["targets"])
 
     def train_step(state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_of)(state["params"], batch)
-        updates, opt = optimizer.update(grads, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+        return descended(lambda params: loss_of(params, batch), state, optimizer)
 
     shapes = parameters(model, scan)
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, stored), shapes, is_leaf=lambda s: isinstance(s, tuple))
-    state = {"params": params, "opt": jax.eval_shape(optimizer.init, params)}
-    tokens = jax.ShapeDtypeStruct((row["batch"], model["seq"]), jnp.int32)
-    return train_step, (state, {"inputs": tokens, "targets": tokens})
+    tokens = shape(row["batch"], model["seq"])
+    return train_step, (started(params, optimizer), {"inputs": tokens, "targets": tokens})
 
 
 def parameters(model: Model, scan: bool) -> dict[str, Any]:

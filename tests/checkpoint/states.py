@@ -14,6 +14,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.passes.tracing import pytrees
+from gallery.steps import descended, square_layers
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -80,16 +81,8 @@ def create(key: jax.Array) -> dict[str, Any]:
     """The state of `train`: layers of one width, the moments of Adam, a random key."""
     init = jax.nn.initializers.lecun_normal()
     params = [init(k, (WIDTH, WIDTH)) for k in jax.random.split(key, LAYERS)]
-    return {"params": params, "opt": optax.adam(1e-2).init(params), "key": jax.random.fold_in(key, 1)}
+    return {"params": params, "memory": optax.adam(1e-2).init(params), "key": jax.random.fold_in(key, 1)}
 
 
 def train(state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], jax.Array]:
-    def loss_of(params: Any) -> jax.Array:
-        x = batch
-        for w in params:
-            x = jnp.tanh(x @ w)
-        return (x**2).mean()
-
-    loss, grads = jax.value_and_grad(loss_of)(state["params"])
-    updates, opt = optax.adam(1e-2).update(grads, state["opt"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "key": state["key"]}, loss
+    return descended(lambda params: square_layers(params, batch), state, optax.adam(1e-2))

@@ -14,7 +14,7 @@ from flax import nnx
 
 from alpa_lite import models
 from alpa_lite.models import gpt, llama, moe, text, transformer
-from tests.marks import one_in
+from tests.marks import slow, slow_but, slow_one_in
 
 names = pytest.mark.parametrize("name", models.MODELS)
 
@@ -35,14 +35,9 @@ PUBLISHED = {
 FAST = [("gpt", "small"), ("llama", "8B"), ("bert", "base"), ("moe", "380M"), ("vit", "B/16"), ("unet", "cifar10")]
 
 
-def slow_but(fast: list[Any], count: int, cases: list[Any]) -> list[Any]:
-    """The cases, slow but for some, and thorough but for one in `count`."""
-    rest = [pytest.param(*case, marks=pytest.mark.slow) for case in cases if case not in fast]
-    return [*(pytest.param(*case) for case in fast), *one_in(count, rest)]
-
-
 @pytest.mark.parametrize(
-    ("name", "size"), slow_but(FAST, 3, [(name, size) for name, sizes in PUBLISHED.items() for size in sizes])
+    ("name", "size"),
+    slow_one_in(3, slow_but(FAST, [(name, size) for name, sizes in PUBLISHED.items() for size in sizes])),
 )
 def test_parameters_are_the_published_number(name: str, size: str) -> None:
     published, digit = PUBLISHED[name][size]
@@ -59,10 +54,10 @@ def test_the_largest_model_is_described_without_memory() -> None:
     assert batch["inputs"].shape == (1024, 2048)
 
 
-QUICK = [("mlp",), ("gpt",)]
+QUICK = "mlp", "gpt"
 
 
-@pytest.mark.parametrize("name", slow_but(QUICK, 2, [(name,) for name in models.MODELS]))
+@pytest.mark.parametrize("name", slow_one_in(2, slow_but(QUICK, models.MODELS)))
 def test_loss_falls(name: str) -> None:
     # One layer compiles in half of the time.
     layers: dict[str, Any] = {"layers": 1} if name in ("gpt", "llama", "bert", "vit") else {}
@@ -81,7 +76,7 @@ def test_loss_falls(name: str) -> None:
     [
         ("gpt", {"tied": False}),
         ("gpt", {"scan": True, "dropout": 0.1}),
-        *[pytest.param(name, {}, marks=pytest.mark.slow) for name in models.MODELS],
+        *[slow(name, {}) for name in models.MODELS],
     ],
     ids=str,
 )

@@ -11,6 +11,7 @@ import worker
 import alpa_lite
 from alpa_lite import _jax
 from alpa_lite.errors import AlpaLiteError
+from gallery.steps import distance, sgd
 
 
 def main() -> None:
@@ -25,13 +26,9 @@ def main() -> None:
         if wrong and what == "raises":
             raise ValueError("the data is not there")
         x = batch["x"] + constant
-        return mlp.loss_of(params, {**batch, "x": jnp.sin(x) if wrong and what == "code" else x})
+        return distance(params, {**batch, "x": jnp.sin(x) if wrong and what == "code" else x})
 
-    @alpa_lite.parallelize(method=alpa_lite.Pipeline(num_stages=2), num_microbatches=2)
-    def step(params, batch):
-        loss, grads = jax.value_and_grad(loss_of)(params, batch)
-        return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], loss
-
+    step = alpa_lite.parallelize(sgd(loss_of), method=alpa_lite.Pipeline(num_stages=2), num_microbatches=2)
     start, store = time.monotonic(), _jax.coordination_client()
     if wrong and what == "late":
         store.blocking_key_value_get("given up", 240_000)

@@ -5,12 +5,12 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import mlp
 import worker
 
 import alpa_lite
 from alpa_lite.processes import failure_propagation
+from gallery.steps import layers, sgd
 
 armed = False
 
@@ -20,16 +20,11 @@ def look(x) -> None:
         raise ValueError("the last layer is not well")
 
 
+@sgd
 def step(params, batch):
-    def loss_of(params):
-        x = batch["x"]
-        for w in params:
-            x = jnp.tanh(x @ w)
-        jax.debug.callback(look, x[0, 0])
-        return ((x - batch["y"]) ** 2).mean()
-
-    loss, grads = jax.value_and_grad(loss_of)(params)
-    return [w - 0.1 * g for w, g in zip(params, grads, strict=True)], loss
+    x = layers(params, batch["x"])
+    jax.debug.callback(look, x[0, 0])
+    return ((x - batch["y"]) ** 2).mean()
 
 
 def main() -> None:

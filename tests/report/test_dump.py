@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 import alpa_lite
 from alpa_lite.passes import factors
 from alpa_lite.passes.sharding import grouping
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.report import dump
+from gallery.batches import f32
 from gallery.steps import mlp
 from tests.plans import small_plan
 
@@ -37,7 +37,7 @@ def test_a_traced_program_is_written_with_its_loops_and_lines(tmp_path: Path) ->
         total, _ = jax.lax.scan(lambda carry, row: (carry + row * 2.0, None), state, batch)
         return total
 
-    args = (jax.ShapeDtypeStruct((4,), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32))
+    args = (f32(4), f32(8, 4))
     traced = tracing.trace(step, args, {})
     rules = factors.rules_of(traced.graph.ops(), traced.graph.values)
     with dump.stages(tmp_path) as write:
@@ -58,7 +58,7 @@ def test_operations_outside_of_regions_are_written(tmp_path: Path) -> None:
         loss, gradient = jax.value_and_grad(lambda w: (((batch + noise) @ w) ** 2).mean())(w)
         return w - gradient, loss
 
-    args = jax.ShapeDtypeStruct((8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+    args = f32(8, 8), f32(16, 8)
     alpa_lite.make_plan(step, *args, cluster="a100", method=alpa_lite.DataParallel(), dump_dir=tmp_path)
     (program,) = tmp_path.glob("*_lowering.txt")
     assert "rng_uniform" in program.read_text()

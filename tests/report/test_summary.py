@@ -17,7 +17,7 @@ from alpa_lite.plan.decisions import SearchSummary
 from alpa_lite.plan.figures import AxisUse, Products
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import summary
-from gallery.batches import f32
+from gallery.batches import f32, shape
 from gallery.steps import optimised
 from tests.plans import gpt_plan, pipeline_plan, small_plan, with_comparisons
 
@@ -33,7 +33,7 @@ def loss_of(params, tokens):
 
 def planned(batch: int = 64, width: int = 128, hidden: int = 512, **options) -> Plan:
     params = {"embed": f32(256, width), "up": f32(width, hidden), "down": f32(hidden, width)}
-    tokens = jax.ShapeDtypeStruct((batch, 32), jnp.int32)
+    tokens = shape(batch, 32)
     args = params, jax.eval_shape(OPTIMIZER.init, params), tokens
     return alpa_lite.make_plan(optimised(loss_of, OPTIMIZER), *args, cluster=CLUSTER, verify="off", **options)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import alpa_lite
+from gallery.steps import sgd
 
 METHODS: dict[str, Callable[[], dict[str, Any]]] = {
     "one mesh": lambda: {"method": alpa_lite.DataParallel()},
@@ -28,8 +29,7 @@ def draw(*shape: int, seed: int = 0) -> jax.Array:
 
 def descend(loss: Callable[[Any], jax.Array], params: Any) -> tuple[Any, jax.Array]:
     """The parameters after a step of gradient descent, and the loss before it."""
-    value, grads = jax.value_and_grad(loss)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+    return sgd(lambda params, _: loss(params))(params, None)
 
 
 def equal_leaves(got: Any, want: Any, rtol: float, atol: float) -> None:
@@ -37,6 +37,13 @@ def equal_leaves(got: Any, want: Any, rtol: float, atol: float) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=rtol, atol=atol)
+
+
+def pointers(tree: Any) -> set[int]:
+    """Where the blocks of arrays are."""
+    arrays = jax.tree.leaves(tree)
+    blocks = {s.data.unsafe_buffer_pointer() for x in arrays if isinstance(x, jax.Array) for s in x.addressable_shards}
+    return blocks | {x.ctypes.data for x in arrays if isinstance(x, np.ndarray)}
 
 
 def deleted(tree: Any) -> set[bool]:

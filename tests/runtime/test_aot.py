@@ -15,6 +15,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.runtime import aot, load
 from alpa_lite.runtime.aot import Target, target_of
 from gallery.steps import mlp
+from tests.marks import slow
 
 EIGHT = Cluster.preset("v5e")
 
@@ -65,7 +66,7 @@ def test_a_compiler_that_is_not_installed_is_named_with_the_extra(monkeypatch: p
             aot.devices_of(target)
 
 
-@pytest.mark.parametrize("pipeline", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pipeline", [False, slow(True)])
 def test_every_executable_is_lowered_as_it_would_run(pipeline: bool) -> None:
     """Compiled for the devices that are here: the same programs, with donation, as those that a call compiles."""
     step, args = mlp(16, 16, 2)

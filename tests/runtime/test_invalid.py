@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import alpa_lite
+from tests.marks import slow
 
 parallelize = functools.partial(alpa_lite.parallelize, method=alpa_lite.DataParallel())
 
@@ -50,7 +51,7 @@ def fresh(at: float = 0.0) -> dict[str, Any]:
 X = np.ones((32, 16), np.float32)
 
 
-@pytest.mark.parametrize("pipeline", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pipeline", [False, slow(True)])
 def test_the_error_has_the_line_and_the_state_can_be_used_again(pipeline: bool) -> None:
     options: dict[str, Any] = {"method": alpa_lite.Pipeline(num_stages=2), "num_microbatches": 2} if pipeline else {}
     planned = parallelize(step, **options)

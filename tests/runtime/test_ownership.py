@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import alpa_lite
 from alpa_lite.errors import AlpaLiteError, DonatedError
 from alpa_lite.runtime import placement
+from gallery.batches import normal, regression
 from tests.comparing import assert_close
 from tests.marks import slow_but
 from tests.runtime.cases import deleted, descend
@@ -36,13 +37,8 @@ SLOW_PIPELINE = slow_but(["one mesh"], METHODS)
 
 
 def make(rows: int = ROWS) -> tuple[Any, Any, Any]:
-    rng = np.random.default_rng(rows)
-
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32))
-
-    state = {"first": normal(WIDTH, WIDTH), "second": normal(WIDTH, WIDTH)}
-    return state, {"x": normal(rows, WIDTH), "y": normal(rows, WIDTH)}, normal(WIDTH, WIDTH)
+    state = {"first": normal(rows, WIDTH, WIDTH), "second": normal(rows + 1, WIDTH, WIDTH)}
+    return state, regression(WIDTH, WIDTH, rows), normal(rows + 2, WIDTH, WIDTH)
 
 
 def step(state: Any, batch: Any, frozen: Any) -> Any:

@@ -18,7 +18,9 @@ from jax.experimental import io_callback
 from alpa_lite.errors import ExecutionError
 from alpa_lite.runtime.debug.callbacks import Failures
 from alpa_lite.runtime.pipeline import PipelineExecutable
+from gallery.steps import sgd
 from tests import pipeline_driver
+from tests.marks import slow
 
 ROWS, WIDTH = 16, 8
 ROOT = Path(__file__).parents[2]
@@ -54,14 +56,7 @@ def step_of(kind: str):
 
     checked.defvjp(lambda x: (checked(x), None), lambda _, g: (g,))
 
-    def step(state, batch):
-        def loss_fn(params):
-            return jnp.mean(checked(jnp.sin(batch["x"] @ params[0]) @ params[1]) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(state)
-        return [w - 0.1 * g for w, g in zip(state, grads, strict=True)], loss
-
-    return step
+    return sgd(lambda params, batch: jnp.mean(checked(jnp.sin(batch["x"] @ params[0]) @ params[1]) ** 2))
 
 
 def arguments():
@@ -91,9 +86,9 @@ def failing(run: PipelineExecutable, microbatch: int) -> str:
         ("pure", (1, 1)),
         ("io", (2, 2)),
         ("debug", (2, 2)),
-        pytest.param("pure", (2, 2), marks=pytest.mark.slow),
-        pytest.param("io", (1, 1), marks=pytest.mark.slow),
-        pytest.param("debug", (1, 1), marks=pytest.mark.slow),
+        slow("pure", (2, 2)),
+        slow("io", (1, 1)),
+        slow("debug", (1, 1)),
     ],
 )
 def test_a_callback_that_raises_is_located_and_the_next_step_is_right(kind, devices):
@@ -109,7 +104,7 @@ def test_a_callback_that_raises_is_located_and_the_next_step_is_right(kind, devi
         np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("pure", marks=pytest.mark.slow), "debug"])
+@pytest.mark.parametrize("kind", [slow("pure"), "debug"])
 def test_steps_on_what_a_failed_one_left_fail_alike(kind):
     """All micro-batches fail, on devices that wait for each other before and after."""
     run = executable(kind, (2, 2))
@@ -156,7 +151,7 @@ def step(state, batch):
         return jnp.mean(hidden ** 2)
     loss, grads = jax.value_and_grad(loss_fn)(state)
     if {calls}:
-        loss = jax.pure_callback(sleep, jax.ShapeDtypeStruct((), jnp.float32), loss)
+        loss = jax.pure_callback(sleep, f32(), loss)
     return [w - 0.1 * g for w, g in zip(state, grads)], loss
 
 def arguments():

@@ -23,6 +23,7 @@ from alpa_lite.runtime.binding import ArgumentBinder, NewSignature
 from alpa_lite.runtime.buffers import ProgramBuffers
 from alpa_lite.runtime.placement import DeviceCopies
 from alpa_lite.runtime.stacked import StackedArray
+from tests.runtime.cases import pointers
 
 FLOAT = np.dtype(np.float32)
 
@@ -56,10 +57,6 @@ class Cut:
 
     def ones(self) -> Any:
         return self.join([jax.device_put(np.ones((4, 8), np.float32), s) for s in self.shardings])
-
-
-def pointers(array: jax.Array) -> set[int]:
-    return {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
 
 
 WAYS = {

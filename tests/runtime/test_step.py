@@ -25,7 +25,9 @@ from alpa_lite.runtime.binding import NewSignature
 from alpa_lite.runtime.jit_fallback import jit_fallback
 from alpa_lite.runtime.load import load_on_mesh
 from alpa_lite.runtime.step import Executable, LoadOptions
-from tests.comparing import assert_close
+from gallery.steps import descended, in_place
+from tests.comparing import assert_close, is_key
+from tests.runtime.cases import pointers
 
 OPTIMIZER = optax.adam(1e-2)
 MOMENTUM = optax.sgd(0.1, momentum=0.9)  # unlike Adam it does not blow up gradients that are zero but for rounding
@@ -69,7 +71,7 @@ def fsdp(dims):
 
 def make_state():
     params = {"w": jnp.linspace(-1.0, 1.0, 32).reshape(8, 4), "b": jnp.zeros(4)}
-    return {"params": params, "opt": OPTIMIZER.init(params), "step": jnp.int32(0)}
+    return {"params": params, "memory": OPTIMIZER.init(params), "step": jnp.int32(0)}
 
 
 def make_batch(rows=16):
@@ -80,23 +82,12 @@ def step(state, batch):
     def loss_of(params):
         return ((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2).mean()
 
-    loss, grads = jax.value_and_grad(loss_of)(state["params"])
-    updates, opt = OPTIMIZER.update(grads, state["opt"], state["params"])
-    return {"params": optax.apply_updates(state["params"], updates), "opt": opt, "step": state["step"] + 1}, loss
+    new, loss = descended(loss_of, state, OPTIMIZER)
+    return {**new, "step": state["step"] + 1}, loss
 
 
 def deleted(tree):
     return [leaf.is_deleted() for leaf in jax.tree.leaves(tree)]
-
-
-def pointers(tree) -> set[int]:
-    found: set[int] = set()
-    for leaf in jax.tree.leaves(tree):
-        if isinstance(leaf, np.ndarray):
-            found.add(leaf.ctypes.data)
-        else:
-            found.update(shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards)
-    return found
 
 
 def outcome(run, state, *rest):
@@ -134,7 +125,7 @@ def test_a_callers_arrays_are_never_deleted(shape, kind):
     elif kind == "committed":
         start = jax.device_put(start, jax.devices()[0])
     elif kind == "half placed":
-        start["opt"] = run.place(make_state(), make_batch())[0]["opt"]
+        start["memory"] = run.place(make_state(), make_batch())[0]["memory"]
     elif kind == "one leaf replaced":  # in a state that a call returned
         start, _ = run(start, make_batch())
         start["params"]["w"], start["params"]["b"] = make_state()["params"]["w"], jnp.zeros(4)
@@ -306,14 +297,9 @@ def make_nnx():
     return model, nnx.Optimizer(model, MOMENTUM, wrt=nnx.Param)
 
 
-def nnx_step(model, optimizer, batch):
-    loss, grads = nnx.value_and_grad(lambda model: ((model(batch["x"]) - batch["y"]) ** 2).mean())(model)
-    optimizer.update(model, grads)
-    return loss
-
-
-def is_key(leaf):
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+@in_place
+def nnx_step(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 
 def nnx_arrays(nodes):

@@ -23,6 +23,7 @@ from alpa_lite.passes.programs.transfers import TransferPlan, plan_transfer
 from alpa_lite.runtime import placement
 from alpa_lite.runtime.meshes import mesh_of
 from alpa_lite.runtime.transfer import Transfer
+from gallery.batches import f32
 from tests.helpers import two_machines
 from tests.marks import one_in
 
@@ -169,7 +170,7 @@ def blocked(on: Submesh, layout: Layout, release: threading.Event) -> jax.Array:
         return np.float32(0)
 
     def local(block):
-        return block + io_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), ordered=False)
+        return block + io_callback(wait, f32(), ordered=False)
 
     spec = spec_of(layout)
     mesh = mesh_of(on.mesh, jax.devices()[on.first :])

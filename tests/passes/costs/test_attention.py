@@ -7,6 +7,7 @@ import pytest
 import alpa_lite
 from alpa_lite import Cluster, OptionError, Sharded
 from alpa_lite.passes.costs.attention import BLOCK, pairs
+from gallery.batches import shape
 
 SHAPE = B, T, N, D = 4, 4 * BLOCK, 8, 64
 """Examples, tokens, heads and features."""
@@ -43,7 +44,7 @@ def spent(**fields):
         device="x", devices_per_node=1, memory=2**35, peak_flops={"f32": 1e12, "bf16": 1e12}, memory_bandwidth=1e15,
         node_link=alpa_lite.Link(1e12), **fields,
     )  # fmt: skip
-    state = jax.ShapeDtypeStruct((N, D), jnp.bfloat16)
+    state = shape(N, D, dtype=jnp.bfloat16)
     plan = alpa_lite.make_plan(step, state, jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16), cluster=cluster, verify="off")
     rows = {row.operation: row.flops for row in plan.stages[0].spending}
     return [rows[f"dot_product_attention_{name}_wrapper"] for name in ("fwd", "bwd")]
@@ -66,7 +67,7 @@ def test_shares_that_no_kernel_reaches_are_refused(given):
 
 @pytest.mark.parametrize("name", ["v5e", "mi300x"])
 def test_cudnn_is_refused_for_other_platforms(name):
-    state = jax.ShapeDtypeStruct((N, D), jnp.bfloat16)
+    state = shape(N, D, dtype=jnp.bfloat16)
     batch = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)
     with pytest.raises(OptionError, match=r'implementation="cudnn"\).*NVIDIA.*use implementation="xla"'):
         alpa_lite.make_plan(step, state, batch, cluster=name, method=Sharded(), verify="off")

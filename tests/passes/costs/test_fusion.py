@@ -9,7 +9,7 @@ import pytest
 from alpa_lite.passes.costs import fusion, traffic
 from alpa_lite.passes.costs.items import item_of
 from alpa_lite.passes.tracing import tracing
-from gallery.batches import f32
+from gallery.batches import f32, shape
 
 N, M = 64, 256
 FULL, ROW = 4 * N * M, 4 * N
@@ -48,7 +48,7 @@ def shift(x: Any) -> Any:
         # Slices read what they take, updates write what they put.
         (lambda x: shift(x[:8]), (f32(N, M),), 2 * 4 * 8 * M),
         (lambda x, y: x.at[3].set(shift(y)), (f32(N, M), f32(M)), 3 * 4 * M),
-        (lambda x, i: shift(x)[i], (f32(N, M), jax.ShapeDtypeStruct((4,), jnp.int32)), 2 * 4 * 4 * M),
+        (lambda x, i: shift(x)[i], (f32(N, M), shape(4)), 2 * 4 * 4 * M),
         # The mean is ready after the first kernel; its subtraction reads the value a second time.
         (lambda x: x - x.mean(), (f32(N, M),), 3 * FULL),
         # The norms of rows, split: what follows a reduction and is not a part of its kernel.
@@ -61,7 +61,7 @@ def test_bytes_by_hand(step, args, expected):
 
 def test_expensive_functions_are_kept_where_that_moves_little():
     """tanh of a bfloat16 that a product and a later kernel read, against a subtraction."""
-    half = jax.ShapeDtypeStruct((N, M), jnp.bfloat16)
+    half = shape(N, M, dtype=jnp.bfloat16)
 
     def step(f):
         def run(x, y):

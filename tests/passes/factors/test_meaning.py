@@ -1,6 +1,5 @@
 """What a rule says must be so: the operation on two halves of a factor gives the halves of its result, or summands."""
 
-import functools
 import math
 from dataclasses import replace
 
@@ -14,8 +13,6 @@ from alpa_lite.ir.strategy import Factor
 from alpa_lite.passes import factors
 from tests.passes.factors.factor_cases import CASES, bind, capture, check
 
-# The program runs once: what compiles fastest is best.
-QUICK = {"xla_backend_optimization_level": 0}
 # The kinds that need no local form, which the test below can hold to the operation itself.
 PLAIN = ("parallel", "sum", "max", "min")
 
@@ -101,7 +98,7 @@ def run(cases, change=lambda rule: rule):
     examples = {case: CASES[case] for case in cases}
     rules = {}
 
-    @functools.partial(jax.jit, compiler_options=QUICK)
+    @jax.jit
     def everything(args):
         out = {}
         for case, (name, fun, *_) in examples.items():

@@ -17,6 +17,7 @@ from alpa_lite.ir.graph import Lit
 from alpa_lite.passes import factors
 from alpa_lite.passes.factors import tables
 from alpa_lite.passes.factors.base import Call
+from gallery.batches import f32
 from tests.passes.factors.factor_cases import CASES, check, equations, example
 from tests.passes.factors.shardy_rules import shardy_rule
 
@@ -149,9 +150,9 @@ WITHOUT_RULE = """
 
 
 def elementwise_equations():
-    x, n = jax.ShapeDtypeStruct((4, 6), jnp.float32), jax.ShapeDtypeStruct((4, 6), jnp.int32)
+    x, n = f32(4, 6), jax.ShapeDtypeStruct((4, 6), jnp.int32)
     p, c = jax.ShapeDtypeStruct((4, 6), jnp.bool_), jax.ShapeDtypeStruct((4, 6), jnp.complex64)
-    s = jax.ShapeDtypeStruct((), jnp.float32)
+    s = f32()
     for name in UNARY.split():
         yield from equations(getattr(lax, name), x)
     for name in BINARY.split():

@@ -26,7 +26,7 @@ from alpa_lite.passes.ir.ties import Tie, ties
 from alpa_lite.passes.local import forms
 from alpa_lite.passes.tracing import conversion, tracing
 from alpa_lite.passes.tracing.conversion import graph_of
-from gallery.batches import normal
+from gallery.batches import f32, normal
 from tests.passes import microbatched
 from tests.passes.layers.test_layering import layers_of
 from tests.passes.layers.test_rematerialisation import SGD, rewritten
@@ -89,7 +89,7 @@ def test_where_a_part_begins_is_left_out_unless_layouts_depend_on_it(one, other,
 
 
 def callbacks(x: jax.Array) -> Any:
-    like = jax.ShapeDtypeStruct((4,), jnp.float32)
+    like = f32(4)
     return jax.pure_callback(lambda y: y + 1, like, x), jax.pure_callback(lambda y: y + 2, like, x)
 
 

@@ -23,7 +23,8 @@ from alpa_lite.passes.search.pipeline_analysis import max_layers
 from alpa_lite.passes.tracing import tracing
 from gallery import linen
 from gallery.batches import normal
-from tests.passes.numerics import assert_close_in_norm, outputs
+from tests.comparing import assert_close_in_norm
+from tests.passes.numerics import outputs
 
 
 def step_in_layers(step: Any, arguments: Any, layers: int = 16) -> Divisible:

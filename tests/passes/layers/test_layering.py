@@ -24,7 +24,7 @@ from alpa_lite.passes.layers.types import Assignment, Layer, Layering
 from alpa_lite.passes.stages.planning import digest
 from alpa_lite.passes.stages.staging import stage_graphs
 from gallery.batches import normal
-from gallery.steps import updated
+from gallery.steps import sgd
 from tests import pipeline_driver
 from tests.passes import microbatched
 
@@ -155,15 +155,12 @@ def test_a_body_without_marks_is_split_by_order():
 def test_the_gradient_of_looked_up_rows_is_added_up_where_they_are():
     """The lookup is done once a step, before the micro-batches, and its transpose after them."""
 
-    def step(state: Any, batch: Any) -> Any:
-        def loss_fn(params: Any) -> jax.Array:
-            x = batch["x"] @ params["first"] + params["table"][jnp.arange(4)]
-            for w in params["weights"]:
-                x = x + jnp.tanh(x @ w)
-            return (x**2).mean()
-
-        loss, grads = jax.value_and_grad(loss_fn)(state)
-        return updated(state, grads), loss
+    @sgd
+    def step(params: Any, batch: Any) -> Any:
+        x = batch["x"] @ params["first"] + params["table"][jnp.arange(4)]
+        for w in params["weights"]:
+            x = x + jnp.tanh(x @ w)
+        return (x**2).mean()
 
     state = {"table": normal(9, 16, 8), "first": normal(8, 8, 8), "weights": [normal(i, 8, 8) for i in range(4)]}
     cut = pipeline_driver.staged(step, (state, {"x": normal(20, 4, 4, 8)}), 2, 2, cuts=[1])

@@ -15,7 +15,9 @@ from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.layers.residuals import reduce_residuals
 from alpa_lite.passes.tracing import tracing
 from gallery.batches import normal
-from tests.passes.numerics import assert_close_in_norm, outputs
+from gallery.steps import sgd
+from tests.comparing import assert_close_in_norm
+from tests.passes.numerics import outputs
 
 
 def scans_of(graph: Graph) -> list[ScanView]:
@@ -82,15 +84,10 @@ def masked(params: Any, x: Any) -> Any:
 
 def assert_same(loss: Any, params: Any, x: Any) -> tuple[Graph, Graph]:
     """The graphs of a step of descent before and after, which compute the same; the second saves no more."""
-
-    def step(params: Any, x: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, x)
-        return params - 0.1 * grads, value
-
-    traced = tracing.trace(step, (params, x), {})
+    traced = tracing.trace(sgd(loss), (params, x), {})
     reduced = reduce_residuals(traced)
-    results = [outputs(t, (params, x, *t.graph.constants)) for t in (reduced, traced)]
-    assert_close_in_norm(*results)
+    got, want = (outputs(t, (params, x, *t.graph.constants)) for t in (reduced, traced))
+    assert_close_in_norm(got, want)
     assert saved_bytes(reduced.graph) <= saved_bytes(traced.graph)
     return traced.graph, reduced.graph
 

@@ -16,7 +16,8 @@ from alpa_lite.passes.layers.stacked_sums import add_within_scans
 from alpa_lite.passes.tracing import tracing
 from gallery.batches import normal
 from gallery.steps import updated
-from tests.passes.numerics import assert_close_in_norm, outputs
+from tests.comparing import assert_close_in_norm
+from tests.passes.numerics import outputs
 
 LAYERS, PARTS, WIDTH = 3, 4, 8
 

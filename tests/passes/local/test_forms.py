@@ -30,10 +30,10 @@ from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.random import counters
 from alpa_lite.passes.local.reductions import float_order_to_int, int_to_float_order
 from alpa_lite.passes.local.types import LocalForm
+from gallery.batches import f32
 from tests.marks import one_in
 
 MESHES = [LogicalMesh(shape, ("a", "b", "c")[: len(shape)]) for shape in ((2,), (2, 2), (4, 2), (2, 2, 2))]
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def device_mesh(mesh):
@@ -115,7 +115,7 @@ def whole_operations(cases):
 
     arguments = [case.args for case in cases]
     program = jax.jit(lambda arguments: [run(*pair) for pair in zip(cases, arguments, strict=True)])
-    return [[plain(x) for x in out] for out in program.lower(arguments).compile(FAST)(arguments)]
+    return [[plain(x) for x in out] for out in program.lower(arguments).compile()(arguments)]
 
 
 def whole(case):
@@ -153,7 +153,7 @@ def check_contracts(chosen, mesh):
     lowered = program.lower(arguments)
     declared = Counter((c.kind, c.bytes) for _, forms, _ in found for form in forms.values() for c in form.collectives)
     assert written(lowered.as_text()) == declared, ([(case.op.name, list(forms)) for case, forms, _ in found], mesh)
-    for (case, forms, expected), everything in zip(found, lowered.compile(FAST)(arguments), strict=True):
+    for (case, forms, expected), everything in zip(found, lowered.compile()(arguments), strict=True):
         for (assignment, form), results in zip(forms.items(), everything, strict=True):
             used = {a for axes in assignment for a in axes} or set(mesh.axis_names)
             assert all(set(c.axes) <= used for c in form.collectives)
@@ -243,7 +243,7 @@ def pool(window, strides, padding, init, fun):
 FILL, CLIP, PROMISE = GatherScatterMode.FILL_OR_DROP, GatherScatterMode.CLIP, GatherScatterMode.PROMISE_IN_BOUNDS
 ROWS = np.array([[0], [15], [3], [8], [16], [-1], [7], [40]], np.int32)
 PAIRS = np.array([[0, 1], [15, 7], [3, 8], [16, 2], [-2, -2], [7, 3], [8, 0], [40, 9]], np.int32)
-KEY, FOUR = jax.random.key(3), jax.ShapeDtypeStruct((4,), np.float32)
+KEY, FOUR = jax.random.key(3), f32(4)
 SORTED_DIMS = lax.GatherDimensionNumbers(offset_dims=(), collapsed_slice_dims=(0, 1), start_index_map=(0, 1))
 LABEL_DIMS = lax.GatherDimensionNumbers((), (1,), (1,), operand_batching_dims=(0,), start_indices_batching_dims=(0,))
 LABEL_PUT = lax.ScatterDimensionNumbers((), (1,), (1,), operand_batching_dims=(0,), scatter_indices_batching_dims=(0,))

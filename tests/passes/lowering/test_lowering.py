@@ -31,6 +31,7 @@ from gallery.batches import normal
 from gallery.steps import mlp, sgd
 from tests import comparing
 from tests.helpers import grouped_step
+from tests.marks import slow
 
 MESH = LogicalMesh((2, 2), ("x", "y"))
 
@@ -77,8 +78,8 @@ SLOW = ["plain_cumulative", "plain_conv_1d", "plain_remat", "plain_while", "plai
     ("name", "seed"),
     [
         ("plain_scan", 1), ("plain_pick", 0), ("plain_custom_jvp", 1),
-        *(pytest.param(name, seed, marks=pytest.mark.slow) for name in SLOW for seed in (2, 3)),
-        pytest.param("plain_tied", 1, marks=pytest.mark.slow),
+        *(slow(name, seed) for name in SLOW for seed in (2, 3)),
+        slow("plain_tied", 1),
     ],
 )  # fmt: skip
 def test_random_decisions_compute_what_one_device_computes(name, seed):

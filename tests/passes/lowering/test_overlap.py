@@ -12,6 +12,7 @@ from alpa_lite import compiler
 from alpa_lite.options import Method, Options
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.plan.plan import Plan
+from gallery.batches import shape
 from gallery.steps import mlp, sgd
 
 LAYERS, WIDTH, EXAMPLES = 6, 4096, 16384
@@ -22,8 +23,8 @@ step, _ = mlp(WIDTH, EXAMPLES, LAYERS)
 
 
 def arguments(examples: int = EXAMPLES):
-    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)] * LAYERS
-    return params, jax.ShapeDtypeStruct((examples, WIDTH), jnp.bfloat16)
+    params = [shape(WIDTH, WIDTH, dtype=jnp.bfloat16)] * LAYERS
+    return params, shape(examples, WIDTH, dtype=jnp.bfloat16)
 
 
 @functools.cache
@@ -130,7 +131,7 @@ def test_a_loop_keeps_what_it_communicates_inside():
         h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), batch, params)
         return (h**2).mean()
 
-    params = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.bfloat16)
+    params = shape(LAYERS, WIDTH, WIDTH, dtype=jnp.bfloat16)
     options = Options(method=alpa_lite.Zero(3), overlap=True, verify="off")
     found = compiler.compile_step(scanned, (params, arguments()[1]), {}, options, H100)
     (stage,) = found.plan.stages

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -18,7 +18,10 @@ from alpa_lite.errors import MicrobatchError
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.tracing import tracing
 from gallery.batches import normal
-from gallery.steps import sgd, updated
+from gallery.steps import in_place, sgd, updated
+from tests.comparing import assert_close
+from tests.marks import slow
+from tests.passes import numerics
 from tests.passes.microbatches import test_loop
 
 BATCH, WIDTH = 16, 8
@@ -91,7 +94,7 @@ def accumulated(step: Any, args: Any, parts: int, *, retrace: bool = True) -> Ac
 def outputs(found: Accumulated, step: Any, args: Any) -> Any:
     """What the step in micro-batches returns."""
     tree = jax.tree.structure(jax.eval_shape(step, *args))
-    return jax.tree.unflatten(tree, test_loop.outputs(found.traced, args))
+    return jax.tree.unflatten(tree, numerics.outputs(found.traced, args))
 
 
 def parts_of(one: Any, parts: int, dim: int = 0) -> list[Any]:
@@ -102,13 +105,10 @@ def mean(results: list[Any]) -> Any:
     return jax.tree.map(lambda *x: sum(x) / len(x), *results)
 
 
-def close(got: Any, want: Any) -> None:
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert a.shape == b.shape and a.dtype == b.dtype
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-6)
+close = functools.partial(assert_close, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("parts", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("parts", [slow(2), 4])
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_micro_batch_is_a_batch_of_its_own(name: str, parts: int) -> None:
     """Descent on the mean of gradients ends in the mean of where each gradient leads."""
@@ -296,14 +296,10 @@ class Towers(nnx.Module):
 
 
 def test_modules_in_place() -> None:
-    def step(model: Towers, optimizer: nnx.Optimizer, one: Any) -> jax.Array:
-        def loss(model: Towers) -> jax.Array:
-            logits = model(one)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(logits))).mean()
-
-        value, grads = nnx.value_and_grad(loss)(model)
-        optimizer.update(model, grads)
-        return value
+    @in_place
+    def step(model: Towers, one: Any) -> jax.Array:
+        logits = model(one)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(logits))).mean()
 
     def fresh() -> tuple[Towers, nnx.Optimizer]:
         model = Towers()

@@ -19,8 +19,9 @@ from alpa_lite.passes.tracing import tracing
 from alpa_lite.passes.tracing.conversion import graph_of
 from gallery import accumulation as steps
 from tests import comparing
-
-TOLERANCE = 1e-5
+from tests.comparing import assert_close_in_norm
+from tests.marks import slow
+from tests.passes.numerics import outputs
 
 
 def accumulated(fun, args, parts, *, batch_argnums: Any = "auto", **options: Any):
@@ -34,40 +35,11 @@ def accumulated(fun, args, parts, *, batch_argnums: Any = "auto", **options: Any
     return traced, found
 
 
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-"""Most of the time of these tests is LLVM's."""
-
-
-def outputs(traced, args):
-    """The flat outputs, compiled."""
-    leaves = jax.tree.leaves(args)
-    return jax.jit(lambda *leaves: evaluation.evaluate(traced.graph, leaves), compiler_options=QUICK)(*leaves)
-
-
-def plain(x):
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return np.asarray(jax.random.key_data(x))
-    return np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.inexact) else np.asarray(x)
-
-
-def compare(got, want, tolerance=TOLERANCE):
-    """Floats up to the tolerance, as a share of their own norm or of a thousandth of all; the rest exactly."""
-    total = np.sqrt(sum(np.sum(plain(w) ** 2) for w in want if jnp.issubdtype(w.dtype, jnp.inexact)))
-    assert len(got) == len(want)
-    for number, (g, w) in enumerate(zip(got, want, strict=True)):
-        assert g.shape == w.shape and g.dtype == w.dtype
-        if jnp.issubdtype(w.dtype, jnp.inexact):
-            error = np.linalg.norm(plain(g) - plain(w))
-            assert error <= tolerance * max(np.linalg.norm(plain(w)), 1e-3 * total), (number, error)
-        else:
-            np.testing.assert_array_equal(plain(g), plain(w))
-
-
 def equal(made, parts, **options):
     """Asserts equality, and returns what was rewritten."""
     fun, args = made
     traced, found = accumulated(fun, args, parts, **options)
-    compare(outputs(found.traced, args), outputs(traced, args))
+    assert_close_in_norm(outputs(found.traced, args), outputs(traced, args))
     return found
 
 
@@ -86,11 +58,11 @@ def test_steps(name):
     traced, found = accumulated(fun, args, 4)
     assert not any("inexact" in note for note in found.notes)
     want = outputs(traced, args)
-    compare(outputs(found.traced, args), want)
+    assert_close_in_norm(outputs(found.traced, args), want)
     _, strided = accumulated(fun, args, 4, strided=True)
     assert any("t, t + 4, t + 8" in note for note in strided.notes) == (name not in BY_POSITION)
     if name not in BY_POSITION:
-        compare(outputs(strided.traced, args), want)
+        assert_close_in_norm(outputs(strided.traced, args), want)
 
 
 def test_a_batch_that_is_taken_apart_stays_in_its_order():
@@ -126,9 +98,7 @@ SLOW = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"), [("plain_scan", 4), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)]
-)
+@pytest.mark.parametrize(("name", "parts"), [("plain_scan", 4), *(slow(*pair) for pair in SLOW)])
 def test_zoo(name, parts):
     fun, args = gallery.get("zoo", name).make()
     traced, found = accumulated(fun, args, parts)
@@ -170,7 +140,7 @@ def test_inexact_batch_norm_is_that_of_each_microbatch():
     _, found = accumulated(fun, args, 2, allow_inexact=True)
     inexact = [note for note in found.notes if "inexact" in note]
     assert inexact and all("gallery/linen.py" in note and "BatchNorm" in note for note in inexact)
-    compare(outputs(found.traced, args), jax.tree.leaves(steps.reference(fun, args, 2)))
+    assert_close_in_norm(outputs(found.traced, args), jax.tree.leaves(steps.reference(fun, args, 2)))
 
 
 def test_inexact_statistics_of_every_layer_are_those_of_each_microbatch():
@@ -189,7 +159,7 @@ def test_inexact_statistics_of_every_layer_are_those_of_each_microbatch():
     args = [steps.normal(i, 8, 8) for i in range(8)], {"x": steps.normal(8, 16, 8), "y": steps.normal(9, 16, 8)}
     _, found = accumulated(step, args, 2, allow_inexact=True)
     assert sum("inexact, computed within each micro-batch" in note for note in found.notes) >= 4
-    compare(outputs(found.traced, args), jax.tree.leaves(steps.reference(step, args, 2)))
+    assert_close_in_norm(outputs(found.traced, args), jax.tree.leaves(steps.reference(step, args, 2)))
 
 
 @pytest.mark.parametrize(("parts", "words"), [(3, "16 examples.*1, 2, 4, 8, 16"), (0, "positive")])

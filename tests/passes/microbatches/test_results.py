@@ -18,6 +18,7 @@ from alpa_lite.errors import MicrobatchError
 from gallery.batches import normal
 from gallery.steps import sgd, updated
 from tests.comparing import assert_close, close_to_jit
+from tests.marks import slow
 from tests.passes.microbatches.test_independent import accumulated, outputs
 
 PARTS, ROWS, WIDTH = 2, 8, 8
@@ -179,7 +180,7 @@ METHODS = {"mesh": alpa_lite.DataParallel(), "pipeline": alpa_lite.Pipeline(num_
     ("step", "method"),
     [
         (solver, "mesh"),
-        *[pytest.param(step, "pipeline", marks=pytest.mark.slow) for step in (solver, inner_descent, whitened)],
+        *[slow(step, "pipeline") for step in (solver, inner_descent, whitened)],
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -15,7 +15,7 @@ import alpa_lite
 from gallery.batches import normal
 from gallery.steps import sgd
 from tests.comparing import close_to_jit
-from tests.marks import slow_one_in
+from tests.marks import slow_but, slow_one_in
 from tests.passes.microbatches.test_loop import equal
 
 ROWS, WIDTH = 16, 8
@@ -104,7 +104,7 @@ FAST = (consistent, tiled, of_complex_numbers)
 
 @pytest.mark.parametrize(
     "loss",
-    slow_one_in(2, [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in LOSSES]),
+    slow_one_in(2, slow_but(FAST, LOSSES)),
     ids=lambda f: f.__name__,
 )
 @pytest.mark.parametrize("strided", [False, True])

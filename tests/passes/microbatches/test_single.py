@@ -11,7 +11,10 @@ import pytest
 
 from alpa_lite.passes.ir.loops import scan_op
 from alpa_lite.passes.microbatches.states import is_intensive
-from tests.passes.microbatches.test_loop import accumulated, compare, outputs
+from gallery.steps import cross_entropy, optimised
+from tests.comparing import assert_close_in_norm
+from tests.passes.microbatches.test_loop import accumulated
+from tests.passes.numerics import outputs
 
 VOCAB, WIDE, TOKENS = 11, 8, 6
 
@@ -22,13 +25,7 @@ def clipped(loss: Any, batch: Any) -> tuple[Any, tuple[Any, ...]]:
     params = {"embed": (VOCAB, WIDE), "inner": (WIDE, WIDE), "head": (WIDE, VOCAB)}
     params = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, params.items(), strict=True)}
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step, (params, optimizer.init(params), batch)
+    return optimised(loss, optimizer), (params, optimizer.init(params), batch)
 
 
 def tokens_of(*shape: int) -> jax.Array:
@@ -40,12 +37,8 @@ def logits_of(params: Any, x: jax.Array) -> jax.Array:
     return jnp.tanh(jax.nn.softmax(scores) @ x @ params["inner"]) @ params["head"]
 
 
-def cross_entropy(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    return optax.softmax_cross_entropy_with_integer_labels(logits[..., :-1, :], tokens[..., 1:]).mean()
-
-
 def taken(params: Any, tokens: jax.Array) -> jax.Array:
-    return cross_entropy(logits_of(params, params["embed"][tokens]), tokens)
+    return cross_entropy(logits_of(params, params["embed"][tokens])[..., :-1, :], tokens[..., 1:])
 
 
 def unbatched(params: Any, tokens: jax.Array) -> jax.Array:
@@ -61,7 +54,7 @@ def drawn(params: Any, key: jax.Array) -> jax.Array:
 def contrasted(params: Any, rows: jax.Array) -> jax.Array:
     """Every example is compared with every other, which has no form in a part of the batch."""
     scores = (x := jnp.tanh(rows @ params["inner"])) @ x.T
-    return optax.softmax_cross_entropy_with_integer_labels(scores, jnp.arange(len(rows))).mean()
+    return cross_entropy(scores, jnp.arange(len(rows)))
 
 
 STEPS = {
@@ -84,7 +77,7 @@ def test_passes_are_in_the_loop_and_the_update_is_not(name: str) -> None:
     assert not any(op.name == "sqrt" for op in scan.bodies[0].ops)  # of the norm, and of Adam
     shapes = [found.traced.graph.values[value].shape for value in scan.results]
     assert all(shape == () or shape in {w.shape for w in args[0].values()} for shape in shapes)  # no activations
-    compare(outputs(found.traced, args), outputs(traced, args))
+    assert_close_in_norm(outputs(found.traced, args), outputs(traced, args))
 
 
 def test_gradients_by_hand_are_in_the_loop() -> None:
@@ -100,4 +93,4 @@ def test_gradients_by_hand_are_in_the_loop() -> None:
     scan = scan_op(found.traced, found.scan)
     assert sum(map(is_intensive, scan.bodies[0].ops)) == 2
     assert any(op.name == "sub" for op in top[top.index(scan) + 1 :])
-    compare(outputs(found.traced, args), outputs(traced, args))
+    assert_close_in_norm(outputs(found.traced, args), outputs(traced, args))

@@ -10,6 +10,7 @@ import pytest
 
 import alpa_lite
 from alpa_lite import models
+from gallery.batches import shape
 
 B, T, N, D = 8, 2048, 8, 128
 
@@ -26,8 +27,8 @@ def planned(attention: Callable[..., jax.Array], cluster: str = "h100") -> alpa_
         grads = jax.grad(lambda w: attention(x * w, x * w, x * w).astype(jnp.float32).sum())(w)
         return w - grads, 0.0
 
-    w = jax.ShapeDtypeStruct((N, D), jnp.bfloat16)
-    x = jax.ShapeDtypeStruct((B, T, N, D), jnp.bfloat16)
+    w = shape(N, D, dtype=jnp.bfloat16)
+    x = shape(B, T, N, D, dtype=jnp.bfloat16)
     method = alpa_lite.DataParallel()
     return alpa_lite.make_plan(
         step, w, x, cluster=cluster, verify="off", state_argnums=0, batch_argnums=1, method=method

@@ -16,7 +16,7 @@ from alpa_lite.passes.stages import stage_graph
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.plan.plan import Plan
 from gallery.batches import f32
-from gallery.steps import sgd, updated
+from gallery.steps import residual_layers, sgd, updated
 
 H100 = Cluster.preset("h100", nodes=1)
 WIDTH = 1024
@@ -24,10 +24,7 @@ WIDTH = 1024
 
 @sgd
 def step(state, batch):
-    h = batch["x"]
-    for layer in state:
-        h = h + jax.nn.gelu(h @ layer["up"]) @ layer["down"]
-    return (h**2).mean()
+    return (residual_layers(state, batch["x"]) ** 2).mean()
 
 
 ARGUMENTS = [{"up": f32(WIDTH, 4 * WIDTH), "down": f32(4 * WIDTH, WIDTH)}] * 3, {"x": f32(2048, WIDTH)}

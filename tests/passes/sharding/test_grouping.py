@@ -11,7 +11,7 @@ import pytest
 from alpa_lite.ir.graph import Traced
 from alpa_lite.passes.sharding.groups import Group, Grouping
 from gallery.batches import f32
-from gallery.steps import sgd
+from gallery.steps import residual_layers, sgd
 from tests.helpers import grouped_step
 
 BATCH = {"x": f32(32, 16), "rows": f32(12, 16), "ids": jax.ShapeDtypeStruct((32, 1), jnp.int32)}
@@ -106,10 +106,7 @@ def test_gradients_in_nested_loops_may_be_partial_sums():
 
 
 def layers_loss(state, batch):
-    h = batch["x"]
-    for layer in state:
-        h = h + jax.nn.gelu(h @ layer["up"]) @ layer["down"]
-    return jnp.mean(h**2)
+    return jnp.mean(residual_layers(state, batch["x"]) ** 2)
 
 
 def layers_of(count: int) -> list[Any]:

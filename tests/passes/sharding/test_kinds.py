@@ -18,9 +18,10 @@ from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.sharding.kinds import state_kinds
 from alpa_lite.passes.tracing.tracing import trace
+from gallery.batches import f32
 from tests.helpers import grouped_step
 
-X, Y = jax.ShapeDtypeStruct((8, 6), jnp.float32), jax.ShapeDtypeStruct((8, 4), jnp.float32)
+X, Y = f32(8, 6), f32(8, 4)
 H100 = Cluster.preset("h100", nodes=1)
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -40,7 +41,7 @@ def descent(loss: Callable[[Any, jax.Array, jax.Array], jax.Array], params: Any,
 
 
 def plain() -> Case:
-    weights = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}
+    weights = {"w": f32(6, 4)}
     return descent(lambda p, x, y: ((x @ p["w"] - y) ** 2).mean(), weights, metric=True)
 
 
@@ -52,7 +53,7 @@ def without_loss() -> Case:
 def actor_critic() -> Case:
     """The actor's loss reads the critic's new weights, which are made of the critic's moments."""
     optimizer = optax.adam(1e-2)
-    weights = jax.ShapeDtypeStruct((6, 4), jnp.float32)
+    weights = f32(6, 4)
     state = {n: {"w": weights, "opt": jax.eval_shape(optimizer.init, weights)} for n in ("actor", "critic")}
 
     def update(old, loss):
@@ -96,8 +97,8 @@ def test_state_that_a_scan_over_steps_carries_keeps_its_kind() -> None:
 
 def test_fully_sharded_weights_that_are_gathered_are_neither_gradients_nor_activations() -> None:
     """Two square layers and a large batch: it is cheaper to gather the weights than to move activations."""
-    width, batch = 1024, jax.ShapeDtypeStruct((65536, 1024), jnp.float32)
-    params = {name: jax.ShapeDtypeStruct((width, width), jnp.float32) for name in ("a", "b")}
+    width, batch = 1024, f32(65536, 1024)
+    params = {name: f32(width, width) for name in ("a", "b")}
     step, (*state, _, _) = descent(lambda p, x, y: jnp.mean(jnp.tanh(x @ p["a"]) @ p["b"]), params)
     sharded, whole = (
         alpa_lite.make_plan(step, *state, batch, Y, cluster=H100, method=method).stages[0].memory

@@ -18,7 +18,7 @@ from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.passes.checks.hlo_text import read_hlo
 from alpa_lite.passes.sharding import limits, mesh_program, space, strategies
 from gallery.batches import f32, normal
-from gallery.steps import sgd
+from gallery.steps import by_momentum, sgd
 from tests import comparing
 from tests.helpers import grouped_step
 
@@ -29,13 +29,9 @@ METHODS = {
 }  # fmt: skip
 
 
-def step(state: Any, batch: Any) -> Any:
-    def loss(params: Any) -> Any:
-        return ((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]) ** 2).mean()
-
-    value, grads = jax.value_and_grad(loss)(state["params"])
-    mu = jax.tree.map(lambda m, g: 0.9 * m + g, state["mu"], grads)
-    return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], mu), "mu": mu}, value
+@by_momentum
+def step(params: Any, batch: Any) -> Any:
+    return ((jnp.tanh(batch["x"] @ params["a"]) @ params["b"] - batch["y"]) ** 2).mean()
 
 
 def arguments(batch: int = 16, width: int = 512, hidden: int = 2048) -> tuple[Any, Any]:

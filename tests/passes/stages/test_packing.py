@@ -14,6 +14,7 @@ from alpa_lite.passes.stages.segments import Segments
 from gallery.batches import normal
 from gallery.steps import descent, updated
 from tests import comparing, pipeline_driver
+from tests.marks import slow
 
 LAYERS, WIDTH, ROWS = 10, 64, 16  # layers of two stages: the fewest whose backward pass has packs, be it split or not
 SMALL = WIDTH * 4  # bytes of a bias
@@ -55,9 +56,7 @@ def unpacked(stage: Segments) -> Segments:
 SLOW = ("gpipe", "eager-1f1b", "interleaved-1f1b", "zb-h1")
 
 
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in schedules.NAMES]
-)
+@pytest.mark.parametrize("schedule", [slow(name) if name in SLOW else name for name in schedules.NAMES])
 def test_the_step_computes_the_same_with_fewer_arguments_in_the_bytes_of_the_plan(schedule: str) -> None:
     found = driven(schedule)
     for stage in found.stages:

@@ -22,6 +22,7 @@ from alpa_lite.passes.stages.layer_costs import PRICES, Layer, LayerCost, Measur
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.pricing import LayerCosts, link_seconds
 from alpa_lite.passes.tracing import tracing
+from gallery.batches import f32
 from gallery.steps import mlp, sgd, square_layers
 from tests import pipeline_driver
 from tests.helpers import two_machines
@@ -245,7 +246,7 @@ def gated(weights: Any, x: Any) -> Any:
 def test_temporary_bytes_of_computing_again_are_those_of_the_planned_stage(choice: Choice) -> None:
     """What is computed again lives from there to its last reader: not all of it is there at the fullest point."""
     weights = [tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 2048), (2048, 512)))] * 4
-    args = weights, jax.ShapeDtypeStruct((8192, 512), jnp.float32)
+    args = weights, f32(8192, 512)
 
     def second(remat: tuple[Choice, ...]) -> PlannedStage:
         graph = pipeline_driver.staged(gated, args, 4, 2, remat=remat).graphs[1]

@@ -18,6 +18,7 @@ from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.segments import Segments, Wire
 from alpa_lite.passes.stages.sums import split_sums
 from tests import pipeline_driver
+from tests.marks import slow
 from tests.passes.layers.division_cases import driven, staged
 from tests.pipeline_driver import drive
 from tests.test_token_pipelines import language_model
@@ -181,7 +182,7 @@ def gathers_planned(stage: PlannedStage) -> list[int]:
 
 @pytest.mark.parametrize(
     ("tokens", "schedule"),
-    [((), "1f1b"), ((), "zb-h1"), ((5, 4, 3), "1f1b"), pytest.param((3, 3, 3, 3), "1f1b", marks=pytest.mark.slow)],
+    [((), "1f1b"), ((), "zb-h1"), ((5, 4, 3), "1f1b"), slow((3, 3, 3, 3), "1f1b")],
 )
 def test_the_program_pays_for_what_every_segment_communicates(tokens: tuple[int, ...], schedule: str) -> None:
     several = 0
@@ -196,7 +197,6 @@ def test_the_program_pays_for_what_every_segment_communicates(tokens: tuple[int,
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiled_quickly")
 def test_compiled_slices_gather_as_often_as_the_program_pays_for() -> None:
     run = language_pipeline((6, 6))
     program, made = run.pipeline.program, run.executable().compiled_executables()

@@ -16,7 +16,8 @@ from alpa_lite.compiler import compile_step
 from alpa_lite.passes.checks.verification import MemoryReport, compiled_reports
 from alpa_lite.passes.stages import temporaries
 from alpa_lite.runtime import aot
-from gallery.batches import f32
+from gallery.batches import f32, shape
+from gallery.steps import layers, optimised, square_layers
 from gallery.steps import sgd as descent
 
 WIDTH, BATCH = 256, 512
@@ -114,28 +115,22 @@ ADAM = optax.adam(1e-3)
 
 def adam_step(loss, turned=False):
     """A step of Adam; if `turned`, it returns moments before parameters."""
+    step = optimised(loss, ADAM)
 
-    def step(params, moments, x):
-        value, grads = jax.value_and_grad(loss)(params, x)
-        updates, moments = ADAM.update(grads, moments)
-        state = optax.apply_updates(params, updates), moments
-        return (*(state[::-1] if turned else state), value)
+    def back(params, moments, x):
+        params, moments, value = step(params, moments, x)
+        return moments, params, value
 
-    return step
+    return back if turned else step
 
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_an_update_writes_every_leaf_over_itself(turned):
     """Where a leaf's new value is written over another leaf, the compiler copies: of Adam's state two thirds."""
-
-    def loss(params, x):
-        for w in params.values():
-            x = jnp.tanh(x @ w)
-        return (x * x).mean()
-
     params = {f"w{i}": f32(WIDTH, WIDTH) for i in range(6)}
     arguments = params, jax.eval_shape(ADAM.init, params), f32(8, WIDTH)
-    updates = [one.memory for one in reports(adam_step(loss, turned), arguments) if "update" in one.name]
+    step = adam_step(lambda params, x: square_layers(params.values(), x), turned)
+    updates = [one.memory for one in reports(step, arguments) if "update" in one.name]
     assert len(updates) == 2
     for memory in updates:
         assert memory.aliases >= 9 * 4 * WIDTH * WIDTH
@@ -146,13 +141,11 @@ def test_what_a_late_round_makes_of_state_waits_for_it():
     """A leaf that two stages read is updated when both gradients are there; nothing made of it is held till then."""
 
     def loss(params, tokens):
-        x = params["embedding"][tokens]
-        for w in params["layers"]:
-            x = jnp.tanh(x @ w)
+        x = layers(params["layers"], params["embedding"][tokens])
         return jax.nn.log_softmax(x @ params["embedding"].T)[:, :, 0].mean()
 
     params = {"embedding": f32(512, WIDTH), "layers": [f32(WIDTH, WIDTH)] * 4}
-    arguments = params, jax.eval_shape(ADAM.init, params), jax.ShapeDtypeStruct((8, 32), jnp.int32)
+    arguments = params, jax.eval_shape(ADAM.init, params), shape(8, 32)
     found = {one.name: one.memory for one in reports(adam_step(loss), arguments)}
     (late,) = [memory for name, memory in found.items() if name.endswith("update 1")]
     leaf = 512 * WIDTH * 4

@@ -18,7 +18,8 @@ from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.stages import planning
 from alpa_lite.passes.stages.planning import DecidedStage
 from alpa_lite.passes.tracing import tracing
-from gallery.steps import mlp
+from gallery.batches import f32
+from gallery.steps import mlp, sgd
 from tests import pipeline_driver
 
 WIDTH, LAYERS = 64, 8
@@ -112,19 +113,14 @@ def test_a_stage_at_another_price_of_memory_is_what_it_would_be_solved_anew(grap
 def chain(*functions: Callable[[Any], Any]) -> pipeline_driver.Staged:
     """A chain of square layers, one a stage, with these functions after their products."""
 
-    def step(weights: Any, batch: Any) -> Any:
-        def loss(weights: Any) -> Any:
-            x = batch["x"]
-            for w, function in zip(weights, functions, strict=True):
-                x = function(x @ w)
-            return (x**2).mean()
-
-        value, grads = jax.value_and_grad(loss)(weights)
-        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+    def loss(weights: Any, x: Any) -> Any:
+        for w, function in zip(weights, functions, strict=True):
+            x = function(x @ w)
+        return (x**2).mean()
 
     count = len(functions)
-    args = [jnp.ones((8, 8))] * count, {"x": jnp.ones((4, 8))}
-    return pipeline_driver.staged(step, args, count, 2, cuts=range(1, count))
+    args = [jnp.ones((8, 8))] * count, jnp.ones((4, 8))
+    return pipeline_driver.staged(sgd(loss), args, count, 2, cuts=range(1, count))
 
 
 def test_stages_that_differ_within_a_micro_batch_alone_have_other_digests():
@@ -150,7 +146,7 @@ def test_the_last_carry_of_a_single_iteration_is_not_computed_if_unread(length, 
 
         return jax.lax.scan(layer, grad, (weights, x), reverse=True)[1]
 
-    shapes = [jax.ShapeDtypeStruct((length, 4, 4), jnp.float32)] * 2 + [jax.ShapeDtypeStruct((4, 4), jnp.float32)]
+    shapes = [f32(length, 4, 4)] * 2 + [f32(4, 4)]
     traced = tracing.trace(step, shapes, {})
     graph.check(traced.graph)
     assert sum(op.name == "dot_general" for op in walk(traced.graph.block)) == products

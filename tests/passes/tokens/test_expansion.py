@@ -9,7 +9,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -26,7 +25,8 @@ from alpa_lite.passes.tracing.statics import Statics
 from gallery.batches import normal
 from gallery.batches import tokens as drawn
 from gallery.steps import sgd
-from tests.comparing import norm
+from tests.comparing import assert_close_in_norm, norm
+from tests.marks import slow, slow_but
 
 TOKENS, VOCAB, WIDE, HEADS = 12, 31, 16, 4
 UNEVEN = (5, 4, 3)
@@ -47,12 +47,6 @@ def expanded(step: Any, args: Any, lengths: tuple[int, ...]) -> tuple[Expanded, 
     made = expansion.expand(rewriter, body, states.States(body, batch), lengths)
     sliced, leaves = rewriter.finish(made.block), jax.tree.leaves(args)
     return made, *([f(*leaves) for f in (jax.jit(lambda *x, g=g: evaluate(g, x)) for g in (graph, sliced))])
-
-
-def assert_equal(expected: list[Any], actual: list[Any]) -> None:
-    whole = np.linalg.norm([norm(x) for x in expected])
-    for x, y in zip(expected, actual, strict=True):
-        assert norm(np.asarray(x, np.float64) - np.asarray(y, np.float64)) <= 1e-5 * max(norm(x), 1e-3 * whole)
 
 
 def products(made: Expanded) -> list[int]:
@@ -183,13 +177,13 @@ CASES = (
 
 @pytest.mark.parametrize(
     "attend",
-    [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in CASES],
+    slow_but(FAST, CASES),
     ids=lambda f: f.__name__,
 )
 def test_slices_compute_what_the_whole_does(attend):
     """Every slice does the same and none waits for another, or what reads later tokens is named."""
     made, expected, actual = expanded(*language_model(attend, far=attend is learned), UNEVEN)
-    assert_equal(expected, actual)
+    assert_close_in_norm(actual, expected)
     forward, backward = products(made)[:3], products(made)[3:]
     if attend in READS_LATER:
         assert made.late and forward[0] < forward[2]  # the first slice cannot go on
@@ -221,12 +215,10 @@ def state_space(tokens: jax.Array) -> tuple[Any, Any]:
     return sgd(loss), (params, tokens)
 
 
-@pytest.mark.parametrize(
-    "lengths", [UNEVEN, *(pytest.param(n, marks=pytest.mark.slow) for n in ((1, 6, 9), (1,) * 13))], ids=str
-)
+@pytest.mark.parametrize("lengths", [UNEVEN, *(slow(n) for n in ((1, 6, 9), (1,) * 13))], ids=str)
 def test_state_space_blocks(lengths):
     made, expected, actual = expanded(*state_space(drawn(1, VOCAB, 2, sum(lengths))), lengths)
-    assert_equal(expected, actual)
+    assert_close_in_norm(actual, expected)
     assert not made.late
     forward, backward = products(made)[: len(lengths)], products(made)[len(lengths) :]
     assert len(set(forward[:-1])) == len(set(backward[1:])) == 1  # no slice waits; the last token has no loss
@@ -258,7 +250,7 @@ def test_linen():
         return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
 
     made, expected, actual = expanded(sgd(loss), (params, tokens), (6, 6))
-    assert_equal(expected, actual)
+    assert_close_in_norm(actual, expected)
     assert not made.late
 
 

@@ -17,6 +17,7 @@ from alpa_lite.passes.tracing import trace
 from gallery.batches import normal
 from gallery.steps import updated
 from tests.comparing import assert_close
+from tests.marks import slow
 
 WIDTH, ROWS = 16, 16
 METHODS: dict[str, dict[str, Any]] = {
@@ -159,7 +160,7 @@ def test_arguments_that_change_places_are_state(step: Any, named: bool) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("step", [ping_pong, *(pytest.param(f, marks=pytest.mark.slow) for f in (queue, rotated))])
+@pytest.mark.parametrize("step", [ping_pong, *(slow(f) for f in (queue, rotated))])
 def test_leaves_that_change_places_are_computed_as_by_jit(step: Any, method: str) -> None:
     args = SWAPPED[step]()
     assert_close(alpa_lite.parallelize(step, **METHODS[method])(*args), jax.jit(step)(*args))
@@ -273,8 +274,8 @@ def test_arrays_passed_with_each_call_are_data(fun: Any) -> None:
     ("fun", "options"),
     [
         (pooled, {}),
-        *[pytest.param(fun, {"method": alpa_lite.DataParallel()}, marks=pytest.mark.slow) for fun in DATA],
-        pytest.param(two_players, METHODS["pipeline"], marks=pytest.mark.slow),
+        *[slow(fun, {"method": alpa_lite.DataParallel()}) for fun in DATA],
+        slow(two_players, METHODS["pipeline"]),
     ],
 )
 def test_data_that_change_in_every_call_are_read_anew(fun: Any, options: Any, caplog: Any) -> None:

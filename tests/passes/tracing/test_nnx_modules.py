@@ -12,6 +12,7 @@ import alpa_lite
 from alpa_lite.ir.graph import check
 from alpa_lite.passes.tracing import read_annotations
 from alpa_lite.passes.tracing.tracing import trace
+from gallery.steps import in_place
 from tests.comparing import assert_close
 from tests.passes.tracing.test_tracing import by_role, roles
 
@@ -31,13 +32,9 @@ class Net(nnx.Module):
         return self.norm(self.layers[1](self.tied(x)))
 
 
-def nnx_step(model, optimizer, batch):
-    def loss(model):
-        return ((model(batch["x"]) - batch["y"]) ** 2).mean()
-
-    value, grads = nnx.value_and_grad(loss)(model)
-    optimizer.update(model, grads)
-    return value
+@in_place
+def nnx_step(model, batch):
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
 
 
 def test_nnx_objects_are_state_with_the_paths_of_nnx_state():

@@ -14,6 +14,7 @@ from alpa_lite.passes.tracing import trace
 from gallery.batches import normal
 from gallery.steps import sgd
 from tests.comparing import close_to_jit
+from tests.marks import slow_but
 from tests.passes.microbatches.test_loop import equal
 
 ROWS, STEPS, WIDTH = 16, 5, 8
@@ -104,9 +105,7 @@ def batching_dims(loss: Loss) -> list[bool]:
 FAST = (last_of_each, rows_of_numpy, overwritten, experts_scanned)
 
 
-@pytest.mark.parametrize(
-    "loss", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in LOSSES], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("loss", slow_but(FAST, LOSSES), ids=lambda f: f.__name__)
 def test_rows_are_exact_in_micro_batches(loss: Loss) -> None:
     found = equal((sgd(loss), (weights(), batch())), 4, strided=True)
     assert any("cutting moves no data" in note for note in found.notes)
