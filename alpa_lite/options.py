@@ -105,7 +105,7 @@ class Options:
       ignore_annotations: plans as if the step had no sharding constraints, its arguments no annotations and no
         shardings, and the context no mesh.
       state_from: a step made by `parallelize`, or a plan, or several: arguments that it has as state stay where it has
-        them. For evaluation and whatever else reads the state of a train step, on one mesh and on a pipeline's
+        them. For evaluation and other steps that read the state of a train step, on one mesh and on a pipeline's
         submeshes.
       communication: "explicit" writes every collective out; "compiler" leaves them to XLA.
       overlap: predicted seconds count communication that hides behind computing, gradient synchronisation and gathers
