@@ -4,7 +4,7 @@ import importlib
 from types import ModuleType
 
 from alpa_lite.api import ParallelStep, make_plan, parallelize
-from alpa_lite.checking import Checked, check
+from alpa_lite.checking import CheckResult, check
 from alpa_lite.cluster import Cluster, Link
 from alpa_lite.errors import (
     AlpaLiteError,
@@ -32,7 +32,7 @@ from alpa_lite.version import __version__
 __all__ = [
     "AlpaLiteError",
     "Auto",
-    "Checked",
+    "CheckResult",
     "CheckpointError",
     "Cluster",
     "Collective",

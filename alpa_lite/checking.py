@@ -57,7 +57,7 @@ class LeafError:
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckResult:
     """The result of `check`.
 
     Attributes:
@@ -83,7 +83,7 @@ class Checked:
         return "\n".join(prose.text("checked", self, sorted(self.leaves, key=lambda leaf: -leaf.error)))
 
 
-def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: Any) -> Checked:
+def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: Any) -> CheckResult:
     """Runs a planned step and the step as written once, on copies of the arguments, and compares every leaf.
 
     Nothing is donated, and NNX objects are not updated. Where leaves differ, the first operation that differs is
@@ -100,7 +100,7 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
         and 5e-2 for bfloat16, of the least exact dtype of which a leaf is made. Integers must be equal.
 
     Returns:
-      A `Checked`, which is true if nothing differs, and prints the differences.
+      A `CheckResult`, which is true if nothing differs, and prints the differences.
 
     Raises:
       OptionError: `step` is not a planned step.
@@ -126,14 +126,14 @@ def check(step: ParallelStep, *args: Any, rtol: float | None = None, **kwargs: A
             for leaf, change in zip(leaves, changes, strict=True)
         )
     if all(leaf.ok for leaf in leaves):
-        return Checked(leaves)
+        return CheckResult(leaves)
     limit = reference.least_exact_tolerance(compiled.source) if rtol is None else rtol
     return _searched(leaves, compiled.staged, written.leaves, limit)
 
 
-def _searched(leaves: tuple[LeafError, ...], staged: Any, arguments: Sequence[Any], limit: float) -> Checked:
+def _searched(leaves: tuple[LeafError, ...], staged: Any, arguments: Sequence[Any], limit: float) -> CheckResult:
     try:
         found = reference.first_difference(staged, arguments, limit)
     except reference.NotComparable as reason:
-        return Checked(leaves, unchecked_reason=str(reason))
-    return Checked(leaves, found)
+        return CheckResult(leaves, unchecked_reason=str(reason))
+    return CheckResult(leaves, found)

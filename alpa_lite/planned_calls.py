@@ -25,7 +25,7 @@ from alpa_lite.cluster import Cluster
 from alpa_lite.compilation.existing_placement import compile_with_placement
 from alpa_lite.compilation.placing import Kind, kind_of
 from alpa_lite.compiler import Compiled, trace_again
-from alpa_lite.ir.calling import Calling
+from alpa_lite.ir.calling import CallingForm
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.paths import format_path, keys
 from alpa_lite.options import Options
@@ -37,7 +37,7 @@ from alpa_lite.plan.plan import Plan
 from alpa_lite.processes.plan_broadcast import common_cluster, program_digest
 from alpa_lite.runtime.debug import watchdog
 from alpa_lite.runtime.load import load
-from alpa_lite.runtime.ownership import Owned
+from alpa_lite.runtime.ownership import DonationTracker
 from alpa_lite.runtime.placement import DeviceCopies
 from alpa_lite.runtime.step import Executable, LoadOptions
 
@@ -91,7 +91,7 @@ class PlannedCall:
         return self.compiled
 
     @property
-    def calling(self) -> Calling:
+    def calling(self) -> CallingForm:
         """The form of the call."""
         assert self.step.source.calling is not None
         return self.step.source.calling
@@ -163,7 +163,7 @@ class PlannedCalls:
         self._entries: OrderedDict[Any, PlannedCall] = OrderedDict()  # the last used at the end
         self._plans: list[Plan] = []
         self._lock = threading.Lock()
-        self.owned = Owned() if like is None else like.owned
+        self.owned = DonationTracker() if like is None else like.owned
         self._copies = DeviceCopies() if like is None else like._copies
 
     @property
@@ -266,7 +266,7 @@ class PlannedCalls:
 
 
 def _abstract(
-    calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]
+    calling: CallingForm, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments with a `jax.ShapeDtypeStruct` for each array; static ones as they are."""
 

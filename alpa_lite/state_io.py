@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from alpa_lite.compilation.placing import Ends, Kind, kind_of
+from alpa_lite.compilation.placing import Kind, PathSuffixIndex, kind_of
 from alpa_lite.errors import OptionError
 from alpa_lite.ir.paths import format_path, keys
 from alpa_lite.passes.tracing import calls, pytrees
@@ -147,7 +147,7 @@ def init_sharded(birth: ShardedInit, call: PlannedCall, room: float) -> tuple[An
     """
     leaves = call.leaves()
     exact = {(keys(path), kind) for path, kind, _ in leaves}
-    ends = Ends(leaves)
+    ends = PathSuffixIndex(leaves)
     made = [
         (tuple(map(calls.key_text, path.keys)), keys(path.inner), (tuple(kind.shape), str(kind.dtype)))
         for path, kind in zip(birth.paths, birth.types, strict=True)

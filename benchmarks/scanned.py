@@ -25,7 +25,7 @@ from benchmarks.harness import Benchmark, Row, Rows
 from benchmarks.published import kind
 from gallery import Built
 from gallery.outside.habits import lstm
-from gallery.outside.tutorials import Llama, accumulating
+from gallery.outside.tutorials import Llama, accumulation_step
 from gallery.outside.unusual import fold
 from gallery.steps import language
 
@@ -52,7 +52,7 @@ CASES: Mapping[str, Callable[[bool], Built]] = {
     "moe": lambda scan: library("moe", list(MODELS["moe"].sizes)[1], 32, scan),
     "vit": lambda scan: library("vit", list(MODELS["vit"].sizes)[-1], 256, scan),
     "lstm": lstm,
-    "accumulation": lambda scan: accumulating(4096, 4, 4096, 4096, 4096, 4096, scan=scan),
+    "accumulation": lambda scan: accumulation_step(4096, 4, 4096, 4096, 4096, 4096, scan=scan),
     "linen-llama (outside)": lambda scan: language(Llama(4, 4096, 32, 11008, 32000, scan), 32, 2048),
     "fold (outside)": fold,
 }

@@ -12,8 +12,8 @@ import optax
 from jax import lax
 
 from gallery.batches import normal, tokens
-from gallery.registry import Build, Built, Case, tagged
-from gallery.steps import optimised, updated
+from gallery.registry import Build, Built, Case, parse_tags
+from gallery.steps import optimizer_step, updated
 
 WEIGHTS = {"a": normal(1, 8, 16) / 3, "b": normal(2, 16, 4) / 4}
 X, Y = normal(3, 16, 8), normal(4, 16, 4)
@@ -51,7 +51,7 @@ def case(
             return descent(fun, params, batch, aux) if args is None else (fun, args)
 
         build.__name__ = fun.__name__
-        CASES.append(Case(fun.__name__, build, tags=tagged(tags), notes=fun.__doc__ or ""))
+        CASES.append(Case(fun.__name__, build, tags=parse_tags(tags), notes=fun.__doc__ or ""))
         return build
 
     return register
@@ -63,19 +63,19 @@ def sum_loss(p, b):
 
 
 @case("", {**BATCH, "w": jnp.abs(normal(6, 16)), "c": normal(7, 4)})
-def weighted(p, b):
+def weighted_loss(p, b):
     """By example, and by an argument of the batch that has no examples."""
     squares = jnp.mean((forward(p, b["x"]) - b["y"]) ** 2 * b["c"], -1)
     return jnp.sum(b["w"] * squares) / jnp.sum(b["w"])
 
 
 @case("", {**BATCH, "mask": MASK})
-def masked(p, b):
+def masked_loss(p, b):
     return jnp.sum(squares(p, b) * b["mask"]) / jnp.sum(b["mask"])
 
 
 @case()
-def regularised(p, b):
+def regularised_loss(p, b):
     return jnp.mean(squares(p, b)) + 1e-2 * sum(jnp.sum(x * x) for x in jax.tree.leaves(p))
 
 
@@ -105,11 +105,11 @@ def batch_axis_1(p, b):
 @case("optimizer, branch", args=(WEIGHTS, TX.init(WEIGHTS), BATCH))
 def multi_steps(params, opt_state, batch):
     """The optimizer updates every other step, under a `cond`."""
-    return optimised(lambda p, b: jnp.mean(squares(p, b)), TX)(params, opt_state, batch)
+    return optimizer_step(lambda p, b: jnp.mean(squares(p, b)), TX)(params, opt_state, batch)
 
 
 @case("scan", {"x": X, "m": MASK}, {"a": WEIGHTS["a"]})
-def scanned(p, b):
+def scanned_layers(p, b):
     """Tied weights in a scanned layer, and in each layer a masked mean and a regulariser."""
 
     def body(carry, _):
@@ -139,13 +139,13 @@ def branches(p, b):
 
 
 @case("loop")
-def mapped(p, b):
+def mapped_loss(p, b):
     """A loop over the examples."""
     return jnp.mean(lax.map(lambda e: jnp.sum((forward(p, e[0]) - e[1]) ** 2), (b["x"], b["y"])))
 
 
 @case("", {"x": X, "i": tokens(6, 4, 16)})
-def picked(p, b):
+def random_rows(p, b):
     """`x[arange(N), i]`, and its gradient."""
     logp = jax.nn.log_softmax(forward(p, b["x"]))
     return -jnp.mean(logp[jnp.arange(logp.shape[0]), b["i"]])
@@ -191,7 +191,7 @@ def flat_tokens(p, b):
 
 
 @case("embedding", {"t": tokens(8, 12, 8, 6)}, {"e": normal(6, 12, 8), "p": normal(7, 6, 8)})
-def embedded(p, b):
+def embedding(p, b):
     """Positions that have the size of the batch, and an embedding that is used twice."""
     h = p["e"][b["t"]] + p["p"][jnp.broadcast_to(jnp.arange(6), b["t"].shape)]
     return jnp.mean((h @ p["e"].T) ** 2)
@@ -219,7 +219,7 @@ def capacity(p, b):
 
 
 @case("across the batch, mixture of experts", {"x": normal(3, 8, 6, 8)}, EXPERTS)
-def balanced(p, b):
+def expert_balance(p, b):
     """A load-balancing loss: a product of two means over the batch."""
     gates = jax.nn.softmax(b["x"] @ p["g"])
     chosen = jax.nn.one_hot(jnp.argmax(gates, -1), 4)

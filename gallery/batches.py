@@ -40,12 +40,12 @@ def initial(model: Any, *given: Any) -> Any:
     return jax.eval_shape(model.init, jax.random.key(0), *given)
 
 
-def halved(params: Any) -> Any:
+def to_bfloat16(params: Any) -> Any:
     """The shapes of parameters in bfloat16."""
     return jax.tree.map(lambda leaf: shape(*leaf.shape, dtype=jnp.bfloat16), params)
 
 
-def filled(shapes: Any, seed: int = 0) -> Any:
+def random_arrays(shapes: Any, seed: int = 0) -> Any:
     """Arrays in place of shapes: no leaf is all zeros or all ones, so that no gradient vanishes by accident.
 
     Norm scales and variances are near one, biases and means near zero, kernels normal with variance one over fan-in.

@@ -12,8 +12,8 @@ from flax import linen as nn
 from flax.training.train_state import TrainState
 
 from gallery import twins
-from gallery.batches import filled, regression, text
-from gallery.registry import Case, tagged
+from gallery.batches import random_arrays, regression, text
+from gallery.registry import Case, parse_tags
 from gallery.twins import attend, likelihood, route, squared
 
 
@@ -174,7 +174,7 @@ MODELS: dict[str, Any] = {
 def variables(model: nn.Module, inputs: Any) -> Any:
     """The module's variables, filled."""
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    return filled(jax.eval_shape(model.init, rngs, inputs))
+    return random_arrays(jax.eval_shape(model.init, rngs, inputs))
 
 
 def make(kind: str, tx: optax.GradientTransformation | None = None, **options: Any) -> Any:
@@ -239,15 +239,15 @@ def optax_loop() -> Any:
 CASES = [
     *twins.variants("linen", make),
     Case(
-        "linen_gpt_remat", partial(gpt, remat=True), tags=tagged("linen, attention, rematerialisation"),
+        "linen_gpt_remat", partial(gpt, remat=True), tags=parse_tags("linen, attention, rematerialisation"),
         notes="unrolled layers, each recomputed",
     ),
     Case(
-        "linen_user_train_state", train_state, tags=tagged("linen, attention, optimizer, train state"),
+        "linen_user_train_state", train_state, tags=parse_tags("linen, attention, optimizer, train state"),
         notes="TrainState and AdamW", style="train_state",
     ),
     Case(
-        "linen_user_optax", optax_loop, tags=tagged("linen, perceptron, optimizer"),
+        "linen_user_optax", optax_loop, tags=parse_tags("linen, perceptron, optimizer"),
         notes="parameters and optimizer state apart", style="optax",
     ),
 ]  # fmt: skip

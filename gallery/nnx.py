@@ -13,8 +13,8 @@ import optax
 from flax import nnx
 
 from gallery import twins
-from gallery.batches import filled
-from gallery.registry import Case, tagged
+from gallery.batches import random_arrays
+from gallery.registry import Case, parse_tags
 from gallery.twins import attend, route
 
 
@@ -210,7 +210,7 @@ def make(kind: str, tx: optax.GradientTransformation | None = None, **options: A
     """A functional step of a model; by plain gradient descent unless `tx` is given."""
     create, loss_fn, batch = task(kind, **options)
     graphdef, params, rest = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))), nnx.Param, ...)
-    state = {"params": filled(nnx.to_pure_dict(params)), "rest": filled(nnx.to_pure_dict(rest), 1)}
+    state = {"params": random_arrays(nnx.to_pure_dict(params)), "rest": random_arrays(nnx.to_pure_dict(rest), 1)}
     if tx is not None:
         state["opt_state"] = tx.init(state["params"])
 
@@ -233,7 +233,7 @@ def in_place(kind: str, **options: Any) -> Any:
     """The step that NNX's own guide writes: the model and the optimizer are arguments, and change."""
     create, loss_fn, batch = task(kind, **options)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: create(nnx.Rngs(0))))
-    model = nnx.merge(graphdef, filled(nnx.to_pure_dict(state)))
+    model = nnx.merge(graphdef, random_arrays(nnx.to_pure_dict(state)))
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
 
     def train_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
@@ -248,11 +248,11 @@ CASES = [
     *twins.variants("nnx", make),
     Case(
         "nnx_user_gpt", partial(in_place, "gpt", tied=True, dropout=0.25),
-        tags=tagged("nnx, attention, random, optimizer, mutable state"),
+        tags=parse_tags("nnx, attention, random, optimizer, mutable state"),
         notes="updates in place, a shared parameter, dropout counters", style="nnx",
     ),
     Case(
-        "nnx_user_convnet", partial(in_place, "convnet"), tags=tagged("nnx, convolution, optimizer, mutable state"),
+        "nnx_user_convnet", partial(in_place, "convnet"), tags=parse_tags("nnx, convolution, optimizer, mutable state"),
         notes="updates in place, batch statistics", style="nnx",
     ),
 ]  # fmt: skip

@@ -12,19 +12,19 @@ import numpy as np
 from jax import lax
 
 from gallery.batches import normal, regression, text, tokens, weights
-from gallery.registry import Build, Case, tagged
+from gallery.registry import Build, Case, parse_tags
 from gallery.steps import cross_entropy, updated
 
 HIDDEN = 32
 CASES: list[Case] = []
 
 
-def named(name: str, tags: str, notes: str = "", **more: Any) -> Callable[[Build], Build]:
+def named_case(name: str, tags: str, notes: str = "", **more: Any) -> Callable[[Build], Build]:
     """Registers what builds a step; its notes are the first line of its docstring unless they are given."""
 
     def register(build: Build) -> Build:
         said = notes or (build.__doc__ or "").partition("\n")[0]
-        CASES.append(Case(f"plain_{name}", build, tags=tagged(f"plain, {tags}"), notes=said, **more))
+        CASES.append(Case(f"plain_{name}", build, tags=parse_tags(f"plain, {tags}"), notes=said, **more))
         return build
 
     return register
@@ -65,7 +65,7 @@ def _softplus(x: jax.Array) -> jax.Array:
 _softplus.defjvps(lambda t, _, x: t * jax.nn.sigmoid(x))
 
 
-@named("custom_vjp", "custom derivative")
+@named_case("custom_vjp", "custom derivative")
 def rounded() -> Any:
     """The gradient passes through the rounding. Inputs are eighths, so that no sum rounds the other way."""
     batch = regression(16, 8)
@@ -74,7 +74,7 @@ def rounded() -> Any:
     return step, (state, batch)
 
 
-@named("remat_policy", "rematerialisation", "products are kept, the rest recomputed")
+@named_case("remat_policy", "rematerialisation", "products are kept, the rest recomputed")
 def remat_policy() -> Any:
     policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
@@ -88,7 +88,7 @@ def remat_policy() -> Any:
     return case(weights(a=(16, HIDDEN), b=(HIDDEN, 8)), loss_fn, regression(16, 8))
 
 
-@named("while", "loop, across the batch")
+@named_case("while", "loop, across the batch")
 def while_loop() -> Any:
     """Scales by a power of two that a loop, whose length depends on the data, finds without a gradient."""
 
@@ -103,17 +103,17 @@ def while_loop() -> Any:
     return two_layers(scale)
 
 
-@named("fft", "linear algebra", "along the features")
+@named_case("fft", "linear algebra", "along the features")
 def fft() -> Any:
     return two_layers(lambda x: jnp.fft.fft(x, axis=-1).real / 6)
 
 
-@named("sort", "", "along the features")
+@named_case("sort", "", "along the features")
 def sort() -> Any:
     return two_layers(lambda x: jnp.sort(x, axis=-1))
 
 
-@named("sort_batch", "across the batch")
+@named_case("sort_batch", "across the batch")
 def trimmed() -> Any:
     """The mean of the smaller half of the losses: a sort along the batch."""
 
@@ -124,7 +124,7 @@ def trimmed() -> Any:
     return case(weights(a=(16, 8)), loss_fn, regression(16, 8))
 
 
-@named("pick", "")
+@named_case("pick", "")
 def picked() -> Any:
     """A different column of each row, by a gather with a scatter for its gradient."""
 
@@ -136,7 +136,7 @@ def picked() -> Any:
     return case(weights(a=(16, HIDDEN)), loss_fn, batch)
 
 
-@named("slices", "across the batch")
+@named_case("slices", "across the batch")
 def slices() -> Any:
     """Slices, concatenation, padding, reversal, and updates of a part."""
 
@@ -149,7 +149,7 @@ def slices() -> Any:
     return two_layers(between)
 
 
-@named("solve", "linear algebra, across the batch")
+@named_case("solve", "linear algebra, across the batch")
 def solve() -> Any:
     """Whitens the features: a Cholesky factor and a triangular solve."""
 
@@ -160,7 +160,7 @@ def solve() -> Any:
     return two_layers(between)
 
 
-@named("masked_mean", "embedding")
+@named_case("masked_mean", "embedding")
 def masked_mean() -> Any:
     """A loss whose denominator is the number of tokens that count."""
 
@@ -173,7 +173,7 @@ def masked_mean() -> Any:
     return case(weights(embed=(64, HIDDEN), head=(HIDDEN, 64)), loss_fn, batch)
 
 
-@named("tied", "embedding")
+@named_case("tied", "embedding")
 def tied() -> Any:
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         x = jnp.tanh(params["embed"][batch["inputs"]] @ params["mix"])
@@ -182,7 +182,7 @@ def tied() -> Any:
     return case(weights(embed=(64, HIDDEN), mix=(HIDDEN, HIDDEN)), loss_fn, text(64))
 
 
-@named("scan", "scan, recurrent")
+@named_case("scan", "scan, recurrent")
 def scan_time() -> Any:
     """A gated recurrence over time, by hand, with outputs at every step and a carry of two."""
 
@@ -202,7 +202,7 @@ def scan_time() -> Any:
     return case(weights(w=(16 + HIDDEN, 2 * HIDDEN), out=(HIDDEN, 8)), loss_fn, batch)
 
 
-@named("vmap", "")
+@named_case("vmap", "")
 def vmapped() -> Any:
     """A loss an example, mapped over the batch, with a bilinear form."""
 
@@ -215,7 +215,7 @@ def vmapped() -> Any:
     return case(weights(w=(16, 16, 8)), loss_fn, regression(16, 8))
 
 
-@named("conv_1d", "convolution")
+@named_case("conv_1d", "convolution")
 def conv_1d() -> Any:
     """A dilated, a strided, a depthwise and a transposed convolution."""
 
@@ -276,7 +276,7 @@ def random_argument(*, typed: bool) -> Any:
     return step, ({"params": weights(a=(16, HIDDEN), b=(HIDDEN, 8))}, regression(16, 8), key)
 
 
-@named("constant", "")
+@named_case("constant", "")
 def closed_over() -> Any:
     """A constant array that the step closes over, and a batch leaf that is None."""
     mix = normal(20, HIDDEN, HIDDEN)
@@ -323,8 +323,10 @@ BETWEEN: dict[str, tuple[Callable[[Any], Any], str, str]] = {
 }  # fmt: skip
 """Of two-layer networks what is applied to the hidden layer."""
 for _name, (_between, _tags, _notes) in BETWEEN.items():
-    named(_name, _tags, _notes)(partial(two_layers, _between))
+    named_case(_name, _tags, _notes)(partial(two_layers, _between))
 for _typed, _name in ((True, "typed"), (False, "raw")):
-    named(f"dropout_{_name}", "random", "a key, an integer and a bool in the state")(partial(dropout, typed=_typed))
-    named(f"key_{_name}", "random")(partial(random_argument, typed=_typed))
-named("bf16", "half precision", dtype="bfloat16", reference=partial(bf16, jnp.float32))(bf16)
+    named_case(f"dropout_{_name}", "random", "a key, an integer and a bool in the state")(
+        partial(dropout, typed=_typed)
+    )
+    named_case(f"key_{_name}", "random")(partial(random_argument, typed=_typed))
+named_case("bf16", "half precision", dtype="bfloat16", reference=partial(bf16, jnp.float32))(bf16)

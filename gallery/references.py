@@ -10,8 +10,8 @@ import numpy as np
 from flax import linen
 
 from gallery import steps
-from gallery.batches import filled, initial
-from gallery.registry import Built, Case, tagged
+from gallery.batches import initial, random_arrays
+from gallery.registry import Built, Case, parse_tags
 from gallery.steps import updated
 
 WIDTH, ROWS = 16, 16
@@ -202,11 +202,11 @@ def build(step: Callable[..., Any]) -> Built:
     x, state = batch(), weights()
     if step is momentum:
         state = (state, jax.tree.map(jnp.zeros_like, state))
-    return step, (filled(initial(Mlp(), x)) if step is in_linen else state, x)
+    return step, (random_arrays(initial(Mlp(), x)) if step is in_linen else state, x)
 
 
 CASES = [
-    Case(step.__name__, partial(build, step), tags=tagged(tags), notes=step.__doc__ or "")
+    Case(step.__name__, partial(build, step), tags=parse_tags(tags), notes=step.__doc__ or "")
     for tags, some in {
         "plain": (metrics, logged, overwritten, momentum),
         "plain, accumulation": (accumulation,),

@@ -78,17 +78,17 @@ class Case:
         return self.published()
 
 
-def planned(
+def published_fields(
     on: str, build: Build, *args: Any, of: str = "published", method: str = "Auto()",
     options: Mapping[str, Any] | None = None, **sizes: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """What a case has whose published size is `build(*args, **sizes)`, with the preset that it is planned for."""
     return {
-        "published": partial(build, *args, **sizes), "tags": tagged(of), "on": on, "method": method,
+        "published": partial(build, *args, **sizes), "tags": parse_tags(of), "on": on, "method": method,
         "options": options or {},
     }  # fmt: skip
 
 
-def tagged(tags: str) -> frozenset[str]:
+def parse_tags(tags: str) -> frozenset[str]:
     """Tags that a text lists, separated by commas."""
     return frozenset(tag for tag in tags.split(", ") if tag)

@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from gallery.batches import f32, filled, initial, one_example, random_key, shape
+from gallery.batches import f32, initial, one_example, random_arrays, random_key, shape
 from gallery.registry import Built
 
 Step = Callable[..., Any]
@@ -67,7 +67,7 @@ def descent(loss: Callable[[Any, Any], Any]) -> Step:
     return step
 
 
-def optimised(loss: Callable[..., Any], tx: optax.GradientTransformation | optax.MultiSteps) -> Step:
+def optimizer_step(loss: Callable[..., Any], tx: optax.GradientTransformation | optax.MultiSteps) -> Step:
     """A step from `(params, opt_state, *batch)` to the new ones and the loss, as Optax's guide writes it."""
 
     def step(params, opt_state, *batch):
@@ -158,7 +158,7 @@ class Net(nn.Module):
 
 def train_state(model: nn.Module, batch: Any, tx: Any = None) -> TrainState:
     """A state of Flax for a linen module, with Adam unless `tx` is given."""
-    params = filled(initial(model, batch))["params"]
+    params = random_arrays(initial(model, batch))["params"]
     return TrainState.create(apply_fn=model.apply, params=params, tx=tx or optax.adam(1e-2))
 
 
@@ -176,7 +176,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
 
 
-def weighted(logits: Any, labels: Any, weights: Any) -> Any:
+def weighted_cross_entropy(logits: Any, labels: Any, weights: Any) -> Any:
     """Mean cross entropy of the tokens that count."""
     losses = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels) * weights
     return losses.sum() / weights.sum()
@@ -193,7 +193,7 @@ def adam_step(loss: Callable[..., Any], params: Any, *batch: Any, rng: bool = Fa
     return step, (state, *batch, *((random_key(),) if rng else ()))
 
 
-def fitted(
+def fitting_step(
     model: Any, loss: Callable[..., Any], *batch: Any, init: Sequence[Any] = (), optimizer: Any = None, **more: Any
 ) -> Built:
     """A step of `loss(apply, *batch)`, where `apply` is a model at its parameters.
@@ -211,18 +211,18 @@ def fitted(
     return adam_step(value, params, *batch) if optimizer is None else habits(value, params, optimizer, *batch, **more)
 
 
-def supervised(model: Any, *batch: Any, loss: Callable[..., Any] = cross_entropy, **more: Any) -> Built:
+def supervised_step(model: Any, *batch: Any, loss: Callable[..., Any] = cross_entropy, **more: Any) -> Built:
     """A step of `loss` between what a model makes of all arrays of the batch but the last one, and that."""
 
     def value(apply: Callable[..., Any], *given: Any) -> Any:
         return loss(apply(*given[:-1]), given[-1])
 
-    return fitted(model, value, *batch, init=one_example(*batch[:-1]), **more)
+    return fitting_step(model, value, *batch, init=one_example(*batch[:-1]), **more)
 
 
 def language(model: Any, batch: int, length: int, optimizer: Any = None) -> Built:
     """Next-token prediction."""
-    return fitted(
+    return fitting_step(
         model,
         lambda apply, ids: cross_entropy(apply(ids)[:, :-1], ids[:, 1:]),
         shape(batch, length),
@@ -244,12 +244,12 @@ def advantages(rewards: Any, values: Any, last: Any, done: Any, *, unroll: int =
     return jax.lax.scan(back, start, (rewards, values, done), reverse=True, unroll=unroll)[1]
 
 
-def started(params: Any, optimizer: Any) -> dict[str, Any]:
+def initial_state(params: Any, optimizer: Any) -> dict[str, Any]:
     """The shapes of parameters and of what an optimizer remembers of them."""
     return {"params": params, "memory": jax.eval_shape(optimizer.init, params)}
 
 
-def descended(loss: Callable[..., Any], state: Any, optimizer: Any) -> tuple[Any, Any]:
+def apply_optimizer(loss: Callable[..., Any], state: Any, optimizer: Any) -> tuple[Any, Any]:
     """Parameters and memory after a step, and the value of the loss."""
     value, grads = jax.value_and_grad(loss)(state["params"])
     updates, memory = optimizer.update(grads, state["memory"], state["params"])
@@ -282,7 +282,7 @@ def habits(
             after["average"] = optax.incremental_update(after["params"], state["average"], 1 - average)
         return after, {"loss": value / scale, "norm": optax.global_norm(grads)}
 
-    state = started(params, optimizer)
+    state = initial_state(params, optimizer)
     state |= {"scale": f32()} if scaled else {}
     state |= {"average": params} if average is not None else {}
     return step, (state, *batch, *((random_key(),) if rng else ()))
@@ -304,4 +304,4 @@ def statistical_step(apply: Callable[..., Any], variables: Any, optimizer: Any, 
         params = optax.apply_updates(state["params"], updates)
         return {"params": params, "memory": memory, "statistics": statistics}, value
 
-    return step, (started(variables["params"], optimizer) | {"statistics": variables["batch_stats"]}, *batch)
+    return step, (initial_state(variables["params"], optimizer) | {"statistics": variables["batch_stats"]}, *batch)

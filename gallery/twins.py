@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from gallery.batches import images, normal, regression, text
-from gallery.registry import Case, tagged
+from gallery.registry import Case, parse_tags
 from gallery.steps import cross_entropy, updated
 
 
@@ -102,7 +102,7 @@ def variants(library: str, make: Callable[..., Any]) -> list[Case]:
     half = {"dtype": "bfloat16", "reference": partial(make, "gpt")}
     return [
         Case(
-            f"{library}_{name}", partial(make, kind, **options), tags=tagged(f"{library}, {TAGS[kind]}, {more}"),
+            f"{library}_{name}", partial(make, kind, **options), tags=parse_tags(f"{library}, {TAGS[kind]}, {more}"),
             notes=notes, **(half if "bf16" in name else {}),
         )
         for name, (kind, options, more, notes) in table.items()

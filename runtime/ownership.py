@@ -1,11 +1,13 @@
 """Donation tracking: a step may overwrite the arrays that it made for its caller, and no others (`docs/runtime.md`).
 
 A donated buffer must be the step's own: an array that a call returned as state, or that `place` or `init` made to be
-given away. Any other array is copied. One `Owned` serves all executables of a step, and the steps that share its state.
+given away. Any other array is copied. One `DonationTracker` serves all executables of a step, and the steps that share
+its state.
 
 In the ordinary loop the state is, leaf for leaf, what the last call returned. Only this is remembered by strong
-references (`Owned.last`), and forgotten when its last leaf is garbage, so that a state that the user has dropped is not
-kept alive. When a call is given anything else, it becomes some of the arrays that are known weakly, by id.
+references (`DonationTracker.last`), and forgotten when its last leaf is garbage, so that a state that the user has
+dropped is not kept alive. When a call is given anything else, it becomes some of the arrays that are known weakly, by
+id.
 
 *Aliases.* The same buffer may reach a step twice: an array as state and as a reference (a target network), twice in
 one pytree, or as a view of the state, such as one of its shards. JAX 0.10 ends the process where a donated buffer is
@@ -35,7 +37,7 @@ from alpa_lite.ir.graph import Argument
 from alpa_lite.ir.paths import format_path
 
 
-class Owned:
+class DonationTracker:
     """The arrays that a step made and its caller holds. Threads replace `last` as one value.
 
     Attributes:

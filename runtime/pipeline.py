@@ -34,7 +34,7 @@ from alpa_lite.ir.program import Free, Instruction, Receive, Run, Send, describe
 from alpa_lite.ir.timeline import Timeline
 from alpa_lite.passes.lowering.program import Instruction as StageInstruction
 from alpa_lite.passes.programs import transfers
-from alpa_lite.passes.programs.writing import Written
+from alpa_lite.passes.programs.writing import WrittenProgram
 from alpa_lite.passes.stages import functions
 from alpa_lite.processes import ordering
 from alpa_lite.runtime import placement
@@ -94,7 +94,9 @@ Item = Launch | Move | Drop
 class PipelineExecutable(Executable):
     """The program of a pipeline on devices."""
 
-    def __init__(self, traced: Traced, written: Written, cluster: Cluster, options: LoadOptions | None = None) -> None:
+    def __init__(
+        self, traced: Traced, written: WrittenProgram, cluster: Cluster, options: LoadOptions | None = None
+    ) -> None:
         """Prepares the program; its executables are compiled by the first call, or by `compiled`.
 
         Args:

@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite import _jax
-from alpa_lite.ir.graph import Pieces, Stacked, Traced
+from alpa_lite.ir.graph import Pieces, StackedArguments, Traced
 from alpa_lite.runtime.buffers import ProgramBuffers
 from alpa_lite.runtime.multihost import global_array
 
@@ -110,10 +110,10 @@ class StackedLeaf:
         return jax.make_array_from_single_device_arrays(self.shape, self.whole, blocks, dtype=parts[0].dtype)
 
 
-def leaves_of(traced: Traced) -> Stacked:
+def leaves_of(traced: Traced) -> StackedArguments:
     """Returns the flat arguments and results of the user's step in terms of the traced one, which may be cut."""
     each_whole = (tuple(Pieces((n,)) for n in range(len(some))) for some in (traced.arguments, traced.outputs))
-    return traced.stacked or Stacked(*each_whole)
+    return traced.stacked or StackedArguments(*each_whole)
 
 
 def pieces(traced: Traced, leaves: Sequence[Any]) -> list[Any]:

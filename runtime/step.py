@@ -41,7 +41,7 @@ from alpa_lite.runtime.buffers import ProgramBuffers
 from alpa_lite.runtime.compile import Call, FlatFunction, compile_all, picker
 from alpa_lite.runtime.debug import callbacks, nans
 from alpa_lite.runtime.multihost import global_array
-from alpa_lite.runtime.ownership import Owned
+from alpa_lite.runtime.ownership import DonationTracker
 from alpa_lite.runtime.placement import DeviceCopies
 from alpa_lite.runtime.stacked import StackedLeaf, leaves_of, pieces
 
@@ -55,7 +55,9 @@ class LoadOptions:
 
     donate: Donate = "auto"  # of a step on one mesh; the program of a pipeline has it
     devices: Sequence[Any] | None = None  # in the order of the cluster; None for the first of `jax.devices()`
-    owned: Owned = field(default_factory=Owned)  # the arrays that the step may overwrite, shared by its executables
+    owned: DonationTracker = field(
+        default_factory=DonationTracker
+    )  # the arrays that the step may overwrite, shared by its executables
     copies: DeviceCopies = field(default_factory=DeviceCopies)  # of frozen weights, shared likewise
     settings: tuple[Any, ...] | None = None  # of JAX, under which it is called; None if they are not compared
     compiler_options: Mapping[str, Any] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from typing import Any
 from alpa_lite.ir import graph, program
 from alpa_lite.ir.graph import Lit, Traced
 from alpa_lite.ir.schedules import Schedule
-from alpa_lite.passes.layers.division import Divided, Divisible
+from alpa_lite.passes.layers.division import AssignedStep, LayeredStep
 from alpa_lite.passes.layers.types import Assignment, Layering
 from alpa_lite.passes.lowering.program import LocalProgram, Loop
 from alpa_lite.passes.microbatches.loop import Accumulated
@@ -26,9 +26,9 @@ def check(value: Any) -> None:
             graph.check(value.graph)
         case Accumulated() | StageGraph():
             check(value.traced)
-        case Divisible():
+        case LayeredStep():
             check(value.layering)
-        case Divided():
+        case AssignedStep():
             check(value.accumulated)
             check(value.assignment)
         case Layering():

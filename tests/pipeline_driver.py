@@ -25,7 +25,7 @@ from alpa_lite.passes.layers.types import Assignment, Layering
 from alpa_lite.passes.microbatches import loop
 from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs.staged import write
-from alpa_lite.passes.programs.writing import Written
+from alpa_lite.passes.programs.writing import WrittenProgram
 from alpa_lite.passes.stages import planning, staging
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.stage_graph import StageGraph
@@ -60,7 +60,7 @@ class Driven:
     staged: Staged
     stages: tuple[PlannedStage, ...]
     schedule: Schedule
-    pipeline: Written
+    pipeline: WrittenProgram
     cluster: Cluster
 
     def executable(self) -> PipelineExecutable:

@@ -16,7 +16,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.lowering import emission, lowering
 from alpa_lite.runtime.debug import first_divergence, reference
-from gallery.steps import in_place, optimised
+from gallery.steps import in_place, optimizer_step
 from tests.helpers import local
 from tests.marks import slow
 
@@ -34,7 +34,7 @@ def loss_of(params, x, y):
     return jnp.mean(jnp.square(hidden @ params["c"] - y))
 
 
-step = optimised(loss_of, OPTIMIZER)
+step = optimizer_step(loss_of, OPTIMIZER)
 
 
 def arguments() -> tuple[Any, ...]:
@@ -123,7 +123,7 @@ def test_rounding_that_the_optimizer_enlarges_is_no_error() -> None:
         shifted = jax.nn.softmax(x @ params["a"] + params["b"].sum())  # no softmax feels a shift
         return jnp.mean((shifted @ params["c"] - y) ** 2)
 
-    noisy = optimised(loss, optax.adam(1.0, eps=0.0, eps_root=0.0))
+    noisy = optimizer_step(loss, optax.adam(1.0, eps=0.0, eps_root=0.0))
     checked = alpa_lite.check(planned("mesh", noisy), *arguments())
     assert checked.ok, str(checked)
     leaves = {leaf.path: leaf for leaf in checked.leaves}

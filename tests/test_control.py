@@ -15,7 +15,7 @@ import alpa_lite
 from alpa_lite import DataParallel, Manual, OptionError, Pipeline, Sharded
 from alpa_lite.ir.paths import format_path
 from alpa_lite.methods import STRATEGIES
-from gallery.batches import f32, filled, normal
+from gallery.batches import f32, normal, random_arrays
 from gallery.steps import Net, by_momentum, sgd
 from tests.comparing import assert_close
 from tests.marks import slow
@@ -30,7 +30,7 @@ def linen_step(params, batch):
 
 
 def linen_state() -> Any:
-    return filled(jax.eval_shape(Net().init, jax.random.key(0), X))["params"]
+    return random_arrays(jax.eval_shape(Net().init, jax.random.key(0), X))["params"]
 
 
 def fixed(plan: alpa_lite.Plan) -> list[str]:

@@ -35,7 +35,7 @@ BY_INSTANCE = {
     "ocp": "orbax.checkpoint",
     "model": "flax.nnx.Module",
     "manager": "alpa_lite.checkpoint.CheckpointManager",
-    "found": "alpa_lite.checkpoint.Restored",
+    "found": "alpa_lite.checkpoint.RestoredCheckpoint",
 }
 """The classes of the names that the documentation gives to its examples, and modules that have a short name there."""
 FOREIGN = frozenset(
@@ -261,6 +261,25 @@ def stored_fields() -> frozenset[str]:
 def is_named_by_type(name: str, kind: str) -> bool:
     """Whether the value is one of, or several of, the class of that name, such as `traced: Traced`."""
     return re.search(rf"\b{name.capitalize()}", kind) is not None
+
+
+NOUNS = {"Grouping", "Layering", "Setting", "Free"}
+"""Classes whose names are nouns in spite of their ends, and the instruction that frees a buffer."""
+CUSTOMARY = {"Traced", "Lowered", "Compiled", "Auto", "Off", "Sharded"} | {
+    "Staged",
+    "Nested",
+    "Accumulated",
+    "Replicated",
+}
+"""The words of `jax.stages` and the public methods; then participles that have no noun yet."""
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_classes_are_named_by_nouns(name: str) -> None:
+    words = (node.name for node in classes_of(name) if re.fullmatch(r"[A-Z][a-z]+", node.name))
+    adjectives = re.compile(rf"{BARE.pattern}|own|off|auto|left|spent|invalid|opaque|divisible|infeasible")
+    bare = {word for word in words if adjectives.fullmatch(word.lower())}
+    assert bare <= NOUNS | CUSTOMARY
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN))

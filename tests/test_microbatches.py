@@ -52,10 +52,11 @@ def equals_jit(fun: Any, args: Any, got: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "method", "parts"),
     [
-        (wide, "data", 4), (wide, "zero-3", 2), (steps.masked, "zero-2", 2), slow(steps.metrics, "mesh", 4),
+        (wide, "data", 4), (wide, "zero-3", 2), (steps.masked_loss, "zero-2", 2), slow(steps.metrics, "mesh", 4),
         (steps.batch_axis_1, "auto", 2), slow(wide, "manual", 2), slow(steps.noise, "mesh", 2),
-        slow(steps.several_losses, "data", 2), slow(steps.multi_steps, "zero-3", 2), slow(steps.scanned, "tensor", 4),
-        slow(steps.regularised, "auto", 4), slow(steps.mixed_up, "mesh", 4),
+        slow(steps.several_losses, "data", 2), slow(steps.multi_steps, "zero-3", 2),
+        slow(steps.scanned_layers, "tensor", 4),
+        slow(steps.regularised_loss, "auto", 4), slow(steps.mixed_up, "mesh", 4),
     ],
 )  # fmt: skip
 def test_steps_on_eight_devices(make, method, parts):
@@ -236,15 +237,15 @@ def test_auto_on_one_device():
 
 
 def test_auto_takes_one_where_micro_batches_are_not_exact():
-    assert plan_of(steps.balanced(), method=Sharded()).num_microbatches == 1
-    with pytest.raises(alpa_lite.InfeasibleError, match=r"Micro-batches do not help: num_microbatches=\d+: .*balanced"):
-        plan_of(steps.balanced(), Cluster.local(jax.devices()[:1]), memory_per_device=4000)
+    assert plan_of(steps.expert_balance(), method=Sharded()).num_microbatches == 1
+    with pytest.raises(alpa_lite.InfeasibleError, match=r"Micro-batches do not help: num_microbatches=\d+: .*_balance"):
+        plan_of(steps.expert_balance(), Cluster.local(jax.devices()[:1]), memory_per_device=4000)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["contrastive", "capacity", "balanced", "log_of_mean"])
+@pytest.mark.parametrize("name", ["contrastive", "capacity", "expert_balance", "log_of_mean"])
 def test_what_is_not_exact_is_refused(name):
     with pytest.raises(alpa_lite.MicrobatchError) as caught:
         plan_of(gallery.get("micro-batches", name).make(), num_microbatches=2)
@@ -252,7 +253,7 @@ def test_what_is_not_exact_is_refused(name):
 
 
 def test_what_is_allowed_to_be_inexact_is_said():
-    fun, args = steps.balanced()
+    fun, args = steps.expert_balance()
     step = alpa_lite.parallelize(fun, num_microbatches=4, allow_inexact=True, method=Sharded((8,)), donate_argnums=())
     got, want = jax.tree.leaves(step(*args)), jax.tree.leaves(steps.reference(fun, args, 4))
     del got[2], want[2]  # the loss itself comes after the loop and is that of the whole batch

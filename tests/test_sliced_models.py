@@ -74,6 +74,6 @@ def test_encoders_of_hugging_face_are_refused_with_their_reason() -> None:
     def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         return (model(batch["tokens"], params=params, dropout_rng=key, train=True)[0] ** 2).mean()
 
-    step, args = models.step(loss, models.filled(shapes), models.text())
+    step, args = models.step(loss, models.random_arrays(shapes), models.text())
     with pytest.raises(OptionError, match=r"dot_general at .*FlaxBert.*layer/0/attention.* waits for later tokens"):
         sliced(step, 6, TOKENS - 6).plan(*args)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import alpa_lite
 from gallery.batches import normal as drawn
-from gallery.steps import optimised, sgd, square_layers
+from gallery.steps import optimizer_step, sgd, square_layers
 from tests.marks import only, slow
 
 GIVEN = 3521
@@ -58,7 +58,7 @@ STEPS: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]]]] = {
     "weights": (sgd(square_layers), lambda: ([normal(62, 62) for _ in range(2)], normal(24, 62))),
     "activations": (sgd(square_layers), lambda: ([normal(32, 32) for _ in range(4)], normal(512, 32))),
     "indivisible": (sgd(square_layers), lambda: ([normal(30, 50), normal(50, 30)], normal(18, 30))),
-    "adam": (optimised(square_layers, ADAM), lambda: (ADAM_WEIGHTS, ADAM.init(ADAM_WEIGHTS), normal(64, 32))),
+    "adam": (optimizer_step(square_layers, ADAM), lambda: (ADAM_WEIGHTS, ADAM.init(ADAM_WEIGHTS), normal(64, 32))),
     "embedding": (sgd(embedded), lambda: ({"e": normal(256, 16), "w": normal(16, 16)}, jnp.arange(64) % 256)),
     "rematerialised": (sgd(rematerialised), lambda: ([normal(32, 32) for _ in range(2)], normal(256, 32))),
     "scanned": (sgd(scanned), lambda: (normal(4, 32, 32), normal(128, 32))),

@@ -15,7 +15,7 @@ import pytest
 import alpa_lite
 from alpa_lite.errors import DonatedError
 from alpa_lite.runtime.stacked import StackedArray, StackedLeaf
-from gallery.steps import descended, sgd
+from gallery.steps import apply_optimizer, sgd
 from tests.comparing import assert_close
 from tests.marks import slow_but
 from tests.test_settings import X
@@ -28,7 +28,7 @@ def trained(loss_of: Callable[[Any, Any], jax.Array], params: Any, optimizer: An
     if optimizer is None:
         return sgd(loss_of), params
     state = {"params": params, "memory": optimizer.init(params)}
-    return lambda state, x: descended(lambda params: loss_of(params, x), state, optimizer), state
+    return lambda state, x: apply_optimizer(lambda params: loss_of(params, x), state, optimizer), state
 
 
 def weights(*shape: int) -> jax.Array:

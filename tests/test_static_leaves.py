@@ -15,7 +15,7 @@ from flax import nnx, struct
 
 import alpa_lite
 from alpa_lite import Pipeline, SignatureError, Zero
-from gallery.batches import filled, normal
+from gallery.batches import normal, random_arrays
 from gallery.steps import sgd as descent
 from gallery.steps import updated
 from tests.comparing import assert_close
@@ -115,7 +115,7 @@ OTHERS = {
     "texts and functions in a batch": (textual, lambda: (PAIR, Batch(X, "word", jnp.square))),
     "an optimizer": (optimised, lambda: (PAIR, TX.init(PAIR), TX, X)),
     "a configuration and a dtype": (configured, lambda: (PAIR, {"c": Config()}, jnp.float32, X)),
-    "a module of linen": (applied, lambda: (filled(jax.eval_shape(Dense().init, KEY, X)), Dense(), X)),
+    "a module of linen": (applied, lambda: (random_arrays(jax.eval_shape(Dense().init, KEY, X)), Dense(), X)),
 }
 
 

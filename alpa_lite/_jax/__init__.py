@@ -10,10 +10,9 @@ from alpa_lite._jax.arrays import (
     is_deleted, key_kind, keys_of_data,
 )
 from alpa_lite._jax.equations import (
-    Held, ReplaceCallback, attributes_of, bind, constant_of, emit, expansion, order_callback, lowers_for, materialise,
-    replacing_callbacks, retrace, spec_of, replace_by_stand_ins, drop_weak_type, equation_scope, describe_location,
-    keep_callback_results, set_weak_type,
-    discharge_references,
+    ReplacementPredicate, ReplaceCallback, attributes_of, bind, constant_of, emit, expansion, order_callback,
+    lowers_for, materialise, replacing_callbacks, retrace, spec_of, replace_by_stand_ins, drop_weak_type,
+    equation_scope, describe_location, keep_callback_results, set_weak_type, discharge_references,
 )
 from alpa_lite._jax.jaxprs import (
     CALLBACKS, CONSTRAINT, constraints_of, derivative, empty_stack, has_ordered_effects,

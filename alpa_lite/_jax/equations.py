@@ -188,9 +188,9 @@ def emit(primitive: Any, params: Mapping[str, Any], source: Any, ctx: Any, opera
 # A callback's parameters, its source and its operands -> other parameters and operands.
 ReplaceCallback = Callable[[Mapping[str, Any], Any, Sequence[Any]], tuple[Mapping[str, Any], Sequence[Any]]]
 _replace_callback: contextvars.ContextVar[ReplaceCallback | None] = contextvars.ContextVar("callback", default=None)
-Held = Callable[[Any, Mapping[str, Any], Sequence[Any]], bool]
+ReplacementPredicate = Callable[[Any, Mapping[str, Any], Sequence[Any]], bool]
 """Primitive, parameters and operands of an equation -> whether something else is to stand in for it."""
-_held: contextvars.ContextVar[Held | None] = contextvars.ContextVar("held", default=None)
+_held: contextvars.ContextVar[ReplacementPredicate | None] = contextvars.ContextVar("held", default=None)
 
 
 @contextlib.contextmanager
@@ -210,7 +210,7 @@ def replacing_callbacks(replace: ReplaceCallback) -> contextlib.AbstractContextM
     return _holding(_replace_callback, replace)
 
 
-def replace_by_stand_ins(is_held: Held) -> contextlib.AbstractContextManager[None]:
+def replace_by_stand_ins(is_held: ReplacementPredicate) -> contextlib.AbstractContextManager[None]:
     """Replaces equations in its body that `is_held` selects by opaque operations with the same operands and results.
 
     JAX lowers some operations only for devices that are present.

@@ -14,10 +14,10 @@ FORMAT = "alpa-lite calibration"
 VERSION = 2
 REMEDY = "write it again with `alpa-lite calibrate`"
 
-Read = TypeVar("Read")
+FileT = TypeVar("FileT")
 
 
-def read(path: str | os.PathLike[str], make: Callable[[Any], Read]) -> Read:
+def read(path: str | os.PathLike[str], make: Callable[[Any], FileT]) -> FileT:
     """Reads the data of a calibration file, and returns `make` of them.
 
     Raises:

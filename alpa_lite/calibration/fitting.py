@@ -77,7 +77,7 @@ class Fit:
         return cls(name, parameters, float(np.median(each)), float(each.max()), len(each))
 
 
-Fitted = tuple[list[Fit], dict[str, Any]]
+FittedFields = tuple[list[Fit], dict[str, Any]]
 """The fits of some samples, and fields of the cluster with their parameters."""
 
 
@@ -105,19 +105,19 @@ def fit_cluster(cluster: Cluster, samples: Sequence[Sample], missing: int = 0) -
     return tuple(fits), dataclasses.replace(cluster, measured=tuple(said))
 
 
-def _memory(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
+def _memory(cluster: Cluster, samples: Sequence[Sample]) -> FittedFields:
     rates = [2 * sample.sizes[0] / sample.seconds for sample in samples]
     rate = 2 * sum(sample.sizes[0] for sample in samples) / sum(sample.seconds for sample in samples)
     fit = Fit.from_samples("memory", {"bytes/s": rate}, rate, rates)
     return [fit], {"memory_bandwidth": rate, "memory_efficiency": 1.0}
 
 
-def _kernels(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
+def _kernels(cluster: Cluster, samples: Sequence[Sample]) -> FittedFields:
     start = samples[0].seconds
     return [Fit("kernel", {"start": start}, 0.0, 0.0, 1)], {"kernel_start": start, "kernel_start_alone": start}
 
 
-def _sustained(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
+def _sustained(cluster: Cluster, samples: Sequence[Sample]) -> FittedFields:
     """Returns the rate of products after seconds of nothing else, over that of products by themselves."""
     cost = _one(cluster)
     shares = [min(1.0, _product(cost, sample) / sample.seconds) for sample in samples]
@@ -125,7 +125,7 @@ def _sustained(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     return [Fit.from_samples("sustained", {"share": share}, share, shares)], {"sustained_efficiency": share}
 
 
-def _attention(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
+def _attention(cluster: Cluster, samples: Sequence[Sample]) -> FittedFields:
     """Shares of the peak of cuDNN's passes; samples of the backward pass have run the forward pass, too."""
     from alpa_lite.passes.costs.attention import pairs
 
@@ -147,7 +147,7 @@ def _attention(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     return [Fit.from_samples("attention", found, 1.0, each)], {"attention_efficiency": known}
 
 
-def _products(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
+def _products(cluster: Cluster, samples: Sequence[Sample]) -> FittedFields:
     """Returns the tile that explains all dtypes best, each with a rate of its own."""
     dtypes = sorted({sample.dtype for sample in samples})
     groups = [[sample for sample in samples if sample.dtype == dtype] for dtype in dtypes]
@@ -200,7 +200,7 @@ def affine(amounts: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
     return float(a), float(b) / scale
 
 
-def _collectives(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
+def _collectives(cluster: Cluster, samples: Sequence[Sample]) -> FittedFields:
     """Returns a curve for each kind and group with two payloads or more; the link of a node from permutations.
 
     The error of a fit is that of a curve without the payload in question, of payloads between others.
@@ -242,7 +242,7 @@ def predict_left_out(curve: Curve, payloads: Sequence[float], seconds: Sequence[
     return found
 
 
-def _dispatch(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
+def _dispatch(cluster: Cluster, samples: Sequence[Sample]) -> FittedFields:
     devices, seconds = [sample.sizes[0] for sample in samples], [sample.seconds for sample in samples]
     task, device = affine(devices, seconds)
     found = Dispatch(task, device)
@@ -252,7 +252,7 @@ def _dispatch(cluster: Cluster, samples: Sequence[Sample]) -> Fitted:
     return [fit], {"dispatch": found}
 
 
-_FITTERS: dict[str, tuple[str, Callable[[Cluster, Sequence[Sample]], Fitted]]] = {
+_FITTERS: dict[str, tuple[str, Callable[[Cluster, Sequence[Sample]], FittedFields]]] = {
     "elementwise": ("memory bandwidth", _memory),
     "kernel": ("the start of kernels", _kernels),
     "product": ("products in {dtypes}", _products),

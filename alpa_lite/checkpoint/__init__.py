@@ -7,7 +7,7 @@ the blocks that its own devices have under the current plan.
 """
 
 from alpa_lite.checkpoint.files import Metadata
-from alpa_lite.checkpoint.manager import CheckpointManager, Restored, restore, save
+from alpa_lite.checkpoint.manager import CheckpointManager, RestoredCheckpoint, restore, save
 from alpa_lite.errors import CheckpointError
 
-__all__ = ["CheckpointError", "CheckpointManager", "Metadata", "Restored", "restore", "save"]
+__all__ = ["CheckpointError", "CheckpointManager", "Metadata", "RestoredCheckpoint", "restore", "save"]

@@ -25,7 +25,7 @@ TIMEOUT = 600.0
 """Time limit in seconds of files and of other processes."""
 
 
-class Restored(NamedTuple):
+class RestoredCheckpoint(NamedTuple):
     """A checkpoint of a run.
 
     Attributes:
@@ -167,7 +167,7 @@ class CheckpointManager:
             raise CheckpointError(f"{self.folder} has no checkpoint of step {step}; {_step_remedy(known)}")
         return read_metadata(self.folder / str(step))
 
-    def restore(self, like: Any, *, step: int | None = None, shardings: Any = None) -> Restored:
+    def restore(self, like: Any, *, step: int | None = None, shardings: Any = None) -> RestoredCheckpoint:
         """Reads the newest checkpoint that is not damaged; logs a warning with the damage of each that is.
 
         Args:
@@ -185,7 +185,7 @@ class CheckpointManager:
         for number in reversed(known) if step is None else [step]:
             found = _read(self.folder / str(number), template, self._verify, self._timeout)
             if not isinstance(found, str):
-                return Restored(found[0], number, found[1])
+                return RestoredCheckpoint(found[0], number, found[1])
             logger.warning("checkpoint %s is skipped, since it is damaged: %s", self.folder / str(number), found)
             self._damaged.add(number)
             damaged += f"; {number}: {found}"

@@ -24,7 +24,7 @@ def clusters() -> Group:
     """Returns every preset, with all its names."""
     rows = grouping.group_by_key(Cluster.preset_names(), Cluster.preset)
     columns = (
-        Column("cluster", lambda row: ", ".join(row[1]), wide=True),
+        Column("cluster", lambda row: ", ".join(row[1]), is_wide=True),
         Column("device", lambda row: row[0].device),
         Column("per node", lambda row: "x".join(map(str, row[0].topology)) or str(row[0].devices_per_node), str),
         Column("nodes", lambda row: row[0].nodes, str),

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from alpa_lite.cluster import Cluster
-from alpa_lite.compilation.placing import Ends, kind_of, places_of
+from alpa_lite.compilation.placing import PathSuffixIndex, kind_of, places_of
 from alpa_lite.compiler import Compiled, compile_step
 from alpa_lite.errors import InfeasibleError, OptionError, PlanError
 from alpa_lite.ir.layout import LogicalMesh
@@ -47,7 +47,7 @@ class ExistingPlacement:
         self.why = why
         self._plans = plans
         self.places = [place for plan in plans for place in places_of(plan, why)]
-        self._ends = Ends((place.path, place.kind, place.where) for place in self.places)
+        self._ends = PathSuffixIndex((place.path, place.kind, place.where) for place in self.places)
 
     def pins(self, flat: Sequence[tuple[str, Any]], *, state_alone: bool = False) -> Pins:
         """Returns the pins of a call.

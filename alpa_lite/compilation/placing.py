@@ -47,7 +47,7 @@ class Place:
     role: str
 
 
-class Ends(Generic[T]):
+class PathSuffixIndex(Generic[T]):
     """Leaves by the ends of their paths: where each is, for leaves of other pytrees that stand for the same."""
 
     def __init__(self, leaves: Iterable[tuple[str, Kind, T]]) -> None:
@@ -140,7 +140,7 @@ def planned_shardings(plan: PlanRecord, tree: Any, devices: Sequence[Any] | None
         for leaf in stage.arguments
         if leaf.role == "batch"
     ]
-    ends = Ends([*((place.path, place.kind, place.where) for place in places_of(plan, "")), *batches])
+    ends = PathSuffixIndex([*((place.path, place.kind, place.where) for place in places_of(plan, "")), *batches])
     stage = plan.stages[0]
     first = LogicalMesh(tuple(stage.mesh_shape), tuple(stage.axis_names)), plan.division.first_devices[0]
     found = []

@@ -38,9 +38,9 @@ class Passes:
         self._write(name, value)
         return value
 
-    def count(self, what: str, done: int, total: int, lasting: bool = False) -> None:
+    def count(self, what: str, done: int, total: int, is_lasting: bool = False) -> None:
         """Shows how many of some things are done, such as "layers priced"; see `progress.Report.count`."""
-        self._show.count(what, done, total, lasting)
+        self._show.count(what, done, total, is_lasting)
 
 
 @contextlib.contextmanager

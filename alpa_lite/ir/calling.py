@@ -11,7 +11,7 @@ Form = tuple[int, tuple[str, ...], tuple[tuple[int | str, type, Any], ...]]
 
 
 @dataclass(frozen=True, eq=False)
-class Calling:
+class CallingForm:
     """How a step's Python arguments become the pytree that is flattened.
 
     Attributes:

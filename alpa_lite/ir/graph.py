@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from alpa_lite.ir.calling import Calling
+from alpa_lite.ir.calling import CallingForm
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +179,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Stacked:
+class StackedArguments:
     """How a cut step has the user's arguments and results: `Traced.stacked`.
 
     Attributes:
@@ -221,12 +221,12 @@ class Traced:
     in_tree: Any
     out_tree: Any
     notes: tuple[str, ...] = ()
-    calling: Calling | None = None
+    calling: CallingForm | None = None
     name: str = "step"
     has_named_batch: bool = False
     returned_arguments: tuple[tuple[int, int], ...] = ()
     placements: tuple[tuple[int, Any], ...] = ()
-    stacked: Stacked | None = None
+    stacked: StackedArguments | None = None
     folded_step: Traced | None = None
     copies: Any = None
 

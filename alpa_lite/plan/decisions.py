@@ -171,7 +171,7 @@ class Decision:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedStrategy:
     """A strategy that the method, not the search, fixed; replaying needs it where the program alone allows more.
 
     Attributes:

@@ -31,7 +31,7 @@ class AxisUse:
 
 
 @dataclass(frozen=True)
-class Held:
+class Residual:
     """An activation that the forward pass leaves for the backward pass. Equal ones of one place are one, counted.
 
     Attributes:
@@ -53,7 +53,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Spending:
+class OpCost:
     """The predicted seconds per step of all operations of one kind in one place that the same resource bounds.
 
     Attributes:

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir.timeline import Timeline
-from alpa_lite.plan.decisions import Candidate, Decision, Fixed, Replicated, SearchSummary, Solver
-from alpa_lite.plan.figures import AxisUse, Comparison, Held, Products, Spending
+from alpa_lite.plan.decisions import Candidate, Decision, FixedStrategy, Replicated, SearchSummary, Solver
+from alpa_lite.plan.figures import AxisUse, Comparison, OpCost, Products, Residual
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute", "transfer")
 """The kinds of collectives."""
@@ -132,12 +132,12 @@ class Stage:
     received: tuple[Leaf, ...] = ()
     sent: tuple[Leaf, ...] = ()
     decisions: tuple[Decision, ...] = ()
-    fixed: tuple[Fixed, ...] = ()
+    fixed: tuple[FixedStrategy, ...] = ()
     replicated: tuple[Replicated, ...] = ()
     ingredients: Mapping[str, str] = field(default_factory=dict)
     axes: tuple[AxisUse, ...] = ()
-    held: tuple[Held, ...] = ()
-    spending: tuple[Spending, ...] = ()
+    held: tuple[Residual, ...] = ()
+    spending: tuple[OpCost, ...] = ()
     hidden_seconds: float = 0.0
     hideable_seconds: float = 0.0
 

@@ -75,7 +75,7 @@ def _table(table: Table) -> RichTable:
     for n in numbers:
         column = table.columns[n]
         side = "right" if column.format else "left"
-        out.add_column(column.name, justify=side, no_wrap=not column.wide, overflow="fold")
+        out.add_column(column.name, justify=side, no_wrap=not column.is_wide, overflow="fold")
     for row in filter(_is_shown, table.rows):
         out.add_row(*(_cell(table.columns[n].text(row.cells[n]), row.style) for n in numbers))
     return out

@@ -54,7 +54,7 @@ def _differing(old: Mapping[Any, Any], new: Mapping[Any, Any], missing: Any) -> 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Block]:
     """Yields a table of the facts that differ."""
     rows = ((name, f"{old} -> {new}") for name, old, new in _differing(before, after, "absent"))
-    yield Table.from_items((Column(), Column(wide=True)), rows)
+    yield Table.from_items((Column(), Column(is_wide=True)), rows)
 
 
 def _amounts(before: Mapping[str, float], after: Mapping[str, float], text: units.Format) -> Iterator[Block]:
@@ -142,7 +142,7 @@ def _changed_leaves(changed: dict[str, tuple[_Placed, _Placed]]) -> Table:
         return old.text(*shown), new.text(*shown)
 
     columns = (
-        Column("argument", attrgetter("path"), wide=True),
+        Column("argument", attrgetter("path"), is_wide=True),
         Column("", lambda row: len(row.members) if len(row.members) > 1 else None, units.times),
         Column("before", lambda row: sides(row)[0]),
         Column("after", lambda row: sides(row)[1]),
@@ -203,7 +203,7 @@ def _decisions(before: Plan, after: Plan) -> Iterator[Block]:
         return " ".join("+".join(axes) or "-" for axes in decision.strategy)
 
     old, new = operations(before), operations(after)
-    columns = Column("operation"), Column("where", wide=True), Column("before"), Column("after")
+    columns = Column("operation"), Column("where", is_wide=True), Column("before"), Column("after")
     both = [(old[key], new[key]) for key in reversed(old) if key in new and old[key].strategy != new[key].strategy]
     rows = [(a.name, a.where, strategy(a), strategy(b)) for a, b in both]
     yield Table.from_items(columns, rows, _MAX_DECISIONS, "and {} more")

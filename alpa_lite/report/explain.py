@@ -18,7 +18,7 @@ from operator import attrgetter
 from alpa_lite.errors import PlanError
 from alpa_lite.ir import paths, units
 from alpa_lite.plan.decisions import Alternative, Decision, Replicated
-from alpa_lite.plan.figures import Spending
+from alpa_lite.plan.figures import OpCost
 from alpa_lite.plan.records import Leaf, Stage
 from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.report import break_even, console, grouping, operations, prose, stages
@@ -90,7 +90,7 @@ class _Subject:
     names: tuple[str, ...]
     number: int
     stage: Stage
-    record: Decision | Replicated | Spending | None = None
+    record: Decision | Replicated | OpCost | None = None
     leaf: Leaf | None = None
 
     @property
@@ -147,7 +147,7 @@ def _rank(subject: _Subject) -> tuple[bool, int, float]:
     settled, record = not subject.alternatives, subject.record
     if subject.leaf:
         return settled, len(paths.tokens(subject.leaf.path)), 0.0
-    return settled, 0, -(record.total if isinstance(record, Spending) else record.seconds if record else 0.0)
+    return settled, 0, -(record.total if isinstance(record, OpCost) else record.seconds if record else 0.0)
 
 
 def _identical(plan: Plan, first: _Subject, subjects: list[_Subject]) -> list[_Subject]:
@@ -239,7 +239,7 @@ def _others(plan: Plan, name: str, subjects: list[_Subject]) -> Section:
     ]
     body += [(f"and {len(counts) - _LISTED} more", None)] if len(counts) > _LISTED else []
     heading = f"Other matches of {name.strip()!r} (give more of a name to have it explained)"
-    return Section("", heading, (Table.from_items((Column(wide=True), Column(format=units.times)), body),))
+    return Section("", heading, (Table.from_items((Column(is_wide=True), Column(format=units.times)), body),))
 
 
 _STEP = (
@@ -283,12 +283,12 @@ def _explanation(plan: Plan, subject: _Subject, title: str = "") -> list[Section
     mark = Column("", lambda a: marks[id(a)])
 
     def table(*columns: Column) -> Table:
-        layout = Column("layout", attrgetter("layout"), wide=True)
+        layout = Column("layout", attrgetter("layout"), is_wide=True)
         return Table.from_items((mark, layout, *columns), decision.alternatives, style=lambda a: "bold" * (a is chosen))
 
     sizes = {leaf.shape[0] for stage in plan.stages for leaf in stage.arguments if leaf.role == "batch" and leaf.shape}
     examples = sizes.pop() if len(sizes) == 1 else None
-    verdict = Column("", lambda other: break_even.verdict(plan, stage, examples, other, chosen), wide=True)
+    verdict = Column("", lambda other: break_even.verdict(plan, stage, examples, other, chosen), is_wide=True)
     verdicts = Table.from_items((mark, verdict), (other for other in decision.alternatives if other is not chosen))
     of, scaled = "Step time", "no other change to either step"
     if len(plan.stages) > 1:
@@ -312,7 +312,7 @@ def _described(subject: _Subject) -> tuple[str, list[str]]:
         chosen = record.chosen_alternative
         short = chosen.layout if chosen else prose.sentence("factors", sharded)
         return short, [f"operation at {record.where}: {short}"]
-    if isinstance(record, Spending):
+    if isinstance(record, OpCost):
         whole = stage.compute_seconds + stage.communication_seconds
         short, *lines = prose.lines("operations", record, whole, operations.terms_text(record.terms))
         return short, lines

@@ -17,7 +17,7 @@ from functools import partial
 from operator import attrgetter
 
 from alpa_lite.ir import units
-from alpa_lite.plan.figures import Held, Spending
+from alpa_lite.plan.figures import OpCost, Residual
 from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.report import grouping, prose, stages
 from alpa_lite.report.tables import Bar, Column, Nested, Part, Table
@@ -89,13 +89,13 @@ class Place:
 # -- operations --------------------------------------------------------------------------------------------------------
 
 
-def rank_operations(plan: Plan) -> list[Spending]:
+def rank_operations(plan: Plan) -> list[OpCost]:
     """Seconds of operations on an average device, the most expensive first; a stage counts by its share of devices.
 
     A row is all operations of one name at one place that have the same bound, those of repeated layers together. The
     rows add up to the computing and the collectives of all stages.
     """
-    found: dict[tuple[str, str, str], Spending] = {}
+    found: dict[tuple[str, str, str], OpCost] = {}
     for part, stage in zip(stages.shares(plan), plan.stages, strict=True):
         for spent in stage.spending:
             key = spent.operation, spent.where, "FLOPs" if spent.flops > spent.bytes else "bytes"
@@ -105,7 +105,7 @@ def rank_operations(plan: Plan) -> list[Spending]:
     return sorted(found.values(), key=lambda row: -row.total)
 
 
-def bounds(rows: Iterable[Spending]) -> dict[str, float]:
+def bounds(rows: Iterable[OpCost]) -> dict[str, float]:
     """The seconds that each resource bounds: of computing those of the larger term; starts of kernels are latency."""
     out = {"FLOPs": 0.0, "bytes": 0.0, "links": 0.0, "latency": 0.0}
     for row in rows:
@@ -115,7 +115,7 @@ def bounds(rows: Iterable[Spending]) -> dict[str, float]:
     return out
 
 
-def bounds_text(rows: Iterable[Spending]) -> str:
+def bounds_text(rows: Iterable[OpCost]) -> str:
     """Returns `bounds` as shares, such as "FLOPs 61 %, bytes 20 %, links 19 %", without those of 0.05 % or less."""
     found = bounds(rows)
     whole = sum(found.values())
@@ -128,18 +128,18 @@ def terms_text(terms: Mapping[str, float]) -> str:
     return f"bound by {largest}: {', '.join(f'{name} {units.seconds(s)}' for name, s in terms.items())}"
 
 
-def line_text(row: Spending) -> str:
+def line_text(row: OpCost) -> str:
     """Returns the source line alone, and whether it is of the reverse pass."""
     place = Place.parse(row.where)
     return f"{place.line or row.where}{', backward' * place.is_backward}"
 
 
-def table(rows: Sequence[Spending]) -> Table:
+def table(rows: Sequence[OpCost]) -> Table:
     """Returns the table of operations; a terminal shows the first ones, and the sums of all others."""
     total, share = attrgetter("total"), partial(units.percent, whole=sum(row.total for row in rows))
     terms = {name: lambda row, name=name: row.terms[name] for name in bounds(())}
     columns = (
-        Column("operation", lambda row: Nested(row.operation, (row.where,)), wide=True),
+        Column("operation", lambda row: Nested(row.operation, (row.where,)), is_wide=True),
         Column("", lambda row: row.count if row.count > 1 else None, units.times),
         Column("time", total, units.seconds, total),
         Column("share", total, share, total),
@@ -205,7 +205,9 @@ def module_table(rows: list[Module], step_seconds: float) -> Table:
         lines = tuple(f"{name}: {units.seconds(s)}" for name, s in by_size)
         body.append((Nested(row.name, lines), bar, row.seconds, row.seconds))
     share = Column("share", format=partial(units.percent, whole=step_seconds))
-    return Table.from_items((Column("module", wide=True), Column(), Column("time", format=units.seconds), share), body)
+    return Table.from_items(
+        (Column("module", is_wide=True), Column(), Column("time", format=units.seconds), share), body
+    )
 
 
 # -- activations -------------------------------------------------------------------------------------------------------
@@ -229,7 +231,7 @@ def activations(plan: Plan) -> str:
 def activation_table(plan: Plan) -> Table:
     """Returns the activations of all stages."""
     columns = (
-        Column("operation", lambda row: Nested(row.operation, (row.where,)), wide=True),
+        Column("operation", lambda row: Nested(row.operation, (row.where,)), is_wide=True),
         Column("type", lambda row: units.type_name(row.dtype, row.shape)),
         Column("layout", lambda row: units.spec(row.spec)),
         Column("count", lambda row: row.count, units.times),
@@ -240,10 +242,10 @@ def activation_table(plan: Plan) -> Table:
     return Table.from_items(columns, rows, order="all", search_noun="activations")
 
 
-def _joined(rows: Iterable[Held]) -> list[Held]:
+def _joined(rows: Iterable[Residual]) -> list[Residual]:
     """Returns activations that differ in the numbers of their scopes alone as one."""
 
-    def key(row: Held) -> tuple[str, Hashable]:
+    def key(row: Residual) -> tuple[str, Hashable]:
         place = Place.parse(row.where)
         return place.scope, (place.source, row.operation, row.shape, row.dtype, row.spec, row.bytes)
 

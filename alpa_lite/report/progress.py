@@ -49,13 +49,13 @@ class Report:
         """Begins the stage of that name, and ends the one before it."""
         self._name, self._counted = name, None
 
-    def count(self, what: str, done: int, total: int, lasting: bool = False) -> None:
+    def count(self, what: str, done: int, total: int, is_lasting: bool = False) -> None:
         """Shows that `done` of `total` items are done. The text `what` names them, such as "mesh shapes solved".
 
-        A count ends with its stage, a `lasting` one when all are done; counts of stages do not replace it.
+        A count ends with its stage, one with `is_lasting` when all are done; counts of stages do not replace it.
         """
-        counted = None if lasting and done == total else (what, done, total)
-        self._counted, self._lasting = (None, counted) if lasting else (counted, self._lasting)
+        counted = None if is_lasting and done == total else (what, done, total)
+        self._counted, self._lasting = (None, counted) if is_lasting else (counted, self._lasting)
 
     def line(self) -> str:
         """Returns the current stage, with its count and a progress bar if there is one."""

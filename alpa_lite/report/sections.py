@@ -25,7 +25,7 @@ from alpa_lite.plan.records import PlanRecord as Plan
 from alpa_lite.report import grouping, stages, timeline
 from alpa_lite.report.tables import Bar, Block, Blocks, Column, Curve, Grid, Legend, Part, Section, Table, tree
 
-Costed = tuple[Collective, float]
+CollectiveCost = tuple[Collective, float]
 """A collective with its seconds per step."""
 
 _MAX_COLLECTIVES = 12  # rows, divided among kinds of stages
@@ -297,7 +297,7 @@ def argument_table(*same: Stage) -> Table:
         return Text(spec, "dim" if spec == "replicated" else "cyan")
 
     columns = (
-        Column("argument", lambda row: row.path, wide=True),
+        Column("argument", lambda row: row.path, is_wide=True),
         Column("", lambda row: count(row) if count(row) > 1 else None, units.times, count),
         Column("type", lambda row: type_text(first(row))),
         Column("role", lambda row: first(row).role, only="page"),
@@ -321,7 +321,7 @@ def type_text(leaf: Leaf) -> str:
 # -- collectives and transfers -----------------------------------------------------------------------------------------
 
 
-def collective_rows(items: Iterable[Costed]) -> list[Costed]:
+def collective_rows(items: Iterable[CollectiveCost]) -> list[CollectiveCost]:
     """Merges collectives that differ in layer numbers alone, each with the seconds of all; the most expensive first."""
     rows = []
     for where, same in grouping.group_by_numbers(items, lambda c: (c[0].where, (c[0].kind, c[0].axes, c[0].bytes))):
@@ -330,10 +330,10 @@ def collective_rows(items: Iterable[Costed]) -> list[Costed]:
     return sorted(rows, key=lambda row: -row[1])
 
 
-def transfer_rows(items: Iterable[Costed]) -> list[Costed]:
+def transfer_rows(items: Iterable[CollectiveCost]) -> list[CollectiveCost]:
     """Merges transfers between submeshes; those to the next submesh, to others, and back are separate rows."""
 
-    def route(item: Costed) -> tuple[int, bool]:
+    def route(item: CollectiveCost) -> tuple[int, bool]:
         """Returns the distance of the submeshes, and whether the transfer goes forward."""
         source, destination = item[0].route or (0, 0)
         return min(abs(destination - source), 2), destination > source
@@ -342,16 +342,16 @@ def transfer_rows(items: Iterable[Costed]) -> list[Costed]:
     return [row for _, found in sorted(routes.items()) for row in collective_rows(found)]
 
 
-def _collectives(rows: Sequence[Costed], most: int, transfers: bool = False) -> Table:
+def _collectives(rows: Sequence[CollectiveCost], most: int, transfers: bool = False) -> Table:
     """The collectives, or the transfers, of which a terminal shows the `most` most expensive, and the sum of all."""
-    where = Column("transfer" if transfers else "where", lambda row: row[0].where, wide=True)
+    where = Column("transfer" if transfers else "where", lambda row: row[0].where, is_wide=True)
     columns = (
         Column("size each", lambda row: row[0].bytes, units.nbytes, lambda row: row[0].bytes * row[0].count),
         Column("count", lambda row: row[0].count, units.times, lambda row: row[0].count),
         Column("time on links" if transfers else "time", lambda row: row[1], units.seconds, lambda row: row[1]),
     )
     if transfers:
-        return Table.from_items((where, *columns), rows, most, "{} more rows", total=True)
+        return Table.from_items((where, *columns), rows, most, "{} more rows", has_total=True)
     names = Column("kind", lambda row: row[0].kind), Column("axes", lambda row: units.axes(row[0].axes))
     columns = (*names, *columns, where)
-    return Table.from_items(columns, rows, most, "{} more rows", total=True, search_noun="collectives")
+    return Table.from_items(columns, rows, most, "{} more rows", has_total=True, search_noun="collectives")

@@ -66,7 +66,7 @@ def shares(plan: Plan) -> list[float]:
 
 
 @dataclass(frozen=True)
-class Spent:
+class SpentSeconds:
     """Seconds of a step by their use: means over devices.
 
     Attributes:
@@ -88,7 +88,7 @@ class Spent:
         return sum(self.communication.values()) - self.hidden
 
 
-def seconds_by_use(plan: Plan) -> Spent:
+def seconds_by_use(plan: Plan) -> SpentSeconds:
     """Returns the seconds of a plan by their use.
 
     Transfers between submeshes overlap with compute, or are waited for.
@@ -104,7 +104,7 @@ def seconds_by_use(plan: Plan) -> Spent:
             by_axes[collective.axes] += share[collective.stage] * seconds
     rest = plan.step_seconds - compute - sum(by_axes.values()) + hidden
     idle = rest if rest > 1e-9 * plan.step_seconds else 0.0  # less is rounding
-    return Spent(compute, dict(sorted(by_axes.items(), key=lambda item: -item[1])), idle, hidden, hideable)
+    return SpentSeconds(compute, dict(sorted(by_axes.items(), key=lambda item: -item[1])), idle, hidden, hideable)
 
 
 def overlapped_share(plan: Plan) -> str:

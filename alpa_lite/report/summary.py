@@ -183,7 +183,7 @@ def _predicted(plan: Plan) -> Table:
         list(map(operations.line_text, ranked)), operations.bounds_text(ranked), trust,
     )  # fmt: skip
     rows = [(name * (n == 0 or found[n - 1][0] != name), line) for n, (name, line) in enumerate(found)]
-    return Table.from_items((Column(), Column(wide=True)), rows)
+    return Table.from_items((Column(), Column(is_wide=True)), rows)
 
 
 # -- other methods -----------------------------------------------------------------------------------------------------
@@ -201,7 +201,7 @@ def _comparisons(plan: Plan) -> Table:
         rows.append((row.name, shape, row.step_seconds, row.bytes_per_device, explain_rejection(plan, row)))
     columns = (
         Column("method"), Column("mesh"), Column("step", format=units.seconds),
-        Column("per device", format=units.nbytes), Column(wide=True),
+        Column("per device", format=units.nbytes), Column(is_wide=True),
     )  # fmt: skip
     return Table.from_items(columns, rows)
 
@@ -288,7 +288,7 @@ _REPLICATED = (
     Column("", lambda row: row.count if row.count > 1 else None, units.times, attrgetter("count")),
     Column("size", attrgetter("bytes"), units.nbytes, lambda row: row.bytes * row.count),
     Column("time", attrgetter("seconds"), units.seconds, attrgetter("seconds")),
-    Column("reason and place", lambda row: f"{row.reason}; {row.where}", wide=True),
+    Column("reason and place", lambda row: f"{row.reason}; {row.where}", is_wide=True),
 )
 
 
@@ -298,7 +298,7 @@ def _candidates(plan: Plan) -> Table:
     chosen = order[0].step_seconds if order[0].status == "chosen" else None
     best = plan.step_seconds if chosen is None else chosen
     columns = (
-        Column("plan", attrgetter("method"), wide=True),
+        Column("plan", attrgetter("method"), is_wide=True),
         Column("mesh" if plan.solver.model == "step" else "stages", lambda row: units.shape(row.mesh_shape)),
         Column("step", attrgetter("step_seconds"), units.seconds),
         Column("memory", attrgetter("bytes_per_device"), units.nbytes),

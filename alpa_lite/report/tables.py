@@ -104,14 +104,14 @@ class Column:
     Attributes:
       value: the cell of an item (`Table.from_items`); None where rows are given as cells.
       total: what rows that stand for several items add up.
-      wide: whether a terminal may wrap its cells.
+      is_wide: whether a terminal may wrap its cells.
     """
 
     name: str = ""
     value: Callable[[Any], Cell] | None = None
     format: units.Format | None = None
     total: Callable[[Any], float] | None = None
-    wide: bool = False
+    is_wide: bool = False
     only: Only = ""
 
     def text(self, cell: Cell) -> Cell:
@@ -123,12 +123,12 @@ class Column:
 
 @dataclass(frozen=True)
 class Row:
-    """A cell for each column; a `total` stays at the end of a page's table, however it is sorted."""
+    """A cell for each column; a total (`is_total`) stays at the end of a page's table, however it is sorted."""
 
     cells: tuple[Cell, ...]
     style: str = ""
     only: Only = ""
-    total: bool = False
+    is_total: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Table:
         items: Iterable[Any],
         most: int = sys.maxsize,
         rest: str = "",
-        total: bool = False,
+        has_total: bool = False,
         style: Callable[[Any], str] = lambda item: "",
         **more: str,
     ) -> Table:
@@ -159,7 +159,7 @@ class Table:
 
         Args:
           most: rows that a terminal shows; one called by `rest` has the totals of the others, whose number it may hold.
-          total: whether the last row has those of all.
+          has_total: whether the last row has those of all.
           style: of an item's row.
           more: as in `Table`.
         """
@@ -168,13 +168,13 @@ class Table:
         rows[most:] = [replace(row, only="page") for row in rows[most:]]
         if len(items) > most:
             rows.append(Row(_totals(rest.format(len(items) - most), columns, items[most:]), only="terminal"))
-        if total:
-            rows.append(Row(_totals("total", columns, items), "bold", total=True))
+        if has_total:
+            rows.append(Row(_totals("total", columns, items), "bold", is_total=True))
         return Table(columns, tuple(rows), **more)
 
     def page_rows(self) -> list[Row]:
         """Returns the rows of a page in its order, totals apart."""
-        rows = [row for row in self.rows if row.only != "terminal" and not row.total]
+        rows = [row for row in self.rows if row.only != "terminal" and not row.is_total]
         if not self.order:
             return rows
         at = [column.name for column in self.columns].index(self.order)

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 
 from alpa_lite import Cluster, DataParallel, Manual, parallelize
 from benchmarks.harness import Benchmark, Row
-from gallery.steps import optimised
+from gallery.steps import optimizer_step
 
 JITTED = "jit", "jit again"
 LAYERS = 100  # of three leaves each
@@ -82,7 +82,7 @@ def updated(model: Any, batch: Any) -> Any:
 
 def trained(params: Any, moments: Any, batch: Any) -> Any:
     """A train step as users have it: parameters, Adam's moments and its count."""
-    step = optimised(lambda p, x: jnp.square(jnp.asarray(Dense50().apply(p, x))).mean(), optax.adam(1e-3))
+    step = optimizer_step(lambda p, x: jnp.square(jnp.asarray(Dense50().apply(p, x))).mean(), optax.adam(1e-3))
     return step(params, moments, batch)
 
 

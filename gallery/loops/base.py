@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from gallery.registry import Built, Case, tagged
+from gallery.registry import Built, Case, parse_tags
 
 TOLERANCE = 1e-5
 """Of float32: 84 times its unit roundoff, for sums over devices in another order, carried through 20 steps."""
@@ -51,10 +51,12 @@ class Loop:
     eval_step: Callable[..., Any]
     batch: Callable[[int, int], Any]
     evaluate: Callable[[Any, Any, Any], Any] = lambda step, carried, batch: step(*carried, batch)
-    advance: Callable[[Any, Any, Any], Any] = lambda step, carried, batch: replaced(carried, *step(*carried, batch))
+    advance: Callable[[Any, Any, Any], Any] = lambda step, carried, batch: replace_carry(
+        carried, *step(*carried, batch)
+    )
 
 
-def replaced(carried: tuple[Any, ...], *results: Any) -> tuple[tuple[Any, ...], Any]:
+def replace_carry(carried: tuple[Any, ...], *results: Any) -> tuple[tuple[Any, ...], Any]:
     """What is carried with leading results in place of its first values, and the last result."""
     *new, metrics = results
     return (*new, *carried[len(new) :]), metrics
@@ -65,7 +67,7 @@ def registers(cases: list[Case], name: str, tags: str) -> Any:
 
     def register(build: Callable[[], Loop]) -> Callable[[], Loop]:
         LOOPS[name] = build
-        cases.append(Case(name, partial(first_call, build), tags=tagged(tags), notes=build.__doc__ or ""))
+        cases.append(Case(name, partial(first_call, build), tags=parse_tags(tags), notes=build.__doc__ or ""))
         return build
 
     return register

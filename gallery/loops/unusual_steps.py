@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from gallery.loops.base import Arrays, Loop, registers, rng_of
 from gallery.registry import Case
-from gallery.steps import advantages, module, optimised, weighted
+from gallery.steps import advantages, module, optimizer_step, weighted_cross_entropy
 
 CASES: list[Case] = []
 registered = partial(registers, CASES)
@@ -107,7 +107,7 @@ def frozen_layers(width: int = 16, vocab: int = 32) -> Any:
     return {"embed": normal(vocab, width), "layers": layers, "head": normal(width, vocab)}
 
 
-def adapted(base: Any, lora: Any, tokens: jax.Array) -> jax.Array:
+def apply_lora(base: Any, lora: Any, tokens: jax.Array) -> jax.Array:
     """Logits of the layers with their adapters."""
 
     def dense(x: jax.Array, i: int, name: str) -> jax.Array:
@@ -139,10 +139,12 @@ def lora() -> Loop:
         return lora, tx.init(lora), base
 
     def eval_step(lora: Any, base: Any, batch: Arrays):
-        return weighted(adapted(base, lora, batch["tokens"][:, :-1]), batch["tokens"][:, 1:], batch["mask"])
+        return weighted_cross_entropy(
+            apply_lora(base, lora, batch["tokens"][:, :-1]), batch["tokens"][:, 1:], batch["mask"]
+        )
 
     def train_step(lora: Any, opt_state: Any, base: Any, batch: Arrays):
-        return optimised(eval_step, tx)(lora, opt_state, base, batch)
+        return optimizer_step(eval_step, tx)(lora, opt_state, base, batch)
 
     def batch(seed: int, rows: int):
         rng = rng_of(seed)
@@ -189,7 +191,7 @@ def two_towers() -> Loop:
         """One call, several steps; `batches` has the steps in front."""
 
         def one(state: Any, batch: Arrays):
-            *state, loss = optimised(loss_fn, tx)(*state, batch)
+            *state, loss = optimizer_step(loss_fn, tx)(*state, batch)
             return tuple(state), loss
 
         return jax.lax.scan(one, state, batches)

@@ -9,7 +9,7 @@ from typing import Any
 from alpa_lite import models
 from gallery.outside import deep, habits, hugging_face, small, tutorials, unusual
 from gallery.outside.hugging_face import TABLE, sizes_of
-from gallery.registry import Built, Case, planned, tagged
+from gallery.registry import Built, Case, parse_tags, published_fields
 
 
 def own(model: str, size: str, batch: int, **sizes: Any) -> Built:
@@ -32,8 +32,8 @@ def built(row: Mapping[str, Any]) -> Built:
 def _fields(row: Mapping[str, Any], of: str) -> dict[str, Any]:
     """The fields of a planned case."""
     rest = {key: value for key, value in row.items() if key not in ("on", "method", "of")}
-    fields = planned(row["on"], built, rest, of=row.get("of", of), method=row.get("method", "Auto()"))
-    return fields | {"tags": fields["tags"] | tagged(TABLE["tags"][builder_of(row)])}
+    fields = published_fields(row["on"], built, rest, of=row.get("of", of), method=row.get("method", "Auto()"))
+    return fields | {"tags": fields["tags"] | parse_tags(TABLE["tags"][builder_of(row)])}
 
 
 _TEXTBOOK: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ def _case(name: str) -> Case:
     fields = dict(_PLANNED.get(name, {}))
     row = TABLE["small"].get(name)
     tags = TABLE["tags"].get(name, "") if row is None else TABLE["tags"][builder_of(row)]
-    return Case(name, _SMALL.get(name), **fields | {"tags": fields.get("tags", frozenset()) | tagged(tags)})
+    return Case(name, _SMALL.get(name), **fields | {"tags": fields.get("tags", frozenset()) | parse_tags(tags)})
 
 
 CASES = [_case(name) for name in dict.fromkeys((*_SMALL, *_PLANNED))]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from gallery.batches import shape
-from gallery.steps import cross_entropy, descended, started
+from gallery.steps import apply_optimizer, cross_entropy, initial_state
 
 Model = Mapping[str, Any]
 Attend = Callable[[Any, Any, Any], Any]
@@ -28,7 +28,7 @@ def step_of(row: Mapping[str, Any], *, scan: bool = True) -> tuple[Callable[...,
     stored = jnp.dtype(row["params"])
     half = jnp.float16 if stored == jnp.float16 else jnp.bfloat16
     attend = attention(row["kernel"])
-    block = checkpointed({"gpt": gpt_block, "llama": llama_block}[model["kind"]], row["remat"])
+    block = checkpoint_block({"gpt": gpt_block, "llama": llama_block}[model["kind"]], row["remat"])
     optimizer = optax.adamw(3e-4)
 
     def loss_of(params: Any, batch: Any) -> Any:
@@ -47,12 +47,12 @@ def step_of(row: Mapping[str, Any], *, scan: bool = True) -> tuple[Callable[...,
         return cross_entropy(jnp.einsum("btm,vm->btv", x, head), batch["targets"])
 
     def train_step(state: Any, batch: Any) -> Any:
-        return descended(lambda params: loss_of(params, batch), state, optimizer)
+        return apply_optimizer(lambda params: loss_of(params, batch), state, optimizer)
 
     shapes = parameters(model, scan)
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, stored), shapes, is_leaf=lambda s: isinstance(s, tuple))
     tokens = shape(row["batch"], model["seq"])
-    return train_step, (started(params, optimizer), {"inputs": tokens, "targets": tokens})
+    return train_step, (initial_state(params, optimizer), {"inputs": tokens, "targets": tokens})
 
 
 def parameters(model: Model, scan: bool) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def llama_block(model: Model, attend: Attend, w: Any, x: Any) -> Any:
     """A layer of a Llama: rotary positions, grouped queries and a gated feed-forward."""
     y = norm(x, w["norm1"], "llama")
     q, k, v = (jnp.einsum("btm,mnd->btnd", y, w[name]) for name in "qkv")
-    x = x + jnp.einsum("btnd,ndm->btm", attend(rotated(q), rotated(k), v), w["o"])
+    x = x + jnp.einsum("btnd,ndm->btm", attend(rotate(q), rotate(k), v), w["o"])
     y = norm(x, w["norm2"], "llama")
     return x + (jax.nn.silu(y @ w["gate"]) * (y @ w["up"])) @ w["down"]
 
@@ -111,7 +111,7 @@ def norm(x: Any, weight: Any, kind: str) -> Any:
     return (y * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def rotated(x: Any) -> Any:
+def rotate(x: Any) -> Any:
     """Rotary positions of (batch, sequence, heads, features)."""
     half = x.shape[-1] // 2
     rates = 1e4 ** (-jnp.arange(half, dtype=jnp.float32) / half)
@@ -153,7 +153,7 @@ def splash_attention(q: Any, k: Any, v: Any) -> Any:
     return jnp.swapaxes(jax.vmap(kernel)(q, k, v), 1, 2)
 
 
-def checkpointed(block: Callable[..., Any], remat: str) -> Callable[..., Any]:
+def checkpoint_block(block: Callable[..., Any], remat: str) -> Callable[..., Any]:
     """A layer with the source's recomputation."""
     if remat == "none":
         return block

@@ -16,7 +16,7 @@ import optax
 
 from gallery.batches import f32, initial, shape
 from gallery.outside.tutorials import rotate
-from gallery.registry import Built, planned
+from gallery.registry import Built, published_fields
 from gallery.steps import cross_entropy, habits, module, statistical_step
 
 Dense = functools.partial(nn.Dense, use_bias=False, dtype=jnp.bfloat16)
@@ -67,7 +67,7 @@ def EfficientNet(self, x):
     return nn.Dense(1000)(nn.swish(normal(Conv(2560, (1, 1))(x))).mean((1, 2)))
 
 
-def classified(model: nn.Module, batch: int, size: int, optimizer: Any) -> Built:
+def classification_step(model: nn.Module, batch: int, size: int, optimizer: Any) -> Built:
     """A classifier of pictures with running statistics."""
 
     def apply(variables: Any, pictures: Any) -> Any:
@@ -99,10 +99,10 @@ def Experts(self, x):
     hidden = nn.silu(jnp.einsum("ecf,efd->ecd", queues, gate)) * jnp.einsum("ecf,efd->ecd", queues, up)
     out = jnp.einsum("ecf,efd->ecd", hidden, down).reshape(-1, width)
     out = jnp.concatenate([out, jnp.zeros((1, width), out.dtype)])[slot] * weights[..., None].astype(out.dtype)
-    return out.sum(1).reshape(x.shape) + gated(x, 2816)
+    return out.sum(1).reshape(x.shape) + gated_mlp(x, 2816)
 
 
-def gated(x: Any, inner: int) -> Any:
+def gated_mlp(x: Any, inner: int) -> Any:
     """The feed-forward part of a Llama."""
     return Dense(x.shape[-1])(nn.silu(Dense(inner)(x)) * Dense(inner)(x))
 
@@ -135,7 +135,7 @@ def Routed(self, tokens):
     x = nn.Embed(102400, 2048, dtype=jnp.bfloat16)(tokens)
     for layer in range(27):
         x = x + Latent()(Norm()(x))
-        x = x + (Experts()(Norm()(x)) if layer else gated(Norm()(x), 10944))
+        x = x + (Experts()(Norm()(x)) if layer else gated_mlp(Norm()(x), 10944))
     return Dense(102400)(Norm()(x))
 
 
@@ -150,7 +150,9 @@ def routed(batch: int, length: int) -> Built:
 
 
 PLANNED: dict[str, dict[str, Any]] = {
-    "densenet-201": planned("a100", classified, DenseNet(), 512, 224, optax.sgd(0.1, momentum=0.9)),
-    "efficientnet-b7": planned("v5p:2x2x2", classified, EfficientNet(), 128, 600, optax.rmsprop(0.01, momentum=0.9)),
-    "routed-16b": planned("h100 x 4", routed, 64, 4096),
+    "densenet-201": published_fields("a100", classification_step, DenseNet(), 512, 224, optax.sgd(0.1, momentum=0.9)),
+    "efficientnet-b7": published_fields(
+        "v5p:2x2x2", classification_step, EfficientNet(), 128, 600, optax.rmsprop(0.01, momentum=0.9)
+    ),
+    "routed-16b": published_fields("h100 x 4", routed, 64, 4096),
 }

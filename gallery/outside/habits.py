@@ -15,8 +15,17 @@ import jax.numpy as jnp
 import optax
 
 from gallery.batches import f32, shape
-from gallery.registry import Built, planned
-from gallery.steps import CLIPPED, cross_entropy, fitted, habits, language, module, updated, weighted
+from gallery.registry import Built, published_fields
+from gallery.steps import (
+    CLIPPED,
+    cross_entropy,
+    fitting_step,
+    habits,
+    language,
+    module,
+    updated,
+    weighted_cross_entropy,
+)
 
 
 @module
@@ -69,7 +78,7 @@ def ExpertsModel(self, ids, segments, *, layers, hidden, vocabulary=32000):
 
 def packed(apply: Any, ids: Any, segments: Any) -> Any:
     """The loss of the next tokens of packed sequences."""
-    return weighted(apply(ids, segments)[:, :-1], ids[:, 1:], segments[:, 1:] > 0)
+    return weighted_cross_entropy(apply(ids, segments)[:, :-1], ids[:, 1:], segments[:, 1:] > 0)
 
 
 @module
@@ -150,7 +159,7 @@ def graph(nodes: int, edges: int, rounds: int, hidden: int) -> Built:
         return jnp.mean((apply(*given) - wanted) ** 2)
 
     optimizer = optax.chain(CLIPPED, optax.adam(1e-4))
-    return fitted(Graph(rounds, hidden), loss, given, f32(nodes, 3), init=given, optimizer=optimizer)
+    return fitting_step(Graph(rounds, hidden), loss, given, f32(nodes, 3), init=given, optimizer=optimizer)
 
 
 def lstm(scan: bool, layers: int = 4, hidden: int = 1024, batch: int = 256, length: int = 128) -> Built:
@@ -253,15 +262,15 @@ def state_space(batch: int, length: int, layers: int, hidden: int, states: int =
 # --- the cases ------------------------------------------------------------------------------------------------------
 
 PLANNED: dict[str, dict[str, Any]] = {
-    "experts-14b": planned(
-        "h100 x 4", fitted, ExpertsModel(24, 2048), packed, *[shape(256, 2048)] * 2, init=[shape(1, 2048)] * 2,
+    "experts-14b": published_fields(
+        "h100 x 4", fitting_step, ExpertsModel(24, 2048), packed, *[shape(256, 2048)] * 2, init=[shape(1, 2048)] * 2,
         optimizer=optax.chain(CLIPPED, optax.adamw(1e-4)),
     ),
-    "diffusion-xl": planned(
-        "v5p:4x4x4", fitted, Diffusion(28, 1152, 16), noise_loss, f32(2048, 64, 64, 4), shape(2048),
+    "diffusion-xl": published_fields(
+        "v5p:4x4x4", fitting_step, Diffusion(28, 1152, 16), noise_loss, f32(2048, 64, 64, 4), shape(2048),
         init=(f32(1, 64, 64, 4), f32(1), shape(1)), optimizer=optax.adamw(1e-4), rng=True, average=0.9999,
     ),
-    "graph-net": planned("a100", graph, 131072, 1048576, 16, 512),
-    "haiku-lstm": planned("a100", recurrent, 256, 256, 4096),
-    "equinox-mamba": planned("h100", state_space, 64, 2048, 24, 1536),
+    "graph-net": published_fields("a100", graph, 131072, 1048576, 16, 512),
+    "haiku-lstm": published_fields("a100", recurrent, 256, 256, 4096),
+    "equinox-mamba": published_fields("h100", state_space, 64, 2048, 24, 1536),
 }  # fmt: skip

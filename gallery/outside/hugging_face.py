@@ -18,7 +18,7 @@ import optax
 
 from gallery.batches import f32, shape
 from gallery.registry import Built
-from gallery.steps import adam_step, cross_entropy, habits, statistical_step, weighted
+from gallery.steps import adam_step, cross_entropy, habits, statistical_step, weighted_cross_entropy
 
 TABLE: dict[str, Any] = tomllib.loads((Path(__file__).parent / "cases.toml").read_text())
 
@@ -51,7 +51,7 @@ def mode(model: Any, train: bool) -> dict[str, bool]:
     return {"train": train} if "train" in inspect.signature(model.__call__).parameters else {"deterministic": not train}
 
 
-def trained(
+def training_step(
     model: tuple[Any, Any], loss: Callable[..., Any], *batch: Any, given: Callable[..., dict[str, Any]] = lambda *_: {},
     rng: bool = True, keys: tuple[str, ...] = ("dropout_rng",), step: Callable[..., Built] = adam_step,
 ) -> Built:  # fmt: skip
@@ -89,35 +89,36 @@ HEADS = {"GPT2": "LMHeadModel"}
 
 def causal(name: str, batch: int, length: int, dropout: bool = False, **sizes: Any) -> Built:
     """Next-token prediction."""
-    return trained(model_of(name, HEADS.get(name, "ForCausalLM"), **sizes), next_tokens, shape(batch, length),
-                   rng=dropout)  # fmt: skip
+    return training_step(model_of(name, HEADS.get(name, "ForCausalLM"), **sizes), next_tokens, shape(batch, length),
+                         rng=dropout)  # fmt: skip
 
 
 def masked(name: str, batch: int, length: int, **sizes: Any) -> Built:
     """Prediction of masked tokens, with an attention mask and dropout."""
-    return trained(model_of(name, "ForMaskedLM", **sizes), labelled, *[shape(batch, length)] * 3,
-                   given=lambda ids, mask, labels: {"attention_mask": mask})  # fmt: skip
+    return training_step(model_of(name, "ForMaskedLM", **sizes), labelled, *[shape(batch, length)] * 3,
+                         given=lambda ids, mask, labels: {"attention_mask": mask})  # fmt: skip
 
 
 def translation(
     name: str, batch: int, source: int, target: int, head: str = "ForConditionalGeneration", **sizes: Any
 ) -> Built:
     """A sequence to a sequence."""
-    return trained(model_of(name, head, **sizes), next_tokens, shape(batch, source), shape(batch, target),
-                   given=lambda ids, out: {"decoder_input_ids": out})  # fmt: skip
+    return training_step(model_of(name, head, **sizes), next_tokens, shape(batch, source), shape(batch, target),
+                         given=lambda ids, out: {"decoder_input_ids": out})  # fmt: skip
 
 
 def speech(batch: int, frames: int, target: int, **sizes: Any) -> Built:
     """Whisper: spectrograms to text."""
     sound = f32(batch, sizes.get("num_mel_bins", 80), frames)
-    return trained(model_of("Whisper", "ForConditionalGeneration", **sizes), next_tokens, sound, shape(batch, target),
-                   given=lambda sound, out: {"decoder_input_ids": out}, rng=False)  # fmt: skip
+    model = model_of("Whisper", "ForConditionalGeneration", **sizes)
+    return training_step(model, next_tokens, sound, shape(batch, target),
+                         given=lambda sound, out: {"decoder_input_ids": out}, rng=False)  # fmt: skip
 
 
 def pictures(name: str, batch: int, size: int, classes: int = 1000, **sizes: Any) -> Built:
     """Classification of pictures by a transformer."""
     model = model_of(name, "ForImageClassification", image_size=size, num_labels=classes, **sizes)
-    return trained(model, labelled, f32(batch, 3, size, size), shape(batch))
+    return training_step(model, labelled, f32(batch, 3, size, size), shape(batch))
 
 
 def convolutions(name: str, batch: int, size: int = 224, **sizes: Any) -> Built:
@@ -142,15 +143,15 @@ def contrastive(batch: int, texts: str, pictures: str, projection: int) -> Built
 
     size, length = vision["image_size"], text.get("max_position_embeddings", 77)
     model = model_of("CLIP", "Model", text_config=text, vision_config=vision, projection_dim=projection)
-    return trained(model, loss, shape(batch, length), f32(batch, 3, size, size),
-                   given=lambda ids, pixels: {"pixel_values": pixels})  # fmt: skip
+    return training_step(model, loss, shape(batch, length), f32(batch, 3, size, size),
+                         given=lambda ids, pixels: {"pixel_values": pixels})  # fmt: skip
 
 
 def sparse(batch: int, length: int) -> Built:
     """BigBird: attention to blocks, some of them random."""
-    return trained(model_of("BigBird", "ForMaskedLM"), labelled, *[shape(batch, length)] * 3,
-                   given=lambda ids, mask, labels: {"attention_mask": mask},
-                   keys=("dropout_rng", "indices_rng"))  # fmt: skip
+    return training_step(model_of("BigBird", "ForMaskedLM"), labelled, *[shape(batch, length)] * 3,
+                         given=lambda ids, mask, labels: {"attention_mask": mask},
+                         keys=("dropout_rng", "indices_rng"))  # fmt: skip
 
 
 def sound(batch: int, samples: int, letters: int, **sizes: Any) -> Built:
@@ -162,7 +163,7 @@ def sound(batch: int, samples: int, letters: int, **sizes: Any) -> Built:
 
     model = model_of("Wav2Vec2", "ForCTC", vocab_size=32, feat_extract_norm="layer", do_stable_layer_norm=True,
                      conv_bias=True, mask_time_prob=0.0, **sizes)  # fmt: skip
-    return trained(model, loss, f32(batch, samples), shape(batch, letters), f32(batch, letters))
+    return training_step(model, loss, f32(batch, samples), shape(batch, letters), f32(batch, letters))
 
 
 def scaled(optimizer: Any) -> Callable[..., Built]:
@@ -172,10 +173,10 @@ def scaled(optimizer: Any) -> Callable[..., Built]:
 
 def padded(name: str, batch: int, length: int) -> Built:
     """Next-token prediction with a padding mask, in float16, with Adafactor."""
-    return trained(model_of(name, "ForCausalLM", jnp.float16),
-                   lambda out, ids, mask: weighted(out.logits[:, :-1], ids[:, 1:], mask[:, 1:]),
-                   *[shape(batch, length)] * 2, given=lambda ids, mask: {"attention_mask": mask},
-                   step=scaled(optax.adafactor(1e-4)))  # fmt: skip
+    return training_step(model_of(name, "ForCausalLM", jnp.float16),
+                         lambda out, ids, mask: weighted_cross_entropy(out.logits[:, :-1], ids[:, 1:], mask[:, 1:]),
+                         *[shape(batch, length)] * 2, given=lambda ids, mask: {"attention_mask": mask},
+                         step=scaled(optax.adafactor(1e-4)))  # fmt: skip
 
 
 def dialogue(batch: int, length: int) -> Built:
@@ -185,15 +186,16 @@ def dialogue(batch: int, length: int) -> Built:
         before = jnp.zeros_like(out).at[:, 1:].set(out[:, :-1])
         return {"attention_mask": mask, "decoder_input_ids": before, "decoder_attention_mask": seen}
 
-    return trained(model_of("Blenderbot", "ForConditionalGeneration", jnp.float16),
-                   lambda out, ids, mask, labels, seen: weighted(out.logits, labels, seen),
-                   *[shape(batch, length)] * 4, given=given, step=scaled(optax.adam(1e-4)))  # fmt: skip
+    return training_step(model_of("Blenderbot", "ForConditionalGeneration", jnp.float16),
+                         lambda out, ids, mask, labels, seen: weighted_cross_entropy(out.logits, labels, seen),
+                         *[shape(batch, length)] * 4, given=given, step=scaled(optax.adam(1e-4)))  # fmt: skip
 
 
 def shared_layers(batch: int, length: int, **sizes: Any) -> Built:
     """ALBERT: one layer applied twelve times, with LAMB."""
-    return trained(model_of("Albert", "ForMaskedLM", embedding_size=128, **sizes),
-                   lambda out, ids, mask, labels: weighted(out.logits, labels, mask), *[shape(batch, length)] * 3,
-                   given=lambda ids, mask, labels: {"attention_mask": mask},
-                   step=lambda loss, params, *batch, rng: habits(loss, params, optax.lamb(1e-3), *batch,
-                                                                 rng=rng))  # fmt: skip
+    return training_step(model_of("Albert", "ForMaskedLM", embedding_size=128, **sizes),
+                         lambda out, ids, mask, labels: weighted_cross_entropy(out.logits, labels, mask),
+                         *[shape(batch, length)] * 3,
+                         given=lambda ids, mask, labels: {"attention_mask": mask},
+                         step=lambda loss, params, *batch, rng: habits(loss, params, optax.lamb(1e-3), *batch,
+                                                                       rng=rng))  # fmt: skip

@@ -139,7 +139,7 @@ def LinearDecoder(self, ids, *, layers, hidden, vocabulary):
     return Dense(vocabulary)(Norm()(x))
 
 
-def attended(x: Any, bias: Any, heads: int) -> Any:
+def attend_with_bias(x: Any, bias: Any, heads: int) -> Any:
     """Gated attention of [batch, rows, columns, channels] along its rows, in heads of 32."""
     y = Norm()(x)
     project = functools.partial(nn.DenseGeneral, (heads, 32), dtype=jnp.bfloat16)
@@ -150,17 +150,17 @@ def attended(x: Any, bias: Any, heads: int) -> Any:
     return nn.DenseGeneral(x.shape[-1], axis=(-2, -1), dtype=jnp.bfloat16)(out)
 
 
-def biased(pairs: Any, heads: int) -> Any:
+def pair_bias(pairs: Any, heads: int) -> Any:
     """[batch, length, length, channels] to what is added to scores, [batch, 1, heads, length, length]."""
     return jnp.moveaxis(Dense(heads, use_bias=False)(Norm()(pairs)), -1, -3)[:, None]
 
 
-def gated(gate: Any, x: Any, width: int) -> Any:
+def gate_product(gate: Any, x: Any, width: int) -> Any:
     """A dense layer of x, as far as another lets it through."""
     return nn.sigmoid(Dense(width)(gate)) * Dense(width)(x)
 
 
-def widened(x: Any) -> Any:
+def widen(x: Any) -> Any:
     """Two dense layers, with four times the channels between them."""
     return Dense(x.shape[-1])(nn.relu(Dense(4 * x.shape[-1])(Norm()(x))))
 
@@ -173,20 +173,20 @@ def Evolution(self, carry, _):
     """
     rows, pairs = carry
     width = pairs.shape[-1]
-    rows = rows + attended(rows, biased(pairs, 8), 8)
-    rows = rows + jnp.swapaxes(attended(jnp.swapaxes(rows, 1, 2), 0.0, 8), 1, 2)
-    rows = rows + widened(rows)
+    rows = rows + attend_with_bias(rows, pair_bias(pairs, 8), 8)
+    rows = rows + jnp.swapaxes(attend_with_bias(jnp.swapaxes(rows, 1, 2), 0.0, 8), 1, 2)
+    rows = rows + widen(rows)
     y = Norm()(rows)
     products = jnp.einsum("bsic,bsjd->bijcd", Dense(32)(y), Dense(32)(y)) / rows.shape[1]
     pairs = pairs + nn.DenseGeneral(width, axis=(-2, -1), dtype=jnp.bfloat16)(products)
     for triangle in ("bikc,bjkc->bijc", "bkic,bkjc->bijc"):
         y = Norm()(pairs)
-        made = jnp.einsum(triangle, gated(y, y, 128), gated(y, y, 128))
-        pairs = pairs + gated(y, Norm()(made), width)
-    pairs = pairs + attended(pairs, biased(pairs, 4), 4)
+        made = jnp.einsum(triangle, gate_product(y, y, 128), gate_product(y, y, 128))
+        pairs = pairs + gate_product(y, Norm()(made), width)
+    pairs = pairs + attend_with_bias(pairs, pair_bias(pairs, 4), 4)
     turned = jnp.swapaxes(pairs, 1, 2)
-    pairs = pairs + jnp.swapaxes(attended(turned, biased(turned, 4), 4), 1, 2)
-    return (rows, pairs + widened(pairs)), None
+    pairs = pairs + jnp.swapaxes(attend_with_bias(turned, pair_bias(turned, 4), 4), 1, 2)
+    return (rows, pairs + widen(pairs)), None
 
 
 @module

@@ -110,13 +110,13 @@ def blocks(x: Any, size: int) -> Any:
     return x.reshape(batch, height // size, size, width // size, size, channels).transpose(0, 1, 3, 2, 4, 5)
 
 
-def narrowed(x: Any) -> Any:
+def narrow(x: Any) -> Any:
     """[batch, height, width, channels] to [batch, height / 2, width / 2, 4 * channels]."""
     y = blocks(x, 2)
     return y.reshape(*y.shape[:3], -1)
 
 
-def coupled(x: Any) -> tuple[Any, Any]:
+def couple(x: Any) -> tuple[Any, Any]:
     """[batch, height, width, channels] to the same and [batch] changes of the logarithm."""
     kept, other = jnp.split(x, 2, -1)
     y = nn.relu(nn.Conv(512, (3, 3))(kept))
@@ -137,14 +137,14 @@ def Flow(self, x, *, steps, levels):
     zeros, orthogonal = nn.initializers.zeros, nn.initializers.orthogonal()
     for level in range(levels):
         _, height, width, channels = x.shape
-        x, channels = narrowed(x), 4 * channels
+        x, channels = narrow(x), 4 * channels
         for number in range(steps):
             offset = self.param(f"offset{level}_{number}", zeros, (channels,))
             scale = self.param(f"scale{level}_{number}", zeros, (channels,))
             turn = self.param(f"turn{level}_{number}", orthogonal, (channels, channels))
             total += scale.sum() * height * width / 4
             total += jnp.linalg.slogdet(turn)[1] * height * width / 4
-            x, change = coupled(((x + offset) * jnp.exp(scale)) @ turn)
+            x, change = couple(((x + offset) * jnp.exp(scale)) @ turn)
             total += change
     return (-0.5 * x**2 - 0.919).sum((1, 2, 3)) + total
 
@@ -156,7 +156,7 @@ def relative(window: int) -> np.ndarray:
     return apart[..., 0] * (2 * window - 1) + apart[..., 1]
 
 
-def separated(height: int, width: int, window: int, shift: int) -> np.ndarray:
+def window_mask(height: int, width: int, window: int, shift: int) -> np.ndarray:
     """What is added to scores of pairs that only a shift brought together: [windows, window**2, window**2]."""
     numbers = np.zeros((height, width), int)
     bounds = slice(0, -window), slice(-window, -shift), slice(-shift, None)
@@ -176,7 +176,7 @@ def attend_in_windows(self: Any, x: Any) -> Any:
     bias = table[relative(window)].transpose(2, 0, 1).astype(jnp.bfloat16)
     scores = jnp.einsum("nqhd,nkhd->nhqk", q, k) * q.shape[-1] ** -0.5 + bias
     if self.shift:
-        apart = separated(height, width, window, self.shift)[None, :, None]
+        apart = window_mask(height, width, window, self.shift)[None, :, None]
         masked = scores.reshape(batch, -1, *scores.shape[1:]) + apart
         scores = masked.reshape(scores.shape).astype(jnp.bfloat16)
     y = jnp.einsum("nhqk,nkhd->nqhd", jax.nn.softmax(scores), v).reshape(-1, length, channels)
@@ -207,7 +207,7 @@ def Windows(self, x):
     x = Conv(192, (4, 4), (4, 4))(x)
     for level, (layers, heads) in enumerate(((2, 6), (2, 12), (18, 24), (2, 48))):
         if level:
-            x = Dense(2 * x.shape[-1], use_bias=False)(Norm()(narrowed(x)))
+            x = Dense(2 * x.shape[-1], use_bias=False)(Norm()(narrow(x)))
         for number in range(layers):
             x = WindowBlock(heads, 3 * (number % 2) if x.shape[1] > 7 else 0)(x)
     return nn.Dense(1000)(nn.LayerNorm()(x).mean((1, 2)))

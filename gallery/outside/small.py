@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from gallery.batches import f32, shape
-from gallery.outside.deep import classified
+from gallery.outside.deep import classification_step
 from gallery.outside.tutorials import UNet, regression
 from gallery.registry import Built
-from gallery.steps import descended, language, module, started, supervised
+from gallery.steps import apply_optimizer, initial_state, language, module, supervised_step
 
 
 @module
@@ -90,15 +90,15 @@ def equinox_mlp(batch: int, features: int, width: int, depth: int) -> Built:
         return jnp.mean((jax.vmap(eqx.combine(params, static))(x) - y) ** 2)
 
     def step(state: Any, x: Any, y: Any) -> Any:
-        return descended(lambda params: loss(params, x, y), state, optimizer)
+        return apply_optimizer(lambda params: loss(params, x, y), state, optimizer)
 
-    return step, (started(params, optimizer), *[f32(batch, features)] * 2)
+    return step, (initial_state(params, optimizer), *[f32(batch, features)] * 2)
 
 
 SMALL: Mapping[str, Callable[[], Built]] = {
-    "resnet": lambda: classified(ResNet(32, (2, 2, 2)), 32, 64, optax.sgd(0.1, momentum=0.9)),
+    "resnet": lambda: classification_step(ResNet(32, (2, 2, 2)), 32, 64, optax.sgd(0.1, momentum=0.9)),
     "unet": lambda: regression(UNet(32, 3), 16, 64, denoising=True),
-    "mixer": lambda: supervised(Mixer(8, 256, 3, 128, 1024, 100), f32(32, 64, 64, 3), shape(32)),
+    "mixer": lambda: supervised_step(Mixer(8, 256, 3, 128, 1024, 100), f32(32, 64, 64, 3), shape(32)),
     "haiku": lambda: language(haiku_decoder(128, 2, 256, 4, 4096, 1024), 16, 128),
     "equinox": lambda: equinox_mlp(1024, 256, 1024, 4),
 }

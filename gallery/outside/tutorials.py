@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 
 from gallery.batches import f32, initial, shape
-from gallery.registry import Built, planned
-from gallery.steps import cross_entropy, fitted, language, module, supervised
+from gallery.registry import Built, published_fields
+from gallery.steps import cross_entropy, fitting_step, language, module, supervised_step
 
 
 def regression(model: Any, batch: int, size: int, *, denoising: bool) -> Built:
@@ -21,7 +21,7 @@ def regression(model: Any, batch: int, size: int, *, denoising: bool) -> Built:
     def loss(apply: Any, noisy: Any, clean: Any = None) -> Any:
         return jnp.mean((apply(noisy) - (noisy if clean is None else clean)) ** 2)
 
-    return fitted(model, loss, *[f32(batch, size, size, 3)] * (1 + denoising))
+    return fitting_step(model, loss, *[f32(batch, size, size, 3)] * (1 + denoising))
 
 
 @module
@@ -98,7 +98,7 @@ def MLP(self, x, *, widths):
     return nn.Dense(widths[-1])(x)
 
 
-def accumulating(batch: int, parts: int, features: int, *widths: int, scan: bool = True) -> Built:
+def accumulation_step(batch: int, parts: int, features: int, *widths: int, scan: bool = True) -> Built:
     """A step that accumulates gradients over parts of its batch in a loop of its own, a scan or not."""
     model = MLP(widths)
     params = initial(model, f32(1, features))
@@ -165,7 +165,7 @@ def Autoencoder(self, x, *, widths, code):
     return nn.Conv(start[-1], (3, 3))(x)
 
 
-_issue, _toy = functools.partial(planned, of="issue"), functools.partial(planned, "cpu", of="toy")
+_issue, _toy = functools.partial(published_fields, of="issue"), functools.partial(published_fields, "cpu", of="toy")
 PLANNED: dict[str, dict[str, Any]] = {
     "gpt-39b-mask": _issue("p3.16xlarge x 8", language, GPT(48, 8192, 64, 51200, 1024, True, jnp.float16), 1024, 1024),
     "gpt-39b-no-mask": _issue(
@@ -173,9 +173,9 @@ PLANNED: dict[str, dict[str, Any]] = {
     ),
     "llama-7b-scan": _issue("h100 x 4", language, Llama(32, 4096, 32, 11008, 32000, True), 128, 2048),
     "llama-7b-unrolled": _issue("h100 x 4", language, Llama(32, 4096, 32, 11008, 32000, False), 128, 2048),
-    "mlp-toy": _issue("cpu", supervised, MLP((256, 256, 128, 10)), f32(256, 128), shape(256)),
-    "own-accumulation": _issue("cpu", accumulating, 512, 4, 512, 2048, 2048, 16),
-    "unet": planned("a100", regression, UNet(128, 4), 64, 128, denoising=True),
+    "mlp-toy": _issue("cpu", supervised_step, MLP((256, 256, 128, 10)), f32(256, 128), shape(256)),
+    "own-accumulation": _issue("cpu", accumulation_step, 512, 4, 512, 2048, 2048, 16),
+    "unet": published_fields("a100", regression, UNet(128, 4), 64, 128, denoising=True),
     "toy-unet": _toy(regression, UNet(16, 3), 16, 32, denoising=True),
     "toy-autoencoder": _toy(regression, Autoencoder((16, 32, 64), 64), 32, 32, denoising=False),
     "toy-gpt": _toy(language, GPT(4, 64, 4, 512, 64, True, jnp.float32), 16, 64),

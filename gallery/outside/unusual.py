@@ -16,24 +16,24 @@ import jax.numpy as jnp
 import optax
 from flax import traverse_util
 
-from gallery.batches import f32, halved, initial, one_example, random_key, shape
+from gallery.batches import f32, initial, one_example, random_key, shape, to_bfloat16
 from gallery.outside import networks
 from gallery.outside import networks_of_pictures as pictures
 from gallery.outside.hugging_face import model_of, sizes_of
 from gallery.outside.tutorials import Llama
-from gallery.registry import Built, planned
+from gallery.registry import Built, published_fields
 from gallery.steps import (
     CLIPPED,
     advantages,
+    apply_optimizer,
     cross_entropy,
-    descended,
-    fitted,
+    fitting_step,
     habits,
+    initial_state,
     language,
     module,
-    started,
-    supervised,
-    weighted,
+    supervised_step,
+    weighted_cross_entropy,
 )
 
 # --- agents ---------------------------------------------------------------------------------------------------------
@@ -63,14 +63,14 @@ def policy(length: int, games: int, epochs: int = 4, parts: int = 8) -> Built:
             cut = jax.tree.map(lambda x: x[order].reshape(parts, total // parts, *x.shape[1:]), flat)
 
             def part(state: Any, given: Any) -> Any:
-                return descended(lambda params: loss(params, *given), state, optimizer)
+                return apply_optimizer(lambda params: loss(params, *given), state, optimizer)
 
             return jax.lax.scan(part, state, cut)
 
         state, losses = jax.lax.scan(epoch, state, jax.random.split(key, epochs))
         return state, losses.mean()
 
-    state = started(initial(model, shape(1, 84, 84, 4, dtype=jnp.uint8)), optimizer)
+    state = initial_state(initial(model, shape(1, 84, 84, 4, dtype=jnp.uint8)), optimizer)
     seen, each = shape(length, games, 84, 84, 4, dtype=jnp.uint8), f32(length, games)
     return step, (state, seen, shape(length, games), each, each, f32(length + 1, games), each, random_key())
 
@@ -103,9 +103,9 @@ def adapted(batch: int, length: int, rank: int = 16) -> Built:
             for name, own in adapters.items():
                 flat[name] = flat[name] + (own["down"] @ own["up"]).astype(jnp.bfloat16)
             logits = model(ids, attention_mask=mask, params=traverse_util.unflatten_dict(flat, sep="/")).logits
-            return weighted(logits[:, :-1], ids[:, 1:], mask[:, 1:])
+            return weighted_cross_entropy(logits[:, :-1], ids[:, 1:], mask[:, 1:])
 
-        return descended(loss, state, optimizer)
+        return apply_optimizer(loss, state, optimizer)
 
     flat: Any = traverse_util.flatten_dict(params, sep="/")
     adapters = {
@@ -113,7 +113,7 @@ def adapted(batch: int, length: int, rank: int = 16) -> Built:
         for name, leaf in flat.items()
         if name.endswith(("q_proj/kernel", "v_proj/kernel"))
     }
-    return step, (started(adapters, optimizer), halved(params), shape(batch, length), shape(batch, length))
+    return step, (initial_state(adapters, optimizer), to_bfloat16(params), shape(batch, length), shape(batch, length))
 
 
 def preferred(batch: int, length: int) -> Built:
@@ -133,9 +133,9 @@ def preferred(batch: int, length: int) -> Built:
             worse_gain = likelihood(params, worse, worse_mask) - worse_before
             return -jax.nn.log_sigmoid(0.1 * (better_gain - worse_gain)).mean()
 
-        return descended(loss, state, optimizer)
+        return apply_optimizer(loss, state, optimizer)
 
-    return step, (started(params, optimizer), halved(params), *[shape(batch, length)] * 4)
+    return step, (initial_state(params, optimizer), to_bfloat16(params), *[shape(batch, length)] * 4)
 
 
 def distilled(batch: int, length: int) -> Built:
@@ -152,10 +152,14 @@ def distilled(batch: int, length: int) -> Built:
             followed = -(wanted * jax.nn.log_softmax(logits / 2)).sum(-1).mean() * 4
             return followed + cross_entropy(logits[:, :-1], ids[:, 1:])
 
-        return descended(loss, state, optimizer)
+        return apply_optimizer(loss, state, optimizer)
 
     ids = shape(1, length)
-    return step, (started(initial(model, ids), optimizer), halved(initial(teacher, ids)), shape(batch, length))
+    return step, (
+        initial_state(initial(model, ids), optimizer),
+        to_bfloat16(initial(teacher, ids)),
+        shape(batch, length),
+    )
 
 
 # --- pictures -------------------------------------------------------------------------------------------------------
@@ -177,23 +181,23 @@ def adversarial(batch: int) -> Built:
             penalty = 5 * (steep**2).sum((1, 2, 3)).mean()
             return jax.nn.softplus(is_fake).mean() + jax.nn.softplus(-is_real).mean() + penalty
 
-        critic, apart = descended(told_apart, state["discriminator"], optimizer)
+        critic, apart = apply_optimizer(told_apart, state["discriminator"], optimizer)
 
         def believed(params: Any) -> Any:
             fake = generator.apply(params, jax.random.normal(second, (batch, 512)))
             return jax.nn.softplus(-discriminator.apply(critic["params"], fake)).mean()
 
-        maker, doubt = descended(believed, state["generator"], optimizer)
+        maker, doubt = apply_optimizer(believed, state["generator"], optimizer)
         average = optax.incremental_update(maker["params"], state["average"], 0.001)
         return {"generator": maker, "discriminator": critic, "average": average}, (apart, doubt)
 
     params = initial(generator, f32(4, 512))
-    state = {"generator": started(params, optimizer), "average": params}
-    state["discriminator"] = started(initial(discriminator, f32(4, 256, 256, 3)), optimizer)
+    state = {"generator": initial_state(params, optimizer), "average": params}
+    state["discriminator"] = initial_state(initial(discriminator, f32(4, 256, 256, 3)), optimizer)
     return step, (state, f32(batch, 256, 256, 3), random_key())
 
 
-def rendered(colours: Any, density: Any, times: Any) -> tuple[Any, Any]:
+def render(colours: Any, density: Any, times: Any) -> tuple[Any, Any]:
     """[rays, points, 3] colours and [rays, points] densities to the colours of rays and the weights of points."""
     apart = jnp.concatenate([times[:, 1:] - times[:, :-1], jnp.full_like(times[:, :1], 1e10)], -1)
     stopped = 1 - jnp.exp(-density * apart)
@@ -211,7 +215,7 @@ def radiance(rays: int, points: int = 64) -> Built:
     def seen(params: Any, origins: Any, directions: Any, times: Any) -> Any:
         places = origins[:, None] + directions[:, None] * times[..., None]
         colours, density = model.apply(params, places, directions[:, None])
-        return rendered(colours, density, times)
+        return render(colours, density, times)
 
     def loss(params: Any, origins: Any, directions: Any, wanted: Any, key: Any) -> Any:
         first, second = jax.random.split(key)
@@ -237,7 +241,7 @@ def surprise(apply: Any, x: Any, key: Any) -> Any:
 def fold_loss(apply: Any, rows: Any, apart: Any, distances: Any, letters: Any, hidden: Any) -> Any:
     """Distances in a protein and hidden letters of its alignment."""
     far, letter = apply(rows, apart)
-    return cross_entropy(far, distances) + weighted(letter, letters, hidden)
+    return cross_entropy(far, distances) + weighted_cross_entropy(letter, letters, hidden)
 
 
 def fold(scan: bool, batch: int = 32, sequences: int = 64, length: int = 128, layers: int = 4) -> Built:
@@ -249,7 +253,7 @@ def fold(scan: bool, batch: int = 32, sequences: int = 64, length: int = 128, la
         logits, letters = apply(rows, apart)
         return cross_entropy(logits, apart) + cross_entropy(letters, rows)
 
-    return fitted(model, loss, rows, apart, init=one_example(rows, apart))
+    return fitting_step(model, loss, rows, apart, init=one_example(rows, apart))
 
 
 def relative_error(made: Any, wanted: Any) -> Any:
@@ -289,7 +293,7 @@ def clicks(logits: Any, clicked: Any) -> Any:
 # --- the cases ------------------------------------------------------------------------------------------------------
 
 
-_unusual = functools.partial(planned, of="unusual")
+_unusual = functools.partial(published_fields, of="unusual")
 _STEPS = optax.MultiSteps(optax.apply_if_finite(optax.adamw(1e-4), 5), every_k_schedule=4)
 _FRAMES, _KEY = shape(256, 64, 64, 64, 3, dtype=jnp.uint8), random_key()
 _ROWS, _PAIRS = shape(128, 128, 256), shape(128, 256, 256)
@@ -297,7 +301,7 @@ PLANNED: dict[str, dict[str, Any]] = {
     # its arrays begin with time: which of their axes is the batch cannot be told
     "ppo": _unusual("a100", policy, 128, 1024, options={"batch_argnums": ()}),
     "dreamer": _unusual(
-        "a100", fitted, networks.World(), world_loss, _FRAMES, f32(256, 64, 18),
+        "a100", fitting_step, networks.World(), world_loss, _FRAMES, f32(256, 64, 18),
         init=(*one_example(_FRAMES), f32(1, 64, 18), _KEY), optimizer=optax.chain(CLIPPED, optax.adam(1e-4)),
         rng=True,
     ),
@@ -305,27 +309,28 @@ PLANNED: dict[str, dict[str, Any]] = {
     "lora-8b": _unusual("h100", adapted, 64, 2048),
     "dpo-7b": _unusual("h100 x 2", preferred, 128, 2048),
     "dlrm": _unusual(
-        "a100", supervised, Ranking(_TABLES), f32(65536, 13), shape(65536, 26), f32(65536), loss=clicks,
+        "a100", supervised_step, Ranking(_TABLES), f32(65536, 13), shape(65536, 26), f32(65536), loss=clicks,
         optimizer=optax.adagrad(0.01),
     ),
     "muon-1b": _unusual(
         "h100 x 2", language, networks.Decoder(24, 2048, 16, 50304), 256, 2048, optax.contrib.muon(2e-2)
     ),
     "fold": _unusual(
-        "a100 x 4", fitted, networks.Fold(48), fold_loss, _ROWS, _PAIRS, _PAIRS, _ROWS, f32(128, 128, 256),
+        "a100 x 4", fitting_step, networks.Fold(48), fold_loss, _ROWS, _PAIRS, _PAIRS, _ROWS, f32(128, 128, 256),
         init=one_example(_ROWS, _PAIRS), optimizer=optax.chain(CLIPPED, optax.adam(1e-3)), average=0.999,
     ),
     "nerf": _unusual("a100", radiance, 65536),
     "glow": _unusual(
-        "a100", fitted, pictures.Flow(16, 3), surprise, f32(512, 64, 64, 3), optimizer=optax.adamax(1e-3), rng=True
+        "a100", fitting_step, pictures.Flow(16, 3), surprise, f32(512, 64, 64, 3),
+        optimizer=optax.adamax(1e-3), rng=True
     ),
     "swin-large": _unusual(
-        "v5p:2x2x2", fitted, pictures.Windows(),
+        "v5p:2x2x2", fitting_step, pictures.Windows(),
         lambda apply, x, labels, key: cross_entropy(apply(x, rngs={"dropout": key}), labels),
         f32(1024, 224, 224, 3), shape(1024), optimizer=optax.adamw(1e-3), rng=True, average=0.9999,
     ),
     "fno": _unusual(
-        "a100", supervised, pictures.Fourier(64, 32), f32(128, 256, 256, 10), f32(128, 256, 256, 1),
+        "a100", supervised_step, pictures.Fourier(64, 32), f32(128, 256, 256, 10), f32(128, 256, 256, 1),
         loss=relative_error, optimizer=optax.adam(1e-3),
     ),
     "distil": _unusual("h100 x 2", distilled, 256, 2048),

@@ -19,13 +19,13 @@ from gallery import nnx as zoo_nnx
 from gallery.outside.hugging_face import HEADS as HEADS_OF
 from gallery.outside.hugging_face import TABLE, mode, model_of, sizes_of
 from gallery.outside.small import haiku_decoder
-from gallery.registry import Built, Case, tagged
-from gallery.steps import cross_entropy, module, weighted
-from gallery.tokens.models import BATCH, filled, step, text
+from gallery.registry import Built, Case, parse_tags
+from gallery.steps import cross_entropy, module, weighted_cross_entropy
+from gallery.tokens.models import BATCH, random_arrays, step, text
 from gallery.tokens.parts import HEADS, TOKENS, VOCAB, WIDE
 
 
-def shifted(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+def shifted_loss(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """The mean loss of logits against the tokens after theirs."""
     return cross_entropy(logits[:, :-1], tokens[:, 1:])
 
@@ -60,11 +60,11 @@ def linen(model: nn.Module, optimizer: str = "sgd") -> Built:
     """The step of a linen module."""
     batch = text()
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    params = filled(jax.eval_shape(model.init, keys, batch["tokens"]))
+    params = random_arrays(jax.eval_shape(model.init, keys, batch["tokens"]))
 
     def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         logits: Any = model.apply(params, batch["tokens"], rngs={"dropout": key})
-        return shifted(logits, batch["tokens"])
+        return shifted_loss(logits, batch["tokens"])
 
     return step(loss, params, batch, optimizer)
 
@@ -82,9 +82,9 @@ def zoo(make: Callable[..., Built], optimizer: str = "sgd", **options: Any) -> B
 def haiku(optimizer: str = "sgd") -> Built:
     """A decoder with Haiku's attention."""
     model, batch = haiku_decoder(TOKENS, 2, WIDE, HEADS, VOCAB, 2 * WIDE, dropout=True), text()
-    params = filled(jax.eval_shape(model.init, jax.random.key(0), batch["tokens"]))
+    params = random_arrays(jax.eval_shape(model.init, jax.random.key(0), batch["tokens"]))
     return step(
-        lambda params, batch, key: shifted(model.apply(params, key, batch["tokens"]), batch["tokens"]),
+        lambda params, batch, key: shifted_loss(model.apply(params, key, batch["tokens"]), batch["tokens"]),
         params, batch, optimizer,
     )  # fmt: skip
 
@@ -120,9 +120,11 @@ def equinox(optimizer: str = "sgd") -> Built:
 
     def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         model = eqx.combine(params, rest)
-        return shifted(jax.vmap(functools.partial(logits, model))(batch["tokens"]), batch["tokens"])
+        return shifted_loss(jax.vmap(functools.partial(logits, model))(batch["tokens"]), batch["tokens"])
 
-    return step(loss, filled(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)), text(), optimizer)
+    return step(
+        loss, random_arrays(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)), text(), optimizer
+    )
 
 
 # -- Hugging Face -----------------------------------------------------------------------------------------------------
@@ -138,21 +140,21 @@ def hugging_face(name: str, optimizer: str = "sgd") -> Built:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, shapes = model_of(config, HEADS_OF.get(config, "ForCausalLM"), jnp.float32, **sizes)
-        params = filled(shapes)
+        params = random_arrays(shapes)
     if config == "Gemma":  # whose norms scale by one more than their weights
         params = jax.tree.map(lambda x: x - 1 if x.ndim == 1 else x, params)
 
     def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         tokens, mask = batch["tokens"], batch["real"]
         out = model(tokens, attention_mask=mask.astype(jnp.int32), params=params, dropout_rng=key, **mode(model, True))
-        return weighted(out.logits[:, :-1], tokens[:, 1:], mask[:, 1:])
+        return weighted_cross_entropy(out.logits[:, :-1], tokens[:, 1:], mask[:, 1:])
 
     lengths = np.array([[TOKENS], [math.ceil(TOKENS / 2)], [TOKENS - 3], [5]])
     return step(loss, params, text(real=np.arange(TOKENS) < lengths), optimizer)
 
 
 CASES = [
-    Case(name, build, tags=tagged(f"causal, {tags}"))
+    Case(name, build, tags=parse_tags(f"causal, {tags}"))
     for name, tags, build in (
         ("linen-gpt", "linen, attention, random", functools.partial(linen, Linen())),
         ("linen-rnn", "linen, recurrent, scan", functools.partial(linen, GatedUnits())),

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gallery.registry import Built, Case, tagged
+from gallery.registry import Built, Case, parse_tags
 from gallery.tokens import parts
 from gallery.tokens.parts import TOKENS, VOCAB, WIDE, Attention, Weights, dense, embedded, layer_norm, mlp
 
@@ -30,7 +30,7 @@ Model = Callable[[Weights, Any, jax.Array], jax.Array]
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-def filled(shapes: Any, seed: int = 0) -> Any:
+def random_arrays(shapes: Any, seed: int = 0) -> Any:
     """Parameters of given shapes, none of them zero: matrices normal with variance one over fan-in, norms near one.
 
     Fan-in is as for JAX's initialisers: all dims but the last.
@@ -81,7 +81,7 @@ def built(model: Model, batch: Any, optimizer: str = "sgd") -> Built:
     def loss(params: Any, batch: Any, key: jax.Array) -> jax.Array:
         return model(Weights(lambda name, *shape: params[name]), batch, key)
 
-    return step(loss, filled(shapes), batch, optimizer)
+    return step(loss, random_arrays(shapes), batch, optimizer)
 
 
 def text(tokens: int = TOKENS, /, **more: Any) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def translator(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
         cross = w / n / "cross"
         q = parts.heads(cross, "q", layer_norm(w / n / "b", x))
         k, v = parts.heads(cross, "k", memory), parts.heads(cross, "v", memory)
-        x = x + parts.merged(cross, parts.attend(q, k, v, (batch["source"] > 0)[:, None, None]))
+        x = x + parts.merge_heads(cross, parts.attend(q, k, v, (batch["source"] > 0)[:, None, None]))
         x = x + mlp(w / n / "mlp", layer_norm(w / n / "c", x))
     return next_token(w, x, tokens)
 
@@ -249,7 +249,7 @@ def experts(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
     return next_token(w, x, tokens) + 1e-2 * balance
 
 
-def stacked(*, recompute: bool) -> Model:
+def stacked_decoder(*, recompute: bool) -> Model:
     """A scan over stacked layers."""
 
     def model(w: Weights, batch: Any, key: jax.Array) -> jax.Array:
@@ -290,8 +290,8 @@ MODELS: dict[str, tuple[Model, Any]] = {
     "encoder-decoder": (translator, text(**SOURCE)),
     "remat": (decoder(layer={"recompute": True}), text()),
     "remat-policy": (decoder(layer={"recompute": _SAVED}), text()),
-    "scan": (stacked(recompute=False), text()),
-    "scan-remat": (stacked(recompute=True), text()),
+    "scan": (stacked_decoder(recompute=False), text()),
+    "scan-remat": (stacked_decoder(recompute=True), text()),
     "state-space": (decoder("state_space", False), text()),
     "recurrent": (decoder("recurrent", False), text()),
     "linear-attention": (decoder("linear_attention"), text()),
@@ -318,7 +318,7 @@ _BOTH_WAYS = ("no-mask", "prefix", "reverse-recurrence")
 CASES = [
     Case(
         name, partial(built, *model),
-        tags=tagged(f"plain, {'both ways' if name in _BOTH_WAYS else 'causal'}, {_TAGS.get(name, 'attention')}"),
+        tags=parse_tags(f"plain, {'both ways' if name in _BOTH_WAYS else 'causal'}, {_TAGS.get(name, 'attention')}"),
     )
     for name, model in MODELS.items()
 ]  # fmt: skip

@@ -61,17 +61,17 @@ def heads(w: Weights, name: str, x: Array, count: int = HEADS) -> Array:
     return dense(w, name, x, count * size).reshape(*x.shape[:2], count, size)
 
 
-def projected(w: Weights, x: Array, few: int = HEADS) -> tuple[Array, Array, Array]:
+def project_heads(w: Weights, x: Array, few: int = HEADS) -> tuple[Array, Array, Array]:
     """Queries, keys and values, the latter two of `few` heads."""
     return heads(w, "q", x), heads(w, "k", x, few), heads(w, "v", x, few)
 
 
-def merged(w: Weights, x: Array) -> Array:
+def merge_heads(w: Weights, x: Array) -> Array:
     """Heads joined, and mapped."""
     return dense(w, "o", x.reshape(*x.shape[:2], -1))
 
 
-def rotated(x: Array, places: Array | None = None) -> Array:
+def rotate(x: Array, places: Array | None = None) -> Array:
     """Rotary positions of [batch, tokens, heads, size]; `places`: [batch, tokens]."""
     places = jnp.arange(x.shape[1])[None] if places is None else places
     angle = places[..., None] / 100.0 ** (jnp.arange(x.shape[-1] // 2) / x.shape[-1])
@@ -131,14 +131,14 @@ class Attention:
 
     def __call__(self, w: Weights, x: Array, batch: Any = None, key: Any = None) -> Array:
         """[batch, tokens, width] to the same."""
-        q, k, v = projected(w, x, self.few)
+        q, k, v = project_heads(w, x, self.few)
         if self.rotary:
-            q, k = (rotated(y, batch["place"] if self.rotary == "place" else None) for y in (q, k))
+            q, k = (rotate(y, batch["place"] if self.rotary == "place" else None) for y in (q, k))
         if self.kernel is not None:
-            return merged(w, jax.nn.dot_product_attention(q, k, v, **self.kernel))
+            return merge_heads(w, jax.nn.dot_product_attention(q, k, v, **self.kernel))
         if self.few < HEADS:
             k, v = (jnp.repeat(y, HEADS // self.few, 2) for y in (k, v))
-        return merged(w, attend(q, k, v, self.mask(x.shape[1], batch), self.bias(w, x.shape[1]), self.low))
+        return merge_heads(w, attend(q, k, v, self.mask(x.shape[1], batch), self.bias(w, x.shape[1]), self.low))
 
 
 def distance(tokens: int) -> Array:
@@ -164,19 +164,19 @@ def in_one_text(tokens: int, batch: Any) -> Array:
 def dropped(w: Weights, x: Array, batch: Any, key: Array) -> Array:
     """Dropout of weights of attention and of what is attended."""
     one, two = jax.random.split(key)
-    q, k, v = projected(w, x)
+    q, k, v = project_heads(w, x)
     scores = jnp.where(causal(x.shape[1]), jnp.einsum("blhd,bmhd->bhlm", q, k), -jnp.inf)
     keep = jax.random.bernoulli(one, 0.8, scores.shape)
-    out = merged(w, jnp.einsum("bhlm,bmhd->blhd", jnp.where(keep, jax.nn.softmax(scores) / 0.8, 0), v))
+    out = merge_heads(w, jnp.einsum("bhlm,bmhd->blhd", jnp.where(keep, jax.nn.softmax(scores) / 0.8, 0), v))
     return jnp.where(jax.random.bernoulli(two, 0.8, out.shape), out / 0.8, 0)
 
 
 def softcapped(w: Weights, x: Array, batch: Any, key: Array) -> Array:
     """Scores through tanh, and norms of queries and keys."""
-    q, k, v = projected(w, x)
+    q, k, v = project_heads(w, x)
     q, k = rms_norm(w / "qn", q), rms_norm(w / "kn", k)
     scores = 10 * jnp.tanh(jnp.einsum("blhd,bmhd->bhlm", q, k) / 10)
-    return merged(w, jnp.einsum("bhlm,bmhd->blhd", jax.nn.softmax(scores, where=causal(x.shape[1])), v))
+    return merge_heads(w, jnp.einsum("bhlm,bmhd->blhd", jax.nn.softmax(scores, where=causal(x.shape[1])), v))
 
 
 # -- recurrences and convolutions -------------------------------------------------------------------------------------
@@ -209,22 +209,22 @@ def recurrent(w: Weights, x: Array, batch: Any, key: Array) -> Array:
 
 def linear_attention(w: Weights, x: Array, batch: Any, key: Array) -> Array:
     """Running sums of products of keys and values, and of keys."""
-    q, k, v = projected(w, x)
+    q, k, v = project_heads(w, x)
     q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
     memory = jnp.cumsum(jnp.einsum("blhd,blhe->blhde", k, v), 1)
     seen = jnp.einsum("blhd,blhde->blhe", q, memory) / jnp.einsum("blhd,blhd->blh", q, jnp.cumsum(k, 1))[..., None]
-    return merged(w, seen)
+    return merge_heads(w, seen)
 
 
-def convolved(x: Array, kernel: Array, pads: tuple[int, int], **options: Any) -> Array:
+def convolve(x: Array, kernel: Array, pads: tuple[int, int], **options: Any) -> Array:
     """A convolution along the tokens."""
     return jax.lax.conv_general_dilated(x, kernel, (1,), [pads], dimension_numbers=("NWC", "WIO", "NWC"), **options)
 
 
 def convolution(w: Weights, x: Array, batch: Any, key: Array) -> Array:
     """Causal, of each channel by itself, then a dilated one of all."""
-    x = convolved(x, w("each", 4, 1, WIDE), (3, 0), feature_group_count=WIDE)
-    return convolved(jax.nn.silu(x), w("all", 2, WIDE, WIDE), (2, 0), rhs_dilation=(2,))
+    x = convolve(x, w("each", 4, 1, WIDE), (3, 0), feature_group_count=WIDE)
+    return convolve(jax.nn.silu(x), w("all", 2, WIDE, WIDE), (2, 0), rhs_dilation=(2,))
 
 
 def taps(w: Weights, x: Array, batch: Any, key: Array) -> Array:
@@ -238,7 +238,7 @@ def taps(w: Weights, x: Array, batch: Any, key: Array) -> Array:
 
 def centred(w: Weights, x: Array, batch: Any, key: Array) -> Array:
     """A convolution that sees the next token: what it makes is one token out of step."""
-    return convolved(x, w("kernel", 3, WIDE, WIDE), (1, 1))
+    return convolve(x, w("kernel", 3, WIDE, WIDE), (1, 1))
 
 
 def from_the_end(w: Weights, x: Array, batch: Any, key: Array) -> Array:

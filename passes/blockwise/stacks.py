@@ -24,10 +24,10 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.blockwise.functions import COMBINED, params_for, rows_of
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import producers, values_in
-from alpa_lite.passes.ir.loops import Given, ScanView
+from alpa_lite.passes.ir.loops import ScanResults, ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter
 
-InPieces = tuple[Bounds, tuple[Any, ...]]
+StackPieces = tuple[Bounds, tuple[Any, ...]]
 """Where the pieces of a stacked value begin, with the end of the last, and the pieces."""
 
 
@@ -56,9 +56,9 @@ class StackWalk:
         self.rewriter, self.rules, self.block, self.cuts, self.divisible = rewriter, rules, block, cuts, divisible
         self.defined = producers(block.ops)
         self.out: list[Op] = []
-        self.pieces: dict[int, InPieces] = {}
-        self.asked_for: dict[int, InPieces] = {}
-        self.concatenated: dict[int, InPieces] = {}
+        self.pieces: dict[int, StackPieces] = {}
+        self.asked_for: dict[int, StackPieces] = {}
+        self.concatenated: dict[int, StackPieces] = {}
         self.joined: set[int] = set()
         self.ranges: dict[int, tuple[int, int, int]] = {}
 
@@ -206,7 +206,7 @@ class StackWalk:
         self.pieces.update((v, (bounds, column)) for v, column in zip(view.results.ys, columns, strict=True))
         return carry
 
-    def iterate(self, op: Op, low: int, high: int, operands: Sequence[Atom]) -> Given[Any]:
+    def iterate(self, op: Op, low: int, high: int, operands: Sequence[Atom]) -> ScanResults[Any]:
         """Writes some iterations of a scan; returns the carry behind them, and their pieces of the stacked results."""
         view, ends = ScanView(op), [low == 0, high == ScanView(op).length]
         is_first, is_last = reversed(ends) if op.params["reverse"] else ends
@@ -223,4 +223,4 @@ class StackWalk:
         )
         self.ranges[piece.index] = op.index, low, high
         self.out.append(piece)
-        return Given(carry, stacked)
+        return ScanResults(carry, stacked)

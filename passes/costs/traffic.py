@@ -12,7 +12,7 @@ from alpa_lite.passes.ir.primitives import COLLECTIVES
 
 
 @dataclass(frozen=True)
-class Moved:
+class MemoryTraffic:
     """The memory traffic of one operation of a graph on one device, each time it runs.
 
     Attributes:
@@ -33,14 +33,14 @@ class Moved:
 
 def memory_traffic(
     block: Block, values: Sequence[Value], parts: Mapping[int, Set[int]] | None = None
-) -> dict[int, Moved]:  # fmt: skip
+) -> dict[int, MemoryTraffic]:  # fmt: skip
     """Op index -> memory traffic, for all operations of a block and of the bodies in it.
 
     Args:
       parts: op index -> the numbers of the parts that do it, of a block that runs in several parts, each a program of
         its own; the others run whole.
     """
-    out: dict[int, Moved] = {}
+    out: dict[int, MemoryTraffic] = {}
     sizes = [v.nbytes for v in values]
     alike: dict[object, Item] = {}
     blocks = [block]
@@ -58,7 +58,7 @@ def memory_traffic(
                     continue
                 blocks.extend(op.bodies)
                 left = dict(reads)  # an operand that comes twice is read once
-                out[op.index] = Moved(
+                out[op.index] = MemoryTraffic(
                     tuple([0.0 if isinstance(a, Lit) else sizes[a] * left.pop(a, 0.0) for a in op.operands]),
                     tuple([item.written_bytes(v, sizes) if v in writes else 0.0 for v in op.results]),
                     int(number in starts and op.name not in COLLECTIVES),

@@ -25,9 +25,9 @@ Place = Callable[[int, Any], Any]
 """A function of a value's number and its array, called once it is computed; its result takes the array's place."""
 
 
-Own = Mapping[int, Callable[..., Sequence[Any]]]
+Replacements = Mapping[int, Callable[..., Sequence[Any]]]
 """Functions to call with the operands of some ops, by op index, in place of binding their primitives."""
-NOTHING: Own = MappingProxyType({})
+NOTHING: Replacements = MappingProxyType({})
 
 UNKNOWN_TRIPS = "unknown_trips"
 """The scope of every `while`: plans count its iterations once, and so does who reads the lowered program."""
@@ -38,7 +38,7 @@ def evaluate(
     leaves: Sequence[Any],
     constants: Sequence[Any] | None = None,
     place: Place | None = None,
-    own: Own = NOTHING,
+    own: Replacements = NOTHING,
 ) -> list[Any]:
     """Returns the flat outputs of a graph.
 
@@ -56,7 +56,9 @@ def evaluate(
     return evaluate_block(graph.block, [*leaves, *constants], place, own)
 
 
-def evaluate_block(block: Block, inputs: Sequence[Any], place: Place | None = None, own: Own = NOTHING) -> list[Any]:
+def evaluate_block(
+    block: Block, inputs: Sequence[Any], place: Place | None = None, own: Replacements = NOTHING
+) -> list[Any]:
     """Returns the outputs of one block; `inputs` are arrays or tracers, one for each input of the block."""
     env: dict[int, Any] = dict(zip(block.inputs, inputs, strict=True))
 
@@ -73,7 +75,7 @@ def evaluate_block(block: Block, inputs: Sequence[Any], place: Place | None = No
     return [read(atom) for atom in block.outputs]
 
 
-def bind(op: Op, operands: Sequence[Any], place: Place | None = None, own: Own = NOTHING) -> list[Any]:
+def bind(op: Op, operands: Sequence[Any], place: Place | None = None, own: Replacements = NOTHING) -> list[Any]:
     """Emits one op: its results, under its own name stack and source line.
 
     Args:

@@ -18,7 +18,7 @@ from alpa_lite.ir.graph import Block, Graph, Op
 from alpa_lite.passes.ir import evaluation
 from alpa_lite.passes.ir.loops import ScanView, WhileView
 
-Invalid = Callable[[Any], bool]
+InvalidPredicate = Callable[[Any], bool]
 """Whether an array holds an invalid value."""
 
 
@@ -39,7 +39,7 @@ class Origin:
     iterations: tuple[int, ...] = ()
 
 
-def origin(graph: Graph, leaves: Sequence[Any], invalid: Invalid) -> Origin | None:
+def origin(graph: Graph, leaves: Sequence[Any], invalid: InvalidPredicate) -> Origin | None:
     """Returns where the first invalid output of a graph comes from; None if all are valid.
 
     Args:
@@ -49,7 +49,7 @@ def origin(graph: Graph, leaves: Sequence[Any], invalid: Invalid) -> Origin | No
     return _in_block(graph.block, [*leaves, *graph.constants], invalid)
 
 
-def _in_block(block: Block, inputs: Sequence[Any], invalid: Invalid) -> Origin | None:
+def _in_block(block: Block, inputs: Sequence[Any], invalid: InvalidPredicate) -> Origin | None:
     """Returns the origin of a block's first invalid output; None if all are valid.
 
     The origin's argument is an input of the block, its output one of the block.

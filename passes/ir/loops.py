@@ -22,7 +22,7 @@ from alpa_lite.passes.ir import flow, primitives
 T = TypeVar("T")
 
 
-class Taken(NamedTuple, Generic[T]):
+class ScanOperands(NamedTuple, Generic[T]):
     """The operands of a scan, or the inputs of its body, by role."""
 
     consts: tuple[T, ...]
@@ -30,14 +30,14 @@ class Taken(NamedTuple, Generic[T]):
     xs: tuple[T, ...]
 
 
-class Given(NamedTuple, Generic[T]):
+class ScanResults(NamedTuple, Generic[T]):
     """The results of a scan, or the outputs of its body, by role."""
 
     carry: tuple[T, ...]
     ys: tuple[T, ...]
 
 
-class Carried(NamedTuple):
+class Carry(NamedTuple):
     """One value that a scan carries: what it starts as, the body's input and output, and what it ends as."""
 
     start: Atom
@@ -69,16 +69,18 @@ class ScanView:
         self.xs = tuple(zip(self.operands.xs, self.inputs.xs, strict=True))
         self.ys = tuple(zip(self.outputs.ys, self.results.ys, strict=True))
         carries = zip(self.operands.carry, self.inputs.carry, self.outputs.carry, self.results.carry, strict=True)
-        self.carries = tuple(map(Carried._make, carries))
+        self.carries = tuple(map(Carry._make, carries))
 
-    def split_operands(self, items: Sequence[T]) -> Taken[T]:
+    def split_operands(self, items: Sequence[T]) -> ScanOperands[T]:
         """Returns a sequence that is parallel to the operands, in parts."""
         first = self.num_consts + self.num_carry
-        return Taken(tuple(items[: self.num_consts]), tuple(items[self.num_consts : first]), tuple(items[first:]))
+        return ScanOperands(
+            tuple(items[: self.num_consts]), tuple(items[self.num_consts : first]), tuple(items[first:])
+        )
 
-    def split_results(self, items: Sequence[T]) -> Given[T]:
+    def split_results(self, items: Sequence[T]) -> ScanResults[T]:
         """Returns a sequence that is parallel to the results, in parts."""
-        return Given(tuple(items[: self.num_carry]), tuple(items[self.num_carry :]))
+        return ScanResults(tuple(items[: self.num_carry]), tuple(items[self.num_carry :]))
 
     @cached_property
     def accumulators(self) -> Mapping[int, tuple[Op, int]]:
@@ -101,7 +103,7 @@ class ScanView:
         self,
         ops: Iterable[Op],
         consts: Sequence[tuple[Atom, int]],
-        carries: Sequence[Carried],
+        carries: Sequence[Carry],
         xs: Sequence[tuple[Atom, int]],
         ys: Sequence[tuple[Atom, int]],
         **params: Any,
@@ -122,7 +124,7 @@ class ScanView:
         )
 
 
-class WhileTaken(NamedTuple, Generic[T]):
+class WhileOperands(NamedTuple, Generic[T]):
     """The operands of a while loop, by role."""
 
     cond_consts: tuple[T, ...]
@@ -136,11 +138,11 @@ class WhileView:
 
     op: Op
 
-    def split_operands(self, items: Sequence[T]) -> WhileTaken[T]:
+    def split_operands(self, items: Sequence[T]) -> WhileOperands[T]:
         """Returns a sequence that is parallel to the operands, in parts."""
         first = self.op.params["cond_nconsts"]
         split = first + self.op.params["body_nconsts"]
-        return WhileTaken(tuple(items[:first]), tuple(items[first:split]), tuple(items[split:]))
+        return WhileOperands(tuple(items[:first]), tuple(items[first:split]), tuple(items[split:]))
 
     def cond(self, items: Sequence[T]) -> tuple[tuple[T, ...], tuple[T, ...]]:
         """Returns a sequence that is parallel to the condition's inputs: constants, carried."""

@@ -14,11 +14,11 @@ from alpa_lite import _jax
 from alpa_lite.ir.graph import Atom, Block, Graph, Lit, Op, Traced, Value, check
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.keys import Keys
-from alpa_lite.passes.ir.loops import Carried, ScanView
+from alpa_lite.passes.ir.loops import Carry, ScanView
 
 
 @dataclass(frozen=True, eq=False)
-class Rewritten:
+class RewrittenStep:
     """A rewritten step.
 
     Attributes:
@@ -188,12 +188,12 @@ class Rewriter:
         self.place = {index: new for new, index in before.items()}
         return pruned
 
-    def step(self, traced: Traced, block: Block, scan: int) -> Rewritten:
+    def step(self, traced: Traced, block: Block, scan: int) -> RewrittenStep:
         """Returns the step with another top block; `scan` is the index of the scan over micro-batches in it."""
         graph = self.finish(block)
         known = {op.index for op in self.graph.ops()}
         origin = {new: self._origin.get(index, index) for index, new in self.place.items()}
-        return Rewritten(
+        return RewrittenStep(
             replace(traced, graph=graph),
             self.place[scan],
             {new: index for new, index in origin.items() if index in known},
@@ -224,7 +224,7 @@ def rename_block(block: Block, names: Mapping[int, Atom]) -> Block:
     return Block(block.inputs, ops, tuple([rename_atom(a, names) for a in block.outputs]))
 
 
-def rename_parts(view: ScanView, names: Mapping[int, Atom]) -> tuple[list[Op], list[Carried], list[tuple[Atom, int]]]:
+def rename_parts(view: ScanView, names: Mapping[int, Atom]) -> tuple[list[Op], list[Carry], list[tuple[Atom, int]]]:
     """Returns the body's ops, the carries and the ys of a scan, with some of the values that its body reads renamed."""
     carries = [one._replace(output=rename_atom(one.output, names)) for one in view.carries]
     return (

@@ -22,7 +22,7 @@ from alpa_lite.ir.graph import Op, Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import factors
 from alpa_lite.passes.ir.loops import ScanView, scan_op
-from alpa_lite.passes.ir.rewriting import Rewritten
+from alpa_lite.passes.ir.rewriting import RewrittenStep
 from alpa_lite.passes.layers import assignment as layering_stages
 from alpa_lite.passes.layers import layering, rematerialisation, scans
 from alpa_lite.passes.layers.layering import forward_ops
@@ -33,7 +33,7 @@ from alpa_lite.passes.microbatches.loop import Accumulated
 
 
 @dataclass(frozen=True, eq=False)
-class Divisible:
+class LayeredStep:
     """A step in layers.
 
     Attributes:
@@ -50,7 +50,7 @@ class Divisible:
 
 
 @dataclass(frozen=True, eq=False)
-class Divided:
+class AssignedStep:
     """A step ready to be cut into stages.
 
     Attributes:
@@ -70,7 +70,9 @@ MAX_OUTER_LAYERS = 8
 """Number of layers before and after scans over layers, at most: embeddings, final norm, head and loss."""
 
 
-def find_layers(accumulated: Accumulated, *, max_layers: int, rules: Mapping[object, Rule] | None = None) -> Divisible:
+def find_layers(
+    accumulated: Accumulated, *, max_layers: int, rules: Mapping[object, Rule] | None = None
+) -> LayeredStep:
     """Returns the layers of a step. Scans over layers are cut into equal parts.
 
     Args:
@@ -88,14 +90,14 @@ def find_layers(accumulated: Accumulated, *, max_layers: int, rules: Mapping[obj
             points[op.index] = found
     if not points:
         layers = layering.cut_into_layers(step, accumulated.scan, rules, max_layers=max_layers)
-        return Divisible(accumulated, rules, None, layers)
+        return LayeredStep(accumulated, rules, None, layers)
     fine = scans.cut_scans(step, accumulated.scan, points, rules, split_arguments=True)
     fine_rules = factors.rules_of(fine.traced.graph.ops(), fine.traced.graph.values)
     layers = layering.cut_into_layers(fine.traced, fine.scan, fine_rules, max_layers=max_layers)
-    return Divisible(accumulated, rules, fine, layers)
+    return LayeredStep(accumulated, rules, fine, layers)
 
 
-def divide_into_stages(step: Divisible, cuts: Sequence[int], remat: Sequence[Choice] = ()) -> Divided:
+def divide_into_stages(step: LayeredStep, cuts: Sequence[int], remat: Sequence[Choice] = ()) -> AssignedStep:
     """Returns the step for given stages.
 
     Args:
@@ -110,10 +112,10 @@ def divide_into_stages(step: Divisible, cuts: Sequence[int], remat: Sequence[Cho
     if any(choice != "none" for choice in remat):
         layers = rematerialise_stages(layers, cuts, remat)
     accumulated = replace(step.accumulated, traced=layers.traced, scan=layers.scan)
-    return Divided(accumulated, layers, tuple(cuts), layering_stages.assign(layers, cuts))
+    return AssignedStep(accumulated, layers, tuple(cuts), layering_stages.assign(layers, cuts))
 
 
-def recompute_layers(step: Divisible, remat: Remat) -> Accumulated:
+def recompute_layers(step: LayeredStep, remat: Remat) -> Accumulated:
     """Returns the step as one mesh runs it, whose backward pass recomputes the layers that `remat` selects.
 
     Raises:
@@ -134,7 +136,7 @@ def recompute_layers(step: Divisible, remat: Remat) -> Accumulated:
     return replace(step.accumulated, traced=layers.traced, scan=layers.scan)
 
 
-def _coarse(step: Divisible, cuts: Sequence[int], split_arguments: bool = True) -> tuple[Layering, list[int]]:
+def _coarse(step: LayeredStep, cuts: Sequence[int], split_arguments: bool = True) -> tuple[Layering, list[int]]:
     """Returns the layers of the step cut at stages alone, and the first of each stage."""
     fine = step.fine
     if fine is None:
@@ -199,7 +201,7 @@ def rematerialise_stages(layers: Layering, cuts: Sequence[int], remat: Sequence[
     return _carried_over(layers, rematerialisation.rematerialise(layers, again, kept=wanted, stages=places))
 
 
-def _carried_over(layers: Layering, result: Rewritten) -> Layering:
+def _carried_over(layers: Layering, result: RewrittenStep) -> Layering:
     """Returns the same layers of the rewritten step."""
     place = {before: new for new, before in result.origin.items() if new not in result.copies}
     return replace(

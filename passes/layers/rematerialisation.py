@@ -42,7 +42,7 @@ from alpa_lite.ir.graph import Atom, Block, Op, Traced, walk
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import producers, reach, users, values_in
 from alpa_lite.passes.ir.loops import ScanView, scan_op
-from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten, rename_op, replace_body, replace_op
+from alpa_lite.passes.ir.rewriting import Rewriter, RewrittenStep, rename_op, replace_body, replace_op
 from alpa_lite.passes.ir.ties import Tie, ties
 from alpa_lite.passes.layers.recomputation import read_by_scans, repeat_in_backward
 from alpa_lite.passes.layers.types import Layering
@@ -86,7 +86,7 @@ def rematerialise(
     *,
     kept: Collection[int] = (),
     stages: Mapping[int, int] | None = None,
-) -> Rewritten:
+) -> RewrittenStep:
     """Makes backward operations read saved values alone, of the layers that are computed again.
 
     Args:
@@ -256,14 +256,14 @@ class _Body:
 # -- within scans -----------------------------------------------------------------------------------------------------
 
 
-def rematerialise_scans(traced: Traced, scan: int, choices: Mapping[int, Choice]) -> Rewritten:
+def rematerialise_scans(traced: Traced, scan: int, choices: Mapping[int, Choice]) -> RewrittenStep:
     """Makes backward scans recompute the values that forward scans stacked for them.
 
     Args:
       choices: index of a forward scan in its body -> "layer" or "selective".
 
     Returns:
-      The step; scans are the same operations as before (`Rewritten.origin`), with other operands and results.
+      The step; scans are the same operations as before (`RewrittenStep.origin`), with other operands and results.
     """
     outer = scan_op(traced, scan)
     body = outer.bodies[0]

@@ -9,8 +9,8 @@ the arguments, and concatenations at the new state, mention a whole stacked leaf
 As one argument, such a leaf would be owned by one stage and sent to the others whole. So an argument that is read in
 slices of dim 0 alone, which cover it, and whose new value is the concatenation of as many parts (or itself), becomes
 one argument a slice, and its new value one result a part: each stage owns its slice, as any other leaf. The user still
-passes and receives whole leaves: `Stacked` records which arguments and results make up which leaf, and the runtime
-takes leaves apart and puts them together.
+passes and receives whole leaves: `StackedArguments` records which arguments and results make up which leaf, and the
+runtime takes leaves apart and puts them together.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from alpa_lite.errors import OptionError
-from alpa_lite.ir.graph import Argument, Atom, Block, Bounds, Op, Pieces, Stacked, Traced
+from alpa_lite.ir.graph import Argument, Atom, Block, Bounds, Op, Pieces, StackedArguments, Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.blockwise.functions import rows_of
-from alpa_lite.passes.blockwise.stacks import InPieces, StackWalk
+from alpa_lite.passes.blockwise.stacks import StackPieces, StackWalk
 from alpa_lite.passes.ir import pruning
 from alpa_lite.passes.ir.flow import uses
-from alpa_lite.passes.ir.loops import Carried, ScanView, scan_op
-from alpa_lite.passes.ir.rewriting import Rewriter, Rewritten
+from alpa_lite.passes.ir.loops import Carry, ScanView, scan_op
+from alpa_lite.passes.ir.rewriting import Rewriter, RewrittenStep
 
 
 @dataclass(frozen=True, eq=False)
-class Cut(Rewritten):
+class Cut(RewrittenStep):
     """A step whose scans over layers are cut.
 
     Attributes:
@@ -145,17 +145,17 @@ def _micro_batches(top: StackWalk, body: StackWalk, view: ScanView) -> None:
             bounds, parts = body.asked_for[value]
             consts += zip(in_pieces(atom, bounds), parts, strict=True)
         consts.append((top.join_pieces(atom, source), value))  # pruned where nothing reads it whole
-    carries: list[Carried] = []
+    carries: list[Carry] = []
     for one in view.carries:
         if one.input not in body.asked_for or not isinstance(one.output, int):
             start, output = top.join_pieces(one.start, source), body.join_pieces(one.output, source)
-            carries.append(Carried(start, one.input, output, one.end))
+            carries.append(Carry(start, one.input, output, one.end))
             continue
         bounds, parts = body.asked_for[one.input]
         made = body.parts(one.output, bounds, source)
         ends = tuple(map(top.rewriter.new_value, made))
         top.pieces[one.end] = bounds, ends
-        carries += map(Carried, in_pieces(one.start, bounds), parts, made, ends)
+        carries += map(Carry, in_pieces(one.start, bounds), parts, made, ends)
     xs = [(top.join_pieces(atom, source), value) for atom, value in view.xs]
     ys = [(body.join_pieces(atom, source), result) for atom, result in view.ys]
     top.out.append(view.rebuild(body.out, consts, carries, xs, ys))
@@ -175,7 +175,7 @@ def _split_arguments(traced: Traced, walk: StackWalk, block: Block) -> tuple[Tra
     inputs: list[int] = []
     outputs: list[Atom] = []
     slices: list[Op] = []
-    taken: dict[int, InPieces] = {}  # output -> its parts
+    taken: dict[int, StackPieces] = {}  # output -> its parts
     arguments = []
     for number, value in enumerate(block.inputs[: len(traced.arguments)]):
         output = new_value.get(number)
@@ -198,7 +198,7 @@ def _split_arguments(traced: Traced, walk: StackWalk, block: Block) -> tuple[Tra
         arguments=_parts(traced.arguments, arguments),
         outputs=_parts(traced.outputs, results),
         state=tuple(sorted(itertools.chain.from_iterable(pairs))),
-        stacked=Stacked(tuple(arguments), tuple(results)),
+        stacked=StackedArguments(tuple(arguments), tuple(results)),
     )
     return traced, Block(tuple(inputs), (*slices, *block.ops), tuple(outputs))
 

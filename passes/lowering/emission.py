@@ -28,10 +28,10 @@ from alpa_lite.passes.local.types import LocalForm, apply_in_bytes, block_number
 from alpa_lite.passes.lowering.program import (
     Body,
     Compute,
+    GlobalOp,
     LocalProgram,
     Loop,
     Operand,
-    Outside,
     Reshard,
     computes,
     read_before,
@@ -52,7 +52,7 @@ def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh, *, shared: bool =
     the same instructions, traced and lowered once for all layers, under the names and source lines of the first.
     """
     items, layouts = program.body.instructions, program.registers
-    parts = [(outside, tuple(part)) for outside, part in itertools.groupby(items, lambda i: isinstance(i, Outside))]
+    parts = [(outside, tuple(part)) for outside, part in itertools.groupby(items, lambda i: isinstance(i, GlobalOp))]
     emitter = _Emitter(traced, program.mesh, shared)
     kept = {o for o in program.body.outputs if not isinstance(o, Lit)}
 
@@ -68,7 +68,7 @@ def emit(program: LocalProgram, traced: Traced, mesh: AnyMesh, *, shared: bool =
                 registers.update(zip(wanted, _run_region(emitter, body, layouts, registers, mesh), strict=True))
                 continue
             for item in part:
-                assert isinstance(item, Outside)
+                assert isinstance(item, GlobalOp)
                 results = evaluation.bind(item.op, _read_all(item.operands, registers))
                 registers.update(zip(item.results, results, strict=True))
         return _read_all(program.body.outputs, registers)
@@ -258,7 +258,7 @@ class _Emitter:
                 case Loop():
                     with _jax.equation_scope(item.op.source):
                         results = self._loop(item, registers)
-                case Outside():
+                case GlobalOp():
                     raise AssertionError("an operation that must be outside is inside a region")
             registers.update(zip(item.results, results, strict=True))
 

@@ -22,7 +22,7 @@ from alpa_lite.passes.ir.remembered import Memo
 from alpa_lite.passes.local.effects import needs_outside
 from alpa_lite.passes.local.forms import local_form
 from alpa_lite.passes.local.types import LocalForm
-from alpa_lite.passes.lowering.program import Body, Compute, Instruction, LocalProgram, Loop, Operand, Outside, Reshard
+from alpa_lite.passes.lowering.program import Body, Compute, GlobalOp, Instruction, LocalProgram, Loop, Operand, Reshard
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.kinds import find_regathered
 from alpa_lite.passes.sharding.space import Strategy, layout_of
@@ -118,19 +118,19 @@ class _Lowering:
         base = self.registers[self.made[atom]]
         if layout is base or layout == base:
             return self.made[atom]
-        late = self.late_from is not None and self.clock >= self.late_from and atom in self.state
-        key = (atom, layout, late)
+        is_late = self.late_from is not None and self.clock >= self.late_from and atom in self.state
+        key = (atom, layout, is_late)
         if key not in self.where:
-            self.where[key] = self.reshard(atom, self.made[atom], self.new_register(layout), late)
+            self.where[key] = self.reshard(atom, self.made[atom], self.new_register(layout), is_late)
         return self.where[key]
 
-    def reshard(self, value: int, source: int, result: int, late: bool = False) -> int:
+    def reshard(self, value: int, source: int, result: int, is_late: bool = False) -> int:
         """Takes a value from the layout of one register to that of another."""
         before, after = self.registers[source], self.registers[result]
         steps = reshard_steps(before, after)
         assert steps is not None, f"no way from {before} to {after}"
-        late = late and any(step.kind != "slice" for step in steps)
-        self.out.append(Reshard(value, steps, source, result, late, self.user))
+        is_late = is_late and any(step.kind != "slice" for step in steps)
+        self.out.append(Reshard(value, steps, source, result, is_late, self.user))
         return result
 
     def make(self, value: int, layout: Layout) -> int:
@@ -166,7 +166,7 @@ class _Lowering:
             if self.known.get_or_make(("outside", op.key), lambda op=op: needs_outside(op)):
                 # Whole values go out of the region, and whole values come back.
                 operands = self.fetch_all(op.operands, map(self.whole_layout, op.operands))
-                self.out.append(Outside(op, operands, self.define_all(op.results, map(self.whole_layout, op.results))))
+                self.out.append(GlobalOp(op, operands, self.define_all(op.results, map(self.whole_layout, op.results))))
             elif op.bodies:
                 self.lower_control_flow(op)
             elif op.name == "optimization_barrier":

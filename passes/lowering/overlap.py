@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from alpa_lite.passes.ir.loops import body_runs
 from alpa_lite.passes.lowering.prices import FREE, Prices
 from alpa_lite.passes.lowering.program import Compute, Instruction, Loop, Reshard
-from alpa_lite.passes.sharding.kinds import Hiding
+from alpa_lite.passes.sharding.kinds import OverlapCandidates
 from alpa_lite.passes.sharding.space import block_count
 
 BUCKET = 30 * 2**20
@@ -63,11 +63,11 @@ class Overlap:
         )
 
 
-class Overlapping:
+class OverlapSearch:
     """A search for the communication that can hide in the instructions of a step."""
 
     def __init__(self, prices: Prices) -> None:
-        self._prices, self._hiding = prices, Hiding(prices.traced, prices.cost.cluster.hidden_kinds)
+        self._prices, self._hiding = prices, OverlapCandidates(prices.traced, prices.cost.cluster.hidden_kinds)
 
     def find_overlap(self, items: Sequence[Instruction]) -> Overlap:
         """Returns the communication that hides in one run of some instructions."""

@@ -27,9 +27,9 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.costs.flops import flops_of, working_dtype
 from alpa_lite.passes.ir.folding import copies_of
 from alpa_lite.passes.lowering.program import (
-    Communicated,
     Compute,
     Instruction,
+    IssuedCollective,
     LocalProgram,
     Loop,
     collectives,
@@ -95,7 +95,7 @@ class Prices:
                     total += sum(self.compute(body.instructions) for body in bodies)
         return total
 
-    def links(self, items: Iterable[Instruction]) -> Iterator[tuple[Communicated, float, float]]:
+    def links(self, items: Iterable[Instruction]) -> Iterator[tuple[IssuedCollective, float, float]]:
         """Yields each collective of one run of some instructions, its seconds of latency, and those on the links.
 
         They are those of all its executions together. One that the compiler combines with others pays its share of one

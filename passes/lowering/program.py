@@ -85,7 +85,7 @@ class Loop(HasOperands):
 
 
 @dataclass(frozen=True, eq=False)
-class Outside(HasOperands):
+class GlobalOp(HasOperands):
     """An operation that cannot be inside a region: it runs on global arrays, and splits the step into regions."""
 
     op: Op
@@ -93,7 +93,7 @@ class Outside(HasOperands):
     results: tuple[int, ...]
 
 
-Instruction = Compute | Reshard | Loop | Outside
+Instruction = Compute | Reshard | Loop | GlobalOp
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +114,7 @@ class LocalProgram:
     @property
     def boundary_ops(self) -> tuple[Op, ...]:
         """The operations that split the step into regions."""
-        return tuple(item.op for item in self.body.instructions if isinstance(item, Outside))
+        return tuple(item.op for item in self.body.instructions if isinstance(item, GlobalOp))
 
 
 def spec_of(layout: Layout) -> PartitionSpec:
@@ -126,14 +126,14 @@ def spec_of(layout: Layout) -> PartitionSpec:
     return PartitionSpec(*dims)
 
 
-Communicated = tuple[Collective, tuple[int, int] | None, Op | None]
+IssuedCollective = tuple[Collective, tuple[int, int] | None, Op | None]
 """A collective, (value, phase) of the resharding that it belongs to or None where an operation issues it, and the
 operation that waits for it or issues it, None for an output of the step."""
 
 
 def collectives(
     program: LocalProgram, traced: Traced, items: Iterable[Instruction] | None = None, trips: int = 1
-) -> Iterator[Communicated]:
+) -> Iterator[IssuedCollective]:
     """Yields every logical collective of a local program, loop trip counts multiplied in, in program order.
 
     Args:

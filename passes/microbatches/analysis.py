@@ -9,7 +9,7 @@ form is computed for the whole batch before the loop: the number of tokens that 
 Where nothing would be left for the loop (a step that begins with x.T @ y), such sums are taken in it, as any other.
 
 An operation after the loop that is heavy and still works on single examples means that the model looks across the batch
-(batch norm, contrastive losses): `Refused` names it, and the reductions that would have to be taken within the
+(batch norm, contrastive losses): `InexactStep` names it, and the reductions that would have to be taken within the
 micro-batch instead (`local_reductions`). Where that is allowed, the visit goes on from the first of them: the states
 before it do not depend on it, so that the cost of all of them does not depend on the number of other operations.
 """
@@ -29,7 +29,7 @@ from alpa_lite.passes.microbatches.states import Failure, Role, is_intensive, li
 from alpa_lite.passes.microbatches.transfer import Transfer
 
 
-class Refused(Exception):
+class InexactStep(Exception):
     """The step has no exact form. `op` is the heavy operation that would need the whole batch, `failure` the reason."""
 
     def __init__(self, op: Op, failure: Failure | None, roots: frozenset[int]):
@@ -39,7 +39,7 @@ class Refused(Exception):
 
 @dataclass(eq=False)
 class Analysis(Transfer):
-    """The states and roles of one graph; making one raises `Refused` if the step has no exact form.
+    """The states and roles of one graph; making one raises `InexactStep` if the step has no exact form.
 
     Attributes:
       may_be_local: whether reductions may be taken within the micro-batch; it is refused where that does not help.
@@ -88,7 +88,7 @@ class Analysis(Transfer):
             try:
                 self._visit(ops[number])
                 number += 1
-            except Refused as refused:
+            except InexactStep as refused:
                 new = refused.roots - self.local_reductions
                 if not (new and self.may_be_local):
                     raise
@@ -157,7 +157,7 @@ class Analysis(Transfer):
         is_opaque = not op.bodies and rule is not None and rule.source == "opaque" and not op.has_effects
         if examples and (is_intensive(op) or is_opaque):
             sums = self.failures[op.index].sums if op.index in self.failures else ()
-            raise Refused(op, self._cause(op), self.roots([*op.reads, *sums]))
+            raise InexactStep(op, self._cause(op), self.roots([*op.reads, *sums]))
         for i, value in enumerate(op.results):
             self.state[value] = AFTER
             if examples and (dims := self._result_examples(op, examples, i)):

@@ -257,7 +257,7 @@ class Scope:
         if op.name != "cond":
             taken = ScanView(op).split_operands if op.name == "scan" else WhileView(op).split_operands
             start = self.fetch_all(taken(op.operands).carry, taken(role.operands).carry)
-        inner = [Nested(self, op, number, role) for number in range(len(op.bodies))]
+        inner = [BodyScope(self, op, number, role) for number in range(len(op.bodies))]
         free = [one.free_values() for one in inner]
         sizes: dict[str, int] = {}
         operands: tuple[Atom, ...]
@@ -285,7 +285,7 @@ class Scope:
         )
 
 
-class Nested(Scope):
+class BodyScope(Scope):
     """A body of control flow inside of the loop. It fetches from its parent what it reads from outside.
 
     Its outputs are in the states that the role wants.

@@ -29,7 +29,7 @@ from alpa_lite import _jax
 from alpa_lite.errors import MicrobatchError
 from alpa_lite.ir.graph import Atom, Block, Graph, Op, Value
 from alpa_lite.passes.ir.flow import reach, values_in
-from alpa_lite.passes.ir.loops import Carried
+from alpa_lite.passes.ir.loops import Carry
 from alpa_lite.passes.ir.rewriting import rename_atom, rename_op, shape_of
 from alpa_lite.passes.microbatches.blocks import Scope, part_of_barrier
 from alpa_lite.passes.microbatches.builder import Builder, check_independent_of_position
@@ -153,7 +153,7 @@ class _Loop(Scope):
 
     def finish(self) -> tuple[Op, list[Op]]:
         """Returns the scan, and the operations that make the exported values of its results."""
-        carries: list[tuple[int, Carried]] = []
+        carries: list[tuple[int, Carry]] = []
         stacked: list[tuple[int, State, Atom, int]] = []  # value, its state, the body's output, the result
         values, parts = self.builder.values, self.builder.parts
         for value, state in self.exports().items():
@@ -182,7 +182,7 @@ class _Loop(Scope):
             self.names[value] = call(self.builder.cuts.join, [result], state, into=post)
         return scan, post
 
-    def _carry(self, value: int, state: State) -> Carried:
+    def _carry(self, value: int, state: State) -> Carry:
         """Returns a carry for an exported value."""
         shape, dtype = self.builder.values[value].shape, self.builder.values[value].dtype
         wide = dtype if state == INNER else _accumulator_dtype(dtype)
@@ -195,11 +195,11 @@ class _Loop(Scope):
         like = Value(shape, wide, ShapedArray(shape, wide))
         start, end = self.builder.new_value(like), self.builder.new_value(like)
         if state == INNER or (state == LOCAL and not jnp.issubdtype(dtype, jnp.inexact)):
-            return Carried(init, start, self.fetch(value, state), end)
+            return Carry(init, start, self.fetch(value, state), end)
         summand, source = self.fetch(value, PARTIAL), self.source(value)
         if wide != dtype:
             summand = self.trace(lax.convert_element_type, [summand], source, new_dtype=wide)
-        return Carried(init, start, self.trace(lax.add, [start, summand], source), end)
+        return Carry(init, start, self.trace(lax.add, [start, summand], source), end)
 
     def _scan_source(self) -> Any:
         """Returns a source of its own, without a name stack: those of the operations inside are whole."""

@@ -33,7 +33,7 @@ from alpa_lite.ir.strategy import Rule
 from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors
 from alpa_lite.passes.microbatches import messages
-from alpa_lite.passes.microbatches.analysis import Analysis, Refused
+from alpa_lite.passes.microbatches.analysis import Analysis, InexactStep
 from alpa_lite.passes.microbatches.batch import (
     Cut,
     argument_dims,
@@ -259,7 +259,7 @@ def _analyse(traced: Traced, rules: Rules, parts: int, cut: Cut, allow_inexact: 
         if not found.has_loop:  # nothing may be read ahead of the loop
             found = Analysis(traced.graph, rules, parts, cut.dims, traced.graph.block.inputs, may_be_local)
         return found
-    except Refused as refused:
+    except InexactStep as refused:
         raise messages.refusal(refused, parts, allow_inexact, traced.graph) from None
 
 

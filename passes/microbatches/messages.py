@@ -11,7 +11,7 @@ from alpa_lite.errors import MicrobatchError
 from alpa_lite.ir.graph import Argument, Block, Graph, Op, Traced, walk
 from alpa_lite.ir.paths import format_path, tokens
 from alpa_lite.passes.ir import flow
-from alpa_lite.passes.microbatches.analysis import Analysis, Refused
+from alpa_lite.passes.microbatches.analysis import Analysis, InexactStep
 from alpa_lite.passes.microbatches.batch import Cut, argument_dims
 from alpa_lite.passes.microbatches.lattice import AFTER
 from alpa_lite.passes.microbatches.states import StepStates
@@ -29,7 +29,7 @@ MAX_NAMED = 32
 """Leaves that one note names; of more, it names the first and the number of the others."""
 
 
-def refusal(refused: Refused, parts: int, allow_inexact: bool, graph: Graph) -> MicrobatchError:
+def refusal(refused: InexactStep, parts: int, allow_inexact: bool, graph: Graph) -> MicrobatchError:
     """Returns the error for a step that has no exact form: the operation, the reason, and a remedy."""
     failure = refused.failure
     reason = "it works across the examples of the batch" if failure is None else failure.text
@@ -53,7 +53,7 @@ def empty_loop_error(analysis: Analysis, error: Exception) -> MicrobatchError:
     failures = analysis.failures
     failure = next((failures[i] for i in sorted(failures, key=lambda i: i not in analysis.ops_ahead)), None)
     if failure is not None:
-        return refusal(Refused(failure.op, failure, frozenset()), analysis.parts, True, analysis.graph)
+        return refusal(InexactStep(failure.op, failure, frozenset()), analysis.parts, True, analysis.graph)
     return MicrobatchError(f"num_microbatches={analysis.parts}: {error}; use num_microbatches=1")
 
 

@@ -38,7 +38,7 @@ _VISITS = 300  # of nodes in one descent
 
 
 @dataclass(frozen=True, eq=False)
-class Forced:
+class ForcedStrategy:
     """One strategy, forced upon one node.
 
     Attributes:
@@ -54,7 +54,7 @@ class Forced:
     fastest_choice: np.ndarray
 
 
-def weigh(problem: Problem, choice: Sequence[int], kept: Sequence[int]) -> list[tuple[Forced, ...]]:
+def weigh(problem: Problem, choice: Sequence[int], kept: Sequence[int]) -> list[tuple[ForcedStrategy, ...]]:
     """For each node of a problem its chosen strategy, and then the best others, by bound.
 
     Strategies that nothing allows, and those with which descent finds no allowed plan, are left out.
@@ -78,7 +78,7 @@ def weigh(problem: Problem, choice: Sequence[int], kept: Sequence[int]) -> list[
     out = []
     for i, own in enumerate(chosen.tolist()):
         roomy = _answer(free, chosen, i, own) if priced and kept[i] else None  # what it gains itself from more memory
-        row = [Forced(own, min(float(bounds[i][own]), objective), chosen, chosen if roomy is None else roomy)]
+        row = [ForcedStrategy(own, min(float(bounds[i][own]), objective), chosen, chosen if roomy is None else roomy)]
         for s in map(int, np.argsort(bounds[i], kind="stable")) if len(bounds[i]) > 1 else ():
             if len(row) > kept[i] or not math.isfinite(bounds[i][s]):
                 break
@@ -87,7 +87,7 @@ def weigh(problem: Problem, choice: Sequence[int], kept: Sequence[int]) -> list[
             # The fastest plan, or else one at the lowest price of memory that makes it fit.
             plans = itertools.chain([fastest], (_answer(one, chosen, i, s) for one in priced))
             fits = (plan for plan in plans if plan is not None and problem.fits(plan))
-            row.append(Forced(s, float(bounds[i][s]), next(fits, None), fastest))
+            row.append(ForcedStrategy(s, float(bounds[i][s]), next(fits, None), fastest))
         out.append(tuple(row))
     return out
 

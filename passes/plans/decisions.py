@@ -15,7 +15,7 @@ from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.space import Space
 from alpa_lite.passes.stages.planning import DecidedStage
-from alpa_lite.plan.decisions import Decision, Fixed
+from alpa_lite.plan.decisions import Decision, FixedStrategy
 
 
 def decisions_of(stage: DecidedStage) -> tuple[Decision, ...]:
@@ -79,7 +79,7 @@ def transfer_seconds(found: MeshSolution) -> list[tuple[int, np.ndarray]]:
     return out
 
 
-def fixed_strategies(grouping: Grouping, found: MeshSolution, arguments: int) -> tuple[Fixed, ...]:
+def fixed_strategies(grouping: Grouping, found: MeshSolution, arguments: int) -> tuple[FixedStrategy, ...]:
     """Returns the strategies of operations without a choice, and of equal keys that the method distinguishes.
 
     Args:
@@ -101,7 +101,7 @@ def fixed_strategies(grouping: Grouping, found: MeshSolution, arguments: int) ->
             continue
         strategy = node.strategies[chosen]
         members = tuple(sorted(i for member in node.members for i in place[member])) if several else ()
-        out.append(Fixed(group.color, members, strategy.axes, strategy.partial))
+        out.append(FixedStrategy(group.color, members, strategy.axes, strategy.partial))
     return tuple(out)
 
 

@@ -24,7 +24,7 @@ from alpa_lite.passes.sharding.connected import Place, every_part, find_connecte
 from alpa_lite.passes.sharding.groups import Group, Grouping
 from alpa_lite.passes.sharding.space import block_count
 from alpa_lite.passes.stages.planning import PlannedStage
-from alpa_lite.plan.figures import AxisUse, Held, Products, Spending
+from alpa_lite.plan.figures import AxisUse, OpCost, Products, Residual
 
 # -- work -------------------------------------------------------------------------------------------------------------
 
@@ -53,7 +53,7 @@ def _products(grouping: Grouping, rules: Mapping[Any, Rule], traced: Traced) -> 
                 yield group, op, flops_of(op, rules[op.key], traced.graph.values) * runs
 
 
-def operation_seconds(planned: PlannedStage) -> tuple[Spending, ...]:
+def operation_seconds(planned: PlannedStage) -> tuple[OpCost, ...]:
     """Returns the seconds of a stage's operations by place, primitive and limiting resource, in program order.
 
     Reads of the arguments, and collectives of results, belong to no operation and come last.
@@ -79,9 +79,9 @@ def operation_seconds(planned: PlannedStage) -> tuple[Spending, ...]:
                 results.update(sums)
             else:
                 spend(op, prices.get(op.index, FREE), **sums)
-    rows = [Spending(place, name, **sums) for (place, name, _), sums in found.items()]
-    rows.append(Spending("arguments of the step", "read", bytes=planned.prices.arguments))
-    rows.append(Spending("results of the step", "collective", **results))
+    rows = [OpCost(place, name, **sums) for (place, name, _), sums in found.items()]
+    rows.append(OpCost("arguments of the step", "read", bytes=planned.prices.arguments))
+    rows.append(OpCost("results of the step", "collective", **results))
     return (*rows[:-2], *(row for row in rows[-2:] if row.total))
 
 
@@ -179,7 +179,7 @@ def _experts(op: Op, rule: Rule, weights: Set[int]) -> set[int]:
 # -- activations ------------------------------------------------------------------------------------------------------
 
 
-def saved_activations(planned: PlannedStage) -> tuple[Held, ...]:
+def saved_activations(planned: PlannedStage) -> tuple[Residual, ...]:
     """Returns the activations that the forward pass of a stage leaves for its backward pass, in program order.
 
     Those are the registers that an operation of the reverse pass reads and an operation before it wrote, as JAX marks
@@ -219,4 +219,4 @@ def saved_activations(planned: PlannedStage) -> tuple[Held, ...]:
     visit(program.body)
     if traced.copies is not None:
         found.sort(key=lambda pair: pair[0])
-    return tuple(Held(*key, count=count) for key, count in Counter(key for _, key in found).items())
+    return tuple(Residual(*key, count=count) for key, count in Counter(key for _, key in found).items())

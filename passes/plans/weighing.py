@@ -24,7 +24,7 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.layout import reshard_steps
 from alpa_lite.passes.ir.remembered import memoise_method
 from alpa_lite.passes.plans import alternatives
-from alpa_lite.passes.plans.alternatives import Forced
+from alpa_lite.passes.plans.alternatives import ForcedStrategy
 from alpa_lite.passes.plans.decisions import transfer_seconds, transfers_of_nodes
 from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.passes.sharding.connected import find_connected_factors, leading_part
@@ -74,7 +74,7 @@ def _weighed(stage: DecidedStage, budget: float) -> list[tuple[Alternative, ...]
 
 
 def _alternatives(
-    node: Node, weighed: Sequence[Forced], moved: np.ndarray, outcomes: Outcomes, layouts: _Layouts
+    node: Node, weighed: Sequence[ForcedStrategy], moved: np.ndarray, outcomes: Outcomes, layouts: _Layouts
 ) -> tuple[Alternative, ...]:
     """The strategies of a node with their steps: those that fit first, then by the seconds of the whole step."""
     out = []

@@ -29,7 +29,7 @@ def simulate(program: Program, *, cluster: Cluster | None = None) -> Timeline:
       PlanError: the lists wait for each other.
     """
     makers = producers(program)
-    clocks, hosts = Clocks(len(program.lists)), Dispatching(program, cluster)
+    clocks, hosts = Clocks(len(program.lists)), DispatchClocks(program, cluster)
     arrivals: dict[int, float] = {}
     events: list[Event] = []
     for mesh, position in program.order:
@@ -76,7 +76,7 @@ class Clocks:
         return start, self._links[link]
 
 
-class Dispatching:
+class DispatchClocks:
     """The clocks of the processes that dispatch a program."""
 
     def __init__(self, program: Program, cluster: Cluster | None) -> None:

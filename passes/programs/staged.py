@@ -20,7 +20,7 @@ from alpa_lite.passes.microbatches.loop import Accumulated
 from alpa_lite.passes.programs import simulation, transfers, writing
 from alpa_lite.passes.programs.calls import Calls, mesh_of
 from alpa_lite.passes.programs.crossings import crossing_bytes
-from alpa_lite.passes.programs.writing import Written
+from alpa_lite.passes.programs.writing import WrittenProgram
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.plan.decisions import Candidate
 from alpa_lite.plan.figures import Comparison
@@ -60,7 +60,7 @@ class Staged:
 
     loop: Accumulated
     stages: tuple[PlannedStage, ...]
-    written: Written
+    written: WrittenProgram
     division: Division
     verdict: Verdict
 
@@ -132,7 +132,7 @@ def stage_pipeline(
 
 def write(
     traced: Traced, stages: Sequence[PlannedStage], first_devices: Sequence[int], schedule: Schedule, cluster: Cluster
-) -> Written:
+) -> WrittenProgram:
     """Returns the program of planned stages, ordered by their predicted seconds."""
     seconds = {segment: seconds for stage in stages for segment, seconds in stage.seconds.items()}
 
@@ -186,7 +186,7 @@ def estimated_bytes(stages: Sequence[PlannedStage], mesh_of: Sequence[int], sche
     return [a + n * b + c for a, n, b, c in zip(fixed, flying, each, most, strict=True)]
 
 
-def _bytes(written: Written, stages: Sequence[PlannedStage], cluster: Cluster) -> tuple[tuple[int, int], ...]:
+def _bytes(written: WrittenProgram, stages: Sequence[PlannedStage], cluster: Cluster) -> tuple[tuple[int, int], ...]:
     """For each submesh, bytes per device of buffers at their peak, and of the largest temporaries.
 
     Blocks that transfers between processes keep count with the buffers, those that a send drops with the temporaries.

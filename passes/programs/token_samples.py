@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from alpa_lite.cluster import Cluster
 from alpa_lite.ir.program import Program, Run, Send
-from alpa_lite.passes.programs.simulation import Dispatching, producers
+from alpa_lite.passes.programs.simulation import DispatchClocks, producers
 from alpa_lite.passes.tokens.lengths import Sample
 
 
@@ -35,7 +35,7 @@ def samples(program: Program, lengths: Sequence[int]) -> tuple[Sample, ...]:
 
 def dispatch_seconds(program: Program, cluster: Cluster) -> float:
     """Seconds that the busiest process spends on dispatching one slice of one micro-batch to all of its stages."""
-    hosts, last = Dispatching(program, cluster), 0.0
+    hosts, last = DispatchClocks(program, cluster), 0.0
     for mesh, items in enumerate(program.lists):
         for item in items:
             if isinstance(item, Run):

@@ -31,7 +31,7 @@ from alpa_lite.passes.stages.segments import Segments, Wire
 
 
 @dataclass(frozen=True, eq=False)
-class Written:
+class WrittenProgram:
     """A program and the functions that its executables stand for.
 
     Attributes:
@@ -45,7 +45,7 @@ class Written:
     functions: tuple[tuple[int, int], ...]
 
 
-def build(traced: Traced, calls: Calls, *, donated: Collection[int]) -> Written:
+def build(traced: Traced, calls: Calls, *, donated: Collection[int]) -> WrittenProgram:
     """Writes and checks the program.
 
     Args:
@@ -56,7 +56,7 @@ def build(traced: Traced, calls: Calls, *, donated: Collection[int]) -> Written:
     program = end_buffers(writer.program(), donated)
     check(program)
     functions = tuple(calls.of_segment[key].function for key in writer.called)
-    return Written(program, tuple(calls.stages), calls.mesh_of, functions)
+    return WrittenProgram(program, tuple(calls.stages), calls.mesh_of, functions)
 
 
 Move = tuple[Hashable, BufferRef, BufferRef, int]

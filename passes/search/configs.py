@@ -29,7 +29,7 @@ from alpa_lite.ir.layout import LogicalMesh
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes import factors, microbatches, sharding
 from alpa_lite.passes.ir.remembered import memoise_method
-from alpa_lite.passes.layers.division import Divisible, find_layers, recompute_layers
+from alpa_lite.passes.layers.division import LayeredStep, find_layers, recompute_layers
 from alpa_lite.passes.layers.rematerialisation import NOTHING, Choice, Remat
 from alpa_lite.passes.layers.stacked_sums import add_within_scans
 from alpa_lite.passes.microbatches.loop import Accumulated
@@ -208,6 +208,6 @@ class Analyses:
         return self._run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values)
 
     @memoise_method
-    def _layers(self, count: int) -> Divisible:
+    def _layers(self, count: int) -> LayeredStep:
         loop = self._loop(count)
         return self._run("layers", find_layers, loop, max_layers=MAX_LAYERS, rules=self._rules(loop.traced))

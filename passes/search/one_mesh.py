@@ -38,8 +38,8 @@ from alpa_lite.passes.search.configs import (
     next_feasible_microbatches,
 )
 from alpa_lite.passes.sharding import costs, mesh_program
-from alpa_lite.passes.sharding.kinds import Hiding
-from alpa_lite.passes.sharding.mesh_program import MeshProgram, MeshSolution, Solved
+from alpa_lite.passes.sharding.kinds import OverlapCandidates
+from alpa_lite.passes.sharding.mesh_program import MeshProgram, MeshSolution, SolvedProgram
 from alpa_lite.passes.sharding.solver import solve
 from alpa_lite.passes.sharding.textbook import Textbook, least_state, may_be_cut
 from alpa_lite.passes.stages import planning
@@ -324,9 +324,9 @@ class OneMeshSearch:
         work += sum(other.work for other in hidden)
         return Expansion([*more, *self._halve(record, fits=True)], plans, least, work)
 
-    def _hidden(self, step: AnalyzedStep, found: Solved) -> list[Solution]:
+    def _hidden(self, step: AnalyzedStep, found: SolvedProgram) -> list[Solution]:
         """Returns the solution of the program with hideable communication at a share of its price, at full prices."""
-        cheaper = Hiding(step.loop.traced, self.request.cluster.hidden_kinds).discount_hideable(found.space)
+        cheaper = OverlapCandidates(step.loop.traced, self.request.cluster.hidden_kinds).discount_hideable(found.space)
         other = solve.solve(replace(cheaper, budget=None), start=found.solution)
         if other.choice and other.peak > self.request.budget:
             other = solve.solve(replace(cheaper, budget=self.request.budget), start=found.solution)

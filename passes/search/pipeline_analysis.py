@@ -26,7 +26,7 @@ from alpa_lite.ir import schedules, units
 from alpa_lite.options import Pipeline, Sharded
 from alpa_lite.passes import microbatches, programs, stages
 from alpa_lite.passes.ir.remembered import memoise_method
-from alpa_lite.passes.layers.division import MAX_OUTER_LAYERS, Divisible, divide_into_stages, find_layers
+from alpa_lite.passes.layers.division import MAX_OUTER_LAYERS, LayeredStep, divide_into_stages, find_layers
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches.loop import Accumulated, candidate_numbers
 from alpa_lite.passes.plans.comparing import compared_pipelines
@@ -63,7 +63,7 @@ def max_layers(method: Pipeline) -> int:
 
 
 def cut_into_stages(
-    run: Passes, layers: Divisible, firsts: Sequence[int], remat: Sequence[Choice], tokens: tuple[int, ...]
+    run: Passes, layers: LayeredStep, firsts: Sequence[int], remat: Sequence[Choice], tokens: tuple[int, ...]
 ) -> tuple[Accumulated, tuple[StageGraph, ...]]:  # fmt: skip
     """The step in stages with these first layers, and a graph of each; in slices of `tokens` if any are given."""
     cut = run("layers", divide_into_stages, layers, firsts[1:], remat)
@@ -152,7 +152,7 @@ class PipelineAnalyses:
         return next((count for count in self.counts if count >= least), self.counts[-1])
 
     @memoise_method
-    def cut(self, count: int) -> Divisible:
+    def cut(self, count: int) -> LayeredStep:
         """Returns the step in micro-batches and in layers."""
         step, arguments = self.step, self.request.inexact_options
         loop = self.run("micro-batches", microbatches.accumulate, step.traced, step.rules, count, **arguments)
@@ -261,7 +261,7 @@ class PipelineAnalyses:
         shapes: dict[int, tuple[int, ...]] = {}
         out: list[planning.PlannedStage] = []
         for number, ((graph, digest, price), stage) in enumerate(zip(graphs, slices.stages, strict=True)):
-            run.count("stages planned", number, len(graphs), lasting=True)
+            run.count("stages planned", number, len(graphs), is_lasting=True)
             devices = slices.devices[stage.mesh]
             method = submeshes.shape_of(request.pipeline, devices, number)
             if stage.mesh in shapes:
@@ -283,5 +283,5 @@ class PipelineAnalyses:
             self.planned_stages.setdefault((kind, price), planned)
             shapes[stage.mesh] = planned.mesh_solution.mesh.shape
             out.append(planned)
-        run.count("stages planned", len(graphs), len(graphs), lasting=True)
+        run.count("stages planned", len(graphs), len(graphs), is_lasting=True)
         return tuple(out)

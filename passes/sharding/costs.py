@@ -31,7 +31,7 @@ from alpa_lite.passes.costs.attention import attention_of
 from alpa_lite.passes.costs.flops import flops_of, working_dtype
 from alpa_lite.passes.ir.primitives import PRODUCTS
 from alpa_lite.passes.sharding.groups import Dims, Group, Grouping, factors_in
-from alpa_lite.passes.sharding.space import Choices, Node, Reached, Space, block_count
+from alpa_lite.passes.sharding.space import Choices, LayoutClasses, Node, Space, block_count
 from alpa_lite.passes.sharding.tables import GroupedStep
 
 
@@ -67,7 +67,7 @@ class _Work:
 
 def group_terms(
     step: GroupedStep, cost: MeshCost, group: Group, choices: Choices, typical: int,
-    produced: Callable[[int, Choices], Reached],
+    produced: Callable[[int, Choices], LayoutClasses],
 ) -> np.ndarray:  # fmt: skip
     """[3, strategies] seconds that the FLOPs of one group take, its bytes, and its kernels to start, for each run.
 

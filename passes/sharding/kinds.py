@@ -8,7 +8,7 @@ first one's new weights. State that only new state is made of (moments, counters
 Where a step has no marks, state that influences a result that is not state (the loss) is a parameter, and if there is
 no such result, all state of floats is.
 
-Gradients that only the update reads, and parameters, may be communicated while a device computes (`Hiding`).
+Gradients that only the update reads, and parameters, may be communicated while a device computes (`OverlapCandidates`).
 Where that hides (`passes.lowering.overlap`), the seconds T of a step are no sum over choices. With compute C, hideable
 communication H and other communication W,
 
@@ -31,7 +31,7 @@ from alpa_lite.ir.graph import Atom, Block, Lit, Op, Traced, walk
 from alpa_lite.ir.strategy import StrategyGraph
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import users, values_in
-from alpa_lite.passes.ir.loops import Carried, ScanView, ports
+from alpa_lite.passes.ir.loops import Carry, ScanView, ports
 from alpa_lite.passes.ir.remembered import memoise_by_identity
 from alpa_lite.passes.sharding.groups import Grouping
 from alpa_lite.passes.sharding.space import Space
@@ -148,7 +148,7 @@ def value_kinds(traced: Traced, grouping: Grouping) -> dict[int, str]:
     return own
 
 
-def _carried(block: Block) -> Iterator[Carried]:
+def _carried(block: Block) -> Iterator[Carry]:
     """Yields values that the scans of a block carry."""
     for op in block.ops:
         if op.name == "scan":
@@ -208,7 +208,7 @@ SHARE = 0.1
 _FORMS = primitives.LINEAR_CHAIN | primitives.ADDITIONS | {"concatenate", "stack", "pad", "dynamic_update_slice"}
 
 
-class Hiding:
+class OverlapCandidates:
     """The values of a step that may be communicated while a device computes.
 
     Args:

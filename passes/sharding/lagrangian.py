@@ -26,7 +26,7 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.errors import InfeasibleError
 from alpa_lite.ir.strategy import Solution
 from alpa_lite.passes.sharding import strategies
-from alpa_lite.passes.sharding.limits import Admitted
+from alpa_lite.passes.sharding.limits import AdmittedMeshes
 from alpa_lite.passes.sharding.mesh_program import MeshSolution
 from alpa_lite.passes.sharding.solver.problem import price_memory
 from alpa_lite.passes.sharding.solver.solve import SolverState
@@ -113,7 +113,7 @@ class LagrangianSearch:
 
 
 def search_at_prices(
-    step: GroupedStep, cluster: Cluster, admitted: Admitted, *, max_work: int, gap: float
+    step: GroupedStep, cluster: Cluster, admitted: AdmittedMeshes, *, max_work: int, gap: float
 ) -> LagrangianSearch:
     """Returns the programs of some mesh shapes.
 

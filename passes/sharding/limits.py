@@ -110,7 +110,7 @@ def _orders(shape: tuple[int, ...], count: int) -> Iterator[tuple[int, ...]]:
             yield tuple([sizes.get(i, 1) for i in range(count)])
 
 
-Admitted = tuple[tuple[LogicalMesh, Constraints], ...]
+AdmittedMeshes = tuple[tuple[LogicalMesh, Constraints], ...]
 """Meshes, each with its constraints."""
 
 
@@ -121,7 +121,7 @@ def admissible_meshes(
     wishes: Wishes = NO_WISHES,
     pins: Pins = NO_PINS,
     max_axes: int = 3,
-) -> Admitted:
+) -> AdmittedMeshes:
     """Returns the meshes of a cluster on which a method can meet its constraints, with the constraints on each.
 
     Raises:

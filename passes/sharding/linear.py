@@ -21,7 +21,7 @@ from typing import Any
 from alpa_lite.ir.graph import Atom, Block, Lit, Op, Value
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.ir import flow, primitives
-from alpa_lite.passes.ir.loops import Carried, ScanView
+from alpa_lite.passes.ir.loops import Carry, ScanView
 from alpa_lite.passes.sharding.groups import keeps_dims
 
 # Linear in their one tensor operand: partial sums pass through them, `reshape` and `reduce_sum` only if dims stay.
@@ -89,7 +89,7 @@ class _Block:
                 held.add(result)
                 self.ops.update(op.index for op in path)
 
-    def slice_of_sum(self, carried: Carried) -> int | None:
+    def slice_of_sum(self, carried: Carry) -> int | None:
         """The slice of a carry in a scan of its body that adds to each slice and does nothing else with the carry."""
         op = self.producers.get(carried.output) if isinstance(carried.output, int) else None
         if op is None or op.name != "scan" or self.uses[carried.input] != 1:

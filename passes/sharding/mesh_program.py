@@ -107,7 +107,7 @@ class MeshProgram:
 
 
 @dataclass(frozen=True, eq=False)
-class Solved:
+class SolvedProgram:
     """The result of solving a program.
 
     Attributes:
@@ -151,7 +151,7 @@ def mesh_programs(
     return sorted(out, key=key)
 
 
-def solve_within_budget(program: MeshProgram, budget: float, cutoff: float, known: solve.SolverState) -> Solved:
+def solve_within_budget(program: MeshProgram, budget: float, cutoff: float, known: solve.SolverState) -> SolvedProgram:
     """Returns the best choice on one mesh within a budget of bytes per device, in up to three solves.
 
     Raises nothing: the status says whether there is a choice, and "cutoff" whether none can be below the cutoff.
@@ -159,7 +159,7 @@ def solve_within_budget(program: MeshProgram, budget: float, cutoff: float, know
     space = program.build()
     free = solve.solve(replace(space.program, budget=None), cutoff=cutoff, roof=budget, known=known)
     if free.status == "cutoff" or (free.choice and free.peak <= budget):
-        return Solved(space, free, free.bound, free.work)
+        return SolvedProgram(space, free, free.bound, free.work)
     bound = free.bound if free.choice else None
     solution = solve.solve(space.program, cutoff=cutoff, free=bound, known=known)
     work = free.work + solution.work
@@ -169,10 +169,10 @@ def solve_within_budget(program: MeshProgram, budget: float, cutoff: float, know
         other = solve.solve(again.program, cutoff=min(cutoff, solution.objective), free=bound, start=solution)
         work += other.work
         if other.choice and other.objective < solution.objective:
-            return Solved(again, other, free.bound, work)
+            return SolvedProgram(again, other, free.bound, work)
     elif solution.choice and program.regathers and solution.bound > free.bound:
         solution = replace(solution, status="feasible", bound=free.bound)  # gathering again was not tried
-    return Solved(space, solution, free.bound, work)
+    return SolvedProgram(space, solution, free.bound, work)
 
 
 def solve_meshes(programs: Sequence[MeshProgram], budget: float) -> MeshSolution | None:

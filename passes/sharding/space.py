@@ -13,7 +13,7 @@ import numpy as np
 
 from alpa_lite.ir.layout import Axes, Layout, LogicalMesh, reshard_steps
 from alpa_lite.ir.strategy import Factor, StrategyGraph
-from alpa_lite.passes.costs.traffic import Moved
+from alpa_lite.passes.costs.traffic import MemoryTraffic
 from alpa_lite.passes.ir.remembered import memoise_method
 from alpa_lite.passes.sharding.groups import Dims, Group, factors_in
 from alpa_lite.plan.pins import Wish
@@ -35,7 +35,7 @@ class Strategy:
 
 
 @dataclass(frozen=True, eq=False)
-class Reached:
+class LayoutClasses:
     """The layouts that strategies lead to.
 
     Attributes:
@@ -48,11 +48,11 @@ class Reached:
     blocks: np.ndarray
 
 
-def classify(layouts: Sequence[Layout], mesh: LogicalMesh) -> Reached:
+def classify(layouts: Sequence[Layout], mesh: LogicalMesh) -> LayoutClasses:
     """Returns the distinct ones of the layouts that strategies lead to, each."""
     seen: dict[Layout, int] = {}
     classes = np.array([seen.setdefault(layout, len(seen)) for layout in layouts])
-    return Reached(tuple(seen), classes, np.array([block_count(layout, mesh) for layout in seen]))
+    return LayoutClasses(tuple(seen), classes, np.array([block_count(layout, mesh) for layout in seen]))
 
 
 class Choices:
@@ -69,7 +69,7 @@ class Choices:
         return self.parts[:, [f for dim in dims for f in dim]].prod(1)
 
     @memoise_method
-    def layouts(self, dims: Dims, partial: bool) -> Reached:
+    def layouts(self, dims: Dims, partial: bool) -> LayoutClasses:
         """Returns the layouts of a tensor; `partial`: with the strategy's sums."""
         return classify([layout_of(dims, s, s.partial if partial else ()) for s in self.strategies], self.mesh)
 
@@ -141,7 +141,7 @@ class Space:
     late_from: int | None
     buffer_values: tuple[int, ...]
     shares: Mapping[tuple[int, int], float]
-    traffic: Mapping[int, Moved]
+    traffic: Mapping[int, MemoryTraffic]
 
 
 def layout_of(dims: Dims, strategy: Strategy, partial: Axes = ()) -> Layout:

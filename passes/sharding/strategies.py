@@ -199,7 +199,7 @@ class _Builder:
 
         return self.known.get_or_make(("form", op.key, axes), plain_form)
 
-    def produced_layouts(self, value: int, choices: Choices) -> space.Reached:
+    def produced_layouts(self, value: int, choices: Choices) -> space.LayoutClasses:
         """Returns the layouts in which a value may be made, by the strategies of its group."""
         home = self.grouping.homes[value]
         group = self.grouping.groups[home.group]

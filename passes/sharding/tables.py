@@ -158,7 +158,7 @@ class GroupedStep:
         return tuple([op for op in self.traced.graph.ops() if op.primitive.name == CONSTRAINT])
 
     @cached_property
-    def traffic(self) -> dict[int, traffic.Moved]:
+    def traffic(self) -> dict[int, traffic.MemoryTraffic]:
         """Reads and writes of operations on one device, by op index, without those that compilers fuse away."""
         return traffic.memory_traffic(self.traced.graph.block, self.traced.graph.values, self.repeats.parts)
 

@@ -10,7 +10,7 @@ from alpa_lite.errors import InfeasibleError, OptionError
 from alpa_lite.ir import schedules, units
 from alpa_lite.options import Pipeline
 from alpa_lite.passes.stages.dp import slicing
-from alpa_lite.passes.stages.dp.slices import SliceOptions, StageSlices, StageSlicing, Weighed
+from alpa_lite.passes.stages.dp.slices import SliceOptions, StageSlices, StageSlicing, WeighedSchedule
 from alpa_lite.passes.stages.dp.tasks import evaluate
 from alpa_lite.passes.stages.pricing import REMAT, VARIANTS, LayerCosts
 
@@ -38,7 +38,7 @@ class StagePlan:
 
     layer_costs: LayerCosts
     slices: StageSlices
-    weighed: tuple[Weighed, ...]
+    weighed: tuple[WeighedSchedule, ...]
     bound: float
     idle_devices: str = ""
 

@@ -26,11 +26,11 @@ from alpa_lite.passes.ir.primitives import CHEAP_TO_REPEAT
 from alpa_lite.passes.lowering.program import (
     Body,
     Compute,
+    GlobalOp,
     Instruction,
     LocalProgram,
     Loop,
     Operand,
-    Outside,
     Reshard,
     read_before,
 )
@@ -47,7 +47,7 @@ def cut(stage: StageGraph, program: LocalProgram, *, split_weights: bool) -> Seg
     Raises:
       PlanError: an operation that cannot run inside a region stands in the stage.
     """
-    outside = [item for item in program.body.instructions if isinstance(item, Outside)]
+    outside = [item for item in program.body.instructions if isinstance(item, GlobalOp)]
     if outside:
         raise PlanError(f"{outside[0].op.name} cannot run inside a pipeline stage; use one mesh for this step")
     return _Cut(stage, program, split_weights).segments()

@@ -22,7 +22,7 @@ from alpa_lite.passes import factors
 from alpa_lite.passes.ir.keys import Keys
 from alpa_lite.passes.ir.pruning import renumber
 from alpa_lite.passes.lowering.lowering import lower
-from alpa_lite.passes.lowering.overlap import Overlap, Overlapping
+from alpa_lite.passes.lowering.overlap import Overlap, OverlapSearch
 from alpa_lite.passes.lowering.prices import Prices, prices
 from alpa_lite.passes.lowering.program import LocalProgram
 from alpa_lite.passes.sharding import grouping, limits
@@ -45,7 +45,7 @@ STAGE_WORK = 400_000_000
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBytes:
     """Bytes per device that a stage holds between its runs.
 
     Attributes:
@@ -134,7 +134,7 @@ class PlannedStage(DecidedStage):
             return dict.fromkeys(self.segments.items, Overlap())
         if self.twin is not None:
             return self._of_twin(self.twin.overlap)
-        streams = Overlapping(self.prices)
+        streams = OverlapSearch(self.prices)
         return {segment: streams.find_overlap(segment.instructions) for segment in self.segments.items}
 
     @cached_property
@@ -152,7 +152,7 @@ class PlannedStage(DecidedStage):
         return {s: temporaries.temporary_bytes(self.segments, s, self.cluster.platform) for s in self.segments.items}
 
     @cached_property
-    def held(self) -> Held:
+    def held(self) -> HeldBytes:
         """Bytes of the buffers between runs."""
         if self.twin is not None:
             return self.twin.held
@@ -173,7 +173,7 @@ class PlannedStage(DecidedStage):
         for port, register in zip(self.graph.inputs, self.program.body.inputs, strict=False):
             if port.kind in ("argument", "copy"):
                 fixed += bytes_of(mesh, *self.segments.register_type(register))
-        return Held(fixed, saved, entering, apart)
+        return HeldBytes(fixed, saved, entering, apart)
 
     def _of_twin(self, table: Mapping[Segment, T]) -> dict[Segment, T]:
         """Returns the twin's table for the segments of this stage."""

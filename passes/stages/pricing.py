@@ -22,7 +22,7 @@ import numpy as np
 from alpa_lite.cluster import Cluster, Dispatch
 from alpa_lite.options import Pipeline
 from alpa_lite.passes.layers.assignment import assign
-from alpa_lite.passes.layers.division import Divisible
+from alpa_lite.passes.layers.division import LayeredStep
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.stages import layer_costs, planning, staging, submeshes
 from alpa_lite.passes.stages.dp import ranges
@@ -59,7 +59,7 @@ class LayerCosts:
       num_stages: if it is given.
     """
 
-    step: Divisible
+    step: LayeredStep
     cluster: Cluster
     devices: tuple[int, ...]
     layers: tuple[Layer, ...]
@@ -143,7 +143,7 @@ class LayerCosts:
         size = sum(cost.bytes for cost in found)
         return sum(cost.seconds for cost in found) / size if size else None
 
-    def rescale(self, step: Divisible) -> LayerCosts:
+    def rescale(self, step: LayeredStep) -> LayerCosts:
         """Returns the same costs of the step in another number of micro-batches, scaled; it has the same layers."""
         scale = self.scale * self.num_microbatches / step.accumulated.num_microbatches
         return replace(self, step=step, scale=scale)
@@ -211,7 +211,7 @@ class LayerCosts:
 
 
 def price_layers(
-    step: Divisible,
+    step: LayeredStep,
     cluster: Cluster,
     method: Pipeline,
     kinds: Sequence[int],

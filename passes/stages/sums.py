@@ -22,7 +22,7 @@ from jax.core import ShapedArray
 
 from alpa_lite.ir.graph import Lit, Op, Traced
 from alpa_lite.passes.ir.flow import producers, users
-from alpa_lite.passes.ir.loops import Carried, ScanView, scan_op
+from alpa_lite.passes.ir.loops import Carry, ScanView, scan_op
 from alpa_lite.passes.ir.rewriting import Rewriter, replace_op
 from alpa_lite.passes.layers.types import Assignment
 
@@ -51,7 +51,7 @@ class _Splitter:
     def build(self) -> tuple[Traced, Assignment]:
         view, assignment = ScanView(self.scan), self.assignment
         self.body = [op for op in view.body.ops if op.index not in assignment.dissolved_additions]
-        carries, added = [*view.carries], list[Carried]()
+        carries, added = [*view.carries], list[Carry]()
         for number, summands in assignment.split_sums:
             carries[number], *others = self.split(carries[number], summands)
             added += others
@@ -64,14 +64,14 @@ class _Splitter:
             assignment, stage=self.stage, split_sums=(), dissolved_additions=frozenset(), phases=phases
         )
 
-    def split(self, whole: Carried, summands: Sequence[tuple[int, int]]) -> list[Carried]:
+    def split(self, whole: Carry, summands: Sequence[tuple[int, int]]) -> list[Carry]:
         """Returns one carry for each stage that makes summands; the first starts where the whole did."""
         assert isinstance(whole.output, int)
         template = self.made_by[whole.output]
         by_stage: dict[int, list[int]] = {}
         for value, stage in summands:
             by_stage.setdefault(stage, []).append(value)
-        parts: list[Carried] = []
+        parts: list[Carry] = []
         for stage, values in by_stage.items():
             held = self.rewriter.new_value(whole.output) if parts else whole.input
             sources = [self.made_by[v].index for v in values if v in self.made_by]
@@ -80,7 +80,7 @@ class _Splitter:
                 contribution = self.add(template, contribution, value, stage, sources)
             total = self.add(template, held, contribution, stage, sources)
             start = self.zeros(whole.end) if parts else whole.start
-            parts.append(Carried(start, held, total, self.rewriter.new_value(whole.end)))
+            parts.append(Carry(start, held, total, self.rewriter.new_value(whole.end)))
         self.join(template, whole.end, [part.end for part in parts])
         return parts
 

@@ -51,7 +51,7 @@ _SHAPES = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "reduce_precis
 
 
 @dataclass(frozen=True, eq=False)
-class Beyond:
+class ConstantTail:
     """In row i of a value, every column from `first[i]` on holds one number.
 
     Attributes:
@@ -71,7 +71,7 @@ class Beyond:
         return self.value <= NEGATIVE
 
 
-Known = Mapping[int, tuple[Beyond, ...]]
+Known = Mapping[int, tuple[ConstantTail, ...]]
 """By value; at most one for each pair of dims."""
 
 
@@ -83,10 +83,10 @@ def derive_knowledge(ops: Iterable[Op], rules: Mapping[object, Rule], statics: S
       rules: `Op.key` -> its rule.
       statics: of these operations.
     """
-    found: dict[int, tuple[Beyond, ...]] = {}
-    masks: dict[int, tuple[Beyond, ...]] = {}  # by the array, which several layers may share
+    found: dict[int, tuple[ConstantTail, ...]] = {}
+    masks: dict[int, tuple[ConstantTail, ...]] = {}  # by the array, which several layers may share
 
-    def of(atom: Atom) -> tuple[Beyond, ...]:
+    def of(atom: Atom) -> tuple[ConstantTail, ...]:
         if isinstance(atom, Lit) or atom in found:
             return () if isinstance(atom, Lit) else found[atom]
         array = statics.array_of(atom)
@@ -114,7 +114,7 @@ def derive_knowledge(ops: Iterable[Op], rules: Mapping[object, Rule], statics: S
     return found
 
 
-def _read(array: np.ndarray) -> tuple[Beyond, ...]:
+def _read(array: np.ndarray) -> tuple[ConstantTail, ...]:
     """Returns the number that a static array holds behind the diagonal, for each order of two dims not constant."""
     wide = [d for d, n in enumerate(array.shape) if n > 1]
     if len(wide) < 2 or array.dtype.kind not in "bif":
@@ -127,15 +127,19 @@ def _read(array: np.ndarray) -> tuple[Beyond, ...]:
         differs = np.ascontiguousarray((rows != number).any(0)[:, ::-1])  # which is searched faster
         first = np.where(differs.any(1), differs.shape[1] - differs.argmax(1), 0)
         if (first < differs.shape[1]).any():
-            out.append(Beyond(row, column, first, float(number)))
+            out.append(ConstantTail(row, column, first, float(number)))
     return tuple(out)
 
 
-def _moved(beyond: Beyond, rule: Rule) -> Beyond | None:
+def _moved(beyond: ConstantTail, rule: Rule) -> ConstantTail | None:
     """Returns the same of the result of an operation that reorders or names dims."""
     dims = {dim: i for i, dim in enumerate(rule.results[0]) if dim}
     row, column = (dims.get(rule.operands[0][dim]) for dim in (beyond.row, beyond.column))
-    return None if row is None or column is None else Beyond(row, column, beyond.first, beyond.value, beyond.is_exact)
+    return (
+        None
+        if row is None or column is None
+        else ConstantTail(row, column, beyond.first, beyond.value, beyond.is_exact)
+    )
 
 
 def _number(atom: Atom, statics: Statics) -> float | None:
@@ -145,8 +149,8 @@ def _number(atom: Atom, statics: Statics) -> float | None:
 
 
 def _computed(
-    op: Op, pair: tuple[int, int], operands: Sequence[tuple[Beyond, ...]], numbers: Sequence[float | None]
-) -> Beyond | None:
+    op: Op, pair: tuple[int, int], operands: Sequence[tuple[ConstantTail, ...]], numbers: Sequence[float | None]
+) -> ConstantTail | None:
     """Returns the knowledge of an elementwise result, for rows and columns on two dims; None if there is none.
 
     The fewest operands that determine the number are taken, and exact numbers before those that are as good as minus
@@ -164,7 +168,7 @@ def _computed(
             value = _value(op, numbers, exactly) if first else None
             if value is not None:
                 exact = exactly or value == 0
-                return Beyond(*pair, np.maximum.reduce(first), value, exact)
+                return ConstantTail(*pair, np.maximum.reduce(first), value, exact)
     return None
 
 

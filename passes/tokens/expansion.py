@@ -37,7 +37,7 @@ from alpa_lite.passes.tokens.windows import Range
 
 
 @dataclass(frozen=True, eq=False)
-class Late:
+class LateOperation:
     """A forward operation whose piece waits for slices behind it, and why."""
 
     op: Op
@@ -45,7 +45,7 @@ class Late:
 
 
 @dataclass(frozen=True, eq=False)
-class Expanded:
+class SlicedBlock:
     """A block in slices.
 
     Attributes:
@@ -58,10 +58,10 @@ class Expanded:
     block: Block
     phase: Mapping[int, int]
     owner: Mapping[int, int]
-    late: tuple[Late, ...]
+    late: tuple[LateOperation, ...]
 
 
-def expand(rewriter: FunctionWriter, body: Body, found: States, lengths: Sequence[int]) -> Expanded:
+def expand(rewriter: FunctionWriter, body: Body, found: States, lengths: Sequence[int]) -> SlicedBlock:
     """Returns the block in slices.
 
     Args:
@@ -75,7 +75,7 @@ def expand(rewriter: FunctionWriter, body: Body, found: States, lengths: Sequenc
 class _Expansion(Pieces):
     """The expansion of one block."""
 
-    def run(self) -> Expanded:
+    def run(self) -> SlicedBlock:
         late, block = [], self.body.block
         for op in block.ops:
             self._source, self._owner = op.source, op.index
@@ -84,7 +84,7 @@ class _Expansion(Pieces):
             self._emit(op, role)
             reason = self._late_reason(op, role)
             if reason:
-                late.append(Late(op, reason))
+                late.append(LateOperation(op, reason))
         makers = producers(block.ops)
         outputs: list[Atom] = []
         for atom in block.outputs:  # joins belong to the operation that makes an output, and run where that does
@@ -93,7 +93,7 @@ class _Expansion(Pieces):
             outputs.append(self._fetch(atom))
         phase = self._sink(outputs)
         ordered = sorted((op for _, op in self.ops), key=lambda op: phase[op.index])
-        return Expanded(Block(block.inputs, tuple(ordered), tuple(outputs)), phase, self.owner, tuple(late))
+        return SlicedBlock(Block(block.inputs, tuple(ordered), tuple(outputs)), phase, self.owner, tuple(late))
 
     def _late_reason(self, op: Op, role: Role) -> str:
         """Returns why a piece of a forward operation waits for a later slice, if one does."""

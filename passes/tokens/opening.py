@@ -30,7 +30,7 @@ from alpa_lite.passes.blockwise.functions import rows_of
 from alpa_lite.passes.blockwise.stacks import StackWalk
 from alpa_lite.passes.ir import primitives
 from alpa_lite.passes.ir.flow import values_in
-from alpa_lite.passes.ir.loops import Given, ScanView
+from alpa_lite.passes.ir.loops import ScanResults, ScanView
 from alpa_lite.passes.ir.rewriting import Rewriter, rename_atom, rename_block, rename_op
 from alpa_lite.passes.tracing import conversion
 
@@ -141,7 +141,7 @@ class _Unrolling(StackWalk):
         self.rewriter.attribute(self.out[first:], op.index)
         return carry
 
-    def iterate(self, op: Op, low: int, high: int, operands: Sequence[Atom]) -> Given[Atom]:
+    def iterate(self, op: Op, low: int, high: int, operands: Sequence[Atom]) -> ScanResults[Atom]:
         """Writes one iteration; returns its carry, and its rows of the stacked results."""
         view = ScanView(op)
         ops, outputs = self.rewriter.inline(view.body, dict(zip(view.body.inputs, operands, strict=True)))

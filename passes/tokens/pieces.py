@@ -25,7 +25,7 @@ from alpa_lite.ir.graph import Atom, Lit, Op
 from alpa_lite.passes.blockwise import FunctionWriter
 from alpa_lite.passes.ir.flow import values_in
 from alpa_lite.passes.ir.rewriting import shape_of
-from alpa_lite.passes.tokens.beyond import Beyond
+from alpa_lite.passes.tokens.beyond import ConstantTail
 from alpa_lite.passes.tokens.states import Body, Role, State, States, row_factor
 from alpa_lite.passes.tokens.windows import Range
 
@@ -128,7 +128,7 @@ class Extents:
             known = width if holds is None else int(holds.first[slice(*self.rows_of(state, piece))].max())
             needs[piece] = max(needs[piece], min(width, max(known, 1)))
 
-    def find_beyond(self, value: int) -> Beyond | None:
+    def find_beyond(self, value: int) -> ConstantTail | None:
         """Returns the number that a matrix of attention is known to hold behind some column of each row."""
         state = self.found.by_atom[value]
         of = (b for b in self.known.get(value, ()) if (b.row, b.column) == (state.dim, state.column) and b.is_exact)

@@ -27,7 +27,7 @@ from alpa_lite.passes.ir.flow import find_dependents
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.rewriting import replace_body, replace_op
 from alpa_lite.passes.layers import assignment
-from alpa_lite.passes.layers.division import Divided
+from alpa_lite.passes.layers.division import AssignedStep
 from alpa_lite.passes.layers.types import Layering, Phases
 from alpa_lite.passes.tokens import beyond, expansion, opening, states
 from alpa_lite.passes.tracing.statics import Statics
@@ -35,7 +35,7 @@ from alpa_lite.passes.tracing.statics import Statics
 _PRODUCTS = primitives.COMPUTE_INTENSIVE
 
 
-def slice_sequence(step: Divided, lengths: Sequence[int]) -> Divided:
+def slice_sequence(step: AssignedStep, lengths: Sequence[int]) -> AssignedStep:
     """Returns a step that is cut into stages, in slices of the sequence: the same layers on the same stages.
 
     Args:
@@ -161,7 +161,7 @@ class _Slicer:
 
     # -- the new step ---------------------------------------------------------------------------------------------
 
-    def _step(self, cuts: Set[int], made: expansion.Expanded) -> tuple[Layering, Mapping[int, int]]:
+    def _step(self, cuts: Set[int], made: expansion.SlicedBlock) -> tuple[Layering, Mapping[int, int]]:
         """Returns the layers and phases of the new step; `cuts`: ops that take a row of a stacked parameter."""
         layers, slices, rewriter = self.layers, len(self.lengths), self.rewriter
         scan = replace_body(self.scan, made.block)

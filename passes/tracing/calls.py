@@ -26,7 +26,7 @@ import numpy as np
 
 from alpa_lite import _jax
 from alpa_lite.errors import SignatureError
-from alpa_lite.ir.calling import Calling, Form
+from alpa_lite.ir.calling import CallingForm, Form
 from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.tracing import pytrees
 
@@ -51,19 +51,19 @@ class Signature:
     settings: tuple[Any, ...]
 
 
-def signature(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
+def signature(calling: CallingForm, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signature:
     """Returns the signature of a call that has this form."""
     leaves, tree = flatten_call(calling, args, kwargs)
     return Signature(calling.form, tree, tuple(map(_type_or_class, leaves)), calling.settings)
 
 
-def flatten_call(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+def flatten_call(calling: CallingForm, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
     """Returns the flat arguments of a call, NNX objects split, and their structure."""
     pure: Any = calling.drop_static(args, kwargs)
     return jax.tree_util.tree_flatten(pytrees.split(pure) if calling.modules else pure)
 
 
-def leaves_with_paths(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def leaves_with_paths(calling: CallingForm, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Returns the stored path and the leaf of each flat argument of a call, NNX objects split."""
     found = pytrees.walk_leaves(calling.drop_static(args, kwargs))
     return [(path_of(calling, path.keys, path.inner), leaf) for path, leaf, _ in found]
@@ -74,12 +74,12 @@ def key_text(key: Any) -> str:
     return str(next((getattr(key, name) for name in ("key", "name", "idx") if hasattr(key, name)), key))
 
 
-def paths(calling: Calling, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+def paths(calling: CallingForm, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the path of each leaf of a call."""
     return tuple(path for path, _ in leaves_with_paths(calling, args, kwargs))
 
 
-def path_of(calling: Calling, keys: Sequence[Any], inner: str = "") -> str:
+def path_of(calling: CallingForm, keys: Sequence[Any], inner: str = "") -> str:
     """Returns the path of a leaf of the traced (args, kwargs), which begins with the parameter's name."""
     group, first, *rest = keys
     root = calling.roots()[first.idx] if group.idx == 0 else first.key
@@ -92,7 +92,7 @@ def describe_calling(
     kwargs: Mapping[str, Any],
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
-) -> Calling:
+) -> CallingForm:
     """Returns how `fun(*args, **kwargs)` is called, with `jax.jit`'s meaning of static arguments.
 
     A parameter that `static_argnums` counts may also come by keyword, or be left to its default.
@@ -125,7 +125,7 @@ def describe_calling(
     static_keywords = {name: kwargs[name] for name in sorted(kwargs) if name in keywords}
     named = [*((names[i], value) for i, value in static_positions.items()), *static_keywords.items()]
     _check_hashable(named, "the static argument {} is not hashable ({}); pass a hashable value, or make it dynamic")
-    found = Calling(
+    found = CallingForm(
         names=names,
         dynamic=tuple(i for i in range(len(args)) if i not in numbers),
         keywords=tuple(name for name in sorted(kwargs) if name not in keywords),
@@ -136,7 +136,7 @@ def describe_calling(
     return _hide_constants(found, found.drop_static(args, kwargs), pytrees.has_static_numbers(fun))
 
 
-def _hide_constants(calling: Calling, traced: Any, numbers: bool) -> Calling:
+def _hide_constants(calling: CallingForm, traced: Any, numbers: bool) -> CallingForm:
     """Returns the form of a call with some traced arguments, leaves that are no arrays, and perhaps numbers, constants.
 
     Raises:

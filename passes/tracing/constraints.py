@@ -24,7 +24,7 @@ from alpa_lite.passes.ir import flow
 from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.ir.pruning import renumber
 from alpa_lite.passes.ir.rewriting import Rewriter, rename_atom, rename_op
-from alpa_lite.passes.tracing.placements import Given, spec_dims, spec_text
+from alpa_lite.passes.tracing.placements import GivenPlacement, spec_dims, spec_text
 
 Scope = tuple[str, ...]
 
@@ -48,7 +48,7 @@ def constrain_scopes(graph: Graph, specs: Mapping[str, PartitionSpec]) -> Graph:
     return renumber(replace(graph, values=tuple(work.rewriter.values), block=block))
 
 
-def constrain_results(graph: Graph, given: Mapping[int, Given], paths: Sequence[str]) -> Graph:
+def constrain_results(graph: Graph, given: Mapping[int, GivenPlacement], paths: Sequence[str]) -> Graph:
     """Returns the graph with a constraint on each output for which a sharding is given, by its number."""
     if all(one is None for one in given.values()):
         return graph

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from alpa_lite.errors import OptionError, SignatureError
-from alpa_lite.ir.calling import Calling
+from alpa_lite.ir.calling import CallingForm
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.tracing.calls import as_tuple, position_of
@@ -147,7 +147,7 @@ Argnums = str | int | Sequence[int]
 
 
 def find_named_leaves(
-    calling: Calling, inputs: Part, kind: str, argnums: Argnums, argnames: str | Sequence[str]
+    calling: CallingForm, inputs: Part, kind: str, argnums: Argnums, argnames: str | Sequence[str]
 ) -> frozenset[int] | None:
     """Returns the leaves of the arguments that the user named as the state or as the batch, or None for "auto".
 

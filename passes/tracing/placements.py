@@ -128,16 +128,16 @@ def _annotation(number: int, rank: int, found: Spec, *, array: bool = False) -> 
     return Annotation(number, dims, named, array, why) if any(dims) else None
 
 
-Given = NamedSharding | PartitionSpec | None
+GivenPlacement = NamedSharding | PartitionSpec | None
 
 
-def spread(option: str, prefix: Any, tree: Any) -> list[Given]:
+def spread(option: str, prefix: Any, tree: Any) -> list[GivenPlacement]:
     """Returns the sharding of each flat leaf of a pytree, of which `prefix` is a prefix.
 
     Raises:
       OptionError: it is none.
     """
-    found: list[Given] = []
+    found: list[GivenPlacement] = []
     try:
         jax.tree_util.tree_map(
             lambda sharding, part: found.extend([sharding] * len(pytrees.flatten_nnx(part)[0])),
@@ -208,6 +208,6 @@ def spec_dims(option: str, one: NamedSharding | PartitionSpec, rank: int, path: 
     return _jax.spec_dims(spec, rank)
 
 
-def spec_text(one: Given) -> str:
+def spec_text(one: GivenPlacement) -> str:
     """Returns a sharding in messages."""
     return str(one.spec if isinstance(one, NamedSharding) else one)

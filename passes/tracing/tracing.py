@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 
 from alpa_lite import _jax
 from alpa_lite.errors import OptionError, SignatureError, TracingError
-from alpa_lite.ir.calling import Calling
+from alpa_lite.ir.calling import CallingForm
 from alpa_lite.ir.graph import Argument, Graph, Traced
 from alpa_lite.ir.paths import format_path
 from alpa_lite.passes.tracing import attention, calls, conversion, equations, pytrees
@@ -137,7 +137,7 @@ class _Run:
     """One tracing: the step as a function of flat leaves, and its pytrees, which are known afterwards."""
 
     fun: Callable[..., Any]
-    calling: Calling
+    calling: CallingForm
     _arguments: Any
     _shapes: Mapping[int, tuple[int, ...]]
     inputs: Part = field(init=False)

@@ -29,10 +29,10 @@ from alpa_lite.passes.ir.loops import ScanView
 from alpa_lite.passes.lowering import emission
 from alpa_lite.passes.lowering.program import (
     Body,
+    GlobalOp,
     Instruction,
     LocalProgram,
     Loop,
-    Outside,
     Reshard,
     read_before,
     spec_of,
@@ -153,7 +153,7 @@ class _Search:
             kinds = ", ".join(f"{step.kind} over {'+'.join(step.axes)}" for step in item.steps)
             where = _jax.describe_location(item.used_by.source) if item.used_by is not None else "a result of the step"
             return Difference(kinds, where, self.layouts((source,), (result,)), wrong)
-        if isinstance(item, Outside) or item.op.has_effects:
+        if isinstance(item, GlobalOp) or item.op.has_effects:
             return None
         op = item.op
         operands = [o.value if isinstance(o, Lit) else self.fetch(o, found[o]) for o in item.operands]

@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from alpa_lite.passes.tracing import pytrees
-from gallery.steps import descended, square_layers
+from gallery.steps import apply_optimizer, square_layers
 
 Pair = collections.namedtuple("Pair", "first second")
 
@@ -85,4 +85,4 @@ def create(key: jax.Array) -> dict[str, Any]:
 
 
 def train(state: dict[str, Any], batch: Any) -> tuple[dict[str, Any], jax.Array]:
-    return descended(lambda params: square_layers(params, batch), state, optax.adam(1e-2))
+    return apply_optimizer(lambda params: square_layers(params, batch), state, optax.adam(1e-2))

@@ -12,7 +12,7 @@ from jax import lax
 from alpa_lite import models
 from alpa_lite.ir.graph import Block, Op, Traced
 from alpa_lite.passes.tracing import tracing
-from gallery.batches import filled
+from gallery.batches import random_arrays
 
 Loss = Callable[[Any, Any], Any]
 
@@ -68,12 +68,12 @@ def zoo(
     config = spec.config(size, **overrides)
     module = nnx.eval_shape(lambda: spec.model(config, rngs=nnx.Rngs(0)))
     graphdef, shapes, rest = nnx.split(module, nnx.Param, ...)
-    rest = filled(rest)
+    rest = random_arrays(rest)
 
     def loss_fn(params: Any, batch: Any) -> jax.Array:
         return spec.loss(nnx.merge(graphdef, params, rest), batch)
 
-    step, state = step_of(loss_fn, filled(nnx.to_pure_dict(shapes)), count, tx or optax.adam(1e-3))
+    step, state = step_of(loss_fn, random_arrays(nnx.to_pure_dict(shapes)), count, tx or optax.adam(1e-3))
     return step, state, jax.tree.map(jnp.asarray, spec.sample(config, batch))
 
 

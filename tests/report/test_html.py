@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from alpa_lite.plan.figures import Held, Products, Spending
+from alpa_lite.plan.figures import OpCost, Products, Residual
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import operations, stages
 from alpa_lite.report.html import MAX_CELL_BYTES, document, fragment
@@ -27,11 +27,11 @@ VOID = {"input", "meta", "br"}
 
 def full(plan: Plan) -> Plan:
     """With what only the compiler fills in."""
-    held = (Held("gpt.py:57 (GPT.__call__) jvp(h_0)/attn", "dot_general", (64, 8), "float32", P("data"), 512, 2),)
+    held = (Residual("gpt.py:57 (GPT.__call__) jvp(h_0)/attn", "dot_general", (64, 8), "float32", P("data"), 512, 2),)
     spending = (
-        Spending("gpt.py:57 (GPT.__call__) jvp(GPT)/h_#/attn", "dot_general", 8e-3),
-        Spending("gpt.py:57 (GPT.__call__) transpose(jvp(GPT))/h_#/attn", "dot_general", 16e-3),
-        Spending("train.py:9 (train_step)", "mul", 1e-3),
+        OpCost("gpt.py:57 (GPT.__call__) jvp(GPT)/h_#/attn", "dot_general", 8e-3),
+        OpCost("gpt.py:57 (GPT.__call__) transpose(jvp(GPT))/h_#/attn", "dot_general", 16e-3),
+        OpCost("train.py:9 (train_step)", "mul", 1e-3),
     )
     stages = tuple(dataclasses.replace(stage, held=held, spending=spending) for stage in plan.stages)
     return with_comparisons(dataclasses.replace(plan, stages=stages, products=Products(1e12, 1.25e14)))

@@ -7,7 +7,7 @@ import pytest
 
 import alpa_lite
 from alpa_lite.options import Method
-from alpa_lite.plan.figures import Spending
+from alpa_lite.plan.figures import OpCost
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import html, operations, stages
 from gallery.steps import mlp
@@ -35,7 +35,7 @@ def test_rows_add_up_to_the_step():
 
 
 def test_a_bound_is_the_largest_term():
-    row = Spending("f.py:1", "mul", flops=1e-6, bytes=2e-6, links=1.5e-6, latency=1e-6, count=2)
+    row = OpCost("f.py:1", "mul", flops=1e-6, bytes=2e-6, links=1.5e-6, latency=1e-6, count=2)
     assert row.bound == "bytes" and row.seconds == 2e-6 and row.total == pytest.approx(4.5e-6)
     assert operations.bounds([row]) == pytest.approx({"FLOPs": 0.0, "bytes": 2e-6, "links": 1.5e-6, "latency": 1e-6})
     assert operations.bounds_text([row]) == "bytes 44 %, links 33 %, latency 22 %"

@@ -51,11 +51,11 @@ def test_counts_end_with_their_stage_and_lasting_ones_when_all_is_done() -> None
     assert report.line().startswith("planning: costs, layers priced 1 of 4 ")
     report.stage("slicing")
     assert report.line() == "planning: slicing"
-    report.count("stages planned", 1, 3, lasting=True)
+    report.count("stages planned", 1, 3, is_lasting=True)
     report.stage("sharding")
     report.count("mesh shapes solved", 1, 1)
     assert report.line().startswith("planning: sharding, stages planned 1 of 3 ")
-    report.count("stages planned", 3, 3, lasting=True)
+    report.count("stages planned", 3, 3, is_lasting=True)
     assert report.line() == "planning: sharding"
 
 
@@ -98,7 +98,7 @@ step = sgd(square_layers)
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
     counts: list[tuple[str, int, int]] = []
     monkeypatch.setattr(
-        progress.Report, "count", lambda self, what, done, total, lasting=False: counts.append((what, done, total))
+        progress.Report, "count", lambda self, what, done, total, is_lasting=False: counts.append((what, done, total))
     )
     return counts
 

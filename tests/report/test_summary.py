@@ -18,7 +18,7 @@ from alpa_lite.plan.figures import AxisUse, Products
 from alpa_lite.plan.plan import Plan
 from alpa_lite.report import summary
 from gallery.batches import f32, shape
-from gallery.steps import optimised
+from gallery.steps import optimizer_step
 from tests.plans import gpt_plan, pipeline_plan, small_plan, with_comparisons
 
 CLUSTER = Cluster.preset("h100", nodes=1)
@@ -35,7 +35,7 @@ def planned(batch: int = 64, width: int = 128, hidden: int = 512, **options) -> 
     params = {"embed": f32(256, width), "up": f32(width, hidden), "down": f32(hidden, width)}
     tokens = shape(batch, 32)
     args = params, jax.eval_shape(OPTIMIZER.init, params), tokens
-    return alpa_lite.make_plan(optimised(loss_of, OPTIMIZER), *args, cluster=CLUSTER, verify="off", **options)
+    return alpa_lite.make_plan(optimizer_step(loss_of, OPTIMIZER), *args, cluster=CLUSTER, verify="off", **options)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx, serialization
 
-from alpa_lite.ir.graph import Argument, Block, Graph, Pieces, Stacked, Traced, Value
+from alpa_lite.ir.graph import Argument, Block, Graph, Pieces, StackedArguments, Traced, Value
 from alpa_lite.ir.layout import Layout, LogicalMesh
 from alpa_lite.ir.program import Program, Submesh, buffer
 from alpa_lite.runtime.binding import ArgumentBinder, NewSignature
@@ -42,7 +42,7 @@ class Cut:
         values = tuple(Value(b.shape, FLOAT, jax.typeof(np.zeros(b.shape, FLOAT))) for b in buffers)
         graph, leaf = Graph(values, Block(numbers, (), numbers)), Pieces(numbers, bounds)
         parts = tuple(Argument(f"w[{n}]", "state") for n in numbers)
-        traced = Traced(graph, parts, parts, (), None, None, stacked=Stacked((leaf,), (leaf,)))
+        traced = Traced(graph, parts, parts, (), None, None, stacked=StackedArguments((leaf,), (leaf,)))
         placed = ProgramBuffers(traced, program, None)
         self.binder = ArgumentBinder(traced, placed, (), DeviceCopies(), takes_uncommitted=False)
         self.shardings = list(map(placed.sharding, numbers))

@@ -25,7 +25,7 @@ from alpa_lite.runtime.binding import NewSignature
 from alpa_lite.runtime.jit_fallback import jit_fallback
 from alpa_lite.runtime.load import load_on_mesh
 from alpa_lite.runtime.step import Executable, LoadOptions
-from gallery.steps import descended, in_place
+from gallery.steps import apply_optimizer, in_place
 from tests.comparing import assert_close, is_key
 from tests.runtime.cases import pointers
 
@@ -82,7 +82,7 @@ def step(state, batch):
     def loss_of(params):
         return ((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2).mean()
 
-    new, loss = descended(loss_of, state, OPTIMIZER)
+    new, loss = apply_optimizer(loss_of, state, OPTIMIZER)
     return {**new, "step": state["step"] + 1}, loss
 
 

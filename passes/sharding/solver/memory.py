@@ -30,7 +30,7 @@ from alpa_lite.ir.strategy import Solution
 from alpa_lite.passes.sharding.solver import work
 from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.passes.sharding.solver.problem import Problem, descend, forget_seconds, price_memory
-from alpa_lite.passes.sharding.solver.program import LinearProgram, Relaxed, build, flatten
+from alpa_lite.passes.sharding.solver.program import LinearProgram, RelaxedSolution, build, flatten
 from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, make_consistent
 from alpa_lite.passes.sharding.solver.work import WorkExhausted
 
@@ -321,7 +321,7 @@ class PeakSearch:
         self.constraints = max(self.constraints, program.height)
         return program
 
-    def _solve_program(self, solver: Callable[..., Relaxed], *args: Any, least: int = 1) -> Relaxed:
+    def _solve_program(self, solver: Callable[..., RelaxedSolution], *args: Any, least: int = 1) -> RelaxedSolution:
         """Returns the answer to a program, which takes `least` work or more: all of it is known afterwards.
 
         Raises:

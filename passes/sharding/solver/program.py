@@ -94,7 +94,7 @@ class LinearProgram:
 
 
 @dataclass(frozen=True, eq=False)
-class Relaxed:
+class RelaxedSolution:
     """Answer of the solver.
 
     x: None if there is none. bound: of the program in its own unit; `inf` if infeasible. work: as of `solver.work`.
@@ -219,7 +219,7 @@ class _Draft:
         return np.arange(self.links.first[i], self.links.first[i + 1])
 
 
-def solve_relaxation(program: LinearProgram, points: Sequence[int], unit: float) -> Relaxed:
+def solve_relaxation(program: LinearProgram, points: Sequence[int], unit: float) -> RelaxedSolution:
     """The linear relaxation with the memory rows of some program points. unit: about the seconds of the objective."""
     rows, limits = _memory_rows(program, points)
     scale = SCALE / unit
@@ -236,18 +236,18 @@ def solve_relaxation(program: LinearProgram, points: Sequence[int], unit: float)
     )
     work = (program.equalities.nnz + program.at_most.nnz + rows.nnz) * max(int(result.nit), 1)
     if result.status == 2:
-        return Relaxed(None, np.inf, work=work)
+        return RelaxedSolution(None, np.inf, work=work)
     if result.status != 0:
-        return Relaxed(None, 0.0, work=work)
+        return RelaxedSolution(None, 0.0, work=work)
     price = np.zeros(len(program.problem.base))
     dual = -np.asarray(result.ineqlin.marginals)[program.inequalities :]
     np.add.at(price, np.asarray(points, dtype=int), dual * (_row_scale(program) / scale))
-    return Relaxed(result.x, result.fun / scale, np.asarray(result.lower.marginals) / scale, price, work)
+    return RelaxedSolution(result.x, result.fun / scale, np.asarray(result.lower.marginals) / scale, price, work)
 
 
 def branch(
     program: LinearProgram, points: Sequence[int], covers: Sequence[np.ndarray], unit: float, gap: float
-) -> Relaxed:  # fmt: skip
+) -> RelaxedSolution:  # fmt: skip
     """The integer program with the memory rows of some program points, and with sets of which not all may be chosen."""
     rows, limits = _memory_rows(program, points)
     more: list[_Rows] = [(rows, -np.inf, limits)] if len(points) else []
@@ -257,7 +257,7 @@ def branch(
     return _milp(program, program.cost * (SCALE / unit), [*_own_rows(program), *more], unit / SCALE, gap)
 
 
-def flatten(program: LinearProgram, points: Sequence[int], integral: bool, gap: float) -> Relaxed:
+def flatten(program: LinearProgram, points: Sequence[int], integral: bool, gap: float) -> RelaxedSolution:
     """Minimise the largest of the bytes at some program points; the bound is in bytes."""
     matrix = sparse.csr_array(np.stack([program.memory_row(t) for t in points]))
     base = program.problem.base[list(points)]
@@ -289,7 +289,7 @@ def _own_rows(program: LinearProgram, others: int = 0) -> list[_Rows]:
 
 def _milp(
     program: LinearProgram, cost: np.ndarray, rows: list[_Rows], unit: float, gap: float, integral: bool = True
-) -> Relaxed:  # fmt: skip
+) -> RelaxedSolution:  # fmt: skip
     is_integer = np.arange(len(cost)) < program.integers
     result = milp(
         cost,
@@ -302,10 +302,10 @@ def _milp(
     height = sum(len(matrix.indptr) - 1 for matrix, _, _ in rows) + NODE_ITERATIONS * int(result.mip_node_count or 0)
     work = sum(matrix.nnz for matrix, _, _ in rows) * height * (INTEGER_WORK if integral else 1)
     if result.status == 2:
-        return Relaxed(None, np.inf, work=work)
+        return RelaxedSolution(None, np.inf, work=work)
     bound = result.mip_dual_bound if integral or result.status != 0 else result.fun
     bound = float(bound) * unit if bound is not None and np.isfinite(bound) else 0.0
-    return Relaxed(result.x, bound, work=work)
+    return RelaxedSolution(result.x, bound, work=work)
 
 
 def _row_scale(program: LinearProgram) -> float:

@@ -23,7 +23,7 @@ from alpa_lite.passes.sharding.solver import work
 from alpa_lite.passes.sharding.solver.memory import ROUNDING, STEPS, SWEEPS, MemoryDual, PeakSearch, find_peaks
 from alpa_lite.passes.sharding.solver.messages import Ascent
 from alpa_lite.passes.sharding.solver.problem import allowance, descend, forget_memory, price_memory
-from alpa_lite.passes.sharding.solver.program import LinearProgram, Relaxed, branch, solve_relaxation
+from alpa_lite.passes.sharding.solver.program import LinearProgram, RelaxedSolution, branch, solve_relaxation
 from alpa_lite.passes.sharding.solver.restrict import Contradiction, Restriction, make_consistent
 from alpa_lite.passes.sharding.solver.work import WorkExhausted
 
@@ -204,7 +204,7 @@ class Search(PeakSearch):
         guesses = (self.objective, self.bound, float(program.cost.max()))
         return next((guess for guess in guesses if math.isfinite(guess) and guess > 0), 1.0)
 
-    def _relax(self, program: LinearProgram) -> Relaxed:
+    def _relax(self, program: LinearProgram) -> RelaxedSolution:
         """Returns the relaxation with as many memory rows as it takes to satisfy all."""
         budget = program.problem.budget
         while True:

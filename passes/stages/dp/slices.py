@@ -56,7 +56,7 @@ class StageSlices:
 
 
 @dataclass(frozen=True)
-class Weighed:
+class WeighedSchedule:
     """One schedule with one number of micro-batches, all devices used.
 
     Attributes:
@@ -80,7 +80,7 @@ class Weighed:
 
 
 @dataclass(frozen=True)
-class Infeasible:
+class Infeasibility:
     """Why there is no pipeline on all devices.
 
     Attributes:
@@ -110,8 +110,8 @@ class StageSlicing:
     all_devices: StageSlices | None
     fewer_devices: StageSlices | None
     bound: float
-    infeasible: Infeasible | None
-    weighed: tuple[Weighed, ...]
+    infeasible: Infeasibility | None
+    weighed: tuple[WeighedSchedule, ...]
 
     @property
     def best(self) -> StageSlices | None:

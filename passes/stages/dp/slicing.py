@@ -59,7 +59,14 @@ from alpa_lite.ir import units
 from alpa_lite.passes.stages.dp.paths import Minimum, least_bytes, least_bytes_together, minimise
 from alpa_lite.passes.stages.dp.ranges import StageCosts
 from alpa_lite.passes.stages.dp.shortest import Path, PathProblem
-from alpa_lite.passes.stages.dp.slices import VIRTUAL, Infeasible, SliceOptions, StageSlices, StageSlicing, Weighed
+from alpa_lite.passes.stages.dp.slices import (
+    VIRTUAL,
+    Infeasibility,
+    SliceOptions,
+    StageSlices,
+    StageSlicing,
+    WeighedSchedule,
+)
 from alpa_lite.passes.stages.dp.tasks import (
     Task,
     can_use_all,
@@ -111,12 +118,12 @@ def _near(costs: StageCosts, size: int) -> tuple[int, ...]:
 
 def _fastest(
     tasks: Sequence[Task], options: SliceOptions, *, fewer: bool, known: StageSlices | None = None
-) -> tuple[StageSlices | None, float, tuple[Weighed, ...]]:
+) -> tuple[StageSlices | None, float, tuple[WeighedSchedule, ...]]:
     """Returns the best of all tasks, in order of their simplest bounds, or else `known`; its bound; each's result."""
     best = known
     bound = math.inf
     limit = math.inf if known is None else known.seconds
-    weighed: list[Weighed] = []
+    weighed: list[WeighedSchedule] = []
     area = functools.cache(least_area)
     order = [(area(t.costs, t.kind) * t.costs.num_microbatches / t.costs.total_devices, t) for t in tasks]
     for simple, task in sorted(order, key=lambda pair: pair[0]):
@@ -133,7 +140,7 @@ def _fastest(
             limit, best = found.seconds, pipeline_of(task, problem, found.path)
     if known is not None and best is known:
         row = known.num_microbatches, known.schedule, known.virtual, known.num_meshes
-        weighed.append(Weighed(*row, known.seconds, max(known.bytes), min(bound, limit), "met"))
+        weighed.append(WeighedSchedule(*row, known.seconds, max(known.bytes), min(bound, limit), "met"))
     return best, min(bound, limit), _ranked(weighed, best)
 
 
@@ -182,22 +189,22 @@ def _holds(task: Task, problem: PathProblem, path: Path, options: SliceOptions) 
     return max(pipeline_of(task, problem, path).bytes) <= options.budget
 
 
-def _weighed(task: Task, problem: PathProblem | None, found: Minimum) -> list[Weighed]:
+def _weighed(task: Task, problem: PathProblem | None, found: Minimum) -> list[WeighedSchedule]:
     """Returns the results of the search of one task, by number of stages."""
     key = task.costs.num_microbatches, task.schedule, task.virtual
     if problem is None or not found.by_stages:
         reason = "infeasible" if math.isinf(found.bound) else "cutoff"
         status = reason if found.is_finished else "not searched"
-        return [Weighed(*key, task.meshes or None, None, None, found.bound, status)]
+        return [WeighedSchedule(*key, task.meshes or None, None, None, found.bound, status)]
     rows = []
     for _, path in found.by_stages.values():
         slices = pipeline_of(task, problem, path)
         status = "optimal" if path == found.path and found.is_finished else "met"
-        rows.append(Weighed(*key, slices.num_meshes, slices.seconds, max(slices.bytes), found.bound, status))
+        rows.append(WeighedSchedule(*key, slices.num_meshes, slices.seconds, max(slices.bytes), found.bound, status))
     return rows
 
 
-def _ranked(weighed: list[Weighed], best: StageSlices | None) -> tuple[Weighed, ...]:
+def _ranked(weighed: list[WeighedSchedule], best: StageSlices | None) -> tuple[WeighedSchedule, ...]:
     """Fastest first, the chosen one marked."""
     rows = sorted(weighed, key=lambda w: (w.bound if w.seconds is None else w.seconds, w.schedule, w.num_microbatches))
     if best is None:
@@ -213,10 +220,10 @@ def _ranked(weighed: list[Weighed], best: StageSlices | None) -> tuple[Weighed, 
 
 def explain_infeasible(
     costs: Sequence[StageCosts], tasks: Sequence[Task], options: SliceOptions, *, fewer: bool
-) -> Infeasible:
+) -> Infeasibility:
     """Returns the constraint that leaves no pipeline on all devices; with `fewer`, none on fewer either."""
     if not tasks:
-        return Infeasible("schedule", _no_schedule(costs, options), None)
+        return Infeasibility("schedule", _no_schedule(costs, options), None)
     found = _least_bytes(tasks, options, fewer=False)
     if found is None and fewer:
         found = _least_bytes(tasks, options, fewer=True)
@@ -224,14 +231,14 @@ def explain_infeasible(
         sizes = ", ".join(map(str, costs[0].devices))
         given = "" if options.num_stages is None else f" with num_stages={options.num_stages}"
         message = f"no stages on submeshes of {sizes} devices use all {costs[0].total_devices} devices{given}"
-        return Infeasible("devices", message, None)
+        return Infeasibility("devices", message, None)
     need, task = found
     message = (
         f"memory_per_device={units.exact_bytes(options.budget)} is {units.exact_bytes(need - options.budget)} short of "
         f"the smallest that works, {units.exact_bytes(need)}, with "
         f"{units.count_of(task.costs.num_microbatches, 'micro-batch')} and {task.schedule}."
     )
-    return Infeasible("memory", message, need)
+    return Infeasibility("memory", message, need)
 
 
 def _least_bytes(tasks: Sequence[Task], options: SliceOptions, *, fewer: bool) -> tuple[float, Task] | None:

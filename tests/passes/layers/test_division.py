@@ -16,7 +16,7 @@ from alpa_lite.ir.graph import Pieces, check
 from alpa_lite.options import Pipeline
 from alpa_lite.passes import factors
 from alpa_lite.passes.layers import division
-from alpa_lite.passes.layers.division import Divided, Divisible
+from alpa_lite.passes.layers.division import AssignedStep, LayeredStep
 from alpa_lite.passes.layers.rematerialisation import Choice
 from alpa_lite.passes.microbatches import loop
 from alpa_lite.passes.search.pipeline_analysis import max_layers
@@ -27,7 +27,7 @@ from tests.comparing import assert_close_in_norm
 from tests.passes.numerics import outputs
 
 
-def step_in_layers(step: Any, arguments: Any, layers: int = 16) -> Divisible:
+def step_in_layers(step: Any, arguments: Any, layers: int = 16) -> LayeredStep:
     traced = tracing.trace(
         step, arguments, {}, batch_argnums="auto", batch_argnames=(), static_argnums=(), static_argnames=()
     )
@@ -74,7 +74,7 @@ def test_scans_are_cut_into_as_many_parts_as_stages_need(layers, stages, parts):
 
 
 @functools.cache
-def six_layers(draws: bool = False) -> tuple[Divisible, Any, list[Any]]:
+def six_layers(draws: bool = False) -> tuple[LayeredStep, Any, list[Any]]:
     """The step in layers, its arguments, and what it computes of them."""
     step, arguments = scanned(6, draws)
     found = step_in_layers(step, arguments)
@@ -88,7 +88,7 @@ def apart(leaves: list[Any], pieces: tuple[Pieces, ...]) -> list[Any]:
     return out
 
 
-def assert_computes(done: Divided, draws: bool = False) -> None:
+def assert_computes(done: AssignedStep, draws: bool = False) -> None:
     """Its arguments and results are those of the step, stacked ones in pieces."""
     traced, stacked = done.accumulated.traced, done.accumulated.traced.stacked
     check(traced.graph)
@@ -119,7 +119,7 @@ def test_each_stage_has_one_scan_of_its_iterations():
 def test_stages_compute_again_what_they_do_not_save(remat: tuple[Choice, Choice]):
     step, *_ = six_layers()
 
-    def bytes_read(done: Divided) -> list[int]:
+    def bytes_read(done: AssignedStep) -> list[int]:
         """Bytes of its forward pass that the backward pass of each stage reads."""
         forward, values = done.layering.forward, done.accumulated.traced.graph.values
         made = {v: op for op in done.layering.body.ops if op.index in forward for v in op.results}

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from alpa_lite.passes.ir.rewriting import Rewritten
+from alpa_lite.passes.ir.rewriting import RewrittenStep
 from alpa_lite.passes.layers.assignment import assign
 from alpa_lite.passes.layers.rematerialisation import Choice, rematerialise
 from alpa_lite.passes.layers.types import Layering
@@ -20,12 +20,12 @@ from tests.passes.layers.test_layering import GPT, SGD, gpt, layered, layers_of
 from tests.passes.numerics import assert_same
 
 
-def rewritten(layers: Layering, choice: Choice) -> Rewritten:
+def rewritten(layers: Layering, choice: Choice) -> RewrittenStep:
     return rematerialise(layers, dict.fromkeys(range(len(layers.layers)) if choice != "none" else (), choice))
 
 
 @functools.cache
-def gpt_again() -> tuple[Rewritten, Layering]:
+def gpt_again() -> tuple[RewrittenStep, Layering]:
     """The GPT of `gpt`, of which only layer boundaries are saved."""
     result = rewritten(gpt(), "layer")
     return result, layered(result.traced, max_layers=6)

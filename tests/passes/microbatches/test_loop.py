@@ -181,7 +181,7 @@ def loop_of(found):
 
 
 def test_gradients_of_a_leaf_share_one_accumulator():
-    _, found = accumulated(*steps.embedded(), 4)
+    _, found = accumulated(*steps.embedding(), 4)
     assert loop_of(found).params["num_carry"] == 3  # of embeddings, of positions, and the loss
 
 
@@ -192,7 +192,7 @@ def test_the_update_is_outside_of_the_loop():
 
 
 def test_denominators_are_computed_once_and_said():
-    _, found = accumulated(*steps.masked(), 4)
+    _, found = accumulated(*steps.masked_loss(), 4)
     assert any("whole batch, before" in note and "reduce_sum" in note for note in found.notes)
     assert found.notes[0].startswith("4 micro-batches of 4 examples: dim 0 of batch/mask")
 

@@ -11,7 +11,7 @@ import pytest
 
 from alpa_lite.passes.ir.loops import scan_op
 from alpa_lite.passes.microbatches.states import is_intensive
-from gallery.steps import cross_entropy, optimised
+from gallery.steps import cross_entropy, optimizer_step
 from tests.comparing import assert_close_in_norm
 from tests.passes.microbatches.test_loop import accumulated
 from tests.passes.numerics import outputs
@@ -25,7 +25,7 @@ def clipped(loss: Any, batch: Any) -> tuple[Any, tuple[Any, ...]]:
     params = {"embed": (VOCAB, WIDE), "inner": (WIDE, WIDE), "head": (WIDE, VOCAB)}
     params = {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, params.items(), strict=True)}
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
-    return optimised(loss, optimizer), (params, optimizer.init(params), batch)
+    return optimizer_step(loss, optimizer), (params, optimizer.init(params), batch)
 
 
 def tokens_of(*shape: int) -> jax.Array:

@@ -17,7 +17,7 @@ from alpa_lite.ir.program import Receive, Run, Send, Submesh
 from alpa_lite.ir.schedules import Schedule, Task
 from alpa_lite.passes.programs import simulation, writing
 from alpa_lite.passes.programs.calls import Calls
-from alpa_lite.passes.programs.writing import Written
+from alpa_lite.passes.programs.writing import WrittenProgram
 from tests import scheduling
 from tests.passes.layers.division_cases import driven
 from tests.pipeline_driver import Driven
@@ -32,7 +32,7 @@ def planned(schedule: Schedule, kind: str = "plain") -> Driven:
     return driven(kind, schedule.num_meshes, name, schedule.virtual)
 
 
-def written(schedule: Schedule, kind: str = "plain", transfer: float = 0.0) -> Written:
+def written(schedule: Schedule, kind: str = "plain", transfer: float = 0.0) -> WrittenProgram:
     stages = planned(schedule, kind)
     segments = [stage.segments for stage in stages.stages]
     seconds = {segment: SECONDS.get(segment.kind, 0.0) for parts in segments for segment in parts.items}

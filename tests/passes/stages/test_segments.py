@@ -12,7 +12,7 @@ from alpa_lite.errors import PlanError
 from alpa_lite.ir.layout import reshard_steps
 from alpa_lite.passes.checks.hlo_text import read_hlo
 from alpa_lite.passes.ir.loops import scan_op
-from alpa_lite.passes.lowering.program import Loop, Outside, Reshard
+from alpa_lite.passes.lowering.program import GlobalOp, Loop, Reshard
 from alpa_lite.passes.stages import cutting
 from alpa_lite.passes.stages.planning import PlannedStage
 from alpa_lite.passes.stages.segments import Segments, Wire
@@ -89,7 +89,7 @@ def test_laying_out_a_stack_of_crossings_is_no_update() -> None:
 def test_an_operation_outside_regions_is_refused() -> None:
     stage = stages_of("plain", "1f1b")[0]
     op, body = stage.stage.traced.graph.block.ops[0], stage.program.body
-    program = replace(stage.program, body=replace(body, instructions=(Outside(op, (), ()), *body.instructions)))
+    program = replace(stage.program, body=replace(body, instructions=(GlobalOp(op, (), ()), *body.instructions)))
     with pytest.raises(PlanError, match=f"{op.name} cannot run inside a pipeline stage"):
         cutting.cut(stage.stage, program, split_weights=False)
 

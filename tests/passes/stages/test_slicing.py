@@ -13,7 +13,7 @@ from alpa_lite.errors import OptionError
 from alpa_lite.ir import schedules
 from alpa_lite.passes.stages.dp.paths import least_bytes_together
 from alpa_lite.passes.stages.dp.ranges import Hosts, StageCosts, sum_layer_costs
-from alpa_lite.passes.stages.dp.slices import VIRTUAL, Infeasible, SliceOptions, StageChoice, StageSlices
+from alpa_lite.passes.stages.dp.slices import VIRTUAL, Infeasibility, SliceOptions, StageChoice, StageSlices
 from alpa_lite.passes.stages.dp.slicing import slice_stages
 from alpa_lite.passes.stages.dp.tasks import evaluate, place, problem_of, tasks_of
 from tests import scheduling
@@ -87,7 +87,7 @@ def best_of(costs, options) -> StageSlices:
     return found
 
 
-def obstacle(costs, options) -> Infeasible:
+def obstacle(costs, options) -> Infeasibility:
     found = slice_stages(costs, options)
     assert found.all_devices is None and found.infeasible is not None
     return found.infeasible

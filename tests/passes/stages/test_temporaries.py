@@ -17,7 +17,7 @@ from alpa_lite.passes.checks.verification import MemoryReport, compiled_reports
 from alpa_lite.passes.stages import temporaries
 from alpa_lite.runtime import aot
 from gallery.batches import f32, shape
-from gallery.steps import layers, optimised, square_layers
+from gallery.steps import layers, optimizer_step, square_layers
 from gallery.steps import sgd as descent
 
 WIDTH, BATCH = 256, 512
@@ -115,7 +115,7 @@ ADAM = optax.adam(1e-3)
 
 def adam_step(loss, turned=False):
     """A step of Adam; if `turned`, it returns moments before parameters."""
-    step = optimised(loss, ADAM)
+    step = optimizer_step(loss, ADAM)
 
     def back(params, moments, x):
         params, moments, value = step(params, moments, x)

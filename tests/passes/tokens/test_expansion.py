@@ -18,7 +18,7 @@ from alpa_lite.passes.blockwise import FunctionWriter
 from alpa_lite.passes.ir.evaluation import evaluate
 from alpa_lite.passes.layers.layering import forward_ops
 from alpa_lite.passes.tokens import beyond, expansion, states
-from alpa_lite.passes.tokens.expansion import Expanded
+from alpa_lite.passes.tokens.expansion import SlicedBlock
 from alpa_lite.passes.tokens.opening import operations, replace_by_operations, unroll_scans
 from alpa_lite.passes.tracing import tracing
 from alpa_lite.passes.tracing.statics import Statics
@@ -32,7 +32,7 @@ TOKENS, VOCAB, WIDE, HEADS = 12, 31, 16, 4
 UNEVEN = (5, 4, 3)
 
 
-def expanded(step: Any, args: Any, lengths: tuple[int, ...]) -> tuple[Expanded, list[Any], list[Any]]:
+def expanded(step: Any, args: Any, lengths: tuple[int, ...]) -> tuple[SlicedBlock, list[Any], list[Any]]:
     """A step (parameters, batch) in slices of dim 1 of its batch, and the results of the whole step and of that."""
     traced = tracing.trace(step, args, {}, batch_argnums=(1,))
     graph, rewriter = traced.graph, FunctionWriter(traced.graph, fold_empty=False)
@@ -49,7 +49,7 @@ def expanded(step: Any, args: Any, lengths: tuple[int, ...]) -> tuple[Expanded, 
     return made, *([f(*leaves) for f in (jax.jit(lambda *x, g=g: evaluate(g, x)) for g in (graph, sliced))])
 
 
-def products(made: Expanded) -> list[int]:
+def products(made: SlicedBlock) -> list[int]:
     """Matrix products of each phase."""
     counts = Counter(made.phase[op.index] for op in made.block.ops if op.name == "dot_general")
     return [counts[phase] for phase in range(max(counts) + 1)]
