@@ -21,13 +21,12 @@ from typing import Any
 
 from alpa_lite import _jax
 from alpa_lite.cluster import Cluster
-from alpa_lite.compilation import known_division, plan_cache
+from alpa_lite.compilation import folded_steps, known_division, plan_cache
 from alpa_lite.compilation.request import PlanRequest, Step
 from alpa_lite.compilation.runner import Passes, passes
 from alpa_lite.ir.graph import Traced
 from alpa_lite.options import Options
 from alpa_lite.passes import checks, factors, plans, tracing
-from alpa_lite.passes.ir.folding import add_folded
 from alpa_lite.passes.layers.residuals import reduce_residuals
 from alpa_lite.passes.plans import comparing, weighing
 from alpa_lite.passes.programs.staged import Staged, add_notes
@@ -109,8 +108,8 @@ def compile_step(
         )  # fmt: skip
         request = replace(request, wishes=wanted)
         step = Step(traced, run("factors", factors.rules_of, traced.graph.ops(), traced.graph.values))
-        if others.count == 1 and _may_fold(traced, request):
-            step = replace(step, traced=run("folding", add_folded, traced))
+        if others.count == 1:
+            step = folded_steps.fold_step(run, step, request)
         found: list[str] = []
         plan, staged = others.plan(
             step, request, lambda: plan_step(run, step, request, found),
@@ -124,32 +123,10 @@ def compile_step(
         comparisons=comparing.compare_with_textbook(step.traced, step.rules, staged, cluster, request.budget)
     )
 
-    unfold = functools.cache(functools.partial(_unfold, name, Step(traced, step.rules), request, plan, staged))
-    return Compiled(unfold, plan, traced, pins)
-
-
-def _unfold(name: str, step: Step, request: PlanRequest, plan: Plan, staged: Staged) -> Staged:
-    """Returns the whole step in the stages of its plan, which is verified again if it was planned folded."""
-    if staged.traced.copies is None:
-        return staged
-    with _jax.clear_mesh_context(), passes(name, None) as run:
-        whole = known_division.rebuild_stages(run, step, request, plan, math.inf)
-        if request.options.verify != "off":
-            run("checks", checks.verify_partitioning, plan, whole)
-        return whole
-
-
-FOLDED_OPERATIONS = 1000
-"""Steps of fewer operations are planned as they are."""
-
-
-def _may_fold(traced: Traced, request: PlanRequest) -> bool:
-    """Returns whether a step may be planned folded: it is long, no argument is constrained, and nothing overlaps."""
-    wishes, options = request.wishes, request.options
-    said = request.pins or wishes.leaves or wishes.forbidden or wishes.mesh or request.like is not None
-    return len(traced.graph.block.ops) >= FOLDED_OPERATIONS and not (
-        said or request.cluster.has_overlap or options.plan is not None or options.communication != "explicit"
+    unfold = functools.cache(
+        functools.partial(folded_steps.unfold, name, Step(traced, step.rules), request, plan, staged)
     )
+    return Compiled(unfold, plan, traced, pins)
 
 
 def plan_step(run: Passes, step: Step, request: PlanRequest, found: list[str]) -> tuple[Plan, Staged]:

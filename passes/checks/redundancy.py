@@ -256,7 +256,7 @@ def _foldable(module: Any, opaque: Opaque) -> tuple[Counter[Sent], Counter[Sent]
 
 
 def _is_constant(op: Any, constants: set[Any]) -> bool:
-    """Whether everything that an operation depends on is a constant; an array of no elements is one, such as padding."""
+    """Whether an operation depends on constants alone; an array of no elements is a constant, such as padding."""
     operands = list(op.operands)
     if op.name == "stablehlo.remainder" and isinstance(op.results[0].type.element_type, ir.IntegerType):
         return _fill_value(operands[1]) == 1 or constants.issuperset(operands)  # of a float it need not be zero

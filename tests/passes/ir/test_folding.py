@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import alpa_lite
-from alpa_lite import compiler
 from alpa_lite.cluster import Cluster
+from alpa_lite.compilation import folded_steps
 from alpa_lite.ir import graph
 from alpa_lite.passes.ir import folding
 from alpa_lite.passes.tracing import tracing
@@ -131,7 +131,7 @@ def traced_of(layer_of: Any, *sizes: Any) -> Any:
 
 
 def plan_of(monkeypatch: Any, layer_of: Any, method: Any, is_folded: bool, layers: int = LAYERS) -> Any:
-    monkeypatch.setattr(compiler, "FOLDED_OPERATIONS", 0 if is_folded else 1 << 40)
+    monkeypatch.setattr(folded_steps, "MIN_OPERATIONS", 0 if is_folded else 1 << 40)
     shapes = jax.eval_shape(lambda: arguments(layers))
     return alpa_lite.make_plan(
         make(loss_of(layer_of)), *shapes, cluster=Cluster.preset("a100"), method=method, memory_per_device=2**30
@@ -225,7 +225,7 @@ def test_too_few_layers_and_layers_that_one_operation_reads_are_not_folded():
 
 @pytest.mark.parametrize("method", [alpa_lite.Auto(), alpa_lite.Zero(3)], ids=lambda method: type(method).__name__)
 def test_a_step_that_was_planned_folded_runs_whole(method, monkeypatch):
-    monkeypatch.setattr(compiler, "FOLDED_OPERATIONS", 0)
+    monkeypatch.setattr(folded_steps, "MIN_OPERATIONS", 0)
     step, args = make(loss_of(whole_if)), arguments()
     run = alpa_lite.parallelize(step, method=method, cluster=Cluster.local(jax.devices()[:4]))
     assert any("one copy of a repeated layer" in line for line in run.plan(*args).verification)
