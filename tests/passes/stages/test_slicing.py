@@ -244,8 +244,12 @@ def test_equal_submeshes_are_also_tried_with_two_stages_on_each():
         0 * ones, by_kinds(np.zeros(5), 2), None,
     )  # fmt: skip
     options = SliceOptions(math.inf, ("1f1b", "interleaved-1f1b"), num_stages=2)
-    rough = slice_stages([costs], replace(options, has_equal_submeshes=True)).best
-    assert rough.virtual == VIRTUAL and rough.seconds == slice_stages([costs], options).best.seconds
+    rough, best = (
+        slice_stages([costs], replace(options, has_equal_submeshes=True)).best,
+        slice_stages([costs], options).best,
+    )
+    assert rough is not None and best is not None
+    assert rough.virtual == VIRTUAL and rough.seconds == best.seconds
 
 
 @settings(max_examples=20, deadline=None)
