@@ -218,7 +218,7 @@ NAMES = ("x", "y", "z")
 """The names of the axes of searched meshes, major to minor."""
 
 Dims = tuple[tuple[str, ...] | None, ...]
-"""For each dim of a spec its axes; None where it is unconstrained."""
+"""The axes of each dim of a spec; None where it is unconstrained."""
 
 
 @dataclass(frozen=True, init=False)

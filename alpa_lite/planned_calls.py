@@ -289,7 +289,7 @@ LISTED = 4
 
 
 def weak_types(signature: Signature) -> tuple[bool, ...]:
-    """For each leaf whether its dtype is weak."""
+    """Returns whether the dtype of each leaf is weak."""
     return tuple(isinstance(kind, tuple) and kind[2] for kind in signature.types)
 
 

@@ -172,7 +172,7 @@ def init_sharded(birth: ShardedInit, call: PlannedCall, room: float) -> tuple[An
 def _roots(
     made: Sequence[tuple[tuple[str, ...], tuple[str, ...], Kind]], names: Sequence[str], exact: Set[Any]
 ) -> list[tuple[str, int]]:
-    """For each result the argument that it is a part of, and how many keys of its path stand for the argument.
+    """Returns the argument that each result is a part of, and the number of keys of its path that stand for it.
 
     Args:
       made: for each result the keys to it, those within an NNX object, and its kind.

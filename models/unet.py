@@ -50,7 +50,7 @@ class UNetConfig:
     dtype: Any = jnp.float32
 
     def levels(self) -> tuple[list[Channels], list[Channels]]:
-        """For each level on the way down, and on the way up, the channels in and out of each block."""
+        """Returns the channels in and out of each block, by level, on the way down and on the way up."""
         widths = [self.channels * factor for factor in self.factors]
         skips = [self.channels, *(out for out in widths for _ in range(self.blocks + 1))][:-1]
         down = [((into, out), *[(out, out)] * (self.blocks - 1)) for into, out in pairwise((self.channels, *widths))]

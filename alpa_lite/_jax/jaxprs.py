@@ -200,7 +200,7 @@ _mlir.register_lowering(CONSTRAINT, lambda _, x, **__: [x])
 
 
 def constraints_of(eqn: Any, annotations: bool) -> list[dict[str, Any] | None]:
-    """For each operand of an equation the parameters of the `CONSTRAINT` that it means; None where it means none.
+    """Returns the parameters of the `CONSTRAINT` that each operand of an equation means; None where it means none.
 
     These are `with_sharding_constraint`, and `device_put` and `reshard` to a sharding of named axes. A memory space
     other than the device's own does not constrain the sharding. Nothing is constrained, and there are no parameters, if

@@ -44,7 +44,7 @@ def _gigabytes(value: float) -> str:
 
 
 def calibration(found: Calibration) -> Group:
-    """For each fit its parameters and its errors."""
+    """Returns the parameters and the errors of each fit."""
     machine = found.cluster
     head = Text(f"{machine.num_devices} {machine.device} calibrated", style="bold")
     head.append(

@@ -339,7 +339,7 @@ def _has_all(tensor: Tensor, names: Sequence[str]) -> bool:
 def _followed(
     shapes: Sequence[tuple[int, ...]], closure: Callable[..., Any], rule: Notation, names: Sequence[str], types: Types
 ) -> list[Tensor] | None:
-    """For each array that a function makes, the names that its dims follow; None where that cannot be told."""
+    """Returns the names that the dims of each array of a function follow; None where that is unknown."""
     found: list[list[Names]] = [[()] * len(shape) for shape in shapes]
     for name in names:
         doubled = tuple(

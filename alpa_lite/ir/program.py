@@ -339,7 +339,7 @@ def keep_owned_buffers(program: Program, owned: Collection[int]) -> Program:
 
 
 def peak_bytes(program: Program) -> tuple[int, ...]:
-    """For each submesh the most bytes per device that buffers take between two instructions of `Program.order`.
+    """Returns the most bytes per device of buffers on each submesh, between two instructions of `Program.order`.
 
     The result of a transfer takes memory from its send on: it may arrive at any time from then, wanted or not.
     """

@@ -126,7 +126,7 @@ def control_flow(op: Op, operands: Sequence[Any], bodies: Sequence[Callable[[Seq
 
 
 def find_last_uses(block: Block) -> dict[int, list[int]]:
-    """For each op, by its index, the values of the block that nothing reads after it; outputs are never among them."""
+    """Returns the values that nothing reads after each op, by its index; outputs are never among them."""
     seen = {atom for atom in block.outputs if isinstance(atom, int)}
     last: dict[int, list[int]] = {}
     for op in reversed(block.ops):

@@ -73,7 +73,7 @@ def fingerprint(ops: Sequence[Op], values: Sequence[Value], free: Mapping[int, s
 
 
 def free_values(order: Sequence[Op], free: frozenset[int], values: Sequence[Value]) -> dict[int, str]:
-    """For each value that a free op makes, a digest of its expression, down to the given values."""
+    """Returns a digest of the expression of each value that a free op makes, down to the given values."""
     found: dict[int, str] = {}
     for op in order:
         if op.index in free:

@@ -240,7 +240,7 @@ def even_points(length: int, most: int) -> tuple[int, ...]:
 
 
 def kept_points(cut: Cut, layering: Layering, cuts: Sequence[int]) -> dict[int, list[int]]:
-    """For each scan that was cut, the points that are stage boundaries: cutting there alone makes one scan a stage.
+    """Returns the stage boundaries in each scan that was cut: cutting there alone makes one scan a stage.
 
     Args:
       cut: a fine cutting.

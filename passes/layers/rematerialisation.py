@@ -207,7 +207,7 @@ class _Body:
         return self.stages.get(user.index, 0) if free else None, value
 
     def find_entering(self) -> None:
-        """For each layer, the values that enter its copies from outside, constants excepted."""
+        """The values that enter the copies of each layer from outside, constants excepted."""
 
         def again(op: Op) -> list[Op]:
             return [self.made[v] for v in self.needed_values(op) if self.is_recomputed(v)]

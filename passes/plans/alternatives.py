@@ -55,7 +55,7 @@ class ForcedStrategy:
 
 
 def weigh(problem: Problem, choice: Sequence[int], kept: Sequence[int]) -> list[tuple[ForcedStrategy, ...]]:
-    """For each node of a problem its chosen strategy, and then the best others, by bound.
+    """Returns the chosen strategy of each node of a problem, and then the best others, by bound.
 
     Strategies that nothing allows, and those with which descent finds no allowed plan, are left out.
 

@@ -49,7 +49,7 @@ def _paths(traced: Traced, grouping: Grouping) -> dict[int, list[tuple[int, str]
 
 
 def transfers_of_nodes(space: Space) -> list[list[int]]:
-    """For each node, the numbers of the transfers that it produces or consumes."""
+    """Returns the numbers of the transfers that each node produces or consumes."""
     out: list[list[int]] = [[] for _ in space.nodes]
     for number, transfer in enumerate(space.program.transfers):
         for node in {transfer.src, *(n for n, _ in transfer.consumers)}:
@@ -58,7 +58,7 @@ def transfers_of_nodes(space: Space) -> list[list[int]]:
 
 
 def transfer_seconds(found: MeshSolution) -> list[tuple[int, np.ndarray]]:
-    """Of each node that had a choice, its number and the seconds of its transfers under each of its strategies.
+    """Returns the number of each node that had a choice, and the seconds of its transfers under each strategy.
 
     The strategies of its neighbours are those that were chosen.
     """

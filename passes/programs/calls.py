@@ -85,7 +85,7 @@ class Calls:
 
     @cached_property
     def _readers(self) -> dict[Wire, dict[int, tuple[SegmentKey, int]]]:
-        """For each crossing value, by stage, the first segment that reads it, and the register there."""
+        """The first segment of each stage that reads a crossing value, and the register there."""
         found: dict[Wire, dict[int, tuple[SegmentKey, int]]] = defaultdict(dict)
         for number, parts in enumerate(self.stages):
             for segment in parts.items:

@@ -23,7 +23,7 @@ from alpa_lite.passes.programs import transfers
 
 
 def crossing_bytes(program: Program, cluster: Cluster) -> tuple[tuple[int, int], ...]:
-    """For each submesh the bytes per device of blocks that stay, and of the most that are there while it sends."""
+    """Returns bytes per device of blocks that stay on each submesh, and of the most that it holds while it sends."""
     count = len(program.submeshes)
     processes = [{cluster.controller(device) for device in one.devices} for one in program.submeshes]
     zeros: list[dict[tuple[tuple[int, ...], str], int]] = [{} for _ in range(count)]

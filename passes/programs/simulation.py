@@ -103,7 +103,7 @@ class DispatchClocks:
 
 
 def producers(program: Program) -> dict[int, Executable]:
-    """For each buffer that a run defines, the executable."""
+    """Returns the executable of each buffer that a run defines."""
     return {
         buffer: program.executables[item.executable]
         for items in program.lists

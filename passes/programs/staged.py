@@ -187,7 +187,7 @@ def estimated_bytes(stages: Sequence[PlannedStage], mesh_of: Sequence[int], sche
 
 
 def _bytes(written: WrittenProgram, stages: Sequence[PlannedStage], cluster: Cluster) -> tuple[tuple[int, int], ...]:
-    """For each submesh, bytes per device of buffers at their peak, and of the largest temporaries.
+    """Returns bytes per device of buffers at their peak and of the largest temporaries, for each submesh.
 
     Blocks that transfers between processes keep count with the buffers, those that a send drops with the temporaries.
     """

@@ -171,7 +171,7 @@ def blocks(shape: tuple[int, ...], layout: Layout, mesh: LogicalMesh) -> tuple[R
 
 
 def _block_numbers(layout: Layout, mesh: LogicalMesh) -> list[tuple[int, ...]]:
-    """For each device, in mesh order, the number of its block along every dim: its place along the dim's axes."""
+    """Returns the number of each device's block along every dim, in mesh order: its place along the dim's axes."""
     places = np.unravel_index(np.arange(mesh.size), mesh.shape)
     place = dict(zip(mesh.axis_names, places, strict=True))
     numbers = np.zeros((mesh.size, len(layout.dims)), int)

@@ -207,7 +207,7 @@ class Form:
         return placed(self.rule.operands), placed(self.rule.results)
 
     def followed_factors(self, main: int, dims: Dims) -> tuple[int, ...] | None:
-        """For each factor of the rule the factor that an operand of these dims gives it; None if it lacks one."""
+        """Returns the factor that an operand of these dims gives each factor of the rule; None if it lacks one."""
         of = {f[0]: g[0] for f, g in zip(self.rule.operands[main], dims, strict=True) if f and g}
         count = len(self.rule.factors)
         return tuple(of[f] for f in range(count)) if len(of) == count else None

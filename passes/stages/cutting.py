@@ -302,7 +302,7 @@ class _Cut:
         return label_by_operands(items, choose, self._arriving())
 
     def _arriving(self) -> dict[int, int]:
-        """For each register with a value that another stage makes late, the first round that can read it."""
+        """Returns the first round that can read each register of a value that another stage makes late."""
         ports = zip(self.program.body.inputs, self.stage.inputs, strict=False)
         return {register: 1 + self.stage.late_rounds[port.number] for register, port in ports if port.kind == "late"}
 

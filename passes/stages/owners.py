@@ -104,7 +104,7 @@ def rounds_of(
 
 
 def first_readers(ops: Sequence[Op], shared: Container[int], number: Mapping[int, int]) -> dict[int, int]:
-    """For each shared op the lowest number of those that read it, directly or through other shared ops; 0 for none."""
+    """Returns the lowest stage that reads each shared op, directly or through other shared ops; 0 for none."""
     found, _ = label_by_readers(
         ops,
         lambda op, readers: {min(readers, default=0) if op.index in shared else number.get(op.index, 0)},

@@ -237,7 +237,7 @@ class _Step:
 
 
 def _exchanged(reads: Sequence[Iterable[int]], home: Mapping[int, int]) -> tuple[list[list[int]], list[list[int]]]:
-    """For each stage the values that it takes from others, and those that it gives to others, as they are first read.
+    """Returns the values that each stage takes from others, and gives to others, in the order of their first readers.
 
     Args:
       reads: of each stage.

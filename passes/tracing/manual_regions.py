@@ -66,7 +66,7 @@ def _is_vectorised(eqn: Any) -> bool:
 
 
 Dims = Sequence[Sequence[str]]
-"""For each dim of an array the axes that divide it."""
+"""The axes that divide each dim of an array."""
 
 
 def global_form(eqn: Any, graph: Graph) -> Callable[..., list[Any]]:

@@ -201,7 +201,7 @@ def argument_placements(
 
 
 def spec_dims(option: str, one: NamedSharding | PartitionSpec, rank: int, path: str) -> Any:
-    """For each dim of a leaf the axes that a sharding gives it."""
+    """Returns the axes that a sharding gives each dim of a leaf."""
     spec = one.spec if isinstance(one, NamedSharding) else one
     if len(spec) > rank:
         raise OptionError(f"{option}={spec} has {len(spec)} entries for {format_path(path)} of {rank} dims; give fewer")

@@ -54,7 +54,7 @@ class ReferenceRun:
         return self.run(self.leaves)
 
     def conditioning(self) -> list[float]:
-        """For each flat result, by how much it changes if every float of the arguments changes in the last place.
+        """The change of each flat result if every float of the arguments changes in the last place.
 
         The last place is that of the least exact dtype of which the result is made.
         """

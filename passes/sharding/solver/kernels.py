@@ -100,7 +100,7 @@ def _collect(parts: Parts, cells: np.ndarray, given: np.ndarray, k: int, end: in
 
 @compile_lazily
 def collect(parts: Parts, cells: np.ndarray, given: np.ndarray) -> np.ndarray:
-    """For each message the least of its cells, less the amounts given to the other end."""
+    """Computes the least cell of each message, less the amounts given to the other end."""
     found = np.zeros(len(given))
     for h in parts.end:
         _collect(parts, cells, given, h >> 1, h & 1, found)
@@ -143,7 +143,7 @@ def add(parts: Parts, cost: np.ndarray, messages: np.ndarray) -> np.ndarray:
 
 @compile_lazily
 def _least(parts: Parts, values: np.ndarray, k: int, end: int, least: np.ndarray) -> None:
-    """For each message of an end the least value of the strategies of its class; `inf` if there is none."""
+    """Computes the least value of the strategies of each message's class at an end; `inf` if there is none."""
     message, at, i = parts.part[k, ROW + end], parts.part[k, KLASS + end], parts.part[k, SRC + end]
     for c in range(message, message + parts.part[k, HIGH + end]):
         least[c] = INF
@@ -154,7 +154,7 @@ def _least(parts: Parts, values: np.ndarray, k: int, end: int, least: np.ndarray
 
 @compile_lazily
 def least_of_classes(parts: Parts, values: np.ndarray, messages: int) -> np.ndarray:
-    """For each message, whose number is given, the least value of the strategies of its class."""
+    """Computes the least value of the strategies of the class of each given message."""
     out = np.zeros(messages)
     for h in parts.end:
         k, end = h >> 1, h & 1
@@ -164,7 +164,7 @@ def least_of_classes(parts: Parts, values: np.ndarray, messages: int) -> np.ndar
 
 @compile_lazily
 def excess(parts: Parts, cells: np.ndarray, given: np.ndarray, rest: np.ndarray, out: np.ndarray) -> None:
-    """For each cell of the problem that is not divided how far it is above the least that its part still holds."""
+    """Computes how far each cell of the undivided problem is above the least that its part still holds."""
     for k in range(len(parts.part)):
         origin, at, wide = parts.part[k, ORIGIN], parts.part[k, CELL], parts.part[k, HIGH + 1]
         for p in range(parts.part[k, HIGH] if origin >= 0 else 0):

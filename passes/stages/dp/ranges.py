@@ -128,7 +128,7 @@ def sum_layer_costs(
 
 
 def choose_fastest_forms(forms: Sequence[StageCosts]) -> StageCosts:
-    """Of each range, on each kind of submesh and in each variant, the costs of the form in which it is fastest."""
+    """Returns the costs of the fastest form of each range, on each kind of submesh and in each variant."""
     names = (*_SUMMED, "fixed_bytes")
     best = forms[0]
     for form in forms[1:]:
