@@ -18,7 +18,7 @@ EQUAL = 1e-3
 
 
 def _scaled(value: float, scales: dict[str, float]) -> str:
-    """Formats three significant digits and the first unit, from the largest, that gives at least 1; empty if none does."""
+    """Formats three significant digits and the first unit, from the largest, that gives at least 1; else empty."""
     found = (f"{digits(value / scale)} {unit}" for unit, scale in scales.items() if abs(value) >= 0.9995 * scale)
     return next(found, "")
 
@@ -84,7 +84,7 @@ def percent(part: float, whole: float) -> str:
 
 
 def pace(seconds: float, best: float) -> str:
-    """Formats how a step compares with the chosen one, such as "slower by 7.5 %"; gaps of a solver are no difference."""
+    """Formats how a step compares with the chosen one, such as "slower by 7.5 %"; gaps of a solver do not count."""
     more = seconds / best - 1 if best else 0.0
     if abs(more) <= EQUAL:
         return "equally fast"
