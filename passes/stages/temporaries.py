@@ -50,7 +50,7 @@ def temporary_bytes(
       again: instructions that are done first, whose results are no inputs then.
     """
     outputs = {w: tuple(o for o in some if not isinstance(o, Lit)) for w, some in segment.outputs.items()}
-    packs = [(some, wire in segment.inputs) for wire, some in outputs.items() if wire in segments.packs]
+    packs = [(some, wire in segment.inputs) for wire, some in outputs.items() if some and wire in segments.packs]
     members = {register for pack, _ in packs for register in pack}
     ends = {register for some in outputs.values() for register in some} - members
     kept = {register for wire, some in outputs.items() if wire in segment.inputs for register in some} - members

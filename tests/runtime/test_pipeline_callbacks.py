@@ -135,6 +135,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # who started the test
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 import jax.numpy as jnp, numpy as np
+from gallery.batches import f32
 from tests import pipeline_driver
 
 SLEEP = [0.0]
