@@ -98,7 +98,7 @@ class Stretch:
         extent: the number of operations that equal those a period on, or a period back.
         """
         self.start, self.period, self.layer = start, period, np.empty(0, dtype=int)
-        self._ops, self.slack = ops, extent % period
+        self._ops, self._first, self.slack = ops, start, extent % period
         self._cut(start, extent // period)
 
     def _cut(self, start: int, times: int) -> None:
@@ -115,7 +115,7 @@ class Stretch:
         Args:
           layer: that of each value.
         """
-        start, period, times = self.start, self.period, len(self.makes)
+        start, period, times = self._first, self.period, len(self.makes)
         first, count = start + period, period + self.slack  # of the second piece
         makers = {value: n for n in range(start, first + count) for value in self._ops[n].results}
         known, crossing = np.zeros((2, self.slack + 1), dtype=int)

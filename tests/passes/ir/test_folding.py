@@ -15,7 +15,7 @@ import alpa_lite
 from alpa_lite.cluster import Cluster
 from alpa_lite.compilation import folded_steps
 from alpa_lite.ir import graph
-from alpa_lite.passes.ir import folding
+from alpa_lite.passes.ir import folding, repeats
 from alpa_lite.passes.tracing import tracing
 from gallery.batches import normal
 
@@ -231,3 +231,23 @@ def test_a_step_that_was_planned_folded_runs_whole(method, monkeypatch):
     assert any("one copy of a repeated layer" in line for line in run.plan(*args).verification)
     for got, want in zip(*map(jax.tree.leaves, (run(*args), jax.jit(step)(*arguments()))), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-5)
+
+
+def test_pieces_that_move_twice_begin_where_they_began_after_once() -> None:
+    """Though a step may begin with operations that equal the last ones of a piece."""
+
+    def step(x: Any) -> Any:
+        for _ in range(6):
+            x = jnp.tanh(jnp.sin(x))
+        return jnp.sin(x)
+
+    whole = tracing.trace(step, (jax.ShapeDtypeStruct((4,), jnp.float32),), {}).graph
+    ops, layers = whole.block.ops, np.zeros(len(whole.values) + 1, dtype=int)
+    layers[list(whole.block.inputs)] = repeats.OUTSIDE  # so that the first sine belongs to no layer
+    stretch = repeats.Stretch(ops, 0, 2, len(ops))
+    assert stretch.slack == 1
+    stretch.move(layers)
+    start = stretch.start
+    for _ in range(3):
+        stretch.move(layers)
+    assert stretch.start == start == 1
