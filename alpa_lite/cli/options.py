@@ -90,7 +90,7 @@ PARAMETERS: Mapping[str, Any] = {
     "text": typer.Option(metavar="FILE...", help="Text files to train on.", show_default="Python's standard library"),
     "plan": typer.Option(help="Run this plan file instead of solving.", exists=True, dir_okay=False),
     "seed": typer.Option(help="Seed of the parameters and of the batches."),
-    "seconds": typer.Option(min=1.0, help="About how long it may take; what there is no time for is not measured."),
+    "seconds": typer.Option(min=1.0, help="Seconds that it may take, about; samples that do not fit are skipped."),
     "processes": typer.Option("-n", "--processes", min=1, help="Number of processes."),
     "devices_per_process": typer.Option(
         min=1, help="Virtual CPU devices of each process, or its share of the accelerators."

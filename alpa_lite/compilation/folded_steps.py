@@ -18,7 +18,7 @@ from alpa_lite.passes.programs.staged import Staged
 from alpa_lite.plan.plan import Plan
 
 MIN_OPERATIONS = 1000
-"""Steps of fewer operations are planned as they are."""
+"""Operations of the shortest step that is folded: a choice, since shorter ones have few layers to leave out."""
 
 
 def fold_step(run: Passes, step: Step, request: PlanRequest) -> Step:

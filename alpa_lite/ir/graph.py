@@ -210,7 +210,7 @@ class Traced:
         where the plan reads it.
       placements: (argument, sharding) of each argument whose new value, or itself as a result, is given one.
       stacked: where leaves of the user's step are several arguments here, which; None where each is one.
-      folded_step: the step planned in its place, with a few copies of its repeated layers; None if there is none.
+      folded_step: the step to plan instead, with a few copies of its repeated layers; None where none repeat.
       copies: of such a step the copies that it leaves out (`passes.ir.folding.Copies`).
     """
 

@@ -32,8 +32,8 @@ from alpa_lite.report.tables import Block, Column, Legend, Row, Section, Sentenc
 
 _MORE = "more: plan.details(), plan.explain(path), plan.activations(), plan.to_html(file)"
 _MAX_NOTES = 3
-_MAX_REPLICATED = 10
-_MAX_CANDIDATES = 16
+_MAX_REPLICATED = 10  # rows of replicated operations, the largest first
+_MAX_CANDIDATES = 16  # rows of compared candidates
 _MAX_LAPS = 3  # of planning, in the log
 _ALL = 0.98  # the share from which on something counts as all
 _SOME = 0.02  # the share below which something is left out

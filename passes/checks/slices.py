@@ -55,14 +55,14 @@ def part_of(text: str, mesh: LogicalMesh) -> LogicalMesh:
 def restrict_to_slices(redundancy: Redundancy, part: LogicalMesh) -> Redundancy:
     """Returns the same with every collective over the axes that it has within a slice."""
 
-    def within(counts: Counter[Sent]) -> Counter[Sent]:
+    def count_within(counts: Counter[Sent]) -> Counter[Sent]:
         out: Counter[Sent] = Counter()
         for (kind, axes, size, bits), n in counts.items():
             out[kind, normal_axes(axes, part), size, bits] += n
         return out
 
-    removals = {reason: within(counts) for reason, counts in redundancy.removals.items()}
-    return Redundancy(removals, within(redundancy.collectives))
+    removals = {reason: count_within(counts) for reason, counts in redundancy.removals.items()}
+    return Redundancy(removals, count_within(redundancy.collectives))
 
 
 def collectives_across_slices(planned: Iterable[Collective], mesh: LogicalMesh, part: LogicalMesh) -> list[Collective]:

@@ -33,9 +33,9 @@ from alpa_lite.ir.graph import Block, Lit, Op, Traced
 from alpa_lite.passes.ir.repeats import OUTSIDE, SHORTEST, Layers
 
 MARGIN = 4
-"""Copies that are kept before and after those that are left out."""
+"""Copies of a layer that are kept on each side of those that are left out."""
 
-_LEAST = 2 * MARGIN + 2  # copies, so that two are left out
+_LEAST = 2 * MARGIN + 2  # equal layers of a step that is folded: two of them are left out
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,6 @@ class Copies:
       count: how many are left out.
       arguments, outputs: for each of the whole step the number of that which stands for it in the folded step.
       values: value -> those that it stands for in addition to itself, layer by layer.
-      ops: op index -> likewise.
       around: value that stands for others -> that of the layer before, and that of the layer after those left out.
       kept_places: for each operation of the folded step its place in the whole one.
       layers: op index -> stretch, place in the piece, and layer of the folded step, of those around the gap.
@@ -60,7 +59,6 @@ class Copies:
     arguments: tuple[int, ...]
     outputs: tuple[int, ...]
     values: Mapping[int, tuple[int, ...]]
-    ops: Mapping[int, tuple[Op, ...]]
     around: Mapping[int, tuple[int, int]]
     kept_places: np.ndarray
     layers: Mapping[int, tuple[int, int, int]]
@@ -71,21 +69,25 @@ class Copies:
         """Returns how many values of the whole step a value stands for."""
         return 1 + len(self.values.get(value, ()))
 
+    def count_ops(self, op: Op) -> int:
+        """Returns how many operations of the whole step an operation stands for."""
+        return 1 + self.count if op.index in self.layers and self.layers[op.index][2] == self.first else 1
+
     def all_of(self, op: Op) -> tuple[Op, ...]:
         """Returns the operations of the whole step that an operation stands for."""
-        return (op, *self.ops.get(op.index, ()))
+        return self.with_copies(op) if self.count_ops(op) > 1 else (op,)
+
+    def with_copies(self, op: Op) -> tuple[Op, ...]:
+        """Returns an operation of a layer, and those that correspond to it in the layers left out."""
+        places = self.places(op.index)
+        return op, *(self.whole_step.graph.block.ops[n] for n in (() if places is None else places.tolist()))
 
     def users(self, value: int, op: Op | None) -> list[tuple[tuple[float, int], Op | None]]:
         """The readers of a value and of each that it stands for (None: an output), with their order in the step."""
         values = (value, *self.values.get(value, ()))
         if op is None:
             return [((math.inf, self._outputs[one]), None) for one in values]
-        places = self.places(op.index) if len(values) > 1 else None
-        ops = (
-            (op,) * len(values)
-            if places is None
-            else (op, *(self.whole_step.graph.block.ops[n] for n in places.tolist()))
-        )
+        ops = self.with_copies(op) if len(values) > 1 and op.index in self.layers else (op,) * len(values)
         return [((one.index, 0), one) for one in ops]
 
     def places(self, op: int) -> np.ndarray | None:
@@ -115,13 +117,13 @@ class Copies:
 
 
 def folded_step(traced: Traced) -> Traced:
-    """Returns the folded step that stands for a step; itself if there is none."""
+    """Returns the folded step that stands for a step; the step itself if it has none."""
     short = traced.folded_step
     return short if short is not None and short.copies.whole_step.graph is traced.graph else traced
 
 
 def whole_step(traced: Traced) -> Traced:
-    """Returns the whole step that a folded step stands for; itself if it is none."""
+    """Returns the whole step that a folded step stands for; any other step itself."""
     return traced if traced.copies is None else traced.copies.whole_step
 
 
@@ -139,9 +141,11 @@ def all_copies(traced: Traced, ops: Sequence[Op]) -> Sequence[Op]:
 
 def count_uses(traced: Traced, value: int | None, op: Op | None) -> int:
     """Returns how many uses of values in the whole step one stands for, or how many operations if no value is used."""
-    if value is not None and traced.copies is not None:
+    if traced.copies is None:
+        return 1
+    if value is not None:
         return traced.copies.count_values(value)
-    return 1 if op is None else len(copies_of(traced, op))
+    return 1 if op is None else traced.copies.count_ops(op)
 
 
 def users_of(traced: Traced, value: int, op: Op | None) -> list[tuple[tuple[float, int], Op | None]]:
@@ -158,7 +162,7 @@ def fold(traced: Traced) -> Traced | None:
 
 
 def add_folded(traced: Traced) -> Traced:
-    """Returns a step with the folded step that is planned in its place, if there is one."""
+    """Returns a step with the folded step to plan instead, where its layers repeat."""
     return replace(traced, folded_step=fold(traced))
 
 
@@ -169,9 +173,7 @@ class _Fold:
         self.traced, self.block = traced, traced.graph.block
         layers = Layers(self.block, traced.graph.values, _LEAST)
         self.stretches, self.layer, self.code = layers.stretches, layers.layer, layers.code
-        self.at: defaultdict[int, dict[int, int]] = defaultdict(
-            dict
-        )  # code -> layer -> value, of layers that are copies
+        self.at: defaultdict[int, dict[int, int]] = defaultdict(dict)  # code -> layer of a copy -> value
 
     # -- which layers are copies ----------------------------------------------------------------------------------
 
@@ -343,7 +345,6 @@ class _Fold:
         block, first = self.block, self.low - 1
         values: dict[int, tuple[int, ...]] = {}
         around: dict[int, tuple[int, int]] = {}
-        ops: dict[int, tuple[Op, ...]] = {}
         layers: dict[int, tuple[int, int, int]] = {}
         starts = []
 
@@ -356,9 +357,6 @@ class _Fold:
             starts.append(np.array([at.get(layer, -1) for layer in range(self.high + MARGIN)]))
             for column in one.makes.T.tolist():
                 stand({layer: column[row] for layer, row in rows.items()})
-            for place in range(one.period):
-                own = block.ops[at[first] + place]
-                ops[own.index] = tuple([block.ops[at[n] + place] for n in range(self.low, self.high)])
             for layer in (*range(self.low - MARGIN, self.low), *range(self.high, self.high + MARGIN)):
                 new = layer if layer < self.low else layer - self.gone
                 for place in range(one.period):
@@ -370,6 +368,4 @@ class _Fold:
         for by_layer in inputs.values():
             if first in by_layer:
                 stand(by_layer)
-        return Copies(
-            self.traced, self.gone, arguments, outputs, values, ops, around, kept, layers, tuple(starts), first
-        )
+        return Copies(self.traced, self.gone, arguments, outputs, values, around, kept, layers, tuple(starts), first)

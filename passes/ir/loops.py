@@ -176,7 +176,7 @@ class Port(NamedTuple):
 def ports(op: Op) -> list[Port]:
     """Returns the border of a scan, while or cond: in the order of operands, the index of a cond left out, then ys.
 
-    Nothing but the condition of a while comes out of a body beside them.
+    A body has no other results, except the condition of a while.
     """
     if op.name == "scan":
         view = ScanView(op)

@@ -20,7 +20,7 @@ from alpa_lite.passes.ir.primitives import CONSTRAINT
 SHORTEST = 8
 """The least number of operations or instructions that count as a repeated sequence."""
 
-_PERIODS = 64  # distances that are tried
+_PERIODS = 64  # the commonest distances between equal operations that are tried as periods
 OUTSIDE = -(1 << 40)
 """The layer of values that belong to none."""
 

@@ -164,7 +164,7 @@ def offset(axes: Axes, block: int, dtype: Any = jnp.int32) -> jax.Array:
 
 
 def extreme_value(dtype: Any, *, highest: bool) -> Any:
-    """Returns the number that is no less (or no greater) than any other: what a minimum (a maximum) starts from."""
+    """Returns the largest number of a dtype, or the smallest: the identity of a minimum, or of a maximum."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.asarray(np.inf if highest else -np.inf, dtype)
     return np.asarray(jnp.iinfo(dtype).max if highest else jnp.iinfo(dtype).min, dtype)

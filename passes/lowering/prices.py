@@ -25,7 +25,7 @@ from alpa_lite.cluster.cost import MeshCost
 from alpa_lite.ir.graph import Traced
 from alpa_lite.ir.strategy import Rule
 from alpa_lite.passes.costs.flops import flops_of, working_dtype
-from alpa_lite.passes.ir.folding import copies_of
+from alpa_lite.passes.ir.folding import count_uses
 from alpa_lite.passes.lowering.program import (
     Compute,
     Instruction,
@@ -161,7 +161,7 @@ def prices(
         if not group.ops:
             arguments += group.copies * (max(flops, size) + starts)
             continue
-        counts = [len(copies_of(traced, grouping.ops[number])) for number in group.ops]
+        counts = [count_uses(traced, None, grouping.ops[number]) for number in group.ops]
         is_all = group.kind == "fixed"  # the seconds are those of all copies of its operations
         whole = sum(alone[number] * (n if is_all else 1) for number, n in zip(group.ops, counts, strict=True))
         every = sum(counts) if is_all else len(group.ops)

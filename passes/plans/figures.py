@@ -49,7 +49,7 @@ def _products(grouping: Grouping, rules: Mapping[Any, Rule], traced: Traced) -> 
         for number in group.ops:
             op = grouping.ops[number]
             if op.name in primitives.PRODUCTS and not _jax.is_computed_again(op.source):
-                runs = group.trips * len(copies_of(traced, op))
+                runs = group.trips * count_uses(traced, None, op)
                 yield group, op, flops_of(op, rules[op.key], traced.graph.values) * runs
 
 

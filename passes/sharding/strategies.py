@@ -18,7 +18,7 @@ from alpa_lite.ir.graph import Lit, Op, Value
 from alpa_lite.ir.layout import Axes, Layout
 from alpa_lite.ir.strategy import Buffers, Factor, StrategyGraph, Transfer
 from alpa_lite.passes.costs.flops import working_dtype
-from alpa_lite.passes.ir.folding import copies_of
+from alpa_lite.passes.ir.folding import count_uses
 from alpa_lite.passes.ir.primitives import CONSTRAINT, PRODUCTS
 from alpa_lite.passes.ir.remembered import Memo
 from alpa_lite.passes.local.forms import local_form
@@ -247,7 +247,7 @@ class _Builder:
             op = self.grouping.ops[number]
             rule = self.rules[op.key]
             if rule.source == "opaque":
-                runs, moved = trips.get(number, 1) * len(copies_of(traced, op)), self.step.traffic[number]
+                runs, moved = trips.get(number, 1) * count_uses(traced, None, op), self.step.traffic[number]
                 terms[1] += runs * self.cost.compute(0.0, moved.bytes, working_dtype(op, self.values))
                 terms[2] += runs * moved.starts * self.cost.cluster.kernel_start
                 collectives += runs * self.collectives(local_form(op, rule, (), self.values, self.mesh))
